@@ -161,10 +161,10 @@ def every_function(vendors=True):
     for name, n in builtins.MATH.items() if vendors else ():
         lines.append(f"x[0] += {name}({', '.join(['x[1]'] * n)});")
         lines += [f"d[0] += {name}({', '.join(['d[1]'] * n)});", f"x[0] += {name}f({', '.join(['x[1]'] * n)});"]
-    for name in builtins.SAME if vendors else ():
-        n = builtins.MATH[builtins.SAME[name].removesuffix("f")]
+    for name in builtins.ALIASES if vendors else ():
+        n = builtins.MATH[builtins.ALIASES[name].removesuffix("f")]
         lines.append(f"x[0] += {name}({', '.join(['x[1]'] * n)});")
-    lines += [f"i[0] += {name}(x[1]) + {name}(d[1]);" for name in builtins.ASKED]
+    lines += [f"i[0] += {name}(x[1]) + {name}(d[1]);" for name in builtins.TESTS]
     lines += [f"i[0] += {n}(i[1], i[2]); x[0] += {n}(x[1], x[2]); u[0] = {n}(u[1], 3u);" for n in builtins.EXTREMES]
     lines += [f"d[0] += {n}(x[1], x[2]);" for n in builtins.OPERATORS]
     lines += [f"d[0] += {n}({', '.join(['x[1]'] * len(a))});" for n, (a, _) in builtins.PLAIN.items()]

@@ -168,9 +168,9 @@ def test_an_index_out_of_range_names_kernel_line_and_argument():
 
 
 def test_a_source_that_is_not_understood_fails_where_it_is_compiled():
-    with pytest.raises(RuntimeError, match=r"Kernel compilation failed:\nline 2: '\)' is expected"):
+    with pytest.raises(RuntimeError, match=r"Kernel compilation failed:\nline 2: expected '\)', found"):
         torch.cuda._compile_kernel("__global__ void f(float* a) {\n a[0] = (1;\n}", "f")
-    with pytest.raises(RuntimeError, match="there is no kernel g; there is f"):
+    with pytest.raises(RuntimeError, match="the source has no kernel g; it has f"):
         wooly.cuda_kernel("__global__ void f(float* a) { }", "g")
     with pytest.raises(RuntimeError, match=re.escape("scale is a template of T, TIMES, MINUS: name it scale<…>")):
         wooly.cuda_kernel(TEMPLATE, "scale")
@@ -182,7 +182,7 @@ def test_what_the_far_side_refuses_names_the_line():
     (a,) = on(torch.ones(8))
     f = wooly.cuda_kernel("__global__ void f(float* a) {\n  float* p = (float*)12345;\n  *p = 1;\n}", "f")
     f((1, 1, 1), (1, 1, 1), [a])
-    with pytest.raises(RemoteOperationError, match=r"line 2: .* cast to a pointer: nothing is known of its bounds"):
+    with pytest.raises(RemoteOperationError, match=r"line 2: .* cannot be cast to a pointer: its bounds are not known"):
         a.cpu()
 
 

@@ -1,4 +1,4 @@
-"""The same kernels in the C of GPUs: they build for chips that are not here, with the same checks. Nobody runs them here.
+"""The same kernels for GPUs: they build with the same checks, for chips that this machine may lack. They do not run here.
 
 One kernel calls every function that the reference page names.
 """
@@ -35,8 +35,8 @@ def worker():
         yield found
 
 
-#: The chips' compilers take all of them here. PoCL takes every function at once in `make test-all`, in half a minute; the other
-#: kernels `test_cuda_c` has it compile, and runs them.
+#: Target whose builds are slow: PoCL needs half a minute for the kernel with every function, so only `make test-all` builds it.
+#: `test_cuda_c` builds and runs the other kernels with PoCL.
 SLOW = "opencl:cpu"
 
 
@@ -48,7 +48,7 @@ SLOW = "opencl:cpu"
         for name in ("opencl:cpu", "cuda:sm_90", "hip:gfx942")
     ],
 )
-def test_kernel_builds(name, case, worker):
+def test_kernel_builds_for_every_dialect(name, case, worker):
     where = target(name)
     why = missing(where.toolchain)
     if why:
@@ -57,14 +57,14 @@ def test_kernel_builds(name, case, worker):
     if where.toolchain == "hip" and entry == "everything":
         text = kernels.every_function(
             vendors=False
-        )  # AMD's functions are in a library that is linked where the chip is
+        )  # AMD's functions are in a library that only the device's machine has
     made = translate(text, entry, arguments, block, template=template, shared=512, dialect=DIALECTS[where.toolchain])
     source = Source(made.entry, where.dialect.name, made.text, 1, block[0] * block[1] * block[2])
     assert len(worker.build(source, where)) > 1000
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_every_function_has_a_translation(dialect):
+def test_translate_of_every_function_succeeds(dialect):
     text, entry, arguments, block, _ = CASES[-1]
     made = translate(text, entry, arguments, block, template="", shared=512, dialect=DIALECTS[dialect])
     assert made.entry in made.text and len(made.text) > len(text) / 2
@@ -72,7 +72,7 @@ def test_every_function_has_a_translation(dialect):
 
 @pytest.fixture(scope="module")
 def code(tmp_path_factory):
-    """Builds as an executor has it done."""
+    """Builds as the compiler service does for an executor."""
     arguments = (str(tmp_path_factory.mktemp("worker")),)
     found = WorkerProcess(Limits(seconds=200), "wooly_compiler.worker", arguments)
 
@@ -93,7 +93,7 @@ C_CASES = [
 
 @pytest.mark.parametrize("target", ("cuda:sm_90", "hip:gfx942"))
 @pytest.mark.parametrize("case", C_CASES, ids=[c[1] for c in C_CASES])
-def test_kernel_is_built_with_its_checks_by_the_compilers_worker(code, case, target):
+def test_worker_builds_a_kernel_with_its_checks(code, case, target):
     why = missing(target.partition(":")[0])
     if why:
         pytest.skip(why)

@@ -1,5 +1,5 @@
 # ruff: noqa: E501 (sources in one line)
-"""CUDA C: what is refused and in which words, what hostile kernels can do to the device (nothing), and what is arithmetic."""
+"""CUDA C: rejected sources and their messages, hostile kernels (which must not harm the device), and arithmetic."""
 
 import time
 from pathlib import Path
@@ -28,17 +28,17 @@ REFUSED = {
     "printing": ('printf("%d", n);', "line 3: printf: a kernel cannot print"),
     "heap": ("float* p = new float[4];", "line 3: new: a kernel has no heap"),
     "malloc": ("float* p = (float*)malloc(4);", "line 3: malloc: a kernel has no heap"),
-    "number to pointer": ("float* p = (float*)(size_t)n; *p = 1;", "line 3: .* is cast to a pointer"),
+    "number to pointer": ("float* p = (float*)(size_t)n; *p = 1;", "line 3: .* cannot be cast to a pointer"),
     "number to pointer by another name": (
         "float* p = reinterpret_cast<float*>(n); *p = 1;",
-        "line 3: .* is cast to a pointer",
+        "line 3: .* cannot be cast to a pointer",
     ),
-    "pointer to number": ("a[0] = (size_t)a;", "line 3: a pointer is not made .*: its address is nobody's business"),
-    "pointer to pointer": ("float** p = &a;", "line 3: pointers to pointers are not understood"),
-    "pointers in memory": ("__shared__ float* p[4];", "line 3: .*pointers are not understood"),
-    "array of pointers": ("float* p[4];", "line 3: arrays of pointers are not understood"),
+    "pointer to number": ("a[0] = (size_t)a;", "line 3: a pointer cannot become .*: kernels must not see addresses"),
+    "pointer to pointer": ("float** p = &a;", "line 3: pointers to pointers are not supported"),
+    "pointers in memory": ("__shared__ float* p[4];", "line 3: .*pointers are not supported"),
+    "array of pointers": ("float* p[4];", "line 3: arrays of pointers are not supported"),
     "function pointer": ("void (*p)(int) = 0;", "line 3: "),
-    "lambda": ("auto g = [] { return 1; };", "line 3: lambdas are not understood"),
+    "lambda": ("auto g = [] { return 1; };", "line 3: lambdas are not supported"),
     "kernel from a kernel": ("f<<<1, 1>>>(a, n);", "line 3: <<<: a kernel cannot launch kernels"),
     "call of a kernel": ("f(a, n);", "line 3: f is a kernel"),
     "unknown name": ("a[0] = b;", "line 3: b is not declared"),
@@ -48,88 +48,94 @@ REFUSED = {
     "write to const": ("const int k = n; k = 3;", "line 3: .*const: it cannot be assigned to"),
     "const is not cast away": (
         "const float* c = a; float* p = const_cast<float*>(c); *p = 1;",
-        "line 3: a pointer to what is const",
+        "line 3: a pointer to const cannot become",
     ),
     "two memories": (
         "__shared__ float s[4]; float* p = a; p = s;",
-        "line 3: a pointer that points now into one memory",
+        "line 3: a pointer cannot change between two memories",
     ),
     "barrier of some threads": (
         "if (threadIdx.x < 3) __syncthreads();",
-        "line 3: __syncthreads must be where all threads .*line 3",
+        "line 3: all threads of a block must reach __syncthreads: .*line 3",
     ),
     "barrier behind a return": (
         "if (threadIdx.x < 3) return;\n__syncthreads();",
-        "line 4: .*some threads have returned in line 3",
+        "line 4: .*some threads returned in line 3",
     ),
     "barrier in a loop of some": (
         "for (int i = 0; i < threadIdx.x; i++) __syncthreads();",
-        "line 3: __syncthreads must be",
+        "line 3: all threads of a block must reach __syncthreads",
     ),
-    "barrier by data": ("if (a[threadIdx.x] > 0) __syncthreads();", "line 3: __syncthreads must be where all threads"),
+    "barrier by data": (
+        "if (a[threadIdx.x] > 0) __syncthreads();",
+        "line 3: all threads of a block must reach __syncthreads",
+    ),
     "barrier by a variable": ("int k = 0;\nif (threadIdx.x) k = 1;\nif (k) __syncthreads();", "line 5: .*line 5"),
     "shuffle in a loop of some": (
         "int i = threadIdx.x; while (i-- > 0) n += __shfl_sync(~0u, n, 0);",
-        "line 3: __shfl_sync .*without subgroups",
+        "line 3: .* must reach __shfl_sync .*without subgroups",
     ),
     "unknown intrinsic": (
         "n = __match_all_sync(~0u, n, a);",
-        "line 3: __match_all_sync is not offered: compare values",
+        "line 3: __match_all_sync is not supported: compare values",
     ),
-    "atomic of a type": ("atomicAnd(a, 1);", "line 3: atomicAnd of float is not offered: it is for int"),
-    "vector arithmetic": ("float4 v = make_float4(1, 2, 3, 4); v = v + v;", "line 3: .*write it for every part"),
-    "method": ("float4 v; v.norm();", "line 3: methods are not understood"),
-    "huge local array": ("float x[1 << 20];", "line 3: an array of 4194304 bytes, at most"),
-    "much shared memory": ("__shared__ float x[30000];", "line 3: 120000 bytes of shared memory, at most"),
-    "negative array": ("float x[-1];", "line 3: an array of -1 elements"),
-    "variable array": ("float x[n];", "line 3: this must be a constant"),
-    "unterminated comment": ("a[0] = 1; /* never ends", "line 3: a comment that does not end"),
-    "unterminated block": ("if (n) {", "line .*: a block that does not end"),
-    "unterminated string": ('a[0] = "never', "line 3: '\"' begins nothing that is understood"),
-    "strange character": ("a[0] = 1 @ 2;", "line 3: '@' begins nothing"),
+    "atomic of a type": ("atomicAnd(a, 1);", "line 3: atomicAnd of float is not supported: it takes int"),
+    "vector arithmetic": ("float4 v = make_float4(1, 2, 3, 4); v = v + v;", "line 3: .*write it per component"),
+    "method": ("float4 v; v.norm();", "line 3: methods are not supported"),
+    "huge local array": ("float x[1 << 20];", "line 3: the array has 4194304 bytes, at most"),
+    "much shared memory": (
+        "__shared__ float x[30000];",
+        "line 3: the kernel has 120000 bytes of shared memory, at most",
+    ),
+    "negative array": ("float x[-1];", "line 3: an array cannot have -1 elements"),
+    "variable array": ("float x[n];", "line 3: this expression must be constant"),
+    "unterminated comment": ("a[0] = 1; /* never ends", "line 3: the comment has no end"),
+    "unterminated block": ("if (n) {", "line .*: the block has no closing brace"),
+    "unterminated string": ('a[0] = "never', "line 3: '\"' does not start a valid token"),
+    "strange character": ("a[0] = 1 @ 2;", "line 3: '@' does not start"),
     "number too large": ("unsigned long long x = 99999999999999999999;", "line 3: .*more than 64 bits"),
-    "deep parentheses": ("a[0] = " + "(" * 500 + "1" + ")" * 500 + ";", "line 3: nested more than"),
-    "deep blocks": ("{" * 500 + "}" * 500, "line 3: nested more than"),
-    "deep operators": ("a[0] = " + "-" * 2000 + "1;", "line 3: nested more than"),
-    "deep ternaries": ("a[0] = " + "n ? 1 : " * 500 + "2;", "line 3: nested more than"),
-    "deep ifs": ("if (n) " * 500 + ";", "line 3: nested more than"),
+    "deep parentheses": ("a[0] = " + "(" * 500 + "1" + ")" * 500 + ";", "line 3: .*nested deeper than"),
+    "deep blocks": ("{" * 500 + "}" * 500, "line 3: .*nested deeper than"),
+    "deep operators": ("a[0] = " + "-" * 2000 + "1;", "line 3: .*nested deeper than"),
+    "deep ternaries": ("a[0] = " + "n ? 1 : " * 500 + "2;", "line 3: .*nested deeper than"),
+    "deep ifs": ("if (n) " * 500 + ";", "line 3: .*nested deeper than"),
 }
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_refused_with_line_and_construct(what):
+def test_translate_of_refused_construct_names_line_and_construct(what):
     body, words = REFUSED[what]
     with pytest.raises(CudaSourceError, match=words):
         lowered(body, block=(64, 1, 1))
 
 
 OUTSIDE = {
-    "a file": ('#include "/etc/passwd"', "line 1: #include of '/etc/passwd': no file is read"),
-    "another file": ("#include <../secret.h>", "line 1: #include of '../secret.h'"),
-    "an endless macro": ("#define A B B\n#define B C C\n" + "".join(f"#define {chr(67 + k)} {chr(68 + k)} {chr(68 + k)}\n" for k in range(22)) + "A", "macros make more than"),
-    "an unknown directive": ("#line 3", "line 1: the directive #line is not understood"),
-    "an open conditional": ("#if 1\nint f();", "line 1: an #if without #endif"),
+    "a file": ('#include "/etc/passwd"', "line 1: cannot include '/etc/passwd': no file is read"),
+    "another file": ("#include <../secret.h>", "line 1: cannot include '../secret.h'"),
+    "an endless macro": ("#define A B B\n#define B C C\n" + "".join(f"#define {chr(67 + k)} {chr(68 + k)} {chr(68 + k)}\n" for k in range(22)) + "A", "macros expand to more than"),
+    "an unknown directive": ("#line 3", "line 1: the directive #line is not supported"),
+    "an open conditional": ("#if 1\nint f();", "line 1: this #if has no #endif"),
     "its own words": ('#error "no"', "line 1: #error"),
-    "a variable": ("__device__ float x;", "line 1: x: variables of a source must be constant"),
+    "a variable": ("__device__ float x;", "line 1: x: a global variable must be constant"),
     "a constant without a value": ("__constant__ float x[4];", "line 1: x: a constant needs a value"),
-    "a function of the host": ("int main() { return 0; }", "line 1: main is neither"),
-    "a class": ("class X { };", "line 1: class: classes are not understood"),
+    "a function of the host": ("int main() { return 0; }", "line 1: main must be __global__ or"),
+    "a class": ("class X { };", "line 1: class: classes are not supported"),
     "a struct with itself": ("struct X { X x; };\n__global__ void f(int* a) { X x; }", "X contains itself"),
     "a struct with a pointer": ("struct X { int* x; };\n__global__ void f(int* a) { X x; }", "pointers in structs"),
     "recursion": ("__device__ int g(int x) { return x ? g(x - 1) : 0; }\n__global__ void f(int* a) { a[0] = g(3); }", "line 1: g calls itself: recursion"),
-    "endless templates": ("template <int N> __device__ int g(int x) { return g<N + 1>(x); }\n__global__ void f(int* a) { a[0] = g<0>(3); }", "calls inside each other more than"),
-    "much code": ("__device__ int g0(int x) { return x * 3 + 1; }\n" + "".join(f"__device__ int g{k + 1}(int x) {{ return g{k}(x) + g{k}(x + 1) + g{k}(x + 2); }}\n" for k in range(16)) + "__global__ void f(int* a) { a[0] = g16(3); }", "too much code once functions"),
+    "endless templates": ("template <int N> __device__ int g(int x) { return g<N + 1>(x); }\n__global__ void f(int* a) { a[0] = g<0>(3); }", "calls are nested deeper than"),
+    "much code": ("__device__ int g0(int x) { return x * 3 + 1; }\n" + "".join(f"__device__ int g{k + 1}(int x) {{ return g{k}(x) + g{k}(x + 1) + g{k}(x + 2); }}\n" for k in range(16)) + "__global__ void f(int* a) { a[0] = g16(3); }", "too much code after functions"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("what", OUTSIDE)
-def test_refused_outside_of_kernels(what):
+def test_translate_of_refused_top_level_names_line_and_construct(what):
     text, words = OUTSIDE[what]
     with pytest.raises(CudaSourceError, match=words):
         translate(text if "void f" in text else text + "\n__global__ void f(int* a) { }", "f", ["buffer"], ONE)
 
 
-def test_huge_sources_are_refused_at_once():
+def test_parse_of_huge_source_is_refused_quickly():
     began = time.monotonic()
     with pytest.raises(CudaSourceError, match="characters, at most"):
         parse(" " * (1 << 20))
@@ -139,7 +145,7 @@ def test_huge_sources_are_refused_at_once():
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_broken_sources_are_errors_and_nothing_else(seed):
+def test_translate_of_random_changes_raises_only_source_error(seed):
     rng = np.random.default_rng(seed)
     whole = """#define T 4
     template <typename X> __device__ X g(X* p, int i) { return p[i] + (X)1; }
@@ -164,7 +170,7 @@ def test_broken_sources_are_errors_and_nothing_else(seed):
                 assert str(e).startswith("line ")
 
 
-def test_what_a_kernel_writes_is_told():
+def test_translate_reports_written_parameters():
     made = translate(
         "__device__ void put(float* p) { *p = 1; }\n__global__ void f(float* a, float* b, const float* c, float* d) { put(b); atomicAdd(d, c[0] + a[0]); }",
         "f",
@@ -174,10 +180,10 @@ def test_what_a_kernel_writes_is_told():
     assert made.writes == (False, True, False, True)
 
 
-def test_threads_of_their_own_variables_have_an_end():
+def test_translate_of_too_many_variables_is_refused():
     body = "float x[512]; for (int i = 0; i < 512; i++) x[i] = i; a[0] = x[n];"
     lowered(body, block=(64, 1, 1))
-    with pytest.raises(CudaSourceError, match=r"1024 threads with .* bytes of variables each"):
+    with pytest.raises(CudaSourceError, match=r"1024 threads have .* bytes of variables each"):
         translate(
             f"__global__ void f(float* a, int n) {{ {body} {body.replace('x', 'y')} }}",
             "f",
@@ -186,19 +192,19 @@ def test_threads_of_their_own_variables_have_an_end():
         )
 
 
-def test_threads_with_many_variables_and_barriers_have_room_or_are_refused(launch):
-    """What lasts over barriers is in the block's memory: on a device's stack it would be there once per thread of a thread."""
+def test_launch_with_many_variables_and_barriers_runs_or_is_refused(launch):
+    """Variables around barriers are in the block's memory. A stack would need them per thread of the block and of the device."""
     body = "float x[%d]; for (int i = 0; i < %d; i++) x[i] = i + threadIdx.x; __syncthreads(); a[threadIdx.x] = x[n %% %d];"
     a = np.zeros(1024, np.float32)
     text = "__global__ void f(float* a, int n) { " + body % (80, 80, 80) + " }"
     status, _ = launch(text, "f", [a, 7], block=(1024, 1, 1))
     assert status[1] == 0
     assert np.array_equal(a, 7 + np.arange(1024))
-    with pytest.raises(CudaSourceError, match=r"1024 threads with .* bytes each of variables around barriers"):
+    with pytest.raises(CudaSourceError, match=r"1024 threads have .* bytes each of variables around barriers"):
         launch(text.replace("80", "200"), "f", [a, 7], block=(1024, 1, 1))
 
 
-def test_every_loop_without_a_plain_end_asks_whether_to_stop():
+def test_translate_of_loop_without_known_end_checks_for_stop():
     endless = (
         "for (;;) a[0] += 1;",
         "while (n) ;",
@@ -211,11 +217,11 @@ def test_every_loop_without_a_plain_end_asks_whether_to_stop():
     ):
         for dialect in DIALECTS.values():
             text = lowered(body, dialect=dialect).text
-            assert text.count("w_go(w_status)") > 1, body  # one is at the start
+            assert text.count("w_go(w_status)") > 1, body  # the first one is at the start
     assert lowered("for (int i = 0; i < 16; i++) a[i] = i;").text.count("w_go(w_status)") == 1
 
 
-def test_gpus_get_barriers_and_warps_of_their_own():
+def test_translate_for_cuda_uses_native_barriers_and_shuffles():
     text = lowered("n += __shfl_xor_sync(~0u, n, 1); __syncthreads(); a[0] = n;", block=(64, 1, 1), dialect=CUDA).text
     assert "__syncthreads()" in text and "__shfl_sync" in text
 
@@ -225,7 +231,7 @@ def test_gpus_get_barriers_and_warps_of_their_own():
 
 @pytest.fixture(scope="module")
 def launch():
-    """Builds and launches a kernel on PoCL: its status, and the text of its place."""
+    """Builds and launches a kernel on PoCL; returns its status, and the description of the failed access."""
     cl = pytest.importorskip("pyopencl", reason="kernels run through OpenCL: pip install 'pyopencl[pocl]'")
     from wooly_compiler.build import opencl
 
@@ -269,7 +275,7 @@ WILD = {
 
 
 @pytest.mark.parametrize("what", WILD)
-def test_a_wild_access_touches_nothing_and_is_told(what, launch):
+def test_launch_with_access_out_of_bounds_changes_nothing_and_reports_it(what, launch):
     body, n, kind, place = WILD[what]
     memory = np.full(192, 7, np.float32)
     text = f"__constant__ float table[3] = {{1, 2, 3}}; __global__ void f(float* a, long long n) {{ {body} }}"
@@ -280,7 +286,7 @@ def test_a_wild_access_touches_nothing_and_is_told(what, launch):
         assert set(memory[64:128]) <= {0, 7}
 
 
-def test_threads_of_a_block_with_a_wild_index_each_and_a_barrier(launch):
+def test_launch_with_barrier_and_all_indices_out_of_bounds_reports_it(launch):
     memory = np.full(96, 7, np.int32)
     text = "__global__ void f(int* a) { __shared__ int s[32]; s[threadIdx.x] = 1; __syncthreads(); a[threadIdx.x - 16] = s[63 - threadIdx.x]; }"
     status, where = launch(text, "f", [memory[32:64]], block=(64, 1, 1))
@@ -288,7 +294,7 @@ def test_threads_of_a_block_with_a_wild_index_each_and_a_barrier(launch):
     assert (memory[:32] == 7).all() and (memory[64:] == 7).all()
 
 
-def test_shared_memory_and_variables_begin_as_zeros(launch):
+def test_launch_starts_with_zeros_in_shared_memory_and_variables(launch):
     text = """__global__ void f(int* a) { __shared__ int s[64]; int x; int y[4]; float4 v; a[threadIdx.x] = s[threadIdx.x] + x + y[2] + (int)v.z; }"""
     fill = (
         "__global__ void g(int* a) { __shared__ int s[64]; s[threadIdx.x] = 5; a[threadIdx.x] = s[63 - threadIdx.x]; }"
@@ -299,7 +305,7 @@ def test_shared_memory_and_variables_begin_as_zeros(launch):
     assert not a.any()
 
 
-def test_arithmetic_is_defined_where_c_leaves_it_open(launch):
+def test_arithmetic_that_c_leaves_undefined_has_defined_results(launch):
     text = """__global__ void f(int* a, int zero, int least) {
       a[0] = 5 / zero; a[1] = 5 % zero; a[2] = least / -1; a[3] = least / (zero - 1); a[4] = least % (zero - 1);
       a[5] = 1 << (zero + 33); a[6] = (int)(1e20f * (zero + 1)); a[7] = (int)(0.f / zero); a[8] = (unsigned char)(300 + zero);
@@ -313,8 +319,8 @@ def test_arithmetic_is_defined_where_c_leaves_it_open(launch):
 
 
 @pytest.mark.parametrize("block", [(64, 1, 1), (4, 4, 4)])
-def test_barriers_in_loops_and_conditions_of_the_block(launch, block):
-    """Each thread's variables last over barriers; loops and conditions around barriers are decided for the block."""
+def test_barriers_in_loops_and_conditions_give_the_expected_result(launch, block):
+    """Variables of each thread survive barriers. Loops and conditions around barriers are evaluated once for the block."""
     text = """__device__ void turn(int* s, int t) { int mine = s[(t + 1) % 64]; __syncthreads(); s[t] = mine; __syncthreads(); }
     __global__ void f(int* out, const int* asked, int n) {
       __shared__ int s[64];
@@ -367,7 +373,7 @@ FUNCTIONS = {
 }  # fmt: skip
 
 
-def test_functions_are_torchs(launch):
+def test_functions_equal_torch(launch):
     x = torch.linspace(0.01, 5, 64)
     for_each = " ".join(f"out[{k} * 64 + i] = {name}(x[i]);" for k, name in enumerate(FUNCTIONS))
     out = np.zeros((len(FUNCTIONS), 64), np.float32)
@@ -379,7 +385,7 @@ def test_functions_are_torchs(launch):
         )
 
 
-def test_atomics_of_many_threads(launch):
+def test_atomics_of_many_threads_give_the_expected_result(launch):
     text = """__global__ void f(int* i, unsigned long long* w, float* x, unsigned* u) {
       atomicAdd(&i[0], 1); atomicSub(&i[1], 2); atomicMax(&i[2], (int)threadIdx.x); atomicMin(&i[3], -(int)threadIdx.x); atomicOr(&i[4], 1 << (threadIdx.x % 8));
       atomicExch(&i[5], 9); atomicCAS(&i[6], 0, 4); atomicAdd(w, 1ull << 33); atomicAdd(x, 0.5f); atomicInc(&u[0], 9u); atomicDec(&u[1], 5u); atomicXor(&i[7], 1);
@@ -391,6 +397,6 @@ def test_atomics_of_many_threads(launch):
     assert (w[0], x[0], u[0]) == (128 << 33, 64, 128 % 10)
 
 
-def test_the_reference_page_is_current():
+def test_reference_page_equals_the_generated_one():
     written = (Path(__file__).parents[3] / "docs/reference/cuda-c.md").read_text()
     assert written == page(), "make docs"

@@ -1,4 +1,4 @@
-"""What compilers and clients ask of CUDA C: code for a GPU by the vendor's compiler, and what a kernel's parameters are."""
+"""The entry points of CUDA C: code for compilers, and the parameters of a kernel for clients."""
 
 import re
 from dataclasses import replace
@@ -25,7 +25,7 @@ PARAMETERS = (
 
 
 @pytest.mark.parametrize("target", ["cuda:sm_90", "hip:gfx942"])
-def test_code_for_a_gpu_is_what_the_vendors_compiler_makes_of_the_printed_text(target):
+def test_for_gpu_returns_the_vendors_code_of_the_printed_text(target):
     given = []
     code = for_gpu(REQUEST, target, lambda text: given.append(text) or b"its code")
     (image,), (text,) = code.images, given
@@ -36,18 +36,18 @@ def test_code_for_a_gpu_is_what_the_vendors_compiler_makes_of_the_printed_text(t
     assert len(code.places) >= 2
 
 
-def test_code_for_a_cpu_is_the_printed_text():
+def test_for_cpu_returns_the_printed_text():
     made = for_cpu(REQUEST)
     assert made.parameters == PARAMETERS and f"{made.entry}(" in made.text and "__global__" not in made.text
 
 
-def test_source_that_is_not_understood_reaches_no_vendors_compiler():
+def test_for_gpu_of_refused_source_does_not_call_the_vendors_compiler():
     request = replace(REQUEST, text=TEXT.replace("x[i]", 'x[i]; asm("trap;")'))
     with pytest.raises(ForeignError, match="CUDA C, line 3: asm"):
         for_gpu(request, "cuda:sm_90", pytest.fail)
 
 
-def test_client_is_told_what_the_parameters_are():
+def test_parameters_of_a_kernel_returns_their_kinds():
     found = signatures.parameters(TEXT, "scale", "float")
     assert found == (Passed.READ, Passed.WRITTEN, Passed.NUMBER, Passed.NUMBER)
 
@@ -56,9 +56,9 @@ def test_client_is_told_what_the_parameters_are():
     ("entry", "template", "says"),
     [
         ("scale", "", "line 1: scale is a template of T: name it scale<…>"),
-        ("shift", "", "line 1: there is no kernel shift; there is scale"),
+        ("shift", "", "line 1: the source has no kernel shift; it has scale"),
     ],
 )
-def test_kernel_that_a_client_cannot_name_is_an_error_with_its_line(entry, template, says):
+def test_parameters_of_unknown_or_unnamed_template_kernel_raises(entry, template, says):
     with pytest.raises(CudaSourceError, match=says):
         signatures.parameters(TEXT, entry, template)

@@ -1,6 +1,6 @@
-"""Guards in texts for GPUs: each access has one, nothing that Triton may assume is left to the text, and the rest is refused.
+"""Guards in texts for GPUs: each access has a guard, claims of the text are removed, and unsupported texts are rejected.
 
-tests/kernels/test_offline.py shows on the CPU that guards leave the results of a kernel alone, and keep it from foreign memory.
+tests/kernels/test_offline.py runs guarded kernels on the CPU: guards do not change results, and keep kernels from foreign memory.
 """
 
 import re
@@ -26,7 +26,7 @@ def worker(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def build(worker):
-    """Builds as an executor has it done."""
+    """Builds as the compiler service does for an executor."""
     return lambda asked: decode_code(worker.ask(asked, asked["target"], "kernel"), "n")
 
 
@@ -56,18 +56,18 @@ def build_body(build, body, **options):
             '    %a = tt.extern_elementwise %n {libname = "", libpath = "/lib/x.bc", pure = false, symbol = "vprintf"} : '
             "(i32) -> i32\n"
             "    %c = arith.sitofp %a : i32 to f32\n    tt.store %x, %c : !tt.ptr<f32>",
-            "extern_elementwise is not written as it should be",
+            "extern_elementwise in another form than Triton prints",
         ),
         ("    %a = tt.nothing %n : i32", "cannot read the text"),
         ("    llvm.intr.assume %n : i32", "cannot read the text"),
     ],
 )
-def test_text_that_cannot_be_checked_is_refused(build, body, says):
+def test_build_of_text_that_cannot_be_checked_is_refused(build, body, says):
     with pytest.raises(BuildError, match=says):
         build_body(build, body)
 
 
-def test_text_without_checks_is_built_where_its_launch_says_so(build):
+def test_build_with_unchecked_option_adds_no_guards(build):
     body = f"    %a = tt.elementwise_inline_asm {ASSEMBLY % 'mov.u32 $0, $1;'} %n : i32 -> i32\n"
     body += "    %c = arith.sitofp %a : i32 to f32\n    tt.store %x, %c : !tt.ptr<f32>"
     (image,) = build_body(build, body, **{UNCHECKED: True}).images
@@ -75,7 +75,7 @@ def test_text_without_checks_is_built_where_its_launch_says_so(build):
     assert image.claims == (16, 1)
 
 
-def test_every_access_has_a_guard_and_no_claim_stays():
+def test_guard_adds_a_check_per_access_and_removes_claims():
     body = WIDE + (
         "    %m = arith.muli %n, %n {tt.divisibility = dense<16> : tensor<1xi32>} : i32\n"
         "    %s = tt.splat %m : i32 -> tensor<64xi32>\n    %i = arith.addi %s, %r overflow<nsw> : tensor<64xi32>\n"
@@ -85,14 +85,14 @@ def test_every_access_has_a_guard_and_no_claim_stays():
         "    %v = tt.load %a : tensor<64x!tt.ptr<f32>>\n    tt.store %a, %v : tensor<64x!tt.ptr<f32>>"
     )
     made = guarded(KERNEL.replace("BODY", body))
-    assert "nsw" not in made.text and "divisibility = 16" in made.text.splitlines()[1]  # the status words' own
+    assert "nsw" not in made.text and "divisibility = 16" in made.text.splitlines()[1]  # the claim of the status words
     assert made.text.count("divisibility") == 1
     assert made.text.count("arith.cmpi ult") == 2 and made.extra == ((0, 4),) and made.writes == (True, False)
     assert re.search(r"arith\.select %w\d+, %w\d+, %\w+ : tensor<64xi1>, tensor<64xi32>\n[^\n]*arith\.divsi", made.text)
     assert [p.split(" ")[0] for p in made.places] == ["tt.load", "tt.store"]
 
 
-def test_claims_of_arguments_are_powers_of_two():
+def test_claims_of_arguments_returns_powers_of_two():
     head = (
         "tt.func public @k(%x: !tt.ptr<f32> {tt.divisibility = 48 : i32}, %n: i32, "
         "%m: i32 {tt.divisibility = 0 : i32}) attributes"
@@ -101,7 +101,7 @@ def test_claims_of_arguments_are_powers_of_two():
     assert claims_of(head, 2) == (1, 1)
 
 
-def test_pointers_of_other_origin_are_held_against_where_buffers_are():
+def test_guard_of_pointer_from_a_number_compares_addresses():
     body = (
         "    %a = tt.ptr_to_int %x : !tt.ptr<f32> -> i64\n    %w = arith.extsi %n : i32 to i64\n"
         "    %b = arith.addi %a, %w : i64\n    %p = tt.int_to_ptr %b : i64 -> !tt.ptr<f32>\n"
@@ -109,10 +109,10 @@ def test_pointers_of_other_origin_are_held_against_where_buffers_are():
     )
     made = guarded(KERNEL.replace("BODY", body))
     assert made.extra == ((0, 1), (0, 4))
-    assert "arith.cmpi eq" in made.text  # whole elements, too
+    assert "arith.cmpi eq" in made.text  # the address must also be a multiple of the element size
 
 
-def test_loops_can_be_ended():
+def test_guard_of_loops_checks_whether_the_launch_must_end():
     body = """    %zero = arith.constant 0.0 : f32
     scf.while : () -> () {
       %v = tt.load %x {isVolatile = true} : !tt.ptr<f32>
@@ -132,7 +132,7 @@ def test_loops_can_be_ended():
     assert condition and re.search(r"scf\.for %\w+ = %\w+ to %w\d+ step", made.text)
 
 
-def test_a_text_of_several_functions_is_refused():
+def test_guard_of_several_functions_is_refused():
     two = KERNEL.replace("BODY", "").replace("module {\n", "module {\n  tt.func private @f() {\n    tt.return\n  }\n")
-    with pytest.raises(ForeignError, match="not that of k alone"):
+    with pytest.raises(ForeignError, match="must have only the function k"):
         guard(two, "k", ("*f32", "i32"), (1, 1), 128)

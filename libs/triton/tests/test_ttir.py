@@ -1,4 +1,4 @@
-"""TTIR is read with limits and lowered with checks: what is refused is named, and no text does anything but be refused."""
+"""TTIR is read with limits and lowered with checks. Errors name the operation, and broken texts raise only `ForeignError`."""
 
 import contextlib
 import random
@@ -54,13 +54,13 @@ def body(*lines):
     return HEAD + "\n".join(f"    {line}" for line in lines) + TAIL
 
 
-def test_a_whole_kernel_is_lowered_and_says_what_it_writes():
+def test_lowering_of_a_kernel_reports_written_parameters():
     found = lowered(WHOLE)
     assert [(p.buffer, p.writes) for p in found.parameters] == [(True, True), (False, False)]
     assert found.entry == "w_k" and any(p.startswith("tt.load in line") for p in found.places)
 
 
-def test_every_access_is_compared_with_its_buffer():
+def test_lowering_checks_every_access_against_its_buffer():
     text = lowered(WHOLE).text
     body_ = text[text.index("kernel __attribute__") :]
     for access in re.findall(r"\(\(global \w+ \*\)a0\)\[o\]", body_):
@@ -69,26 +69,26 @@ def test_every_access_is_compared_with_its_buffer():
     assert body_.count("&& (ulong)o1 < n0_f32") == body_.count("+ o0;") == 2
 
 
-def test_every_loop_of_the_text_can_be_ended():
+def test_lowering_of_loops_checks_whether_the_launch_must_end():
     text = lowered(WHOLE).text
     loops = re.findall(r"for \(v\d+ = .*\) \{ if \(W_END\) return;", text)
     assert len(loops) == 1
 
 
-def test_every_operation_has_one_state():
+def test_operation_tables_do_not_overlap():
     tables = [set(ELEMENTWISE), set(STRUCTURAL), set(REFUSED)]
     assert not (tables[0] & tables[1] or tables[1] & tables[2] or tables[0] & tables[2])
     for name in STRUCTURAL:
         assert hasattr(Lowering, "_" + name.replace(".", "_")), name
 
 
-def test_the_reference_page_is_current(request):
+def test_reference_page_equals_the_generated_one(request):
     root = request.config.rootpath
     assert (root / "docs/reference/ttir.md").read_text() == page()
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused_is_named(name):
+def test_lowering_of_refused_operation_names_it(name):
     with pytest.raises(ForeignError, match=re.escape(name)):
         lowered(body(f"%a = {name} %n : i32 -> i32"))
 
@@ -97,7 +97,7 @@ WRONG = {
     "no function other": (WHOLE.replace("@k", "@other2"), "the text has no function k"),
     "unknown operation": (body("%a = tt.fly %n : i32"), r"tt\.fly in line 3 of its text is not supported"),
     "undefined value": (body("%a = arith.addi %n, %m : i32"), "%m is not defined"),
-    "a type that there is not": (body("%a = arith.constant 1 : i13"), r"arith.constant|type"),
+    "an unknown type": (body("%a = arith.constant 1 : i13"), r"arith.constant|type"),
     "float8": (body("%a = tt.splat %n : i32 -> tensor<4xf8E4M3FNUZ>"), "the type f8E4M3FNUZ is not supported"),
     "too many elements": (body("%a = tt.splat %n : i32 -> tensor<2097152xi32>"), "at most 1048576"),
     "mixed types": (body("%f = arith.constant 1.0 : f32", "%a = arith.addi %n, %f : i32"), "arith.addi"),
@@ -110,11 +110,11 @@ WRONG = {
         body("%f = arith.constant 1.0 : f32", "%a = tt.addptr %x, %f : !tt.ptr<f32>, f32"),
         "tt.addptr",
     ),
-    "a load of a number": (body("%a = tt.load %n : i32"), "belongs to no buffer"),
+    "a load of a number": (body("%a = tt.load %n : i32"), "is not a pointer into a buffer"),
     "a store of another type": (body("tt.store %x, %n : !tt.ptr<f32>"), "tt.store"),
     "a pointer to smaller elements": (body("%a = tt.bitcast %x : !tt.ptr<f32> -> !tt.ptr<i8>"), "tt.bitcast"),
     "too many operands": (body("%a = math.exp %n, %n : f32"), "math.exp"),
-    "a broadcast that is none": (
+    "a broadcast to another size": (
         body(
             "%r = tt.make_range {end = 4 : i32, start = 0 : i32} : tensor<4xi32>",
             "%a = tt.broadcast %r : tensor<4xi32> -> tensor<8xi32>",
@@ -133,25 +133,25 @@ WRONG = {
         ),
         "more than 4 MiB",
     ),
-    "a jump to nowhere": (HEAD + "    cf.br ^bb7\n  }\n}\n", "no such block"),
+    "a jump to nowhere": (HEAD + "    cf.br ^bb7\n  }\n}\n", "has no block"),
 }
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_what_is_wrong_is_named(what):
+def test_lowering_of_wrong_text_names_the_error(what):
     text, why = WRONG[what]
     with pytest.raises(ForeignError, match=why):
         lowered(text)
 
 
-def test_arguments_that_do_not_fit_are_refused():
-    with pytest.raises(ForeignError, match="argument 1 is i32, a i64 is given"):
+def test_lowering_with_wrong_arguments_is_refused():
+    with pytest.raises(ForeignError, match="argument 1 is i32, but the launch passes i64"):
         lowered(WHOLE, ("*f32", "i64"))
-    with pytest.raises(ForeignError, match="takes 2 arguments, 1 are given"):
+    with pytest.raises(ForeignError, match="takes 2 arguments, but the launch passes 1"):
         lowered(WHOLE, ("*f32",))
 
 
-def test_texts_have_limits():
+def test_read_beyond_limits_is_refused():
     with pytest.raises(ForeignError, match="at most"):
         read("x" * (MAX_TEXT + 1))
     deep = "    scf.if %n {\n" * (MAX_DEPTH + 2)
@@ -161,7 +161,7 @@ def test_texts_have_limits():
         read("module {")
 
 
-def test_changed_texts_are_refused_or_lowered_and_nothing_else():
+def test_lowering_of_random_changes_raises_only_foreign_error():
     chance = random.Random(7)
     lines, words = WHOLE.split("\n"), re.findall(r"%\w+|\d+|[\w.]+|[<>{}(),:=]", WHOLE)
     for _ in range(300):

@@ -1,4 +1,4 @@
-"""Running plans three ways: on PoCL, by the kernel interpreter, fused and not."""
+"""Runs plans in several ways: on PoCL and in the kernel interpreter, fused and not fused."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ _NUMPY = {
 
 
 def elements(raw, dtype):
-    """Bytes as Python numbers, 16-bit floats as floats."""
+    """Read bytes as Python numbers, 16-bit floats as floats."""
     found = raw[: len(raw) - len(raw) % dtype.itemsize].view(_NUMPY[dtype])
     if dtype is DType.BF16:
         return [kernel_scalars.from_bits(int(b), dtype) for b in found]
@@ -34,7 +34,7 @@ def raw_of(values, dtype):
 
 
 def interpret(plan, memory, params):
-    """Run the kernels of a plan by the interpreter, with the elementary functions that generated kernels have."""
+    """Run the kernels of a plan in the interpreter, with the elementary functions of generated kernels."""
     for step in plan.steps:
         match step:
             case AllocStep():
@@ -78,13 +78,13 @@ class Ways:
         return memory
 
     def value(self, memory, tensor):
-        """A dense tensor of the tape as a NumPy array (bf16 as bits)."""
+        """Return a dense tensor of the tape as a NumPy array (bf16 as bits)."""
         view = tensor.view
         return memory[self.slots[tensor.slot]][: view.end].view(_NUMPY[view.dtype]).reshape(view.sizes)
 
 
 def same_bits(one, other):
-    """Two memories hold the same bytes; not-a-numbers may have other bits."""
+    """Whether two memories hold the same bytes; NaNs may have different bits."""
     assert one.keys() == other.keys()
     for slot in one:
         a, b = one[slot], other[slot]
@@ -98,8 +98,8 @@ def same_bits(one, other):
     return True
 
 
-def _vendors(statement):
-    """Whether an operation is a function of the vendor's library, whose bits are its own."""
+def _is_vendors(statement):
+    """Whether an operation is a function of the vendor's library, whose bits differ."""
     return (
         isinstance(statement, Apply)
         and statement.dtype in FLOATS
@@ -111,11 +111,11 @@ def _vendors(statement):
 
 
 def _agree(tape, inputs):
-    """All ways give the same bits; the run and the memory that it left."""
+    """Assert that all ways give the same bits; return the runs and the memory of the fused one."""
     ways = Ways(tape, inputs)
     fused = ways.pocl(ways.fused)
     assert same_bits(fused, ways.pocl(ways.single)), "fused and single kernels differ"
-    if not any(_vendors(s) for k in ways.fused.kernels for s in walk(k.body)):
+    if not any(_is_vendors(s) for k in ways.fused.kernels for s in walk(k.body)):
         assert same_bits(fused, ways.interpreted(ways.fused)), "PoCL and the interpreter differ"
     return ways, fused
 

@@ -1,4 +1,4 @@
-"""Builds: every kind of kernel for every target whose compiler is here; a compiler that misbehaves is an error for one source."""
+"""Builds: all kinds of kernels for every target whose compiler is installed. A failing compiler is an error for one source."""
 
 import functools
 import os
@@ -26,7 +26,7 @@ def worker():
 
 @functools.cache
 def kernels():
-    """A reviewed set: pointwise, folded, mixed types, every own function."""
+    """A varied set of kernels: pointwise, folds, mixed types, every function of Wooly's own."""
     t = Tape()
     x, w, b = t.input(F32, 64, 96), t.input(F32, 96), t.input(F32, 96)
     m = t.op("mul", x, w)
@@ -63,7 +63,7 @@ def kernels():
 
 
 def vendors_kernels():
-    """With functions that are the vendor's: of AMD they are in a library that is linked where the chip is."""
+    """Kernels with functions of the vendor's. AMD's are in a library that only the device's machine has."""
     t = Tape()
     t.op("pow", t.input(DType.F64, 9), 2.5)
     t.op("div_floor", t.input(F32, 9), 3.5)
@@ -72,7 +72,7 @@ def vendors_kernels():
     return compile_program(program).kernels
 
 
-#: PoCL takes seconds for all of them, and the others' compilers most of them in much the same way.
+#: Slow targets: PoCL takes seconds for all kernels, and the other compilers treat most of these architectures alike.
 SLOW_ARCHS = (
     "opencl:cpu",
     "opencl:gpu",
@@ -86,7 +86,7 @@ SLOW_ARCHS = (
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW_ARCHS else ()) for n in TARGETS])
-def test_every_kernel_builds(name, worker):
+def test_every_kernel_builds_for_every_target(name, worker):
     where = target(name)
     why = missing(where.toolchain)
     if why:
@@ -97,14 +97,14 @@ def test_every_kernel_builds(name, worker):
 
 
 @pytest.mark.parametrize(("name", "which"), [("opencl:cpu", slice(0, None, 6)), ("opencl:gpu", slice(0, 1))])
-def test_some_kernels_build_with_opencl(name, which, worker):
+def test_opencl_build_of_some_kernels_succeeds(name, which, worker):
     """`test_rendering` and `test_plans` build and run kernels of both forms in this process; `make test-all` builds all here."""
     where = target(name)
     for kernel in kernels()[which]:
         assert len(worker.build(render(kernel, where.dialect, where.form), where)) > 100
 
 
-def test_source_that_is_no_c_is_refused_with_the_compilers_words(worker):
+def test_build_of_invalid_source_raises_the_compilers_message(worker):
     where = target("opencl:cpu")
     (first, *_) = kernels()
     source = render(first, where.dialect, where.form)
@@ -113,14 +113,14 @@ def test_source_that_is_no_c_is_refused_with_the_compilers_words(worker):
     assert worker.build(source, where)
 
 
-def test_huge_source_is_refused_unread(worker):
+def test_build_of_too_large_source_is_refused(worker):
     where = target("opencl:cpu")
     (first, *_) = kernels()
     with pytest.raises(BuildError, match="characters"):
         worker.build(replace(render(first, where.dialect, where.form), text=" " * (MAX_SOURCE + 1)), where)
 
 
-def test_compiler_that_crashes_is_an_error_for_one_source():
+def test_worker_after_a_crash_builds_the_next_source():
     where = target("opencl:cpu")
     (first, *_) = kernels()
     source = render(first, where.dialect, where.form)
@@ -128,20 +128,20 @@ def test_compiler_that_crashes_is_an_error_for_one_source():
         worker.build(source, where)
         os.kill(worker._process.pid, signal.SIGSEGV)
         worker._process.wait()
-        assert worker.build(source, where)  # another process has taken its place
+        assert worker.build(source, where)  # a new process replaces the crashed one
 
 
-def test_compiler_that_hangs_is_stopped():
+def test_build_over_the_time_limit_is_stopped():
     where = target("opencl:cpu")
     (first, *_) = kernels()
     with BuildWorker(Limits(seconds=0.01)) as worker, pytest.raises(BuildError, match="took more than"):
         worker.build(render(first, where.dialect, where.form), where)
 
 
-def test_compiler_that_dies_meanwhile_says_so():
+def test_build_without_enough_memory_raises_build_error():
     where = target("opencl:cpu")
     (first, *_) = kernels()
-    # too little address space to even load the compiler
+    # The address space is too small to load the compiler.
     with (
         BuildWorker(Limits(memory=200 << 20)) as worker,
         pytest.raises(BuildError, match=r"crashed|missing|more than|no OpenCL"),
@@ -149,6 +149,6 @@ def test_compiler_that_dies_meanwhile_says_so():
         worker.build(render(first, where.dialect, where.form), where)
 
 
-def test_unknown_target_is_refused():
+def test_target_of_unknown_name_raises():
     with pytest.raises(BuildError, match="cuda:sm_90"):
         target("cuda:sm_1")

@@ -1,6 +1,6 @@
-"""Kernels of library operators complain of arguments that the library refuses, and read nothing beyond their arrays.
+"""Kernels of library operators report arguments that the library rejects, and read nothing beyond their arrays.
 
-That their results are the library's, tests/compiled shows with an executor.
+tests/compiled compares their results with the library's, with an executor.
 """
 
 import numpy as np
@@ -14,7 +14,7 @@ from wooly_wis.plan import KernelStep, LibraryStep
 F32, I64 = DType.F32, DType.I64
 
 
-def test_class_out_of_range_complains():
+def test_nll_loss_with_class_out_of_range_raises():
     t = Tape()
     x, y = t.input(F32, 4, 5), t.input(I64, 4)
     t.extern("aten.nll_loss_forward.default", x, y, None, 1, -100, results=[(F32, ()), (F32, ())])
@@ -24,7 +24,7 @@ def test_class_out_of_range_complains():
         LocalRun(compile_program(program, checks=True)).run(memory)
 
 
-def test_batch_norm_whose_form_hides_what_it_writes_stays_the_librarys():
+def test_batch_norm_without_inout_statistics_gets_no_kernel():
     t = Tape()
     x = t.input(F32, 6, 40)
     names = [t.input(F32, 40) for _ in range(4)]
@@ -33,7 +33,7 @@ def test_batch_norm_whose_form_hides_what_it_writes_stays_the_librarys():
     assert not compile_program(t.program()[0]).kernels
 
 
-def test_index_out_of_range_complains_and_reads_nothing():
+def test_embedding_with_index_out_of_range_raises():
     t = Tape()
     w, i = t.input(F32, 10, 4), t.input(I64, 3)
     t.op("relu", t.op("embedding", w, i))
@@ -47,7 +47,7 @@ def test_index_out_of_range_complains_and_reads_nothing():
             LocalRun(plan).run(memory)
 
 
-def test_divisor_of_zero_complains():
+def test_remainder_by_zero_raises():
     t = Tape()
     a, b = t.input(I64, 5), t.input(I64, 5)
     t.op("remainder", a, b)
@@ -57,7 +57,7 @@ def test_divisor_of_zero_complains():
         LocalRun(compile_program(program, checks=True)).run(memory)
 
 
-def test_without_checks_what_may_complain_is_the_librarys():
+def test_plan_without_checks_leaves_checked_operators_to_the_library():
     t = Tape()
     w, i = t.input(F32, 10, 4), t.input(I64, 3)
     t.op("embedding", w, i)

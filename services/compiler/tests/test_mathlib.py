@@ -1,4 +1,4 @@
-"""Our elementary functions: error bounds over all of f32, and the same bits wherever they are computed."""
+"""Wooly's elementary functions: their error bounds over all of f32, and equal bits on PoCL and in the interpreter."""
 
 import math
 import os
@@ -44,21 +44,21 @@ EXPONENT = 0x7FF << 52
 
 
 def worst(op, x, built):
-    """Greatest error in ulp over these inputs; special results must be exact.
+    """Return the maximum error in ulp over these inputs; special results must be exact.
 
-    An ulp is read off the exponent of the exact result, which f64 gives: no logarithm for each of four thousand million numbers.
+    An ulp is read off the exponent of the exact result in f64, which avoids a logarithm for each of four billion numbers.
     """
     got = torch.from_numpy(on_pocl(built, x))
     exact = EXACT[op](torch.from_numpy(x).double())
     rounded = exact.float()
-    # one ulp below infinity is as good as that
+    # A result one ulp below infinity is also accepted.
     special = rounded.isfinite().logical_not_() | (exact.abs() > 3.4e38)
     if special.any():
         mine, theirs, near = got[special], rounded[special], exact[special].abs()
         same = (mine == theirs) | (mine.isnan() & theirs.isnan()) | ((near > 3.4e38) & near.isfinite())
         assert same.all(), (op, x[special.numpy()][~same.numpy()][:3])
     mine = got.double()
-    if op == "exp":  # nothing below the normal numbers
+    if op == "exp":  # exp gives 0 below the normal numbers
         low = exact < 2.0**-126
         mine.masked_fill_(low & (got == 0), 0.0)
         exact.masked_fill_(low, 0.0)
@@ -69,12 +69,12 @@ def worst(op, x, built):
 
 
 def numbers(first, n, step):
-    """`n` numbers, by their bits, from `first` on in steps."""
+    """Return `n` numbers whose bits are `first`, `first + step` and so on."""
     return np.arange(first, first + n * step, step, dtype=np.uint64).astype(np.uint32).view(np.float32)
 
 
 @pytest.mark.parametrize("op", mathlib.BOUNDS)
-def test_function_stays_within_its_bound(op):
+def test_function_on_sampled_numbers_stays_within_its_bound(op):
     built = opencl.build(unary(op))
     assert worst(op, numbers(0, N, (1 << 32) // N), built) <= mathlib.BOUNDS[op]
     assert worst(op, np.linspace(-20, 20, N).astype(np.float32), built) <= mathlib.BOUNDS[op]
@@ -83,8 +83,8 @@ def test_function_stays_within_its_bound(op):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("op", mathlib.BOUNDS)
-def test_function_stays_within_its_bound_far_and_wide(op):
-    """Every 61st number; with WOOLY_EVERY_FLOAT=1 (`make every-float`) every one."""
+def test_function_on_many_numbers_stays_within_its_bound(op):
+    """Every 61st number; with WOOLY_EVERY_FLOAT=1 (`make every-float`) all numbers."""
     built = opencl.build(unary(op))
     step = 1 if os.environ.get("WOOLY_EVERY_FLOAT") else 61
     found = max(worst(op, numbers(k * N * step, N, step), built) for k in range((1 << 32) // (N * step)))
@@ -93,7 +93,7 @@ def test_function_stays_within_its_bound_far_and_wide(op):
 
 
 @pytest.mark.parametrize("op", [*mathlib.BOUNDS, "floor", "ceil", "round", "trunc", "abs", "sqrt"])
-def test_function_has_the_same_bits_on_pocl_and_in_the_interpreter(op):
+def test_function_on_pocl_and_interpreter_has_the_same_bits(op):
     bits = np.concatenate([
         np.linspace(0, (1 << 32) - 1, 2000, dtype=np.uint64).astype(np.uint32),
         np.linspace(-30, 30, 1000).astype(np.float32).view(np.uint32),
@@ -109,7 +109,7 @@ def test_function_has_the_same_bits_on_pocl_and_in_the_interpreter(op):
 
 
 @pytest.mark.parametrize("dtype", [DType.F16, DType.BF16])
-def test_every_16_bit_float_converts_and_back(dtype):
+def test_convert_of_16_bit_floats_to_f32_and_back_is_exact(dtype):
     widen, narrow = mathlib.function("convert", dtype, F32), mathlib.function("convert", F32, dtype)
     for bits in range(0, 1 << 16, 7):
         value = kernel_scalars.from_bits(bits, dtype)
@@ -120,7 +120,7 @@ def test_every_16_bit_float_converts_and_back(dtype):
 
 
 @pytest.mark.parametrize("dtype", [DType.F16, DType.BF16])
-def test_narrowing_rounds_to_nearest_even(dtype):
+def test_convert_to_16_bits_rounds_to_nearest_even(dtype):
     narrow = mathlib.function("convert", F32, dtype)
     for bits in [
         *range(0, 1 << 32, 99991 * 13),

@@ -1,4 +1,4 @@
-"""Plans: what is fused, what never touches memory, and the same bits fused or not, on PoCL and in the interpreter."""
+"""Plans: what is fused, which temporaries need no memory, and equal bits in all ways to run a plan."""
 
 import os
 
@@ -35,7 +35,7 @@ def kernels(plan):
 # -- what is fused -------------------------------------------------------------------------------------------------------
 
 
-def test_pointwise_chain_is_one_kernel_without_temporaries(agree):
+def test_fuse_pointwise_chain_gives_one_kernel_without_temporaries(agree):
     t = Tape()
     x, w, b = t.input(F32, 6, 40), t.input(F32, 40), t.input(F32, 40)
     m = t.op("mul", x, w)
@@ -50,7 +50,7 @@ def test_pointwise_chain_is_one_kernel_without_temporaries(agree):
     assert ways.fused.share() == 1.0
 
 
-def test_softmax_and_what_surrounds_it_is_one_kernel(agree):
+def test_fuse_softmax_with_neighbours_gives_one_kernel(agree):
     t = Tape()
     x, mask = t.input(F32, 3, 70), t.input(F32, 3, 70)
     scaled = t.op("mul", x, 0.125)
@@ -67,7 +67,7 @@ def test_softmax_and_what_surrounds_it_is_one_kernel(agree):
     np.testing.assert_allclose(ways.value(memory, y), 2 * e / e.sum(1, keepdims=True), rtol=2e-6)
 
 
-def test_layer_norm_gelu_and_residual_is_one_kernel_that_stores_only_its_results(agree):
+def test_fuse_layer_norm_gelu_and_residual_stores_only_the_result(agree):
     t = Tape()
     x, w, b, z = t.input(F32, 5, 96), t.input(F32, 96), t.input(F32, 96), t.input(F32, 5, 96)
     n, mean, rstd = t.ops("layer_norm", x, (96,), w, b, 1e-5)
@@ -83,7 +83,7 @@ def test_layer_norm_gelu_and_residual_is_one_kernel_that_stores_only_its_results
     assert ways.slots[y.slot] in step.slots
 
 
-def test_rms_norm_of_single_instructions_is_one_kernel(agree):
+def test_fuse_rms_norm_of_single_instructions_gives_one_kernel(agree):
     t = Tape()
     x, w = t.input(F32, 4, 64), t.input(F32, 64)
     sq = t.op("mul", x, x)
@@ -105,7 +105,7 @@ def test_rms_norm_of_single_instructions_is_one_kernel(agree):
 
 
 @pytest.mark.parametrize("sizes", [((33,), (7,)), ((4096 * 2 + 5,), (64, 9), (), (3,), (2, 70, 8))], ids=str)
-def test_optimizer_step_over_tensors_of_several_sizes_is_one_kernel(agree, sizes):
+def test_batch_of_optimizer_steps_of_several_sizes_gives_one_kernel(agree, sizes):
     t = Tape()
     tensors = [[t.input(F32, *n) for _ in range(4)] for n in sizes]
     for _, g, m, _ in tensors:
@@ -123,7 +123,7 @@ def test_optimizer_step_over_tensors_of_several_sizes_is_one_kernel(agree, sizes
     assert len(kernels(ways.fused)) == 1
 
 
-def test_kernels_that_need_each_other_stay_apart(agree):
+def test_batch_of_dependent_kernels_does_not_merge(agree):
     t = Tape()
     x, y = t.input(F32, 40), t.input(F32, 8, 5)
     flat = t.op("exp", y).seen((40,), (1,))
@@ -135,7 +135,7 @@ def test_kernels_that_need_each_other_stay_apart(agree):
     assert ways.value(memory, other)[0] == -1.0 and turned.view.sizes == (40,)
 
 
-def test_parts_of_a_concatenation_are_one_kernel_and_fill_the_result(agree):
+def test_concat_of_parts_gives_one_kernel_that_fills_the_result(agree):
     t = Tape()
     x = t.input(F32, 6, 16)
     half = t.op("neg", x.seen((6, 8), (16, 1), 8))
@@ -146,7 +146,7 @@ def test_parts_of_a_concatenation_are_one_kernel_and_fill_the_result(agree):
     assert [(s.slot, s.zero) for s in ways.fused.steps if isinstance(s, AllocStep)] == [(ways.slots[y.slot], False)]
 
 
-def test_matrix_products_are_library_calls_between_kernels():
+def test_plan_with_matrix_product_calls_the_library_between_kernels():
     t = Tape()
     a, b = t.input(F32, 4, 8), t.input(F32, 8, 4)
     c = t.op("relu", a)
@@ -162,7 +162,7 @@ def test_matrix_products_are_library_calls_between_kernels():
 
 
 @pytest.mark.parametrize("opcode", ["linear", "addmm"])
-def test_bias_of_a_product_is_added_by_the_kernel_that_follows(opcode):
+def test_split_bias_before_a_kernel_adds_the_bias_in_that_kernel(opcode):
     t = Tape()
     a, w, b, z = t.input(F32, 6, 8), t.input(F32, 16, 8), t.input(F32, 16), t.input(F32, 2, 3, 16)
     c = t.op("linear", a, w, b) if opcode == "linear" else t.op("addmm", b, a, w.seen((8, 16), (1, 8)))
@@ -173,7 +173,7 @@ def test_bias_of_a_product_is_added_by_the_kernel_that_follows(opcode):
     product, kernel = (s for s in plan.steps if isinstance(s, (KernelStep, LibraryStep)))
     assert product.line.form.opcode == ("linear" if opcode == "linear" else "mm") and len(product.line.slots) == 3
     assert [line.form.opcode for line in kernel.lines] == ["add", "gelu", "add"]
-    # the product itself is read, and nobody looks at it afterwards
+    # the kernel reads the product, and does not store it
     assert {a.role.name for a, s in zip(kernel.kernel.arrays, kernel.slots, strict=True) if s == slots[c.slot]} == {
         "IN"
     }
@@ -191,8 +191,8 @@ def test_bias_of_a_product_is_added_by_the_kernel_that_follows(opcode):
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
-def test_bias_is_a_sum_of_its_own_whatever_reads_the_product_next():
-    """Else results would hang on where a program is cut; a sum that is too small for a kernel stays the library's."""
+def test_split_bias_without_a_kernel_after_it_still_splits():
+    """Otherwise results would depend on where a program ends. A sum that is too small for a kernel stays in the library call."""
     t = Tape()
     a, w, b = t.input(F32, 6, 8), t.input(F32, 8, 8), t.input(F32, 8)
     c = t.op("linear", a, w, b)
@@ -212,7 +212,7 @@ def test_bias_is_a_sum_of_its_own_whatever_reads_the_product_next():
     assert done(weigh.why_not) == ["linear", "mm"]
 
 
-def test_in_place_update_of_what_was_read_otherwise_is_not_fused(agree):
+def test_fuse_in_place_update_after_read_with_other_layout_is_refused(agree):
     t = Tape()
     x = t.input(F32, 8, 8)
     turned = x.seen((8, 8), (1, 8))
@@ -224,7 +224,7 @@ def test_in_place_update_of_what_was_read_otherwise_is_not_fused(agree):
     np.testing.assert_array_equal(ways.value(memory, s), before + before.T)
 
 
-def test_reading_after_a_write_waits_for_it(agree):
+def test_fuse_read_after_write_keeps_the_order(agree):
     t = Tape()
     x, y = t.input(F32, 8), t.input(F32, 8)
     a = t.op("add", x, y)
@@ -235,7 +235,7 @@ def test_reading_after_a_write_waits_for_it(agree):
     assert ways.value(memory, a)[0] == 2.0 and ways.value(memory, b)[0] == 4.0
 
 
-def test_partly_written_memory_starts_at_zero(agree):
+def test_alloc_of_partly_written_memory_is_zeroed(agree):
     t = Tape()
     x = t.input(F32, 4)
     y = t.op("add", x, 1.0)
@@ -245,7 +245,7 @@ def test_partly_written_memory_starts_at_zero(agree):
     assert ways.value(memory, z).tolist() == [1.0, 1.0]
 
 
-def test_broadcasts_transposes_and_casts_go_into_the_loops(agree):
+def test_fuse_broadcasts_transposes_and_casts_gives_one_kernel(agree):
     t = Tape()
     x, y = t.input(BF16, 3, 5, 4), t.input(I32, 4)
     turned = x.seen((5, 3, 4), (4, 20, 1))
@@ -264,7 +264,7 @@ def test_broadcasts_transposes_and_casts_go_into_the_loops(agree):
 # -- removed -------------------------------------------------------------------------------------------------------------
 
 
-def test_dead_and_repeated_instructions_are_removed_for_a_reason(agree):
+def test_passes_remove_dead_and_repeated_instructions_with_reasons(agree):
     t = Tape()
     x = t.input(F32, 8)
     dead = t.op("exp", x)
@@ -273,11 +273,14 @@ def test_dead_and_repeated_instructions_are_removed_for_a_reason(agree):
     y = t.op("add", a, b)
     t.free(a, b)
     ways, memory = agree(t, [(x, np.ones(8, np.float32))])
-    assert sorted(ways.fused.removed.values()) == ["computed before", "nobody reads its result"]
+    assert sorted(ways.fused.removed.values()) == [
+        "an earlier instruction computes the same",
+        "its result is never read",
+    ]
     assert ways.value(memory, y)[0] == 2.0
 
 
-def test_what_may_complain_is_not_removed():
+def test_remove_dead_keeps_an_instruction_that_may_raise():
     t = Tape()
     x, i = t.input(F32, 8, 4), t.input(I64, 3)
     t.free(t.op("embedding", x, i))
@@ -288,7 +291,7 @@ def test_what_may_complain_is_not_removed():
 # -- laws and text -------------------------------------------------------------------------------------------------------
 
 
-def test_trace_shows_every_stage():
+def test_trace_of_all_passes_shows_every_stage():
     t = Tape()
     t.op("relu", t.input(F32, 8))
     program, _ = t.program()
@@ -305,7 +308,7 @@ def test_trace_shows_every_stage():
     assert "k_relu" in str(trace)
 
 
-def test_kernels_of_a_plan_read_back_from_their_text():
+def test_kernel_text_reads_back_as_the_same_kernel():
     t = Tape()
     t.op("log_softmax", t.input(F32, 4, 8), 1)
     program, _ = t.program()
@@ -322,7 +325,7 @@ def test_kernels_of_a_plan_read_back_from_their_text():
         ("memory", lambda steps: steps[1:]),
     ],
 )
-def test_plan_that_does_something_else_is_refused(law, change):
+def test_verify_plan_with_changed_steps_raises(law, change):
     from dataclasses import replace
 
     t = Tape()
@@ -346,7 +349,7 @@ KINDS = ("unary", "binary", "number", "fold", "extreme", "where", "cast", "place
 
 @st.composite
 def tapes(draw):
-    """A tape of random instructions over tensors that broadcast, with frees wherever a client may put them."""
+    """Draw a tape of random instructions over tensors that broadcast, with frees at random positions."""
     t = Tape()
     rows, cols = draw(st.sampled_from([(1, 3), (3, 5), (4, 130), (2, 257), (140, 12)]))
     shapes = [(rows, cols), (cols,), (rows, 1), (1,)]
@@ -406,7 +409,7 @@ def tapes(draw):
             elif kind == "free" and len(live) > 1 and a.slot not in given_slots:
                 t.free(a)
                 live = [x for x in live if x.slot != a.slot]
-        except Exception as e:  # what the table refuses is no program
+        except Exception as e:  # the op table rejects this instruction, so skip it
             if type(e).__name__ != "RuleError":
                 raise
     x = t.input(F32, 3)
@@ -415,7 +418,7 @@ def tapes(draw):
 
 
 @given(tapes())
-# Each example builds several kernels, so nothing is shrunk: the failing program is short enough to read.
+# Each example builds several kernels, so examples are not shrunk: the failing program is short enough to read.
 @settings(
     max_examples=int(os.environ.get("WOOLY_EXAMPLES", examples(10, 24))),
     deadline=None,
@@ -423,7 +426,7 @@ def tapes(draw):
     suppress_health_check=list(HealthCheck),
     phases=[Phase.explicit, Phase.generate],
 )
-def test_random_programs_have_the_same_bits_in_every_way(agree, made):
+def test_random_program_run_in_all_ways_has_the_same_bits(agree, made):
     tape, inputs = made
     program, slots = tape.program()
     inputs = [(x, v) for x, v in inputs if x.slot in slots]

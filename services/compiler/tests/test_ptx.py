@@ -1,4 +1,4 @@
-"""Kernels in PTX, which nobody can check: assembled for NVIDIA's chips, and for no other."""
+"""Kernels in PTX, which cannot be checked. They are assembled for NVIDIA's chips only."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from wooly_wis.foreign import decode_code
 
 @pytest.fixture
 def build(tmp_path):
-    """Builds as an executor has it done."""
+    """Builds as the compiler service does for an executor."""
     found = WorkerProcess(Limits(seconds=200), "wooly_compiler.worker", (str(tmp_path),))
 
     def ask(text, target, **options):
@@ -29,7 +29,7 @@ def build(tmp_path):
     found.close()
 
 
-def test_ptx_is_assembled_for_nvidias_chips_alone(build):
+def test_ptx_builds_for_nvidia_only(build):
     text = ".version 8.0\n.target sm_80\n.address_size 64\n.visible .entry k(.param .u64 p, .param .s64 n) { ret; }\n"
     (image,) = build(text, "cuda:sm_90", shared=256).images
     assert (image.passed, image.threads, image.shared) == (("address 0", "value 1"), 0, 256) and image.code[
@@ -37,5 +37,5 @@ def test_ptx_is_assembled_for_nvidias_chips_alone(build):
     ] == b"\x7fELF"
     with pytest.raises(BuildError, match="ptx is code for NVIDIA's chips; this device is gfx942"):
         build(text, "hip:gfx942")
-    with pytest.raises(BuildError, match="ptxas refuses the text"):
+    with pytest.raises(BuildError, match="ptxas rejects the text"):
         build(text.replace("ret;", "rot;"), "cuda:sm_90")

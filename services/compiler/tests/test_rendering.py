@@ -1,6 +1,6 @@
 """Rendering: reviewed sources do not change by accident, and both forms of a kernel give the same bits.
 
-`WOOLY_WRITE_GOLDEN=1` writes the golden sources anew; read the difference before it is committed.
+`WOOLY_WRITE_GOLDEN=1` writes the golden sources again; read the difference before you commit it.
 """
 
 import os
@@ -52,7 +52,7 @@ def layer_norm():
 
 
 def channels():
-    """Statistics of channels: what is folded lies in stretches that begin and end anywhere among the accumulators."""
+    """Statistics of channels: the folded runs of indices start and end at any accumulator."""
     t = Tape()
     x = t.input(F32, 3, 5, 4, 11)
     mean = t.op("mean", x, (0, 2, 3), True)
@@ -62,7 +62,7 @@ def channels():
 
 
 def padded():
-    """As `channels`, of rows that do not follow each other: three loops for one fold."""
+    """As `channels`, but rows are not contiguous: one fold needs three loops."""
     t = Tape()
     x = t.input(F32, 3 * 5 * 64).seen((3, 5, 4, 11), (320, 64, 16, 1))
     mean = t.op("mean", x, (0, 2, 3), True)
@@ -79,7 +79,7 @@ def kernel_of(tape):
 
 @pytest.mark.parametrize("make", [pointwise, softmax, layer_norm, channels])
 @pytest.mark.parametrize(("name", "dialect", "form", "suffix"), DIALECTS)
-def test_source_is_the_reviewed_one(make, name, dialect, form, suffix):
+def test_render_equals_the_reviewed_source(make, name, dialect, form, suffix):
     text = render(kernel_of(make()), dialect, form).text
     path = GOLDEN / f"{make.__name__}.{suffix}"
     if os.environ.get("WOOLY_WRITE_GOLDEN"):
@@ -88,7 +88,7 @@ def test_source_is_the_reviewed_one(make, name, dialect, form, suffix):
 
 
 @pytest.mark.parametrize("dialect", [OPENCL, CUDA, HIP])
-def test_no_source_asks_for_fast_mathematics(dialect):
+def test_render_uses_no_fast_mathematics(dialect):
     text = render(kernel_of(layer_norm()), dialect, Form.SIMT).text
     assert "fast" not in text and "__expf" not in text and "native_" not in text
 
@@ -100,7 +100,7 @@ def launch(kernel, arrays, form):
 
 
 @pytest.mark.parametrize("make", [softmax, layer_norm, channels, padded])
-def test_work_groups_and_loops_give_the_same_bits(make):
+def test_kernel_in_both_forms_gives_the_same_bits(make):
     kernel = kernel_of(make())
     rng = np.random.default_rng(0)
     given = [rng.standard_normal(a.numel, dtype=np.float32) for a in kernel.arrays]
@@ -117,7 +117,7 @@ def test_work_groups_and_loops_give_the_same_bits(make):
 
 
 @pytest.mark.parametrize("make", [channels, padded])
-def test_fold_over_stretches_has_the_bits_of_the_interpreter(make):
+def test_fold_over_runs_of_indices_equals_the_interpreter(make):
     kernel = kernel_of(make())
     arrays = [np.random.default_rng(0).standard_normal(a.numel, dtype=np.float32) for a in kernel.arrays]
     expected = {a.name: v.tolist() for a, v in zip(kernel.arrays, arrays, strict=True)}
@@ -129,7 +129,7 @@ def test_fold_over_stretches_has_the_bits_of_the_interpreter(make):
 
 
 def histogram(n=1000, bins=8):
-    """Hand-written: atomics, a checked access, a condition, a sequential loop, scratch."""
+    """A hand-written kernel: atomics, a checked access, a condition, a sequential loop, scratch."""
     k = KernelBuilder("histogram", (4,))
     x, y = k.array("x", I32, n), k.array("y", I32, bins, Role.INOUT)
     s = k.scratch("part", I64, 64)
@@ -151,7 +151,7 @@ def histogram(n=1000, bins=8):
 
 
 @pytest.mark.parametrize("form", Form)
-def test_hand_written_kernel_with_atomics_runs_in_both_forms(form):
+def test_kernel_with_atomics_runs_in_both_forms(form):
     kernel = histogram()
     x = np.random.default_rng(1).integers(-100, 100, 1000).astype(np.int32)
     expected = [0] * 8
@@ -161,7 +161,7 @@ def test_hand_written_kernel_with_atomics_runs_in_both_forms(form):
     assert y.tolist() == expected
 
 
-def test_out_of_range_index_writes_nothing():
+def test_checked_store_out_of_range_writes_nothing():
     k = KernelBuilder("wild", (64,))
     x, y = k.array("x", I64, 64), k.array("y", F32, 8, Role.OUT)
     (i,) = k.points
@@ -173,7 +173,7 @@ def test_out_of_range_index_writes_nothing():
     assert room.tolist() == [0.0] * 11 + [1.0] + [0.0] * 12
 
 
-def test_unchecked_index_from_memory_is_refused_before_anything_is_printed():
+def test_render_of_unchecked_index_from_memory_raises():
     k = KernelBuilder("wild", (64,))
     x, y = k.array("x", I64, 64), k.array("y", F32, 8, Role.OUT)
     (i,) = k.points
@@ -182,7 +182,7 @@ def test_unchecked_index_from_memory_is_refused_before_anything_is_printed():
         render(k.finish(), OPENCL, Form.LOOPS)
 
 
-def test_endless_loop_is_refused():
+def test_render_of_endless_loop_raises():
     k = KernelBuilder("endless", (64,))
     y = k.array("y", F32, 64, Role.OUT)
     (i,) = k.points
@@ -193,7 +193,7 @@ def test_endless_loop_is_refused():
         render(k.finish(), OPENCL, Form.LOOPS)
 
 
-def test_dialect_without_words_says_so():
+def test_render_of_missing_operation_raises():
     k = KernelBuilder("f64_max", (4,))
     y = k.array("y", DType.F64, 1, Role.INOUT)
     zero = k.const(I64, 0)
@@ -206,7 +206,7 @@ INTEGERS = ("add", "sub", "mul", "div_floor", "div_trunc", "fmod", "shl", "shr",
 
 
 @pytest.mark.parametrize("dtype", [DType.I8, DType.U8, I32, I64], ids=lambda d: d.label)
-def test_integers_wrap_and_divide_as_the_interpreter_says(dtype):
+def test_integer_operations_at_limits_equal_the_interpreter(dtype):
     numpy = {DType.I8: np.int8, DType.U8: np.uint8, I32: np.int32, I64: np.int64}[dtype]
     info = np.iinfo(numpy)
     some = np.array(
@@ -237,7 +237,7 @@ TARGETS = {
 
 
 @pytest.mark.parametrize("source", [F32, DType.F64], ids=lambda d: d.label)
-def test_floats_become_integers_as_the_interpreter_says(source):
+def test_float_to_integer_at_limits_equals_the_interpreter(source):
     a = np.array([0.0, -0.0, 0.9, -0.9, 1.5, 127.5, 128.0, 255.9, 256.0, -128.9, 2147483648.0, -2147483649.0, 1e30, -1e30,
                   9.3e18, 1.9e19, np.inf, -np.inf, np.nan], np.float32 if source is F32 else np.float64)  # fmt: skip
     k = KernelBuilder("convert", (len(a),))

@@ -1,4 +1,6 @@
-"""The compiler as a service, with a real NATS and real workers: asked, asked at once by many, crashed, refused, explained."""
+"""The compiler as a service, with a real NATS server and real workers: requests, equal requests, crashes, refusals,
+explanations.
+"""
 
 import asyncio
 import base64
@@ -18,7 +20,7 @@ from wooly_bus.app import ServiceApp
 from wooly_bus.artifacts import ARTIFACTS, ArtifactStore
 from wooly_bus.envelope import decode_reply, encode
 from wooly_bus.errors import NoResponderError, RefusedError
-from wooly_compiler.actor import CompilerActor, whole
+from wooly_compiler.actor import CompilerActor, is_complete
 from wooly_compiler.build import pocl
 from wooly_compiler.settings import CompilerSettings
 from wooly_compiler.version import version
@@ -38,7 +40,7 @@ from wooly_wis.plan import KernelStep
 from wooly_wis.verifier import verify_program
 
 pytestmark = pytest.mark.connected
-#: In the event loop of `shared`.
+#: Runs a test in the event loop of the fixture `shared`.
 beside = pytest.mark.asyncio(loop_scope="module")
 F32 = DType.F32
 
@@ -51,10 +53,10 @@ def nats():
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def shared(tmp_path_factory):
-    """A service with a warm worker, and a client: tests that ask for different things do without a start of their own."""
+    """A service with a warm worker, and a client, for tests that ask for different programs."""
     with start_nats_server() as url:
         folder = tmp_path_factory.mktemp("compiler")
-        async with service(url, folder, patience_s=50) as actor, client(url) as app:  # nobody is told to ask again
+        async with service(url, folder, patience_s=50) as actor, client(url) as app:  # no reply says `building`
             yield actor, app
 
 
@@ -97,7 +99,7 @@ async def ask(app, message):
 
 
 @beside
-async def test_artifact_is_in_the_bucket_when_it_is_said_to_be(shared):
+async def test_compile_program_when_ready_has_stored_the_artifact(shared):
     _, app = shared
     found = program()
     message, key = request(found)
@@ -110,7 +112,7 @@ async def test_artifact_is_in_the_bucket_when_it_is_said_to_be(shared):
 
 
 @beside
-async def test_many_who_ask_at_once_get_one_artifact(shared, monkeypatch):
+async def test_compile_program_of_equal_requests_builds_once(shared, monkeypatch):
     actor, app = shared
     message, _ = request(program(n=(1 << 17) + 1))
     asked = []
@@ -124,12 +126,12 @@ async def test_many_who_ask_at_once_get_one_artifact(shared, monkeypatch):
     replies = await asyncio.gather(*[ask(app, message) for _ in range(8)])
     assert {r.name for r in replies} == {replies[0].name} and len(asked) == 1
     assert (await ask(app, message)).name == replies[0].name and len(asked) == 1
-    anew = message.model_copy(update={"rejected": version()})
-    assert (await ask(app, anew)).state == "ready" and len(asked) == 2  # somebody found it bad
+    rebuild = message.model_copy(update={"rejected": version()})
+    assert (await ask(app, rebuild)).state == "ready" and len(asked) == 2  # the executor rejected the first artifact
 
 
 @beside
-async def test_restarted_compiler_answers_from_its_disk_where_the_bucket_is_gone(shared, monkeypatch):
+async def test_compile_program_without_bucket_answers_from_disk(shared, monkeypatch):
     first, app = shared
     message, _ = request(program(n=(1 << 17) + 2))
     name = (await ask(app, message)).name
@@ -138,18 +140,18 @@ async def test_restarted_compiler_answers_from_its_disk_where_the_bucket_is_gone
         async with service(other, first._settings.state_dir), client(other) as app:
             assert (await ask(app, message)).name == name
             store = ArtifactStore(app.jetstream(), ARTIFACTS, max_age_s=0, max_bytes=0)
-            assert whole(await store.get(name))
+            assert is_complete(await store.get(name))
             assert await store.get("nothing") is None
 
 
 async def no_worker(self, request, target, what, workers=None):
-    """In place of `CompilerActor._ask`: what can be built here is known, and nothing is built."""
+    """Replace `CompilerActor._ask`: the targets are known, and nothing is built."""
     assert request["what"] == "targets", "a worker is asked"
     return json.dumps([family(pocl.target(1))]).encode()
 
 
 @beside
-async def test_slow_compiler_says_that_it_is_at_work(shared, monkeypatch):
+async def test_compile_program_over_patience_replies_building(shared, monkeypatch):
     actor, app = shared
     message, _ = request(program(n=(1 << 17) + 3))
     monkeypatch.setattr(actor, "_settings", actor._settings.model_copy(update={"patience_s": 0.01}))
@@ -162,7 +164,7 @@ async def test_slow_compiler_says_that_it_is_at_work(shared, monkeypatch):
 
 
 @beside
-async def test_program_that_breaks_a_law_is_refused_and_refused_again(shared):
+async def test_compile_program_of_invalid_program_is_refused_each_time(shared):
     _, app = shared
     message, _ = request(program())
     bad = message.model_copy(update={"program": base64.b64encode(b"no program").decode()})
@@ -175,7 +177,7 @@ async def test_program_that_breaks_a_law_is_refused_and_refused_again(shared):
 
 
 @beside
-async def test_target_of_another_driver_finds_nobody(shared):
+async def test_compile_program_for_unknown_family_has_no_responder(shared):
     _, app = shared
     message, _ = request(program(), target="opencl:000000000000-x1")
     with pytest.raises(NoResponderError):
@@ -183,7 +185,7 @@ async def test_target_of_another_driver_finds_nobody(shared):
 
 
 @beside
-async def test_compiling_that_takes_too_long_is_one_programs_error(shared, monkeypatch):
+async def test_compile_program_over_the_time_limit_fails_only_that_program(shared, monkeypatch):
     actor, app = shared
     worker = actor._workers._queue[0]
     with monkeypatch.context() as patch:
@@ -194,10 +196,10 @@ async def test_compiling_that_takes_too_long_is_one_programs_error(shared, monke
 
 
 @beside
-async def test_worker_that_is_killed_is_one_programs_error(shared):
+async def test_compile_program_with_killed_worker_fails_only_that_program(shared):
     actor, app = shared
     worker = actor._workers._queue[0]
-    os.kill(worker._process.pid, signal.SIGSTOP)  # it does not finish before it is killed
+    os.kill(worker._process.pid, signal.SIGSTOP)  # the worker must not finish before it is killed
     asking = asyncio.create_task(ask(app, request(program(n=(1 << 17) + 6))[0]))
     while actor._workers.qsize():
         await asyncio.sleep(0.001)
@@ -224,7 +226,7 @@ async def ask_for_kernel(app, message):
 
 
 @beside
-async def test_code_of_a_script_s_kernel_is_made_once_and_says_whose_it_is(shared, monkeypatch):
+async def test_compile_kernel_of_equal_requests_builds_once_under_its_name(shared, monkeypatch):
     actor, app = shared
     message, name = kernel_request()
     replies = await asyncio.gather(*[ask_for_kernel(app, message) for _ in range(4)])
@@ -237,11 +239,11 @@ async def test_code_of_a_script_s_kernel_is_made_once_and_says_whose_it_is(share
 
 
 @beside
-async def test_a_kernel_that_cannot_be_lowered_is_refused_and_programs_do_not_wait_for_it(shared, monkeypatch):
+async def test_compile_kernel_of_unknown_entry_is_refused(shared, monkeypatch):
     actor, app = shared
-    message, _ = kernel_request(entry="nobody")
+    message, _ = kernel_request(entry="missing")
     for _ in range(2):
-        with pytest.raises(RefusedError, match="there is no kernel nobody; there is copy") as caught:
+        with pytest.raises(RefusedError, match="the source has no kernel missing; it has copy") as caught:
             await ask_for_kernel(app, message)
         assert caught.value.code == "compiler.refused" and not caught.value.retryable
         monkeypatch.setattr(actor, "_ask", None)
@@ -250,10 +252,8 @@ async def test_a_kernel_that_cannot_be_lowered_is_refused_and_programs_do_not_wa
     assert actor._kernel_workers is not actor._workers
 
 
-async def test_a_kernel_in_a_language_that_is_not_installed_is_refused_for_now(nats, tmp_path, monkeypatch):
-    hidden = (
-        tmp_path / "first" / "wooly_cuda_c-0.dist-info"
-    )  # found before the distribution that is installed, and offers nothing
+async def test_compile_kernel_in_missing_language_is_refused_as_retryable(nats, tmp_path, monkeypatch):
+    hidden = tmp_path / "first" / "wooly_cuda_c-0.dist-info"  # hides the installed distribution and has no entry point
     hidden.mkdir(parents=True)
     (hidden / "METADATA").write_text("Metadata-Version: 2.1\nName: wooly-cuda-c\nVersion: 0\n")
     monkeypatch.setenv("PYTHONPATH", str(hidden.parent))
@@ -264,14 +264,14 @@ async def test_a_kernel_in_a_language_that_is_not_installed_is_refused_for_now(n
         ) as caught:
             await ask_for_kernel(app, message)
         assert caught.value.retryable
-        monkeypatch.delenv("PYTHONPATH")  # it is installed, and the worker starts anew
+        monkeypatch.delenv("PYTHONPATH")  # the language is visible again, and the worker restarts
         actor._kernel_workers._queue[0].close()
         actor._kernel_workers._queue[1].close()
         assert (await ask_for_kernel(app, message)).state == "ready"
 
 
 @beside
-async def test_every_pass_is_explained(shared):
+async def test_explain_program_returns_every_pass(shared):
     _, app = shared
     made, _ = program()
     raw = base64.b64encode(encode_program(made)).decode()
@@ -283,12 +283,10 @@ async def test_every_pass_is_explained(shared):
     stages = json.loads(zlib.decompress(base64.b64decode(reply.stages)))
     names = [name for name, _ in stages]
     assert names == ["resolve-views", "expand", "remove-redundant", "remove-dead", "fuse", "weigh", "lower"]
-    assert "powers are the library's" in stages[-1][1]  # of an exponent that nobody named
+    assert "may give other bits than the library for this exponent" in stages[-1][1]  # the request names no exponent
 
 
-async def test_tenant_has_one_program_explained_at_a_time_and_keeps_no_other_tenant_waiting(
-    nats, tmp_path, monkeypatch
-):
+async def test_explain_program_for_tenants_runs_one_per_tenant(nats, tmp_path, monkeypatch):
     monkeypatch.setattr(ServiceApp, "knows_tenants", True, raising=False)
     monkeypatch.setattr(ServiceApp, "__setattr__", _but_not("knows_tenants"))
     asked, release = [], asyncio.Event()
@@ -316,7 +314,7 @@ async def test_tenant_has_one_program_explained_at_a_time_and_keeps_no_other_ten
         while len(asked) < 2:
             await asyncio.sleep(0.01)
         done, _ = await asyncio.wait(flood, timeout=0.2)
-        assert len(done) == 7 and len(asked) == 2, "one of bob's and hers are in work"
+        assert len(done) == 7 and len(asked) == 2, "one request of bob and one of alice are running"
         release.set()
         for answer in (await hers, *await asyncio.gather(*flood)):
             if b"compiler.limit" not in answer.data:
@@ -333,7 +331,7 @@ def _but_not(name):
     return change
 
 
-def test_every_variable_is_in_the_readme():
+def test_readme_lists_every_setting():
     readme = (Path(__file__).parents[1] / "README.md").read_text()
     assert {f"`WOOLY_COMPILER_{name.upper()}`" for name in CompilerSettings.model_fields} == set(
         re.findall(r"^\| (`WOOLY_COMPILER_\w+`)", readme, re.MULTILINE)

@@ -1,7 +1,7 @@
-"""Fits the polynomials of `wooly_compiler.mathlib`: prints the coefficients that stand there.
+"""Fits the polynomials of `wooly_compiler.mathlib` and prints their coefficients.
 
-Each fit minimises the largest weighted error on an interval (Lawson's algorithm on a dense grid, in 50 digits), then rounds the
-coefficients to f32 from the lowest power up, refitting the rest each time.
+Each fit minimises the largest weighted error on an interval (Lawson's algorithm on a dense grid, in 50 digits). Then it rounds
+the coefficients to f32, from the lowest power up, and fits the others again each time.
 
 Run: .venv/bin/python services/compiler/tools/fit_math.py
 """
@@ -15,7 +15,7 @@ mp.mp.dps = 50
 
 
 def fit(function, low, high, degree, weight=lambda x: 1.0, n=1200):
-    """Coefficients, lowest power first, of a polynomial near `function` on [low, high]."""
+    """Return the coefficients, lowest power first, of a polynomial near `function` on [low, high]."""
     nodes = [(low + high) / 2 + (high - low) / 2 * math.cos(math.pi * (k + 0.5) / n) for k in range(n)]
     values = np.array([float(function(mp.mpf(x))) for x in nodes])
     scale = np.array([float(weight(mp.mpf(x))) for x in nodes])
@@ -37,7 +37,7 @@ def fit(function, low, high, degree, weight=lambda x: 1.0, n=1200):
 
 
 def series(function, tiny):
-    """`function`, by its Taylor series where the formula cancels."""
+    """Return `function` by its Taylor series, for arguments at which the formula loses digits."""
     coefficients = mp.taylor(function, 0, 24)
 
     def at(x, start):

@@ -1,1 +1,1 @@
-"""Kernels in CUDA C: `syntax` reads a text to a tree, `printing` writes the tree as C in which every access is checked."""
+"""Kernels in CUDA C: `syntax` parses a text to a tree, and `printing` writes the tree as C in which every access is checked."""

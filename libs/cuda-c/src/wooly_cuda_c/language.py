@@ -1,4 +1,4 @@
-"""The entry point of `cuda-c` in compilers: what they ask of this distribution (`wooly_wis.languages.CompiledLanguage`)."""
+"""The entry point of `cuda-c` for compilers: what they call here (`wooly_wis.languages.CompiledLanguage`)."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from wooly_cuda_c.printing.translate import BUFFER, Translated, translate
 from wooly_cuda_c.printing.types import Scalar
 from wooly_cuda_c.syntax.errors import CudaSourceError
 
-#: The option of a launch that has the template arguments as they are written. `SHARED`: bytes of `extern __shared__` arrays.
+#: The option of a launch with the template arguments, as text. The option `SHARED` is the size of `extern __shared__` arrays.
 TEMPLATE: Final = "template"
 
 
 def translated(request: Request, dialect: Dialect) -> tuple[Translated, tuple[Parameter, ...]]:
-    """A kernel printed in one C, and its parameters.
+    """Print a kernel in a dialect of C, and return it with its parameters.
 
     Raises:
-        ForeignError: the source is not understood, or does what cannot be allowed.
+        ForeignError: the source uses unsupported or forbidden constructs.
     """
     shared, template = request.options.get(SHARED, 0), request.options.get(TEMPLATE, "")
     if not isinstance(shared, int) or shared < 0 or not isinstance(template, str):
-        raise ForeignError(f"options {SHARED} and {TEMPLATE} are a number of bytes and a text")
+        raise ForeignError(f"the option {SHARED} must be a number of bytes, and {TEMPLATE} a text")
     unknown = request.options.keys() - {SHARED, TEMPLATE}
     if unknown:
-        raise ForeignError(f"CUDA C has no option {min(unknown)}")
+        raise ForeignError(f"CUDA C has no option {min(unknown)}; it has {SHARED} and {TEMPLATE}")
     scalars = [BUFFER if a.startswith("*") else BY_LABEL[a] for a in request.args]
     arguments = [a if isinstance(a, str) else _scalar(a).name for a in scalars]
     try:
@@ -52,26 +52,26 @@ def translated(request: Request, dialect: Dialect) -> tuple[Translated, tuple[Pa
 
 
 def for_cpu(request: Request) -> Lowered:
-    """A kernel in CUDA C as OpenCL C.
+    """Translate a kernel in CUDA C to OpenCL C.
 
     Raises:
-        ForeignError: the source is not understood, or does what cannot be allowed.
+        ForeignError: the source uses unsupported or forbidden constructs.
     """
     made, parameters = translated(request, OPENCL)
     return Lowered(made.text, made.entry, parameters, made.places)
 
 
 def for_gpu(request: Request, target: str, build: Callable[[str], bytes]) -> ForeignCode:
-    """A kernel in CUDA C, printed anew in the C of a GPU's vendor and compiled by the vendor's compiler.
+    """Print a kernel in the C of a GPU's vendor, and compile it with the vendor's compiler.
 
     Args:
-        request: what is to be compiled.
+        request: the kernel to compile.
         target: like ``cuda:sm_90`` or ``hip:gfx942``.
         build: the vendor's compiler.
 
     Raises:
-        ForeignError: the source is not understood, or does what cannot be allowed.
-        WisError: the vendor's compiler is not installed, or refuses the printed text.
+        ForeignError: the source uses unsupported or forbidden constructs.
+        WisError: the vendor's compiler is not installed, or rejects the printed text.
     """
     made, parameters = translated(request, DIALECTS[target.partition(":")[0]])
     passed = ["status"]
@@ -82,11 +82,11 @@ def for_gpu(request: Request, target: str, build: Callable[[str], bytes]) -> For
 
 
 def _scalar(dtype: DType) -> Scalar:
-    """The type in which a launch gives a number.
+    """Return the type in which a launch passes a number.
 
     Raises:
-        ForeignError: none.
+        ForeignError: CUDA C has no such type.
     """
     if dtype.kind not in ("bool", "int", "uint", "float") or (dtype.itemsize < 4 and dtype.kind == "float"):
-        raise ForeignError(f"CUDA C takes no {dtype.label} as a number")
+        raise ForeignError(f"a launch cannot pass a number of type {dtype.label} to CUDA C")
     return Scalar("b1" if dtype is DType.BOOL else dtype.label)

@@ -18,13 +18,13 @@ def _says(scalar: str) -> str:
 
 
 def page() -> str:
-    """The page, Markdown."""
+    """Return the page as Markdown."""
     out = [
-        "# CUDA C that is understood",
+        "# Supported CUDA C",
         "",
         "This page is generated from the tables of the front end by `make docs`; a test compares them. A",
-        "script brings kernels with `wooly.cuda_kernel(source, name)` and `torch.cuda._compile_kernel`. Text",
-        "that this page does not name is an error, and the error has its line.",
+        "script defines kernels with `wooly.cuda_kernel(source, name)` and `torch.cuda._compile_kernel`. Text",
+        "that this page does not name is an error, and the error names its line.",
         "",
         *_language(),
         *_types(),
@@ -41,14 +41,14 @@ def _language() -> list[str]:
     return [
         "## Language",
         "",
-        "- `__global__` and `__device__` functions, overloads, references, templates of types and whole",
-        '  numbers (defaults, deduction, `if constexpr`); kernels of a template by name: `"scale<float, 4>"`;',
+        "- `__global__` and `__device__` functions, overloads, references, templates of types and",
+        '  integers (defaults, deduction, `if constexpr`); a kernel of a template by name: `"scale<float, 4>"`;',
         '  `extern "C"`, `using`, `typedef`, plain structs.',
-        "- All operators and statements of C but `goto`; `auto`, `constexpr`, `static_cast`, `reinterpret_cast`, braces.",
+        "- All operators and statements of C except `goto`; `auto`, `constexpr`, `static_cast`, `reinterpret_cast`, braces.",
         "- `__shared__` arrays and variables, `extern __shared__` arrays, `__constant__` arrays with values.",
         "- `#define` with and without arguments, conditionals, `#pragma unroll`; `#include` of headers",
-        f"  that are built in: {_names(sorted(preprocess.HEADERS))}. No file is read.",
-        f"- {_names(builtins.PLACES)}; `assert`, `__trap`; by name",
+        f"  that are built in: {_names(sorted(preprocess.HEADERS))}. The compiler reads no file.",
+        f"- {_names(builtins.PLACES)}; `assert`, `__trap`; the constants",
         f"  {_names(builtins.NUMBERS)}.",
         "",
     ]
@@ -66,10 +66,10 @@ def _types() -> list[str]:
         "| type | names |",
         "|---|---|",
         *[f"| {_says(s)} | {_names(dict.fromkeys(n))} |" for s, n in aliases.items()],
-        f"| vectors | {_names(words.VECTOR_TYPES)}, `make_…` of each; their parts are computed one by one |",
+        f"| vectors | {_names(words.VECTOR_TYPES)}, `make_…` for each; arithmetic is written per component |",
         "",
-        "A pointer knows what it may reach. It cannot be made from a number nor become one, be kept in memory, or point now into",
-        "one memory, now into another.",
+        "A pointer has the bounds of its memory. It cannot be converted from or to a number, be stored in memory, or change",
+        "between two memories.",
         "",
     ]
 
@@ -78,22 +78,22 @@ def _functions() -> list[str]:
     return [
         "## Functions",
         "",
-        "| functions | for |",
+        "| functions | types |",
         "|---|---|",
-        f"| {_names(builtins.MATH)} | double, and float with or without an `f` at the end |",
-        f"| {_names(builtins.SAME)} | the same, as exact |",
-        f"| {_names(builtins.ASKED)} | float, double |",
-        f"| {_names(builtins.EXTREMES)}, `abs` | all numbers |",
-        f"| {_names(builtins.OPERATORS)} | as their names say |",
-        f"| {_names(builtins.PLAIN)} | as CUDA has them |",
+        f"| {_names(builtins.MATH)} | double; float with or without an `f` at the end |",
+        f"| {_names(builtins.ALIASES)} | as the functions above, with the same accuracy |",
+        f"| {_names(builtins.TESTS)} | float, double |",
+        f"| {_names(builtins.EXTREMES)}, `abs` | all number types |",
+        f"| {_names(builtins.OPERATORS)} | operators of CUDA by name |",
+        f"| {_names(builtins.PLAIN)} | as in CUDA |",
         f"| {_names(builtins.LOADS)} | plain loads |",
-        f"| {_names(builtins.HALVES)}, {_names(builtins.HALF_BITS)} | numbers of 16 bits from and to others |",
+        f"| {_names(builtins.HALVES)}, {_names(builtins.HALF_BITS)} | conversions from and to 16-bit floats |",
         f"| {_names(builtins.HALF_OPERATORS)}, {_names(builtins.HALF_MORE)}, {_names(builtins.HALF_MATH)} | `__half` and "
-        "`__nv_bfloat16`, as are all operators: each result rounded once (of functions: the float's) |",
+        "`__nv_bfloat16`; these types also have all operators. Each result is rounded once (functions round a float result) |",
         "",
-        "Products and sums are not contracted: `fmaf` is what rounds once. Signed numbers wrap; a quotient by 0 is 0; shifts",
-        "keep to the width; conversions of real numbers saturate, and not-a-number becomes 0; variables and shared memory",
-        "begin as 0.",
+        "Products and sums are not contracted; use `fmaf` for one rounding. Signed integers wrap. A division by 0 gives 0.",
+        "Shifts use only the low bits of the distance. Conversions from floating point saturate, and NaN gives 0. Variables",
+        "and shared memory are initialized to 0.",
         "",
     ]
 
@@ -113,10 +113,10 @@ def _between_threads() -> list[str]:
     return [
         "## Between threads",
         "",
-        f"- {_names(builtins.BARRIERS)}: where all threads of a block come by. A condition on which threads may disagree",
-        "  (by `threadIdx`, by what is loaded from places that differ) is an error that names its line.",
-        f"- {_names(builtins.WARP)}: warps of 32. On devices without subgroups (CPUs) values go through memory;",
-        "  threads that do not take part must be told apart by `if`, not by a loop or a return.",
+        f"- {_names(builtins.BARRIERS)}: all threads of a block must reach them. A condition that may differ between threads",
+        "  (because of `threadIdx`, or of a value loaded from different places) is an error that names its line.",
+        f"- {_names(builtins.WARP)}: warps of 32 threads. On devices without subgroups (CPUs), values go through memory;",
+        "  threads that do not take part must be excluded by `if`, not by a loop or a return.",
         f"- {_names(builtins.FENCES)}.",
         "",
     ]
@@ -124,11 +124,11 @@ def _between_threads() -> list[str]:
 
 def _not_offered() -> list[str]:
     return [
-        "## Not offered",
+        "## Not supported",
         "",
         "| name | instead |",
         "|---|---|",
-        *[f"| `{n}` | {why} |" for n, why in (builtins.ABSENT | words.REFUSED).items()],
+        *[f"| `{n}` | {why} |" for n, why in (builtins.UNSUPPORTED | words.REFUSED).items()],
         "",
     ]
 
@@ -139,14 +139,14 @@ def _limits() -> list[str]:
         "",
         "| what | at most |",
         "|---|---|",
-        f"| characters, tokens of a source (macros put in place) | {lexer.MAX_SOURCE}, {lexer.MAX_TOKENS} |",
-        f"| blocks, parentheses, operators in each other | {parser.MAX_DEPTH} |",
-        f"| nodes of a kernel with its functions put in place; functions; calls in each other | {translate.MAX_WEIGHT}, "
+        f"| characters of a source; tokens after macros are expanded | {lexer.MAX_SOURCE}, {lexer.MAX_TOKENS} |",
+        f"| depth of nested blocks, parentheses and operators | {parser.MAX_DEPTH} |",
+        f"| nodes of a kernel with its functions inlined; functions; depth of nested calls | {translate.MAX_WEIGHT}, "
         f"{translate.MAX_FUNCTIONS}, {translate.MAX_CALLS} |",
         f"| bytes of shared memory of a block | {translate.MAX_SHARED} |",
-        f"| bytes of variables of all threads of a block | {translate.MAX_PRIVATE} |",
-        f"| bytes of variables of all threads of a block that last over barriers, on CPUs | {translate.MAX_KEPT} |",
-        f"| turns of a loop that does not look whether the launch is to end | {arithmetic.FREE_TURNS} |",
+        f"| bytes of variables of all threads of a block together | {translate.MAX_PRIVATE} |",
+        f"| bytes of variables of all threads of a block in functions with barriers, on CPUs | {translate.MAX_BARRIER_BYTES} |",
+        f"| iterations of a loop that does not check whether the launch must end | {arithmetic.MAX_UNCHECKED_TURNS} |",
     ]
 
 

@@ -1,6 +1,6 @@
-"""The entry point of `cuda-c` in clients: what they ask of this distribution (`wooly_wis.languages.ReadLanguage`).
+"""The entry point of `cuda-c` for clients: what they call here (`wooly_wis.languages.ReadLanguage`).
 
-A client reads a text for errors of syntax and for the parameters of a kernel, where the script compiles it.
+When a script compiles a kernel, the client checks the text for syntax errors and reads the kernel's parameters.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from wooly_cuda_c.syntax.parser import parse, parse_arguments
 
 
 def parameters(text: str, entry: str, template: str) -> tuple[Passed, ...]:
-    """What the parameters of a kernel are.
+    """Return the kinds of a kernel's parameters.
 
     Args:
         text: the source.
-        entry: a ``__global__`` function in it.
-        template: its template arguments as they are written; empty without any.
+        entry: name of a ``__global__`` function.
+        template: its template arguments as text; empty if it has none.
 
     Raises:
-        CudaSourceError: the source is not understood, or has no such kernel; the message names the line.
+        CudaSourceError: the source has errors, or has no such kernel; the message names the line.
     """
     unit = parse(text)
     kernels = [f for f in unit.functions.get(entry, []) if f.kernel]
     if len(kernels) != 1:
         have = ", ".join(unit.kernels()) or "none"
-        raise CudaSourceError(f"there is no kernel {entry}; there is {have}", 1)
+        raise CudaSourceError(f"the source has no kernel {entry}; it has {have}", 1)
     (kernel,) = kernels
     given = parse_arguments(template, unit) if template else []
     if len(given) < sum(p.default is None for p in kernel.template):

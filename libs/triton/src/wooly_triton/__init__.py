@@ -1,5 +1,5 @@
-"""Kernels in TTIR, the text of Triton, as code in which every access is checked.
+"""Compiles kernels in TTIR, the text of Triton, to code in which every access is checked.
 
-For CPUs as OpenCL C: `text` reads, `lower` writes, `ops` is the table of what is lowered. For GPUs by Triton itself (`chips`),
-after `guard` wrote checks into the text.
+For CPUs, the result is OpenCL C: `text` reads, `lower` writes, and `ops` is the table of supported operations. For GPUs, Triton
+itself compiles the text (`chips`), after `guard` inserted checks.
 """

@@ -1,4 +1,4 @@
-"""Functions that are called (`noinline`): written in place of their calls, before anything else is done with a text."""
+"""Inlines the functions that a kernel calls (`noinline`), before any other step."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from wooly_wis.languages import ForeignError
 
 from wooly_triton.text import MAX_OPS, Block, Function, Op
 
-#: Calls in each other.
+#: Maximum depth of nested calls.
 MAX_CALLS: Final = 16
 
 
-def whole(functions: list[Function], entry: str) -> Function:
-    """The function of that name, with those that it calls in it.
+def inlined(functions: list[Function], entry: str) -> Function:
+    """Return the function `entry`, with all functions that it calls inlined.
 
     Raises:
-        ForeignError: there is none, a call is of something else, or it would be too large.
+        ForeignError: the text has no such function, calls an unknown one, or becomes too large.
     """
     found = [f for f in functions if f.name == entry]
     if len(found) != 1:
@@ -37,7 +37,7 @@ class _Inliner:
         return replace(function, blocks=[self._block(b, {}, "", 0) for b in function.blocks])
 
     def _block(self, block: Block, known: dict[str, str], prefix: str, depth: int) -> Block:
-        """A copy whose own names begin with `prefix`. `known`: what other names became."""
+        """Copy a block. New names begin with `prefix`; `known` maps other names to their new ones."""
         known = dict(known)
         args = [(self._named(n, known, prefix), t) for n, t in block.args]
         ops: list[Op] = []
@@ -56,7 +56,9 @@ class _Inliner:
     def _copied(self, op: Op, known: dict[str, str], prefix: str, depth: int) -> Op:
         self._ops += 1
         if self._ops > MAX_OPS:
-            raise ForeignError(f"more than {MAX_OPS} operations, with functions where they are called")
+            raise ForeignError(
+                f"the text has more than {MAX_OPS} operations after its calls are inlined; make it smaller"
+            )
         of: Callable[[str], str] = lambda name: known.get(name, f"{prefix}{name}")  # noqa: E731
         operands = [of(n) for n in op.operands]
         regions = [[self._block(b, known, prefix, depth) for b in region] for region in op.regions]
@@ -67,15 +69,19 @@ class _Inliner:
     def _called(self, op: Op, known: dict[str, str], depth: int) -> list[Op]:
         callee = self._functions.get(next((w[1:] for w in op.words if w.startswith("@")), ""))
         if callee is None or depth >= MAX_CALLS:
-            raise ForeignError(f"{op.place}: of no function of this text, or more than {MAX_CALLS} calls in each other")
+            raise ForeignError(
+                f"{op.place}: the text has no such function, or has calls nested deeper than {MAX_CALLS}"
+            )
         if len(callee.blocks) != 1 or len(callee.args) != len(op.operands):
-            raise ForeignError(f"{op.place}: {callee.name} returns early, or takes other arguments; let it be inlined")
+            raise ForeignError(
+                f"{op.place}: {callee.name} returns early or takes other arguments; let Triton inline it"
+            )
         self._calls += 1
         given = [known.get(n, n) for n in op.operands]
         inner = {name: value for (name, _), value in zip(callee.args, given, strict=True)}
         block = self._block(callee.blocks[0], inner, f"%c{self._calls}.", depth + 1)
         if not block.ops or block.ops[-1].name != "tt.return" or len(block.ops[-1].operands) != len(op.results):
-            raise ForeignError(f"{op.place}: {callee.name} does not return what is asked of it")
+            raise ForeignError(f"{op.place}: {callee.name} does not return {len(op.results)} values")
         last = block.ops.pop()
         known.update(zip(op.results, last.operands, strict=True))
         return block.ops

@@ -1,6 +1,6 @@
-"""TTIR for NVIDIA and AMD: Triton's own compilers make cubins and hsacos of a text into which guards were written.
+"""Compiles TTIR for NVIDIA and AMD: Triton makes cubins and hsacos of a text with guards.
 
-Runs in the worker. Nothing of Triton is imported before a kernel is asked for.
+This runs in the worker. Triton is imported only when a kernel is compiled.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from wooly_triton import guard as guards
 from wooly_triton.errors import ChipError
 from wooly_triton.ops import EXTERNS
 
-#: Hints that are handed on.
+#: Options of a launch that are passed to Triton.
 _HINTS: Final = ("num_warps", "num_stages")
-#: Names of functions that are not those of `EXTERNS`.
+#: NVIDIA's names of functions that differ from the names in `EXTERNS`.
 _NVIDIA: Final = {
     ("isfinite", "f32"): "finitef",
     ("isfinite", "f64"): "isfinited",
@@ -36,22 +36,22 @@ _EXTERN: Final = re.compile(
     r'symbol = "(?P<symbol>\w+)"\} : \((?P<types>[^)]*)\) -> (?P<type>[^\n]+)$',
     re.MULTILINE,
 )
-#: Operations that are not always written out.
+#: Operations that MLIR may leave out of the text.
 _IMPLIED: Final = ("scf.yield", "tt.func", "builtin.module")
 
 
 @dataclass(frozen=True, slots=True)
 class Chip:
-    """What a text is compiled for.
+    """The chip for which a text is compiled.
 
     Attributes:
-        vendor: as Triton calls its backend.
-        arch: as Triton does.
-        width: threads of a warp.
-        binary: the last stage.
-        assembly: the stage that has the function's parameters as text.
-        function: what the vendor calls a function of `EXTERNS`, by its name and the elements' type.
-        parameters: how many parameters the assembly says that the function has.
+        vendor: Triton's name of the backend.
+        arch: Triton's name of the architecture.
+        width: number of threads of a warp.
+        binary: name of the last stage.
+        assembly: name of the stage whose text lists the function's parameters.
+        function: returns the vendor's name of a function of `EXTERNS`, from its name and the type of elements.
+        parameters: returns the number of the function's parameters, from the assembly.
     """
 
     vendor: str
@@ -64,17 +64,17 @@ class Chip:
 
 
 def chip(target: str) -> Chip:
-    """The chip of a target's name.
+    """Return the chip with the name `target`.
 
     Raises:
-        ChipError: Triton has none.
+        ChipError: Triton does not support it.
     """
     nvidia, amd = re.fullmatch(r"cuda:sm_(\d{2,3})", target), re.fullmatch(r"hip:(gfx[0-9a-f]{3,5})", target)
     if nvidia is not None:
         return Chip("cuda", int(nvidia[1]), 32, "cubin", "ptx", _libdevice, _of_ptx)
     if amd is not None:
         return Chip("hip", amd[1], 64 if amd[1].startswith("gfx9") else 32, "hsaco", "amdgcn", _ocml, _of_amdgcn)
-    raise ChipError(f"Triton has no code for {target}")
+    raise ChipError(f"Triton cannot compile for {target}; it supports cuda:sm_… and hip:gfx…")
 
 
 def _libdevice(name: str, elem: str) -> str:
@@ -97,11 +97,11 @@ def _of_amdgcn(text: str) -> int:
 
 
 def missing() -> str:
-    """Why nothing can be compiled here; empty if it can."""
+    """Return why this machine cannot compile TTIR for GPUs; empty if it can."""
     try:
         importlib.import_module("triton.compiler.compiler")
-    except Exception as e:  # whatever a broken installation raises
-        return f"Triton is missing ({type(e).__name__}: {str(e)[:200]}): pip install triton"
+    except Exception as e:  # a broken installation may raise any error
+        return f"Triton is missing ({type(e).__name__}: {str(e)[:200]}); install it with: pip install triton"
     return ""
 
 
@@ -109,11 +109,11 @@ class Compiler:
     """Triton's stages for one chip.
 
     Args:
-        chip: which.
-        options: of a launch.
+        chip: the chip.
+        options: options of a launch.
 
     Raises:
-        ChipError: Triton is not there, or does not take the options.
+        ChipError: Triton is not installed, or rejects the options.
     """
 
     def __init__(self, chip: Chip, options: dict[str, Any]) -> None:
@@ -127,20 +127,20 @@ class Compiler:
         self.chip, self._ir, self._passes, self._language = chip, ir, passes, Language.TRITON
         given = {name: options[name] for name in _HINTS if name in options}
         if not all(type(v) is int and 0 < v <= 64 for v in given.values()):
-            raise ChipError(f"{', '.join(_HINTS)} are numbers from 1 to 64")
+            raise ChipError(f"{', '.join(_HINTS)} must be integers from 1 to 64")
         self._target = GPUTarget(chip.vendor, chip.arch, chip.width)
         try:
             self._backend = make_backend(self._target)
-            # what a launch by Triton itself would do, were it not told otherwise
+            # A launch by Triton itself has this default.
             self.options = self._backend.parse_options(given | {"enable_fp_fusion": True})
         except (AssertionError, RuntimeError, ValueError, TypeError) as e:
-            raise ChipError(f"Triton does not compile for {chip.arch}: {str(e)[:500]}") from e
+            raise ChipError(f"Triton cannot compile for {chip.arch}: {str(e)[:500]}") from e
 
     def read(self, text: str) -> Any:
-        """A text as a module of MLIR's.
+        """Read a text as a module of MLIR.
 
         Raises:
-            ForeignError: it is none.
+            ForeignError: the text is not valid.
         """
         context = self._ir.context()
         self._ir.load_dialects(context)
@@ -155,11 +155,11 @@ class Compiler:
         module.context = context
         return module
 
-    def plain(self, text: str) -> str:
-        """A text as MLIR prints it, with functions where they are called.
+    def canonical(self, text: str) -> str:
+        """Return the text as MLIR prints it, with functions inlined.
 
         Raises:
-            ForeignError: it is none.
+            ForeignError: the text is not valid.
         """
         module = self.read(text)
         manager = self._ir.pass_manager(module.context)
@@ -172,31 +172,31 @@ class Compiler:
         try:
             manager.run(module, "plain")
         except Exception as e:
-            raise ForeignError(f"Triton does not take the text: {str(e)[:500]}") from e
+            raise ForeignError(f"Triton rejects the text: {str(e)[:500]}") from e
         return str(module.str_nodebug())
 
     def check_same(self, text: str) -> None:
-        """Make sure that our reading of a text has the operations that MLIR's has.
+        """Check that Wooly's reader and MLIR find the same operations in a text.
 
         Raises:
-            ForeignError: it does not.
+            ForeignError: the operations differ.
         """
         theirs: list[str] = []
         self.read(text).walk(lambda op: theirs.append(op.get_name()))
         a, b = Counter(theirs), Counter(guards.names_of(text))
         if any(a[n] != b[n] for n in (a.keys() | b.keys()) - set(_IMPLIED)):
-            raise ForeignError("the text is read in two ways")
+            raise ForeignError("Wooly and Triton read different operations in the text, so it cannot be checked")
 
     def image(self, text: str, declared: Sequence[str], claims: Sequence[int]) -> Image:
-        """The code of a text.
+        """Compile a text.
 
         Args:
-            text: of one public function.
-            declared: what its parameters are given, as `Image.passed` has it.
+            text: a text with one public function.
+            declared: meaning of each parameter, as in `Image.passed`.
             claims: see `Image`.
 
         Raises:
-            ChipError: Triton refuses it.
+            ChipError: Triton cannot compile the text.
         """
         module, metadata = self.read(text), {"target": self._target, **self.options.__dict__}
         stages: dict[str, Callable[[Any, dict[str, Any]], Any]] = {}
@@ -207,12 +207,16 @@ class Compiler:
                 module = stage(module, metadata)
                 if name == self.chip.assembly:
                     assembly = str(module)
-        except Exception as e:  # Triton's are of any kind
-            raise ChipError(f"Triton for {self.chip.arch}: {type(e).__name__}: {str(e)[:1500]}") from e
-        # Triton adds pointers to memory of its own, by its version none, one, or two
+        except Exception as e:  # Triton may raise any error
+            raise ChipError(
+                f"Triton cannot compile the text for {self.chip.arch}: {type(e).__name__}: {str(e)[:1500]}"
+            ) from e
+        # Triton adds pointers to its own memory: none, one or two, depending on its version.
         own = self.chip.parameters(assembly) - len(declared)
         if not 0 <= own <= 2 or metadata.get("profile_scratch_size"):
-            raise ChipError(f"Triton for {self.chip.arch}: code with {own} parameters of its own")
+            raise ChipError(
+                f"Triton for {self.chip.arch}: the code has {own} additional parameters, which is not supported"
+            )
         return Image(
             entry=str(metadata["name"]),
             passed=(*declared, *("scratch", "null")[:own]),
@@ -224,17 +228,17 @@ class Compiler:
         )
 
 
-def named(text: str, chip: Chip) -> str:
-    """A text with the vendor's names of the functions that the client writes under neutral ones.
+def with_vendor_names(text: str, chip: Chip) -> str:
+    """Replace the client's neutral function names by the vendor's.
 
     Raises:
-        ForeignError: one is not known.
+        ForeignError: a function is not known.
     """
 
     def other(found: re.Match[str]) -> str:
         symbol, elem = found["symbol"], re.sub(r"[^>]*x", "", found["types"].split(",")[0]).strip("> ")
         if symbol not in EXTERNS or elem not in ("f32", "f64"):
-            raise ForeignError(f"there is no function {symbol} of {elem}")
+            raise ForeignError(f"the function {symbol} of {elem} is not supported")
         given = found["given"].strip()
         if symbol == "div_rn":
             what = "tt.precise_divf" if elem == "f32" else "arith.divf"
@@ -244,25 +248,25 @@ def named(text: str, chip: Chip) -> str:
 
     made = _EXTERN.sub(other, text)
     if made.count("tt.extern_elementwise") != len(_EXTERN.findall(text)) - len(re.findall(r'"div_rn"', text)):
-        raise ForeignError("tt.extern_elementwise is not written as it should be")
+        raise ForeignError("the text has a tt.extern_elementwise in another form than Triton prints")
     return made
 
 
 def build(request: Request, target: str) -> tuple[tuple[Parameter, ...], tuple[str, ...], tuple[Image, ...]]:
-    """Parameters, places and code of a kernel.
+    """Return parameters, places and code of a kernel.
 
     Args:
-        request: what is to be compiled.
-        target: for what.
+        request: the kernel to compile.
+        target: name of the chip.
 
     Raises:
-        ForeignError: it cannot be checked, or is no text.
-        ChipError: Triton does not compile it.
+        ForeignError: the text cannot be checked, or is not valid.
+        ChipError: Triton cannot compile it.
     """
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     found = chip(target)
     compiler = Compiler(found, request.options)
-    text = named(compiler.plain(request.text), found)
+    text = with_vendor_names(compiler.canonical(request.text), found)
     buffers = [a.startswith("*") for a in request.args]
     dtypes = [BY_LABEL.get(a.removeprefix("*")) for a in request.args]
     passed = tuple([f"address {k}" if b else f"value {k}" for k, b in enumerate(buffers)])
@@ -273,7 +277,7 @@ def build(request: Request, target: str) -> tuple[tuple[Parameter, ...], tuple[s
     compiler.check_same(text)
     threads = int(compiler.options.num_warps) * found.width
     images = []
-    # the first is for launches of which all that the text claims is true, the other for any
+    # The first image is for launches for which all claims of the text are true; the other is for all launches.
     for multiples in dict.fromkeys([claims, (1,) * len(claims)]):
         made = guards.guard(text, request.entry, request.args, multiples, threads)
         lengths = tuple([f"length {k} {unit}" for k, unit in made.extra])

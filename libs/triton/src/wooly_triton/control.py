@@ -1,4 +1,4 @@
-"""Loops, conditions, jumps, and what ends a launch: each loop looks whether the launch is to end."""
+"""Lowers loops, conditions and jumps. Each loop checks whether the launch must end."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from wooly_triton.writer import Writer
 
 
 class Control(Writer):
-    """Lowers them."""
+    """Lowers control flow, assertions and returns."""
 
     def _tt_assert(self, op: Op) -> None:
         v = self._value(op.operands[0]) if op.operands else None
         if v is None:
-            raise ForeignError(f"{op.place}: it has no condition")
+            raise ForeignError(f"{op.place}: the condition is missing")
         said = [w for w in op.words if w.startswith('"')]
         self._places.append(f"the assertion {said[0][:200]}" if said else op.place)
         index = self._loops(v.shape)
@@ -24,27 +24,27 @@ class Control(Writer):
         self._close(len(index))
 
     def _tt_print(self, op: Op) -> None:
-        """Nobody would see it."""
+        """Print nothing: output of a kernel has no reader."""
 
     _gpu_barrier = _ttg_barrier = _tt_print
 
     def _tt_call(self, op: Op) -> None:
-        """Those of the text's functions were written in place (`calls`)."""
-        raise ForeignError(f"{op.place}: of no function of this text")
+        """Reject the call: calls of the text's own functions were inlined (`calls`)."""
+        raise ForeignError(f"{op.place}: the text has no such function")
 
     def _tt_return(self, op: Op) -> None:
         if op.operands:
-            raise ForeignError(f"{op.place}: a kernel returns nothing")
+            raise ForeignError(f"{op.place}: a kernel must not return values")
         self._out("return;")
 
     def _cf_br(self, op: Op) -> None:
         if len(op.targets) != 1:
-            raise ForeignError(f"{op.place}: it has {len(op.targets)} targets")
+            raise ForeignError(f"{op.place}: it must have 1 target, not {len(op.targets)}")
         self._jump(op, *op.targets[0])
 
     def _cf_cond_br(self, op: Op) -> None:
         if len(op.targets) != 2 or not op.operands:
-            raise ForeignError(f"{op.place}: it has {len(op.targets)} targets")
+            raise ForeignError(f"{op.place}: it must have a condition and 2 targets, not {len(op.targets)}")
         self._out(f"if ({self._value(op.operands[0]).uniform}) {{")
         self._jump(op, *op.targets[0])
         self._out("} else {")
@@ -54,24 +54,24 @@ class Control(Writer):
     def _jump(self, op: Op, label: str, passed: list[str]) -> None:
         rooms = self._entered.get(label)
         if rooms is None or len(rooms) != len(passed):
-            raise ForeignError(f"{op.place}: there is no such block")
+            raise ForeignError(f"{op.place}: the text has no block {label[:40]} with {len(passed)} arguments")
         self._copy(rooms, [self._value(n) for n in passed], op)
         self._out(f"goto L{label[1:]};")
 
     def _yielded(self, block: Block, name: str, op: Op) -> list[str]:
         if name == "scf.yield" and (not block.ops or block.ops[-1].name != name):
-            return []  # it is not written where nothing is passed on
+            return []  # Triton leaves it out if it passes no values
         if not block.ops or block.ops[-1].name != name:
-            raise ForeignError(f"{op.place}: a region does not end with {name}")
+            raise ForeignError(f"{op.place}: its region must end with {name}")
         return block.ops[-1].operands
 
     def _scf_yield(self, op: Op) -> None:
-        """The operation around it takes its operands."""
+        """Write nothing: the enclosing operation reads the operands."""
 
     _scf_condition = _scf_yield
 
     def _inside(self, block: Block) -> None:
-        """A region's operations; what passes values on is its owner's."""
+        """Lower the operations of a region. The enclosing operation lowers the values that the region passes on."""
         self._ops(block)
 
     def _scf_for(self, op: Op) -> None:
@@ -81,7 +81,7 @@ class Control(Writer):
         names, given = op.operands[4::2], [self._value(n) for n in op.operands[5::2]]
         yields = self._yielded(block, "scf.yield", op)
         if len(yields) != len(names) or len(op.results) != len(names) or len(given) != len(names):
-            raise ForeignError(f"{op.place}: {len(yields)} values are passed on for {len(names)}")
+            raise ForeignError(f"{op.place}: the loop has {len(names)} values, but its body passes on {len(yields)}")
         growing: dict[int, str] = {}
         rooms: list[Value] = []
         for k, (name, value) in enumerate(zip(names, given, strict=True)):
@@ -97,7 +97,7 @@ class Control(Writer):
         self._copy([rooms[k] for k in plain], [given[k] for k in plain], op)
         t = low.type
         if t.shape is not None or is_float(t.elem) or not high.type == step.type == t:
-            raise ForeignError(f"{op.place}: it counts from {t} to {high.type}")
+            raise ForeignError(f"{op.place}: the bounds {t} and {high.type} must be integers of one type")
         wide, widened = "long", ""
         if "unsigned" in op.words:
             wide, widened = "ulong", f"({unsigned(t.elem)})" if BITS[t.elem] >= 32 else f"(u{C_TYPE[t.elem]})"
@@ -115,7 +115,9 @@ class Control(Writer):
             by = next(n for n in adding.operands if n != names[k])
             increment = self._value(by)
             if increment.uniform is None:
-                raise ForeignError(f"{op.place}: it passes on what it cannot")
+                raise ForeignError(
+                    f"{op.place}: a value of the loop grows by different amounts per element, which is not supported"
+                )
             u = "ulong" if rooms[k].buffer is not None else unsigned(rooms[k].type.elem)
             widened = f"(long)({increment.uniform})" if u == "ulong" else increment.uniform
             held = "long" if rooms[k].buffer is not None else C_TYPE[rooms[k].type.elem]
@@ -125,7 +127,7 @@ class Control(Writer):
             self._values[name] = room
 
     def _grows(self, name: str, yielded: str) -> bool:
-        """Whether what a loop passes on is what it had plus the same for all elements."""
+        """Whether a value of a loop grows in each iteration by the same amount for all elements."""
         adding = self._names.defined.get(yielded)
         if adding is None or adding.name not in ("tt.addptr", "arith.addi") or len(adding.operands) != 2:
             return False
@@ -162,7 +164,7 @@ class Control(Writer):
             or len(passed) != len(op.results) + 1
             or len(second.args) not in (0, len(op.results))
         ):
-            raise ForeignError(f"{op.place}: its values do not fit")
+            raise ForeignError(f"{op.place}: the numbers of its values and results differ")
         rooms = [self._room_like(v) for v in given]
         self._copy(rooms, given, op)
         for name, room in zip(names, rooms, strict=True):
@@ -184,7 +186,7 @@ class Control(Writer):
     def _scf_if(self, op: Op) -> None:
         (condition,) = self._operands(op, 1)
         if not 1 <= len(op.regions) <= 2 or (len(op.regions) == 1 and op.results):
-            raise ForeignError(f"{op.place}: its regions are not as they should be")
+            raise ForeignError(f"{op.place}: it must have one or two regions, and two if it has results")
         rooms: list[Value] = []
         for k in range(len(op.regions)):
             block = self._region(op, k)
@@ -194,7 +196,7 @@ class Control(Writer):
                 continue
             yields = self._yielded(block, "scf.yield", op)
             if len(yields) != len(op.results):
-                raise ForeignError(f"{op.place}: its values do not fit")
+                raise ForeignError(f"{op.place}: the numbers of its values and results differ")
             self._inside(block)
             values = [self._value(n) for n in yields]
             rooms = rooms or [self._room_like(v) for v in values]

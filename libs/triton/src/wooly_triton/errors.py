@@ -1,4 +1,4 @@
-"""The errors of this distribution's own. What is wrong with a text is a `ForeignError` of `wooly_wis.languages`."""
+"""The errors of this distribution. Errors in a text are `ForeignError`s of `wooly_wis.languages`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from wooly_wis.errors import WisError
 
 
 class ChipError(WisError):
-    """Triton is not installed, or does not compile a text for a chip."""
+    """Triton is not installed, or cannot compile a text for a chip."""
 
     code = "triton.chip"

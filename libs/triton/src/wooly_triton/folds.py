@@ -1,4 +1,4 @@
-"""Reductions, scans, products and histograms."""
+"""Lowers reductions, scans, matrix products and histograms."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from wooly_triton.text import Block, Op, Type
 from wooly_triton.values import Index, Value, flat, literal, splat
 from wooly_triton.writer import ARITY, MAX_SINGLE_WEIGHT, Writer, check_kinds
 
-#: Partial results of a reduction along the last dimension.
+#: Number of partial results of a reduction along the last dimension.
 LANES: Final = 16
 
 
 class Folds(Writer):
-    """Lowers them."""
+    """Lowers operations that combine elements."""
 
     def _combined(self, op: Op, block: Block, args: Sequence[str]) -> list[str]:
-        """Write what a combining region computes of `args`, in the scope that is open; the results."""
+        """Write the body of a combining region for `args` in the open scope, and return its results."""
         if len(block.args) != len(args):
-            raise ForeignError(f"{op.place}: its region takes {len(block.args)} values")
+            raise ForeignError(f"{op.place}: its region takes {len(block.args)} values instead of {len(args)}")
         known = {name: (t, text) for (name, t), text in zip(block.args, args, strict=True)}
 
         def text_of(name: str) -> tuple[Type, str]:
@@ -31,7 +31,9 @@ class Folds(Writer):
                 return found
             outer = self._value(name)
             if outer.type.shape is not None or outer.uniform is None or outer.buffer is not None:
-                raise ForeignError(f"{op.place}: its region uses a tensor")
+                raise ForeignError(
+                    f"{op.place}: its region uses a tensor or a pointer from outside, which is not supported"
+                )
             return outer.type, outer.uniform
 
         for inner in block.ops:
@@ -43,12 +45,12 @@ class Folds(Writer):
                 known[inner.results[0]] = (inner.types[-1], literal(inner.types[-1].elem, inner.words[0]))
                 continue
             if row is None or len(inner.results) != 1 or len(given) not in ARITY.get(inner.name, (2,)):
-                raise ForeignError(f"{inner.place} is not supported within {op.name}")
+                raise ForeignError(f"{inner.place} is not supported in the region of {op.name}")
             out = self._result_type(inner)
             if inner.name in ("arith.cmpi", "arith.cmpf"):
                 out = Type("i1")
             if out.shape is not None or out.pointer:
-                raise ForeignError(f"{inner.place}: {out} within {op.name}")
+                raise ForeignError(f"{inner.place}: the type {out} is not supported in the region of {op.name}")
             ins = [t.elem for t, _ in given]
             check_kinds(inner, ins, out.elem)
             name = self._fresh()
@@ -56,17 +58,19 @@ class Folds(Writer):
                 f"const {C_TYPE[out.elem]} {name} = {row.write(inner.words, ins, out.elem, [x for _, x in given])};"
             )
             known[inner.results[0]] = (out, name)
-        raise ForeignError(f"{op.place}: its region has no end")
+        raise ForeignError(f"{op.place}: its region must end with a return")
 
     def _folded(self, op: Op) -> tuple[list[Value], int, Block]:
         values, axis = [self._value(n) for n in op.operands], op.attrs.get("axis")
         block = self._region(op)
         if not values or type(axis) is not int or not 0 <= axis < len(values[0].shape):
-            raise ForeignError(f"{op.place}: along {axis}")
+            raise ForeignError(f"{op.place}: it has no operand, or its axis {axis} does not exist")
         if any(v.type.shape != values[0].type.shape or v.buffer is not None for v in values):
-            raise ForeignError(f"{op.place}: of {', '.join(str(v.type) for v in values)}")
+            raise ForeignError(
+                f"{op.place}: operands {', '.join(str(v.type) for v in values)} must have one shape, no pointers"
+            )
         if len(op.results) != len(values) or [t for _, t in block.args] != [Type(v.type.elem) for v in values] * 2:
-            raise ForeignError(f"{op.place}: it combines other types than it reads")
+            raise ForeignError(f"{op.place}: its region must combine the types of its operands")
         values = [v if v.weight <= MAX_SINGLE_WEIGHT else self._materialise(v) for v in values]
         return values, axis, block
 
@@ -111,7 +115,7 @@ class Folds(Writer):
         return C_TYPE[value.type.elem]
 
     def _along_last(self, op: Op, values: list[Value], block: Block, index: Index) -> None:
-        """Opens a scope in which ``s0[0]``, ``s1[0]``, … are the results along the last dimension."""
+        """Open a scope in which ``s0[0]``, ``s1[0]``, … are the results along the last dimension."""
         n = values[0].shape[-1]
         lanes = LANES
         while n % lanes:
@@ -170,21 +174,21 @@ class Folds(Writer):
         t = self._result_type(op)
         rank = len(a.shape)
         if rank not in (2, 3) or len(b.shape) != rank or t.shape is None or c.type != t:
-            raise ForeignError(f"{op.place}: {a.type} times {b.type} plus {c.type}")
+            raise ForeignError(f"{op.place}: the shapes of {a.type} times {b.type} plus {c.type} do not match")
         (m, k), (k2, n) = a.shape[-2:], b.shape[-2:]
         if k != k2 or t.shape[-2:] != (m, n) or not a.shape[:-2] == b.shape[:-2] == t.shape[:-2]:
-            raise ForeignError(f"{op.place}: {a.type} times {b.type} plus {c.type}")
+            raise ForeignError(f"{op.place}: the shapes of {a.type} times {b.type} plus {c.type} do not match")
         if (
             is_float(t.elem) != is_float(a.type.elem)
             or (a.type.elem != b.type.elem and not {a.type.elem, b.type.elem} <= {"f8E4M3FN", "f8E5M2"})
             or t.elem not in ("f32", "f64", "i32", "f16")
         ):
-            raise ForeignError(f"{op.place}: {a.type} times {b.type} gives {t}")
+            raise ForeignError(f"{op.place}: {a.type} times {b.type} with the result {t} is not supported")
         a, b = [v if v.array is not None and v.type.elem != "i1" else self._materialise(v) for v in (a, b)]
         name = op.operands[2]
         mine = len(self._names.uses[name]) == 1 and self._names.home.get(name) is self._block
         if c.array is not None and mine and c.array not in self._shared:
-            result = c  # nobody else will see what it was
+            result = c  # its old value has no other reader
         else:
             result = self._materialise(c)
         of = C_TYPE[t.elem]
@@ -216,7 +220,7 @@ class Folds(Writer):
         t = self._result_type(op)
         mask = more[0] if more else None
         if t.elem not in ("i32", "i64") or t.shape is None or len(t.shape) != 1 or is_float(v.type.elem):
-            raise ForeignError(f"{op.place}: of {v.type}")
+            raise ForeignError(f"{op.place}: a histogram of {v.type} with the result {t} is not supported")
         name = self._array(t.elem, t.numel)
         self._fill(name, splat(t, "0"))
         i = self._loops(v.shape)

@@ -1,4 +1,4 @@
-"""The entry point of `ttir`: what the compiler asks of this distribution (`wooly_wis.languages.CompiledLanguage`)."""
+"""The entry point of `ttir`: what the compiler calls in this distribution (`wooly_wis.languages.CompiledLanguage`)."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from wooly_triton.lower import Lowering
 
 
 def for_cpu(request: Request) -> Lowered:
-    """A Triton kernel as OpenCL C.
+    """Translate a Triton kernel to OpenCL C.
 
     Raises:
-        ForeignError: names the operation that has no lowering, or the law that the text breaks.
+        ForeignError: the text has an unsupported operation, or breaks a law; the message names it.
     """
     return Lowering(request).run()
 
 
 def for_gpu(request: Request, target: str, build: Callable[[str], bytes]) -> ForeignCode:
-    """A Triton kernel's code for a GPU, compiled by Triton itself after guards were written into the text.
+    """Compile a Triton kernel for a GPU with Triton, after guards were inserted into the text.
 
     Args:
-        request: what is to be compiled.
+        request: the kernel to compile.
         target: like ``cuda:sm_90`` or ``hip:gfx942``.
-        build: not used: Triton has compilers of its own.
+        build: not used, because Triton has its own compilers.
 
     Raises:
-        ForeignError: the text cannot be checked, or is no TTIR.
-        ChipError: Triton is not installed, or does not compile the text.
+        ForeignError: the text cannot be checked, or is not TTIR.
+        ChipError: Triton is not installed, or cannot compile the text.
     """
     from wooly_triton import chips
 

@@ -1,8 +1,8 @@
-"""TTIR to OpenCL C: one work-item is one program, loops over its tensors' elements take the place of threads.
+"""Translates TTIR to OpenCL C. One work-item runs one program; loops over the elements of tensors replace threads.
 
-A pointer is a buffer of the launch and an element offset, from where it began: one made of numbers or of memory is refused.
-Each load and store compares the offset with the buffer's length; each loop looks whether the launch is to end. Tensors are arrays
-in the work-item's own memory, or expressions of the index that their users write out.
+A pointer is a buffer of the launch and an element offset from the buffer's start. A pointer made of a number, or loaded from
+memory, is rejected. Each load and store compares the offset with the buffer's length. Each loop checks whether the launch must
+end. Tensors are arrays in private memory of the work-item, or expressions of the index, which each user repeats.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _SCALAR_C = {
 
 
 class Lowering(Shapes, Memory, Folds, Control):
-    """Writes one function."""
+    """Lowers one function."""
 
     def run(self) -> Lowered:
-        """All of it."""
+        """Lower the function and return the complete source."""
         parameters, signature = self._parameters()
         blocks = self._function.blocks
         for block in blocks[1:]:
@@ -74,17 +74,17 @@ class Lowering(Shapes, Memory, Folds, Control):
     def _parameters(self) -> tuple[list[Parameter], str]:
         args, given = self._function.args, self._request.args
         if len(args) != len(given):
-            raise ForeignError(f"{self._request.entry} takes {len(args)} arguments, {len(given)} are given")
+            raise ForeignError(f"{self._request.entry} takes {len(args)} arguments, but the launch passes {len(given)}")
         parameters: list[Parameter] = []
         signature = ["global int *wooly_status"]
         for k, ((name, t), kind) in enumerate(zip(args, given, strict=True)):
             if t.shape is not None:
-                raise ForeignError(f"argument {k} is a tensor")
+                raise ForeignError(f"argument {k} is a tensor; a kernel takes pointers and numbers")
             if t.pointer:
                 signature += [f"global uchar *a{k}", f"ulong n{k}"]
                 null = not kind.startswith("*")
                 parameters.append(Parameter(BY_LABEL[kind] if null else None, not null))
-                if null:  # a null pointer: nothing lies behind it
+                if null:  # a null pointer has a buffer of length 0
                     signature[-2:] = [f"ulong a{k}_null"]
                     self._head.append(f"global uchar *const a{k} = 0; const ulong n{k} = 0;")
                 self._values[name] = scalar(t, "0l", k)
@@ -92,7 +92,7 @@ class Lowering(Shapes, Memory, Folds, Control):
             bits = 8 * BY_LABEL[kind].itemsize if kind in BY_LABEL else 0
             floating = kind in BY_LABEL and BY_LABEL[kind].kind == "float"
             if bits != max(BITS[t.elem], 8) or floating != is_float(t.elem):
-                raise ForeignError(f"argument {k} is {t}, a {kind} is given")
+                raise ForeignError(f"argument {k} is {t}, but the launch passes {kind}")
             signature.append(f"{_SCALAR_C[kind]} a{k}")
             text = f"w_{t.elem}_of(a{k})" if t.elem in ("f16", "bf16") else f"(({C_TYPE[t.elem]})a{k})"
             self._values[name] = scalar(t, f"(a{k} != 0)" if t.elem == "i1" else text)

@@ -1,4 +1,4 @@
-"""Loads, stores and atomics: each compares its offset with the length of the launch's buffer."""
+"""Lowers loads, stores and atomics. Each compares its offset with the length of the launch's buffer."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from wooly_triton.text import Op, Type
 from wooly_triton.values import Index, Late, Value, all_set, flat, literal, scalar, splat
 from wooly_triton.writer import MAX_SINGLE_WEIGHT, MAX_WEIGHT, Writer, size_of, sum_of
 
-#: What lies in memory.
+#: C types of elements in memory, if they differ from the types in registers.
 _STORED = {"i1": "uchar", **SMALL}
 
 
 class Memory(Writer):
-    """Lowers them."""
+    """Lowers operations that access memory."""
 
     def _tt_addptr(self, op: Op) -> None:
         p, o = self._operands(op, 2)
         if p.buffer is None or o.buffer is not None or is_float(o.type.elem) or p.type.shape != o.type.shape:
-            raise ForeignError(f"{op.place}: {p.type} plus {o.type}")
+            raise ForeignError(
+                f"{op.place}: {p.type} plus {o.type} is not supported; add integers to pointers of the same shape"
+            )
         if p.uniform is not None and o.uniform is not None:
             name = self._variable("long")
             self._out(f"{name} = (long)((ulong)({p.uniform}) + (ulong)(long)({o.uniform}));")
@@ -36,16 +38,16 @@ class Memory(Writer):
         self._set(op, value if weight <= MAX_WEIGHT else self._materialise(value))
 
     def _bound(self, pointer: Value, op: Op) -> tuple[str, str, str]:
-        """Where a pointer's buffer begins, of what type, and how many elements it has."""
+        """Return the C expression for the start of a pointer's buffer, the type of its elements, and their number."""
         if pointer.buffer is None:
-            raise ForeignError(f"{op.place}: {pointer.type} belongs to no buffer of the launch")
+            raise ForeignError(f"{op.place}: {pointer.type} is not a pointer into a buffer of the launch")
         elem = pointer.type.elem
         self._counts.add((pointer.buffer, elem))
         memory = _STORED.get(elem, C_TYPE[elem])
         return f"((global {memory} *)a{pointer.buffer})", memory, f"n{pointer.buffer}_{elem}"
 
     def _row(self, pointer: Value) -> int:
-        """The dimension along which it is likely to be dense."""
+        """Return the dimension along which the addresses are probably contiguous."""
         dense = [d for d, s in enumerate(pointer.steps) if s == 1 and pointer.shape[d] > 1]
         return dense[-1] if dense else len(pointer.shape) - 1
 
@@ -56,20 +58,20 @@ class Memory(Writer):
         mask, other = (more + [None, None])[:2]
         for v, elem in ((mask, "i1"), (other, t.elem)):
             if v is not None and v.type != Type(elem, t.shape):
-                raise ForeignError(f"{op.place}: {v.type} with {p.type}")
+                raise ForeignError(f"{op.place}: the operand {v.type} does not match {p.type}")
         if t.shape is None:
             place, zero = self._place(op), literal(t.elem, "0")
             name = self._variable(C_TYPE[t.elem])
             self._out(f"{name} = {other.uniform if other is not None else zero};")
             self._out(f"if ({mask.uniform if mask is not None else 1}) {{ const long o = {p.uniform};")
             self._out(
-                f"if ((ulong)o < {count}) {name} = {_held(t.elem, f'{base}[o]')}; "
+                f"if ((ulong)o < {count}) {name} = {_from_memory(t.elem, f'{base}[o]')}; "
                 f"else {{ {name} = {zero}; W_BAD(1, {place}); }} }}"
             )
             self._set(op, scalar(t, name))
             return
-        p = self._light(p)
-        mask, other = [self._light(v) if v is not None else None for v in (mask, other)]
+        p = self._limited(p)
+        mask, other = [self._limited(v) if v is not None else None for v in (mask, other)]
         late = Late(op, p, mask, other)
         if t.numel > 1 and t.numel == p.shape[self._row(p)] and self._goes_to_memory(op.results[0]):
             self._pending.append(late)
@@ -78,7 +80,7 @@ class Memory(Writer):
             self._set(op, self._load_now(late))
 
     def _goes_to_memory(self, name: str) -> bool:
-        """Whether a value's one user is a store in this block, or computes element by element what one stores."""
+        """Whether the only user of a value is a store in this block, directly or through elementwise operations."""
         uses = self._names.uses[name]
         while len(uses) == 1 and uses[0].block is self._block:
             user = uses[0].op
@@ -98,19 +100,19 @@ class Memory(Writer):
         row = self._row(p)
 
         def plain(i: Index) -> str:
-            return f"{name}[{flat(p.shape, i)}] = {_held(t.elem, f'r[{i[row]}]')};"
+            return f"{name}[{flat(p.shape, i)}] = {_from_memory(t.elem, f'r[{i[row]}]')};"
 
         def dense(i: Index) -> str:
-            # all of the row is in bounds: what is masked off is read too, so that the loop has no branches
+            # The whole row is in bounds. Masked elements are read too, so that the loop has no branches.
             otherwise = other.at(i) if other is not None else zero
             value = "t" if mask is None else f"({mask.at(i)} ? t : {otherwise})"
-            return f"const {C_TYPE[t.elem]} t = {_held(t.elem, f'r[{i[row]}]')}; {name}[{flat(p.shape, i)}] = {value};"
+            return f"const {C_TYPE[t.elem]} t = {_from_memory(t.elem, f'r[{i[row]}]')}; {name}[{flat(p.shape, i)}] = {value};"
 
         def checked(i: Index) -> str:
             return (
                 f"{C_TYPE[t.elem]} t = {other.at(i) if other is not None else zero}; "
                 f"if ({mask.at(i) if mask is not None else 1}) {{ const long o = {p.at(i)}; const int ok = (ulong)o < {count}; "
-                f"bad |= !ok; t = ok ? {_held(t.elem, f'{base}[o]')} : {zero}; }} {name}[{flat(p.shape, i)}] = t;"
+                f"bad |= !ok; t = ok ? {_from_memory(t.elem, f'{base}[o]')} : {zero}; }} {name}[{flat(p.shape, i)}] = t;"
             )
 
         begin, bad = f"const global {memory} *r = {base} + o0;", f"W_BAD(1, {place});"
@@ -119,7 +121,7 @@ class Memory(Writer):
         late.text = value.at
         return value
 
-    def _light(self, v: Value) -> Value:
+    def _limited(self, v: Value) -> Value:
         return v if v.weight <= MAX_WEIGHT or v.uniform is not None else self._materialise(v)
 
     def _rows(
@@ -134,9 +136,9 @@ class Memory(Writer):
         mask: Value | None = None,
         whole: tuple[Value | None, Callable[[Index], str]] | None = None,
     ) -> None:
-        """Go through a tensor of pointers row by row: a row that is dense and in bounds needs no check of its elements.
+        """Access a tensor of pointers row by row. A row that is contiguous and in bounds needs no check per element.
 
-        `mask`: of a store. `whole`: of a load its mask, and what is done where that is set in all of a row.
+        `mask` is the mask of a store. `whole` is the mask of a load, and the access for rows in which the whole mask is set.
         """
         outer = [d for d in range(len(p.shape)) if d != row]
         index = [self._fresh() for _ in p.shape]
@@ -165,7 +167,7 @@ class Memory(Writer):
             if whole is not None and full is not None:
                 self._out(f"if (run && {full}) {{ {begin} {loop} {{ {whole[1](at(index[row]))} }} }} else")
             self._out(f"if (run) {{ {begin} {loop} {{ {body} }} }}")
-        else:  # a store: most rows are written as a whole
+        else:  # a store; most rows are written completely
             some, every = mask.at(at(index[row])), all_set(mask, lambda n: at(str(n)), row, size)
             asked = f"int all = 1; {loop} all &= {some};" if every is None else f"const int all = {every};"
             self._out(f"if (run) {{ {begin} {asked}")
@@ -175,23 +177,25 @@ class Memory(Writer):
 
     def _tt_store(self, op: Op) -> None:
         if not 2 <= len(op.operands) <= 3:
-            raise ForeignError(f"{op.place}: it has {len(op.operands)} operands")
+            raise ForeignError(f"{op.place}: it must have 2 or 3 operands, not {len(op.operands)}")
         p, v = self._value(op.operands[0]), self._values[op.operands[1]]
         mask = self._value(op.operands[2]) if len(op.operands) == 3 else None
         base, memory, count = self._bound(p, op)
         elem = p.type.elem
         if v.type != replace(p.type, pointer=False) or (mask is not None and mask.type != Type("i1", p.type.shape)):
-            raise ForeignError(f"{op.place}: {v.type} to {p.type}")
+            raise ForeignError(f"{op.place}: {v.type} and its mask do not match {p.type}")
         assert p.buffer is not None
         self._written.add(p.buffer)
         place = self._place(op)
         self._force([x for x in self._pending if x not in v.late])
         if p.type.shape is None:
             self._out(f"if ({mask.uniform if mask is not None else 1}) {{ const long o = {p.uniform};")
-            self._out(f"if ((ulong)o < {count}) {base}[o] = {_put(elem, str(v.uniform))}; else W_BAD(2, {place}); }}")
+            self._out(
+                f"if ((ulong)o < {count}) {base}[o] = {_to_memory(elem, str(v.uniform))}; else W_BAD(2, {place}); }}"
+            )
             return
-        p = self._light(p)
-        mask = self._light(mask) if mask is not None else None
+        p = self._limited(p)
+        mask = self._limited(mask) if mask is not None else None
         row = self._row(p)
         fused = self._through(p, v, mask, row) if v.late and v.weight <= MAX_SINGLE_WEIGHT else 0
         self._force(v.late)
@@ -201,10 +205,10 @@ class Memory(Writer):
             return f"if ({mask.at(i)}) " if mask is not None else ""
 
         def dense(i: Index) -> str:
-            return f"r[{i[row]}] = {_put(elem, v.at(i))};"
+            return f"r[{i[row]}] = {_to_memory(elem, v.at(i))};"
 
         def checked(i: Index) -> str:
-            write = f"{base}[o] = {_put(elem, v.at(i))}"
+            write = f"{base}[o] = {_to_memory(elem, v.at(i))}"
             return f"{gate(i)}{{ const long o = {p.at(i)}; if ((ulong)o < {count}) {write}; else bad = 1; }}"
 
         begin, bad = f"global {memory} *r = {base} + o0;", f"W_BAD(2, {place});"
@@ -212,9 +216,9 @@ class Memory(Writer):
         self._close(fused)
 
     def _through(self, p: Value, v: Value, mask: Value | None, row: int) -> int:
-        """Write a store together with the loads that it computes from, for when all of them are dense, in bounds and apart.
+        """Write a store together with its loads, for the case that all are contiguous, in bounds and do not overlap.
 
-        Returns how many scopes are left open: in them belongs what is done otherwise.
+        Return the number of scopes left open. The code for the other case belongs in these scopes.
         """
         size = p.shape[row]
         if p.type.numel != size or any(self._row(x.pointer) != row for x in v.late):
@@ -253,7 +257,8 @@ class Memory(Writer):
         for name, late in zip(names[1:], v.late, strict=True):
             late.text = functools.partial(_read_in_place, name, late.pointer.type.elem, row)
         self._out(
-            f"if (run) {{\n#pragma clang loop vectorize(assume_safety)\n{loop} {to}[{k}] = {_put(p.type.elem, v.at(index))};"
+            f"if (run) {{\n#pragma clang loop vectorize(assume_safety)\n{loop} "
+            f"{to}[{k}] = {_to_memory(p.type.elem, v.at(index))};"
         )
         self._out("} else {")
         for late in v.late:
@@ -265,7 +270,7 @@ class Memory(Writer):
         base, _, count = self._bound(p, op)
         elem, how = p.type.elem, op.words[0] if op.words else ""
         if v.type != replace(p.type, pointer=False):
-            raise ForeignError(f"{op.place}: {v.type} to {p.type}")
+            raise ForeignError(f"{op.place}: {v.type} does not match {p.type}")
         call = _atomic(how, elem, op)
         self._atomically(op, p, more[0] if more else None, lambda i: call(f"({base} + o)", v.at(i)), count)
 
@@ -274,7 +279,7 @@ class Memory(Writer):
         base, _, count = self._bound(p, op)
         elem = p.type.elem
         if elem not in ("i32", "i64") or v.type != expected.type or v.type != replace(p.type, pointer=False):
-            raise ForeignError(f"{op.place}: {v.type} to {p.type}")
+            raise ForeignError(f"{op.place}: {v.type} and {p.type} must be i32 or i64 and match")
         name = "atomic_cmpxchg" if elem == "i32" else "atom_cmpxchg"
         c = C_TYPE[elem]
 
@@ -286,16 +291,18 @@ class Memory(Writer):
     def _tt_atomic_load(self, op: Op) -> None:
         p, *more = self._operands(op, 1, 2)
         base, memory, count = self._bound(p, op)
-        there = _held(p.type.elem, f"(*(volatile global {memory} *)({base} + o))")
+        there = _from_memory(p.type.elem, f"(*(volatile global {memory} *)({base} + o))")
         self._atomically(op, p, more[0] if more else None, lambda i: there, count, writes=False)
 
     def _tt_atomic_store(self, op: Op) -> None:
         p, v, *more = self._operands(op, 2, 3)
         base, memory, count = self._bound(p, op)
         if v.type != replace(p.type, pointer=False) or op.results:
-            raise ForeignError(f"{op.place}: {v.type} to {p.type}")
+            raise ForeignError(f"{op.place}: {v.type} does not match {p.type}, or the store has a result")
         there = f"*(volatile global {memory} *)({base} + o)"
-        self._atomically(op, p, more[0] if more else None, lambda i: f"({there} = {_put(p.type.elem, v.at(i))})", count)
+        self._atomically(
+            op, p, more[0] if more else None, lambda i: f"({there} = {_to_memory(p.type.elem, v.at(i))})", count
+        )
 
     def _atomically(
         self, op: Op, p: Value, mask: Value | None, call: Callable[[Index], str], count: str, *, writes: bool = True
@@ -325,24 +332,24 @@ class Memory(Writer):
 
 
 def _read_in_place(name: str, elem: str, row: int, index: Index) -> str:
-    """An element of a row that `name` points to, where a store reads it."""
-    return _held(elem, f"{name}[{index[row]}]")
+    """Read an element of the row at `name`, inside the store that uses it."""
+    return _from_memory(elem, f"{name}[{index[row]}]")
 
 
-def _held(elem: str, text: str) -> str:
-    """What was read from memory, as it is held."""
+def _from_memory(elem: str, text: str) -> str:
+    """Convert an element from its form in memory to its form in registers."""
     if elem == "i1":
         return f"({text} != 0)"
     return f"w_{elem}_of({text})" if elem in SMALL else text
 
 
-def _put(elem: str, text: str) -> str:
-    """What is held, as it lies in memory."""
+def _to_memory(elem: str, text: str) -> str:
+    """Convert an element from its form in registers to its form in memory."""
     return f"w_{elem}_bits({text})" if elem in SMALL else f"({text})"
 
 
 def _atomic(how: str, elem: str, op: Op) -> Callable[[str, str], str]:
-    """What updates an element in memory and gives what was there."""
+    """Return a function that writes the call that updates an element in memory and returns the old one."""
     if (elem in ("f32", "f64") and how in ("fadd", "exch")) or (elem in ("f16", "bf16") and how == "fadd"):
         name = f"w_{'add' if how == 'fadd' else 'exch'}_{elem}"
         return lambda p, x: f"{name}({p}, {x})"

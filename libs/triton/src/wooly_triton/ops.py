@@ -1,7 +1,7 @@
-"""Which operations of TTIR are lowered, and how those that go element by element are written in C.
+"""The table of supported TTIR operations, and the C text of elementwise ones.
 
-Values of f16, bf16 and 8-bit floating point are held as floats and rounded after each operation, i1 as 0 or 1. Nothing here is
-undefined in C: sums wrap, shifts and conversions stay in range, a division by zero gives 0.
+Registers hold f16, bf16 and 8-bit floats as floats, rounded after each operation, and i1 as 0 or 1. No C text has undefined
+behaviour: sums wrap, shifts and conversions stay in range, and a division by zero gives 0.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Final
 
 from wooly_wis.languages import ForeignError
 
-#: Names in C of what values are held as.
+#: C types of elements in registers.
 C_TYPE: Final = {
     "i1": "int",
     "i8": "char",
@@ -39,22 +39,22 @@ BITS: Final = {
     "f32": 32,
     "f64": 64,
 }
-#: What lies in memory of floating point that is held as floats.
+#: C types in memory of small floats, which registers hold as floats.
 SMALL: Final = {"f8E4M3FN": "uchar", "f8E5M2": "uchar", "f16": "ushort", "bf16": "ushort"}
 
 Exprs = Sequence[str]
-#: Operation's words, element types of its operands, of its result, the operands in C: the result in C.
+#: Writes an operation in C. Arguments: the operation's words, element types of operands, element type of result, operands in C.
 Write = Callable[[Sequence[str], Sequence[str], str, Exprs], str]
 
 
 @dataclass(frozen=True, slots=True)
 class Elementwise:
-    """An operation that goes element by element.
+    """An elementwise operation.
 
     Attributes:
-        write: its C.
-        heavy: it is worth being computed only once.
-        says: for the reference page.
+        write: writes it in C.
+        heavy: whether to compute it only once instead of once per user.
+        says: note for the reference page.
     """
 
     write: Write
@@ -68,12 +68,12 @@ def is_float(elem: str) -> bool:
 
 
 def unsigned(elem: str) -> str:
-    """The unsigned type in which integers wrap."""
+    """Return the unsigned C type in which an integer type wraps."""
     return "ulong" if elem == "i64" else "uint"
 
 
 def rounded(elem: str, text: str) -> str:
-    """A result of floating point, as its type holds it."""
+    """Round a floating-point result to its type."""
     return f"w_round_{elem}({text})" if elem in SMALL else text
 
 
@@ -92,7 +92,7 @@ def _bits(sign: str) -> Write:
 
 
 def _helper(name: str) -> Write:
-    """A function of the prelude for 32 and 64 bits."""
+    """Call a function of the prelude; it exists for 32 and 64 bits."""
 
     def write(words: Sequence[str], ins: Sequence[str], out: str, a: Exprs) -> str:
         if out == "i64":
@@ -165,13 +165,13 @@ def _cmpi(words: Sequence[str], ins: Sequence[str], out: str, a: Exprs) -> str:
         return f"({a[0]} {_INTEGER_ORDER[order]} {a[1]})"
     if order in _UNSIGNED_ORDER:
         return f"({_as_unsigned(ins[0], a[0])} {_UNSIGNED_ORDER[order]} {_as_unsigned(ins[0], a[1])})"
-    raise ForeignError(f"there is no order {order[:20]!r} of integers")
+    raise ForeignError(f"the comparison {order[:20]!r} of integers is not supported")
 
 
 def _cmpf(words: Sequence[str], ins: Sequence[str], out: str, a: Exprs) -> str:
     order = words[0] if words else ""
     if order not in _FLOAT_ORDER:
-        raise ForeignError(f"there is no order {order[:20]!r} of floating point")
+        raise ForeignError(f"the comparison {order[:20]!r} of floating point is not supported")
     return _FLOAT_ORDER[order].format(f"({a[0]})", f"({a[1]})")
 
 
@@ -180,7 +180,7 @@ def _f(sign: str) -> Write:
 
 
 def _call(name: str, single: str = "") -> Write:
-    """A function of OpenCL, or for floats one of the prelude."""
+    """Call a function of OpenCL; for floats, the function `single` of the prelude if given."""
 
     def write(words: Sequence[str], ins: Sequence[str], out: str, a: Exprs) -> str:
         return rounded(out, f"{name if out == 'f64' or not single else single}({', '.join(a)})")
@@ -221,7 +221,7 @@ def _bitcast(words: Sequence[str], ins: Sequence[str], out: str, a: Exprs) -> st
     if source == out or {source, out} <= {"i1", "i8"} or not (is_float(source) or is_float(out)):
         return f"(({C_TYPE[out]})({a[0]}))"
     if BITS[source] != BITS[out]:
-        raise ForeignError(f"bits of {source} are no {out}")
+        raise ForeignError(f"{source} and {out} have different sizes")
     if BITS[source] <= 16:
         u, s = ("ushort", "short") if BITS[source] == 16 else ("uchar", "char")
         bits = f"w_{source}_bits({a[0]})" if is_float(source) else f"(({u})({a[0]}))"
@@ -264,7 +264,7 @@ def _negated(words: Sequence[str], ins: Sequence[str], out: str, a: Exprs) -> st
 
 _SELECT = _chosen("({0} ? {1} : {2})")
 _WRAPS = "wraps"
-_ZERO = "by 0 it gives 0"
+_ZERO = "a division by 0 gives 0"
 
 ELEMENTWISE: Final[dict[str, Elementwise]] = {
     "arith.addi": _cheap(_wrapping("+", "^"), _WRAPS),
@@ -290,7 +290,7 @@ ELEMENTWISE: Final[dict[str, Elementwise]] = {
     "arith.addf": _heavy(_f("+")),
     "arith.subf": _heavy(_f("-")),
     "arith.mulf": _heavy(_f("*")),
-    "arith.divf": _heavy(_f("/"), "rounded once"),
+    "arith.divf": _heavy(_f("/"), "correctly rounded"),
     "arith.remf": _heavy(_call("fmod")),
     "arith.negf": _heavy(_negated),
     "arith.maxnumf": _heavy(_chosen("({0} > {1} || {1} != {1} ? {0} : {1})")),
@@ -302,14 +302,14 @@ ELEMENTWISE: Final[dict[str, Elementwise]] = {
     "arith.trunci": _cheap(_truncated),
     "arith.sitofp": _heavy(lambda w, i, o, a: rounded(o, f"(({C_TYPE[o]}){'-' * (i[0] == 'i1')}({a[0]}))")),
     "arith.uitofp": _heavy(lambda w, i, o, a: rounded(o, f"(({C_TYPE[o]}){_as_unsigned(i[0], a[0])})")),
-    "arith.fptosi": _heavy(_to_integer("s"), "what does not fit is the nearest that does, NaN 0"),
-    "arith.fptoui": _heavy(_to_integer("u"), "likewise"),
+    "arith.fptosi": _heavy(_to_integer("s"), "saturates; NaN gives 0"),
+    "arith.fptoui": _heavy(_to_integer("u"), "saturates; NaN gives 0"),
     "arith.extf": _heavy(_plain_cast),
     "arith.truncf": _heavy(_plain_cast),
     "arith.bitcast": _cheap(_bitcast),
-    "tt.bitcast": _cheap(_bitcast, "of pointers: to elements of the same size"),
-    "tt.fp_to_fp": _heavy(_plain_cast, "among all of floating point, to the nearest; 8-bit ones stay finite"),
-    "tt.mulhiui": _cheap(_mulhi, "of i32 and i64"),
+    "tt.bitcast": _cheap(_bitcast, "a pointer keeps the size of its elements"),
+    "tt.fp_to_fp": _heavy(_plain_cast, "between all floating-point types, to nearest; 8-bit results stay finite"),
+    "tt.mulhiui": _cheap(_mulhi, "i32 and i64"),
     "tt.clampf": _heavy(_clamp),
     "tt.precise_sqrt": _heavy(_call("sqrt")),
     "tt.precise_divf": _heavy(_f("/")),
@@ -331,7 +331,7 @@ ELEMENTWISE: Final[dict[str, Elementwise]] = {
     "math.fma": _heavy(_call("fma")),
 }
 
-#: Functions of `triton.language.extra.libdevice` by the neutral names under which the client writes them, in OpenCL C.
+#: Functions of `triton.language.extra.libdevice` in OpenCL C, by the neutral names that the client writes.
 EXTERNS: Final[dict[str, str]] = {
     **{
         n: f"{n}({{0}})"
@@ -385,10 +385,10 @@ EXTERNS: Final[dict[str, str]] = {
     "signbit": "(signbit({0}) != 0)",
 }
 
-#: Structure, memory and everything else that is lowered, with what is to be said of it.
+#: All other supported operations (structure, memory, control flow), with a note for the reference page.
 STRUCTURAL: Final[dict[str, str]] = {
-    "arith.constant": "numbers, splats, and lists in one dimension",
-    "ub.poison": "0",
+    "arith.constant": "numbers, splats, and one-dimensional lists",
+    "ub.poison": "gives 0",
     "tt.get_program_id": "",
     "tt.get_num_programs": "",
     "tt.make_range": "",
@@ -396,46 +396,46 @@ STRUCTURAL: Final[dict[str, str]] = {
     "tt.unsplat": "",
     "tt.broadcast": "",
     "tt.expand_dims": "",
-    "tt.reshape": "keeps the order, also where it need not",
+    "tt.reshape": "always keeps the order of elements",
     "tt.trans": "",
     "tt.join": "",
     "tt.split": "",
     "tt.cat": "along the first dimension",
-    "tt.gather": "an index out of range is an error",
-    "tt.addptr": "a pointer is a buffer of the launch and an offset",
-    "tt.load": "each element checked: out of bounds it is 0 and the launch fails",
-    "tt.store": "each element checked: out of bounds nothing is written and the launch fails",
+    "tt.gather": "an index out of range makes the launch fail",
+    "tt.addptr": "a pointer is a buffer of the launch plus an offset",
+    "tt.load": "each element is checked; out of bounds, it reads 0 and the launch fails",
+    "tt.store": "each element is checked; out of bounds, it writes nothing and the launch fails",
     "tt.atomic_rmw": "i32, i64, f32, f64: add, and, or, xor, min, max, exchange; f16, bf16: add",
     "tt.atomic_cas": "i32, i64",
-    "tt.atomic_load": "what is masked off is 0",
+    "tt.atomic_load": "masked elements are 0",
     "tt.atomic_store": "",
-    "tt.reduce": "any combination that is associative and commutative",
+    "tt.reduce": "any associative and commutative combination",
     "tt.scan": "",
-    "tt.dot": "in f32 whatever the input precision says, f64, or i32; also of batches",
-    "tt.histogram": "what is out of range is left out",
-    "tt.call": "functions of one block (noinline=True): written in place",
-    "tt.extern_elementwise": "of Triton's libdevice: " + ", ".join(sorted(EXTERNS)),
-    "tt.assert": "the launch fails",
-    "tt.print": "left out",
+    "tt.dot": "computes in f32 (for each input precision), f64 or i32; batches are supported",
+    "tt.histogram": "values out of range are not counted",
+    "tt.call": "functions of one block (noinline=True); they are inlined",
+    "tt.extern_elementwise": "functions of Triton's libdevice: " + ", ".join(sorted(EXTERNS)),
+    "tt.assert": "a false condition makes the launch fail",
+    "tt.print": "prints nothing",
     "tt.return": "",
-    "scf.for": "signed or unsigned bounds; ended if the launch takes too long",
-    "scf.while": "ended if the launch takes too long",
+    "scf.for": "signed or unsigned bounds; ends if the launch exceeds its time limit",
+    "scf.while": "ends if the launch exceeds its time limit",
     "scf.if": "",
     "scf.yield": "",
     "scf.condition": "",
-    "cf.br": "between blocks of the function; ended if the launch takes too long",
-    "cf.cond_br": "likewise",
-    "gpu.barrier": "nothing: a program is one thread here",
-    "ttg.barrier": "nothing: a program is one thread here",
+    "cf.br": "between blocks of the function; ends if the launch exceeds its time limit",
+    "cf.cond_br": "between blocks of the function; ends if the launch exceeds its time limit",
+    "gpu.barrier": "no effect: a program is one thread on a CPU",
+    "ttg.barrier": "no effect: a program is one thread on a CPU",
 }
 
-#: What is refused, and why.
+#: Operations that are rejected, with the reason.
 REFUSED: Final[dict[str, str]] = {
-    "tt.int_to_ptr": "a pointer that is made of a number belongs to no buffer of the launch",
-    "tt.ptr_to_int": "where a buffer lies is nobody's business",
-    "tt.elementwise_inline_asm": "a vendor's assembly",
-    "tt.make_tensor_ptr": "block pointers, which Triton has no more; use tensor descriptors",
-    "tt.advance": "block pointers, which Triton has no more; use tensor descriptors",
+    "tt.int_to_ptr": "a pointer made of a number is not part of a buffer of the launch",
+    "tt.ptr_to_int": "kernels must not see the addresses of buffers",
+    "tt.elementwise_inline_asm": "assembly of a vendor cannot be checked",
+    "tt.make_tensor_ptr": "Triton has removed block pointers; use tensor descriptors",
+    "tt.advance": "Triton has removed block pointers; use tensor descriptors",
     "tt.make_tensor_descriptor": "the client writes tensor descriptors as pointers",
     "tt.descriptor_load": "the client writes tensor descriptors as pointers",
     "tt.descriptor_store": "the client writes tensor descriptors as pointers",
@@ -443,6 +443,6 @@ REFUSED: Final[dict[str, str]] = {
     "tt.descriptor_gather": "the client writes tensor descriptors as pointers",
     "tt.descriptor_scatter": "the client writes tensor descriptors as pointers",
     "tt.dot_scaled": "microscaled formats",
-    "tt.atomic_poll": "programs take turns on a CPU: who waits for another may wait for ever",
-    "tt.map_elementwise": "use the operations themselves",
+    "tt.atomic_poll": "on a CPU, a program that waits for another one may wait forever",
+    "tt.map_elementwise": "use the single operations",
 }

@@ -8,7 +8,7 @@ from wooly_triton.writer import MAX_TENSOR_BYTES
 
 
 def page() -> str:
-    """The page, Markdown."""
+    """Return the page as Markdown."""
     rows = {name: ("lowered", row.says) for name, row in ELEMENTWISE.items()}
     rows |= {name: ("lowered", says) for name, says in STRUCTURAL.items()}
     rows |= {name: ("refused", says) for name, says in REFUSED.items()}

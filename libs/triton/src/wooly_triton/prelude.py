@@ -1,6 +1,6 @@
-"""What lowered kernels call: C functions without undefined behaviour, which compilers can make vectors of.
+"""The C functions that lowered kernels call. They have no undefined behaviour, and compilers can vectorize them.
 
-Products and sums are contracted only where it is said: PoCL's `fma` is a call, and no loop with one becomes vectors.
+Products and sums are contracted only where a pragma allows it. PoCL's `fma` is a call, which prevents vectorized loops.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Constants, indices and shapes: most are the same elements elsewhere, and write nothing."""
+"""Lowers constants, indices and changes of shape. Most only move elements, and write no code."""
 
 from __future__ import annotations
 
@@ -15,24 +15,26 @@ from wooly_triton.writer import Writer
 
 
 class Shapes(Writer):
-    """Lowers them."""
+    """Lowers operations on shapes."""
 
     def _arith_constant(self, op: Op) -> None:
         words, t = op.words, op.types[-1] if op.types else Type("i1")
         if t.pointer or not words or (not op.types and words not in (["true"], ["false"])):
-            raise ForeignError(f"{op.place}: a constant {t}")
+            raise ForeignError(f"{op.place}: a constant of type {t} is not supported")
         if words[0] != "dense":
             text = literal(t.elem, words[0])
             self._set(op, scalar(t, text) if t.shape is None else splat(t, text))
             return
         inner = [w for w in words[1:] if w not in ("<", ">", ",", "[", "]", ":")]
         if t.shape is None or not inner:
-            raise ForeignError(f"{op.place}: a constant {t}")
+            raise ForeignError(f"{op.place}: a constant of type {t} is not supported")
         if "[" not in words:
             self._set(op, splat(t, literal(t.elem, inner[0])))
             return
         if len(inner) != t.numel or len(inner) > 4096:
-            raise ForeignError(f"{op.place}: {len(inner)} numbers for {t}")
+            raise ForeignError(
+                f"{op.place}: {len(inner)} numbers for {t}; they must match, and at most 4096 are supported"
+            )
         name = self._array(t.elem, t.numel)
         for k, w in enumerate(inner):
             self._out(f"{name}[{k}] = {literal(t.elem, w)};")
@@ -46,9 +48,9 @@ class Shapes(Writer):
         if len(values) != len(set(re.findall(r"\{\d\}", text))) or any(
             v.type != values[0].type or v.type.elem not in ("f32", "f64") or v.buffer is not None for v in values
         ):
-            raise ForeignError(f"{op.place}: {symbol} of {', '.join(str(v.type) for v in values)}")
+            raise ForeignError(f"{op.place}: {symbol} does not support {', '.join(str(v.type) for v in values)}")
         if out.shape != values[0].type.shape or out.elem not in ("i1", "i32", values[0].type.elem) or out.pointer:
-            raise ForeignError(f"{op.place}: {symbol} gives {out}")
+            raise ForeignError(f"{op.place}: {symbol} with the result {out} is not supported")
 
         def at(index: Index) -> str:
             return text.format(*[f"({v.at(index)})" for v in values])
@@ -63,7 +65,7 @@ class Shapes(Writer):
     def _ub_poison(self, op: Op) -> None:
         t = self._result_type(op)
         if t.pointer:
-            raise ForeignError(f"{op.place}: a pointer to nowhere")
+            raise ForeignError(f"{op.place}: a pointer without a buffer is not supported")
         self._set(op, scalar(t, literal(t.elem, "0")) if t.shape is None else splat(t, literal(t.elem, "0")))
 
     def _tt_get_program_id(self, op: Op) -> None:
@@ -81,9 +83,9 @@ class Shapes(Writer):
             or not isinstance(start, int)
             or end != start + t.numel
         ):
-            raise ForeignError(f"{op.place}: a range of {t}")
+            raise ForeignError(f"{op.place}: a range of type {t} must be one-dimensional i32 and match its bounds")
         if abs(start) > 1 << 30:
-            raise ForeignError(f"{op.place}: it begins at {start}")
+            raise ForeignError(f"{op.place}: the range begins at {start}; only -2**30 to 2**30 is supported")
         steps = (1 if t.numel > 1 else 0,)
         self._set(op, Value(t, lambda i: f"({start} + {i[0]})" if start else i[0], 1, steps, local=True))
 
@@ -91,7 +93,7 @@ class Shapes(Writer):
         (v,) = self._operands(op, 1)
         t = self._result_type(op)
         if v.type.shape is not None or v.uniform is None or t != replace(v.type, shape=t.shape) or t.shape is None:
-            raise ForeignError(f"{op.place}: {v.type} becomes {t}")
+            raise ForeignError(f"{op.place}: cannot change {v.type} to {t}")
         self._set(op, splat(t, v.uniform, v.buffer))
 
     def _tt_unsplat(self, op: Op) -> None:
@@ -104,9 +106,9 @@ class Shapes(Writer):
         return scalar(replace(v.type, shape=None), name, v.buffer)
 
     def _moved(self, op: Op, v: Value, t: Type, index: Callable[[Index], Index], steps: Steps) -> None:
-        """A tensor whose elements are those of another, elsewhere."""
+        """Define a tensor whose elements are those of `v` at other indices."""
         if t != replace(v.type, shape=t.shape):
-            raise ForeignError(f"{op.place}: {v.type} becomes {t}")
+            raise ForeignError(f"{op.place}: cannot change {v.type} to {t}")
         if v.uniform is not None:
             self._set(op, splat(t, v.uniform, v.buffer))
             return
@@ -119,7 +121,7 @@ class Shapes(Writer):
         t = self._result_type(op)
         shape = t.shape or ()
         if len(shape) != len(v.shape) or any(a not in (1, b) for a, b in zip(v.shape, shape, strict=True)):
-            raise ForeignError(f"{op.place}: {v.type} becomes {t}")
+            raise ForeignError(f"{op.place}: cannot change {v.type} to {t}")
         steps = tuple([0 if n == 1 else s for n, s in zip(v.shape, v.steps, strict=True)])
         self._moved(op, v, t, lambda i: tuple(["0" if n == 1 else x for n, x in zip(v.shape, i, strict=True)]), steps)
 
@@ -127,7 +129,7 @@ class Shapes(Writer):
         (v,) = self._operands(op, 1)
         t, axis = self._result_type(op), op.attrs.get("axis")
         if type(axis) is not int or not 0 <= axis <= len(v.shape) or t.shape != (*v.shape[:axis], 1, *v.shape[axis:]):
-            raise ForeignError(f"{op.place}: {v.type} becomes {t}")
+            raise ForeignError(f"{op.place}: cannot change {v.type} to {t}")
         at = axis
         self._moved(op, v, t, lambda i: (*i[:at], *i[at + 1 :]), (*v.steps[:at], 0, *v.steps[at:]))
 
@@ -135,7 +137,7 @@ class Shapes(Writer):
         (v,) = self._operands(op, 1)
         t = self._result_type(op)
         if t.shape is None or t.numel != v.type.numel or t != replace(v.type, shape=t.shape):
-            raise ForeignError(f"{op.place}: {v.type} becomes {t}")
+            raise ForeignError(f"{op.place}: cannot change {v.type} to {t}")
         v = self._kept(v)
         if v.uniform is not None:
             self._set(op, splat(t, v.uniform, v.buffer))
@@ -148,10 +150,10 @@ class Shapes(Writer):
         (v,) = self._operands(op, 1)
         t, order = self._result_type(op), op.attrs.get("order")
         if not isinstance(order, tuple) or sorted(order) != list(range(len(v.shape))):
-            raise ForeignError(f"{op.place}: its order is {order}")
+            raise ForeignError(f"{op.place}: its order {order} is not a permutation of the dimensions")
         places = order
         if t.shape != tuple([v.shape[d] for d in places]):
-            raise ForeignError(f"{op.place}: {v.type} becomes {t}")
+            raise ForeignError(f"{op.place}: cannot change {v.type} to {t}")
         back = [places.index(d) for d in range(len(places))]
         self._moved(op, v, t, lambda i: tuple([i[k] for k in back]), tuple([v.steps[d] for d in places]))
 
@@ -159,7 +161,7 @@ class Shapes(Writer):
         a, b = [self._kept(v) for v in self._operands(op, 2)]
         t = self._result_type(op)
         if a.type != b.type or t != replace(a.type, shape=(*a.shape, 2)) or a.buffer is not None:
-            raise ForeignError(f"{op.place}: {a.type} and {b.type} become {t}")
+            raise ForeignError(f"{op.place}: cannot join {a.type} and {b.type} to {t}")
         unknown: Steps = (None,) * len(t.shape or ())
         weight = a.weight + b.weight + 1
         self._set(op, Value(t, lambda i: f"({i[-1]} ? {b.at(i[:-1])} : {a.at(i[:-1])})", weight, unknown))
@@ -167,7 +169,7 @@ class Shapes(Writer):
     def _tt_split(self, op: Op) -> None:
         (v,) = self._operands(op, 1)
         if len(op.results) != 2 or not v.shape or v.shape[-1] != 2:
-            raise ForeignError(f"{op.place}: {v.type} is split")
+            raise ForeignError(f"{op.place}: cannot split {v.type}; its last dimension must have size 2")
         v, t = self._kept(v), replace(v.type, shape=v.shape[:-1])
         for k, name in enumerate(op.results):
             if len(v.shape) == 1:
@@ -185,7 +187,7 @@ class Shapes(Writer):
         t = self._result_type(op)
         n = a.shape[0] if a.shape else 0
         if a.buffer is not None or len(a.shape) != 1 or len(b.shape) != 1 or t.shape != (n + b.shape[0],):
-            raise ForeignError(f"{op.place}: {a.type} and {b.type} become {t}")
+            raise ForeignError(f"{op.place}: cannot concatenate {a.type} and {b.type} to {t}")
         at: Callable[[Index], str] = lambda i: f"({i[0]} < {n} ? {a.at(i)} : {b.at((f'({i[0]} - {n})',))})"  # noqa: E731
         self._set(op, self._materialise(Value(t, at, 3, (None,))))
 
@@ -193,9 +195,9 @@ class Shapes(Writer):
         v, index = self._operands(op, 2)
         axis, t = op.attrs.get("axis"), self._result_type(op)
         if type(axis) is not int or not 0 <= axis < len(v.shape) or t.shape != index.type.shape or v.buffer is not None:
-            raise ForeignError(f"{op.place}: of {v.type} by {index.type}")
+            raise ForeignError(f"{op.place}: a gather of {v.type} by {index.type} with the result {t} is not supported")
         if any(a < b for d, (a, b) in enumerate(zip(v.shape, index.shape, strict=True)) if d != axis):
-            raise ForeignError(f"{op.place}: of {v.type} by {index.type}")
+            raise ForeignError(f"{op.place}: a gather of {v.type} by {index.type} is not supported")
         v, name, place, at = self._kept(v), self._array(t.elem, t.numel), self._place(op), axis
         i = self._loops(t.shape or ())
         self._out(
@@ -208,5 +210,5 @@ class Shapes(Writer):
 
 def _axis(op: Op) -> int:
     if not op.words or op.words[0] not in ("x", "y", "z"):
-        raise ForeignError(f"{op.place}: along which dimension?")
+        raise ForeignError(f"{op.place}: its dimension must be x, y or z")
     return "xyz".index(op.words[0])

@@ -1,6 +1,6 @@
-"""Reads TTIR, the text that Triton's front end makes: structure alone, with limits; what operations mean is `ttir`'s.
+"""Reads TTIR, the text of Triton's front end. It reads only the structure, with limits; `ops` knows the operations.
 
-The text is untrusted. It is read line by line as Triton prints it without locations; anything else is an error with its line.
+The text is not trusted. It is read line by line, as Triton prints it without locations. Other text is an error with its line.
 """
 
 from __future__ import annotations
@@ -12,11 +12,15 @@ from typing import Final
 
 from wooly_wis.languages import ForeignError
 
+#: Maximum length of a text, in characters.
 MAX_TEXT: Final = 1 << 20
+#: Maximum number of operations of a text.
 MAX_OPS: Final = 20_000
+#: Maximum depth of nested regions.
 MAX_DEPTH: Final = 32
-#: Elements of a tensor: Triton's own limit.
+#: Maximum number of elements of a tensor: Triton's own limit.
 MAX_NUMEL: Final = 1 << 20
+#: Maximum number of dimensions of a tensor.
 MAX_RANK: Final = 32
 
 _TOKEN = re.compile(
@@ -40,12 +44,12 @@ _POINTER = re.compile(r"!tt\.ptr<(\w+)(?:, \d+)?>")
 
 @dataclass(frozen=True, slots=True)
 class Type:
-    """A scalar, or a tensor of scalars.
+    """A scalar type, or a tensor of scalars.
 
     Attributes:
-        elem: of `SCALAR_TYPES`.
-        shape: of a tensor; None: it is a scalar.
-        pointer: whether it points to such elements.
+        elem: type of the elements, one of `SCALAR_TYPES`.
+        shape: shape of a tensor; None for a scalar.
+        pointer: whether the elements are pointers to `elem`.
     """
 
     elem: str
@@ -70,8 +74,8 @@ class Block:
     """Operations in order.
 
     Attributes:
-        label: what jumps name it by.
-        args: names and types of what it is entered with.
+        label: name of the block in jumps.
+        args: names and types of the block's arguments.
         ops: the operations.
     """
 
@@ -89,12 +93,12 @@ class Op:
 
     Attributes:
         name: such as ``arith.addi``.
-        line: of the text.
-        results: names; of several, ``%9#0``, ``%9#1``.
+        line: line number in the text.
+        results: names; several results are ``%9#0``, ``%9#1``.
         operands: names, in the order of the text.
-        words: what else stands there, in order.
-        types: in the order of the text.
-        arrow: how many types stand before ``->``; -1: there is none.
+        words: the other tokens, in order.
+        types: types, in the order of the text.
+        arrow: number of types before ``->``; -1 without an arrow.
         attrs: named attributes.
         regions: lists of blocks.
         targets: of a jump: labels, each with the operands that it passes.
@@ -113,13 +117,13 @@ class Op:
 
     @property
     def place(self) -> str:
-        """Where it is, for messages."""
+        """The operation's position, for messages."""
         return f"{self.name} in line {self.line} of its text"
 
 
 @dataclass(eq=False, slots=True)
 class Function:
-    """A function: its parameters and its blocks."""
+    """A function: its name, its parameters and its blocks."""
 
     name: str
     args: list[tuple[str, Type]]
@@ -127,10 +131,10 @@ class Function:
 
 
 def type_of(text: str, line: int) -> Type:
-    """The type that a text names.
+    """Return the type that a text names.
 
     Raises:
-        ForeignError: there is no such type here.
+        ForeignError: the type is not supported.
     """
     shape: tuple[int, ...] | None = None
     found = _TENSOR.fullmatch(text)
@@ -141,7 +145,7 @@ def type_of(text: str, line: int) -> Type:
         for n in shape:
             numel *= n
         if len(shape) > MAX_RANK or not 0 < numel <= MAX_NUMEL:
-            raise ForeignError(f"line {line}: a tensor of {numel} elements, at most {MAX_NUMEL}")
+            raise ForeignError(f"line {line}: a tensor has {numel} elements, at most {MAX_NUMEL} are allowed")
     pointer = _POINTER.fullmatch(text)
     elem = pointer[1] if pointer is not None else text
     if elem not in SCALAR_TYPES:
@@ -161,7 +165,7 @@ def _tokens(text: str) -> Iterator[_Token]:
     while at < len(text):
         found = _TOKEN.match(text, at)
         if found is None:
-            raise ForeignError(f"line {line}: this is no TTIR: {text[at : at + 20]!r}")
+            raise ForeignError(f"line {line}: this is not TTIR: {text[at : at + 20]!r}")
         kind, at = str(found.lastgroup), found.end()
         if kind == "newline":
             yield _Token(kind, "\n", line)
@@ -173,11 +177,11 @@ def _tokens(text: str) -> Iterator[_Token]:
 
 
 class Reader:
-    """Recursive descent over one text."""
+    """Parses one text by recursive descent."""
 
     def __init__(self, text: str) -> None:
         if len(text) > MAX_TEXT:
-            raise ForeignError(f"a text of {len(text)} characters, at most {MAX_TEXT}")
+            raise ForeignError(f"the text has {len(text)} characters, at most {MAX_TEXT} are allowed")
         self._tokens = list(_tokens(text))
         self._at = 0
         self._ops = 0
@@ -213,7 +217,7 @@ class Reader:
     # -- structure ---------------------------------------------------------------------------------------------------
 
     def functions(self) -> list[Function]:
-        """All functions of the module."""
+        """Return all functions of the module."""
         self._lines()
         self._expect("module")
         while self._peek().kind in ("word", "symbol"):
@@ -240,7 +244,7 @@ class Reader:
             raise self._wrong("expected a function's name")
         self._expect("(")
         args = self._typed(")")
-        if self._peek().kind == "arrow":  # a function that is called: what it returns is seen where it does
+        if self._peek().kind == "arrow":  # a called function; its return shows what it returns
             while self._peek().text not in ("attributes", "{"):
                 if self._next().kind == "end":
                     raise self._wrong("expected a function's body")
@@ -269,9 +273,9 @@ class Reader:
         return type_of(token.text, token.line)
 
     def _region(self, depth: int) -> list[Block]:
-        """``{`` newline … ``}``: blocks."""
+        """Read a region, which is ``{``, a newline, blocks and ``}``."""
         if depth > MAX_DEPTH:
-            raise self._wrong(f"nested deeper than {MAX_DEPTH}")
+            raise self._wrong(f"regions are nested deeper than {MAX_DEPTH}")
         self._expect("{")
         self._expect("\n")
         blocks = [Block()]
@@ -293,13 +297,13 @@ class Reader:
     def _op(self, depth: int) -> Op:
         self._ops += 1
         if self._ops > MAX_OPS:
-            raise self._wrong(f"more than {MAX_OPS} operations")
+            raise self._wrong(f"the text has more than {MAX_OPS} operations")
         results: list[str] = []
         if self._peek().kind == "value":
             name, _, count = self._next().text.partition(":")
             n = int(count) if count else 0
             if n > 64:
-                raise self._wrong("too many results")
+                raise self._wrong("the operation has more than 64 results")
             results = [f"{name}#{k}" for k in range(n)] if n else [name]
             while self._take(","):
                 results.append(self._next().text)
@@ -335,7 +339,7 @@ class Reader:
                     if part.kind == "value":
                         passed.append(part.text)
                     elif part.kind in ("newline", "end"):
-                        raise self._wrong("a jump that does not end")
+                        raise self._wrong("the jump has no closing parenthesis")
             op.targets.append((label, passed))
         elif token.kind == "type" or (token.kind == "word" and token.text in SCALAR_TYPES):
             op.types.append(self._type())
@@ -391,9 +395,9 @@ class Reader:
 
 
 def read(text: str) -> list[Function]:
-    """The functions of a module.
+    """Return the functions of a module.
 
     Raises:
-        ForeignError: this is no such text, or too much of it.
+        ForeignError: the text is not TTIR, or exceeds a limit.
     """
     return Reader(text).functions()

@@ -1,4 +1,4 @@
-"""What names of a TTIR text stand for while it is lowered: expressions of an index, arrays, pointers with their buffers."""
+"""The values of names in a TTIR text during lowering: expressions of an index, arrays, and pointers with their buffers."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ from wooly_triton.ops import BITS, C_TYPE, is_float, rounded
 from wooly_triton.text import Block, Function, Op, Type
 
 Index = tuple[str, ...]
-#: How a value changes when an index grows by one, per dimension: 0, 1, or not known.
+#: Growth of a value when an index grows by one, per dimension: 0, 1, or None if it is not known.
 Steps = tuple[int | None, ...]
 
 
-#: For a mask: given an index by its place in a row, the row's dimension and its size: whether all of the row is set, in C.
+#: Returns C text that is true if a whole row of a mask is set. Arguments: index by position in the row, dimension, size of the
+#: row.
 Every = Callable[[Callable[[int], Index], int, int], str | None]
 
 
 @dataclass(eq=False, slots=True)
 class Late:
-    """A load that is not written yet: its one user may read memory itself.
+    """A load that is not written yet, because its only user may read memory itself.
 
     Attributes:
         op: the load.
-        pointer: what it reads through.
-        mask: which elements; None: all.
-        other: what the others are.
-        text: how an element is read, once that is known.
+        pointer: the pointers that it reads.
+        mask: the elements that it reads; None: all.
+        other: the value of the other elements.
+        text: returns the C text of an element, once it is known.
     """
 
     op: Op
@@ -41,24 +42,24 @@ class Late:
     text: Callable[[Index], str] | None = None
 
     def at(self, index: Index) -> str:
-        """An element in C."""
+        """Return an element in C."""
         assert self.text is not None
         return self.text(index)
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """What a name stands for.
+    """The value of a name.
 
     Attributes:
         type: scalar or tensor.
-        at: its C at an index; of a pointer: the offset in elements, a long.
-        weight: how many operations that is.
+        at: returns its C text at an index; for a pointer, the offset in elements, a long.
+        weight: number of operations in that text.
         steps: see `Steps`.
-        uniform: its C, where it is the same everywhere (of a scalar, always).
-        array: where it is kept, row by row.
-        buffer: of a pointer: whose.
-        local: `at` reads arrays at that index alone, those of its own shape.
+        uniform: its C text if all elements are equal, as for a scalar.
+        array: name of the array that holds it, in row-major order.
+        buffer: of a pointer: number of the buffer.
+        local: whether `at` reads arrays only at the same index, and only arrays of the same shape.
         late: loads in it that are not written yet.
         every: of a mask that is a range: see `Every`.
     """
@@ -76,19 +77,19 @@ class Value:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of a scalar, empty."""
+        """The shape; empty for a scalar."""
         return self.type.shape or ()
 
 
 def all_set(mask: Value, at: Callable[[int], Index], row: int, size: int) -> str | None:
-    """Whether a mask is set in all of a row, in C that has no loop; None if that cannot be told so."""
+    """Return C text without a loop that is true if a whole row of the mask is set; None if such a text is not known."""
     if mask.uniform is not None:
         return mask.uniform
     return mask.every(at, row, size) if mask.every is not None else None
 
 
 def flat(shape: Sequence[int], index: Index) -> str:
-    """The position of an index in an array."""
+    """Return the position of an index in an array, in row-major order."""
     text = ""
     for size, i in zip(shape, index, strict=True):
         if size == 1:
@@ -98,20 +99,20 @@ def flat(shape: Sequence[int], index: Index) -> str:
 
 
 def scalar(type_: Type, text: str, buffer: int | None = None) -> Value:
-    """A value without dimensions."""
+    """Return a value without dimensions."""
     return Value(type_, lambda i: text, 0, (), text, None, buffer, True)
 
 
 def splat(type_: Type, text: str, buffer: int | None = None) -> Value:
-    """A tensor that is the same everywhere."""
+    """Return a tensor whose elements are all equal."""
     return Value(type_, lambda i: text, 0, (0,) * len(type_.shape or ()), text, None, buffer, True)
 
 
 def literal(elem: str, text: str) -> str:
-    """A number in C, from how MLIR writes it.
+    """Translate a number from MLIR's form to C.
 
     Raises:
-        ForeignError: it is none.
+        ForeignError: the text is not a number.
     """
     if elem == "i1":
         return "0" if text in ("false", "0") else "1"
@@ -130,7 +131,7 @@ def literal(elem: str, text: str) -> str:
             return "(-INFINITY)" if value < 0 else "INFINITY"
         return rounded(elem, f"({value.hex()}{suffix})")
     if not re.fullmatch(r"-?\d{1,20}|0x[0-9A-Fa-f]{1,16}", text):
-        raise ForeignError(f"{text[:40]!r} is no {elem}")
+        raise ForeignError(f"{text[:40]!r} is not a valid {elem}")
     number = int(text, 0) & ((1 << BITS[elem]) - 1)
     return f"((long){number:#x}ul)" if elem == "i64" else f"(({C_TYPE[elem]}){number:#x}u)"
 
@@ -139,7 +140,7 @@ def _float(text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise ForeignError(f"{text[:40]!r} is no number") from None
+        raise ForeignError(f"{text[:40]!r} is not a number") from None
 
 
 def _bits_of(elem: str, bits: int) -> float:
@@ -156,7 +157,7 @@ def _bits_of(elem: str, bits: int) -> float:
             return sign * (math.ldexp(8 + part, exponent - 10) if exponent else math.ldexp(part, -9))
         return float(struct.unpack("<f", struct.pack("<I", bits << 16 if elem == "bf16" else bits))[0])
     except struct.error:
-        raise ForeignError(f"{bits:#x} are no bits of {elem}") from None
+        raise ForeignError(f"{bits:#x} does not fit into {elem}") from None
 
 
 # -- names ---------------------------------------------------------------------------------------------------------------
@@ -164,7 +165,7 @@ def _bits_of(elem: str, bits: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """Where a value is used: by what, in which block, as which operand."""
+    """A use of a value: the operation, its block, and the position of the operand."""
 
     op: Op
     block: Block
@@ -172,7 +173,7 @@ class Use:
 
 
 class Names:
-    """Gives every value of a function a name of its own (MLIR uses names again in other regions), and finds its uses."""
+    """Gives each value of a function a unique name (MLIR reuses names in other regions), and finds the value's uses."""
 
     def __init__(self, function: Function) -> None:
         self.uses: dict[str, list[Use]] = {}

@@ -1,4 +1,4 @@
-"""Writes C for one function of TTIR: lines, variables, arrays, loops, and values that move between them."""
+"""Writes C for one function of TTIR: lines, variables, arrays, loops, and copies of values."""
 
 from __future__ import annotations
 
@@ -8,24 +8,25 @@ from typing import Final
 
 from wooly_wis.languages import ForeignError, Request
 
-from wooly_triton.calls import whole
+from wooly_triton.calls import inlined
 from wooly_triton.ops import BITS, C_TYPE, ELEMENTWISE, REFUSED, STRUCTURAL, Elementwise, is_float
 from wooly_triton.text import Block, Op, Type, read
 from wooly_triton.values import Every, Index, Late, Names, Steps, Value, all_set, flat, scalar, splat
 
-#: Bytes of a program's tensors: they lie on the stack of the thread that runs it.
+#: Maximum bytes of a program's tensors, because they are on the stack of the thread that runs the program.
 MAX_TENSOR_BYTES: Final = 4 << 20
-#: Operations up to which an expression is written out by each of its users.
+#: Maximum number of operations of an expression that each of its users repeats.
 MAX_WEIGHT: Final = 24
-#: Of one that has a single user.
+#: Maximum number of operations of an expression that has only one user.
 MAX_SINGLE_WEIGHT: Final = 64
+#: Maximum length of the C text, in characters.
 MAX_C_TEXT: Final = 8 << 20
 _ARRAY = {"i1": "uchar"}
 _BYTES = {"i1": 1, "i8": 1, "i16": 2, "i32": 4, "i64": 8, "f64": 8}
 
 
-#: Operations before which a load may wait for its user: those that change no memory, and `tt.store`, which sees to it.
-_LEAVES_MEMORY: Final = frozenset(
+#: Operations before which a load may stay unwritten: those that change no memory, and `tt.store`, which writes such loads first.
+_KEEPS_MEMORY: Final = frozenset(
     {
         *("arith.constant", "ub.poison", "tt.get_program_id", "tt.get_num_programs", "tt.make_range", "tt.splat"),
         *("tt.broadcast", "tt.expand_dims", "tt.trans", "tt.addptr", "tt.load", "tt.store"),
@@ -34,11 +35,11 @@ _LEAVES_MEMORY: Final = frozenset(
 
 
 class Writer:
-    """What lowers operations builds on this: the text so far, and what names stand for."""
+    """Base of the classes that lower operations: holds the text so far, and the values of names."""
 
     def __init__(self, request: Request) -> None:
         self._request = request
-        self._function = whole(read(request.text), request.entry)
+        self._function = inlined(read(request.text), request.entry)
         self._names = Names(self._function)
         self._values: dict[str, Value] = {}
         self._lines: list[str] = []
@@ -49,7 +50,7 @@ class Writer:
         self._counts: set[tuple[int, str]] = set()
         self._written: set[int] = set()
         self._places: list[str] = []
-        #: Arrays that are known by more than one name.
+        #: Arrays that have more than one name.
         self._shared: set[str] = set()
         #: Loads that are not written yet.
         self._pending: list[Late] = []
@@ -61,7 +62,9 @@ class Writer:
     def _out(self, line: str) -> None:
         self._chars += len(line)
         if self._chars > MAX_C_TEXT:
-            raise ForeignError("the kernel would be too large")
+            raise ForeignError(
+                f"the C text of the kernel is longer than {MAX_C_TEXT} characters; make the kernel or its blocks smaller"
+            )
         self._lines.append(line)
 
     def _fresh(self) -> str:
@@ -89,7 +92,7 @@ class Writer:
         return len(self._places) - 1
 
     def _loops(self, shape: Sequence[int], last: int | None = None) -> Index:
-        """Open a loop per dimension (`last`: that one innermost); the indices."""
+        """Open a loop per dimension, with dimension `last` innermost, and return the indices."""
         index = [self._fresh() for _ in shape]
         order = [d for d in range(len(shape)) if d != last] + ([last] if last is not None else [])
         for d in order:
@@ -103,13 +106,13 @@ class Writer:
     # -- values ------------------------------------------------------------------------------------------------------
 
     def _value(self, name: str) -> Value:
-        """What a name stands for, ready to be read."""
+        """Return the value of a name, ready to be read."""
         value = self._values[name]
         self._force(value.late)
         return value
 
     def _force(self, late: Sequence[Late] | None = None) -> None:
-        """Write loads that are not written yet (None: all), as their memory is about to change or somebody else reads them."""
+        """Write pending loads (None: all), because their memory may change or another operation reads them."""
         for load in self._pending if late is None else late:
             if load.text is None:
                 self._load_now(load)
@@ -124,7 +127,7 @@ class Writer:
         return Value(type_, lambda i: f"{name}[{flat(shape, i)}]", 1, steps, None, name, buffer, True)
 
     def _kept(self, value: Value) -> Value:
-        """The same, in an array (or, the same everywhere, as it is)."""
+        """Return the value in an array; a value whose elements are all equal stays as it is."""
         if value.array is not None or value.uniform is not None:
             return value
         return self._materialise(value)
@@ -143,15 +146,17 @@ class Writer:
         self._close(len(index))
 
     def _room(self, type_: Type) -> Value:
-        """Where values of a type are kept that come from several places. Of pointers, only once their buffer is known."""
+        """Reserve memory for values of a type that come from several places. Pointers need `_room_like`, which knows the
+        buffer.
+        """
         if type_.pointer:
-            raise ForeignError("a pointer is passed from block to block of a function, which is not supported")
+            raise ForeignError("the function passes a pointer from block to block, which is not supported")
         if type_.shape is None:
             return scalar(type_, self._variable(C_TYPE[type_.elem]))
         return self._of_array(type_, self._array(type_.elem, type_.numel))
 
     def _room_like(self, value: Value) -> Value:
-        """Where values are kept that come as `value` does."""
+        """Reserve memory for values like `value`."""
         if value.buffer is None:
             return self._room(value.type)
         if value.type.shape is None:
@@ -159,7 +164,7 @@ class Writer:
         return self._of_array(value.type, self._array(value.type.elem, value.type.numel, True), value.buffer)
 
     def _copy(self, rooms: Sequence[Value], values: Sequence[Value], op: Op) -> None:
-        """Put values where they are kept, all at once: one may be computed from what another replaces."""
+        """Copy values to their memory, all at once, because one may depend on another's old content."""
         mine = {room.array for room in rooms if room.array is not None}
         ready: list[Value] = []
         together: dict[tuple[int, ...], list[tuple[str, Value]]] = {}
@@ -167,9 +172,9 @@ class Writer:
             self._force(value.late)
         for room, value in zip(rooms, values, strict=True):
             if room.buffer != value.buffer:
-                raise ForeignError(f"{op.place}: a pointer that may belong to one buffer or another is not supported")
+                raise ForeignError(f"{op.place}: a pointer that may belong to different buffers is not supported")
             if room.type != value.type:
-                raise ForeignError(f"{op.place}: {value.type} where {room.type} is expected")
+                raise ForeignError(f"{op.place}: the type is {value.type}, but {room.type} is expected")
             if value.array is not None and value.array == room.array:
                 ready.append(value)
             elif value.type.shape is None:
@@ -183,7 +188,7 @@ class Writer:
             elif value.array is not None and value.array not in mine:
                 ready.append(value)
             elif value.array is None and value.local and room.array is not None:
-                # element by element: what one reads, no other has replaced
+                # The copy is element by element, so no value reads an element that another has replaced.
                 together.setdefault(value.shape, []).append((room.array, value))
                 ready.append(room)
             else:
@@ -206,7 +211,7 @@ class Writer:
 
     def _set(self, op: Op, value: Value) -> None:
         if len(op.results) != 1:
-            raise ForeignError(f"{op.place}: it has one result")
+            raise ForeignError(f"{op.place}: it must have 1 result, not {len(op.results)}")
         self._values[op.results[0]] = value
 
     def _result_type(self, op: Op) -> Type:
@@ -216,12 +221,12 @@ class Writer:
 
     def _operands(self, op: Op, low: int, high: int | None = None) -> list[Value]:
         if not low <= len(op.operands) <= (low if high is None else high):
-            raise ForeignError(f"{op.place}: it has {len(op.operands)} operands")
+            raise ForeignError(f"{op.place}: its number of operands, {len(op.operands)}, is not supported")
         return [self._value(name) for name in op.operands]
 
     def _region(self, op: Op, k: int = 0) -> Block:
         if len(op.regions) <= k or len(op.regions[k]) != 1:
-            raise ForeignError(f"{op.place}: its regions are not as they should be")
+            raise ForeignError(f"{op.place}: region {k} is missing, or has more than one block")
         return op.regions[k][0]
 
     # -- operations --------------------------------------------------------------------------------------------------
@@ -238,7 +243,7 @@ class Writer:
         self._block = before
 
     def _op(self, op: Op) -> None:
-        if self._pending and op.name not in _LEAVES_MEMORY and op.name not in ELEMENTWISE:
+        if self._pending and op.name not in _KEEPS_MEMORY and op.name not in ELEMENTWISE:
             self._force()
         row = ELEMENTWISE.get(op.name)
         if row is not None:
@@ -262,10 +267,10 @@ class Writer:
             return
         wanted = ARITY.get(op.name, (2,))
         if len(operands) not in wanted:
-            raise ForeignError(f"{op.place}: it has {len(operands)} operands")
+            raise ForeignError(f"{op.place}: its number of operands, {len(operands)}, is not supported")
         for v in operands:
             if v.type.shape is not None and v.type.shape != out.shape:
-                raise ForeignError(f"{op.place}: {v.type} and {out}")
+                raise ForeignError(f"{op.place}: the operand {v.type} does not match the result {out}")
         ins = [v.type.elem for v in operands]
         check_kinds(op, ins, out.elem)
         uniforms = [v.uniform for v in operands if v.uniform is not None]
@@ -287,7 +292,7 @@ class Writer:
         self._set(op, value if weight <= most else self._materialise(value))
 
     def _single(self, op: Op) -> bool:
-        """Whether its result is used once, here, element by element."""
+        """Whether the result has only one use, in this block, which reads it element by element."""
         uses = self._names.uses[op.results[0]] if op.results else []
         if len(uses) != 1 or uses[0].block is not self._block:
             return False
@@ -295,10 +300,12 @@ class Writer:
         return user.name in ELEMENTWISE or user.name in ("tt.store", "tt.reduce", "tt.scan", "scf.yield")
 
     def _pointers(self, op: Op, operands: list[Value], out: Type) -> Value:
-        """Casts of pointers, and choices between two of the same buffer."""
+        """Return casts of pointers, and selections between two pointers of one buffer."""
         if op.name == "tt.bitcast" and len(operands) == 1 and out.pointer and operands[0].buffer is not None:
             if size_of(out.elem) != size_of(operands[0].type.elem):
-                raise ForeignError(f"{op.place}: a pointer to {operands[0].type.elem} is made one to {out.elem}")
+                raise ForeignError(
+                    f"{op.place}: a pointer to {operands[0].type.elem} cannot become one to {out.elem}; the sizes differ"
+                )
             return replace(operands[0], type=out)
         if op.name == "arith.select" and len(operands) == 3 and operands[1].buffer == operands[2].buffer is not None:
             c, a, b = operands
@@ -310,7 +317,7 @@ class Writer:
             unknown: Steps = (None,) * len(out.shape)
             value = Value(out, lambda i: f"({c.at(i)} ? {a.at(i)} : {b.at(i)})", weight, unknown, buffer=a.buffer)
             return value if weight <= MAX_WEIGHT else self._materialise(value)
-        raise ForeignError(f"{op.place}: of pointers, or of pointers to two buffers, it is not supported")
+        raise ForeignError(f"{op.place}: it is not supported for pointers, or for pointers to different buffers")
 
 
 ARITY: Final = {
@@ -345,7 +352,7 @@ ARITY: Final = {
 
 
 def check_kinds(op: Op, ins: Sequence[str], out: str) -> None:
-    """Make sure that an operation has operands of the kind that it is of."""
+    """Check that the operands of an operation have the kinds that it needs."""
     name = op.name.split(".")[1]
     if name in ("select", "bitcast", "fp_to_fp"):
         good = name != "select" or (ins[0] == "i1" and ins[1] == ins[2] == out)
@@ -367,16 +374,18 @@ def check_kinds(op: Op, ins: Sequence[str], out: str) -> None:
         good = all(e == out for e in ins) and is_float(out) == of_floats
         good = good and (name != "mulhiui" or out in ("i32", "i64"))
     if not good:
-        raise ForeignError(f"{op.place}: of {', '.join(ins)} to {out}")
+        raise ForeignError(f"{op.place}: operands {', '.join(ins)} with the result {out} are not supported")
 
 
 def sum_of(a: int | None, b: int | None) -> int | None:
-    """The step of a sum, of which 0 and 1 are told apart."""
+    """Return the step of a sum; None unless it is 0 or 1."""
     return a + b if a is not None and b is not None and a + b in (0, 1) else None
 
 
 def _every(op: Op, row: Elementwise, operands: Sequence[Value]) -> Every | None:
-    """When a mask is set along a row: where what grows by one stays below what is the same, or where two masks are."""
+    """Return the test of a whole row for a mask: for comparisons of a growing with a constant value, and for `and` of two
+    masks.
+    """
     if op.name == "arith.andi" and all(v.type.elem == "i1" for v in operands):
 
         def both(at: Callable[[int], Index], d: int, size: int) -> str | None:
@@ -419,5 +428,5 @@ def _steps(name: str, operands: Sequence[Value]) -> Steps:
 
 
 def size_of(elem: str) -> int:
-    """Bytes in memory."""
+    """Return the size in memory, in bytes."""
     return max(BITS[elem] // 8, 1)

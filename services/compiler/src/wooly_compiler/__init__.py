@@ -1,1 +1,1 @@
-"""Wooly's compiler: WIS programs become plans of generated kernels and library calls."""
+"""Wooly's compiler turns a WIS program into a plan of generated kernels and library calls."""

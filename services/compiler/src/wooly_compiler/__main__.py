@@ -1,11 +1,12 @@
-"""`python -m wooly_compiler`: the compiler's process."""
+"""Entry point of the compiler's process: `python -m wooly_compiler`."""
 
 from __future__ import annotations
 
 import os
 import sys
 
-# Compiling is for later, what runs is for now; and importing is most of what is done where nothing is compiled.
+# Compile at low priority: a compiled plan is needed later, but running programs need the cores now. The priority is lowered
+# before the imports, because an idle compiler spends most of its time on imports.
 os.nice(10)
 
 from wooly_compiler.app import main  # noqa: E402

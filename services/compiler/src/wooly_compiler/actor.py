@@ -1,4 +1,4 @@
-"""Answers for artifacts: from disk, from the bucket, or made by a worker; each is made once however many ask."""
+"""Answers requests for artifacts: from disk, from the bucket, or from a worker. Equal requests share one build."""
 
 from __future__ import annotations
 
@@ -39,14 +39,16 @@ from wooly_compiler.version import version
 
 log = logging.getLogger("wooly.compiler")
 QUEUE = "compiler"
-KEPT_S = 14 * 86400.0
-KEPT_BYTES = 8 << 30
-#: Refusals remembered: the same program is refused again without another try.
-REFUSALS = 4096
-#: Passes of a program that are told of.
-STEPS = 32
-#: What compiling a kernel of a script's own may take at most, whatever programs may: its text is anybody's.
-KERNEL_S: Final = 60.0
+#: Age after which an artifact is deleted from the bucket, in seconds: two weeks.
+BUCKET_MAX_AGE_S = 14 * 86400.0
+#: Size limit of the bucket, in bytes.
+BUCKET_MAX_BYTES = 8 << 30
+#: Number of refusals in the cache. A cached refusal is sent again without a second build.
+MAX_REFUSALS = 4096
+#: Number of compiler passes that are reported as spans, per request.
+MAX_SPANS = 32
+#: Upper limit for the build of a script's kernel, in seconds, even if programs may take longer: the text is not trusted.
+MAX_KERNEL_BUILD_S: Final = 60.0
 
 
 Workers = asyncio.Queue[WorkerProcess]
@@ -56,20 +58,22 @@ def _bytes(text: str) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
     except binascii.Error as e:
-        raise RefusedError("compiler.request", f"what is asked for is no base64: {e}") from e
+        raise RefusedError(
+            "compiler.request", f"the request contains invalid base64: {e}; send the bytes as base64"
+        ) from e
 
 
-#: Programs of tenants that are explained, or wait for a worker, at once: one of each tenant's. Workers compile what runs, too,
-#: first come, first served.
-EXPLAINED = TENANTS_REQUESTS // TENANT_REQUESTS
+#: Number of explanations for tenants that run or wait for a worker at once: one per tenant. The limit exists because the same
+#: workers also compile programs that run, in the order of arrival.
+EXPLANATIONS_AT_ONCE = TENANTS_REQUESTS // TENANT_REQUESTS
 
 
 class CompilerActor:
-    """Owns the workers. Connect it with `serve_families` once NATS is there.
+    """Owns the worker processes. Call `families` and then `serve` to register the subjects.
 
     Args:
-        settings: where things are kept, what compiling may take.
-        app: the service's connection.
+        settings: folders and limits of the compiler.
+        app: the service's connection to NATS.
     """
 
     def __init__(self, settings: CompilerSettings, app: ServiceApp) -> None:
@@ -77,27 +81,29 @@ class CompilerActor:
         self._app = app
         self._dir = settings.state_dir / "artifacts"
         self._workers = _workers(settings, settings.workers, settings.build_s)
-        # those of scripts' kernels are others: no text keeps programs from being compiled
-        self._kernel_workers = _workers(settings, settings.kernel_workers, min(settings.build_s, KERNEL_S))
-        self._making: dict[str, asyncio.Task[None]] = {}
-        self._refused: dict[str, str] = {}
+        # Kernels of scripts have workers of their own: a slow text must not delay the programs.
+        self._kernel_workers = _workers(settings, settings.kernel_workers, min(settings.build_s, MAX_KERNEL_BUILD_S))
+        self._builds: dict[str, asyncio.Task[None]] = {}
+        self._refusals: dict[str, str] = {}
         self._blobs: ArtifactStore | None = None
 
     async def families(self) -> list[str]:
-        """For which targets code can be built here; asks a worker."""
+        """Return the target families for which this machine can build code. A worker finds out."""
         found: list[str] = json.loads(await self._ask({"what": "targets"}, "any target", "nothing"))
         return found
 
     def serve(self, families: list[str]) -> None:
-        """Listen, before the app runs."""
+        """Register the request handlers. Call this before the app runs."""
         for family in families:
             self._app.serve(contracts.COMPILER_PROGRAM_COMPILE.at(family), self.on_compile_program)
             self._app.serve(contracts.COMPILER_KERNEL_COMPILE.at(family), self.on_compile_kernel)
         self._app.serve(contracts.COMPILER_PROGRAM_EXPLAIN, self.on_explain_program)
-        self._app.serve_tenants(contracts.COMPILER_PROGRAM_EXPLAIN, self.on_explain_tenants, at_once=EXPLAINED)
+        self._app.serve_tenants(
+            contracts.COMPILER_PROGRAM_EXPLAIN, self.on_explain_tenants, at_once=EXPLANATIONS_AT_ONCE
+        )
 
     async def on_compile_program(self, request: CompileProgramRequest) -> CompileProgramReply:
-        """See that there is an artifact."""
+        """Compile a program, unless its artifact exists."""
         raw = _bytes(request.program)
         decided = tuple([(k, bytes.fromhex(w)) for k, w in request.decided])
         key = Key(digest(raw), request.target, request.mode, decided)
@@ -114,7 +120,7 @@ class CompilerActor:
         return await self._answer(self._workers, key.name(version()), asked, what, request.rejected)
 
     async def on_compile_kernel(self, request: CompileKernelRequest) -> CompileProgramReply:
-        """See that there is the code of a kernel."""
+        """Compile a script's kernel, unless its code exists."""
         raw = _bytes(request.source)
         try:
             source = decode_source(raw)
@@ -138,15 +144,15 @@ class CompilerActor:
     async def _answer(
         self, workers: Workers, name: str, asked: dict[str, Any], what: str, rejected: str
     ) -> CompileProgramReply:
-        """Once what is called `name` is in the bucket; or that it is in work."""
+        """Wait until the artifact `name` is in the bucket; reply `building` if that takes too long."""
         mine = version()
-        if name in self._refused:
-            raise RefusedError("compiler.refused", self._refused[name])
-        task = self._making.get(name)
+        if name in self._refusals:
+            raise RefusedError("compiler.refused", self._refusals[name])
+        task = self._builds.get(name)
         if task is None:
-            work = self._make(workers, name, asked, what, anew=rejected == mine)
-            task = self._making[name] = asyncio.create_task(work)
-            task.add_done_callback(lambda _: self._making.pop(name, None))
+            work = self._make(workers, name, asked, what, rebuild=rejected == mine)
+            task = self._builds[name] = asyncio.create_task(work)
+            task.add_done_callback(lambda _: self._builds.pop(name, None))
         done, _ = await asyncio.wait((task,), timeout=self._settings.patience_s)
         if not done:
             return CompileProgramReply(state="building", compiler=mine)
@@ -157,11 +163,11 @@ class CompilerActor:
         return CompileProgramReply(state="ready", compiler=mine, name=name)
 
     async def on_explain_tenants(self, request: ExplainProgramRequest, tenant: str) -> ExplainProgramReply:
-        """The same for tenants: nothing here is anybody's."""
+        """Answer a tenant. The reply depends on the request alone, so no tenant can see data of another tenant."""
         return await self.on_explain_program(request)
 
     async def on_explain_program(self, request: ExplainProgramRequest) -> ExplainProgramReply:
-        """The text after every pass."""
+        """Return the text of the program after every pass."""
         what = {
             "what": "passes",
             "program": _bytes(request.program).hex(),
@@ -175,29 +181,32 @@ class CompilerActor:
             raise RefusedError("compiler.refused", str(e)[:4000]) from e
         packed = base64.b64encode(await asyncio.to_thread(zlib.compress, found, 9)).decode()
         if len(packed) > 900_000:
-            raise RefusedError("compiler.too_large", f"the text after every pass has {len(found):,} bytes")
+            raise RefusedError(
+                "compiler.too_large",
+                f"the explanation has {len(found):,} bytes, which is too large for a reply; explain a smaller program",
+            )
         return ExplainProgramReply(compiler=version(), stages=packed)
 
     async def stop(self) -> None:
-        """End the workers."""
-        for task in list(self._making.values()):
+        """Cancel all builds and end the workers."""
+        for task in list(self._builds.values()):
             task.cancel()
-        await asyncio.gather(*self._making.values(), return_exceptions=True)
+        await asyncio.gather(*self._builds.values(), return_exceptions=True)
         for workers in (self._workers, self._kernel_workers):
             while not workers.empty():
                 workers.get_nowait().close()
 
     # -- work --------------------------------------------------------------------------------------------------------
 
-    async def _make(self, workers: Workers, name: str, asked: dict[str, Any], what: str, *, anew: bool) -> None:
-        """Have it in the bucket.
+    async def _make(self, workers: Workers, name: str, asked: dict[str, Any], what: str, *, rebuild: bool) -> None:
+        """Put an artifact into the bucket. With `rebuild`, build it even if a copy exists.
 
         Raises:
-            WisError: it cannot be made.
+            WisError: the worker cannot make the artifact.
         """
         path = self._dir / name
         blobs = self._store()
-        if not anew:
+        if not rebuild:
             if await self._stored(blobs, name) is not None:
                 return
             made = await asyncio.to_thread(_read, path)
@@ -208,26 +217,26 @@ class CompilerActor:
         try:
             made = await self._ask(asked, target, what, workers)
         except WisError as e:
-            log.warning("%s for %s: %s", what, target, e)
+            log.warning("cannot compile %s for %s: %s", what, target, e)
             if workers is self._workers or not e.retryable:
-                if len(self._refused) >= REFUSALS:
-                    self._refused.pop(next(iter(self._refused)))
-                self._refused[name] = str(e)[:4000]
+                if len(self._refusals) >= MAX_REFUSALS:
+                    self._refusals.pop(next(iter(self._refusals)))
+                self._refusals[name] = str(e)[:4000]
             raise
-        log.info("%s for %s (%s): %d bytes", what, target, asked.get("mode", asked.get("language")), len(made))
+        log.info("compiled %s for %s (%s): %d bytes", what, target, asked.get("mode", asked.get("language")), len(made))
         await asyncio.to_thread(_write, path, made)
         await self._put(blobs, name, made)
 
     def _store(self) -> ArtifactStore:
         if self._blobs is None:
             js = self._app.jetstream()
-            self._blobs = ArtifactStore(js, ARTIFACTS, max_age_s=KEPT_S, max_bytes=KEPT_BYTES)
+            self._blobs = ArtifactStore(js, ARTIFACTS, max_age_s=BUCKET_MAX_AGE_S, max_bytes=BUCKET_MAX_BYTES)
         return self._blobs
 
     async def _stored(self, blobs: ArtifactStore, name: str) -> bytes | None:
         with contextlib.suppress(StreamError):
             found = await blobs.get(name)
-            if found is not None and whole(found):
+            if found is not None and is_complete(found):
                 return found
         return None
 
@@ -235,7 +244,7 @@ class CompilerActor:
         try:
             await blobs.put(name, data)
         except StreamError as e:
-            raise CompilerError(f"the artifact cannot be handed over: {e}") from e
+            raise CompilerError(f"cannot store the artifact in the bucket: {e}; check NATS and its JetStream") from e
 
     async def _ask(self, request: dict[str, Any], target: str, what: str, workers: Workers | None = None) -> bytes:
         workers = self._workers if workers is None else workers
@@ -246,9 +255,9 @@ class CompilerActor:
                 try:
                     return await asyncio.shield(asking)
                 finally:
-                    _tell(worker.steps if asking.done() else [])
+                    _record_spans(worker.steps if asking.done() else [])
         except asyncio.CancelledError:
-            worker.close()  # a compiler that nobody waits for ends now
+            worker.close()  # no request waits for this build
             await asyncio.wait((asking,))
             raise
         finally:
@@ -256,7 +265,7 @@ class CompilerActor:
 
 
 def _workers(settings: CompilerSettings, count: int, seconds: float) -> Workers:
-    """Those who do the work: whoever is idle is in the queue."""
+    """Make `count` worker processes. The queue holds the idle ones."""
     found: Workers = asyncio.Queue()
     limits = Limits(seconds, settings.build_memory)
     for _ in range(count):
@@ -264,15 +273,15 @@ def _workers(settings: CompilerSettings, count: int, seconds: float) -> Workers:
     return found
 
 
-def _tell(steps: list[tuple[str, int, int]]) -> None:
-    """Spans of what a worker did, under the current one."""
+def _record_spans(steps: list[tuple[str, int, int]]) -> None:
+    """Record the steps of a worker as child spans of the current span."""
     if trace.get_current_span().is_recording():
-        for name, begun, ended in steps[:STEPS]:
+        for name, begun, ended in steps[:MAX_SPANS]:
             tracer("compiler").start_span(f"compiler.{name}", start_time=begun).end(ended)
 
 
-def whole(data: bytes) -> bool:
-    """Whether all of an artifact is there: its last bytes are the digest of those before."""
+def is_complete(data: bytes) -> bool:
+    """Tell whether an artifact is complete: its last bytes are the digest of all bytes before them."""
     return len(data) > DIGEST_SIZE and digest(data[:-DIGEST_SIZE]) == data[-DIGEST_SIZE:]
 
 
@@ -281,7 +290,7 @@ def _read(path: Path) -> bytes | None:
         data = path.read_bytes()
     except OSError:
         return None
-    return data if whole(data) else None
+    return data if is_complete(data) else None
 
 
 def _write(path: Path, data: bytes) -> None:

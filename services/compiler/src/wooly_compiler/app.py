@@ -1,4 +1,4 @@
-"""Wires the compiler's process: settings, NATS, workers."""
+"""Wires the compiler's process together: settings, NATS and workers."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ log = logging.getLogger("wooly.compiler")
 
 
 async def serve(settings: CompilerSettings) -> None:
-    """Serve until a signal comes.
+    """Serve requests until a signal arrives.
 
     Raises:
         BusConnectError: NATS does not answer.
-        CompilerError: the worker does not.
+        CompilerError: the worker process does not answer.
     """
     app = ServiceApp("compiler", settings.nats_url)
     actor = CompilerActor(settings, app)
@@ -32,7 +32,11 @@ async def serve(settings: CompilerSettings) -> None:
         families = await actor.families()
         actor.serve(families)
         async with app.running():
-            log.info("compiler %s builds for %s", version(), ", ".join(families) or "nothing: no driver is installed")
+            log.info(
+                "compiler %s builds for %s",
+                version(),
+                ", ".join(families) or "no target, because no driver is installed",
+            )
             await run_for_ever({}, until_signalled)
     finally:
         await actor.stop()
@@ -40,7 +44,7 @@ async def serve(settings: CompilerSettings) -> None:
 
 @supervised("compiler", (BusError, CompilerError, ValidationError, OSError))
 def main() -> int:
-    """Run until SIGTERM or SIGINT."""
+    """Run the compiler until SIGTERM or SIGINT."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     settings = CompilerSettings()
     setup_tracing("compiler")

@@ -1,4 +1,4 @@
-"""A program's artifact: passes, then code for each kernel. Runs in the worker, as what builds code may crash."""
+"""Makes the artifact of a program: runs the passes, then builds each kernel. Runs in the worker, because a build may crash."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from wooly_compiler.version import version
 _CPU: Final = re.compile(r"opencl:[0-9a-f]{12}-x(\d{1,4})")
 
 
-#: What comes after the passes.
+#: Name of the step after the passes, in traces.
 BUILD: Final = "build"
-#: Some CPU, for those who only want to see a plan.
+#: Target for requests that only want to see a plan and name no device: some CPU with one core.
 ANY_CPU: Final = "opencl:000000000000-x1"
 
 
 def families() -> list[str]:
-    """The families of targets for which code can be built here."""
+    """Return the target families for which this machine can build code."""
     found = [family(t) for t in TARGETS if not t.startswith("opencl") and not missing(t.partition(":")[0])]
     with contextlib.suppress(BuildError):
         found.insert(0, family(pocl.target(1)))
@@ -52,10 +52,10 @@ def families() -> list[str]:
 def plan_of(
     program: Program, target: str, mode: Mode, decided: dict[int, Any] | None, trace: Trace | None = None
 ) -> Plan:
-    """The plan of a program for a target. Without `decided`, it is for any exponents.
+    """Return the plan of a program for a target. Without `decided`, the plan holds for all exponents.
 
     Raises:
-        CompilerError: there is none.
+        CompilerError: the program cannot be compiled in this mode for this target.
     """
     cpu = _CPU.fullmatch(target)
     if mode == "full":
@@ -63,7 +63,9 @@ def plan_of(
         left = weigh.why_not if cpu is not None else weigh.why_not_on_gpus
         return _compiled(program, params=params, checks=True, biases=True, refuse=left, trace=trace)
     if cpu is None:
-        raise CompilerError(f"which kernels have the library's own bits is known of CPUs alone, not of {target}")
+        raise CompilerError(
+            f"mode exact is not available for {target}: only CPUs have kernels with the library's bits; use mode full"
+        )
 
     def refuse(line: Line) -> str:
         return exact.why_not(line, decided or {})
@@ -74,7 +76,7 @@ def plan_of(
 
 
 def _compiled(program: Program, *, trace: Trace | None, **how: Any) -> Plan:
-    """The plan; one in which nothing was moved, where it would take more memory than the program."""
+    """Return the plan. If fusion needs more memory than the program itself, return a plan without fusion."""
     try:
         return compile_program(program, trace=trace, **how)
     except PlanError as e:
@@ -87,29 +89,31 @@ def _compiled(program: Program, *, trace: Trace | None, **how: Any) -> Plan:
 
 
 def _params(program: Program, decided: dict[int, Any] | None) -> list[Any] | None:
-    """Params of a run, of which only those count on which the computation hangs."""
+    """Return the params of a run. Params that do not decide what is computed are 0."""
     if decided is None:
         return None
     return [decided.get(k, 0) for k in range(len(program.param_kinds))]
 
 
 def make(raw: bytes, key: Key, compiler: str, cache: Path, trace: Trace | None = None) -> bytes:
-    """The bytes of an artifact.
+    """Return the bytes of an artifact.
 
     Args:
-        raw: the program's.
-        key: of the artifact.
-        compiler: this compiler's version.
-        cache: where the code of kernels is kept.
-        trace: where it is noted what was done when.
+        raw: bytes of the program.
+        key: key of the artifact.
+        compiler: version of this compiler.
+        cache: folder with the code of kernels that were built before.
+        trace: takes the start and end of each step.
 
     Raises:
-        WisError: the program breaks a law, or cannot be compiled.
+        WisError: the program breaks a law or cannot be compiled.
     """
     program = decode_program(raw)
     verify_program(program)
     if digest(raw) != key.program:
-        raise CompilerError("the program is not that of the key")
+        raise CompilerError(
+            f"the program has digest {digest(raw).hex()[:16]}, but its key names {key.program.hex()[:16]}"
+        )
     plan = plan_of(program, key.target, key.mode, decided_values(program, key.decided), trace)
     begun = time.time_ns()
     build = _builder(key.target)
@@ -122,7 +126,7 @@ def make(raw: bytes, key: Key, compiler: str, cache: Path, trace: Trace | None =
 
 
 def _unit(plan: Plan, kernel: Kernel, target: str) -> int:
-    """Who runs a kernel: all cores where that is a gain."""
+    """Return the unit that runs a kernel: 1 for all cores if they make it faster, else 0."""
     cpu = _CPU.fullmatch(target)
     if cpu is None or not any(isinstance(s, KernelStep) and s.kernel is kernel for s in plan.steps):
         return 0
@@ -131,16 +135,18 @@ def _unit(plan: Plan, kernel: Kernel, target: str) -> int:
 
 
 def _builder(target: str) -> Callable[[Kernel, int], Code]:
-    """What builds for a target here.
+    """Return the function that builds kernels for a target on this machine.
 
     Raises:
-        BuildError: nothing does.
+        BuildError: this machine cannot build for the target.
     """
     cpu = _CPU.fullmatch(target)
     if cpu is not None:
         mine = pocl.target(int(cpu[1]))
         if target != mine:
-            raise BuildError(f"code for {target} cannot be built here: this is {mine}")
+            raise BuildError(
+                f"this machine builds code for {mine}, not for {target}; run a compiler on a machine like the device's"
+            )
 
         def build(kernel: Kernel, unit: int) -> Code:
             entry, groups, threads, code = pocl.code(kernel, unit)
@@ -161,7 +167,7 @@ def _builder(target: str) -> Callable[[Kernel, int], Code]:
 
 
 def _cached(kernel: Kernel, target: str, build: Callable[[Kernel, int], Code], unit: int, cache: Path) -> Code:
-    """The code of a kernel, from an earlier build if there was one."""
+    """Return the code of a kernel; from the cache folder if an earlier build put it there."""
     parts = [family(target), str(unit), version(), write(kernel)]
     path = cache / hashlib.blake2b("\0".join(parts).encode(), digest_size=20).hexdigest()
     try:

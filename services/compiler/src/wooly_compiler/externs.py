@@ -1,7 +1,7 @@
-"""Library operators that no row of the op table spells, as nodes of a graph: losses, normalisations' gradients, ranges.
+"""Library operators without a row in the op table, as nodes of a graph: losses, gradients of normalisations, ranges.
 
-Each has the space that it goes over and what it computes there. Arguments are those of the operator's schema, by position;
-results are the form's OUT operands in order.
+Each operator has an index space and a function that emits what it computes there. Arguments are those of the operator's schema,
+by position. Results are the form's OUT operands, in order.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _NONE: Final[frozenset[int]] = frozenset()
 
 @dataclass(frozen=True, slots=True)
 class Extern:
-    """A library operator that kernels know.
+    """A library operator for which kernels can be generated.
 
     Attributes:
-        space: the sizes that it goes over, and which dimensions it folds along.
-        emit: adds its values to a graph.
+        space: returns the sizes of the index space and the dimensions that the operator folds.
+        emit: adds the operator's values to a graph.
     """
 
     space: Callable[[Form], Space]
@@ -36,19 +36,19 @@ class Extern:
 
 
 def space_of(form: Form) -> Space:
-    """The space of an operator, and which of its dimensions it folds along.
+    """Return the index space of an operator, and which of its dimensions the operator folds.
 
     Raises:
-        UnsupportedError: kernels do not know it.
+        UnsupportedError: no kernel can be generated for the operator.
     """
     return _known(form).space(form)
 
 
 def emit(e: Emitter) -> None:
-    """Add what an operator computes to a graph.
+    """Add the values of an operator to a graph.
 
     Raises:
-        UnsupportedError: it cannot be, or not in this graph.
+        UnsupportedError: no kernel can be generated for the operator, or not in this graph.
     """
     _known(e.form).emit(e)
 
@@ -57,7 +57,7 @@ def _known(form: Form) -> Extern:
     name = form.attr("name")
     found = EXTERNS.get(name) if isinstance(name, str) else None
     if found is None or any(o.view is None for o in form.operands):
-        raise UnsupportedError(f"{name} is the library's")
+        raise UnsupportedError(f"{name} has no generated kernel")
     return found
 
 
@@ -77,10 +77,10 @@ def _arg(form: Form, k: int, default: Attr = None) -> Attr:
 
 
 def _tensor(form: Form, k: int) -> tuple[int, View]:
-    """Argument `k`, a tensor: its operand and view."""
+    """Return the operand number and the view of argument `k`, which must be a tensor."""
     found = _maybe(form, k)
     if found is None:
-        raise UnsupportedError(f"argument {k} is no tensor")
+        raise UnsupportedError(f"argument {k} is not a tensor")
     return found
 
 
@@ -94,15 +94,15 @@ def _maybe(form: Form, k: int) -> tuple[int, View] | None:
 
 
 def _outs(form: Form) -> list[tuple[int, View]]:
-    """The results: operands and views. An `out=` argument is read and written, as far as the form knows."""
+    """Return the results as operand numbers and views. For the form, an `out=` argument is both read and written."""
     return [(k, o.view) for k, o in enumerate(form.operands) if o.role is not Role.IN and o.view is not None]
 
 
 def _floating(view: View) -> DType:
-    """The type in which elements are computed."""
+    """Return the type in which elements are computed."""
     compute = opmath(view.dtype)
     if compute not in FLOATS:
-        raise UnsupportedError(f"{view.dtype.label} is not floating point")
+        raise UnsupportedError(f"a kernel needs floating point here, not {view.dtype.label}")
     return compute
 
 
@@ -114,27 +114,27 @@ def _over_out(form: Form) -> Space:
 
 
 def _arange(e: Emitter) -> None:
-    """Start + step * i, for integers as the library computes them in 64 bits; of floating point it is the library's."""
+    """Start + step * i for integers, in 64 bits as in the library. Floating-point ranges have no kernel."""
     ((to, view),) = _outs(e.form)
     numbers = [_arg(e.form, k, 1 if k == 2 else None) for k in (0, 2)]
     if kind_of(view.dtype) is not NumberKind.INT or view.dtype not in STORED:
-        raise UnsupportedError("a range of floating point is the library's")
+        raise UnsupportedError("a floating-point range has no generated kernel")
     for n in numbers:
         whole = e.form.params[n.index].name == "I64" if isinstance(n, ParamRef) else isinstance(n, int)
         if not whole:
-            raise UnsupportedError("a range of fractions is the library's")
+            raise UnsupportedError("a range with a fractional start or step has no generated kernel")
     start, step = (e.number(n, DType.I64) for n in numbers)
     node = e.apply("add", start, e.apply("mul", e.coordinate(0), step))
     e.write(to, e.to(node, view.dtype), view.sizes)
 
 
 def _where(e: Emitter) -> None:
-    """A selection between numbers, which have dtypes of their own."""
+    """Select between tensors and numbers. Numbers have dtypes of their own."""
     ((to, view),) = _outs(e.form)
     k, mask = _tensor(e.form, 0)
     wide = DType.F32 if view.dtype in (DType.F16, DType.BF16) else view.dtype
     if mask.dtype is not DType.BOOL or wide not in STORED:
-        raise UnsupportedError("the library's selection")
+        raise UnsupportedError("where of these dtypes has no generated kernel")
     sides: list[int] = []
     for side in (1, 2):
         value = _arg(e.form, side)
@@ -143,7 +143,7 @@ def _where(e: Emitter) -> None:
         elif kind_of(wide) is NumberKind.FLOAT:
             sides.append(e.number(value, wide))
         else:
-            raise UnsupportedError("numbers as integers are the library's")
+            raise UnsupportedError("where between integers and a number has no generated kernel")
     e.write(to, e.to(e.apply("select", e.read(k, view.sizes), *sides), view.dtype), view.sizes)
 
 
@@ -166,23 +166,23 @@ def _all(e: Emitter) -> None:
 
 
 def _folding_dim(form: Form) -> Space:
-    """Folds the first argument along the dimension that the second names."""
+    """Fold the first argument along the dimension that the second argument names."""
     _, a = _tensor(form, 0)
     dim = _arg(form, 1)
     if not isinstance(dim, int) or not a.sizes:
-        raise UnsupportedError("there are no dimensions to fold along")
+        raise UnsupportedError("the operand has no dimension to reduce")
     return a.sizes, frozenset({dim % len(a.sizes)})
 
 
 def _isin(e: Emitter) -> None:
-    """Whether an element is one of a few others."""
+    """Tell whether an element is one of up to 8 others."""
     ((to, view),) = _outs(e.form)
     (k, a), (other, among) = _tensor(e.form, 0), _tensor(e.form, 1)
     if len(args_of(e.form)) > 2 or e.form.attr("kwargs", ()) or among.numel > 8 or a.dtype is not among.dtype:
-        raise UnsupportedError("the library's search")
+        raise UnsupportedError("isin with options, more than 8 values or mixed dtypes has no generated kernel")
     node, wide = e.read(k, a.sizes), opmath(a.dtype)
     if e.line.slots[other] in e.graph.puts:
-        raise UnsupportedError("what is looked for was written here")
+        raise UnsupportedError("the values to find are written in the same kernel")
     found = e.const(DType.BOOL, False)
     for n in range(among.numel):
         offset = among.offset // among.dtype.itemsize
@@ -201,24 +201,24 @@ _MEAN, _SUM = 1, 2
 
 
 def _nll_forward_space(form: Form) -> Space:
-    """Over the batch, folded unless each element's loss is asked for."""
+    """Over the batch; folded, unless the caller asks for the loss of each sample."""
     _, a = _tensor(form, 0)
     if len(a.sizes) != 2:
-        raise UnsupportedError("the loss of one sample is the library's")
+        raise UnsupportedError("the loss of a single sample has no generated kernel")
     return a.sizes[:1], _NONE if _arg(form, 3) == 0 else frozenset({0})
 
 
 def _nll_parts(e: Emitter, target_at: int, weight_at: int, ignore_at: int, rows: int) -> tuple[int, int, int]:
-    """(class, whether the sample counts, its weight) as nodes over the first dimension of the space."""
+    """Return nodes over the first dimension of the space: class, whether the sample counts, and its weight."""
     (k, target), (_, a) = _tensor(e.form, target_at), _tensor(e.form, 1 if rows == 2 else 0)
     if target.sizes != a.sizes[:1] or target.dtype is not DType.I64:
-        raise UnsupportedError("the library's loss")
+        raise UnsupportedError("this loss has no generated kernel: classes must be i64, one per sample")
     ignored = _arg(e.form, ignore_at, -100)
     if not isinstance(ignored, int):
-        raise UnsupportedError("the class that does not count is a param")
+        raise UnsupportedError("the ignored class is a param")
     strides = (0 if target.sizes[0] == 1 else target.strides[0], *[0] * (rows - 1))
     if e.line.slots[k] in e.graph.puts:
-        raise UnsupportedError("classes that were computed here")
+        raise UnsupportedError("the classes are written in the same kernel")
     place = Place(e.line.slots[k], DType.I64, strides, target.offset // 8)
     label = e.graph.add(GraphNode("load", DType.I64, place=place))
     counts = e.apply("ne", label, e.const(DType.I64, ignored), dtype=DType.BOOL)
@@ -234,7 +234,7 @@ def _nll_parts(e: Emitter, target_at: int, weight_at: int, ignore_at: int, rows:
 
 
 def _nll_forward(e: Emitter) -> None:
-    """-weight[class] * a[sample, class], summed or averaged; and the sum of weights."""
+    """-weight[class] * a[sample, class], summed or averaged; and the sum of the weights."""
     k, a = _tensor(e.form, 0)
     (to, view), (total_to, total_view) = _outs(e.form)
     label, counts, weight = _nll_parts(e, 1, 2, 4, 1)
@@ -245,7 +245,7 @@ def _nll_forward(e: Emitter) -> None:
     loss = e.apply("select", counts, loss, e.const(compute, 0.0))
     reduction = _arg(e.form, 3)
     if reduction == 0:
-        raise UnsupportedError("the loss of each sample is the library's")
+        raise UnsupportedError("a loss per sample has no generated kernel")
     total, count = e.fold("add", loss), e.fold("add", weight)
     found = e.apply("div", total, count) if reduction == _MEAN else total
     e.write(to, e.to(found, view.dtype), view.sizes)
@@ -253,13 +253,13 @@ def _nll_forward(e: Emitter) -> None:
 
 
 def _nll_backward(e: Emitter) -> None:
-    """-weight[class] * grad at the class (over the sum of weights for a mean), else 0."""
+    """-weight[class] * grad at the class, else 0. For a mean, divided by the sum of the weights."""
     ((to, view),) = _outs(e.form)
     grad_at, grad = _tensor(e.form, 0)
     total_at, total = _tensor(e.form, 6)
     reduction = _arg(e.form, 4)
     if len(view.sizes) != 2 or reduction == 0 or grad.numel != 1 or total.numel != 1:
-        raise UnsupportedError("the gradient of each sample's loss is the library's")
+        raise UnsupportedError("the gradient of a loss per sample has no generated kernel")
     label, counts, weight = _nll_parts(e, 2, 3, 5, 2)
     compute = _floating(view)
     g = e.to(_single(e, grad_at, grad), compute)
@@ -271,9 +271,9 @@ def _nll_backward(e: Emitter) -> None:
 
 
 def _single(e: Emitter, k: int, view: View) -> int:
-    """The one element of an operand."""
+    """Load the only element of an operand."""
     if e.line.slots[k] in e.graph.puts:
-        raise UnsupportedError("a number that was computed here, elsewhere")
+        raise UnsupportedError("a single element is read in the same kernel that writes it")
     place = Place(e.line.slots[k], view.dtype, (0,) * len(e.graph.space), view.offset // view.dtype.itemsize)
     return e.graph.add(GraphNode("load", view.dtype, place=place))
 
@@ -281,12 +281,12 @@ def _single(e: Emitter, k: int, view: View) -> int:
 def _difference_space(form: Form) -> Space:
     sizes = _tensor(form, 0)[1].sizes
     if sizes != _tensor(form, 1)[1].sizes:
-        raise UnsupportedError("losses between tensors of other sizes are the library's")
+        raise UnsupportedError("a loss between tensors of different sizes has no generated kernel")
     return sizes, _NONE if _arg(form, 2, _MEAN) == 0 else frozenset(range(len(sizes)))
 
 
 def _mse(e: Emitter) -> None:
-    """Squares of differences, summed or averaged."""
+    """Squares of the differences, summed or averaged."""
     (k, a), (m, _) = _tensor(e.form, 0), _tensor(e.form, 1)
     ((to, view),) = _outs(e.form)
     compute = _floating(a)
@@ -300,7 +300,7 @@ def _mse(e: Emitter) -> None:
 
 
 def _mse_backward(e: Emitter) -> None:
-    """2 * (a - b) * grad, over the number of elements for a mean."""
+    """2 * (a - b) * grad. For a mean, divided by the number of elements."""
     ((to, view),) = _outs(e.form)
     (g, grad), (k, _), (m, _) = (_tensor(e.form, n) for n in range(3))
     compute, reduction = _floating(view), _arg(e.form, 3, _MEAN)
@@ -321,7 +321,7 @@ def _wanted(form: Form, k: int) -> tuple[bool, ...]:
 
 
 def _norm_backward_space(form: Form) -> Space:
-    """The gradient of the input folds along what was normalised; those of weight and bias, along the rest."""
+    """The gradient of the input folds the normalised dimensions. The gradients of weight and bias fold the others."""
     _, a = _tensor(form, 1)
     sizes = _arg(form, 2)
     assert isinstance(sizes, tuple)
@@ -329,15 +329,15 @@ def _norm_backward_space(form: Form) -> Space:
     wanted = _wanted(form, 7)
     if wanted[0]:
         if any(wanted[1:]):
-            raise UnsupportedError("gradients that fold along different dimensions are different kernels")
+            raise UnsupportedError("gradients that fold different dimensions cannot share a kernel")
         return a.sizes, frozenset(range(outer, len(a.sizes)))
     if not outer:
-        raise UnsupportedError("there is nothing to fold along")
+        raise UnsupportedError("the operand has no dimension to reduce")
     return a.sizes, frozenset(range(outer))
 
 
 def _norm_backward(e: Emitter) -> None:
-    """Gradients of layer norm; which, its mask says.
+    """Gradients of layer norm. The mask argument says which.
 
     dx = (g*w - mean(g*w) - x^ * mean(g*w*x^)) * rstd, dw = sum(g * x^), db = sum(g), with x^ = (x - mean) * rstd.
     """
@@ -367,19 +367,19 @@ def _write_next(e: Emitter, outs: object, node: int) -> None:
 
 
 def _channels(form: Form, k: int, *, folding: bool) -> Space:
-    """All of argument `k`, folded along all but its channels, or not at all."""
+    """The sizes of argument `k`. With `folding`, all dimensions but the channels are folded."""
     _, a = _tensor(form, k)
     if len(a.sizes) < 2:
-        raise UnsupportedError("there are no channels")
+        raise UnsupportedError("the operand has no channel dimension")
     return a.sizes, frozenset(range(len(a.sizes))) - {1} if folding else _NONE
 
 
 def _per_channel(e: Emitter, k: int) -> int:
-    """An operand with an element per channel."""
+    """Load an operand that has one element per channel."""
     view, slot = e.form.operands[k].view, e.line.slots[k]
     assert view is not None
     if view.sizes != e.graph.space[1:2] or view.dtype not in STORED:
-        raise UnsupportedError("the library's normalisation")
+        raise UnsupportedError("the operand does not have one supported element per channel")
     stride = 0 if view.sizes[0] == 1 else view.strides[0]
     strides = tuple([stride if d == 1 else 0 for d in range(len(e.graph.space))])
     place = Place(slot, view.dtype, strides, view.offset // view.dtype.itemsize)
@@ -387,24 +387,25 @@ def _per_channel(e: Emitter, k: int) -> int:
     if put is None:
         return e.graph.add(GraphNode("load", view.dtype, place=place))
     if put.place != place:
-        raise UnsupportedError(f"slot {slot} is read otherwise than it was written")
+        raise UnsupportedError(f"slot {slot} is read with another layout than it was written with")
     return put.node
 
 
 def _results(form: Form) -> list[tuple[int, View]]:
-    """What the operator gives anew."""
+    """Return the operator's new results. Arguments that it updates are not among them."""
     return [(k, o.view) for k, o in enumerate(form.operands) if o.role is Role.OUT and o.view is not None]
 
 
 def _batch_norm_space(form: Form) -> Space:
-    """Training folds along all but the channels."""
+    """Training folds all dimensions but the channels."""
     return _channels(form, 0, folding=_arg(form, 5) is True)
 
 
 def _batch_norm(e: Emitter) -> None:
-    """(a - mean) * rstd * weight + bias, with the statistics of each channel: the batch's where it trains, else the running ones.
+    """(a - mean) * rstd * weight + bias, with the statistics of each channel.
 
-    Training leaves mean and rstd, and moves the running statistics towards the batch's; the variance is then the unbiased one.
+    Training uses the statistics of the batch, otherwise the running ones. Training also returns mean and rstd, and moves the
+    running statistics towards those of the batch; for this, the variance is the unbiased one.
     """
     k, a = _tensor(e.form, 0)
     running = [_maybe(e.form, n) for n in (3, 4)]
@@ -414,9 +415,9 @@ def _batch_norm(e: Emitter) -> None:
     kept = [e.to(_per_channel(e, s[0]), compute) for s in running if s is not None]
     if training is True:
         if any(s is not None and e.form.operands[s[0]].role is Role.IN for s in running):
-            raise UnsupportedError("it writes running statistics, and its form does not say so")
+            raise UnsupportedError("the operator writes running statistics, but its form declares them as inputs")
         if e.graph.extent < 2:
-            raise UnsupportedError("one element has no variance")
+            raise UnsupportedError("the variance of one element is not defined")
         n = e.const(compute, float(e.graph.extent))
         mean = e.apply("div", e.fold("add", x), n)
         centred = e.apply("sub", x, mean)
@@ -426,7 +427,7 @@ def _batch_norm(e: Emitter) -> None:
         mean, variance = kept
         centred = e.apply("sub", x, mean)
     else:
-        raise UnsupportedError("the library's normalisation")
+        raise UnsupportedError("batch norm without running statistics has no generated kernel")
     rstd = e.apply("div", one, e.apply("sqrt", e.apply("add", variance, e.number(eps, compute))))
     node = e.apply("mul", centred, rstd)
     for op, at in (("mul", 1), ("add", 2)):
@@ -449,14 +450,14 @@ def _batch_norm(e: Emitter) -> None:
 
 
 def _batch_norm_backward_space(form: Form) -> Space:
-    """Without statistics of the batch, the gradient of the input alone folds along nothing."""
+    """Without statistics of the batch, the gradient of the input folds no dimension."""
     return _channels(form, 1, folding=_arg(form, 7) is True or any(_wanted(form, 9)[1:]))
 
 
 def _batch_norm_backward(e: Emitter) -> None:
-    """Gradients of batch norm; which, its mask says.
+    """Gradients of batch norm. The mask argument says which.
 
-    dx = (g - mean(g) - x^ * mean(g * x^)) * rstd * w where it trained, else g * rstd * w; dw = sum(g * x^), db = sum(g), with
+    After training: dx = (g - mean(g) - x^ * mean(g * x^)) * rstd * w, else dx = g * rstd * w. dw = sum(g * x^), db = sum(g), with
     x^ = (x - mean) * rstd.
     """
     (g_at, _), (a_at, a) = _tensor(e.form, 0), _tensor(e.form, 1)
@@ -464,7 +465,7 @@ def _batch_norm_backward(e: Emitter) -> None:
     stats = [_maybe(e.form, k) for k in ((5, 6) if training else (3, 4))]
     compute, one = _floating(a), e.const(_floating(a), 1.0)
     if stats[0] is None or stats[1] is None:
-        raise UnsupportedError("the library's normalisation")
+        raise UnsupportedError("the gradient of batch norm without saved statistics has no generated kernel")
     g, x = (e.to(e.read(k, a.sizes), compute) for k in (g_at, a_at))
     mean, rstd = (e.to(_per_channel(e, s[0]), compute) for s in stats if s is not None)
     if not training:
@@ -506,20 +507,20 @@ EMBEDDING_BACKWARD: Final = "aten.embedding_dense_backward.default"
 
 
 def _embedding_backward_space(form: Form) -> Space:
-    """Over the gradient's rows, one after the other."""
+    """Over the gradient's rows, in order."""
     sizes = _tensor(form, 0)[1].sizes
     if len(sizes) < 2 or _tensor(form, 1)[1].sizes != sizes[:-1]:
-        raise UnsupportedError("the library's sums by index")
+        raise UnsupportedError("this gradient of an embedding has no generated kernel")
     return sizes, frozenset(range(len(sizes) - 1))
 
 
 def _embedding_backward(e: Emitter) -> None:
-    """The rows of the gradient, added up by index in their order. As in the library, an index out of range counts nowhere."""
+    """Add up the rows of the gradient by index, in order. As in the library, an index out of range is ignored."""
     ((to, view),) = _outs(e.form)
     (g, grad), (at, index) = _tensor(e.form, 0), _tensor(e.form, 1)
     padding, by_number = _arg(e.form, 3), _arg(e.form, 4)
     if by_number or not isinstance(padding, int) or len(view.sizes) != 2:
-        raise UnsupportedError("the library's sums by index")
+        raise UnsupportedError("this gradient of an embedding has no generated kernel")
     moving = [0 if n == 1 else s for n, s in zip(index.sizes, index.strides, strict=True)]
     place = Place(e.line.slots[at], index.dtype, (*moving, 0), index.offset // index.dtype.itemsize)
     where = e.to(e.graph.add(GraphNode("load", index.dtype, place=place)), DType.I64)

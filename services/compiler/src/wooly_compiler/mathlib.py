@@ -1,14 +1,13 @@
-"""Elementary functions of f32 and conversions of 16-bit floats, written in kernel IR.
+"""Elementary functions of f32, and conversions of 16-bit floats, written in kernel IR.
 
-They are made of sums, products, products with a sum rounded once (`fma`), quotients, shifts and selections alone, which every
-chip rounds alike: a function has the same bits on all devices, in fused kernels and in single ones. An `fma` stands where it is
-written and nowhere else: no compiler makes one of a product and a sum. No table, no branch, so that loops around them become
-vectors.
+They use only sums, products, products with a sum rounded once (`fma`), quotients, shifts and selections. Every chip rounds these
+in the same way, so a function has the same bits on all devices, in fused kernels and in single ones. An `fma` is executed only
+where it is written: no compiler makes one of a product and a sum. There are no tables and no branches, so that the loops around
+the functions can be vectorized.
 
-`BOUNDS` states how far a result may be from the exact one, in units of the last place (ulp); the tests look at every f32
-(`make every-float`; the worst of all f32 found so: exp 0.866, exp2 0.868, expm1 1.439, log 0.848, log2 1.252, log10 1.948,
-log1p 1.437, tanh 1.371, erf 1.313, sin 1.576, cos 1.578).
-Coefficients are fits of our own: `tools/fit_math.py`.
+`BOUNDS` states the maximum error of a result, in units of the last place (ulp). The tests check every f32 (`make every-float`).
+The largest errors found so: exp 0.866, exp2 0.868, expm1 1.439, log 0.848, log2 1.252, log10 1.948, log1p 1.437, tanh 1.371, erf
+1.313, sin 1.576, cos 1.578. The coefficients are our own fits: `tools/fit_math.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from wooly_wis.kernel.ops import rounded
 
 F32, F64, I32, U16, U32 = DType.F32, DType.F64, DType.I32, DType.U16, DType.U32
 
-#: Greatest error in ulp of the exact result, over all numbers whose result is a normal number; `exp` gives 0 below those.
+#: Maximum error in ulp, for all arguments whose result is a normal number. Below the normal numbers, `exp` gives 0.
 BOUNDS: Final[dict[str, float]] = {
     "exp": 1.0,
     "exp2": 1.0,
@@ -99,10 +98,10 @@ _ERFC_ROOT = (
 )
 _SIN = (-0.1666666716337204, 0.008333380334079266, -0.00019853511184919626, 2.8375159217830515e-06)
 _COS = (0.0416666679084301, -0.001388898235745728, 2.4822984414640814e-05, -2.897732258588803e-07)
-#: log(2), the first part short enough that its product with an exponent is exact.
+#: log(2) as a sum. The first part has few bits, so that its product with an exponent is exact.
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
 _LOG10_2_HIGH, _LOG10_2_LOW = 0.30102920532226562, 7.9034151668e-07
-#: Adding and subtracting it rounds to an integer; below it in the bits stands that integer.
+#: Adding and subtracting this number rounds to an integer. The low bits of the sum then hold that integer.
 _ROUND = 12582912.0
 _ROUND_BITS = 0x4B400000
 
@@ -112,12 +111,12 @@ class Function:
     """A function of elements.
 
     Attributes:
-        name: in generated sources.
+        name: its name in generated sources.
         op: the operation that it computes.
-        args: types of its arguments; they are the first values.
-        dtype: of its result.
+        args: types of its arguments. The arguments are the first values.
+        dtype: type of its result.
         body: `Const` and `Apply` statements.
-        result: the value that it returns.
+        result: number of the value that it returns.
     """
 
     name: str
@@ -129,7 +128,7 @@ class Function:
 
 
 class _Writer(KernelBuilder):
-    """Writes a function's body."""
+    """Writes the body of a function."""
 
     def argument(self, dtype: DType) -> Value:
         return self.new_value(dtype)
@@ -175,14 +174,14 @@ class _Writer(KernelBuilder):
         return self.apply("bitcast", a, dtype=dtype)
 
     def polynomial(self, x: Value, coefficients: Sequence[float]) -> Value:
-        """By Horner's rule."""
+        """Evaluate a polynomial by Horner's rule; `coefficients` begin with that of x**0."""
         found = self.number(coefficients[-1], x.dtype)
         for c in reversed(coefficients[:-1]):
             found = self.fma(found, x, c)
         return found
 
     def scaled(self, p: Value, n: Value) -> Value:
-        """P * 2**n for n in [-252, 254], in two steps so that the result may be subnormal."""
+        """P * 2**n for n in [-252, 254]. It multiplies in two steps, so that the result may be subnormal."""
         half = self.apply("shr", n, self.number(1, I32))
         rest = self.sub(n, half)
         for e in (half, rest):
@@ -191,16 +190,16 @@ class _Writer(KernelBuilder):
         return p
 
     def moved(self, p: Value, n: Value) -> Value:
-        """Normal p times 2**n where that is normal too: the exponent is added where it stands in the bits."""
+        """P * 2**n if p and the result are normal: adds n to the exponent bits of p."""
         return self.bits(self.add(self.bits(p, I32), self.apply("shl", n, self.number(23, I32))), F32)
 
     def nearest(self, x: Value) -> tuple[Value, Value]:
-        """The integer nearest to |x| < 2**22, as f32 and as i32; anything for other x."""
+        """Return the integer nearest to x, as f32 and as i32. Valid only if |x| < 2**22."""
         moved = self.add(x, _ROUND)
         return self.sub(moved, _ROUND), self.sub(self.bits(moved, I32), _ROUND_BITS)
 
     def clamped(self, x: Value, low: float, high: float) -> Value:
-        """X within bounds; not-a-number stays."""
+        """Limit x to [low, high]. NaN stays NaN."""
         x = self.select(self.test("lt", x, low), low, x)
         return self.select(self.test("gt", x, high), high, x)
 
@@ -214,13 +213,13 @@ def _exp_parts(w: _Writer, x: Value) -> tuple[Value, Value, Value]:
 
 
 def _exp_inside(w: _Writer, x: Value) -> Value:
-    """e**x where that is a normal number."""
+    """e**x; valid only if the result is a normal number."""
     r, q, n = _exp_parts(w, x)
     return w.moved(w.fma(w.fma(q, r, 1.0), r, 1.0), n)
 
 
 def _exp(w: _Writer, x: Value) -> Value:
-    """Results below the least normal number are 0. The sum is infinite for large x, and not-a-number for that."""
+    """e**x; results below the smallest normal number are 0. The sum with infinity gives infinity for large x, and NaN for NaN."""
     found = w.select(w.test("lt", x, -87.33654022216797), 0.0, _exp_inside(w, x))
     return w.select(w.test("le", x, 88.72283172607422), found, w.add(x, math.inf))
 
@@ -255,7 +254,7 @@ def _log_parts(w: _Writer, x: Value) -> tuple[Value, Value, Value]:
 
 
 def _log_ends(w: _Writer, x: Value, inside: Value) -> Value:
-    """`inside` for positive finite x, else what a logarithm gives."""
+    """Return `inside` for positive finite x, else the logarithm's value for 0, infinity, NaN or a negative number."""
     found = w.select(w.test("lt", x, math.inf), inside, x)
     found = w.select(w.test("eq", x, 0.0), -math.inf, found)
     return w.select(w.test("lt", x, 0.0), math.nan, found)
@@ -272,7 +271,7 @@ def _log(w: _Writer, x: Value) -> Value:
 
 def _log2(w: _Writer, x: Value) -> Value:
     f, t, e = _log_parts(w, x)
-    # 1/log(2) - 1 keeps the product's error below that of the sum
+    # The factor 1/log(2) - 1 keeps the error of the product below that of the sum.
     low = w.fma(f, 0.4426950408889634, w.mul(t, 1.4426950408889634))
     return _log_ends(w, x, w.add(w.add(low, f), e))
 
@@ -294,12 +293,12 @@ def _log1p(w: _Writer, x: Value) -> Value:
 
 
 def _sign(w: _Writer, x: Value) -> Value:
-    """The bits of a sign."""
+    """Return the sign bit of x."""
     return w.apply("and", w.bits(x, U32), w.number(0x80000000, U32))
 
 
 def _signed(w: _Writer, a: Value, sign: Value) -> Value:
-    """Positive `a` with that sign."""
+    """Give the sign bit `sign` to the positive number `a`."""
     return w.bits(w.apply("or", w.bits(a, U32), sign), F32)
 
 
@@ -313,7 +312,9 @@ def _tanh(w: _Writer, x: Value) -> Value:
 
 
 def _erf(w: _Writer, x: Value) -> Value:
-    """Beyond 1 by the fourth root of 1 - erf: it is smooth, and squaring twice costs less than an exponential function."""
+    """For |x| >= 1, uses the fourth root of 1 - erf: it is smooth, and squaring it twice costs less than an exponential
+    function.
+    """
     a = w.apply("abs", x)
     z = w.mul(x, x)
     small = w.fma(x, w.polynomial(z, _ERF), x)
@@ -323,10 +324,10 @@ def _erf(w: _Writer, x: Value) -> Value:
     return w.select(w.test("ge", a, 1.0), _signed(w, large, _sign(w, x)), small)
 
 
-#: 2/pi in pieces of 24 bits: the k-th is an integer times 2**(-24*(k+1)).
+#: 2/pi in parts of 24 bits. Part k is an integer times 2**(-24*(k+1)).
 _TWO_OVER_PI_BITS = 0xA2F9836E4E441529FC2757D1F534DDC0DB6295993C439041FE5163ABDEBBC561
 _PIECES = 9
-#: Adding and subtracting it rounds an f64 below 2**51 to an integer.
+#: Adding and subtracting this number rounds an f64 below 2**51 to an integer.
 _ROUND64 = 6755399441055744.0
 
 
@@ -336,10 +337,10 @@ def _two_over_pi(k: int) -> float:
 
 
 def _quadrant(w: _Writer, x: Value) -> tuple[Value, Value]:
-    """(r, n): finite x is r + n * pi/2 up to whole turns, r in [-pi/4, pi/4] as f32, n as i32.
+    """Return (r, n) with x = r + n * pi/2 up to full turns, for finite x: r in [-pi/4, pi/4] as f32, n as i32.
 
-    x times a piece of 2/pi is exact in f64; of each product the multiples of 4 are dropped, which is exact too; the rest is added
-    up with its rounding errors kept. So the reduction is as good for 1e38 as for 1.
+    x times a part of 2/pi is exact in f64. Multiples of 4 are subtracted from each product, which is exact, too. The remainders
+    are summed with compensation for rounding errors. So the reduction is as accurate for 1e38 as for 1.
     """
     wide = w.apply("convert", x, dtype=F64)
     high, low = w.number(0.0, F64), w.number(0.0, F64)
@@ -377,7 +378,7 @@ def _circular(shift: int) -> Callable[[_Writer, Value], Value]:
 
 
 def _whole(w: _Writer, x: Value) -> tuple[Value, Value]:
-    """|x| rounded to nearest, and the bits of x's sign."""
+    """Return |x| rounded to the nearest integer, and the sign bit of x."""
     a = w.apply("abs", x)
     near = w.sub(w.add(a, 8388608.0), 8388608.0)
     return w.select(w.test("lt", a, 8388608.0), near, a), _sign(w, x)
@@ -409,7 +410,7 @@ def _signed_zero(w: _Writer, a: Value, sign: Value) -> Value:
 
 
 def _abs(w: _Writer, x: Value) -> Value:
-    """By the bits: a call of the library's function keeps PoCL from making vectors of the loop around it."""
+    """|x|, by its bits. A call of the library's function would keep PoCL from vectorizing the loop."""
     unsigned, mask = (U32, 0x7FFFFFFF) if x.dtype is F32 else (DType.U64, 0x7FFFFFFFFFFFFFFF)
     return w.bits(w.apply("and", w.bits(x, unsigned), w.number(mask, unsigned)), x.dtype)
 
@@ -476,7 +477,7 @@ _CONVERSIONS: Final[dict[tuple[DType, DType], Callable[[_Writer, Value], Value]]
 
 @cache
 def function(op: str, source: DType, target: DType) -> Function | None:
-    """Our own function for an operation on `source` that gives `target`; None where the language's own will do."""
+    """Return Wooly's function for an operation from `source` to `target`; None if the language's own function is used."""
     if op == "convert":
         build, name = _CONVERSIONS.get((source, target)), f"wooly_{source.label}_to_{target.label}"
     elif op == "abs":

@@ -1,4 +1,4 @@
-"""All passes in order, verified before and after each, with the text of every stage for whoever wants to read along."""
+"""Runs all passes in order and verifies before and after each. It can record the text after every pass."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from wooly_compiler.passes import expand, fuse, lower, remove_dead, remove_redun
 from wooly_compiler.passes.weigh import Costs
 from wooly_compiler.unit import Unit
 
-#: Passes from unit to unit; fusion and lowering follow.
+#: The passes that turn a unit into a unit. Fusion and lowering run after them.
 UNIT_PASSES: Final[tuple[tuple[str, Callable[[Unit], Unit]], ...]] = (
     (expand.NAME, expand.run),
     (remove_redundant.NAME, remove_redundant.run),
@@ -27,10 +27,12 @@ UNIT_PASSES: Final[tuple[tuple[str, Callable[[Unit], Unit]], ...]] = (
 
 @dataclass(slots=True)
 class Trace:
-    """The text of every stage: (pass, text) in order. Without `texts`, only when each began and ended.
+    """Records the passes: (pass, text) in order. Without `texts`, only the start and end of each pass are recorded.
 
     Attributes:
-        steps: passes, with ns since 1970.
+        stages: passes with the text after them.
+        texts: whether to record the texts.
+        steps: passes with start and end, in ns since 1970.
     """
 
     stages: list[tuple[str, str]] = field(default_factory=list)
@@ -39,7 +41,7 @@ class Trace:
     _since: int = field(default_factory=time.time_ns)
 
     def after(self, name: str, text: Callable[[], str]) -> None:
-        """A pass has ended."""
+        """Record the end of a pass."""
         now = time.time_ns()
         self.steps.append((name, self._since, now))
         if self.texts:
@@ -61,23 +63,23 @@ def compile_program(
     costs: Costs | None = None,
     trace: Trace | None = None,
 ) -> Plan:
-    """The plan of a program.
+    """Return the plan of a program.
 
     Args:
         program: it is verified here.
-        params: those of a run, where they are known. Kernels depend on some (exponents, because a square is no power); the plan
-            then says which it assumes.
-        fusing: whether instructions share kernels; without, each has its own, with the same bits as result.
-        checks: whether the executor asks for the status that kernels write where an index is out of range (`plan.STATUS`);
-            without, what indexes is the library's.
-        biases: whether kernels may add the biases of matrix products, which rounds once more than the library does.
-        refuse: why an instruction is to be the library's, for those that are; see `exact`.
-        costs: those of the device, to make no kernel that is no gain.
-        trace: where the text of the stages goes.
+        params: params of a run, if they are known. Some kernels depend on params (exponents, because a square is computed as a
+            product); the plan says which values it assumes.
+        fusing: whether instructions may share kernels. Without it, each instruction has its own kernel, with the same bits.
+        checks: whether the executor reads the status that kernels write if an index is out of range (`plan.STATUS`). Without it,
+            the library runs the operations that use an index.
+        biases: whether kernels may add the biases of matrix products. This rounds once more than the library does.
+        refuse: returns why the library must run a line, or an empty string; see `exact`.
+        costs: costs of the device, to leave out kernels that save no time.
+        trace: records the passes.
 
     Raises:
         VerifyError: the program breaks a law of WIS.
-        CompilerError: a pass broke a law: a bug of ours, and the program can still be run as it is.
+        CompilerError: a pass broke a law. This is a bug in the compiler; the program can still run without a plan.
     """
     unit = units.unit_of(program)
     units.verify(unit)

@@ -1,7 +1,7 @@
 """The primitives of scalar expressions (`wooly_wis.scalar_expr`) as nodes of a graph. Each takes an emitter, then nodes.
 
-Raises (all of them):
-    UnsupportedError: kernels do not have it for operands of these types.
+Raises (all functions):
+    UnsupportedError: kernels do not have the operation for operands of these types.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ Primitive = Callable[..., int]
 
 
 def primitives(e: Emitter) -> dict[str, Primitive]:
-    """All of them, for one emitter."""
+    """Return all primitives, bound to one emitter."""
     return {name: functools.partial(make, e) for name, make in PRIMITIVES.items()}
 
 
 def _same(e: Emitter, a: int, b: int) -> DType:
-    """The type of both."""
+    """Return the type of two values, which must be the same."""
     if e.dtype(a) is not e.dtype(b):
-        raise UnsupportedError(f"{e.dtype(a).label} with {e.dtype(b).label}")
+        raise UnsupportedError(f"a kernel cannot combine {e.dtype(a).label} with {e.dtype(b).label}")
     return e.dtype(a)
 
 
@@ -35,12 +35,12 @@ def _same(e: Emitter, a: int, b: int) -> DType:
 
 
 def _arithmetic(op: str, truth: str | None) -> Primitive:
-    """A sum, difference or product; of truth values it is `truth`."""
+    """A sum, difference or product; for truth values, the operation `truth`."""
 
     def make(e: Emitter, a: int, b: int) -> int:
         if _same(e, a, b) is DType.BOOL:
             if truth is None:
-                raise UnsupportedError(f"{op} of truth values")
+                raise UnsupportedError(f"generated kernels do not support {op} of truth values")
             return e.apply(truth, a, b)
         return e.apply(op, a, b)
 
@@ -48,18 +48,18 @@ def _arithmetic(op: str, truth: str | None) -> Primitive:
 
 
 def _floats(op: str) -> Primitive:
-    """A function of floating point alone."""
+    """A function that only floating-point numbers have."""
 
     def make(e: Emitter, *args: int) -> int:
         if e.dtype(args[0]) not in FLOATS:
-            raise UnsupportedError(f"{op} of {e.dtype(args[0]).label}")
+            raise UnsupportedError(f"generated kernels do not support {op} of {e.dtype(args[0]).label}")
         return e.apply(op, *args)
 
     return make
 
 
 def _whole(op: str) -> Primitive:
-    """A rounding: whole numbers stay as they are."""
+    """A rounding; it leaves integers unchanged."""
     return lambda e, a: e.apply(op, a) if e.dtype(a) in FLOATS else a
 
 
@@ -72,14 +72,14 @@ def _compare(op: str) -> Primitive:
 
 
 def _test(op: str) -> Primitive:
-    """What is never true of whole numbers."""
+    """A test that is false for all integers."""
     return lambda e, a: e.apply(op, a, dtype=DType.BOOL) if e.dtype(a) in FLOATS else e.const(DType.BOOL, False)
 
 
 def _bits(op: str) -> Primitive:
     def make(e: Emitter, *args: int) -> int:
         if e.dtype(args[0]) in FLOATS:
-            raise UnsupportedError(f"{op} of floating point")
+            raise UnsupportedError(f"generated kernels do not support {op} of floating point")
         return e.apply(op, *args)
 
     return make
@@ -90,15 +90,15 @@ def _bits(op: str) -> Primitive:
 
 def _negative(e: Emitter, a: int) -> int:
     if e.dtype(a) is DType.BOOL:
-        raise UnsupportedError("neg of truth values")
+        raise UnsupportedError("generated kernels do not support neg of truth values")
     return e.apply("neg", a)
 
 
 def _power(e: Emitter, a: int, b: int) -> int:
-    """Small exponents that the program knows are products, as in the library."""
+    """A power. If the exponent is a known small number, the result is a product, as in the library."""
     exponent = e.graph.nodes[b]
     if e.dtype(a) not in FLOATS:
-        raise UnsupportedError("pow of integers")
+        raise UnsupportedError("generated kernels do not support pow of integers")
     if exponent.kind == "const":
         square = e.apply("mul", a, a)
         one = e.const(e.dtype(a), 1.0)
@@ -118,16 +118,16 @@ def _power(e: Emitter, a: int, b: int) -> int:
 
 def _choose(e: Emitter, c: int, a: int, b: int) -> int:
     if e.dtype(c) is not DType.BOOL:
-        raise UnsupportedError("select by numbers")
+        raise UnsupportedError("the condition of a select is not a truth value")
     _same(e, a, b)
     return e.apply("select", c, a, b)
 
 
 def _whole_quotient(e: Emitter, op: str, a: int, b: int) -> int:
-    """Of integers; the library complains of a divisor of 0."""
+    """A quotient or remainder of integers. The kernel reports a divisor of 0, as the library does."""
     divisor = e.graph.nodes[b]
     if e.dtype(a) is DType.BOOL or e.dtype(b) is not e.dtype(a):
-        raise UnsupportedError(f"{op} of {e.dtype(a).label}")
+        raise UnsupportedError(f"generated kernels do not support {op} of {e.dtype(a).label}")
     if divisor.kind != "const" or not divisor.value:
         b = e.guard(b, e.apply("eq", b, e.const(e.dtype(b), 0), dtype=DType.BOOL))
     return e.apply(op, a, b)
@@ -144,7 +144,7 @@ def _remainder(e: Emitter, a: int, b: int) -> int:
 
 
 def _div_floor(e: Emitter, a: int, b: int) -> int:
-    """The exact quotient rounded down, by way of the exact remainder; a rounded quotient may be one too large."""
+    """The exact quotient rounded down, by way of the exact remainder. A rounded quotient may be too large by one."""
     dtype = _same(e, a, b)
     if dtype not in FLOATS:
         return _whole_quotient(e, "div_floor", a, b)
@@ -165,7 +165,7 @@ def _div_floor(e: Emitter, a: int, b: int) -> int:
 _FUNCTIONS: Final = (
     "div atan2 sqrt exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh erf erfc".split()  # noqa: SIM905
 )
-#: By the names that scalar expressions use.
+#: The primitives by their names in scalar expressions.
 PRIMITIVES: Final[dict[str, Primitive]] = {
     "add": _arithmetic("add", "or"),
     "sub": _arithmetic("sub", None),

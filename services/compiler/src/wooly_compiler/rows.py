@@ -1,6 +1,6 @@
 """What the rows of the op table compute per element, as nodes of a graph.
 
-Library operators that no row spells are in `externs`.
+Library operators without a row are in `externs`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _values(form: Form, row: Row) -> dict[str, Attr]:
     return {a.name: given[k] if k < len(given) else a.default for k, a in enumerate(row.args)}
 
 
-#: Rows that complain of a divisor of 0 where they are computed in integers.
+#: Rows that reject a divisor of 0 when they compute integers.
 QUOTIENTS: Final = ("div_floor", "div_trunc", "remainder", "fmod")
 
 
@@ -42,20 +42,20 @@ def _pointwise(e: Emitter, row: Row, found: Arguments) -> None:
     view = e.form.operands[to].view
     assert view is not None
     dtype, result = found.promoted(), row.results[0].dtype.of(found)
-    if kind_of(result) > kind_of(dtype):  # a function of integers that gives floating point
+    if kind_of(result) > kind_of(dtype):  # the function takes integers and gives floating point
         dtype = result
     if kind_of(dtype) is NumberKind.COMPLEX:
-        raise UnsupportedError("kernels have no complex numbers")
+        raise UnsupportedError("generated kernels do not support complex numbers")
     compute = opmath(dtype)
     if compute not in STORED:
-        raise UnsupportedError(f"kernels do not know {compute.label}")
+        raise UnsupportedError(f"generated kernels do not support {compute.label}")
     elements: dict[str, int] = {}
     for name, value in _values(e.form, row).items():
         if isinstance(value, OperandRef):
             node = e.read(value.index, view.sizes)
             elements[name] = node if name in row.truths else e.to(node, compute)
         elif value is not None:
-            # a square is no power, and a divisor that is known is not 0
+            # These values decide what is computed: a square is a product, and a known divisor is not 0.
             decides = name == "b" and (row.opcode == "pow" or (row.opcode in QUOTIENTS and compute not in FLOATS))
             elements[name] = e.number(e.assume(value) if decides else value, compute)
 
@@ -84,20 +84,20 @@ def _fill(e: Emitter) -> None:
 def _compute(dtype: DType) -> DType:
     compute = opmath(dtype)
     if compute not in STORED or kind_of(compute) is NumberKind.COMPLEX:
-        raise UnsupportedError(f"kernels do not know {dtype.label}")
+        raise UnsupportedError(f"generated kernels do not support {dtype.label}")
     return compute
 
 
 def _floating(dtype: DType) -> DType:
-    """As `_compute`, for what is defined on floating point alone."""
+    """As `_compute`, for operations that only floating point has."""
     compute = _compute(dtype)
     if compute not in FLOATS:
-        raise UnsupportedError(f"{dtype.label} is not floating point")
+        raise UnsupportedError(f"a kernel needs floating point here, not {dtype.label}")
     return compute
 
 
 def _reduction(e: Emitter, row: Row, found: Arguments) -> None:
-    """Sums, means, extremes, their places, and truths over dimensions."""
+    """Sums, means, extremes, positions of extremes, and truth values over dimensions."""
     values, result = _values(e.form, row), row.results[0].dtype.of(found)
     reference = values["a"]
     assert isinstance(reference, OperandRef)
@@ -189,14 +189,14 @@ def _layer_norm(e: Emitter, row: Row) -> None:
 
 
 def _operand(e: Emitter, row: Row, name: str) -> int:
-    """The operand that is an argument."""
+    """Return the number of the operand that is the argument `name`."""
     value = _values(e.form, row)[name]
     assert isinstance(value, OperandRef)
     return value.index
 
 
 def _result(e: Emitter) -> tuple[int, View]:
-    """The operand that is the result, and its view."""
+    """Return the number and the view of the operand that is the result."""
     (to,) = result_operands(e.form)
     view = e.form.operands[to].view
     assert view is not None
@@ -204,10 +204,10 @@ def _result(e: Emitter) -> tuple[int, View]:
 
 
 def _triangle(e: Emitter, found: Arguments) -> None:
-    """Elements on one side of a diagonal; zero on the other."""
+    """Keep the elements on one side of a diagonal; the others are zero."""
     to, view = _result(e)
     if len(view.sizes) < 2:
-        raise UnsupportedError("no matrix")
+        raise UnsupportedError("the operand is not a matrix")
     a = e.read(_operand(e, TABLE[e.form.opcode], "a"), view.sizes)
     row, column = e.coordinate(len(view.sizes) - 2), e.coordinate(len(view.sizes) - 1)
     diagonal = e.const(DType.I64, found.integer("diagonal"))
@@ -219,7 +219,7 @@ def _triangle(e: Emitter, found: Arguments) -> None:
 
 
 def _index_of(e: Emitter, row: Row, strides: Sequence[int]) -> int:
-    """The index at a point: the element of `index` that these strides over the space lead to, as i64."""
+    """Return the index at a point as i64: the element of `index` that these strides over the space select."""
     k = _operand(e, row, "index")
     view = e.form.operands[k].view
     assert view is not None
@@ -227,13 +227,13 @@ def _index_of(e: Emitter, row: Row, strides: Sequence[int]) -> int:
     put = e.graph.puts.get(place.slot)
     if put is not None:
         if put.place != place:
-            raise UnsupportedError(f"slot {place.slot} is read otherwise than it was written")
+            raise UnsupportedError(f"slot {place.slot} is read with another layout than it was written with")
         return e.to(put.node, DType.I64)
     return e.to(e.graph.add(GraphNode("load", view.dtype, place=place)), DType.I64)
 
 
 def _moving(view: View) -> list[int]:
-    """Strides, 0 along dimensions of one element."""
+    """Return the strides, with 0 for dimensions of one element."""
     return [0 if n == 1 else s for n, s in zip(view.sizes, view.strides, strict=True)]
 
 
@@ -258,7 +258,7 @@ def _gather(e: Emitter, found: Arguments) -> None:
     row, (to, view) = TABLE["gather"], _result(e)
     a, index = found.view("a"), found.view("index")
     if not a.sizes:
-        raise UnsupportedError("no dimension to gather along")
+        raise UnsupportedError("the operand has no dimension to gather along")
     dim = dim_of(found.integer("dim"), len(a.sizes))
     at = _index_of(e, row, _moving(index))
     strides = [0 if d == dim or view.sizes[d] == 1 else s for d, s in enumerate(a.strides)]
@@ -277,10 +277,10 @@ _NONE: Final[frozenset[int]] = frozenset()
 
 
 def folded_dims(form: Form) -> tuple[tuple[int, ...], frozenset[int]]:
-    """The space of a reduction, and which of its dimensions it folds along; (result sizes, none) if it is none.
+    """Return the index space of a line, and which of its dimensions the line folds; no dimensions if it folds none.
 
     Raises:
-        UnsupportedError: it is no row that kernels know.
+        UnsupportedError: no kernel can be generated for the line.
     """
     opcode = form.opcode
     if opcode in ("copy", "fill"):
@@ -291,7 +291,7 @@ def folded_dims(form: Form) -> tuple[tuple[int, ...], frozenset[int]]:
     if opcode == "extern":
         return externs.space_of(form)
     if row is None:
-        raise UnsupportedError(f"{opcode} is the library's")
+        raise UnsupportedError(f"{opcode} has no generated kernel")
     if row.expr is not None:
         view = form.operands[result_operands(form)[0]].view
         assert view is not None
@@ -308,31 +308,29 @@ def folded_dims(form: Form) -> tuple[tuple[int, ...], frozenset[int]]:
         sizes = found.view("a").sizes
         dims = frozenset(reduced_dims(found))
         if not dims:
-            raise UnsupportedError("there are no dimensions to fold along")
+            raise UnsupportedError("the operand has no dimension to reduce")
         return sizes, dims
     if opcode in ("softmax", "log_softmax", "softmax_backward", "log_softmax_backward"):
         sizes = found.view("a" if "a" in found.values else "grad").sizes
         if not sizes:
-            raise UnsupportedError("there are no dimensions to fold along")
+            raise UnsupportedError("the operand has no dimension to reduce")
         return sizes, frozenset({dim_of(found.integer("dim"), len(sizes))})
-    raise UnsupportedError(f"{opcode} is the library's")
+    raise UnsupportedError(f"{opcode} has no generated kernel")
 
 
 def emit(graph: Graph, line: Line) -> None:
-    """Add what a line computes to a graph.
+    """Add the values of a line to a graph.
 
     Raises:
-        UnsupportedError: it cannot be, or not in this graph; the graph is then half changed.
+        UnsupportedError: no kernel can be generated for the line, or not in this graph. The graph is then incomplete.
     """
     form = line.form
     views = [(o.role is Role.OUT, o.view) for o in form.operands if o.view is not None]
-    results = [
-        0 in v.sizes for out, v in views if out
-    ]  # of several, some may be empty: statistics, where there are none
+    results = [0 in v.sizes for out, v in views if out]  # of several results, some may be empty: unused statistics
     if any(0 in v.sizes for out, v in views if not out) or (results and all(results)):
-        raise UnsupportedError("there is nothing to compute")
+        raise UnsupportedError("an operand or result is empty, so the kernel would compute nothing")
     if graph.closed:
-        raise UnsupportedError("sums by index are a kernel of their own")
+        raise UnsupportedError("sums by index cannot share a kernel with other instructions")
     e = Emitter(graph, line)
     if form.opcode == "copy":
         _copy(e)
@@ -355,4 +353,4 @@ def emit(graph: Graph, line: Line) -> None:
         else:
             _softmax_backward(e, row)
     if len(graph.nodes) > MAX_NODES or len(graph.slots()) > MAX_SLOTS:
-        raise UnsupportedError("the kernel would be too large")
+        raise UnsupportedError(f"the kernel would exceed {MAX_NODES} values or {MAX_SLOTS} slots")

@@ -1,4 +1,4 @@
-"""Settings of the compiler's process, from WOOLY_COMPILER_* variables."""
+"""Settings of the compiler's process. They are read from the WOOLY_COMPILER_* environment variables."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ def _state_dir() -> Path:
 
 
 class CompilerSettings(BaseSettings):
-    """What a compiler needs to know. Times in seconds, memory in bytes.
+    """Settings of a compiler. Times are in seconds, memory is in bytes.
 
     Attributes:
-        nats_url: where NATS is.
-        state_dir: where artifacts and code are kept; several compilers may share it.
-        workers: programs that are compiled at the same time.
-        kernel_workers: kernels of scripts that are compiled at the same time, beside programs.
-        build_s: that compiling one may take.
-        build_memory: address space that it may take.
-        patience_s: how long a request waits for its artifact before it is told to ask again.
+        nats_url: address of NATS.
+        state_dir: folder for artifacts and code of kernels; several compilers may share it.
+        workers: maximum number of programs that are compiled at the same time.
+        kernel_workers: maximum number of scripts' kernels that are compiled at the same time; programs do not count.
+        build_s: maximum time to compile one program.
+        build_memory: maximum address space to compile one program.
+        patience_s: maximum time that a request waits for its artifact; then the reply tells the client to ask again.
     """
 
     model_config = SettingsConfigDict(env_prefix="WOOLY_COMPILER_")

@@ -1,7 +1,7 @@
-"""A program between passes: its instructions that compute, and, apart, where slots begin and end.
+"""A program between passes: its computing instructions, and, apart from them, where slots begin and end.
 
-`alloc` and `free` say how long a slot's bytes live; where they stand among the others means nothing more. Taken out of the
-order, they no longer keep neighbours apart, and the plan puts back those that are still needed.
+`alloc` and `free` only say how long a slot's bytes live. A unit keeps them out of the order of instructions, so that they do not
+separate neighbours. The plan inserts those that are still needed.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class Unit:
     """A program between passes.
 
     Attributes:
-        program: where it came from.
-        facts: what the verifier found.
+        program: the program from which the unit was made.
+        facts: results of the verifier.
         lines: instructions that compute, in an order that keeps every dependency.
-        allocs: per slot that the program allocates, the instruction that does.
-        frees: per slot that the program frees, the instruction that does.
-        removed: per instruction that is no longer there, why.
+        allocs: slot to the instruction that allocates the slot.
+        frees: slot to the instruction that frees the slot.
+        removed: removed instruction to the reason.
     """
 
     program: Program
@@ -39,15 +39,15 @@ class Unit:
     removed: Mapping[int, str]
 
     def inner(self, slot: int) -> bool:
-        """Whether a slot begins and ends within the program: nobody else sees what is in it."""
+        """Whether a slot begins and ends within the program, so that no other code reads its bytes."""
         return slot in self.allocs and slot in self.frees
 
 
 def unit_of(program: Program) -> Unit:
-    """A program as a unit.
+    """Make a unit of a program.
 
     Raises:
-        VerifyError: it breaks a law of WIS.
+        VerifyError: the program breaks a law of WIS.
     """
     facts = verify_program(program)
     lines: list[Line] = []
@@ -67,7 +67,7 @@ def unit_of(program: Program) -> Unit:
 
 
 def text(unit: Unit) -> str:
-    """The lines of a unit, each with the number of its instruction; then what was removed."""
+    """Return the lines of a unit as text, each with its instruction number, then the removed instructions."""
     shown = [f"{line.origin:5}  {line_text(line)}" for line in unit.lines]
     shown += [f"    -  {k} removed: {why}" for k, why in sorted(unit.removed.items())]
     return "\n".join(shown) + "\n"
@@ -95,7 +95,7 @@ def _bounds(unit: Unit) -> str | None:
             if a.view is not None and a.view.end > max(
                 unit.facts.slot_bytes[a.slot], unit.facts.slot_alloc[a.slot] or 0
             ):
-                return f"instruction {line.origin} reaches byte {a.view.end} of slot {a.slot}"
+                return f"instruction {line.origin} accesses byte {a.view.end} of slot {a.slot}, beyond its end"
     return None
 
 
@@ -103,7 +103,7 @@ def _complete(unit: Unit) -> str | None:
     seen = [(line.origin, line.part) for line in unit.lines]
     memory = {*unit.allocs.values(), *unit.frees.values()}
     if len(set(seen)) != len(seen):
-        return "an instruction is there twice"
+        return "an instruction occurs twice"
     missing = set(range(len(unit.program.body))) - {k for k, _ in seen} - memory - set(unit.removed)
     return f"instruction {min(missing)} is missing" if missing else None
 
@@ -114,7 +114,7 @@ def _ordered(unit: Unit) -> str | None:
     for line in unit.lines:
         for a in line.accesses:
             if written.get(a.slot, -1) > line.origin or (a.role is not Role.IN and read.get(a.slot, -1) > line.origin):
-                return f"instruction {line.origin} comes too late for slot {a.slot}"
+                return f"instruction {line.origin} comes after an instruction that depends on it through slot {a.slot}"
         for a in line.accesses:
             table = read if a.role is Role.IN else written
             table[a.slot] = max(table.get(a.slot, -1), line.origin)
@@ -124,16 +124,16 @@ def _ordered(unit: Unit) -> str | None:
 UNIT_LAWS: tuple[Law[[Unit]], ...] = (
     Law("forms", "Every line obeys the laws of its form.", _forms),
     Law("bounds", "Every view lies within its slot.", _bounds),
-    Law("complete", "Every instruction is a line, begins or ends a slot, or is removed for a reason.", _complete),
-    Law("order", "Lines that touch the same slot, one of them writing, are in the program's order.", _ordered),
+    Law("complete", "Every instruction is a line, allocates or frees a slot, or is removed with a reason.", _complete),
+    Law("order", "If lines use the same slot and one of them writes it, they keep the program's order.", _ordered),
 )
 
 
 def verify(unit: Unit) -> None:
-    """Check a unit.
+    """Check the laws of units.
 
     Raises:
-        UnitError: names the law.
+        UnitError: the unit breaks a law; the error names it.
     """
     for law in UNIT_LAWS:
         complaint = law.check(unit)

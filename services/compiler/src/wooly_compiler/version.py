@@ -1,4 +1,6 @@
-"""Which compiler this is: a digest of everything that decides what it makes. Artifacts of another one are not this one's."""
+"""The compiler's version: a digest of all sources that decide its output. A compiler does not use artifacts of another
+version.
+"""
 
 from __future__ import annotations
 
@@ -12,5 +14,7 @@ import wooly_compiler
 
 @functools.cache
 def version() -> str:
-    """Twelve hex digits over the sources of the compiler, of the installed languages of kernels, and of what it speaks."""
+    """Return twelve hex digits over the sources of the compiler, of the installed kernel languages, and of the formats that it
+    uses.
+    """
     return compiler_version(Path(next(iter(wooly_compiler.__path__))))

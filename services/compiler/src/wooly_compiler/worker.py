@@ -1,9 +1,9 @@
-"""The process that compiles programs, with limits: what a program or a vendor's compiler does to it ends there.
+"""The process that compiles programs, with limits. If a program or a vendor's compiler crashes it, the service goes on.
 
     python -m wooly_compiler.worker BYTES CACHE
 
-A request is one of `artifact` (its answer is the artifact), `passes` (the text after every pass), `targets` (what can be
-built here) and `foreign` (the code of a kernel in another language).
+A request is one of `artifact` (the answer is the artifact), `passes` (the text after every pass), `targets` (the targets that
+this machine can build) and `foreign` (the code of a kernel in another language).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from wooly_wis.verifier import verify_program
 
 from wooly_compiler.build.worker import serve
 
-#: Passes of the present request, with when each began and ended.
+#: Passes of the current request, with start and end in ns since 1970.
 STEPS: list[tuple[str, int, int]] = []
 
 
 def answer(request: dict[str, Any]) -> bytes:
-    """What a request asks for."""
+    """Compute the answer to a request."""
     from wooly_compiler import artifacts
     from wooly_compiler.pipeline import Trace
 

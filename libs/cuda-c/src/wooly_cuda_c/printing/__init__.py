@@ -1,1 +1,1 @@
-"""CUDA C to C in which every access is checked: OpenCL C, CUDA C or HIP C, from one tree."""
+"""Prints a tree of CUDA C as OpenCL C, CUDA C or HIP C in which every access is checked."""

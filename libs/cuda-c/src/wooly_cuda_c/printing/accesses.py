@@ -1,29 +1,29 @@
-"""Small functions that a kernel's text calls: checked loads, stores, atomics. Printed once per kind, where they are needed."""
+"""Helper functions of the printed text: checked loads, stores and atomics. Each is printed once per type, if it is used."""
 
 from __future__ import annotations
 
 from wooly_cuda_c.printing.dialects import Dialect
 from wooly_cuda_c.printing.types import F32, F64, Scalar, Struct, Type, Vector
 
-#: What every function of a kernel is handed on.
+#: Parameters that every printed function has: the status words, the block's memory, and the number of the thread.
 CONTEXT = "W_G int *w_status, {local} w_u8 *w_shared, w_u32 w_t"
 PASS = "w_status, w_shared, w_t"
 LOAD, STORE, ATOMIC, ASSERTION, TRAP = 1, 2, 3, 4, 5
 
 
 def _beyond(kind: Type) -> str:
-    """Whether an object is not within. Places are multiples of a power of two even where an index wraps."""
+    """Return a test for an object out of bounds. Offsets are multiples of a power of two, even if an index wraps."""
     if kind.size & (kind.size - 1):
         return f"p.at >= p.n || p.n - p.at < {kind.size}u"
     return "p.at >= p.n"
 
 
 class Helpers:
-    """Functions by name, in the order in which they are first asked for.
+    """The helper functions by name, in the order of their first use.
 
     Args:
-        dialect: which C.
-        threads: of a block.
+        dialect: the dialect of C.
+        threads: number of threads of a block.
     """
 
     def __init__(self, dialect: Dialect, threads: int) -> None:
@@ -33,7 +33,7 @@ class Helpers:
 
     @property
     def text(self) -> str:
-        """All of them."""
+        """The text of all helpers."""
         return "".join(self._texts.values())
 
     def _add(self, name: str, result: str, params: str, body: str) -> str:
@@ -43,13 +43,13 @@ class Helpers:
         return name
 
     def _zero(self, kind: Type) -> tuple[str, str]:
-        """A declaration of a value of zeros, and its name."""
+        """Return a declaration of a zero value, and its name."""
         if isinstance(kind, Vector | Struct):
             return f"  {kind.text} z = {{0}};\n", "z"
         return "", "0"
 
     def load(self, space: str, kind: Type) -> str:
-        """Reads an object, or gives zeros."""
+        """A function that reads an object; out of bounds it returns zeros."""
         declared, zero = self._zero(kind)
         word = self._dialect.spaces[space]
         return self._add(
@@ -61,7 +61,7 @@ class Helpers:
         )
 
     def store(self, space: str, kind: Type) -> str:
-        """Writes an object, or does not; gives the value."""
+        """A function that writes an object and returns the value; out of bounds it writes nothing."""
         word = self._dialect.spaces[space]
         return self._add(
             f"w_store_{space}_{kind.text}",
@@ -72,12 +72,15 @@ class Helpers:
         )
 
     def update(self, space: str, kind: Scalar, op: str, by: Scalar, new: str, before: bool) -> str:
-        """Reads a number, computes, writes it; gives the new one, or the one `before`.
+        """A function that updates a number in memory. It returns the new value, or the old one if `before` is true.
 
         Args:
-            new: text that computes it from ``old`` and ``v``.
-            op: a word for the name.
+            space: memory space of the number.
+            kind: type of the number.
+            new: text that computes the new value from ``old`` and ``v``.
+            op: word for the operation, for the function's name.
             by: type of `v`.
+            before: whether to return the old value.
         """
         load, store = self.load(space, kind), self.store(space, kind)
         return self._add(
@@ -89,7 +92,7 @@ class Helpers:
         )
 
     def atomic(self, space: str, kind: Scalar, what: str) -> str:
-        """An atomic operation on a number, which gives the old one; beyond its bounds it does nothing and gives 0."""
+        """A function with an atomic operation, which returns the old number; out of bounds it does nothing and returns 0."""
         params = f"w_{space}p p, {kind.text} {'c, ' + kind.text + ' ' if what == 'compare' else ''}v, int place"
         return self._add(
             f"w_atomic_{what}_{space}_{kind.name}",
@@ -101,7 +104,7 @@ class Helpers:
 
     def _atomic(self, space: str, kind: Scalar, what: str) -> str:
         dialect, word = self._dialect, self._dialect.spaces[space]
-        # CUDA's 64-bit atomics are of unsigned numbers; the order of signed ones is known for minimum and maximum alone
+        # CUDA's 64-bit atomics take unsigned numbers; only minimum and maximum also take signed ones.
         unsigned = kind.name == "i64" and dialect.name == "cuda" and what not in ("min", "max")
         text = "w_u64" if unsigned else kind.text
         native = kind in (F32, F64)
@@ -130,7 +133,7 @@ class Helpers:
         )
 
     def _by_comparing(self, space: str, kind: Scalar, what: str) -> str:
-        """By comparing and exchanging bits, until nobody came between."""
+        """The body of an atomic operation as a loop of compare-and-swap."""
         bits = "u64" if kind.size == 8 else "u32"
         compare = self.atomic(space, Scalar(bits), "compare")
         to, back = (f"w_as_{bits}_{kind.name}", f"w_as_{kind.name}_{bits}") if kind.real else ("", "")
@@ -149,7 +152,7 @@ class Helpers:
         )
 
     def extreme(self, kind: Scalar, what: str) -> str:
-        """The smaller or the larger of two integers."""
+        """A function for the smaller or the larger of two integers."""
         name = f"w_{what}_{kind.name}"
         sign = "<" if what == "min" else ">"
         self._texts.setdefault(
@@ -160,7 +163,7 @@ class Helpers:
     # -- between threads -----------------------------------------------------------------------------------------------
 
     def lane(self, how: str) -> str:
-        """Whose value a thread of a warp gets, by its own number there, the distance and the width."""
+        """A function that returns the lane whose value a thread gets, from its own lane, the distance and the width."""
         other = {
             "": "(lane & ~(width - 1u)) | (by & (width - 1u))",
             "_up": "(lane & (width - 1u)) >= by ? lane - by : lane",
@@ -176,7 +179,7 @@ class Helpers:
         return name
 
     def shuffle(self, kind: Scalar, how: str) -> str:
-        """The value of another thread of the warp, on devices that can exchange them."""
+        """A function that returns the value of another thread of the warp, on devices with subgroups."""
         lane = self.lane(how)
         body = f"  w_u32 from = {lane}(w_lane(), by, width);\n"
         if kind.size == 4:
@@ -193,7 +196,7 @@ class Helpers:
         )
 
     def folded(self, kind: Scalar, what: str) -> str:
-        """What the named threads of a warp have together (a sum, an extreme, bits), or the mask of those with the same."""
+        """A function that combines values of the masked threads of a warp, or returns the mask of threads with an equal value."""
         least, most = {"i32": ("(-2147483647 - 1)", "2147483647"), "u32": ("0u", "0xffffffffu")}.get(
             kind.name, ("", "")
         )
@@ -226,7 +229,7 @@ class Helpers:
         )
 
     def ballot(self) -> str:
-        """A bit per thread of the warp."""
+        """A function that returns one bit per thread of the warp."""
         if self._dialect.subgroups:
             return self._add("w_vote", "w_u32", "w_u32 mask, int v", "  return w_ballot(mask, v);\n")
         return self._add(
@@ -238,7 +241,7 @@ class Helpers:
         )
 
     def count(self) -> str:
-        """How many threads of the block say yes."""
+        """A function that counts the threads of the block whose value is true."""
         return self._add(
             "w_count",
             "w_i32",

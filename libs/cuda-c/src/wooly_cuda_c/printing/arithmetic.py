@@ -1,4 +1,4 @@
-"""What is printed for operators, and questions about parts of the tree."""
+"""The text of operators, and queries on parts of the tree."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from wooly_cuda_c.syntax.tree import (
     Written,
 )
 
-#: Nodes that may be done without asking whether the launch is to end.
-FREE: Final = 20_000
-#: Bytes of a pointer with its bounds.
+#: Maximum number of nodes that a loop may execute without a check whether the launch must end.
+MAX_UNCHECKED_NODES: Final = 20_000
+#: Size of a pointer with its bounds, in bytes.
 POINTER: Final = 24
-#: Turns of a loop that is not asked.
-FREE_TURNS: Final = 1024
+#: Maximum number of iterations of a loop without a check whether the launch must end.
+MAX_UNCHECKED_TURNS: Final = 1024
 WORDS: Final = {
     "+": "add",
     "-": "sub",
@@ -43,16 +43,16 @@ WORDS: Final = {
     "<<": "shl",
     ">>": "shr",
 }
-ASKS: Final = ("==", "!=", "<", ">", "<=", ">=")
+COMPARISONS: Final = ("==", "!=", "<", ">", "<=", ">=")
 
 
 def held_size(kind: Type) -> int:
-    """Bytes that a value takes where it is printed."""
+    """Return the bytes of a value in the printed text."""
     return POINTER if isinstance(kind, Pointer) else kind.size
 
 
 def operation(op: str, kind: Scalar, x: str, y: str, known: float | int | None) -> str:
-    """Arithmetic with defined results: signed numbers wrap, shifts keep to the width, a quotient by 0 is 0."""
+    """Return the text of an operation with defined results: integers wrap, shifts use the low bits, a division by 0 gives 0."""
     if kind.real:
         return f"({x} {op} {y})"
     if op in ("/", "%"):
@@ -70,19 +70,19 @@ def operation(op: str, kind: Scalar, x: str, y: str, known: float | int | None) 
     return f"(({kind.text})(({unsigned})({x}) {op} ({unsigned})({y})))"
 
 
-def acts(node: object) -> bool:
-    """Whether an expression does more than give a value."""
+def has_side_effects(node: object) -> bool:
+    """Whether an expression has side effects."""
     if isinstance(node, Assign | Call) or (isinstance(node, Unary) and node.op in ("++", "--", "p++", "p--")):
         return True
     if isinstance(node, Node):
-        return any(acts(getattr(node, f)) for c in type(node).__mro__ for f in getattr(c, "__slots__", ()))
+        return any(has_side_effects(getattr(node, f)) for c in type(node).__mro__ for f in getattr(c, "__slots__", ()))
     if isinstance(node, list | tuple):
-        return any(acts(x) for x in node)
+        return any(has_side_effects(x) for x in node)
     return False
 
 
 def joined_root(a: str, b: str) -> str:
-    """What a pointer goes back to that is one or the other."""
+    """Return the root of a pointer that may have either of two roots."""
     if not a or a == b:
         return b
     return a if not b else "one of several arrays"
@@ -96,7 +96,7 @@ def is_readonly(written: Written) -> bool:
 
 
 def field_of(kind: Type, name: str, line: int) -> tuple[int, Type, str]:
-    """Offset, type and printed name of a field."""
+    """Return offset, type and printed name of a field."""
     if isinstance(kind, Vector):
         if name in "xyzw"[: kind.n] and len(name) == 1:
             k = "xyzw".index(name)
@@ -105,11 +105,11 @@ def field_of(kind: Type, name: str, line: int) -> tuple[int, Type, str]:
         for field, field_kind, offset in kind.fields:
             if field == name:
                 return offset, field_kind, f"f_{name}"
-    raise CudaSourceError(f"{kind} has no {name}", line)
+    raise CudaSourceError(f"{kind} has no field {name}", line)
 
 
-def changes(node: object, name: str) -> bool:
-    """Whether a loop's variable may be changed in its body: assigned to, or handed on by its name."""
+def may_change(node: object, name: str) -> bool:
+    """Whether a loop's body may change its variable: by assignment, or by passing it to a function or reference."""
     if isinstance(node, Assign) and isinstance(node.to, Name) and node.to.name == name:
         return True
     if (
@@ -124,7 +124,7 @@ def changes(node: object, name: str) -> bool:
     if isinstance(node, Declare) and isinstance(node.type, ReferenceTo):
         return True
     if isinstance(node, Node):
-        return any(changes(getattr(node, f), name) for c in type(node).__mro__ for f in getattr(c, "__slots__", ()))
+        return any(may_change(getattr(node, f), name) for c in type(node).__mro__ for f in getattr(c, "__slots__", ()))
     if isinstance(node, list | tuple):
-        return any(changes(x, name) for x in node)
+        return any(may_change(x, name) for x in node)
     return False

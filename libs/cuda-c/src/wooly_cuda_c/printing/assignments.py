@@ -1,4 +1,4 @@
-"""Assignments and updates of variables and memory."""
+"""Prints assignments and updates of variables and memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Assignments(FunctionContext):
 
     def _writable(self, to: Value, line: int) -> None:
         if to.place not in ("var", "mem") or isinstance(to.type, Array):
-            raise CudaSourceError("this cannot be assigned to", line)
+            raise CudaSourceError("this expression cannot be assigned to", line)
         if to.readonly or to.space == "c":
             raise CudaSourceError(f"{to.root or 'this'} is const: it cannot be assigned to", line)
 
@@ -52,7 +52,7 @@ class Assignments(FunctionContext):
             return Value(f"({to.text} = {value.text})", to.type, None, "", "", value.varying, value.root)
         store = self.helpers.store(to.space, to.type)
         place = self.whole.place(line, to.root)
-        self.whole.wrote(to.root)
+        self.whole.record_write(to.root)
         return Value(f"{store}({PASS}, {to.text}, {value.text}, {place})", to.type, None, "", "", value.varying)
 
     def _learn_pointer(self, to: Value, value: Value, line: int) -> None:
@@ -67,7 +67,7 @@ class Assignments(FunctionContext):
             self._facts.roots[variable.key] = variable.value.root = root
 
     def _update(self, to: Value, op: str, value: Value, line: int, before: bool) -> Value:
-        """``op=``, ``++`` and ``--``."""
+        """Print ``op=``, ``++`` or ``--``."""
         self._writable(to, line)
         self._learn(to, value.varying)
         varying = to.varying or value.varying
@@ -77,20 +77,22 @@ class Assignments(FunctionContext):
             made = self.converted(made, to.type, line)
             if not before:
                 return Value(f"({to.text} = {made.text})", to.type, None, "", "", varying, to.root)
-            # the value before, out of the one after: as all that is stepped back wraps, it is exact for integers and pointers
+            # Compute the value before from the value after. This is exact for integers and pointers, because they wrap.
             if isinstance(to.type, Scalar) and (to.type.real or to.type == B1):
-                raise CudaSourceError(f"{op}{op} behind {to.type} is not understood as a value", line)
+                raise CudaSourceError(
+                    f"the value of a postfix {op}{op} of {to.type} is not supported: use it as a statement", line
+                )
             after = Value(f"({to.text} = {made.text})", to.type, None, "", "", varying, to.root)
             back = self.operate("-" if op == "+" else "+", after, value, line)
             return self.converted(back, to.type, line)
         kind = to.type
         if not isinstance(kind, Scalar) or not isinstance(value.type, Scalar):
-            raise CudaSourceError(f"{op}= between {kind} and {value.type}", line)
+            raise CudaSourceError(f"{op}= between {kind} and {value.type} is not supported", line)
         old = Value("old", kind)
         new = self._number(self.operate(op, old, Value("v", value.type), line), kind)
         update = self.helpers.update(to.space, kind, WORDS[op], value.type, new.text, before)
         place = self.whole.place(line, to.root)
-        self.whole.wrote(to.root)
+        self.whole.record_write(to.root)
         return Value(
             f"{update}({PASS}, {to.text}, {value.text}, {place})", kind, None, "", "", varying or to.space == "p"
         )

@@ -1,4 +1,4 @@
-"""What is built in, one table each; the reference page is written from them."""
+"""The built-in functions and constants, one table each. The reference page is generated from these tables."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _OF_ONE: Final = (
     "sqrt rsqrt cbrt exp exp2 exp10 expm1 log log2 log10 log1p sin cos tan sinpi cospi asin acos atan sinh cosh tanh "
     "asinh acosh atanh erf erfc tgamma lgamma floor ceil trunc round rint fabs"
 )
-#: Functions of floating point numbers: names without the `f` that makes them single, and how many arguments they take.
+#: Functions of floating-point numbers, without the suffix `f` of the float version, and their number of arguments.
 MATH: Final[dict[str, int]] = (
     dict.fromkeys(
         _OF_ONE.split(),
@@ -17,19 +17,19 @@ MATH: Final[dict[str, int]] = (
     | dict.fromkeys(["pow", "fmod", "atan2", "hypot", "copysign", "fmin", "fmax", "fdim", "remainder"], 2)
     | {"fma": 3}
 )
-#: Other names of the same: CUDA's fast forms are as exact as the others here.
-SAME: Final[dict[str, str]] = {
+#: Other names of these functions. CUDA's fast versions are as accurate as the others here.
+ALIASES: Final[dict[str, str]] = {
     "nearbyint": "rint", "nearbyintf": "rintf", "__expf": "expf", "__exp10f": "exp10f", "__logf": "logf", "__log2f": "log2f",
     "__log10f": "log10f", "__sinf": "sinf", "__cosf": "cosf", "__tanf": "tanf", "__powf": "powf", "__fsqrt_rn": "sqrtf",
     "__frsqrt_rn": "rsqrtf", "__fmaf_rn": "fmaf", "__fma_rn": "fma", "__dsqrt_rn": "sqrt",
 }  # fmt: skip
-#: Operators by a name.
+#: Functions that are operators.
 OPERATORS: Final[dict[str, tuple[str, str]]] = {
     f"__{kind}{name}_rn": (op, scalar)
     for kind, scalar in (("f", "f32"), ("d", "f64"))
     for name, op in (("add", "+"), ("sub", "-"), ("mul", "*"), ("div", "/"))
 } | {"__fdividef": ("/", "f32"), "__mul24": ("*", "i32"), "__umul24": ("*", "u32")}
-#: Functions with fixed types: arguments, result.
+#: Functions with fixed types: argument types, result type.
 PLAIN: Final[dict[str, tuple[tuple[str, ...], str]]] = {
     "__popc": (("u32",), "i32"), "__popcll": (("u64",), "i32"), "__clz": (("i32",), "i32"), "__clzll": (("i64",), "i32"),
     "__ffs": (("i32",), "i32"), "__ffsll": (("i64",), "i32"), "__brev": (("u32",), "u32"), "__mulhi": (("i32", "i32"), "i32"),
@@ -40,7 +40,7 @@ PLAIN: Final[dict[str, tuple[tuple[str, ...], str]]] = {
     "__uint2float_rn": (("u32",), "f32"), "__double2float_rn": (("f64",), "f32"), "__saturatef": (("f32",), "f32"),
     "__frcp_rn": (("f32",), "f32"), "lrintf": (("f32",), "i64"), "__sad": (("i32", "i32", "u32"), "u32"),
 }  # fmt: skip
-#: Functions of numbers of 16 bits: arguments, result; `h` is either of the two such types.
+#: Functions of 16-bit floats: argument types, result type.
 HALVES: Final[dict[str, tuple[tuple[str, ...], str]]] = {
     "__half2float": (("f16",), "f32"), "__float2half": (("f32",), "f16"), "__float2half_rn": (("f32",), "f16"),
     "__double2half": (("f64",), "f16"), "__int2half_rn": (("i32",), "f16"), "__bfloat162float": (("bf16",), "f32"),
@@ -57,18 +57,18 @@ HALF_OPERATORS: Final[dict[str, str]] = {
     "__heq": "==", "__hne": "!=", "__hlt": "<", "__hle": "<=", "__hgt": ">", "__hge": ">=",
 }  # fmt: skip
 HALF_MORE: Final = ("__hfma", "__hneg", "__hmin", "__hmax", "__hisnan")
-#: Functions of one number of 16 bits, by those of a float.
+#: Functions of one 16-bit float, by the names of the float functions.
 HALF_MATH: Final[dict[str, str]] = {
     f"h{n}": n
     for n in "sqrt rsqrt exp exp2 exp10 log log2 log10 sin cos tanh floor ceil rint trunc".split()  # noqa: SIM905
 } | {"__habs": "fabs"}
-#: Questions about a floating point number.
-ASKED: Final = ("isnan", "isinf", "isfinite", "signbit")
-#: Numbers of any kind, in their common type.
+#: Tests of a floating-point number.
+TESTS: Final = ("isnan", "isinf", "isfinite", "signbit")
+#: Functions of two numbers of any type, computed in their common type.
 EXTREMES: Final = {"min": "min", "max": "max", "umin": "min", "umax": "max"}
-#: Loads with a hint that means nothing here.
+#: Loads with a cache hint, which is ignored.
 LOADS: Final = ("__ldg", "__ldca", "__ldcg", "__ldcs")
-#: Atomic operations: what they do, and for which types.
+#: Atomic operations, with the types that they support.
 ATOMICS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
     "atomicAdd": ("add", ("i32", "u32", "i64", "u64", "f32", "f64")),
     "atomicSub": ("sub", ("i32", "u32")),
@@ -82,38 +82,38 @@ ATOMICS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
     "atomicDec": ("decrease", ("u32",)),
     "atomicCAS": ("compare", ("i32", "u32", "i64", "u64")),
 }
-#: All threads of a block wait for each other: where every thread comes by, or none does.
+#: Barriers of a block: all threads or no thread must reach them.
 BARRIERS: Final = ("__syncthreads", "__syncwarp", "__syncthreads_count", "__syncthreads_and", "__syncthreads_or")
 FENCES: Final = ("__threadfence", "__threadfence_block", "__threadfence_system")
-#: Between the 32 threads of a warp. Without subgroups they go through shared memory, and bind like a barrier.
+#: Exchanges between the 32 threads of a warp. Without subgroups they use shared memory and act as a barrier.
 WARP: Final = (
     "__shfl_sync", "__shfl_up_sync", "__shfl_down_sync", "__shfl_xor_sync", "__ballot_sync", "__any_sync", "__all_sync",
     "__reduce_add_sync", "__reduce_min_sync", "__reduce_max_sync", "__reduce_and_sync", "__reduce_or_sync", "__reduce_xor_sync",
     "__match_any_sync",
 )  # fmt: skip
 SHUFFLED: Final = ("i32", "u32", "i64", "u64", "f32", "f64")
-#: Known, and not offered: what to do instead.
-ABSENT: Final[dict[str, str]] = {
-    "__activemask": "name the threads: 0xffffffff",
+#: Known functions that are not supported, and what to use instead.
+UNSUPPORTED: Final[dict[str, str]] = {
+    "__activemask": "write the mask: 0xffffffff",
     "__match_all_sync": "compare values through shared memory",
-    "__nanosleep": "a kernel does not wait",
-    "clock": "a kernel has no clock",
-    "clock64": "a kernel has no clock",
+    "__nanosleep": "kernels cannot wait",
+    "clock": "kernels have no clock",
+    "clock64": "kernels have no clock",
     "sincosf": "call sinf and cosf",
     "sincos": "call sin and cos",
     "memcpy": "copy in a loop",
     "memset": "write in a loop",
-    "__shfl": "say which threads take part: __shfl_sync",
-    "__shfl_down": "say which threads take part: __shfl_down_sync",
-    "__shfl_up": "say which threads take part: __shfl_up_sync",
-    "__shfl_xor": "say which threads take part: __shfl_xor_sync",
-    "__ballot": "say which threads take part: __ballot_sync",
-    "__any": "say which threads take part: __any_sync",
-    "__all": "say which threads take part: __all_sync",
+    "__shfl": "use __shfl_sync with a mask of threads",
+    "__shfl_down": "use __shfl_down_sync with a mask of threads",
+    "__shfl_up": "use __shfl_up_sync with a mask of threads",
+    "__shfl_xor": "use __shfl_xor_sync with a mask of threads",
+    "__ballot": "use __ballot_sync with a mask of threads",
+    "__any": "use __any_sync with a mask of threads",
+    "__all": "use __all_sync with a mask of threads",
 }
-#: Where a thread is. The first varies from thread to thread, the others do not.
+#: Indices and sizes of threads and blocks. The first differs between threads of a block, the others do not.
 PLACES: Final = {"threadIdx": "tid", "blockIdx": "bid", "blockDim": "bdim", "gridDim": "gdim"}
-#: Numbers by name.
+#: Constants by name: type, value.
 NUMBERS: Final[dict[str, tuple[str, str]]] = {
     "INFINITY": ("f32", "inf"), "CUDART_INF_F": ("f32", "inf"), "CUDART_INF": ("f64", "inf"), "HUGE_VALF": ("f32", "inf"),
     "NAN": ("f32", "nan"), "CUDART_NAN_F": ("f32", "nan"), "CUDART_NAN": ("f64", "nan"),

@@ -1,4 +1,4 @@
-"""Calls of what is built in, and clear words for what is not."""
+"""Prints calls of built-in functions, and rejects unsupported ones with a clear message."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
 
 
 def call(printer: FunctionContext, node: Call) -> Value:
-    """What a call gives.
+    """Return the value of a call.
 
     Raises:
-        CudaSourceError: there is no such function, or not for these arguments.
+        CudaSourceError: the function does not exist, or does not take these arguments.
     """
     name = node.name.name
     own = printer.whole.unit.functions.get(name)
     if own is not None:
         return call_own(printer, node, own)
-    name = builtins.SAME.get(name, name)
+    name = builtins.ALIASES.get(name, name)
     for group, found in _GROUPS:
         if name in group:
             return found(printer, node, name)
@@ -55,8 +55,8 @@ def call(printer: FunctionContext, node: Call) -> Value:
         return Value(
             printer.built(kind, [v.text for v in values]), kind, None, "", "", any(v.varying for v in values)
         )  # fmt: skip
-    if name in builtins.ABSENT:
-        raise CudaSourceError(f"{name} is not offered: {builtins.ABSENT[name]}", node.line)
+    if name in builtins.UNSUPPORTED:
+        raise CudaSourceError(f"{name} is not supported: {builtins.UNSUPPORTED[name]}", node.line)
     if name in REFUSED:
         raise CudaSourceError(f"{name}: {REFUSED[name]}", node.line)
     raise CudaSourceError(f"there is no function {name}", node.line)
@@ -65,9 +65,9 @@ def call(printer: FunctionContext, node: Call) -> Value:
 def _arguments(printer: FunctionContext, node: Call, *counts: int) -> list[Value]:
     if len(node.args) not in counts:
         wanted = " or ".join(str(n) for n in counts)
-        raise CudaSourceError(f"{node.name.name} takes {wanted} arguments, {len(node.args)} were given", node.line)
+        raise CudaSourceError(f"{node.name.name} takes {wanted} arguments, not {len(node.args)}", node.line)
     if node.name.template is not None:
-        raise CudaSourceError(f"{node.name.name} is no template", node.line)
+        raise CudaSourceError(f"{node.name.name} is not a template", node.line)
     return [printer.value(a) for a in node.args]
 
 
@@ -75,7 +75,7 @@ def _scalars(printer: FunctionContext, node: Call, *counts: int) -> list[tuple[V
     out = []
     for value in _arguments(printer, node, *counts):
         if not isinstance(value.type, Scalar):
-            raise CudaSourceError(f"{node.name.name} of {value.type}", node.line)
+            raise CudaSourceError(f"{node.name.name} does not take {value.type}", node.line)
         out.append((value, value.type))
     return out
 
@@ -189,19 +189,21 @@ def _atomic(printer: FunctionContext, node: Call, name: str) -> Value:
     to = printer.at(pointer, node.line)
     if not isinstance(to.type, Scalar) or to.type.name not in kinds:
         raise CudaSourceError(
-            f"{name} of {to.type} is not offered: it is for {', '.join(str(Scalar(k)) for k in kinds)}", node.line
+            f"{name} of {to.type} is not supported: it takes {', '.join(str(Scalar(k)) for k in kinds)}", node.line
         )
     if to.readonly or to.space == "c":
-        raise CudaSourceError(f"{to.root or 'this'} is const: no {name}", node.line)
+        raise CudaSourceError(f"{to.root or 'this'} is const: {name} cannot change it", node.line)
     if to.space == "p":
-        raise CudaSourceError(f"{name} of what one thread alone has", node.line)
+        raise CudaSourceError(
+            f"{name} needs shared or global memory, but this variable belongs to one thread", node.line
+        )
     values = [printer.converted(v, to.type, node.line) for v in given]
     if what == "sub":
         what = "add"
         values = [printer.converted(printer.operate("-", Value("0", I32, 0), values[0], node.line), to.type, node.line)]
     helper = printer.helpers.atomic(to.space, to.type, what)
     place = printer.whole.place(node.line, to.root)
-    printer.whole.wrote(to.root)
+    printer.whole.record_write(to.root)
     text = f"{helper}({PASS}, {to.text}, {', '.join(v.text for v in values)}, {place})"
     return Value(text, to.type, None, "", "", True)
 
@@ -215,7 +217,7 @@ def _barrier(printer: FunctionContext, node: Call, name: str) -> Value:
     )
     if name == "__syncwarp" and printer.dialect.subgroups:
         return Value(printer.dialect.fence, VOID)
-    printer.all_threads(name, node.line, name == "__syncwarp")
+    printer.require_all_threads(name, node.line, name == "__syncwarp")
     if not counts:
         if printer.grouped:
             printer.boundary()
@@ -225,7 +227,7 @@ def _barrier(printer: FunctionContext, node: Call, name: str) -> Value:
         how = {"__syncthreads_count": "w_count", "__syncthreads_and": "w_every", "__syncthreads_or": "w_some"}[name]
         return Value(f"{how}({truth.text})", I32)
     if not printer.grouped:
-        return Value("0", I32)  # not yet: it is printed again
+        return Value("0", I32)  # a placeholder: the function is printed again
     votes = printer.kept("w_b1", truth.text, 1)
     printer.boundary()
     text = printer.block_value("w_i32", f"{printer.helpers.count()}({PASS}, {votes})")
@@ -242,7 +244,7 @@ def _fence(printer: FunctionContext, node: Call, name: str) -> Value:
 
 
 def _half(printer: FunctionContext, node: Call, name: str) -> Value:
-    """Functions of numbers of 16 bits: computed as floats, rounded once."""
+    """Print a function of 16-bit floats: it computes a float and rounds once."""
     line = node.line
     if name in builtins.HALVES:
         kinds, result = builtins.HALVES[name]
@@ -257,13 +259,13 @@ def _half(printer: FunctionContext, node: Call, name: str) -> Value:
     given = _scalars(printer, node, count)
     kind = next((k for _, k in given if k.half), None)
     if kind is None:
-        raise CudaSourceError(f"{name} of {given[0][1]}: it is for __half and __nv_bfloat16", line)
+        raise CudaSourceError(f"{name} of {given[0][1]} is not supported: it takes __half and __nv_bfloat16", line)
     values = [printer.converted(v, kind, line) for v, _ in given]
     varying = any(v.varying for v in values)
     if name in builtins.HALF_OPERATORS:
         left, right = values
         return printer.operate(builtins.HALF_OPERATORS[name], left, right, line)
-    if name == "__hfma":  # the product is exact in a double, and so, but for the smallest, is the sum
+    if name == "__hfma":  # a double holds the product exactly, and the sum too, except for the smallest numbers
         a, b, c = [printer.converted(v, F64, line).text for v in values]
         return printer.converted(Value(f"({a} * {b} + {c})", F64, None, "", "", varying), kind, line)
     singles = [printer.converted(v, F32, line).text for v in values]
@@ -278,7 +280,7 @@ def _half(printer: FunctionContext, node: Call, name: str) -> Value:
 
 
 def _folded(printer: FunctionContext, node: Call, name: str) -> Value:
-    """What threads of a warp have together, or which of them have the same."""
+    """Print a combination of values of a warp's threads, or the mask of threads with an equal value."""
     given = _scalars(printer, node, 2)
     what = name.split("_")[3] if name.startswith("__reduce") else "match"
     kind = U32 if what in ("and", "or", "xor") else promoted(given[1][1])
@@ -288,18 +290,18 @@ def _folded(printer: FunctionContext, node: Call, name: str) -> Value:
         kind = Scalar("u64" if kind.size == 8 else "u32")
         value = Value(f"w_as_{kind.name}_{wide.name}({value.text})", kind, None, "", "", value.varying)
     elif given[1][1].real or (kind.size != 4 and what != "match"):
-        raise CudaSourceError(f"{name} of {given[1][1]} is not offered: it is for int and unsigned int", node.line)
+        raise CudaSourceError(f"{name} of {given[1][1]} is not supported: it takes int and unsigned int", node.line)
     else:
         value = printer.converted(given[1][0], kind, node.line)
     if not printer.dialect.subgroups:
-        printer.all_threads(f"{name} (on a device without subgroups)", node.line, True)
+        printer.require_all_threads(f"{name} (on a device without subgroups)", node.line, True)
     mask = printer.converted(given[0][0], U32, node.line)
     result = U32 if what == "match" else kind
     if printer.dialect.subgroups:
         helper = printer.helpers.folded(kind, what)
         return Value(f"{helper}({PASS}, {mask.text}, {value.text})", result, None, "", "", True)
     if not printer.grouped:
-        return Value("0", result, None, "", "", True)  # not yet: it is printed again
+        return Value("0", result, None, "", "", True)  # a placeholder: the function is printed again
     masks, values = printer.kept("w_u32", mask.text, 4), printer.kept(kind.text, value.text, kind.size)
     printer.boundary()
     return Value(f"{printer.helpers.folded(kind, what)}({PASS}, {masks}[w_t], {values})", result, None, "", "", True)
@@ -311,11 +313,11 @@ def _warp(printer: FunctionContext, node: Call, name: str) -> Value:
     shuffle = name.startswith("__shfl")
     given = _scalars(printer, node, *((3, 4) if shuffle else (2,)))
     if not printer.dialect.subgroups:
-        printer.all_threads(f"{name} (on a device without subgroups)", node.line, True)
+        printer.require_all_threads(f"{name} (on a device without subgroups)", node.line, True)
     mask = printer.converted(given[0][0], U32, node.line)
     if not shuffle:
         truth = printer.as_truth(given[1][0], node.line)
-        # all say yes where none says no
+        # All values are true if no value is false.
         asked = f"(!{truth.text})" if name == "__all_sync" else truth.text
         if printer.dialect.subgroups:
             text = f"{printer.helpers.ballot()}({PASS}, {mask.text}, {asked})"
@@ -324,12 +326,12 @@ def _warp(printer: FunctionContext, node: Call, name: str) -> Value:
             printer.boundary()
             text = f"{printer.helpers.ballot()}({PASS}, {masks}[w_t], {votes})"
         else:
-            text = "0u"  # not yet: it is printed again
+            text = "0u"  # a placeholder: the function is printed again
         if name == "__ballot_sync":
             return Value(text, U32, None, "", "", True)
         return Value(f"({text} {'==' if name == '__all_sync' else '!='} 0u ? 1 : 0)", I32, None, "", "", True)
     value, kind = given[1]
-    if kind.half:  # a float has all of its digits
+    if kind.half:  # a float holds it exactly
         single = Value(printer.converted(value, F32, node.line).text, F32, None, "", "", value.varying)
         return printer.converted(_shuffled(printer, node, name, given, mask, single, F32), kind, node.line)
     return _shuffled(printer, node, name, given, mask, value, kind)
@@ -354,11 +356,11 @@ def _shuffled(
         helper = printer.helpers.shuffle(kind, how)
         return Value(f"{helper}({PASS}, {mask.text}, {value.text}, {by.text}, {width})", kind, None, "", "", True)
     if not printer.grouped:
-        return Value(value.text, kind, None, "", "", True)  # not yet: it is printed again
+        return Value(value.text, kind, None, "", "", True)  # a placeholder: the function is printed again
     values = printer.kept(kind.text, value.text, kind.size)
     source = printer.kept("w_u32", f"(w_t & ~31u) | {printer.helpers.lane(how)}(w_t & 31u, {by.text}, {width})", 4)
     printer.boundary()
-    # a thread that is not there gives nothing
+    # If the source thread does not exist, the thread gets its own value.
     text = f"{values}[{source}[w_t] < {printer.whole.threads}u ? {source}[w_t] : w_t]"
     return Value(text, kind, None, "", "", True)
 
@@ -388,7 +390,7 @@ _GROUPS = (
         (*builtins.HALVES, *builtins.HALF_BITS, *builtins.HALF_OPERATORS, *builtins.HALF_MATH, *builtins.HALF_MORE),
         _half,
     ),
-    (builtins.ASKED, _asked),
+    (builtins.TESTS, _asked),
     (builtins.LOADS, _load),
     (("assert",), _assert),
     (("__trap",), _trap),

@@ -1,7 +1,7 @@
-"""What printing a function has to go by: its text so far, where in it we are, and what is known of its values.
+"""The state of printing a function: its text so far, the position in it, and what is known of its values.
 
-The printers of statements, declarations and expressions derive from `FunctionContext`; what each asks of the others is declared
-here.
+The printers of statements, declarations and expressions derive from `FunctionContext`. It declares the methods that they call on
+each other.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
 
 class FunctionContext(ABC):
-    """One function that is being printed for given arguments.
+    """One function while it is printed for given arguments.
 
     Args:
-        whole: the translation it is part of.
-        instance: which function, with which types.
-        facts: what is known of it already; more is added.
+        whole: the translation of the whole kernel.
+        instance: the function, with its types.
+        facts: what earlier passes learned of it; this pass adds more.
     """
 
     def __init__(self, whole: Translation, instance: Instance, facts: Facts) -> None:
@@ -54,12 +54,12 @@ class FunctionContext(ABC):
         self._lines: list[str] = []
         self._indent = 1
         self._names = 0
-        #: lines of conditions on which threads differ, innermost last; whether it is an `if`
+        #: Conditions that differ between threads, innermost last: the line, and whether it is an `if`.
         self._control: list[tuple[int, bool]] = []
-        #: array of who takes part, and the first that does
+        #: Printed names of the mask of active threads, and of the first active thread.
         self._mask = "w_active" if instance.masked else ""
         self._first = "w_first" if instance.masked else "0u"
-        #: line of a return that only some threads took
+        #: Line of a return that only some threads executed; 0 if there is none.
         self._left = 0
         self._loops: list[Loop | Switch] = []
         self.weight = 0
@@ -67,57 +67,57 @@ class FunctionContext(ABC):
         self.private = 0
         self.barriers = 0
         self.blocks = 0
-        #: bytes of a block's memory for what lasts over barriers
+        #: Bytes of the block's memory for variables that are needed after a barrier.
         self.lasting = 0
-        #: what is wrong if nothing more is learned
-        self.complaint: CudaSourceError | None = None
-        #: printed for the whole block
+        #: The error to raise if this pass learns nothing new.
+        self.pending_error: CudaSourceError | None = None
+        #: Whether the function is printed for the whole block.
         self._group = self.dialect.flat and id(self._function) in facts.barriers
         self._hoisted: list[str] = []
-        #: statements around this one
+        #: Statements around the current one.
         self._around: list[Node] = []
-        #: how many of them are one thread's
+        #: Number of statements around the current one that each thread executes on its own.
         self._nest = 0
         self._region = False
         self._jumps = 0
         self._label = ""
         self._continues: dict[int, str] = {}
-        #: inside of what is not done by every thread that does the statement
+        #: Number of enclosing expressions that not every thread may evaluate.
         self._maybe = 0
 
-    # -- what printers ask of each other -----------------------------------------------------------------------------
+    # -- methods that the printers call on each other ----------------------------------------------------------------
 
     @abstractmethod
     def value(self, node: Node) -> Value:
-        """An expression's value, read."""
+        """Print an expression and return its value, loaded from memory."""
 
     @abstractmethod
     def expression(self, node: Node) -> Value:
-        """An expression."""
+        """Print an expression."""
 
     @abstractmethod
     def converted(self, value: Value, kind: Type, line: int) -> Value:
-        """A value as one of another type."""
+        """Convert a value to another type."""
 
     @abstractmethod
     def as_truth(self, value: Value, line: int) -> Value:
-        """A value as a condition."""
+        """Convert a value to a condition."""
 
     @abstractmethod
     def loaded(self, value: Value, line: int) -> Value:
-        """What a place holds."""
+        """Load the value of an object in memory."""
 
     @abstractmethod
     def memory(self, value: Value, line: int) -> Value:
-        """A value that lies in memory."""
+        """Give a value an address in memory."""
 
     @abstractmethod
     def built(self, kind: Type, parts: Sequence[str]) -> str:
-        """The text of a value that is made of parts."""
+        """Return the text that makes a vector or struct of its parts."""
 
     @abstractmethod
     def operate(self, op: str, a: Value, b: Value, line: int) -> Value:
-        """A binary operation."""
+        """Print a binary operation."""
 
     @abstractmethod
     def _truth(self, node: Node) -> Value: ...
@@ -143,11 +143,11 @@ class FunctionContext(ABC):
     @abstractmethod
     def _effect(self, node: Node) -> str: ...
 
-    # -- the text, and where in it we are ------------------------------------------------------------------------------
+    # -- the text, and the position in it ------------------------------------------------------------------------------
 
     @property
     def grouped(self) -> bool:
-        """Whether it is printed for the whole block."""
+        """Whether the function is printed for the whole block."""
         return self._group
 
     def result_type(self) -> Type:
@@ -157,7 +157,7 @@ class FunctionContext(ABC):
         if isinstance(written, PointerTo):
             return self._facts.result or self.types.of(written, self.bound, self._function.line)
         if isinstance(written, ReferenceTo):
-            raise CudaSourceError("functions that give references are not understood", self._function.line)
+            raise CudaSourceError("functions that return references are not supported", self._function.line)
         return self.types.of(written, self.bound, self._function.line)
 
     def _fresh(self, name: str) -> str:
@@ -169,8 +169,8 @@ class FunctionContext(ABC):
             raise CudaSourceError(f"{name} is declared twice", line)
         self._scopes[-1][name] = variable
 
-    def _say(self, text: str) -> None:
-        """A line of what every thread does."""
+    def _thread_line(self, text: str) -> None:
+        """Add a line that every thread executes."""
         if self._group and self._nest == 0 and not self._region:
             self._region = True
             self._jumps += 1
@@ -183,11 +183,13 @@ class FunctionContext(ABC):
         self.line(("  " if self._region else "") + text)
 
     def line(self, text: str) -> None:
-        """A line of what the block does."""
+        """Add a line that the block executes once."""
         self._lines.append("  " * self._indent + text)
 
     def boundary(self) -> None:
-        """Every thread has got here. Conditions that follow are asked of the first thread."""
+        """End the current loop over threads: every thread reaches this point. The first thread evaluates the conditions that
+        follow.
+        """
         if self._region and self._nest == 0:
             self._region = False
             self.line(f"  {self._label}: ;")
@@ -195,36 +197,38 @@ class FunctionContext(ABC):
             self.line(f"w_t = {self._first};")
 
     def _kept(self, kind: str, size: int, name: str, n: int = 1) -> str:
-        """A place per thread for `n` objects, for the whole function: in the block's memory, as threads take turns."""
+        """Reserve memory for `n` objects per thread, for the whole function. It is in the block's memory, because threads take
+        turns.
+        """
         at, word = self.lasting, self.dialect.spaces["l"]
         self.lasting += -(-size * n * self.whole.threads // 16) * 16
         self._hoisted.append(f"  {word} {kind} *{name} = ({word} {kind} *)(w_shared + W_{self._instance.name} + {at});")
         return f"{name}[w_t]"
 
     def kept(self, kind: str, text: str, size: int) -> str:
-        """A value of every thread, put where it lasts; the array's name."""
+        """Store a value of every thread beyond the next barrier, and return the array's name."""
         name = self._fresh("kept")
-        self._say(f"{self._kept(kind, size, name)} = {text};")
+        self._thread_line(f"{self._kept(kind, size, name)} = {text};")
         return name
 
     def votes(self, text: str) -> str:
-        """Answers of all threads: of those that are not here, no."""
+        """Store a truth value of every thread; it is false for inactive threads."""
         name = self._fresh("votes")
         place = self._kept("w_b1", 1, name)
         if self._mask or self._left:
             self.boundary()
             self.line(f"for (w_u32 k = 0u; k < {self.whole.threads}u; k++) {name}[k] = 0;")
-        self._say(f"{place} = {text};")
+        self._thread_line(f"{place} = {text};")
         return name
 
     def room(self, kind: Type) -> str:
-        """An array with a place per thread."""
+        """Reserve an array with one element per thread."""
         name = self._fresh("room")
         self._kept(kind.text, held_size(kind), name)
         return name
 
     def block_value(self, kind: str, text: str) -> str:
-        """A value of the whole block."""
+        """Store a value of the whole block."""
         name = self._fresh("block")
         self._hoisted.append(f"  {kind} {name};")
         self.line(f"{name} = {text};")
@@ -233,7 +237,7 @@ class FunctionContext(ABC):
     def _count(self, n: int = 1) -> None:
         self.weight += n
         self.free += n
-        self.whole.spend(n, self._function.line)
+        self.whole.count_work(n, self._function.line)
 
     def _mark(self, variable: Variable | None) -> None:
         if variable is not None:
@@ -249,37 +253,39 @@ class FunctionContext(ABC):
             self._control.pop()
 
     @contextmanager
-    def _perhaps(self, varying: bool, line: int) -> Iterator[None]:
+    def _conditionally(self, varying: bool, line: int) -> Iterator[None]:
         self._maybe += 1
         with self._under(varying, line):
             yield
         self._maybe -= 1
 
-    def all_threads(self, what: str, line: int, warp: bool = False) -> None:
-        """Some threads alone must not come by; those of a warp may, where they were told apart by an `if`."""
+    def require_all_threads(self, what: str, line: int, warp: bool = False) -> None:
+        """Raise an error unless all threads reach this point. For a warp, threads excluded by an `if` may be missing."""
         cause = 0
         if self._left:
-            cause, why = self._left, "some threads have returned in line {}"
+            cause, why = self._left, "some threads returned in line {}"
         elif self._control and not (warp and self.masked):
-            cause, why = self._control[-1][0], "threads of a block may disagree on line {}"
+            cause, why = self._control[-1][0], "the condition in line {} may differ between threads"
         elif self._instance.divergent and not (warp and self._instance.masked):
-            cause, why = self._instance.divergent, "some threads alone may come here, by line {}"
+            cause, why = self._instance.divergent, "only some threads may get here, because of line {}"
         if cause:
-            raise CudaSourceError(f"{what} must be where all threads of a block come by: {why.format(cause)}", line)
+            raise CudaSourceError(f"all threads of a block must reach {what}: {why.format(cause)}", line)
         if self._maybe and self.dialect.flat:
-            self.complaint = CudaSourceError(f"{what} inside of ?:, && or ||: put it into a statement of its own", line)
+            self.pending_error = CudaSourceError(
+                f"{what} inside of ?:, && or || is not supported: write it as a separate statement", line
+            )
         if self._group and any(isinstance(x, Switch) for x in self._around):
-            self.complaint = CudaSourceError(f"{what} inside of a switch is not understood: use if", line)
-        self.meet(warp)
+            self.pending_error = CudaSourceError(f"{what} inside of a switch is not supported: use if", line)
+        self.record_barrier(warp)
 
     @property
     def masked(self) -> bool:
-        """Whether threads that are not here were all told apart by an `if`."""
+        """Whether all missing threads were excluded by an `if`."""
         away = self._left or (self._instance.divergent and not self._instance.masked)
         return not away and all(choice for _, choice in self._control)
 
-    def meet(self, warp: bool) -> None:
-        """There is a barrier here, or an exchange within warps."""
+    def record_barrier(self, warp: bool) -> None:
+        """Record a barrier, or an exchange within warps."""
         self.barriers += 1
         self.blocks += not warp
         self._facts.barriers.update(id(x) for x in self._around)
@@ -287,18 +293,20 @@ class FunctionContext(ABC):
 
     @property
     def cause(self) -> int:
-        """The line because of which some threads alone may be here; 0 if there is none."""
+        """The line because of which only some threads may get here; 0 if there is none."""
         return self._left or (self._control[-1][0] if self._control else 0) or self._instance.divergent
 
     @property
     def active(self) -> str:
-        """Arguments of a function for the whole block that some threads alone call: who they are, and the first."""
+        """The arguments for a function of the whole block that only some threads call: the mask of these threads, and the first
+        one.
+        """
         return f"{self._mask}, {self._first}"
 
     def at(self, pointer: Value, line: int) -> Value:
-        """The object that a pointer points to."""
+        """Return the object that a pointer points to."""
         return self._at(pointer, None, line)
 
     def select(self, condition: str, a: Value, b: Value, kind: Scalar) -> Value:
-        """One of two values, by a text."""
+        """Print the selection of one of two values by a condition."""
         return Value(f"({condition} ? {a.text} : {b.text})", kind, None, "", "", a.varying or b.varying)

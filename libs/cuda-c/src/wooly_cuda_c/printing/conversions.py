@@ -1,4 +1,4 @@
-"""Values in another type: what is at a place, conversions by C's rules, casts, vectors and structs from values."""
+"""Prints conversions: loads from memory, C's conversions, casts, and vectors and structs made of values."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Conversions(FunctionContext):
     """Part of `FunctionPrinter`."""
 
     def loaded(self, value: Value, line: int) -> Value:
-        """What is at a place."""
+        """Load a value from memory."""
         if value.place != "mem":
             if value.const is not None and isinstance(value.type, Scalar):
                 text = literal(value.type, value.const)
@@ -47,7 +47,7 @@ class Conversions(FunctionContext):
                 value.text, Pointer(value.type.of, value.space, value.readonly), None, "", "", value.varying, value.root
             )
         if isinstance(value.type, Void):
-            raise CudaSourceError("nothing is known of what a void pointer points to", line)
+            raise CudaSourceError("a void pointer cannot be read, because its type is not known: cast it", line)
         load = self.helpers.load(value.space, value.type)
         place = self.whole.place(line, value.root)
         varying = value.varying or value.space == "p"
@@ -60,7 +60,7 @@ class Conversions(FunctionContext):
         if isinstance(value.type, Pointer):
             return Value(f"({value.text}.n != 0)", B1, None, "", "", value.varying)
         if not isinstance(value.type, Scalar):
-            raise CudaSourceError(f"{value.type} is neither true nor false", line)
+            raise CudaSourceError(f"{value.type} cannot be a condition", line)
         if value.type == B1:
             return value
         if value.type.half:
@@ -69,7 +69,7 @@ class Conversions(FunctionContext):
         return Value(f"({value.text} != 0)", B1, const, "", "", value.varying)
 
     def converted(self, value: Value, kind: Type, line: int) -> Value:
-        """A value in another type, by C's rules for assignments."""
+        """Convert a value to another type, by C's rules for assignments."""
         if value.type == kind:
             return value
         if isinstance(kind, Scalar) and isinstance(value.type, Scalar):
@@ -77,8 +77,8 @@ class Conversions(FunctionContext):
         if isinstance(kind, Pointer):
             return self._pointer(value, kind, line)
         if isinstance(value.type, Pointer):
-            raise CudaSourceError(f"a pointer is not made {kind}: its address is nobody's business", line)
-        raise CudaSourceError(f"{value.type} is not made {kind}", line)
+            raise CudaSourceError(f"a pointer cannot become {kind}: kernels must not see addresses", line)
+        raise CudaSourceError(f"{value.type} cannot become {kind}", line)
 
     def _number(self, value: Value, kind: Scalar) -> Value:
         source = value.type
@@ -116,23 +116,23 @@ class Conversions(FunctionContext):
             if value.const == 0:
                 space = "g" if kind.space == "?" else kind.space
                 return Value(f"w_null_{space}()", Pointer(kind.to, kind.space, kind.const))
-            raise CudaSourceError(f"{source} is not made a pointer: nothing is known of its bounds", line)
+            raise CudaSourceError(f"{source} cannot become a pointer: its bounds are not known", line)
         if source.space == "?":
             return Value(f"w_null_{'g' if kind.space == '?' else kind.space}()", kind)
         if kind.space not in ("?", source.space):
-            raise CudaSourceError("a pointer that points now into one memory, now into another", line)
+            raise CudaSourceError("a pointer cannot change between two memories", line)
         if source.const and not kind.const:
-            raise CudaSourceError("a pointer to what is const is made one to what is not", line)
+            raise CudaSourceError("a pointer to const cannot become a pointer to non-const", line)
         if source.to != kind.to and not isinstance(kind.to, Void):
-            raise CudaSourceError(f"{source} is not made {kind} without a cast", line)
+            raise CudaSourceError(f"{source} cannot become {kind} without a cast", line)
         return Value(value.text, Pointer(kind.to, source.space, kind.const), None, "", "", value.varying, value.root)
 
     def memory(self, value: Value, line: int) -> Value:
-        """An object as one in memory; variables get an address."""
+        """Give an object an address in memory; a variable gets one."""
         if value.place == "mem":
             return value
         if value.place != "var" or isinstance(value.type, Pointer):
-            raise CudaSourceError("this has no address", line)
+            raise CudaSourceError("this expression has no address", line)
         self._mark(value.variable)
         space = value.space or "p"
         text = f"w_mk_{space}(({self.dialect.spaces[space]} w_u8 *)&{value.text}, {value.type.size})"
@@ -142,7 +142,7 @@ class Conversions(FunctionContext):
         line = node.line
         to = node.to
         if isinstance(to, ReferenceTo):
-            raise CudaSourceError("casts to references are not understood", line)
+            raise CudaSourceError("casts to references are not supported", line)
         kind = self.types.of(to, self.bound, line)
         if node.on is None:
             return Value(
@@ -158,7 +158,9 @@ class Conversions(FunctionContext):
         if isinstance(kind, Pointer):
             return self._cast_pointer(value, kind, node)
         if node.how == "reinterpret_cast":
-            raise CudaSourceError("reinterpret_cast is for pointers: use __float_as_int and kin for bits", line)
+            raise CudaSourceError(
+                "reinterpret_cast is only for pointers: use __float_as_int and similar functions", line
+            )
         return self.converted(value, kind, line)
 
     def _cast_pointer(self, value: Value, kind: Pointer, node: Cast) -> Value:
@@ -167,11 +169,11 @@ class Conversions(FunctionContext):
         if not isinstance(source, Pointer):
             if value.const == 0:
                 return Value("w_null_g()", Pointer(kind.to, "?", kind.const))
-            raise CudaSourceError(f"{source} is cast to a pointer: nothing is known of its bounds", line)
+            raise CudaSourceError(f"{source} cannot be cast to a pointer: its bounds are not known", line)
         if source.space == "?":
             return Value("w_null_g()", kind)
         if source.const and not kind.const:
-            # what a launch only reads it must not write by another name
+            # The kernel must not write memory through another name if the launch only reads it.
             kind = Pointer(kind.to, kind.space, True)
         to, space = kind.to, source.space
         text = value.text
@@ -180,13 +182,13 @@ class Conversions(FunctionContext):
         return Value(text, Pointer(to, space, kind.const), None, "", "", value.varying, value.root)
 
     def built(self, kind: Type, parts: Sequence[str]) -> str:
-        """The text that makes a vector or a struct."""
+        """Return the text that makes a vector or a struct."""
         return f"{self.whole.maker(kind)}({', '.join(parts)})"
 
     def _built(self, kind: Type, braces: Braces, line: int) -> Value:
         if isinstance(kind, Scalar):
             if len(braces.items) > 1:
-                raise CudaSourceError(f"{len(braces.items)} values for {kind}", line)
+                raise CudaSourceError(f"{len(braces.items)} values cannot initialize {kind}", line)
             if not braces.items:
                 return Value(literal(kind, 0), kind, 0)
             return self.converted(self.value(braces.items[0]), kind, line)
@@ -195,9 +197,9 @@ class Conversions(FunctionContext):
         elif isinstance(kind, Struct) and not any(isinstance(t, Array) for _, t, _ in kind.fields):
             fields = [t for _, t, _ in kind.fields]
         else:
-            raise CudaSourceError(f"{kind} is not made from values", line)
+            raise CudaSourceError(f"{kind} cannot be initialized with braces here", line)
         if len(braces.items) > len(fields):
-            raise CudaSourceError(f"{len(braces.items)} values for {kind}", line)
+            raise CudaSourceError(f"{len(braces.items)} values cannot initialize {kind}", line)
         values = []
         for item, field_kind in zip(braces.items, fields, strict=False):
             if isinstance(item, Braces):

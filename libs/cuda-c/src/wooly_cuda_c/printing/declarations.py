@@ -1,4 +1,4 @@
-"""Declarations: variables, arrays, references, shared memory."""
+"""Prints declarations: variables, arrays, references, shared memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ class Declarations(FunctionContext):
             self._shared(node)
             return
         if node.extern or node.constant:
-            raise CudaSourceError(f"{node.name}: this is not understood inside a function", node.line)
+            raise CudaSourceError(
+                f"{node.name}: extern and __constant__ are not supported inside a function", node.line
+            )
         written, key = node.type, id(node)
         if isinstance(written, ReferenceTo):
             self._reference(node, written)
@@ -73,13 +75,13 @@ class Declarations(FunctionContext):
         if lasting:
             zero = self._zero(kind)
             start = value.text if value is not None else f"({kind.text}){zero}" if zero[0] == "{" else zero
-            self._say(f"{self._kept(kind.text, held_size(kind), name)} = {start};")
+            self._thread_line(f"{self._kept(kind.text, held_size(kind), name)} = {start};")
         else:
-            self._say(f"{kind.text} {name} = {self._zero(kind) if value is None else value.text};")
+            self._thread_line(f"{kind.text} {name} = {self._zero(kind) if value is None else value.text};")
         self._declare(node.name, variable, node.line)
 
     def _initial(self, node: Declare, written: Written) -> tuple[Type, Value | None]:
-        """The type of a variable, and the value that it begins with, not yet of that type."""
+        """Return the type of a variable, and its initial value, not yet converted to this type."""
         init = node.init
         value: Value | None = None
         if isinstance(written, Named) and written.name == "auto":
@@ -94,7 +96,7 @@ class Declarations(FunctionContext):
             elif init is not None:
                 value = self.value(init)
         if isinstance(kind, Void):
-            raise CudaSourceError(f"{node.name} is void", node.line)
+            raise CudaSourceError(f"{node.name}: a variable cannot be void", node.line)
         return kind, value
 
     def _zero(self, kind: Type) -> str:
@@ -104,20 +106,22 @@ class Declarations(FunctionContext):
 
     def _reference(self, node: Declare, written: ReferenceTo) -> None:
         if node.init is None or isinstance(node.init, Braces):
-            raise CudaSourceError(f"{node.name}: a reference needs what it refers to", node.line)
+            raise CudaSourceError(f"{node.name}: a reference needs an initial object", node.line)
         to = self.memory(self.expression(node.init), node.line)
         if not (isinstance(written.to, Named) and written.to.name == "auto"):
             kind = self.types.of(written.to, self.bound, node.line)
             if kind != to.type:
-                raise CudaSourceError(f"{node.name} refers to {kind}, and is given {to.type}", node.line)
+                raise CudaSourceError(
+                    f"{node.name} is a reference to {kind}, but its initial object is {to.type}", node.line
+                )
         name = self._fresh(node.name)
         const = isinstance(written.to, Named) and written.to.const
         if self._group and self._nest == 0:
             text = self._kept(f"w_{to.space}p", POINTER, name)
-            self._say(f"{text} = {to.text};")
+            self._thread_line(f"{text} = {to.text};")
             name = text
         else:
-            self._say(f"w_{to.space}p {name} = {to.text};")
+            self._thread_line(f"w_{to.space}p {name} = {to.text};")
         varying = to.varying or id(node) in self._facts.varying
         held = Value(name, to.type, None, "mem", to.space, varying, to.root, const or to.readonly, to.variable)
         self._declare(node.name, Variable(id(node), held, True), node.line)
@@ -138,20 +142,20 @@ class Declarations(FunctionContext):
         if isinstance(init, Braces):
             items = self._flat(init, kind, node.line)
         elif init is not None:
-            raise CudaSourceError(f"{node.name}: an array begins with {{ }}", node.line)
+            raise CudaSourceError(f"{node.name}: initialize an array with {{ }}", node.line)
         zero = self._zero(element)
         if self._group and self._nest == 0:
             self._kept(element.text, element.size, name, n)
             zero = f"({element.text}){zero}" if zero[0] == "{" else zero
-            self._say(f"for (w_u32 k = 0u; k < {n}u; k++) {name}[w_t * {n}u + k] = {zero};")
+            self._thread_line(f"for (w_u32 k = 0u; k < {n}u; k++) {name}[w_t * {n}u + k] = {zero};")
             for k, item in enumerate(items):
                 if item != "0":
-                    self._say(f"{name}[w_t * {n}u + {k}u] = {item};")
+                    self._thread_line(f"{name}[w_t * {n}u + {k}u] = {item};")
             name = f"({name} + w_t * {n}u)"
         elif items and any(x != "0" for x in items):
-            self._say(f"{element.text} {name}[{n}] = {{{', '.join(items)}}};")
+            self._thread_line(f"{element.text} {name}[{n}] = {{{', '.join(items)}}};")
         else:
-            self._say(f"{element.text} {name}[{n}] = {{{zero}}};")
+            self._thread_line(f"{element.text} {name}[{n}] = {{{zero}}};")
         const = is_readonly(written)
         space = "l" if self._group and self._nest == 0 else "p"
         pointer = f"w_mk_{space}(({self.dialect.spaces[space]} w_u8 *){name}, {kind.size})"
@@ -161,7 +165,7 @@ class Declarations(FunctionContext):
         self._declare(node.name, variable, node.line)
 
     def _flat(self, braces: Braces, kind: Type, line: int) -> list[str]:
-        """Values of an array's elements, with zeros for those left out."""
+        """Return the values of an array's elements. Missing numbers are zeros."""
         if not isinstance(kind, Array):
             if len(braces.items) != 1 or not isinstance(kind, Scalar):
                 return [self._built(kind, braces, line).text]
@@ -174,26 +178,30 @@ class Declarations(FunctionContext):
             if isinstance(item, Braces):
                 out += self._flat(item, kind.of, line)
             elif isinstance(kind.of, Array):
-                raise CudaSourceError("rows of an array are in braces of their own", line)
+                raise CudaSourceError("each row of an array needs its own braces", line)
             else:
                 value = self.value(item)
                 out.append(self.converted(value, kind.of, line).text)
         n = kind.size // element.size
         if len(out) > n:
-            raise CudaSourceError(f"{len(out)} values for {n} elements", line)
+            raise CudaSourceError(f"the array has {n} elements, but {len(out)} values", line)
         if isinstance(element, Scalar):
             return out + ["0"] * (n - len(out))
         return out
 
     def _shared(self, node: Declare) -> None:
         if not self._function.kernel and node.extern is False:
-            pass  # a device function's shared array is the block's, as in CUDA
+            pass  # as in CUDA, the block shares an array of a device function
         written = node.type
         if node.init is not None:
-            raise CudaSourceError(f"{node.name}: shared memory begins with zeros, not with values", node.line)
+            raise CudaSourceError(
+                f"{node.name}: shared memory cannot have initial values: it starts with zeros", node.line
+            )
         if node.extern:
             if not (isinstance(written, ArrayOf) and written.count is None):
-                raise CudaSourceError(f"{node.name}: an extern __shared__ array has no size here", node.line)
+                raise CudaSourceError(
+                    f"{node.name}: an extern __shared__ array must not have a size: the launch gives it", node.line
+                )
             held = self.whole.dynamic_shared(self.types.of(written.of, self.bound, node.line), node.name)
         else:
             kind = self.types.of(written, self.bound, node.line)

@@ -1,4 +1,4 @@
-"""What differs between the three C that checked kernels are printed in, as data."""
+"""What differs between the three dialects of C in which checked kernels are printed, as data."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from wooly_cuda_c.printing.builtins import MATH
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """One C.
+    """One dialect of C. The names in braces are the fields of a template.
 
     Attributes:
-        name: of the dialect.
-        prologue: types and words that everything printed uses.
+        name: name of the dialect.
+        prologue: types and functions that the printed text uses.
         spaces: words before a pointer, per space of `Pointer`.
         function: head of a function.
         constant: head of a table of constants.
         kernel: head of a kernel; `{threads}`, `{name}`, `{args}`.
-        shared: a block's memory; `{n}` units of 16 bytes.
-        barrier, fence: all threads of a block; memory alone.
-        places: where a thread is; `{0}` is 0, 1 or 2.
-        math: a function of `MATH`; `{0}`: its name, `{1}`: the dtype.
-        instructions: functions that processors have an instruction for; by `{0}` and the suffix `{1}`.
-        casts: kinds of atomics with the text for `{q}` (the place), `{v}`, `{c}` (what is compared with), `{t}` (the type).
-        native_floats: whether floats are added atomically as they are.
-        flat: the device runs a block's threads in turn: functions with barriers are printed for the whole block.
-        subgroups: whether threads of a warp can exchange values; `shuffle` and `ballot` are then functions of the prologue.
+        shared: declaration of a block's memory; `{n}` units of 16 bytes.
+        barrier, fence: a barrier of the block; a memory fence.
+        places: indices and sizes of threads and blocks; `{0}` is the dimension, 0 to 2.
+        math: call of a function of `MATH`; `{0}`: its name, `{1}`: its suffix, `{2}`: the dtype.
+        instructions: functions for which processors have an instruction; `{0}`: name, `{1}`: suffix.
+        atomics: text per kind of atomic; `{q}` (the address), `{v}`, `{c}` (the value to compare with), `{t}` (the type).
+        native_floats: whether the device has atomic additions of floats.
+        flat: whether the device runs a block's threads in turn; functions with barriers are then printed for the whole block.
+        subgroups: whether threads of a warp can exchange values; the prologue then has functions for this.
     """
 
     name: str
@@ -49,14 +49,14 @@ class Dialect:
     subgroups: bool
 
     def call(self, name: str, single: bool) -> str:
-        """The name of a function of `MATH`."""
+        """Return the dialect's name of a function of `MATH`."""
         assert name in MATH
         suffix, width = ("f", "f32") if single else ("", "f64")
         found = self.instructions.get(name)
         return found.format(name, suffix) if found else self.math.format(name, suffix, width)
 
 
-#: The same in all: arithmetic that has no undefined results, because what is undefined might take a check away.
+#: Functions of all dialects: arithmetic with defined results, because a compiler could remove checks if results are undefined.
 _COMMON: Final = """
 W_FN int w_go(W_G int *w_status) { return ((volatile W_G int *)w_status)[0] == 0; }
 W_FN void w_fault(W_G int *w_status, int kind, int place) {
@@ -112,7 +112,7 @@ W_FN w_f64 w_fmax_f64(w_f64 a, w_f64 b) { return a > b || b != b ? a : b; }
 
 
 def _pointers(spaces: Mapping[str, str]) -> str:
-    """A struct per space: where its bounds begin, how many bytes are within, and how far in it points."""
+    """Return a struct per space: the start of the bounds, their size in bytes, and the offset of the pointer."""
     out = []
     for space, word in spaces.items():
         p = f"w_{space}p"
@@ -122,12 +122,12 @@ def _pointers(spaces: Mapping[str, str]) -> str:
             f"W_FN {p} w_null_{space}(void) {{ {p} p; p.base = 0; p.n = 0; p.at = 0; return p; }}\n"
             f"W_FN {p} w_by_{space}({p} p, w_u64 bytes) {{ p.at += bytes; return p; }}\n"
             f"W_FN w_u64 w_where_{space}({p} p) {{ return (w_u64)p.base + p.at; }}\n"
-            # a part of an object that is within, or nothing
+            # A part of an object that is within bounds; else an empty pointer.
             f"W_FN {p} w_in_{space}({p} p, w_u64 whole, w_u64 offset, w_u64 n) {{\n"
             f"  {p} q; q.base = p.base; q.n = 0; q.at = 0;\n"
             f"  if (p.at < p.n && p.n - p.at >= whole) {{ q.base = p.base + p.at + offset; q.n = n; }}\n"
             f"  return q;\n}}\n"
-            # the rest, as objects of another size
+            # The remaining memory, as objects of another size.
             f"W_FN {p} w_as_{space}({p} p, w_u64 size, w_u64 align) {{\n"
             f"  {p} q; q.base = p.base; q.n = 0; q.at = 0;\n"
             f"  if (p.at < p.n && (w_u64)(p.base + p.at) % align == 0) {{\n"
@@ -152,13 +152,13 @@ _C_TYPES: Final = {
     "u32": "unsigned int", "i64": "long long", "u64": "unsigned long long", "f16": "unsigned short", "bf16": "unsigned short",
     "f32": "float", "f64": "double",
 }  # fmt: skip
-#: Vectors are plain structs to us, so that they lie in memory as CUDA says in every C.
+#: Vectors are plain structs, so that every dialect has CUDA's layout in memory.
 _VECTORS: Final = "".join(
     f"typedef struct {{ w_{t} {', '.join('xyzw'[:n])}; }} w_{t}x{n};\n"
     for t in ("i8", "u8", "i16", "u16", "i32", "u32", "i64", "u64", "f16", "bf16", "f32", "f64")
     for n in (2, 3, 4)
 )
-#: Numbers of 16 bits are held as their bits. A double goes through a float that is rounded to odd, so that it is rounded once.
+#: 16-bit floats are stored as their bits. A double first becomes a float by round-to-odd, so that it is rounded only once.
 _HALVES: Final = """
 W_FN w_f32 w_f16_to_f32(w_f16 h) {
   w_u32 s = ((w_u32)h & 0x8000u) << 16, a = (w_u32)h & 0x7fffu;

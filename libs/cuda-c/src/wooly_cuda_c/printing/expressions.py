@@ -1,4 +1,4 @@
-"""Expressions: names, places and the values of them."""
+"""Prints expressions: names, places and their values."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ class Expressions(Operators, Assignments, Conversions):
             make = self.whole.maker(Vector(U32, 3))
             return Value(f"{make}({parts})", Vector(U32, 3), None, "", "", node.name == "threadIdx")
         if node.name in self.whole.unit.functions:
-            raise CudaSourceError(f"{node.name} is a function: pointers to functions are not understood", node.line)
+            raise CudaSourceError(f"{node.name} is a function: pointers to functions are not supported", node.line)
         raise CudaSourceError(f"{node.name} is not declared", node.line)
 
     def value(self, node: Node) -> Value:
-        """An expression's value."""
+        """Print an expression and return its value."""
         return self.loaded(self.expression(node), node.line)
 
     def expression(self, node: Node) -> Value:
@@ -78,7 +78,7 @@ class Expressions(Operators, Assignments, Conversions):
         match node:
             case Number(value=value, kind=kind):
                 scalar = Scalar(kind)
-                # the digits of a real number are its own
+                # Print the digits of a real number as the source has them.
                 text = node.text + ("f" if kind == "f32" else "") if scalar.real else literal(scalar, value)
                 if scalar.real and "." not in node.text and "e" not in node.text.lower():
                     text = node.text + "." + ("0f" if kind == "f32" else "0")
@@ -104,13 +104,13 @@ class Expressions(Operators, Assignments, Conversions):
             case SizeOf(of=of):
                 kind_of = self.expression(of).type if isinstance(of, Node) else self.types.of(of, self.bound, node.line)
                 return Value(literal(U64, kind_of.size), U64, kind_of.size)
-        raise CudaSourceError("this expression is not understood", node.line)
+        raise CudaSourceError("this expression is not supported", node.line)
 
     def _index(self, node: Index) -> Value:
         on = self.expression(node.on)
         index = self.value(node.index)
         if not isinstance(index.type, Scalar) or index.type.real:
-            raise CudaSourceError("an index is a whole number", node.line)
+            raise CudaSourceError("an index must be an integer", node.line)
         if on.place == "mem" and isinstance(on.type, Array):
             on, variable = self.loaded(on, node.line), on.variable
         else:
@@ -122,7 +122,7 @@ class Expressions(Operators, Assignments, Conversions):
     def _member(self, node: Member) -> Value:
         if isinstance(node.on, Name) and node.on.name in builtins.PLACES and not self._declared(node.on.name):
             if node.arrow or node.name not in ("x", "y", "z"):
-                raise CudaSourceError(f"{node.on.name} has x, y and z", node.line)
+                raise CudaSourceError(f"{node.on.name} has only x, y and z", node.line)
             k = "xyz".index(node.name)
             word = self.whole.where(builtins.PLACES[node.on.name], k)
             known = self.whole.block[k] if node.on.name == "blockDim" else None
@@ -149,7 +149,9 @@ class Expressions(Operators, Assignments, Conversions):
             return found
         if isinstance(kind, Array):
             if on.place != "var":
-                raise CudaSourceError("an array of what is no variable", node.line)
+                raise CudaSourceError(
+                    "an array field of a temporary value is not supported: store the value in a variable", node.line
+                )
             self._mark(on.variable)
             space = on.space or "p"
             pointer = f"w_mk_{space}(({self.dialect.spaces[space]} w_u8 *){on.text}.{text}, {kind.size})"

@@ -1,21 +1,21 @@
-"""Prints one function: every load, store and atomic checked, every loop with an end, arithmetic without undefined results.
+"""Prints one function: every load, store and atomic is checked, every loop can be ended, and all results are defined.
 
-Signed numbers are added as unsigned ones, shifts keep to the width, quotients by 0 are 0, all variables begin as 0: what is
-undefined would let a vendor's compiler take a check away. Barriers must be where all threads of a block come by, or none;
-what says so is what varies from thread to thread (`Facts`), learned by printing the function until nothing new is found.
+Signed numbers are added as unsigned ones, shifts use the low bits, a division by 0 gives 0, and all variables are initialized to
+0. Otherwise a vendor's compiler could remove a check. All threads of a block must reach a barrier, or no thread. To check this,
+the printer learns which values differ between threads (`Facts`): it prints the function again until it learns nothing new.
 
-A device that runs a block's threads in turn (`Dialect.flat`) is not left to cut kernels at their barriers: PoCL decides some
-conditions around them once for threads that differ. A function with barriers is printed for the whole block: what is between
-two barriers is a loop over the threads, `w_t` counts them, and every variable has a place per thread. Conditions and loops
-around barriers are the block's: they are decided once. Some threads alone may exchange values within their warps: then those
-that take part are marked, and the others pass by.
+Some devices run a block's threads in turn (`Dialect.flat`). There, the printer does not leave it to PoCL to split kernels at
+barriers, because PoCL evaluates some conditions only once for threads that differ. The printer prints a function with barriers
+for the whole block. The code between two barriers is a loop over the threads, which `w_t` counts, and every variable has memory
+for each thread. Conditions and loops around barriers are evaluated once for the block. If only some threads exchange values
+within their warps, a mask marks these threads, and the others skip the code.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from wooly_cuda_c.printing.arithmetic import POINTER, changes, held_size
+from wooly_cuda_c.printing.arithmetic import POINTER, held_size, may_change
 from wooly_cuda_c.printing.declarations import Declarations
 from wooly_cuda_c.printing.expressions import Expressions
 from wooly_cuda_c.printing.statements import Statements
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 class FunctionPrinter(Statements, Declarations, Expressions):
     """Prints one function; see `FunctionContext`."""
 
-    # -- the whole -------------------------------------------------------------------------------------------------
+    # -- the whole function ----------------------------------------------------------------------------------------
 
     def run(self) -> str:
-        """The function's text."""
+        """Return the function's text."""
         function, instance = self._function, self._instance
         params = []
         self._scopes.append({})
@@ -53,7 +53,7 @@ class FunctionPrinter(Statements, Declarations, Expressions):
                 held_text = f"{name}[w_t]"
             else:
                 params.append(f"{text} {name}")
-                if self._group and changes(function.body, param.name):
+                if self._group and may_change(function.body, param.name):
                     held_text = self._kept(text, POINTER if reference else held_size(kind), name + "_own")
                     start.append((held_text, name))
             key = id(param)
@@ -68,7 +68,7 @@ class FunctionPrinter(Statements, Declarations, Expressions):
             held.variable = variable
             self._declare(param.name, variable, param.line)
         for to, of in start:
-            self._say(f"{to} = {of};")
+            self._thread_line(f"{to} = {of};")
         assert function.body is not None
         self._block(function.body)
         self.boundary()

@@ -1,8 +1,8 @@
-"""Operators on values and pointers."""
+"""Prints operators on values and pointers."""
 
 from __future__ import annotations
 
-from wooly_cuda_c.printing.arithmetic import ASKS, joined_root, operation
+from wooly_cuda_c.printing.arithmetic import COMPARISONS, joined_root, operation
 from wooly_cuda_c.printing.context import FunctionContext
 from wooly_cuda_c.printing.scope import folded_binary, folded_unary, literal
 from wooly_cuda_c.printing.types import (
@@ -46,7 +46,7 @@ class Operators(FunctionContext):
             const = None if truth.const is None else int(not truth.const)
             return Value(f"(!{truth.text})", B1, const, "", "", truth.varying)
         if not isinstance(value.type, Scalar) or (node.op == "~" and value.type.real):
-            raise CudaSourceError(f"{node.op} of {value.type}", line)
+            raise CudaSourceError(f"{node.op} of {value.type} is not supported", line)
         if value.type.half:
             turned = Value(f"({node.op}({self._number(value, F32).text}))", F32, None, "", "", value.varying)
             return self._number(turned, value.type)
@@ -69,7 +69,7 @@ class Operators(FunctionContext):
             return Value(f"({left}, {right.text})", right.type, None, "", "", right.varying, right.root)
         if node.op in ("&&", "||"):
             a = self._truth(node.left)
-            with self._perhaps(a.varying, line):
+            with self._conditionally(a.varying, line):
                 b = self._truth(node.right)
             folded = folded_binary(node.op, *[None if x.const is None else (B1, x.const) for x in (a, b)])
             if folded is None and a.const is not None and bool(a.const) == (node.op == "||"):
@@ -79,18 +79,18 @@ class Operators(FunctionContext):
         return self.operate(node.op, self.value(node.left), self.value(node.right), line)
 
     def operate(self, op: str, a: Value, b: Value, line: int) -> Value:
-        """A binary operator on two values."""
+        """Print a binary operator on two values."""
         varying = a.varying or b.varying
         if isinstance(a.type, Pointer) or isinstance(b.type, Pointer):
             return self._pointers(op, a, b, line)
         if not (isinstance(a.type, Scalar) and isinstance(b.type, Scalar)):
-            raise CudaSourceError(f"{op} between {a.type} and {b.type}: write it for every part", line)
+            raise CudaSourceError(f"{op} between {a.type} and {b.type} is not supported: write it per component", line)
         kind = promoted(a.type) if op in ("<<", ">>") else common(a.type, b.type)
         if kind.real and op in ("%", "<<", ">>", "&", "|", "^"):
-            raise CudaSourceError(f"{op} of {kind}", line)
-        if kind.half:  # each result is rounded; a float has digits enough for that to be exact
+            raise CudaSourceError(f"{op} of {kind} is not supported", line)
+        if kind.half:  # compute in float and round each result, which is exact
             made = self.operate(op, self._number(a, F32), self._number(b, F32), line)
-            return made if op in ASKS else self._number(made, kind)
+            return made if op in COMPARISONS else self._number(made, kind)
         known = folded_binary(
             op,
             None if a.const is None else (a.type, a.const),
@@ -100,7 +100,7 @@ class Operators(FunctionContext):
             return Value(literal(*known), known[0], known[1])
         x = self._number(a, kind) if a.type != kind else a
         y = self._number(b, kind) if b.type != kind and op not in ("<<", ">>") else b
-        if op in ASKS:
+        if op in COMPARISONS:
             return Value(f"({x.text} {op} {y.text})", B1, None, "", "", varying)
         return Value(operation(op, kind, x.text, y.text, y.const), kind, None, "", "", varying)
 
@@ -112,28 +112,28 @@ class Operators(FunctionContext):
             return self._moved(b, a, False, line)
         if isinstance(a.type, Pointer) and isinstance(b.type, Pointer):
             null = "?" in (a.type.space, b.type.space)
-            if op in ASKS and null:
+            if op in COMPARISONS and null:
                 one = a if b.type.space == "?" else b
                 if op in ("==", "!="):
                     return Value(f"({one.text}.n {op} 0)", B1, None, "", "", varying)
-            elif a.type.space == b.type.space and (op in ASKS or (op == "-" and a.type.to == b.type.to)):
+            elif a.type.space == b.type.space and (op in COMPARISONS or (op == "-" and a.type.to == b.type.to)):
                 x, y = (f"w_where_{a.type.space}({p.text})" for p in (a, b))
-                if op in ASKS:
+                if op in COMPARISONS:
                     return Value(f"({x} {op} {y})", B1, None, "", "", varying)
                 return Value(f"((w_i64)({x} - {y}) / {a.type.to.size})", Scalar("i64"), None, "", "", varying)
         if isinstance(b.type, Scalar) and b.const == 0 and op in ("==", "!="):
             return Value(f"({a.text}.n {op} 0)", B1, None, "", "", varying)
-        raise CudaSourceError(f"{op} between {a.type} and {b.type}", line)
+        raise CudaSourceError(f"{op} between {a.type} and {b.type} is not supported", line)
 
     def _moved(self, pointer: Value, by: Value, back: bool, line: int) -> Value:
         kind = pointer.type
         assert isinstance(kind, Pointer)
         assert isinstance(by.type, Scalar)
         if by.type.real:
-            raise CudaSourceError("a pointer moves by whole elements", line)
+            raise CudaSourceError("only an integer can be added to a pointer", line)
         if isinstance(kind.to, Void):
-            raise CudaSourceError("a void pointer does not move: cast it", line)
-        # a signed number is made wide with its sign, an unsigned one without
+            raise CudaSourceError("arithmetic on a void pointer is not supported: cast it", line)
+        # Widen a signed number with its sign, an unsigned one without.
         wide = f"(w_u64)(w_i64)({by.text})" if by.type.signed else f"(w_u64)({by.text})"
         sign = "(w_u64)0 - " if back else ""
         space = "g" if kind.space == "?" else kind.space
@@ -141,15 +141,15 @@ class Operators(FunctionContext):
         return Value(text, kind, None, "", "", pointer.varying or by.varying, pointer.root)
 
     def _at(self, pointer: Value, index: Value | None, line: int) -> Value:
-        """The object that a pointer points to."""
+        """Return the object that a pointer points to."""
         if not isinstance(pointer.type, Pointer):
-            raise CudaSourceError(f"{pointer.type} is no pointer", line)
+            raise CudaSourceError(f"{pointer.type} is not a pointer", line)
         if index is not None:
             pointer = self._moved(pointer, index, False, line)
         kind = pointer.type
         assert isinstance(kind, Pointer)
         if isinstance(kind.to, Void):
-            raise CudaSourceError("nothing is known of what a void pointer points to: cast it", line)
+            raise CudaSourceError("a void pointer cannot be read, because its type is not known: cast it", line)
         space = "g" if kind.space == "?" else kind.space
         return Value(
             pointer.text, kind.to, None, "mem", space, pointer.varying, pointer.root or "a null pointer", kind.const
@@ -157,7 +157,7 @@ class Operators(FunctionContext):
 
     def _conditional(self, node: Conditional) -> Value:
         condition = self._truth(node.condition)
-        with self._perhaps(condition.varying, node.line):
+        with self._conditionally(condition.varying, node.line):
             a, b = self.value(node.then), self.value(node.other)
         varying = condition.varying or a.varying or b.varying
         if condition.const is not None:

@@ -1,4 +1,4 @@
-"""Calls of the source's own functions: which is meant, what its template parameters stand for, what it is given."""
+"""Prints calls of the source's own functions: overloads, template parameters, and arguments."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 
 def call_own(printer: FunctionContext, node: Call, candidates: Sequence[Function]) -> Value:
-    """What a call of a function of the source's gives: it is printed for these arguments, where it has not been yet.
+    """Return the value of a call of the source's own function. The function is printed for these arguments if it is not yet.
 
     Raises:
-        CudaSourceError: none of the candidates takes these arguments.
+        CudaSourceError: no candidate takes these arguments.
     """
     name, line = node.name.name, node.line
     function, values = _chosen(printer, node, candidates)
@@ -45,37 +45,41 @@ def call_own(printer: FunctionContext, node: Call, candidates: Sequence[Function
     result = instance.result
     text = f"{instance.name}({', '.join([PASS, *texts])})"
     if instance.barriers:
-        printer.all_threads(f"{name}, which has a barrier,", line, not instance.blocks)
+        printer.require_all_threads(f"{name}, which has a barrier,", line, not instance.blocks)
         if printer.dialect.flat:
             if not printer.grouped:
-                return Value("0" if isinstance(result, Scalar) else "", result)  # not yet: it is printed again
+                return Value(
+                    "0" if isinstance(result, Scalar) else "", result
+                )  # a placeholder: the function is printed again
             text = _called_for_the_block(printer, instance, arguments, texts)
     return Value(text, result, None, "", "", facts.result_varying, facts.result_root)
 
 
 def _chosen(printer: FunctionContext, node: Call, candidates: Sequence[Function]) -> tuple[Function, list[Value]]:
-    """The function that a call means, and what it is given, not yet loaded."""
+    """Return the function that a call selects, and its arguments, not loaded yet."""
     name, line = node.name.name, node.line
     fitting = [f for f in candidates if len(f.params) == len(node.args)]
     if not fitting:
         wanted = " or ".join(sorted({str(len(f.params)) for f in candidates}))
-        raise CudaSourceError(f"{name} takes {wanted} arguments, {len(node.args)} were given", line)
+        raise CudaSourceError(f"{name} takes {wanted} arguments, not {len(node.args)}", line)
     values = [printer.expression(a) for a in node.args]
     if len(fitting) > 1:
         loaded = [printer.loaded(v, line).type if v.type is not VOID else v.type for v in values]
         exact = [f for f in fitting if not f.template and _exact(printer, f, loaded)]
         if len(exact) != 1:
-            raise CudaSourceError(f"which {name} is meant cannot be told by the types of its arguments", line)
+            raise CudaSourceError(
+                f"the call of {name} is ambiguous: no single overload has exactly these argument types", line
+            )
         fitting = exact
     if fitting[0].kernel:
-        raise CudaSourceError(f"{name} is a kernel: it is launched, not called", line)
+        raise CudaSourceError(f"{name} is a kernel: a kernel cannot be called, only launched", line)
     return fitting[0], values
 
 
 def _passed(
     printer: FunctionContext, node: Call, function: Function, values: Sequence[Value], bound: Bound
 ) -> tuple[list[Value], list[str]]:
-    """What a function is given: as its body sees it, and as text."""
+    """Return the arguments of a function: as its body sees them, and as text."""
     name, line = node.name.name, node.line
     arguments: list[Value] = []
     texts: list[str] = []
@@ -84,12 +88,10 @@ def _passed(
             to = printer.memory(value, line)
             kind = printer.types.of(param.type.to, bound, param.line)
             if kind != to.type:
-                raise CudaSourceError(
-                    f"{name} wants a reference to {kind} as {param.name}, and is given {to.type}", line
-                )
+                raise CudaSourceError(f"{name} takes a reference to {kind} as {param.name}, not to {to.type}", line)
             const = isinstance(param.type.to, Named) and param.type.to.const
             if to.readonly and not const:
-                raise CudaSourceError(f"{to.root or 'this'} is const, and {name} may change {param.name}", line)
+                raise CudaSourceError(f"{to.root or 'this'} is const, but {name} may change {param.name}", line)
             arguments.append(Value("", kind, None, "mem", to.space, to.varying, to.root, const))
             texts.append(to.text)
             continue
@@ -104,7 +106,7 @@ def _passed(
 def _called_for_the_block(
     printer: FunctionContext, instance: Instance, arguments: Sequence[Value], texts: Sequence[str]
 ) -> str:
-    """Call a function with barriers, once for all threads of the block; the text of its result."""
+    """Print a call of a function with barriers, once for all threads of the block; return the text of its result."""
     result = instance.result
     passed = [
         printer.kept(f"w_{a.space}p", t, POINTER)
@@ -141,15 +143,15 @@ def bind(
     outer: Bound,
     line: int,
 ) -> Bound:
-    """What a function's template parameters stand for: as they are given, found from arguments, or by default.
+    """Bind a function's template parameters: from the given ones, from the arguments, or by default.
 
     Raises:
-        CudaSourceError: one is not known.
+        CudaSourceError: a template parameter has no value.
     """
     bound = whole.constants()
     if len(given) > len(function.template):
         raise CudaSourceError(
-            f"{function.name} takes {len(function.template)} template arguments, {len(given)} were given", line
+            f"{function.name} takes {len(function.template)} template arguments, not {len(given)}", line
         )
     for k, param in enumerate(function.template):
         chosen = given[k] if k < len(given) else None
@@ -165,24 +167,29 @@ def bind(
             chosen, origin = param.default, bound
         if chosen is None:
             raise CudaSourceError(
-                f"{function.name}: what its template parameter {param.name} is cannot be told here", line
+                f"{function.name}: its template parameter {param.name} cannot be deduced: name it {function.name}<…>",
+                line,
             )
         if param.kind is None:
             if isinstance(chosen, Node):
-                raise CudaSourceError(f"{function.name}: {param.name} is a type, and is given a number", line)
+                raise CudaSourceError(
+                    f"{function.name}: the template parameter {param.name} must be a type, not a number", line
+                )
             bound.types[param.name] = whole.types.of(chosen, origin, line)
         else:
             if not isinstance(chosen, Node):
-                raise CudaSourceError(f"{function.name}: {param.name} is a number, and is given a type", line)
+                raise CudaSourceError(
+                    f"{function.name}: the template parameter {param.name} must be a number, not a type", line
+                )
             kind = whole.types.of(param.kind, bound, line)
             if not isinstance(kind, Scalar) or kind.real:
-                raise CudaSourceError(f"{function.name}: {param.name} is no whole number", line)
+                raise CudaSourceError(f"{function.name}: the template parameter {param.name} must be an integer", line)
             bound.numbers[param.name] = (kind, wrapped(whole.types.constant(chosen, origin), kind))
     return bound
 
 
 def _unified(written: Written, kind: Type, name: str) -> Type | None:
-    """What a template's type is, if an argument of that type is given for what is written."""
+    """Deduce the type of a template parameter from the type of an argument."""
     if isinstance(written, Named):
         return kind if written.name == name else None
     if isinstance(written, ReferenceTo):

@@ -1,4 +1,4 @@
-"""What a source declares, and types as they are written made into types."""
+"""The names that a source declares, its types, and constant expressions."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from wooly_cuda_c.syntax.tree import (
 )
 from wooly_cuda_c.syntax.words import SCALARS, VECTOR_TYPES
 
-#: Bytes of one object at most.
+#: Maximum size of one object, in bytes.
 MAX_OBJECT: Final = 1 << 20
 
 
 @dataclass(slots=True)
 class Bound:
-    """Names that stand for types and numbers: template parameters, aliases, constants."""
+    """Names of types and numbers: template parameters, aliases, constants."""
 
     types: dict[str, Type] = field(default_factory=dict)
     numbers: dict[str, tuple[Scalar, float | int]] = field(default_factory=dict)
@@ -49,10 +49,10 @@ class Types:
         self.used: dict[str, Struct] = {}
 
     def of(self, written: Written, bound: Bound, line: int) -> Type:
-        """The type of what is written; ``auto`` and references are not for here.
+        """Return the type that a source names; ``auto`` and references are not supported here.
 
         Raises:
-            CudaSourceError: there is no such type, or it is not understood here.
+            CudaSourceError: the type does not exist, or is not supported here.
         """
         match written:
             case Named(name=name):
@@ -60,7 +60,7 @@ class Types:
             case PointerTo(to=to):
                 inner = self.of(to, bound, line)
                 if isinstance(inner, Pointer):
-                    raise CudaSourceError("pointers to pointers are not understood: their bounds are not known", line)
+                    raise CudaSourceError("pointers to pointers are not supported: their bounds are not known", line)
                 return Pointer(inner, "?", isinstance(to, Named) and to.const)
             case ArrayOf(of=of, count=count):
                 if count is None:
@@ -68,14 +68,16 @@ class Types:
                 inner = self.of(of, bound, line)
                 n = self.constant(count, bound)
                 if not isinstance(n, int) or n < 1:
-                    raise CudaSourceError(f"an array of {n} elements", line)
+                    raise CudaSourceError(f"an array cannot have {n} elements: it needs 1 or more", line)
                 if isinstance(inner, Pointer):
-                    raise CudaSourceError("arrays of pointers are not understood: their bounds are not known", line)
+                    raise CudaSourceError("arrays of pointers are not supported: their bounds are not known", line)
                 if inner.size * n > MAX_OBJECT:
-                    raise CudaSourceError(f"an array of {inner.size * n} bytes, at most {MAX_OBJECT}", line)
+                    raise CudaSourceError(
+                        f"the array has {inner.size * n} bytes, at most {MAX_OBJECT} are allowed", line
+                    )
                 return Array(inner, n)
             case ReferenceTo():
-                raise CudaSourceError("a reference is not understood here", line)
+                raise CudaSourceError("a reference is not supported here", line)
         raise AssertionError(written)
 
     def _named(self, name: str, bound: Bound, line: int) -> Type:
@@ -98,8 +100,8 @@ class Types:
         if name in self._unit.structs:
             return self._struct(name, line)
         if name == "auto":
-            raise CudaSourceError("auto is not understood here", line)
-        raise CudaSourceError(f"{name} is no type", line)
+            raise CudaSourceError("auto is not supported here", line)
+        raise CudaSourceError(f"{name} is not a type", line)
 
     def _struct(self, name: str, line: int) -> Struct:
         if name not in self._structs:
@@ -110,9 +112,9 @@ class Types:
             for field_name, written in declared.fields:
                 kind = self.of(written, Bound(), declared.line)
                 if isinstance(kind, Pointer):
-                    raise CudaSourceError(f"{name}.{field_name}: pointers in structs are not understood", declared.line)
+                    raise CudaSourceError(f"{name}.{field_name}: pointers in structs are not supported", declared.line)
                 if isinstance(kind, Vector) and kind.align != kind.of.size:
-                    raise CudaSourceError(f"{name}.{field_name}: vectors in structs are not understood", declared.line)
+                    raise CudaSourceError(f"{name}.{field_name}: vectors in structs are not supported", declared.line)
                 at = -(-at // kind.align) * kind.align
                 fields.append((field_name, kind, at))
                 at += kind.size
@@ -128,7 +130,7 @@ class Types:
         return found
 
     def text(self) -> str:
-        """The structs as they are printed."""
+        """Return the text of the structs that are used."""
         out = []
         for struct in self.used.values():
             fields = []
@@ -144,22 +146,22 @@ class Types:
     # -- constants -----------------------------------------------------------------------------------------------------
 
     def constant(self, node: Node, bound: Bound) -> float | int:
-        """The number of a constant expression.
+        """Return the number of a constant expression.
 
         Raises:
-            CudaSourceError: it is none.
+            CudaSourceError: the expression is not constant.
         """
         return self.typed_constant(node, bound)[1]
 
     def typed_constant(self, node: Node, bound: Bound) -> tuple[Scalar, float | int]:
-        """A constant with its type."""
+        """Return a constant with its type."""
         found = self.maybe_constant(node, bound)
         if found is None:
-            raise CudaSourceError("this must be a constant, and is none", node.line)
+            raise CudaSourceError("this expression must be constant", node.line)
         return found
 
     def maybe_constant(self, node: Node, bound: Bound) -> tuple[Scalar, float | int] | None:
-        """A constant with its type; None where it is none."""
+        """Return a constant with its type; None if the expression is not constant."""
         match node:
             case Number(value=value, kind=kind):
                 return Scalar(kind), value
@@ -184,7 +186,7 @@ class Types:
 
 
 def folded_unary(op: str, of: tuple[Scalar, float | int] | None) -> tuple[Scalar, float | int] | None:
-    """A unary operator on a constant."""
+    """Apply a unary operator to a constant."""
     if of is None:
         return None
     kind, value = of
@@ -199,7 +201,7 @@ def folded_unary(op: str, of: tuple[Scalar, float | int] | None) -> tuple[Scalar
 def folded_binary(
     op: str, a: tuple[Scalar, float | int] | None, b: tuple[Scalar, float | int] | None
 ) -> tuple[Scalar, float | int] | None:
-    """A binary operator on two constants. Real ones are only compared."""
+    """Apply a binary operator to two constants. Real numbers are only compared."""
     if a is None or b is None:
         return None
     kind = common(a[0], b[0])
@@ -216,7 +218,7 @@ def folded_binary(
 
 
 def half_bits(kind: Scalar, value: float | int) -> int:
-    """A number as one of 16 bits, to the nearest."""
+    """Return the bits of the nearest 16-bit float."""
     if kind.name == "f16":
         try:
             return int.from_bytes(pack("<e", value), "little")
@@ -226,14 +228,14 @@ def half_bits(kind: Scalar, value: float | int) -> int:
         return 0x7FFF
     exact = int.from_bytes(pack("<d", value), "little")
     sign, rest = exact >> 63 << 15, exact & ((1 << 63) - 1)
-    if abs(value) < 2.0**-126:  # fewer digits the smaller it is
+    if abs(value) < 2.0**-126:  # a subnormal number
         return sign | round(abs(value) * 2.0**133)
     rest = (rest + (1 << 44) - 1 + (rest >> 45 & 1)) >> 45
     return sign | min(rest - (896 << 7), 0x7F80)
 
 
 def literal(kind: Scalar, value: float | int) -> str:
-    """A number as it is printed."""
+    """Return the text of a number."""
     if kind.half:
         return f"((w_{kind.name}){half_bits(kind, value):#06x})"
     if kind.real:

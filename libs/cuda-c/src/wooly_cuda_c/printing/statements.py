@@ -1,8 +1,14 @@
-"""Statements: conditions, loops, returns; the same around barriers, for a whole block."""
+"""Prints statements: conditions, loops and returns, for a thread or for a whole block."""
 
 from __future__ import annotations
 
-from wooly_cuda_c.printing.arithmetic import FREE, FREE_TURNS, acts, changes, joined_root
+from wooly_cuda_c.printing.arithmetic import (
+    MAX_UNCHECKED_NODES,
+    MAX_UNCHECKED_TURNS,
+    has_side_effects,
+    joined_root,
+    may_change,
+)
 from wooly_cuda_c.printing.context import FunctionContext
 from wooly_cuda_c.printing.scope import literal
 from wooly_cuda_c.printing.types import (
@@ -60,14 +66,14 @@ class Statements(FunctionContext):
         compound = isinstance(node, If | Loop | Switch) or (isinstance(node, Block) and node.scope)
         mine = self._group and compound and (self._nest > 0 or id(node) not in self._facts.barriers)
         if mine:
-            self._say("{")
+            self._thread_line("{")
             self._nest += 1
         self._around.append(node)
         self._statement_of(node)
         self._around.pop()
         if mine:
             self._nest -= 1
-            self._say("}")
+            self._thread_line("}")
 
     def _statement_of(self, node: Node) -> None:
         match node:
@@ -79,7 +85,7 @@ class Statements(FunctionContext):
             case Express(value=value):
                 text = "" if value is None else self._effect(value)
                 if text:
-                    self._say(text + ";")
+                    self._thread_line(text + ";")
             case Declare():
                 self._variable(node)
             case If():
@@ -98,14 +104,14 @@ class Statements(FunctionContext):
             case Alias():
                 self.bound.types[node.name] = self.types.of(node.type, self.bound, node.line)
             case _:
-                raise CudaSourceError("this statement is not understood", node.line)
+                raise CudaSourceError("this statement is not supported", node.line)
 
     def _whole_block(self, node: Node) -> bool:
-        """Whether a statement around barriers is the block's."""
+        """Whether a statement contains a barrier and is printed once for the block."""
         return self._group and self._nest == 0 and id(node) in self._facts.barriers
 
     def _nested_of(self, head: str, node: Node, tail: str) -> None:
-        """A statement with what is before and after it."""
+        """Print a statement between a head and a tail."""
         if self._group and self._nest == 0:
             self.boundary()
             self.line(head)
@@ -113,12 +119,12 @@ class Statements(FunctionContext):
             self.boundary()
             self.line(tail)
         else:
-            self._say(head)
+            self._thread_line(head)
             self._nested(node)
-            self._say(tail)
+            self._thread_line(tail)
 
     def _effect(self, node: Node) -> str:
-        """An expression that is done for what it does."""
+        """Return the text of an expression whose value is not used."""
         if isinstance(node, Unary) and node.op in ("p++", "p--"):
             node = Unary(node.line, node.op[1:], node.on)
         if isinstance(node, Binary) and node.op == ",":
@@ -147,7 +153,7 @@ class Statements(FunctionContext):
                 self._nested_of("else {", node.other, "}")
 
     def _masked_if(self, condition: Value, node: If) -> None:
-        """Some threads go one way and exchange values there."""
+        """Print an `if` whose threads differ and exchange values in a branch: a mask marks the threads of each branch."""
         outer = self._mask, self._first
         asked = self.kept("w_b1", condition.text, 1)
         for branch, sign in ((node.then, ""), (node.other, "!")):
@@ -158,7 +164,7 @@ class Statements(FunctionContext):
             self._kept("w_b1", 1, mask)
             self._hoisted.append(f"  w_u32 {first};")
             self.line(f"for (w_u32 k = 0u; k < {threads}u; k++) {mask}[k] = 0;")
-            self._say(f"{mask}[w_t] = {sign}{asked}[w_t];")
+            self._thread_line(f"{mask}[w_t] = {sign}{asked}[w_t];")
             self.boundary()
             self.line(f"for ({first} = 0u; {first} < {threads}u && !{mask}[{first}]; {first}++) ;")
             self.line(f"if ({first} < {threads}u) {{")
@@ -172,8 +178,8 @@ class Statements(FunctionContext):
             self.line(f"w_t = {self._first};")
 
     def _decided(self, condition: Value, node: Node) -> str:
-        """A condition on which all threads agree, as the block's."""
-        if not acts(node):
+        """Return a condition on which all threads agree, evaluated once for the block."""
+        if not has_side_effects(node):
             self.boundary()
             return condition.text
         name = self.kept("w_b1", condition.text, 1)
@@ -181,7 +187,7 @@ class Statements(FunctionContext):
         return f"{name}[{self._first}]"
 
     def _loop_of_block(self, node: Loop) -> None:
-        """A loop around barriers."""
+        """Print a loop that contains barriers."""
         self._scopes.append({})
         if node.init is not None:
             self._statement(node.init)
@@ -205,7 +211,7 @@ class Statements(FunctionContext):
             elif node.step is not None:
                 text = self._effect(node.step)
                 if text:
-                    self._say(text + ";")
+                    self._thread_line(text + ";")
                 self.boundary()
         self._loops.pop()
         self._indent -= 1
@@ -222,7 +228,7 @@ class Statements(FunctionContext):
 
     def _loop(self, node: Loop) -> None:
         self._scopes.append({})
-        self._say("{")
+        self._thread_line("{")
         self._indent += 1
         turns = self._turns(node)
         if node.init is not None:
@@ -230,7 +236,7 @@ class Statements(FunctionContext):
         before = self.free
         self.free = 0
         text, varying = "1", False
-        # the body's text must not come before the condition's: what is learned of variables is the same in any order
+        # The condition is printed before the body; what is learned of variables is the same in any order.
         condition = None if node.condition is None else self._truth(node.condition)
         if condition is not None:
             text, varying = condition.text, condition.varying
@@ -249,26 +255,26 @@ class Statements(FunctionContext):
         self._loops.pop()
         body, self._lines = self._lines[mark:], self._lines[:mark]
         work = max(turns, 1) * max(self.free, 1)
-        if turns and before + work <= FREE:
+        if turns and before + work <= MAX_UNCHECKED_NODES:
             self.free = before + work
             asked = text
         else:
             self.free = before + self.free
             asked = "w_go(w_status)" if text == "1" else f"({text}) && w_go(w_status)"
         if node.first:
-            self._say("do {")
+            self._thread_line("do {")
             self._lines += body
-            self._say(f"}} while ({asked});")
+            self._thread_line(f"}} while ({asked});")
         else:
-            self._say(f"for (; {asked}; {step}) {{")
+            self._thread_line(f"for (; {asked}; {step}) {{")
             self._lines += body
-            self._say("}")
+            self._thread_line("}")
         self._indent -= 1
-        self._say("}")
+        self._thread_line("}")
         self._scopes.pop()
 
     def _turns(self, node: Loop) -> int:
-        """How often a loop runs at most, where that is plain to see; 0 where it is not."""
+        """Return the maximum number of iterations of a loop with constant bounds; 0 if it is not known."""
         init, condition, step = node.init, node.condition, node.step
         if not (isinstance(init, Declare) and init.init is not None and isinstance(condition, Binary)):
             return 0
@@ -303,14 +309,18 @@ class Statements(FunctionContext):
         ):
             return 0
         turns = -(-int(n) // abs(by))
-        if turns > FREE_TURNS or max(abs(first[1]), abs(last[1])) > 1 << 30 or changes(node.body, init.name):
+        if (
+            turns > MAX_UNCHECKED_TURNS
+            or max(abs(first[1]), abs(last[1])) > 1 << 30
+            or may_change(node.body, init.name)
+        ):
             return 0
         return max(turns, 1)
 
     def _leave(self, node: Leave) -> None:
         loops = [x for x in self._loops if node.how == "break" or isinstance(x, Loop)]
         if not loops:
-            raise CudaSourceError(f"{node.how} outside of a loop", node.line)
+            raise CudaSourceError(f"{node.how} must be inside of a loop or switch", node.line)
         if self._control:
             for loop in reversed(self._loops):
                 self._facts.divergent.add(id(loop))
@@ -318,22 +328,24 @@ class Statements(FunctionContext):
                     break
         loop = loops[-1]
         if self._group and not self._control and id(loop) in self._facts.barriers:
-            # the block leaves, so what is around this is the block's
+            # The whole block leaves the loop, so the enclosing statements are printed for the block.
             at = self._around.index(loop)
             self._facts.barriers.update(id(x) for x in self._around[at:])
             if any(isinstance(x, Switch) for x in self._around[at:]):
-                self.complaint = CudaSourceError(f"{node.how} inside of a switch, around a barrier: use if", node.line)
+                self.pending_error = CudaSourceError(
+                    f"{node.how} inside of a switch in a loop with a barrier is not supported: use if", node.line
+                )
             self.boundary()
             self.line(f"{node.how};" if node.how == "break" else f"goto {self._continues.get(id(loop), 'w_turn')};")
             return
-        self._say(f"{node.how};")
+        self._thread_line(f"{node.how};")
 
     def _switch(self, node: Switch) -> None:
         on = self.value(node.on)
         if not isinstance(on.type, Scalar) or on.type.real:
-            raise CudaSourceError("switch needs an integer", node.line)
+            raise CudaSourceError("the value of a switch must be an integer", node.line)
         kind = promoted(on.type)
-        self._say(f"switch ({self.converted(on, kind, node.line).text}) {{")
+        self._thread_line(f"switch ({self.converted(on, kind, node.line).text}) {{")
         self._indent += 1
         self._loops.append(node)
         self._scopes.append({})
@@ -341,17 +353,17 @@ class Statements(FunctionContext):
             for labels, body in node.cases:
                 for label in labels:
                     if label is None:
-                        self._say("default:")
+                        self._thread_line("default:")
                     else:
                         known = self.types.typed_constant(label, self.bound)
-                        self._say(f"case {literal(kind, wrapped(known[1], kind))}:")
-                self._say("{")
+                        self._thread_line(f"case {literal(kind, wrapped(known[1], kind))}:")
+                self._thread_line("{")
                 self._nested(Block(node.line, body))
-                self._say("}")
+                self._thread_line("}")
         self._scopes.pop()
         self._loops.pop()
         self._indent -= 1
-        self._say("}")
+        self._thread_line("}")
 
     def _return(self, node: Return) -> None:
         kind = self.result_type()
@@ -360,13 +372,15 @@ class Statements(FunctionContext):
             for loop in self._loops:
                 self._facts.divergent.add(id(loop))
         elif self._group:
-            # the block returns, so what is around this is the block's
+            # The whole block returns, so the enclosing statements are printed for the block.
             self._facts.barriers.update(id(x) for x in self._around)
             if any(isinstance(x, Switch) for x in self._around):
-                self.complaint = CudaSourceError("return inside of a switch, around a barrier: use if", node.line)
+                self.pending_error = CudaSourceError(
+                    "return inside of a switch in a function with a barrier is not supported: use if", node.line
+                )
         if node.value is None:
             if not isinstance(kind, Void):
-                raise CudaSourceError(f"{self._function.name} must give {kind}", node.line)
+                raise CudaSourceError(f"{self._function.name} must return {kind}", node.line)
             self._leave_function()
             return
         if isinstance(node.value, Braces):
@@ -381,7 +395,7 @@ class Statements(FunctionContext):
             kind = value.type
         if isinstance(written, PointerTo) and isinstance(value.type, Pointer):
             if isinstance(kind, Pointer) and kind.space != "?" and value.type.space not in ("?", kind.space):
-                raise CudaSourceError("a function that gives pointers into different memories", node.line)
+                raise CudaSourceError("a function cannot return pointers into different memories", node.line)
             if value.type.space != "?":
                 target = self.types.of(written, self.bound, node.line)
                 assert isinstance(target, Pointer)
@@ -389,23 +403,23 @@ class Statements(FunctionContext):
             self._facts.result_root = joined_root(self._facts.result_root, value.root)
         if isinstance(kind, Void):
             if not isinstance(value.type, Void):
-                raise CudaSourceError(f"{self._function.name} gives nothing", node.line)
-            self._say(f"{value.text or '(void)0'};")
+                raise CudaSourceError(f"{self._function.name} is void and cannot return a value", node.line)
+            self._thread_line(f"{value.text or '(void)0'};")
             self._leave_function()
             return
         text = self.converted(value, kind, node.line).text
         if self._group:
-            self._say(f"w_result[w_t] = {text};")
+            self._thread_line(f"w_result[w_t] = {text};")
             self._leave_function()
         else:
-            self._say(f"return {text};")
+            self._thread_line(f"return {text};")
 
     def _leave_function(self) -> None:
-        """One thread has nothing more to do here, or the block."""
+        """Print the end of the function for one thread, or for the whole block."""
         if not self._group:
-            self._say("return;")
+            self._thread_line("return;")
         elif self._control:
-            self._say(f"{{ w_left[w_t] = 1; goto {self._label}; }}")
+            self._thread_line(f"{{ w_left[w_t] = 1; goto {self._label}; }}")
         else:
             self.boundary()
             self.line("return;")

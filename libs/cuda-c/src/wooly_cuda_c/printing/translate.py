@@ -1,4 +1,4 @@
-"""A kernel of a source as one text of OpenCL C, CUDA C or HIP C, with the list of its places for messages."""
+"""Translates a kernel to one text of OpenCL C, CUDA C or HIP C, with descriptions of its accesses for messages."""
 
 from __future__ import annotations
 
@@ -18,19 +18,23 @@ from wooly_cuda_c.syntax.errors import CudaSourceError
 from wooly_cuda_c.syntax.parser import parse, parse_arguments
 from wooly_cuda_c.syntax.tree import ArrayOf, Braces, Call, Declare, Function, Node, Number, ReferenceTo, Unit
 
-#: Nodes of a kernel once its functions are put in place.
+#: Maximum number of nodes of a kernel after its functions are inlined.
 MAX_WEIGHT: Final = 200_000
-#: Nodes that are printed in all, passes that learn too.
+#: Maximum number of nodes that are printed in all passes together. It bounds the time of a translation.
 MAX_WORK: Final = 4_000_000
+#: Maximum number of printed functions; each set of template arguments is another function.
 MAX_FUNCTIONS: Final = 512
+#: Maximum depth of nested calls.
 MAX_CALLS: Final = 48
-#: Bytes that a block's threads may have of their own, all together.
+#: Maximum bytes of the variables of all threads of a block together.
 MAX_PRIVATE: Final = 2 << 20
+#: Maximum bytes of shared memory of a block.
 MAX_SHARED: Final = 96 << 10
-#: Bytes of a block's memory for variables that last over barriers, on devices that run its threads in turn.
-MAX_KEPT: Final = 384 << 10
+#: Maximum bytes of a block's memory for variables in functions with barriers, on devices that run threads in turn.
+MAX_BARRIER_BYTES: Final = 384 << 10
+#: Maximum number of described accesses of a kernel.
 MAX_PLACES: Final = 20_000
-#: Argument of a launch that is a buffer.
+#: The word for an argument of a launch that is a buffer.
 BUFFER: Final = "buffer"
 
 
@@ -39,12 +43,16 @@ class Instance:
     """A function for given types.
 
     Attributes:
-        arguments: per parameter its type, space and what is known of it.
-        divergent: line because of which some threads alone may come here; 0 if none.
-        masked: those are marked: they may exchange values within warps.
-        weight, free, private, barriers: nodes, nodes without a look at whether to end, bytes of variables, barriers and
-            exchanges; functions that it calls included.
-        blocks: barriers of the whole block among them.
+        name: name in the printed text.
+        function: the function.
+        bound: values of its template parameters.
+        arguments: per parameter, type, space and what is known of it.
+        divergent: line because of which only some threads may get here; 0 if all do.
+        result: type of the result.
+        weight, free, private, barriers: number of nodes, number of nodes without a check whether the launch must end, bytes of
+            variables, number of barriers and exchanges. All include the functions that it calls.
+        blocks: number of barriers of the whole block among them.
+        masked: whether a mask marks the threads that get here, so that they may exchange values within warps.
     """
 
     name: str
@@ -63,11 +71,12 @@ class Instance:
 
 @dataclass(frozen=True, slots=True)
 class Translated:
-    """A kernel's text.
+    """The printed text of a kernel.
 
     Attributes:
+        text: the text.
         entry: name of the kernel in the text.
-        places: what `status[2]` names.
+        places: descriptions of the accesses, which `status[2]` numbers.
         writes: per parameter, whether it is a pointer through which the kernel may write.
         shared: bytes of a block's memory.
     """
@@ -89,28 +98,28 @@ def translate(
     shared: int = 0,
     dialect: Dialect = OPENCL,
 ) -> Translated:
-    """A kernel as checked C.
+    """Translate a kernel to checked C.
 
     Args:
-        text: CUDA C.
+        text: source in CUDA C.
         entry: name of a ``__global__`` function.
-        arguments: per parameter ``buffer`` or the scalar in which the launch gives it (``i64``, ``f32``, …).
-        block: threads of a block.
-        template: template arguments, as they are written between the brackets.
-        shared: bytes of memory that the launch gives ``extern __shared__`` arrays.
-        dialect: which C.
+        arguments: per parameter, ``buffer`` or the scalar type in which the launch passes it (``i64``, ``f32``, …).
+        block: size of a block, in threads.
+        template: template arguments, as in the source between the brackets.
+        shared: bytes of ``extern __shared__`` arrays.
+        dialect: the dialect of C.
 
     Raises:
-        CudaSourceError: the source is not understood, or does what cannot be allowed; it names the line.
+        CudaSourceError: the source has an error, or an unsupported or forbidden construct; the message names the line.
     """
     try:
         return Translation(parse(text), block, shared, dialect).run(entry, arguments, template)
     except RecursionError:
-        raise CudaSourceError("nested too deep", 1) from None
+        raise CudaSourceError("the source is nested too deeply", 1) from None
 
 
 class Translation:
-    """One kernel on its way."""
+    """The translation of one kernel."""
 
     def __init__(self, unit: Unit, block: tuple[int, int, int], shared: int, dialect: Dialect) -> None:
         self.unit = unit
@@ -119,12 +128,12 @@ class Translation:
         self.threads = block[0] * block[1] * block[2]
         self.types = Types(unit)
         self.helpers = Helpers(dialect, self.threads)
-        #: one thread of the device does the work of a block's
-        self.grouped = dialect.flat and any(_meets(f.body) for found in unit.functions.values() for f in found)
+        #: Whether one thread of the device does the work of all threads of a block.
+        self.grouped = dialect.flat and any(_has_barrier(f.body) for found in unit.functions.values() for f in found)
         self.context = CONTEXT.format(local=dialect.spaces["l"])
         self._dynamic = shared
         self._static = 0
-        #: per function, where in a block's memory is what lasts over barriers
+        #: Per function, the offset in the block's memory of its variables that are needed after a barrier.
         self._lasting: dict[str, int] = {}
         self._kept = 0
         self._arrays: dict[object, Value] = {}
@@ -142,10 +151,10 @@ class Translation:
         for variable in unit.variables:
             self._global(variable)
 
-    # -- what functions ask for ----------------------------------------------------------------------------------------
+    # -- for the printers of functions ---------------------------------------------------------------------------------
 
     def where(self, what: str, k: int) -> str:
-        """Where a thread is, along a dimension."""
+        """Return the text of an index or size of a thread or block along a dimension."""
         if what == "tid" and self.grouped:
             x, y, _ = self.block
             if (x, y, self.threads)[k] == 1 or self.block[k] == 1:
@@ -156,32 +165,32 @@ class Translation:
         return self.dialect.places[what].format(k, "xyz"[k])
 
     def constants(self) -> Bound:
-        """The source's own constants."""
+        """Return the source's own constants."""
         return Bound({}, dict(self._numbers.numbers))
 
     def name(self, name: str) -> Value | None:
-        """A name of the source's top."""
+        """Return the value of a global name; None if it does not exist."""
         found = self._names.get(name)
         return None if found is None else replace(found)
 
     def place(self, line: int, what: str) -> int:
-        """The number of a place."""
+        """Return the number of an access's description."""
         if len(self._places) >= MAX_PLACES:
-            raise CudaSourceError(f"more than {MAX_PLACES} accesses", line)
+            raise CudaSourceError(f"the kernel has more than {MAX_PLACES} accesses", line)
         return self._places.setdefault(f"line {line}, {what},", len(self._places))
 
-    def wrote(self, root: str) -> None:
-        """What goes back to `root` is written."""
+    def record_write(self, root: str) -> None:
+        """Record that the kernel writes through pointers with this root."""
         self._written.add(root)
 
-    def spend(self, n: int, line: int) -> None:
-        """Count what is printed."""
+    def count_work(self, n: int, line: int) -> None:
+        """Count printed nodes, and raise an error above the limit."""
         self._work += n
         if self._work > MAX_WORK:
-            raise CudaSourceError("too much code once functions and templates are put in place", line)
+            raise CudaSourceError("the kernel has too much code after functions and templates are expanded", line)
 
     def maker(self, kind: Type) -> str:
-        """The function that makes a vector or a struct from its parts."""
+        """Return the function that makes a vector or a struct of its parts."""
         assert isinstance(kind, Vector | Struct)
         parts = (
             [(c, kind.of) for c in "xyzw"[: kind.n]]
@@ -198,20 +207,22 @@ class Translation:
         return name
 
     def static_shared(self, key: object, kind: Type, name: str, line: int) -> Value:
-        """A block's array or variable."""
+        """Reserve a shared array or variable of the block."""
         if isinstance(kind, Pointer):
-            raise CudaSourceError(f"{name}: shared pointers are not understood: their bounds are not known", line)
+            raise CudaSourceError(f"{name}: shared pointers are not supported: their bounds are not known", line)
         if key not in self._arrays:
             at = -(-self._static // 16) * 16
             self._static = at + kind.size
             if self._static > MAX_SHARED:
-                raise CudaSourceError(f"{self._static} bytes of shared memory, at most {MAX_SHARED}", line)
+                raise CudaSourceError(
+                    f"the kernel has {self._static} bytes of shared memory, at most {MAX_SHARED} are allowed", line
+                )
             text = f"w_mk_l(w_shared + {at}, {kind.size})"
             self._arrays[key] = Value(text, kind, None, "mem", "l", False, f"the shared array {name}")
         return replace(self._arrays[key])
 
     def dynamic_shared(self, kind: Type, name: str) -> Value:
-        """The array whose size the launch gives; all of them are the same."""
+        """Return the shared array whose size the launch gives. All such arrays have the same memory."""
         n = self._dynamic // kind.size
         text = f"w_mk_l(w_shared + W_DYNAMIC, {n * kind.size})"
         return Value(text, Array(kind, max(n, 1)), None, "mem", "l", False, f"the shared array {name}")
@@ -219,27 +230,29 @@ class Translation:
     def instance(
         self, function: Function, bound: Bound, arguments: Sequence[Value], cause: int, masked: bool, line: int
     ) -> tuple[Instance, Facts]:
-        """A function for given types, printed when it is first asked for."""
+        """Return a function for given types. It is printed at its first use."""
         mine = {p.name for p in function.template}
         given = (
             *[(k, str(v), v.text) for k, v in bound.types.items() if k in mine],
             *[(k, v[1]) for k, v in bound.numbers.items() if k in mine],
         )
-        who = (id(function), given)
-        if who in self._open:
-            raise CudaSourceError(f"{function.name} calls itself: recursion is not understood", line)
+        identity = (id(function), given)
+        if identity in self._open:
+            raise CudaSourceError(f"{function.name} calls itself: recursion is not supported", line)
         if len(self._open) >= MAX_CALLS:
-            raise CudaSourceError(f"calls inside each other more than {MAX_CALLS} deep", line)
+            raise CudaSourceError(f"calls are nested deeper than {MAX_CALLS}", line)
         key = (
-            who,
+            identity,
             tuple([(repr(a.type), a.place, a.space, a.varying, a.root, a.readonly) for a in arguments]),
             cause,
             masked,
         )
         if key not in self._instances:
             if len(self._instances) >= MAX_FUNCTIONS:
-                raise CudaSourceError(f"more than {MAX_FUNCTIONS} functions once templates are put in place", line)
-            self._open.append(who)
+                raise CudaSourceError(
+                    f"the kernel has more than {MAX_FUNCTIONS} functions after templates are expanded", line
+                )
+            self._open.append(identity)
             made = Instance(
                 f"w_{function.name.replace('$', '_')}_{len(self._instances)}",
                 function,
@@ -253,7 +266,7 @@ class Translation:
         return self._instances[key]
 
     def _print(self, made: Instance, facts: Facts) -> Facts:
-        """Print a function until nothing new is learned of it."""
+        """Print a function again until nothing new is learned of it."""
         while True:
             before = facts.size
             printer = FunctionPrinter(self, made, facts)
@@ -262,30 +275,34 @@ class Translation:
             made.barriers, made.blocks = printer.barriers, printer.blocks
             made.result = printer.result_type()
             if made.weight > MAX_WEIGHT:
-                raise CudaSourceError("too much code once functions and templates are put in place", made.function.line)
+                raise CudaSourceError(
+                    "the kernel has too much code after functions and templates are expanded", made.function.line
+                )
             if facts.size == before:
-                if printer.complaint is not None:
-                    raise printer.complaint
+                if printer.pending_error is not None:
+                    raise printer.pending_error
                 break
         self._texts.append(text)
         if printer.lasting:
             self._lasting[made.name] = self._kept
             self._kept += printer.lasting
-            if self._kept > MAX_KEPT:
+            if self._kept > MAX_BARRIER_BYTES:
                 raise CudaSourceError(
-                    f"{self.threads} threads with {self._kept // self.threads} bytes each of variables around barriers:"
-                    f" at most {MAX_KEPT} bytes a block",
+                    f"{self.threads} threads have {self._kept // self.threads} bytes each of variables around barriers:"
+                    f" at most {MAX_BARRIER_BYTES} bytes per block",
                     made.function.line,
                 )
         return facts
 
-    # -- the top -------------------------------------------------------------------------------------------------------
+    # -- the top level -------------------------------------------------------------------------------------------------
 
     def _global(self, node: Declare) -> None:
         if node.shared:
             assert isinstance(node.type, ArrayOf)
             if node.type.count is not None:
-                raise CudaSourceError(f"{node.name}: an extern __shared__ array has no size here", node.line)
+                raise CudaSourceError(
+                    f"{node.name}: an extern __shared__ array must not have a size: the launch gives it", node.line
+                )
             self._names[node.name] = self.dynamic_shared(
                 self.types.of(node.type.of, self._numbers, node.line), node.name
             )
@@ -297,7 +314,7 @@ class Translation:
         if isinstance(kind, Scalar) and init is not None:
             items = init.items if isinstance(init, Braces) else [init]
             if len(items) != 1:
-                raise CudaSourceError(f"{node.name} has one value", node.line)
+                raise CudaSourceError(f"{node.name} needs exactly one value", node.line)
             value = self.types.constant(items[0], self._numbers)
             self._numbers.numbers[node.name] = (kind, wrapped(value, kind))
             return
@@ -305,7 +322,7 @@ class Translation:
         while isinstance(element, Array):
             element = element.of
         if not isinstance(kind, Array) or not isinstance(element, Scalar) or not isinstance(init, Braces):
-            raise CudaSourceError(f"{node.name}: constants are numbers or arrays of numbers", node.line)
+            raise CudaSourceError(f"{node.name}: a constant must be a number or an array of numbers", node.line)
         values = self._row(init, kind, element)
         name = f"w_table_{len(self._tables)}"
         texts = ", ".join(literal(element, wrapped(v, element)) for v in values)
@@ -318,55 +335,62 @@ class Translation:
         for item in braces.items:
             if isinstance(item, Braces):
                 if not isinstance(kind.of, Array):
-                    raise CudaSourceError("more braces than dimensions", item.line)
+                    raise CudaSourceError("the array has more levels of braces than dimensions", item.line)
                 out += self._row(item, kind.of, element)
             elif isinstance(kind.of, Array):
-                raise CudaSourceError("rows of an array are in braces of their own", item.line)
+                raise CudaSourceError("each row of an array needs its own braces", item.line)
             else:
                 out.append(self.types.constant(item, self._numbers))
         n = kind.size // element.size
         if len(out) > n:
-            raise CudaSourceError(f"{len(out)} values for {n} elements", braces.line)
+            raise CudaSourceError(f"the array has {n} elements, but {len(out)} values", braces.line)
         return out + [0] * (n - len(out))
 
     def run(self, entry: str, arguments: Sequence[str], template: str) -> Translated:
-        """The whole text."""
+        """Return the complete text."""
         found = [f for f in self.unit.functions.get(entry, []) if f.kernel]
         if len(found) != 1:
             have = ", ".join(self.unit.kernels()) or "none"
             raise CudaSourceError(
-                f"there is no kernel {entry}; there is {have}" if not found else f"there are several kernels {entry}", 1
+                f"the source has no kernel {entry}; it has {have}"
+                if not found
+                else f"the source has several kernels {entry}: give them different names",
+                1,
             )
         function = found[0]
         if len(arguments) != len(function.params):
             raise CudaSourceError(
-                f"{entry} takes {len(function.params)} arguments, {len(arguments)} were given", function.line
+                f"{entry} takes {len(function.params)} arguments, not {len(arguments)}", function.line
             )
         given = parse_arguments(template, self.unit) if template else []
         bound = bind(self, function, given, [], self._numbers, function.line)
         values: list[Value] = []
         for k, (param, argument) in enumerate(zip(function.params, arguments, strict=True)):
             if isinstance(param.type, ReferenceTo):
-                raise CudaSourceError(f"{param.name}: a kernel takes pointers and numbers", param.line)
+                raise CudaSourceError(f"{param.name}: a kernel takes only pointers and numbers", param.line)
             kind = self.types.of(param.type, bound, param.line)
             if isinstance(kind, Pointer):
                 if argument not in (BUFFER, "u64"):
-                    raise CudaSourceError(f"argument {k} ({param.name}) is {kind}, and a number is given", param.line)
+                    raise CudaSourceError(
+                        f"argument {k} ({param.name}) is {kind}, but the launch passes a number", param.line
+                    )
                 kind = Pointer(kind.to, "g", kind.const)
             elif not isinstance(kind, Scalar):
                 raise CudaSourceError(
-                    f"argument {k} ({param.name}) is {kind}: a kernel takes pointers and numbers", param.line
+                    f"argument {k} ({param.name}) is {kind}: a kernel takes only pointers and numbers", param.line
                 )
             elif argument == BUFFER:
-                raise CudaSourceError(f"argument {k} ({param.name}) is {kind}, and a tensor is given", param.line)
+                raise CudaSourceError(
+                    f"argument {k} ({param.name}) is {kind}, but the launch passes a tensor", param.line
+                )
             root = f"argument {k} ({param.name})" if isinstance(kind, Pointer) else ""
             values.append(Value("", kind, None, "", "", False, root))
         made, _ = self.instance(function, bound, values, 0, False, function.line)
         if not isinstance(made.result, Void):
-            raise CudaSourceError(f"the kernel {entry} gives {made.result}: it must give nothing", function.line)
+            raise CudaSourceError(f"the kernel {entry} returns {made.result}: a kernel must return void", function.line)
         if made.private * self.threads > MAX_PRIVATE:
             raise CudaSourceError(
-                f"{self.threads} threads with {made.private} bytes of variables each: at most {MAX_PRIVATE} bytes a block",
+                f"{self.threads} threads have {made.private} bytes of variables each: at most {MAX_PRIVATE} bytes per block",
                 function.line,
             )
         loose = "one of several arrays" in self._written
@@ -385,7 +409,9 @@ class Translation:
         dynamic = -(-self._static // 16) * 16
         total = dynamic + self._dynamic
         if total > MAX_SHARED:
-            raise CudaSourceError(f"{total} bytes of shared memory, at most {MAX_SHARED}", function.line)
+            raise CudaSourceError(
+                f"the launch needs {total} bytes of shared memory, at most {MAX_SHARED} are allowed", function.line
+            )
         kept = -(-total // 16) * 16
         total = kept + self._kept if self._kept else total
         body, params, passed = [], [f"{self.dialect.spaces['g']} int *w_status".strip()], []
@@ -395,7 +421,7 @@ class Translation:
                 to = value.type.to
                 params += [f"{self.dialect.spaces['g']} w_u8 *a{k}".strip(), f"w_u64 n{k}"]
                 body.append(f"  w_gp p{k} = w_as_g(w_mk_g(a{k}, n{k}), {to.size}u, {to.align}u);")
-                place = self.place(param.line, f"{value.root} does not begin at a whole {to}")
+                place = self.place(param.line, f"{value.root}, which is not aligned to {to}")
                 body.append(f"  if (n{k} >= {to.size}u && p{k}.n == 0) w_fault(w_status, {TRAP}, {place});")
                 passed.append(f"p{k}")
                 continue
@@ -429,7 +455,7 @@ class Translation:
             *[self.dialect.places["bdim"].format(k, "xyz"[k]) for k in range(2)],
         )
         count = f"  w_u32 w_t = {thread};"
-        # where one thread does the work of all, the others have nothing to do
+        # If one thread does the work of all threads, the others return at once.
         stop = f"  if (!w_go(w_status){' || w_t != 0u' if alone else ''}) return;"
         kernel = [head + " {", memory, count, stop, *clear, *body, call, "}"]
         text = "".join(
@@ -449,12 +475,12 @@ class Translation:
         return text, total
 
 
-def _meets(node: object) -> bool:
-    """Whether there is a barrier, or an exchange between threads, in a part of the tree."""
+def _has_barrier(node: object) -> bool:
+    """Whether a part of the tree contains a barrier, or an exchange between threads."""
     if isinstance(node, Call) and (node.name.name in BARRIERS or node.name.name in WARP):
         return True
     if isinstance(node, Node):
-        return any(_meets(getattr(node, f)) for c in type(node).__mro__ for f in getattr(c, "__slots__", ()))
+        return any(_has_barrier(getattr(node, f)) for c in type(node).__mro__ for f in getattr(c, "__slots__", ()))
     if isinstance(node, list | tuple):
-        return any(_meets(x) for x in node)
+        return any(_has_barrier(x) for x in node)
     return False

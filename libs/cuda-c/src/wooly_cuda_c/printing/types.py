@@ -1,4 +1,4 @@
-"""Types as the compiler sees them, with sizes in bytes as CUDA lays them out."""
+"""Types of values, with CUDA's sizes and alignments, in bytes."""
 
 from __future__ import annotations
 
@@ -10,45 +10,45 @@ from wooly_cuda_c.syntax.words import SCALARS
 
 @dataclass(frozen=True, slots=True)
 class Scalar:
-    """A number; `name` is a row of `SCALARS`."""
+    """A number type; `name` is a row of `SCALARS`."""
 
     name: str
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
         return SCALARS[self.name][0]
 
     @property
     def align(self) -> int:
-        """Bytes."""
+        """Alignment in bytes."""
         return self.size
 
     @property
     def real(self) -> bool:
-        """A floating point number."""
+        """Whether it is floating point."""
         return SCALARS[self.name][1] == "f"
 
     @property
     def half(self) -> bool:
-        """A floating point number of 16 bits: held as its bits, computed as a float."""
+        """Whether it is a 16-bit float: stored as its bits, computed as a float."""
         return self.real and self.size == 2
 
     @property
     def signed(self) -> bool:
-        """An integer with a sign."""
+        """Whether it is a signed integer."""
         return SCALARS[self.name][1] == "i"
 
     @property
     def text(self) -> str:
-        """Its name in what is printed."""
+        """Name in the printed text."""
         return f"w_{self.name}"
 
     def __str__(self) -> str:
-        return _SAYS[self.name]
+        return _C_NAMES[self.name]
 
 
-_SAYS: Final = {
+_C_NAMES: Final = {
     "b1": "bool", "i8": "char", "u8": "unsigned char", "i16": "short", "u16": "unsigned short", "i32": "int",
     "u32": "unsigned int", "i64": "long long", "u64": "unsigned long long", "f32": "float", "f64": "double",
     "f16": "__half", "bf16": "__nv_bfloat16",
@@ -57,24 +57,24 @@ _SAYS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Vector:
-    """2 to 4 numbers."""
+    """A vector of 2 to 4 numbers."""
 
     of: Scalar
     n: int
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
         return self.of.size * self.n
 
     @property
     def align(self) -> int:
-        """Bytes: three are aligned as one."""
+        """Alignment in bytes: a vector of three is aligned as one element."""
         return self.of.size if self.n == 3 else min(self.size, 16)
 
     @property
     def text(self) -> str:
-        """Its name in what is printed."""
+        """Name in the printed text."""
         return f"{self.of.text}x{self.n}"
 
     def __str__(self) -> str:
@@ -83,7 +83,7 @@ class Vector:
 
 @dataclass(frozen=True, slots=True)
 class Struct:
-    """Plain data; per field its name, type and offset."""
+    """A struct; each field has a name, a type and an offset."""
 
     name: str
     fields: tuple[tuple[str, Type, int], ...]
@@ -92,7 +92,7 @@ class Struct:
 
     @property
     def text(self) -> str:
-        """Its name in what is printed."""
+        """Name in the printed text."""
         return f"w_s_{self.name}"
 
     def __str__(self) -> str:
@@ -101,24 +101,24 @@ class Struct:
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """Elements one after the other."""
+    """An array of `n` elements."""
 
     of: Type
     n: int
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
         return self.of.size * self.n
 
     @property
     def align(self) -> int:
-        """Bytes."""
+        """Alignment in bytes."""
         return self.of.align
 
     @property
     def text(self) -> str:
-        """Never printed."""
+        """Not available: an array is printed by its elements."""
         raise AssertionError
 
     def __str__(self) -> str:
@@ -127,7 +127,7 @@ class Array:
 
 @dataclass(frozen=True, slots=True)
 class Void:
-    """Nothing; behind a pointer, bytes."""
+    """No value; behind a pointer, bytes."""
 
     size: int = 1
     align: int = 1
@@ -139,13 +139,13 @@ class Void:
 
 @dataclass(frozen=True, slots=True)
 class Pointer:
-    """An address with the bounds of what it points into.
+    """An address with the bounds of its memory.
 
     Attributes:
-        to: what is there.
-        space: ``g`` of the launch's buffers, ``l`` shared by a block, ``p`` of one thread, ``c`` constants of the source,
-            ``?`` not known yet, or null.
-        const: what is there is only read.
+        to: type of the object.
+        space: ``g`` a buffer of the launch, ``l`` shared by a block, ``p`` a variable of one thread, ``c`` constants of the
+            source, ``?`` not known yet, or null.
+        const: whether the object must not be written.
     """
 
     to: Type
@@ -154,17 +154,17 @@ class Pointer:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
         return 8
 
     @property
     def align(self) -> int:
-        """Bytes."""
+        """Alignment in bytes."""
         return 8
 
     @property
     def text(self) -> str:
-        """Its name in what is printed."""
+        """Name in the printed text."""
         return f"w_{'g' if self.space == '?' else self.space}p"
 
     def __str__(self) -> str:
@@ -180,12 +180,12 @@ VOID: Final = Void()
 
 
 def promoted(kind: Scalar) -> Scalar:
-    """What arithmetic makes of a small integer."""
+    """Return the type after C's integer promotion."""
     return I32 if SCALARS[kind.name][2] < 3 else kind
 
 
 def common(a: Scalar, b: Scalar) -> Scalar:
-    """The type in which two numbers are computed."""
+    """Return the type in which an operation on two numbers is computed."""
     a, b = promoted(a), promoted(b)
     if a == b:
         return a
@@ -197,7 +197,7 @@ def common(a: Scalar, b: Scalar) -> Scalar:
 
 
 def wrapped(value: float, kind: Scalar) -> float | int:
-    """A number as it is in a type: integers keep their low bits."""
+    """Convert a number to a type; integers keep their low bits."""
     if kind.real:
         return float(value)
     if kind == B1:

@@ -1,4 +1,4 @@
-"""What an expression is while a kernel is printed, and what is learned of its variables."""
+"""Expressions while a kernel is printed, and facts that are learned of its variables."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ class Value:
     """An expression.
 
     Attributes:
-        text: what computes it; of what is in memory, a pointer to it.
+        text: text that computes it; for an object in memory, a pointer to it.
         type: its type.
-        const: its number, if that is known.
+        const: its number, if it is known.
         place: ``""`` a value, ``var`` a variable of the printed text, ``mem`` an object in memory.
-        space: of an object in memory.
-        varying: threads of a block may have different ones; of an object in memory, different places.
-        root: what a pointer goes back to, in words.
-        readonly: it must not be assigned to.
-        variable: whose (part) it is.
+        space: memory space of an object in memory.
+        varying: whether it may differ between threads of a block; for an object in memory, whether its address may.
+        root: description of the memory that a pointer belongs to.
+        readonly: whether it must not be assigned to.
+        variable: the variable that it is, or is a part of.
     """
 
     text: str
@@ -39,9 +39,9 @@ class Variable:
     """A name in a scope.
 
     Attributes:
-        key: who it is, for `Facts`.
-        value: what its name stands for.
-        reference: it is another object's other name.
+        key: its identity in `Facts`.
+        value: the value of the name.
+        reference: whether it is a reference to another object.
     """
 
     key: int
@@ -51,15 +51,17 @@ class Variable:
 
 @dataclass(slots=True)
 class Facts:
-    """What is learned of a function while it is printed; it is printed again until nothing new is learned.
+    """Facts learned of a function while it is printed. It is printed again until nothing new is learned.
 
     Attributes:
-        varying: variables that differ from thread to thread.
+        varying: variables that may differ between threads.
         divergent: loops that some threads leave before others.
-        spaces: of pointers that were declared without a value.
-        roots: of pointers.
-        barriers: loops with a barrier in them, and the function itself if it has one.
-        result_varying: threads may get different results.
+        barriers: statements that contain a barrier, and the function itself if it has one.
+        spaces: memory spaces of pointers that were declared without a value.
+        roots: roots of pointers.
+        result_varying: whether threads may get different results.
+        result: type of the result, if it was deduced.
+        result_root: root of a pointer that the function returns.
     """
 
     varying: set[int] = field(default_factory=set)
@@ -73,7 +75,7 @@ class Facts:
 
     @property
     def size(self) -> tuple[object, ...]:
-        """Changes with everything that is learned."""
+        """A summary that changes with every new fact."""
         return (
             len(self.varying),
             len(self.divergent),

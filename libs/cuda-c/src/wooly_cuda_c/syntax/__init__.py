@@ -1,1 +1,1 @@
-"""The CUDA C that Wooly reads: text to tokens to a tree. Clients look at signatures, the compiler at everything."""
+"""The parser of CUDA C: text to tokens to a tree. Clients read only signatures; the compiler reads the whole tree."""

@@ -1,4 +1,4 @@
-"""What is wrong with a source."""
+"""The error of a source."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from wooly_wis.errors import WisError
 
 
 class CudaSourceError(WisError):
-    """A source is no CUDA C that is understood here.
+    """A source is not valid CUDA C, or uses an unsupported construct.
 
     Attributes:
-        line: of the source, counted from 1.
+        line: line of the source, counted from 1.
     """
 
     code = "cuda_c.source"

@@ -1,4 +1,4 @@
-"""Text to tokens. Comments and ends of lines are gone afterwards; what no token begins with is an error."""
+"""Splits a text into tokens. It removes comments and ends of lines. A character that starts no token is an error."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ from typing import Final
 
 from wooly_cuda_c.syntax.errors import CudaSourceError
 
+#: Maximum length of a source, in characters.
 MAX_SOURCE: Final = 256 << 10
+#: Maximum number of tokens of a source.
 MAX_TOKENS: Final = 100_000
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A word of the source.
+    """A token of the source.
 
     Attributes:
         kind: ``name``, ``number``, ``string``, ``char``, ``op`` or ``end``.
-        text: as written.
-        line: where.
-        glued: nothing is between it and the token before.
+        text: the text of the token.
+        line: line number.
+        glued: whether no space separates it from the token before.
     """
 
     kind: str
@@ -46,13 +48,13 @@ _TOKEN: Final = re.compile(
 
 
 def lines_of(text: str) -> list[list[Token]]:
-    """The tokens of every logical line: a backslash at the end of a line joins it with the next.
+    """Return the tokens of every logical line. A backslash at the end of a line joins it with the next line.
 
     Raises:
-        CudaSourceError: the text is too long, or has what is no token.
+        CudaSourceError: the text is too long, or has a character that starts no token.
     """
     if len(text) > MAX_SOURCE:
-        raise CudaSourceError(f"a source of {len(text)} characters, at most {MAX_SOURCE}", 1)
+        raise CudaSourceError(f"the source has {len(text)} characters, at most {MAX_SOURCE} are allowed", 1)
     found: list[list[Token]] = [[]]
     at, line, count, touched = 0, 1, 0, -1
     while at < len(text):
@@ -61,12 +63,12 @@ def lines_of(text: str) -> list[list[Token]]:
             continue
         match = _TOKEN.match(text, at)
         if match is None:
-            raise CudaSourceError(f"{text[at : at + 1]!r} begins nothing that is understood", line)
+            raise CudaSourceError(f"{text[at : at + 1]!r} does not start a valid token", line)
         kind, word = str(match.lastgroup), match.group()
         if kind == "block":
             end = text.find("*/", match.end())
             if end < 0:
-                raise CudaSourceError("a comment that does not end", line)
+                raise CudaSourceError("the comment has no end", line)
             line += text.count("\n", at, end)
             at = end + 2
             continue
@@ -79,9 +81,9 @@ def lines_of(text: str) -> list[list[Token]]:
             found.append([])
         elif kind not in ("space", "comment"):
             if kind == "name" and word in ("R", "L", "u8") and text[at : at + 1] == '"':
-                raise CudaSourceError("raw and wide strings are not understood", line)
+                raise CudaSourceError("raw and wide strings are not supported", line)
             count += 1
             if count > MAX_TOKENS:
-                raise CudaSourceError(f"more than {MAX_TOKENS} tokens", line)
+                raise CudaSourceError(f"the source has more than {MAX_TOKENS} tokens", line)
             found[-1].append(Token(kind, word, line, glued))
     return found

@@ -1,4 +1,4 @@
-"""Directives and macros. No file is ever read: headers of CUDA and C are known by name and have nothing in them."""
+"""Directives and macros. It reads no file: headers of CUDA and C are known by name, and their contents are built in."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ _HEADERS: Final = (
 #: Headers whose contents are built in.
 HEADERS: Final = frozenset(_HEADERS.split())
 _PREDEFINED: Final = {"__CUDACC__": "1", "__CUDACC_RTC__": "1", "__CUDA_ARCH__": "800", "__cplusplus": "201703L"}
+#: Maximum number of macros.
 MAX_MACROS: Final = 4096
+#: Maximum depth of nested conditionals and macros.
 MAX_DEPTH: Final = 64
 
 
@@ -28,10 +30,10 @@ class _Macro:
 
 
 def preprocess(text: str) -> list[Token]:
-    """The tokens that a parser sees, with one of kind ``end`` at the end.
+    """Return the tokens for the parser; the last has the kind ``end``.
 
     Raises:
-        CudaSourceError: a directive that is not understood, an unknown header, or macros that make too much.
+        CudaSourceError: a directive is not supported, a header is unknown, or macros expand to too many tokens.
     """
     return _Preprocessor().run(text)
 
@@ -44,7 +46,7 @@ class _Preprocessor:
     def run(self, text: str) -> list[Token]:
         out: list[Token] = []
         pending: list[Token] = []
-        #: per open #if: whether a branch was taken, whether this one is, where it began
+        #: Per open #if: whether a branch was taken, whether the current branch is taken, and the line of the #if.
         open_: list[tuple[bool, bool, int]] = []
         last = 1
         for line in lines_of(text):
@@ -60,7 +62,7 @@ class _Preprocessor:
             if len(line) > 1:
                 self._directive(line[1], line[2:], open_)
         if open_:
-            raise CudaSourceError("an #if without #endif", open_[-1][2])
+            raise CudaSourceError("this #if has no #endif", open_[-1][2])
         out += self._expanded(pending, frozenset())
         out.append(Token("end", "the end of the source", last))
         return out
@@ -72,17 +74,17 @@ class _Preprocessor:
             taken = live and self._condition(name, rest, line)
             open_.append((taken, taken, line))
             if len(open_) > MAX_DEPTH:
-                raise CudaSourceError(f"conditionals nested more than {MAX_DEPTH} deep", line)
+                raise CudaSourceError(f"conditionals are nested deeper than {MAX_DEPTH}", line)
         elif name in ("elif", "else"):
             if not open_:
-                raise CudaSourceError(f"#{name} without #if", line)
+                raise CudaSourceError(f"this #{name} has no #if", line)
             before, _, began = open_.pop()
             outer = all(on for _, on, _ in open_)
             taken = outer and not before and (name == "else" or self._condition("if", rest, line))
             open_.append((before or taken, taken, began))
         elif name == "endif":
             if not open_:
-                raise CudaSourceError("#endif without #if", line)
+                raise CudaSourceError("this #endif has no #if", line)
             open_.pop()
         elif not live:
             return
@@ -97,34 +99,34 @@ class _Preprocessor:
             raise CudaSourceError("#error " + " ".join(t.text for t in rest), line)
         elif name == "pragma":
             if rest and rest[0].text not in ("unroll", "nounroll", "once", "nv_diag_suppress", "GCC", "clang"):
-                raise CudaSourceError(f"#pragma {rest[0].text} is not understood", line)
+                raise CudaSourceError(f"#pragma {rest[0].text} is not supported", line)
         else:
-            raise CudaSourceError(f"the directive #{name} is not understood", line)
+            raise CudaSourceError(f"the directive #{name} is not supported", line)
 
     def _include(self, rest: list[Token], line: int) -> None:
         name = "".join(t.text for t in rest).strip('"<>')
         if name not in HEADERS:
             raise CudaSourceError(
-                f"#include of {name!r}: no file is read; what is built in has the headers {', '.join(sorted(HEADERS))}",
+                f"cannot include {name!r}: no file is read; these headers are built in: {', '.join(sorted(HEADERS))}",
                 line,
             )
 
     def _define(self, rest: list[Token], line: int) -> None:
         if not rest or rest[0].kind != "name":
-            raise CudaSourceError("#define of no name", line)
+            raise CudaSourceError("#define needs a name", line)
         if len(self._macros) >= MAX_MACROS:
-            raise CudaSourceError(f"more than {MAX_MACROS} macros", line)
+            raise CudaSourceError(f"the source has more than {MAX_MACROS} macros", line)
         name, body = rest[0].text, rest[1:]
         params: tuple[str, ...] | None = None
         if body and body[0].text == "(" and body[0].glued:
             end = next((k for k, t in enumerate(body) if t.text == ")"), None)
             inner = body[1:end] if end is not None else []
             if end is None or any(t.kind != "name" for t in inner[::2]) or any(t.text != "," for t in inner[1::2]):
-                raise CudaSourceError(f"the parameters of the macro {name} are not names", line)
+                raise CudaSourceError(f"the parameters of the macro {name} must be names", line)
             params, body = tuple([t.text for t in inner[::2]]), body[end + 1 :]
         for t in body:
             if t.text in ("#", "##"):
-                raise CudaSourceError(f"{t.text} in a macro is not understood", line)
+                raise CudaSourceError(f"{t.text} in a macro is not supported", line)
         self._macros[name] = _Macro(params, tuple(body))
 
     def _expanded(self, tokens: list[Token], hidden: frozenset[str], depth: int = 0) -> list[Token]:
@@ -138,7 +140,7 @@ class _Preprocessor:
                 out.append(token)
                 continue
             if depth >= MAX_DEPTH:
-                raise CudaSourceError(f"macros nested more than {MAX_DEPTH} deep", token.line)
+                raise CudaSourceError(f"macros are nested deeper than {MAX_DEPTH}", token.line)
             body = list(macro.body)
             if macro.params is not None:
                 if at >= len(tokens) or tokens[at].text != "(":
@@ -147,14 +149,14 @@ class _Preprocessor:
                 given, at = self._arguments(tokens, at, token)
                 if len(given) != len(macro.params) and not (not macro.params and given == [[]]):
                     raise CudaSourceError(
-                        f"the macro {token.text} takes {len(macro.params)} arguments, {len(given)} were given",
+                        f"the macro {token.text} takes {len(macro.params)} arguments, not {len(given)}",
                         token.line,
                     )
                 values = {p: self._expanded(g, hidden, depth + 1) for p, g in zip(macro.params, given, strict=False)}
                 body = [x for t in body for x in (values.get(t.text, [t]) if t.kind == "name" else [t])]
             self._made += len(body)
             if self._made > MAX_TOKENS:
-                raise CudaSourceError(f"macros make more than {MAX_TOKENS} tokens", token.line)
+                raise CudaSourceError(f"macros expand to more than {MAX_TOKENS} tokens", token.line)
             placed = [Token(t.kind, t.text, token.line) for t in body]
             out += self._expanded(placed, hidden | {token.text}, depth + 1)
         return out
@@ -177,12 +179,12 @@ class _Preprocessor:
                 given.append([])
             else:
                 given[-1].append(token)
-        raise CudaSourceError(f"the arguments of the macro {name.text} do not end", name.line)
+        raise CudaSourceError(f"the arguments of the macro {name.text} have no closing parenthesis", name.line)
 
     def _condition(self, kind: str, rest: list[Token], line: int) -> bool:
         if kind != "if":
             if not rest:
-                raise CudaSourceError(f"#{kind} of no name", line)
+                raise CudaSourceError(f"#{kind} needs a name", line)
             return (rest[0].text in self._macros) == (kind == "ifdef")
         plain: list[Token] = []
         at = 0
@@ -190,7 +192,7 @@ class _Preprocessor:
             if rest[at].text == "defined":
                 named = [t for t in rest[at + 1 : at + 4] if t.kind == "name"][:1]
                 if not named:
-                    raise CudaSourceError("defined of no name", line)
+                    raise CudaSourceError("defined needs a name", line)
                 at += 4 if rest[at + 1].text == "(" else 2
                 plain.append(Token("number", str(int(named[0].text in self._macros)), line))
             else:

@@ -1,4 +1,4 @@
-"""The tree of a source: what was written, with types by name. What it means is the compiler's business."""
+"""The syntax tree of a source, with types by name. `printing` decides what it means."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A type by name; ``auto`` too."""
+    """A named type, or ``auto``."""
 
     name: str
     const: bool = False
@@ -31,7 +31,7 @@ class ReferenceTo:
 
 @dataclass(frozen=True, slots=True)
 class ArrayOf:
-    """An array; `count` is None where the brackets are empty."""
+    """An array; `count` is None if the brackets are empty."""
 
     of: Written
     count: Node | None
@@ -44,7 +44,7 @@ Written = Named | PointerTo | ReferenceTo | ArrayOf
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """Anything with a line."""
+    """Base of all nodes: it has a line."""
 
     line: int
 
@@ -60,7 +60,7 @@ class Number(Node):
 
 @dataclass(slots=True, eq=False)
 class Name(Node):
-    """A name, perhaps with template arguments."""
+    """A name, with or without template arguments."""
 
     name: str
     template: list[Written | Node] | None = None
@@ -76,7 +76,7 @@ class Unary(Node):
 
 @dataclass(slots=True, eq=False)
 class Binary(Node):
-    """An operator between two expressions, ``,`` too."""
+    """A binary operator, including ``,``."""
 
     op: str
     left: Node
@@ -85,7 +85,7 @@ class Binary(Node):
 
 @dataclass(slots=True, eq=False)
 class Assign(Node):
-    """``=`` or a compound assignment; `op` without the ``=``."""
+    """``=`` or a compound assignment; `op` is without the ``=``."""
 
     op: str
     to: Node
@@ -103,7 +103,7 @@ class Conditional(Node):
 
 @dataclass(slots=True, eq=False)
 class Call(Node):
-    """A call of a name."""
+    """A call of a function by name."""
 
     name: Name
     args: list[Node]
@@ -151,7 +151,7 @@ class Braces(Node):
 
 @dataclass(slots=True, eq=False)
 class Declare(Node):
-    """One variable."""
+    """A declaration of one variable."""
 
     type: Written
     name: str
@@ -164,7 +164,7 @@ class Declare(Node):
 
 @dataclass(slots=True, eq=False)
 class Block(Node):
-    """Statements in order; `scope` is False where several are written as one (``int a, b;``)."""
+    """Statements in order; `scope` is False for declarations written as one (``int a, b;``)."""
 
     body: list[Node]
     scope: bool = True
@@ -189,7 +189,7 @@ class If(Node):
 
 @dataclass(slots=True, eq=False)
 class Loop(Node):
-    """``for``, ``while`` (no init, no step) and ``do`` (`first` runs before the condition is asked)."""
+    """``for``, ``while`` (no init, no step), or ``do`` (`first`: the body runs before the condition)."""
 
     init: Node | None
     condition: Node | None
@@ -214,7 +214,7 @@ class Leave(Node):
 
 @dataclass(slots=True, eq=False)
 class Switch(Node):
-    """``switch``; per case its labels (None: default) and its statements."""
+    """``switch``; each case has labels (None: default) and statements."""
 
     on: Node
     cases: list[tuple[list[Node | None], list[Node]]]
@@ -222,7 +222,7 @@ class Switch(Node):
 
 @dataclass(slots=True, eq=False)
 class Alias(Node):
-    """A type's other name."""
+    """Another name of a type."""
 
     name: str
     type: Written
@@ -233,7 +233,7 @@ class Alias(Node):
 
 @dataclass(frozen=True, slots=True)
 class TemplateParam:
-    """A type (`kind` is None) or a constant of a type."""
+    """A template parameter: a type (`kind` is None), or a constant of type `kind`."""
 
     name: str
     kind: Written | None
@@ -255,13 +255,13 @@ class Param:
 
     @property
     def const(self) -> bool:
-        """Whether it points to what is only read."""
+        """Whether it is a pointer to const."""
         return isinstance(self.type, PointerTo) and isinstance(self.type.to, Named) and self.type.to.const
 
 
 @dataclass(slots=True, eq=False)
 class Function(Node):
-    """A kernel or a function of the device."""
+    """A kernel or a device function."""
 
     name: str
     kernel: bool
@@ -273,7 +273,7 @@ class Function(Node):
 
 @dataclass(slots=True, eq=False)
 class Struct(Node):
-    """Plain data: fields and nothing else."""
+    """Plain data: only fields."""
 
     name: str
     fields: list[tuple[str, Written]]
@@ -284,10 +284,10 @@ class Unit:
     """A source.
 
     Attributes:
-        functions: by name, in order.
+        functions: functions by name, in order.
         variables: constants of the source.
         aliases: other names of types.
-        structs: plain data.
+        structs: structs by name.
     """
 
     functions: dict[str, list[Function]] = field(default_factory=dict)
@@ -296,5 +296,5 @@ class Unit:
     structs: dict[str, Struct] = field(default_factory=dict)
 
     def kernels(self) -> list[str]:
-        """Names of its kernels."""
+        """Return the names of the kernels."""
         return [n for n, f in self.functions.items() if any(x.kernel for x in f)]

@@ -1,10 +1,10 @@
-"""Names of types, and the words of C++ that are understood to be something else than what they look like: one table each."""
+"""Tables of type names, and of C++ words that are ignored or rejected."""
 
 from __future__ import annotations
 
 from typing import Final
 
-#: A scalar's size in bytes, whether it is an integer (i, u), a float (f) or a truth value (b), and its rank.
+#: Size in bytes of each scalar type, its kind (i, u: integer; f: float; b: truth value), and its rank in conversions.
 SCALARS: Final[dict[str, tuple[int, str, int]]] = {
     "b1": (1, "b", 0),
     "i8": (1, "i", 1),
@@ -20,7 +20,7 @@ SCALARS: Final[dict[str, tuple[int, str, int]]] = {
     "f32": (4, "f", 6),
     "f64": (8, "f", 7),
 }
-#: Types by one name.
+#: Types with a name of one word.
 TYPES: Final[dict[str, str]] = {
     "bool": "b1",
     "int8_t": "i8",
@@ -47,7 +47,7 @@ TYPES: Final[dict[str, str]] = {
     "__nv_bfloat16": "bf16",
     "nv_bfloat16": "bf16",
 }
-#: Types of several words, sorted; `int` is left out where another word says enough.
+#: Types with a name of several words, sorted; `int` is left out if other words suffice.
 PHRASES: Final[dict[tuple[str, ...], str]] = {
     ("char",): "i8",
     ("char", "signed"): "i8",
@@ -65,7 +65,7 @@ PHRASES: Final[dict[tuple[str, ...], str]] = {
     ("long", "long", "signed"): "i64",
     ("long", "long", "unsigned"): "u64",
 }
-#: Vectors: CUDA's names without the number.
+#: Element types of vectors, by CUDA's names without the number.
 VECTORS: Final[dict[str, str]] = {
     "char": "i8",
     "uchar": "u8",
@@ -87,37 +87,37 @@ VECTOR_TYPES: Final[dict[str, tuple[str, int]]] = {
     "nv_bfloat162": ("bf16", 2),
     "__nv_bfloat162": ("bf16", 2),
 }
-_SILENT: Final = (
+_IGNORED: Final = (
     "__restrict__ __restrict restrict volatile inline __inline__ __forceinline__ __noinline__ register static typename "
     "struct"
 )
-#: Words before a declaration that change nothing here.
-SILENT: Final = frozenset(_SILENT.split())
-#: What is refused by its word, and why.
+#: Words before a declaration that have no effect here.
+IGNORED: Final = frozenset(_IGNORED.split())
+#: Words that are rejected, with the reason.
 REFUSED: Final[dict[str, str]] = {
     "asm": "inline assembly cannot be checked",
     "__asm__": "inline assembly cannot be checked",
     "__asm": "inline assembly cannot be checked",
-    "goto": "goto is not understood: use loops",
-    "try": "there are no exceptions in a kernel",
-    "throw": "there are no exceptions in a kernel",
+    "goto": "goto is not supported: use loops",
+    "try": "kernels have no exceptions",
+    "throw": "kernels have no exceptions",
     "new": "a kernel has no heap",
     "delete": "a kernel has no heap",
     "malloc": "a kernel has no heap",
     "free": "a kernel has no heap",
-    "class": "classes are not understood: use a plain struct",
-    "union": "unions are not understood: use __float_as_int and kin for bits",
-    "virtual": "classes are not understood: use a plain struct",
-    "operator": "operators of one's own are not understood: use a function",
-    "namespace": "namespaces are not understood",
-    "enum": "enums are not understood: use constexpr int",
+    "class": "classes are not supported: use a plain struct",
+    "union": "unions are not supported: use __float_as_int and similar functions",
+    "virtual": "classes are not supported: use a plain struct",
+    "operator": "user-defined operators are not supported: use a function",
+    "namespace": "namespaces are not supported",
+    "enum": "enums are not supported: use constexpr int",
     "printf": "a kernel cannot print: write to a tensor",
-    "__managed__": "managed memory is not there: pass a tensor",
-    "__cluster_dims__": "clusters are not understood",
-    "decltype": "decltype is not understood: name the type",
-    "va_list": "functions with any number of arguments are not understood",
-    "thread_local": "threads have their own variables as it is",
-    "wmma": "tensor cores are not understood",
-    "cooperative_groups": "cooperative groups are not understood: use __syncthreads; for all blocks, launch another kernel",
+    "__managed__": "managed memory does not exist: pass a tensor",
+    "__cluster_dims__": "clusters are not supported",
+    "decltype": "decltype is not supported: name the type",
+    "va_list": "functions with a variable number of arguments are not supported",
+    "thread_local": "every thread already has its own variables",
+    "wmma": "tensor cores are not supported",
+    "cooperative_groups": "cooperative groups are not supported: use __syncthreads, or another kernel to synchronize blocks",
     "<<<": "a kernel cannot launch kernels",
 }

@@ -1,12 +1,12 @@
-"""TTIR for GPUs in which every access is within the launch's buffers: the text, with guards written into it.
+"""Inserts guards into TTIR for GPUs, so that every access is within the launch's buffers.
 
-An access through pointers that are an argument plus offsets is written anew as that argument plus one offset, which is
-compared with the number of elements that the launch has there; any other pointer is compared with where buffers begin and end.
-What fails is masked off: it reads 0, writes nothing, and is told in the status words. What Triton's compilers would be free to
-assume (no overflow, no division by 0, alignments that a text claims) is taken out or made sure of, for a compiler that may
-assume anything may take a guard away.
+If the pointers of an access are an argument plus offsets, the access is rewritten as this argument plus one offset, and the guard
+compares the offset with the buffer's number of elements. For other pointers, the guard compares addresses with the buffers' ends.
+A failed check masks the element: it reads 0, writes nothing, and is reported in the status words. Triton's compilers may assume
+that there is no overflow or division by 0, and that claimed alignments hold. Such assumptions could remove a guard. So the guards
+remove each claim or enforce it.
 
-The text must be as MLIR prints it, and is read with `text`; what has no rule here is refused by its name.
+The text must be as MLIR prints it; `text` reads it. An operation without a rule here is rejected by its name.
 """
 
 from wooly_triton.guard.function import Guarded, guard

@@ -1,4 +1,4 @@
-"""Operations on numbers whose meaning a compiler may choose for some operands: written so that it has one."""
+"""Guards for operations that are undefined for some operands: they are rewritten to have a defined result."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ _LARGEST: Final = {"f16": 65504.0}
 
 
 class Arithmetic(GuardWriter):
-    """Operations that touch no memory."""
+    """Guards operations that do not access memory."""
 
     def _poison(self, op: Op, scope: Scope, line: str) -> str:
         if not op.types or op.types[0].pointer:
-            raise ForeignError(f"{op.place}: a pointer to nothing known")
+            raise ForeignError(f"{op.place}: a pointer without a buffer is not supported")
         t = op.types[0]
         return f"    {op.results[0]} = {constant(t, zero(t.elem))}"
 
     def _divide(self, op: Op, scope: Scope, line: str) -> str | None:
-        """Nothing is divided by 0, but by a number of which more is a multiple, so that alignments are still seen."""
+        """Replace a divisor of 0 by a large power of two. It keeps divisibility, so that Triton still detects alignments."""
         x, d = op.operands
         if self._number(d, scope):
             return None
         t = op.types[0]
-        nought = self._two("arith.cmpi eq,", d, self._constant(t, "0"), t)
-        by = self._select(nought, self._constant(t, str(1 << max(BITS[t.elem] - 2, 0))), d, t)
+        is_zero = self._binary("arith.cmpi eq,", d, self._constant(t, "0"), t)
+        by = self._select(is_zero, self._constant(t, str(1 << max(BITS[t.elem] - 2, 0))), d, t)
         return f"    {op.results[0]} = {op.name} {x}, {by} : {t}"
 
     def _unsupported_division(self, op: Op, scope: Scope, line: str) -> str:
@@ -44,11 +44,11 @@ class Arithmetic(GuardWriter):
         if number is not None and 0 <= number < bits:
             return None
         last = self._constant(t, str(bits - 1))
-        few = self._two("arith.cmpi ule,", by, last, t)
+        few = self._binary("arith.cmpi ule,", by, last, t)
         amount = self._select(few, by, last, t)
         if op.name == "arith.shrsi":
             return f"    {op.results[0]} = arith.shrsi {x}, {amount} : {t}"
-        found = self._two(op.name, x, amount, t)
+        found = self._binary(op.name, x, amount, t)
         return self._named(op.results[0], f"arith.select {few}, {found}, {self._constant(t, '0')} : ", t)
 
     def _to_integer(self, op: Op, scope: Scope, line: str) -> str:
@@ -62,19 +62,21 @@ class Arithmetic(GuardWriter):
         limit = _LARGEST.get(f.elem)
         if limit is not None:
             most, least = min(most, limit), max(least, -limit)
-        x = self._two("arith.maxnumf", op.operands[0], self._constant(f, f"{least:.17e}"), f)
-        x = self._two("arith.minnumf", x, self._constant(f, f"{most:.17e}"), f)
+        x = self._binary("arith.maxnumf", op.operands[0], self._constant(f, f"{least:.17e}"), f)
+        x = self._binary("arith.minnumf", x, self._constant(f, f"{most:.17e}"), f)
         found = self._put(f"{op.name} {x} : {f} to {t}")
-        nan = self._two("arith.cmpf uno,", op.operands[0], op.operands[0], f)
+        nan = self._binary("arith.cmpf uno,", op.operands[0], op.operands[0], f)
         return self._named(op.results[0], f"arith.select {nan}, {self._constant(t, '0')}, {found} : ", t)
 
     def _gather(self, op: Op, scope: Scope, line: str) -> str:
-        """An index out of range would be an address beyond what the program has."""
+        """Wrap an index out of range, because it would be an address beyond the program's memory."""
         axis = op.attrs.get("axis")
         if len(op.types) != 3 or type(axis) is not int or op.types[0].shape is None or len(op.operands) != 2:
-            raise ForeignError(f"{op.place}: it is not written as a gather is")
+            raise ForeignError(f"{op.place}: the gather has another form than MLIR prints")
         size, t, index = op.types[0].shape[axis], op.types[1], op.operands[1]
-        kept = self._two("arith.andi", index, self._constant(t, str(size - 1)), t)
+        kept = self._binary("arith.andi", index, self._constant(t, str(size - 1)), t)
         if size & (size - 1) or f"[{index}]" not in line:
-            raise ForeignError(f"{op.place}: it is not written as a gather is")
+            raise ForeignError(
+                f"{op.place}: the gather has another form than MLIR prints, or the size {size} is not a power of two"
+            )
         return line.replace(f"[{index}]", f"[{kept}]")

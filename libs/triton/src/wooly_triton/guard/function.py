@@ -1,4 +1,4 @@
-"""Goes through a function, gives each operation to its rule, and puts the text together."""
+"""Walks over a function, applies the rule of each operation, and assembles the text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from wooly_triton.guard.writer import Def, Scope
 from wooly_triton.ops import REFUSED
 from wooly_triton.text import Block, Op, read
 
-#: Operations that touch no memory and mean the same whatever their operands are, beside those of arith and math.
+#: Operations that access no memory and are defined for all operands, besides those of arith and math.
 _PURE: Final = frozenset((
     "tt.get_program_id", "tt.get_num_programs", "tt.make_range", "tt.splat", "tt.unsplat", "tt.broadcast",
     "tt.expand_dims", "tt.reshape", "tt.trans", "tt.join", "tt.split", "tt.cat", "tt.addptr", "tt.bitcast",
@@ -26,7 +26,7 @@ _PURE: Final = frozenset((
     "tt.return", "tt.extern_elementwise",
     "scf.if", "scf.yield", "gpu.barrier", "ttg.barrier",
 ))  # fmt: skip
-#: Hints that may stay: what they say is believed of no address.
+#: Attributes that may stay, because they claim nothing about addresses.
 _HINTS: Final = frozenset((
     "tt.num_stages", "tt.loop_unroll_factor", "tt.flatten", "tt.disallow_acc_multi_buffer", "tt.disable_licm",
     "tt.warp_specialize",
@@ -43,10 +43,10 @@ class Guarded:
     """A text with guards.
 
     Attributes:
-        text: has the function alone. After its own parameters come `extra`, then the status words.
-        extra: (argument, unit): the length of its buffer in such units of bytes, as an i64.
-        writes: per argument, whether it may be written.
-        places: what complaints are about, by number.
+        text: text of the function alone. After its own parameters follow `extra`, then the status words.
+        extra: (argument, unit): the length of the argument's buffer in units of so many bytes, as an i64.
+        writes: per argument, whether the kernel may write it.
+        places: descriptions of the checked operations, by number.
     """
 
     text: str
@@ -56,29 +56,29 @@ class Guarded:
 
 
 def guard(text: str, entry: str, args: Sequence[str], claims: Sequence[int], threads: int) -> Guarded:
-    """Write guards into a text.
+    """Insert guards into a text.
 
     Args:
-        text: of one function, as MLIR prints it.
-        entry: the function.
-        args: per argument of the launch: ``*f32`` for a buffer of such elements, else a scalar's dtype.
-        claims: per argument, what its address or value is known to be a multiple of. If any is more than 1, the lengths of
-            buffers are known to be multiples of `WIDEST` bytes.
-        threads: of a program.
+        text: text of one function, as MLIR prints it.
+        entry: name of the function.
+        args: per argument of the launch: ``*f32`` for a buffer of such elements, else the dtype of a scalar.
+        claims: per argument, a number of which its address or value is a multiple. If any is more than 1, the lengths of all
+            buffers are multiples of `WIDEST` bytes.
+        threads: number of threads of a program.
 
     Raises:
-        ForeignError: names the operation that cannot be guarded.
+        ForeignError: an operation cannot be guarded; the message names it.
     """
     plain = _CLAIM.sub("", text)
     lines = [_FLAGS.sub("", line) if re.search(r"= (?:arith|math)\.", line) else line for line in plain.splitlines()]
     functions = read("\n".join(lines))
     if len(functions) != 1 or functions[0].name != entry:
-        raise ForeignError(f"the text is not that of {entry} alone: functions that it calls must be inlined")
+        raise ForeignError(f"the text must have only the function {entry}; inline the functions that it calls")
     return _Guard(lines, functions[0], args, claims, threads).run()
 
 
 class _Guard(Accesses, Arithmetic, Loops):
-    """Goes through one function, line by line."""
+    """Walks over one function, line by line."""
 
     def run(self) -> Guarded:
         check_arguments(self.function, self.args)
@@ -112,17 +112,17 @@ class _Guard(Accesses, Arithmetic, Loops):
         seen: set[str] = set()
         for block in blocks:
             seen.add(block.label)
-            scope.update({name: Def(depth=len(self._around)) for name, _ in block.args})
+            scope.update({name: Def(depth=len(self._loops_around)) for name, _ in block.args})
             for op in block.ops:
                 for label, _ in op.targets:
                     if label in seen:
-                        raise ForeignError(f"{op.place}: a jump back cannot be ended; write it as a loop")
+                        raise ForeignError(f"{op.place}: a jump back cannot be stopped on a GPU; write it as a loop")
                 self._op(op, scope)
 
     def _op(self, op: Op, scope: Scope) -> None:
         for name in op.attrs:
             if "." in name and name not in _HINTS:
-                raise ForeignError(f"{op.place}: the attribute {name[:60]} is not known here")
+                raise ForeignError(f"{op.place}: the attribute {name[:60]} is not supported")
         line = op.line - 1
         self._new = []
         written = self._rewritten(op, scope, self.lines[line])
@@ -131,25 +131,25 @@ class _Guard(Accesses, Arithmetic, Loops):
         if op.regions:
             self._inside(op, scope)
         for k, name in enumerate(op.results):
-            scope[name] = Def(op, -1, k, len(self._around))
+            scope[name] = Def(op, -1, k, len(self._loops_around))
 
     def _inside(self, op: Op, scope: Scope) -> None:
         loop = op.name in LOOPS
         if loop:
-            self._around.append(_multiplies(op))
+            self._loops_around.append(_multiplies(op))
         for region in op.regions:
             inner = dict(scope)
             if op.name == "scf.for":
-                inner[op.operands[0]] = Def(depth=len(self._around))
-                inner |= {n: Def(op, -1, k, len(self._around)) for k, n in enumerate(op.operands[4::2])}
+                inner[op.operands[0]] = Def(depth=len(self._loops_around))
+                inner |= {n: Def(op, -1, k, len(self._loops_around)) for k, n in enumerate(op.operands[4::2])}
             elif op.name == "scf.while":
-                inner |= {n: Def(depth=len(self._around)) for n in op.operands[0::2]}
+                inner |= {n: Def(depth=len(self._loops_around)) for n in op.operands[0::2]}
             self._blocks(region, inner)
         if loop:
-            self._around.pop()
+            self._loops_around.pop()
 
     def _rewritten(self, op: Op, scope: Scope, line: str) -> str | None:
-        """What a line becomes, behind what was put before it; None: it stays, empty: it goes."""
+        """Return the new text of a line, after the operations inserted before it. None: the line stays; empty: it is removed."""
         rule = _RULES.get(op.name)
         if rule is not None:
             return rule(self, op, scope, line)
@@ -180,7 +180,7 @@ _RULES: Final[dict[str, Callable[[_Guard, Op, Scope, str], str | None]]] = {
 
 
 def _multiplies(op: Op) -> bool:
-    """Whether a loop has a product in it, and not in a loop within it."""
+    """Whether a loop contains a product directly, not in a nested loop."""
     for region in op.regions:
         for block in region:
             for inner in block.ops:

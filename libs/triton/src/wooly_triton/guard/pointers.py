@@ -1,4 +1,4 @@
-"""Where pointers point: an argument and an offset where that can be told, and what is compared where it cannot."""
+"""Finds the buffer of a pointer: an argument and an offset if possible, else the checks that compare addresses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from wooly_triton.guard.writer import NAME, Def, GuardWriter, Scope
 from wooly_triton.text import Op, Type
 from wooly_triton.writer import size_of
 
-#: Through these a pointer keeps its argument, and its offset goes the same way.
+#: Operations that keep a pointer's argument and apply to its offset in the same way.
 _ALONG: Final = frozenset(("tt.splat", "tt.broadcast", "tt.expand_dims", "tt.reshape", "tt.trans"))
 
 
@@ -18,10 +18,10 @@ class _UnknownError(Exception):
 
 
 class Pointers(GuardWriter):
-    """Pointers with a check beside them."""
+    """Guards pointers with checks."""
 
     def _root(self, name: str, scope: Scope, seen: int = 0) -> int | None:
-        """The argument that a pointer is likely to belong to."""
+        """Return the argument to which a pointer probably belongs."""
         found = scope.get(name)
         if found is None or seen > 1000:
             return None
@@ -38,10 +38,10 @@ class Pointers(GuardWriter):
         return None
 
     def _offset(self, name: str, scope: Scope, shape: tuple[int, ...] | None) -> tuple[int, str]:
-        """The argument that a pointer belongs to, and how many elements it is away from it: an i64 of the pointer's shape.
+        """Return the argument of a pointer, and the distance from it in elements: an i64 of the pointer's shape.
 
         Raises:
-            _UnknownError: it is no argument plus offsets.
+            _UnknownError: the pointer is not an argument plus offsets.
         """
         found = scope.get(name)
         if found is None:
@@ -55,7 +55,7 @@ class Pointers(GuardWriter):
         if op.name == "tt.addptr" and len(op.types) == 2:
             k, before = self._offset(op.operands[0], scope, shape)
             by = self._wide(op.operands[1], op.types[1])
-            return k, self._two("arith.addi", before, by, wide) if before else by
+            return k, self._binary("arith.addi", before, by, wide) if before else by
         if op.name in _ALONG and len(op.types) == 2 and found.passed == 0:
             source = op.types[0].shape
             k, before = self._offset(op.operands[0], scope, source)
@@ -73,7 +73,7 @@ class Pointers(GuardWriter):
         return name if t.elem == "i64" else self._put(f"arith.extsi {name} : {t} to {Type('i64', t.shape)}")
 
     def _carried(self, op: Op, found: Def, scope: Scope, shape: tuple[int, ...] | None) -> tuple[int, str]:
-        """The same of a pointer that a loop passes on, which grows by the same each time."""
+        """As `_offset`, for a pointer that a loop passes on and that grows by the same amount in each iteration."""
         name, given = op.operands[4 + 2 * found.passed], op.operands[5 + 2 * found.passed]
         block = op.regions[0][0]
         passed = block.ops[-1].operands if block.ops and block.ops[-1].name == "scf.yield" else []
@@ -82,7 +82,7 @@ class Pointers(GuardWriter):
             raise _UnknownError
         by, t = adding.operands[1], adding.types[1]
         made = scope.get(by)
-        if made is None or made.depth >= found.depth:  # it may be made in the loop, and not be the same each time
+        if made is None or made.depth >= found.depth:  # the loop may compute it, so that it may differ per iteration
             raise _UnknownError
         k, before = self._offset(given, scope, shape)
         wide, one = Type("i64", shape), Type("i64")
@@ -100,11 +100,11 @@ class Pointers(GuardWriter):
             times = self._put(f"arith.divui {times}, {loop.step} : {loop.type}")
         if loop.type != "i64":
             times = self._put(f"arith.extsi {times} : {loop.type} to i64")
-        total = self._splat(self._two("arith.muli", times, self._wide(by, t), one), one, shape)
-        return k, self._two("arith.addi", before, total, wide) if before else total
+        total = self._splat(self._binary("arith.muli", times, self._wide(by, t), one), one, shape)
+        return k, self._binary("arith.addi", before, total, wide) if before else total
 
     def _checked(self, op: Op, pointer: str, t: Type, scope: Scope, *, writes: bool) -> tuple[str, str]:
-        """A pointer to be used in place of another, and where it may be (i1)."""
+        """Return a pointer to use in place of `pointer`, and where it may be used (i1)."""
         try:
             kept = len(self._new)
             k, offset = self._offset(pointer, scope, t.shape)
@@ -118,12 +118,14 @@ class Pointers(GuardWriter):
         wide, unit = Type("i64", t.shape), size_of(t.elem)
         offset = offset or self._constant(wide, "0")
         length = self._splat(self._length(k, unit), Type("i64"), t.shape)
-        ok = self._two("arith.cmpi ult,", offset, length, wide)
+        ok = self._binary("arith.cmpi ult,", offset, length, wide)
         base = self._splat(self.function.args[k][0], Type(t.elem, None, True), t.shape)
         return self._put(f"tt.addptr {base}, {offset} : {t}, {wide}"), ok
 
     def _between(self, pointer: str, t: Type, scope: Scope, *, writes: bool) -> str:
-        """Whether pointers of any origin point to whole elements in buffers: in that which they seem to belong to, or in any."""
+        """Return where pointers of any origin point to whole elements in the buffer that they seem to belong to, or in any
+        buffer.
+        """
         root = self._root(pointer, scope)
         pointers = [k for k, (_, a) in enumerate(self.function.args) if a.pointer]
         among = [root] if root in pointers else pointers
@@ -136,13 +138,13 @@ class Pointers(GuardWriter):
             assert k is not None
             name, declared = self.function.args[k]
             begin = self._put(f"tt.ptr_to_int {name} : {declared} -> i64")
-            away = self._two("arith.subi", address, self._splat(begin, one, t.shape), wide)
-            last = self._two("arith.subi", self._length(k, 1), self._constant(one, str(size - 1)), one)
-            last = self._two("arith.maxsi", last, self._constant(one, "0"), one)
-            inside = self._two("arith.cmpi ult,", away, self._splat(last, one, t.shape), wide)
-            ok = self._two("arith.ori", ok, inside, Type("i1", t.shape)) if ok else inside
+            away = self._binary("arith.subi", address, self._splat(begin, one, t.shape), wide)
+            last = self._binary("arith.subi", self._length(k, 1), self._constant(one, str(size - 1)), one)
+            last = self._binary("arith.maxsi", last, self._constant(one, "0"), one)
+            inside = self._binary("arith.cmpi ult,", away, self._splat(last, one, t.shape), wide)
+            ok = self._binary("arith.ori", ok, inside, Type("i1", t.shape)) if ok else inside
         if not ok:
             return self._constant(Type("i1", t.shape), "false")
-        rest = self._two("arith.andi", address, self._constant(wide, str(size - 1)), wide)
-        whole = self._two("arith.cmpi eq,", rest, self._constant(wide, "0"), wide)
-        return self._two("arith.andi", ok, whole, Type("i1", t.shape))
+        rest = self._binary("arith.andi", address, self._constant(wide, str(size - 1)), wide)
+        whole = self._binary("arith.cmpi eq,", rest, self._constant(wide, "0"), wide)
+        return self._binary("arith.andi", ok, whole, Type("i1", t.shape))

@@ -1,4 +1,4 @@
-"""What a text says of itself before it is gone through: its arguments, what it claims of them, its operations."""
+"""Reads what a text declares: its arguments, its claims about them, and its operations."""
 
 from __future__ import annotations
 
@@ -12,45 +12,45 @@ from wooly_wis.languages import ForeignError
 from wooly_triton.ops import BITS, is_float
 from wooly_triton.text import Block, Function, Op, read
 
-#: Bytes that one instruction reads at most: what addresses and lengths must be multiples of, to be read so.
+#: Maximum bytes that one instruction reads. Such a read needs addresses and lengths that are multiples of it.
 WIDEST: Final = 16
 
 
 def claims_of(text: str, count: int) -> tuple[int, ...]:
-    """Per argument of the text's public function, what it says that its address or value is a multiple of."""
+    """Return, per argument of the text's public function, a number of which the text claims a multiple."""
     head = re.search(r"tt\.func public @[^(]*\(([^\n]*)\) attributes", text)
     parts = re.split(r", (?=%)", head[1]) if head is not None else []
     found = [re.search(r"tt\.divisibility = (\d{1,4}) : i32", p) for p in parts]
     if len(found) != count:
         return (1,) * count
-    # of any number only the power of two in it is of use
+    # Only the largest power of two in a number is useful.
     return tuple([min(int(m[1]) & -int(m[1]), WIDEST) if m is not None and int(m[1]) else 1 for m in found])
 
 
 def check_arguments(function: Function, args: Sequence[str]) -> None:
-    """Make sure that a launch gives what a function takes.
+    """Check that a launch passes the arguments that a function takes.
 
     Raises:
-        ForeignError: it does not.
+        ForeignError: number or types of the arguments differ.
     """
     if len(function.args) != len(args):
-        raise ForeignError(f"{function.name} takes {len(function.args)} arguments, {len(args)} are given")
+        raise ForeignError(f"{function.name} takes {len(function.args)} arguments, but the launch passes {len(args)}")
     for k, ((_, t), kind) in enumerate(zip(function.args, args, strict=True)):
         if t.shape is not None:
-            raise ForeignError(f"argument {k} is a tensor")
+            raise ForeignError(f"argument {k} is a tensor; a kernel takes pointers and numbers")
         dtype = BY_LABEL.get(kind)
         if t.pointer:
             if not kind.startswith("*") and kind != "u64":
-                raise ForeignError(f"argument {k} is {t}, a {kind} is given")
+                raise ForeignError(f"argument {k} is {t}, but the launch passes {kind}")
         elif dtype is None or 8 * dtype.itemsize != max(BITS[t.elem], 8) or (dtype.kind == "float") != is_float(t.elem):
-            raise ForeignError(f"argument {k} is {t}, a {kind} is given")
+            raise ForeignError(f"argument {k} is {t}, but the launch passes {kind}")
 
 
 def names_of(text: str) -> list[str]:
-    """The names of all operations of a text, as this reads it: to be held against what MLIR reads.
+    """Return the names of all operations of a text, for a comparison with MLIR's.
 
     Raises:
-        ForeignError: it cannot be read.
+        ForeignError: the text cannot be read.
     """
     return sorted(op.name for function in read(text) for op in _nested(function.blocks))
 

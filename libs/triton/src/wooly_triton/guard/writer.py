@@ -1,4 +1,4 @@
-"""A function that is gone through line by line, and the operations that are put before its own."""
+"""Base of the guards: a function, and the operations that are inserted before its own."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _CONSTANT: Final = re.compile(r"arith\.constant (?:dense<)?(-?\d+)>? :")
 
 @dataclass(slots=True)
 class Def:
-    """Where a name comes from.
+    """The definition of a name.
 
     Attributes:
-        op: the operation; None: it is an argument of the function, or of a block.
-        argument: which, of the function.
-        passed: of a loop, which of the values that it passes on.
-        depth: of the loops around it.
+        op: the operation; None for an argument of the function or of a block.
+        argument: number of the function's argument.
+        passed: number of the value that a loop passes on.
+        depth: number of loops around the definition.
     """
 
     op: Op | None = None
@@ -36,7 +36,7 @@ Scope = dict[str, Def]
 
 @dataclass(slots=True)
 class Loop:
-    """A loop that counts: its counter, where it begins, its step (1 or more), and the counter's type."""
+    """A counting loop: its counter, first value, step (1 or more), and the counter's type."""
 
     counter: str
     low: str
@@ -46,7 +46,7 @@ class Loop:
 
 @dataclass
 class GuardWriter:
-    """One function on its way to one with guards."""
+    """One function while guards are inserted."""
 
     lines: list[str]
     function: Function
@@ -61,15 +61,15 @@ class GuardWriter:
     _loops: dict[int, Loop] = field(default_factory=dict)
     _prefix: str = ""
     _count: int = 0
-    #: of the loops around the present operation, whether each has a product in it
-    _around: list[bool] = field(default_factory=list)
+    #: For each loop around the current operation: whether it contains a product.
+    _loops_around: list[bool] = field(default_factory=list)
 
     def _name(self) -> str:
         self._count += 1
         return f"{self._prefix}{self._count}"
 
     def _put(self, text: str) -> str:
-        """An operation before the present one; the name of its result."""
+        """Insert an operation before the current one, and return the name of its result."""
         name = self._name()
         self._new.append(f"{name} = {text}")
         return name
@@ -77,7 +77,7 @@ class GuardWriter:
     def _constant(self, t: Type, value: str) -> str:
         return self._put(constant(t, value))
 
-    def _two(self, what: str, a: str, b: str, t: Type) -> str:
+    def _binary(self, what: str, a: str, b: str, t: Type) -> str:
         return self._put(f"{what} {a}, {b} : {t}")
 
     def _select(self, condition: str, a: str, b: str, t: Type) -> str:
@@ -90,13 +90,13 @@ class GuardWriter:
         return self._put(f"tt.splat {value} : {elem} -> {Type(elem.elem, shape, elem.pointer)}")
 
     def _length(self, argument: int, unit: int) -> str:
-        """The length of an argument's buffer; asks for it."""
+        """Return the name of the length of an argument's buffer, and add it to the parameters."""
         if (argument, unit) not in self._extra:
             self._extra.append((argument, unit))
         return f"{self._prefix}n{argument}_{unit}"
 
     def _number(self, name: str, scope: Scope) -> int | None:
-        """The integer that a name is a constant of; None: it is not known to be one."""
+        """Return the constant integer that a name holds; None if it is not known."""
         made = scope.get(name)
         if made is None or made.op is None or made.op.name != "arith.constant":
             return None
@@ -110,14 +110,14 @@ class GuardWriter:
 
 
 def constant(t: Type, value: str) -> str:
-    """The operation that makes a constant, all of whose elements are `value`."""
-    if t == Type("i1"):  # MLIR writes its type nowhere
+    """Return the operation for a constant whose elements are all `value`."""
+    if t == Type("i1"):  # MLIR does not print its type
         return f"arith.constant {value}"
     return f"arith.constant {f'dense<{value}>' if t.shape is not None else value} : {t}"
 
 
 def zero(elem: str) -> str:
-    """0, as constants of an element type write it."""
+    """Return 0 as a constant of an element type."""
     if elem == "i1":
         return "false"
     return "0.0" if is_float(elem) else "0"

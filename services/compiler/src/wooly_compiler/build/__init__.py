@@ -1,1 +1,1 @@
-"""Sources to code that a chip runs. The only place that knows vendors' compilers."""
+"""Builds sources to code for a chip. Only this package uses vendors' compilers."""

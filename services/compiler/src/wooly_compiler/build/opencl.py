@@ -1,6 +1,6 @@
-"""OpenCL in this process: builds sources for a device and runs kernels on the host memory of others, without copies.
+"""OpenCL in this process: builds sources for a device, and runs kernels on existing host memory without copies.
 
-PoCL is the embedded default: it needs no hardware. Its compiler runs in this process, so a source of unknown origin goes through
+PoCL is the default, because it needs no hardware. Its compiler runs in this process, so sources that are not trusted are built in
 `worker` first.
 """
 
@@ -37,18 +37,18 @@ class OpenClDevice:
 
 @functools.cache
 def default_device() -> OpenClDevice:
-    """The first CPU device, PoCL's where there are several.
+    """Return the first CPU device; PoCL's device if there are several.
 
     Raises:
-        BuildError: there is no OpenCL platform here.
+        BuildError: this machine has no OpenCL platform or device.
     """
     try:
         platforms = cl.get_platforms()
     except cl.LogicError as e:
-        raise BuildError(f"there is no OpenCL platform here ({e}); pip install pyopencl[pocl]") from e
+        raise BuildError(f"no OpenCL platform is installed ({e}); install one with: pip install pyopencl[pocl]") from e
     devices = [d for p in platforms for d in p.get_devices()]
     if not devices:
-        raise BuildError("no OpenCL platform has a device")
+        raise BuildError("no OpenCL platform has a device; install PoCL with: pip install pyopencl[pocl]")
     cpu = [d for d in devices if d.type & cl.device_type.CPU]
     pocl = [d for d in cpu if "portable" in d.platform.name.lower()]
     device = (pocl or cpu or devices)[0]
@@ -66,7 +66,7 @@ class BuiltKernel:
     """A kernel that can be launched.
 
     Attributes:
-        source: what it was built from.
+        source: the source from which it was built.
     """
 
     def __init__(self, device: OpenClDevice, kernel: Kernel, source: Source, entry: Any) -> None:
@@ -74,11 +74,11 @@ class BuiltKernel:
         self.kernel = kernel
         self.source = source
         self._entry = entry
-        # makes a launch with Python numbers ten times cheaper
+        # This makes a launch with Python numbers ten times cheaper.
         entry.set_scalar_arg_dtypes([None] * len(kernel.arrays) + [_NUMPY[s.dtype] for s in kernel.scalars])
 
     def launch(self, arrays: Sequence[Any], scalars: Sequence[Any] = ()) -> Any:
-        """Enqueue it; the event of its end.
+        """Enqueue the kernel and return the event of its end.
 
         Args:
             arrays: OpenCL buffers (see `wrap`) of at least the kernel's sizes.
@@ -89,7 +89,7 @@ class BuiltKernel:
 
 
 def wrap(device: OpenClDevice, memory: np.ndarray[Any, Any]) -> Any:
-    """A buffer on memory that NumPy sees, without a copy. On a CPU device nothing need be mapped: both see every write."""
+    """Make a buffer on NumPy's memory without a copy. On a CPU device, both sides see every write without map or unmap."""
     return cl.Buffer(device.context, cl.mem_flags.READ_WRITE | cl.mem_flags.USE_HOST_PTR, hostbuf=memory)
 
 
@@ -98,12 +98,12 @@ def build(kernel: Kernel, device: OpenClDevice | None = None, form: Form | None 
 
     Args:
         kernel: it is verified here.
-        device: where it will run; the default one if absent.
-        form: how it is printed; what fits the device if absent.
+        device: the device that runs it; without it, the default one.
+        form: how it is printed; without it, the form that fits the device.
 
     Raises:
         KernelError: the kernel breaks a law.
-        BuildError: the compiler refuses the source.
+        BuildError: the compiler rejects the source.
     """
     return build_together([kernel], device, form)[0]
 
@@ -111,11 +111,11 @@ def build(kernel: Kernel, device: OpenClDevice | None = None, form: Form | None 
 def build_together(
     kernels: Sequence[Kernel], device: OpenClDevice | None = None, form: Form | None = None
 ) -> list[BuiltKernel]:
-    """As `build`, of several kernels as one program: its compiler reads the language's own declarations once.
+    """As `build`, for several kernels in one program: the compiler reads the declarations of the language only once.
 
     Raises:
         KernelError: a kernel breaks a law.
-        BuildError: the compiler refuses the source.
+        BuildError: the compiler rejects the source.
     """
     device = device or default_device()
     form = form or (Form.LOOPS if device.is_cpu else Form.SIMT)
@@ -128,8 +128,8 @@ def build_together(
         program = cl.Program(device.context, sources[0].text).build(options=OPTIONS)
         return [BuiltKernel(device, k, s, cl.Kernel(program, s.name)) for k, s in zip(kernels, sources, strict=True)]
     except cl.Error as e:
-        raise BuildError(f"kernel {', '.join([k.name for k in kernels])}: {e}") from e
+        raise BuildError(f"OpenCL cannot build kernel {', '.join([k.name for k in kernels])}: {e}") from e
 
 
-#: No fast mathematics: quotients and roots of f32 are rounded once, subnormal numbers are kept.
+#: No fast mathematics: quotients and roots of f32 are rounded correctly, and subnormal numbers are kept.
 OPTIONS = ["-cl-std=CL1.2", "-w", "-cl-fp32-correctly-rounded-divide-sqrt"]

@@ -1,7 +1,7 @@
-"""Code for a CPU, as PoCL keeps it: built for the calling thread or for all cores, complete, so that loading it compiles nothing.
+"""Builds complete binaries for a CPU with PoCL, for the calling thread or for all cores. Loading one compiles nothing.
 
-PoCL finishes a kernel when it is first launched, for the work-group size it then has. So it is launched here once, on zeros, and
-what comes of that is part of the binary. For a process of its own: `prepare` comes before OpenCL is first used.
+PoCL finishes a kernel at its first launch, for the size of work-group of that launch. So this module launches the kernel once, on
+zeros, and the binary contains the result. Use it in a process of its own: call `prepare` before the first use of OpenCL.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from wooly_compiler.render.dialects import OPENCL
 from wooly_compiler.render.printer import render
 from wooly_compiler.render.source import Form
 
-if TYPE_CHECKING:  # whose module needs OpenCL, which where there are GPUs need not be
+if TYPE_CHECKING:  # this module needs OpenCL, which machines with GPUs may lack
     from wooly_compiler.build import opencl
 
-#: Bytes of a kernel's largest array up to which it is launched here.
+#: Maximum size of a kernel's largest array, in bytes, for which the kernel is launched here. The limit bounds the build's memory.
 LAUNCHED = 1 << 30
-#: What switches pyopencl's cache of builds off; its annotation does not allow for that.
+#: Turns off pyopencl's cache of builds. `Any`, because the annotation of the parameter does not allow False.
 _NO_CACHE: Any = False
 
 
 def prepare(cache: Path) -> None:
-    """Have PoCL offer its devices one by one, and keep its files there."""
+    """Make PoCL offer one device per unit, and keep its files in `cache`."""
     os.environ["POCL_DEVICES"] = " ".join(POCL_UNITS)
     os.environ["POCL_CACHE_DIR"] = str(cache)
 
 
 def _opencl() -> Any:
-    """The module of OpenCL.
+    """Import the module of OpenCL.
 
     Raises:
         BuildError: pyopencl is missing.
@@ -48,15 +48,15 @@ def _opencl() -> Any:
     try:
         return importlib.import_module("wooly_compiler.build.opencl")
     except ImportError as e:
-        raise BuildError(f"pyopencl is missing ({e}): pip install pyopencl[pocl]") from e
+        raise BuildError(f"pyopencl is missing ({e}); install it with: pip install pyopencl[pocl]") from e
 
 
 @functools.cache
 def units() -> tuple[opencl.OpenClDevice, ...]:
-    """A device for each of `POCL_UNITS`.
+    """Return a device for each of `POCL_UNITS`.
 
     Raises:
-        BuildError: PoCL is missing, or another one.
+        BuildError: PoCL is missing, or has other devices.
     """
     opencl = _opencl()
     import pyopencl as cl
@@ -64,10 +64,10 @@ def units() -> tuple[opencl.OpenClDevice, ...]:
     try:
         platforms = cl.get_platforms()
     except cl.LogicError as e:
-        raise BuildError(f"there is no OpenCL platform here ({e}); pip install pyopencl[pocl]") from e
+        raise BuildError(f"no OpenCL platform is installed ({e}); install one with: pip install pyopencl[pocl]") from e
     named = {d.name.split("-")[0]: d for p in platforms if "Portable" in p.name for d in p.get_devices()}
     if not named.keys() >= set(POCL_UNITS):
-        raise BuildError(f"PoCL has no devices {' and '.join(POCL_UNITS)} here; it has {', '.join(named) or 'none'}")
+        raise BuildError(f"PoCL must have devices {' and '.join(POCL_UNITS)}, but has {', '.join(named) or 'none'}")
     found = []
     for name in POCL_UNITS:
         device = named[name]
@@ -78,20 +78,20 @@ def units() -> tuple[opencl.OpenClDevice, ...]:
 
 
 def target(cores: int) -> str:
-    """The name of this machine's CPU as a target."""
+    """Return the name of this machine's CPU as a target."""
     found = units()
     return pocl_target(cores, found[0].platform, [d.name for d in found])
 
 
-#: The unit that runs kernels in languages of others: all cores, and the interpreter's lock is free meanwhile.
+#: The unit that runs foreign kernels: all cores. The interpreter's lock is free meanwhile.
 FOREIGN_UNIT = 1
 
 
 def foreign(text: str, entry: str, parameters: Sequence[Parameter], block: tuple[int, int, int]) -> bytes:
-    """The binary of a kernel in OpenCL C with the ABI in docs/reference/foreign-kernels.md.
+    """Return the binary of a kernel in OpenCL C with the ABI in docs/reference/foreign-kernels.md.
 
     Raises:
-        BuildError: PoCL refuses it.
+        BuildError: PoCL rejects the kernel.
     """
     opencl = _opencl()
     import pyopencl as cl
@@ -103,9 +103,11 @@ def foreign(text: str, entry: str, parameters: Sequence[Parameter], block: tuple
         (chip,) = device.context.devices
         local = kernel.get_work_group_info(cl.kernel_work_group_info.LOCAL_MEM_SIZE, chip)
         if local > chip.local_mem_size:
-            raise BuildError(f"kernel {entry}: {local} bytes of a group's memory, the device has {chip.local_mem_size}")
+            raise BuildError(
+                f"kernel {entry}: it needs {local} bytes of shared memory, the device has {chip.local_mem_size}"
+            )
         status = np.zeros(STATUS_WORDS, np.int32)
-        status[0] = 1  # so that it is finished for these groups, and does nothing
+        status[0] = 1  # the kernel then does nothing, but PoCL finishes it for this size of work-group
         memory = opencl.wrap(device, np.zeros(64, np.uint8))
         arguments: list[Any] = [opencl.wrap(device, status)]
         for p in parameters:
@@ -114,11 +116,11 @@ def foreign(text: str, entry: str, parameters: Sequence[Parameter], block: tuple
         device.queue.finish()
         return bytes(program.get_info(cl.program_info.BINARIES)[0])
     except cl.Error as e:
-        raise BuildError(f"kernel {entry}: {str(e)[:2000]}") from e
+        raise BuildError(f"PoCL cannot build kernel {entry}: {str(e)[:2000]}") from e
 
 
 def scalar_type(dtype: DType | None) -> Any:
-    """How NumPy calls what a scalar argument is passed as: 16-bit floating point as its bits, booleans as bytes."""
+    """Return NumPy's type for a scalar argument: 16-bit floats are passed as their bits, booleans as bytes."""
     assert dtype is not None
     return getattr(np, _NUMPY[dtype])
 
@@ -134,10 +136,10 @@ _NUMPY = {
 
 
 def code(kernel: Kernel, unit: int) -> tuple[str, int, int, bytes]:
-    """Entry point, groups, threads and binary of a kernel.
+    """Return entry point, groups, threads and binary of a kernel.
 
     Raises:
-        BuildError: PoCL refuses it.
+        BuildError: PoCL rejects the kernel.
     """
     opencl = _opencl()
     import pyopencl as cl
@@ -155,5 +157,5 @@ def code(kernel: Kernel, unit: int) -> tuple[str, int, int, bytes]:
             device.queue.finish()
         binary = bytes(program.get_info(cl.program_info.BINARIES)[0])
     except cl.Error as e:
-        raise BuildError(f"kernel {kernel.name}: {str(e)[:2000]}") from e
+        raise BuildError(f"PoCL cannot build kernel {kernel.name}: {str(e)[:2000]}") from e
     return source.name, source.groups, source.threads, binary

@@ -1,4 +1,4 @@
-"""What code is built for: a toolchain and an architecture, with names like ``cuda:sm_90``, ``hip:gfx942``, ``opencl:cpu``."""
+"""Targets of a build: a toolchain and an architecture, with names like ``cuda:sm_90``, ``hip:gfx942``, ``opencl:cpu``."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Target:
     """One kind of chip.
 
     Attributes:
-        name: as written on artifacts.
-        toolchain: who builds: ``cuda``, ``hip`` or ``opencl``.
-        arch: as the toolchain calls it.
-        dialect: which C it reads.
+        name: its name on artifacts.
+        toolchain: the compiler: ``cuda``, ``hip`` or ``opencl``.
+        arch: the toolchain's name of the chip.
+        dialect: the dialect of C that the toolchain reads.
         form: how kernels are printed for it.
     """
 
@@ -45,7 +45,7 @@ TARGETS: Final[dict[str, Target]] = {
 
 
 def target(name: str) -> Target:
-    """The target of a name.
+    """Return the target with this name.
 
     Raises:
         BuildError: there is no such target.

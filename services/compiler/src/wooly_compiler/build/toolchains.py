@@ -1,7 +1,7 @@
-"""The vendors' compilers, each bound when it is first asked for. Runs in the worker: what is here may crash.
+"""The vendors' compilers. Each is loaded at its first use. This runs in the worker, because a compiler may crash.
 
-Each builder takes a source and an architecture and gives the bytes of an artifact. No flag allows what the language does not
-promise: products and sums are not contracted, quotients and roots are rounded once, subnormal numbers stay.
+Each builder takes a source and an architecture and returns the bytes of an artifact. No flag relaxes the language's arithmetic:
+products and sums are not contracted, quotients and roots are rounded correctly, and subnormal numbers are kept.
 """
 
 from __future__ import annotations
@@ -41,25 +41,27 @@ def _module(name: str) -> Any:
 
 
 def missing(toolchain: str) -> str:
-    """Why a toolchain cannot be used here; empty if it can."""
+    """Return why this machine cannot use a toolchain; empty if it can."""
     if toolchain == "cuda":
         nvrtc = _module("cuda.bindings.nvrtc")
         if nvrtc is None:
-            return "NVRTC is missing: pip install cuda-bindings nvidia-cuda-nvrtc"
+            return "NVRTC is missing; install it with: pip install cuda-bindings nvidia-cuda-nvrtc"
         try:
             nvrtc.nvrtcVersion()
-        except RuntimeError as e:  # the bindings are there, and look for the library when it is first used
-            return f"NVRTC does not load ({e}): pip install nvidia-cuda-nvrtc"
+        except RuntimeError as e:  # the bindings load the library at its first use
+            return f"NVRTC cannot be loaded ({e}); install it with: pip install nvidia-cuda-nvrtc"
         return ""
     if toolchain == "hip":
         if any(shutil.which(c) for c in _CLANG) or _module("hip.hiprtc"):
             return ""
-        return "clang-19 or hipRTC is missing: apt-get install clang-19 lld-19, or pip install hip-python beside ROCm"
-    return "" if _module("pyopencl") else "pyopencl is missing: pip install pyopencl[pocl]"
+        return (
+            "clang-19 and hipRTC are missing; use apt-get install clang-19 lld-19, or pip install hip-python with ROCm"
+        )
+    return "" if _module("pyopencl") else "pyopencl is missing; install it with: pip install pyopencl[pocl]"
 
 
 def default_signals() -> None:
-    """Let a crash end this process at once: handlers of LLVM and PoCL may wait for each other instead."""
+    """Let a crash end this process at once. Handlers of LLVM and PoCL may deadlock instead."""
     for crash in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE):
         signal.signal(crash, signal.SIG_DFL)
 
@@ -69,7 +71,7 @@ def _nvrtc(source: str, arch: str) -> bytes:
 
     def check(result: Any) -> Any:
         if result[0] != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-            raise BuildError(f"NVRTC: {result[0].name}")
+            raise BuildError(f"NVRTC failed: {result[0].name}")
         return result[1] if len(result) == 2 else result[1:]
 
     program = check(nvrtc.nvrtcCreateProgram(source.encode(), b"kernel.cu", 0, [], []))
@@ -79,7 +81,7 @@ def _nvrtc(source: str, arch: str) -> bytes:
         if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
             log = b" " * check(nvrtc.nvrtcGetProgramLogSize(program))
             nvrtc.nvrtcGetProgramLog(program, log)
-            raise BuildError(f"NVRTC refuses the source: {log.rstrip(bytes(1)).decode(errors='replace')[:2000]}")
+            raise BuildError(f"NVRTC rejects the source: {log.rstrip(bytes(1)).decode(errors='replace')[:2000]}")
         cubin: bytes = b" " * check(nvrtc.nvrtcGetCUBINSize(program))
         check((*nvrtc.nvrtcGetCUBIN(program, cubin), cubin))
         return cubin
@@ -93,7 +95,7 @@ def _hip(source: str, arch: str) -> bytes:
         return _hiprtc(source, arch)
     try:
         return _clang(clang, source, arch)
-    except BuildError:  # it has none of AMD's device libraries, which hipRTC brings
+    except BuildError:  # clang lacks AMD's device libraries, which hipRTC contains
         if _module("hip.hiprtc") is None:
             raise
         return _hiprtc(source, arch)
@@ -106,7 +108,7 @@ def _clang(clang: str, source: str, arch: str) -> bytes:
         command = [clang, *_CLANG_FLAGS, f"--offload-arch={arch}", "-c", str(text), "-o", str(out)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise BuildError(f"{Path(clang).name} refuses the source: {done.stderr[:2000]}")
+            raise BuildError(f"{Path(clang).name} rejects the source: {done.stderr[:2000]}")
         return out.read_bytes()
 
 
@@ -115,7 +117,7 @@ def _hiprtc(source: str, arch: str) -> bytes:
 
     def check(result: Any) -> Any:
         if result[0] != hiprtc.hiprtcResult.HIPRTC_SUCCESS:
-            raise BuildError(f"hipRTC: {result[0].name}")
+            raise BuildError(f"hipRTC failed: {result[0].name}")
         return result[1] if len(result) == 2 else result[1:]
 
     program = check(hiprtc.hiprtcCreateProgram(source.encode(), b"kernel.hip", 0, [], []))
@@ -124,7 +126,7 @@ def _hiprtc(source: str, arch: str) -> bytes:
     if status != hiprtc.hiprtcResult.HIPRTC_SUCCESS:
         log = bytearray(check(hiprtc.hiprtcGetProgramLogSize(program)))
         hiprtc.hiprtcGetProgramLog(program, log)
-        raise BuildError(f"hipRTC refuses the source: {log.rstrip(bytes(1)).decode(errors='replace')[:2000]}")
+        raise BuildError(f"hipRTC rejects the source: {log.rstrip(bytes(1)).decode(errors='replace')[:2000]}")
     code = bytearray(check(hiprtc.hiprtcGetCodeSize(program)))
     check((*hiprtc.hiprtcGetCode(program, code), code))
     return bytes(code)
@@ -135,11 +137,11 @@ def _opencl(source: str, arch: str) -> bytes:
     from wooly_compiler.build.opencl import OPTIONS, default_device
 
     device = default_device()
-    default_signals()  # the platform has just installed handlers of its own
+    default_signals()  # loading the platform installed other handlers
     try:
         program = cl.Program(device.context, source).build(options=OPTIONS, cache_dir=False)
     except cl.Error as e:
-        raise BuildError(f"OpenCL refuses the source: {str(e)[:2000]}") from e
+        raise BuildError(f"OpenCL rejects the source: {str(e)[:2000]}") from e
     return bytes(program.get_info(cl.program_info.BINARIES)[0])
 
 

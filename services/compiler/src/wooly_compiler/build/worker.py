@@ -1,4 +1,4 @@
-"""Builds in a process of its own, with limits: a compiler that crashes, hangs or eats memory is an error for one source."""
+"""Builds in a separate process with limits. If a compiler crashes, hangs or uses too much memory, one source gets an error."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from wooly_compiler.render.source import Source
 
 __all__ = ["MAX_SOURCE", "BuildWorker", "Limits", "WorkerProcess", "serve"]
 
+#: Maximum length of a source, in characters.
 MAX_SOURCE: Final = 4 << 20
 
 
 class WorkerProcess(worker.WorkerProcess):
-    """A worker of the compiler's; what fails there is a `BuildError`."""
+    """A worker process of the compiler. Its failures are raised as `BuildError`."""
 
     error: ClassVar[type[WisError]] = BuildError
 
@@ -40,15 +41,15 @@ class BuildWorker(WorkerProcess):
         return self
 
     def build(self, source: Source, target: Target) -> bytes:
-        """The artifact of a source.
+        """Build a source and return its artifact.
 
         Raises:
-            BuildError: the compiler is missing, refuses the source, crashed, or took too long; or the source is too large.
+            BuildError: the compiler is missing, rejected the source, crashed, or ran out of time; or the source is too large.
         """
         if len(source.text) > MAX_SOURCE:
-            raise BuildError(f"a source of {len(source.text)} characters, at most {MAX_SOURCE}")
+            raise BuildError(f"the source has {len(source.text)} characters, at most {MAX_SOURCE} are allowed")
         if source.dialect != target.dialect.name:
-            raise BuildError(f"{source.dialect} source for {target.name}")
+            raise BuildError(f"{target.name} needs a source in {target.dialect.name}, not in {source.dialect}")
         request = {"toolchain": target.toolchain, "arch": target.arch, "source": source.text}
         return self.ask(request, target.name, source.name)
 
@@ -56,7 +57,7 @@ class BuildWorker(WorkerProcess):
 def serve(
     memory: int, answer_to: Callable[[dict[str, Any]], bytes], steps: list[tuple[str, int, int]] | None = None
 ) -> None:
-    """Answer requests until the input ends: the worker's main loop. `steps`: where `answer_to` notes what it did."""
+    """Answer requests until the input ends: the worker's main loop. `answer_to` appends its steps to `steps`."""
     from wooly_compiler.build.toolchains import default_signals
 
     worker.serve(memory, answer_to, default_signals, steps)

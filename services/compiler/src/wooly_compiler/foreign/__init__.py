@@ -1,9 +1,9 @@
-"""Kernels in languages of others, compiled to code in which every access is checked.
+"""Compiles foreign kernels to code in which every access is checked.
 
 docs/reference/foreign-kernels.md has the contract.
 
-The languages are distributions of their own (`wooly_wis.languages`); PTX, which nobody can check, is in `gpu`. Runs in the
-worker: texts are untrusted, and what builds them may crash.
+The languages are separate distributions (`wooly_wis.languages`). PTX, which cannot be checked, is in `gpu`. This runs in the
+worker, because texts are not trusted and builds may crash.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _GPU: Final = re.compile(r"(?:cuda:sm_\d{2,3}|hip:gfx[0-9a-f]{3,5})")
 
 
 def lower(language: str, request: Request) -> Lowered:
-    """A kernel as OpenCL C.
+    """Translate a kernel to OpenCL C.
 
     Raises:
-        ForeignError: names the operation that has no lowering, the law that the text breaks, or the distribution that is missing.
+        ForeignError: the text has an unsupported operation or breaks a law, or the language's distribution is missing.
     """
     if language in OPAQUE:
         checked = ", ".join(languages.DISTRIBUTIONS)
@@ -34,14 +34,14 @@ def lower(language: str, request: Request) -> Lowered:
     try:
         return languages.compiled(language).for_cpu(request)
     except RecursionError:
-        raise ForeignError("the text is nested too deeply") from None
+        raise ForeignError("the text is nested too deeply to translate; split its expressions or statements") from None
 
 
 def build(asked: dict[str, Any]) -> bytes:
-    """The bytes of a kernel's code, for a request to the worker.
+    """Return the bytes of a kernel's code, for a request to the worker.
 
     Raises:
-        WisError: it cannot be lowered, or not built.
+        WisError: the kernel cannot be translated or built.
     """
     target = str(asked["target"])
     block = tuple([int(n) for n in asked["block"]])
@@ -54,7 +54,7 @@ def build(asked: dict[str, Any]) -> bytes:
         return encode_code(code, str(asked["name"]))
     cpu = _CPU.fullmatch(target)
     if cpu is None or target != pocl.target(int(cpu[1])):
-        raise BuildError(f"code for {target} cannot be built here")
+        raise BuildError(f"this machine cannot build code for {target}; run a compiler on a machine like the device's")
     lowered = lower(str(asked["language"]), request)
     binary = pocl.foreign(lowered.text, lowered.entry, lowered.parameters, request.block)
     return encode_code(ForeignCode(lowered.entry, lowered.parameters, lowered.places, binary), str(asked["name"]))

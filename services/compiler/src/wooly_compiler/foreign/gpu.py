@@ -1,7 +1,7 @@
-"""Kernels in languages of others for GPUs: Triton's text through Triton, CUDA C through the vendors' compilers.
+"""Compiles foreign kernels for GPUs: Triton's text with Triton, CUDA C with the vendors' compilers.
 
-What is compiled is what was checked: texts of TTIR into which guards were written, and CUDA C that the front end printed anew.
-PTX is compiled as it is, and so are texts of TTIR whose launches say so: the executor takes those of tenants who may.
+The compiled text is the checked text: TTIR with guards inserted, or CUDA C as the front end printed it. PTX is compiled without
+changes. So is TTIR if its launch asks for that; the executor accepts this only from tenants with the permission.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from wooly_wis.languages import ForeignError, Request
 from wooly_compiler.build.toolchains import BUILDERS, missing
 from wooly_compiler.errors import BuildError
 
-#: Compilers of PTX, in the order in which they are looked for.
+#: Assemblers of PTX, in the order in which they are tried.
 _PTXAS: Final = ("ptxas", "ptxas-blackwell")
 
 
 def build(language: str, request: Request, target: str) -> ForeignCode:
-    """A kernel's code for a GPU.
+    """Return a kernel's code for a GPU.
 
     Args:
-        language: of the text.
-        request: what is to be compiled.
+        language: language of the text.
+        request: the text, its entry point and its arguments.
         target: like ``cuda:sm_90`` or ``hip:gfx942``.
 
     Raises:
-        ForeignError: it cannot be checked, or is no text of this language.
-        BuildError: the vendor's compiler does not take it.
+        ForeignError: the text cannot be checked, or is not in this language.
+        BuildError: the vendor's compiler rejects the text.
     """
     toolchain, _, arch = target.partition(":")
     if language == "ptx":
@@ -50,13 +50,13 @@ def build(language: str, request: Request, target: str) -> ForeignCode:
 
 
 def _of_ptx(request: Request, toolchain: str, arch: str) -> ForeignCode:
-    """Assembly of NVIDIA's: by its own assembler, in this process's place rather than in the driver's."""
+    """Assemble PTX with NVIDIA's assembler. This happens in the worker, because the driver would do it in the executor."""
     if toolchain != "cuda":
         raise ForeignError(f"ptx is code for NVIDIA's chips; this device is {arch}")
     with tempfile.TemporaryDirectory(prefix="wooly-ptx-") as folder:
         text, out = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
         text.write_text(request.text)
-        said = "ptxas is missing: pip install triton, which brings it"
+        said = "ptxas is missing; install it with: pip install triton"
         for assembler in _assemblers():
             done = subprocess.run(
                 [str(assembler), f"--gpu-name={arch}", str(text), "-o", str(out)],
@@ -66,7 +66,7 @@ def _of_ptx(request: Request, toolchain: str, arch: str) -> ForeignCode:
             )
             if not done.returncode:
                 return _unchecked(request, out.read_bytes())
-            said = f"ptxas refuses the text: {done.stderr[:2000]}"
+            said = f"ptxas rejects the text: {done.stderr[:2000]}"
     raise BuildError(said)
 
 
@@ -82,7 +82,7 @@ def _assemblers() -> list[Path]:
 def _unchecked(request: Request, code: bytes) -> ForeignCode:
     shared: Any = request.options.get(SHARED, 0)
     if type(shared) is not int or shared < 0:
-        raise ForeignError(f"the option {SHARED} is a number of bytes")
+        raise ForeignError(f"the option {SHARED} is {shared!r}; pass a number of bytes, 0 or more")
     buffers = [a.startswith("*") for a in request.args]
     parameters = tuple(
         [Parameter(None if b else BY_LABEL[a], b, b) for a, b in zip(request.args, buffers, strict=True)]

@@ -1,1 +1,1 @@
-"""Passes over a unit, one module each: a name, a sentence, a function."""
+"""The passes, one module each: a name, a description, a function."""

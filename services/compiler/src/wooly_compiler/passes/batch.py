@@ -1,7 +1,7 @@
-"""Makes one kernel of several that have nothing to do with each other: an optimizer's step over many tensors, parts of a result.
+"""Merges independent kernels into one: an optimizer's step over many tensors, or the parts of a result.
 
-A launch costs the same for a bias of 64 numbers as for a matrix. Only kernels without folds are put together: each becomes blocks
-of lanes, and the number of a block says whose it is. Every element is computed as before.
+A launch costs the same for a bias of 64 numbers as for a matrix. Only kernels without folds are merged. Each becomes blocks of
+lanes, and the number of a block says to which kernel it belongs. Every element is computed as before.
 """
 
 from __future__ import annotations
@@ -20,22 +20,23 @@ from wooly_wis.program import Role
 
 NAME = "batch"
 
-#: Limits of one kernel, and how many steps back a kernel may move.
+#: Limits of one merged kernel, and the maximum number of steps by which a kernel may move to the front.
 MAX_PARTS: Final = 32
 MAX_ARRAYS: Final = 120
 MAX_STATEMENTS: Final = 2000
 REACH: Final = 48
-#: Elements of a block, at most; a last dimension below `SHORT` makes blocks too small to be worth it, but for small tensors.
+#: Maximum number of elements of a block. If the last dimension is below `SHORT`, blocks are too small to pay, except for tensors
+#: of up to `SMALL` elements.
 LANES: Final = 4096
 SHORT: Final = 8
 SMALL: Final = 4096
 
 
 def run(steps: Sequence[Step]) -> list[Step]:
-    """The steps, kernels that can run together in one."""
+    """Return the steps with kernels merged where they can run together."""
     found: list[Step | list[KernelStep]] = []
     for step in steps:
-        # one that complains does so of the lines of its own step
+        # A kernel that reports violations numbers the lines of its own step, so it is not merged.
         if not isinstance(step, KernelStep) or STATUS in step.slots or not _fitting(step.kernel):
             found.append(step)
             continue
@@ -50,7 +51,7 @@ def run(steps: Sequence[Step]) -> list[Step]:
 
 
 def _fitting(kernel: Kernel) -> bool:
-    """Whether a kernel may be a part of another: one element per point, and rows long enough."""
+    """Whether a kernel may be part of another: one element per point, and rows that are long enough."""
     if has_lanes(kernel) or kernel.scratch or any(not isinstance(s, _PLAIN) for s in walk(kernel.body)):
         return False
     total = math.prod(kernel.space)
@@ -61,7 +62,7 @@ _PLAIN: Final = (Const, Param, Apply, Load, Store)
 
 
 def _place(found: Sequence[Step | list[KernelStep]], step: KernelStep) -> int | None:
-    """The nearest batch that takes the step, with nothing behind it that the step depends on."""
+    """Return the nearest batch that can take the step. The step must not depend on anything after that batch."""
     for at in range(len(found) - 1, max(len(found) - REACH, 0) - 1, -1):
         there = found[at]
         if isinstance(there, list) and _takes(there, step):
@@ -85,7 +86,7 @@ def _takes(batch: Sequence[KernelStep], step: KernelStep) -> bool:
 
 
 def _one_type(one: KernelStep, other: KernelStep) -> bool:
-    """Whether slots that both use, one of them writing, are of one dtype for both."""
+    """Whether slots that both steps use have the same dtype in both."""
     kinds = {s: a.dtype for a, s in zip(one.kernel.arrays, one.slots, strict=True)}
     return all(kinds.get(s, a.dtype) is a.dtype for a, s in zip(other.kernel.arrays, other.slots, strict=True))
 
@@ -99,7 +100,7 @@ def _independent(one: Step, other: KernelStep) -> bool:
         for a in line.accesses:
             if a.slot in read and a.role is not Role.IN:
                 return False
-            # parts of one instruction write different places
+            # Parts of one instruction write different memory.
             if a.slot in written and not (a.role is Role.OUT and written[a.slot] == line.origin and line.part):
                 return False
     return True
@@ -110,7 +111,7 @@ def _independent(one: Step, other: KernelStep) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
-    """Blocks of a part: `count` of them with `lanes` elements each, the last coordinate from `base` on in steps of `lanes`."""
+    """The blocks of a part. Each has `lanes` elements; its last coordinates begin at `base` plus a multiple of `lanes`."""
 
     part: int
     outer: int
@@ -132,7 +133,7 @@ def _blocks(part: int, space: tuple[int, ...]) -> list[_Blocks]:
 
 
 def _together(steps: Sequence[KernelStep]) -> KernelStep:
-    """One step that does what several do."""
+    """Return one step that does the work of several."""
     if len(steps) == 1:
         return steps[0]
     blocks = [b for part, s in enumerate(steps) for b in _blocks(part, s.kernel.space)]
@@ -152,7 +153,7 @@ def _name(steps: Sequence[KernelStep]) -> str:
 
 
 def _arrays(k: KernelBuilder, steps: Sequence[KernelStep], slots: list[int]) -> list[dict[str, Array]]:
-    """Per part, what its arrays are called in the whole."""
+    """Return, per part, the merged kernel's array for each of its arrays."""
     roles: dict[tuple[int, DType], set[Role]] = {}
     sizes: dict[tuple[int, DType], int] = {}
     for step in steps:
@@ -169,7 +170,7 @@ def _arrays(k: KernelBuilder, steps: Sequence[KernelStep], slots: list[int]) -> 
 
 
 def _scalars(k: KernelBuilder, steps: Sequence[KernelStep], params: list[int]) -> list[dict[str, Scalar]]:
-    """Per part, what its scalars are called in the whole."""
+    """Return, per part, the merged kernel's scalar for each of its scalars."""
     made: dict[tuple[int, DType], Scalar] = {}
     found: list[dict[str, Scalar]] = []
     for step in steps:
@@ -199,7 +200,7 @@ class _Writer:
         self.scalars = scalars
 
     def tree(self, blocks: Sequence[_Blocks], first: int) -> None:
-        """Find whose block this is, and do it: halves until one is left."""
+        """Select the part of the current block by binary search, and write it."""
         if len(blocks) == 1:
             self.part(blocks[0], first)
             return
@@ -212,7 +213,9 @@ class _Writer:
             self.tree(blocks[half:], bound)
 
     def part(self, b: _Blocks, first: int) -> None:
-        """The elements of a part's block. The number of the block is clamped, which changes nothing but what can be proved."""
+        """Write the elements of a part's block. The block number is clamped: this changes no result, but proves that it is in
+        range.
+        """
         k, kernel = self.k, self.steps[b.part].kernel
 
         def number(n: int) -> Value:
@@ -242,7 +245,7 @@ class _Writer:
             self.statements(kernel.body, values, b.part)
 
     def statements(self, block: Block, values: dict[int, Value], part: int) -> None:
-        """A part's statements, by the names of the whole."""
+        """Write a part's statements with the merged kernel's values."""
         k, arrays = self.k, self.arrays[part]
         for s in block:
             match s:

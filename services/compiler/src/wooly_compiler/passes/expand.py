@@ -1,5 +1,5 @@
-"""Spells instructions as simpler ones that mean the same: lists tensor by tensor, clones and concatenations as copies, gradients
-one by one.
+"""Replaces instructions by simpler ones with the same meaning: list operators by one instruction per tensor, clones and
+concatenations by copies, operators with several gradients by one instruction per kind.
 
 `_foreach_mul_(tensors, 0.9)` becomes one `mul` per tensor, so that an optimizer's whole step for a tensor can be one kernel.
 """
@@ -19,14 +19,14 @@ from wooly_compiler.unit import Unit
 NAME = "expand"
 
 _LIST: Final = "aten._foreach_"
-#: Whose arguments, tensor by tensor, are those of the row of the same name, in the same order.
+#: List operators whose arguments, tensor by tensor, are those of the row with the same name, in the same order.
 _ROWS: Final = frozenset(
     "add sub mul div sqrt rsqrt neg exp abs reciprocal lerp addcmul addcdiv maximum minimum sigmoid tanh".split()  # noqa: SIM905
 )
 
 
 def run(unit: Unit) -> Unit:
-    """The unit with native lines where there were library operators that mean the same."""
+    """Return the unit with library operators replaced by native lines of the same meaning."""
     lines: list[Line] = []
     for line in unit.lines:
         lines += _expanded(line) or [line]
@@ -34,7 +34,7 @@ def run(unit: Unit) -> Unit:
 
 
 def _expanded(line: Line) -> list[Line]:
-    """The lines that mean the same; none if there are none."""
+    """Return the lines that replace a line; no lines if it is not replaced."""
     form = line.form
     if form.opcode == "concat":
         return _concat(line)
@@ -63,7 +63,7 @@ def _clone(line: Line) -> list[Line]:
 
 
 def _concat(line: Line) -> list[Line]:
-    """Each part copied to its place in the result."""
+    """Copy each part to its position in the result."""
     form = line.form
     args = form.attr("args", ())
     outs = [k for k, o in enumerate(form.operands) if o.role is Role.OUT]
@@ -80,7 +80,7 @@ def _concat(line: Line) -> list[Line]:
         view = form.operands[part.index].view if isinstance(part, OperandRef) else None
         if view is None or not isinstance(part, OperandRef):
             return []
-        if view.sizes == (0,):  # the library lets an empty tensor of any kind stand among the parts
+        if view.sizes == (0,):  # the library allows empty tensors of any kind among the parts
             continue
         if len(view.sizes) != len(out.sizes):
             return []
@@ -94,7 +94,7 @@ def _concat(line: Line) -> list[Line]:
 
 
 def _gradients(line: Line, mask_at: int) -> list[Line]:
-    """The first gradient apart from the others: it folds along other dimensions."""
+    """Separate the first gradient from the others, because it folds other dimensions."""
     form = line.form
     args = form.attr("args", ())
     outs = [k for k, o in enumerate(form.operands) if o.role is Role.OUT]
@@ -144,7 +144,7 @@ def _each(line: Line, bare: str) -> list[Line]:
 
 
 def _one(line: Line, opcode: str, args: list[Attr], out: int | None, part: int) -> Line | None:
-    """The row on one tensor of each list, or None if it does not fit."""
+    """Return the row's instruction on one tensor of each list; None if it does not fit."""
     operands: list[Operand] = []
     slots: list[int] = []
     given: list[Attr] = []

@@ -1,8 +1,8 @@
-"""Puts instructions together that one kernel can do: pointwise chains, and folds with what feeds them and what follows.
+"""Groups instructions that one kernel can do: pointwise chains, and folds with the instructions before and after them.
 
-Groups are kept in order. A line joins the earliest group in which all that it depends on is done by then, if it has something
-to do with that group's tensors and fits its index space; else it starts a group of its own, or is a library call. Where a line
-brings together what two groups computed, the earlier one moves into the later one, if nothing between them minds.
+Groups are ordered. A line joins the earliest group that comes after all its dependencies, shares a tensor with the line and fits
+its index space. Otherwise the line starts a group, or is a library call. If a line combines results of two groups, the earlier
+group moves into the later one, unless a group between them depends on the order.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ class Group:
     """Lines that one step of the plan does.
 
     Attributes:
-        lines: in the program's order.
+        lines: the lines in the program's order.
         graph: what a kernel computes for them; None for a library call.
-        why: why no kernel is generated, for a library call.
+        why: why there is no kernel, for a library call.
+        reads: slots that the lines read.
+        writes: slots that the lines write.
     """
 
     lines: list[Line]
@@ -39,7 +41,7 @@ class Group:
     writes: set[int] = field(default_factory=set)
 
     def note(self, line: Line) -> None:
-        """Remember which slots a line touches."""
+        """Record the slots that a line uses."""
         self.reads |= {a.slot for a in line.reads()}
         self.writes |= {a.slot for a in line.writes()}
 
@@ -52,14 +54,14 @@ def run(
     checks: bool = False,
     refuse: Callable[[Line], str] = lambda line: "",
 ) -> list[Group]:
-    """The groups of a unit.
+    """Return the groups of a unit.
 
     Args:
         unit: the program.
-        fusing: without it, each line is a group of its own.
-        params: those of a run, if known.
-        checks: whether kernels may complain of an index.
-        refuse: why a line is to be the library's; empty if it may be a kernel.
+        fusing: whether lines may share a group.
+        params: params of a run, if they are known.
+        checks: whether kernels may report a bad index.
+        refuse: returns why the library must run a line; empty if a kernel may.
     """
     groups: list[Group] = []
     last_write: dict[int, int] = {}
@@ -89,7 +91,7 @@ def run(
 
 
 def _merge(groups: list[Group], source: int, target: int) -> bool:
-    """Move the lines of an earlier group into a later one, if they fit and no group between depends on either's order."""
+    """Move the lines of an earlier group into a later one, if they fit and no group between them depends on the order."""
     a, b = groups[source], groups[target]
     if a.graph is None or b.graph is None or a.graph.space != b.graph.space or not a.lines:
         return False
@@ -112,7 +114,7 @@ def _merge(groups: list[Group], source: int, target: int) -> bool:
 
 
 def _alone(line: Line, params: Sequence[Any] | None, checks: bool, why: str) -> Group:
-    """A group of one line."""
+    """Return a group of one line."""
     graph: Graph | None = None
     try:
         if why:
@@ -128,7 +130,7 @@ def _alone(line: Line, params: Sequence[Any] | None, checks: bool, why: str) -> 
 
 
 def _floor(line: Line, last_write: dict[int, int], last_touch: dict[int, int]) -> int:
-    """The first group in which the line may be: all that it depends on is in that one or before."""
+    """Return the first group that the line may join: all dependencies of the line are in this group or before it."""
     floor = 0
     for a in line.accesses:
         floor = max(floor, last_write.get(a.slot, 0))
@@ -138,7 +140,7 @@ def _floor(line: Line, last_write: dict[int, int], last_touch: dict[int, int]) -
 
 
 def _join(groups: list[Group], floor: int, line: Line) -> int | None:
-    """Put the line into a group; which one, or None if none takes it."""
+    """Add the line to a group and return the group's number; None if no group takes it."""
     space, folded = folded_dims(line.form)
     slots = set(line.slots)
     for at in range(floor, len(groups)):
@@ -162,7 +164,7 @@ def _join(groups: list[Group], floor: int, line: Line) -> int | None:
 
 
 def text(groups: Sequence[Group]) -> str:
-    """Groups and their lines."""
+    """Return the groups and their lines as text."""
     shown: list[str] = []
     for k, group in enumerate(groups):
         if group.graph is None:

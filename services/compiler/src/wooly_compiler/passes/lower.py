@@ -1,4 +1,4 @@
-"""Turns groups into steps: decides which slots need memory, writes kernels, puts allocs and frees back where they are needed."""
+"""Turns groups into steps: decides which slots need memory, writes the kernels, and inserts allocs and frees where needed."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ NAME = "lower"
 
 
 def run(unit: Unit, groups: Sequence[Group], *, fusing: bool = True) -> Plan:
-    """The plan of a unit's groups. `fusing`: kernels that can run together are one."""
+    """Return the plan of a unit's groups. With `fusing`, independent kernels are merged."""
     temporaries = _temporaries(unit, groups)
     computing: list[Step] = []
     dead = _dead(unit, groups)
     for k, group in enumerate(groups):
         computing += _steps(group, temporaries, dead.get(k, frozenset()))
-    # a group that no kernel could be written for went to the library: its temporaries have memory after all
+    # If no kernel could be written for a group, the library runs it, so its temporaries need memory.
     for step in computing:
         if isinstance(step, LibraryStep):
             temporaries -= set(step.line.slots)
@@ -45,14 +45,14 @@ def run(unit: Unit, groups: Sequence[Group], *, fusing: bool = True) -> Plan:
     steps = _with_memory(unit, computing)
     if fusing:
         together = _with_memory(unit, batch.run(computing))
-        # a kernel that runs earlier takes its memory earlier, and sessions have room for what their programs hold
+        # A merged kernel may need memory earlier, but a session only has room for the memory of its program.
         if peak_of(unit.facts, together) <= peak_of_program(unit.program, unit.facts):
             steps = together
     return Plan(unit.program, unit.facts, tuple(steps), dict(unit.removed), frozenset(temporaries), assumed)
 
 
 def _temporaries(unit: Unit, groups: Sequence[Group]) -> set[int]:
-    """Slots of the program alone that one kernel writes before it reads them, and nobody else touches."""
+    """Return the slots that only one kernel uses, and that it writes before it reads them."""
     users: dict[int, set[int]] = {}
     for k, group in enumerate(groups):
         for line in group.lines:
@@ -68,14 +68,14 @@ def _temporaries(unit: Unit, groups: Sequence[Group]) -> set[int]:
 
 
 def _name(lines: Sequence[Line]) -> str:
-    """A kernel's name from what it does; equal kernels have equal names."""
+    """Return a kernel's name, made of its opcodes. Equal kernels have equal names."""
     words = [re.sub(r"[^a-z0-9_]", "_", line.form.opcode) for line in lines]
     short = "_".join(words) if len(words) <= 6 else "_".join([*words[:5], f"and_{len(words) - 5}_more"])
     return f"k_{short}"[:63]
 
 
 def _dead(unit: Unit, groups: Sequence[Group]) -> dict[int, set[int]]:
-    """Per group, the slots that nobody looks at after it: what it would leave there need not be written."""
+    """Return, per group, the slots that no later group reads. The group need not store them."""
     last = {slot: k for k, group in enumerate(groups) for line in group.lines for slot in line.slots}
     found: dict[int, set[int]] = {}
     for slot, k in last.items():
@@ -88,7 +88,7 @@ def _steps(group: Group, temporaries: set[int], dead: Collection[int]) -> list[S
     if group.graph is None:
         return [LibraryStep(line, group.why) for line in group.lines]
     puts = [p for slot, p in group.graph.puts.items() if slot not in temporaries and slot not in dead]
-    if not puts:  # only a dead store is left, and whoever removes those has left it
+    if not puts:  # only dead stores are left, which remove-dead did not remove
         puts = list(group.graph.puts.values())
         temporaries -= {p.place.slot for p in puts}
     try:
@@ -99,7 +99,7 @@ def _steps(group: Group, temporaries: set[int], dead: Collection[int]) -> list[S
 
 
 def _one_by_one(group: Group, why: str) -> list[Step]:
-    """Each line by itself: a kernel where one can be written, else the library."""
+    """Make a step of each line: a kernel if one can be written, else a library call."""
     steps: list[Step] = []
     assert group.graph is not None
     for line in group.lines:
@@ -121,7 +121,7 @@ def _slots(step: Step) -> set[int]:
 
 
 def _with_memory(unit: Unit, steps: Sequence[Step]) -> list[Step]:
-    """The steps with allocs before first uses and frees after last ones."""
+    """Insert allocs before first uses, and frees after last uses."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for k, step in enumerate(steps):
@@ -139,7 +139,9 @@ def _with_memory(unit: Unit, steps: Sequence[Step]) -> list[Step]:
             found.append(AllocStep(slot, nbytes, not fills(step, slot, nbytes)))
         found.append(step)
         found += [FreeStep(s) for s in sorted(_slots(step)) if s in unit.frees and last[s] == k]
-    for slot in sorted(unit.allocs):  # never touched, but left behind: last, when there is most room
+    for slot in sorted(
+        unit.allocs
+    ):  # slots that no step uses but that outlive the program: at the end, when most memory is free
         if slot not in first and slot not in unit.frees:
             found.append(AllocStep(slot, unit.facts.slot_alloc[slot] or 0, True))
     return found

@@ -1,4 +1,4 @@
-"""Removes instructions whose results nobody reads: their slots end within the program before anyone does."""
+"""Removes instructions whose results no other instruction reads, and whose slots end within the program."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from wooly_compiler.unit import Unit
 
 NAME = "remove-dead"
 
-#: Rows that may complain about the values of integers; whoever removed them would remove the complaint.
-_PICKY = frozenset({"div_floor", "div_trunc", "remainder", "fmod", "pow"})
+#: Rows that may raise an error for some integers. They stay, because removing them would remove the error.
+_MAY_RAISE = frozenset({"div_floor", "div_trunc", "remainder", "fmod", "pow"})
 
 
-def _silent(line: Line) -> bool:
-    """Whether an instruction does nothing but give its results."""
+def _cannot_raise(line: Line) -> bool:
+    """Whether an instruction has no effect but its results: it cannot raise an error."""
     opcode = line.form.opcode
     if opcode in ("copy", "fill"):
         return True
@@ -25,17 +25,17 @@ def _silent(line: Line) -> bool:
     if row is None or row.family is Family.INDEXING:
         return False
     floats = all(a.view is not None and kind_of(a.view.dtype) >= NumberKind.FLOAT for a in line.accesses)
-    return opcode not in _PICKY or floats
+    return opcode not in _MAY_RAISE or floats
 
 
 def run(unit: Unit) -> Unit:
-    """The unit without dead instructions."""
+    """Return the unit without dead instructions."""
     wanted: set[int] = set()
     kept: list[Line] = []
     removed = dict(unit.removed)
     for line in reversed(unit.lines):
-        if _silent(line) and all(unit.inner(a.slot) and a.slot not in wanted for a in line.writes()):
-            removed[line.origin] = "nobody reads its result"
+        if _cannot_raise(line) and all(unit.inner(a.slot) and a.slot not in wanted for a in line.writes()):
+            removed[line.origin] = "its result is never read"
             continue
         wanted |= {a.slot for a in line.reads()}
         kept.append(line)

@@ -1,6 +1,7 @@
-"""Removes instructions that compute again what is already there: the same form on the same values.
+"""Removes instructions that repeat a computation: the same form on the same values.
 
-Only where both results are slots of the program alone, written once each: then readers of the second can read the first.
+This is done only if both results are slots that begin and end in the program, and each is written once. Then readers of the
+second slot can read the first.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ NAME = "remove-redundant"
 
 
 def run(unit: Unit) -> Unit:
-    """The unit without repeated computations."""
+    """Return the unit without repeated computations."""
     writes = Counter(a.slot for line in unit.lines for a in line.writes())
     version: Counter[int] = Counter()
     known: dict[tuple[object, ...], tuple[int, ...]] = {}
@@ -40,7 +41,7 @@ def run(unit: Unit) -> Unit:
             before = known.get(key)
             if before is not None:
                 stands_for |= dict(zip(outs, before, strict=True))
-                removed[line.origin] = "computed before"
+                removed[line.origin] = "an earlier instruction computes the same"
                 continue
             known[key] = tuple(outs)
         version.update(outs)

@@ -1,8 +1,8 @@
-"""Takes the bias out of a matrix product: the kernel that reads the result next adds it while it has the element at hand.
+"""Separates the bias from a matrix product, so that the kernel that reads the product next can add the bias.
 
-The library would copy the bias into the result before the product is added to it: one more pass over memory. The sum is rounded
-once more than in the library, so it is done only where results need not have the library's bits, and then whatever comes next,
-be it nothing: a program is cut where a timer says, and bits may not hang on that.
+The library would copy the bias into the result before it adds the product: one more pass over memory. The separate sum is rounded
+once more than in the library, so this pass runs only if results need not have the library's bits. It then runs even if no kernel
+follows: a timer decides where a program ends, and the bits must not depend on that.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NAME = "split-bias"
 
 
 def run(unit: Unit, refuse: Callable[[Line], str] = lambda line: "") -> Unit:
-    """The unit with sums of their own for biases, but for those that no kernel is to do (`refuse` says why)."""
+    """Return the unit with biases as separate sums, except for sums that no kernel may do (`refuse` returns the reason)."""
     lines: list[Line] = []
     for k, line in enumerate(unit.lines):
         parts = _split(line, unit.lines[k + 1 :]) if line.form.opcode in ("linear", "addmm") else [line]
@@ -71,7 +71,7 @@ def _split(line: Line, later: tuple[Line, ...]) -> list[Line]:
 
 
 def _seen(slot: int, out: View, later: tuple[Line, ...]) -> View:
-    """The result as the next instruction that touches it reads it, if it reads all of it in rows as long; else as it is."""
+    """Return the view by which the next instruction reads the whole result in rows of the same length; else the view `out`."""
     for line in later:
         if slot in line.slots:
             views = {a.view for a in line.accesses if a.slot == slot}
@@ -84,7 +84,7 @@ def _seen(slot: int, out: View, later: tuple[Line, ...]) -> View:
 
 
 def _dense(view: View) -> bool:
-    """Whether elements lie one after the other in the order of their coordinates."""
+    """Whether the elements are contiguous, in the order of their coordinates."""
     expected = 1
     for size, stride in zip(reversed(view.sizes), reversed(view.strides), strict=True):
         if size != 1 and stride != expected:

@@ -1,1 +1,1 @@
-"""Kernel IR to C: one printer, dialects and forms as data."""
+"""Prints kernel IR as C. There is one printer; dialects and forms are data."""

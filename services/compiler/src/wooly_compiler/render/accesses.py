@@ -1,4 +1,4 @@
-"""What goes to memory and comes from it: loads, stores, atomics, with their conditions."""
+"""Prints accesses to memory: loads, stores and atomics, with their conditions."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from wooly_compiler.render.source import Form, RenderError
 
 
 class Accesses(Operations):
-    """A page on which a kernel's memory is read and written.
+    """A page that prints a kernel's accesses to memory.
 
     Args:
-        kernel: whose.
-        dialect: which C.
+        kernel: the kernel to print.
+        dialect: the dialect of C.
         form: how points become work-items.
         facts: what is known of the kernel's values.
 
     Attributes:
-        dtypes, numel: of arrays and scratch, by name.
-        loaded: names of those that are read.
+        dtypes, numel: type and number of elements of arrays and scratch, by name.
+        loaded: names of the arrays and scratch that the kernel reads.
         grouped: whether a point is a work-group, in the form of threads.
-        in_lanes: whether what is written now is done by each lane.
-        constants: values of integers that are known.
-        shared: declared at the head of the kernel: OpenCL knows shared memory nowhere else.
+        in_lanes: whether the current statements run once per lane.
+        constants: values of the integers that are known.
+        shared: declarations of shared memory at the head of the kernel, because OpenCL allows them only there.
     """
 
     def __init__(self, kernel: Kernel, dialect: Dialect, form: Form, facts: Facts) -> None:
@@ -46,7 +46,7 @@ class Accesses(Operations):
         self.shared: list[str] = []
 
     def _condition(self, s: Load | Store | Atomic) -> str:
-        """When the access is made; empty if always."""
+        """Return the condition under which the access happens; empty if it always happens."""
         parts = [self.text[s.mask]] if s.mask is not None else []
         if s.checked:
             unsigned = self.d.types[DType.U64]
@@ -62,7 +62,7 @@ class Accesses(Operations):
         self.declare(s.out, dtype, f"{condition} ? {text} : 0" if condition else text)
 
     def _once(self) -> bool:
-        """Whether one thread of several must act for all."""
+        """Whether one thread of the group must act for all threads."""
         return self.form is Form.SIMT and self.grouped and not self.in_lanes
 
     def store(self, s: Store) -> None:
@@ -80,7 +80,7 @@ class Accesses(Operations):
         if text is None:
             raise RenderError(f"{self.d.name} has no atomic {s.kind} of {dtype.label}")
         if any(x.name == s.array for x in self.kernel.scratch) and self.form is Form.LOOPS:
-            raise RenderError("atomics on scratch are not printed in the form of loops yet; use an array")
+            raise RenderError("atomics on scratch are not supported in the form of loops; use an array")
         call = text.format(pointer=f"&{s.array}[{bare(self.text[s.index])}]", value=bare(self.text[s.value]))
         condition = self._condition(s)
         name = f"v{s.out}"

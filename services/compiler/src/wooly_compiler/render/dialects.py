@@ -1,4 +1,4 @@
-"""What differs between OpenCL C, CUDA C and HIP C, as data. The printer knows none of them by name."""
+"""What differs between OpenCL C, CUDA C and HIP C, as data. The printer knows no dialect by name."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from wooly_wis.dtypes import DType
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """One C.
+    """One dialect of C. The names in braces are the fields of a template.
 
     Attributes:
-        name: of the dialect.
-        prologue: what every source starts with. It turns contraction off: a product and a sum are rounded one by one.
-        types: C type per dtype. 16-bit floats are their bits; truth values are bytes in memory.
-        truth: C type of a truth value that is no memory.
+        name: name of the dialect.
+        prologue: the start of every source. It turns contraction off, so that a product and a sum are rounded one by one.
+        types: C type per dtype. 16-bit floats are stored as their bits, truth values as bytes.
+        truth: C type of a truth value that is not in memory.
         kernel: head of a kernel; `{name}`, `{args}`, `{threads}`.
         function: head of a function; `{result}`, `{name}`, `{args}`.
-        pointer: a kernel's array; `{const}`, `{type}`, `{name}`.
-        shared: memory of a work-group; `{type}`, `{name}`, `{n}`.
-        group, thread: index of the work-group, and of the thread in it.
-        barrier: all threads of the group have got here, and see what the others wrote.
-        long_suffix, ulong_suffix: of integer constants.
-        bits: the same bits in another type; `{type}`, `{value}`.
-        infinity, nan: per floating point type.
-        builtins: functions of the language, per dtype and operation; `{0}`, `{1}` …
-        atomics: per kind and dtype; `{pointer}`, `{value}`.
+        pointer: parameter for an array; `{const}`, `{type}`, `{name}`.
+        shared: declaration of memory of a work-group; `{type}`, `{name}`, `{n}`.
+        group, thread: index of the work-group, and of the thread in the group.
+        barrier: waits until all threads of the group arrive and see each other's writes.
+        long_suffix, ulong_suffix: suffixes of 64-bit integer constants.
+        bits: reads the bits of a value as another type; `{type}`, `{value}`.
+        infinity, nan: constants per floating-point type.
+        builtins: functions of the language, per operation and dtype; `{0}`, `{1}` …
+        atomics: functions per kind and dtype; `{pointer}`, `{value}`.
     """
 
     name: str
@@ -55,7 +55,7 @@ F32, F64 = DType.F32, DType.F64
 _UNARY = "sqrt exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh erf erfc floor ceil trunc"
 
 
-#: Operations that processors have instructions for, with C's names.
+#: Operations for which processors have instructions, with their names in C.
 _INSTRUCTIONS = {
     "sqrt": "sqrt",
     "floor": "floor",
@@ -68,7 +68,7 @@ _INSTRUCTIONS = {
 
 
 def _functions(f32: str, f64: str) -> dict[tuple[str, DType], str]:
-    """Calls by C's names; `f32` and `f64` say how a name is decorated."""
+    """Return calls by their names in C. `f32` and `f64` are the templates of a name for each type."""
     found: dict[tuple[str, DType], str] = {}
     for dtype, decorated in ((F32, f32), (F64, f64)):
         for op in _UNARY.split():
@@ -125,7 +125,7 @@ def _c_atomics() -> dict[tuple[str, DType], str]:
     for dtype in (DType.I32, DType.U32, DType.I64, DType.U64):
         cast = "(unsigned long long*)" if dtype is DType.I64 else ""
         for kind, name in names.items():
-            # 64-bit ones take unsigned numbers only, but for the ordered ones, which know both
+            # The 64-bit functions take unsigned numbers only; max and min also take signed ones.
             ordered = kind in ("max", "min")
             found[kind, dtype] = f"atomic{name}({'' if ordered else cast}{{pointer}}, {{value}})"
     for dtype in (F32, F64):
@@ -133,7 +133,7 @@ def _c_atomics() -> dict[tuple[str, DType], str]:
     return found
 
 
-#: Clang's own functions become instructions. PoCL's are called, one element at a time, and no loop around them becomes vectors.
+#: Clang compiles its own functions to instructions. It calls PoCL's functions once per element, which prevents vectorized loops.
 _OPENCL = """#pragma OPENCL FP_CONTRACT OFF
 #ifdef __clang__
 #define F32(name) __builtin_##name##f
@@ -174,7 +174,7 @@ OPENCL: Final = Dialect(
     atomics=_opencl_atomics(),
 )
 
-#: Reads the bits of one type as another; the languages' own names for it differ.
+#: Reads the bits of one type as another. The languages have different names for this.
 _BITS = """template <class To, class From> static __device__ __forceinline__ To wooly_bits(From from) {
   union { From from; To to; } both;
   both.from = from;
@@ -203,7 +203,7 @@ CUDA: Final = Dialect(
     atomics=_c_atomics(),
 )
 
-#: Without the toolkit's headers: what clang itself knows. hipRTC's own header defines the same words, hence the guards.
+#: Definitions in place of the toolkit's headers, from what clang knows. hipRTC's header defines the same names, hence the guards.
 _HIP = """#pragma clang fp contract(off)
 #ifndef __device__
 #define __device__ __attribute__((device))

@@ -1,4 +1,4 @@
-"""Lanes and folds: in both forms, each lane has its accumulator, and they are combined in pairs."""
+"""Prints lanes and folds. In both forms, each lane has its own accumulator; accumulators are combined in pairs."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from wooly_compiler.render.dialects import Dialect
 from wooly_compiler.render.page import bare
 from wooly_compiler.render.source import Form
 
-#: Elements along one dimension from which on it has a loop of its own.
-STRETCH: Final = 8
-#: Threads of a work-group in the `simt` form, at most.
+#: Minimum number of elements along one dimension for which the dimension gets its own loop.
+MIN_RUN: Final = 8
+#: Maximum number of threads of a work-group in the `simt` form.
 THREADS: Final = 256
 
 
 class Loops(Accesses, ABC):
-    """A page with the loops of lanes.
+    """A page that prints the loops of lanes.
 
     Attributes:
-        threads: of a work-group.
-        loops: how many sequential loops are around what is written now.
-        temporaries: names that were needed so far where several values change at once.
+        threads: number of threads of a work-group.
+        loops: number of sequential loops around the current statements.
+        temporaries: number of temporary names so far, for values that change together.
     """
 
     def __init__(self, kernel: Kernel, dialect: Dialect, form: Form, facts: Facts) -> None:
@@ -38,7 +38,7 @@ class Loops(Accesses, ABC):
 
     @abstractmethod
     def block(self, block: Block) -> None:
-        """Statements in order."""
+        """Print statements in order."""
 
     def _threads(self) -> int:
         if self.form is Form.LOOPS:
@@ -51,7 +51,7 @@ class Loops(Accesses, ABC):
         return max(32, *(folding or spread))
 
     def assign(self, targets: Sequence[int], sources: Sequence[int]) -> None:
-        """Assign several at once: all are read before any is written."""
+        """Assign several values together: read all before writing any."""
         if len(targets) == 1:
             self.line(f"{self.text[targets[0]]} = {bare(self.text[sources[0]])};")
             return
@@ -63,14 +63,14 @@ class Loops(Accesses, ABC):
         for target, name in zip(targets, names, strict=True):
             self.line(f"{self.text[target]} = {name};")
 
-    def _stretch(self, s: Lanes | Reduce) -> int:
-        """Iterations that go on along one dimension, where the body divides the index into those of several; 0: there is one."""
+    def _run_length(self, s: Lanes | Reduce) -> int:
+        """Return the length of a run of indices along one dimension, if the body divides the index into several; else 0."""
         found = {self.constants.get(d.args[1], 0) for d in _divisions(s)}
         length = min(found, default=0)
-        return length if length >= STRETCH and not s.extent % length else 0
+        return length if length >= MIN_RUN and not s.extent % length else 0
 
     def _outer_loop(self, s: Lanes | Reduce, length: int) -> None:
-        """The loop over stretches. Remainders are then the place within one, and quotients its number."""
+        """Open the loop over runs of indices. Remainders are then positions in a run, and quotients are its number."""
         n, first = f"o{s.index}", f"e{s.index}"
         self.open(f"for ({self.long} {n} = 0; {n} < {self.index(s.extent // length)}; ++{n})")
         self.line(f"const {self.long} {first} = {n} * {self.index(length)};")
@@ -87,11 +87,11 @@ class Loops(Accesses, ABC):
     def lanes(self, s: Lanes) -> None:
         k = f"v{s.index}"
         self.text[s.index] = k
-        stretch = self._stretch(s) if self.form is Form.LOOPS else 0
-        if stretch:
+        run = self._run_length(s) if self.form is Form.LOOPS else 0
+        if run:
             i = f"i{s.index}"
-            self._outer_loop(s, stretch)
-            self.open(f"for ({self.long} {i} = 0; {i} < {self.index(stretch)}; ++{i})")
+            self._outer_loop(s, run)
+            self.open(f"for ({self.long} {i} = 0; {i} < {self.index(run)}; ++{i})")
             self.line(f"const {self.long} {k} = e{s.index} + {i};")
         elif self.form is Form.LOOPS:
             self.open(f"for ({self.long} {k} = 0; {k} < {self.index(s.extent)}; ++{k})")
@@ -101,19 +101,19 @@ class Loops(Accesses, ABC):
         self.block(s.body)
         self.in_lanes = False
         self.close()
-        if stretch:
+        if run:
             self.close()
         self._after(s.body)
 
     def _after(self, body: Block) -> None:
-        """The barrier at the end of lanes, where somebody reads what they wrote."""
+        """Print the barrier after lanes, if the kernel reads what they wrote."""
         if self.form is Form.SIMT and any(
             isinstance(w, (Store, Atomic)) and w.array in self.loaded for w in walk(body)
         ):
             self.line(f"{self.d.barrier};")
 
     def _combine(self, s: Reduce, left: Sequence[str], right: Sequence[str]) -> None:
-        """Accumulators `left` take in `right`."""
+        """Combine the accumulators `right` into the accumulators `left`."""
         for value, name in zip((*s.left, *s.right), (*left, *right), strict=True):
             self.text[value] = name
         self.block(s.combine)
@@ -140,7 +140,7 @@ class Loops(Accesses, ABC):
             self._reduce_simt(s, dtypes, inits, held)
 
     def _step(self, s: Reduce, held: Sequence[str]) -> None:
-        """The body for one element, and its combination with an accumulator."""
+        """Print the body for one element, and its combination with an accumulator."""
         self.in_lanes = True
         self.block(s.body)
         self._combine(s, held, [self.text[v] for v in s.yields])
@@ -155,9 +155,9 @@ class Loops(Accesses, ABC):
         sets = " ".join(f"{a} = {init};" for a, init in zip(at, inits, strict=True))
         self.line(f"for ({long} l = 0; l < {n}; ++l) {{ {sets} }}")
         whole = s.extent - s.extent % n
-        stretch = self._stretch(s)
-        if stretch:
-            self._fold_stretches(s, at, stretch)
+        run = self._run_length(s)
+        if run:
+            self._fold_runs(s, at, run)
             whole = s.extent
         elif whole:
             self.open(f"for ({long} j = 0; j < {self.index(whole)}; j += {n})")
@@ -180,11 +180,13 @@ class Loops(Accesses, ABC):
         for result, name, dtype in zip(s.results, held, dtypes, strict=True):
             self.declare(result, dtype, f"{name}[0]")
 
-    def _fold_stretches(self, s: Reduce, at: Sequence[str], stretch: int) -> None:
-        """Each stretch in blocks whose elements go to the accumulators in order; it may begin and end within one."""
+    def _fold_runs(self, s: Reduce, at: Sequence[str], run: int) -> None:
+        """Fold each run of indices in blocks; within a block, elements go to the accumulators in order. A run may start within a
+        block.
+        """
         n, k, i, first, long = s.lanes, f"v{s.index}", f"i{s.index}", f"e{s.index}", self.long
-        self._outer_loop(s, stretch)
-        end = f"{first} + {self.index(stretch)}"
+        self._outer_loop(s, run)
+        end = f"{first} + {self.index(run)}"
         self.open(f"for ({long} j = {first} - {first} % {n}; j < {end}; j += {n})")
         self.line(f"const {long} low = j < {first} ? {first} - j : 0;")
         self.line(f"const {long} high = {end} - j < {n} ? {end} - j : {n};")
@@ -222,12 +224,12 @@ class Loops(Accesses, ABC):
             self.close()
         for result, name, dtype in zip(s.results, shared, dtypes, strict=True):
             self.declare(result, dtype, f"{name}[0]")
-        if self.loops:  # before the next round writes there
+        if self.loops:  # before the next iteration writes to shared memory
             self.line(f"{self.d.barrier};")
         self._after(s.body)
 
 
 def _divisions(s: Lanes | Reduce) -> list[Apply]:
-    """Quotients and remainders of a loop's index in its body."""
+    """Return the quotients and remainders of a loop's index in its body."""
     found = [t for t in s.body if isinstance(t, Apply) and t.op in ("div_trunc", "fmod") and t.dtype is DType.I64]
     return [t for t in found if t.args[0] == s.index]

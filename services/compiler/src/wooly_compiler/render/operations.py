@@ -1,4 +1,4 @@
-"""What is computed: constants, and operations on values as expressions and functions of a C."""
+"""Prints computations: constants, and operations on values as expressions and functions of C."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ _UNSIGNED: Final = {
 
 
 class Operations(Page):
-    """A page on which values are computed.
+    """A page that prints computations.
 
     Args:
-        dialect: which C.
+        dialect: the dialect of C.
         facts: what is known of the values.
-        block: all that comes on the page.
-        functions: texts of the functions that stand before it, by name; those that are needed are added.
+        block: all statements of the page.
+        functions: texts of the functions before the page, by name; the page adds the functions that it needs.
 
     Attributes:
-        counts: how often each value is used.
-        known: what values are called that need not be computed here.
+        counts: number of uses of each value.
+        known: names of values that are computed elsewhere.
     """
 
     def __init__(self, dialect: Dialect, facts: Facts, block: Block, functions: dict[str, str]) -> None:
@@ -50,7 +50,7 @@ class Operations(Page):
         self.known: dict[int, str] = {}
 
     def compute(self, s: Const | Apply) -> None:
-        """Have a value: one that is used more than once has a name."""
+        """Print a value. A value that is used more than once gets a name."""
         self.types[s.out] = s.dtype
         if isinstance(s, Const):
             self.text[s.out] = self.number(s.value, s.dtype)
@@ -82,7 +82,8 @@ class Operations(Page):
             return f"{args[0]} == {both} || {args[0]} == -{both}"
         if s.op in ("max", "min"):
             sign = ">" if s.op == "max" else "<"
-            # the second where it is not-a-number, for the comparison is false then: but for the first, a processor's own max
+            # `larger` gives the second argument if that is NaN, as a processor's max does. The test below covers NaN in
+            # the first.
             larger = f"{args[0]} {sign} {args[1]} ? {args[0]} : {args[1]}"
             return f"{args[0]} != {args[0]} ? {args[0]} : ({larger})" if s.dtype in FLOATS else larger
         if s.op == "convert":
@@ -118,7 +119,7 @@ class Operations(Page):
                 text = f"{args[0]} {_INFIX[s.op]} {args[1]}"
             if ranges.fits(s.op, s.dtype, known):
                 return text if s.dtype.itemsize >= 4 else f"({c})({text})"
-            if s.dtype in SIGNED:  # signed overflow is undefined in C; ours wraps around
+            if s.dtype in SIGNED:  # signed overflow is undefined in C, but wraps around in kernel IR
                 u = self.d.types[_UNSIGNED[s.dtype]]
                 wide = [f"({u}){a}" for a in args]
                 text = f"-{wide[0]}" if s.op == "neg" else f"{wide[0]} {_INFIX[s.op]} {wide[1]}"
@@ -136,7 +137,9 @@ class Operations(Page):
         return self._division(s.op, s.dtype, args, known)
 
     def _division(self, op: str, dtype: DType, args: Sequence[str], known: Sequence[ranges.Interval | None]) -> str:
-        """Quotients and remainders. A divisor of 0 or -1 stops a processor, so where they may be there is a test."""
+        """Print a quotient or remainder. A divisor of 0 or -1 may trap, so the text tests the divisor unless its range is
+        safe.
+        """
         divisor = known[1]
         numerator = known[0]
         if divisor is not None and divisor[0] > 0 and numerator is not None:
@@ -167,7 +170,7 @@ class Operations(Page):
             name = f"wooly_{source.label}_to_{target.label}"
             if name not in self.functions:
                 low, high = bounds(target)
-                # the first number of `source` beyond the type; the ends themselves may not be representable
+                # `beyond` is the first number of `source` above the integer's range; the range's ends may not be representable.
                 beyond = self.number(float(high + 1), source)
                 below = self.number(float(low), source)
                 head = self.d.function.format(result=c, name=name, args=f"{self.d.types[source]} a")

@@ -1,4 +1,4 @@
-"""Lines of C: how types and numbers are written, and what a kernel's values are called."""
+"""Lines of C: how types and numbers are written, and the names of a kernel's values."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from wooly_compiler.render.dialects import Dialect
 
 
 class Page:
-    """Lines in the writing.
+    """The lines of a source while it is printed.
 
     Args:
-        dialect: which C.
-        types: of the values that are known so far.
+        dialect: the dialect of C.
+        types: types of the values that are known so far.
 
     Attributes:
         d: the dialect.
-        lines: what is written.
-        depth: how far a line is indented.
-        text: what each value is called: a name, a number, an expression in parentheses.
-        types: of each value.
+        lines: the lines so far.
+        depth: indentation of the next line, in levels.
+        text: text of each value: a name, a number, or an expression in parentheses.
+        types: type of each value.
     """
 
     def __init__(self, dialect: Dialect, types: dict[int, DType]) -> None:
@@ -85,7 +85,7 @@ class Page:
 
 
 def bare(text: str) -> str:
-    """Text without the parentheses around it, where it stands alone."""
+    """Remove the parentheses around a text that stands alone."""
     if not (text.startswith("(") and text.endswith(")")):
         return text
     depth = 0

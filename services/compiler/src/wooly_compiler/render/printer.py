@@ -1,12 +1,12 @@
-"""Prints a kernel as C. Two forms, both of the same kernel:
+"""Prints a kernel as C, in one of two forms:
 
 - `simt`, for GPUs: points without lanes are threads; a point with lanes is a work-group and its lanes are the threads.
-- `loops`, for CPUs: a work-item goes through a chunk of points, and lanes are an inner loop that becomes vector instructions.
+- `loops`, for CPUs: a work-item processes a block of points; lanes are an inner loop, which is vectorized.
 
-A reduction keeps its order in both: each lane has its accumulator.
+A reduction has the same order in both forms, because each lane has its own accumulator.
 
-A page is made of layers, of which each knows those below alone: `page` (lines), `operations` (what is computed), `accesses`
-(memory), `loops` (lanes and folds), `statements` (all of a kernel's body), and here points.
+A page has layers, and each layer uses only those below: `page` (lines), `operations` (computations), `accesses` (memory),
+`loops` (lanes and folds), `statements` (a kernel's whole body), and this module (points).
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from wooly_compiler.render.dialects import Dialect
 from wooly_compiler.render.source import Form, Source
 from wooly_compiler.render.statements import Statements
 
-#: Elements that a work-item of the `loops` form goes through, about.
+#: Approximate number of elements that a work-item of the `loops` form processes.
 CHUNK: Final = 8192
 
 
 def render(kernel: Kernel, dialect: Dialect, form: Form) -> Source:
-    """The source of a kernel. Its arguments are the arrays, then the scalars.
+    """Return the source of a kernel. Its parameters are the arrays, then the scalars.
 
     Raises:
         KernelError: the kernel breaks a law.
@@ -39,7 +39,7 @@ def render(kernel: Kernel, dialect: Dialect, form: Form) -> Source:
 
 
 def render_together(kernels: Sequence[Kernel], dialect: Dialect, form: Form) -> list[Source]:
-    """The sources of several kernels with different names. Their text is the same: all of them, after the functions they share.
+    """Return the sources of several kernels with different names. All share one text: shared functions, then all kernels.
 
     Raises:
         KernelError: a kernel breaks a law.
@@ -58,10 +58,10 @@ def render_together(kernels: Sequence[Kernel], dialect: Dialect, form: Form) -> 
 
 
 class _Printer(Statements):
-    """The page of a kernel: its head, and how its points become work-items."""
+    """The page of a kernel: prints its head, and how its points become work-items."""
 
     def kernel_text(self) -> tuple[str, int]:
-        """The kernel without the functions before it, and the work-groups of a launch."""
+        """Return the kernel without the functions before it, and the number of work-groups of a launch."""
         kernel = self.kernel
         groups = self._loops() if self.form is Form.LOOPS else self._simt()
         args = [
@@ -74,7 +74,7 @@ class _Printer(Statements):
         return f"{head} {{\n{body}\n}}\n", groups
 
     def _coordinates(self, flat: str, upto: int) -> None:
-        """Coordinates of a point from its number among the first `upto` dimensions."""
+        """Print the coordinates of a point, computed from its number among the first `upto` dimensions."""
         below = 1
         texts: list[str] = []
         for k in reversed(range(upto)):
@@ -167,7 +167,7 @@ class _Printer(Statements):
         self.close()
 
     def _work(self, block: Block) -> int:
-        """Elements that a point goes through, at most."""
+        """Return the maximum number of elements that a point processes."""
         total = 0
         for s in block:
             match s:

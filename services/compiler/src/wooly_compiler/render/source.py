@@ -1,4 +1,4 @@
-"""What a rendering gives: a source, in one of two forms."""
+"""The result of printing a kernel: a source in one of two forms."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ class Form(Enum):
 
 
 class RenderError(WisError):
-    """A dialect has no words for a kernel."""
+    """The dialect cannot express a kernel."""
 
     code = "compiler.render"
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A kernel's text in some C.
+    """A kernel's text in a dialect of C.
 
     Attributes:
         name: the kernel's entry point.
-        dialect: which C.
+        dialect: name of the dialect.
         text: the source.
-        groups: work-groups of a launch.
-        threads: work-items of a group.
+        groups: number of work-groups of a launch.
+        threads: number of work-items of a group.
     """
 
     name: str

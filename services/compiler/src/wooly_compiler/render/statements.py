@@ -1,4 +1,4 @@
-"""Statements: which of a page's words each is, and those that choose and repeat."""
+"""Prints statements: dispatches each to its method, and prints conditions and sequential loops."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from wooly_compiler.render.source import Form
 
 
 class Statements(Loops):
-    """A page that understands every statement of a kernel.
+    """A page that prints every statement of a kernel.
 
     Attributes:
-        scalars: types of the kernel's scalar arguments, by name.
+        scalars: types of the kernel's scalar parameters, by name.
     """
 
     def __init__(self, kernel: Kernel, dialect: Dialect, form: Form, facts: Facts) -> None:

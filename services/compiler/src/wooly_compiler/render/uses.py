@@ -1,4 +1,4 @@
-"""How often the values of a block are used: what is used once is written where it is used, and has no name."""
+"""Counts the uses of a block's values. A value that is used once is printed at its use and has no name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from wooly_wis.kernel.laws import uses
 
 
 def counted(block: Block) -> Counter[int]:
-    """How often each value is used; twice where it is used inside of a loop that it is defined outside of."""
+    """Count the uses of each value. A use inside of a loop counts twice if the value is defined outside of the loop."""
     found: Counter[int] = Counter()
     home: dict[int, int] = {}
 
@@ -25,7 +25,7 @@ def counted(block: Block) -> Counter[int]:
                     visit(s.body, id(s.body), s.yields if isinstance(s, For) else ())
                 case Reduce():
                     visit(s.body, id(s.body), ())
-                    for value in s.yields:  # printed where the combination uses them, maybe more than once
+                    for value in s.yields:  # the combination may print them more than once
                         found[value] += 2
                     visit(s.combine, id(s.combine), s.combined)
                 case If():
@@ -35,7 +35,7 @@ def counted(block: Block) -> Counter[int]:
             found[value] += 1 if home.get(value) == at else 2
 
     visit(block, id(block), ())
-    # these write an argument's text more than once
+    # These statements print the text of an argument more than once.
     for s in walk(block):
         if isinstance(s, Apply) and s.op in ("isnan", "isinf", "max", "min", "abs"):
             for value in s.args:

@@ -1,4 +1,4 @@
-"""Folds of columns: a point is a block of neighbouring columns, lanes are columns, what is folded is a sequential loop."""
+"""Folds of columns: a point is a block of neighbouring columns, lanes are columns, and the fold is a sequential loop."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from wooly_compiler.dag import GraphNode
 from wooly_compiler.schedule.folds import Folds
 from wooly_compiler.schedule.nest import lanes_of
 
-#: Rows whose elements come to an accumulator before it is put back, where they are made of few values: text grows with both.
-AT_ONCE: Final = 4
-FEW: Final = 8
+#: Number of rows per update of an accumulator, if a row needs at most `FEW_VALUES` values. Both numbers make the source longer.
+ROWS_PER_UPDATE: Final = 4
+FEW_VALUES: Final = 8
 
 
 class Columns(Folds):
     """A kernel whose points are blocks of columns."""
 
     def write(self) -> None:
-        """The kernel's body."""
+        """Write the kernel's body."""
         full = [p for p in self.puts if not p.rows]
         for now in self._rounds():
             if now:
@@ -41,7 +41,7 @@ class Columns(Folds):
             self.column = None
 
     def _hold(self, roots: Sequence[int]) -> None:
-        """Compute once per column what is the same for all iterations."""
+        """Compute, once per column, the values that are the same in all iterations."""
         held = [k for k in self._edge(roots) if k not in self.held and self.graph.nodes[k].kind == "apply"]
         held = [k for k in held if self.nest.depth[k]]
         if not held:
@@ -59,10 +59,10 @@ class Columns(Folds):
         self.held |= made
 
     def _fold_columns(self, now: Sequence[int]) -> None:
-        """Depth first: an accumulator takes all its elements before the next one begins, then it is combined with its pair.
+        """Fold depth first: an accumulator takes all its elements, then it is combined with its pair, then the next one begins.
 
-        The same sums in the same pairs as if all accumulators were filled in turn, but there is a row of columns for each step of
-        the pairing instead of one for each accumulator: blocks may be wide, and what is added to stays near.
+        This adds the same pairs as filling all accumulators first. But it stores one row of columns per level of pairing instead
+        of one per accumulator. So blocks may be wide, and the accumulator stays in the cache.
         """
         k, width = self.k, self.nest.width
         nodes = [self.graph.nodes[f] for f in now]
@@ -90,7 +90,7 @@ class Columns(Folds):
         self.held |= self._results(now, current)
 
     def _accumulator(self, turn: Value, steps: int) -> Value:
-        """Which accumulator's turn it is: the bits of the turn backwards, so that pairs follow each other."""
+        """Return the accumulator of an iteration: the bits of `turn` reversed, so that pairs follow each other."""
         k, two = self.k, self._number(2)
         found = self._number(0)
         for bit in range(steps):
@@ -100,9 +100,9 @@ class Columns(Folds):
         return found
 
     def _chain(self, nodes: Sequence[GraphNode], current: Sequence[Scratch], first: Value, lanes: int) -> None:
-        """All elements of an accumulator: from the first, each as many rows behind the one before as there are accumulators."""
+        """Fold all elements of an accumulator: row `first`, then every row that is a multiple of `lanes` further."""
         k, extent = self.k, self.nest.layout.extent
-        at_once = AT_ONCE if len(self._reach([n.args[0] for n in nodes])) <= FEW else 1
+        at_once = ROWS_PER_UPDATE if len(self._reach([n.args[0] for n in nodes])) <= FEW_VALUES else 1
         whole = extent // (at_once * lanes)
         if whole:
             with k.loop(self._number(0), self._number(whole)) as loop:
@@ -118,7 +118,7 @@ class Columns(Folds):
                 self._take(nodes, current, [loop.index])
 
     def _take(self, nodes: Sequence[GraphNode], current: Sequence[Scratch], rows: Sequence[Value]) -> None:
-        """Elements of these rows come to the accumulator, one after the other."""
+        """Fold the elements of these rows into the accumulator, in order."""
         with self.k.lanes(self.nest.width) as self.column:
             held = [self.k.load(s, self.column) for s in current]
             for self.lane in rows:
@@ -137,7 +137,9 @@ class Columns(Folds):
         turn: Value,
         steps: int,
     ) -> Value:
-        """Combine an accumulator with its pair, the result with the pair of both, as long as those are there; how often."""
+        """Combine an accumulator with its pair, the result with its pair, and so on while pairs are complete; return how
+        often.
+        """
         k, width = self.k, self.nest.width
         paired = self._number(0)
         for step in range(steps):

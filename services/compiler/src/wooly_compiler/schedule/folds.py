@@ -1,4 +1,4 @@
-"""What folds of rows and of columns have in common: where they start, how two become one, what comes before their loop."""
+"""What folds of rows and folds of columns share: initial values, combinations, and the order of folds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Folds(Values):
     """A kernel with folds."""
 
     def _rounds(self) -> list[list[int]]:
-        """Folds that can be made in the same loop, in order: each waits for those of the rounds before."""
+        """Return the folds in rounds. Folds of a round share a loop; each depends only on earlier rounds."""
         folds = [k for k in sorted(self.nest.needed) if self.graph.nodes[k].kind == "fold"]
         last = max([self.nest.depth[k] for k in folds] + [self.nest.depth[p.node] for p in self.puts])
         return [[k for k in folds if self.nest.depth[k] == d + 1] for d in range(last)]
@@ -28,7 +28,7 @@ class Folds(Values):
         return self.graph.nodes[k].dtype
 
     def _inits(self, nodes: Sequence[GraphNode]) -> list[Value]:
-        """What folds start from; one that looks for a place has two values, and no element at first."""
+        """Return the initial values of folds. `argmax` and `argmin` have two values: value and position; at first no position."""
         found: list[Value] = []
         for n in nodes:
             dtype = self._dtype(n.args[0])
@@ -38,7 +38,7 @@ class Folds(Values):
         return found
 
     def _elements(self, nodes: Sequence[GraphNode]) -> list[Value]:
-        """What comes to folds at the current lane."""
+        """Return the elements that folds take at the current lane."""
         assert self.lane is not None
         found: list[Value] = []
         for n in nodes:
@@ -58,7 +58,7 @@ class Folds(Values):
         return found
 
     def _results(self, now: Sequence[int], values: Sequence[T]) -> dict[int, T]:
-        """Per fold its result, which is the last of its values."""
+        """Return the result of each fold, which is the last of its values."""
         found: dict[int, T] = {}
         at = 0
         for k in now:
@@ -67,7 +67,7 @@ class Folds(Values):
         return found
 
     def _reach(self, roots: Sequence[int]) -> set[int]:
-        """Values along the inner dimension that computing `roots` in a loop would compute."""
+        """Return the values along the inner dimension that a loop for `roots` would compute."""
         found: set[int] = set()
         todo = [k for k in roots if self.nest.full[k]]
         while todo:
@@ -79,7 +79,7 @@ class Folds(Values):
         return found
 
     def _edge(self, roots: Sequence[int]) -> list[int]:
-        """The values that are the same for all iterations, and that computing `roots` in a loop would ask for."""
+        """Return the values that a loop for `roots` would need and that are the same in all iterations."""
         todo, found = list(roots), set()
         while todo:
             k = todo.pop()
@@ -92,7 +92,7 @@ class Folds(Values):
 
 
 def _better(k: KernelBuilder, op: str, a: Sequence[Value], b: Sequence[Value]) -> list[Value]:
-    """Of two (value, index), the one that wins: not-a-number before numbers, the larger (smaller), the first of equal ones."""
+    """Return the better of two (value, index): NaN before numbers, then the larger (smaller) value, then the smaller index."""
     takes = k.apply("gt" if op == "argmax" else "lt", b[0], a[0])
     same = k.apply("eq", b[0], a[0])
     if a[0].dtype in FLOATS:

@@ -1,4 +1,4 @@
-"""The kernel of a group."""
+"""Writes the kernel of a group."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from wooly_compiler.schedule.sums import Sums
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """A kernel and what its arguments are.
+    """A kernel and its arguments.
 
     Attributes:
-        slots: per array; `dag.NOWHERE` for the status.
-        params: per scalar, the index among the run's params.
+        kernel: the kernel.
+        slots: slot of each array; `dag.NOWHERE` for the status.
+        params: index of each scalar among the run's params.
     """
 
     kernel: Kernel
@@ -30,13 +31,13 @@ class Scheduled:
 
 
 def schedule(graph: Graph, puts: Sequence[Put], name: str, origins: Sequence[int] = ()) -> Scheduled:
-    """The kernel of a group.
+    """Return the kernel of a group.
 
     Args:
-        graph: what is computed.
-        puts: which stores are made; temporaries of the group are not.
-        name: of the kernel.
-        origins: the instructions of the group in order, as complaints count them.
+        graph: what the group computes.
+        puts: the stores to make; stores to temporaries of the group are left out.
+        name: name of the kernel.
+        origins: the instructions of the group in order, for numbering in reports of violations.
     """
     nest = nest_of(graph, puts)
     made = _form(graph, nest)(graph, puts, nest, name, origins)

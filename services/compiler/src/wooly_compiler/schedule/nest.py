@@ -1,4 +1,4 @@
-"""Which loops a group becomes: its points, what goes along what is folded, and how its tensors lie over both."""
+"""Chooses the loops of a group: points, loops of folds, and the strides of its tensors over both."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Final
 
 from wooly_compiler.dag import Graph, Place, Put
 
-#: Accumulators of a fold, at most: the order of every fold on every device follows from this number and the extent alone.
+#: Maximum number of accumulators of a fold. This number and the extent alone determine the order of every fold on every device.
 LANES: Final = 128
-#: Columns of a point, at most, and bytes of what their folds keep.
+#: Maximum number of columns of a point, and maximum bytes that its folds store.
 COLUMNS: Final = 256
 COLUMN_BYTES: Final = 30 << 10
-#: Elements of a last dimension from which on an index for all of them is worth being looked at once.
+#: Minimum size of the last dimension for which it pays to check a shared index once for all its elements.
 SPREAD: Final = 32
 
 
 def lanes_of(extent: int) -> int:
-    """Accumulators of a fold of that extent."""
+    """Return the number of accumulators of a fold of this extent."""
     return min(LANES, 1 << max(extent - 1, 0).bit_length())
 
 
 @dataclass(slots=True)
 class Layout:
-    """Loops and, per place, the strides over outer and inner ones."""
+    """The outer and inner loops and, per place, the strides over both."""
 
     outer: list[int]
     inner: list[int]
@@ -33,7 +33,7 @@ class Layout:
 
     @property
     def extent(self) -> int:
-        """Iterations of the inner loops together."""
+        """Number of iterations of all inner loops together."""
         return math.prod(self.inner)
 
 
@@ -42,11 +42,11 @@ class Nest:
     """The loops of a kernel.
 
     Attributes:
-        needed: nodes that its stores are made of.
-        layout: its dimensions, neighbours merged where every tensor allows it.
-        depth: per node, for how many folds one after another it waits.
-        full: per node, whether it differs along what is folded.
-        width: columns of a point; 0 where points are rows.
+        needed: nodes that the stores depend on.
+        layout: dimensions of the loops; neighbours are merged if every tensor allows it.
+        depth: per node, the number of folds in a row that it depends on.
+        full: per node, whether it changes along the folded dimensions.
+        width: number of columns of a point; 0 if points are rows.
         spread: whether the last dimension becomes lanes.
     """
 
@@ -69,7 +69,7 @@ class Nest:
 
 
 def nest_of(graph: Graph, puts: Sequence[Put]) -> Nest:
-    """The loops for the stores that are made."""
+    """Return the loops for the stores `puts`."""
     needed = _needed(graph, puts)
     layout = _layout(graph, places_of(graph, puts, needed), puts)
     depth, full = _levels(graph, layout)
@@ -78,7 +78,7 @@ def nest_of(graph: Graph, puts: Sequence[Put]) -> Nest:
 
 
 def places_of(graph: Graph, puts: Sequence[Put], needed: frozenset[int]) -> list[Place]:
-    """Where the nodes that are needed are loaded from, then where is stored."""
+    """Return the places of all needed loads, then those of the stores."""
     places = [n.place for k, n in enumerate(graph.nodes) if k in needed and n.place is not None]
     return places + [p.place for p in puts]
 
@@ -95,7 +95,7 @@ def _needed(graph: Graph, puts: Sequence[Put]) -> frozenset[int]:
 
 
 def _collapse(sizes: list[int], strides: list[list[int]]) -> tuple[list[int], list[list[int]]]:
-    """Merge neighbouring dimensions where every tensor goes on from the end of one row to the next."""
+    """Merge neighbouring dimensions that are contiguous in every tensor."""
     keep = [d for d, n in enumerate(sizes) if n > 1]
     sizes = [sizes[d] for d in keep]
     strides = [[s[d] for d in keep] for s in strides]
@@ -113,7 +113,7 @@ def _collapse(sizes: list[int], strides: list[list[int]]) -> tuple[list[int], li
 
 def _layout(graph: Graph, places: list[Place], puts: Sequence[Put]) -> Layout:
     order = [d for d in range(len(graph.space)) if d not in graph.folded]
-    if not graph.folded and puts:  # the last dimension is that along which the result lies in memory
+    if not graph.folded and puts:  # the last dimension is the one that is contiguous in the result
         first = puts[0].place.strides
         order.sort(key=lambda d: -first[d])
     along = sorted(graph.folded)
@@ -124,12 +124,12 @@ def _layout(graph: Graph, places: list[Place], puts: Sequence[Put]) -> Layout:
 
 
 def _divisor(n: int, most: int) -> int:
-    """The largest divisor up to a limit."""
+    """Return the largest divisor of `n` up to `most`."""
     return next(c for c in range(min(n, most), 0, -1) if n % c == 0)
 
 
 def _levels(graph: Graph, layout: Layout) -> tuple[tuple[int, ...], tuple[bool, ...]]:
-    """How many folds each node waits for, and which differ along what is folded."""
+    """Return, per node, the number of folds that it waits for, and whether it changes along the folded dimensions."""
     depth: list[int] = []
     full: list[bool] = []
     for node in graph.nodes:
@@ -145,32 +145,30 @@ def _levels(graph: Graph, layout: Layout) -> tuple[tuple[int, ...], tuple[bool, 
 
 
 def _width(graph: Graph, needed: frozenset[int], layout: Layout) -> int:
-    """Columns of a point; 0 where points are rows."""
+    """Return the number of columns of a point; 0 if points are rows."""
     if not graph.folded or not layout.outer or layout.outer[-1] < 4:
         return 0
     rows = columns = 0
     for outer, inner in layout.strides.values():
-        if any(inner) and any(outer):  # one that all rows share lies well either way
+        if any(inner) and any(outer):  # a tensor that all rows share suits both layouts
             rows += inner[-1] == 1
             columns += inner[-1] != 1 and outer[-1] == 1
     if columns <= rows:
         return 0
     folds = [n for k, n in enumerate(graph.nodes) if k in needed and n.kind == "fold"]
     size = sum(n.dtype.itemsize + 8 * n.op.startswith("arg") for n in folds)
-    kept = (
-        lanes_of(layout.extent).bit_length() + 1
-    )  # the accumulator whose turn it is, and one for each step of the pairing
+    kept = lanes_of(layout.extent).bit_length() + 1  # the current accumulator, and one for each level of pairing
     width = _divisor(layout.outer[-1], min(COLUMNS, COLUMN_BYTES // max(size * kept, 1)))
     return width if width >= 4 else 0
 
 
 def _columns_of_sums(layout: Layout) -> int:
-    """Columns of a point where elements are added up by index: neighbours, as the places that are added to are rows."""
+    """Return the number of columns of a point for sums by index. They are neighbours, because the sums are rows."""
     return _divisor(layout.outer[-1], COLUMNS) if layout.outer else 0
 
 
 def _spreads(graph: Graph, needed: frozenset[int], layout: Layout) -> bool:
-    """Whether the last dimension becomes lanes, so that an index that is the same for all of them is looked at once."""
+    """Return whether the last dimension becomes lanes, so that an index that all of them share is checked once."""
     picks = [n for k, n in enumerate(graph.nodes) if k in needed and n.kind in ("pick", "guard")]
     if graph.folded or not picks or not layout.outer or layout.outer[-1] < SPREAD:
         return False

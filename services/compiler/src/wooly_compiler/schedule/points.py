@@ -1,4 +1,4 @@
-"""A kernel without folds: each point has its own elements."""
+"""A kernel without folds: each point computes its own elements."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from wooly_compiler.schedule.values import Values
 
 
 class Points(Values):
-    """Points are elements, or stretches of the last dimension that share an index."""
+    """Points are elements, or parts of the last dimension that share an index."""
 
     def write(self) -> None:
-        """The kernel's body."""
+        """Write the kernel's body."""
         if not self.nest.spread:
             for put in self.puts:
                 self.value(put.node)

@@ -1,4 +1,4 @@
-"""Folds of rows: a point is a row, and lanes go along what is folded."""
+"""Folds of rows: a point is a row, and lanes go along the folded dimension."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Final
 from wooly_compiler.schedule.folds import Folds
 from wooly_compiler.schedule.nest import lanes_of
 
-#: Bytes of a row's values that are kept from one loop for the next, at most; beyond, they are computed again.
+#: Maximum bytes of a row's values that are stored between loops. Beyond this limit, values are computed again.
 KEPT_BYTES: Final = 32 << 10
-#: Worth keeping.
-_DEAR: Final = frozenset(
+#: Expensive operations, whose results are worth storing.
+_EXPENSIVE: Final = frozenset(
     "exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan "  # noqa: SIM905
     "atan2 sinh cosh tanh erf erfc pow fmod".split()
 )
@@ -21,7 +21,7 @@ class Rows(Folds):
     """A kernel whose points are rows."""
 
     def write(self) -> None:
-        """The kernel's body."""
+        """Write the kernel's body."""
         rounds = self._rounds()
         full = [p for p in self.puts if not p.rows]
         for d, now in enumerate(rounds):
@@ -39,32 +39,32 @@ class Rows(Folds):
         for put in rows:
             self._store(put)
 
-    def _dear(self, k: int) -> bool:
+    def _expensive(self, k: int) -> bool:
         todo = [k]
         while todo:
             at = todo.pop()
             node = self.graph.nodes[at]
-            if node.op in _DEAR and node.kind == "apply":
+            if node.op in _EXPENSIVE and node.kind == "apply":
                 return True
             if at not in self.kept:
                 todo += [a for a in node.args if self.nest.full[a]]
         return False
 
     def _keep(self, now: Sequence[int], later: Sequence[int]) -> list[int]:
-        """The dear values of this loop that a later one asks for, and that a row has room for."""
+        """Return the expensive values of this loop that a later loop needs, as long as there is room for them."""
         both = self._reach(now) & self._reach(later)
         inside = {a for k in both for a in self.graph.nodes[k].args}
         room = KEPT_BYTES - sum(s.numel * s.dtype.itemsize for s in self.kept.values())
         chosen: list[int] = []
         for k in sorted(both - inside):
             size = self.nest.layout.extent * self.graph.nodes[k].dtype.itemsize
-            if k not in self.kept and self._dear(k) and size <= room:
+            if k not in self.kept and self._expensive(k) and size <= room:
                 chosen.append(k)
                 room -= size
         return chosen
 
     def _rows_first(self, roots: Sequence[int]) -> None:
-        """Compute outside of the loop what is the same for all its iterations."""
+        """Compute, before the loop, the values that are the same in all iterations."""
         for k in self._edge(roots):
             self.value(k)
 

@@ -1,6 +1,6 @@
-"""Sums by index: a point is a block of columns, and a sequential loop adds its elements up where an index says.
+"""Sums by index: a point is a block of columns, and a sequential loop adds its elements at the positions that an index gives.
 
-The order of the additions is that of the loop, whatever the indices are, as no two points add to the same element.
+The loop fixes the order of the additions for all indices, because no two points add to the same element.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from wooly_compiler.schedule.values import Values
 
 
 class Sums(Values):
-    """A kernel whose one store adds up."""
+    """A kernel whose only store adds elements up by index."""
 
     def write(self) -> None:
-        """The kernel's body."""
+        """Write the kernel's body."""
         (put,) = self.puts
         target = put.target
         assert target is not None
@@ -31,7 +31,7 @@ class Sums(Values):
         self.lane = self.column = None
 
     def _clear(self, put: Put, target: Target, width: int) -> None:
-        """All sums begin with zero."""
+        """Set all sums to zero."""
         array, wide = self.arrays[put.place.slot, put.place.dtype], self.graph.nodes[put.node].dtype
         with self.k.loop(self._number(0), self._number(target.size)) as loop:
             self.known.append({})
@@ -43,7 +43,9 @@ class Sums(Values):
         self.column = None
 
     def _place(self, target: Target) -> tuple[Value, Value]:
-        """Whether the current element is added, and how far from the put's place: somewhere within it in any case."""
+        """Return whether the current element is added, and the distance from the put's place, which is always within the
+        array.
+        """
         k, index, last = self.k, self.value(target.index), self._number(target.size - 1)
         inside = k.apply("and", k.apply("ge", index, self._number(0)), k.apply("le", index, last))
         counts = k.apply("and", self.value(target.counts), inside)
@@ -51,7 +53,7 @@ class Sums(Values):
         return counts, k.apply("mul", forced, self._number(target.step))
 
     def _add(self, put: Put, behind: Value) -> None:
-        """The current element comes to its sum, in the type in which elements are computed."""
+        """Add the current element to its sum, in the type in which elements are computed."""
         k, array = self.k, self.arrays[put.place.slot, put.place.dtype]
         self.known.append({})
         at = k.apply("add", self.index(put.place), behind)

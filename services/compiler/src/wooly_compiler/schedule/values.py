@@ -1,4 +1,4 @@
-"""What a kernel computes at one point, or at one lane of it: loads, operations and stores, each value once per block."""
+"""Writes what a kernel computes at one point or lane: loads, operations and stores. Each value is computed once per block."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from wooly_wis.program import Role
 from wooly_compiler.dag import NOWHERE, Graph, GraphNode, Place, Put
 from wooly_compiler.schedule.nest import Nest, places_of
 
-#: The name of the array in which a kernel says whose index was out of range: 1 and more for the group's lines in order.
+#: Name of the array in which a kernel reports a violation: 0 for none, else the number of the group's line, from 1.
 STATUS: Final = "status"
 
 
@@ -21,21 +21,21 @@ class Values:
     """One kernel under construction: its arguments, and the values that exist in the current block.
 
     Args:
-        graph: what is computed.
-        puts: which stores are made.
-        nest: its loops.
-        name: of the kernel.
-        origins: the instructions of the group in order, as complaints count them.
+        graph: what the kernel computes.
+        puts: the stores to make.
+        nest: the kernel's loops.
+        name: name of the kernel.
+        origins: the instructions of the group in order, for numbering in reports of violations.
 
     Attributes:
         k: writes the kernel.
-        slots: per array; `dag.NOWHERE` for the status.
-        params: per scalar, the index among the run's params.
+        slots: slot of each array; `dag.NOWHERE` for the status.
+        params: index of each scalar among the run's params.
         known: values that exist, innermost block last.
-        kept: values along a row that a loop has left for the next.
+        kept: values along a row that a loop stores for later loops.
         held: values of columns.
-        lane: the place along what is folded.
-        column: that of a point, where points are blocks of columns, or that of a lane, where the last dimension is lanes.
+        lane: position along the folded dimensions.
+        column: column of the point if points are blocks of columns; the lane if the last dimension is lanes.
     """
 
     def __init__(self, graph: Graph, puts: Sequence[Put], nest: Nest, name: str, origins: Sequence[int]) -> None:
@@ -57,14 +57,14 @@ class Values:
         self.column: Value | None = None
 
     def _memory(self, places: list[Place]) -> None:
-        """An array per slot and type, a scalar per param, in the order of the graph."""
+        """Declare an array per slot and type, and a scalar per param, in the order of the graph."""
         written = {p.place.slot for p in self.puts}
         nodes = [n for k, n in enumerate(self.graph.nodes) if k in self.nest.needed]
         loaded = {n.place.slot for n in nodes if n.place is not None}
         ends: dict[tuple[int, DType], int] = {}
         beyond = {n.place: (n.size - 1) * n.step for n in nodes if n.kind == "pick" and n.place is not None}
         for put in self.puts:
-            if put.target is not None:  # what is there is added to
+            if put.target is not None:  # the kernel also reads its sums
                 beyond[put.place] = (put.target.size - 1) * put.target.step
                 loaded.add(put.place.slot)
         for p in places:
@@ -102,7 +102,7 @@ class Values:
         return found
 
     def _outer(self) -> list[Value]:
-        """The coordinates of a row."""
+        """Return the coordinates of a row."""
         points = list(self.k.points)
         if self.nest.spread and self.column is not None:
             points.append(self.column)
@@ -116,7 +116,7 @@ class Values:
         return points
 
     def _inner(self) -> list[Value]:
-        """The coordinates along what is folded."""
+        """Return the coordinates along the folded dimensions."""
         if self.lane is None or not self.nest.layout.inner:
             return []
         found: list[Value] = []
@@ -134,7 +134,7 @@ class Values:
         return found[::-1]
 
     def index(self, place: Place) -> Value:
-        """The index of a place's element at the current point (and lane)."""
+        """Return the index of a place's element at the current point (and lane)."""
         strides, along = self.nest.layout.strides[place]
         terms = [(v, s) for v, s in zip(self._outer(), strides, strict=not self.nest.spread) if s]
         if any(along) and self.lane is not None:
@@ -161,7 +161,7 @@ class Values:
         return found
 
     def value(self, k: int) -> Value:
-        """A node's value; computed here if no block around has it."""
+        """Return a node's value; compute it in this block, unless an enclosing block has it."""
         found = self._find(k)
         if found is not None:
             return found
@@ -207,7 +207,7 @@ class Values:
         self.k.store(self.status, self._number(0), line, wrong)
 
     def _guard(self, node: GraphNode) -> Value:
-        """A value, and a complaint where it is wrong."""
+        """Return the value of a guard, and report a violation if its condition is true."""
         key = ("guard", node)
         if self._find(key) is None:
             self._complain(node, self.value(node.args[1]))
@@ -215,13 +215,17 @@ class Values:
         return self.value(node.args[0])
 
     def _pick(self, node: GraphNode) -> Value:
-        """An element at an index that only the run knows. Where that is out of range, another's and a complaint."""
+        """Load an element at an index that only the run knows. If it is out of range, load another element and report a
+        violation.
+        """
         assert node.place is not None
         at = self.k.apply("add", self.index(node.place), self._inside(node))
         return self.k.load(self.arrays[node.place.slot, node.dtype], at)
 
     def _inside(self, node: GraphNode) -> Value:
-        """How far from its place a pick reads: the index is forced into its range, so that what is read is there to be read."""
+        """Return the distance of a pick from its place. The index is clamped to its range, so that the load stays in the
+        array.
+        """
         key = ("pick", node.args, node.step, node.size, node.value)
         found = self._find(key)
         if found is None:
@@ -233,7 +237,7 @@ class Values:
         return found
 
     def _stores(self, puts: Sequence[Put]) -> None:
-        """Values, then stores, in a block of their own."""
+        """Compute values, then store them, in a block of their own."""
         self.known.append({})
         for put in puts:
             self.value(put.node)

@@ -1,4 +1,4 @@
-"""Tokens to a tree, by recursive descent. What is not understood is an error with its line."""
+"""Parses tokens to a tree by recursive descent. An unsupported construct is an error with its line."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ __all__ = ["MAX_DEPTH", "constant_of_tokens", "fold", "parse", "parse_arguments"
 
 
 def parse(text: str) -> Unit:
-    """The tree of a source.
+    """Parse a source.
 
     Raises:
-        CudaSourceError: it is not understood.
+        CudaSourceError: the source has an error or an unsupported construct.
     """
     return UnitParser(preprocess(text)).unit()
 
 
 def parse_arguments(text: str, unit: Unit) -> list[Written | Node]:
-    """Template arguments as they are in a name expression: of ``f<float, 4>`` the part between the brackets.
+    """Parse template arguments: of ``f<float, 4>``, the text between the brackets.
 
     Raises:
-        CudaSourceError: they are not understood.
+        CudaSourceError: the text has an error.
     """
     parser = UnitParser(preprocess(text))
     parser.types |= set(unit.aliases) | set(unit.structs)
@@ -35,10 +35,10 @@ def parse_arguments(text: str, unit: Unit) -> list[Written | Node]:
 
 
 def constant_of_tokens(tokens: Sequence[Token], line: int) -> int:
-    """The value of an integer expression of literals, as after ``#if``.
+    """Return the value of an integer expression of literals, as after ``#if``.
 
     Raises:
-        CudaSourceError: it is none.
+        CudaSourceError: the expression is not constant.
     """
     parser = UnitParser([*tokens, Token("end", "the end of the line", line)])
     value = parser.expression()

@@ -1,4 +1,4 @@
-"""What expressions of constants come to."""
+"""Evaluates constant expressions."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from wooly_cuda_c.syntax.tree import Binary, Conditional, Node, Number, Unary
 
 
 def folded(node: Node) -> int:
-    """The value of an integer expression of literals.
+    """Return the value of an integer expression of literals.
 
     Raises:
-        CudaSourceError: it is none.
+        CudaSourceError: the expression is not constant.
     """
     if isinstance(node, Number):
         return int(node.value)
@@ -23,11 +23,11 @@ def folded(node: Node) -> int:
         found = fold(node.op, folded(node.left), folded(node.right))
         if found is not None:
             return int(found)
-    raise CudaSourceError("this is no constant", node.line)
+    raise CudaSourceError("this expression is not constant", node.line)
 
 
 def fold(op: str, a: float, b: float) -> float | int | None:
-    """What a binary operator makes of two numbers; None where it makes none. Integers are not wrapped."""
+    """Return the result of a binary operator on two numbers; None if it has none. Integers do not wrap."""
     whole = isinstance(a, int) and isinstance(b, int)
     if op in ("/", "%"):
         if not b:

@@ -1,4 +1,4 @@
-"""Tokens, one after the other."""
+"""A position in the tokens of a source."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from wooly_cuda_c.syntax.errors import CudaSourceError
 from wooly_cuda_c.syntax.lexer import Token
 from wooly_cuda_c.syntax.words import REFUSED
 
-#: Blocks, parentheses and operators inside each other.
+#: Maximum depth of nested blocks, parentheses and operators. It bounds the parser's recursion.
 MAX_DEPTH: Final = 80
 
 
 class Cursor:
-    """A place in a source's tokens, and the names of types that were met before it."""
+    """A position in a source's tokens, and the names of types that were declared before it."""
 
     def __init__(self, tokens: Sequence[Token]) -> None:
         self._tokens = list(tokens)
@@ -50,20 +50,20 @@ class Cursor:
         return False
 
     def expect(self, text: str) -> Token:
-        """The next token, which must be this one."""
-        # two template lists may end at once
+        """Return the next token, which must be `text`."""
+        # `>>` may close two template lists.
         if text == ">" and self._now.text in (">>", ">>>"):
             token = self._now
             self._tokens[self._at : self._at + 1] = [Token("op", ">", token.line) for _ in token.text]
         if not self._is(text):
             self._refuse_word()
-            raise CudaSourceError(f"{text!r} is expected, and there is {self._now.text!r}", self._now.line)
+            raise CudaSourceError(f"expected {text!r}, found {self._now.text!r}", self._now.line)
         return self._next()
 
     def _name(self) -> Token:
         self._refuse_word()
         if self._now.kind != "name":
-            raise CudaSourceError(f"a name is expected, and there is {self._now.text!r}", self._now.line)
+            raise CudaSourceError(f"expected a name, found {self._now.text!r}", self._now.line)
         return self._next()
 
     def _refuse_word(self) -> None:
@@ -74,4 +74,6 @@ class Cursor:
     def _deeper(self) -> None:
         self._depth += 1
         if self._depth > MAX_DEPTH:
-            raise CudaSourceError(f"nested more than {MAX_DEPTH} deep", self._now.line)
+            raise CudaSourceError(
+                f"blocks, parentheses or operators are nested deeper than {MAX_DEPTH}", self._now.line
+            )

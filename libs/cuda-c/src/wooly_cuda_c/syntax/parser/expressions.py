@@ -25,7 +25,7 @@ from wooly_cuda_c.syntax.tree import (
 )
 from wooly_cuda_c.syntax.words import REFUSED, SCALARS
 
-#: How tightly binary operators bind.
+#: Precedence of binary operators.
 BINDS: Final[dict[str, int]] = {
     op: level
     for level, ops in enumerate(("||", "&&", "|", "^", "&", "== !=", "< <= > >=", "<< >>", "+ -", "* / %"), start=1)
@@ -37,10 +37,10 @@ _CHARS: Final = {"n": 10, "t": 9, "0": 0, "r": 13, "\\": 92, "'": 39, '"': 34}
 
 
 class ExpressionParser(TypeParser):
-    """Expressions, by how tightly their operators bind."""
+    """Parses expressions by precedence."""
 
     def expression(self) -> Node:
-        """One expression, commas too."""
+        """Parse one expression, including commas."""
         found = self.assignment()
         while self._is(","):
             line = self._next().line
@@ -48,7 +48,7 @@ class ExpressionParser(TypeParser):
         return found
 
     def assignment(self) -> Node:
-        """One expression without commas."""
+        """Parse one expression without commas."""
         self._deeper()
         found = self._binary(1)
         if self._is("?"):
@@ -120,12 +120,12 @@ class ExpressionParser(TypeParser):
                 self._next()
                 found = Member(token.line, found, self._name().text, token.text == "->")
                 if self._is("("):
-                    raise CudaSourceError("methods are not understood: use functions", token.line)
+                    raise CudaSourceError("methods are not supported: use functions", token.line)
             elif token.text in ("++", "--"):
                 self._next()
                 found = Unary(token.line, "p" + token.text, found)
             elif token.text == "(":
-                raise CudaSourceError("only functions can be called, by their names", token.line)
+                raise CudaSourceError("only functions can be called, and only by name", token.line)
             else:
                 return found
 
@@ -138,10 +138,10 @@ class ExpressionParser(TypeParser):
             inner = token.text[1:-1]
             value = ord(inner) if len(inner) == 1 else _CHARS.get(inner[1:], -1) if inner[0] == "\\" else -1
             if not 0 <= value < 128:
-                raise CudaSourceError(f"the character {token.text} is not understood", token.line)
+                raise CudaSourceError(f"the character {token.text} is not supported", token.line)
             return Number(token.line, str(value), value, "i8")
         if token.kind == "string":
-            raise CudaSourceError("strings are not understood", token.line)
+            raise CudaSourceError("strings are not supported", token.line)
         if token.text == "(":
             self._next()
             angles, self._angles = self._angles, 0
@@ -150,7 +150,7 @@ class ExpressionParser(TypeParser):
             self.expect(")")
             return found
         if token.text == "[":
-            raise CudaSourceError("lambdas are not understood: use a function", token.line)
+            raise CudaSourceError("lambdas are not supported: use a function", token.line)
         if token.text in ("true", "false"):
             self._next()
             return Number(token.line, str(int(token.text == "true")), int(token.text == "true"), "b1")
@@ -194,7 +194,7 @@ class ExpressionParser(TypeParser):
         found = self._name()
         while self._is("::"):
             if found.text not in ("std",):
-                raise CudaSourceError(f"{found.text}::{self._ahead().text} is not understood", found.line)
+                raise CudaSourceError(f"{found.text}::{self._ahead().text} is not supported", found.line)
             self._next()
             found = self._name()
         return Name(token.line, found.text)
@@ -219,11 +219,11 @@ def _number(token: Token) -> Number:
         digits, suffix = whole.group(1), whole.group(2).lower()
         base = 16 if digits[:2].lower() == "0x" else 2 if digits[:2].lower() == "0b" else 8 if digits[0] == "0" else 10
         if suffix not in ("", "u", "l", "ll", "ul", "lu", "ull", "llu") or len(digits) > 80:
-            raise CudaSourceError(f"{token.text} is no number", token.line)
+            raise CudaSourceError(f"{token.text} is not a valid number", token.line)
         try:
             value = int(digits[2:] if base in (2, 16) else digits, base)
         except ValueError:
-            raise CudaSourceError(f"{token.text} is no number", token.line) from None
+            raise CudaSourceError(f"{token.text} is not a valid number", token.line) from None
         if value >= 1 << 64:
             raise CudaSourceError(f"{token.text} has more than 64 bits", token.line)
         wide, unsigned = "l" in suffix, "u" in suffix
@@ -238,5 +238,5 @@ def _number(token: Token) -> Number:
         return Number(token.line, str(value), value, "u64")
     real = re.fullmatch(r"((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)([fF]?)", text)
     if real is None or len(text) > 400:
-        raise CudaSourceError(f"{token.text} is no number", token.line)
+        raise CudaSourceError(f"{token.text} is not a valid number", token.line)
     return Number(token.line, real.group(1), float(real.group(1)), "f32" if real.group(2) else "f64")

@@ -6,15 +6,15 @@ from wooly_cuda_c.syntax.errors import CudaSourceError
 from wooly_cuda_c.syntax.lexer import Token
 from wooly_cuda_c.syntax.parser.expressions import ExpressionParser
 from wooly_cuda_c.syntax.tree import Alias, Block, Braces, Declare, Express, If, Leave, Loop, Node, Return, Switch
-from wooly_cuda_c.syntax.words import REFUSED, SILENT
+from wooly_cuda_c.syntax.words import IGNORED, REFUSED
 
-#: Words before a declaration that say where the variable is, or that it is known.
+#: Words before a declaration that say where the variable is stored, or that it is constant.
 _STORAGE = ("__shared__", "extern", "__constant__", "__device__", "constexpr")
 _ALIGNED = ("__align__", "alignas")
 
 
 class StatementParser(ExpressionParser):
-    """Statements and the declarations among them."""
+    """Parses statements, and the declarations among them."""
 
     def _block(self) -> Block:
         line = self.expect("{").line
@@ -22,7 +22,7 @@ class StatementParser(ExpressionParser):
         body: list[Node] = []
         while not self._is("}"):
             if self._now.kind == "end":
-                raise CudaSourceError("a block that does not end", line)
+                raise CudaSourceError("the block has no closing brace", line)
             body.append(self._statement())
         self.types = outer
         self._next()
@@ -93,14 +93,14 @@ class StatementParser(ExpressionParser):
             depth += (text == "(") - (text == ")")
             if text == ";" and depth == 0:
                 return Express(line, None)
-        raise CudaSourceError("a static_assert that does not end", line)
+        raise CudaSourceError("the static_assert has no end", line)
 
     def _if(self, line: int) -> Node:
         self._next()
         known = self._take("constexpr")
         self.expect("(")
         if self._starts_declaration():
-            raise CudaSourceError("a declaration in a condition is not understood", line)
+            raise CudaSourceError("a declaration in a condition is not supported", line)
         condition = self.expression()
         self.expect(")")
         then = self._statement()
@@ -138,10 +138,10 @@ class StatementParser(ExpressionParser):
             body: list[Node] = []
             while not self._is("case", "default", "}"):
                 if self._now.kind == "end":
-                    raise CudaSourceError("a switch that does not end", line)
+                    raise CudaSourceError("the switch has no closing brace", line)
                 body.append(self._statement())
             if not labels:
-                raise CudaSourceError("a statement before the first case", line)
+                raise CudaSourceError("the switch has a statement before its first case", line)
             cases.append((labels, body))
         return Switch(line, on, cases)
 
@@ -165,16 +165,16 @@ class StatementParser(ExpressionParser):
         text = self._now.text
         if text in ("__shared__", "extern", "static", "constexpr", "register", "volatile", "__constant__", "__align__"):
             return True
-        if text in SILENT and text != "struct":
+        if text in IGNORED and text != "struct":
             return True
         if not self._starts_type():
             return False
-        # a type followed by ( is a conversion, not a declaration
+        # A type followed by ( or { is a conversion, not a declaration.
         k = 3 if text == "std" else 1
         return self._ahead(k).text not in ("(", "{") or self._ahead(k).kind == "string"
 
     def _declaration(self, line: int, loop: bool = False) -> Node:
-        words = self._words(*_STORAGE, *_ALIGNED, *SILENT)
+        words = self._words(*_STORAGE, *_ALIGNED, *IGNORED)
         base = self._base()
         words |= self._words("__shared__", "__align__")
         shared, extern, constant, known = [w in words for w in ("__shared__", "extern", "__constant__", "constexpr")]
@@ -182,12 +182,12 @@ class StatementParser(ExpressionParser):
         while True:
             kind = self._pointers(base)
             if self._is("("):
-                raise CudaSourceError("pointers to functions are not understood", self._now.line)
+                raise CudaSourceError("pointers to functions are not supported", self._now.line)
             name = self._name()
             kind = self._dimensions(kind)
             init = self._initial(name.line)
             if loop and self._is(":"):
-                raise CudaSourceError("for over a range is not understood: count", line)
+                raise CudaSourceError("for over a range is not supported: use a counter", line)
             found.append(Declare(name.line, kind, name.text, init, shared, extern, constant, known))
             if not self._take(","):
                 break
@@ -195,7 +195,7 @@ class StatementParser(ExpressionParser):
         return found[0] if len(found) == 1 else Block(line, found, scope=False)
 
     def _words(self, *known: str) -> set[str]:
-        """Those of some words that come next, in any order."""
+        """Read those of the words `known` that come next, in any order."""
         found: set[str] = set()
         while self._is(*known):
             text = self._next().text
@@ -207,7 +207,7 @@ class StatementParser(ExpressionParser):
         return found
 
     def _initial(self, line: int) -> Node | None:
-        """What a variable begins with, if it says so: behind `=`, in braces or in parentheses."""
+        """Parse the initial value of a variable, if there is one: after `=`, in braces or in parentheses."""
         if self._take("="):
             return self._braces() if self._is("{") else self.assignment()
         if self._is("{"):

@@ -7,16 +7,16 @@ from typing import Final
 from wooly_cuda_c.syntax.errors import CudaSourceError
 from wooly_cuda_c.syntax.parser.cursor import Cursor
 from wooly_cuda_c.syntax.tree import ArrayOf, Named, Node, PointerTo, ReferenceTo, Written
-from wooly_cuda_c.syntax.words import PHRASES, SILENT, TYPES, VECTOR_TYPES
+from wooly_cuda_c.syntax.words import IGNORED, PHRASES, TYPES, VECTOR_TYPES
 
 _PHRASE: Final = frozenset(w for p in PHRASES for w in p)
 
 
 class TypeParser(Cursor):
-    """Types as they are written. What expressions in them are, `ExpressionParser` knows."""
+    """Parses types. `ExpressionParser` parses the expressions in them."""
 
     def expression(self) -> Node:
-        """One expression, commas too."""
+        """Parse one expression, including commas."""
         raise NotImplementedError
 
     def _binary(self, least: int) -> Node:
@@ -35,7 +35,7 @@ class TypeParser(Cursor):
         )  # fmt: skip
 
     def _base(self) -> Written:
-        """A type without its stars. Words that change nothing are skipped on both sides."""
+        """Parse a type without its stars. Words without effect are skipped before and after it."""
         const = False
         words: list[str] = []
         found = ""
@@ -44,7 +44,7 @@ class TypeParser(Cursor):
             text = self._now.text
             if text in ("const", "constexpr"):
                 const = True
-            elif text in SILENT:
+            elif text in IGNORED:
                 pass
             elif text in _PHRASE and not found:
                 words.append(text)
@@ -63,11 +63,11 @@ class TypeParser(Cursor):
         if words:
             phrase = tuple(sorted(w for w in words if w != "int")) or ("int",)
             if phrase not in PHRASES:
-                raise CudaSourceError(f"{' '.join(words)} is no type", line)
+                raise CudaSourceError(f"{' '.join(words)} is not a type", line)
             found = PHRASES[phrase]
         if not found:
             self._refuse_word()
-            raise CudaSourceError(f"a type is expected, and there is {self._now.text!r}", self._now.line)
+            raise CudaSourceError(f"expected a type, found {self._now.text!r}", self._now.line)
         return Named(TYPES.get(found, found), const)
 
     def _pointers(self, base: Written) -> Written:
@@ -83,10 +83,10 @@ class TypeParser(Cursor):
                 return base
 
     def type(self) -> Written:
-        """A whole type without a name, as in a cast."""
+        """Parse a complete type without a name, as in a cast."""
         found = self._pointers(self._base())
         if self._is("(") and self._ahead().text == "*":
-            raise CudaSourceError("pointers to functions are not understood", self._now.line)
+            raise CudaSourceError("pointers to functions are not supported", self._now.line)
         return found
 
     def _dimensions(self, base: Written) -> Written:
@@ -99,7 +99,7 @@ class TypeParser(Cursor):
         return base
 
     def template_arguments(self, end: str = ">") -> list[Written | Node]:
-        """Types and constants up to a closing bracket."""
+        """Parse types and constants up to a closing bracket."""
         found: list[Written | Node] = []
         self._angles += 1
         while not (self._now.kind == "end" if end == "end" else self._is(end)):
@@ -109,7 +109,7 @@ class TypeParser(Cursor):
         self._angles -= 1
         if end == "end":
             if self._now.kind != "end":
-                raise CudaSourceError(f"{self._now.text!r} in template arguments", self._now.line)
+                raise CudaSourceError(f"unexpected {self._now.text!r} in template arguments", self._now.line)
         else:
             self.expect(end)
         return found

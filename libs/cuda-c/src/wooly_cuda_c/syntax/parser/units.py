@@ -1,4 +1,4 @@
-"""What stands at the top of a source: functions, structures, templates, variables."""
+"""Parses the top level of a source: functions, structs, templates, variables."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from wooly_cuda_c.syntax.tree import (
     Unit,
     Written,
 )
-from wooly_cuda_c.syntax.words import REFUSED, SILENT
+from wooly_cuda_c.syntax.words import IGNORED, REFUSED
 
 _WORDS = ("__global__", "__device__", "__host__", "__launch_bounds__", "extern", "constexpr", "__constant__")
 _WORDS_BEHIND = ("__global__", "__device__", "__host__", "__launch_bounds__", "__forceinline__", "__inline__", "inline")
 
 
 class UnitParser(StatementParser):
-    """A whole source: functions, structures, templates, variables."""
+    """Parses a complete source."""
 
     def unit(self) -> Unit:
-        """The whole source."""
+        """Parse the complete source."""
         found = Unit()
         open_ = 0
         while self._now.kind != "end":
@@ -37,7 +37,7 @@ class UnitParser(StatementParser):
             if self._is("extern") and self._ahead().kind == "string":
                 self._next()
                 if self._next().text != '"C"':
-                    raise CudaSourceError('only extern "C" is understood', self._now.line)
+                    raise CudaSourceError('only extern "C" is supported', self._now.line)
                 open_ += self._take("{")
             elif open_ and self._take("}"):
                 open_ -= 1
@@ -57,7 +57,7 @@ class UnitParser(StatementParser):
             else:
                 self._top(found)
         if open_:
-            raise CudaSourceError('an extern "C" block that does not end', self._now.line)
+            raise CudaSourceError('an extern "C" block has no closing brace', self._now.line)
         return found
 
     def _struct(self, unit: Unit, typedef: bool = False) -> None:
@@ -78,18 +78,18 @@ class UnitParser(StatementParser):
                 kind = self._pointers(base)
                 field = self._name()
                 if self._is("("):
-                    raise CudaSourceError("methods are not understood: use functions", field.line)
+                    raise CudaSourceError("methods are not supported: use functions", field.line)
                 fields.append((field.text, self._dimensions(kind)))
                 if not self._take(","):
                     break
             if self._is("=", "{"):
-                raise CudaSourceError("a field cannot have a value here", self._now.line)
+                raise CudaSourceError("initial values of fields are not supported", self._now.line)
             self.expect(";")
         if typedef:
             name = self._name().text
             self.types.add(name)
         if not name:
-            raise CudaSourceError("a struct without a name", line)
+            raise CudaSourceError("a struct needs a name", line)
         self.expect(";")
         unit.structs[name] = Struct(line, name, fields)
 
@@ -102,7 +102,7 @@ class UnitParser(StatementParser):
             if self._is("typename", "class"):
                 self._next()
                 if self._is("...") or self._ahead().text == "...":
-                    raise CudaSourceError("templates with any number of parameters are not understood", self._now.line)
+                    raise CudaSourceError("variadic templates are not supported", self._now.line)
                 name = self._name().text
                 self.types.add(name)
                 if self._take("="):
@@ -125,7 +125,7 @@ class UnitParser(StatementParser):
         outer = set(self.types)
         line = self._now.line
         explicit = self._is("template") and self._ahead().text != "<"
-        if explicit:  # an explicit instantiation says nothing that is not known when it is launched
+        if explicit:  # an explicit instantiation is skipped, because the launch names the arguments
             self._next()
         template = [] if explicit else self._template_head(line)
         start = self._at
@@ -145,8 +145,10 @@ class UnitParser(StatementParser):
         kernel = "__global__" in words
         if not kernel and "__device__" not in words:
             if "__host__" in words:
-                raise CudaSourceError(f"{name.text} is a function of the host", name.line)
-            raise CudaSourceError(f"{name.text} is neither __global__ nor __device__", name.line)
+                raise CudaSourceError(
+                    f"{name.text} is a host function: a source has only kernels and device functions", name.line
+                )
+            raise CudaSourceError(f"{name.text} must be __global__ or __device__", name.line)
         self._functions.add(name.text)
         params = self._params()
         if self._take(";"):
@@ -160,20 +162,20 @@ class UnitParser(StatementParser):
         self.types = outer
 
     def _template_head(self, line: int) -> list[TemplateParam]:
-        """The parameters of a template, if one begins here."""
+        """Parse the parameters of a template, if one begins here."""
         if not self._is("template"):
             return []
         found = self._template()
         if self._is("template"):
-            raise CudaSourceError("templates of templates are not understood", line)
+            raise CudaSourceError("templates of templates are not supported", line)
         if not found:
-            raise CudaSourceError("specialisations of templates are not understood: use if constexpr", line)
+            raise CudaSourceError("template specializations are not supported: use if constexpr", line)
         return found
 
     def _words_before(self) -> set[str]:
-        """The words before a type that say what a declaration is."""
+        """Read the words before a type that say what is declared."""
         found: set[str] = set()
-        while (text := self._now.text) in _WORDS or text in SILENT:
+        while (text := self._now.text) in _WORDS or text in IGNORED:
             self._next()
             if text not in _WORDS:
                 continue
@@ -185,7 +187,7 @@ class UnitParser(StatementParser):
         return found
 
     def _words_behind(self) -> set[str]:
-        """The words between a type and a name that say what a function is. `__host__` says nothing there."""
+        """Read the words between a type and a function's name. `__host__` is ignored there."""
         found: set[str] = set()
         while self._is(*_WORDS_BEHIND):
             text = self._next().text
@@ -209,7 +211,7 @@ class UnitParser(StatementParser):
                 raise CudaSourceError(REFUSED["va_list"], self._now.line)
             kind = self._pointers(self._base())
             if self._is("("):
-                raise CudaSourceError("pointers to functions are not understood", self._now.line)
+                raise CudaSourceError("pointers to functions are not supported", self._now.line)
             if self._now.kind == "name":
                 name = self._name()
             else:
@@ -218,7 +220,7 @@ class UnitParser(StatementParser):
             if isinstance(kind, ArrayOf):
                 kind = PointerTo(kind.of)
             if self._is("="):
-                raise CudaSourceError("a parameter cannot have a default here", self._now.line)
+                raise CudaSourceError("default arguments are not supported", self._now.line)
             found.append(Param(kind, name.text, name.line))
             if not self._take(","):
                 break
@@ -236,11 +238,13 @@ class UnitParser(StatementParser):
                 if one.shared and one.extern:
                     unit.variables.append(one)
                     continue
-                raise CudaSourceError(f"{one.name}: shared memory belongs into a kernel", one.line)
+                raise CudaSourceError(f"{one.name}: declare shared memory inside a kernel", one.line)
             if not (one.constant or one.constexpr or (isinstance(base, Named) and base.const)):
-                raise CudaSourceError(f"{one.name}: variables of a source must be constant: pass a tensor", one.line)
+                raise CudaSourceError(
+                    f"{one.name}: a global variable must be constant: pass a tensor instead", one.line
+                )
             if one.init is None:
                 raise CudaSourceError(
-                    f"{one.name}: a constant needs a value where it is declared: or pass a tensor", one.line
+                    f"{one.name}: a constant needs a value in its declaration: give it one, or pass a tensor", one.line
                 )
             unit.variables.append(one)
