@@ -135,7 +135,10 @@ def test_tls_that_does_not_answer_leads_to_no_plain_text_over_a_network(files, m
     monkeypatch.setattr(ChannelClient, "connect", connect)
     said = attach(TLS, TCP, UNIX)
     assert tried == [TLS, UNIX]
-    assert f"{TCP}: not tried: it is not encrypted, and the executor offers TLS; set WOOLYAI_PLAINTEXT=1" in said
+    assert (
+        f"{TCP}: not tried: this endpoint is not encrypted, but the executor offers TLS; set WOOLYAI_PLAINTEXT=1"
+        in said
+    )
     attach(TLS, TCP, UNIX, plaintext=True)
     assert tried[2:] == [TLS, TCP, UNIX]
 
