@@ -108,4 +108,4 @@ def test_whatever_ends_the_thread_is_told_to_the_session(opened):
     session = opened(Controller(fail))
     session.on_lost = lambda why: (told.append(why), heard.set())
     assert heard.wait(WAIT_S)
-    assert told == ["its lease is renewed no more: KeyError: 'left'"]
+    assert told == ["the thread that renews the session's lease failed: KeyError: 'left'"]
