@@ -112,7 +112,7 @@ def test_wrong_inputs_are_refused_before_anything_is_sent(stack, classifier, tmp
     folder, x, _ = classifier
     np.save(tmp_path / "y.npy", x[:3])
     module = folder / "job.wism"
-    assert "no --input for x" in run("submit", module, stack=stack, code=1).stderr
+    assert "inputs of the module are missing: x" in run("submit", module, stack=stack, code=1).stderr
     assert "float32 [3, 64]" in run("submit", module, "-i", f"x={tmp_path / 'y.npy'}", stack=stack, code=1).stderr
     assert "not NAME=FILE" in run("submit", module, "-i", "z=1", stack=stack, code=1).stderr
     (tmp_path / "bad.wism").write_bytes(module.read_bytes()[:-1] + b"?")

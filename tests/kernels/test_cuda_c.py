@@ -190,11 +190,11 @@ def test_arguments_are_held_against_the_signature():
     add = wooly.cuda_kernel(ADD, "add")
     a, b, c = on(torch.ones(8), torch.ones(8), torch.zeros(8))
     one = (1, 1, 1)
-    with pytest.raises(ValueError, match="takes 4 arguments, 3 are given"):
+    with pytest.raises(ValueError, match="takes 4 arguments, but 3 are given"):
         add(one, one, [a, b, c])
-    with pytest.raises(ValueError, match="argument 1 is a pointer, and a int is given"):
+    with pytest.raises(ValueError, match="parameter 1 is a pointer, but argument 1 is a int"):
         add(one, one, [a, 3, c, 8])
-    with pytest.raises(ValueError, match="argument 3 is a number, and a tensor is given"):
+    with pytest.raises(ValueError, match="parameter 3 is a number, but argument 3 is a tensor"):
         add(one, one, [a, b, c, a])
     with pytest.raises(ValueError, match="cannot be accessed from the device"):
         add(one, one, [a, torch.ones(8), c, 8])
