@@ -174,7 +174,7 @@ def test_a_source_that_is_not_understood_fails_where_it_is_compiled():
         wooly.cuda_kernel("__global__ void f(float* a) { }", "g")
     with pytest.raises(RuntimeError, match=re.escape("scale is a template of T, TIMES, MINUS: name it scale<…>")):
         wooly.cuda_kernel(TEMPLATE, "scale")
-    with pytest.raises(NotImplementedError, match="put what is needed into the source"):
+    with pytest.raises(NotImplementedError, match="put all definitions into the source"):
         torch.cuda._compile_kernel(ADD, "add", nvcc_options=["-O3"])
 
 

@@ -1,4 +1,4 @@
-"""Settings: where they come from, what is refused, and that the table in the documentation is theirs."""
+"""Settings: their sources, the errors for invalid settings, and the table in the documentation."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ REPOSITORY = Path(__file__).parents[3]
 
 @pytest.fixture
 def clean(monkeypatch, tmp_path):
-    """No variables, an empty configuration folder."""
+    """An environment without WOOLYAI_* variables and without a configuration file."""
     import os
 
     for name in [n for n in os.environ if n.startswith(ENV_PREFIX)]:
@@ -24,7 +24,7 @@ def test_defaults(clean):
     assert (found.priority, found.gpu_count, found.gpu_mode, found.swap_from_vram) == (2, 1, "shared", True)
 
 
-def test_environment_wins_over_the_file_and_arguments_over_both(clean, monkeypatch):
+def test_settings_precedence_is_arguments_environment_file(clean, monkeypatch):
     (clean / "wooly").mkdir()
     (clean / "wooly/config").write_text('priority = 3\ntenant = "blue"\nnode_groups = "a, b"\n')
     assert (Settings().priority, Settings().tenant, Settings().node_groups) == (3, "blue", ("a", "b"))
@@ -38,13 +38,13 @@ def test_environment_wins_over_the_file_and_arguments_over_both(clean, monkeypat
     ("variable", "value"),
     [("PRIORITY", "5"), ("GPU_COUNT", "0"), ("GPU_MODE", "both"), ("DEDUP", "yes"), ("REQUIRED_VRAM", "-1")],
 )
-def test_value_out_of_range_is_refused_by_name(clean, monkeypatch, variable, value):
+def test_value_out_of_range_names_setting(clean, monkeypatch, variable, value):
     monkeypatch.setenv(ENV_PREFIX + variable, value)
     with pytest.raises(ValueError, match=variable.lower()):
         Settings()
 
 
-def test_unknown_name_in_the_file_is_refused(clean):
+def test_unknown_setting_in_file_is_refused(clean):
     (clean / "wooly").mkdir()
     (clean / "wooly/config").write_text("priorty = 3\n")
     with pytest.raises(ValueError, match="priorty"):
