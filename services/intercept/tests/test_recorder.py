@@ -6,7 +6,7 @@ import pytest
 import torch
 from wooly import device
 from wooly import recorder as recorder_module
-from wooly.recorder import EARLY
+from wooly.recorder import FIRST_PROGRAM_LIMIT
 
 
 @pytest.fixture
@@ -17,9 +17,9 @@ def sent(cuda, monkeypatch):
     run = recorder.link.run
     with recorder.lock:
         recorder.sync()
-        recorder._astray = 0  # the timer may have cut a program before this test
-        recorder._marks.clear()
-        recorder._short.clear()
+        recorder._without_end_form = 0  # the timer may have cut a program before this test
+        recorder._end_forms.clear()
+        recorder._kept_whole.clear()
         monkeypatch.setattr(recorder.link, "run", lambda *args: found.append((args[0], len(args[5]))) or run(*args))
         yield found
 
@@ -57,13 +57,13 @@ def test_flush_after_timer_cut_keeps_end_forms(cuda, sent):
                 y = torch.cat([x, y[:width]])
 
     steps(10)
-    marks = set(recorder._marks)
+    marks = set(recorder._end_forms)
     for n in range(1, 60, 7):
         for width in range(n):
             torch.cat([x, x[:width]])
         recorder.try_flush()
         steps(15)
-    assert recorder._marks == marks
+    assert recorder._end_forms == marks
     settled = len(sent)
     steps(5)
     assert len({name for name, _ in sent[settled:]}) <= (len(sent) - settled) // 5 + 1
@@ -85,7 +85,7 @@ def test_flush_end_form_does_not_split_short_program(cuda, sent):
     step()
     (whole,) = step()
     assert recorder.limit // 2 < whole < recorder.limit
-    recorder._marks.update(f for f, known in enumerate(recorder.forms.known) if "cat" in known.name)
+    recorder._end_forms.update(f for f, known in enumerate(recorder.forms.known) if "cat" in known.name)
     parts = step()
     assert (
         len(parts) == 2 and whole - sum(parts) <= 1
@@ -100,7 +100,7 @@ def test_flush_program_stays_within_limit(cuda, sent):
         x = x + 1
     assert x.tolist() == [1.0 + 3 * limit] * 3
     lengths = [n for _, n in sent]
-    assert lengths[0] in range(EARLY, EARLY + 3)  # the executor was idle
+    assert lengths[0] in range(FIRST_PROGRAM_LIMIT, FIRST_PROGRAM_LIMIT + 3)  # the executor was idle
     assert max(lengths) <= limit + 2  # one operator may add its alloc, itself, and a free
     assert min(lengths[1:-1]) >= limit // 2
 

@@ -10,7 +10,7 @@ import pytest
 from wooly import access, api
 from wooly.control import ControlError, Controller
 from wooly.errors import NotConnectedError
-from wooly.routes import is_loopback, tunnel_is_safe, why_not
+from wooly.routes import is_loopback, reason_not_to_try, tunnel_is_safe
 from wooly_bus.access import Access
 from wooly_bus.channel import ChannelClient, ChannelClosedError, Endpoint, client_context, server_context
 from wooly_testkit.certificates import make_certificates
@@ -47,7 +47,7 @@ UNIX, LOCAL = "unix:///run/x.sock", "tcp://127.0.0.1:7401"
 )
 def test_why_not_allows_expected_endpoints(offered, nats_url, channel, plaintext, tried):
     parsed = [Endpoint.parse(text) for text in offered]
-    found = {str(e): why_not(e, parsed, channel, nats_url, plaintext) for e in parsed}
+    found = {str(e): reason_not_to_try(e, parsed, channel, nats_url, plaintext) for e in parsed}
     assert [text for text, why in found.items() if not why] == tried
     assert all("WOOLYAI_" in why for why in found.values() if why)
 

@@ -75,4 +75,8 @@ async def test_commands_without_a_scheduler_say_what_to_start(executor, wooly):
     async with executor():
         for arguments in (("top",), ("tasks", "resume", "x")):
             code, shown = await wooly(*arguments)
-            assert code == 1 and "the service scheduler is not connected to it" in shown and "python -m wooly_scheduler" in shown
+            assert (
+                code == 1
+                and "the service scheduler is not connected to it" in shown
+                and "python -m wooly_scheduler" in shown
+            )

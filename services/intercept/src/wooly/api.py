@@ -23,7 +23,7 @@ from wooly.device import RegisteredDevice, register
 from wooly.errors import NotConnectedError, WoolyError
 from wooly.facade import Facade
 from wooly.link import Link
-from wooly.routes import why_not
+from wooly.routes import reason_not_to_try
 from wooly.storage import MAX_DEVICES
 
 if TYPE_CHECKING:
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("wooly")
 #: Maximum number of sessions that `enable` opens, one after the other, if an executor ends before the client connects to it.
-OPENS = 3
+MAX_OPENS = 3
 #: Interval, in seconds, at which the timer checks all links of a session with several devices. A link may break while the program
 #: uses only another device.
-_LOOK_EVERY_S = 0.25
+_CHECK_INTERVAL_S = 0.25
 #: Number of timer ticks during which the timer does not send a program that grows.
-_GROWING = 4
+_GROWTH_TICKS = 4
 _COUNTED = ("operations", "instructions", "programs", "bytes_sent", "bytes_received", "syncs")
 
 
@@ -199,7 +199,7 @@ def _connect(
     offered = [Endpoint.parse(text) for text in part.endpoints]
     for endpoint in offered:
         nats_url = (control_url.url if isinstance(control_url, Access) else control_url) or f"nats://{endpoint.host}"
-        if reason := why_not(endpoint, offered, channel, nats_url, plaintext):
+        if reason := reason_not_to_try(endpoint, offered, channel, nats_url, plaintext):
             failures.append(f"{endpoint}: {reason}")
             continue
         try:
@@ -255,7 +255,7 @@ def enable(settings: Any = None) -> None:
             assert _attached is not None
             _attached.opened = opened
             links = _attached.links
-            opened.on_lost = lambda why: links[0].lose(why)
+            opened.on_lost = lambda why: links[0].fail(why)
             for recorder in _attached.device.devices.recorders:
                 recorder.programs_dir = settings.programs_dir
             children.settings = settings.model_copy(update=opened.reach)
@@ -269,7 +269,7 @@ def _open_and_attach(settings: Any) -> Any:
     """
     from wooly.control import open_session
 
-    others = OPENS
+    others = MAX_OPENS
     while True:
         others -= 1
         opened = open_session(settings)
@@ -439,7 +439,7 @@ def _start_flusher(device: RegisteredDevice, interval_s: float) -> None:
                 held[index] = 0 if new else held[index] + 1
                 if grown:
                     seen[index], quiet = at, 0
-                    if new or held[index] < _GROWING:
+                    if new or held[index] < _GROWTH_TICKS:
                         continue  # a program that is cut while it grows would not repeat
                 if not recorder.lock.acquire(blocking=False):
                     continue  # the device is in use; do not wait, so that the other devices are served
@@ -449,11 +449,11 @@ def _start_flusher(device: RegisteredDevice, interval_s: float) -> None:
                         recorder.try_flush()
                 finally:
                     recorder.lock.release()
-            if len(active) > 1 and time.monotonic() - looked > _LOOK_EVERY_S:
+            if len(active) > 1 and time.monotonic() - looked > _CHECK_INTERVAL_S:
                 looked = time.monotonic()
                 for recorder in active:
                     if recorder.link is not None:
-                        recorder.link.look()
+                        recorder.link.check_open()
 
     _flusher = start_thread(watch, "wooly-flusher")
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 #: Smallest upload, in bytes, for which the client asks the executor first. The question costs one round trip, and for a smaller
 #: upload the round trip costs more than sending the data.
-WORTH = 16 << 10
+MIN_OFFER_BYTES = 16 << 10
 
 
 def upload(link: Link, buffer: int, data: memoryview) -> None:

@@ -186,12 +186,12 @@ class Controller:
 
 
 #: A failed renewal is tried again after 1/12 of the lease, so that one lost answer does not end the session.
-AGAIN = 12
+RETRY_DIVISOR = 12
 #: Maximum time, in seconds, that closing a session waits for spans that are being sent.
-SPANS_S = 2.0
+SPANS_TIMEOUT_S = 2.0
 #: Timeout for opening a session, in seconds. The router asks executors and writes to its database, which takes long on a busy
 #: disk.
-OPEN_S = 20.0
+OPEN_TIMEOUT_S = 20.0
 #: Local stack that `begin` started for this process and that `connect` has not taken.
 _begun: Any = None
 
@@ -328,7 +328,7 @@ class OpenedSession:
                 silent = e.code == "router.executor_lost" and time.monotonic() - renewed >= self._lease_s
                 if silent or e.code == "router.no_session":
                     return str(e)
-                pause = self._lease_s / AGAIN
+                pause = self._lease_s / RETRY_DIVISOR
             pause = max(asked + pause - time.monotonic(), 0.01)
         return ""
 
@@ -348,7 +348,7 @@ class OpenedSession:
         self._closing.set()
         request = CloseSessionRequest(session_id=self.session_id, token=self.token)
         self.trace.end()
-        if self._sending is None or concurrent.futures.wait((self._sending,), SPANS_S).done:
+        if self._sending is None or concurrent.futures.wait((self._sending,), SPANS_TIMEOUT_S).done:
             self._send_spans()
         try:
             with self.trace.current():
@@ -411,7 +411,7 @@ def _open_session(settings: Settings, controller: Controller, trace: ClientTrace
     )
     try:
         with trace.step("open_session"):
-            opened = controller.ask(contracts.ROUTER_SESSION_OPEN, request, timeout=OPEN_S)
+            opened = controller.ask(contracts.ROUTER_SESSION_OPEN, request, timeout=OPEN_TIMEOUT_S)
         trace.root.set_attribute("task_id", opened.session_id)
         return OpenedSession(controller, opened, trace, settings.credential)
     except BaseException:

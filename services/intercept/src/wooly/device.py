@@ -29,12 +29,12 @@ from wooly.rng import DeviceGenerator, Generator
 from wooly.torch_private import (
     OpOverload,
     all_aten_overloads,
+    avoid_dynamo_import,
     has_kernel,
     overload_name,
     redispatch_cpu,
     register_backend,
-    spare_dynamo,
-    word_resizes_as_aten_does,
+    use_resize_warning_of_aten,
 )
 
 aten = torch.ops.aten
@@ -105,7 +105,7 @@ class RegisteredDevice:
         self._register_factories(library)
         self._register_whole(library)
         self.autocast.register(library)
-        self._libraries.append(_register_rest())
+        self._libraries.append(_register_fallbacks())
         set_library_roots(tuple(os.path.dirname(m.__file__ or "") for m in (torch, storage, wooly_wis)))
 
     def _own_kernels(self) -> dict[str, Any]:
@@ -113,7 +113,7 @@ class RegisteredDevice:
         own = self.transfer.kernels()
         own.update({_short(op): kernel for op, kernel in views.KERNELS.items()})
         own.update(composite.KERNELS)
-        own["record_stream"] = _in_order
+        own["record_stream"] = _record_stream
         return own
 
     def _kernel_for(self, op: OpOverload, name: str) -> Any:
@@ -169,7 +169,7 @@ class RegisteredDevice:
             library.impl(_short(op), whole if whole.takes_host_tensor else self.generic.kernel(op), "PrivateUse1")
 
 
-def _register_rest() -> torch.library.Library:
+def _register_fallbacks() -> torch.library.Library:
     """Register the errors for operators without a kernel, and for sparse and nested tensors."""
     rest = torch.library.Library("_", "IMPL")
     rest.fallback(_unsupported, "PrivateUse1")
@@ -183,7 +183,7 @@ def _short(op: OpOverload) -> str:
     return str(op.name()).removeprefix("aten::")
 
 
-def _in_order(t: torch.Tensor, stream: torch.Stream) -> None:
+def _record_stream(t: torch.Tensor, stream: torch.Stream) -> None:
     """`aten.record_stream`: do nothing. All work runs in order, so a free always comes after the work that uses the buffer."""
 
 
@@ -321,8 +321,8 @@ def register(flush_instructions: int) -> RegisteredDevice:
         if _device is None:
             device = RegisteredDevice(flush_instructions)
             register_backend(NAME, BackendModule(device))
-            word_resizes_as_aten_does()
-            spare_dynamo()
+            use_resize_warning_of_aten()
+            avoid_dynamo_import()
             device.register_kernels()
             os.register_at_fork(after_in_child=device.after_fork)
             _device = device

@@ -99,7 +99,7 @@ class RecordingLink:
         """Refuse to read: no values exist during recording."""
         self._refuse("a value")
 
-    def settle(self) -> None:
+    def finish_reads(self) -> None:
         """Do nothing: there are no started reads."""
 
     position = 0
@@ -139,7 +139,7 @@ class RecordingLink:
     def forget(self, buffer: int) -> None:
         """Do nothing: there are no cached host copies."""
 
-    def look(self) -> None:
+    def check_open(self) -> None:
         """Do nothing: there is no connection."""
 
     def end(self, error: WoolyError) -> None:

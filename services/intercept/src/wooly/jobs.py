@@ -48,11 +48,11 @@ _NUMPY: dict[DType, str] = {
     DType.F64: "float64", DType.C64: "complex64", DType.C128: "complex128",
 }  # fmt: skip
 #: Number of blobs that are uploaded at the same time.
-AT_ONCE = 4
+PARALLEL_UPLOADS = 4
 #: Initial and maximum interval, in seconds, at which `follow` reads the task. Without events, the interval doubles each time.
-LOOK_S = (0.2, 5.0)
+POLL_INTERVAL_S = (0.2, 5.0)
 #: Maximum time, in seconds, until a job that JetStream has acknowledged must be a task at the router.
-TAKEN_S = 60.0
+TASK_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ def submit(there: str | Access, tenant: str, file: ModuleFile, inputs: Mapping[s
 
     if not _is_tenants(there):
         return asyncio.run(_submit_to_stream(there, tenant, contents, job))
-    with _asking(there) as control, concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
+    with _asking(there) as control, concurrent.futures.ThreadPoolExecutor(PARALLEL_UPLOADS) as pool:
         made = job(list(pool.map(AskedBlobs(control).put, contents)))
         asked = made.model_copy(update={"credential": ""})  # the credentials identify the tenant
         control.insist(contracts.ROUTER_JOB_SUBMIT, asked, timeout=10.0)
@@ -259,7 +259,7 @@ def follow(
         ControlError: the task does not exist, or NATS does not answer.
     """
     request = TaskRequest(task_id=task_id, credential=credential)
-    told, pause, since = 0, LOOK_S[0], time.monotonic()
+    told, pause, since = 0, POLL_INTERVAL_S[0], time.monotonic()
     with _asking(there) as control:
         mine = control.tenant or tenant
         with control.hearing(contracts.ROUTER_TASK_CHANGED.at(mine)) as heard:
@@ -267,19 +267,19 @@ def follow(
                 try:
                     reply = control.request(contracts.ROUTER_TASK_GET, request)
                 except BusError as e:
-                    late = e.code == "router.no_task" and (told or time.monotonic() - since > TAKEN_S)
+                    late = e.code == "router.no_task" and (told or time.monotonic() - since > TASK_TIMEOUT_S)
                     if late or not (e.retryable or e.code == "router.no_task"):
                         raise
                 else:
                     steps = _events(reply)
                     for event in steps[told:]:
                         each(event)
-                        pause = LOOK_S[0]
+                        pause = POLL_INTERVAL_S[0]
                     told = len(steps)
                     if reply.task.ended_at is not None:
                         return steps[-1]
                 _wait(heard, task_id, pause)
-                pause = min(pause * 2, LOOK_S[1])
+                pause = min(pause * 2, POLL_INTERVAL_S[1])
 
 
 def _events(reply: TaskReply) -> list[TaskChanged]:

@@ -29,12 +29,12 @@ _MIRROR_LIMIT = 64 << 20
 MIRROR_ITEM_LIMIT = 1 << 20
 
 #: Maximum number of reads that `Link.fetch` has started and that are not answered.
-COMING_LIMIT = 64
+MAX_STARTED_READS = 64
 
 ViewKey = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]
 
 
-class _Coming(NamedTuple):
+class _StartedRead(NamedTuple):
     """A read that `Link.fetch` started and that is not answered.
 
     Attributes:
@@ -81,7 +81,7 @@ class Link:
         self._mirrors: OrderedDict[int, dict[ViewKey, torch.Tensor]] = OrderedDict()
         self._mirror_bytes = 0
         self._lost: WoolyError | None = None
-        self._coming: deque[_Coming] = deque()
+        self._started: deque[_StartedRead] = deque()
         self._failed: Exception | None = None
         #: Sequence number of the last frame that is answered. It is known whether this frame or an earlier frame failed.
         self._answered = 0
@@ -111,15 +111,15 @@ class Link:
             self._last = seq = self._channel.send(kind, *buffers)
             return seq
         except ChannelError as e:
-            raise self._lose(e) from e
+            raise self._fail(e) from e
 
-    def _lose(self, cause: Exception) -> WoolyError:
+    def _fail(self, cause: Exception) -> WoolyError:
         for sibling in self.siblings:
             # If one link breaks, the router ends the session and the others break, too. Name the link that broke first.
-            sibling.look()
-        return self._over(cause)
+            sibling.check_open()
+        return self._set_lost(cause)
 
-    def _over(self, cause: Exception) -> WoolyError:
+    def _set_lost(self, cause: Exception) -> WoolyError:
         if self._lost is None:
             self._lost = ExecutorLostError(
                 f"lost the executor {self.where}: {cause}. All tensors on its device are lost; start the program again "
@@ -129,12 +129,12 @@ class Link:
                 sibling.end(self._lost)
         return self._lost
 
-    def look(self) -> None:
+    def check_open(self) -> None:
         """Check whether the executor closed the connection. Any thread may call this; it receives no frames."""
         if self._lost is None and self._channel.broken():
-            self._over(WoolyError("the executor closed the connection"))
+            self._set_lost(WoolyError("the executor closed the connection"))
 
-    def lose(self, why: str) -> None:
+    def fail(self, why: str) -> None:
         """End all links of the session, because the router ended it. Any thread may call this; waiting threads wake up."""
         error = ExecutorLostError(
             f"lost the executor: {why}. All tensors on its device are lost; start the program again "
@@ -226,22 +226,22 @@ class Link:
         try:
             frame = self._channel.recv(timeout)
         except ChannelError as e:
-            raise self._lose(e) from e
+            raise self._fail(e) from e
         self.syncs += 1
         self.bytes_received += len(frame.payload)
-        self._take_in()
+        self._process_answers()
         if frame.kind == Kind.ERROR:
             error = self._remote_error(unpack_json(frame.payload))
-            self._all_answered()
+            self._note_all_answered()
             raise error
         if frame.kind != kind:
-            raise self._lose(WoolyError(f"the executor sent a frame of kind {frame.kind} instead of {kind.name}"))
+            raise self._fail(WoolyError(f"the executor sent a frame of kind {frame.kind} instead of {kind.name}"))
         return unpack_json(frame.payload)
 
     def result(self) -> dict[str, Any]:
         """Wait for the answer to a run that was sent with `reply`."""
         answer = self._answer(Kind.RESULT)
-        self._all_answered()
+        self._note_all_answered()
         return answer
 
     def sync(self) -> None:
@@ -253,7 +253,7 @@ class Link:
         """
         self._send(Kind.SYNC)
         self._answer(Kind.RESULT)
-        self._all_answered()
+        self._note_all_answered()
 
     def stats(self) -> dict[str, Any]:
         """The executor's counters for this session."""
@@ -270,10 +270,10 @@ class Link:
         try:
             other = self._channel.recv_data(into, Kind.DATA)
         except ChannelError as e:
-            raise self._lose(e) from e
-        self._take_in()
+            raise self._fail(e) from e
+        self._process_answers()
         failure = self._received(len(into), other)
-        self._all_answered(failure)
+        self._note_all_answered(failure)
 
     def fetch(self, buffer: int, offset: int, into: memoryview, owner: Any) -> None:
         """Start to fill `into` from a buffer at a byte offset, and do not wait.
@@ -288,17 +288,17 @@ class Link:
                 the client receives them. So client and executor never wait for each other at the same time.
             owner: object that owns the target memory; the link keeps it alive until the data has arrived.
         """
-        if len(self._coming) >= COMING_LIMIT:
-            self.settle()
+        if len(self._started) >= MAX_STARTED_READS:
+            self.finish_reads()
         seq = self._send(Kind.READ, READ_HEAD.pack(buffer, offset, len(into)))
-        self._coming.append(_Coming(seq, len(into), self._channel.expect(into, Kind.DATA), owner))
+        self._started.append(_StartedRead(seq, len(into), self._channel.expect(into, Kind.DATA), owner))
 
     @property
-    def fetching_many(self) -> bool:
-        """Whether half of the `COMING_LIMIT` reads are unanswered, so that `fetch` may soon have to wait."""
-        return len(self._coming) >= COMING_LIMIT // 2
+    def many_reads_started(self) -> bool:
+        """Whether half of the `MAX_STARTED_READS` reads are unanswered, so that `fetch` may soon have to wait."""
+        return len(self._started) >= MAX_STARTED_READS // 2
 
-    def settle(self, seq: int | None = None) -> None:
+    def finish_reads(self, seq: int | None = None) -> None:
         """Wait for the reads that `fetch` started: all of them, or those up to the frame `seq`.
 
         Raises:
@@ -306,13 +306,13 @@ class Link:
             ExecutorLostError: the connection to the executor ended.
         """
         try:
-            for coming in self._coming:
+            for coming in self._started:
                 if seq is not None and coming.seq > seq:
                     break
                 self._channel.complete(coming.expected)
         except ChannelError as e:
-            raise self._lose(e) from e
-        self._take_in()
+            raise self._fail(e) from e
+        self._process_answers()
         self._raise_failed()
 
     @property
@@ -332,14 +332,14 @@ class Link:
         """
         if self._lost is not None:
             raise self._lost
-        seq = next((c.seq for c in self._coming if c.seq >= position), None)
+        seq = next((c.seq for c in self._started if c.seq >= position), None)
         if seq is not None:
-            self.settle(seq)
+            self.finish_reads(seq)
         return self._answered >= position
 
-    def _take_in(self) -> None:
+    def _process_answers(self) -> None:
         """Process the answers to `fetch` that have arrived. The first error is kept for the next call that waits."""
-        coming = self._coming
+        coming = self._started
         while coming and coming[0].expected.done:
             seq, nbytes, expected, _ = coming.popleft()
             failure = self._received(nbytes, expected.other)
@@ -356,9 +356,9 @@ class Link:
             return None
         if other.kind == Kind.ERROR:
             return self._remote_error(unpack_json(other.payload))
-        raise self._lose(WoolyError(f"the executor sent a frame of kind {other.kind} instead of DATA"))
+        raise self._fail(WoolyError(f"the executor sent a frame of kind {other.kind} instead of DATA"))
 
-    def _all_answered(self, failure: Exception | None = None) -> None:
+    def _note_all_answered(self, failure: Exception | None = None) -> None:
         """Record that all frames so far are answered.
 
         Raises:
@@ -423,7 +423,7 @@ class Link:
         try:
             self._channel.poll_acks()
         except ChannelError as e:
-            self._lose(e)
+            self._fail(e)
             return False
         return not self._inflight or self._channel.acked >= self._inflight[-1][0]
 
@@ -433,6 +433,6 @@ class Link:
             try:
                 self._channel.send(Kind.CLOSE)
             except ChannelError as e:
-                self._lose(e)
+                self._fail(e)
         self._lost = self._lost or ExecutorLostError("this session is closed; call wooly.enable() to open another one")
         self._channel.close()

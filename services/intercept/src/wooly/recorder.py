@@ -31,16 +31,16 @@ if TYPE_CHECKING:
     from wooly.link import Link
 
 #: Size limit, in instructions, of the first program after a wait. The device is idle then, so a short program starts it sooner.
-EARLY = 12
+FIRST_PROGRAM_LIMIT = 12
 _PARAM_FORMAT = {ParamKind.F64: "d", ParamKind.I64: "q", ParamKind.C128: "dd", ParamKind.BOOL: "q"}
 
 
-#: Maximum number of end forms (`Recorder.crowded`), and of programs that an end form does not close. A full set is cleared.
-MARKS = 1024
-#: Number of programs after a timer cut for which `Recorder.crowded` adds no end form.
-ASTRAY = 8
+#: Maximum number of end forms (`Recorder.close_if_due`), and of programs that an end form does not close. A full set is cleared.
+MAX_END_FORMS = 1024
+#: Number of programs after a timer cut for which `Recorder.close_if_due` adds no end form.
+PROGRAMS_WITHOUT_END_FORM = 8
 #: Maximum number of frames that wait until the open program is sent. At this number the program is closed.
-AFTERWARDS = 32
+MAX_DEFERRED = 32
 
 
 #: Origin of one recorded instruction: code object and bytecode offset of the Python line.
@@ -225,10 +225,10 @@ class Recorder:
         heap: the device's storages.
         generator: the device's random numbers.
         limit: maximum number of instructions of a program.
-        room: number of instructions from which `crowded` is called.
+        room: number of instructions from which `close_if_due` is called.
         recording: whether `graphs` keeps the instructions that are recorded now.
-        follows: whether the open program began after a program that was sent by `replay`. In a loop, it begins at this point in
-            every iteration.
+        after_replay: whether the open program began after a program that was sent by `replay`. In a loop, it begins at this point
+            in every iteration.
         foreign_draws: number of random operators so far that used a generator of the user.
         programs_dir: folder to which new programs are written as ``<digest>.wis``; None: they are not written.
     """
@@ -241,7 +241,7 @@ class Recorder:
         self.limit = limit
         self.link: Link | None = None
         self.programs_dir: Path | None = None
-        self.recording = self.follows = False
+        self.recording = self.after_replay = False
         self.foreign_draws = 0
         self.words: list[int] = []
         self.bind: list[int] = []
@@ -253,15 +253,16 @@ class Recorder:
         self.instructions = 0
         self.programs = 0
         self._forms = forms.known
-        self._marks: set[int] = set()
-        #: `_cut`: the program that an end form closed last (words, number of instructions). `_short`: words of programs that an
-        #: end form must not close, because the instructions after them would have fitted into the same program.
-        self._cut: tuple[bytes, int] | None = None
-        self._short: set[bytes] = set()
-        self._astray = 0
-        self._restart(limit)
+        self._end_forms: set[int] = set()
+        #: `_closed_at_end_form`: the program that an end form closed last (words, number of instructions). `_kept_whole`: words
+        #: of programs that an end form must not close, because the instructions after them would have fitted into the same
+        #: program.
+        self._closed_at_end_form: tuple[bytes, int] | None = None
+        self._kept_whole: set[bytes] = set()
+        self._without_end_form = 0
+        self._set_open_limit(limit)
         self._mark: Mark | None = None
-        self._afterwards: list[Callable[[Link], None]] = []
+        self._deferred: list[Callable[[Link], None]] = []
         self._sent: OrderedDict[bytes, SentProgram] = OrderedDict()
         self._frees: list[int] = []
         self._freed: list[int] = []
@@ -289,7 +290,7 @@ class Recorder:
             words.append(slot)
         self.origins.append(where)
 
-    def crowded(self, form: int) -> None:
+    def close_if_due(self, form: int) -> None:
         """Decide whether to close the open program, which has reached `room` instructions.
 
         In a loop, the programs of all iterations should be equal. Then the client sends only the digest, and the executor has
@@ -299,32 +300,32 @@ class Recorder:
           form.
         - A program that reaches `limit` without an end form is closed there. The rarest form in its second half becomes an end
           form.
-        - After the timer has cut a program, the next `ASTRAY` programs add no end forms. The position of a timer cut depends on
-          the speed of the machine, so these programs do not repeat, and end forms for them would make the programs of the loop
-          shorter.
+        - After the timer has cut a program, the next `PROGRAMS_WITHOUT_END_FORM` programs add no end forms. The position of a
+          timer cut depends on the speed of the machine, so these programs do not repeat, and end forms for them would make the
+          programs of the loop shorter.
         - If a sync soon follows a close at an end form, and both parts would have fitted into one program, the recorder does not
           close that program at an end form the next time.
 
         Args:
             form: form of the last instruction.
         """
-        count, self._cut = len(self.origins), None
-        if count >= self._most:
-            if self._most == self.limit and form not in self._marks:
-                if self._astray:
-                    self._astray -= 1
+        count, self._closed_at_end_form = len(self.origins), None
+        if count >= self._open_limit:
+            if self._open_limit == self.limit and form not in self._end_forms:
+                if self._without_end_form:
+                    self._without_end_form -= 1
                 else:
-                    self._set_mark()
+                    self._add_end_form()
             self.flush()
-        elif form in self._marks:
+        elif form in self._end_forms:
             name = array("I", self.words).tobytes()
-            if name in self._short:
-                self.room = self._most
+            if name in self._kept_whole:
+                self.room = self._open_limit
             else:
                 self.flush()
-                self._cut = name, count
+                self._closed_at_end_form = name, count
 
-    def _set_mark(self) -> None:
+    def _add_end_form(self) -> None:
         words, known, at = self.words, self._forms, 0
         forms = []
         while at < len(words):
@@ -333,13 +334,13 @@ class Recorder:
         times = Counter(forms)
         late = [form for form in forms[len(forms) // 2 :] if known[form].name not in ("alloc", "free")]
         if late:
-            if len(self._marks) >= MARKS:
-                self._marks.clear()
-            self._marks.add(min(reversed(late), key=times.__getitem__))
+            if len(self._end_forms) >= MAX_END_FORMS:
+                self._end_forms.clear()
+            self._end_forms.add(min(reversed(late), key=times.__getitem__))
 
-    def _restart(self, most: int) -> None:
+    def _set_open_limit(self, most: int) -> None:
         """Set the maximum number of instructions of the open program."""
-        self._most = most
+        self._open_limit = most
         self.room = most if most < self.limit else max(most // 2, 1)
 
     def release_dead(self) -> None:
@@ -365,7 +366,7 @@ class Recorder:
             if link is not None:
                 link.forget(buffer)
 
-    def mend(self) -> None:
+    def drop_incomplete(self) -> None:
         """Remove the incomplete last instruction after an interrupt (Ctrl-C)."""
         at = count = n_params = n_slots = 0
         while at < len(self.words) and count < len(self.origins):
@@ -397,41 +398,41 @@ class Recorder:
         try:
             link = self.require_link()
         except NotConnectedError:
-            self._abandon()
+            self._reset_program()
             raise
-        mark, afterwards = self._mark, self._afterwards
-        cut, self._cut = self._cut, None
+        mark, send_later = self._mark, self._deferred
+        cut, self._closed_at_end_form = self._closed_at_end_form, None
         if cut is not None and cut[1] + len(self.origins) <= self.limit:
-            if len(self._short) >= MARKS:
-                self._short.clear()
-            self._short.add(cut[0])
-        assert not (reply and afterwards), "the deferred frames would be answered before the run"
+            if len(self._kept_whole) >= MAX_END_FORMS:
+                self._kept_whole.clear()
+            self._kept_whole.add(cut[0])
+        assert not (reply and send_later), "the deferred frames would be answered before the run"
         rest = self._frees[MAX_FREES:]  # sent with the next program
         del self._frees[MAX_FREES:]
         try:
             seq = self._send(link, array("I", self.words).tobytes(), self, self.bind, self.params, self._frees, reply)
         finally:
-            self._abandon()
+            self._reset_program()
             self._frees = rest
-        for send in afterwards:
+        for send in send_later:
             send(link)
         if mark is not None:
             mark.link, mark.position = link, link.position
         return seq
 
-    def afterwards(self, send: Callable[[Link], None]) -> None:
+    def send_later(self, send: Callable[[Link], None]) -> None:
         """Call `send` after the open program is sent, or now if no program is open. `send` must not wait for an answer."""
         if not self.words:
             send(self.require_link())
             return
-        self._afterwards.append(send)
-        if len(self._afterwards) >= AFTERWARDS:
+        self._deferred.append(send)
+        if len(self._deferred) >= MAX_DEFERRED:
             self.flush()
 
     @property
-    def waiting(self) -> bool:
-        """Whether `afterwards` has deferred a call."""
-        return bool(self._afterwards)
+    def has_deferred(self) -> bool:
+        """Whether `send_later` has deferred a call."""
+        return bool(self._deferred)
 
     def sync(self) -> None:
         """Send the open program and wait until the executor has run everything.
@@ -467,11 +468,11 @@ class Recorder:
 
     def set_limit(self, limit: int) -> None:
         """Set the maximum number of instructions per program. Until the next flush, end forms do not close the program."""
-        self.limit = self._most = self.room = limit
+        self.limit = self._open_limit = self.room = limit
 
     def idle(self) -> None:
         """Make the next program short, because the device is idle and should get work soon."""
-        self._restart(min(EARLY, self.limit))
+        self._set_open_limit(min(FIRST_PROGRAM_LIMIT, self.limit))
 
     def replay(self, work: Work, bind: list[int], params: list[float | int], frees: list[int]) -> None:
         """Send a recorded program again, with other buffers and params. The open program is sent first.
@@ -484,7 +485,7 @@ class Recorder:
         """
         self.flush()
         self._send(self.require_link(), work.key, work, bind, params, frees, reply=False)
-        self.follows = True
+        self.after_replay = True
 
     def _send(
         self,
@@ -511,13 +512,13 @@ class Recorder:
 
     def try_flush(self) -> None:
         """Flush in the timer thread. If the connection has ended, the next call in the user's thread raises the error."""
-        if self._marks:
-            self._astray = ASTRAY
-        self._cut = None
+        if self._end_forms:
+            self._without_end_form = PROGRAMS_WITHOUT_END_FORM
+        self._closed_at_end_form = None
         with contextlib.suppress(WoolyError):
             self.flush()
 
-    def _abandon(self) -> None:
+    def _reset_program(self) -> None:
         self.heap.recycle(self._frees)
         self.heap.recycle(self._freed)
         self.words = []
@@ -528,10 +529,10 @@ class Recorder:
         self._frees = []
         self._freed = []
         self._mark = None
-        self._afterwards = []
-        self.follows = False
+        self._deferred = []
+        self.after_replay = False
         self.generation += 1
-        self._restart(self.limit)
+        self._set_open_limit(self.limit)
 
     def _define(self, link: Link, recorded: list[int]) -> SentProgram:
         """Encode a program and send its definition. Returns its digest and the packer of its params."""
@@ -600,5 +601,5 @@ class Recorder:
     def forget_session(self) -> None:
         """Drop the open program and the list of sent programs, so that a new session can begin."""
         self._sent.clear()
-        self._abandon()
+        self._reset_program()
         self.link = None

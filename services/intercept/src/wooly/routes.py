@@ -13,10 +13,12 @@ from urllib.parse import urlsplit
 from wooly_bus.channel import Endpoint
 
 #: End of the messages about plain text: how the user can allow it.
-CURE = "set WOOLYAI_PLAINTEXT=1 if you trust this network"
+PLAINTEXT_HINT = "set WOOLYAI_PLAINTEXT=1 if you trust this network"
 
 
-def why_not(endpoint: Endpoint, offered: Sequence[Endpoint], channel: str, nats_url: str, plaintext: bool) -> str:
+def reason_not_to_try(
+    endpoint: Endpoint, offered: Sequence[Endpoint], channel: str, nats_url: str, plaintext: bool
+) -> str:
     """The reason why the client must not try an endpoint; empty if the client may try it.
 
     Args:
@@ -32,9 +34,9 @@ def why_not(endpoint: Endpoint, offered: Sequence[Endpoint], channel: str, nats_
     if plaintext or channel == "tunnel" or all(e.scheme != "tls" for e in offered):
         return ""
     if endpoint.scheme == "tcp" and not is_loopback(endpoint.host):
-        return f"not tried: this endpoint is not encrypted, but the executor offers TLS; {CURE}"
+        return f"not tried: this endpoint is not encrypted, but the executor offers TLS; {PLAINTEXT_HINT}"
     if endpoint.scheme == "nats" and not tunnel_is_safe(nats_url):
-        return f"not tried: the URL of NATS does not start with tls://, but the executor offers TLS; {CURE}"
+        return f"not tried: the URL of NATS does not start with tls://, but the executor offers TLS; {PLAINTEXT_HINT}"
     return ""
 
 

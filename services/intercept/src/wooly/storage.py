@@ -247,14 +247,14 @@ class Layout:
         )
         t = from_dlpack(_capsule_new(address, _CAPSULE_NAME, None))
         if self.flat:
-            t = self._review(t)
+            t = self._as_layout(t)
         return t, buffer
 
-    def _review(self, t: torch.Tensor) -> torch.Tensor:
-        return review(t, self.dtype, self.sizes, self.strides)
+    def _as_layout(self, t: torch.Tensor) -> torch.Tensor:
+        return reinterpret_bytes(t, self.dtype, self.sizes, self.strides)
 
 
-def review(
+def reinterpret_bytes(
     flat: torch.Tensor, dtype: torch.dtype, sizes: tuple[int, ...], strides: tuple[int, ...], offset: int = 0
 ) -> torch.Tensor:
     """View the bytes of a whole storage with another dtype, shape and strides. `offset` is in elements of `dtype`."""

@@ -129,7 +129,7 @@ def warn_of_resize(out: torch.Tensor, shape: Any) -> None:
         )
 
 
-def word_resizes_as_aten_does() -> None:
+def use_resize_warning_of_aten() -> None:
     """Make PyTorch's meta kernels in Python warn of a resized `out=` with the text that its C++ kernels use."""
 
     def check(out: torch.Tensor, shape: Any) -> bool:
@@ -142,7 +142,7 @@ def word_resizes_as_aten_does() -> None:
         setattr(module, "_resize_output_check", check)  # noqa: B010 - the modules' stubs do not know it
 
 
-def spare_dynamo() -> None:
+def avoid_dynamo_import() -> None:
     """Stop PyTorch's reference kernels, which infer shapes, from importing Dynamo.
 
     At its first call, each reference kernel asks Dynamo not to trace it. This imports Dynamo, which takes more than a second of
@@ -151,7 +151,7 @@ def spare_dynamo() -> None:
     """
     if "torch._dynamo" in sys.modules:
         return
-    asking = torch._disable_dynamo(spare_dynamo).__code__  # type: ignore[attr-defined]
+    asking = torch._disable_dynamo(avoid_dynamo_import).__code__  # type: ignore[attr-defined]
     kernels = [n for n in sys.modules if n.startswith(("torch._refs", "torch._decomp"))]
     found = [f for name in kernels for f in vars(sys.modules[name]).values() if isinstance(f, FunctionType)]
     seen = set(found)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("wooly")
 #: Maximum number of ended spans that wait to be sent to the router.
-KEPT = 256
+MAX_QUEUED_SPANS = 256
 #: Milliseconds to wait for the collector when the session ends.
 FLUSH_MS = 2000
 
@@ -34,7 +34,7 @@ class ClientTrace:
     """
 
     def __init__(self, name: str) -> None:
-        self._queue = SpanQueue(KEPT)
+        self._queue = SpanQueue(MAX_QUEUED_SPANS)
         try:
             exporter = otlp_exporter()
         except TracingError as e:  # the script may have configured a collector for its own spans

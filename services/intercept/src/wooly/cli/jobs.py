@@ -25,7 +25,7 @@ from wooly.control import ControlError, Controller
 from wooly.settings import Settings
 
 #: Interval, in seconds, at which `wooly logs --follow` reads the task.
-EVERY_S = 0.5
+POLL_INTERVAL_S = 0.5
 #: Default of the setting `tenant`.
 DEFAULT_TENANT = "default"
 
@@ -152,7 +152,7 @@ def logs(controller: Controller, settings: Settings, task_id: str, follow: bool,
             print(f"  {reply.task.reason}")
         if not follow or reply.task.ended_at is not None:
             return int(reply.task.state == "failed")
-        time.sleep(EVERY_S)
+        time.sleep(POLL_INTERVAL_S)
 
 
 def list_tasks(controller: Controller, settings: Settings, console: Console, as_json: bool, **chosen: Any) -> None:

@@ -14,9 +14,9 @@ from wooly.cli.tables import Fitted, plain_table
 from wooly.errors import WoolyError
 
 #: Refresh interval of the live display, in seconds.
-EVERY_S = 1.0
+REFRESH_INTERVAL_S = 1.0
 #: Maximum number of sessions that are shown per GPU. `--json` prints all.
-SHOWN = 30
+MAX_SESSIONS = 30
 
 
 Work = Mapping[str, WorkDone]
@@ -32,7 +32,7 @@ def watch_top(console: Console, read: Callable[[], tuple[list[GpuState], Work]])
     with Live(_screen(*read()), console=console, screen=True, auto_refresh=False) as live:
         try:
             while True:
-                time.sleep(EVERY_S)
+                time.sleep(REFRESH_INTERVAL_S)
                 try:
                     live.update(_screen(*read()), refresh=True)
                 except WoolyError as e:
@@ -81,7 +81,7 @@ def _gpu(gpu: GpuState, work: WorkDone | None) -> Iterable[RenderableType]:
     ):
         table.add_column(column, justify="right")
     for tenant in _tenants(gpu.sessions):
-        sessions = [s for s in gpu.sessions[:SHOWN] if s.tenant == tenant]
+        sessions = [s for s in gpu.sessions[:MAX_SESSIONS] if s.tenant == tenant]
         if sum(s.tenant == tenant for s in gpu.sessions) > 1:
             of_it = [s for s in gpu.sessions if s.tenant == tenant]
             table.add_row(
@@ -119,8 +119,8 @@ def _gpu(gpu: GpuState, work: WorkDone | None) -> Iterable[RenderableType]:
             table.add_row(f"  {kept.tenant}", kept.session_id, "kept", *[""] * 8, *_memory([kept]))
     if gpu.sessions or table.rows:
         yield Fitted(table)
-    if gpu.open_sessions > SHOWN:
-        yield Text(f"  and {gpu.open_sessions - SHOWN} more sessions")
+    if gpu.open_sessions > MAX_SESSIONS:
+        yield Text(f"  and {gpu.open_sessions - MAX_SESSIONS} more sessions")
 
 
 def work_line(work: WorkDone) -> str:

@@ -9,7 +9,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 #: Width, in characters, of the gap between two columns, and minimum width of a truncated column.
-GAP, LEAST = 2, 12
+GAP, MIN_WIDTH = 2, 12
 
 
 def plain_table() -> Table:
@@ -35,10 +35,10 @@ class Fitted:
             for column in whole:
                 column.width = _widest(column, measured)
             left = room - sum(c.width or 0 for c in whole)
-            if left >= sum(min(_widest(c, _line), LEAST) for c in cut):
+            if left >= sum(min(_widest(c, _line), MIN_WIDTH) for c in cut):
                 break
         for column in cut:
-            column.width = max(min(_widest(column, _line), left), LEAST)
+            column.width = max(min(_widest(column, _line), left), MIN_WIDTH)
         yield self._table
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from wooly.contents import WORTH
+from wooly.contents import MIN_OFFER_BYTES
 from wooly.errors import WoolyError
 from wooly.link import Link
 
@@ -27,10 +27,10 @@ def load_and_pin(path: Path, name: str, links: list[Link]) -> dict[str, Any]:
     kept = []
     count = 0
     for index, link in enumerate(links):
-        held = [t.to(f"wooly:{index}") for t in _tensors(path) if t.nbytes >= WORTH]
+        held = [t.to(f"wooly:{index}") for t in _tensors(path) if t.nbytes >= MIN_OFFER_BYTES]
         if not held:
             raise WoolyError(
-                f"nothing to keep: {path} has no tensor of {WORTH} bytes or more, and smaller tensors are not kept"
+                f"nothing to keep: {path} has no tensor of {MIN_OFFER_BYTES} bytes or more, and smaller tensors are not kept"
             )
         count = len(held)
         torch.wooly.synchronize(index)  # type: ignore[attr-defined]

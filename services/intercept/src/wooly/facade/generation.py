@@ -65,13 +65,13 @@ class _Finder(MetaPathFinder):
 def _install(module: ModuleType) -> None:
     real = getattr(module, _CLASS, None)
     if real is not None and not hasattr(real, "wooly_replaces"):  # releases before 5 do not have the class
-        setattr(module, _CLASS, _late(real))
+        setattr(module, _CLASS, _make_deferred(real))
 
 
-def _late(real: Any) -> type:
+def _make_deferred(real: Any) -> type:
     """Make a subclass of Transformers' deferred check that also supports the Wooly device."""
 
-    class LateStopCheck(real):  # type: ignore[misc]
+    class DeferredStopCheckOnDevice(real):  # type: ignore[misc]
         """Also restores the generator if the last step was not needed, so that later random numbers are the same."""
 
         wooly_replaces = real
@@ -100,4 +100,4 @@ def _late(real: Any) -> type:
                 self._drawn = generator.seed, generator.offset
             return bool(stopping)
 
-    return LateStopCheck
+    return DeferredStopCheckOnDevice

@@ -56,7 +56,7 @@ class Out(NamedTuple):
         """Make the tensor on the storage of `base`, which `layout` has made."""
         if self.whole:
             return base
-        return storage.review(base, self.dtype, self.sizes, self.strides, self.offset)
+        return storage.reinterpret_bytes(base, self.dtype, self.sizes, self.strides, self.offset)
 
 
 class Alias(NamedTuple):

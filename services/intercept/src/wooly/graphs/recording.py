@@ -10,7 +10,7 @@ from typing import NamedTuple
 from wooly.recorder import Recorder, Work
 
 #: Maximum number of instructions of a recorded program.
-INSTRUCTIONS = 32768
+MAX_INSTRUCTIONS = 32768
 
 
 class NotOneProgramError(Exception):
@@ -55,7 +55,7 @@ def recording(recorder: Recorder) -> Iterator[Recorded]:
         recorder.flush()
         generation, limit, draws = recorder.generation, recorder.limit, recorder.foreign_draws
         before = recorder.operations
-        recorder.set_limit(INSTRUCTIONS)
+        recorder.set_limit(MAX_INSTRUCTIONS)
         recorder.recording = True
         try:
             yield out

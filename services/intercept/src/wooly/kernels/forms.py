@@ -14,7 +14,7 @@ from wooly import storage
 from wooly.devices import mixed_devices
 from wooly.dtypes import DTYPES
 from wooly.kernels.opcodes import native_form
-from wooly.kernels.overlap import FILLS, once
+from wooly.kernels.overlap import FILLS, without_overlap
 from wooly.kernels.schema import Call, OpFacts
 from wooly.torch_private import raw_device
 
@@ -91,7 +91,7 @@ class _Encoded:
         if role is Role.INOUT:
             self.written.append(ref.index)
             if self._facts.name in FILLS:
-                a = once(a)
+                a = without_overlap(a)
         self.operands.append(Operand(role, view_of(a)))
         self._seen["conj"] += [ref] * a.is_conj()
         self._seen["neg"] += [ref] * a.is_neg()

@@ -146,10 +146,10 @@ class Generic:
                         if not facts.list_return:
                             result = result[0] if len(result) == 1 else tuple(result)
                     if len(recorder.origins) >= recorder.room:
-                        recorder.crowded(plan.form)
+                        recorder.close_if_due(plan.form)
                     return result
                 except BaseException:
-                    recorder.mend()
+                    recorder.drop_incomplete()
                     raise
 
         return _given_generator(run, facts.generator) if facts.generator is not None else run
@@ -211,7 +211,7 @@ class Generic:
                     results.append(t)
                 recorder.emit(plan.form, buffers, where)
                 if len(recorder.origins) >= recorder.room:
-                    recorder.crowded(plan.form)
+                    recorder.close_if_due(plan.form)
                 return results
 
         return run

@@ -122,7 +122,7 @@ def infer(facts: OpFacts, call: Call, counts: Inferences, *, on_host: bool = Fal
     if facts.mutable and all(name is not None for name in facts.returns_written):
         return []
     fresh = _fresh_of(facts, result)
-    _put_right(facts, call, args, kwargs, where, fresh)
+    _correct(facts, call, args, kwargs, where, fresh)
     return fresh
 
 
@@ -217,7 +217,7 @@ def _fresh_of(facts: OpFacts, result: Any) -> list[Tensor | None]:
     return fresh
 
 
-def _put_right(
+def _correct(
     facts: OpFacts, call: Call, args: list[Any], kwargs: dict[str, Any], where: str, fresh: list[Tensor | None]
 ) -> None:
     """Correct layout and dtype of inferred results to those of the CPU kernel, in place."""

@@ -113,7 +113,7 @@ class Launches:
                     known = self._form(kernel, tuple(key), args)
                 self._record(recorder, kernel, known, buffers, params)
             except BaseException:
-                recorder.mend()
+                recorder.drop_incomplete()
                 raise
 
     def _record(
@@ -128,7 +128,7 @@ class Launches:
         recorder.params += params
         recorder.emit(form, buffers, origin(3))
         if len(recorder.origins) >= recorder.room:
-            recorder.crowded(form)
+            recorder.close_if_due(form)
 
     def _form(self, kernel: ForeignKernel, key: tuple[Any, ...], args: Sequence[Any]) -> int:
         operands: list[Operand] = []

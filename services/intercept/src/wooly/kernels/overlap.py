@@ -16,8 +16,8 @@ def overlaps(t: Tensor) -> bool:
     return 0 in t.stride() and any(s == 0 and n > 1 for s, n in zip(t.stride(), t.shape, strict=True)) and t.numel() > 0
 
 
-def once(t: Tensor) -> Tensor:
-    """A view of `t` that contains each address once. Only expanded tensors change."""
+def without_overlap(t: Tensor) -> Tensor:
+    """A view of `t` that contains each address only once. Only expanded tensors change."""
     if not overlaps(t):
         return t
     return t.as_strided([1 if s == 0 else n for n, s in zip(t.shape, t.stride(), strict=True)], t.stride())

@@ -19,7 +19,7 @@ from wooly.kernels.forms import form_of, view_of
 from wooly.kernels.inference import Inferences, NoMetaKernelError, infer, infer_differentiated
 from wooly.kernels.overlap import refuse_overlaps
 from wooly.kernels.schema import Call, OpFacts, unsupported
-from wooly.kernels.trials import Trials, refuse
+from wooly.kernels.trials import Trials, raise_kernel_errors
 from wooly.recorder import Forms, Recorder
 from wooly.storage import Layout
 
@@ -73,7 +73,7 @@ class PlanBuilder:
         """
         if not is_allowed(facts.name):
             raise unsupported(facts.name, "the executor does not offer this operator")
-        refuse(facts, call)
+        raise_kernel_errors(facts, call)
         fresh, dynamic = self._results(facts, call)
         doubt = self.trials.attempt(facts, call, recorder)
         refuse_overlaps(facts, call)

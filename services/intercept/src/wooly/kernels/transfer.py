@@ -12,7 +12,7 @@ from wooly_wis.codec import MAX_DIMS
 from wooly_wis.frames import ANSWER_COPIED
 from wooly_wis.program import Form, Operand, ParamKind, ParamRef, Role
 
-from wooly.contents import WORTH, upload
+from wooly.contents import MIN_OFFER_BYTES, upload
 from wooly.devices import NAME, Devices
 from wooly.kernels.composite import plain
 from wooly.kernels.forms import view_of
@@ -209,7 +209,7 @@ class Transfer:
         if recorder.heap.dead:
             recorder.release_dead()
         if len(recorder.origins) >= recorder.room:
-            recorder.crowded(form)
+            recorder.close_if_due(form)
 
     # -- copies ------------------------------------------------------------------------------------------------------
 
@@ -331,16 +331,16 @@ class Transfer:
         with recorder.lock:
             recorder.operations += 1
             link = recorder.require_link()
-            if recorder.waiting:
+            if recorder.has_deferred:
                 recorder.flush()
-            link.settle()  # a started read may still write to the host memory that is uploaded
+            link.finish_reads()  # a started read may still write to the host memory that is uploaded
             buffer = at >> ID_SHIFT
             link.forget(buffer)
             if host.numel() == 1 and not (recorder.recording or link.recording) and self._fill(dst, host):
                 return
             recorder.flush()
             data = bytes_of(host)
-            if link.sharing and len(data) >= WORTH and dst.untyped_storage().nbytes() == len(data):
+            if link.sharing and len(data) >= MIN_OFFER_BYTES and dst.untyped_storage().nbytes() == len(data):
                 upload(link, buffer, data)
             else:
                 link.write(buffer, at & OFFSET_MASK, data)
@@ -391,7 +391,12 @@ class Transfer:
                 return False
             self.reads += 1
             into = bytes_of(dst.detach())
-            if recorder.recording or link.recording or link.fetching_many or not (recorder.open and recorder.follows):
+            if (
+                recorder.recording
+                or link.recording
+                or link.many_reads_started
+                or not (recorder.open and recorder.after_replay)
+            ):
                 recorder.flush()  # it also makes the programs of a loop begin at the same point in each iteration
                 link.fetch(at >> ID_SHIFT, at & OFFSET_MASK, into, dst)
                 return True
@@ -399,7 +404,7 @@ class Transfer:
             kept = torch.empty_strided(src.shape, src.stride(), dtype=src.dtype, device=raw_device(src))
             self._copy(kept, src)
             buffer = address_of(kept) >> ID_SHIFT
-            recorder.afterwards(partial(_fetch_kept, kept, buffer, into, dst))
+            recorder.send_later(partial(_fetch_kept, kept, buffer, into, dst))
         return True
 
     def to_host(self, t: Tensor) -> Tensor:

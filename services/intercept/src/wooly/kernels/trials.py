@@ -109,7 +109,7 @@ def stand_in(a: Any, limit: int | None = None) -> Any:
     return torch.device("cpu") if isinstance(a, torch.device) else a
 
 
-def refuse(facts: OpFacts, call: Call) -> None:
+def raise_kernel_errors(facts: OpFacts, call: Call) -> None:
     """Raise the errors of kernels that neither meta kernels nor trials with few elements find."""
     check = _CHECKS.get(facts.op.overloadpacket.__name__)
     if check is not None:
@@ -134,5 +134,5 @@ def _check_normal(call: Call) -> None:
                 )
 
 
-#: The checks of `refuse`, by operator.
+#: The checks of `raise_kernel_errors`, by operator.
 _CHECKS: dict[str, Callable[[Call], None]] = {"multinomial": _check_multinomial, "normal": _check_normal}
