@@ -216,7 +216,10 @@ def _connect(
             ) from e
         except (ChannelError, WoolyError) as e:
             failures.append(f"{endpoint}: {e}")
-    raise NotConnectedError(f"cannot connect to any endpoint of {who}:\n  " + "\n  ".join(failures))
+    raise NotConnectedError(
+        f"cannot connect to any endpoint of {who}; check that it runs, and that no firewall blocks these endpoints:\n  "
+        + "\n  ".join(failures)
+    )
 
 
 def _dial(endpoint: Endpoint, control_url: str | Access, tls_ca: Path | None) -> ChannelClient:

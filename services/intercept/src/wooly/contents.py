@@ -20,8 +20,8 @@ from wooly_bus.supervision import start_call
 if TYPE_CHECKING:
     from wooly.link import Link
 
-#: Smallest upload, in bytes, for which the client asks the executor first. The question costs one round trip, and for a smaller
-#: upload the round trip costs more than sending the data.
+#: Minimum size, in bytes, of an upload with deduplication. For a smaller upload, asking the executor (one round trip) costs more
+#: than sending the data.
 MIN_OFFER_BYTES = 16 << 10
 
 

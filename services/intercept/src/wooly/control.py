@@ -48,7 +48,8 @@ if TYPE_CHECKING:
     from wooly.traces import ClientTrace
 
 log = logging.getLogger("wooly")
-#: Maximum size, in bytes, of a program that `wooly disasm --passes` sends. In base64 it must fit into one NATS message (1 MiB).
+#: Maximum size, in bytes, of a program that `wooly disasm --passes` sends. In base64, the program must fit into one NATS message,
+#: which has at most 1 MiB by default.
 LARGEST_PROGRAM = 640 << 10
 #: Maximum size, in bytes, of the compiler's decompressed answer.
 LARGEST_TEXT = 256 << 20

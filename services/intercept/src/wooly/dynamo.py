@@ -18,7 +18,9 @@ from wooly.devices import NAME
 from wooly.graphs import GraphFunction
 from wooly.torch_private import fake_device, fake_device_patches, inductor, never_trace
 
+#: Name of the backend for `torch.compile`; the entry point in pyproject.toml has the same name.
 BACKEND = "wooly"
+#: Name of PyTorch's default backend.
 _DEFAULT = "inductor"
 
 

@@ -258,8 +258,7 @@ def _built(built: Any) -> tuple[Callable[..., Any], Any]:
             if all(isinstance(t, TorchTensor) for t in (examples.values() if isinstance(examples, dict) else examples)):
                 return function, examples
     raise ExportError(
-        "the exported function returned something else than (function or nn.Module, inputs); inputs must be a tuple or a dict of "
-        "example tensors"
+        "the exported function did not return (function or nn.Module, inputs); inputs must be a tuple or dict of example tensors"
     )
 
 

@@ -19,6 +19,7 @@ from pydantic_settings import (
 
 from wooly.errors import WoolyError
 
+#: Prefix of the environment variables that are settings.
 ENV_PREFIX = "WOOLYAI_"
 
 

@@ -24,8 +24,11 @@ import torch
 
 from wooly.torch_private import from_dlpack, redispatch_cpu, reinterpret
 
+#: Position of the buffer id in an address; the bits below contain the byte offset.
 ID_SHIFT = 40
+#: Bits of an address that contain the byte offset inside the storage.
 OFFSET_MASK = (1 << ID_SHIFT) - 1
+#: Number of bits of a buffer id that contain the device.
 DEVICE_BITS = 3
 #: Maximum number of devices of a process.
 MAX_DEVICES = 1 << DEVICE_BITS
@@ -33,6 +36,7 @@ MAX_DEVICES = 1 << DEVICE_BITS
 DEVICE_MASK = MAX_DEVICES - 1
 #: Bits of an address that are part of a call's signature: byte offset and device.
 PLACE_MASK = (1 << ID_SHIFT + DEVICE_BITS) - 1
+#: DLPack's number of the device type kDLExtDev.
 _KDL_EXT_DEV = 12
 
 #: Addresses of host storages for which `is_pinned` is true.

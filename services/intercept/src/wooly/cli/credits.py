@@ -18,6 +18,7 @@ from wooly.errors import WoolyError
 
 #: Maximum time, in seconds, that the end of a run waits for its bill.
 BILL_S = 3.5
+#: Micro-credits per credit.
 _UNIT = 1_000_000
 _FIELDS = (
     "tenant",

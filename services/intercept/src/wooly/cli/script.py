@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
+#: Prefixes of the file names of frames that are not part of the script: Wooly, and Python's own runners.
 _OWN = (os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "<frozen runpy>", "<frozen importlib")
 
 

@@ -21,6 +21,7 @@ from wooly.torch_private import raw_device
 
 Patch = tuple[Any, str, Any]
 
+#: Alignment of pinned memory, in bytes; PyTorch's CPU allocator has the same alignment.
 _ALIGNMENT = 64
 #: Constructors that take `pin_memory`.
 _FACTORIES = (

@@ -25,6 +25,7 @@ from wooly.torch_private import CUDA_DEVICE_TYPE, BaseEvent, BaseStream
 Patch = tuple[Any, str, Any]
 
 _stream_ids = itertools.count(1)
+#: Number of the default stream, as in CUDA.
 _DEFAULT_ID = 0
 
 

@@ -29,6 +29,7 @@ from wooly.torch_private import OpOverload, raw_device, redispatch_cpu, warn_of_
 
 Kernel = Callable[..., Any]
 _NUMBERS = (float, int, bool, complex)
+#: Maximum number of cached plans of all operators; a full cache is cleared.
 _MAX_PLANS = 65536
 
 

@@ -47,7 +47,7 @@ def bytes_of(t: Tensor) -> memoryview:
 
 
 def is_dense(t: Tensor) -> bool:
-    """Whether the elements of a tensor lie in memory without gaps and without overlap."""
+    """Whether the elements of a tensor are in memory without gaps and without overlap."""
     n = t.numel()
     return t.is_contiguous() or (n == span(tuple(t.shape), t.stride()) and 0 not in t.stride())
 

@@ -20,6 +20,7 @@ aten = torch.ops.aten
 _view_cpu = redispatch_cpu(aten.view.default)
 _as_strided_cpu = redispatch_cpu(aten.as_strided.default)
 _inference_mode = torch.is_inference_mode_enabled
+#: Maximum number of cached shapes; a full cache is cleared.
 _MAX_KNOWN = 65536
 _known: dict[tuple[Any, ...], tuple[tuple[int, ...], tuple[int, ...]]] = {}
 

@@ -43,7 +43,7 @@ def stack_module() -> Any:
     """
     module = local_stack()
     if module is None:
-        raise fail(ControlError("the local stack is not installed; install it with: pip install wooly-local"))
+        raise fail(ControlError("the local stack is not installed; install the distribution wooly-local"))
     return module
 
 
