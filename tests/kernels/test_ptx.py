@@ -40,7 +40,7 @@ def test_arguments_that_do_not_fit_are_refused_where_they_are_given(gpu, args, m
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("", "no .entry add"), (".entry add(.param .texref t) {}", "parameters")]
+    ("text", "message"), [("", "does not contain .entry add"), (".entry add(.param .texref t) {}", "parameters")]
 )
 def test_a_text_without_the_kernel_is_refused(text, message):
     with pytest.raises(RuntimeError, match=message):

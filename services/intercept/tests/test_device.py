@@ -239,7 +239,7 @@ def test_remote_error_names_line(cuda):
     table, index = torch.zeros(3, device=cuda), torch.tensor([5], device=cuda)
     bad = table.index_select(0, index)  # the error must name this line
     with pytest.raises(
-        RuntimeError, match=r"index out of range.*\n.*test_device\.py:\d+ in test_error_on_the_far_side"
+        RuntimeError, match=r"index out of range.*\n.*test_device\.py:\d+ in test_remote_error_names_line"
     ):
         bad.cpu()
     assert (table + 1).sum().item() == 3
