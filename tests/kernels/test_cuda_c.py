@@ -200,7 +200,7 @@ def test_arguments_are_held_against_the_signature():
         add(one, one, [a, torch.ones(8), c, 8])
     with pytest.raises(TypeError, match="Unsupported argument type: <class 'str'>"):
         add(one, one, [a, b, c, "8"])
-    with pytest.raises(ValueError, match="at most 1024 threads"):
+    with pytest.raises(ValueError, match="whose product is at most 1024"):
         add(one, (32, 64, 1), [a, b, c, 8])
     with pytest.raises(RuntimeError, match=r"set_shared_memory_config\(shared_mem\)"):
         add(one, one, [a, b, c, 8], shared_mem=64 << 10)
