@@ -112,11 +112,14 @@ def test_wrong_inputs_are_refused_before_anything_is_sent(stack, classifier, tmp
     folder, x, _ = classifier
     np.save(tmp_path / "y.npy", x[:3])
     module = folder / "job.wism"
-    assert "no --input for x" in run("submit", module, stack=stack, code=1).stderr
+    assert "inputs of the module are missing: x" in run("submit", module, stack=stack, code=1).stderr
     assert "float32 [3, 64]" in run("submit", module, "-i", f"x={tmp_path / 'y.npy'}", stack=stack, code=1).stderr
-    assert "not NAME=FILE" in run("submit", module, "-i", "z=1", stack=stack, code=1).stderr
+    assert "is not of the form NAME=FILE" in run("submit", module, "-i", "z=1", stack=stack, code=1).stderr
     (tmp_path / "bad.wism").write_bytes(module.read_bytes()[:-1] + b"?")
-    assert "not what its name stands for" in run("submit", tmp_path / "bad.wism", stack=stack, code=1).stderr
+    assert (
+        "the content of a constant does not match its digest"
+        in run("submit", tmp_path / "bad.wism", stack=stack, code=1).stderr
+    )
 
 
 def test_what_needs_an_answer_cannot_be_exported(tmp_path):
@@ -299,6 +302,6 @@ def test_kernels_of_the_script_travel_in_its_module(stack, tmp_path):
     x = np.arange(100, dtype=np.float32)
     np.save(tmp_path / "x.npy", x)
     told = run("export", f"{tmp_path / 'kernels.py'}:build", "-o", tmp_path / "k.wism")
-    assert "its first configuration is taken" in told.stderr
+    assert "its first configuration is used" in told.stderr
     run("submit", tmp_path / "k.wism", "-i", f"x={tmp_path / 'x.npy'}", "-o", tmp_path / "out", "--json", stack=stack)
     assert (np.load(tmp_path / "out/y.npy") == (2 * x + 1) * 3).all()

@@ -85,7 +85,7 @@ def test_certificate_that_is_not_trusted_ends_the_attempt(run, channel):
     """Although a tunnel would do: it has the same cure as in every case, and no other way is taken."""
     done = run(WOOLYAI_CHANNEL=channel, WOOLYAI_PLAINTEXT="1")
     assert done.returncode == 1 and done.stdout == ""
-    assert "cannot be trusted, and no other way to it is tried" in done.stderr
+    assert "failed, and no other endpoint is tried, because this could be an attack" in done.stderr
     assert "the executor's certificate is not trusted" in done.stderr and "WOOLYAI_TLS_CA" in done.stderr
 
 

@@ -388,4 +388,6 @@ def test_disasm_of_passes_without_a_compiler_says_what_to_start(tmp_path):
     (tmp_path / "empty.wis").write_bytes(encode_program(Program((), ())))
     with start_nats_server() as url:
         told = soon("disasm", "--passes", tmp_path / "empty.wis", env={"WOOLYAI_CONTROLLER_URL": url})
-    assert told.returncode == 1 and "no compiler is connected to it; start one with `wooly up`" in told.stderr
+    assert (
+        told.returncode == 1 and "the service compiler is not connected to it; start it with `wooly up`" in told.stderr
+    )

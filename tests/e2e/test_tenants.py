@@ -147,7 +147,7 @@ def test_script_runs_with_a_token_alone_and_longer_than_its_credentials(alice, s
 @pytest.mark.parametrize("token", ["", "wooly_wrong"])
 def test_script_without_a_valid_token_is_told_so(alice, script, token):
     ran = forks.run("wooly", "run", str(script), "1", env=alice.env(CREDENTIAL=token), timeout=100)
-    assert ran.returncode != 0 and "gives no credentials: a valid token is needed" in ran.stderr
+    assert ran.returncode != 0 and "does not issue credentials: a valid token is needed" in ran.stderr
 
 
 # -- listing and cancelling ---------------------------------------------------------------------------------------------

@@ -174,7 +174,7 @@ def test_a_source_that_is_not_understood_fails_where_it_is_compiled():
         wooly.cuda_kernel("__global__ void f(float* a) { }", "g")
     with pytest.raises(RuntimeError, match=re.escape("scale is a template of T, TIMES, MINUS: name it scale<…>")):
         wooly.cuda_kernel(TEMPLATE, "scale")
-    with pytest.raises(NotImplementedError, match="put what is needed into the source"):
+    with pytest.raises(NotImplementedError, match="put all definitions into the source"):
         torch.cuda._compile_kernel(ADD, "add", nvcc_options=["-O3"])
 
 
@@ -190,17 +190,17 @@ def test_arguments_are_held_against_the_signature():
     add = wooly.cuda_kernel(ADD, "add")
     a, b, c = on(torch.ones(8), torch.ones(8), torch.zeros(8))
     one = (1, 1, 1)
-    with pytest.raises(ValueError, match="takes 4 arguments, 3 are given"):
+    with pytest.raises(ValueError, match="takes 4 arguments, but 3 are given"):
         add(one, one, [a, b, c])
-    with pytest.raises(ValueError, match="argument 1 is a pointer, and a int is given"):
+    with pytest.raises(ValueError, match="parameter 1 is a pointer, but argument 1 is a int"):
         add(one, one, [a, 3, c, 8])
-    with pytest.raises(ValueError, match="argument 3 is a number, and a tensor is given"):
+    with pytest.raises(ValueError, match="parameter 3 is a number, but argument 3 is a tensor"):
         add(one, one, [a, b, c, a])
     with pytest.raises(ValueError, match="cannot be accessed from the device"):
         add(one, one, [a, torch.ones(8), c, 8])
     with pytest.raises(TypeError, match="Unsupported argument type: <class 'str'>"):
         add(one, one, [a, b, c, "8"])
-    with pytest.raises(ValueError, match="at most 1024 threads"):
+    with pytest.raises(ValueError, match="whose product is at most 1024"):
         add(one, (32, 64, 1), [a, b, c, 8])
     with pytest.raises(RuntimeError, match=r"set_shared_memory_config\(shared_mem\)"):
         add(one, one, [a, b, c, 8], shared_mem=64 << 10)

@@ -29,7 +29,10 @@ def test_without_the_permission_a_launch_fails_and_says_who_gives_it(gpu):
 
 @pytest.mark.parametrize(
     ("args", "message"),
-    [([1], "takes 3 arguments, 1 are given"), ([1, torch.zeros(1), 2.0], "argument 1 is a u32, and a tensor is given")],
+    [
+        ([1], "takes 3 arguments, but 1 are given"),
+        ([1, torch.zeros(1), 2.0], "parameter 1 is a u32, but argument 1 is a tensor"),
+    ],
 )
 def test_arguments_that_do_not_fit_are_refused_where_they_are_given(gpu, args, message):
     with pytest.raises(ValueError, match=message):
@@ -37,7 +40,7 @@ def test_arguments_that_do_not_fit_are_refused_where_they_are_given(gpu, args, m
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("", "no .entry add"), (".entry add(.param .texref t) {}", "parameters")]
+    ("text", "message"), [("", "does not contain .entry add"), (".entry add(.param .texref t) {}", "parameters")]
 )
 def test_a_text_without_the_kernel_is_refused(text, message):
     with pytest.raises(RuntimeError, match=message):

@@ -1,7 +1,7 @@
-"""One call per operator of CUDA's autocast lists, and what CUDA's autocast makes of its types.
+"""One call per operator of CUDA's autocast lists, and the result dtypes of CUDA's autocast.
 
-Run as a program this asks PyTorch's own AutocastCUDA kernels, on fake tensors that need no GPU, and prints the answers as
-JSON: an oracle for the tests of the Wooly device.
+As a program, this file runs the calls with PyTorch's own AutocastCUDA kernels on fake tensors, which need no GPU, and prints the
+result dtypes as JSON. Tests of the Wooly device compare with them.
 """
 
 import json
@@ -10,8 +10,8 @@ import warnings
 import torch
 from wooly_testkit.effort import examples
 
-#: Expressions over vectors u v, matrices m n, batches b c, images x y, volumes p q, indices i, of whom the first of each
-#: pair has one type and the second another.
+#: Expressions with vectors u v, matrices m n, batches b c, images x y, volumes p q and indices i. In each pair of names, the
+#: first tensor has one dtype and the second tensor another.
 CALLS = {
     "conv1d": "A.conv1d(b, c)",
     "conv2d": "A.conv2d(x, y, v)",
@@ -108,7 +108,7 @@ CALLS = {
     "index_put": "torch.index_put(u, (i,), v)",
     "tensordot": "torch.tensordot(m, n)",
     "scatter_add": "torch.scatter_add(u, 0, i, v)",
-    # A type that the call names stays; operators in no list run as they are.
+    # Autocast keeps a dtype that the call specifies. Operators in no list run without casts.
     "sum, float64 asked": "u.sum(dtype=torch.float64)",
     "softmax, float16 asked": "torch.softmax(m, 1, torch.float16)",
     "softmax, one type left open": "torch.softmax(m, 1, None)",
@@ -124,24 +124,24 @@ CALLS = {
     "mul of integers": "torch.mul(i, i)",
 }
 
-#: Operators of the lists that no user calls: they are made of the ones above, or are of libraries that we do not have.
+#: Operators of the lists that have no case, because the operators above call them, or because their library is not available.
 NOT_CALLED = {
     "_convolution", "_convolution.deprecated",
     "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell", "_scaled_dot_product_flash_attention", "cudnn_convolution",
     "cudnn_convolution_transpose",
 }  # fmt: skip
 
-#: Operators that need a GPU even for fake tensors: their types are those of another operator of the same list.
+#: Operators that need a GPU even for fake tensors. Their expected dtypes are those of another operator of the same list.
 LIKE = {"gru_cell": "rnn_relu_cell", "nll_loss2d": "nll_loss", "cross": "atan2", "grid_sampler": "atan2"}
 
 PAIRS = [(torch.float32,) * 2, (torch.float16,) * 2, (torch.float16, torch.float32), (torch.float32, torch.float16),
          (torch.bfloat16,) * 2, (torch.float64,) * 2]  # fmt: skip
-#: What autocast casts to, and from. The quick run asks for bfloat16 of the first pairs, the slow one of all.
+#: Autocast's dtype, and the dtypes of the arguments. The quick run tests bfloat16 with the first pairs, the slow run with all.
 LOWER = [*[(torch.float16, pair) for pair in PAIRS], *[(torch.bfloat16, pair) for pair in PAIRS[: examples(3, 6)]]]
 
 
 def operands(first, second, device):
-    """The variables of the expressions, on `device`."""
+    """The tensors for the names in the expressions, on `device`."""
     shapes = {"uv": (8,), "mn": (8, 8), "bc": (8, 8, 8), "xy": (8, 8, 8, 8), "pq": (8, 8, 8, 8, 8)}
     made = {}
     for names, shape in shapes.items():
@@ -155,7 +155,7 @@ def operands(first, second, device):
 
 
 def dtypes(device):
-    """(call, pair, autocast's type) to the types of the results; None where the call fails."""
+    """Result dtypes by (call, pair, autocast's dtype); None if the call fails."""
     found = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

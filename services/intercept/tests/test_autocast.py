@@ -1,4 +1,4 @@
-"""Mixed precision: each operator of CUDA's lists gives the types that CUDA gives, and the numbers of the same casts by hand."""
+"""Mixed precision: each operator of CUDA's lists gives CUDA's dtypes, and the same numbers as explicit casts."""
 
 import json
 import os
@@ -18,16 +18,16 @@ cases = SimpleNamespace(**runpy.run_path(str(CASES_FILE)))
 
 @pytest.fixture(scope="module")
 def oracle(cuda):
-    """What PyTorch's own kernels for CUDA say, asked in a process without the Wooly device.
+    """Result dtypes of PyTorch's own CUDA autocast, from a process without the Wooly device.
 
-    After `cuda`, whose executor is a fork: the parent of forks has PyTorch by then.
+    It depends on `cuda`, because the executor of `cuda` is a fork, and the process that forks has imported PyTorch then.
     """
     done = forks.run(CASES_FILE.stem, env=os.environ | {"PYTHONPATH": str(CASES_FILE.parent)}, timeout=200)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
-def test_lists_are_those_of_cuda():
+def test_lists_equal_cuda():
     ours = {*lists.LOWER, *lists.FULL, *lists.FULL_RESULT, *lists.FULL_RESULT_OVERLOAD, *lists.PROMOTE, lists.BANNED}
     theirs = {
         name.removeprefix("aten::")
@@ -38,7 +38,7 @@ def test_lists_are_those_of_cuda():
     assert ours - cases.NOT_CALLED <= set(cases.CALLS)
 
 
-def test_types_of_every_listed_operator_equal_cuda(cuda, oracle):
+def test_autocast_listed_operator_has_dtypes_of_cuda(cuda, oracle):
     ours = cases.dtypes(cuda)
     for name, like in cases.LIKE.items():
         for key in [k for k in oracle if k.startswith(f"{name} of ")]:
@@ -49,8 +49,8 @@ def test_types_of_every_listed_operator_equal_cuda(cuda, oracle):
 
 
 @pytest.mark.parametrize("make", [nn.LSTM, nn.GRU, nn.RNN])
-def test_recurrent_networks_run_in_float16_whatever_the_type(cuda, make):
-    # CUDA's library call for them is cast to float16 by a kernel that looks at no setting.
+def test_recurrent_network_always_runs_in_float16(cuda, make):
+    # CUDA's autocast kernel for recurrent networks always casts to float16 and ignores the setting.
     net = make(4, 5).to(cuda)
     for lower in (torch.float16, torch.bfloat16):
         with torch.autocast(cuda, lower):
@@ -73,7 +73,7 @@ def test_recurrent_cells_equal_cpu(cuda, make):
         assert torch.equal(ours, theirs)
 
 
-def test_state_of_autocast_says_cuda(cuda):
+def test_autocast_state_reports_cuda(cuda):
     assert not torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") == torch.float16
     with torch.autocast("cuda", torch.bfloat16) as region:
         assert region.device == "cuda" and region.fast_dtype == torch.bfloat16
@@ -88,7 +88,7 @@ def test_state_of_autocast_says_cuda(cuda):
     assert (x @ x).dtype == torch.float32
 
 
-def test_other_threads_are_not_in_the_region(cuda):
+def test_autocast_other_thread_is_not_in_region(cuda):
     from concurrent.futures import ThreadPoolExecutor
 
     x = torch.ones(2, 2, device=cuda)
@@ -96,7 +96,7 @@ def test_other_threads_are_not_in_the_region(cuda):
         assert pool.submit(lambda: (x @ x).dtype).result() == torch.float32
 
 
-def test_older_spellings(cuda):
+def test_autocast_older_apis_work(cuda):
     x = torch.ones(2, 2, device=cuda)
     with pytest.warns(FutureWarning), torch.cuda.amp.autocast(dtype=torch.bfloat16):
         assert (x @ x).dtype == torch.bfloat16
@@ -110,7 +110,7 @@ def test_older_spellings(cuda):
         assert (x @ x).dtype == torch.float32 and (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
 
 
-def test_types_that_cannot_meet_are_refused_as_by_cuda(cuda):
+def test_autocast_mixed_short_dtypes_raise_error_of_cuda(cuda):
     a, b = torch.ones(2, dtype=torch.float16, device=cuda), torch.ones(2, dtype=torch.bfloat16, device=cuda)
     with torch.autocast("cuda"):
         with pytest.raises(RuntimeError, match="Unexpected floating ScalarType in at::autocast::prioritize"):
@@ -119,7 +119,7 @@ def test_types_that_cannot_meet_are_refused_as_by_cuda(cuda):
             nn.functional.binary_cross_entropy(a.sigmoid(), a)
 
 
-def test_weights_are_cast_once_per_region(cuda):
+def test_weight_is_cast_once_per_region(cuda):
     weight, x = torch.ones(2, 2, device=cuda, requires_grad=True), torch.ones(2, 2, device=cuda)
     with torch.autocast("cuda"):
         a = x @ weight
@@ -133,7 +133,7 @@ def test_weights_are_cast_once_per_region(cuda):
 
 
 def by_hand(model, x, lower):
-    """The network below with the casts of autocast written out."""
+    """The network below with explicit casts instead of autocast."""
     first, norm, last = model[0], model[1], model[3]
     h = nn.functional.linear(x.to(lower), first.weight.to(lower), first.bias.to(lower))
     h = nn.functional.layer_norm(h.float(), norm.normalized_shape, norm.weight, norm.bias)
@@ -141,7 +141,7 @@ def by_hand(model, x, lower):
 
 
 @pytest.mark.parametrize("lower", [torch.float16, torch.bfloat16])
-def test_training_under_autocast_equals_casts_by_hand_on_the_cpu(cuda, lower):
+def test_training_under_autocast_equals_explicit_casts_on_cpu(cuda, lower):
     def losses(device, autocast):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(12, 32), nn.LayerNorm(32), nn.ReLU(), nn.Linear(32, 3)).to(device)
@@ -152,7 +152,7 @@ def test_training_under_autocast_equals_casts_by_hand_on_the_cpu(cuda, lower):
             with torch.autocast("cuda", lower, enabled=autocast):
                 if autocast:
                     loss = nn.functional.cross_entropy(model(x), y)
-                else:  # ATen's cross entropy names its input's type for the softmax
+                else:  # ATen's cross entropy passes the dtype of its input to the softmax
                     loss = nn.functional.nll_loss(by_hand(model, x, lower).log_softmax(1).float(), y)
             optimizer.zero_grad()
             loss.backward()
@@ -178,7 +178,7 @@ class Doubled(torch.autograd.Function):
         return grad * 2
 
 
-def test_custom_functions_see_their_casts(cuda):
+def test_custom_function_gets_cast_inputs(cuda):
     x = torch.ones(2, 2, dtype=torch.float16, device=cuda, requires_grad=True)
     with torch.autocast("cuda"):
         y = Doubled.apply(x)

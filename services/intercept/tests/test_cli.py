@@ -1,4 +1,4 @@
-"""The command line, as far as it needs no stack (the stack's own tests are in tests/e2e)."""
+"""The parts of the command line that need no stack. Tests with a stack are in tests/e2e."""
 
 import json
 import re
@@ -19,7 +19,7 @@ cli = CliRunner()
 
 @pytest.fixture
 def program(tmp_path, cuda):
-    """A program that the device wrote."""
+    """A file with a program that the client wrote."""
     import torch
     from wooly import api
 
@@ -35,7 +35,7 @@ def program(tmp_path, cuda):
     return files[0]
 
 
-def test_disasm_prints_a_recorded_program_that_assembles_to_the_same_bytes(program):
+def test_disasm_recorded_program_assembles_to_same_bytes(program):
     shown = cli.invoke(app, ["disasm", str(program)])
     assert shown.exit_code == 0, shown.output
     assert "mul" in shown.output and "f32[3, 5]" in shown.output.replace("3,5", "3, 5")
@@ -43,19 +43,19 @@ def test_disasm_prints_a_recorded_program_that_assembles_to_the_same_bytes(progr
     assert disassemble(decode_program(program.read_bytes())) == shown.output
 
 
-def test_disasm_refuses_anything_else(tmp_path):
+def test_disasm_other_file_is_refused(tmp_path):
     path = tmp_path / "x.wis"
     path.write_bytes(b"WIS1 and then nonsense")
     result = cli.invoke(app, ["disasm", str(path)])
     assert result.exit_code == 1 and "wooly:" in result.output
 
 
-def test_missing_script_is_said_before_anything_starts():
+def test_run_missing_script_fails_before_stack_starts():
     result = cli.invoke(app, ["run", "no_such_script.py"])
     assert result.exit_code == 1 and "no_such_script.py" in result.output
 
 
-def test_wrong_variable_is_named(monkeypatch, tmp_path):
+def test_run_invalid_variable_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("WOOLYAI_PRIORITY", "9")
     script = tmp_path / "s.py"
     script.write_text("")
@@ -64,7 +64,7 @@ def test_wrong_variable_is_named(monkeypatch, tmp_path):
     assert "WOOLYAI_PRIORITY=9: input should be less than or equal to 4" in result.output
 
 
-def test_status_of_nothing_is_json_and_not_success(monkeypatch, tmp_path):
+def test_status_without_stack_prints_json_and_fails(monkeypatch, tmp_path):
     monkeypatch.setenv("WOOLYAI_STATE_DIR", str(tmp_path))
     monkeypatch.setenv("WOOLYAI_CONTROLLER_URL", "")
     result = cli.invoke(app, ["status", "--json"])
@@ -78,7 +78,7 @@ PAGES = [
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_command_that_the_documentation_names_exists(page):
+def test_commands_in_documentation_exist(page):
     code = "\n".join(_code((REPOSITORY / page).read_text()))
     commands = {c.name or c.callback.__name__ for c in app.registered_commands} | {
         g.typer_instance.info.name for g in app.registered_groups
@@ -88,19 +88,19 @@ def test_every_command_that_the_documentation_names_exists(page):
     assert set(re.findall(r"(?:^|\s)make ([a-z-]+)", code, re.M)) <= targets
 
 
-def test_readme_names_commands_and_targets():
+def test_readme_contains_commands_and_targets():
     code = "\n".join(_code((REPOSITORY / "README.md").read_text()))
     assert {"run", "up", "status", "down"} <= set(re.findall(r"wooly ([a-z]+)", code))
     assert {"run", "test"} <= set(re.findall(r"make ([a-z-]+)", code))
 
 
 def _code(text):
-    """What a page sets in code: blocks and spans."""
+    """Code blocks and code spans of a page."""
     return re.findall(r"```sh\n(.*?)```", text, re.S) + re.findall(r"`([^`\n]+)`", text)
 
 
-def test_module_runs_without_torch_for_help():
-    """`wooly --help` answers without importing torch, which takes seconds."""
+def test_help_does_not_import_torch():
+    """`wooly --help` must not import torch, because the import takes seconds."""
     probe = "import sys; import wooly.cli.commands; print('torch' in sys.modules)"
     shown = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == "False"

@@ -1,4 +1,4 @@
-"""`torch.compile` on the device: the same numbers as eager, one program a call, and eager wherever that cannot be."""
+"""`torch.compile` on the device: same numbers as eager, one program per call, and eager calls where this is not possible."""
 
 import copy
 
@@ -19,7 +19,7 @@ def fresh():
 
 
 class Counted:
-    """What graphs did in a block."""
+    """Number of recorded, replayed and eager calls in a block."""
 
     def __enter__(self):
         self.before = dict(vars(counters))
@@ -35,7 +35,7 @@ def mlp():
     return nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 2))
 
 
-def test_inference_is_one_program_after_the_first_call(cuda):
+def test_compile_inference_second_call_is_one_program(cuda):
     model = mlp().to(cuda)
     compiled = torch.compile(model)
     with torch.no_grad(), Counted() as did:
@@ -52,7 +52,7 @@ def test_inference_is_one_program_after_the_first_call(cuda):
     assert api.session_stats()["programs"] == programs + 1
 
 
-def test_training_equals_eager_on_the_cpu(cuda):
+def test_compile_training_equals_eager_on_cpu(cuda):
     local = mlp()
     model = copy.deepcopy(local).to(cuda)
     compiled = torch.compile(model)
@@ -75,7 +75,7 @@ def test_training_equals_eager_on_the_cpu(cuda):
     assert (did.recorded, did.replayed, did.eager) == (2, 10, 0)
 
 
-def test_gradients_of_inputs_and_of_some_results_only(cuda):
+def test_compile_gradients_of_inputs_and_some_results_equal_eager(cuda):
     def f(a, b):
         return a * b, (a + b).tanh(), a.detach() + 1
 
@@ -93,15 +93,15 @@ def test_gradients_of_inputs_and_of_some_results_only(cuda):
         assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
 
 
-def test_backward_from_other_results_than_before_is_refused_with_words(cuda):
+def test_compile_backward_of_other_results_raises(cuda):
     compiled = torch.compile(lambda a: (a * 2, a * 3))
     a = torch.randn(3, device=cuda, requires_grad=True)
     compiled(a)[0].sum().backward()
-    with pytest.raises(NotImplementedError, match=r"gradients for other results"):
+    with pytest.raises(NotImplementedError, match=r"gradients for another set of results"):
         compiled(a)[1].sum().backward()
 
 
-def test_forwards_without_a_backward_are_not_recorded_for_ever(cuda):
+def test_compile_forwards_without_backward_are_rarely_recorded(cuda):
     compiled = torch.compile(lambda a: a.sin() * 2)
     a = torch.randn(3, device=cuda, requires_grad=True)
     with Counted() as did:
@@ -112,11 +112,11 @@ def test_forwards_without_a_backward_are_not_recorded_for_ever(cuda):
         for _ in range(20):
             y = compiled(a)
             (grad,) = torch.autograd.grad(y.sum(), a)
-    assert did.replayed > 10  # a backward that comes late is taken up
+    assert did.replayed > 10  # a backward that comes late is still recorded
     assert torch.equal(y, a.sin() * 2) and torch.equal(grad, torch.autograd.grad((a.sin() * 2).sum(), a)[0])
 
 
-def test_saved_tensors_are_freed_by_backward(cuda):
+def test_compile_backward_frees_saved_tensors(cuda):
     compiled = torch.compile(lambda a: (a.sin().cos() * a).exp())
     a = torch.randn(100_000, device=cuda, requires_grad=True)
     for _ in range(2):
@@ -133,7 +133,7 @@ def test_saved_tensors_are_freed_by_backward(cuda):
         loss.backward()
 
 
-def test_argument_changed_before_backward_is_pytorch_s_own_error(cuda):
+def test_compile_argument_changed_before_backward_raises_error_of_pytorch(cuda):
     compiled = torch.compile(lambda a, b: a * b)
     a = torch.ones(3, device=cuda, requires_grad=True)
     b = torch.ones(3, device=cuda)
@@ -144,7 +144,7 @@ def test_argument_changed_before_backward_is_pytorch_s_own_error(cuda):
         y.backward()
 
 
-def test_arguments_are_written_in_place(cuda):
+def test_compile_arguments_are_written_in_place(cuda):
     def f(cache, x, at):
         cache.index_copy_(0, at, x)
         return cache.sum(0)
@@ -157,12 +157,12 @@ def test_arguments_are_written_in_place(cuda):
         for i in range(5):
             row, at = torch.full((1, 3), float(i + 1), device=cuda), torch.tensor([i], device=cuda)
             results.append(function(cache, row, at).tolist())
-            assert cache.cpu()[i].tolist() == [i + 1.0] * 3  # what was downloaded before is not taken for it
+            assert cache.cpu()[i].tolist() == [i + 1.0] * 3  # does not use the host copy of an earlier read
         found.append(results)
     assert found[0] == found[1]
 
 
-def test_running_statistics_move_with_every_call(cuda):
+def test_compile_running_statistics_change_in_every_call(cuda):
     local = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
     model = copy.deepcopy(local).to(cuda)
     compiled = torch.compile(model)
@@ -173,7 +173,7 @@ def test_running_statistics_move_with_every_call(cuda):
         assert torch.equal(ours.cpu(), theirs)
 
 
-def test_random_numbers_go_on_from_call_to_call(cuda):
+def test_compile_random_numbers_continue_between_calls(cuda):
     def f(x):
         return nn.functional.dropout(x, 0.5)
 
@@ -186,7 +186,7 @@ def test_random_numbers_go_on_from_call_to_call(cuda):
     assert found[0] == found[1] and len({tuple(row) for row in found[0]}) == 4
 
 
-def test_result_that_is_an_argument_or_a_view_of_it(cuda):
+def test_compile_result_is_argument_or_view_of_it(cuda):
     compiled = torch.compile(lambda x: (x, x[1:], x + 1))
     for n in range(3):
         x = torch.full((3, 2), float(n), device=cuda)
@@ -197,7 +197,7 @@ def test_result_that_is_an_argument_or_a_view_of_it(cuda):
         assert more.tolist() == [[n + 1, n + 1]] * 3
 
 
-def test_results_that_share_a_storage(cuda):
+def test_compile_results_share_storage(cuda):
     compiled = torch.compile(lambda x: (x * 2).chunk(2))
     for n in range(3):
         with torch.no_grad():
@@ -206,7 +206,7 @@ def test_results_that_share_a_storage(cuda):
         assert a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
-def test_arguments_that_share_a_storage_are_another_kind(cuda):
+def test_compile_arguments_with_shared_storage_are_another_kind(cuda):
     def f(a, b):
         a.add_(1)
         return a + b
@@ -220,7 +220,7 @@ def test_arguments_that_share_a_storage_are_another_kind(cuda):
         assert compiled(torch.zeros(2, device=cuda), torch.zeros(2, device=cuda)).tolist() == [1, 1]
 
 
-def test_graph_breaks_split_and_nothing_changes(cuda):
+def test_compile_graph_break_equals_eager(cuda):
     def f(x):
         y = x * 2
         if y.sum().item() > 0:
@@ -233,7 +233,7 @@ def test_graph_breaks_split_and_nothing_changes(cuda):
         assert compiled(x).tolist() == f(x).tolist()
 
 
-def test_data_from_the_host_in_the_middle_stays_eager(cuda):
+def test_compile_upload_inside_function_stays_eager(cuda):
     def f(x, host):
         return x + host.to(x.device)
 
@@ -245,7 +245,7 @@ def test_data_from_the_host_in_the_middle_stays_eager(cuda):
     assert did.replayed == 0 and did.eager == 3
 
 
-def test_shapes_that_change(cuda):
+def test_compile_changing_shapes_equal_eager(cuda):
     compiled = torch.compile(lambda x: x.softmax(-1) @ x.mT)
     with torch.no_grad():
         for n in (2, 3, 4, 2, 3, 4):
@@ -253,7 +253,7 @@ def test_shapes_that_change(cuda):
             assert torch.equal(compiled(x), x.softmax(-1) @ x.mT)
 
 
-def test_more_kinds_than_are_kept_run_eagerly(cuda):
+def test_compile_kinds_above_limit_run_eagerly(cuda):
     compiled = torch.compile(lambda x: x * 2 + 1, dynamic=True)
     with Counted() as did, torch.no_grad():
         for n in range(2, KINDS_KEPT + 10):
@@ -261,7 +261,7 @@ def test_more_kinds_than_are_kept_run_eagerly(cuda):
     assert did.eager > 0 and did.recorded <= KINDS_KEPT + 1
 
 
-def test_device_named_in_the_function_is_the_device(cuda):
+def test_compile_cuda_in_function_means_device(cuda):
     def f(x):
         kind = x.device.type
         y = torch.arange(3, device="cuda") + torch.zeros(3, device=x.device) + torch.ones(3).cuda().to("cuda:0")
@@ -274,7 +274,7 @@ def test_device_named_in_the_function_is_the_device(cuda):
     assert did.recorded + did.eager > 0
 
 
-def test_function_compiled_before_the_facade_was_live_changes_nothing(cuda):
+def test_compile_before_install_does_not_affect_compile_after(cuda):
     def f(x):
         return x + torch.arange(3, device="cuda") if torch.cuda.is_available() else x
 
@@ -286,7 +286,7 @@ def test_function_compiled_before_the_facade_was_live_changes_nothing(cuda):
     assert torch.compile(f, fullgraph=True)(torch.ones(3, device=cuda)).tolist() == [1, 2, 3]
 
 
-def test_failure_of_the_device_names_the_operator_and_the_line(cuda):
+def test_compile_device_error_names_operator_and_line(cuda):
     def f(x, i):
         return x.index_select(0, i) * 2
 
@@ -298,13 +298,13 @@ def test_failure_of_the_device_names_the_operator_and_the_line(cuda):
     assert compiled(x, torch.tensor([2], device=cuda)).tolist() == [2.0]
 
 
-def test_wrong_call_is_pytorch_s_own_error(cuda):
+def test_compile_wrong_call_raises_error_of_pytorch(cuda):
     compiled = torch.compile(lambda a, b: a @ b)
     with pytest.raises(RuntimeError, match="same reduction dim"):
         compiled(torch.ones(2, 3, device=cuda), torch.ones(2, 3, device=cuda))
 
 
-def test_host_functions_go_to_the_default_backend(cuda, monkeypatch):
+def test_compile_host_function_uses_default_backend(cuda, monkeypatch):
     from wooly import dynamo
 
     asked = []
@@ -313,7 +313,7 @@ def test_host_functions_go_to_the_default_backend(cuda, monkeypatch):
     assert len(asked) == 1
 
 
-def test_host_functions_are_compiled_in_the_mode_asked_for(cuda, monkeypatch):
+def test_compile_host_function_keeps_mode(cuda, monkeypatch):
     from torch._inductor import compile_fx
 
     asked = []
@@ -328,7 +328,7 @@ def test_host_functions_are_compiled_in_the_mode_asked_for(cuda, monkeypatch):
     assert asked[0]["max_autotune"] and not any(patches["triton.cudagraphs"] for patches in asked)
 
 
-def test_inference_mode_and_autocast_like_eager(cuda):
+def test_compile_inference_mode_and_autocast_equal_eager(cuda):
     model = mlp().to(cuda)
     compiled = torch.compile(model)
     x = torch.randn(3, 4, device=cuda)

@@ -35,7 +35,7 @@ def test_transfer_any_shape_round_trips(cuda, shape):
     assert torch.equal(there.cpu(), host)
 
 
-def test_transfer_strided_views_both_ways(cuda):
+def test_transfer_strided_views_round_trip(cuda):
     host = torch.arange(60.0).reshape(3, 4, 5)
     there = host.to(cuda)
     assert torch.equal(there.transpose(0, 2).cpu(), host.transpose(0, 2))
@@ -47,7 +47,7 @@ def test_transfer_strided_views_both_ways(cuda):
     assert torch.equal(target, host)
 
 
-def test_tensor_says_it_is_on_cuda(cuda):
+def test_tensor_reports_cuda(cuda):
     t = torch.zeros(2, device=cuda)
     assert t.device == torch.device("cuda", 0) and t.is_cuda and type(t) is torch.Tensor
     assert t.get_device() == 0 and t.type() == "torch.cuda.FloatTensor" and not t.is_cpu
@@ -83,7 +83,7 @@ def test_factories_on_cuda_equal_cpu(cuda, make):
     assert torch.equal(ours.cpu(), theirs)
 
 
-def test_device_context_makes_tensors_there(cuda):
+def test_device_context_makes_tensors_on_device(cuda):
     with torch.device("cuda"):
         assert torch.zeros(2).is_cuda and nn.Linear(2, 2).weight.is_cuda
     assert not torch.zeros(2).is_cuda
@@ -96,7 +96,7 @@ def test_views_share_storage(cuda):
     assert a.sum().item() == 8 and b.untyped_storage().data_ptr() == a.untyped_storage().data_ptr()
 
 
-def test_inplace_and_out_variants(cuda):
+def test_inplace_and_out_variants_equal_cpu(cuda):
     a, b = torch.randn(3, 4), torch.randn(3, 4)
     x, y = a.to(cuda), b.to(cuda)
     x.add_(y).mul_(2).clamp_(min=0)
@@ -114,7 +114,7 @@ def test_resize_keeps_old_content(cuda):
     assert torch.equal(t.cpu(), torch.tensor([[0.0], [1.0]]))
 
 
-def test_outputs_of_unknown_shape(cuda):
+def test_operators_with_data_dependent_shape_equal_cpu(cuda):
     host = torch.tensor([3, 0, 1, 3, 0])
     there = host.to(cuda)
     assert torch.equal(there.nonzero().cpu(), host.nonzero())
@@ -126,7 +126,7 @@ def test_outputs_of_unknown_shape(cuda):
     assert torch.equal(there, there.clone()) and not torch.equal(there, there + 1)
 
 
-def test_scalars_of_the_host_mix_in(cuda):
+def test_host_scalars_mix_with_device_tensors(cuda):
     x = torch.arange(3, device=cuda)
     for other in (2, 2.5, True, torch.tensor(2), torch.tensor(2.5), torch.tensor(2.5, dtype=torch.float64)):
         ours, theirs = x * other, torch.arange(3) * other
@@ -147,7 +147,7 @@ def test_scalars_of_the_host_mix_in(cuda):
         lambda t: t.detach(),
     ],
 )
-def test_view_in_inference_mode_is_an_inference_tensor_where_its_base_is(cuda, look):
+def test_view_in_inference_mode_is_inference_tensor_if_base_is(cuda, look):
     before = torch.arange(12.0).view(3, 4)
     found = []
     for where in ("cpu", cuda):
@@ -172,14 +172,14 @@ WRITES = {
     "mm out": lambda x, a, b: torch.mm(a.conj(), b.mT, out=x),
     "bmm out": lambda x, a, b: torch.bmm(a[None], b.mH[None], out=x[None]),
     "add_": lambda x, a, b: x.add_(a.conj()),
-    # The CPU writes its solutions into a negative view with the wrong sign.
+    # The CPU has a bug: it writes solutions into a negative view with the wrong sign.
     "solve": lambda x, a, b: None if x.is_neg() else torch.linalg.solve_triangular(a.mH, b, upper=True, out=x),
 }
 
 
 @pytest.mark.parametrize("seen", [_conj, _negative])
 @pytest.mark.parametrize("name", WRITES)
-def test_write_into_a_conjugate_or_negative_view_arrives(cuda, name, seen):
+def test_write_to_conjugate_or_negative_view_changes_base(cuda, name, seen):
     torch.manual_seed(0)
     x, a, b = torch.randn(3, 4, 4, dtype=torch.complex64)
     found = []
@@ -210,14 +210,14 @@ PRODUCTS = {
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_product_of_conjugate_and_negative_views_equals_the_cpu(cuda, name):
+def test_product_of_conjugate_and_negative_views_equals_cpu(cuda, name):
     torch.manual_seed(0)
     a, b = torch.randn(2, 4, 4, dtype=torch.complex64)
     theirs, ours = PRODUCTS[name](a, b), PRODUCTS[name](a.to(cuda), b.to(cuda))
     assert torch.equal(ours.cpu(), theirs.resolve_conj().resolve_neg()) and ours.stride() == theirs.stride()
 
 
-def test_complex_conjugate_views(cuda):
+def test_complex_conjugate_views_equal_cpu(cuda):
     host = torch.randn(4, dtype=torch.complex64)
     there = host.to(cuda)
     assert torch.equal(there.conj().cpu(), host.conj().resolve_conj())
@@ -225,7 +225,7 @@ def test_complex_conjugate_views(cuda):
     assert torch.equal(there.conj().imag.cpu(), host.conj().imag.resolve_neg())
 
 
-def test_errors_of_shape_are_raised_at_the_call(cuda):
+def test_wrong_shape_raises_at_call(cuda):
     a, b = torch.zeros(2, 3, device=cuda), torch.zeros(4, 5, device=cuda)
     with pytest.raises(RuntimeError, match=r"size of tensor a|must match"):
         a + b
@@ -235,11 +235,11 @@ def test_errors_of_shape_are_raised_at_the_call(cuda):
         a + torch.zeros(2, 3)
 
 
-def test_error_on_the_far_side_names_the_line(cuda):
+def test_remote_error_names_line(cuda):
     table, index = torch.zeros(3, device=cuda), torch.tensor([5], device=cuda)
-    bad = table.index_select(0, index)  # the line that is named
+    bad = table.index_select(0, index)  # the error must name this line
     with pytest.raises(
-        RuntimeError, match=r"index out of range.*\n.*test_device\.py:\d+ in test_error_on_the_far_side"
+        RuntimeError, match=r"index out of range.*\n.*test_device\.py:\d+ in test_remote_error_names_line"
     ):
         bad.cpu()
     assert (table + 1).sum().item() == 3
@@ -249,8 +249,8 @@ def test_error_on_the_far_side_names_the_line(cuda):
 
 @pytest.mark.parametrize("calls", [1, 2, 3])
 @pytest.mark.parametrize("half", [False, True])
-def test_interrupt_within_an_operation_leaves_nothing_behind(cuda, monkeypatch, calls, half):
-    """Ctrl-C comes between any two steps: before an instruction is recorded, or when half of it is."""
+def test_interrupt_during_operation_leaves_no_instruction(cuda, monkeypatch, calls, half):
+    """Ctrl-C can come at any time: before an instruction is recorded, or while it is incomplete."""
     x = torch.arange(3.0, device=cuda)
     torch.cuda.synchronize()
     recorder = device.current().devices.recorders[0]
@@ -275,8 +275,8 @@ def test_interrupt_within_an_operation_leaves_nothing_behind(cuda, monkeypatch, 
     assert (x * 3 - 0.5).tolist() == [-0.5, 2.5, 5.5]
 
 
-def test_code_without_a_hash_may_call(cuda):
-    """Dynamo puts dictionaries among the constants of the functions that it makes."""
+def test_operation_from_unhashable_code_is_recorded(cuda):
+    """Dynamo makes functions whose code objects contain dictionaries as constants and therefore have no hash."""
 
     def double(x):
         return x + x
@@ -288,12 +288,12 @@ def test_code_without_a_hash_may_call(cuda):
     assert made(torch.ones(2, device=cuda)).tolist() == [2, 2]
 
 
-def test_unsupported_layout_says_so(cuda):
+def test_unsupported_layout_raises(cuda):
     with pytest.raises((NotImplementedError, RuntimeError)):
         torch.sparse_coo_tensor([[0]], [1.0], (2,), device="cuda:0")
 
 
-def test_item_twice_costs_one_round_trip(cuda):
+def test_item_second_call_needs_no_round_trip(cuda):
     t = torch.ones(3, device=cuda).sum()
     assert t.item() == 3
     before = api.session_stats()["syncs"]
@@ -314,7 +314,7 @@ def test_item_twice_costs_one_round_trip(cuda):
         lambda x, i: x[i.to(torch.int32)[None]],
     ],
 )
-def test_index_of_integers_waits_for_nothing(cuda, index):
+def test_index_with_integers_does_not_wait(cuda, index):
     x, i = torch.arange(24.0).reshape(3, 4, 2), torch.tensor([1, 0])
     there = x.to(cuda), i.to(cuda)
     before = api.session_stats()["syncs"]
@@ -324,7 +324,7 @@ def test_index_of_integers_waits_for_nothing(cuda, index):
     assert got.shape == expected.shape and got.stride() == expected.stride() and torch.equal(got.cpu(), expected)
 
 
-def test_index_out_of_range_is_told_at_the_next_wait(cuda):
+def test_index_out_of_range_raises_at_next_wait(cuda):
     x = torch.arange(3.0, device=cuda)
     lost = x[torch.tensor([1, 7], device=cuda)]
     with pytest.raises(RuntimeError, match=r"(?s)index 7 is out of bounds.*test_device\.py"):
@@ -334,7 +334,7 @@ def test_index_out_of_range_is_told_at_the_next_wait(cuda):
         x.reshape(1, 3)[torch.zeros(2, dtype=torch.long, device=cuda), torch.zeros(3, dtype=torch.long, device=cuda)]
 
 
-def test_storage_dies_with_its_last_view(cuda):
+def test_storage_is_freed_with_last_view(cuda):
     before = storage.live_count()
     a = torch.zeros(8, device=cuda)
     view = a[2:4]
@@ -353,7 +353,7 @@ def test_manual_seed_repeats_random_numbers(cuda):
     assert not torch.equal(first[0], torch.rand(4, device=cuda))
 
 
-def test_deepcopy_and_state_dict(cuda):
+def test_deepcopy_and_state_dict_keep_values(cuda):
     model = nn.Linear(3, 2).to(cuda)
     twin = copy.deepcopy(model)
     assert torch.equal(twin.weight, model.weight) and twin.weight.data_ptr() != model.weight.data_ptr()
@@ -402,15 +402,15 @@ def test_conv_net_backward_equals_cpu(cuda):
         assert torch.equal(ours, theirs)
 
 
-def test_running_statistics_are_read_anew_after_each_training_step(cuda):
-    """The operator's schema does not say that it writes them."""
+def test_running_statistics_read_after_training_step_are_new(cuda):
+    """The operator writes the running statistics, but its schema does not declare it."""
 
     def story(device):
         torch.manual_seed(0)
         norm, seen = nn.BatchNorm2d(3).to(device), []
         for _ in range(3):
             norm(torch.randn(2, 3, 4, 4).to(device)).sum().backward()
-            mean = norm.running_mean * 1  # an instruction beside those that write
+            mean = norm.running_mean * 1  # an instruction that reads the statistics
             seen += [norm.running_mean.tolist(), norm.running_var.tolist(), mean.tolist()]
             seen += [norm.running_mean[1].item(), norm.running_mean[1].item()]
         norm.eval()
@@ -435,7 +435,7 @@ def test_lstm_equals_cpu(cuda, layers, bidirectional, batch_first):
 
 @pytest.mark.parametrize("grad", [False, True], ids=["inference", "gradients"])
 @pytest.mark.parametrize("training", [False, True], ids=["evaluation", "training"])
-def test_lstm_in_every_mode_equals_cpu(cuda, training, grad):
+def test_lstm_training_and_grad_modes_equal_cpu(cuda, training, grad):
     def run(device):
         torch.manual_seed(3)
         net = nn.LSTM(6, 10, 2).train(training)
@@ -465,7 +465,7 @@ def test_attention_equals_cpu(cuda):
         assert torch.equal(ours, theirs)
 
 
-def test_memory_statistics_follow_the_tensors(cuda):
+def test_memory_statistics_count_tensors(cuda):
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     t = torch.zeros(1 << 18, device=cuda)
@@ -486,7 +486,7 @@ def test_events_and_streams_are_in_order(cuda):
     assert start.elapsed_time(end) >= 0
 
 
-def test_threads_may_share_the_device(cuda):
+def test_threads_share_device(cuda):
     from concurrent.futures import ThreadPoolExecutor
 
     def work(n):
@@ -499,7 +499,7 @@ def test_threads_may_share_the_device(cuda):
         assert list(pool.map(work, range(8))) == [16.0 * (n + 50) for n in range(8)]
 
 
-def test_more_ids_than_live_storages_are_recycled(cuda):
+def test_buffer_ids_are_reused(cuda):
     t = torch.zeros(1, device=cuda)
     highest = 0
     for _ in range(3000):
@@ -527,27 +527,27 @@ def test_more_ids_than_live_storages_are_recycled(cuda):
         lambda d: torch.eye(3, device=d),
     ],
 )
-def test_factory_makes_what_the_cpu_makes(cuda, make):
+def test_factory_equals_cpu(cuda, make):
     ours, theirs = make(cuda), make("cpu")
     assert ours.is_cuda and ours.dtype is theirs.dtype
     assert torch.equal(ours.cpu(), theirs)
 
 
-def test_arange_of_the_wrong_direction_is_pytorch_s_own_error(cuda):
+def test_arange_wrong_direction_raises_error_of_pytorch(cuda):
     with pytest.raises(RuntimeError, match="inconsistent with step sign"):
         torch.arange(0, 5, -1, device=cuda)
 
 
-def test_sparse_tensors_are_refused(cuda):
+def test_sparse_tensors_raise(cuda):
     with pytest.raises(NotImplementedError):
         torch.sparse_coo_tensor(torch.tensor([[0]]), torch.tensor([1.0]), (2,), device=cuda)
 
 
-# -- what CUDA allows, and how it refuses ------------------------------------------------------------------------------
+# -- calls that CUDA allows, and errors of CUDA ------------------------------------------------------------------------
 
 
 def both(call, cuda):
-    """What a call gives, or its error, on the CPU and on the device."""
+    """Result or error of a call on the CPU and on the device."""
     found = []
     for where in ("cpu", cuda):
         try:
@@ -572,14 +572,14 @@ def both(call, cuda):
         lambda d: torch.linalg.inv(torch.zeros(3, 3, device=d)),
     ],
 )
-def test_refused_call_raises_the_cpu_error(cuda, call):
+def test_invalid_call_raises_error_of_cpu(cuda, call):
     theirs, ours = both(call, cuda)
     assert isinstance(theirs, tuple)
     assert ours == theirs
 
 
 def without_gradients(where):
-    """A layer whose weights want gradients, which decides how ATen multiplies even where there are none."""
+    """A layer whose weights require gradients, called without gradients. ATen's choice of product depends on `requires_grad`."""
     generator = torch.Generator().manual_seed(1)
     layer = torch.nn.Linear(32, 64)
     with torch.no_grad():
@@ -601,7 +601,7 @@ def without_gradients_and_with_odd_strides(where):
     "call",
     [
         lambda d: torch.zeros(1, device=d).expand(3).fill_(2),
-        lambda d: torch.linalg.cholesky(torch.eye(3, device=d) * 4),  # zeros, on which calls are tried, would fail
+        lambda d: torch.linalg.cholesky(torch.eye(3, device=d) * 4),  # the trial on zeros fails, but the call is valid
         lambda d: torch.nonzero(
             torch.tensor([1, 0, 2], device=d), out=torch.empty(5, 7, dtype=torch.int64, device=d).resize_(0)
         ),
@@ -618,7 +618,7 @@ def without_gradients_and_with_odd_strides(where):
         without_gradients_and_with_odd_strides,
     ],
 )
-def test_allowed_call_gives_the_cpu_result(cuda, call):
+def test_valid_call_equals_cpu(cuda, call):
     theirs, ours = both(call, cuda)
     assert ours == theirs and not isinstance(theirs, tuple)
 
@@ -631,7 +631,7 @@ def test_histc_counts_integers_as_cuda_does(cuda, dtype):
     assert torch.histc(x, bins=2).tolist() == [6, 1]
 
 
-def test_trial_of_a_random_operator_leaves_the_host_generator(cuda):
+def test_trial_of_random_operator_keeps_host_generator(cuda):
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
@@ -639,7 +639,7 @@ def test_trial_of_a_random_operator_leaves_the_host_generator(cuda):
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_module_moved_keeps_its_parameters(cuda):
+def test_module_to_device_keeps_parameter_objects(cuda):
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     before = list(model.parameters())
@@ -657,7 +657,7 @@ def on_host_with_gradient():
     return weight
 
 
-def test_data_of_another_device_may_be_assigned(cuda):
+def test_data_assignment_from_other_device_works(cuda):
     weight = on_host_with_gradient()
     weight.label = "mine"
     optimizer = torch.optim.SGD([weight], lr=0.5)
@@ -671,7 +671,7 @@ def test_data_of_another_device_may_be_assigned(cuda):
     assert weight.tolist() == [0, 0] and not weight.is_cuda and weight.grad is None
 
 
-def test_data_of_another_device_is_refused_for_a_tensor_in_a_graph(cuda):
+def test_data_assignment_to_tensor_in_graph_raises(cuda):
     weight = nn.Parameter(torch.ones(3))
     kept = (weight * weight).exp()
     with pytest.raises(RuntimeError, match="while a graph or another object holds"):
@@ -680,23 +680,23 @@ def test_data_of_another_device_is_refused_for_a_tensor_in_a_graph(cuda):
     assert weight.grad.is_cpu
 
 
-def test_data_of_no_memory_is_refused_as_pytorch_does(cuda):
+def test_data_assignment_of_meta_tensor_raises_error_of_pytorch(cuda):
     weight = nn.Parameter(torch.empty(3, device="meta"))
     with pytest.raises(RuntimeError, match="incompatible tensor type"):
         weight.data = torch.ones(3, device=cuda)
 
 
-def test_module_without_shapes_waits_for_them_on_the_device(cuda):
+def test_lazy_module_initializes_on_device(cuda):
     model = torch.nn.LazyLinear(2).to(cuda)
     assert model(torch.ones(1, 3, device=cuda)).shape == (1, 2)
     assert model.weight.is_cuda and model.weight.shape == (2, 3)
 
 
-def test_device_context_makes_parameters_there(cuda):
+def test_device_context_makes_parameters_on_device(cuda):
     with torch.device(cuda):
         assert torch.nn.Linear(2, 2).weight.is_cuda
 
 
-def test_sparse_tensor_is_refused_with_advice(cuda):
+def test_sparse_tensor_error_has_advice(cuda):
     with pytest.raises(NotImplementedError, match="to_dense"):
         torch.eye(3).to_sparse().to(cuda)

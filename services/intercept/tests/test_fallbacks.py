@@ -1,4 +1,4 @@
-"""The counter of what the client's CPU computes in the device's stead."""
+"""The counter of operators on device tensors that the client's CPU computes."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def device(cuda):
 
 @pytest.fixture(scope="module")
 def forced():
-    """Operators that fall back: one in composite code, one in a kernel of the device."""
+    """Make two operators fall back: one in composite code, one in a kernel of the device."""
     library = torch.library.Library("wooly_forced", "DEF")
     library.define("composite(Tensor x) -> Tensor")
     library.define("kernel(Tensor x) -> Tensor")
@@ -63,7 +63,7 @@ def test_fallback_outside_the_context_is_not_counted(cuda, device, forced):
     assert fallbacks.calls == 1
 
 
-def test_what_the_program_computes_on_the_host_is_its_own(cuda, device):
+def test_computation_of_program_on_host_is_not_counted(cuda, device):
     x = torch.arange(5.0, device=cuda)
     with Fallbacks(device) as fallbacks:
         host = (x * 2).cpu()
@@ -73,7 +73,7 @@ def test_what_the_program_computes_on_the_host_is_its_own(cuda, device):
     assert dict(fallbacks.found) == {}
 
 
-def test_training_falls_back_nowhere(cuda, device):
+def test_training_has_no_fallback(cuda, device):
     torch.manual_seed(0)
     before = device.generic.inferences.on_meta
     with Fallbacks(device) as fallbacks:
@@ -99,7 +99,7 @@ def test_training_falls_back_nowhere(cuda, device):
     assert device.generic.inferences.on_meta > before
 
 
-def test_operations_of_a_compiled_function_are_counted_each_time(cuda, device):
+def test_operations_of_compiled_function_are_counted_in_each_call(cuda, device):
     @torch.compile
     def f(x):
         return (x * 2 + 1).relu().sum()

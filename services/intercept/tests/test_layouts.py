@@ -1,4 +1,4 @@
-"""Strides of results: later sums run over memory in that order, so the CPU's own layout is part of its numbers."""
+"""Strides of results equal the CPU's. The order of later sums depends on the strides, and so do the bits of their results."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from torch import nn
 
 
 def steps(t):
-    """Strides of the dimensions that have any."""
+    """Strides of the dimensions whose size is larger than 1."""
     return [stride for size, stride in zip(t.shape, t.stride(), strict=True) if size > 1]
 
 
@@ -15,7 +15,7 @@ def steps(t):
 @pytest.mark.parametrize("kernel", [1, 3])
 @pytest.mark.parametrize("last", ["none", "input", "weight", "both"])
 @pytest.mark.parametrize("dims", [2, 3])
-def test_convolution_channels_last_result_is_laid_out_as_on_the_cpu(cuda, dims, last, kernel, transposed):
+def test_convolution_channels_last_result_has_strides_of_cpu(cuda, dims, last, kernel, transposed):
     torch.manual_seed(0)
     make = {(2, False): nn.Conv2d, (2, True): nn.ConvTranspose2d, (3, False): nn.Conv3d, (3, True): nn.ConvTranspose3d}
     model = make[dims, transposed](4, 6, kernel)
@@ -58,7 +58,7 @@ def test_convolution_channels_last_result_is_laid_out_as_on_the_cpu(cuda, dims, 
         ],
     ],
 )
-def test_result_of_library_operator_is_laid_out_as_on_the_cpu(cuda, call):
+def test_library_operator_result_has_strides_of_cpu(cuda, call):
     torch.manual_seed(0)
     x = torch.randn(4, 8, 6)
     for ours, theirs in zip(call(x.to(cuda)), call(x), strict=True):
@@ -67,7 +67,7 @@ def test_result_of_library_operator_is_laid_out_as_on_the_cpu(cuda, call):
 
 
 @pytest.mark.parametrize("name", ["elu", "hardsigmoid", "hardswish", "hardtanh", "logit", "softplus", "silu", "gelu"])
-def test_gradient_of_an_activation_is_laid_out_as_on_the_cpu(cuda, name):
+def test_activation_gradient_has_strides_of_cpu(cuda, name):
     function = getattr(F, name, None) or getattr(torch, name)
     found = []
     for where in ("cpu", cuda):

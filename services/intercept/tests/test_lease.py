@@ -1,4 +1,4 @@
-"""The thread that keeps a session alive: it waits for the router's answers alone, and never ends without a word."""
+"""The thread that renews a session's lease: it waits only for the router, and reports every unexpected end."""
 
 import threading
 import time
@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from wooly import control
-from wooly.control import AGAIN, ControlError, OpenedSession
+from wooly.control import RETRY_DIVISOR, ControlError, OpenedSession
 from wooly_bus import contracts
 
 LEASE_S = 0.6
@@ -14,7 +14,7 @@ WAIT_S = 30.0
 
 
 class Controller:
-    """Answers to renewals by `answer`, and notes when it was asked."""
+    """A controller that calls `answer` for each renewal, and records the time of each renewal."""
 
     ephemeral, reach, access = False, {}, None
 
@@ -69,16 +69,16 @@ def opened():
         session.close()
 
 
-def test_renewals_go_on_while_spans_cannot_be_sent(opened):
+def test_renewals_continue_while_sending_spans_blocks(opened):
     released, controller = threading.Event(), Controller()
     sending = []
     opened(controller, Trace(lambda *_: (sending.append(1), released.wait(WAIT_S))))
     controller.wait_asked(4)
-    assert sending == [1]  # and no second thread waits beside the first
+    assert sending == [1]  # no second thread was started
     released.set()
 
 
-def test_renewal_that_failed_is_tried_again_before_its_next_turn(opened, monkeypatch):
+def test_failed_renewal_is_retried_early(opened, monkeypatch):
     pauses = []
 
     class Event(threading.Event):
@@ -96,10 +96,10 @@ def test_renewal_that_failed_is_tried_again_before_its_next_turn(opened, monkeyp
     controller = Controller(answer)
     opened(controller)
     controller.wait_asked(3)
-    assert pauses[0] == LEASE_S / 3 and all(0 < pause <= LEASE_S / AGAIN for pause in pauses[1:3])
+    assert pauses[0] == LEASE_S / 3 and all(0 < pause <= LEASE_S / RETRY_DIVISOR for pause in pauses[1:3])
 
 
-def test_whatever_ends_the_thread_is_told_to_the_session(opened):
+def test_unexpected_error_in_lease_thread_ends_session(opened):
     told, heard = [], threading.Event()
 
     def fail():
@@ -108,4 +108,4 @@ def test_whatever_ends_the_thread_is_told_to_the_session(opened):
     session = opened(Controller(fail))
     session.on_lost = lambda why: (told.append(why), heard.set())
     assert heard.wait(WAIT_S)
-    assert told == ["its lease is renewed no more: KeyError: 'left'"]
+    assert told == ["the thread that renews the session's lease failed: KeyError: 'left'"]

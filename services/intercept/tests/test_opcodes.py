@@ -1,4 +1,4 @@
-"""Which operators travel as native opcodes, and that their results stay the CPU's bits."""
+"""Operators that are recorded with native opcodes, and that their results equal the CPU's bit for bit."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def test_operator_has_an_opcode(op, args, kwargs, operands, params, expected):
     assert (form.opcode, form.attr("args")) == expected
 
 
-def test_filling_is_an_instruction_of_its_own():
+def test_fill_has_own_opcode():
     form = native_form(aten.fill_.Scalar, (A, P), (), (INOUT,), (ParamKind.F64,))
     assert form is not None
     assert (form.opcode, form.operands, form.attr("value")) == ("fill", (OUT,), P)
@@ -48,12 +48,12 @@ def test_filling_is_an_instruction_of_its_own():
     ],
     ids=["no row", "no rounding mode", "another meaning", "another dtype"],
 )
-def test_anything_else_travels_as_extern(op, args, operands):
+def test_operator_without_opcode_is_extern(op, args, operands):
     assert native_form(op, args, (), operands, ()) is None
 
 
-def test_a_training_step_is_native(cuda):
-    """The instructions of a small step: what the compiler cannot look into is listed here."""
+def test_training_step_uses_native_opcodes(cuda):
+    """Lists the instructions of a small training step that are `extern`, which the compiler cannot optimize."""
     from wooly import api
 
     recorder = api._attached.device.recorder

@@ -1,4 +1,4 @@
-"""Optimizers in each of their implementations, gradient scaling and clipping: the numbers of the same call on the CPU."""
+"""Optimizers in each implementation, gradient scaling and clipping give the same numbers as on the CPU."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ INF_AT = 1  # the step whose gradients overflow
 
 
 def train(device, optimizer, clip=None, scaler=None, **options):
-    """Five steps. Returns what a user sees: losses, scales, norms, parameters, state of the scaler."""
+    """Train five steps. Returns losses, scales, norms, parameters and the state of the scaler."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).to(device)
     opt = getattr(torch.optim, optimizer)(model.parameters(), lr=0.05, **options)
@@ -82,7 +82,7 @@ def test_scaled_training_equals_cpu(cuda, optimizer, how, clip):
     assert scales == [65536.0, 32768.0, 32768.0, 65536.0, 65536.0]
 
 
-def test_older_scaler_and_its_state(cuda):
+def test_older_scaler_state_round_trips(cuda):
     with pytest.warns(FutureWarning):
         scaler = torch.cuda.amp.GradScaler(init_scale=8.0)
     loss = torch.ones(1, device=cuda)
@@ -94,7 +94,7 @@ def test_older_scaler_and_its_state(cuda):
     assert other.get_scale() == 4.0
 
 
-def test_scaler_skips_the_step_that_overflowed(cuda):
+def test_scaler_skips_step_after_overflow(cuda):
     weight = torch.ones(3, device=cuda, requires_grad=True)
     opt = torch.optim.SGD([weight], lr=1.0)
     scaler = torch.amp.GradScaler("cuda", init_scale=4.0)
@@ -123,7 +123,7 @@ def test_clipping_equals_cpu(cuda, norm, foreach):
         assert torch.allclose(ours, theirs) if foreach is None else torch.equal(ours, theirs)
 
 
-def test_optimizer_state_moves_with_load_state_dict(cuda):
+def test_load_state_dict_moves_optimizer_state_to_device(cuda):
     weight = nn.Parameter(torch.ones(3, device=cuda))
     weight.grad = torch.ones_like(weight)
     opt = torch.optim.Adam([weight], fused=True)

@@ -1,4 +1,4 @@
-"""Pinned host memory: who says that it is, and data loaders that ask for it."""
+"""Pinned host memory: `is_pinned`, data loaders, and copies that do not wait."""
 
 import gc
 
@@ -21,13 +21,13 @@ from wooly.device import current_devices
         lambda **k: torch.full((2,), 1.5, dtype=torch.bfloat16, **k),
     ],
 )
-def test_constructors_pin_when_asked(cuda, make):
+def test_constructor_with_pin_memory_is_pinned(cuda, make):
     asked, plain = make(pin_memory=True), make()
     assert asked.is_pinned() and not plain.is_pinned() and asked.device.type == "cpu"
     assert (asked.dtype, asked.stride(), asked.requires_grad) == (plain.dtype, plain.stride(), plain.requires_grad)
 
 
-def test_pinned_copy_and_its_views(cuda):
+def test_pin_memory_copy_and_views_are_pinned(cuda):
     host = torch.arange(6.0).reshape(2, 3).T
     copied = host.pin_memory()
     assert torch.equal(copied, host) and copied.stride() == host.stride() and not host.is_pinned()
@@ -36,7 +36,7 @@ def test_pinned_copy_and_its_views(cuda):
     assert torch.equal(copied.to(cuda, non_blocking=True).cpu(), host)
 
 
-def test_memory_of_the_dead_is_not_pinned(cuda):
+def test_freed_memory_is_not_pinned(cuda):
     gc.collect()
     before = len(storage.pinned)
     view = torch.ones(100).pin_memory()[3:]
@@ -45,7 +45,7 @@ def test_memory_of_the_dead_is_not_pinned(cuda):
     assert len(storage.pinned) == before
 
 
-def test_only_host_tensors_can_be_pinned(cuda):
+def test_pin_memory_device_tensor_raises(cuda):
     with pytest.raises(
         RuntimeError, match=r"cannot pin 'torch\.cuda\.FloatTensor' only dense CPU tensors can be pinned"
     ):
@@ -56,7 +56,7 @@ def test_only_host_tensors_can_be_pinned(cuda):
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork:DeprecationWarning")
-def test_data_loader_pins_its_batches(cuda, workers):
+def test_data_loader_pins_batches(cuda, workers):
     data = TensorDataset(torch.arange(32.0), torch.arange(32))
     total = torch.zeros((), device=cuda)
     for values, labels in DataLoader(data, batch_size=8, num_workers=workers, pin_memory=True):
@@ -65,7 +65,7 @@ def test_data_loader_pins_its_batches(cuda, workers):
     assert total.item() == 2 * sum(range(32))
 
 
-def test_download_without_blocking_is_there_after_synchronize(cuda):
+def test_download_non_blocking_is_complete_after_synchronize(cuda):
     there = torch.arange(1000.0, device=cuda) * 2
     host = torch.empty(1000, pin_memory=True)
     host.copy_(there, non_blocking=True)
@@ -75,7 +75,7 @@ def test_download_without_blocking_is_there_after_synchronize(cuda):
     assert all(torch.equal(other, host) for other in others)
 
 
-def test_upload_without_blocking_may_be_followed_by_a_write(cuda):
+def test_upload_non_blocking_ignores_later_write(cuda):
     host = torch.ones(1000).pin_memory()
     there = host.to(cuda, non_blocking=True)
     torch.cuda.synchronize()
@@ -83,7 +83,7 @@ def test_upload_without_blocking_may_be_followed_by_a_write(cuda):
     assert there.sum().item() == 1000
 
 
-def test_copy_to_pinned_memory_is_waited_for_by_an_event(cuda):
+def test_event_synchronize_completes_copy_to_pinned_memory(cuda):
     link = attached_links()[0]
     x = torch.arange(6.0, device=cuda).reshape(2, 3).T + 1
     host, fetched = torch.zeros(2, 3, pin_memory=True).T, torch.cuda.Event()
@@ -99,7 +99,7 @@ def test_copy_to_pinned_memory_is_waited_for_by_an_event(cuda):
     assert torch.equal(y.cpu(), host * 2) and link.syncs == before + 2
 
 
-def test_copies_to_pinned_memory_come_in_order_and_whatever_waits_next_has_them(cuda):
+def test_copies_to_pinned_memory_complete_at_next_wait(cuda):
     hosts = [torch.zeros(3, dtype=torch.int64, pin_memory=True) for _ in range(200)]
     x = torch.zeros(3, dtype=torch.int64, device=cuda)
     for host in hosts:
@@ -107,18 +107,18 @@ def test_copies_to_pinned_memory_come_in_order_and_whatever_waits_next_has_them(
     assert x.sum().item() == 600
     assert [host.tolist() for host in hosts] == [[n] * 3 for n in range(1, 201)]
     hosts[0].copy_(x, non_blocking=True)
-    again = hosts[0].to(cuda)  # uploads what was fetched, not what was there before
+    again = hosts[0].to(cuda)  # uploads the fetched values, not the old values
     assert again.tolist() == [200] * 3
 
 
-def test_copy_to_pinned_memory_does_not_end_a_program_behind_a_compiled_one(cuda):
+def test_copy_to_pinned_memory_keeps_program_open_after_replay(cuda):
     link, recorder = attached_links()[0], current_devices().recorders[0]
     host, fetched = torch.zeros(4, pin_memory=True), torch.cuda.Event()
     x = torch.arange(4.0, device=cuda)
     double = torch.compile(lambda t: t * 2)
     double(x), double(x)
     torch.cuda.synchronize()
-    with recorder.lock:  # nor does the timer
+    with recorder.lock:  # the timer must not close the program
         double(x)
         programs, syncs = recorder.programs, link.syncs
         x += 1
@@ -127,12 +127,12 @@ def test_copy_to_pinned_memory_does_not_end_a_program_behind_a_compiled_one(cuda
         x.zero_()
         assert recorder.programs == programs
         fetched.synchronize()
-    assert host.tolist() == [1, 2, 3, 4]  # as it was then
+    assert host.tolist() == [1, 2, 3, 4]  # the values at the time of the copy
     assert (recorder.programs, link.syncs) == (programs + 1, syncs + 1)
     assert x.tolist() == [0, 0, 0, 0]
 
 
-def test_pinned_memory_that_is_still_being_filled_is_uploaded_full(cuda):
+def test_upload_from_pinned_memory_waits_for_started_read(cuda):
     x, host = torch.ones(1, device=cuda), torch.zeros(1, pin_memory=True)
     double = torch.compile(lambda t: t * 2)
     double(x), double(x)
@@ -148,21 +148,24 @@ def test_pinned_memory_that_is_still_being_filled_is_uploaded_full(cuda):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: (torch.zeros(40_000, pin_memory=True), torch.arange(40_000.0)),  # more than is fetched without waiting
+        lambda: (
+            torch.zeros(40_000, pin_memory=True),
+            torch.arange(40_000.0),
+        ),  # larger than the limit of reads that do not wait
         lambda: (torch.zeros(4, dtype=torch.float64, pin_memory=True), torch.arange(4.0)),
         lambda: (torch.zeros(2, 4, pin_memory=True), torch.arange(4.0)),
         lambda: (torch.zeros(4, 2, pin_memory=True), torch.arange(8.0).reshape(2, 4).T),
         lambda: (torch.zeros(4), torch.arange(4.0)),
     ],
 )
-def test_other_copies_are_there_at_once(cuda, make):
+def test_other_copies_are_complete_at_once(cuda, make):
     host, values = make()
     there = values.to(cuda)
     host.copy_(there, non_blocking=True)
     assert torch.equal(host, values.to(host.dtype).expand(host.shape))
 
 
-def test_failure_of_a_fetched_value_is_told_to_who_waits(cuda):
+def test_failed_fetch_raises_at_next_wait(cuda):
     good = torch.ones(2, device=cuda)
     torch.cuda.synchronize()
     first, second, fetched = torch.zeros(2, pin_memory=True), torch.zeros(2, pin_memory=True), torch.cuda.Event()

@@ -1,4 +1,4 @@
-"""Processes that a program starts: a fork cannot use the device and does not disturb its parent."""
+"""Forked processes: a fork cannot use the device, and does not affect the session of its parent."""
 
 import os
 import threading
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threade
 
 
 def in_fork(work):
-    """What `work` returns, as text, or its error, in a forked child that ends as ordinary ones do."""
+    """Run `work` in a forked child. Returns its result or its error as text."""
     read, write = os.pipe()
     pid = os.fork()
     if not pid:
@@ -40,16 +40,16 @@ def in_fork(work):
         lambda x: torch.cuda.get_rng_state(),
     ],
 )
-def test_use_of_the_device_in_a_fork_is_refused_as_by_cuda(cuda, work):
+def test_fork_using_device_raises_error_of_cuda(cuda, work):
     x = torch.ones(3, device=cuda)
-    x.sum().item()  # nothing is left to be sent
+    x.sum().item()  # sends everything that is recorded
     said = in_fork(lambda: work(x))
     assert "Cannot re-initialize CUDA in forked subprocess" in said and "'spawn' start method" in said
     assert said.startswith("ForkedProcessError")
     assert (x + 1).sum().item() == 6
 
 
-def test_fork_that_leaves_the_device_alone_works(cuda):
+def test_fork_without_device_use_works(cuda):
     def work():
         torch.manual_seed(3)
         return torch.cuda.is_available(), torch.cuda._is_in_bad_fork(), torch.ones(2).sum().item()
@@ -57,7 +57,7 @@ def test_fork_that_leaves_the_device_alone_works(cuda):
     assert in_fork(work) == "(True, True, 2.0)" and not torch.cuda._is_in_bad_fork()
 
 
-def test_fork_while_another_thread_records_does_not_hang(cuda):
+def test_fork_while_thread_records_does_not_hang(cuda):
     stop = threading.Event()
 
     def record():
@@ -75,7 +75,7 @@ def test_fork_while_another_thread_records_does_not_hang(cuda):
         thread.join()
 
 
-def test_fork_that_disables_leaves_the_session_to_its_parent(cuda):
+def test_fork_disable_keeps_session_of_parent(cuda):
     from wooly import api
 
     before = torch.ones(2, device=cuda)

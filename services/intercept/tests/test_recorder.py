@@ -1,4 +1,4 @@
-"""Where programs end."""
+"""The points at which the recorder closes programs."""
 
 from itertools import pairwise
 
@@ -6,27 +6,27 @@ import pytest
 import torch
 from wooly import device
 from wooly import recorder as recorder_module
-from wooly.recorder import EARLY
+from wooly.recorder import FIRST_PROGRAM_LIMIT
 
 
 @pytest.fixture
 def sent(cuda, monkeypatch):
-    """The digest and the number of instructions of each program that is sent; the timer sends none."""
+    """Digest and number of instructions of each sent program. The timer is off."""
     recorder = device.current().devices.recorders[0]
     found = []
     run = recorder.link.run
     with recorder.lock:
         recorder.sync()
-        recorder._astray = 0  # a cut of the timer's before this test
-        recorder._marks.clear()
-        recorder._short.clear()
+        recorder._without_end_form = 0  # the timer may have cut a program before this test
+        recorder._end_forms.clear()
+        recorder._kept_whole.clear()
         monkeypatch.setattr(recorder.link, "run", lambda *args: found.append((args[0], len(args[5]))) or run(*args))
         yield found
 
 
 @pytest.mark.parametrize(("layers", "hidden"), [(1, 7), (3, 11), (9, 13), (40, 17)])
-def test_the_programs_of_a_loop_are_the_same_each_time_around(cuda, sent, layers, hidden):
-    """A training loop that nobody waits for: its period is shorter or longer than a program, and never divides one."""
+def test_flush_loop_repeats_same_programs(cuda, sent, layers, hidden):
+    """The training loop has no sync. Its length in instructions is not a divisor or multiple of the program limit."""
     torch.manual_seed(0)
     sizes = [hidden + k for k in range(layers + 1)]
     model = torch.nn.Sequential(*[torch.nn.Linear(n, m) for n, m in pairwise(sizes)]).to(cuda)
@@ -45,8 +45,8 @@ def test_the_programs_of_a_loop_are_the_same_each_time_around(cuda, sent, layers
     assert len(set(steady)) <= period // (limit // 2) + 1, (len(set(steady)), len(steady), period)
 
 
-def test_a_loop_that_the_timer_cuts_keeps_its_marks(cuda, sent):
-    """A cut of the timer's is chance: the programs after it end where others did, and do not part the loop more finely."""
+def test_flush_after_timer_cut_keeps_end_forms(cuda, sent):
+    """The position of a timer cut is random. Later programs end at known end forms, and the loop gets no new end forms."""
     recorder = device.current().devices.recorders[0]
     x = torch.ones(3, device=cuda)
 
@@ -57,20 +57,20 @@ def test_a_loop_that_the_timer_cuts_keeps_its_marks(cuda, sent):
                 y = torch.cat([x, y[:width]])
 
     steps(10)
-    marks = set(recorder._marks)
+    marks = set(recorder._end_forms)
     for n in range(1, 60, 7):
         for width in range(n):
             torch.cat([x, x[:width]])
         recorder.try_flush()
         steps(15)
-    assert recorder._marks == marks
+    assert recorder._end_forms == marks
     settled = len(sent)
     steps(5)
     assert len({name for name, _ in sent[settled:]}) <= (len(sent) - settled) // 5 + 1
 
 
-def test_a_mark_does_not_part_what_fits_into_one_program(cuda, sent):
-    """A loop that waits each time, after fewer instructions than a program may have, and one of them has a mark."""
+def test_flush_end_form_does_not_split_short_program(cuda, sent):
+    """The loop waits in each iteration, after fewer instructions than the limit, and contains an end form."""
     recorder = device.current().devices.recorders[0]
     x = torch.ones(3, device=cuda)
 
@@ -85,25 +85,27 @@ def test_a_mark_does_not_part_what_fits_into_one_program(cuda, sent):
     step()
     (whole,) = step()
     assert recorder.limit // 2 < whole < recorder.limit
-    recorder._marks.update(f for f, known in enumerate(recorder.forms.known) if "cat" in known.name)
+    recorder._end_forms.update(f for f, known in enumerate(recorder.forms.known) if "cat" in known.name)
     parts = step()
-    assert len(parts) == 2 and whole - sum(parts) <= 1  # what dies between two programs takes no instruction
+    assert (
+        len(parts) == 2 and whole - sum(parts) <= 1
+    )  # a buffer that is freed between two programs needs no instruction
     assert step() == [whole] and step() == [whole]
 
 
-def test_a_program_has_no_more_instructions_than_it_may(cuda, sent):
+def test_flush_program_stays_within_limit(cuda, sent):
     limit = device.current().devices.recorders[0].limit
     x = torch.ones(3, device=cuda)
     for _ in range(3 * limit):
         x = x + 1
     assert x.tolist() == [1.0 + 3 * limit] * 3
     lengths = [n for _, n in sent]
-    assert lengths[0] in range(EARLY, EARLY + 3)  # the executor had nothing to do
-    assert max(lengths) <= limit + 2  # an operator's alloc, itself, and what it lets die
+    assert lengths[0] in range(FIRST_PROGRAM_LIMIT, FIRST_PROGRAM_LIMIT + 3)  # the executor was idle
+    assert max(lengths) <= limit + 2  # one operator may add its alloc, itself, and a free
     assert min(lengths[1:-1]) >= limit // 2
 
 
-def test_buffers_that_die_together_are_freed_by_several_runs(cuda, monkeypatch):
+def test_flush_many_freed_buffers_need_several_runs(cuda, monkeypatch):
     monkeypatch.setattr(recorder_module, "MAX_FREES", 4)
     recorder = device.current().devices.recorders[0]
     frees = []

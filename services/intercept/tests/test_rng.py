@@ -1,4 +1,4 @@
-"""Random state of the device: generators, seeds, states kept and brought back, and what checkpointing makes of them."""
+"""Random state of the device: generators, seeds, saved and restored states, and checkpointing."""
 
 import copy
 import pickle
@@ -31,7 +31,7 @@ DRAWS = {
 
 
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
-def test_generator_given_to_an_operator_is_drawn_from(cuda, draw):
+def test_operator_draws_from_given_generator(cuda, draw):
     default = torch.cuda.get_rng_state()
     generator = torch.Generator("cuda").manual_seed(5)
     first, second = draw(cuda, generator), draw(cuda, generator)
@@ -41,14 +41,14 @@ def test_generator_given_to_an_operator_is_drawn_from(cuda, draw):
 
 
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
-def test_generator_of_another_device_is_refused(cuda, draw):
+def test_generator_of_other_device_raises(cuda, draw):
     with pytest.raises(RuntimeError, match="Expected a 'cuda' device type for generator but found 'cpu'"):
         draw(cuda, torch.Generator())
     with pytest.raises(RuntimeError, match=r"Expected a 'cpu' (device type for generator|generator device) but found"):
         draw("cpu", torch.Generator("cuda"))
 
 
-def test_generator_is_a_generator_of_cuda(cuda):
+def test_generator_reports_cuda(cuda):
     for g in (torch.Generator("cuda"), torch.Generator(device="cuda:0"), torch.Generator(torch.device("cuda"))):
         assert isinstance(g, torch.Generator) and g.device == torch.device("cuda", 0)
     host = torch.Generator()
@@ -58,7 +58,7 @@ def test_generator_is_a_generator_of_cuda(cuda):
         torch.Generator("cuda:99")
 
 
-def test_generator_state_comes_back(cuda):
+def test_generator_state_round_trips(cuda):
     g = torch.Generator("cuda")
     assert g.manual_seed(11) is g and g.initial_seed() == 11 and g.get_offset() == 0
     torch.randn(2, device=cuda, generator=g)
@@ -69,19 +69,21 @@ def test_generator_state_comes_back(cuda):
     shared = g.graphsafe_get_state()
     for twin in (*twins, shared):
         assert torch.equal(torch.randn(4, device=cuda, generator=twin), expected)
-    assert not torch.equal(torch.randn(4, device=cuda, generator=g), expected)  # the shared one has drawn it
+    assert not torch.equal(
+        torch.randn(4, device=cuda, generator=g), expected
+    )  # the generator that shares the sequence has drawn this number
     assert g.seed() == g.initial_seed() != 11
 
 
 @pytest.mark.parametrize("seed", [-1, 2**64 - 1, 2**63, 0])
-def test_generator_takes_seeds_of_64_bits(cuda, seed):
+def test_generator_accepts_64_bit_seed(cuda, seed):
     g = torch.Generator("cuda").manual_seed(seed)
     assert g.initial_seed() == torch.Generator().manual_seed(seed).initial_seed()
     first = torch.randn(3, device=cuda, generator=g)
     assert torch.equal(torch.randn(3, device=cuda, generator=g.manual_seed(seed)), first)
 
 
-def test_bad_states_are_refused_as_by_cuda(cuda):
+def test_invalid_state_raises_error_of_cuda(cuda):
     g = torch.Generator("cuda")
     with pytest.raises(TypeError, match=r"RNG state must be a torch\.ByteTensor"):
         g.set_state(torch.zeros(16))
@@ -89,7 +91,7 @@ def test_bad_states_are_refused_as_by_cuda(cuda):
         torch.cuda.set_rng_state(torch.zeros(3, dtype=torch.uint8))
 
 
-def test_seed_of_torch_seeds_the_device(cuda):
+def test_torch_manual_seed_seeds_device(cuda):
     torch.manual_seed(8)
     first = torch.rand(3, device=cuda)
     assert torch.cuda.initial_seed() == 8 == torch.cuda.default_generators[0].initial_seed()
@@ -100,7 +102,7 @@ def test_seed_of_torch_seeds_the_device(cuda):
     assert torch.seed() == torch.cuda.initial_seed()
 
 
-def test_state_of_the_device_comes_back(cuda):
+def test_device_state_round_trips(cuda):
     one, every = torch.cuda.get_rng_state("cuda:0"), torch.cuda.get_rng_state_all()
     expected = torch.randn(3, device=cuda)
     torch.cuda.set_rng_state(one, device=0)
@@ -109,7 +111,7 @@ def test_state_of_the_device_comes_back(cuda):
     assert torch.equal(torch.randn(3, device=cuda), expected)
 
 
-def test_fork_rng_puts_both_states_back(cuda):
+def test_fork_rng_restores_host_and_device_state(cuda):
     torch.manual_seed(3)
     with torch.random.fork_rng():
         inside = torch.randn(3, device=cuda), torch.randn(3)
@@ -117,7 +119,7 @@ def test_fork_rng_puts_both_states_back(cuda):
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpoint_draws_the_same_dropout_again(cuda, reentrant):
+def test_checkpoint_repeats_dropout(cuda, reentrant):
     def grads(how):
         torch.manual_seed(6)
         block = nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.5), nn.ReLU(), nn.Linear(32, 4)).to(cuda)
@@ -133,11 +135,11 @@ def test_checkpoint_draws_the_same_dropout_again(cuda, reentrant):
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpoint_without_rng_state_draws_anew(cuda, reentrant):
+def test_checkpoint_without_rng_state_draws_new_dropout(cuda, reentrant):
     x = torch.ones(4096, device=cuda, requires_grad=True)
     y = checkpoint(lambda t: nn.functional.dropout(t, 0.5) * t, x, use_reentrant=reentrant, preserve_rng_state=False)
     y.sum().backward()
-    assert not torch.equal(x.grad / 2, y.detach())  # both are the mask times two, each its own
+    assert not torch.equal(x.grad / 2, y.detach())  # both are two times the dropout mask, with different masks
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -1,4 +1,4 @@
-"""Ways to an executor that offers TLS: an attacker on the network that breaks TLS gets no plain text for it."""
+"""Endpoints of an executor that offers TLS: if an attacker on the network breaks TLS, the client does not use plain text."""
 
 import contextlib
 import json
@@ -10,7 +10,7 @@ import pytest
 from wooly import access, api
 from wooly.control import ControlError, Controller
 from wooly.errors import NotConnectedError
-from wooly.routes import is_loopback, tunnel_is_safe, why_not
+from wooly.routes import is_loopback, reason_not_to_try, tunnel_is_safe
 from wooly_bus.access import Access
 from wooly_bus.channel import ChannelClient, ChannelClosedError, Endpoint, client_context, server_context
 from wooly_testkit.certificates import make_certificates
@@ -37,17 +37,17 @@ UNIX, LOCAL = "unix:///run/x.sock", "tcp://127.0.0.1:7401"
         "TLS first",
         "TLS later",
         "plain text allowed",
-        "ways that are safe without TLS of their own",
-        "one plain server of NATS",
+        "safe endpoints without TLS",
+        "one NATS server in plain text",
         "NATS on this host",
         "no TLS offered",
         "direct",
-        "tunnel alone, as the user says",
+        "only tunnels, as the user chose",
     ],
 )
-def test_ways_that_may_be_tried(offered, nats_url, channel, plaintext, tried):
+def test_why_not_allows_expected_endpoints(offered, nats_url, channel, plaintext, tried):
     parsed = [Endpoint.parse(text) for text in offered]
-    found = {str(e): why_not(e, parsed, channel, nats_url, plaintext) for e in parsed}
+    found = {str(e): reason_not_to_try(e, parsed, channel, nats_url, plaintext) for e in parsed}
     assert [text for text, why in found.items() if not why] == tried
     assert all("WOOLYAI_" in why for why in found.values() if why)
 
@@ -57,7 +57,7 @@ def test_ways_that_may_be_tried(offered, nats_url, channel, plaintext, tried):
     [("127.0.0.1", True), ("127.8.9.1", True), ("::1", True), ("localhost", True), ("10.0.0.1", False), ("", False)]
     + [("localhost.example.org", False), ("127.0.0.1.example.org", False)],
 )
-def test_loopback_is_what_never_leaves_the_host(host, ours):
+def test_is_loopback_host(host, ours):
     assert (
         is_loopback(host) == ours
         and tunnel_is_safe(f"nats://{host}:4222" if ":" not in host else f"nats://[{host}]") == ours
@@ -74,7 +74,7 @@ def files(tmp_path_factory):
 
 @contextlib.contextmanager
 def listening(answer):
-    """A server on this host. Yields its port, and what connected so far."""
+    """Start a server on this host. Yields its port, and the list of accepted connections."""
     seen = []
     with socket.create_server(("localhost", 0)) as server:
 
@@ -95,7 +95,7 @@ def listening(answer):
 
 
 def attach(*endpoints, tls_ca=None, plaintext=False):
-    """What a client is told that finds nobody. Not by `api.attach`: a process that has a device already does not look again."""
+    """The error of a client that cannot connect. Calls `_connect`, because `attach` does nothing if the process has a session."""
     with pytest.raises(NotConnectedError) as failed:
         api._connect(api.Part(endpoints), "session", "secret", "auto", "", tls_ca, plaintext, "exact", "")
     return str(failed.value)
@@ -110,13 +110,13 @@ def shaking_hands(files):
     return answer
 
 
-def test_untrusted_certificate_ends_the_attempt_and_nothing_else_is_tried(files):
+def test_attach_untrusted_certificate_tries_no_other_endpoint(files):
     with listening(shaking_hands(files)) as (secure, _), listening(lambda sock: None) as (plain, seen):
         said = attach(f"tls://localhost:{secure}", f"tcp://localhost:{plain}", plaintext=True)
     assert "certificate is not trusted" in said and "WOOLYAI_TLS_CA" in said and not seen
 
 
-def test_server_without_tls_behind_a_tls_endpoint_ends_the_attempt(files):
+def test_attach_plain_server_on_tls_endpoint_tries_no_other_endpoint(files):
     with (
         listening(lambda sock: sock.sendall(b"HTTP/1.1 400 Bad\r\n\r\n")) as (secure, _),
         listening(lambda sock: None) as (plain, seen),
@@ -125,7 +125,7 @@ def test_server_without_tls_behind_a_tls_endpoint_ends_the_attempt(files):
     assert "the executor does not speak TLS" in said and not seen
 
 
-def test_tls_that_does_not_answer_leads_to_no_plain_text_over_a_network(files, monkeypatch):
+def test_attach_silent_tls_endpoint_uses_no_plain_text(files, monkeypatch):
     tried = []
 
     def connect(endpoint, *, tls=None):
@@ -135,17 +135,20 @@ def test_tls_that_does_not_answer_leads_to_no_plain_text_over_a_network(files, m
     monkeypatch.setattr(ChannelClient, "connect", connect)
     said = attach(TLS, TCP, UNIX)
     assert tried == [TLS, UNIX]
-    assert f"{TCP}: not tried: it is not encrypted, and the executor offers TLS; set WOOLYAI_PLAINTEXT=1" in said
+    assert (
+        f"{TCP}: not tried: this endpoint is not encrypted, but the executor offers TLS; set WOOLYAI_PLAINTEXT=1"
+        in said
+    )
     attach(TLS, TCP, UNIX, plaintext=True)
     assert tried[2:] == [TLS, TCP, UNIX]
 
 
-def test_handshake_that_the_other_end_cuts_is_no_matter_of_trust(files):
+def test_attach_interrupted_handshake_is_not_a_trust_error(files):
     with listening(lambda sock: sock.recv(1)) as (port, _), pytest.raises(ChannelClosedError, match=r"handshake|reset"):
         ChannelClient.connect(Endpoint("tls", "localhost", port), tls=client_context(files.authority))
 
 
-def test_rest_with_an_untrusted_certificate_names_the_cure(files):
+def test_rest_untrusted_certificate_error_names_setting(files):
     with (
         listening(shaking_hands(files)) as (port, _),
         pytest.raises(access.AccessError, match=r"certificate that is not trusted.*WOOLYAI_TLS_CA") as failed,
@@ -154,7 +157,7 @@ def test_rest_with_an_untrusted_certificate_names_the_cure(files):
     assert isinstance(failed.value.__cause__, urllib.error.URLError)
 
 
-def test_rest_that_sends_the_client_elsewhere_does_not_get_the_token_there():
+def test_rest_redirect_does_not_send_token():
     with listening(lambda sock: None) as (elsewhere, seen):
         answer = f"HTTP/1.1 302 Found\r\nLocation: http://localhost:{elsewhere}/\r\nContent-Length: 0\r\n\r\n".encode()
 
@@ -168,7 +171,7 @@ def test_rest_that_sends_the_client_elsewhere_does_not_get_the_token_there():
 
 
 def greeting(tls_required, then=lambda sock: None):
-    """A NATS server's first line."""
+    """Answer with the first line of a NATS server, then call `then`."""
 
     def answer(sock):
         info = {"server_id": "x", "version": "2.10.0", "max_payload": 1 << 20, "tls_required": tls_required}
@@ -178,7 +181,7 @@ def greeting(tls_required, then=lambda sock: None):
     return answer
 
 
-def test_nats_behind_an_untrusted_certificate_names_the_cure(files):
+def test_nats_untrusted_certificate_error_names_setting(files):
     with (
         listening(greeting(True, shaking_hands(files))) as (port, _),
         pytest.raises(ControlError, match=r"certificate that is not trusted.*WOOLYAI_TLS_CA"),
@@ -186,8 +189,8 @@ def test_nats_behind_an_untrusted_certificate_names_the_cure(files):
         Controller(Access(f"tls://localhost:{port}"))
 
 
-def test_nats_on_tls_is_told_nothing_in_plain_text(files):
-    """Somebody in between answers that TLS is not needed; user and password must not follow."""
+def test_nats_tls_sends_no_credentials_in_plain_text(files):
+    """An attacker answers that TLS is not required. The client must not send user and password."""
     heard = []
 
     def listen(sock):

@@ -1,4 +1,4 @@
-"""What is saved, copied and loaded: torch.save, pickle, deepcopy, safetensors, storages; to and from processes without Wooly."""
+"""Saving, copying and loading: torch.save, pickle, deepcopy, safetensors, storages. Also with processes without Wooly."""
 
 import copy
 import io
@@ -44,7 +44,7 @@ LOCATIONS = {
 @pytest.mark.parametrize("mmap", [False, True], ids=["read", "mapped"])
 @pytest.mark.parametrize("weights_only", [True, False], ids=["weights", "any object"])
 @pytest.mark.parametrize("location", LOCATIONS.values(), ids=LOCATIONS)
-def test_load_puts_tensors_where_the_location_says(tmp_path, sample, location, weights_only, mmap):
+def test_load_uses_map_location(tmp_path, sample, location, weights_only, mmap):
     where, device, host = location
     torch.save(sample, tmp_path / "x.pt")
     loaded = torch.load(tmp_path / "x.pt", map_location=where, weights_only=weights_only, mmap=mmap)
@@ -70,7 +70,7 @@ for path in sys.argv[1:]:
 """
 
 
-def test_files_of_both_formats_are_ones_that_pytorch_without_wooly_reads(tmp_path, sample):
+def test_saved_file_loads_without_wooly(tmp_path, sample):
     (tmp_path / "without_wooly.py").write_text(READS)
     paths = []
     for zipped in (True, False):
@@ -78,12 +78,16 @@ def test_files_of_both_formats_are_ones_that_pytorch_without_wooly_reads(tmp_pat
         torch.save(sample, paths[-1], _use_new_zipfile_serialization=zipped)
         assert torch.load(paths[-1])["row"].is_cuda
     env = os.environ | {"PYTHONPATH": str(tmp_path)}
-    argv = [sys.executable, tmp_path / "without_wooly.py", *paths]  # forks may have imported what a client does
+    argv = [
+        sys.executable,
+        tmp_path / "without_wooly.py",
+        *paths,
+    ]  # a new process, because a fork may have imported Wooly
     done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stdout) == (0, "cpu cuda:0\n" * 2), done.stderr
 
 
-def test_load_of_a_device_that_does_not_exist_is_refused_as_by_cuda(sample):
+def test_load_missing_device_raises_error_of_cuda(sample):
     file = io.BytesIO()
     torch.save(sample, file)
     file.seek(0)
@@ -91,7 +95,7 @@ def test_load_of_a_device_that_does_not_exist_is_refused_as_by_cuda(sample):
         torch.load(file, map_location="cuda:99")
 
 
-def test_module_and_optimizer_come_back(cuda):
+def test_module_and_optimizer_round_trip(cuda):
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).to(cuda)
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.randn(4, 3, device=cuda)).square().sum().backward()
@@ -108,7 +112,7 @@ def test_module_and_optimizer_come_back(cuda):
     assert torch.equal(restored.state_dict()["state"][0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"])
 
 
-def test_copies_and_pickles_are_of_their_own(sample):
+def test_copies_and_pickles_do_not_share_memory(sample):
     for copied in (copy.deepcopy(sample), pickle.loads(pickle.dumps(sample))):  # noqa: S301  # scripts pickle tensors
         assert copied["whole"].is_cuda and torch.equal(copied["whole"], sample["whole"])
         copied["whole"][1, 0] = 9
@@ -119,7 +123,7 @@ def test_copies_and_pickles_are_of_their_own(sample):
     assert twins["whole"].tolist() == [[0, 1, 2], [0, 0, 0]]
 
 
-def test_storages_say_and_take_cuda(cuda):
+def test_storage_reports_and_accepts_cuda(cuda):
     t = torch.arange(4, dtype=torch.uint8, device=cuda)
     storage = t.untyped_storage()
     assert storage.device == torch.device("cuda", 0) and storage.is_cuda and storage.tolist() == [0, 1, 2, 3]
@@ -132,14 +136,14 @@ def test_storages_say_and_take_cuda(cuda):
     assert made.copy_(storage).tolist() == [0, 1, 2, 3] and len(torch.UntypedStorage(3)) == 3
 
 
-def test_handing_a_tensor_to_another_process_is_refused(sample):
+def test_sharing_tensor_with_process_raises(sample):
     assert sample["whole"].share_memory_() is sample["whole"]
     with pytest.raises(NotImplementedError, match=r"send tensor\.cpu\(\) instead"):
         ForkingPickler.dumps(sample["whole"])
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:0", 0])
-def test_safetensors_both_ways(tmp_path, cuda, device):
+def test_safetensors_round_trip(tmp_path, cuda, device):
     path = tmp_path / "x.safetensors"
     sent = {"a": torch.randn(2, 3, device=cuda), "b": torch.ones(3, dtype=torch.bfloat16, device=cuda)}
     save_file(sent, path)
@@ -152,7 +156,7 @@ def test_safetensors_both_ways(tmp_path, cuda, device):
     assert part.device.type == kind and torch.equal(part.cpu(), sent["a"][:, 1:].cpu())
 
 
-def test_safetensors_see_shared_memory(tmp_path, cuda):
+def test_safetensors_detects_shared_memory(tmp_path, cuda):
     t = torch.ones(2, 3, device=cuda)
     with pytest.raises(RuntimeError, match="Some tensors share memory"):
         save_file({"a": t, "b": t[0]}, tmp_path / "x.safetensors")

@@ -1,4 +1,4 @@
-"""Settings: where they come from, what is refused, and that the table in the documentation is theirs."""
+"""Settings: their sources, the errors for invalid settings, and the table in the documentation."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ REPOSITORY = Path(__file__).parents[3]
 
 @pytest.fixture
 def clean(monkeypatch, tmp_path):
-    """No variables, an empty configuration folder."""
+    """An environment without WOOLYAI_* variables and without a configuration file."""
     import os
 
     for name in [n for n in os.environ if n.startswith(ENV_PREFIX)]:
@@ -24,7 +24,7 @@ def test_defaults(clean):
     assert (found.priority, found.gpu_count, found.gpu_mode, found.swap_from_vram) == (2, 1, "shared", True)
 
 
-def test_environment_wins_over_the_file_and_arguments_over_both(clean, monkeypatch):
+def test_settings_precedence_is_arguments_environment_file(clean, monkeypatch):
     (clean / "wooly").mkdir()
     (clean / "wooly/config").write_text('priority = 3\ntenant = "blue"\nnode_groups = "a, b"\n')
     assert (Settings().priority, Settings().tenant, Settings().node_groups) == (3, "blue", ("a", "b"))
@@ -38,20 +38,20 @@ def test_environment_wins_over_the_file_and_arguments_over_both(clean, monkeypat
     ("variable", "value"),
     [("PRIORITY", "5"), ("GPU_COUNT", "0"), ("GPU_MODE", "both"), ("DEDUP", "yes"), ("REQUIRED_VRAM", "-1")],
 )
-def test_value_out_of_range_is_refused_by_name(clean, monkeypatch, variable, value):
+def test_value_out_of_range_names_setting(clean, monkeypatch, variable, value):
     monkeypatch.setenv(ENV_PREFIX + variable, value)
     with pytest.raises(ValueError, match=variable.lower()):
         Settings()
 
 
-def test_unknown_name_in_the_file_is_refused(clean):
+def test_unknown_setting_in_file_is_refused(clean):
     (clean / "wooly").mkdir()
     (clean / "wooly/config").write_text("priorty = 3\n")
     with pytest.raises(ValueError, match="priorty"):
         Settings()
 
 
-def test_load_says_which_variable_is_wrong(clean, monkeypatch):
+def test_load_invalid_variable_names_variable(clean, monkeypatch):
     monkeypatch.setenv(ENV_PREFIX + "GPU_COUNT", "many")
     with pytest.raises(SettingsError, match=r"^WOOLYAI_GPU_COUNT=many: input should be a valid integer"):
         load()
@@ -61,11 +61,10 @@ def test_load_says_which_variable_is_wrong(clean, monkeypatch):
     ("text", "said"),
     [
         ("priority = 9\n", "priority = 9: input should be less than or equal to 4"),
-        ("priorty = 3\n", "there is no setting priorty (did you mean priority?)"),
-        ("priority: 3\n", "Expected '='"),
+        ("priorty = 3\n", "unknown setting priorty (did you mean priority?)"),
     ],
 )
-def test_load_says_what_is_wrong_in_which_file(clean, text, said):
+def test_load_invalid_setting_names_file_and_setting(clean, text, said):
     file = clean / "wooly/config"
     file.parent.mkdir()
     file.write_text(text)
@@ -74,7 +73,16 @@ def test_load_says_what_is_wrong_in_which_file(clean, text, said):
     assert str(caught.value).startswith(f"{file}: {said}")
 
 
-def test_load_never_repeats_a_value_without_a_name_of_ours(clean):
+def test_load_invalid_toml_names_file_and_problem(clean):
+    file = clean / "wooly/config"
+    file.parent.mkdir()
+    file.write_text("priority: 3\n")
+    with pytest.raises(SettingsError) as caught:
+        load()
+    assert str(caught.value).startswith(f"cannot read the configuration file {file}: Expected '='")
+
+
+def test_load_unknown_setting_hides_value(clean):
     (clean / "wooly").mkdir()
     (clean / "wooly/config").write_text('credentail = "wooly_secret"\n')
     with pytest.raises(SettingsError) as caught:
@@ -82,7 +90,7 @@ def test_load_never_repeats_a_value_without_a_name_of_ours(clean):
     assert "did you mean credential?" in str(caught.value) and "wooly_secret" not in str(caught.value)
 
 
-def test_unknown_variables_are_named_with_what_may_be_meant(clean, monkeypatch):
+def test_unknown_variables_suggest_closest_setting(clean, monkeypatch):
     assert unknown_variables() == []
     monkeypatch.setenv("WOOLYAI_GPUS_COUNT", "2")
     monkeypatch.setenv("WOOLYAI_PRIORITY", "2")
@@ -90,5 +98,5 @@ def test_unknown_variables_are_named_with_what_may_be_meant(clean, monkeypatch):
     assert unknown_variables() == ["WOOLYAI_GPUS_COUNT (did you mean WOOLYAI_GPU_COUNT?)", "WOOLYAI_XYZZY"]
 
 
-def test_documentation_has_the_table():
+def test_documentation_table_equals_settings_page():
     assert documentation_table() in (REPOSITORY / "docs/getting-started/settings.md").read_text()

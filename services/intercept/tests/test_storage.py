@@ -1,4 +1,4 @@
-"""Life and death of device storages."""
+"""Device storages: creation, size, and freeing."""
 
 import subprocess
 import sys
@@ -13,7 +13,7 @@ def fails(*_):
     raise KeyError("mine")
 
 
-def test_storage_dying_while_an_exception_unwinds_keeps_the_exception(cuda):
+def test_storage_freed_during_exception_keeps_exception(cuda):
     before = storage.live_count(), storage.live_bytes()
     for _ in range(3):
         with pytest.raises(KeyError, match="mine"):
@@ -25,7 +25,7 @@ def test_storage_dying_while_an_exception_unwinds_keeps_the_exception(cuda):
     assert (storage.live_count(), storage.live_bytes()) == before
 
 
-def test_storage_dying_in_another_thread_is_counted(cuda):
+def test_storage_freed_in_other_thread_is_counted(cuda):
     before = storage.live_count()
     kept = [torch.ones(3, device=cuda) for _ in range(100)]
     assert storage.live_count() == before + 100
@@ -43,7 +43,7 @@ def test_storage_sizes_are_counted_exactly(cuda):
     assert storage.live_bytes() == before
 
 
-def test_storages_alive_at_the_end_of_the_process_say_nothing():
+def test_storages_live_at_exit_print_nothing():
     program = """
 import torch
 from wooly import storage
@@ -57,7 +57,7 @@ torch.kept = kept[0]
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_storage_of_the_device_keeps_its_size(cuda):
+def test_device_storage_resize_raises(cuda):
     t = torch.ones(4, device=cuda)
     with pytest.raises(NotImplementedError, match=r"resizing a storage .*t\.resize_"):
         t.untyped_storage().resize_(0)

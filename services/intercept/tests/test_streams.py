@@ -1,4 +1,4 @@
-"""Streams, events, times, torch.accelerator, nvtx; CUDA graphs and foreign streams are refused."""
+"""Streams, events, times, torch.accelerator and nvtx. CUDA graphs and streams of other libraries raise errors."""
 
 import threading
 import time
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 
-def test_streams_are_streams_of_cuda(cuda):
+def test_stream_reports_cuda(cuda):
     one, two = torch.cuda.Stream(), torch.cuda.Stream(device="cuda:0", priority=-1)
     for s in (one, two):
         assert isinstance(s, torch.cuda.Stream) and isinstance(s, torch.Stream) and s.device == torch.device("cuda", 0)
@@ -18,7 +18,7 @@ def test_streams_are_streams_of_cuda(cuda):
     assert one.query() and not isinstance(3, torch.Stream)
 
 
-def test_current_stream_is_that_of_the_block_and_the_thread(cuda):
+def test_current_stream_is_per_block_and_thread(cuda):
     default, stream, inner = torch.cuda.default_stream(), torch.cuda.Stream(), torch.cuda.Stream()
     seen = []
     with torch.cuda.stream(stream) as given:
@@ -37,7 +37,7 @@ def test_current_stream_is_that_of_the_block_and_the_thread(cuda):
     torch.cuda.set_stream(default)
 
 
-def test_work_of_several_streams_is_in_order(cuda):
+def test_streams_work_runs_in_order(cuda):
     stream = torch.cuda.Stream()
     x = torch.zeros(1000, device=cuda)
     with torch.cuda.stream(stream):
@@ -52,7 +52,7 @@ def test_work_of_several_streams_is_in_order(cuda):
     done.synchronize()
 
 
-def test_events_measure_the_work_between_them(cuda):
+def test_event_elapsed_time_measures_work(cuda):
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(True)
     assert isinstance(start, torch.cuda.Event) and isinstance(start, torch.Event) and start.device is None
     x = torch.ones(300, 300, device=cuda)
@@ -67,7 +67,7 @@ def test_events_measure_the_work_between_them(cuda):
     assert end.elapsed_time(start) < 0
 
 
-def test_events_without_time_or_record_say_so(cuda):
+def test_event_without_timing_or_record_raises(cuda):
     timed, plain = torch.cuda.Event(enable_timing=True), torch.cuda.Event()
     with pytest.raises(RuntimeError, match="Both events must be recorded before calculating elapsed time"):
         timed.elapsed_time(torch.cuda.Event(enable_timing=True))
@@ -77,7 +77,7 @@ def test_events_without_time_or_record_say_so(cuda):
     plain.synchronize()
 
 
-def test_generic_streams_and_events_are_those_of_cuda(cuda):
+def test_torch_stream_and_event_are_those_of_cuda(cuda):
     for stream in (torch.Stream("cuda"), torch.Stream(device="cuda:0", priority=0), torch.Stream()):
         assert type(stream) is torch.cuda.Stream
     for event in (torch.Event("cuda"), torch.Event(enable_timing=True), torch.Event()):
@@ -85,7 +85,7 @@ def test_generic_streams_and_events_are_those_of_cuda(cuda):
     assert issubclass(torch.cuda.Stream, torch.Stream) and torch.Stream("cpu").device.type == "cpu"
 
 
-def test_accelerator_is_cuda(cuda):
+def test_accelerator_reports_cuda(cuda):
     acc = torch.accelerator
     assert acc.current_accelerator() == torch.device("cuda") and acc.is_available() and acc.current_device_index() == 0
     assert acc.device_count() == torch.cuda.device_count() and acc.current_stream() == torch.cuda.current_stream()
@@ -98,7 +98,7 @@ def test_accelerator_is_cuda(cuda):
         acc.synchronize()
 
 
-def test_default_device_says_cuda(cuda):
+def test_default_device_reports_cuda(cuda):
     torch.set_default_device("cuda")
     try:
         assert torch.get_default_device() == torch.device("cuda", 0)
@@ -108,7 +108,7 @@ def test_default_device_says_cuda(cuda):
     assert torch.get_default_device().type == "cpu" and not torch.tensor(1).is_cuda
 
 
-def test_ranges_of_nvtx_nest(cuda):
+def test_nvtx_ranges_nest(cuda):
     nvtx = torch.cuda.nvtx
     assert [nvtx.range_push("a"), nvtx.range_push("b"), nvtx.range_pop(), nvtx.range_pop()] == [0, 1, 1, 0]
     assert nvtx.range_pop() < 0
@@ -127,7 +127,7 @@ def test_ranges_of_nvtx_nest(cuda):
         (lambda: torch.cuda.Event(interprocess=True).ipc_handle(), "synchronize instead"),
     ],
 )
-def test_what_is_not_there_says_what_to_do(cuda, call, hint):
+def test_unsupported_call_error_has_advice(cuda, call, hint):
     with pytest.raises(NotImplementedError, match=hint):
         call()
     assert not torch.cuda.is_current_stream_capturing()

@@ -1,4 +1,4 @@
-"""Tables keep numbers and ids whole where there is little room."""
+"""Tables do not truncate numbers and ids if there is little room."""
 
 import io
 
@@ -20,7 +20,7 @@ def shown(width, rows):
 
 
 @pytest.mark.parametrize("width", [48, 80, 200])
-def test_fitted_table_cuts_only_what_may_be_cut(width):
+def test_fitted_table_truncates_only_no_wrap_columns(width):
     rows = [("fd35ec9af87ff09c", "1,234.567"), ("775b347bbb34976e", "0.333")]
     text = shown(
         width, [(*row, "a script's name: and a long, long story of why it waits, and for whom") for row in rows]
@@ -32,7 +32,7 @@ def test_fitted_table_cuts_only_what_may_be_cut(width):
     assert ("…" in text) == (width < 200)
 
 
-def test_table_without_room_for_its_lines_wraps_between_words():
+def test_fitted_table_narrow_wraps_between_words():
     text = shown(42, [("fd35ec9af87ff09c", "1,234.567", "a script")])
     assert text.split() == [
         "core",

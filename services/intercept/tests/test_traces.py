@@ -1,4 +1,4 @@
-"""Traces in the client: its own few spans, and how the command line shows a trace."""
+"""Traces: the spans of the client, and the waterfall that the command line prints."""
 
 import io
 import sys
@@ -22,17 +22,17 @@ def drawn(spans):
     return [(depth, s.span_id) for depth, s in in_order(spans)]
 
 
-def test_waterfall_has_children_under_their_parents_as_they_began():
+def test_in_order_children_follow_parents_by_start():
     spans = [span("b", "a", 20), span("d", "b", 30), span("c", "a", 10), span("a", None, 0)]
     assert drawn(spans) == [(0, "a"), (1, "c"), (1, "b"), (2, "d")]
 
 
-def test_span_whose_parent_is_missing_is_at_the_top_and_rings_are_drawn_once():
+def test_in_order_missing_parent_is_top_and_cycle_is_listed_once():
     assert drawn([span("a", "gone", 5), span("b", "b", 1)]) == [(0, "b"), (0, "a")]
     assert drawn([span("a", "b", 5), span("b", "c", 6), span("c", "a", 7)]) == [(0, "a"), (1, "c"), (2, "b")]
 
 
-def test_chain_deeper_than_the_recursion_limit_is_drawn():
+def test_in_order_deep_chain_does_not_recurse():
     count = sys.getrecursionlimit() + 50
     spans = [span(str(i), str(i - 1), i) for i in range(1, count + 1)]
     assert [d for d, _ in drawn(spans)] == list(range(count))
@@ -41,7 +41,7 @@ def test_chain_deeper_than_the_recursion_limit_is_drawn():
     assert f"{count} spans" in shown.getvalue()
 
 
-def test_bars_lie_inside_the_whole_and_none_is_invisible():
+def test_bar_is_visible_and_inside_width():
     whole = span("a", None, 0, 1000)
     assert bar(whole, 0, 1000, WIDTH) == "━" * WIDTH
     for start, end in ((0, 0), (1000, 1000), (999, 1000), (500, 501)):
@@ -50,7 +50,7 @@ def test_bars_lie_inside_the_whole_and_none_is_invisible():
     assert bar(span("x", None, 7, 7), 7, 7, WIDTH) == "━"
 
 
-def test_failed_spans_say_why_and_hostile_names_are_no_markup():
+def test_print_trace_shows_errors_and_escapes_names():
     shown = io.StringIO()
     spans = [span("a", None, error=True, attributes={"error.message": "[bold]boom[/]"}), span("[red]b", "a")]
     print_trace(Console(file=shown, width=120), "a" * 32, spans, False)
@@ -67,7 +67,7 @@ class Controller:
         self.asked.append(message)
 
 
-def test_client_s_spans_are_under_its_root_and_leave_the_script_s_opentelemetry_alone():
+def test_client_trace_has_own_provider_and_root():
     before = trace.get_tracer_provider()
     mine = ClientTrace("session")
     with mine.step("connect", executor="e") as parent:
@@ -81,13 +81,13 @@ def test_client_s_spans_are_under_its_root_and_leave_the_script_s_opentelemetry_
     assert controller.asked[0].credential == "secret" and trace.get_tracer_provider() is before
 
 
-def test_spans_that_nobody_takes_are_no_error():
+def test_send_refused_spans_raises_nothing():
     mine = ClientTrace("session")
     mine.end("OSError")
     mine.send(Controller(fails=True), "task", "")
 
 
-def test_client_says_nothing_where_opentelemetry_is_switched_off(monkeypatch):
+def test_client_trace_with_opentelemetry_disabled_sends_nothing(monkeypatch):
     monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
     mine = ClientTrace("session")
     with mine.step("connect") as parent:

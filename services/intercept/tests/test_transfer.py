@@ -1,4 +1,4 @@
-"""Copies from the host: what one number costs, and that its bits arrive."""
+"""Uploads of one number: the number keeps its bits, and the upload does not end the program."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def _bits(t):
     "number",
     [
         *[torch.tensor(v) for v in (0.1, -0.0, float("inf"), -float("inf"), 1e-45, 3.4e38, float("nan"))],
-        torch.tensor([0x7FA00001], dtype=torch.int32).view(torch.float32),  # a NaN of somebody's own
+        torch.tensor([0x7FA00001], dtype=torch.int32).view(torch.float32),  # a NaN with a payload
         *[torch.tensor([v], dtype=torch.float64) for v in (5e-324, 1 / 3, 1.7e308)],
         *[torch.tensor(v, dtype=torch.float16) for v in (6e-8, 65504.0)],
         *[torch.tensor(v, dtype=torch.bfloat16) for v in (1e-40, 3.38e38)],
@@ -25,13 +25,13 @@ def _bits(t):
     ],
     ids=str,
 )
-def test_one_number_arrives_bit_by_bit(cuda, number):
+def test_upload_one_number_keeps_bits(cuda, number):
     there = number.to(cuda)
     assert there.dtype is number.dtype and there.shape == number.shape
     assert _bits(there.cpu()) == _bits(number)
 
 
-def test_one_number_goes_into_a_view_as_its_dtype(cuda):
+def test_upload_one_number_to_view_has_dtype_of_view(cuda):
     x = torch.zeros(3, 4, dtype=torch.int32, device=cuda)
     x[1, 2] = torch.tensor(7.9)
     x[:, 1:2][2:].copy_(torch.tensor([[300]]))
@@ -39,14 +39,14 @@ def test_one_number_goes_into_a_view_as_its_dtype(cuda):
     assert x.tolist() == [[0, 0, 0, 1], [0, 0, 7, 0], [0, 300, 0, 0]]
 
 
-def test_one_number_does_not_end_the_program(cuda):
+def test_upload_one_number_keeps_program_open(cuda):
     recorder = current_devices().recorders[0]
     x = torch.arange(12.0, device=cuda).reshape(3, 4)
     torch.cuda.synchronize()
 
     def step(k):
         before = recorder.programs
-        with recorder.lock:  # nor does the timer
+        with recorder.lock:  # the timer must not close the program
             y = x[:, [k]].add_(torch.tensor(0.5, device=cuda))
             torch.cuda.synchronize()
         assert recorder.programs == before + 1
@@ -55,17 +55,17 @@ def test_one_number_does_not_end_the_program(cuda):
     assert step(1) == [[1.5], [5.5], [9.5]]
     defined = len(recorder._sent)
     assert step(-1) == [[3.5], [7.5], [11.5]]
-    assert len(recorder._sent) == defined  # the number is no part of the program
+    assert len(recorder._sent) == defined  # the number is a param, not a part of the program
 
 
-def test_a_number_read_before_is_not_taken_for_what_it_became(cuda):
+def test_read_after_upload_returns_new_number(cuda):
     x = torch.zeros(1, device=cuda)
     assert x.item() == 0 and x.item() == 0
     x.copy_(torch.tensor([3.0]))
     assert x.item() == 3
 
 
-def test_one_number_may_have_more_dimensions_than_an_instruction_can_say(cuda):
+def test_upload_one_number_with_many_dimensions_keeps_value(cuda):
     number = torch.full([1] * 65, 2.5)
     there = number.to(cuda)
     assert there.shape == number.shape and there.cpu().item() == 2.5

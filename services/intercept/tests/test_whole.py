@@ -1,4 +1,4 @@
-"""What CUDA does in one kernel, and PyTorch in many for other devices: one instruction forward, one for all gradients."""
+"""Operators that are recorded as one instruction, with one more for all gradients. PyTorch decomposes them for other devices."""
 
 import copy
 import functools
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.connected
 
 @pytest.fixture
 def recorded(cuda):
-    """Names of the instructions that a function records, without memory's."""
+    """Names of the instructions that a function records, without `alloc` and `free`."""
 
     def names(function):
         recorder = device.current().recorder
@@ -22,7 +22,7 @@ def recorded(cuda):
         limit, recorder.limit = recorder.limit, 1 << 20
         recorder.room = recorder.limit
         try:
-            with recorder.lock:  # the timer must not send them before they are counted
+            with recorder.lock:  # the timer must not send the program before its instructions are counted
                 result = function()
                 found = [form.name for form, _ in recorder.instructions_of(recorder.words)]
         finally:
@@ -56,7 +56,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_operator_equals_the_cpu_with_gradients(cuda, name):
+def test_operator_and_gradients_equal_cpu(cuda, name):
     function, shapes = CALLS[name]
     found = []
     for where in ("cpu", cuda):
@@ -68,7 +68,7 @@ def test_operator_equals_the_cpu_with_gradients(cuda, name):
 
 
 @pytest.mark.parametrize("name", ["rms_norm", "attention, mask with gradient", "smoothed labels"])
-def test_operator_is_one_instruction_each_way(cuda, recorded, name):
+def test_operator_forward_and_backward_are_one_instruction_each(cuda, recorded, name):
     function, shapes = CALLS[name]
     inputs = leaves(*shapes, where=cuda)
     LABELS.to(cuda)
@@ -83,7 +83,7 @@ def test_operator_is_one_instruction_each_way(cuda, recorded, name):
 @pytest.mark.parametrize(
     "options", [{}, {"num_layers": 2, "bidirectional": True, "batch_first": True}, {"bias": False}]
 )
-def test_recurrent_network_equals_the_cpu(cuda, make, options):
+def test_recurrent_network_equals_cpu(cuda, make, options):
     torch.manual_seed(0)
     local = make(4, 6, **options)
     ours = copy.deepcopy(local).to(cuda)
@@ -98,7 +98,7 @@ def test_recurrent_network_equals_the_cpu(cuda, make, options):
 
 
 @pytest.mark.parametrize("make", [nn.GRU, nn.RNN])
-def test_recurrent_network_is_one_instruction_each_way(cuda, recorded, make):
+def test_recurrent_network_forward_and_backward_are_one_instruction_each(cuda, recorded, make):
     net = make(4, 6, num_layers=2, bidirectional=True).to(cuda)
     x = torch.randn(7, 3, 4, device=cuda, requires_grad=True)
     (y, _), forward = recorded(lambda: net(x))
@@ -115,7 +115,7 @@ NETWORKS = {
 }
 
 
-#: Each kind of network, and each option; the slow run adds the other pairs of the two.
+#: Each kind of network with each option. The slow run has all pairs of both.
 PACKED = [
     pytest.param(make, options, marks=() if make == "LSTM" or not options else pytest.mark.slow, id=f"{make}-{name}")
     for name, options in (
@@ -128,7 +128,7 @@ PACKED = [
 
 
 @pytest.mark.parametrize(("make", "options"), PACKED)
-def test_packed_sequences_equal_the_cpu(cuda, make, options):
+def test_packed_sequences_equal_cpu(cuda, make, options):
     torch.manual_seed(0)
     local = NETWORKS[make](4, 6, **options)
     ours = copy.deepcopy(local).to(cuda)
@@ -150,7 +150,7 @@ def test_packed_sequences_equal_the_cpu(cuda, make, options):
 
 
 @pytest.mark.parametrize("make", NETWORKS)
-def test_packed_sequences_are_one_instruction_each_way(cuda, recorded, make):
+def test_packed_sequences_forward_and_backward_are_one_instruction_each(cuda, recorded, make):
     net = NETWORKS[make](4, 6, num_layers=2, bidirectional=True).to(cuda)
     packed = nn.utils.rnn.pack_padded_sequence(torch.randn(5, 3, 4, device=cuda), torch.tensor([5, 3, 1]))
     hidden = torch.zeros(4, 3, 6, device=cuda)
@@ -163,7 +163,7 @@ def test_packed_sequences_are_one_instruction_each_way(cuda, recorded, make):
     assert len(forward) == len(backward) == 1
 
 
-def test_dropout_of_attention_drops_the_same_in_both_directions(cuda):
+def test_attention_dropout_is_same_in_forward_and_backward(cuda):
     q, k, v = leaves(*[(1, 2, 6, 4)] * 3, where=cuda)
     y = F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
     (grad,) = torch.autograd.grad(y.sum(), v)
@@ -172,7 +172,7 @@ def test_dropout_of_attention_drops_the_same_in_both_directions(cuda):
     assert not torch.equal(again, y)
 
 
-def test_dropout_between_layers_drops_the_same_in_both_directions(cuda):
+def test_layer_dropout_is_same_in_forward_and_backward(cuda):
     net = nn.RNN(4, 6, num_layers=2, nonlinearity="relu", bias=False, dropout=0.5).to(cuda)
     x = torch.rand(3, 2, 4, device=cuda, requires_grad=True)
     y, _ = net(x)
@@ -180,7 +180,7 @@ def test_dropout_between_layers_drops_the_same_in_both_directions(cuda):
     torch.testing.assert_close(y.sum(), (grad * x).sum())  # relu without bias is homogeneous
 
 
-def test_second_derivatives(cuda):
+def test_second_derivatives_equal_cpu(cuda):
     found = []
     for where in ("cpu", cuda):
         (x,) = leaves((3, 8), where=where)
@@ -191,21 +191,21 @@ def test_second_derivatives(cuda):
         torch.testing.assert_close(ours, theirs)
 
 
-def test_second_derivatives_through_its_dropout_are_refused(cuda):
+def test_second_derivatives_through_dropout_raise(cuda):
     q, k, v = leaves(*[(1, 2, 6, 4)] * 3, where=cuda)
     y = F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
     with pytest.raises(NotImplementedError, match="second derivatives through dropout"):
         torch.autograd.grad(y.sum(), v, create_graph=True)
 
 
-def test_function_transforms(cuda):
+def test_function_transforms_equal_autograd(cuda):
     (x,) = leaves((3, 8), where=cuda)
     function = torch.func.grad(lambda t: F.rms_norm(t, (8,)).sum())
     (there,) = torch.autograd.grad(F.rms_norm(x, (8,)).sum(), x)
     torch.testing.assert_close(function(x.detach()), there)
 
 
-def test_saved_tensor_that_changed_is_pytorch_s_own_error(cuda):
+def test_changed_saved_tensor_raises_error_of_pytorch(cuda):
     x, w = leaves((3, 8), (8,), where=cuda)
     y = F.rms_norm(x, (8,), w * 1).sum() + F.rms_norm(x * 1, (8,), w.detach()).sum()
     with torch.no_grad():
@@ -215,7 +215,7 @@ def test_saved_tensor_that_changed_is_pytorch_s_own_error(cuda):
 
 
 @pytest.mark.parametrize("way", ["native_batch_norm", "native_batch_norm.out", "batch_norm_update_stats"])
-def test_statistics_that_no_schema_says_are_written_are_the_cpus(cuda, way):
+def test_undeclared_statistics_writes_equal_cpu(cuda, way):
     x, mean, var = torch.rand(6, 3, 5), torch.rand(3), torch.rand(3)
 
     def statistics(where):

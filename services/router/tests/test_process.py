@@ -295,7 +295,7 @@ async def test_command_lists_shows_and_sets_tenants_for_administrators(
         code, said = await wooly("set", "bob", "--no-exclusive")
         assert code == 0 and "up to P0" in said and "yes" not in said
         code, said = await wooly("show", "eve")
-        assert code == 1 and "there is no tenant eve" in said
+        assert code == 1 and "the tenant eve does not exist" in said
         code, said = await wooly("set", "bob", "--class-ceiling", "0", token="wooly_" + "3" * 40)
         assert code == 1 and "a valid token is needed" in said
 

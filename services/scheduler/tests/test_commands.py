@@ -68,11 +68,15 @@ async def test_tasks_change_a_running_session(executor, start_scheduler, wooly):
         code, shown = await wooly("tasks", "suspend", "nobody")
         assert code == 1 and "session nobody is not open on any GPU" in shown
         code, shown = await wooly("tasks", "suspend", "a b")
-        assert code == 1 and "is not the id of a session" in shown
+        assert code == 1 and "is not valid; it must be the id of a session" in shown
 
 
 async def test_commands_without_a_scheduler_say_what_to_start(executor, wooly):
     async with executor():
         for arguments in (("top",), ("tasks", "resume", "x")):
             code, shown = await wooly(*arguments)
-            assert code == 1 and "no scheduler is connected to it" in shown and "python -m wooly_scheduler" in shown
+            assert (
+                code == 1
+                and "the service scheduler is not connected to it" in shown
+                and "python -m wooly_scheduler" in shown
+            )

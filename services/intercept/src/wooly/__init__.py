@@ -1,6 +1,7 @@
-"""Wooly: the "cuda" work of an ordinary PyTorch program, executed on a device elsewhere.
+"""Wooly runs the "cuda" operations of an ordinary PyTorch program on a remote device.
 
-`enable()` opens a session and makes "cuda" live; `wooly run script.py` does it for an unmodified script.
+`enable()` opens a session and redirects "cuda" to the remote device. `wooly run script.py` does the same for an unmodified
+script.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Load the API, and with it torch, only when it is asked for: `wooly status` needs neither."""
+    """Import the API on first use. The API imports torch, and commands such as `wooly status` do not need torch."""
     if name == "cuda_kernel":
         from wooly.kernels.cuda_c import cuda_kernel
 

@@ -1,4 +1,4 @@
-"""How a client gets into its controller's NATS: by a `.creds` file, or by credentials that REST gives for an API token."""
+"""The client's credentials for the controller's NATS: from a `.creds` file, or from the controller's REST for an API token."""
 
 from __future__ import annotations
 
@@ -19,45 +19,46 @@ from wooly.settings import Settings
 if TYPE_CHECKING:
     from wooly_bus.credentials import Credentials
 
-#: Seconds that REST may take.
+#: Timeout of one REST request, in seconds.
 TIMEOUT_S = 5.0
+#: Maximum size of a REST answer, in bytes. Longer answers are cut off and then fail to parse.
 _LARGEST = 1 << 20
 
 
 class AccessError(BusError):
-    """There are no credentials to be had; the message says why."""
+    """The client cannot get credentials. The message says why."""
 
     code = "wooly.access"
 
 
 def from_file(path: Path) -> Credentials:
-    """The credentials in a file; read anew for every connection, so that whoever keeps it may renew it.
+    """Read credentials from a file. Each connection reads the file again, so another program can renew the credentials in it.
 
     Raises:
-        CredentialsError: it cannot be read, or holds none.
+        CredentialsError: the file cannot be read, or contains no credentials.
     """
-    from wooly_bus.credentials import Credentials  # the cryptography of it costs every other client 20 ms
+    from wooly_bus.credentials import Credentials  # imported here, because its cryptography library takes 20 ms to load
 
     return Credentials.load(path)
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A redirection would take the API token elsewhere, from https to http, too."""
+    """Refuses HTTP redirects. A redirect would send the API token to another server, possibly over plain http."""
 
     def redirect_request(self, *args: Any) -> None:
-        """None: the answer is an error."""
+        """Return None, which makes the redirect an HTTP error."""
 
 
 class RestCredentials:
-    """Credentials that a controller gives for an API token; new ones when a third of their time is left.
+    """Credentials that the controller's REST issues for an API token, renewed after half of their lifetime.
 
     Args:
-        url: of REST.
+        url: URL of the controller's REST.
         token: an API token.
-        tls_ca: authorities that may vouch for it; None: the system's.
+        tls_ca: file with the certificate authorities to trust; None: those of the system.
 
     Raises:
-        AccessError: it gives none.
+        AccessError: the controller does not issue credentials.
     """
 
     def __init__(self, url: str, token: str, tls_ca: Path | None = None) -> None:
@@ -69,10 +70,10 @@ class RestCredentials:
         self()
 
     def __call__(self) -> Credentials:
-        """Credentials that hold.
+        """Return valid credentials.
 
         Raises:
-            AccessError: there are none.
+            AccessError: the controller does not issue credentials.
         """
         with self._lock:
             if self._held is None or time.time() >= self._renew_at:
@@ -99,18 +100,28 @@ class RestCredentials:
             self.nats_url, self.tenant = str(said["nats_url"]), str(said["tenant"])
             expires = float(said["expires_at"])
         except urllib.error.HTTPError as e:
-            raise AccessError(f"{where} gives no credentials: {_message(e)}") from e
+            raise AccessError(
+                f"{where} does not issue credentials: {_message(e)}. Check the API token (WOOLYAI_CREDENTIAL)"
+            ) from e
         except ChannelTlsError as e:
-            raise AccessError(f"{where}: {e} (WOOLYAI_TLS_CA names the authorities to trust)") from e
+            raise AccessError(
+                f"cannot make a TLS connection to {where}: {e} (set WOOLYAI_TLS_CA to a file with the certificate authorities "
+                "to trust)"
+            ) from e
         except urllib.error.URLError as e:
             if isinstance(e.reason, ssl.SSLCertVerificationError):
                 raise AccessError(
-                    f"{where} has a certificate that is not trusted: {e.reason.verify_message} (WOOLYAI_TLS_CA names the "
-                    "authorities to trust)"
+                    f"{where} has a certificate that is not trusted: {e.reason.verify_message} (set WOOLYAI_TLS_CA to a file "
+                    "with the certificate authorities to trust)"
                 ) from e
-            raise AccessError(f"{where} does not answer: {e.reason}") from e
+            raise AccessError(
+                f"{where} does not answer: {e.reason}. Check WOOLYAI_CONTROLLER_URL, and that the controller runs"
+            ) from e
         except (OSError, ValueError, KeyError, TypeError, CredentialsError) as e:
-            raise AccessError(f"{where} answers something else than credentials: {e}") from e
+            raise AccessError(
+                f"the answer of {where} contains no credentials: {e}. Check that WOOLYAI_CONTROLLER_URL is the URL of a Wooly "
+                "controller"
+            ) from e
         self._renew_at = asked + (expires - asked) / 2
         return held
 
@@ -124,10 +135,10 @@ def _message(error: urllib.error.HTTPError) -> str:
 
 
 def access_of(settings: Settings) -> Access:
-    """The way into the controller that the settings name.
+    """Address and credentials of the controller in the settings.
 
     Raises:
-        BusError: there are no credentials for it.
+        BusError: the client cannot get credentials for the controller.
     """
     url, path = settings.controller_url, settings.nats_creds
     if url.startswith(("http://", "https://")):

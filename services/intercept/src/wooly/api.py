@@ -1,4 +1,4 @@
-"""What users call: `enable`, `disable`, `session_stats`. Puts device, session and facade together."""
+"""The functions that users call: `enable`, `disable`, `session_stats`. They connect device, session and facade."""
 
 from __future__ import annotations
 
@@ -23,31 +23,32 @@ from wooly.device import RegisteredDevice, register
 from wooly.errors import NotConnectedError, WoolyError
 from wooly.facade import Facade
 from wooly.link import Link
-from wooly.routes import why_not
+from wooly.routes import reason_not_to_try
 from wooly.storage import MAX_DEVICES
 
 if TYPE_CHECKING:
     from wooly.traces import ClientTrace
 
 log = logging.getLogger("wooly")
-#: Sessions that are opened until the executors of one are reached.
-OPENS = 3
-#: Seconds after which all links of a session with several devices are looked at: one may break while only another is used.
-_LOOK_EVERY_S = 0.25
-#: Ticks of the timer for which a program that grows is let grow.
-_GROWING = 4
+#: Maximum number of sessions that `enable` opens, one after the other, if an executor ends before the client connects to it.
+MAX_OPENS = 3
+#: Interval, in seconds, at which the timer checks all links of a session with several devices. A link may break while the program
+#: uses only another device.
+_CHECK_INTERVAL_S = 0.25
+#: Number of timer ticks during which the timer does not send a program that grows.
+_GROWTH_TICKS = 4
 _COUNTED = ("operations", "instructions", "programs", "bytes_sent", "bytes_received", "syncs")
 
 
 @dataclass(frozen=True)
 class Part:
-    """Where one device of a session is.
+    """Address of one device of a session.
 
     Attributes:
-        endpoints: where its executor says that it listens.
-        executor_id: for messages.
-        node: for messages.
-        token: what it wants to see; empty: the session's.
+        endpoints: endpoints on which the executor listens.
+        executor_id: id of the executor, for messages.
+        node: node of the executor, for messages.
+        token: token for the executor; empty: the session's token.
     """
 
     endpoints: Sequence[str]
@@ -58,7 +59,7 @@ class Part:
 
 @dataclass
 class _Attached:
-    """The process's one session: a link per device, the part that each serves, and the endpoint that answered."""
+    """The session of this process: per device a link, its part, and the endpoint that answered."""
 
     device: RegisteredDevice
     links: list[Link]
@@ -69,7 +70,7 @@ class _Attached:
 
     @property
     def link(self) -> Link:
-        """That of the first device."""
+        """Link of the first device."""
         return self.links[0]
 
 
@@ -97,27 +98,29 @@ def attach(
     jit: str = "exact",
     trace: ClientTrace | None = None,
 ) -> RegisteredDevice:
-    """Connect the device to an executor's data channel: the first of `endpoints` that may be tried (`wooly.routes`) and answers.
+    """Connect the devices of a session to their executors.
+
+    Each link uses the first endpoint that `wooly.routes` allows and that answers.
 
     Args:
-        endpoints: where the executor says that it listens.
-        session_id: the session, as the router named it.
-        token: what the executor wants to see.
-        more: where the session's further devices are, cuda:1 first.
-        flush_instructions: instructions after which a program is sent.
-        flush_interval_s: seconds after which an idle executor gets what there is.
-        executor_id: for messages.
-        node: for messages.
-        channel: auto, direct (no tunnel) or tunnel (nothing else).
-        control_url: NATS as this process reaches it; empty: as the executor does.
-        tls_ca: authorities for tls endpoints; None: the system's.
-        plaintext: an executor that offers TLS may be reached without, over a network.
-        dedup: with whom the session shares equal contents: off, tenant, shared.
-        jit: which kernels there may be in place of the library's: "0", "exact" or "full".
-        trace: the trace that the session is in.
+        endpoints: endpoints on which the executor of cuda:0 listens.
+        session_id: id of the session.
+        token: token for the executor.
+        more: addresses of the session's other devices, cuda:1 first.
+        flush_instructions: maximum number of instructions before a program is sent.
+        flush_interval_s: seconds after which an idle executor gets the open program.
+        executor_id: id of the executor, for messages.
+        node: node of the executor, for messages.
+        channel: auto, direct (no tunnel) or tunnel (only tunnels).
+        control_url: NATS for this process; empty: the host of the executor's endpoint.
+        tls_ca: file with the certificate authorities for tls endpoints; None: those of the system.
+        plaintext: allow plain text over a network, although the executor offers TLS.
+        dedup: sessions with which this session shares equal contents: off, tenant, shared.
+        jit: generated kernels that the executor may use: "0", "exact" or "full".
+        trace: the session's trace.
 
     Raises:
-        NotConnectedError: none does, or one has a certificate that is not to be trusted.
+        NotConnectedError: no endpoint answers, or an executor's certificate is not trusted.
     """
     global _attached
     with _lock:
@@ -125,7 +128,9 @@ def attach(
             return _attached.device
         parts = [Part(endpoints, executor_id, node), *more]
         if len(parts) > MAX_DEVICES:
-            raise NotConnectedError(f"{len(parts)} devices; a process can have {MAX_DEVICES}")
+            raise NotConnectedError(
+                f"the session has {len(parts)} devices, but a process can have at most {MAX_DEVICES}; ask for fewer devices"
+            )
         device = register(flush_instructions)
         links: list[Link] = []
         answered: list[Endpoint] = []
@@ -154,15 +159,15 @@ def attach(
 
 
 def attach_link(link: Any) -> RegisteredDevice:
-    """Make the device that of a link which is there already, and which may be a recording (`wooly.export`).
+    """Attach the device to an existing link, for example to the recording of `wooly.export`.
 
     Raises:
-        WoolyError: the process has a session.
+        WoolyError: the process has an open session.
     """
     global _attached
     with _lock:
         if _attached is not None:
-            raise WoolyError("this process has a session on a device; end it first (wooly.disable())")
+            raise WoolyError("this process has an open session; close it first with wooly.disable()")
         device = register(128)
         _adopt(device, [link])
         _attached = _Attached(device, [link], [Part(())], [])
@@ -194,7 +199,7 @@ def _connect(
     offered = [Endpoint.parse(text) for text in part.endpoints]
     for endpoint in offered:
         nats_url = (control_url.url if isinstance(control_url, Access) else control_url) or f"nats://{endpoint.host}"
-        if reason := why_not(endpoint, offered, channel, nats_url, plaintext):
+        if reason := reason_not_to_try(endpoint, offered, channel, nats_url, plaintext):
             failures.append(f"{endpoint}: {reason}")
             continue
         try:
@@ -206,10 +211,15 @@ def _connect(
                 client.close()
                 raise
         except ChannelTlsError as e:
-            raise NotConnectedError(f"{who} cannot be trusted, and no other way to it is tried: {e}") from e
+            raise NotConnectedError(
+                f"the TLS connection to {who} failed, and no other endpoint is tried, because this could be an attack: {e}"
+            ) from e
         except (ChannelError, WoolyError) as e:
             failures.append(f"{endpoint}: {e}")
-    raise NotConnectedError(f"no endpoint of {who} could be reached:\n  " + "\n  ".join(failures))
+    raise NotConnectedError(
+        f"cannot connect to any endpoint of {who}; check that it runs, and that no firewall blocks these endpoints:\n  "
+        + "\n  ".join(failures)
+    )
 
 
 def _dial(endpoint: Endpoint, control_url: str | Access, tls_ca: Path | None) -> ChannelClient:
@@ -223,18 +233,18 @@ def _dial(endpoint: Endpoint, control_url: str | Access, tls_ca: Path | None) ->
         if endpoint.scheme == "tls":
             return ChannelClient.connect(endpoint, tls=client_context(tls_ca))
     except ChannelTlsError as e:
-        raise ChannelTlsError(f"{e} (WOOLYAI_TLS_CA names the authorities to trust)") from e
+        raise ChannelTlsError(f"{e} (set WOOLYAI_TLS_CA to a file with the certificate authorities to trust)") from e
     return ChannelClient.connect(endpoint)
 
 
 def enable(settings: Any = None) -> None:
-    """Open a session with the controller and make "cuda" mean the device that it gives.
+    """Open a session at the controller, and redirect "cuda" to the session's device.
 
     Args:
-        settings: `wooly.settings.Settings`, or None for environment and configuration file.
+        settings: `wooly.settings.Settings`; None: read the environment and the configuration file.
 
     Raises:
-        WoolyError: there is no controller or no executor; the message says what to start.
+        WoolyError: no controller or no executor is available. The message says what to start.
     """
     global _facade
     with _lock:
@@ -248,7 +258,7 @@ def enable(settings: Any = None) -> None:
             assert _attached is not None
             _attached.opened = opened
             links = _attached.links
-            opened.on_lost = lambda why: links[0].lose(why)
+            opened.on_lost = lambda why: links[0].fail(why)
             for recorder in _attached.device.devices.recorders:
                 recorder.programs_dir = settings.programs_dir
             children.settings = settings.model_copy(update=opened.reach)
@@ -258,11 +268,11 @@ def enable(settings: Any = None) -> None:
 def _open_and_attach(settings: Any) -> Any:
     """Open a session and connect to its executors. Returns the session.
 
-    An executor may end after the session was opened, before it is reached: nothing is lost then, and another session is opened.
+    If an executor ends before the client connects to it, nothing is lost, and this function opens another session.
     """
     from wooly.control import open_session
 
-    others = OPENS
+    others = MAX_OPENS
     while True:
         others -= 1
         opened = open_session(settings)
@@ -291,22 +301,22 @@ def _open_and_attach(settings: Any) -> Any:
             opened.close()
             if not again:
                 raise
-            log.warning("another session is opened, as an executor ended before it was reached: %s", e)
+            log.warning("an executor ended before the client connected to it; another session is opened: %s", e)
 
 
 def install_facade() -> None:
-    """Make "cuda" mean the attached device."""
+    """Redirect "cuda" to the attached device."""
     global _facade
     with _lock:
         if _attached is None:
-            raise NotConnectedError("no session; call wooly.enable()")
+            raise NotConnectedError("no session is open; call wooly.enable()")
         if _facade is None:
             _facade = Facade(_attached.device.devices, device_facts, _attached.device.launches)
         _facade.install()
 
 
 def disable() -> None:
-    """End the session and give "cuda" back. Tensors on the device are lost."""
+    """Close the session, and stop redirecting "cuda". All tensors on the device are lost."""
     global _attached
     with _lock:
         if _facade is not None:
@@ -329,7 +339,7 @@ atexit.register(disable)
 
 
 def _after_fork() -> None:
-    """The session belongs to the process that opened it: a fork of it neither ends nor renews it."""
+    """Detach the session in a forked process. Only the process that opened the session renews and closes it."""
     global _attached, _lock
     _lock = threading.RLock()
     _attached = None
@@ -339,7 +349,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def device_facts(index: int = 0) -> dict[str, Any]:
-    """The executor's facts of an attached device."""
+    """Properties of an attached device, from its executor; empty if no session is open."""
     return _attached.links[index].device if _attached is not None else {}
 
 
@@ -347,10 +357,10 @@ def attached_links() -> list[Link]:
     """The links of this process's session, one per device.
 
     Raises:
-        NotConnectedError: there is none.
+        NotConnectedError: no session is open.
     """
     if _attached is None:
-        raise NotConnectedError("no session; call wooly.enable()")
+        raise NotConnectedError("no session is open; call wooly.enable()")
     return _attached.links
 
 
@@ -358,21 +368,21 @@ def attached_device() -> RegisteredDevice:
     """The device of this process's session.
 
     Raises:
-        NotConnectedError: there is none.
+        NotConnectedError: no session is open.
     """
     if _attached is None:
-        raise NotConnectedError("no session; call wooly.enable()")
+        raise NotConnectedError("no session is open; call wooly.enable()")
     return _attached.device
 
 
 def session_stats() -> dict[str, Any]:
-    """What this session has done so far: counters of all its devices together, and under "devices" those of each.
+    """Counters of this session: the sums over all devices, and under "devices" the counters of each device.
 
     Raises:
-        NotConnectedError: there is none.
+        NotConnectedError: no session is open.
     """
     if _attached is None:
-        raise NotConnectedError("no session; call wooly.enable()")
+        raise NotConnectedError("no session is open; call wooly.enable()")
     devices = [
         {
             "executor_id": part.executor_id,
@@ -395,25 +405,25 @@ def session_stats() -> dict[str, Any]:
 
 
 def opened_session() -> Any:
-    """The session as the controller gave it (`wooly.control.OpenedSession`); None if it was given by nobody.
+    """The session that the controller opened (`wooly.control.OpenedSession`); None if it was attached without a controller.
 
     Raises:
-        NotConnectedError: there is none.
+        NotConnectedError: no session is open.
     """
     if _attached is None:
-        raise NotConnectedError("no session; call wooly.enable()")
+        raise NotConnectedError("no session is open; call wooly.enable()")
     return _attached.opened
 
 
 def synchronize() -> None:
-    """Wait for all devices; errors of operations that nothing else waited for surface here."""
+    """Wait for all devices. Raises the errors of operations whose results nothing else has read."""
     if _attached is not None:
         for index in range(len(_attached.links)):
             torch.wooly.synchronize(index)  # type: ignore[attr-defined]
 
 
 def _start_flusher(device: RegisteredDevice, interval_s: float) -> None:
-    """The timer: what is recorded reaches an idle executor within a few milliseconds, without a sync."""
+    """Start the timer thread, which sends open programs to idle executors within a few milliseconds, without a sync."""
     global _flusher
     if _flusher is not None and _flusher.is_alive():
         return
@@ -432,25 +442,25 @@ def _start_flusher(device: RegisteredDevice, interval_s: float) -> None:
                 held[index] = 0 if new else held[index] + 1
                 if grown:
                     seen[index], quiet = at, 0
-                    if new or held[index] < _GROWING:
-                        continue  # where a program that is being recorded is cut hangs on chance: others like it will not come
+                    if new or held[index] < _GROWTH_TICKS:
+                        continue  # a program that is cut while it grows would not repeat
                 if not recorder.lock.acquire(blocking=False):
-                    continue  # in use; and who waits for one device must not hide what happens to another
+                    continue  # the device is in use; do not wait, so that the other devices are served
                 try:
                     link = recorder.link
                     if link is not None and recorder.open and recorder.generation == at[0] and link.poll():
                         recorder.try_flush()
                 finally:
                     recorder.lock.release()
-            if len(active) > 1 and time.monotonic() - looked > _LOOK_EVERY_S:
+            if len(active) > 1 and time.monotonic() - looked > _CHECK_INTERVAL_S:
                 looked = time.monotonic()
                 for recorder in active:
                     if recorder.link is not None:
-                        recorder.link.look()
+                        recorder.link.check_open()
 
     _flusher = start_thread(watch, "wooly-flusher")
 
 
 def is_enabled() -> bool:
-    """Whether "cuda" means the Wooly device now."""
+    """Whether "cuda" is redirected to a Wooly device."""
     return _attached is not None and torch.cuda.is_available()

@@ -1,7 +1,8 @@
-"""Processes that a program starts by spawning: each gets a session of its own, as with CUDA each has a context of its own.
+"""Sessions of spawned child processes: each child gets its own session, as each CUDA process has its own context.
 
-What opens it rides with the data by which `multiprocessing` prepares a child, and is read before the program's own modules are
-imported there, so that "cuda" is live from their first line. Forked processes are `Device.after_fork`'s.
+`multiprocessing` sends preparation data to each child. This module adds an object to that data which opens the session when the
+child unpickles it. The child unpickles it before it imports the program's modules, so "cuda" works from their first line.
+`RegisteredDevice.after_fork` handles forked processes.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ if TYPE_CHECKING:
 
 Patch = tuple[Any, str, Any]
 
-#: With what a child opens its session; None while this process has none that a child could ask for.
+#: Settings by which a child opens its session; None while this process has no session.
 settings: Settings | None = None
 
 
 class _Opening:
-    """Pickled in the parent; reading it opens the session."""
+    """Opens the session of a child when the child unpickles it."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -32,19 +33,19 @@ class _Opening:
 
 
 def begin(settings: Settings) -> None:
-    """Open a child's session; it ends with the child.
+    """Open the session of this child process. The session ends when the child exits.
 
     Raises:
-        WoolyError: there is no device for it.
+        WoolyError: no device is available for the session.
     """
     from wooly import api
 
     api.enable(settings)
-    Finalize(None, api.disable, exitpriority=-100)  # children leave without running `atexit`
+    Finalize(None, api.disable, exitpriority=-100)  # children of multiprocessing exit without running `atexit`
 
 
 def patches() -> Iterator[Patch]:
-    """(owner, name, value)."""
+    """Yield each patch as (owner, name, value)."""
     real = multiprocessing.spawn.get_preparation_data
 
     @functools.wraps(real)

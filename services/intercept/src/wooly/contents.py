@@ -1,8 +1,13 @@
-"""Uploads whose content may be on the device already: asked for before they travel, hashed while they do.
+"""Uploads with deduplication: the client does not send content that the device already has.
 
-The first chunk is hashed alone. If nobody on the device has a content that begins so, the chunks leave while another thread
-hashes them, and the executor learns the whole's name at the end. If somebody has, the rest is hashed first, and the answer to its
-name decides. So content that is new costs no pass of its own, and content that is there never travels.
+The client first hashes only the first chunk and asks the executor about it:
+
+- If the device has no content with this first chunk, the client sends the data. Another thread hashes the data at the same time,
+  and the executor gets the digest of the whole content at the end.
+- If the device has such content, the client hashes the rest first and asks about the digest of the whole content. The client
+  sends the data only if the device does not have it.
+
+So new content is sent without a separate hashing pass, and known content is never sent.
 """
 
 from __future__ import annotations
@@ -15,12 +20,13 @@ from wooly_bus.supervision import start_call
 if TYPE_CHECKING:
     from wooly.link import Link
 
-#: Bytes from which on asking is cheaper than sending, which takes a round trip.
-WORTH = 16 << 10
+#: Minimum size, in bytes, of an upload with deduplication. For a smaller upload, asking the executor (one round trip) costs more
+#: than sending the data.
+MIN_OFFER_BYTES = 16 << 10
 
 
 def upload(link: Link, buffer: int, data: memoryview) -> None:
-    """Put `data` into a buffer, all of which it is, by sending it or by sharing what is there."""
+    """Set the whole content of a buffer to `data`: share content that the device has, or send the data."""
     n = len(data)
     digests = [chunk_digest(data[:CHUNK])]
     if n > CHUNK and not link.offer(buffer, n, digests[0], head=True):
@@ -44,5 +50,5 @@ def _send_and_hash(link: Link, buffer: int, data: memoryview, digests: list[byte
     try:
         link.write(buffer, 0, data)
     finally:
-        hashing.result()  # of all the data, or the buffer would be known by another's name
+        hashing.result()  # the digest must cover all of the data
     link.seal(buffer, len(data), content_id(digests, len(data)))

@@ -1,4 +1,4 @@
-"""A session with the controller: find it, ask for a device, keep the lease, give it back."""
+"""The client's side of a session: find the controller, open the session, renew its lease, close it."""
 
 from __future__ import annotations
 
@@ -48,18 +48,21 @@ if TYPE_CHECKING:
     from wooly.traces import ClientTrace
 
 log = logging.getLogger("wooly")
+#: Maximum size, in bytes, of a program that `wooly disasm --passes` sends. In base64, the program must fit into one NATS message,
+#: which has at most 1 MiB by default.
 LARGEST_PROGRAM = 640 << 10
+#: Maximum size, in bytes, of the compiler's decompressed answer.
 LARGEST_TEXT = 256 << 20
 
 
 class ControlError(WoolyError):
-    """The controller cannot be reached or refuses; the message says what to do."""
+    """The controller cannot be reached, or it refuses a request. The message says what to do."""
 
     code = "wooly.control"
 
 
 def local_stack() -> Any:
-    """The module of the local stack, if it is installed here (it is an optional part of a client)."""
+    """The module of the local stack; None if it is not installed. It is an optional part of the client."""
     for point in entry_points(group="wooly.local_stack"):
         return point.load()
     return None
@@ -68,12 +71,17 @@ def local_stack() -> Any:
 class Controller:
     """A connection to the controller.
 
+    Args:
+        there: URL of its NATS, or URL and credentials.
+        ephemeral_stack: local stack that was started for this process; `close` stops it.
+        reach: see Attributes.
+
     Attributes:
-        access: the way into its NATS.
-        reach: settings by which other processes find it, where they are not this process's own.
+        access: URL and credentials of its NATS.
+        reach: settings by which child processes find the controller, if they differ from the settings of this process.
 
     Raises:
-        ControlError: there is none at that address.
+        ControlError: no controller answers at this address.
     """
 
     def __init__(
@@ -88,22 +96,22 @@ class Controller:
         except BusConnectError as e:
             if isinstance(e.__cause__, ssl.SSLCertVerificationError):
                 raise ControlError(
-                    f"the controller's NATS has a certificate that is not trusted: {e} (WOOLYAI_TLS_CA names the authorities "
-                    "to trust)"
+                    f"the controller's NATS has a certificate that is not trusted: {e} (set WOOLYAI_TLS_CA to a file with the "
+                    "certificate authorities to trust)"
                 ) from e
             raise ControlError(
-                f"no controller answers: {e}. Start a local stack with `wooly up`, or point WOOLYAI_CONTROLLER_URL at "
-                "your controller; where its NATS asks for credentials, name its REST (https://…) and your API token "
+                f"no controller answers: {e}. Start a local stack with `wooly up`, or set WOOLYAI_CONTROLLER_URL to the URL of "
+                "your controller. If its NATS requires credentials, use the URL of its REST (https://…) and your API token "
                 "(WOOLYAI_CREDENTIAL), or a .creds file (WOOLYAI_NATS_CREDS)"
             ) from e
         except BusError as e:
-            raise ControlError(f"there are no credentials to show to the controller: {e}") from e
+            raise ControlError(f"cannot get credentials for the controller: {e}") from e
 
     def ask(self, rpc: Rpc[Q, R], message: Q, timeout: float = 4.0) -> R:
-        """Ask the router, or another service.
+        """Send a request to the router or another service, and return the reply.
 
         Raises:
-            ControlError: it refuses, or is not there.
+            ControlError: the service refuses the request, or does not answer.
         """
         try:
             return self._client.request(rpc, message, timeout=timeout)
@@ -113,15 +121,15 @@ class Controller:
             raise error from e
         except NoResponderError as e:
             raise ControlError(
-                f"NATS answers at {shown(self.url)}, but no {rpc.service} is connected to it; start one with `wooly up`, or with "
-                f"`python -m wooly_{rpc.service}`"
+                f"NATS answers at {shown(self.url)}, but the service {rpc.service} is not connected to it; start it with "
+                f"`wooly up`, or with `python -m wooly_{rpc.service}`"
             ) from e
         except BusError as e:
             raise ControlError(f"the controller at {shown(self.url)} does not answer: {e}") from e
 
     @property
     def ephemeral(self) -> bool:
-        """Whether it was started for this process, and ends with it."""
+        """Whether the controller was started for this process only, and stops when this process ends."""
         return self._stack is not None
 
     def nodes(self) -> NodesReply:
@@ -129,10 +137,10 @@ class Controller:
         return self.ask(contracts.ROUTER_NODE_LIST, NodesRequest())
 
     def gpus(self) -> list[GpuState]:
-        """What every GPU and session does, as the scheduler follows it.
+        """The state of every GPU and its sessions, from the scheduler.
 
         Raises:
-            ControlError: there is no scheduler.
+            ControlError: the scheduler does not answer.
         """
         found: list[GpuState] = []
         while True:
@@ -143,27 +151,32 @@ class Controller:
                 return found
 
     def steer(self, request: SteerSessionRequest) -> SteerSessionReply:
-        """Treat a running session otherwise from now on.
+        """Change class, weight or state of a running session.
 
         Raises:
-            ControlError: there is no such session, it is refused, or there is no scheduler.
+            ControlError: the session does not exist, the change is refused, or the scheduler does not answer.
         """
         return self.ask(contracts.SCHEDULER_SESSION_STEER, request)
 
     def passes(self, program: bytes, target: str, mode: JitMode) -> list[tuple[str, str]]:
-        """A program after every pass of the compiler: names of passes, and texts.
+        """The program after each pass of the compiler, as pairs of pass name and text.
 
         Raises:
-            ControlError: there is no compiler, or it refuses the program.
+            ControlError: the compiler does not answer, or it refuses the program.
         """
         if len(program) > LARGEST_PROGRAM:
-            raise ControlError(f"the program has {len(program):,} bytes, at most {LARGEST_PROGRAM:,} can be sent")
+            raise ControlError(
+                f"the program has {len(program):,} bytes, but the compiler accepts at most {LARGEST_PROGRAM:,}; use "
+                "`wooly disasm` without --passes"
+            )
         request = ExplainProgramRequest(program=base64.b64encode(program).decode(), target=target, mode=mode)
         reply = self.ask(contracts.COMPILER_PROGRAM_EXPLAIN, request, timeout=120.0)
         packed = zlib.decompressobj()
         text = packed.decompress(base64.b64decode(reply.stages), LARGEST_TEXT)
         if packed.unconsumed_tail:
-            raise ControlError(f"the compiler's answer has more than {LARGEST_TEXT:,} bytes")
+            raise ControlError(
+                f"the compiler's answer has more than {LARGEST_TEXT:,} bytes; use `wooly disasm` without --passes"
+            )
         return [(str(name), str(stage)) for name, stage in json.loads(text)]
 
     def close(self) -> None:
@@ -173,20 +186,21 @@ class Controller:
             self._stack.stop()
 
 
-#: A renewal that failed is tried again after this part of the lease, so that one lost answer costs no session.
-AGAIN = 12
-#: Seconds that the end of a session waits for spans that are being sent.
-SPANS_S = 2.0
-#: Seconds in which a session is opened: the router asks others, and writes it down, which a busy disk may put off.
-OPEN_S = 20.0
-#: A stack for this process alone that was begun, and which nobody has waited for yet.
+#: A failed renewal is tried again after 1/12 of the lease, so that one lost answer does not end the session.
+RETRY_DIVISOR = 12
+#: Maximum time, in seconds, that closing a session waits for spans that are being sent.
+SPANS_TIMEOUT_S = 2.0
+#: Timeout for opening a session, in seconds. The router asks executors and writes to its database, which takes long on a busy
+#: disk.
+OPEN_TIMEOUT_S = 20.0
+#: Local stack that `begin` started for this process and that `connect` has not taken.
 _begun: Any = None
 
 
 def begin(settings: Settings) -> None:
-    """Begin a stack for this process alone, if `connect` will have to start one: it comes up while torch is imported.
+    """Start a local stack for this process if `connect` will need one, and do not wait. It starts while torch is imported.
 
-    What goes wrong is said by `connect`.
+    This function raises no error. If the stack does not start, `connect` reports it.
     """
     global _begun
     stack_module = None if settings.controller_url else local_stack()
@@ -195,14 +209,18 @@ def begin(settings: Settings) -> None:
     try:
         _begun = stack_module.begin_stack(None, ephemeral=True, gpus=settings.gpu_count)
     except (RuntimeError, OSError):
-        log.debug("no stack could be begun", exc_info=True)
+        log.debug("the local stack could not be started early; connect() tries again", exc_info=True)
 
 
 def connect(settings: Settings, *, start: bool = False) -> Controller:
-    """The controller that the settings name; else the local stack; else, with `start`, one for this process alone.
+    """Connect to the controller in the settings, or else to the local stack.
+
+    Args:
+        settings: the client's settings.
+        start: if no local stack runs, start one for this process only.
 
     Raises:
-        ControlError: there is none; the message says what to start.
+        ControlError: no controller answers; the message says what to start.
     """
     if settings.controller_url:
         try:
@@ -213,17 +231,20 @@ def connect(settings: Settings, *, start: bool = False) -> Controller:
     begun, _begun = _begun, None
     stack_module = local_stack()
     if stack_module is None:
-        raise ControlError("no controller is configured; set WOOLYAI_CONTROLLER_URL to your controller's NATS")
+        raise ControlError(
+            "no controller is configured, and the local stack (wooly-local) is not installed; set WOOLYAI_CONTROLLER_URL to the "
+            "URL of your controller"
+        )
     running = None if begun is not None else stack_module.read_stack(settings.state_dir)
     if running is not None:
         return Controller(running.access(), reach=_reach(running))
-    if not start:  # `begin` is for those who do
-        raise ControlError("no stack is running here; start one with `wooly up`")
+    if not start:
+        raise ControlError("no local stack is running; start one with `wooly up`")
     try:
         begun = begun or stack_module.begin_stack(None, ephemeral=True, gpus=settings.gpu_count)
         stack = begun.wait()
     except RuntimeError as e:
-        raise ControlError(f"a local stack could not be started: {e}") from e
+        raise ControlError(f"the local stack did not start: {e}") from e
     return Controller(stack.access(), stack, _reach(stack))
 
 
@@ -232,20 +253,21 @@ def _reach(stack: Any) -> dict[str, Any]:
 
 
 class OpenedSession:
-    """A session, kept alive by a thread that renews its lease.
+    """An open session. A thread renews its lease.
 
     Attributes:
-        session_id: name of the session.
-        token: what the data channels want to see.
-        parts: who serves each device, and where.
-        tunnels: NATS, as this process opens tunnels through it.
+        session_id: id of the session.
+        token: token for the session's data channels.
+        parts: executor and endpoints of each device.
+        tunnels: URL and credentials of NATS, for tunnels of this session.
         reach: see `Controller`.
-        trace: this process's spans of it.
-        traced: the controller keeps its trace.
-        ephemeral: its controller ends with this process.
-        on_closed: called when the session was given back, before the controller is left.
-        on_lost: called, by the thread that renews, when the session is over: the router has it no more, or an executor of its was
-            silent for as long as the lease. An executor that computes for long still answers; one that is frozen does not.
+        trace: spans of this process for this session.
+        traced: whether the router keeps the session's trace.
+        ephemeral: whether the controller stops when this process ends.
+        on_closed: called after the session is closed, before the connection to the controller is closed.
+        on_lost: called with the reason when the session ends unexpectedly: the router no longer has the session, or one of its
+            executors was silent for the length of the lease. An executor answers renewals while it computes, so a silent executor
+            is frozen. The thread that renews the lease makes this call.
     """
 
     def __init__(
@@ -269,7 +291,7 @@ class OpenedSession:
         self._thread = start_thread(self._keep, "wooly-lease")
 
     def is_over(self) -> bool:
-        """Whether the router, or an executor of the session, has it no more."""
+        """Ask whether the session has ended at the router or at one of its executors."""
         request = RenewSessionRequest(session_id=self.session_id, token=self.token)
         try:
             self._controller.ask(contracts.ROUTER_SESSION_RENEW, request)
@@ -281,16 +303,16 @@ class OpenedSession:
         try:
             over = self._renew()
         except Exception as e:
-            over = f"its lease is renewed no more: {type(e).__name__}: {e}"
-            log.exception("session %s: its lease is renewed no more", self.session_id)
+            over = f"the thread that renews the session's lease failed: {type(e).__name__}: {e}"
+            log.exception("session %s: the thread that renews the lease failed, so the session ends", self.session_id)
         if over and self.on_lost is not None:
             self.on_lost(over)
 
     def _renew(self) -> str:
-        """Renew the lease until the session is closed. This thread waits for the router's answers, and for nothing else.
+        """Renew the lease until the session ends. This thread waits only for the router's answers.
 
         Returns:
-            Why the session is over; empty if it was closed here.
+            The reason why the session ended; empty if `close` ended it.
         """
         request = RenewSessionRequest(session_id=self.session_id, token=self.token)
         renewed, pause = time.monotonic(), self._lease_s / 3
@@ -303,16 +325,16 @@ class OpenedSession:
             except ControlError as e:
                 if self._closing.is_set():
                     return ""
-                log.warning("the session's lease could not be renewed: %s", e)
+                log.warning("a renewal of the session's lease failed and is tried again: %s", e)
                 silent = e.code == "router.executor_lost" and time.monotonic() - renewed >= self._lease_s
                 if silent or e.code == "router.no_session":
                     return str(e)
-                pause = self._lease_s / AGAIN
+                pause = self._lease_s / RETRY_DIVISOR
             pause = max(asked + pause - time.monotonic(), 0.01)
         return ""
 
     def _begin_sending(self) -> None:
-        """Have spans sent by another thread: the next renewal does not wait for them."""
+        """Start to send spans in another thread, so that the next renewal does not wait for them."""
         if self.traced and (self._sending is None or self._sending.done()):
             self._sending = start_call(self._send_spans, "wooly-spans")
 
@@ -321,19 +343,19 @@ class OpenedSession:
             self.trace.send(self._controller, self.session_id, self._credential)
 
     def close(self) -> None:
-        """Give the session back."""
+        """Close the session and the connection to the controller."""
         if self._closing.is_set():
             return
         self._closing.set()
         request = CloseSessionRequest(session_id=self.session_id, token=self.token)
         self.trace.end()
-        if self._sending is None or concurrent.futures.wait((self._sending,), SPANS_S).done:
+        if self._sending is None or concurrent.futures.wait((self._sending,), SPANS_TIMEOUT_S).done:
             self._send_spans()
         try:
             with self.trace.current():
                 self._controller.ask(contracts.ROUTER_SESSION_CLOSE, request, timeout=2.0)
         except ControlError as e:
-            log.info("the session was not closed in order: %s", e)
+            log.info("the router did not confirm that the session is closed; it ends when its lease ends: %s", e)
         else:
             if self.on_closed is not None:
                 self.on_closed(self._controller)
@@ -352,12 +374,12 @@ def _tunnels(access: Access, credentials: str) -> Access:
 
 
 def open_session(settings: Settings) -> OpenedSession:
-    """Ask the controller for a session, starting a local stack for this process if nothing else is there.
+    """Open a session at the controller. If no controller is configured or running, start a local stack for this process.
 
     Raises:
-        ControlError: within five seconds, with what to start.
+        ControlError: no controller answers, or it refuses the session. The message says what to do.
     """
-    from wooly.traces import ClientTrace  # what it imports is only needed where there is a session
+    from wooly.traces import ClientTrace  # imported here, because only sessions need OpenTelemetry
 
     trace = ClientTrace("session")
     try:
@@ -390,7 +412,7 @@ def _open_session(settings: Settings, controller: Controller, trace: ClientTrace
     )
     try:
         with trace.step("open_session"):
-            opened = controller.ask(contracts.ROUTER_SESSION_OPEN, request, timeout=OPEN_S)
+            opened = controller.ask(contracts.ROUTER_SESSION_OPEN, request, timeout=OPEN_TIMEOUT_S)
         trace.root.set_attribute("task_id", opened.session_id)
         return OpenedSession(controller, opened, trace, settings.credential)
     except BaseException:

@@ -1,6 +1,6 @@
-"""The Wooly device as PyTorch sees it: backend module, kernel registration, and the recorders behind it.
+"""Registers the Wooly device with PyTorch: the backend module, the kernels of all operators, and the recorders.
 
-Registration happens once per process, at the first `register()`; a session is attached and detached by `api`.
+The first call of `register()` registers the device, once per process. `api` attaches and detaches sessions.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from wooly.rng import DeviceGenerator, Generator
 from wooly.torch_private import (
     OpOverload,
     all_aten_overloads,
+    avoid_dynamo_import,
     has_kernel,
     overload_name,
     redispatch_cpu,
     register_backend,
-    spare_dynamo,
-    word_resizes_as_aten_does,
+    use_resize_warning_of_aten,
 )
 
 aten = torch.ops.aten
 
-#: Composite operators that travel whole: one instruction instead of the several that ATen would make of them.
+#: Composite operators that are recorded as one instruction. ATen would decompose them into several.
 _WHOLE = ("clone", "convolution", "convolution_backward", "native_dropout", "embedding", "linalg_lstsq")
-#: Factories that ATen would fill through a kernel of the host.
+#: Factories that need a kernel here. ATen would compute their values with a CPU kernel.
 _FACTORIES = (
     aten.range.default,
     aten.range.step,
@@ -49,12 +49,12 @@ _FACTORIES = (
     aten.kaiser_window.periodic,
     aten.kaiser_window.beta,
 )
-#: Metadata questions that the CPU kernel answers without touching memory.
+#: Operators on metadata. Their CPU kernels do not access the tensor's memory, so they work for device tensors, too.
 _METADATA = ("is_set_to", "_sparse_broadcast_to")
 
 
 class RegisteredDevice:
-    """The process's Wooly devices, registered with PyTorch: recorders, generators, and the libraries that keep the kernels."""
+    """The Wooly devices of this process: recorders, generators, and the `torch.library` objects that hold the kernels."""
 
     def __init__(self, flush_instructions: int) -> None:
         self._forms = forms = Forms()
@@ -69,25 +69,25 @@ class RegisteredDevice:
 
     @property
     def recorder(self) -> Recorder:
-        """That of the first device."""
+        """Recorder of the first device."""
         return self.devices.recorders[0]
 
     def set_count(self, count: int) -> None:
-        """A session with so many devices begins."""
+        """Set the number of devices, at the start of a session."""
         self.devices.count = count
         self.transfer.forget_devices()
 
     def after_fork(self) -> None:
-        """In a process that was forked while a session was there, its devices are out of reach."""
+        """Disable the devices in a forked process, if the parent had a session."""
         self.forked = self.forked or self.recorder.link is not None
         self._forms.forked()
         for recorder in self.devices.recorders:
             recorder.forked()
 
     def register_kernels(self) -> None:
-        """Put a kernel under PrivateUse1 for every operator that the CPU has one for, so that ATen takes the CPU's paths."""
+        """Register a PrivateUse1 kernel for every operator that has a CPU kernel, so that ATen decomposes calls as on the CPU."""
         with warnings.catch_warnings():
-            # A build with CUDA has factories of its own under that key, and says so when ours take their place.
+            # A PyTorch build with CUDA has its own factories under the key CUDA, and warns when they are replaced.
             warnings.filterwarnings("ignore", "Warning only once for all operators")
             self._register_kernels()
 
@@ -105,19 +105,19 @@ class RegisteredDevice:
         self._register_factories(library)
         self._register_whole(library)
         self.autocast.register(library)
-        self._libraries.append(_register_rest())
+        self._libraries.append(_register_fallbacks())
         set_library_roots(tuple(os.path.dirname(m.__file__ or "") for m in (torch, storage, wooly_wis)))
 
     def _own_kernels(self) -> dict[str, Any]:
-        """Kernels that are written for their operator, by its name."""
+        """Kernels that are written for one operator, by operator name."""
         own = self.transfer.kernels()
         own.update({_short(op): kernel for op, kernel in views.KERNELS.items()})
         own.update(composite.KERNELS)
-        own["record_stream"] = _in_order
+        own["record_stream"] = _record_stream
         return own
 
     def _kernel_for(self, op: OpOverload, name: str) -> Any:
-        """The kernel of an operator for which none is written; None: it has none."""
+        """The generic kernel of an operator; None if the device does not support the operator."""
         bare = op.overloadpacket.__name__
         travels = bare in _WHOLE or bare.startswith("_foreach_")
         if not travels and not has_kernel(op.name(), "CPU"):
@@ -141,7 +141,7 @@ class RegisteredDevice:
         return kernel
 
     def _register_factories(self, library: torch.library.Library) -> None:
-        """CUDA's factories are ours: whatever is created on "cuda" is created here, at no cost per call."""
+        """Register the factories under the key CUDA, too. So `device="cuda"` makes Wooly tensors without a patch per call."""
         library.impl("empty.memory_format", self.transfer.empty, "CUDA")
         library.impl("empty_strided", self.transfer.empty_strided, "CUDA")
         record_arange = self.generic.kernel(aten.arange.start_out)
@@ -154,7 +154,7 @@ class RegisteredDevice:
                 library.impl(_short(op), self.generic.kernel(op), key)
 
     def _register_whole(self, library: torch.library.Library) -> None:
-        """Operators that PyTorch is made to break up, recorded whole."""
+        """Register the operators that are recorded as one instruction although PyTorch would decompose them."""
         record_linear = self.generic.kernel(aten.linear.default)
         library.impl("linear", record_linear, "PrivateUse1")
         library.impl("linear", composite.linear(record_linear), "AutogradPrivateUse1")
@@ -169,8 +169,8 @@ class RegisteredDevice:
             library.impl(_short(op), whole if whole.takes_host_tensor else self.generic.kernel(op), "PrivateUse1")
 
 
-def _register_rest() -> torch.library.Library:
-    """What has no kernel says so."""
+def _register_fallbacks() -> torch.library.Library:
+    """Register the errors for operators without a kernel, and for sparse and nested tensors."""
     rest = torch.library.Library("_", "IMPL")
     rest.fallback(_unsupported, "PrivateUse1")
     rest.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
@@ -183,26 +183,26 @@ def _short(op: OpOverload) -> str:
     return str(op.name()).removeprefix("aten::")
 
 
-def _in_order(t: torch.Tensor, stream: torch.Stream) -> None:
-    """`aten.record_stream`: a buffer is freed in the order of the work that uses it."""
+def _record_stream(t: torch.Tensor, stream: torch.Stream) -> None:
+    """`aten.record_stream`: do nothing. All work runs in order, so a free always comes after the work that uses the buffer."""
 
 
 def _unsupported(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
     raise NotImplementedError(
-        f"{op} is not supported on the wooly device: the executor's library has no kernel for it; "
-        "compute it on the CPU, x.cpu()"
+        f"{op} is not supported on the wooly device, because the executor's library has no kernel for it; "
+        "compute it on the CPU: x.cpu()"
     )
 
 
 def _not_dense(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
     raise NotImplementedError(
-        f"{op} is not supported on the wooly device for sparse or nested tensors: make them dense (to_dense(), "
+        f"{op} is not supported on the wooly device for sparse or nested tensors; make the tensors dense (to_dense(), "
         "to_padded_tensor()), or compute on the CPU"
     )
 
 
 class BackendModule(ModuleType):
-    """`torch.wooly`: the questions that PyTorch asks a PrivateUse1 backend."""
+    """`torch.wooly`: the functions that PyTorch requires of a PrivateUse1 backend."""
 
     def __init__(self, device: RegisteredDevice) -> None:
         super().__init__("torch.wooly")
@@ -225,19 +225,19 @@ class BackendModule(ModuleType):
         return self._device.devices.current
 
     def set_device(self, device: Any) -> None:
-        """Make a device the one that this thread means by "cuda". A negative number changes nothing, as in CUDA."""
+        """Set the current device of this thread. A negative index changes nothing, as in CUDA."""
         if not isinstance(device, int) or device >= 0:
             self._device.devices.current = self._device.devices.index_of(device)
 
     def synchronize(self, device: Any = None) -> None:
-        """Wait until everything recorded for a device has run; errors of the far side surface here."""
+        """Wait until the executor has run all work of a device. Raises the errors of that work."""
         recorder = self._recorder(device)
         with recorder.lock:
             recorder.sync()
 
     @property
     def default_generators(self) -> tuple[DeviceGenerator, ...]:
-        """One generator per device, that which operators draw from if they are given none."""
+        """The default generator of each device."""
         return tuple([DeviceGenerator(i, r.generator) for i, r in enumerate(self._device.devices.active())])
 
     def manual_seed(self, seed: int) -> None:
@@ -251,7 +251,7 @@ class BackendModule(ModuleType):
         return self._recorder().generator.reseed()
 
     def seed_all(self) -> int:
-        """One new seed for all devices."""
+        """Set the same new random seed on all devices, and return it."""
         seed = self.seed()
         self.manual_seed_all(seed)
         return seed
@@ -267,7 +267,7 @@ class BackendModule(ModuleType):
         self._recorder(device).generator.restore(state)
 
     def clear_autocast_cache(self) -> None:
-        """Forget the weights that autocast has cast."""
+        """Drop the cached casts of weights."""
         self._device.autocast.cache.clear()
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
@@ -277,10 +277,10 @@ class BackendModule(ModuleType):
         return self._device.forked
 
     def require_same_process(self) -> None:
-        """CUDA's initialisation, which a forked process cannot do again.
+        """Check that this process may use the device, as CUDA's initialisation does.
 
         Raises:
-            ForkedProcessError: this is one.
+            ForkedProcessError: the process was forked from a process with a session.
         """
         if self._device.forked:
             raise ForkedProcessError
@@ -294,10 +294,10 @@ def current() -> RegisteredDevice:
     """The process's device.
 
     Raises:
-        NotConnectedError: nobody has asked for one yet.
+        NotConnectedError: the device is not registered, because no session was opened.
     """
     if _device is None:
-        raise NotConnectedError("no session; call wooly.enable()")
+        raise NotConnectedError("no session is open; call wooly.enable()")
     return _device
 
 
@@ -305,25 +305,29 @@ def current_devices() -> Devices:
     """The process's devices.
 
     Raises:
-        NotConnectedError: nobody has asked for one yet.
+        NotConnectedError: the device is not registered, because no session was opened.
     """
     return current().devices
 
 
 def register(flush_instructions: int) -> RegisteredDevice:
-    """The process's device; registers it with PyTorch at the first call."""
+    """Return the process's device. The first call registers it with PyTorch.
+
+    Args:
+        flush_instructions: maximum number of instructions per program.
+    """
     global _device
     with _lock:
         if _device is None:
             device = RegisteredDevice(flush_instructions)
             register_backend(NAME, BackendModule(device))
-            word_resizes_as_aten_does()
-            spare_dynamo()
+            use_resize_warning_of_aten()
+            avoid_dynamo_import()
             device.register_kernels()
             os.register_at_fork(after_in_child=device.after_fork)
             _device = device
         for recorder in _device.devices.recorders:
             recorder.set_limit(flush_instructions)
-        # PyTorch's Python guard knows one device index only, and a backward in the calling thread saves a thread hop.
+        # PyTorch's guard for Python backends supports only one device index, and a backward in the calling thread is faster.
         torch.autograd.set_multithreading_enabled(False)
         return _device

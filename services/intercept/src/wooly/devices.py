@@ -1,6 +1,6 @@
-"""The process's devices: their recorders, how many of them the session has, and which one each thread means by "cuda".
+"""The devices of this process: their recorders, the number of devices in the session, and the current device of each thread.
 
-Knows nothing of sessions beyond their number of devices; `api` sets it.
+This file does not depend on sessions. `api` sets the number of devices.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class _Thread(threading.local):
 
 
 class Devices:
-    """All devices that the process can have. A recorder without a link belongs to none of the session's.
+    """All devices that the process can have. The session uses the first `count` of them.
 
     Attributes:
-        recorders: one for each device, by index.
-        count: devices that the session has.
+        recorders: one recorder per device, by index.
+        count: number of devices in the session.
     """
 
     def __init__(self, recorders: Iterable[Recorder]) -> None:
@@ -37,7 +37,7 @@ class Devices:
 
     @property
     def current(self) -> int:
-        """The device that this thread means where it names none."""
+        """Index of the device that "cuda" without an index means in this thread."""
         index = self._thread.current
         return index if index < self.count else 0
 
@@ -46,26 +46,26 @@ class Devices:
         self._thread.current = self.check(index)
 
     def check(self, index: int) -> int:
-        """The index itself, if there is such a device.
+        """Return `index` if the session has this device.
 
         Raises:
-            torch.AcceleratorError: CUDA's own error, a RuntimeError, if there is none.
+            torch.AcceleratorError: the session does not have this device. It is CUDA's own error, a RuntimeError.
         """
         if not 0 <= index < self.count:
             have = "1 device" if self.count == 1 else f"{self.count} devices"
             raise torch.AcceleratorError(
                 "CUDA error: invalid device ordinal\n"
-                f"GPU device may be out of range, do you have enough GPUs? This session has {have}, cuda:{index} was asked "
-                "for; WOOLYAI_GPU_COUNT says how many to ask for"
+                f"GPU device may be out of range, do you have enough GPUs? The program uses cuda:{index}, but this session has "
+                f"{have}; set WOOLYAI_GPU_COUNT to the number of devices that the program needs"
             )
         return index
 
     def index_of(self, device: Any) -> int:
-        """The index that a device argument means: a number, a name, a `torch.device`, or None for the current one.
+        """The index of a device argument: a number, a name, a `torch.device`, or None for the current device.
 
         Raises:
-            torch.AcceleratorError: CUDA's own error if there is no such device.
-            ValueError: CUDA's own error for a device of another type.
+            torch.AcceleratorError: the session does not have this device. It is CUDA's own error.
+            ValueError: the device is of another type. It is CUDA's own error.
         """
         if device is None:
             return self.current
@@ -82,12 +82,12 @@ class Devices:
 
 
 def shown(device: torch.device) -> torch.device:
-    """A device as users know it: the Wooly device is "cuda"."""
+    """The device under the name that users know: a Wooly device is named "cuda"."""
     return torch.device("cuda", device.index) if device.type == NAME else device
 
 
 def mixed_devices(tensors: Iterable[Tensor]) -> RuntimeError:
-    """PyTorch's error for operands that are not on one device."""
+    """Make PyTorch's error for operands that are on different devices."""
     found = [raw_device(t) for t in tensors if t.dim() or not t.is_cpu]
     first = next((d for d in found if d.type == NAME), torch.device(NAME, 0))
     other = next((d for d in found if d != first), torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""The dtypes that both PyTorch and WIS have, each by the other."""
+"""Tables that map PyTorch dtypes to WIS dtypes, and WIS dtypes to PyTorch dtypes."""
 
 from __future__ import annotations
 

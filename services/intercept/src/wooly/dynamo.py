@@ -1,7 +1,7 @@
-"""`torch.compile` on the device: whole graphs of Dynamo as WIS programs, under the backend name ``wooly``.
+"""`torch.compile` on the device: the backend ``wooly`` runs each graph of Dynamo as one WIS program.
 
-A graph is run by the same kernels as eager code and recorded while it runs (see `graphs`), so that its results are the same.
-Graphs without a tensor on the device go to PyTorch's own default backend.
+The graph's first call runs through the same kernels as eager code and is recorded (see `graphs`). So compiled and eager results
+are the same. Graphs without a tensor on the device go to PyTorch's default backend.
 """
 
 from __future__ import annotations
@@ -18,20 +18,22 @@ from wooly.devices import NAME
 from wooly.graphs import GraphFunction
 from wooly.torch_private import fake_device, fake_device_patches, inductor, never_trace
 
+#: Name of the backend for `torch.compile`; the entry point in pyproject.toml has the same name.
 BACKEND = "wooly"
+#: Name of PyTorch's default backend.
 _DEFAULT = "inductor"
 
 
 def compile_graph(
     graph: torch.fx.GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None, options: Any = None
 ) -> Callable[..., Any]:
-    """The backend: a callable that does what `graph` does.
+    """Compile a graph: return a callable that computes the same as `graph`.
 
     Args:
-        graph: what Dynamo traced.
+        graph: graph that Dynamo traced.
         example_inputs: fake inputs.
-        mode: of the default backend; graphs on the device have one mode.
-        options: of the default backend.
+        mode: mode of the default backend; not used for graphs on the device.
+        options: options of the default backend; not used for graphs on the device.
     """
     if not _on_device(graph):
         return _default_backend(graph, example_inputs, mode, options)
@@ -65,7 +67,7 @@ def _default_backend(
 
 
 def patches() -> Iterator[tuple[Any, str, Any]]:
-    """(owner, name, value) of what makes `torch.compile` use the device's backend by default."""
+    """Yield the patches (owner, name, value) that make `torch.compile` use the backend ``wooly`` by default."""
     yield from fake_device_patches(NAME, "cuda")
     real = torch.compile
 

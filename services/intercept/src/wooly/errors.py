@@ -1,35 +1,35 @@
-"""Errors that a user of Wooly sees. Messages name the cause and what to do about it."""
+"""Errors that users of Wooly see. Each message names the cause and says what to do."""
 
 from __future__ import annotations
 
 
 class WoolyError(RuntimeError):
-    """Root of Wooly's own errors. A RuntimeError, because that is what PyTorch users catch."""
+    """Base class of Wooly's errors. It is a RuntimeError because PyTorch programs catch RuntimeError."""
 
     code = "wooly.error"
     retryable = False
 
 
 class NotConnectedError(WoolyError):
-    """The device was used before a session exists, or after it ended."""
+    """The program used the device before a session was open, or after the session ended."""
 
     code = "wooly.not_connected"
 
 
 class ExecutorLostError(WoolyError):
-    """The executor went away while this program was using it."""
+    """The connection to the executor ended while the session was open."""
 
     code = "wooly.executor_lost"
     retryable = True
 
 
 class RemoteOperationError(WoolyError):
-    """An operation failed on the executor. Raised at the next synchronisation, as CUDA does.
+    """An operation failed on the executor. As in CUDA, the next synchronisation raises the error.
 
     Attributes:
-        message: what the executor's library said.
+        message: error message of the executor's library.
         operation: name of the operation, for example ``aten.index_select.default``.
-        recorded_at: ``file:line`` of the Python line that recorded it, or None where it is not known.
+        recorded_at: ``file:line`` of the Python line that recorded the operation; None if the line is unknown.
     """
 
     code = "wooly.remote_operation"
@@ -47,7 +47,7 @@ class RemoteOperationError(WoolyError):
 
 
 class ForkedProcessError(WoolyError):
-    """The device was used in a process forked after it was initialised."""
+    """A forked process used the device of its parent's session."""
 
     code = "wooly.forked"
 

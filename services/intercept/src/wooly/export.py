@@ -1,8 +1,8 @@
-"""Records a computation as a module: what the device would have been told, kept instead of sent.
+"""Records a computation as a module: keeps the frames that the client would send to a device.
 
-It is our own recorder that makes a module, not `torch.export`: so a job runs the very instructions that `wooly run` would have
-sent, with the same bits, for whatever the device can run, and only what needs an answer from the device while it records
-(`.item()`, a shape that depends on data) is refused. See ADR 15.
+The client's recorder makes the module, not `torch.export`. So a job runs the same instructions as `wooly run`, gives the same
+bits, and supports all operators of the device. Only operations that need an answer of the device during recording (`.item()`, a
+shape that depends on data) are refused. See ADR 15.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _FACTS = {"name": "a recording", "vendor": "cpu", "runtime": "torch-cpu", "total
 
 
 class ExportError(WoolyError):
-    """A computation cannot become a module; the message says why, and what to do instead."""
+    """A computation cannot be exported as a module. The message says why, and what to do."""
 
     code = "wooly.export"
 
 
 class RecordingLink:
-    """Stands where a session's link stands, and keeps what it is told. There is nobody to answer."""
+    """Replaces a session's `Link`, and keeps the frames instead of sending them. There is no executor that answers."""
 
     recording = True
     mirroring = False
@@ -61,11 +61,11 @@ class RecordingLink:
         self.steps: list[Load | Run] = []
 
     def define(self, program: bytes) -> None:
-        """A program that will be run."""
+        """Keep a program."""
         self.programs.setdefault(module_digest(program), (len(self.programs), program))
 
     def source(self, name: bytes, raw: bytes) -> None:
-        """The text of a script's own kernel travels in the module."""
+        """Keep the source of a foreign kernel for the module."""
         self.sources.setdefault(name, raw)
 
     def run(
@@ -78,90 +78,91 @@ class RecordingLink:
         origins: Any,
         reply: bool = False,
     ) -> int:
-        """One run."""
+        """Keep a run as a step. Refuse a run with `reply`."""
         if reply:
             self._refuse("the shape of a result")
         self.steps.append(Run(self.programs[digest][0], tuple(bindings), params, tuple(frees)))
         return len(self.steps)
 
     def write(self, buffer: int, offset: int, data: memoryview) -> None:
-        """What the host puts on the device becomes a constant."""
+        """Keep uploaded data as a constant, and add a step that loads it."""
         content = bytes(data)
         name = module_digest(content)
         number, _ = self.constants.setdefault(name, (len(self.constants), content))
         self.steps.append(Load(number, buffer, offset))
 
     def read(self, buffer: int, offset: int, into: memoryview) -> None:
-        """Nothing was computed."""
+        """Refuse to read: no values exist during recording."""
         self._refuse("a value")
 
     def fetch(self, buffer: int, offset: int, into: memoryview, owner: Any) -> None:
-        """Nothing was computed."""
+        """Refuse to read: no values exist during recording."""
         self._refuse("a value")
 
-    def settle(self) -> None:
-        """Nothing was fetched."""
+    def finish_reads(self) -> None:
+        """Do nothing: there are no started reads."""
 
     position = 0
 
     def reach(self, position: int) -> bool:
-        """There is nothing to wait for."""
+        """Return True: there is nothing to wait for."""
         return True
 
     def result(self) -> dict[str, Any]:
-        """Nothing was computed."""
+        """Refuse: no results exist during recording."""
         self._refuse("the shape of a result")
 
     def _refuse(self, what: str) -> NoReturn:
         raise ExportError(
-            f"this computation asks for {what} while it is recorded (.item(), .cpu(), print, nonzero, a mask, an `if` on "
-            "a tensor); a module is straight-line: keep such steps out of what is exported, or run it with `wooly run`"
+            f"the exported function needs {what} during recording (by .item(), .cpu(), print, nonzero, a mask as an index, or an "
+            "`if` on a tensor), but a module cannot depend on values; move this step out of the exported function, or run the "
+            "script with `wooly run`"
         )
 
     def sync(self) -> None:
-        """There is nothing to wait for."""
+        """Do nothing: there is nothing to wait for."""
 
     def stats(self) -> dict[str, Any]:
-        """Nothing was executed."""
+        """No counters, because nothing was executed."""
         return {}
 
     def poll(self) -> bool:
-        """Whether it would take more now: never for the timer, so that programs do not depend on time."""
+        """Return False, so that the timer never closes a program. The module must not depend on time."""
         return False
 
     def mirror(self, buffer: int, key: Any) -> None:
-        """Nothing is known of any content."""
+        """Return None: there are no cached host copies."""
 
     def keep(self, buffer: int, key: Any, host: TorchTensor) -> None:
-        """Nothing is read that could be kept."""
+        """Do nothing: nothing can be read."""
 
     def forget(self, buffer: int) -> None:
-        """Nothing is kept."""
+        """Do nothing: there are no cached host copies."""
 
-    def look(self) -> None:
-        """There is nobody to lose."""
+    def check_open(self) -> None:
+        """Do nothing: there is no connection."""
 
     def end(self, error: WoolyError) -> None:
-        """There is nobody to leave."""
+        """Do nothing: there is no connection."""
 
     def close(self) -> None:
-        """There is nobody to leave."""
+        """Do nothing: there is no connection."""
 
 
 @dataclass(frozen=True)
 class Exported:
-    """A module and its constants, in the module's order."""
+    """A module and the bytes of its constants, in the order of `module.constants`."""
 
     module: Module
     constants: list[bytes] = field(repr=False)
 
     def save(self, path: Path) -> int:
-        """Write both to one file. Returns its size in bytes."""
+        """Write the module and its constants to one file. Returns the size of the file in bytes."""
         with path.open("wb") as file:
             return sum([file.write(part) for part in write_file(encode_module(self.module), self.constants)])
 
     def save_blobs(self, directory: Path) -> str:
-        """Write the module and each constant to a file of its own, named by its digest. Returns the module's."""
+        """Write the module and each constant to separate files, named by their digests. Returns the digest of the module."""
         directory.mkdir(parents=True, exist_ok=True)
         raw = encode_module(self.module)
         for content in (*self.constants, raw):
@@ -170,16 +171,16 @@ class Exported:
 
 
 def export(build: Callable[[], tuple[Callable[..., Any], Any]]) -> Exported:
-    """Record one call of what `build` returns.
+    """Record one call of the function that `build` returns.
 
     Args:
-        build: returns (function or `nn.Module`, example inputs: a tuple or dict of tensors). Called with "cuda" live; a module
-            is moved
-            there. The inputs' dtypes and sizes are the signature; their values matter nothing. The function's results (a
-            tensor, or tuples, lists and dicts of tensors) are the outputs.
+        build: returns a function or `nn.Module`, and example inputs (a tuple or dict of tensors). It is called while "cuda" is
+            the Wooly device. An `nn.Module` is moved to the device. Dtypes and sizes of the inputs become the signature of the
+            module; their values are not used. The results of the function (a tensor, or tuples, lists and dicts of tensors)
+            become the outputs.
 
     Raises:
-        ExportError: it cannot become a module.
+        ExportError: the computation cannot be exported as a module.
     """
     link = RecordingLink()
     api.attach_link(link)
@@ -194,7 +195,9 @@ def export(build: Callable[[], tuple[Callable[..., Any], Any]]) -> Exported:
         entries: list[Tensor] = []
         for name, example in named.items():
             if example.dtype not in DTYPES:
-                raise ExportError(f"input {name} is {example.dtype}, which no module can hold")
+                raise ExportError(
+                    f"input {name} has dtype {example.dtype}, which modules do not support; convert the input"
+                )
             there = torch.empty(example.shape, dtype=example.dtype, device="cuda")
             recorder.flush()
             link.steps.append(Load(-1 - len(entries), there.untyped_storage().data_ptr() >> ID_SHIFT))
@@ -226,24 +229,24 @@ def export(build: Callable[[], tuple[Callable[..., Any], Any]]) -> Exported:
 
 
 def export_script(script: Path, function: str) -> Exported:
-    """`export` of a function of a script, which is run with `__name__` "wooly_export" first.
+    """Export the function `function` of a script. The script is run first, with `__name__` "wooly_export".
 
     Raises:
-        ExportError: it has no such function, or it cannot become a module.
+        ExportError: the script does not have this function, or the computation cannot be exported.
     """
 
     def build() -> Any:
         names = runpy.run_path(str(script), run_name="wooly_export")
         found = names.get(function)
         if not callable(found):
-            raise ExportError(f"{script} has no function {function}")
+            raise ExportError(f"{script} does not define a function {function}")
         return found()
 
     return export(build)
 
 
 def _settled(step: Load | Run, n_constants: int) -> Load | Run:
-    """Inputs are counted after the constants, whose number is known only now."""
+    """Replace the temporary source number of an input. Inputs are numbered after the constants, whose count is known now."""
     if isinstance(step, Load) and step.source < 0:
         return Load(n_constants - 1 - step.source, step.buffer, step.offset)
     return step
@@ -255,7 +258,7 @@ def _built(built: Any) -> tuple[Callable[..., Any], Any]:
             if all(isinstance(t, TorchTensor) for t in (examples.values() if isinstance(examples, dict) else examples)):
                 return function, examples
     raise ExportError(
-        "what is exported must return (function or nn.Module, inputs), where inputs is a tuple or a dict of example tensors"
+        "the exported function did not return (function or nn.Module, inputs); inputs must be a tuple or dict of example tensors"
     )
 
 
@@ -290,7 +293,7 @@ def _flat(name: str, value: Any) -> Iterable[tuple[str, Any]]:
 def _dense(name: str, value: Any) -> TorchTensor:
     if not isinstance(value, TorchTensor) or value.device.type != "cuda":
         what = f"on {value.device}" if isinstance(value, TorchTensor) else f"a {type(value).__name__}"
-        raise ExportError(f"output {name} is {what}; outputs of a module are tensors on the device")
+        raise ExportError(f"output {name} is {what}, but outputs of a module must be tensors on the device")
     if value.dtype not in DTYPES:
-        raise ExportError(f"output {name} is {value.dtype}, which no module can hold")
+        raise ExportError(f"output {name} has dtype {value.dtype}, which modules do not support; convert the output")
     return value.detach().resolve_conj().resolve_neg().contiguous()

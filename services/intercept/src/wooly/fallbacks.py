@@ -1,16 +1,15 @@
-"""Counts what the client's CPU computes in the device's stead. There should be nothing to count: this is how one knows.
+"""Counts fallbacks: operators on device tensors that the client's CPU computes. The expected count is zero.
 
-Device data reaches the CPU by one door only, `Transfer.to_host`. A *fallback* is what happens if somebody other than the program
-opens it:
+Device data reaches the CPU only through `Transfer.to_host`. A *fallback* is one of these:
 
-- a kernel of ours reads device data, though its operator is no transfer; or
-- one call of the program that was given device tensors reads some of their data (PyTorch's own composite code does so, say by
-  `.cpu()` or `.item()` in C++), and the CPU computes on what was read before that call is over.
+- A Wooly kernel reads device data, although its operator is not a transfer.
+- The program calls a function with device tensors. Inside this call, PyTorch's composite code reads their data (for example by
+  `.cpu()` or `.item()` in C++), and the CPU computes on that data.
 
-What the program itself copies to the host and computes there is its own affair. Neither does it count that call signatures are
-inferred on meta tensors and on zeros: these are shapes and errors, not data; `Inferences` says how many there were.
+It is not a fallback if the program itself copies data to the host and computes there. Inference of shapes and errors on meta
+tensors or zeros is not a fallback either, because it uses no device data; `Inferences` counts it.
 
-While no `Fallbacks` is entered none of this code runs.
+This code only runs inside a `Fallbacks` context.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from wooly.device import RegisteredDevice
 from wooly.devices import NAME
 from wooly.torch_private import OpOverload, TorchDispatchMode, raw_device, schema_of, tree_leaves
 
-#: Operators that are asked to bring data to the host, or between tensors.
+#: Operators that copy data to the host or between tensors.
 _TRANSFERS = frozenset({"_to_copy", "to", "copy_", "copy", "_copy_from", "_copy_from_and_resize"})
-#: Operators that tell a number to whoever asked. What is done with it happens outside of tensors.
+#: Operators that return a Python number. What the program computes with this number is not a tensor operation.
 _ANSWERS = frozenset({"_local_scalar_dense", "item", "equal", "is_nonzero"})
-#: Operators that make or look at tensors without computing on their elements.
+#: Operators that make, copy or view tensors and do not compute on their elements.
 _NO_COMPUTATION = frozenset(
     {
         "detach",
@@ -51,15 +50,15 @@ _NO_COMPUTATION = frozenset(
 
 
 class Fallbacks:
-    """A context in which fallbacks of this thread are counted.
+    """Context manager that counts the fallbacks of this thread.
 
     Args:
         device: the process's device.
 
     Attributes:
-        found: count per operator.
-        calls: operators with device tensors that were seen, so that a zero means something; those that a compiled function
-            sends again as one program are among them.
+        found: number of fallbacks per operator.
+        calls: number of operators on device tensors in this context, including operators of compiled functions. A zero in `found`
+            means something only if this number is not zero.
     """
 
     def __init__(self, device: RegisteredDevice) -> None:
@@ -86,7 +85,7 @@ class Fallbacks:
         self._replayed = graphs.counters.operations
 
     def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """One call by the program."""
+        """Run one function call of the program."""
         self._frames.append(_Frame(any(_is_ours(x) for x in tree_leaves((args, kwargs)))))
         try:
             return function(*args, **kwargs)
@@ -94,7 +93,7 @@ class Fallbacks:
             self._frames.pop()
 
     def operate(self, op: OpOverload, args: Any, kwargs: Any) -> Any:
-        """One operator, whoever called it."""
+        """Run one operator, and count it if it is a fallback."""
         leaves = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         ours = any(_is_ours(t) for t in leaves)
         before = self._reads()
@@ -117,7 +116,7 @@ class Fallbacks:
 
 
 class _Frame:
-    """One call by the program: whether it was given device tensors, and the host memory to which it brought their data."""
+    """One function call of the program: whether it has device tensors, and the host memory that contains their data."""
 
     def __init__(self, ours: bool) -> None:
         self.ours = ours
@@ -125,21 +124,21 @@ class _Frame:
         self._storages: set[int] = set()
 
     def brought(self, result: Any, leaves: list[Tensor]) -> None:
-        """Remember host results of a transfer, or of what was computed from one."""
+        """Remember the host tensors that contain device data: results of a transfer, and results computed from them."""
         for t in [x for x in tree_leaves(result) if isinstance(x, Tensor)] + leaves:
             if not _is_ours(t) and t.layout is torch.strided and t.device.type == "cpu":
-                self._kept.append(t)  # so that no other tensor takes its address meanwhile
+                self._kept.append(t)  # keeps the tensor alive, so that its address is not reused
                 self._storages.add(t.untyped_storage().data_ptr())
 
     def holds(self, leaves: list[Tensor]) -> bool:
-        """Whether any of these lies in such memory."""
+        """Whether any of these tensors is in memory that contains device data."""
         return bool(self._storages) and any(
             t.layout is torch.strided and t.untyped_storage().data_ptr() in self._storages for t in leaves
         )
 
 
 class _Functions(TorchFunctionMode):
-    """Tells the calls by the program apart."""
+    """Intercepts the function calls of the program."""
 
     def __init__(self, owner: Fallbacks) -> None:
         super().__init__()
@@ -150,7 +149,7 @@ class _Functions(TorchFunctionMode):
 
 
 class _Operators(TorchDispatchMode):
-    """Sees every operator that the dispatcher runs, those of PyTorch's composite code and of its backward too."""
+    """Intercepts every operator that the dispatcher runs, including those of PyTorch's composite code and backward."""
 
     def __init__(self, owner: Fallbacks) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,6 +1,7 @@
-"""Jobs from the command line: submit a module and wait for its results. Knows no device.
+"""Jobs from the command line: submit a module, and wait for its results. This file does not use a device.
 
-Who has a tenant's credentials asks the router for everything; all others have JetStream for blobs and for submitting.
+A client with the credentials of a tenant has no JetStream: it sends all requests to the router. Other clients use JetStream for
+blobs and for submitting.
 """
 
 from __future__ import annotations
@@ -46,17 +47,17 @@ _NUMPY: dict[DType, str] = {
     DType.U16: "uint16", DType.U32: "uint32", DType.U64: "uint64", DType.F16: "float16", DType.F32: "float32",
     DType.F64: "float64", DType.C64: "complex64", DType.C128: "complex128",
 }  # fmt: skip
-#: Blobs that are sent or fetched at once.
-AT_ONCE = 4
-#: Seconds between two looks at a task that is followed: at first, and where nothing is heard for long.
-LOOK_S = (0.2, 5.0)
-#: Seconds in which a job that JetStream acknowledged must have become a task.
-TAKEN_S = 60.0
+#: Number of blobs that are uploaded at the same time.
+PARALLEL_UPLOADS = 4
+#: Initial and maximum interval, in seconds, at which `follow` reads the task. Without events, the interval doubles each time.
+POLL_INTERVAL_S = (0.2, 5.0)
+#: Maximum time, in seconds, until a job that JetStream has acknowledged must be a task at the router.
+TASK_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
 class ModuleFile:
-    """A module that `wooly export` wrote, with its constants."""
+    """A module and its constants, as `wooly export` wrote them."""
 
     raw: bytes
     module: Module
@@ -64,10 +65,10 @@ class ModuleFile:
 
 
 def read_module(path: Path) -> ModuleFile:
-    """The module in a file, checked.
+    """Read a module from a file, and check it.
 
     Raises:
-        ControlError: it is no such file, or its content is broken.
+        ControlError: the file is not a module, or its content is damaged.
     """
     try:
         data = memoryview(path.read_bytes())
@@ -79,21 +80,23 @@ def read_module(path: Path) -> ModuleFile:
         for constant in module.constants:
             content = data[at : at + constant.nbytes]
             if digest(bytes(content)) != constant.digest:
-                raise ControlError(f"{path}: a constant's content is not what its name stands for")
+                raise ControlError(
+                    f"{path} is damaged: the content of a constant does not match its digest; export the module again"
+                )
             constants.append(content)
             at += constant.nbytes
         if at != len(data):
-            raise ControlError(f"{path}: bytes after the last constant")
+            raise ControlError(f"{path} is damaged: it has bytes after the last constant; export the module again")
     except (OSError, WisError) as e:
-        raise ControlError(f"{path}: {e}") from e
+        raise ControlError(f"cannot read the module {path}: {e}") from e
     return ModuleFile(raw, module, constants)
 
 
 def read_input(path: Path, dtype: DType, sizes: tuple[int, ...], name: str) -> bytes:
-    """The bytes of an input from a .npy file, or from a .pt file with one tensor.
+    """Read the bytes of an input from a .npy file, or from a .pt file with one tensor.
 
     Raises:
-        ControlError: it is not a tensor of that dtype and size.
+        ControlError: the file does not contain a tensor with this dtype and shape.
     """
     try:
         if path.suffix == ".npy":
@@ -110,16 +113,16 @@ def read_input(path: Path, dtype: DType, sizes: tuple[int, ...], name: str) -> b
             found, shape, wanted = str(tensor.dtype), tuple(tensor.shape), str(TORCH_DTYPES[dtype])
             content = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
     except (OSError, ValueError, RuntimeError, AttributeError) as e:
-        raise ControlError(f"input {name}: {path}: {e}") from e
+        raise ControlError(f"cannot read input {name} from {path}: {e}") from e
     if found != wanted or tuple(shape) != sizes:
         raise ControlError(
-            f"input {name} is {found} {list(shape)}; the module asks for {wanted or dtype.label} {list(sizes)}"
+            f"input {name} is {found} {list(shape)}, but the module needs {wanted or dtype.label} {list(sizes)}"
         )
     return content
 
 
 def write_output(directory: Path, output: JobOutput, content: bytes | bytearray) -> Path:
-    """Write a result as .npy, or as .pt where NumPy has no such dtype. Returns where."""
+    """Write a result as .npy, or as .pt if NumPy does not have its dtype. Returns the path."""
     dtype = BY_LABEL[output.dtype]
     safe = "".join(c if c.isalnum() or c in "._-" else "_" for c in output.name).lstrip(".") or "output"
     if dtype in _NUMPY:
@@ -138,17 +141,17 @@ def write_output(directory: Path, output: JobOutput, content: bytes | bytearray)
 
 @contextlib.asynccontextmanager
 async def jetstream(there: str | Access) -> AsyncIterator[JetStreamContext]:
-    """A connection's JetStream; NATS's errors as ours.
+    """Connect to NATS, and yield its JetStream. Errors of NATS become `ControlError`.
 
     Args:
-        there: NATS, with credentials that allow JetStream where it asks for any.
+        there: URL of NATS, or URL and credentials. The credentials must permit JetStream.
 
     Raises:
-        ControlError: NATS does not answer, or refuses.
+        ControlError: NATS does not answer, or refuses the connection.
     """
 
     async def quiet(error: Exception) -> None:
-        """What matters is raised where it is asked."""
+        """Ignore asynchronous errors: the call that fails raises its own error."""
 
     access = Access.of(there)
     try:
@@ -171,7 +174,7 @@ async def jetstream(there: str | Access) -> AsyncIterator[JetStreamContext]:
 
 @contextlib.contextmanager
 def _asking(there: str | Access) -> Iterator[ControlClient]:
-    """A connection for questions; its errors as ours."""
+    """Connect to the controller for requests. Errors of the bus become `ControlError`."""
     access = Access.of(there)
     try:
         control = ControlClient(access)
@@ -184,14 +187,14 @@ def _asking(there: str | Access) -> Iterator[ControlClient]:
 
 
 def _refused(access: Access, error: Exception) -> ControlError:
-    refused = ControlError(f"the controller at {access} does not take it: {str(error) or type(error).__name__}")
+    refused = ControlError(f"a request to the controller at {access} failed: {str(error) or type(error).__name__}")
     if isinstance(error, BusError):
         refused.code, refused.retryable = error.code, error.retryable
     return refused
 
 
 def _is_tenants(there: str | Access) -> bool:
-    """Whether the credentials are a tenant's, and have no JetStream."""
+    """Whether the credentials belong to a tenant. Such credentials do not permit JetStream."""
     access = Access.of(there)
     try:
         return access.credentials is not None and access.credentials().tenant is not None
@@ -200,17 +203,17 @@ def _is_tenants(there: str | Access) -> bool:
 
 
 def submit(there: str | Access, tenant: str, file: ModuleFile, inputs: Mapping[str, bytes], **wanted: Any) -> SubmitJob:
-    """Put everything into the tenant's blobs, and submit the job. Returns it once it is kept.
+    """Upload module, constants and inputs to the tenant's blobs, and submit the job. Returns the job once it is stored.
 
     Args:
-        there: NATS.
-        tenant: whose job it is.
-        file: what to run.
-        inputs: content by name.
-        wanted: further fields of `SubmitJob`.
+        there: URL of NATS, or URL and credentials.
+        tenant: tenant of the job.
+        file: module to run.
+        inputs: bytes of each input, by name.
+        wanted: other fields of `SubmitJob`.
 
     Raises:
-        ControlError: NATS or the router does not answer, or refuses.
+        ControlError: NATS or the router does not answer, or refuses the job.
     """
     contents: list[bytes | memoryview] = [file.raw, *file.constants, *inputs.values()]
 
@@ -222,9 +225,9 @@ def submit(there: str | Access, tenant: str, file: ModuleFile, inputs: Mapping[s
 
     if not _is_tenants(there):
         return asyncio.run(_submit_to_stream(there, tenant, contents, job))
-    with _asking(there) as control, concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
+    with _asking(there) as control, concurrent.futures.ThreadPoolExecutor(PARALLEL_UPLOADS) as pool:
         made = job(list(pool.map(AskedBlobs(control).put, contents)))
-        asked = made.model_copy(update={"credential": ""})  # the credentials say enough
+        asked = made.model_copy(update={"credential": ""})  # the credentials identify the tenant
         control.insist(contracts.ROUTER_JOB_SUBMIT, asked, timeout=10.0)
         return made
 
@@ -241,22 +244,22 @@ async def _submit_to_stream(
 def follow(
     there: str | Access, tenant: str, task_id: str, each: Callable[[TaskChanged], None], *, credential: str = ""
 ) -> TaskChanged:
-    """Tell every step of a task's story, until it has ended. Returns the last one.
+    """Call `each` with every step of a task's story, until the task has ended. Returns the last step.
 
-    The router is asked for the story: at each event of that task's, and now and then, for events are not kept for us.
+    This function reads the story from the router after each event of the task. It also polls, because events can be lost.
 
     Args:
-        there: NATS.
-        tenant: whose task it is.
-        task_id: its name.
-        each: gets each step.
-        credential: an API token, where the router asks for one.
+        there: URL of NATS, or URL and credentials.
+        tenant: tenant of the task.
+        task_id: id of the task.
+        each: called with each step.
+        credential: API token, if the router requires one.
 
     Raises:
-        ControlError: there is no such task, or NATS does not answer.
+        ControlError: the task does not exist, or NATS does not answer.
     """
     request = TaskRequest(task_id=task_id, credential=credential)
-    told, pause, since = 0, LOOK_S[0], time.monotonic()
+    told, pause, since = 0, POLL_INTERVAL_S[0], time.monotonic()
     with _asking(there) as control:
         mine = control.tenant or tenant
         with control.hearing(contracts.ROUTER_TASK_CHANGED.at(mine)) as heard:
@@ -264,23 +267,23 @@ def follow(
                 try:
                     reply = control.request(contracts.ROUTER_TASK_GET, request)
                 except BusError as e:
-                    late = e.code == "router.no_task" and (told or time.monotonic() - since > TAKEN_S)
+                    late = e.code == "router.no_task" and (told or time.monotonic() - since > TASK_TIMEOUT_S)
                     if late or not (e.retryable or e.code == "router.no_task"):
                         raise
                 else:
                     steps = _events(reply)
                     for event in steps[told:]:
                         each(event)
-                        pause = LOOK_S[0]
+                        pause = POLL_INTERVAL_S[0]
                     told = len(steps)
                     if reply.task.ended_at is not None:
                         return steps[-1]
                 _wait(heard, task_id, pause)
-                pause = min(pause * 2, LOOK_S[1])
+                pause = min(pause * 2, POLL_INTERVAL_S[1])
 
 
 def _events(reply: TaskReply) -> list[TaskChanged]:
-    """A story, as its events tell it."""
+    """The steps of a task's story, as events."""
     task = reply.task
     return [
         TaskChanged(
@@ -299,7 +302,7 @@ def _events(reply: TaskReply) -> list[TaskChanged]:
 
 
 def _wait(heard: Heard[TaskChanged], task_id: str, seconds: float) -> None:
-    """Until something is heard of a task, but not for long."""
+    """Wait for the next event of a task, at most `seconds`."""
     until = time.monotonic() + seconds
     while (left := until - time.monotonic()) > 0:
         try:
@@ -312,10 +315,10 @@ def _wait(heard: Heard[TaskChanged], task_id: str, seconds: float) -> None:
 
 
 def fetch(there: str | Access, tenant: str, outputs: tuple[JobOutput, ...], directory: Path) -> list[Path]:
-    """Write a job's results into a directory. Returns where.
+    """Write the results of a job into a directory. Returns the paths.
 
     Raises:
-        ControlError: they are not there, or NATS does not answer.
+        ControlError: a result does not exist, or NATS does not answer.
     """
     directory.mkdir(parents=True, exist_ok=True)
     if not _is_tenants(there):

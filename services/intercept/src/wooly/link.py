@@ -1,6 +1,7 @@
-"""One session's data channel, seen from the client: runs, writes, reads, syncs, and what their failures mean.
+"""The client's end of one data channel: sends runs, writes, reads and syncs, and translates their errors.
 
-Blocking and without asyncio. Called with the recorder's lock held. Turns wire errors into exceptions that name the Python line.
+Calls block; there is no asyncio here. Callers hold the recorder's lock. An error frame becomes an exception that names the Python
+line which recorded the failed operation.
 """
 
 from __future__ import annotations
@@ -17,27 +18,30 @@ from wooly_wis.frames import CONTENT, MAX_CHUNK, PROTOCOL, READ_HEAD, WRITE_HEAD
 from wooly.errors import ExecutorLostError, ForkedProcessError, RemoteOperationError, WoolyError
 from wooly.recorder import Origin, describe_origin
 
-#: Executed runs whose origins are kept for the next answer: it, not their acknowledgement, says whether one of them failed.
+#: Number of acknowledged runs whose origins the link keeps. An acknowledgement does not say whether a run failed; only the next
+#: answer does.
 RUNS_REMEMBERED = 1024
+#: Number of runs above `RUNS_REMEMBERED` after which the link polls for acknowledgements.
 _POLL_EVERY = 64
+#: Maximum total size, in bytes, of the cached host copies of a link.
 _MIRROR_LIMIT = 64 << 20
-#: Bytes up to which what was read is kept.
+#: Maximum size, in bytes, of one cached host copy. Larger reads are not cached.
 MIRROR_ITEM_LIMIT = 1 << 20
 
-#: Reads that `Link.fetch` may have on their way.
-COMING_LIMIT = 64
+#: Maximum number of reads that `Link.fetch` has started and that are not answered.
+MAX_STARTED_READS = 64
 
 ViewKey = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]
 
 
-class _Coming(NamedTuple):
-    """A read whose answer nobody waits for yet.
+class _StartedRead(NamedTuple):
+    """A read that `Link.fetch` started and that is not answered.
 
     Attributes:
-        seq: its frame's sequence number.
-        nbytes: how much it reads.
+        seq: sequence number of the READ frame.
+        nbytes: number of bytes to read.
         expected: the answer.
-        owner: whose memory it goes to.
+        owner: object that owns the target memory.
     """
 
     seq: int
@@ -52,11 +56,11 @@ class Link:
     Attributes:
         bytes_sent: payload bytes sent.
         bytes_received: payload bytes received.
-        syncs: answers waited for.
-        device: facts of the device, as the executor told them.
-        siblings: links of the session's other devices, which do not outlive this one.
-        where: whom it leads to, for messages.
-        sharing: equal contents are shared, so that uploads ask first.
+        syncs: number of answers for which the client waited.
+        device: properties of the device, from the executor's WELCOME.
+        siblings: links of the session's other devices. If this link fails, they end, too.
+        where: name and endpoint of the executor, for messages.
+        sharing: whether the session shares equal contents. If so, an upload first asks whether the device has the content.
     """
 
     def __init__(
@@ -77,9 +81,9 @@ class Link:
         self._mirrors: OrderedDict[int, dict[ViewKey, torch.Tensor]] = OrderedDict()
         self._mirror_bytes = 0
         self._lost: WoolyError | None = None
-        self._coming: deque[_Coming] = deque()
+        self._started: deque[_StartedRead] = deque()
         self._failed: Exception | None = None
-        #: Highest sequence number up to which it is known whether anything failed.
+        #: Sequence number of the last frame that is answered. It is known whether this frame or an earlier frame failed.
         self._answered = 0
         self.name_of: Callable[[list[int], int], str] = lambda words, instruction: ""
         self.bytes_sent = 0
@@ -107,53 +111,54 @@ class Link:
             self._last = seq = self._channel.send(kind, *buffers)
             return seq
         except ChannelError as e:
-            raise self._lose(e) from e
+            raise self._fail(e) from e
 
-    def _lose(self, cause: Exception) -> WoolyError:
+    def _fail(self, cause: Exception) -> WoolyError:
         for sibling in self.siblings:
-            sibling.look()  # the router ends a session whose first link broke: that one is the cause to name
-        return self._over(cause)
+            # If one link breaks, the router ends the session and the others break, too. Name the link that broke first.
+            sibling.check_open()
+        return self._set_lost(cause)
 
-    def _over(self, cause: Exception) -> WoolyError:
+    def _set_lost(self, cause: Exception) -> WoolyError:
         if self._lost is None:
             self._lost = ExecutorLostError(
-                f"lost the executor {self.where}: {cause}. What was on its device is gone; start the program again "
+                f"lost the executor {self.where}: {cause}. All tensors on its device are lost; start the program again "
                 "(`wooly status` shows what is running, `wooly up` starts a local stack)."
             )
             for sibling in self.siblings:
                 sibling.end(self._lost)
         return self._lost
 
-    def look(self) -> None:
-        """Notice that the executor is gone. Any thread may ask; nothing is taken in."""
+    def check_open(self) -> None:
+        """Check whether the executor closed the connection. Any thread may call this; it receives no frames."""
         if self._lost is None and self._channel.broken():
-            self._over(WoolyError("the other end closed the connection"))
+            self._set_lost(WoolyError("the executor closed the connection"))
 
-    def lose(self, why: str) -> None:
-        """The session is over, says the router. Any thread may tell; whoever waits on any of its links is woken."""
+    def fail(self, why: str) -> None:
+        """End all links of the session, because the router ended it. Any thread may call this; waiting threads wake up."""
         error = ExecutorLostError(
-            f"lost the executor: {why}. What was on its device is gone; start the program again "
+            f"lost the executor: {why}. All tensors on its device are lost; start the program again "
             "(`wooly status` shows what is running, `wooly up` starts a local stack)."
         )
         for link in (self, *self.siblings):
             link.end(error)
 
     def end(self, error: WoolyError) -> None:
-        """The session is over because of another device. Wakes whoever waits here."""
+        """End this link with an error, and wake the threads that wait for its answers."""
         if self._lost is None:
             self._lost = error
             self._channel.abort()
 
     def define(self, program: bytes) -> None:
-        """Tell the executor a program; it checks it before the first run."""
+        """Send a program to the executor, which verifies it before the first run."""
         self._send(Kind.DEFINE, program)
 
     def source(self, name: bytes, raw: bytes) -> None:
-        """Tell the executor the source of kernels, once, before a program names it.
+        """Send the source of foreign kernels to the executor, once per session, before a program refers to it.
 
         Args:
-            name: its digest.
-            raw: as `wooly_wis.foreign.encode_source` writes it.
+            name: digest of the source.
+            raw: the source, encoded by `wooly_wis.foreign.encode_source`.
         """
         if name not in self._sources:
             self._send(Kind.SOURCE, raw)
@@ -169,12 +174,12 @@ class Link:
         origins: list[Origin],
         reply: bool = False,
     ) -> int:
-        """Send one run. Returns its sequence number, under which a failure will be reported."""
+        """Send one run. Returns its sequence number; an error report for this run contains the same number."""
         seq = self._send(Kind.RUN, pack_run(digest, bindings, params, frees, reply=reply))
         inflight = self._inflight
         inflight.append((seq, words, origins))
         if len(inflight) > RUNS_REMEMBERED + _POLL_EVERY:
-            # A program that never waits for an answer would not see an acknowledgement otherwise.
+            # A program that never waits for an answer reads acknowledgements only here.
             self.poll()
             acked = self._channel.acked
             while len(inflight) > RUNS_REMEMBERED and inflight[0][0] <= acked:
@@ -182,25 +187,32 @@ class Link:
         return seq
 
     def write(self, buffer: int, offset: int, data: memoryview) -> None:
-        """Put `data` into a buffer at a byte offset. Returns when the bytes have left this process's memory."""
+        """Write `data` into a buffer at a byte offset. After the return, the caller may change `data`."""
         for at in range(0, len(data), MAX_CHUNK):
             chunk = data[at : at + MAX_CHUNK]
             self._send(Kind.WRITE, WRITE_HEAD.pack(buffer, offset + at), chunk)
 
     def offer(self, buffer: int, nbytes: int, name: bytes, *, head: bool) -> bool:
-        """Whether a content is on the device already; the buffer has it then. With `head`, whether one begins with that chunk."""
+        """Ask whether the device has a content.
+
+        Args:
+            buffer: the buffer to fill. If the device has the content, the buffer gets it.
+            nbytes: size of the content.
+            name: digest of the content, or with `head` digest of its first chunk.
+            head: ask only whether a content with this first chunk exists. The buffer does not change.
+        """
         self._send(Kind.OFFER, CONTENT.pack(buffer, nbytes, head, name))
         return bool(self._answer(Kind.RESULT).get("known"))
 
     def seal(self, buffer: int, nbytes: int, name: bytes) -> None:
-        """All of a buffer is written, and this is its content: others may share it."""
+        """Tell the executor that the buffer is complete, and the digest of its content. Other sessions may then share it."""
         self._send(Kind.SEAL, CONTENT.pack(buffer, nbytes, 0, name))
 
     def pin(self, do: str, name: str = "") -> dict[str, Any]:
-        """Keep what this session shares on the device under a name (`add`), let it go (`remove`), or `list` what is kept.
+        """Pin the session's shared contents on the device under a name (`add`), unpin them (`remove`), or `list` all pins.
 
         Raises:
-            WoolyError: it cannot be; the message says why.
+            WoolyError: the executor refuses; the message says why.
         """
         self._send(Kind.PIN, pack_json({"do": do, "name": name}))
         answer = self._answer(Kind.RESULT)
@@ -214,34 +226,34 @@ class Link:
         try:
             frame = self._channel.recv(timeout)
         except ChannelError as e:
-            raise self._lose(e) from e
+            raise self._fail(e) from e
         self.syncs += 1
         self.bytes_received += len(frame.payload)
-        self._take_in()
+        self._process_answers()
         if frame.kind == Kind.ERROR:
             error = self._remote_error(unpack_json(frame.payload))
-            self._all_answered()
+            self._note_all_answered()
             raise error
         if frame.kind != kind:
-            raise self._lose(WoolyError(f"expected a {kind.name} frame, got kind {frame.kind}"))
+            raise self._fail(WoolyError(f"the executor sent a frame of kind {frame.kind} instead of {kind.name}"))
         return unpack_json(frame.payload)
 
     def result(self) -> dict[str, Any]:
-        """The answer to a run that asked for one."""
+        """Wait for the answer to a run that was sent with `reply`."""
         answer = self._answer(Kind.RESULT)
-        self._all_answered()
+        self._note_all_answered()
         return answer
 
     def sync(self) -> None:
         """Wait until everything sent so far has been executed.
 
         Raises:
-            RemoteOperationError: something since the last answer failed.
-            ExecutorLostError: the executor is gone.
+            RemoteOperationError: an operation since the last answer failed.
+            ExecutorLostError: the connection to the executor ended.
         """
         self._send(Kind.SYNC)
         self._answer(Kind.RESULT)
-        self._all_answered()
+        self._note_all_answered()
 
     def stats(self) -> dict[str, Any]:
         """The executor's counters for this session."""
@@ -249,81 +261,85 @@ class Link:
         return self._answer(Kind.RESULT)
 
     def read(self, buffer: int, offset: int, into: memoryview) -> None:
-        """Fill `into` from a buffer at a byte offset, straight into its memory.
+        """Fill `into` from a buffer at a byte offset, and wait for it. The data is received without a copy.
 
         Raises:
-            RemoteOperationError: what was to be read, or something before it, failed.
+            RemoteOperationError: an operation that computed the buffer failed, or another operation before the read.
         """
         self._send(Kind.READ, READ_HEAD.pack(buffer, offset, len(into)))
         try:
             other = self._channel.recv_data(into, Kind.DATA)
         except ChannelError as e:
-            raise self._lose(e) from e
-        self._take_in()
+            raise self._fail(e) from e
+        self._process_answers()
         failure = self._received(len(into), other)
-        self._all_answered(failure)
+        self._note_all_answered(failure)
 
     def fetch(self, buffer: int, offset: int, into: memoryview, owner: Any) -> None:
-        """Begin to fill `into` from a buffer at a byte offset. It is there once anything that was sent later is answered.
+        """Start to fill `into` from a buffer at a byte offset, and do not wait.
 
-        Whoever waits next is told if it could not be.
+        The data has arrived when a frame that was sent later is answered. If the read fails, the next call that waits raises the
+        error.
 
         Args:
-            buffer: whose bytes.
-            offset: where they begin.
-            into: where they go, at most `ANSWER_COPIED` bytes: the executor does not wait until such an answer is taken, so that
-                neither end ever waits for the other to receive.
-            owner: is kept alive until they are there.
+            buffer: buffer to read.
+            offset: first byte to read.
+            into: target memory, at most `ANSWER_COPIED` bytes. The executor sends answers up to this size without waiting until
+                the client receives them. So client and executor never wait for each other at the same time.
+            owner: object that owns the target memory; the link keeps it alive until the data has arrived.
         """
-        if len(self._coming) >= COMING_LIMIT:
-            self.settle()
+        if len(self._started) >= MAX_STARTED_READS:
+            self.finish_reads()
         seq = self._send(Kind.READ, READ_HEAD.pack(buffer, offset, len(into)))
-        self._coming.append(_Coming(seq, len(into), self._channel.expect(into, Kind.DATA), owner))
+        self._started.append(_StartedRead(seq, len(into), self._channel.expect(into, Kind.DATA), owner))
 
     @property
-    def fetching_many(self) -> bool:
-        """Whether so many answers to `fetch` are to come that it may have to wait for them before long."""
-        return len(self._coming) >= COMING_LIMIT // 2
+    def many_reads_started(self) -> bool:
+        """Whether half of the `MAX_STARTED_READS` reads are unanswered, so that `fetch` may soon have to wait."""
+        return len(self._started) >= MAX_STARTED_READS // 2
 
-    def settle(self, seq: int | None = None) -> None:
-        """Wait for what `fetch` began, all of it or up to a frame.
+    def finish_reads(self, seq: int | None = None) -> None:
+        """Wait for the reads that `fetch` started: all of them, or those up to the frame `seq`.
 
         Raises:
-            RemoteOperationError: what was to be read, or something before it, failed.
-            ExecutorLostError: the executor is gone.
+            RemoteOperationError: a read failed, or an operation before it.
+            ExecutorLostError: the connection to the executor ended.
         """
         try:
-            for coming in self._coming:
+            for coming in self._started:
                 if seq is not None and coming.seq > seq:
                     break
                 self._channel.complete(coming.expected)
         except ChannelError as e:
-            raise self._lose(e) from e
-        self._take_in()
+            raise self._fail(e) from e
+        self._process_answers()
         self._raise_failed()
 
     @property
     def position(self) -> int:
-        """Sequence number of the last frame that was sent."""
+        """Sequence number of the last sent frame."""
         return self._last
 
     def reach(self, position: int) -> bool:
-        """Wait until everything up to a position has been executed, if an answer that is on its way says so; else False.
+        """Wait until all frames up to `position` have been executed, if a started read after `position` exists.
+
+        Returns:
+            False if no such read exists. Then it is unknown whether the frames have been executed.
 
         Raises:
-            RemoteOperationError: something failed.
-            ExecutorLostError: the executor is gone.
+            RemoteOperationError: an operation failed.
+            ExecutorLostError: the connection to the executor ended.
         """
         if self._lost is not None:
             raise self._lost
-        seq = next((c.seq for c in self._coming if c.seq >= position), None)
+        seq = next((c.seq for c in self._started if c.seq >= position), None)
         if seq is not None:
-            self.settle(seq)
+            self.finish_reads(seq)
         return self._answered >= position
 
-    def _take_in(self) -> None:
-        """Note the answers to `fetch` that have come; a failure is kept for who waits."""
-        coming = self._coming
+    def _process_answers(self) -> None:
+        """Process the answers to `fetch` that have arrived. The first error is kept for the next call that waits."""
+        coming = self._started
         while coming and coming[0].expected.done:
             seq, nbytes, expected, _ = coming.popleft()
             failure = self._received(nbytes, expected.other)
@@ -333,20 +349,20 @@ class Link:
                 self._inflight.popleft()
 
     def _received(self, nbytes: int, other: Frame | None) -> Exception | None:
-        """Note the answer to a READ: its data, or the frame that came instead. Returns what failed."""
+        """Process the answer to a READ: its data, or the frame `other` that came instead. Returns the error, if any."""
         self.syncs += 1
         self.bytes_received += nbytes
         if other is None:
             return None
         if other.kind == Kind.ERROR:
             return self._remote_error(unpack_json(other.payload))
-        raise self._lose(WoolyError(f"expected DATA, got frame kind {other.kind}"))
+        raise self._fail(WoolyError(f"the executor sent a frame of kind {other.kind} instead of DATA"))
 
-    def _all_answered(self, failure: Exception | None = None) -> None:
-        """The last frame is answered, and all before it are.
+    def _note_all_answered(self, failure: Exception | None = None) -> None:
+        """Record that all frames so far are answered.
 
         Raises:
-            Exception: `failure`, or what failed before it and was kept.
+            Exception: an earlier error that was kept, or else `failure`.
         """
         self._answered = self._last
         self._inflight.clear()
@@ -369,22 +385,22 @@ class Link:
             return torch.OutOfMemoryError(message + (f"\n  recorded at {recorded_at}" if recorded_at else ""))
         return RemoteOperationError(message, operation=operation, recorded_at=recorded_at)
 
-    # -- what was read is kept until its buffer is written -----------------------------------------------------------
+    # -- host copies of read buffers, valid until the buffer is written ----------------------------------------------
 
     recording = False
 
     @property
     def mirroring(self) -> bool:
-        """Whether any buffer's content is kept here."""
+        """Whether the link caches a host copy of any buffer."""
         return bool(self._mirrors)
 
     def mirror(self, buffer: int, key: ViewKey) -> torch.Tensor | None:
-        """The host copy of a view, if it was read before and its buffer has not been written since."""
+        """The cached host copy of a view; None if the view was not read since the last write to its buffer."""
         kept = self._mirrors.get(buffer)
         return None if kept is None else kept.get(key)
 
     def keep(self, buffer: int, key: ViewKey, host: torch.Tensor) -> None:
-        """Remember what was read. Old entries go when the total passes 64 MiB."""
+        """Cache the host copy of a view. If the cache exceeds `_MIRROR_LIMIT`, the oldest buffers are evicted."""
         if host.nbytes > MIRROR_ITEM_LIMIT:
             return
         self._mirrors.setdefault(buffer, {})[key] = host
@@ -393,7 +409,7 @@ class Link:
             self.forget(next(iter(self._mirrors)))
 
     def forget(self, buffer: int) -> None:
-        """The buffer is being written or has died."""
+        """Drop the cached copies of a buffer, because the buffer is written or freed."""
         kept = self._mirrors.pop(buffer, None)
         if kept is not None:
             self._mirror_bytes -= sum(host.nbytes for host in kept.values())
@@ -401,22 +417,22 @@ class Link:
     # -- life --------------------------------------------------------------------------------------------------------
 
     def poll(self) -> bool:
-        """Take in acknowledgements without waiting. True if the executor has caught up with everything sent."""
+        """Read acknowledgements without waiting. Returns True if the executor has processed all runs."""
         if self._lost is not None:
             return False
         try:
             self._channel.poll_acks()
         except ChannelError as e:
-            self._lose(e)
+            self._fail(e)
             return False
         return not self._inflight or self._channel.acked >= self._inflight[-1][0]
 
     def close(self) -> None:
-        """End the session cleanly if it still lives."""
+        """Tell the executor that the session ends, if the connection is open, and close the connection."""
         if self._lost is None and os.getpid() == self._pid:
             try:
                 self._channel.send(Kind.CLOSE)
             except ChannelError as e:
-                self._lose(e)
-        self._lost = self._lost or ExecutorLostError("this session is closed")
+                self._fail(e)
+        self._lost = self._lost or ExecutorLostError("this session is closed; call wooly.enable() to open another one")
         self._channel.close()

@@ -1,4 +1,4 @@
-"""The private names of CPython that the client uses. They are in one file so that a new Python release is checked here.
+"""All private names of CPython that the client uses. Check this file against each new Python release.
 
 Checked against Python 3.11 and 3.12.
 """

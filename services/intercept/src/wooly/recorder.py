@@ -1,8 +1,8 @@
-"""The open WIS program: instructions as they are recorded, closed and sent at a sync, at a size limit, or by a timer.
+"""Records instructions into the open WIS program. A sync, a size limit or a timer closes the program and sends it.
 
-The hot path is `begin … emit`: a few list appends per instruction. Forms are interned once per process, so that a step seen
-before costs one dictionary look-up at its end: its words are its name. Knows PyTorch only as the thing that calls it; the
-socket belongs to `link`.
+The hot path is `emit`: a few list appends per instruction. Forms are interned once per process. A program is identified by its
+words (interned forms and slots), so a repeated program costs one dictionary look-up when it is closed. This file does not depend
+on PyTorch. The socket belongs to `link`.
 """
 
 from __future__ import annotations
@@ -30,34 +30,34 @@ from wooly.storage import Heap
 if TYPE_CHECKING:
     from wooly.link import Link
 
-#: Instructions after which the first program after a wait is closed.
-EARLY = 12
+#: Size limit, in instructions, of the first program after a wait. The device is idle then, so a short program starts it sooner.
+FIRST_PROGRAM_LIMIT = 12
 _PARAM_FORMAT = {ParamKind.F64: "d", ParamKind.I64: "q", ParamKind.C128: "dd", ParamKind.BOOL: "q"}
 
 
-#: Forms that end programs, and programs that these should not end; forgotten all at once when there are more.
-MARKS = 1024
-#: Programs that may end anywhere after the timer has cut one, before a mark is set for them.
-ASTRAY = 8
-#: Frames that wait behind an open program, after which it is closed.
-AFTERWARDS = 32
+#: Maximum number of end forms (`Recorder.close_if_due`), and of programs that an end form does not close. A full set is cleared.
+MAX_END_FORMS = 1024
+#: Number of programs after a timer cut for which `Recorder.close_if_due` adds no end form.
+PROGRAMS_WITHOUT_END_FORM = 8
+#: Maximum number of frames that wait until the open program is sent. At this number the program is closed.
+MAX_DEFERRED = 32
 
 
-#: One recorded instruction's origin: code object and instruction offset of the Python line.
+#: Origin of one recorded instruction: code object and bytecode offset of the Python line.
 Origin = tuple[CodeType, int]
 
 
 class InternedForm(NamedTuple):
-    """A form as the recorder keeps it.
+    """An interned form.
 
     Attributes:
         raw: canonical bytes.
-        arity: operand count.
-        param_format: `struct` format of its params.
-        name: opcode, or the operator's name.
-        writes: operands that the instruction writes.
-        random: its last two params are a (seed, offset) of the device's generator.
-        nbytes: what an `alloc` allocates.
+        arity: number of operands.
+        param_format: `struct` format of the params.
+        name: opcode, or name of the library operator or kernel.
+        writes: positions of the operands that the instruction writes.
+        random: whether the last two params are seed and offset of the device's generator.
+        nbytes: bytes that an `alloc` allocates; 0 for other opcodes.
     """
 
     raw: bytes
@@ -70,17 +70,17 @@ class InternedForm(NamedTuple):
 
 
 class SentProgram(NamedTuple):
-    """A program the executor of this session already has: its digest and the packer of its params."""
+    """A program that the executor of this session has: its digest and the packer of its params."""
 
     digest: bytes
     pack_params: struct.Struct
 
 
 class Work(NamedTuple):
-    """A closed program, kept to be sent again.
+    """A closed program that can be sent again.
 
     Attributes:
-        key: its words as bytes, its name among the programs that were sent.
+        key: the words as bytes; they identify the program among the sent programs.
         words: interned forms and slots.
         origins: the Python line of each instruction.
     """
@@ -91,11 +91,11 @@ class Work(NamedTuple):
 
 
 class Mark:
-    """A point of a device's work: a position of the link it went through.
+    """A point in the work of a device, such as a recorded event: a position in the frames of its link.
 
     Attributes:
-        link: that link; None while the program that is open there is not sent, and for ever if it never is.
-        position: the last frame that was sent before it.
+        link: link of the device; None until the program that is open at this point is sent.
+        position: sequence number of the last frame before this point.
     """
 
     __slots__ = ("link", "position")
@@ -105,10 +105,12 @@ class Mark:
         self.position = position
 
 
-#: Programs that a session may refer to by digest: both ends drop the least recently used beyond this, in the same order.
+#: Number of programs to which a session can refer by digest. Client and executor both evict the least recently used program, in
+#: the same order.
 PROGRAMS_KEPT = 1024
 
-#: Whether a code object is a library's, by its id: Dynamo makes some that have no hash. The list keeps the ids theirs.
+#: Whether a code object belongs to a library, by `id`, because some code objects of Dynamo have no hash. `_codes_seen` keeps the
+#: code objects alive, so their ids are not reused.
 _library_code: dict[int, bool] = {}
 _codes_seen: list[CodeType] = []
 _GENERATED = ("<frozen", "<eval_with_key>")
@@ -116,7 +118,7 @@ _library_roots: tuple[str, ...] = _GENERATED
 
 
 def set_library_roots(roots: tuple[str, ...]) -> None:
-    """Directories whose frames are never shown as the origin of an operation (torch's and our own)."""
+    """Set the folders of libraries (torch, Wooly). Code in them is never reported as the origin of an operation."""
     global _library_roots
     _library_roots = (*_GENERATED, *roots)
     _library_code.clear()
@@ -124,7 +126,7 @@ def set_library_roots(roots: tuple[str, ...]) -> None:
 
 
 def add_library_root(root: str) -> None:
-    """One more directory whose frames are never shown."""
+    """Add a folder to those of `set_library_roots`."""
     if root not in _library_roots:
         set_library_roots((*_library_roots, root))
 
@@ -136,7 +138,7 @@ def _is_library(code: CodeType) -> bool:
 
 
 def origin(depth: int = 2) -> Origin:
-    """The innermost Python line outside torch and Wooly that led here."""
+    """The innermost Python line on the stack that is not in a library."""
     frame: FrameType | None = frame_at(depth)
     first = frame
     known = _library_code
@@ -168,10 +170,10 @@ def _refuse_forked(*args: object, **kwargs: object) -> NoReturn:
 
 
 class Forms:
-    """Every form that this process has recorded, by a small number. All devices share them; any thread may ask.
+    """All forms that this process has recorded, each with a number. All devices share them, and any thread may use them.
 
     Attributes:
-        known: the forms, by their number.
+        known: the forms, by number.
     """
 
     def __init__(self) -> None:
@@ -181,7 +183,7 @@ class Forms:
         self._lock = threading.Lock()
 
     def intern(self, form: Form) -> int:
-        """A small number for `form`, the same for equal forms."""
+        """The number of `form`. Equal forms have the same number."""
         raw = encode_form(form)
         with self._lock:
             known = self._ids.get(raw)
@@ -200,11 +202,11 @@ class Forms:
             return known
 
     def forked(self) -> None:
-        """This process is a fork: another thread may have held the lock."""
+        """Replace the lock in a forked process, because a thread of the parent may have held it."""
         self._lock = threading.Lock()
 
     def alloc(self, nbytes: int) -> int:
-        """The interned `alloc` of `nbytes` bytes."""
+        """The number of the form `alloc` for `nbytes` bytes."""
         known = self._alloc_ids.get(nbytes)
         if known is None:
             view = View(DType.U8, (nbytes,), (1,), 0)
@@ -213,20 +215,22 @@ class Forms:
 
 
 class Recorder:
-    """Records for one device. All public methods are called with `lock` held.
+    """Records instructions for one device. Callers of all public methods hold `lock`.
 
     Attributes:
-        lock: reentrant; every kernel takes it, so that threads of one process share a device safely. No thread that
-            holds one device's waits for another's, except who takes all in order (see `graphs`).
-        forms: what instructions are made of.
+        lock: reentrant lock. Every kernel takes it, so several threads can use a device. To prevent deadlocks, a thread that
+            holds the lock of one device does not wait for the lock of another. Only `graphs` takes all locks, in order of the
+            index.
+        forms: the interned forms.
         heap: the device's storages.
         generator: the device's random numbers.
-        limit: instructions after which a program is closed.
-        room: instructions of the open program after which it may be closed: see `crowded`.
-        recording: somebody keeps what is recorded now.
-        follows: the open program began behind one that was sent again: there it begins each time around.
-        foreign_draws: random operators so far that drew from a generator of the user's.
-        programs_dir: where new programs are written, as ``<digest>.wis``.
+        limit: maximum number of instructions of a program.
+        room: number of instructions from which `close_if_due` is called.
+        recording: whether `graphs` keeps the instructions that are recorded now.
+        after_replay: whether the open program began after a program that was sent by `replay`. In a loop, it begins at this point
+            in every iteration.
+        foreign_draws: number of random operators so far that used a generator of the user.
+        programs_dir: folder to which new programs are written as ``<digest>.wis``; None: they are not written.
     """
 
     def __init__(self, limit: int, forms: Forms, heap: Heap, generator: Generator) -> None:
@@ -237,7 +241,7 @@ class Recorder:
         self.limit = limit
         self.link: Link | None = None
         self.programs_dir: Path | None = None
-        self.recording = self.follows = False
+        self.recording = self.after_replay = False
         self.foreign_draws = 0
         self.words: list[int] = []
         self.bind: list[int] = []
@@ -249,14 +253,16 @@ class Recorder:
         self.instructions = 0
         self.programs = 0
         self._forms = forms.known
-        self._marks: set[int] = set()
-        #: The program that ended at a mark just now: its words, how many instructions; and such that need not have ended there.
-        self._cut: tuple[bytes, int] | None = None
-        self._short: set[bytes] = set()
-        self._astray = 0
-        self._restart(limit)
+        self._end_forms: set[int] = set()
+        #: `_closed_at_end_form`: the program that an end form closed last (words, number of instructions). `_kept_whole`: words
+        #: of programs that an end form must not close, because the instructions after them would have fitted into the same
+        #: program.
+        self._closed_at_end_form: tuple[bytes, int] | None = None
+        self._kept_whole: set[bytes] = set()
+        self._without_end_form = 0
+        self._set_open_limit(limit)
         self._mark: Mark | None = None
-        self._afterwards: list[Callable[[Link], None]] = []
+        self._deferred: list[Callable[[Link], None]] = []
         self._sent: OrderedDict[bytes, SentProgram] = OrderedDict()
         self._frees: list[int] = []
         self._freed: list[int] = []
@@ -267,7 +273,13 @@ class Recorder:
     # -- recording ---------------------------------------------------------------------------------------------------
 
     def emit(self, form: int, buffers: list[int], where: Origin) -> None:
-        """Append one instruction: interned form, buffer id per operand."""
+        """Append one instruction.
+
+        Args:
+            form: number of the interned form.
+            buffers: buffer id per operand.
+            where: Python line that called the operator.
+        """
         words, slot_of, bind = self.words, self.slot_of, self.bind
         words.append(form)
         for buffer in buffers:
@@ -278,35 +290,42 @@ class Recorder:
             words.append(slot)
         self.origins.append(where)
 
-    def crowded(self, form: int) -> None:
-        """The open program has reached `room`, its last instruction is of this form: close it here, or a little later.
+    def close_if_due(self, form: int) -> None:
+        """Decide whether to close the open program, which has reached `room` instructions.
 
-        A loop's programs should be the same each time around, wherever it was when the last one was closed: then a digest is all
-        that travels, and the executor knows the program. So programs end where others did, at a *mark*, once they are half full;
-        one that finds no mark ends at the limit and sets one, at the rarest form of its second half.
+        In a loop, the programs of all iterations should be equal. Then the client sends only the digest, and the executor has
+        prepared the program already. So the recorder closes programs at the same points of the loop, at *end forms*:
 
-        Where the timer cuts hangs on how fast machines are just now. The programs after its cut lie across the loop in a way that
-        will not come again: marks for them would only make the loop's programs more and shorter, so they have to find an old one.
+        - A program that has more than half of `limit` instructions is closed after the next instruction whose form is an end
+          form.
+        - A program that reaches `limit` without an end form is closed there. The rarest form in its second half becomes an end
+          form.
+        - After the timer has cut a program, the next `PROGRAMS_WITHOUT_END_FORM` programs add no end forms. The position of a
+          timer cut depends on the speed of the machine, so these programs do not repeat, and end forms for them would make the
+          programs of the loop shorter.
+        - If a sync soon follows a close at an end form, and both parts would have fitted into one program, the recorder does not
+          close that program at an end form the next time.
 
-        A mark that parts what one program could hold, as somebody waits soon behind it, is passed over the next time.
+        Args:
+            form: form of the last instruction.
         """
-        count, self._cut = len(self.origins), None
-        if count >= self._most:
-            if self._most == self.limit and form not in self._marks:
-                if self._astray:
-                    self._astray -= 1
+        count, self._closed_at_end_form = len(self.origins), None
+        if count >= self._open_limit:
+            if self._open_limit == self.limit and form not in self._end_forms:
+                if self._without_end_form:
+                    self._without_end_form -= 1
                 else:
-                    self._set_mark()
+                    self._add_end_form()
             self.flush()
-        elif form in self._marks:
+        elif form in self._end_forms:
             name = array("I", self.words).tobytes()
-            if name in self._short:
-                self.room = self._most
+            if name in self._kept_whole:
+                self.room = self._open_limit
             else:
                 self.flush()
-                self._cut = name, count
+                self._closed_at_end_form = name, count
 
-    def _set_mark(self) -> None:
+    def _add_end_form(self) -> None:
         words, known, at = self.words, self._forms, 0
         forms = []
         while at < len(words):
@@ -315,20 +334,21 @@ class Recorder:
         times = Counter(forms)
         late = [form for form in forms[len(forms) // 2 :] if known[form].name not in ("alloc", "free")]
         if late:
-            if len(self._marks) >= MARKS:
-                self._marks.clear()
-            self._marks.add(min(reversed(late), key=times.__getitem__))
+            if len(self._end_forms) >= MAX_END_FORMS:
+                self._end_forms.clear()
+            self._end_forms.add(min(reversed(late), key=times.__getitem__))
 
-    def _restart(self, most: int) -> None:
-        """The open program is closed after `most` instructions."""
-        self._most = most
+    def _set_open_limit(self, most: int) -> None:
+        """Set the maximum number of instructions of the open program."""
+        self._open_limit = most
         self.room = most if most < self.limit else max(most // 2, 1)
 
     def release_dead(self) -> None:
-        """Turn the deaths reported by the heap into frees.
+        """Record frees for the storages that the heap lists as freed.
 
-        A buffer that this program used is freed by an instruction (deaths by reference count repeat exactly); any other
-        after the run, outside the program, so that the garbage collector's timing does not make new programs.
+        If the open program uses the buffer, an instruction frees it. Such frees come from reference counts, so each iteration of
+        a loop frees at the same point. Other buffers are freed after the run, outside the program. So the timing of the garbage
+        collector does not change the program.
         """
         dead = self.heap.dead
         link = self.link
@@ -346,8 +366,8 @@ class Recorder:
             if link is not None:
                 link.forget(buffer)
 
-    def mend(self) -> None:
-        """Take back the instruction that an interrupt (Ctrl-C) has left half recorded."""
+    def drop_incomplete(self) -> None:
+        """Remove the incomplete last instruction after an interrupt (Ctrl-C)."""
         at = count = n_params = n_slots = 0
         while at < len(self.words) and count < len(self.origins):
             form = self._forms[self.words[at]]
@@ -362,14 +382,14 @@ class Recorder:
 
     @property
     def open(self) -> bool:
-        """Whether anything is recorded and not yet sent."""
+        """Whether there are recorded instructions or frees that are not sent."""
         return bool(self.words or self._frees)
 
     def flush(self, *, reply: bool = False) -> int:
         """Close the open program and send it. Returns the frame's sequence number (0: there was nothing to send).
 
         Raises:
-            WoolyError: there is no session, or it is lost.
+            WoolyError: no session is open, or the connection ended.
         """
         if self.heap.dead:
             self.release_dead()
@@ -378,55 +398,55 @@ class Recorder:
         try:
             link = self.require_link()
         except NotConnectedError:
-            self._abandon()
+            self._reset_program()
             raise
-        mark, afterwards = self._mark, self._afterwards
-        cut, self._cut = self._cut, None
+        mark, send_later = self._mark, self._deferred
+        cut, self._closed_at_end_form = self._closed_at_end_form, None
         if cut is not None and cut[1] + len(self.origins) <= self.limit:
-            if len(self._short) >= MARKS:
-                self._short.clear()
-            self._short.add(cut[0])
-        assert not (reply and afterwards), "an answer is awaited that others would come before"
-        rest = self._frees[MAX_FREES:]  # they go with the next program
+            if len(self._kept_whole) >= MAX_END_FORMS:
+                self._kept_whole.clear()
+            self._kept_whole.add(cut[0])
+        assert not (reply and send_later), "the deferred frames would be answered before the run"
+        rest = self._frees[MAX_FREES:]  # sent with the next program
         del self._frees[MAX_FREES:]
         try:
             seq = self._send(link, array("I", self.words).tobytes(), self, self.bind, self.params, self._frees, reply)
         finally:
-            self._abandon()
+            self._reset_program()
             self._frees = rest
-        for send in afterwards:
+        for send in send_later:
             send(link)
         if mark is not None:
             mark.link, mark.position = link, link.position
         return seq
 
-    def afterwards(self, send: Callable[[Link], None]) -> None:
-        """Have something sent behind the open program, or now if none is open. It must not wait for anything."""
+    def send_later(self, send: Callable[[Link], None]) -> None:
+        """Call `send` after the open program is sent, or now if no program is open. `send` must not wait for an answer."""
         if not self.words:
             send(self.require_link())
             return
-        self._afterwards.append(send)
-        if len(self._afterwards) >= AFTERWARDS:
+        self._deferred.append(send)
+        if len(self._deferred) >= MAX_DEFERRED:
             self.flush()
 
     @property
-    def waiting(self) -> bool:
-        """Whether something will be sent behind the open program."""
-        return bool(self._afterwards)
+    def has_deferred(self) -> bool:
+        """Whether `send_later` has deferred a call."""
+        return bool(self._deferred)
 
     def sync(self) -> None:
-        """Send what is open and wait until everything has run.
+        """Send the open program and wait until the executor has run everything.
 
         Raises:
-            RemoteOperationError: something since the last answer failed.
-            WoolyError: there is no session, or it is lost.
+            RemoteOperationError: an operation since the last answer failed.
+            WoolyError: no session is open, or the connection ended.
         """
         self.flush()
         self.require_link().sync()
         self.idle()
 
     def mark(self) -> Mark:
-        """This point of the work, to be waited for with `reach`; where a program is open, its end."""
+        """The current point in the work, for `reach`. If a program is open, the point is the end of this program."""
         if self.link is not None and not self.open:
             return Mark(self.link, self.link.position)
         if self._mark is None:
@@ -434,11 +454,11 @@ class Recorder:
         return self._mark
 
     def reach(self, mark: Mark) -> None:
-        """Wait until everything up to a mark has run; where no answer will tell that, until everything has.
+        """Wait until the executor has run the work before a mark. If no pending answer shows this, wait for all work.
 
         Raises:
-            RemoteOperationError: something failed.
-            WoolyError: there is no session, or it is lost.
+            RemoteOperationError: an operation failed.
+            WoolyError: no session is open, or the connection ended.
         """
         if mark is self._mark:
             self.flush()
@@ -447,25 +467,25 @@ class Recorder:
             self.sync()
 
     def set_limit(self, limit: int) -> None:
-        """Programs have up to so many instructions from now on; the open one has exactly as many, marks or not."""
-        self.limit = self._most = self.room = limit
+        """Set the maximum number of instructions per program. Until the next flush, end forms do not close the program."""
+        self.limit = self._open_limit = self.room = limit
 
     def idle(self) -> None:
-        """The device has run everything: the next program is sent early, so that it has something to do."""
-        self._restart(min(EARLY, self.limit))
+        """Make the next program short, because the device is idle and should get work soon."""
+        self._set_open_limit(min(FIRST_PROGRAM_LIMIT, self.limit))
 
     def replay(self, work: Work, bind: list[int], params: list[float | int], frees: list[int]) -> None:
-        """Send recorded work again, after what is open, with other buffers and params.
+        """Send a recorded program again, with other buffers and params. The open program is sent first.
 
         Args:
-            work: what was recorded.
+            work: the recorded program.
             bind: buffer per slot.
-            params: values of its params, in order.
-            frees: buffers to free afterwards.
+            params: values of the params, in order.
+            frees: buffers to free after the run.
         """
         self.flush()
         self._send(self.require_link(), work.key, work, bind, params, frees, reply=False)
-        self.follows = True
+        self.after_replay = True
 
     def _send(
         self,
@@ -491,14 +511,14 @@ class Recorder:
         return seq
 
     def try_flush(self) -> None:
-        """Flush for the timer's thread: a lost executor is reported at the next call of the user's own thread."""
-        if self._marks:
-            self._astray = ASTRAY
-        self._cut = None
+        """Flush in the timer thread. If the connection has ended, the next call in the user's thread raises the error."""
+        if self._end_forms:
+            self._without_end_form = PROGRAMS_WITHOUT_END_FORM
+        self._closed_at_end_form = None
         with contextlib.suppress(WoolyError):
             self.flush()
 
-    def _abandon(self) -> None:
+    def _reset_program(self) -> None:
         self.heap.recycle(self._frees)
         self.heap.recycle(self._freed)
         self.words = []
@@ -509,13 +529,13 @@ class Recorder:
         self._frees = []
         self._freed = []
         self._mark = None
-        self._afterwards = []
-        self.follows = False
+        self._deferred = []
+        self.after_replay = False
         self.generation += 1
-        self._restart(self.limit)
+        self._set_open_limit(self.limit)
 
     def _define(self, link: Link, recorded: list[int]) -> SentProgram:
-        """Encode a program, send its definition, and name it."""
+        """Encode a program and send its definition. Returns its digest and the packer of its params."""
         local: dict[int, int] = {}
         order: list[bytes] = []
         fmt = ["<"]
@@ -539,7 +559,7 @@ class Recorder:
         return SentProgram(name, struct.Struct("".join(fmt)))
 
     def instructions_of(self, words: list[int]) -> Iterator[tuple[InternedForm, list[int]]]:
-        """(form, slots) of every instruction in recorded words."""
+        """Yield (form, slots) for every instruction in recorded words."""
         i = 0
         while i < len(words):
             form = self._forms[words[i]]
@@ -547,7 +567,7 @@ class Recorder:
             i += 1 + form.arity
 
     def take_params(self, form: int) -> list[float | int]:
-        """Take back the params of the instruction of `form` that is being recorded, the last ones."""
+        """Remove and return the params of the last instruction, whose form is `form`."""
         n = len(self._forms[form].param_format)
         kept, own = (self.params[:-n], self.params[-n:]) if n else (self.params, [])
         self.params = kept
@@ -557,29 +577,29 @@ class Recorder:
         """The session's link.
 
         Raises:
-            NotConnectedError: there is none.
+            NotConnectedError: no session is open.
         """
         if self.link is None:
             raise NotConnectedError(
-                "the wooly device is not connected; call wooly.enable(), or run the script with `wooly run`"
+                "no session is open, so the wooly device cannot be used; call wooly.enable(), or run the script with `wooly run`"
             )
         return self.link
 
     def name_of(self, words: list[int], instruction: int) -> str:
-        """Name of the operation at `instruction` in recorded words."""
+        """Name of the operation with index `instruction` in recorded words."""
         i = 0
         for _ in range(instruction):
             i += 1 + self._forms[words[i]].arity
         return self._forms[words[i]].name
 
     def forked(self) -> None:
-        """This process is a fork of the one that has the session: from now on recording fails, as CUDA does."""
+        """Make recording fail in a forked process whose parent has a session, as CUDA does."""
         unlock_after_fork(self.lock)
         if self.link is not None:
             self.emit = self.require_link = _refuse_forked  # type: ignore[method-assign]
 
     def forget_session(self) -> None:
-        """Start over for a new session: nothing is defined there yet."""
+        """Drop the open program and the list of sent programs, so that a new session can begin."""
         self._sent.clear()
-        self._abandon()
+        self._reset_program()
         self.link = None

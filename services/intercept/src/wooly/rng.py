@@ -1,7 +1,7 @@
-"""The device's random state: a seed and a counter, kept on the client.
+"""The random state of a device: a seed and a counter, which the client keeps.
 
-Every random operator takes one (seed, offset) pair as params of its run. A program that is replayed with the same pair gives
-the same numbers, and reading or setting the state needs no round trip.
+Each random operator gets one pair (seed, offset) as params of its run. The same pair always gives the same numbers. The client
+can read and set the state without a round trip.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from wooly.torch_private import BaseGenerator, identity_of, set_generator_device
 
 _MASK = (1 << 64) - 1
 _SIGN = 1 << 63
+#: Initial seed. It is PyTorch's default seed (`c10::detail::default_rng_seed_val`).
 DEFAULT_SEED = 67280421310721
 
 
 class Generator:
-    """A counter-based generator: `draw` gives the next (seed, offset).
+    """A counter-based generator: `draw` returns the next pair (seed, offset).
 
     Attributes:
         seed: 64 bits, unsigned.
-        offset: operators drawn since the seed was set.
+        offset: number of pairs drawn since the seed was set.
     """
 
     def __init__(self) -> None:
@@ -32,7 +33,7 @@ class Generator:
         self.offset = 0
 
     def manual_seed(self, seed: int) -> None:
-        """Start the sequence that belongs to `seed`: 64 bits, signed or not.
+        """Set the seed (64 bits, signed or unsigned) and set the offset to 0.
 
         Raises:
             RuntimeError: `seed` has more than 64 bits.
@@ -43,7 +44,7 @@ class Generator:
         self.offset = 0
 
     def reseed(self) -> int:
-        """Start from a seed of the operating system's entropy and return it."""
+        """Set a random seed from the operating system, and return it."""
         self.manual_seed(secrets.randbits(52))
         return self.seed
 
@@ -55,7 +56,7 @@ class Generator:
         return (seed if seed < _SIGN else seed - _MASK - 1), offset
 
     def state(self) -> torch.Tensor:
-        """Seed and offset as a host tensor of 16 bytes, as CUDA's generators have it; to be given to `restore`."""
+        """Seed and offset as a host tensor of 16 bytes, in the format of CUDA's generators. `restore` accepts this tensor."""
         return torch.frombuffer(
             bytearray(self.seed.to_bytes(8, "little") + self.offset.to_bytes(8, "little")), dtype=torch.uint8
         )
@@ -64,8 +65,8 @@ class Generator:
         """Continue from an earlier `state`.
 
         Raises:
-            TypeError: not a host tensor of bytes.
-            RuntimeError: not 16 of them.
+            TypeError: `state` is not a host tensor of bytes.
+            RuntimeError: `state` does not have 16 bytes.
         """
         if not isinstance(state, torch.Tensor) or state.dtype is not torch.uint8 or not state.is_cpu:
             raise TypeError("RNG state must be a torch.ByteTensor")
@@ -76,14 +77,13 @@ class Generator:
 
 
 class DeviceGenerator(BaseGenerator):
-    """`torch.Generator("cuda")`: the state of a sequence that random operators on the device draw from.
+    """`torch.Generator("cuda")`: a generator for random operators on the device.
 
-    To PyTorch it is a generator of a CUDA device, which its kernels for the host refuse. What is in it for C++ to draw from is
-    never used.
+    PyTorch sees a generator of a CUDA device, so CPU kernels refuse it. The state of its C++ base class is never used.
 
     Args:
-        index: the device's.
-        sequence: what it draws from; None: a sequence of its own.
+        index: index of the device.
+        sequence: generator to draw from; None: a new one.
     """
 
     sequence: Generator
@@ -96,7 +96,7 @@ class DeviceGenerator(BaseGenerator):
         return self
 
     def __init__(self, index: int, sequence: Generator | None = None) -> None:
-        """All was done in `__new__`."""
+        """Do nothing: `__new__` has initialised the object."""
 
     def manual_seed(self, seed: int) -> DeviceGenerator:
         self.sequence.manual_seed(seed)
@@ -123,11 +123,11 @@ class DeviceGenerator(BaseGenerator):
         return self
 
     def clone_state(self) -> DeviceGenerator:
-        """A generator with a sequence of its own that continues as this one does."""
+        """A generator with a copy of this sequence. Both draw the same numbers from now on."""
         return DeviceGenerator(self.device.index).set_state(self.get_state())
 
     def graphsafe_get_state(self) -> DeviceGenerator:
-        """A generator with the same sequence: what one draws, the other does not draw again."""
+        """A generator that shares this sequence. A number that one of them draws is not drawn by the other."""
         return DeviceGenerator(self.device.index, self.sequence)
 
     def graphsafe_set_state(self, _new_state: BaseGenerator) -> DeviceGenerator:
@@ -141,15 +141,16 @@ class DeviceGenerator(BaseGenerator):
         self.set_state(state[2])
 
 
-#: A kernel gets another Python object for the generator that a user passed; C++ knows that they are one.
+#: `DeviceGenerator` objects by the identity of their C++ object. For a generator argument, a kernel gets another Python object
+#: than the user passed, but both refer to the same C++ object.
 _generators: weakref.WeakValueDictionary[int, DeviceGenerator] = weakref.WeakValueDictionary()
 
 
 def sequence_of(generator: BaseGenerator) -> Generator:
-    """What a generator that a user passed draws from.
+    """The sequence of a generator that a user passed.
 
     Raises:
-        RuntimeError: it is another device's.
+        RuntimeError: the generator is not a generator of a Wooly device.
     """
     ours = _generators.get(identity_of(generator)) if generator.device.type == "cuda" else None
     if ours is None:

@@ -1,4 +1,4 @@
-"""The client's settings: arguments, then WOOLYAI_* variables, then ~/.config/wooly/config (TOML), then defaults."""
+"""The client's settings, by descending precedence: arguments, WOOLYAI_* variables, ~/.config/wooly/config (TOML), defaults."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from pydantic_settings import (
 
 from wooly.errors import WoolyError
 
+#: Prefix of the environment variables that are settings.
 ENV_PREFIX = "WOOLYAI_"
 
 
 class SettingsError(WoolyError, ValueError):
-    """A variable or the configuration file says what cannot be; the message names it."""
+    """A variable or the configuration file contains an invalid setting. The message names the setting."""
 
     code = "wooly.settings"
 
@@ -40,69 +41,88 @@ def _state_dir() -> Path:
 
 
 class Settings(BaseSettings):
-    """What a client may configure."""
+    """All settings of the client."""
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True)
 
     controller_url: str = Field(
         "",
-        description="the controller: its REST (`https://…`), which gives credentials for NATS, or the URL of its NATS; empty: "
-        "the local stack, or one for this run",
+        description="URL of the controller: of its REST (`https://…`), which issues credentials for NATS, or of its NATS; empty: "
+        "the local stack, or a stack that is started for this run",
     )
-    nats_creds: Path | None = Field(None, description="`.creds` file for a NATS that asks for credentials")
+    nats_creds: Path | None = Field(None, description="`.creds` file with credentials, if NATS requires them")
     tenant: str = Field("default", description="tenant to run as")
-    credential: str = Field("", description="an API token of the tenant's")
-    priority: int = Field(2, ge=0, le=4, description="0 (highest) to 4")
+    credential: str = Field("", description="API token of the tenant")
+    priority: int = Field(2, ge=0, le=4, description="priority class, 0 (highest) to 4")
     weight: int = Field(
-        1, ge=1, le=1 << 20, description="share of the device inside the class, relative to the others'"
+        1,
+        ge=1,
+        le=1 << 20,
+        description="share of the device, relative to the weights of other sessions of the same class",
     )
     latency_objective_ms: float = Field(
         0.0,
         ge=0,
         le=1e9,
-        description="P0, P1: milliseconds within which a request is on time; refused where that cannot be kept",
+        description="P0, P1: latency objective of one request, in milliseconds; the session is refused if the device cannot "
+        "meet it",
     )
     service_ms: float = Field(
         0.0, ge=0, le=1e9, description="P0, P1: milliseconds of device time that one request takes"
     )
     interval_ms: float = Field(
-        0.0, ge=0, le=1e9, description="P0, P1: milliseconds between two requests; what comes oftener runs as P2"
+        0.0,
+        ge=0,
+        le=1e9,
+        description="P0, P1: milliseconds between two requests; requests at shorter intervals run as P2",
     )
     required_vram: int | None = Field(
-        None, gt=0, description="bytes of memory to reserve on each device, also the session's quota there"
+        None, gt=0, description="bytes of memory to reserve on each device; also the session's quota on each device"
     )
-    gpu_count: int = Field(1, ge=1, le=8, description="devices to ask for, up to 8: cuda:0, cuda:1, …")
-    gpu_mode: Literal["shared", "exclusive"] = Field("shared", description="share the device or not")
-    node_groups: Annotated[tuple[str, ...], NoDecode] = Field((), description="comma separated groups to run in")
-    swap_from_vram: bool = Field(True, description="1: idle memory may be swapped out; 0: never")
-    dedup: Literal["off", "tenant", "shared"] = Field("off", description="with whom equal weights are shared")
+    gpu_count: int = Field(1, ge=1, le=8, description="number of devices, up to 8: cuda:0, cuda:1, …")
+    gpu_mode: Literal["shared", "exclusive"] = Field(
+        "shared", description="whether other sessions may use the device, too"
+    )
+    node_groups: Annotated[tuple[str, ...], NoDecode] = Field(
+        (), description="groups of nodes to run in, comma separated"
+    )
+    swap_from_vram: bool = Field(
+        True, description="1: the executor may swap out the session's idle memory; 0: it must not"
+    )
+    dedup: Literal["off", "tenant", "shared"] = Field(
+        "off",
+        description="sessions with which this session shares equal weights. off: none; tenant: sessions of the same tenant; "
+        "shared: also sessions of other tenants, if they have this setting, too",
+    )
     jit: Literal["0", "exact", "full"] = Field(
         "exact",
-        description="kernels for programs that run often. 0: none; exact: those with the library's own bits; full: all, and a "
-        "program's first run waits for them",
+        description="generated kernels for programs that run often. 0: none; exact: only kernels whose results equal the "
+        "library's bit for bit; full: all kernels, and the first run of a program waits for them",
     )
-    model: str = Field("", max_length=256, description="what bills call what runs; empty: the script's name")
+    model: str = Field("", max_length=256, description="name of the workload in bills; empty: the script's name")
     channel: Literal["auto", "direct", "tunnel"] = Field(
         "auto",
         description="auto: the executor's first endpoint that answers; direct: no tunnel; tunnel: only through NATS",
     )
     tls_ca: Path | None = Field(
         None,
-        description="PEM file of the authorities that may vouch for executors and NATS on tls:// and REST on https://; empty: "
-        "the system's",
+        description="PEM file of the certificate authorities to trust, for executors and NATS on tls:// and REST on https://; "
+        "empty: those of the system",
     )
     plaintext: bool = Field(
         False,
-        description="1: an executor that offers tls:// may also be reached without TLS over a network, where tls:// does not "
-        "answer; 0: never, for whoever sits on that network could cause it",
+        description="1: if an executor offers tls:// and that endpoint does not answer, connect over the network without TLS; "
+        "0: never, because an attacker on the network could block tls://",
     )
     state_dir: Path = Field(default_factory=_state_dir, description="files of the local stack")
     programs_dir: Path | None = Field(
-        None, description="folder to which every new program is written, for `wooly disasm`"
+        None, description="folder to which the client writes each new program, for `wooly disasm`"
     )
-    flush_instructions: int = Field(128, ge=1, le=4096, description="instructions after which a program is sent")
+    flush_instructions: int = Field(
+        128, ge=1, le=4096, description="maximum number of instructions before the client sends a program"
+    )
     flush_interval_ms: float = Field(
-        5.0, gt=0, description="milliseconds after which an idle executor gets what there is"
+        5.0, gt=0, description="milliseconds after which the client sends an open program to an idle executor"
     )
 
     @field_validator("node_groups", mode="before")
@@ -121,28 +141,28 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Arguments, environment, file."""
+        """Order of precedence: arguments, environment, file."""
         return init_settings, env_settings, TomlConfigSettingsSource(settings_cls, config_path())
 
 
 def load() -> Settings:
-    """The settings of this process.
+    """Load the settings of this process.
 
     Raises:
-        SettingsError: one of them is wrong.
+        SettingsError: a setting is invalid.
     """
     try:
-        return Settings()  # type: ignore[call-arg] # every field has a default; Field's first argument is not seen as one
+        return Settings()  # type: ignore[call-arg] # every field has a default, but mypy does not see Field's first argument as one
     except ValidationError as e:
         raise SettingsError("; ".join([_complaint(dict(problem)) for problem in e.errors()])) from e
-    except (ValueError, OSError) as e:  # of the file as a whole
-        raise SettingsError(f"{config_path()}: {e}") from e
+    except (ValueError, OSError) as e:  # the file cannot be read, or is not TOML
+        raise SettingsError(f"cannot read the configuration file {config_path()}: {e}") from e
 
 
 def _complaint(problem: Mapping[str, Any]) -> str:
     name = str(problem["loc"][0])
-    if problem["type"] == "extra_forbidden":  # its value may be a secret
-        return f"{config_path()}: there is no setting {name}{_meant(name, '')}"
+    if problem["type"] == "extra_forbidden":  # the message omits the value, which may be a secret
+        return f"{config_path()}: unknown setting {name}{_meant(name, '')}"
     variable = ENV_PREFIX + name.upper()
     known = any(variable == key.upper() for key in os.environ)
     where = f"{variable}={problem['input']}" if known else f"{config_path()}: {name} = {problem['input']!r}"
@@ -150,7 +170,7 @@ def _complaint(problem: Mapping[str, Any]) -> str:
 
 
 def unknown_variables() -> list[str]:
-    """Variables with our prefix that are no settings, each with the one that may have been meant."""
+    """Environment variables that start with WOOLYAI_ but are not settings, each with the closest setting if one is similar."""
     names = sorted(k for k in os.environ if k.upper().startswith(ENV_PREFIX))
     strange = [k for k in names if k.upper().removeprefix(ENV_PREFIX).lower() not in Settings.model_fields]
     return [k + _meant(k.upper().removeprefix(ENV_PREFIX).lower(), ENV_PREFIX) for k in strange]

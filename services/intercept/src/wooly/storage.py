@@ -1,15 +1,16 @@
-"""Device storages: plain `torch.Tensor`s whose data pointer is a buffer id, and the news of their death.
+"""Device storages: plain `torch.Tensor` objects whose data pointer is a buffer id.
 
-A storage is born from a DLPack capsule (device kDLExtDev, which PyTorch maps to PrivateUse1) with the fake data pointer
-``number << 43 | device << 40``; PyTorch calls the capsule's deleter exactly when the storage dies. That may be while an exception
-unwinds, when no Python function may simply be called: a ctypes callback would replace the user's exception with a SystemError. So
-the deleter is NumPy's, a C function that takes the interpreter's lock, frees the struct and drops one reference to an object of
-ours, whose finalizer Python itself runs with the exception put aside.
+A storage is made from a DLPack capsule (device kDLExtDev, which PyTorch maps to PrivateUse1) with the fake data pointer
+``number << 43 | device << 40``. PyTorch calls the capsule's deleter when it frees the storage. PyTorch may do so while an
+exception propagates, and then a deleter in Python is not safe: a ctypes callback would replace the user's exception with a
+SystemError. So this file uses NumPy's deleter. It is a C function that takes the interpreter lock, frees the struct and drops one
+reference to an `Owner` object. Python then runs the finalizer of the `Owner` and preserves the exception.
 
-A *buffer id* is ``number << 3 | device``: the device can be told from it, and it is unique in the process. That leaves 21 bits
-for the number, so two million storages may live on each of eight devices, and 40 bits for the byte offset inside one (1 TiB).
+A *buffer id* is ``number << 3 | device``. It is unique in the process and contains the index of the device. The number has 21
+bits, so each of eight devices can have two million live storages. The byte offset inside a storage has 40 bits (1 TiB).
 
-This file knows nothing of programs or sessions: a `Heap` per device hands out ids and reports deaths in its `dead`.
+This file does not depend on programs or sessions. Each device has a `Heap`, which allocates ids and lists the ids of freed
+storages in `dead`.
 """
 
 from __future__ import annotations
@@ -23,21 +24,25 @@ import torch
 
 from wooly.torch_private import from_dlpack, redispatch_cpu, reinterpret
 
+#: Position of the buffer id in an address; the bits below contain the byte offset.
 ID_SHIFT = 40
+#: Bits of an address that contain the byte offset inside the storage.
 OFFSET_MASK = (1 << ID_SHIFT) - 1
+#: Number of bits of a buffer id that contain the device.
 DEVICE_BITS = 3
-#: Devices that a process can have.
+#: Maximum number of devices of a process.
 MAX_DEVICES = 1 << DEVICE_BITS
-#: The device of a buffer id.
+#: Bits of a buffer id that contain the device.
 DEVICE_MASK = MAX_DEVICES - 1
-#: What a call's signature keeps of an address: byte offset and device.
+#: Bits of an address that are part of a call's signature: byte offset and device.
 PLACE_MASK = (1 << ID_SHIFT + DEVICE_BITS) - 1
+#: DLPack's number of the device type kDLExtDev.
 _KDL_EXT_DEV = 12
 
-#: Addresses of the host storages that count as pinned.
+#: Addresses of host storages for which `is_pinned` is true.
 pinned: set[int] = set()
 
-# DLPack type codes. Types that DLPack cannot carry everywhere travel as bytes and are re-viewed.
+# DLPack type code and bits per dtype. A tensor of another dtype is made as bytes and then viewed as its dtype.
 _DL_TYPE: dict[torch.dtype, tuple[int, int]] = {
     torch.int8: (0, 8),
     torch.int16: (0, 16),
@@ -56,7 +61,7 @@ _DL_TYPE: dict[torch.dtype, tuple[int, int]] = {
     torch.bool: (6, 8),
 }
 
-_MAX_DIM = 24  # beyond it the tensor is made flat and re-viewed
+_MAX_DIM = 24  # a tensor with more dimensions is made flat and then viewed with its shape
 # DLManagedTensor: data, device type, device id, ndim, dtype code, bits, lanes, shape*, strides*, byte_offset, context, deleter
 _MANAGED = [struct.Struct(f"<QiiiBBHQQQQQ{n}q") for n in range(2 * _MAX_DIM + 1)]
 _MANAGED_SIZE = _MANAGED[0].size
@@ -66,20 +71,20 @@ _view_dtype = redispatch_cpu(torch.ops.aten.view.dtype)
 
 _ID_BITS = 64 - ID_SHIFT
 _ID_MASK = (1 << _ID_BITS) - 1
-#: Numbers that a fake pointer has room for, on each device.
+#: Maximum number of live storages per device: the numbers that fit into a fake pointer.
 MAX_STORAGES = (1 << _ID_BITS - DEVICE_BITS) - 1
 
 
 class Heap:
-    """The storages of one device: their ids, their deaths, their sizes.
+    """The storages of one device: allocates their ids and counts their bytes.
 
     Attributes:
-        index: the device.
-        dead: ids of storages that died since the recorder last looked. An id is given out again only after `recycle`.
-        live: storages alive.
-        live_bytes: their bytes.
+        index: index of the device.
+        dead: ids of storages that were freed since the recorder last emptied this list. `recycle` makes an id available again.
+        live: number of live storages.
+        live_bytes: bytes of all live storages.
         peak_bytes: highest value of `live_bytes` since the last `reset_peak`.
-        owner: what makes the object that a storage holds one reference to, from ``bytes << 24 | id``.
+        owner: class of the `Owner` objects. Each storage holds a reference to one `Owner`, whose value is ``bytes << 24 | id``.
     """
 
     __slots__ = ("_next", "_reusable", "dead", "index", "live", "live_bytes", "owner", "peak_bytes")
@@ -95,27 +100,29 @@ class Heap:
         self._next = 0
 
     def reserve_id(self) -> int:
-        """A fresh buffer id.
+        """Allocate a buffer id.
 
         Raises:
-            RuntimeError: as many storages live as ids can tell apart.
+            RuntimeError: the device has `MAX_STORAGES` live storages.
         """
         if self._reusable:
             return self._reusable.pop()
         if self._next == MAX_STORAGES:
-            raise RuntimeError(f"CUDA error: out of memory ({MAX_STORAGES} storages live on cuda:{self.index})")
+            raise RuntimeError(
+                f"CUDA error: out of memory (cuda:{self.index} has the maximum of {MAX_STORAGES} live storages; delete tensors)"
+            )
         self._next += 1
         return self._next << DEVICE_BITS | self.index
 
     def recycle(self, ids: list[int]) -> None:
-        """Give ids out again: the far side has been told, in order, that their buffers are gone.
+        """Make ids available again. Call this after the free of their buffers was sent to the executor.
 
-        A long training would use up all numbers in hours otherwise.
+        Without reuse, a long training would run out of ids within hours.
         """
         self._reusable.extend(ids)
 
     def reset_peak(self) -> None:
-        """Start the peak again from what is live now."""
+        """Set the peak to the bytes that are live now."""
         self.peak_bytes = self.live_bytes
 
 
@@ -124,10 +131,10 @@ def _owner_type(heap: Heap) -> type[int]:
         heap.dead,
         _ID_BITS,
         _ID_MASK,
-    )  # the interpreter's end clears this module before the last storages die
+    )  # local names, because the interpreter clears this module at exit before it frees the last storages
 
     class Owner(int):
-        """A number, so that the garbage collector need not track it."""
+        """Reports that a storage was freed. It is a subclass of int, which the garbage collector does not track."""
 
         __slots__ = ()
 
@@ -139,7 +146,7 @@ def _owner_type(heap: Heap) -> type[int]:
     return Owner
 
 
-#: One heap for each device that a process can have.
+#: One heap per device, by index.
 heaps = tuple([Heap(index) for index in range(MAX_DEVICES)])
 
 _capsule_new = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(
@@ -147,12 +154,12 @@ _capsule_new = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_cha
 )
 _allocate = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t)(("PyMem_Malloc", ctypes.pythonapi))
 _hold = ctypes.PYFUNCTYPE(None, ctypes.py_object)(("Py_IncRef", ctypes.pythonapi))
-#: This process's address space, for `pack_into` at an address.
+#: The address space of this process as one buffer, so that `pack_into` can write at any address.
 _memory = (ctypes.c_char * (1 << 62)).from_address(0)
 
 
 def _numpy_deleter() -> int:
-    """Address of NumPy's deleter for DLPack structs: `PyMem_Free` of the struct, `Py_DECREF` of its context, under the lock."""
+    """Address of NumPy's deleter for DLPack structs. It takes the interpreter lock, then frees the struct and its context."""
     pointer_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
         ("PyCapsule_GetPointer", ctypes.pythonapi)
     )
@@ -164,13 +171,13 @@ _deleter = _numpy_deleter()
 
 
 class Layout:
-    """What `new` needs to make one kind of tensor again and again.
+    """Precomputed data by which `new` makes tensors of one dtype, shape and strides.
 
     Attributes:
         dtype: element type.
         sizes: shape.
         strides: strides in elements.
-        nbytes: bytes of the storage, exactly what sizes and strides span.
+        nbytes: bytes of the storage; by default the bytes that sizes and strides span.
     """
 
     __slots__ = (
@@ -208,11 +215,11 @@ class Layout:
         self.shape_at = _MANAGED_SIZE + 8 * self.ndim
 
     def new(self, heap: Heap, buffer: int = 0) -> tuple[torch.Tensor, int]:
-        """A tensor of this layout on a new storage, and the storage's buffer id. Nothing is sent anywhere.
+        """Make a tensor of this layout on a new storage, without sending anything. Returns the tensor and its buffer id.
 
         Args:
-            heap: that of the device.
-            buffer: an id from `reserve_id`, or 0 for a fresh one.
+            heap: heap of the device.
+            buffer: an id from `reserve_id`, or 0 to allocate an id.
         """
         if not buffer:
             reusable = heap._reusable
@@ -244,17 +251,17 @@ class Layout:
         )
         t = from_dlpack(_capsule_new(address, _CAPSULE_NAME, None))
         if self.flat:
-            t = self._review(t)
+            t = self._as_layout(t)
         return t, buffer
 
-    def _review(self, t: torch.Tensor) -> torch.Tensor:
-        return review(t, self.dtype, self.sizes, self.strides)
+    def _as_layout(self, t: torch.Tensor) -> torch.Tensor:
+        return reinterpret_bytes(t, self.dtype, self.sizes, self.strides)
 
 
-def review(
+def reinterpret_bytes(
     flat: torch.Tensor, dtype: torch.dtype, sizes: tuple[int, ...], strides: tuple[int, ...], offset: int = 0
 ) -> torch.Tensor:
-    """Bytes of a storage, all of it, seen as something else; `offset` in elements of `dtype`."""
+    """View the bytes of a whole storage with another dtype, shape and strides. `offset` is in elements of `dtype`."""
     if dtype is not torch.uint8:
         usable = flat.shape[0] - flat.shape[0] % dtype.itemsize
         if usable != flat.shape[0]:
@@ -264,12 +271,12 @@ def review(
 
 
 class Lease:
-    """Buffers without tensors: they live as long as this does."""
+    """Buffers without tensors. They are freed when this object is freed."""
 
     __slots__ = ("_owners", "ids")
 
     def __init__(self, heap: Heap, sizes: Sequence[int]) -> None:
-        #: One id per size in bytes.
+        #: One buffer id per entry of `sizes` (bytes).
         self.ids = [heap.reserve_id() for _ in sizes]
         self._owners = [heap.owner(n << _ID_BITS | i) for n, i in zip(sizes, self.ids, strict=True)]
         heap.live += len(self.ids)
@@ -278,7 +285,7 @@ class Lease:
 
 
 def span(sizes: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    """Elements from the first to one past the last that sizes and strides reach."""
+    """Number of elements from the first to the last element of a view, both included."""
     last = 0
     for size, stride in zip(sizes, strides, strict=True):
         if size == 0:
@@ -297,17 +304,17 @@ def contiguous_strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def dense_strides(sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides without gaps or overlap that keep the order of the dimensions, as the CPU's `preserve_format` has it."""
+    """Strides without gaps or overlap that keep the order of the dimensions, as `preserve_format` does on the CPU."""
     n = 1
     for stride, size in sorted((stride, size) for stride, size in zip(strides, sizes, strict=True) if size > 1):
         if stride != n:
             return torch.empty_like(torch.empty_strided(sizes, strides, device="meta")).stride()
         n *= size
-    return tuple(strides)  # of dimensions of one element, too, where a meta tensor would have others
+    return tuple(strides)  # keeps the strides of dimensions of size 1; a meta tensor would change them
 
 
 def address_of(t: torch.Tensor) -> int:
-    """``buffer id << 40 | byte offset`` of a device tensor, also of an empty one (whose `data_ptr` is 0)."""
+    """``buffer id << 40 | byte offset`` of a device tensor. Also works for an empty tensor, whose `data_ptr` is 0."""
     return t.data_ptr() or (t.untyped_storage().data_ptr() + int(t.storage_offset()) * t.element_size())
 
 

@@ -1,6 +1,6 @@
-"""Every private name of PyTorch that Wooly leans on, in one place, so that a new torch release is checked in one file.
+"""All private names of PyTorch that the client uses. Check this file against each new release of PyTorch.
 
-Checked against torch 2.11 to 2.13. Nothing here knows what Wooly does with it.
+Checked against torch 2.11 to 2.13. This file does not depend on other parts of Wooly.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 TensorBase: Any = torch._C.TensorBase
-#: The getters that C++ defines, reachable even after the facade has put its own properties on `torch.Tensor`.
+#: PyTorch's own getters. They stay available after the facade has replaced the properties of `torch.Tensor`.
 raw_device: Callable[[torch.Tensor], torch.device] = TensorBase.device.__get__
 raw_is_cuda: Callable[[torch.Tensor], bool] = TensorBase.is_cuda.__get__
 
 raw_storage_device: Callable[[torch.UntypedStorage], torch.device] = torch._C.StorageBase.device.__get__  # type: ignore[attr-defined]
 raw_to: Callable[..., torch.Tensor] = TensorBase.to
 
-#: `from_dlpack(capsule) -> Tensor`, without the Python wrapper's device negotiation.
+#: `from_dlpack(capsule) -> Tensor`, without the device checks of the Python wrapper.
 from_dlpack: Callable[[object], torch.Tensor] = torch._C._from_dlpack
 
-#: `reinterpret(t, sizes, strides, storage_offset_increment)`: a new tensor on the storage of `t`, metadata only (0.7 us).
+#: `reinterpret(t, sizes, strides, storage_offset_increment)`: a new tensor on the storage of `t`, without a copy (takes 0.7 us).
 reinterpret: Callable[..., torch.Tensor] = _reinterpret_tensor
 
-#: The memory format that ATen's kernels take a tensor to be in, from its strides.
+#: The memory format that ATen's kernels derive from the strides of a tensor.
 suggested_format: Callable[[torch.Tensor], torch.memory_format] = suggest_memory_format
 
 #: Number of dispatch modes (`TorchDispatchMode`) that are active in this thread.
@@ -57,7 +57,7 @@ BaseStream = torch._C.Stream
 BaseEvent = torch._C.Event
 #: PyTorch's own descriptor of `Tensor.data`. The facade puts another one on `torch.Tensor`.
 tensor_data: Any = TensorBase.data
-#: The number that streams and events give as their kind of device.
+#: The number of the device type CUDA, for streams and events.
 CUDA_DEVICE_TYPE = int(torch._C._autograd.DeviceType.CUDA.value)
 
 #: A view that reads as the negative of a tensor.
@@ -71,7 +71,7 @@ make_subclass: Callable[..., Any] = TensorBase._make_subclass
 #: The base class of modes. An active mode sees each operator that is called.
 TorchDispatchMode = python_dispatch.TorchDispatchMode
 DeviceContext = device_contexts.DeviceContext
-#: All functions that make tensors. The first call fills a cache; device contexts then compare functions with it by identity.
+#: All functions that make tensors. The first call fills a cache. Device contexts look up functions in this cache by identity.
 device_constructors: Callable[[], Any] = device_contexts._device_constructors
 
 #: Functions on trees: nested tuples, lists and dicts with values as leaves.
@@ -79,7 +79,8 @@ TreeSpec = pytree.TreeSpec
 tree_flatten, tree_unflatten = pytree.tree_flatten, pytree.tree_unflatten
 tree_leaves, tree_map = pytree.tree_leaves, pytree.tree_map
 
-#: The kernels of `scaled_dot_product_attention`, whether PyTorch may choose them, and its choice for given arguments.
+#: For `scaled_dot_product_attention`: the available kernels, whether PyTorch may use them, and PyTorch's choice for given
+#: arguments.
 SDPBackend = torch._C._SDPBackend
 may_use_flash: Callable[[], bool] = torch._C._get_flash_sdp_enabled
 may_use_math: Callable[[], bool] = torch._C._get_math_sdp_enabled
@@ -92,7 +93,7 @@ def schema_of(op: OpOverload) -> torch._C.FunctionSchema:
 
 
 def overload_name(op: OpOverload) -> str:
-    """The part of an overload's name behind the operator's: `default`, `Tensor`, …"""
+    """Name of an overload without the operator: `default`, `Tensor`, …"""
     return op._overloadname
 
 
@@ -102,7 +103,7 @@ def own_tensors(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]
 
 
 def apply_of_modules() -> Callable[..., Any]:
-    """The method by which `Module.to` and its like convert all tensors of a module."""
+    """The method by which `Module.to` and similar methods convert all tensors of a module."""
     return torch.nn.Module._apply
 
 
@@ -117,7 +118,7 @@ def register_backend(name: str, module: Any) -> None:
 
 
 def warn_of_resize(out: torch.Tensor, shape: Any) -> None:
-    """ATen's warning for an `out=` tensor that had elements and takes another shape."""
+    """Warn as ATen does when an `out=` tensor that has elements is resized."""
     if out.numel():
         warnings.warn(
             f"An output with one or more elements was resized since it had shape {list(out.shape)}, which does not match "
@@ -128,8 +129,8 @@ def warn_of_resize(out: torch.Tensor, shape: Any) -> None:
         )
 
 
-def word_resizes_as_aten_does() -> None:
-    """Let PyTorch's meta kernels in Python warn of a resized `out=` in the words of those in C++."""
+def use_resize_warning_of_aten() -> None:
+    """Make PyTorch's meta kernels in Python warn of a resized `out=` with the text that its C++ kernels use."""
 
     def check(out: torch.Tensor, shape: Any) -> bool:
         if tuple(out.shape) == tuple(shape):
@@ -141,19 +142,20 @@ def word_resizes_as_aten_does() -> None:
         setattr(module, "_resize_output_check", check)  # noqa: B010 - the modules' stubs do not know it
 
 
-def spare_dynamo() -> None:
-    """Let PyTorch's reference kernels, by which shapes are inferred, do without Dynamo until something else loads it.
+def avoid_dynamo_import() -> None:
+    """Stop PyTorch's reference kernels, which infer shapes, from importing Dynamo.
 
-    At its first call each of them has Dynamo promise never to trace it, and loads it for that: more than a second of CPU in
-    every program, also where nothing is ever compiled.
+    At its first call, each reference kernel asks Dynamo not to trace it. This imports Dynamo, which takes more than a second of
+    CPU in every program, even if the program compiles nothing. After this function, the kernels ask only if Dynamo is imported
+    already.
     """
     if "torch._dynamo" in sys.modules:
         return
-    asking = torch._disable_dynamo(spare_dynamo).__code__  # type: ignore[attr-defined]
+    asking = torch._disable_dynamo(avoid_dynamo_import).__code__  # type: ignore[attr-defined]
     kernels = [n for n in sys.modules if n.startswith(("torch._refs", "torch._decomp"))]
     found = [f for name in kernels for f in vars(sys.modules[name]).values() if isinstance(f, FunctionType)]
     seen = set(found)
-    while found:  # decorators in decorators
+    while found:  # decorators may be nested
         outer = found.pop()
         inner = [c.cell_contents for c in outer.__closure__ or () if c != _EMPTY]
         inner = [f for f in inner if isinstance(f, FunctionType)]
@@ -166,7 +168,7 @@ def spare_dynamo() -> None:
 
 
 _EMPTY = CellType()
-#: Where such a kernel keeps what Dynamo made of it.
+#: Attribute in which a reference kernel keeps the function that Dynamo made from it.
 _PROMISE = "__dynamo_disable"
 
 
@@ -174,7 +176,7 @@ def _until_dynamo(asking: Callable[..., Any], kernel: Any) -> Callable[..., Any]
     def call(*args: Any, **kwargs: Any) -> Any:
         if "torch._dynamo" not in sys.modules:
             return kernel(*args, **kwargs)
-        if getattr(kernel, _PROMISE, None) is call:  # it is there: from now on PyTorch's own way
+        if getattr(kernel, _PROMISE, None) is call:  # Dynamo is imported: restore PyTorch's own behaviour
             delattr(kernel, _PROMISE)
         return asking(*args, **kwargs)
 
@@ -182,7 +184,7 @@ def _until_dynamo(asking: Callable[..., Any], kernel: Any) -> Callable[..., Any]
 
 
 def redispatch_cpu(op: torch._ops.OpOverload) -> Callable[..., Any]:
-    """A callable that runs the CPU kernel of `op` on tensors of any device: right only where it touches metadata alone."""
+    """A callable that runs the CPU kernel of `op` on tensors of any device. Correct only if the kernel reads metadata alone."""
     call = op._handle.redispatch_boxed
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -191,32 +193,34 @@ def redispatch_cpu(op: torch._ops.OpOverload) -> Callable[..., Any]:
     return run
 
 
-#: Byte offset of `device_` (type, index: one byte each) in c10::GeneratorImpl: after its vtable, two counts and a mutex.
+#: Byte offset of `device_` (type and index, one byte each) in c10::GeneratorImpl: after the vtable, two counts and a mutex.
 _GENERATOR_DEVICE_AT = 56
 _NO_INDEX = 0xFF
 
 
 def identity_of(generator: torch._C.Generator) -> int:
-    """The same number for all Python objects that stand for one generator."""
+    """Address of the C++ generator. All Python objects of one generator have the same address."""
     return generator._cdata  # type: ignore[attr-defined, no-any-return]
 
 
 def set_generator_device(generator: torch._C.Generator, device: torch.device) -> None:
-    """Make a fresh host generator say that it is of another device, so that PyTorch's own checks refuse it elsewhere.
+    """Change the device of a new CPU generator, so that PyTorch's own checks refuse it for other devices.
 
-    No release has a way to make a generator for a device without C++ code of its own.
+    PyTorch offers no function that makes a generator for a device without C++ code.
 
     Raises:
-        NotImplementedError: this PyTorch lays generators out in another way.
+        NotImplementedError: this release of PyTorch has another memory layout of generators.
     """
     there = (ctypes.c_uint8 * 2).from_address(identity_of(generator) + _GENERATOR_DEVICE_AT)
     if tuple(there) != (int(torch._C._autograd.DeviceType.CPU.value), _NO_INDEX):
-        raise NotImplementedError(f"generators of devices are not supported with torch {torch.__version__}")
+        raise NotImplementedError(
+            f"torch.Generator for a device is not supported with torch {torch.__version__}; install a release from 2.11 to 2.13"
+        )
     there[:] = [int(getattr(torch._C._autograd.DeviceType, device.type.upper()).value), device.index]
 
 
 def below_autocast(op: torch._ops.OpOverload) -> Callable[[Any, Any], Any]:
-    """A callable `(args, kwargs)` that runs `op`, and all that it is made of, as if autocast were off."""
+    """A callable `(args, kwargs)` that runs `op`, and the operators into which it decomposes, without autocast."""
     exclude, key = torch._C._dispatch_tls_set_dispatch_key_excluded, DispatchKey.AutocastPrivateUse1  # type: ignore[attr-defined]
 
     def run(args: Any, kwargs: Any) -> Any:
@@ -230,7 +234,7 @@ def below_autocast(op: torch._ops.OpOverload) -> Callable[[Any, Any], Any]:
 
 
 def redispatch_cuda_autocast(op: torch._ops.OpOverload) -> Callable[..., Any]:
-    """A callable that runs the kernel that CUDA's autocast has for `op`; these are in CPU builds, too."""
+    """A callable that runs CUDA's autocast kernel for `op`. CPU builds of PyTorch contain these kernels, too."""
     call, keys = op._handle.redispatch_boxed, DispatchKeySet(DispatchKey.AutocastCUDA)
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -240,7 +244,7 @@ def redispatch_cuda_autocast(op: torch._ops.OpOverload) -> Callable[..., Any]:
 
 
 def has_kernel(op_name: str, key: str) -> bool:
-    """Whether `op_name` ("aten::add.Tensor") has a kernel registered directly for the dispatch key `key`."""
+    """Whether a kernel of `op_name` ("aten::add.Tensor") is registered directly for the dispatch key `key`."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(op_name, key)
 
 
@@ -260,9 +264,9 @@ def all_aten_overloads() -> list[torch._ops.OpOverload]:
 
 
 def fake_device_patches(real: str, shown: str) -> Iterator[tuple[Any, str, Any]]:
-    """(owner, name, value) of what makes fake tensors on device type `shown` ones on `real` that say `shown`.
+    """Yield the patches (owner, name, value) that move fake tensors from device type `shown` to `real` but report `shown`.
 
-    Autograd asks a fake tensor's device for a guard, which a build without CUDA does not have.
+    Autograd needs a device guard for the device of a fake tensor. A PyTorch build without CUDA has no guard for "cuda".
     """
     from torch._subclasses.fake_tensor import FakeTensor
 
@@ -278,7 +282,7 @@ def fake_device_patches(real: str, shown: str) -> Iterator[tuple[Any, str, Any]]
     if hasattr(FakeTensor, "_normalize_fake_device"):
         normalize = FakeTensor._normalize_fake_device
         yield FakeTensor, "_normalize_fake_device", staticmethod(lambda d: normalize(to_real(d)))
-    else:  # before 2.13 the constructor does it
+    else:  # before torch 2.13, the constructor normalises the device
         make = FakeTensor.__new__
 
         def new(cls: Any, fake_mode: Any, elem: Any, device: Any, *args: Any, **kwargs: Any) -> Any:
@@ -289,24 +293,26 @@ def fake_device_patches(real: str, shown: str) -> Iterator[tuple[Any, str, Any]]
 
 
 def fake_device(t: torch.Tensor) -> torch.device | None:
-    """The device that a fake tensor really stands for; None for any other tensor."""
+    """The device that a fake tensor represents; None for other tensors."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return t.fake_device if isinstance(t, FakeTensor) else None
 
 
 def inductor(mode: str | None, options: dict[str, Any] | None) -> Callable[..., Any]:
-    """What `torch.compile` makes of its default backend, for graphs of the host: a callable `(graph, example_inputs)`."""
+    """The default backend of `torch.compile`, for graphs on the host: a callable `(graph, example_inputs)`."""
     made = torch._TorchCompileInductorWrapper(mode, options, dynamic=None)
-    made.config["triton.cudagraphs"] = False  # they would ask the CUDA of this build, which is not there
+    made.config["triton.cudagraphs"] = (
+        False  # CUDA graphs would need the CUDA runtime, which does not exist in this process
+    )
     return made
 
 
 def tell_dynamo(replaced: Iterable[tuple[Any, Any]]) -> None:
-    """Have Dynamo, if it is loaded, take functions for those that they replace: it knows PyTorch's by identity.
+    """Tell Dynamo, if it is imported, which functions were replaced. Dynamo identifies PyTorch's functions by identity.
 
     Args:
-        replaced: what there was, and what is there now.
+        replaced: pairs of the old and the new function.
     """
     rules, variables = [sys.modules.get(f"torch._dynamo.{name}") for name in ("trace_rules", "variables.torch")]
     if rules is None or variables is None:
@@ -322,7 +328,7 @@ def tell_dynamo(replaced: Iterable[tuple[Any, Any]]) -> None:
 
 @cache
 def never_trace(*modules: str) -> None:
-    """Keep Dynamo out of modules: kernels run inside compiled functions, too, and must not be traced themselves."""
+    """Exclude modules from tracing by Dynamo. Wooly's kernels also run inside compiled functions and must not be traced."""
     from torch._dynamo import trace_rules
 
     for name in modules:
@@ -330,13 +336,13 @@ def never_trace(*modules: str) -> None:
 
 
 def run_backward_patches() -> list[tuple[Any, str, Callable[..., Any]]]:
-    """Every module that calls the autograd engine, the name under which it does, and what it calls."""
+    """The functions that call the autograd engine, as (module, name, function)."""
     engine = torch.autograd.graph._engine_run_backward
     return [(module, "_engine_run_backward", engine) for module in (torch.autograd, torch.autograd.graph)]
 
 
 def in_calling_thread(run_backward: Callable[..., Any]) -> Callable[..., Any]:
-    """`run_backward`, by the thread that calls it, whatever its devices. The switch for that belongs to a thread and stays."""
+    """Wrap `run_backward` so that the calling thread runs the backward on all devices. The switch for this is per thread."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if torch._C._is_multithreading_enabled():
@@ -347,5 +353,5 @@ def in_calling_thread(run_backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def in_transform() -> bool:
-    """Whether a function transform (`torch.func`) is at work: it cannot look into an autograd function of ours."""
+    """Whether a function transform (`torch.func`) is active. Transforms cannot handle Wooly's autograd functions."""
     return torch._C._functorch.peek_interpreter_stack() is not None

@@ -1,4 +1,4 @@
-"""The `wooly` command. Torch is imported only by the commands that need it."""
+"""The command `wooly`. Only the commands that need torch import it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`wooly credits`: what was spent, by run, model or hour, and what may be."""
+"""`wooly credits`: prints spent credits by run, model or hour, and budgets."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from wooly.cli.tables import Fitted, plain_table
 from wooly.control import Controller
 from wooly.errors import WoolyError
 
-#: Seconds that the end of a run waits for its bill.
+#: Maximum time, in seconds, that the end of a run waits for its bill.
 BILL_S = 3.5
+#: Micro-credits per credit.
 _UNIT = 1_000_000
 _FIELDS = (
     "tenant",
@@ -39,13 +40,13 @@ _FIELDS = (
 
 
 def credits_of(ucr: int, digits: int = 3) -> str:
-    """Micro-credits as credits for people, cut off after so many digits."""
+    """Format micro-credits as credits, truncated to `digits` decimal places."""
     sign, ucr = ("-", -ucr) if ucr < 0 else ("", ucr)
     return f"{sign}{ucr // _UNIT:,}.{ucr % _UNIT // 10 ** (6 - digits):0{digits}d}"
 
 
 def read_credits(controller: Controller, request: CreditsRequest, most: int) -> CreditsReply:
-    """At most `most` rows of a request, however many replies they take."""
+    """Read at most `most` rows, in as many requests as necessary."""
     rows: list[CreditsRow] = []
     while True:
         page = request.model_copy(update={"offset": len(rows), "limit": min(most - len(rows), 1000)})
@@ -56,7 +57,7 @@ def read_credits(controller: Controller, request: CreditsRequest, most: int) -> 
 
 
 def print_credits(console: Console, reply: CreditsReply, by: str) -> None:
-    """The balance and the rows as tables."""
+    """Print the balance and the rows as a table."""
     total = reply.core_ucr + reply.vram_ucr
     console.print(
         f"[bold]{credits_of(total)}[/] credits: {credits_of(reply.core_ucr)} core, {credits_of(reply.vram_ucr)} VRAM",
@@ -73,7 +74,7 @@ def print_credits(console: Console, reply: CreditsReply, by: str) -> None:
         told = "; ".join(limits) or "no limit"
         console.print(f"  {b.tenant}: {credits_of(b.spent_ucr)} {period}; {told}{held}", highlight=False)
     if reply.quarantined:
-        console.print(f"  [yellow]{reply.quarantined} reports of usage are in quarantine[/]", highlight=False)
+        console.print(f"  [yellow]{reply.quarantined} usage reports are in quarantine[/]", highlight=False)
     if not reply.rows:
         return
     table = plain_table()
@@ -98,7 +99,7 @@ def print_credits(console: Console, reply: CreditsReply, by: str) -> None:
         )
     console.print(Fitted(table))
     if reply.more:
-        console.print("  and more: --limit N")
+        console.print("  there are more rows; show them with --limit N")
 
 
 def _time(us: int) -> str:
@@ -106,7 +107,7 @@ def _time(us: int) -> str:
 
 
 def as_csv(rows: Sequence[CreditsRow]) -> str:
-    """The rows in integers, with the names of the fields."""
+    """The rows as CSV with a header. All amounts are integers."""
     out = io.StringIO()
     writer = csv.writer(out)
     writer.writerow(_FIELDS)
@@ -115,7 +116,11 @@ def as_csv(rows: Sequence[CreditsRow]) -> str:
 
 
 def bill_at_end(opened: Any) -> list[CreditsRow]:
-    """Have the session's bill asked for once it is given back; the list has it then, if there is metering."""
+    """Request the session's bill when the session is closed.
+
+    Returns:
+        A list that is empty now. After the session is closed, it contains the bill, if metering has answered.
+    """
     found: list[CreditsRow] = []
 
     def ask(controller: Controller) -> None:
@@ -123,7 +128,7 @@ def bill_at_end(opened: Any) -> list[CreditsRow]:
         try:
             reply = controller.ask(contracts.METERING_CREDITS_SHOW, request, timeout=BILL_S)
         except WoolyError:
-            return  # no metering: nothing is billed
+            return  # metering does not answer, so there is no bill
         found.extend(reply.rows)
 
     opened.on_closed = ask
@@ -131,9 +136,9 @@ def bill_at_end(opened: Any) -> list[CreditsRow]:
 
 
 def bill_line(rows: Sequence[CreditsRow]) -> str:
-    """One line for the end of a run."""
+    """The line about credits at the end of a run."""
     if not rows:
-        return "credits: metering has not answered; [bold]wooly credits[/] shows them"
+        return "credits: metering has not answered yet; [bold]wooly credits[/] shows them later"
     r = rows[0]
     return (
         f"credits: [bold]{credits_of(r.core_ucr + r.vram_ucr)}[/] = {credits_of(r.core_ucr)} for "

@@ -24,9 +24,9 @@ from wooly.cli.tables import Fitted, plain_table
 from wooly.control import ControlError, Controller
 from wooly.settings import Settings
 
-#: Seconds between two looks at a task that is followed.
-EVERY_S = 0.5
-#: The tenant of those whose settings name none.
+#: Interval, in seconds, at which `wooly logs --follow` reads the task.
+POLL_INTERVAL_S = 0.5
+#: Default of the setting `tenant`.
 DEFAULT_TENANT = "default"
 
 
@@ -34,7 +34,9 @@ def export(target: str, output: Path | None, blobs: Path | None, console: Consol
     """Record SCRIPT:FUNCTION into a file."""
     script, colon, function = target.rpartition(":")
     if not colon or not Path(script).exists():
-        raise ControlError(f"{target!r} is not SCRIPT:FUNCTION, or there is no such script")
+        raise ControlError(
+            f"cannot export {target!r}: it is not of the form SCRIPT:FUNCTION, or the script does not exist"
+        )
     from wooly.export import export_script
 
     sys.path.insert(0, str(Path(script).resolve().parent))
@@ -76,7 +78,7 @@ def submit(
     as_json: bool,
     **wanted: Any,
 ) -> int:
-    """Submit a module. Returns the exit code."""
+    """Submit a module as a job. Returns the exit code."""
     from wooly import jobs
     from wooly.traces import ClientTrace
 
@@ -121,11 +123,12 @@ def _inputs(module: Any, given: list[str]) -> dict[str, bytes]:
         name, equals, path = text.partition("=")
         if not equals or name not in wanted:
             raise ControlError(
-                f"--input {text!r} is not NAME=FILE with a name of {', '.join(wanted) or 'no input at all'}"
+                f"--input {text!r} is not of the form NAME=FILE; the inputs of this module are: "
+                f"{', '.join(wanted) or '(no inputs)'}"
             )
         found[name] = jobs.read_input(Path(path), wanted[name].dtype, wanted[name].sizes, name)
     if missing := [n for n in wanted if n not in found]:
-        raise ControlError(f"no --input for {', '.join(missing)}")
+        raise ControlError(f"inputs of the module are missing: {', '.join(missing)}; give each with --input NAME=FILE")
     return found
 
 
@@ -135,7 +138,7 @@ def _line(at: float, state: str, reason: str) -> str:
 
 
 def logs(controller: Controller, settings: Settings, task_id: str, follow: bool, as_json: bool) -> int:
-    """Print a task's story. Returns 1 if it failed."""
+    """Print the story of a task. Returns 1 if the task failed, else 0."""
     shown = 0
     while True:
         reply = controller.ask(contracts.ROUTER_TASK_GET, TaskRequest(task_id=task_id, credential=settings.credential))
@@ -149,7 +152,7 @@ def logs(controller: Controller, settings: Settings, task_id: str, follow: bool,
             print(f"  {reply.task.reason}")
         if not follow or reply.task.ended_at is not None:
             return int(reply.task.state == "failed")
-        time.sleep(EVERY_S)
+        time.sleep(POLL_INTERVAL_S)
 
 
 def list_tasks(controller: Controller, settings: Settings, console: Console, as_json: bool, **chosen: Any) -> None:
@@ -161,7 +164,7 @@ def list_tasks(controller: Controller, settings: Settings, console: Console, as_
     table = plain_table()
     for column in ("task", "kind", "tenant", "state", "class", "on", "age"):
         table.add_column(column)
-    # A line per task: `wooly logs` has the whole reason, --json the whole name
+    # One line per task. `wooly logs` prints the whole reason, and --json the whole name.
     table.add_column("name, reason", no_wrap=True, overflow="ellipsis")
     for t in reply.tasks:
         name = t.name.rpartition("/")[2] or t.name
@@ -196,6 +199,6 @@ def cancel(controller: Controller, settings: Settings, task_id: str, reason: str
 
 
 def prioritize(controller: Controller, settings: Settings, task_id: str, priority: int) -> TaskReply:
-    """Give a task another class."""
+    """Change the class of a task."""
     request = PrioritizeTaskRequest(task_id=task_id, priority=priority, credential=settings.credential)
     return controller.ask(contracts.ROUTER_TASK_PRIORITIZE, request)

@@ -1,4 +1,4 @@
-"""`wooly top`: every GPU with its tenants and sessions, once or live."""
+"""`wooly top`: shows every GPU with its tenants and sessions, once or live."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ from wooly_wis.messages import GpuSession, GpuState, MemoryState, SessionMemory,
 from wooly.cli.tables import Fitted, plain_table
 from wooly.errors import WoolyError
 
-EVERY_S = 1.0
-#: Sessions that are shown of one GPU; `--json` has all.
-SHOWN = 30
+#: Refresh interval of the live display, in seconds.
+REFRESH_INTERVAL_S = 1.0
+#: Maximum number of sessions that are shown per GPU. `--json` prints all.
+MAX_SESSIONS = 30
 
 
 Work = Mapping[str, WorkDone]
 
 
 def print_top(console: Console, gpus: list[GpuState], work: Work) -> None:
-    """Print it once. `work`: who did how much, per executor."""
+    """Print the display once. `work` has the counters of kernels and library calls, per executor."""
     console.print(_screen(gpus, work))
 
 
 def watch_top(console: Console, read: Callable[[], tuple[list[GpuState], Work]]) -> None:
-    """Show it every second until Ctrl-C. A scheduler that is away for a while is waited for."""
+    """Show the live display until Ctrl-C. If the scheduler does not answer, show the error and try again."""
     with Live(_screen(*read()), console=console, screen=True, auto_refresh=False) as live:
         try:
             while True:
-                time.sleep(EVERY_S)
+                time.sleep(REFRESH_INTERVAL_S)
                 try:
                     live.update(_screen(*read()), refresh=True)
                 except WoolyError as e:
@@ -42,7 +43,7 @@ def watch_top(console: Console, read: Callable[[], tuple[list[GpuState], Work]])
 
 def _screen(gpus: list[GpuState], work: Work) -> RenderableType:
     if not gpus:
-        return Text("no GPU is followed yet: none has run anything since the scheduler knows of them")
+        return Text("no GPU to show: the scheduler has not seen a program run on any GPU yet")
     return Group(*[part for gpu in gpus for part in _gpu(gpu, work.get(gpu.executor_id))])
 
 
@@ -59,9 +60,9 @@ def _gpu(gpu: GpuState, work: WorkDone | None) -> Iterable[RenderableType]:
     if work is not None:
         yield Text(f"  {work_line(work)}")
     if gpu.lost:
-        yield Text(f"  its journal is not followed: {gpu.lost}", style="yellow")
+        yield Text(f"  the scheduler does not follow the journal of this GPU: {gpu.lost}", style="yellow")
     if gpu.violations:
-        yield Text(f"  {gpu.violations} violations; the last: {gpu.last_violation}", style="bold red")
+        yield Text(f"  {gpu.violations} violations; the last violation: {gpu.last_violation}", style="bold red")
     table = plain_table()
     for column in ("  tenant", "session", "class"):
         table.add_column(column)
@@ -80,7 +81,7 @@ def _gpu(gpu: GpuState, work: WorkDone | None) -> Iterable[RenderableType]:
     ):
         table.add_column(column, justify="right")
     for tenant in _tenants(gpu.sessions):
-        sessions = [s for s in gpu.sessions[:SHOWN] if s.tenant == tenant]
+        sessions = [s for s in gpu.sessions[:MAX_SESSIONS] if s.tenant == tenant]
         if sum(s.tenant == tenant for s in gpu.sessions) > 1:
             of_it = [s for s in gpu.sessions if s.tenant == tenant]
             table.add_row(
@@ -118,12 +119,12 @@ def _gpu(gpu: GpuState, work: WorkDone | None) -> Iterable[RenderableType]:
             table.add_row(f"  {kept.tenant}", kept.session_id, "kept", *[""] * 8, *_memory([kept]))
     if gpu.sessions or table.rows:
         yield Fitted(table)
-    if gpu.open_sessions > SHOWN:
-        yield Text(f"  and {gpu.open_sessions - SHOWN} more sessions")
+    if gpu.open_sessions > MAX_SESSIONS:
+        yield Text(f"  and {gpu.open_sessions - MAX_SESSIONS} more sessions")
 
 
 def work_line(work: WorkDone) -> str:
-    """Who did which share of the instructions, and of the device's time."""
+    """Shares of generated kernels, library calls and tier 0, in instructions and device time."""
     instructions = work.kernel_instructions, work.library_instructions, work.tier0_instructions
     times = work.kernel_ns, work.library_ns, work.tier0_ns
 
@@ -137,12 +138,12 @@ def work_line(work: WorkDone) -> str:
 
 
 def _tenants(sessions: Iterable[GpuSession]) -> list[str]:
-    """Those with the largest shares first: the order in which sessions come."""
+    """The tenants in the order of their sessions, which are sorted by share, largest first."""
     return list(dict.fromkeys(s.tenant for s in sessions))
 
 
 def memory_line(memory: MemoryState) -> str:
-    """Where every byte of a device is, in one line."""
+    """The use of a device's memory, in one line."""
     promised = memory.fixed + memory.movable
     parts = [
         f"{bytes_for_people(memory.capacity)}: own {bytes_for_people(memory.own)}",
@@ -156,7 +157,7 @@ def memory_line(memory: MemoryState) -> str:
 
 
 def bytes_for_people(n: int) -> str:
-    """Bytes in the unit that suits them."""
+    """A number of bytes with a suitable unit."""
     value = float(n)
     for unit in ("B", "KiB", "MiB"):
         if value < 1024:

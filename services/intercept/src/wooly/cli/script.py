@@ -1,4 +1,4 @@
-"""Runs a user's script or module exactly as Python would, with the device enabled before it."""
+"""Runs a user's script or module exactly as Python does. The caller has enabled the device before."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
+#: Prefixes of the file names of frames that are not part of the script: Wooly, and Python's own runners.
 _OWN = (os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "<frozen runpy>", "<frozen importlib")
 
 
@@ -27,24 +28,24 @@ def _arguments(argv: list[str], path0: str) -> Iterator[None]:
 
 
 def _without_our_frames(tb: TracebackType | None) -> TracebackType | None:
-    """The traceback from the script's first line on."""
+    """The traceback without Wooly's frames before the script."""
     while tb is not None and tb.tb_frame.f_code.co_filename.startswith(_OWN):
         tb = tb.tb_next
     return tb
 
 
 def print_error(error: BaseException) -> None:
-    """Print what a script raised, with the lines from the script's first on."""
+    """Print an error of a script with its traceback, without Wooly's frames before the script."""
     traceback.print_exception(type(error), error, _without_our_frames(error.__traceback__))
 
 
 def run(target: str, arguments: list[str], *, module: bool) -> int:
-    """Run `target` as `__main__`. Returns the exit code that Python would give.
+    """Run `target` as `__main__`. Returns the exit code that Python would return.
 
     Args:
-        target: path of a script, or with `module` a module's name.
-        arguments: what follows it on the command line.
-        module: like `python -m`.
+        target: path of a script, or with `module` the name of a module.
+        arguments: command-line arguments of the script.
+        module: run a module, like `python -m`.
     """
     try:
         if module:

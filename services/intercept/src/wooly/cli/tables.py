@@ -1,4 +1,4 @@
-"""Tables for people: numbers and ids are never cut, as long as the terminal has room for them."""
+"""Tables for terminals. Numbers and ids are not truncated if the terminal is wide enough for them."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Column, Table
 from rich.text import Text
 
-#: Characters between two columns, and those that a column which is cut keeps at least.
-GAP, LEAST = 2, 12
+#: Width, in characters, of the gap between two columns, and minimum width of a truncated column.
+GAP, MIN_WIDTH = 2, 12
 
 
 def plain_table() -> Table:
-    """A table without lines. Columns that are `no_wrap` are cut at their end where there is no room; others are kept whole."""
+    """A table without lines. If there is not enough room, columns with `no_wrap` are truncated and other columns are not."""
     return Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0))
 
 
 class Fitted:
-    """A table whose columns get their widths when it is drawn.
+    """A table that computes the widths of its columns when it is drawn.
 
-    Where all of it does not fit, what has several words wraps, and what may be cut is.
+    If the table is too wide, cells with several words wrap, and columns with `no_wrap` are truncated.
     """
 
     def __init__(self, table: Table) -> None:
@@ -35,10 +35,10 @@ class Fitted:
             for column in whole:
                 column.width = _widest(column, measured)
             left = room - sum(c.width or 0 for c in whole)
-            if left >= sum(min(_widest(c, _line), LEAST) for c in cut):
+            if left >= sum(min(_widest(c, _line), MIN_WIDTH) for c in cut):
                 break
         for column in cut:
-            column.width = max(min(_widest(column, _line), left), LEAST)
+            column.width = max(min(_widest(column, _line), left), MIN_WIDTH)
         yield self._table
 
 

@@ -1,4 +1,4 @@
-"""`wooly trace`: recent traces, and one as a waterfall."""
+"""`wooly trace`: prints a list of recent traces, or one trace as a waterfall."""
 
 from __future__ import annotations
 
@@ -16,19 +16,25 @@ from wooly_wis.traces import SpanInfo, TraceInfo, TraceRequest, TracesRequest
 from wooly.control import ControlError, Controller
 from wooly.settings import Settings
 
-#: Characters of a whole trace's bar at least and at most, and of the columns beside it.
+#: Minimum and maximum width of the column of bars, in characters.
 WIDTH = (12, 60)
+#: Width of all columns except the names and the bars, in characters.
 _OTHERS = 34
-#: Deeper spans are drawn as deep as this.
+#: Maximum indentation of a span, in levels. Deeper spans have this indentation.
 DEEPEST = 12
 _COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "bright_cyan", "bright_green")
 
 
 def read(controller: Controller, settings: Settings, name: str) -> tuple[str, list[SpanInfo]]:
-    """A trace's id and spans, by the id of a task in it or by its own.
+    """Read a trace. Returns its id and spans.
+
+    Args:
+        controller: connection to the controller.
+        settings: the client's settings.
+        name: id of the trace, or id of a task in the trace.
 
     Raises:
-        ControlError: there is none.
+        ControlError: the trace does not exist.
     """
     if not re.fullmatch(r"[0-9a-f]{32}", name):
         return _pages(controller, TraceRequest(task_id=name, credential=settings.credential))
@@ -51,7 +57,7 @@ def _pages(controller: Controller, request: TraceRequest) -> tuple[str, list[Spa
 
 
 def recent(controller: Controller, settings: Settings, limit: int) -> Sequence[TraceInfo]:
-    """Traces, newest first."""
+    """The most recent traces, newest first."""
     request = TracesRequest(credential=settings.credential, limit=limit)
     reply = controller.ask(contracts.ROUTER_TRACE_LIST, request)
     return reply.traces
@@ -74,12 +80,12 @@ def print_recent(console: Console, traces: Iterable[TraceInfo], as_json: bool) -
 
 
 def print_trace(console: Console, trace_id: str, spans: Sequence[SpanInfo], as_json: bool) -> None:
-    """Print a trace as a waterfall: who did what when, under whom."""
+    """Print a trace as a waterfall: its spans with service, start and duration, each under its parent."""
     if as_json:
         print(json.dumps({"trace_id": trace_id, "spans": [s.model_dump() for s in spans]}))
         return
     if not spans:
-        console.print(f"trace {trace_id}: no span of it has ended yet", highlight=False)
+        console.print(f"trace {trace_id}: no spans yet, because none of its spans has ended", highlight=False)
         return
     first, last = min(s.start_ns for s in spans), max(s.end_ns for s in spans)
     console.print(f"trace {trace_id}: {len(spans)} spans in {_time(last - first)}", highlight=False)
@@ -104,7 +110,7 @@ def print_trace(console: Console, trace_id: str, spans: Sequence[SpanInfo], as_j
 
 
 def in_order(spans: Sequence[SpanInfo]) -> Iterable[tuple[int, SpanInfo]]:
-    """Spans with their depth, each under its parent, as they began. One whose parent is not there is at the top."""
+    """Yield (depth, span) for all spans, ordered by start, each after its parent. A span without a known parent has depth 0."""
     known = {s.span_id: s for s in spans}
     children: dict[str, list[SpanInfo]] = {}
     tops = []
@@ -114,7 +120,7 @@ def in_order(spans: Sequence[SpanInfo]) -> Iterable[tuple[int, SpanInfo]]:
         else:
             tops.append(span)
     seen: set[str] = set()
-    # What is in a ring has no top: whoever began first is it.
+    # Spans whose parents form a cycle have no top span. Take the span that began first as the top.
     for top in (*tops, *sorted(spans, key=lambda s: (s.start_ns, s.span_id))):
         waiting = [(0, top)]
         while waiting:
@@ -127,7 +133,7 @@ def in_order(spans: Sequence[SpanInfo]) -> Iterable[tuple[int, SpanInfo]]:
 
 
 def bar(span: SpanInfo, first: int, last: int, width: int) -> str:
-    """Where in the whole a span lies, which is `width` characters; nothing is too short to be seen."""
+    """The bar of a span, in a column of `width` characters for the time from `first` to `last`. It has at least one character."""
     whole = max(last - first, 1)
     begin = min((span.start_ns - first) * width // whole, width - 1)
     end = max(-(-(span.end_ns - first) * width // whole), begin + 1)

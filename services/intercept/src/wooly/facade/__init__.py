@@ -1,10 +1,10 @@
-"""Makes "cuda" mean the Wooly device.
+"""The facade: redirects "cuda" to the Wooly device.
 
-`torch.cuda` answers with the remote devices' facts, and a tensor there says `cuda:0`, `cuda:1`, ….
+`torch.cuda` reports the properties of the remote devices, and their tensors have the devices `cuda:0`, `cuda:1`, ….
 
-Creation needs no patch: kernels under the CUDA dispatch key make Wooly tensors (see `device`). What is replaced here is only what
-asks for CUDA before the dispatcher is reached: the conversions (`.to`, `.cuda`), constructors from Python data, device contexts,
-generators, and the questions of `torch.cuda`. Undone by `uninstall`.
+Most functions that create tensors need no patch, because kernels under the dispatch key CUDA make Wooly tensors (see `device`).
+The facade only patches functions that use CUDA before they call the dispatcher: conversions (`.to`, `.cuda`), constructors from
+Python data, device contexts, generators, and the functions of `torch.cuda`. `uninstall` removes the patches.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ __all__ = ["Facade"]
 
 
 class _Missing:
-    """Marks an attribute that was inherited, not set on the patched object itself."""
+    """Marks an attribute that the patched object inherits and does not have itself."""
 
 
 _MISSING = _Missing()
 
 
 class Facade:
-    """The patches, so that they can be taken back.
+    """Installs and removes the patches.
 
     Args:
         devices: the process's devices.
-        facts: answers the executor's facts of the device of an index.
-        launches: records kernels in other languages.
+        facts: returns the properties of a device, from its executor, by index.
+        launches: records launches of foreign kernels.
     """
 
     def __init__(self, devices: Devices, facts: Callable[[int], dict[str, Any]], launches: Launches) -> None:
@@ -44,10 +44,10 @@ class Facade:
         self._undo: list[tuple[Any, str, Any]] = []
 
     def install(self) -> None:
-        """Make "cuda" live."""
+        """Install the patches, if they are not installed."""
         if self._undo:
             return
-        # Device contexts know PyTorch's constructors by identity: by that of the ones that ours call.
+        # Device contexts identify PyTorch's constructors by identity. Fill their cache before the constructors are replaced.
         device_constructors()
         for patches in (
             tensors.patches(),
@@ -70,7 +70,7 @@ class Facade:
         tell_dynamo([(old, owner.__dict__.get(name)) for owner, name, old in self._undo])
 
     def uninstall(self) -> None:
-        """Put everything back."""
+        """Remove all patches."""
         generation.deactivate()
         triton_capture.deactivate()
         back = [(owner.__dict__.get(name), old) for owner, name, old in self._undo]

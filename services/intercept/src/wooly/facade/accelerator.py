@@ -1,4 +1,4 @@
-"""`torch.accelerator`, which is "cuda": its questions and switches are those of `torch.cuda`."""
+"""`torch.accelerator`: its functions call those of `torch.cuda`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MEMORY = (
     "reset_accumulated_memory_stats", "reset_peak_memory_stats", "get_memory_info",
 )  # fmt: skip
 
-#: Names here and in `torch.cuda`.
+#: Names in `torch.accelerator` and the names of the same functions in `torch.cuda`.
 _SAME = {
     "device_count": "device_count",
     "current_device_index": "current_device",
@@ -31,7 +31,7 @@ _SAME = {
 
 
 class device_index:
-    """`torch.accelerator.device_index(…)`: the device of an index is current in the block; None changes nothing."""
+    """`torch.accelerator.device_index(…)`: sets the current device in the block; None changes nothing."""
 
     def __init__(self, device: int | None, /) -> None:
         self.idx = device
@@ -47,8 +47,8 @@ class device_index:
 
 
 def patches() -> Iterator[Patch]:
-    """(owner, name, value) of everything that is replaced in `torch.accelerator`."""
-    real_module = torch.get_device_module.__wrapped__  # that which Dynamo knows it by
+    """Yield the patches (owner, name, value) for `torch.accelerator`."""
+    real_module = torch.get_device_module.__wrapped__  # Dynamo identifies the function by this object
 
     @functools.wraps(real_module)
     def get_device_module(device: Any = None) -> Any:
@@ -67,7 +67,7 @@ def patches() -> Iterator[Patch]:
 
 
 def _as_cuda(name: str) -> Callable[..., Any]:
-    """A function that does what the one of `torch.cuda` does, but is another: Dynamo tells them apart."""
+    """Make a function that calls `torch.cuda.<name>`. It is a new object, because Dynamo identifies functions by identity."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return getattr(torch.cuda, name)(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Mixed precision for "cuda": PyTorch keeps autocast's state by device type, and our tensors are of another type."""
+"""Mixed precision for "cuda". PyTorch keeps the autocast state per device type, and Wooly's device type is not CUDA."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ Patch = tuple[Any, str, Any]
 
 
 def patches() -> Iterator[Patch]:
-    """(owner, name, value): whatever sets CUDA's state of autocast sets ours, too.
+    """Yield the patches (owner, name, value): functions that set CUDA's autocast state also set the state of the Wooly device.
 
-    Questions need no patch: they are answered from CUDA's state.
+    Functions that read the state need no patch, because they read CUDA's state.
     """
     set_enabled, set_dtype, clear = torch.set_autocast_enabled, torch.set_autocast_dtype, torch.clear_autocast_cache
     set_gpu_dtype = torch.set_autocast_gpu_dtype
 
     def follow() -> None:
-        """Make this thread's state of our device that of CUDA."""
+        """Copy this thread's autocast state from CUDA to the Wooly device."""
         set_dtype(NAME, torch.get_autocast_dtype(CUDA))
         set_enabled(NAME, torch.is_autocast_enabled(CUDA))
 

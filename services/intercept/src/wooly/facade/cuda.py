@@ -1,4 +1,4 @@
-"""`torch.cuda` answers with the remote device's facts."""
+"""The functions of `torch.cuda` that report properties of the remote device."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from wooly.facade.memory import Memory
 from wooly.facade.streams import device_context, device_of
 from wooly.kernels.cuda_c import compile_kernel
 
-#: What every device says: enough for whatever asks before it takes a path.
+#: Compute capability that every device reports. 8.0 (Ampere) is enough for programs that check for features such as bfloat16.
 _CAPABILITY = (8, 0)
 
 Patch = tuple[Any, str, Any]
 
 
 class Answers:
-    """The questions of `torch.cuda`.
+    """The functions of `torch.cuda`.
 
     Args:
         devices: the process's devices.
-        facts: answers the executor's facts of the device of an index.
+        facts: returns the properties of a device, from its executor, by index.
     """
 
     def __init__(self, devices: Devices, facts: Callable[[int], dict[str, Any]]) -> None:
@@ -33,7 +33,7 @@ class Answers:
         self._memory = Memory(devices, facts)
 
     def patches(self) -> Iterator[Patch]:
-        """(owner, name, value) of everything that is replaced in `torch.cuda`."""
+        """Yield the patches (owner, name, value) for `torch.cuda`."""
         module = torch.wooly  # type: ignore[attr-defined]
         for name, value in {
             "is_available": lambda: True,

@@ -1,8 +1,9 @@
-"""Transformers' `generate` on a device that is far away: whether to stop is asked one step late.
+"""Makes Transformers' `generate` faster on a remote device: it checks one step late whether generation has ended.
 
-Its loop asks after every token whether all sequences have ended, and waits for the answer before it prepares the next step: here
-that is a round trip per token in which neither side computes. It knows a way around that, for one kind of device: the answer is
-fetched while the next step is recorded, and a step too many is taken back. Here it is told to take it for ours, too.
+After each token, `generate` checks whether all sequences have ended, and waits for the answer before it prepares the next step.
+On a remote device, this takes one round trip per token, during which neither client nor device computes. For the device "mps",
+Transformers has a deferred check: it reads the answer while the next step is prepared, and undoes the last step if it was not
+needed. This file enables the deferred check for the Wooly device, too.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ import torch
 from wooly.device import current_devices
 
 _MODULE = "transformers.generation.utils"
-#: Transformers' check that is late, and the device that it takes it for.
+#: Class of Transformers' deferred check, and the device for which Transformers uses it.
 _CLASS, _DEFERRING = "DeferredStopCheck", torch.device("mps")
 
 
 def activate() -> None:
-    """Make `generate` ask late, now or as soon as it is imported."""
+    """Enable the deferred check, now or when Transformers is imported."""
     module = sys.modules.get(_MODULE)
     if module is not None:
         _install(module)
@@ -33,7 +34,7 @@ def activate() -> None:
 
 
 def deactivate() -> None:
-    """Give Transformers its own check back."""
+    """Restore Transformers' own check."""
     sys.meta_path[:] = [f for f in sys.meta_path if not isinstance(f, _Finder)]
     module = sys.modules.get(_MODULE)
     ours: Any = getattr(module, _CLASS, None)
@@ -42,10 +43,10 @@ def deactivate() -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Waits for the module to be imported."""
+    """Detects the import of Transformers' module."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """The module's own, whose end of loading is heard of."""
+        """The normal spec of the module, with a loader that enables the deferred check after the import."""
         if name != _MODULE:
             return None
         sys.meta_path[:] = [f for f in sys.meta_path if f is not self]
@@ -63,15 +64,15 @@ class _Finder(MetaPathFinder):
 
 def _install(module: ModuleType) -> None:
     real = getattr(module, _CLASS, None)
-    if real is not None and not hasattr(real, "wooly_replaces"):  # releases before 5 do not know it
-        setattr(module, _CLASS, _late(real))
+    if real is not None and not hasattr(real, "wooly_replaces"):  # releases before 5 do not have the class
+        setattr(module, _CLASS, _make_deferred(real))
 
 
-def _late(real: Any) -> type:
-    """Transformers' check, for our device as well."""
+def _make_deferred(real: Any) -> type:
+    """Make a subclass of Transformers' deferred check that also supports the Wooly device."""
 
-    class LateStopCheck(real):  # type: ignore[misc]
-        """Also takes back the random numbers that the step too many has drawn: what comes next draws what it would have."""
+    class DeferredStopCheckOnDevice(real):  # type: ignore[misc]
+        """Also restores the generator if the last step was not needed, so that later random numbers are the same."""
 
         wooly_replaces = real
 
@@ -82,7 +83,7 @@ def _late(real: Any) -> type:
 
         @staticmethod
         def is_supported(device: torch.device, cache: Any, cache_is_returned: bool, *args: Any, **kwargs: Any) -> bool:
-            """Whether to ask late. Not where the cache is given back: the step too many would be in it."""
+            """Whether to use the deferred check. A returned cache would contain the extra step, so then the check is not used."""
             if device.type != "cuda":
                 return bool(real.is_supported(device, cache, cache_is_returned, *args, **kwargs))
             return not cache_is_returned and bool(
@@ -99,4 +100,4 @@ def _late(real: Any) -> type:
                 self._drawn = generator.seed, generator.offset
             return bool(stopping)
 
-    return LateStopCheck
+    return DeferredStopCheckOnDevice

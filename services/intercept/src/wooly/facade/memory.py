@@ -1,7 +1,8 @@
-"""What `torch.cuda` says of memory: of tensors this process knows by itself, all else the executor is asked.
+"""The memory functions of `torch.cuda`. The client counts the bytes of tensors itself, and asks the executor for other figures.
 
-*Allocated* is what the session's tensors have. *Reserved* is what the executor holds for it: blocks as they are rounded up, a
-workspace, and shared contents in full, as on a device of its own. *Free* is what it could still get.
+- *Allocated*: bytes of the session's tensors.
+- *Reserved*: bytes that the executor holds for the session: rounded blocks, a workspace, and shared contents in full size.
+- *Free*: bytes that the session can still allocate.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from wooly.storage import Heap, heaps
 
 
 class Memory:
-    """The questions about memory.
+    """The memory functions of `torch.cuda`.
 
     Args:
         devices: the process's devices.
-        facts: answers the executor's facts of the device of an index.
+        facts: returns the properties of a device, from its executor, by index.
     """
 
     def __init__(self, devices: Devices, facts: Callable[[int], dict[str, Any]]) -> None:
@@ -26,7 +27,7 @@ class Memory:
         self._facts_of = facts
 
     def answers(self) -> dict[str, Callable[..., Any]]:
-        """Name in `torch.cuda` to function."""
+        """The functions, by their name in `torch.cuda`."""
         return {
             "memory_allocated": lambda d=None: self._heap(d).live_bytes,
             "max_memory_allocated": lambda d=None: self._heap(d).peak_bytes,
@@ -44,7 +45,7 @@ class Memory:
         return heaps[self._devices.index_of(device)]
 
     def _asked(self, heap: Heap) -> dict[str, int]:
-        """The executor's figures for this session, after everything recorded so far."""
+        """The executor's counters for this session, including all work that is recorded so far."""
         recorder = self._devices.recorders[heap.index]
         with recorder.lock:
             recorder.flush()
@@ -71,6 +72,6 @@ class Memory:
             f"{self._facts_of(heap.index).get('name', 'unknown device')} (WOOLY): {heap.live_bytes / mib:.1f} MiB in "
             f"{heap.live} tensors, peak {heap.peak_bytes / mib:.1f} MiB; the executor holds "
             f"{asked['reserved_bytes'] / mib:.1f} MiB for this session, {asked['workspace_bytes'] / mib:.1f} MiB of it "
-            f"workspace; of contents that are shared it bears {asked['shared_bytes'] / mib:.1f} MiB; "
+            f"workspace; its part of shared contents is {asked['shared_bytes'] / mib:.1f} MiB; "
             f"{asked['available_bytes'] / mib:.0f} MiB of {asked['quota_bytes'] / mib:.0f} MiB are free"
         )

@@ -1,4 +1,4 @@
-"""Which device arguments mean the Wooly device."""
+"""Translates device arguments: "cuda" means the Wooly device."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ CUDA = "cuda"
 
 
 def to_wooly(device: Any) -> Any:
-    """A device argument with "cuda" read as the Wooly device; anything else unchanged.
+    """Translate a device argument: "cuda" becomes the Wooly device. Other values do not change.
 
     Raises:
-        RuntimeError: CUDA's own error for an index that does not exist.
+        RuntimeError: the session does not have this device. It is CUDA's own error.
     """
     if isinstance(device, str):
         if not device.startswith(CUDA):
@@ -32,7 +32,7 @@ def to_wooly(device: Any) -> Any:
 
 
 def with_device(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` with its `device` keyword read by `to_wooly`."""
+    """Wrap `function` so that its keyword argument `device` is translated by `to_wooly`."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

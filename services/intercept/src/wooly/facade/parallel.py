@@ -1,4 +1,4 @@
-"""What PyTorch spreads over devices and threads: backward in any thread, and the wrappers that are refused."""
+"""Patches for several devices: backward in the calling thread, and errors for unsupported parallel wrappers."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _BY_HAND = (
 
 
 def patches() -> Iterator[Patch]:
-    """(owner, name, value) of everything that is replaced for several devices."""
+    """Yield the patches (owner, name, value) for several devices."""
     for owner, name, run_backward in run_backward_patches():
-        # PyTorch's own threads, one per device, know only the first; the switch belongs to a thread, and users start threads.
+        # PyTorch's backward threads support only the first device. The switch against them is per thread, so set it at each call.
         yield (owner, name, in_calling_thread(run_backward))
     data_parallel = torch.nn.DataParallel
     yield (data_parallel, "__init__", _one_device(data_parallel.__init__))
@@ -32,7 +32,7 @@ def patches() -> Iterator[Patch]:
 
 
 def _one_device(call: Callable[..., Any]) -> Callable[..., Any]:
-    """`call(…, module, x, device_ids)`, refused where it would mean several devices."""
+    """Wrap `call(…, module, x, device_ids)` so that it refuses several devices."""
 
     @functools.wraps(call)
     def checked(*args: Any, device_ids: Any = None, **kwargs: Any) -> Any:
@@ -40,8 +40,8 @@ def _one_device(call: Callable[..., Any]) -> Callable[..., Any]:
         ids = named[0] if named and named[0] is not None else range(torch.cuda.device_count())
         if len(ids) > 1:
             raise NotImplementedError(
-                f"nn.DataParallel over {len(ids)} devices is not supported, nor is DistributedDataParallel: {_BY_HAND} "
-                "(device_ids=[0])"
+                f"nn.DataParallel over {len(ids)} devices is not supported, and DistributedDataParallel is not supported either; "
+                f"{_BY_HAND} (device_ids=[0])"
             )
         return call(*args, device_ids=device_ids, **kwargs) if device_ids is not None else call(*args, **kwargs)
 
@@ -49,12 +49,12 @@ def _one_device(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Scatter:
-    """PyTorch's `Scatter`, whose C++ a build without CUDA lacks, for one device: all of the tensor goes there."""
+    """Replaces PyTorch's `Scatter`, whose C++ code is missing in builds without CUDA. It supports one device."""
 
     @staticmethod
     def apply(devices: Sequence[Any], chunk_sizes: Any, dim: int, tensor: torch.Tensor) -> tuple[torch.Tensor]:
         if len(devices) > 1:
-            raise NotImplementedError(f"scattering over several devices is not supported: {_BY_HAND}")
+            raise NotImplementedError(f"scattering a tensor over several devices is not supported; {_BY_HAND}")
         (device,) = devices
         return (tensor.to(f"cuda:{device}" if isinstance(device, int) else device, non_blocking=True),)
 
@@ -64,7 +64,7 @@ def _no_cuda_module(init: Callable[..., Any]) -> Callable[..., Any]:
     def checked(self: Any, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         if any(p.is_cuda for p in module.parameters()):
             raise NotImplementedError(
-                f"nn.parallel.DistributedDataParallel is not supported on the wooly device: {_BY_HAND}"
+                f"nn.parallel.DistributedDataParallel is not supported on the wooly device; {_BY_HAND}"
             )
         return init(self, module, *args, **kwargs)
 

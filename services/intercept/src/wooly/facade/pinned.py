@@ -1,6 +1,6 @@
-"""Pinned host memory, as far as there is any: the pages are ordinary ones, for the device is not on this machine's bus.
+"""Pinned host memory. The memory is ordinary, because the device is not on this machine's bus.
 
-Programs ask for it and ask whether they got it, so that has to be true of the right tensors: those that were asked for, and all
+Programs pin tensors and check `is_pinned`. So `is_pinned` must be true for the tensors that a program has pinned, and for all
 views of them.
 """
 
@@ -21,6 +21,7 @@ from wooly.torch_private import raw_device
 
 Patch = tuple[Any, str, Any]
 
+#: Alignment of pinned memory, in bytes; PyTorch's CPU allocator has the same alignment.
 _ALIGNMENT = 64
 #: Constructors that take `pin_memory`.
 _FACTORIES = (
@@ -32,7 +33,7 @@ _METHODS = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tenso
 
 
 def is_pinned(t: Tensor, device: Any = None) -> bool:
-    """Whether the tensor lies in memory that was asked to be pinned."""
+    """Whether the tensor is in memory that the program has pinned."""
     return t.is_cpu and t.layout is torch.strided and t.untyped_storage().data_ptr() in pinned
 
 
@@ -40,7 +41,7 @@ def pin_memory(t: Tensor, device: Any = None) -> Tensor:
     """The tensor itself if it is pinned, else a pinned copy.
 
     Raises:
-        RuntimeError: it is not a dense host tensor.
+        RuntimeError: the tensor is not a dense host tensor.
     """
     if not t.is_cpu or t.layout is not torch.strided:
         raise RuntimeError(f"cannot pin '{t.type()}' only dense CPU tensors can be pinned")
@@ -54,7 +55,7 @@ def _copy(t: Tensor) -> Tensor:
     room = np.empty(nbytes + _ALIGNMENT, dtype=np.uint8)
     start = -room.ctypes.data % _ALIGNMENT
     memory = room[start : start + nbytes]
-    # The storage keeps this array; when it dies, its address means nothing any more.
+    # The storage holds this array. When the array is freed, its address must not count as pinned any more.
     address = memory.ctypes.data
     flat = torch.from_numpy(memory)
     pinned.add(address)
@@ -63,7 +64,7 @@ def _copy(t: Tensor) -> Tensor:
 
 
 def _pinning(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A constructor whose `pin_memory=True` is answered here."""
+    """Wrap a constructor so that `pin_memory=True` works without CUDA."""
 
     @functools.wraps(make)
     def call(*args: Any, **kwargs: Any) -> Tensor:
@@ -78,7 +79,7 @@ def _pinning(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def patches() -> Iterator[Patch]:
-    """(owner, name, value) of everything that pins memory or asks for it."""
+    """Yield the patches (owner, name, value) for functions that pin memory or check whether memory is pinned."""
     for name in _FACTORIES:
         yield (torch, name, _pinning(getattr(torch, name)))
     for name in _METHODS:

@@ -1,4 +1,4 @@
-"""State that is kept and brought back: generators, and the storages that `torch.save` and `torch.load` see."""
+"""Patches for saved state: generators, and the storages that `torch.save` and `torch.load` use."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Patch = tuple[Any, str, Any]
 
 
 def patches() -> Iterator[Patch]:
-    """(owner, name, value) of everything that is replaced for generators and storages."""
+    """Yield the patches (owner, name, value) for generators and storages."""
     yield (torch, "Generator", Generator)
-    # The functions of torch.cuda.random are PyTorch's own, on generators of ours.
+    # The functions of torch.cuda.random stay PyTorch's own, and use Wooly's generators.
     module = torch.wooly  # type: ignore[attr-defined]
     yield (torch.cuda, "default_generators", module.default_generators)
     yield (torch.cuda.random, "_lazy_init", module.require_same_process)
@@ -31,7 +31,7 @@ def patches() -> Iterator[Patch]:
 
 
 def _storage_patches() -> Iterator[Patch]:
-    """A storage that says and takes "cuda": `torch.save` and `torch.load` need no more than that."""
+    """Yield the patches for storages: they report and accept the device "cuda". `torch.save` and `torch.load` need only this."""
     storage = torch.UntypedStorage
     real_to: Any = storage.to
     real_new: Any = storage.__new__
@@ -55,17 +55,17 @@ def _storage_patches() -> Iterator[Patch]:
         return _bytes(self).to(target).untyped_storage()
 
     def cuda(self: torch.UntypedStorage, device: Any = None, non_blocking: bool = False) -> torch.UntypedStorage:
-        """The storage, or a copy of it on the device."""
+        """`UntypedStorage.cuda`: the storage itself if it is on the device, else a copy on the device."""
         return to(self, device=CUDA if device is None else device, non_blocking=non_blocking)
 
     def device(self: torch.UntypedStorage) -> torch.device:
-        """Device of the storage; the Wooly device says cuda:0."""
+        """Device of the storage; a Wooly device is reported as "cuda"."""
         real = raw_storage_device(self)
         return torch.device(CUDA, real.index) if real.type == NAME else real
 
     def share(self: torch.UntypedStorage, *args: Any) -> Any:
         raise NotImplementedError(
-            "memory of the wooly device cannot be shared with another process; send tensor.cpu() instead"
+            "storages on the wooly device cannot be shared with another process; send tensor.cpu() instead"
         )
 
     yield (storage, "__new__", staticmethod(new))
@@ -82,7 +82,7 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 class _GeneratorMeta(type):
-    """Lets `torch.Generator("cuda")` answer a generator of ours, and keeps `isinstance` true for PyTorch's class."""
+    """Makes `torch.Generator("cuda")` return a `DeviceGenerator`. `isinstance` stays true for PyTorch's generators."""
 
     def __call__(cls, device: Any = "cpu") -> Any:
         target = to_wooly(device)
@@ -98,10 +98,10 @@ class _GeneratorMeta(type):
 
 
 class Generator(metaclass=_GeneratorMeta):
-    """`torch.Generator`; for "cuda" it makes one that the device's operators draw from."""
+    """`torch.Generator`. For "cuda" it makes a generator for operators on the Wooly device."""
 
     __doc__ = BaseGenerator.__doc__
 
 
-# Pickles name it as PyTorch's own, so that they can be read without Wooly.
+# Pickles then contain the name of PyTorch's class, so they can be read without Wooly.
 Generator.__module__ = "torch"

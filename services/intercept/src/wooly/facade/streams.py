@@ -1,7 +1,7 @@
-"""Streams, events and the contexts of `torch.cuda`.
+"""Streams, events and device contexts of `torch.cuda`.
 
-Work of a session runs in the order of its recording, so every stream is in order with every other, and waiting for one in
-another is done already. What remains is who says what: names, devices, the current stream of a thread.
+All work of a session runs in the order in which it is recorded. So all streams are in order with each other, and a stream never
+needs to wait for another one. Streams only keep their names, devices and priorities, and the current stream of each thread.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from wooly.torch_private import CUDA_DEVICE_TYPE, BaseEvent, BaseStream
 Patch = tuple[Any, str, Any]
 
 _stream_ids = itertools.count(1)
+#: Number of the default stream, as in CUDA.
 _DEFAULT_ID = 0
 
 
 def _index(device: Any) -> int:
-    """Index of a device argument; None is the current device."""
+    """Index of a device argument; None means the current device."""
     return current_devices().index_of(device)
 
 
@@ -45,8 +46,8 @@ class Stream(BaseStream):
     def __new__(cls, device: Any = None, priority: int = 0, **kwargs: Any) -> Stream:
         if "stream_ptr" in kwargs:
             raise NotImplementedError(
-                "streams of other libraries are not supported on the wooly device: there is no CUDA in this process that "
-                "they could be of; use torch.cuda.Stream()"
+                "streams of other libraries are not supported on the wooly device, because this process has no CUDA runtime; use "
+                "torch.cuda.Stream()"
             )
         if not kwargs:
             kwargs = {"stream_id": next(_stream_ids), "device_index": _index(device), "device_type": CUDA_DEVICE_TYPE}
@@ -55,16 +56,16 @@ class Stream(BaseStream):
         return self
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """All was done in `__new__`."""
+        """Do nothing: `__new__` has initialised the object."""
 
     @staticmethod
     def priority_range() -> tuple[int, int]:
-        """Least and greatest priority: numbers that are remembered and change nothing."""
+        """Lowest and highest priority. A priority has no effect."""
         return 0, -1
 
     @property
     def cuda_stream(self) -> int:
-        """A number for the stream where CUDA has a pointer; 0 is the default stream."""
+        """Number of the stream, in place of CUDA's pointer; 0 is the default stream."""
         return self.stream_id
 
     @property
@@ -76,23 +77,23 @@ class Stream(BaseStream):
         return ctypes.c_void_p(self.cuda_stream)
 
     def is_capturing(self) -> bool:
-        """Whether a graph is being captured; there are none."""
+        """Return False: CUDA graphs are not supported."""
         return False
 
     def synchronize(self) -> None:
-        """Wait until everything recorded has run."""
+        """Wait until all recorded work has run."""
         torch.cuda.synchronize(self.device)
 
     def query(self) -> bool:
-        """Whether all work is done. Asking waits for it."""
+        """Wait until all work has run, and return True."""
         self.synchronize()
         return True
 
     def wait_stream(self, stream: Any) -> None:
-        """In order already."""
+        """Do nothing: all work runs in order."""
 
     def wait_event(self, event: Any) -> None:
-        """In order already."""
+        """Do nothing: all work runs in order."""
 
     def record_event(self, event: Any = None) -> Any:
         event = Event() if event is None else event
@@ -114,7 +115,7 @@ class Stream(BaseStream):
 
 
 class ExternalStream(Stream):
-    """`torch.cuda.ExternalStream`, which is refused."""
+    """`torch.cuda.ExternalStream`, which raises an error."""
 
     def __new__(cls, stream_ptr: int, device: Any = None, **kwargs: Any) -> ExternalStream:
         return super().__new__(cls, stream_ptr=stream_ptr, **kwargs)  # type: ignore[return-value]
@@ -136,21 +137,21 @@ def default_stream(device: Any = None) -> Stream:
 
 
 def current_stream(device: Any = None) -> Stream:
-    """`torch.cuda.current_stream`: that which this thread has set for the device, else the default stream."""
+    """`torch.cuda.current_stream`: the stream that this thread has set for the device, else the default stream."""
     index = _index(device)
     stream = _selected.streams.get(index)
     return default_stream(index) if stream is None else stream
 
 
 def set_stream(stream: Stream | None) -> None:
-    """`torch.cuda.set_stream`: also makes the stream's device current."""
+    """`torch.cuda.set_stream`. It also sets the current device to the device of the stream."""
     if stream is not None:
         _selected.streams[stream.device_index] = stream
         torch.cuda.set_device(stream.device_index)
 
 
 class Event(BaseEvent):
-    """`torch.cuda.Event`: to record one that times waits for the work before it."""
+    """`torch.cuda.Event`. With `enable_timing`, `record` waits until the work before the event has run."""
 
     _timing: bool
     _at: float
@@ -168,11 +169,11 @@ class Event(BaseEvent):
         return self
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """All was done in `__new__`."""
+        """Do nothing: `__new__` has initialised the object."""
 
     @property
     def device(self) -> torch.device | None:  # type: ignore[override]
-        """Where it was recorded; None before that."""
+        """Device on which the event was recorded; None before `record`."""
         return self._device
 
     @property
@@ -181,7 +182,7 @@ class Event(BaseEvent):
 
     @property
     def cuda_event(self) -> int:
-        """A number for the event where CUDA has a pointer; 0 before it was recorded."""
+        """Number of the event, in place of CUDA's pointer; 0 before `record`."""
         return 0 if self._device is None else id(self)
 
     @property
@@ -189,7 +190,7 @@ class Event(BaseEvent):
         return ctypes.c_void_p(self.cuda_event)
 
     def record(self, stream: Any = None) -> None:
-        """Mark this point of the work."""
+        """Record the event at the current point of the work."""
         self._device = (current_stream() if stream is None else stream).device
         if self._timing:
             torch.cuda.synchronize(self._device)
@@ -199,17 +200,17 @@ class Event(BaseEvent):
         self._at = time.perf_counter()
 
     def wait(self, stream: Any = None) -> None:
-        """In order already."""
+        """Do nothing: all work runs in order."""
 
     def synchronize(self) -> None:
-        """Wait until what was recorded before it has run; nothing if it was never recorded."""
+        """Wait until the work before the event has run. Does nothing if the event was not recorded."""
         if self._device is not None:
             recorder = _recorder(self._device)
             with recorder.lock:
                 recorder.reach(self._mark)
 
     def query(self) -> bool:
-        """Whether the work before it is done. Asking waits for it."""
+        """Wait until the work before the event has run, and return True."""
         self.synchronize()
         return True
 
@@ -243,22 +244,26 @@ class Event(BaseEvent):
 
 
 class CUDAGraph:
-    """`torch.cuda.CUDAGraph`, which is refused."""
+    """`torch.cuda.CUDAGraph`, which raises an error."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> CUDAGraph:
         raise NotImplementedError(
-            "CUDA graphs are not supported on the wooly device, and not needed: a step that is repeated travels as the "
-            "name of what was sent before. Call the step without capturing it"
+            "CUDA graphs are not supported on the wooly device, and not needed: when a step is repeated, the client sends only "
+            "the digest of its program. Call the step without capturing it"
         )
 
 
 def _refuse_graph(*args: Any, **kwargs: Any) -> Any:
-    """What needs a graph."""
+    """Raise the error of `CUDAGraph`, for functions that need a graph."""
     return CUDAGraph()
 
 
 class _GenericMeta(type):
-    """Lets a class of PyTorch's make ours for "cuda" and for no device at all, and keeps `isinstance` true for PyTorch's."""
+    """Metaclass of `torch.Stream` and `torch.Event`.
+
+    A call makes Wooly's object for "cuda" and for no device, and PyTorch's object for other devices. `isinstance` and
+    `issubclass` behave as for PyTorch's class.
+    """
 
     real: Any
     ours: Any
@@ -296,7 +301,7 @@ class AnyEvent(metaclass=_GenericMeta):
 
 
 def patches() -> Iterator[Patch]:
-    """(owner, name, value) of everything about streams; `torch.cuda.stream(…)` is PyTorch's own on top of them."""
+    """Yield the patches (owner, name, value) for streams and events. `torch.cuda.stream(…)` is PyTorch's own and uses them."""
     for owner in (torch.cuda, torch.cuda.streams):
         yield (owner, "Stream", Stream)
         yield (owner, "ExternalStream", ExternalStream)
@@ -315,7 +320,7 @@ def patches() -> Iterator[Patch]:
 
 
 class device_context(contextlib.AbstractContextManager[Any]):
-    """`torch.cuda.device(…)`: in the block, this thread means that device by "cuda". A negative index changes nothing."""
+    """`torch.cuda.device(…)`: sets the current device of this thread in the block. A negative index changes nothing."""
 
     def __init__(self, device: Any) -> None:
         keep = device is None or (isinstance(device, int) and device < 0)
@@ -334,7 +339,7 @@ class device_context(contextlib.AbstractContextManager[Any]):
 
 
 class device_of(device_context):
-    """`torch.cuda.device_of(…)`: the device of a tensor; nothing for what is on none."""
+    """`torch.cuda.device_of(…)`: sets the current device to that of a tensor. A host tensor changes nothing."""
 
     def __init__(self, obj: Any) -> None:
         super().__init__(obj.get_device() if obj.is_cuda else -1)

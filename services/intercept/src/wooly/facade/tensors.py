@@ -1,4 +1,4 @@
-"""What asks a tensor for CUDA, or makes one there, before the dispatcher is reached."""
+"""Patches for tensors, storages, modules and constructors that use CUDA before they call the dispatcher."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from wooly.torch_private import (
 
 Patch = tuple[Any, str, Any]
 
-#: Constructors whose binding asks for the device's guard before the dispatcher.
+#: Constructors whose C++ code uses the device guard before it calls the dispatcher.
 _GUARDED = (
     "tensor",
     "as_tensor",
@@ -44,7 +44,7 @@ _GUARDED = (
 )
 
 
-#: Factories with `out=`: PyTorch compares its device with `device=` before it dispatches.
+#: Factories with `out=`. PyTorch compares the device of `out` with `device=` before it calls the dispatcher.
 _FACTORIES_INTO = (
     *("arange", "empty", "eye", "full", "linspace", "logspace", "normal", "ones"),
     *("rand", "randint", "randn", "randperm", "range", "zeros"),
@@ -52,13 +52,13 @@ _FACTORIES_INTO = (
 
 
 def patches() -> Iterator[Patch]:
-    """(owner, name, value) of everything that is replaced on tensors and their constructors."""
+    """Yield the patches (owner, name, value) for tensors and their constructors."""
     allowed = methods_of_lazy_tensors()
     methods = dict[str, Any]()
     for owner, name, value in _tensor_patches():
         methods[name] = value
         yield (owner, name, value)
-    # PyTorch names a method to `__torch_function__` as it finds it on the class.
+    # PyTorch passes a method to `__torch_function__` as the object that it finds on the class.
     more = [methods[m.__name__] for m in allowed if m.__name__ in methods]
     yield (UninitializedTensorMixin, "_allowed_methods", [*allowed, *more])
     for name in _GUARDED:
@@ -85,7 +85,7 @@ def patches() -> Iterator[Patch]:
 
 
 def _blocking(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments of `Tensor.to` without `non_blocking`, the first of its flags: PyTorch would want memory that it can pin."""
+    """Arguments of `Tensor.to` with `non_blocking` (the first flag) set to False. Otherwise PyTorch would try to pin memory."""
     for i, a in enumerate(args):
         if a is True or a is False:
             return (*args[:i], False, *args[i + 1 :])
@@ -93,24 +93,26 @@ def _blocking(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _byteswap_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> None:
-    """`UntypedStorage.byteswap`, which works on host memory."""
+    """`UntypedStorage.byteswap`, which supports only host memory."""
     if raw_storage_device(storage).type == NAME:
-        raise NotImplementedError("byteswap() of a storage on the wooly device is not supported: do it on the CPU")
+        raise NotImplementedError(
+            "byteswap() is not supported for storages on the wooly device; copy the storage to the CPU first"
+        )
     _real_byteswap(storage, dtype)
 
 
 def _resize_storage(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
-    """`UntypedStorage.resize_`: a device storage keeps the size that it was made with.
+    """`UntypedStorage.resize_`. The size of a device storage cannot change.
 
     Raises:
-        NotImplementedError: it is to have another.
+        NotImplementedError: `size` differs from the size of a device storage.
     """
     if raw_storage_device(storage).type != NAME:
         return _real_resize(storage, size)  # type: ignore[no-any-return]
     if size != storage.nbytes():
         raise NotImplementedError(
-            "resizing a storage (as fully sharded training does) is not supported on the wooly device: "
-            "resize the tensor, t.resize_(...), or make a new one"
+            "resizing a storage (as fully sharded training does) is not supported on the wooly device; "
+            "resize the tensor with t.resize_(...), or make a new one"
         )
     return storage
 
@@ -120,10 +122,10 @@ _real_byteswap: Any = torch.UntypedStorage.byteswap
 
 
 def _keeping_parameters(real: Callable[..., Any]) -> Callable[..., Any]:
-    """`Module._apply` such that `module.to("cuda")` leaves the parameters the objects that they were, as for CUDA.
+    """Wrap `Module._apply` so that `module.to("cuda")` keeps the parameter objects, as for CUDA.
 
-    PyTorch puts CUDA's memory into the parameter. It can't do that across other backends and would make new parameters, of which
-    an optimizer that holds the old ones knows nothing; exchanging the whole tensors is its other way.
+    For CUDA, PyTorch exchanges the memory of each parameter. For other backends, it makes new parameters, and an optimizer would
+    still hold the old ones. So this wrapper enables PyTorch's alternative, which swaps the contents of the tensor objects.
     """
     future = torch.__future__
 
@@ -135,7 +137,9 @@ def _keeping_parameters(real: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return _keeping_lazy(real, module, fn, recurse)
         except RuntimeError as e:
-            if "Couldn't swap" not in str(e):  # somebody holds the tensor itself, say a graph: a new parameter must do
+            if "Couldn't swap" not in str(
+                e
+            ):  # otherwise a graph holds the tensor, and PyTorch must make a new parameter
                 raise
         finally:
             future.set_swap_module_params_on_conversion(False)
@@ -145,7 +149,7 @@ def _keeping_parameters(real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _keeping_lazy(real: Callable[..., Any], module: torch.nn.Module, fn: Any, recurse: bool) -> Any:
-    """`Module._apply`, after which parameters without a shape still wait for one."""
+    """Call `Module._apply`, and keep lazy parameters (without a shape) lazy."""
     waiting = [
         (of, name, type(t), t.requires_grad)
         for of in own_tensors(module)
@@ -161,10 +165,10 @@ def _keeping_lazy(real: Callable[..., Any], module: torch.nn.Module, fn: Any, re
 
 
 def _set_data(t: torch.Tensor, value: torch.Tensor) -> None:
-    """`t.data = value`, also from host to device and back, which PyTorch allows for CUDA and for no backend of others.
+    """`t.data = value`. It also works between host and device, as with CUDA; PyTorch refuses that for other backends.
 
     Raises:
-        RuntimeError: PyTorch's own; or `t` is held by a graph.
+        RuntimeError: a graph holds `t`, or PyTorch refuses the assignment.
     """
     kinds = {raw_device(t).type, raw_device(value).type} if isinstance(value, torch.Tensor) else ()
     if kinds != {NAME, "cpu"} or t.layout is not torch.strided or value.layout is not torch.strided:
@@ -177,15 +181,15 @@ def _set_data(t: torch.Tensor, value: torch.Tensor) -> None:
         torch.utils.swap_tensors(t, new)
     except RuntimeError as e:
         raise RuntimeError(
-            f"data of another device cannot be assigned to a tensor while a graph or another object holds it ({e}); "
-            "move it before it is used, or make a new one"
+            f"data of another device cannot be assigned to a tensor while a graph or another object holds the tensor ({e}); "
+            "move the tensor before its first use, or make a new tensor"
         ) from e
     if grad is not None and grad.shape == value.shape and grad.dtype == value.dtype:
-        t.grad = grad.to(value.device)  # PyTorch refuses one that is on another device than its tensor
+        t.grad = grad.to(value.device)  # PyTorch refuses a gradient on another device than its tensor
 
 
 def _into(factory: Callable[..., Any]) -> Callable[..., Any]:
-    """`factory` with the `device` that goes with an `out` there."""
+    """Wrap `factory` so that `device="cuda"` is accepted together with an `out=` tensor on the device."""
 
     @functools.wraps(factory)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -201,12 +205,12 @@ def _tensor_patches() -> Iterator[Patch]:
     shown = [torch.device(CUDA, index) for index in range(MAX_DEVICES)]
 
     def device(t: torch.Tensor) -> torch.device:
-        """Device of the tensor; a Wooly device says cuda."""
+        """Device of the tensor; a Wooly device is reported as "cuda"."""
         real = raw_device(t)
         return shown[real.index] if real.type == NAME else real
 
     def is_cuda(t: torch.Tensor) -> bool:
-        """Whether the tensor lives on the (Wooly) CUDA device."""
+        """Whether the tensor is on a Wooly device or on CUDA."""
         return raw_device(t).type == NAME or raw_is_cuda(t)
 
     yield (tensor, "device", property(device))
@@ -254,7 +258,7 @@ def _tensor_patches() -> Iterator[Patch]:
 
     @functools.wraps(tensor.new_tensor)
     def new_tensor(t: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if kwargs.get("device") is None:  # PyTorch would take the index from its guard, which knows one only
+        if kwargs.get("device") is None:  # PyTorch would take the index from its device guard, which supports only one
             kwargs["device"] = t.device
         made: torch.Tensor = real_new_tensor(t, *args, **kwargs)
         return made

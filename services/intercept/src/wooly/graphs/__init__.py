@@ -1,11 +1,12 @@
-"""Functions of tensors as programs: recorded at the first call of a kind, sent again with other buffers at every later one.
+"""Compiled functions: the first call records a program, and later calls send this program again with other buffers.
 
-A *kind* is everything about the arguments but the buffers: layouts, which of them share storage, numbers, who wants a gradient.
-The first call of a kind runs as any eager code does, and what it recorded is kept; later calls cost one message, however many
-operations there are. Results are those of eager execution, for they are the same instructions. A function that waits for the
-device in its middle, computes on the host, or returns views of its arguments where a gradient is wanted, stays eager.
+A *kind* of arguments is everything about them except the buffers: layouts, shared storages, numbers, and which tensors require a
+gradient. The first call of each kind runs eagerly and is recorded. A later call of the same kind sends one message, independent
+of the number of operations. The results equal those of eager execution, because the instructions are the same. A function stays
+eager if it waits for the device before its end, computes on the host, or returns views of its arguments when a gradient is
+needed.
 
-Knows nothing of Dynamo: whoever calls must see to it that the function depends on its arguments alone.
+This package does not depend on Dynamo. The caller must ensure that the function depends only on its arguments.
 """
 
 from wooly.graphs.counters import counters

@@ -1,14 +1,14 @@
-"""How much of this process was sent as whole programs."""
+"""Counts the calls of compiled functions in this process."""
 
 
 class Counters:
-    """What graphs did in this process.
+    """Number of calls of compiled functions in this process, by how they ran.
 
     Attributes:
         recorded: calls that were recorded.
-        replayed: calls that were one program.
-        eager: calls that stayed eager.
-        operations: operators that the replayed programs stand for.
+        replayed: calls that sent a recorded program.
+        eager: calls that ran eagerly.
+        operations: operators in the replayed programs.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""A function of tensors that becomes one program per kind of its arguments."""
+"""A compiled function: selects the recorded program for the kind of the arguments."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from wooly.graphs.training import Training
 from wooly.storage import DEVICE_MASK, ID_SHIFT, PLACE_MASK, address_of
 from wooly.torch_private import raw_device
 
-#: Kinds of arguments that one function keeps programs for; a function called with more kinds stays eager for the rest.
+#: Maximum number of kinds of arguments for which a function keeps programs. Calls of further kinds run eagerly.
 KINDS_KEPT = 64
-#: Layouts of arguments that one function keeps numbers for.
+#: Maximum number of argument layouts to which a function assigns numbers. At this number all layouts and programs are dropped.
 PLACES_KEPT = 4096
 
 
 class GraphFunction:
-    """A function of tensors that becomes one program per kind of arguments.
+    """A function of tensors that is recorded once per kind of arguments.
 
     Args:
-        device: where it runs.
-        function: depends on its positional arguments alone, and returns a tree of tensors and constants.
-        constants: tensors that it uses besides.
+        device: device of the tensors.
+        function: function to record. It depends only on its positional arguments, and returns a tree of tensors and constants.
+        constants: other tensors that the function uses.
     """
 
     def __init__(self, device: RegisteredDevice, function: Function, constants: Sequence[Tensor] = ()) -> None:
@@ -40,18 +40,18 @@ class GraphFunction:
         self._parameters: dict[int, tuple[int, int, bool, int]] = {}
 
     def __call__(self, *inputs: Any) -> Any:
-        """Run it."""
+        """Call the function: send its recorded program, or record it, or run it eagerly."""
         of: dict[int, int] = {}  # buffer id per input on the device
         kind: list[Any] = []
         for k, a in enumerate(inputs):
             if not isinstance(a, Tensor):
-                kind += (a.__class__, a)  # 1, 1.0 and True are equal, and not the same
+                kind += (a.__class__, a)  # the class tells 1, 1.0 and True apart, which are equal
                 continue
             at = a.data_ptr()
             grad = a.requires_grad
             parameter = a.__class__ is Parameter
             if parameter:
-                # The same object in the same memory lies there as it did: whatever changes that, Dynamo looks for.
+                # If object and memory are the same, the layout is the same, too: Dynamo guards against other changes.
                 seen = self._parameters.get(k)
                 if seen is not None:
                     seen_id, seen_at, seen_grad, seen_number = seen
@@ -95,7 +95,7 @@ class GraphFunction:
     def _number_of(self, place: tuple[Any, ...]) -> int:
         number = self._places.get(place)
         if number is None:
-            if len(self._places) >= PLACES_KEPT:  # every kind becomes a new one
+            if len(self._places) >= PLACES_KEPT:  # new numbers make every kind new
                 self._places.clear()
                 self._parameters.clear()
                 self._kinds.clear()

@@ -1,4 +1,4 @@
-"""One kind of arguments of a function: recorded once, and sent again from then on, where no gradient is wanted."""
+"""One kind of arguments of a compiled function: records the program once and then sends it again. Without gradients."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ Function = Callable[..., Any]
 
 
 class Body:
-    """What all kinds of a function's arguments share.
+    """The data that all kinds of a function share.
 
     Attributes:
-        function: depends on its positional arguments alone, and returns a tree of tensors and constants.
+        function: the function. It depends only on its positional arguments, and returns a tree of tensors and constants.
         devices: all devices.
     """
 
@@ -37,12 +37,12 @@ class Body:
         self._constants = list(constants)
 
     def operations_besides(self, recorder: Recorder) -> int:
-        """Operations recorded so far on other devices."""
+        """Number of operations recorded so far on devices other than that of `recorder`."""
         return sum([r.operations for r in self.devices.active() if r is not recorder])
 
     @property
     def constant_ids(self) -> set[int]:
-        """Buffers of the constants."""
+        """Buffer ids of the constants."""
         return {address_of(t) >> ID_SHIFT for t in self._constants if raw_device(t).type == NAME}
 
 
@@ -50,7 +50,7 @@ class Kind:
     """One kind of arguments.
 
     Attributes:
-        why: why this kind stays eager; empty while it does not.
+        why: the reason why calls of this kind run eagerly; empty if they do not.
     """
 
     def __init__(self, recorder: Recorder, body: Body) -> None:
@@ -60,16 +60,16 @@ class Kind:
         self.spec: TreeSpec | None = None
 
     def give_up(self, why: str) -> None:
-        """Stay eager from now on."""
+        """Run all later calls of this kind eagerly, for the reason `why`."""
         self.why = why
-        log.info("a compiled function stays eager: %s", why)
+        log.info("a compiled function runs eagerly: %s", why)
 
     def record(self, inputs: Sequence[Any], call: Callable[[], list[Any]]) -> tuple[list[Any], Recording | None]:
-        """Run `call` and keep what it records; None, with the reason in `why`, where that is not one program."""
+        """Run `call`. Returns its results, and the recording; None, and the reason in `why`, if it is not one program."""
         counters.recorded += 1
         recorded = None
         with ExitStack() as locks:
-            # All devices, in one order for all threads: the call may go to any, while this one's lock is held.
+            # The call may use any device. All threads take the locks in the same order, so that no deadlock can occur.
             for recorder in self.body.devices.active():
                 locks.enter_context(recorder.lock)
             others = self.body.operations_besides(self.recorder)
@@ -79,10 +79,10 @@ class Kind:
                 recorded = out.result
                 if self.body.operations_besides(self.recorder) != others:
                     recorded = None
-                    raise NotOneProgramError("it computes on several devices")
+                    raise NotOneProgramError("it uses several devices")
                 if recorded is None:
                     raise NotOneProgramError(
-                        "it waits for the device in its middle, or sends data, or does nothing there"
+                        "it waits for the device before its end, or uploads data, or does nothing on the device"
                     )
             except NotOneProgramError as e:
                 self.recorder.flush()
@@ -90,18 +90,18 @@ class Kind:
         return results, recorded
 
     def flat(self, result: Any) -> list[Any]:
-        """Results as a list; remembers their structure."""
+        """Flatten the function's result to a list, and remember its structure."""
         leaves, self.spec = tree_flatten(result)
         return leaves
 
     def unflat(self, leaves: Sequence[Any]) -> Any:
-        """The function's result from its leaves."""
+        """Build the function's result from its leaves."""
         assert self.spec is not None
         return tree_unflatten(leaves, self.spec)
 
 
 class Inference(Kind):
-    """Without gradients."""
+    """A kind of arguments for which no gradient is needed."""
 
     program: Program | None = None
 
@@ -122,6 +122,6 @@ class Inference(Kind):
 
 
 def touch(t: Tensor) -> None:
-    """A program has written `t`: autograd is to know."""
+    """Tell autograd that a program has written `t`."""
     if not t.is_inference():
         torch.autograd.graph.increment_version(t)

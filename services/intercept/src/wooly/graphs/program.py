@@ -1,4 +1,4 @@
-"""A recording that can be sent again: what comes from outside, what comes out, what lives inside."""
+"""A recording that can be sent again: assigns buffers to its inputs, its results and its temporary slots."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from wooly.recorder import Recorder
 from wooly.storage import ID_SHIFT, Layout, address_of
 from wooly.torch_private import raw_device, reinterpret
 
-#: Per device, ids of buffers that live inside one program only. Every program gives them back, so all share them.
+#: Per device, ids for temporary buffers of programs. A program frees its temporary buffers, so all programs share these ids.
 _temporary: tuple[list[int], ...] = tuple([[] for _ in storage.heaps])
 
 
 class Out(NamedTuple):
-    """One tensor that comes out.
+    """One result tensor that the program makes.
 
     Attributes:
-        slot: its buffer's.
-        layout: of the buffer.
-        whole: the tensor is the buffer as `layout` says.
-        dtype: of the tensor.
-        sizes: its shape.
-        strides: its strides.
-        offset: its first element.
-        grad: whether it has a gradient.
+        slot: slot of its buffer.
+        layout: layout of the buffer.
+        whole: whether the tensor has exactly this layout. Otherwise it is a view of the buffer.
+        dtype: dtype of the tensor.
+        sizes: shape of the tensor.
+        strides: strides of the tensor.
+        offset: storage offset of the tensor, in elements.
+        grad: whether the tensor requires a gradient.
     """
 
     slot: int
@@ -53,14 +53,14 @@ class Out(NamedTuple):
         return cls(slot, layout, whole, t.dtype, tuple(t.shape), t.stride(), int(t.storage_offset()), t.requires_grad)
 
     def seen_in(self, base: Tensor) -> Tensor:
-        """This tensor on a storage that was made by `layout`."""
+        """Make the tensor on the storage of `base`, which `layout` has made."""
         if self.whole:
             return base
-        return storage.review(base, self.dtype, self.sizes, self.strides, self.offset)
+        return storage.reinterpret_bytes(base, self.dtype, self.sizes, self.strides, self.offset)
 
 
 class Alias(NamedTuple):
-    """A result that is an argument, a view of one, or a constant."""
+    """A result that is an argument, a view of an argument, or a constant."""
 
     key: Any
     constant: Tensor | None
@@ -76,15 +76,15 @@ class Alias(NamedTuple):
 
 
 class Program:
-    """A recording with its slots sorted: what comes from outside, what comes out, what lives inside.
+    """A recording whose slots are classified as inputs, results and temporary buffers.
 
     Args:
-        recorder: that of the device where it runs.
+        recorder: recorder of the device on which the program runs.
         recorded: the recording.
-        tensors: tensor per key from outside; at a later run, `run` is told others by these keys.
-        constants: buffers from outside that stay the same.
-        results: tensors that come out; anything else among them is a constant.
-        buffers: key per buffer from outside that no tensor stands for.
+        tensors: input tensors of the recording, by key. `run` gets other inputs with the same keys.
+        constants: buffers of inputs that are the same in every run.
+        results: result tensors. Other values among the results are constants.
+        buffers: key per input buffer that belongs to no tensor.
     """
 
     def __init__(
@@ -109,11 +109,11 @@ class Program:
             if buffer in outside:
                 self.outside.append((slot, outside[buffer]))
             elif buffer not in constants:
-                raise NotOneProgramError("it uses a tensor that is not among its arguments")
+                raise NotOneProgramError("it uses a tensor that is not one of its arguments")
         slot_of = {buffer: slot for slot, buffer in enumerate(recorded.bind) if slot not in recorded.gone}
         self.results = [self._result(t, slot_of, outside, dtypes, constants) for t in results]
         self._made_here = list(dict.fromkeys(r.slot for r in self.results if isinstance(r, Out)))
-        #: Slots made inside whose buffers somebody may still want: for these, `run` can be given ids.
+        #: Slots that the program allocates and does not free, without results. `want` can make their buffers outlive the program.
         self.left = [s for s in recorded.made if s not in self._made_here]
         self._template = list(recorded.bind)
         self._settle(set())
@@ -134,15 +134,15 @@ class Program:
         if buffer in outside or buffer in constants:
             key = outside.get(buffer)
             if key is not None and dtypes[key] is not t.dtype:
-                raise NotOneProgramError("it returns an argument as another dtype")
+                raise NotOneProgramError("it returns an argument with another dtype")
             return Alias(key, t if key is None else None, tuple(t.shape), t.stride(), int(t.storage_offset()))
         slot = slot_of.get(buffer)
         if slot is None or slot not in self.made:
-            raise NotOneProgramError("it returns a tensor that it did not make")
+            raise NotOneProgramError("it returns a tensor that is not an argument and that it did not make")
         return Out.of(t, slot)
 
     def _settle(self, wanted: set[int]) -> None:
-        """Give every slot that nobody asks for a temporary id, and free those that the program does not free itself."""
+        """Assign temporary buffers to the slots that are not wanted, and free those that the program does not free."""
         recorded = self._recorded
         unasked = [s for s in self.left if s not in wanted]
         heap = self._recorder.heap
@@ -159,26 +159,26 @@ class Program:
         self.wanted = [s for s in self.left if s in wanted]
 
     def want(self, slots: set[int]) -> None:
-        """From now on, the buffers of these slots outlive the program: `run` must be given ids for `wanted`."""
+        """Keep the buffers of these slots after the program. From now on, `run` needs buffer ids for all `wanted` slots."""
         self._settle({*self.wanted, *slots})
 
     @property
     def words(self) -> list[int]:
-        """What was recorded: equal words are equal programs."""
+        """The recorded words. Equal words mean equal programs."""
         return self._recorded.work.words
 
     @property
     def written(self) -> list[Any]:
-        """Keys of what it writes outside."""
+        """Keys of the inputs that the program writes."""
         of = dict(self.outside)
         return [of[s] for s in self._recorded.written if s in of]
 
     def run(self, ids: dict[Any, int], kept: Sequence[int], tensors: dict[Any, Tensor]) -> list[Any]:
-        """Send it again.
+        """Send the program again, and return its results.
 
         Args:
             ids: buffer id per key of `outside`.
-            kept: ids for the `wanted` slots.
+            kept: buffer ids for the `wanted` slots.
             tensors: tensor per key, for results that are arguments.
         """
         recorder, recorded = self._recorder, self._recorded

@@ -1,4 +1,4 @@
-"""What a call records, kept: the program, its buffers and params, and what it makes, frees and writes."""
+"""Keeps the program that one call records, with its buffers, params, and the slots that it allocates, frees and writes."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from typing import NamedTuple
 
 from wooly.recorder import Recorder, Work
 
-#: Instructions that one program may have.
-INSTRUCTIONS = 32768
+#: Maximum number of instructions of a recorded program.
+MAX_INSTRUCTIONS = 32768
 
 
 class NotOneProgramError(Exception):
-    """Internal signal: what was recorded cannot be sent again; the message says why."""
+    """Internal signal: the recorded call cannot be sent as one program. The message says why."""
 
 
 class Recording(NamedTuple):
-    """What one call recorded.
+    """The recording of one call.
 
     Attributes:
         work: the program.
         bind: buffer per slot.
         params: values of the params.
-        random: index, in `params`, of each (seed, offset).
+        random: indices in `params` of the pairs (seed, offset).
         made: bytes per slot that the program allocates and does not free.
-        gone: slots that it allocates and frees.
-        written: slots from outside that it writes.
-        operations: operators that it stands for.
+        gone: slots that the program allocates and frees.
+        written: slots of inputs that the program writes.
+        operations: number of recorded operators.
     """
 
     work: Work
@@ -42,26 +42,26 @@ class Recording(NamedTuple):
 
 
 class Recorded:
-    """Where `recording` puts its result."""
+    """Holder for the result of `recording`; the result is None if the block was not one program."""
 
     result: Recording | None = None
 
 
 @contextmanager
 def recording(recorder: Recorder) -> Iterator[Recorded]:
-    """Keep what is recorded in the block, which runs and is sent as usual."""
+    """Keep the program that is recorded in the block. It is also sent and runs as usual."""
     out = Recorded()
     with recorder.lock:
         recorder.flush()
         generation, limit, draws = recorder.generation, recorder.limit, recorder.foreign_draws
         before = recorder.operations
-        recorder.set_limit(INSTRUCTIONS)
+        recorder.set_limit(MAX_INSTRUCTIONS)
         recorder.recording = True
         try:
             yield out
             recorder.release_dead()
             if recorder.foreign_draws != draws:
-                raise NotOneProgramError("it draws from a generator of its own")
+                raise NotOneProgramError("it draws random numbers from a generator that was passed to an operator")
             if recorder.generation == generation and recorder.words:
                 out.result = _keep(recorder, recorder.operations - before)
             recorder.flush()
@@ -83,7 +83,7 @@ def _keep(recorder: Recorder, operations: int) -> Recording:
             made[slots[0]] = form.nbytes
         elif form.name == "free":
             if slots[0] not in made:
-                raise NotOneProgramError("it frees what it did not make")
+                raise NotOneProgramError("it frees a buffer that it did not make")
             del made[slots[0]]
             gone.append(slots[0])
         else:

@@ -1,4 +1,4 @@
-"""A kind of arguments with which gradients are wanted: one program forward, one backward per set of results with a gradient."""
+"""A kind of arguments for which gradients are needed: one forward program, and a backward program per set of gradients."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from wooly.recorder import Recorder
 from wooly.storage import ID_SHIFT, address_of
 from wooly.torch_private import raw_device
 
-#: Forwards without a backward after which only every so many are recorded: a backward may never come.
+#: After 8 recorded forwards without a recorded backward, only every eighth forward is recorded. The backward may never come.
 _PATIENCE = 8
 
 
 class Training(Kind):
-    """With gradients: a forward program, and a backward program per set of results that have a gradient.
+    """A kind of arguments for which gradients are needed.
 
-    Until a backward was recorded, forwards run eagerly inside the autograd function and keep their own graph.
+    It has one forward program, and one backward program per set of results for which gradients arrive. Until a backward is
+    recorded, forwards run eagerly inside the autograd function and keep their autograd graph.
     """
 
     def __init__(self, recorder: Recorder, body: Body) -> None:
@@ -38,7 +39,7 @@ class Training(Kind):
     def __call__(self, inputs: Sequence[Any], of: dict[int, int]) -> Any:
         leaves = _Call.apply(self, *inputs)  # type: ignore[no-untyped-call]
         if self.spec is None:
-            raise AssertionError("the first forward remembers the structure")
+            raise AssertionError("the first forward must have set the structure of the result")
         return self.unflat(leaves)
 
     # -- forward -----------------------------------------------------------------------------------------------------
@@ -78,9 +79,9 @@ class Training(Kind):
     def _check(self, program: Program, inputs: Sequence[Any]) -> None:
         slots = [r.slot for r in program.results if isinstance(r, Out)]
         if any(isinstance(r, Alias) for r in program.results) or len(set(slots)) != len(slots):
-            raise NotOneProgramError("a gradient is wanted, and it returns an argument or two views of one storage")
+            raise NotOneProgramError("it needs gradients, but returns an argument or two views of one storage")
         if any(inputs[k].requires_grad for k in program.written):
-            raise NotOneProgramError("it writes an argument that wants a gradient")
+            raise NotOneProgramError("it writes an argument that requires a gradient")
 
     def _replay_forward(self, ctx: Any, inputs: Sequence[Any]) -> tuple[Any, ...]:
         program = self.forward_program
@@ -94,7 +95,7 @@ class Training(Kind):
         needed = sorted({key[1] for p in self.backward_programs.values() for _, key in p.outside if key[0] == "in"})
         outs = sorted({key[1] for p in self.backward_programs.values() for _, key in p.outside if key[0] == "out"})
         carrier = torch.empty(0)
-        carrier.lease = lease  # type: ignore[attr-defined]  # the buffers live as long as autograd keeps what was saved
+        carrier.lease = lease  # type: ignore[attr-defined]  # the buffers live as long as autograd keeps the saved tensors
         ctx.graph = None
         ctx.saved = (needed, outs, list(program.wanted))
         ctx.save_for_backward(carrier, *[tensors[k] for k in needed], *[results[k] for k in outs])
@@ -143,7 +144,7 @@ class Training(Kind):
     ) -> None:
         assert self.forward_program is not None
         if forward.work.words != self.forward_program.words:
-            raise NotOneProgramError("its forward recorded something else this time")
+            raise NotOneProgramError("two of its forwards recorded different programs")
         kept = {forward.bind[s]: ("kept", s) for s in forward.made}
         tensors = {
             (where, k): t
@@ -152,7 +153,7 @@ class Training(Kind):
         }
         program = Program(self.recorder, recorded, tensors, self.body.constant_ids, results, kept)
         if program.written:
-            raise NotOneProgramError("its backward writes what was there before")
+            raise NotOneProgramError("its backward writes a tensor that existed before it")
         self.forward_program.want({key[1] for _, key in program.outside if key[0] == "kept"})
         self.backward_programs[pattern] = program
 
@@ -160,8 +161,8 @@ class Training(Kind):
         program = self.backward_programs.get(pattern)
         if program is None:
             raise NotImplementedError(
-                "a compiled function was given gradients for other results than in its backwards before; run it without "
-                "torch.compile, or make every backward of it use the same results"
+                "a compiled function got gradients for another set of results than in its earlier backwards; run the function "
+                "without torch.compile, or use the same results in every backward"
             )
         counters.replayed += 1
         carrier, *saved = ctx.saved_tensors
@@ -174,7 +175,7 @@ class Training(Kind):
 
 
 class _Call(torch.autograd.Function):
-    """One call of a function of some kind, as autograd sees it."""
+    """Autograd function for one call of a compiled function."""
 
     @staticmethod
     def forward(ctx: Any, kind: Training, *inputs: Any) -> tuple[Any, ...]:

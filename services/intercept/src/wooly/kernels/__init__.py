@@ -1,1 +1,1 @@
-"""PyTorch operators on the Wooly device: how each kind of dispatcher call becomes WIS or a change of metadata."""
+"""The kernels of PyTorch operators on the Wooly device. Each call becomes WIS instructions or only changes metadata."""

@@ -1,7 +1,7 @@
-"""Mixed precision: in which floating type each operator runs while autocast is on, by CUDA's lists.
+"""Mixed precision: the dtype in which each operator runs under autocast, by CUDA's lists.
 
-Autocast is a layer of the dispatcher above autograd, so that the casts are part of the graph. Each kernel here casts the
-floating tensors of a call and calls the operator again below that layer. An operator in no list runs as it is.
+Autocast is a layer of the dispatcher above autograd, so the casts are part of the autograd graph. Each kernel here casts the
+floating-point tensors of a call and then calls the operator below that layer. An operator in no list runs without casts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from wooly.torch_private import (
 
 Kernel = Callable[..., Any]
 
-#: Run in autocast's own type: matrix products and convolutions, which gain most.
+#: Operators that run in autocast's dtype: matrix products and convolutions, which gain most speed.
 LOWER = (
     "_convolution", "_convolution.deprecated", "conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d",
     "conv_transpose2d.input", "conv_transpose3d.input", "convolution", "prelu", "addmm", "addmv", "addr", "matmul",
@@ -35,10 +35,10 @@ LOWER = (
     "_scaled_dot_product_flash_attention", "scaled_dot_product_attention",
 )  # fmt: skip
 
-#: CUDA hands whole recurrent networks to one operator of its library, which autocast runs in float16 whatever its own type.
+#: Recurrent networks. CUDA runs each as one operator of its library, and autocast always runs this operator in float16.
 RECURRENT = tuple(f"{kind}.{form}" for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu") for form in ("input", "data"))
 
-#: Run in float32: what loses too much or overflows in a shorter type.
+#: Operators that run in float32, because they overflow or lose too much precision in a shorter dtype.
 FULL = (
     "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh",
     "tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus", "layer_norm", "native_layer_norm",
@@ -51,33 +51,33 @@ FULL = (
     "_upsample_bilinear2d_aa", "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bicubic2d_aa",
 )  # fmt: skip
 
-#: Asked for a float32 result, unless the call names a type.
+#: Operators that get `dtype=torch.float32` for their result, unless the call specifies a dtype.
 FULL_RESULT = (
     "prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum", "linalg_vector_norm",
     "linalg_matrix_norm", "linalg_matrix_norm.str_ord", "sum", "sum.dim_IntList",
 )  # fmt: skip
 
-#: The same for operators whose overload with a result type is another one.
+#: As `FULL_RESULT`, for operators whose result dtype is an argument of another overload.
 FULL_RESULT_OVERLOAD = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
 
-#: Run in the widest type among the arguments.
+#: Operators that run in the widest dtype of their arguments.
 PROMOTE = (
     "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put", "tensordot",
     "scatter_add",
 )  # fmt: skip
 
-#: Refused: its input is a probability, which a shorter type would have rounded to 0 or 1.
+#: Operator that is refused: its input is a probability, which a shorter dtype may have rounded to 0 or 1.
 BANNED = "binary_cross_entropy"
 
 
 class CastCache:
-    """Casts of float32 leaves, the weights: made once until the outermost autocast region ends."""
+    """Cache of casts of float32 weights (leaf tensors), valid until the outermost autocast region ends."""
 
     def __init__(self) -> None:
         self._casts: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
 
     def get(self, t: Tensor) -> Tensor | None:
-        """The cast of `t`, if there is one."""
+        """The cached cast of `t`; None if there is none."""
         known = self._casts.get(id(t))
         return known[1] if known is not None and known[0]() is t else None
 
@@ -92,7 +92,7 @@ class Autocast:
     """Autocast's kernels for the tensors of one device type.
 
     Args:
-        device_type: the name under which PyTorch keeps autocast's state for them.
+        device_type: device type for which PyTorch keeps the autocast state.
     """
 
     def __init__(self, device_type: str) -> None:
@@ -100,7 +100,7 @@ class Autocast:
         self.cache = CastCache()
 
     def register(self, library: torch.library.Library) -> None:
-        """Put the kernels of all lists into `library`, which implements `aten`."""
+        """Register the kernels of all lists in `library`, which implements `aten`."""
         below = {name: below_autocast(_overload(name)) for name in (*LOWER, *RECURRENT, *FULL, *FULL_RESULT, *PROMOTE)}
         kernels: dict[str, Kernel] = {}
         kernels.update({name: self._lower(below[name]) for name in LOWER})
@@ -110,9 +110,9 @@ class Autocast:
         kernels.update({name: self._promote(below[name]) for name in PROMOTE})
         for name, typed in FULL_RESULT_OVERLOAD.items():
             kernels[name] = self._append_type(_overload(name), below_autocast(_overload(typed)))
-        kernels[BANNED] = redispatch_cuda_autocast(_overload(BANNED))  # raises, whatever the tensors are
+        kernels[BANNED] = redispatch_cuda_autocast(_overload(BANNED))  # always raises CUDA's error
         for name, kernel in kernels.items():
-            # CUDA's lists grow from release to release.
+            # CUDA's lists grow with the releases of PyTorch; do not register operators that are not in this release's lists.
             if name in RECURRENT or has_kernel(f"aten::{name}", "AutocastCUDA"):
                 library.impl(name, kernel, "AutocastPrivateUse1")
 
@@ -173,12 +173,12 @@ class Autocast:
     # -- casts -------------------------------------------------------------------------------------------------------
 
     def _eligible(self, t: Tensor) -> bool:
-        """Whether autocast may change the type of `t`: a floating tensor of the device, but no float64."""
+        """Whether autocast may cast `t`: a floating-point tensor on the device that is not float64."""
         dtype = t.dtype
         return dtype.is_floating_point and dtype is not torch.float64 and raw_device(t).type == self._type
 
     def _cast(self, a: Any, to: torch.dtype) -> Any:
-        """An argument of a call with the tensors in it cast; anything else as it is."""
+        """Cast the tensors in one argument of a call. Other values do not change."""
         if isinstance(a, Tensor):
             if a.dtype is to or not self._eligible(a):
                 return a
@@ -202,10 +202,10 @@ class Autocast:
         return a
 
     def _widest(self, current: torch.dtype, args: Any) -> torch.dtype:
-        """The type to which the tensors of a call are promoted, from autocast's own.
+        """The widest dtype of the tensors in `args`, at least `current`.
 
         Raises:
-            RuntimeError: two short types meet.
+            RuntimeError: a tensor has a 16-bit dtype that is not autocast's dtype. It is PyTorch's error.
         """
         lower = torch.get_autocast_dtype(self._type)
         for a in args:

@@ -1,7 +1,7 @@
-"""Operators that PyTorch would break up differently for an unknown device than for the CPU.
+"""Kernels for composite operators that PyTorch decomposes differently for an unknown device than for the CPU.
 
-Where ATen chooses by device type (convolution, attention, LSTM), these make the choice that the executor's library makes, so that
-the results are the same bits; and where one instruction says as much as five (linear), they keep it one.
+For convolution, attention and LSTM, ATen's choice depends on the device type. The kernels here make the choice of the executor's
+library, so that the results have the same bits. `linear` is recorded as one instruction instead of five.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def is_traced(t: Tensor) -> bool:
-    """Whether PyTorch is looking on (fake tensors, dispatch modes): then only operators that it can see may be called."""
+    """Whether PyTorch traces the call (fake tensors, dispatch modes). Then only operators that PyTorch knows may be called."""
     return t.__class__ not in _PLAIN or dispatch_modes() > 0
 
 
 def linear(record: Kernel) -> Kernel:
-    """`aten.linear` under autograd: one instruction for inference, PyTorch's own pieces when a gradient is wanted."""
+    """`aten.linear` under autograd: one instruction without gradients, PyTorch's decomposition with gradients."""
     decompose = aten.linear.default.decompose
 
     def run(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
@@ -54,22 +54,24 @@ def linear(record: Kernel) -> Kernel:
         if is_traced(x) or is_traced(weight):
             return decompose(x, weight, bias)
         if weight.requires_grad and not _folds(x):
-            return decompose(x, weight, bias)  # ATen's choice of product asks for this even where gradients are off
+            return decompose(
+                x, weight, bias
+            )  # ATen's choice of the product depends on `requires_grad` also without gradients
         if x.is_complex() or x.is_neg() or weight.is_neg() or (bias is not None and bias.is_neg()):
-            return decompose(x, weight, bias)  # nobody has looked at conjugate and negative bits yet
+            return decompose(x, weight, bias)  # conjugate and negative views are not resolved yet
         return record(x, weight, bias)
 
     return run
 
 
 def _folds(x: Tensor) -> bool:
-    """Whether the strides allow for a matrix with the last dimension's rows, as `aten.matmul` looks at it."""
+    """Whether the strides permit a view as a matrix with the last dimension as columns. `aten.matmul` checks the same."""
     sizes, strides = x.shape, x.stride()
     return all(strides[i] == strides[i + 1] * sizes[i + 1] for i in range(len(sizes) - 2))
 
 
 def plain(t: Tensor) -> Tensor:
-    """The same values without conjugate or negative bit, of which only the client knows, and with memory behind them."""
+    """A tensor with the same values that is not a conjugate view, not a negative view and not a zero tensor without memory."""
     if is_zero_tensor(t):
         return torch.zeros(t.shape, dtype=t.dtype, device=raw_device(t))
     laid = t
@@ -78,18 +80,18 @@ def plain(t: Tensor) -> Tensor:
     if t.is_neg():
         t = torch.neg(neg_view(t))
     if t is not laid and t.stride() != laid.stride():
-        # The CPU clones, which keeps even strides of dimensions of one element; products look at these.
+        # The CPU clones, which also keeps the strides of dimensions of size 1. Matrix products depend on these strides.
         kept = dense_strides(laid.shape, laid.stride())
         if all(n == 1 or a == b for n, a, b in zip(laid.shape, t.stride(), kept, strict=True)):
             t = t.as_strided(laid.shape, kept)
     return t
 
 
-#: Matrix products and kin, whose kernels read conjugated operands as they lie: BLAS conjugates while it multiplies.
+#: Operators (mostly matrix products) whose kernels read conjugate views without a copy, because BLAS can conjugate operands.
 _CONJUGATING = frozenset(
     {"addmm", "addmm_", "baddbmm", "baddbmm_", "bmm", "dot", "linalg_solve_triangular", "mm", "vdot"}
 )
-#: Those that read negated operands as they lie, too.
+#: Operators whose kernels also read negative views without a copy.
 _NEGATING = frozenset({"linalg_solve_triangular"})
 
 
@@ -98,11 +100,12 @@ def _is_unresolved(a: Any) -> bool:
 
 
 def on_plain(op: OpOverload, kernel: Callable[[tuple[Any, ...]], Kernel]) -> Kernel:
-    """For operators that PyTorch hands conjugate and negative views to: the same on resolved tensors, but where they know them.
+    """Wrap an operator to which PyTorch passes conjugate and negative views. Views that its kernel cannot read are resolved
+    first.
 
     Args:
         op: the operator.
-        kernel: makes its kernel, given for each positional argument whether it comes conjugated, and negated.
+        kernel: makes its kernel from, per positional argument, whether it is a conjugate view and whether it is a negative view.
     """
     record = kernel(())
     kernels: dict[tuple[Any, ...], Kernel] = {}
@@ -150,12 +153,12 @@ def on_plain(op: OpOverload, kernel: Callable[[tuple[Any, ...]], Kernel]) -> Ker
     return run
 
 
-#: Operators that take indices from the host, too.
+#: Operators that also accept indices on the host.
 INDEXED = frozenset({"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"})
 
 
 def with_host_indices(record: Kernel) -> Kernel:
-    """For operators that index: tensors of indices may be on the host, as on CUDA; they are brought to the device."""
+    """Wrap an indexing operator so that index tensors may be on the host, as in CUDA. They are copied to the device."""
 
     def run(t: Tensor, indices: list[Tensor | None], *args: Any, **kwargs: Any) -> Any:
         for i in indices:
@@ -174,7 +177,8 @@ def _on_device_of(t: Tensor, indices: list[Tensor | None]) -> list[Tensor | None
         if i is None or not i.is_cpu:
             found.append(i)
         elif i.dtype in (torch.bool, torch.uint8) and i.dim() and i.shape == t.shape[len(found) : len(found) + i.dim()]:
-            # The host knows its own mask: as numbers it leaves no shape to wait for.
+            # The client knows the values of a mask on the host. As indices, they give a result shape that is known without
+            # waiting.
             found += [n.to(raw_device(t)) for n in i.nonzero().unbind(1)]
         else:
             found.append(i.to(raw_device(t)))
@@ -182,12 +186,12 @@ def _on_device_of(t: Tensor, indices: list[Tensor | None]) -> list[Tensor | None
 
 
 def conj_physical_(t: Tensor) -> Tensor:
-    """`aten.conj_physical_`, which ATen has a CPU and a CUDA kernel for and no general one."""
+    """`aten.conj_physical_`, for which ATen has a CPU and a CUDA kernel but no generic kernel."""
     return t.copy_(torch.conj_physical(t)) if t.is_complex() else t
 
 
 def _widened(op: OpOverloadPacket) -> Kernel:
-    """A matrix product whose `out_dtype` is wider than its factors: CUDA has kernels for it, here they are widened first."""
+    """A matrix product with an `out_dtype` that is wider than its factors. This kernel widens the factors first."""
 
     def run(*args: Any, **kwargs: Any) -> Tensor:
         *factors, dtype = args
@@ -207,7 +211,7 @@ def _widened_into(op: OpOverloadPacket) -> Kernel:
 
 
 def nonzero_into(t: Tensor, *, out: Tensor) -> Tensor:
-    """`aten.nonzero.out`: only the device knows the size, so `out` takes it when it is known."""
+    """`aten.nonzero.out`. Only the device knows the size of the result, so `out` is resized after the result is there."""
     if out.dtype is not torch.int64:
         raise RuntimeError(
             f"nonzero: Expected out tensor to have scalar type Long but got scalar type{_scalar_type(out)}"
@@ -216,7 +220,7 @@ def nonzero_into(t: Tensor, *, out: Tensor) -> Tensor:
 
 
 def masked_select_into(t: Tensor, mask: Tensor, *, out: Tensor) -> Tensor:
-    """`aten.masked_select.out`, likewise."""
+    """`aten.masked_select.out`. Only the device knows the size of the result, so `out` is resized after the result is there."""
     if mask.dtype is not torch.bool:
         raise RuntimeError("masked_select: expected BoolTensor for mask")
     if out.dtype is not t.dtype:
@@ -227,7 +231,7 @@ def masked_select_into(t: Tensor, mask: Tensor, *, out: Tensor) -> Tensor:
 def mode_into(
     t: Tensor, dim: int = -1, keepdim: bool = False, *, values: Tensor, indices: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`aten.mode.values`, whose own code asks for a CPU or CUDA tensor."""
+    """`aten.mode.values`. ATen's own code refuses tensors that are not on the CPU or on CUDA."""
     if values.dtype is not t.dtype:
         raise RuntimeError(
             f"expected scalar type '{_scalar_type(t)}' but got '{_scalar_type(values)}' for values output"
@@ -236,7 +240,7 @@ def mode_into(
         raise RuntimeError(f"expected scalar type 'Long' but got '{_scalar_type(indices)}' for indices output")
     found = aten.mode(t, dim, keepdim)
     if values.shape != found[0].shape or indices.shape != found[1].shape:
-        # The CPU words its warnings by shapes of its own, so it is asked for them.
+        # The CPU kernel's warnings contain shapes that only the CPU kernel knows, so let it warn.
         outs = {"values": stand_in(values), "indices": stand_in(indices)}
         aten.mode.values(stand_in(t), dim, keepdim, **outs)
     return _resized(values, found[0], warn=False), _resized(indices, found[1], warn=False)
@@ -253,10 +257,10 @@ def lstsq_into(
     rank: Tensor,
     singular_values: Tensor,
 ) -> tuple[Tensor, ...]:
-    """`aten.linalg_lstsq.out`: only the device knows how many residuals there are."""
+    """`aten.linalg_lstsq.out`. Only the device knows the number of residuals, so the outputs are resized afterwards."""
     outs = {"solution": solution, "residuals": residuals, "rank": rank, "singular_values": singular_values}
     if any(o.dtype != (torch.int64 if k == "rank" else t.dtype) for k, o in outs.items()):
-        # The host refuses wrong dtypes in its own words before it looks at a number.
+        # The CPU kernel raises its error for wrong dtypes before it reads values.
         stand_ins = [torch.eye(*a.shape[-2:], dtype=a.dtype).expand(a.shape).clone() for a in (t,) if a.dim() > 1]
         aten.linalg_lstsq.out(
             *(stand_ins or [stand_in(t)]),
@@ -282,12 +286,12 @@ def _resized(out: Tensor, result: Tensor, *, warn: bool = True, laid_out: bool =
 
 
 def _scalar_type(t: Tensor) -> str:
-    """ATen's name of a dtype: ``Float``."""
+    """ATen's name of a tensor's dtype, such as ``Float``."""
     return torch.empty(0, dtype=t.dtype).type().removeprefix("torch.").removesuffix("Tensor")
 
 
 def histc(record: Kernel) -> Kernel:
-    """`aten.histc`, which CUDA has for integers, too; the CPU's kernel counts them as doubles."""
+    """`aten.histc`. CUDA also supports integers, but the CPU kernel does not, so integers are converted to doubles."""
 
     def run(t: Tensor, bins: int = 100, min: Any = 0, max: Any = 0) -> Any:
         if t.is_floating_point() or t.is_complex() or t.dtype is torch.bool:
@@ -298,10 +302,10 @@ def histc(record: Kernel) -> Kernel:
 
 
 def batch_norm(record: Kernel, record_training: Kernel) -> Kernel:
-    """`aten.native_batch_norm`, which writes running statistics when it trains, though its schema does not say so.
+    """`aten.native_batch_norm`, which writes the running statistics in training although its schema does not declare it.
 
-    What is recorded then is the operator of the same kernel whose schema does: who reads the statistics next must not be given
-    what they were, and a compiler must not move the reader.
+    In training, this kernel records the operator `_native_batch_norm_legit`, which has the same kernel and declares the write. So
+    a later read of the statistics gets the new values, and the compiler does not move the read before the write.
     """
 
     def run(
@@ -319,7 +323,7 @@ def batch_norm(record: Kernel, record_training: Kernel) -> Kernel:
     return run
 
 
-#: Kernels for operators that ATen leaves to each backend.
+#: Kernels for operators that each backend must implement itself.
 KERNELS: dict[str, Kernel] = {
     "conj_physical_": conj_physical_,
     "linalg_lstsq.out": lstsq_into,
@@ -348,7 +352,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """`aten.scaled_dot_product_attention`: one instruction where the CPU would use its fused kernel."""
+    """`aten.scaled_dot_product_attention`: one instruction if the CPU would use its fused kernel, else the decomposition."""
     grad = torch.is_grad_enabled()
     needs = grad and (query.requires_grad or key.requires_grad or value.requires_grad)
     mask_needs = attn_mask is not None and grad and attn_mask.requires_grad
@@ -367,14 +371,14 @@ def attention(
     traced = is_traced(query)
     choice = None if traced else _choices.get(signature)
     if traced:
-        # Shapes may be symbols: no fused kernel is asked, and only what is always right is chosen.
+        # Shapes may be symbolic, so PyTorch's choice is not available. Choose a kernel that is always correct.
         choice = _MATH if dropout_p or mask_needs or query.dim() != 4 else _FLASH
     elif choice is None:
         if len(_choices) > 16384:
             _choices.clear()
         inputs = (query, key, value, attn_mask)
         stand_ins: list[Any] = [None if t is None else _like(t, grad and t.requires_grad) for t in inputs]
-        # On host tensors of the same kind, so that a wrong call raises PyTorch's own error here.
+        # Ask PyTorch for its choice with host tensors of the same kind. A wrong call raises PyTorch's own error here.
         choice = _choices[signature] = attention_choice(
             *stand_ins,
             dropout_p,
@@ -400,13 +404,13 @@ def cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """`aten.cross_entropy_loss`: two instructions for indices, as ATen has it; `whole` for smoothed or probable labels."""
+    """`aten.cross_entropy_loss`: ATen's two operators for class indices; one instruction for label smoothing or probabilities."""
     call = whole if label_smoothing or target.is_floating_point() else aten.cross_entropy_loss.default.decompose
     return call(logits, target, weight, reduction, ignore_index, label_smoothing)  # type: ignore[no-any-return]
 
 
 def _like(t: Tensor, grad: bool) -> Tensor:
-    """A host tensor of the same kind; the memory behind it is never touched."""
+    """A host tensor with the same dtype, shape and strides. Its memory is never read or written."""
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype).requires_grad_(grad)
 
 
@@ -427,7 +431,7 @@ def lstm_input(
     bidirectional: bool,
     batch_first: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`aten.lstm.input`: through the CPU's fused layers where the CPU would use them, else by `whole`."""
+    """`aten.lstm.input`: the CPU's fused layers if the CPU would use them, else one instruction by `whole`."""
     h0, c0 = [t.contiguous() for t in hx]
     fused = (
         torch.backends.mkldnn.is_available()
@@ -456,7 +460,7 @@ def _fused_lstm(
     bidirectional: bool,
     batch_first: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The layer loop around `mkldnn_rnn_layer`, one call per layer and direction, each with its own gradient."""
+    """Call `mkldnn_rnn_layer` once per layer and direction. Each call has its own gradient."""
     lstm_mode = 2
     directions = 2 if bidirectional else 1
     per_layer = 4 if has_biases else 2
@@ -488,7 +492,7 @@ def _fused_lstm(
                 has_biases,
                 bidirectional,
                 False,
-                torch.is_grad_enabled(),  # all that the kernel asks for, in evaluation, too
+                torch.is_grad_enabled(),  # the kernel uses only this flag, also in evaluation
             )
             outs.append(out)
             hs.append(h)

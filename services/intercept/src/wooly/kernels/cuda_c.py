@@ -1,7 +1,8 @@
-"""Kernels that scripts write in CUDA C: `wooly.cuda_kernel`, and `torch.cuda._compile_kernel` where "cuda" is live.
+"""Kernels in CUDA C: `wooly.cuda_kernel`, and `torch.cuda._compile_kernel` while "cuda" is the Wooly device.
 
-The source is parsed here for the kernel's parameters, so that what is no CUDA C fails where it is written: by the distribution
-`wooly-cuda-c`, which scripts without such kernels do not need. It travels as text (ADR 22).
+The client parses the source to find the kernel's parameters. So errors in the source are raised at the line of the script that
+contains it. The distribution `wooly-cuda-c` has the parser; scripts without CUDA C do not need it. The source is sent as text
+(ADR 22).
 """
 
 from __future__ import annotations
@@ -21,29 +22,30 @@ from wooly.device import current
 from wooly.kernels.launch import ForeignKernel, Pointer
 
 _NAME = re.compile(r"\s*(?:::)?([A-Za-z_][A-Za-z0-9_]*)\s*(?:<(.*)>)?\s*", re.DOTALL)
-#: Where a pointer points is the kernel's business, so its window is of bytes.
+#: Pointers are passed as pointers to bytes: the client does not know the element type in the kernel.
 _POINTERS = {Passed.NUMBER: None, Passed.READ: Pointer(DType.U8, writes=False), Passed.WRITTEN: Pointer(DType.U8)}
 _SCALARS = {int: DType.I64, float: DType.F64, bool: DType.BOOL}
-#: Bytes of shared memory from which CUDA wants to be asked first, and those that there are.
+#: Bytes of shared memory per block: from the first number on, a kernel must call `set_shared_memory_config`, as in CUDA; the
+#: second number is the maximum.
 _ASKED_SHARED, _MOST_SHARED = 48 << 10, 96 << 10
 
 
 class CudaKernel:
-    """A kernel of a source in CUDA C, ready to be launched. Made by `cuda_kernel`.
+    """A kernel in CUDA C that can be launched. `cuda_kernel` makes it.
 
     Args:
-        source: the text.
-        name: of a ``__global__`` function, with template arguments if it has any (``scale<float, 4>``).
+        source: text in CUDA C.
+        name: name of a ``__global__`` function, with its template arguments, if any (``scale<float, 4>``).
 
     Raises:
-        RuntimeError: the source is not understood, or has no such kernel (the message names the line); or `wooly-cuda-c` is not
-            installed here.
+        RuntimeError: the source is not supported (the message names the line), it does not contain the kernel, or `wooly-cuda-c`
+            is not installed.
     """
 
     def __init__(self, source: str, name: str) -> None:
         found = _NAME.fullmatch(name)
         if found is None:
-            raise RuntimeError(f"Kernel compilation failed:\n{name!r} is no name of a kernel")
+            raise RuntimeError(f"Kernel compilation failed:\n{name!r} is not a valid name of a kernel")
         self._entry, self._template = found.group(1), (found.group(2) or "").strip()
         try:
             self._source = Source("cuda-c", source)
@@ -62,19 +64,20 @@ class CudaKernel:
         shared_mem: int = 0,
         stream: Any = None,
     ) -> None:
-        """Launch it.
+        """Launch the kernel.
 
         Args:
-            grid: blocks along each dimension.
+            grid: number of blocks along each dimension.
             block: threads of a block along each dimension, at most 1024 in all.
-            args: per parameter a tensor on the device for a pointer (None for a null pointer), or an int, float or bool,
-                which is converted to the parameter's type.
+            args: one argument per parameter: for a pointer a tensor on the device (None: a null pointer), else an int, float or
+                bool, which is converted to the type of the parameter.
             shared_mem: bytes of ``extern __shared__`` arrays.
-            stream: is of no consequence: one session's work is done in order.
+            stream: ignored, because all work of a session runs in order.
 
         Raises:
-            TypeError: an argument of another type.
-            ValueError: a tensor that is not on the device, a number for a pointer or the other way round, too large a block.
+            TypeError: an argument has an unsupported type.
+            ValueError: a tensor is not on the device, a number is given for a pointer or a tensor for a number, the number of
+                arguments is wrong, or the block is too large.
         """
         values = args or ()
         key = (block, shared_mem, *[a.__class__ for a in values])
@@ -84,10 +87,10 @@ class CudaKernel:
         current().launches.launch(kernel, grid, values)
 
     def set_shared_memory_config(self, shared_mem_bytes: int) -> None:
-        """Allow launches with that much memory of a block.
+        """Allow launches with this much shared memory per block.
 
         Raises:
-            RuntimeError: there is not that much.
+            RuntimeError: the device does not have this much shared memory.
         """
         if shared_mem_bytes > _MOST_SHARED:
             raise RuntimeError(
@@ -97,13 +100,14 @@ class CudaKernel:
         self._shared = shared_mem_bytes
 
     def _signed(self, block: tuple[int, ...], values: Sequence[Any], shared: int) -> ForeignKernel:
-        """The kernel for arguments of certain types."""
+        """Make the `ForeignKernel` for the types of `values`."""
         if len(block) != 3 or min(block) < 1 or block[0] * block[1] * block[2] > MAX_BLOCK:
             raise ValueError(
-                f"kernel {self._entry}: a block is three integers from 1, at most {MAX_BLOCK} threads; not {block}"
+                f"kernel {self._entry}: block is {block}, but it must be three positive integers whose product is at most "
+                f"{MAX_BLOCK}"
             )
         if len(values) != len(self._pointers):
-            raise ValueError(f"kernel {self._entry} takes {len(self._pointers)} arguments, {len(values)} are given")
+            raise ValueError(f"kernel {self._entry} takes {len(self._pointers)} arguments, but {len(values)} are given")
         if shared >= _ASKED_SHARED and shared > self._shared:
             asked = f"only {self._shared} bytes configured" if self._shared else "not configured"
             raise RuntimeError(
@@ -115,14 +119,14 @@ class CudaKernel:
             if pointer is not None:
                 if value is not None and not isinstance(value, torch.Tensor):
                     raise ValueError(
-                        f"kernel {self._entry}: argument {k} is a pointer, and a {type(value).__name__} is given"
+                        f"kernel {self._entry}: parameter {k} is a pointer, but argument {k} is a {type(value).__name__}"
                     )
                 parameters.append(pointer)
                 continue
             kind = next((d for t, d in reversed(_SCALARS.items()) if isinstance(value, t)), None)
             if kind is None:
                 if isinstance(value, torch.Tensor):
-                    raise ValueError(f"kernel {self._entry}: argument {k} is a number, and a tensor is given")
+                    raise ValueError(f"kernel {self._entry}: parameter {k} is a number, but argument {k} is a tensor")
                 raise TypeError(f"Unsupported argument type: {type(value)}")
             parameters.append(kind)
         options: list[tuple[str, int | bool | str]] = []
@@ -135,17 +139,17 @@ class CudaKernel:
 
 
 def cuda_kernel(source: str, name: str) -> CudaKernel:
-    """A kernel written in CUDA C.
+    """Make a kernel from CUDA C.
 
-    It runs on whatever the session has. Every load and store is checked against the tensors that a launch is given: one
-    that is out of bounds makes the launch fail, and touches nothing.
+    The kernel runs on any device, also on a CPU. Every load and store is checked against the tensors of the launch. An access out
+    of bounds does not touch memory, and the launch fails.
 
     Args:
-        source: CUDA C; what of it is understood is in docs/reference/cuda-c.md.
-        name: of a ``__global__`` function, with template arguments if it has any (``scale<float, 4>``).
+        source: text in CUDA C; docs/reference/cuda-c.md lists what is supported.
+        name: name of a ``__global__`` function, with its template arguments, if any (``scale<float, 4>``).
 
     Raises:
-        RuntimeError: the source is not understood (the message names the line), or `wooly-cuda-c` is not installed here.
+        RuntimeError: the source is not supported (the message names the line), or `wooly-cuda-c` is not installed.
 
     Example:
         add = wooly.cuda_kernel(source, "add")
@@ -161,14 +165,15 @@ def compile_kernel(
     cuda_include_dirs: list[str] | None = None,
     nvcc_options: list[str] | None = None,
 ) -> CudaKernel:
-    """`torch.cuda._compile_kernel`: what the chip is, is the far side's business, and no file is read.
+    """`torch.cuda._compile_kernel`. The executor compiles for its own device, so `compute_capability` is ignored.
 
     Raises:
-        NotImplementedError: headers of one's own, or a compiler's options.
-        RuntimeError: the source is not understood, or `wooly-cuda-c` is not installed here.
+        NotImplementedError: the call has include directories or compiler options.
+        RuntimeError: the source is not supported, or `wooly-cuda-c` is not installed.
     """
     if cuda_include_dirs or nvcc_options:
         raise NotImplementedError(
-            "cuda_include_dirs and nvcc_options mean nothing to a device elsewhere: put what is needed into the source"
+            "cuda_include_dirs and nvcc_options are not supported, because the executor compiles the kernel; put all definitions "
+            "into the source"
         )
     return CudaKernel(kernel_source, kernel_name)

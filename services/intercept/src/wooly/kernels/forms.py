@@ -1,4 +1,4 @@
-"""A call's arguments as WIS has them: views, params and constants, and the form that they make up."""
+"""Converts the arguments of a call to WIS: to views, params and constants, and to the form that contains them."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from wooly import storage
 from wooly.devices import mixed_devices
 from wooly.dtypes import DTYPES
 from wooly.kernels.opcodes import native_form
-from wooly.kernels.overlap import FILLS, once
+from wooly.kernels.overlap import FILLS, without_overlap
 from wooly.kernels.schema import Call, OpFacts
 from wooly.torch_private import raw_device
 
 
 def form_of(facts: OpFacts, call: Call, fresh: Sequence[Tensor | None], dynamic: bool) -> tuple[Form, tuple[int, ...]]:
-    """The form of a call, and which of its operands it writes.
+    """The form of a call, and the positions of the operands that the call writes.
 
     Args:
         facts: the operator.
-        call: its arguments.
-        fresh: its results as tensors without memory; None where one is undefined.
-        dynamic: the far side says what comes out.
+        call: the arguments.
+        fresh: new results as tensors without data; None for an undefined result.
+        dynamic: whether only the executor knows the shapes of the results.
     """
     encoded = _Encoded(facts)
     names = list(facts.positions)
@@ -53,12 +53,12 @@ def form_of(facts: OpFacts, call: Call, fresh: Sequence[Tensor | None], dynamic:
 
 
 class _Encoded:
-    """What the arguments of one call become, gathered as they are gone through.
+    """Collects the operands and params of one call while its arguments are converted.
 
     Attributes:
         operands: tensors on the device.
-        params: numbers that are bound per run.
-        written: operands that the call writes.
+        params: kinds of the params.
+        written: positions of the operands that the call writes.
     """
 
     def __init__(self, facts: OpFacts) -> None:
@@ -71,12 +71,12 @@ class _Encoded:
 
     @property
     def special(self) -> dict[str, Attr]:
-        """Attributes that only operators of the library have: host scalars with a dtype, views that a kernel reads through."""
+        """Attributes that only `extern` forms have: dtypes of host scalars, and conjugate or negative views."""
         found: dict[str, Attr] = {"scalars": tuple(self._scalars)} if self._scalars else {}
         return found | {k: tuple(refs) for k, refs in self._seen.items() if refs}
 
     def attr(self, a: Any, name: str, lift: bool) -> Attr:
-        """One argument, or one part of it. `lift`: a number is bound per run."""
+        """Convert one argument, or a part of it. If `lift` is true, numbers become params."""
         if isinstance(a, Tensor):
             return self._operand(a, name) if raw_device(a).type == "wooly" else self._scalar(a)
         if lift and isinstance(a, (bool, int, float, complex)):
@@ -91,7 +91,7 @@ class _Encoded:
         if role is Role.INOUT:
             self.written.append(ref.index)
             if self._facts.name in FILLS:
-                a = once(a)
+                a = without_overlap(a)
         self.operands.append(Operand(role, view_of(a)))
         self._seen["conj"] += [ref] * a.is_conj()
         self._seen["neg"] += [ref] * a.is_neg()
@@ -115,10 +115,10 @@ def view_of(t: Tensor) -> View:
 
 
 def number_of(t: Tensor) -> tuple[Any, DType | None]:
-    """A host scalar met among device tensors: its value, and its dtype unless PyTorch made it from a Python number.
+    """Value of a host scalar that is an argument, and its dtype; the dtype is None if PyTorch made it from a Python number.
 
     Raises:
-        RuntimeError: `t` is not 0-dimensional; mixing devices is the error that CUDA gives.
+        RuntimeError: `t` is not a 0-dimensional host tensor. It is CUDA's error for mixed devices.
     """
     if t.dim() != 0 or not t.is_cpu:
         raise mixed_devices([t])
@@ -133,9 +133,9 @@ _PROBE = {
 
 
 def is_python_number(t: Tensor) -> bool:
-    """Whether PyTorch made this 0-dimensional host tensor from a Python number (it then promotes like one)."""
+    """Whether PyTorch made this 0-dimensional host tensor from a Python number. Then it has the number's type promotion."""
     if t.dtype is torch.bool:
-        return True  # a bool promotes alike either way
+        return True  # the type promotion of a bool tensor and a Python bool is the same
     probe = _PROBE.get(t.dtype)
     return probe is not None and torch.result_type(t, probe) is probe.dtype
 
@@ -152,10 +152,10 @@ def kind_of(value: Any) -> ParamKind:
 
 
 def constant(a: Any) -> Attr:
-    """The WIS form of a constant argument.
+    """Convert a constant argument to WIS.
 
     Raises:
-        NotImplementedError: no such constant exists in WIS.
+        NotImplementedError: WIS does not have constants of this type.
     """
     if a is None or isinstance(a, (bool, int, float, complex, str)):
         return a
@@ -167,4 +167,4 @@ def constant(a: Any) -> Attr:
         return Symbol("layout", str(a).removeprefix("torch."))
     if isinstance(a, torch.memory_format):
         return Symbol("memory_format", str(a).removeprefix("torch."))
-    raise NotImplementedError(f"an argument of type {type(a).__name__} cannot travel to the wooly device")
+    raise NotImplementedError(f"arguments of type {type(a).__name__} are not supported on the wooly device")

@@ -1,6 +1,6 @@
-"""The kernel that serves almost every operator: find the plan of the call's signature, record it, make the results.
+"""The kernel of almost every operator: finds the plan of the call's signature, records the instruction, makes the results.
 
-This is the hot path: about 5 us a call. Every look-up in it was measured; keep it boring.
+This is the hot path, about 5 us per call. The time of every look-up was measured, so measure again after a change.
 """
 
 from __future__ import annotations
@@ -29,36 +29,38 @@ from wooly.torch_private import OpOverload, raw_device, redispatch_cpu, warn_of_
 
 Kernel = Callable[..., Any]
 _NUMBERS = (float, int, bool, complex)
+#: Maximum number of cached plans of all operators; a full cache is cleared.
 _MAX_PLANS = 65536
 
 
 class _HostTensorError(Exception):
-    """Internal signal: a host tensor with dimensions stands among the operands."""
+    """Internal signal: an operand is a host tensor that is not a scalar."""
 
 
 class Generic:
-    """Makes kernels for all devices. A call's signature tells them apart, so that its plan knows whose recorder to use."""
+    """Makes the kernels of operators for all devices. A call's signature contains the device, so its plan has one recorder."""
 
     def __init__(self, devices: Devices, forms: Forms) -> None:
         self._devices = devices
         self._builder = PlanBuilder(forms)
         self._plans: dict[tuple[Any, ...], CallPlan] = {}
-        #: Signatures whose `out=` tensors must take another size first, with these sizes and strides.
+        #: For signatures whose `out=` tensors must be resized first: the new sizes and strides.
         self._out_sizes: dict[tuple[Any, ...], dict[str, tuple[tuple[int, ...], tuple[int, ...]]]] = {}
-        #: Host stand-ins for `resize_` of out tensors, set by `transfer`.
+        #: Resizes an `out=` tensor to sizes and strides. `RegisteredDevice` sets it to `Transfer.resize`.
         self.resize: Callable[[Tensor, tuple[int, ...], tuple[int, ...]], None] | None = None
 
     @property
     def inferences(self) -> Inferences:
-        """How often call signatures had to be inferred."""
+        """Counters of inferred signatures."""
         return self._builder.inferences
 
     def kernel(self, op: OpOverload, views: tuple[Any, ...] = ()) -> Kernel:
-        """The kernel of one operator overload.
+        """Make the kernel of one operator overload.
 
         Args:
             op: the overload.
-            views: which arguments are conjugate or negative views that the far side reads as such: part of every signature.
+            views: per argument, whether it is a conjugate view and a negative view that the executor reads as such. It becomes
+                part of every signature.
         """
         head: Any = (op, views) if views else op
         facts = OpFacts(op)
@@ -104,7 +106,7 @@ class Generic:
                 if facts.each_alone and not _on_one_device(buffers):
                     return redispatch_cpu(op)(*args, **kwargs)
                 planned = self._plan(facts, signature, buffers, args, kwargs)
-                if planned is None:  # an out= tensor took another size: the signature is another one now
+                if planned is None:  # an out= tensor was resized, so the call has another signature now
                     return run(*args, drawn_from=drawn_from, **kwargs)
                 if planned.doubt is not None:
                     return self._confirm(partial(run, drawn_from=drawn_from), planned, signature, args, kwargs)
@@ -145,19 +147,21 @@ class Generic:
                         if not facts.list_return:
                             result = result[0] if len(result) == 1 else tuple(result)
                     if len(recorder.origins) >= recorder.room:
-                        recorder.crowded(plan.form)
+                        recorder.close_if_due(plan.form)
                     return result
                 except BaseException:
-                    recorder.mend()
+                    recorder.drop_incomplete()
                     raise
 
         return _given_generator(run, facts.generator) if facts.generator is not None else run
 
     def differentiated(self, op: OpOverload) -> Callable[..., list[Tensor]]:
-        """One operator overload where gradients are wanted: its results, or from theirs those gradients, as one instruction.
+        """Make the kernel of one operator overload for calls with gradients. It records the call as one instruction.
 
-        What is returned takes: args; kwargs; for each tensor among them which of the different ones it is; which of these want a
-        gradient; gradients of the results, or None for the results; the (seed, offset) to draw with, or None.
+        Returns:
+            A function of: args; kwargs; index among the distinct tensors, for each tensor argument; indices of the distinct
+            tensors that require a gradient; gradients of the results, to compute the gradients of the arguments, or None to
+            compute the results; seed and offset of the random numbers, or None.
         """
         facts = OpFacts(op)
 
@@ -208,7 +212,7 @@ class Generic:
                     results.append(t)
                 recorder.emit(plan.form, buffers, where)
                 if len(recorder.origins) >= recorder.room:
-                    recorder.crowded(plan.form)
+                    recorder.close_if_due(plan.form)
                 return results
 
         return run
@@ -221,7 +225,7 @@ class Generic:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> PlannedCall | None:
-        """Plan a call and keep its plan; None where an `out=` tensor took another size instead."""
+        """Plan a call, and cache its plan. Returns None if an `out=` tensor was resized instead."""
         call = Call(args, kwargs)
         wrong = None if facts.name in RESIZED_ON_HOST else self._out_sizes.get(signature)
         if wrong is None:
@@ -229,7 +233,7 @@ class Generic:
                 planned = self._builder.build(facts, call, self._recorder_of(buffers, call))
             except ResizeOutError as e:
                 wrong = self._out_sizes[signature] = e.sizes
-            # The kernel that inferred the size has warned.
+            # Inference has already warned of the resize.
         elif facts.op.overloadpacket.__name__ not in RESIZE_SILENTLY:
             for name, (sizes, _) in wrong.items():
                 warn_of_resize(kwargs[name], sizes)
@@ -245,10 +249,10 @@ class Generic:
         return planned
 
     def _recorder_of(self, buffers: list[int], call: Call) -> Recorder:
-        """The recorder of the device that a call is for.
+        """The recorder of the device on which a call runs.
 
         Raises:
-            RuntimeError: its operands are on several, or on another kind of device.
+            RuntimeError: the operands are on several devices, or on a device of another type.
         """
         if not buffers:
             named = next((a for a in (*call.args, *call.kwargs.values()) if isinstance(a, torch.device)), None)
@@ -258,7 +262,7 @@ class Generic:
         return self._devices.recorders[buffers[0] & DEVICE_MASK]
 
     def generator_of(self, tensors: Iterable[Tensor]) -> Generator:
-        """The random numbers of the device where the first of these tensors that is on one is, else of the current one."""
+        """The generator of the device of the first device tensor; without device tensors, of the current device."""
         found = (d.index for d in map(raw_device, tensors) if d.type == NAME)
         return self._devices.recorders[next(found, self._devices.current)].generator
 
@@ -270,7 +274,7 @@ class Generic:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Make a call that failed with other values on the host, and wait for what the device says of it."""
+        """Run a call whose trial on the host failed, and wait for the device. The trial used zeros, so the call may succeed."""
         recorder = planned.plan.recorder
         with recorder.lock:
             try:
@@ -280,7 +284,7 @@ class Generic:
                 self._plans.pop(signature, None)
                 if planned.doubt is not None and str(planned.doubt) in str(e):
                     raise planned.doubt from None
-                if "not implemented for" in e.message:  # what a kernel says of a dtype, whatever the values are
+                if "not implemented for" in e.message:  # the kernel does not support the dtype
                     raise NotImplementedError(e.message) from None
                 raise
             return result
@@ -294,7 +298,7 @@ class Generic:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """The rare kinds: shapes only the far side knows, and operators that write an argument and return fresh tensors."""
+        """Record the rare calls: results whose shape depends on data, and operators that write an argument and make tensors."""
         recorder = plan.recorder
         link = recorder.link
         if link is not None:
@@ -319,7 +323,7 @@ class Generic:
         return self._evaluate(facts, plan, buffers, where)
 
     def _evaluate(self, facts: OpFacts, plan: CallPlan, buffers: list[int], where: Any) -> Any:
-        """Run one operator now and make tensors of what the executor says came out."""
+        """Run one operator now, wait for its answer, and make tensors with the shapes that the executor reports."""
         recorder, heap = plan.recorder, plan.recorder.heap
         own = recorder.take_params(plan.form)
         recorder.flush()
@@ -346,7 +350,7 @@ class Generic:
 
 
 def _given_generator(run: Kernel, position: int) -> Kernel:
-    """For operators that take a generator: its sequence is drawn from; the instruction is that of a call without."""
+    """Wrap the kernel of an operator that takes a generator. The client draws from it; the instruction has no generator."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         generator = kwargs.get("generator")
@@ -363,13 +367,13 @@ def _given_generator(run: Kernel, position: int) -> Kernel:
 
 
 def _on_one_device(buffers: list[int]) -> bool:
-    """Whether all of these are buffers of one device. What is no storage of ours (a meta tensor) counts as buffer 0."""
+    """Whether all buffers are on one device. A tensor without a Wooly storage (a meta tensor) has buffer id 0."""
     first = buffers[0] & DEVICE_MASK if buffers else 0
     return all(b and b & DEVICE_MASK == first for b in buffers)
 
 
 def _collect(a: Any, scalar: bool, key: list[Any], buffers: list[int], params: list[Any]) -> None:
-    """Put one argument, possibly nested, into the signature."""
+    """Add one argument, which may be nested, to the signature, the buffers and the params."""
     if isinstance(a, Tensor):
         if a.is_cpu:
             if a.dim() != 0:
@@ -399,14 +403,14 @@ def _bind(value: Any, params: list[Any]) -> None:
 
 
 def argument(facts: OpFacts, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The argument called `name` of a call."""
+    """The argument of a call with the name `name`."""
     if name in kwargs:
         return kwargs[name]
     return args[facts.positions[name]]
 
 
 def written_result(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a mutable operator returns: the arguments that it wrote, as its schema says."""
+    """The result of a mutable operator: the arguments that its schema returns."""
     names = facts.returns_written
     if not names:
         return None

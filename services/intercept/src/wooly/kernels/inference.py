@@ -1,7 +1,8 @@
-"""What results look like, found without data: a call is made on meta tensors, or on the host's zeros where those say otherwise.
+"""Infers dtype, shape and layout of results without device data.
 
-PyTorch's own errors are raised on the way. What meta kernels say and the CPU's do not (layouts, dtypes of statistics, sizes of
-`out=`) is put right here, operator by operator.
+It runs the call on meta tensors. If the meta kernel is missing or gives other results than the CPU kernel, it runs the call on
+host tensors of zeros. Both raise PyTorch's own errors. For some operators, this file corrects the results of meta kernels to
+those of CPU kernels: layouts, dtypes of statistics, sizes of `out=`.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from wooly.kernels.schema import Call, OpFacts, tensors_of
 from wooly.storage import dense_strides
 from wooly.torch_private import neg_view, raw_device, suggested_format, tree_leaves, tree_map
 
-#: Functions of two tensors, element by element, whose meta kernels are Python's and take the layout from another operand than
-#: ATen's iterator does.
+#: Elementwise functions of two tensors whose meta kernels (written in Python) take the layout of the result from another operand
+#: than ATen's iterator.
 _ITERATED = frozenset(
     f"aten.{name}_backward.default" for name in ("elu", "hardsigmoid", "hardswish", "hardtanh", "logit", "softplus")
 )
-#: Operators whose meta kernel says another shape than the CPU's (oneDNN's workspace, unused statistics) or another layout
-#: (LAPACK's columns, MKL's choice of axes): inferred on the host.
+#: Operators that are inferred on the host, because their meta kernel gives another shape than the CPU kernel (oneDNN's workspace,
+#: unused statistics) or another layout (LAPACK's column-major matrices, MKL's order of axes).
 INFERRED_ON_HOST = frozenset(
     {
         "aten.mkldnn_rnn_layer.default",
@@ -48,10 +49,10 @@ INFERRED_ON_HOST = frozenset(
     }
 )
 
-#: Elements up to which a failing call is made again on the host for its error.
+#: Maximum number of elements of a call that is inferred again on the host if its meta kernel fails.
 _STAND_IN_LIMIT = 1 << 24
 
-#: Dtypes that meta kernels compute in a wider one.
+#: Dtypes that meta kernels widen before they compute.
 _WIDENED = frozenset({torch.float16, torch.bfloat16})
 
 #: Operators that return a result and its statistics.
@@ -59,12 +60,12 @@ _NORMS = frozenset({"aten.native_layer_norm.default", "aten.native_group_norm.de
 
 
 class Inferences:
-    """How often calls were inferred rather than looked up. No device data is in any of them.
+    """Number of calls whose result was inferred instead of taken from the cache of plans. Inference uses no device data.
 
     Attributes:
-        on_meta: on meta tensors, that is without memory.
-        on_host: on host tensors of zeros, for operators whose meta kernel is missing or says something else.
-        trials: on host tensors of zeros, for the errors that only a kernel knows of.
+        on_meta: inferences on meta tensors, which have no memory.
+        on_host: inferences on host tensors of zeros.
+        trials: trial calls on host tensors of zeros, to find errors that only kernels raise.
     """
 
     __slots__ = ("on_host", "on_meta", "trials")
@@ -74,21 +75,21 @@ class Inferences:
 
 
 class NoMetaKernelError(Exception):
-    """Internal signal: the result cannot be inferred from the arguments' kind."""
+    """Internal signal: the operator has no meta kernel, or its result depends on values."""
 
 
 def infer(facts: OpFacts, call: Call, counts: Inferences, *, on_host: bool = False) -> list[Tensor | None]:
-    """Fresh outputs as tensors without data, in order.
+    """Infer the results of a call that are new tensors. Returns tensors without data, in order.
 
     Args:
         facts: the operator.
-        call: its arguments.
-        counts: where this is counted.
-        on_host: on the host's zeros, whatever the operator.
+        call: the arguments.
+        counts: counters of inferences.
+        on_host: infer on host tensors of zeros, for any operator.
 
     Raises:
-        NoMetaKernelError: there is no way to know without the values.
-        ResizeOutError: an `out=` argument has to be resized first.
+        NoMetaKernelError: the result cannot be inferred without values.
+        ResizeOutError: an `out=` argument must be resized first.
     """
     on_host = on_host or facts.name in INFERRED_ON_HOST or _is_conv3d_channels_last(facts, call)
     where = "cpu" if on_host else "meta"
@@ -107,7 +108,7 @@ def infer(facts: OpFacts, call: Call, counts: Inferences, *, on_host: bool = Fal
             raise
         raise NoMetaKernelError from e
     except Exception:
-        # Meta kernels word many errors in their own way, and some refuse what the CPU takes.
+        # The host raises the CPU kernel's error. Meta kernels have other error texts, and refuse some calls that the CPU accepts.
         if on_host or not _small(call):
             raise
         return infer(facts, call, counts, on_host=True)
@@ -121,7 +122,7 @@ def infer(facts: OpFacts, call: Call, counts: Inferences, *, on_host: bool = Fal
     if facts.mutable and all(name is not None for name in facts.returns_written):
         return []
     fresh = _fresh_of(facts, result)
-    _put_right(facts, call, args, kwargs, where, fresh)
+    _correct(facts, call, args, kwargs, where, fresh)
     return fresh
 
 
@@ -132,14 +133,16 @@ def infer_differentiated(
     wanted: tuple[int, ...],
     grads: tuple[Tensor | None, ...] | None,
 ) -> list[Tensor]:
-    """Results, or gradients, as meta tensors: composites lay them out by what wants a gradient.
+    """Infer the results of a differentiated call, or its gradients, as meta tensors.
+
+    The layout of a composite operator's results depends on which arguments require a gradient.
 
     Args:
         facts: the operator.
-        call: its arguments.
-        places: for each of its tensors, which of the different ones it is.
-        wanted: which of the different tensors want a gradient.
-        grads: gradients of its results, from which theirs are asked for; None: the results are.
+        call: the arguments.
+        places: index among the distinct tensors, for each tensor argument. A tensor that is passed twice has one index.
+        wanted: indices of the distinct tensors that require a gradient.
+        grads: gradients of the results, to infer the gradients of the arguments; None: infer the results.
     """
     place = iter(places)
     distinct: dict[int, Tensor] = {}
@@ -167,7 +170,7 @@ def infer_differentiated(
     ]
     leaves = [distinct[k] for k in wanted]
     found = torch.autograd.grad([t for t, _ in given], leaves, [g for _, g in given], allow_unused=True)
-    # Where nothing flows the executor gives zeros like the operand.
+    # For a tensor without a gradient, the executor returns zeros in the tensor's shape.
     return [
         leaf.detach().as_strided(leaf.shape, dense_strides(tuple(leaf.shape), leaf.stride())) if g is None else g
         for leaf, g in zip(leaves, found, strict=True)
@@ -179,7 +182,7 @@ def _small(call: Call) -> bool:
 
 
 def _without_data(a: Any, where: str) -> Any:
-    """A call's argument as it is inferred with: zeros on the host, or meta tensors."""
+    """Replace device tensors in an argument by meta tensors, or by host tensors of zeros."""
     if isinstance(a, Tensor):
         if raw_device(a).type != "wooly":
             return a
@@ -201,7 +204,7 @@ def _result(facts: OpFacts, args: list[Any], kwargs: dict[str, Any], where: str,
 
 
 def _fresh_of(facts: OpFacts, result: Any) -> list[Tensor | None]:
-    """Of what an operator returns, what is not one of its arguments."""
+    """The results of an operator that are not arguments."""
     flat = list(result) if isinstance(result, (list, tuple)) else [result]
     fresh: list[Tensor | None] = []
     names = facts.returns_written if len(flat) == facts.n_returns else (None,) * len(flat)
@@ -214,17 +217,19 @@ def _fresh_of(facts: OpFacts, result: Any) -> list[Tensor | None]:
     return fresh
 
 
-def _put_right(
+def _correct(
     facts: OpFacts, call: Call, args: list[Any], kwargs: dict[str, Any], where: str, fresh: list[Tensor | None]
 ) -> None:
-    """Give results the layout and dtype that the CPU's kernel gives them, in place."""
+    """Correct layout and dtype of inferred results to those of the CPU kernel, in place."""
     if facts.name == "aten.convolution.default" and where == "meta" and fresh[0] is not None:
         fresh[0] = fresh[0].contiguous(memory_format=_convolution_format(call))
     if facts.name == "aten.nonzero_static.default" and fresh[0] is not None:
         fresh[0] = fresh[0].contiguous()
     if where == "meta" and torch.Tag.pointwise in facts.op.tags:
         halves = [t for t in tensors_of(call) if t.dtype in _WIDENED]
-        if any(overlaps(t) for t in halves):  # meta kernels widen these first, and lay out what is expanded anew
+        if any(
+            overlaps(t) for t in halves
+        ):  # meta kernels widen these tensors first, which gives expanded tensors a new layout
             wide = call_operator(facts, tree_map(_wide, args), tree_map(_wide, kwargs), where)
             for t, w in zip(fresh, tree_leaves(wide), strict=False):
                 if t is not None and t.shape == w.shape:
@@ -241,26 +246,26 @@ def _wide(a: Any) -> Any:
 
 
 def _convolution_format(call: Call) -> torch.memory_format:
-    """Layout of a convolution's result on the CPU: channels last where input or weight is. The meta kernel forgets that."""
+    """Layout of a convolution's result on the CPU: channels last if input or weight is. The meta kernel gives another layout."""
     formats = {suggested_format(t) for t in call.args[:2]}
     return torch.channels_last if torch.channels_last in formats else torch.contiguous_format
 
 
 def _statistics_dtype(call: Call) -> torch.dtype:
-    """The CPU keeps statistics in float32 only where a half precision input has float32 weights. Meta kernels always do."""
+    """Dtype of a norm's statistics on the CPU: float32 if input and weights differ in dtype, else the dtype of the input."""
     found = tensors_of(call)
     return found[0].dtype if all(t.dtype is found[0].dtype for t in found) else torch.float32
 
 
 def _is_conv3d_channels_last(facts: OpFacts, call: Call) -> bool:
-    """Convolutions over volumes that are not laid out plainly: the layout of the result depends on the library's choice."""
+    """Whether the call is a 3D convolution with a tensor that is not contiguous. The library chooses the layout of its result."""
     if not facts.name.startswith("aten.convolution"):
         return False
     return any(t.dim() == 5 and not t.is_contiguous() for t in tensors_of(call))
 
 
 def call_operator(facts: OpFacts, args: list[Any], kwargs: dict[str, Any], where: str) -> Any:
-    """Call the operator. Some take Python numbers for tensors and some do not; for these they become tensors."""
+    """Call the operator. If it refuses Python numbers in place of tensors, convert the numbers to tensors and call again."""
     if facts.host_at is not None:
         args[facts.host_at] = torch.tensor(args[facts.host_at])
     like = next((a for a in args if isinstance(a, Tensor)), None)
@@ -277,6 +282,6 @@ def call_operator(facts: OpFacts, args: list[Any], kwargs: dict[str, Any], where
 
 
 def seen_as(a: Tensor, t: Tensor) -> Tensor:
-    """`t` as a conjugate or negative view where `a` is one."""
+    """`t`, as a conjugate or negative view if `a` is such a view."""
     t = t.conj() if a.is_conj() else t
     return neg_view(t) if a.is_neg() else t

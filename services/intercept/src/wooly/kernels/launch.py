@@ -1,6 +1,7 @@
-"""Kernels in languages of others (Triton, CUDA C), recorded as `kernel.launch`: see ADR 22.
+"""Records launches of foreign kernels (Triton, CUDA C, PTX) as `kernel.launch`. See ADR 22.
 
-Who captures them makes a `ForeignKernel` per text and signature, and calls `Launches.launch` for each launch: about 5 us.
+The front end of each language makes one `ForeignKernel` per text and signature, and calls `Launches.launch` for each launch. Such
+a call takes about 5 us.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from wooly.recorder import Forms, Recorder, origin
 from wooly.storage import DEVICE_MASK, ID_SHIFT, OFFSET_MASK, PLACE_MASK, address_of
 from wooly.torch_private import raw_device
 
+#: Maximum number of cached forms; a full cache is cleared.
 _MAX_FORMS = 65536
 
 
 @dataclass(frozen=True, slots=True)
 class Pointer:
-    """A parameter that is a buffer: the dtype of its elements, and whether the kernel may write it."""
+    """A kernel parameter that is a pointer: the dtype of the elements, and whether the kernel may write to the buffer."""
 
     dtype: DType
     writes: bool = True
@@ -33,16 +35,16 @@ class Pointer:
 
 @dataclass(eq=False, slots=True)
 class ForeignKernel:
-    """A kernel of a source, for one signature.
+    """One foreign kernel with one signature.
 
     Attributes:
-        source: its text.
-        entry: the function.
-        parameters: of the function: a pointer, or a scalar's dtype.
-        block: threads of a group.
-        options: hints and needs, sorted by name.
-        raw: the source's bytes.
-        name: their digest.
+        source: text of the kernel.
+        entry: name of the function.
+        parameters: parameters of the function: a pointer, or the dtype of a scalar.
+        block: threads per block along each dimension.
+        options: compile options, sorted by name.
+        raw: the encoded source.
+        name: digest of the encoded source.
     """
 
     source: Source
@@ -59,7 +61,7 @@ class ForeignKernel:
 
 
 class Launches:
-    """Records launches for all devices. Forms are kept by kernel and by where the buffers begin and end."""
+    """Records launches for all devices. Forms are cached by kernel, and by offset and size of the buffers."""
 
     def __init__(self, devices: Devices, forms: Forms) -> None:
         self._devices = devices
@@ -67,19 +69,19 @@ class Launches:
         self._known: dict[tuple[Any, ...], int] = {}
 
     def recording(self) -> bool:
-        """Whether launches are kept for a module, and nothing runs."""
+        """Whether launches are recorded for a module (`wooly export`) and do not run."""
         return self._devices.recorders[self._devices.current].require_link().recording
 
     def launch(self, kernel: ForeignKernel, grid: Sequence[int], args: Sequence[Any]) -> None:
         """Record one launch.
 
         Args:
-            kernel: what to run.
-            grid: groups along each of three dimensions.
-            args: per parameter a tensor on the device (for a pointer; None for a null pointer), or a number.
+            kernel: kernel to run.
+            grid: number of blocks along each of the three dimensions.
+            args: one argument per parameter: for a pointer a tensor on the device (None: a null pointer), else a number.
 
         Raises:
-            ValueError: a pointer argument is no tensor on the device, or the tensors are on several.
+            ValueError: a pointer argument is not a tensor on the device, or the tensors are on different devices.
         """
         key: list[Any] = [kernel]
         buffers: list[int] = []
@@ -100,7 +102,7 @@ class Launches:
                 params.append(a)
         index = buffers[0] & DEVICE_MASK if buffers else self._devices.current
         if any(b & DEVICE_MASK != index for b in buffers):
-            raise ValueError(f"kernel {kernel.entry}: its tensors are on several devices")
+            raise ValueError(f"kernel {kernel.entry}: its tensors are on different devices; move them to one device")
         recorder = self._devices.recorders[index]
         with recorder.lock:
             try:
@@ -111,7 +113,7 @@ class Launches:
                     known = self._form(kernel, tuple(key), args)
                 self._record(recorder, kernel, known, buffers, params)
             except BaseException:
-                recorder.mend()
+                recorder.drop_incomplete()
                 raise
 
     def _record(
@@ -126,7 +128,7 @@ class Launches:
         recorder.params += params
         recorder.emit(form, buffers, origin(3))
         if len(recorder.origins) >= recorder.room:
-            recorder.crowded(form)
+            recorder.close_if_due(form)
 
     def _form(self, kernel: ForeignKernel, key: tuple[Any, ...], args: Sequence[Any]) -> int:
         operands: list[Operand] = []
@@ -143,7 +145,10 @@ class Launches:
                 offset = address_of(a) & OFFSET_MASK
                 dtype = parameter.dtype
                 if offset % dtype.itemsize:
-                    raise ValueError(f"kernel {kernel.entry}: a pointer to {dtype.label} lies at byte {offset}")
+                    raise ValueError(
+                        f"kernel {kernel.entry}: a pointer to {dtype.label} is not aligned: it starts at byte {offset} of its "
+                        f"storage, which is not a multiple of {dtype.itemsize}"
+                    )
                 count = (a.untyped_storage().nbytes() - offset) // dtype.itemsize
                 given.append(len(operands))
                 role = Role.INOUT if parameter.writes else Role.IN
@@ -167,6 +172,7 @@ class Launches:
 def _no_tensor(kernel: ForeignKernel, k: int, a: Any) -> str:
     if isinstance(a, torch.Tensor):
         return (
-            f"kernel {kernel.entry}: pointer argument {k} cannot be accessed from the device (a tensor on {a.device})"
+            f"kernel {kernel.entry}: pointer argument {k} cannot be accessed from the device: it is a tensor on {a.device}; move "
+            "it to the device"
         )
-    return f"kernel {kernel.entry}: pointer argument {k} is a {type(a).__name__}, not a tensor on the device"
+    return f"kernel {kernel.entry}: pointer argument {k} is a {type(a).__name__}, but must be a tensor on the device"

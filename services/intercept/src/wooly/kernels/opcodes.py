@@ -1,4 +1,4 @@
-"""Which opcode of the op table an ATen operator is. What has none travels as `extern`."""
+"""Maps ATen operators to opcodes of the op table. An operator without an opcode is recorded as `extern`."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def native_form(
     operands: tuple[Operand, ...],
     params: tuple[ParamKind, ...],
 ) -> Form | None:
-    """The native form of a call, or None if no row means exactly that.
+    """The native form of a call; None if no row of the op table has the same meaning.
 
     Args:
         op: the operator.
-        args: its positional arguments, as attributes.
-        kwargs: its keyword arguments, likewise.
-        operands: the call's tensors, results included.
-        params: kinds of the numbers that are bound per run.
+        args: positional arguments, as attributes.
+        kwargs: keyword arguments, as attributes.
+        operands: tensors of the call, including the results.
+        params: kinds of the params.
     """
     named = dict(kwargs)
     if str(op) in ("aten.fill_.Scalar", "aten.zero_.default"):
@@ -59,7 +59,7 @@ def native_form(
 def _given(
     op: OpOverload, spelling: Spelling, args: tuple[Attr, ...], named: dict[str, Attr]
 ) -> dict[str, Attr] | None:
-    """The row's arguments as this call gives them; None if it gives one that the spelling fixes otherwise."""
+    """The values of the row's arguments in this call; None if an argument differs from a constant of the spelling."""
     given: dict[str, Attr] = {}
     for k, declared in enumerate(schema_of(op).arguments):
         default = declared.default_value if declared.has_default_value() else None

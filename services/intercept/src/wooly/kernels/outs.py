@@ -1,4 +1,4 @@
-"""Tensors that a caller gives for results, `out=`: which size and layout the CPU's kernels would give them, and how they warn."""
+"""`out=` tensors: the size and layout that CPU kernels would give them, and the warnings of CPU kernels."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from wooly import storage
 from wooly.kernels.overlap import refuse_overlap
 from wooly.kernels.schema import SHAPED_BY_SCALARS, Call, OpFacts, unsupported
 
-#: Arguments of `out=` that LAPACK's kernels lay out by columns: whenever they give them a size, only to empty ones, or where
-#: they solve from the left.
+#: `out=` arguments to which LAPACK's kernels give a column-major layout when they resize them: always, only if the tensor is
+#: empty, or only if they solve from the left.
 _COLUMN_MAJOR = {
     ("aten.linalg_ldl_factor_ex.out", "LD"): "always",
     ("aten.linalg_ldl_solve.out", "out"): "always",
@@ -29,7 +29,7 @@ _COLUMN_MAJOR = {
     ("aten.triangular_solve.X", "X"): "always",
 }
 
-#: Operators whose CPU kernels word the warning of a resized `out=`, or lay it out, in a way that meta kernels do not know.
+#: Operators that are inferred on the host if `out=` is resized, because meta kernels give another warning or another layout.
 RESIZED_ON_HOST = frozenset(
     {"aten._fft_c2c.out", "aten._fft_r2c.out", "aten.cat.out", "aten.conj_physical.out", "aten.kthvalue.values"}
 )
@@ -51,20 +51,25 @@ RESIZE_SILENTLY = frozenset(
 
 
 class ResizeOutError(Exception):
-    """Internal signal: an `out=` tensor must take another size before the call can be planned."""
+    """Internal signal: an `out=` tensor must be resized before the call can be planned."""
 
     def __init__(self, sizes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
-        super().__init__("out tensors need another size")
+        super().__init__("out tensors must be resized")
         self.sizes = sizes
 
 
 def check_outs(facts: OpFacts, call: Call, metas: dict[str, Any]) -> None:
-    """Compare a call's `out=` with what an inference made of stand-ins for them, `metas`.
+    """Compare the sizes of a call's `out=` tensors with the sizes that inference has found.
+
+    Args:
+        facts: the operator.
+        call: the arguments.
+        metas: keyword arguments of the inference, whose `out=` tensors have the inferred sizes.
 
     Raises:
-        ResizeOutError: they must take another size first.
-        NotImplementedError: they are lists of tensors, of other sizes.
-        RuntimeError: one of them cannot take another size, as an expanded tensor.
+        ResizeOutError: an `out=` tensor must be resized first.
+        NotImplementedError: an `out=` list has tensors of other sizes.
+        RuntimeError: an `out=` tensor cannot be resized, because it is expanded.
     """
     name_of = facts.op.overloadpacket.__name__
     wrong = {}
@@ -76,9 +81,12 @@ def check_outs(facts: OpFacts, call: Call, metas: dict[str, Any]) -> None:
             if not isinstance(r, Tensor) or tuple(r.shape) == tuple(m.shape):
                 continue
             if listed:
-                raise unsupported(facts.name, "a list of `out` tensors with other sizes; allocate them first")
+                raise unsupported(
+                    facts.name,
+                    "a tensor in the list of `out` tensors has another size than the result; allocate it with that size",
+                )
             if name_of in SHAPED_BY_SCALARS and r.numel() == m.numel():
-                continue  # these fill whatever holds as many
+                continue  # these operators accept any shape with this number of elements
             if name_of == "arange" and r.numel():
                 _warn_of_rounding(r, m)
             refuse_overlap(r)
@@ -98,7 +106,7 @@ def _warn_of_rounding(r: Tensor, m: Tensor) -> None:
 
 
 def _by_columns(facts: OpFacts, call: Call, name: str, out: Tensor) -> bool:
-    """Whether the CPU's kernel lays out by columns what it resizes."""
+    """Whether the CPU kernel gives `out` a column-major layout when it resizes `out`."""
     when = _COLUMN_MAJOR.get((facts.name, name))
     if when == "from the left":
         return bool(call.kwargs.get("left", True))
@@ -106,7 +114,7 @@ def _by_columns(facts: OpFacts, call: Call, name: str, out: Tensor) -> bool:
 
 
 def column_major(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a batch of matrices laid out by columns."""
+    """Strides of a batch of column-major matrices."""
     if len(sizes) < 2:
         return storage.contiguous_strides(sizes)
     turned = storage.contiguous_strides((*sizes[:-2], sizes[-1], sizes[-2]))

@@ -1,4 +1,4 @@
-"""Tensors of which several elements are one place in memory, as expanded ones: what may write them, and what may not."""
+"""Tensors with several elements at the same address, such as expanded tensors: which operators may write to them."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from torch import Tensor
 from wooly.kernels.schema import Call, OpFacts
 from wooly.torch_private import tree_leaves
 
-#: Operators that may write an element twice.
+#: Operators that may write to expanded tensors, because all elements get the same value.
 FILLS = frozenset({"aten.fill_.Scalar", "aten.fill_.Tensor", "aten.zero_.default"})
 
 
 def overlaps(t: Tensor) -> bool:
-    """Whether elements of `t` share memory in the way that expanded tensors do."""
+    """Whether elements of `t` share memory, as in expanded tensors."""
     return 0 in t.stride() and any(s == 0 and n > 1 for s, n in zip(t.stride(), t.shape, strict=True)) and t.numel() > 0
 
 
-def once(t: Tensor) -> Tensor:
-    """`t` with every element of its memory named once, where it is expanded."""
+def without_overlap(t: Tensor) -> Tensor:
+    """A view of `t` that contains each address only once. Only expanded tensors change."""
     if not overlaps(t):
         return t
     return t.as_strided([1 if s == 0 else n for n, s in zip(t.shape, t.stride(), strict=True)], t.stride())
 
 
 def refuse_overlap(t: Tensor) -> None:
-    """Raise ATen's error for writing into an expanded tensor.
+    """Check that `t` is not expanded, before a write.
 
     Raises:
-        RuntimeError: it is one.
+        RuntimeError: `t` is expanded. It is ATen's error.
     """
     if overlaps(t):
         raise RuntimeError(
@@ -37,10 +37,10 @@ def refuse_overlap(t: Tensor) -> None:
 
 
 def refuse_overlaps(facts: OpFacts, call: Call) -> None:
-    """Raise ATen's error for a call that writes into an expanded tensor.
+    """Check that a call does not write to an expanded tensor.
 
     Raises:
-        RuntimeError: it does.
+        RuntimeError: the call writes to an expanded tensor. It is ATen's error.
     """
     if facts.mutable and facts.name not in FILLS:
         for name in facts.written:

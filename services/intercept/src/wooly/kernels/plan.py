@@ -1,8 +1,8 @@
-"""What to do for one call signature: infer once, then replay from the cache.
+"""Plans of call signatures: the first call infers the results, and later calls use the cached plan.
 
-A *signature* is an operator with everything about its arguments but the buffers and the liftable scalars. The first call with
-a signature is inferred without data (which also raises PyTorch's own errors at the call), turned into a WIS form and kept
-as a `CallPlan`; later calls only fill in buffers and params.
+A *signature* is an operator and everything about its arguments except the buffers and the scalars that become params. The first
+call with a signature is inferred without data, which also raises PyTorch's own errors. Its WIS form is cached in a `CallPlan`.
+Later calls only insert buffers and params.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from wooly.kernels.forms import form_of, view_of
 from wooly.kernels.inference import Inferences, NoMetaKernelError, infer, infer_differentiated
 from wooly.kernels.overlap import refuse_overlaps
 from wooly.kernels.schema import Call, OpFacts, unsupported
-from wooly.kernels.trials import Trials, refuse
+from wooly.kernels.trials import Trials, raise_kernel_errors
 from wooly.recorder import Forms, Recorder
 from wooly.storage import Layout
 
 
 class CallPlan(NamedTuple):
-    """How to replay one signature.
+    """How to record a call with one signature.
 
     Attributes:
-        recorder: that of the device.
-        form: interned instruction.
-        outs: (layout, interned alloc) per fresh output; None where the operator returns an undefined tensor.
-        written: positions, among the call's operands, of those that it writes.
-        random: whether two more params (seed, offset) follow.
-        dynamic: the far side says what came out.
+        recorder: recorder of the device.
+        form: number of the interned form.
+        outs: (layout, form of the alloc) per new result; None if the operator returns an undefined tensor.
+        written: positions of the operands that the call writes.
+        random: whether the call has two more params (seed, offset).
+        dynamic: whether only the executor knows the shapes of the results.
     """
 
     recorder: Recorder
@@ -48,8 +48,8 @@ class PlannedCall(NamedTuple):
     """The plan for the first call with a signature.
 
     Attributes:
-        plan: how to make the call.
-        doubt: the error of the call's trial on the host, or None. The device may accept the call: ask it and wait.
+        plan: the plan.
+        doubt: error of the call's trial on the host, or None. The device may still accept the call, so run the call and wait.
     """
 
     plan: CallPlan
@@ -57,7 +57,7 @@ class PlannedCall(NamedTuple):
 
 
 class PlanBuilder:
-    """Builds plans out of shared forms."""
+    """Builds the plans of calls."""
 
     def __init__(self, forms: Forms) -> None:
         self._forms = forms
@@ -65,15 +65,15 @@ class PlanBuilder:
         self.trials = Trials(self.inferences)
 
     def build(self, facts: OpFacts, call: Call, recorder: Recorder) -> PlannedCall:
-        """The plan for a call on the device of `recorder`.
+        """Build the plan for a call on the device of `recorder`.
 
         Raises:
-            NotImplementedError: the operator is not in the allow-list, or its result cannot be described.
-            ResizeOutError: an `out=` argument has to be resized first.
+            NotImplementedError: the operator is not in the allow-list, or its result cannot be described in WIS.
+            ResizeOutError: an `out=` argument must be resized first.
         """
         if not is_allowed(facts.name):
-            raise unsupported(facts.name, "the executor's library does not offer it")
-        refuse(facts, call)
+            raise unsupported(facts.name, "the executor does not offer this operator")
+        raise_kernel_errors(facts, call)
         fresh, dynamic = self._results(facts, call)
         doubt = self.trials.attempt(facts, call, recorder)
         refuse_overlaps(facts, call)
@@ -83,7 +83,7 @@ class PlanBuilder:
         return PlannedCall(plan, doubt)
 
     def _results(self, facts: OpFacts, call: Call) -> tuple[list[Tensor | None], bool]:
-        """Fresh outputs without data, and whether the far side has to tell them instead."""
+        """The new results as tensors without data, and whether only the executor knows their shapes."""
         if _depends_on_data(facts, call):
             return [], True
         try:
@@ -91,7 +91,7 @@ class PlanBuilder:
         except NoMetaKernelError:
             if facts.out_args:
                 return infer(facts, call, self.inferences, on_host=True), False
-            # The far side has to tell the shape. A mutable operator changes no shape of its own.
+            # The executor reports the shapes. A mutable operator without a meta kernel makes no new tensors.
             return [], not facts.mutable
 
     def _out(self, t: Tensor) -> tuple[Layout, int]:
@@ -107,19 +107,19 @@ class PlanBuilder:
         wanted: tuple[int, ...],
         grads: tuple[Tensor | None, ...] | None,
     ) -> CallPlan:
-        """The plan for a call where gradients are wanted.
+        """Build the plan for a call with gradients.
 
         Args:
             facts: the operator.
-            call: its arguments.
-            recorder: that of the device.
-            places: for each of its tensors, which of the different ones it is.
-            wanted: which of the different tensors want a gradient.
-            grads: gradients of its results, from which theirs are asked for; None: the results are.
+            call: the arguments.
+            recorder: recorder of the device.
+            places: index among the distinct tensors, for each tensor argument.
+            wanted: indices of the distinct tensors that require a gradient.
+            grads: gradients of the results, to compute the gradients of the arguments; None: compute the results.
         """
         form, _ = form_of(facts, call, [], dynamic=False)
         if form.opcode != "extern":
-            raise unsupported(facts.name, "its gradients are not recorded whole")
+            raise unsupported(facts.name, "its gradients cannot be recorded as one instruction")
         operands = [form.operands[places.index(k)] for k in range(max(places) + 1)]
 
         def placed(value: Attr) -> Attr:
@@ -143,7 +143,7 @@ class PlanBuilder:
 
 
 def _depends_on_data(facts: OpFacts, call: Call) -> bool:
-    """Whether only the values of a call's operands tell the shape of its result: of an index, only where it is a mask."""
+    """Whether the shape of the result depends on values. For `index` this is the case if an index is a mask."""
     if facts.op.overloadpacket.__name__ == "index" and len(call.args) > 1:
         return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in call.args[1])
     return facts.dynamic and not facts.out_args

@@ -1,7 +1,7 @@
-"""Kernels that scripts bring as PTX: `wooly.ptx_kernel`.
+"""Kernels in PTX: `wooly.ptx_kernel`.
 
-Nobody but NVIDIA's compiler can tell what PTX loads and stores, so an executor takes it only of tenants who have the permission
-`opaque_kernels`, and only one with such a chip can run it.
+Wooly cannot check the loads and stores of PTX. So an executor accepts PTX only from tenants with the permission `opaque_kernels`,
+and only an executor with an NVIDIA GPU can run it.
 """
 
 from __future__ import annotations
@@ -30,16 +30,18 @@ _WRITTEN = Pointer(DType.U8)
 
 
 class PtxKernel:
-    """A kernel of a PTX text, ready to be launched. Made by `ptx_kernel`."""
+    """A kernel in PTX that can be launched. `ptx_kernel` makes it."""
 
     def __init__(self, text: str, name: str) -> None:
         found = re.search(rf"\.entry\s+{re.escape(name)}\s*(?:\(([^()]*)\))?", text)
         if found is None:
-            raise RuntimeError(f"there is no .entry {name} in this PTX")
+            raise RuntimeError(f"the PTX text does not contain .entry {name}")
         kinds = _PARAM.findall(found[1] or "")
         unknown = [k for k in kinds if k not in _SCALARS]
         if unknown or len(kinds) != len([p for p in (found[1] or "").split(",") if p.strip()]):
-            raise RuntimeError(f"kernel {name}: its parameters are not all numbers or pointers: {found[1]}")
+            raise RuntimeError(
+                f"kernel {name} has parameters that are not numbers or pointers: {found[1]}; use only numbers and pointers"
+            )
         try:
             self._source = Source("ptx", text)
             ForeignKernel(self._source, name, ())
@@ -55,17 +57,17 @@ class PtxKernel:
         args: Sequence[Any] | None = None,
         shared_mem: int = 0,
     ) -> None:
-        """Launch it.
+        """Launch the kernel.
 
         Args:
-            grid: blocks along each dimension.
+            grid: number of blocks along each dimension.
             block: threads of a block along each dimension, at most 1024 in all.
-            args: per parameter a tensor on the device for a pointer (None for a null pointer), or a number.
-            shared_mem: bytes of memory of a block, beside what the text declares.
+            args: one argument per parameter: for a pointer a tensor on the device (None: a null pointer), else a number.
+            shared_mem: bytes of shared memory of a block, in addition to the shared memory that the text declares.
 
         Raises:
-            ValueError: a tensor that is not on the device or for a parameter of less than 64 bits, another number of
-                arguments, too large a block.
+            ValueError: a tensor is not on the device, a tensor is given for a parameter of less than 64 bits, the number of
+                arguments is wrong, or the block is too large.
         """
         values = args or ()
         key = (block, shared_mem, *[a is None or isinstance(a, torch.Tensor) for a in values])
@@ -77,31 +79,32 @@ class PtxKernel:
     def _signed(self, block: tuple[int, ...], values: Sequence[Any], shared: int) -> ForeignKernel:
         if len(block) != 3 or min(block) < 1 or block[0] * block[1] * block[2] > MAX_BLOCK:
             raise ValueError(
-                f"kernel {self._entry}: a block is three integers from 1, at most {MAX_BLOCK} threads; not {block}"
+                f"kernel {self._entry}: block is {block}, but it must be three positive integers whose product is at most "
+                f"{MAX_BLOCK}"
             )
         if len(values) != len(self._kinds):
-            raise ValueError(f"kernel {self._entry} takes {len(self._kinds)} arguments, {len(values)} are given")
+            raise ValueError(f"kernel {self._entry} takes {len(self._kinds)} arguments, but {len(values)} are given")
         parameters: list[Pointer | DType] = []
         for k, (value, kind) in enumerate(zip(values, self._kinds, strict=True)):
             pointer = value is None or isinstance(value, torch.Tensor)
             if pointer and kind.itemsize != 8:
-                raise ValueError(f"kernel {self._entry}: argument {k} is a {kind.label}, and a tensor is given")
+                raise ValueError(f"kernel {self._entry}: parameter {k} is a {kind.label}, but argument {k} is a tensor")
             parameters.append(_WRITTEN if pointer else kind)
         options = (("shared", shared),) if shared else ()
         return ForeignKernel(self._source, self._entry, tuple(parameters), (block[0], block[1], block[2]), options)
 
 
 def ptx_kernel(text: str, name: str) -> PtxKernel:
-    """A kernel in PTX.
+    """Make a kernel from PTX.
 
-    What it loads and stores cannot be checked. A launch fails for tenants who lack the permission `opaque_kernels` (an
-    administrator gives it), and on devices that are not NVIDIA's.
+    Wooly cannot check the loads and stores of this kernel. A launch fails if the tenant lacks the permission `opaque_kernels` (an
+    administrator grants it), or if the device is not an NVIDIA GPU.
 
     Args:
         text: PTX.
-        name: of an ``.entry`` in it.
+        name: name of an ``.entry`` in the text.
 
     Raises:
-        RuntimeError: there is none, or its parameters are not understood.
+        RuntimeError: the text does not contain this entry, or its parameters are not supported.
     """
     return PtxKernel(text, name)

@@ -1,4 +1,4 @@
-"""What an operator's schema says of its arguments and results, looked up once, and one call's arguments."""
+"""Facts from an operator's schema about its arguments and results, and the arguments of one call."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor
 
 from wooly.torch_private import OpOverload, schema_of, tree_leaves
 
-#: Scalars of these decide the output's size, so they stay in the signature.
+#: Operators whose scalars determine the size of the result. So their scalars are part of the signature, not params.
 SHAPED_BY_SCALARS = frozenset({"arange", "range", "linspace", "logspace"})
-#: Arguments that operators write though their schemas do not say so.
+#: Arguments that operators write although their schemas do not declare it.
 _WRITES_UNSAID = {
     "aten.batch_norm_update_stats.default": ("running_mean", "running_var"),
     "aten.mkldnn_rnn_layer_backward.default": ("workspace",),
@@ -19,39 +19,39 @@ _WRITES_UNSAID = {
 
 
 class Call(NamedTuple):
-    """One call's arguments."""
+    """The arguments of one call."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
 
 def tensors_of(call: Call) -> list[Tensor]:
-    """All tensors among a call's arguments, in order."""
+    """All tensors in the arguments of a call, in order."""
     return [t for t in tree_leaves((call.args, call.kwargs)) if isinstance(t, Tensor)]
 
 
 def host_tensor_at(op: OpOverload) -> int | None:
-    """Where, among its positional arguments, an operator takes the lengths of packed sequences, a tensor of the host."""
+    """Position of the argument `batch_sizes`, a host tensor with the lengths of packed sequences; None if there is none."""
     arguments = enumerate(schema_of(op).arguments)
     return next((i for i, a in arguments if a.name == "batch_sizes" and str(a.type) == "Tensor"), None)
 
 
 class OpFacts:
-    """What the schema of one operator overload says, looked up once.
+    """Facts from the schema of one operator overload.
 
     Attributes:
         op: the overload.
-        name: ``aten.add.Tensor``.
-        wants_tensor: per positional argument, whether the schema wants a tensor there.
-        scalar: per positional argument, whether it is a number that may be bound per run.
-        scalar_kw: names of keyword-only arguments of that kind.
+        name: full name, for example ``aten.add.Tensor``.
+        wants_tensor: per positional argument, whether the schema requires a tensor.
+        scalar: per positional argument, whether a number there becomes a param.
+        scalar_kw: names of the keyword-only arguments whose numbers become params.
         written: names of the arguments that the operator writes.
-        returns_written: for a mutable operator, per return the name of the argument that it is (None: a fresh tensor).
-        dynamic: the output's shape depends on data.
-        each_alone: the operator does the same to each tensor of a list, which may be on several devices.
-        random: the operator draws random numbers.
-        host_at: which positional argument is a tensor of the host: lengths that the operator looks at, constants of the form.
-        generator: where, among the positional arguments or behind them, it takes a generator; None: it takes none.
+        returns_written: per result, the name of the argument that is returned; None: a new tensor.
+        dynamic: whether the shape of the result depends on data.
+        each_alone: whether the operator processes each tensor of a list separately. The tensors may be on several devices.
+        random: whether the operator draws random numbers.
+        host_at: position of the argument that is a host tensor (`host_tensor_at`); its values become constants of the form.
+        generator: position of the generator argument; None: the operator takes no generator.
     """
 
     __slots__ = (
@@ -104,16 +104,16 @@ class OpFacts:
         self._dropout = next((i for i, a in enumerate(positional) if a.name == "dropout_p"), None)
 
     def draws(self, call: Call) -> bool:
-        """Whether this call draws random numbers: attention without dropout does not."""
+        """Whether this call draws random numbers. Attention without dropout draws none."""
         i = self._dropout
         return self.random and (i is None or (i < len(call.args) and call.args[i] != 0))
 
 
 def _is_number(argument: Any) -> bool:
-    # A Python number given where a tensor is expected arrives as a number, too.
+    # PyTorch accepts a Python number in place of a tensor. The kernel then gets the number.
     return str(argument.type) in ("number", "Optional[number]", "List[number]", "Tensor", "Optional[Tensor]")
 
 
 def unsupported(name: str, why: str) -> NotImplementedError:
-    """The error for an operator that the device does not offer."""
-    return NotImplementedError(f"{name} is not supported on the wooly device: {why}; compute it on the CPU, x.cpu()")
+    """Make the error for an operator that the device does not support."""
+    return NotImplementedError(f"{name} is not supported on the wooly device: {why}; compute it on the CPU: x.cpu()")

@@ -1,4 +1,4 @@
-"""What moves bytes or gives storages: creation, copies in every direction, reading a number, resizing."""
+"""Kernels that create or resize storages, copy tensors between host and devices, and read numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from wooly_wis.codec import MAX_DIMS
 from wooly_wis.frames import ANSWER_COPIED
 from wooly_wis.program import Form, Operand, ParamKind, ParamRef, Role
 
-from wooly.contents import WORTH, upload
+from wooly.contents import MIN_OFFER_BYTES, upload
 from wooly.devices import NAME, Devices
 from wooly.kernels.composite import plain
 from wooly.kernels.forms import view_of
@@ -36,7 +36,7 @@ _set_cpu = redispatch_cpu(aten.set_.source_Storage_storage_offset)
 
 
 def bytes_of(t: Tensor) -> memoryview:
-    """The memory that a dense host tensor spans, as bytes."""
+    """The memory of a dense host tensor, as bytes."""
     n = t.numel() * t.element_size()
     if not n:
         return memoryview(b"")
@@ -47,35 +47,39 @@ def bytes_of(t: Tensor) -> memoryview:
 
 
 def is_dense(t: Tensor) -> bool:
-    """Whether the elements fill, without gaps or overlap, the bytes that the tensor spans."""
+    """Whether the elements of a tensor are in memory without gaps and without overlap."""
     n = t.numel()
     return t.is_contiguous() or (n == span(tuple(t.shape), t.stride()) and 0 not in t.stride())
 
 
 def _view_key(t: Tensor, at: int) -> ViewKey:
-    """What tells a view of a buffer from others."""
+    """Key of a view among all views of its buffer."""
     return at & OFFSET_MASK, t.dtype, tuple(t.shape), t.stride()
 
 
-#: The param that holds any number of a dtype.
+#: The kind of param that can represent every number of a dtype exactly.
 _FILLS = (
     dict.fromkeys((torch.float64, torch.float32, torch.float16, torch.bfloat16), ParamKind.F64)
     | dict.fromkeys((torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8), ParamKind.I64)
     | {torch.bool: ParamKind.BOOL}
 )
-#: How to make one kind of tensor on one device: its layout, the interned alloc, whose recorder.
+#: Cached data to make a tensor: layout, form of the alloc, recorder of the device.
 _New = tuple[Layout, int, Recorder]
-#: Bytes that a copy between devices holds on the client at a time.
+#: Maximum number of bytes that a copy between devices keeps in the client's memory.
 _HOP = 16 << 20
 
 
 def _fetch_kept(kept: Tensor, buffer: int, into: memoryview, dst: Tensor, link: Link) -> None:
-    """Fetch what a copy on the device holds; `kept` lives until then."""
+    """Fetch the content of the device tensor `kept`, which lives until then because the caller binds it to this call."""
     link.fetch(buffer, 0, into, dst)
 
 
 class Transfer:
-    """Kernels that create storages or move bytes."""
+    """The kernels of this file, for all devices.
+
+    Attributes:
+        reads: number of times that device data was read to the host, from the executor or from the cache of host copies.
+    """
 
     def __init__(self, devices: Devices, forms: Forms) -> None:
         self._devices = devices
@@ -84,11 +88,10 @@ class Transfer:
         self._copies: dict[tuple[Any, ...], int] = {}
         self._fills: dict[tuple[Any, ...], int] = {}
         self._aranges: dict[tuple[Any, ...], Tensor] = {}
-        #: How often device data was brought to the host, from the far side or from memory.
         self.reads = 0
 
     def forget_devices(self) -> None:
-        """Another session: a device argument may mean another device than before."""
+        """Clear the cache at the start of a session, because a device argument may mean another device than before."""
         self._layouts.clear()
 
     def _recorder_at(self, address: int) -> Recorder:
@@ -153,17 +156,17 @@ class Transfer:
         device: torch.device | None = None,
         pin_memory: bool | None = None,
     ) -> Tensor:
-        """`aten.arange.start_step` in one instruction: ATen would fill an empty tensor that it then grows.
+        """`aten.arange.start_step` as one instruction. ATen would make an empty tensor and then resize it.
 
         Args:
             record: kernel of `aten.arange.start_out`.
             start: first value.
-            end: bound.
-            step: difference.
-            dtype: as of any factory.
-            layout: likewise.
-            device: likewise.
-            pin_memory: likewise.
+            end: upper bound; not included.
+            step: difference of two values.
+            dtype: dtype of the result.
+            layout: must be strided.
+            device: device of the result.
+            pin_memory: must not be true.
         """
         key = (start, end, step, start.__class__, end.__class__, step.__class__, dtype, torch.get_default_dtype())
         like = self._aranges.get(key)
@@ -177,14 +180,16 @@ class Transfer:
 
     def _check(self, layout: torch.layout | None, pin_memory: bool | None) -> None:
         if layout not in (None, torch.strided):
-            raise NotImplementedError(f"tensors of layout {layout} are not supported on the wooly device")
+            raise NotImplementedError(
+                f"tensors of layout {layout} are not supported on the wooly device; use the layout torch.strided"
+            )
         if pin_memory:
             raise RuntimeError("Only dense CPU tensors can be pinned")
 
     def _remember(self, key: tuple[Any, ...], device: torch.device | None, layout: Layout) -> _New:
         recorder = self._devices.recorders[self._devices.index_of(device)]
         entry = (layout, self._forms.alloc(layout.nbytes), recorder)
-        # With several devices, which one "cuda" alone means may change any time.
+        # With several devices, "cuda" without an index may mean another device at the next call.
         if self._devices.count == 1 or (device is not None and device.index is not None):
             if len(self._layouts) > 65536:
                 self._layouts.clear()
@@ -204,7 +209,7 @@ class Transfer:
         if recorder.heap.dead:
             recorder.release_dead()
         if len(recorder.origins) >= recorder.room:
-            recorder.crowded(form)
+            recorder.close_if_due(form)
 
     # -- copies ------------------------------------------------------------------------------------------------------
 
@@ -272,7 +277,7 @@ class Transfer:
             self._limit(recorder, form)
 
     def _hop(self, dst: Tensor, src: Tensor) -> None:
-        """A copy from one device to another, through this process's memory a piece at a time."""
+        """Copy from one device to another through this process's memory, in pieces of at most `_HOP` bytes."""
         if src.shape != dst.shape:
             src = src.expand(dst.shape)
         if not is_dense(dst):
@@ -292,7 +297,7 @@ class Transfer:
         piece = memoryview(bytearray(min(total, _HOP)))
         for start in range(0, total, _HOP):
             part = piece[: min(_HOP, total - start)]
-            # Never both locks at once: another thread may be copying the other way.
+            # Do not hold both locks at the same time: another thread may copy in the other direction.
             reader = self._recorder_at(at)
             with reader.lock:
                 reader.flush()
@@ -310,7 +315,9 @@ class Transfer:
         if host.is_conj() or host.is_neg():
             host = host.resolve_conj().resolve_neg()
         if host.device.type != "cpu":
-            raise NotImplementedError(f"copies from {host.device} to the wooly device are not supported")
+            raise NotImplementedError(
+                f"copies from {host.device} to the wooly device are not supported; copy to the CPU first: x.cpu()"
+            )
         if not is_dense(dst):
             staging = torch.empty(dst.shape, dtype=dst.dtype, device=raw_device(dst))
             self._upload(staging, src)
@@ -324,28 +331,29 @@ class Transfer:
         with recorder.lock:
             recorder.operations += 1
             link = recorder.require_link()
-            if recorder.waiting:
+            if recorder.has_deferred:
                 recorder.flush()
-            link.settle()  # what is uploaded may be what is being fetched
+            link.finish_reads()  # a started read may still write to the host memory that is uploaded
             buffer = at >> ID_SHIFT
             link.forget(buffer)
             if host.numel() == 1 and not (recorder.recording or link.recording) and self._fill(dst, host):
                 return
             recorder.flush()
             data = bytes_of(host)
-            if link.sharing and len(data) >= WORTH and dst.untyped_storage().nbytes() == len(data):
+            if link.sharing and len(data) >= MIN_OFFER_BYTES and dst.untyped_storage().nbytes() == len(data):
                 upload(link, buffer, data)
             else:
                 link.write(buffer, at & OFFSET_MASK, data)
 
     def _fill(self, dst: Tensor, host: Tensor) -> bool:
-        """Record one element's upload as a `fill` with that number, so that it does not end the open program.
+        """Record the upload of one element as a `fill` with this number, so that the open program does not end.
 
         Returns:
-            False where no param holds the number bit by bit, or no form the dimensions; nothing is recorded then.
+            False if no param can represent the number bit by bit, or if the tensor has too many dimensions. Then nothing is
+            recorded.
         """
         kind, value = _FILLS.get(dst.dtype), host.item()
-        if kind is None or value != value or dst.dim() > MAX_DIMS:  # of a NaN, which one it is would be lost
+        if kind is None or value != value or dst.dim() > MAX_DIMS:  # a param does not keep the bits of a NaN
             return False
         at = address_of(dst)
         recorder = self._recorder_at(at)
@@ -363,9 +371,13 @@ class Transfer:
         return True
 
     def _fetch(self, dst: Tensor, src: Tensor) -> bool:
-        """Begin to copy into pinned memory, as CUDA does; False where that has to wait.
+        """Start to copy a device tensor to pinned memory without waiting, as CUDA does.
 
-        Only what is small and lies there as here: more would have to be received before the executor can go on.
+        The tensor must be small and have the same layout as the target. For a larger answer, the executor would have to wait
+        until the client receives it.
+
+        Returns:
+            False if the copy must wait. Then nothing is started.
         """
         if dst.untyped_storage().data_ptr() not in pinned or not 0 < dst.numel() * dst.element_size() <= ANSWER_COPIED:
             return False
@@ -379,19 +391,24 @@ class Transfer:
                 return False
             self.reads += 1
             into = bytes_of(dst.detach())
-            if recorder.recording or link.recording or link.fetching_many or not (recorder.open and recorder.follows):
-                recorder.flush()  # also where programs of a loop begin that nothing else aligns
+            if (
+                recorder.recording
+                or link.recording
+                or link.many_reads_started
+                or not (recorder.open and recorder.after_replay)
+            ):
+                recorder.flush()  # it also makes the programs of a loop begin at the same point in each iteration
                 link.fetch(at >> ID_SHIFT, at & OFFSET_MASK, into, dst)
                 return True
-            # The open program goes on to the next one that is sent again: what it does to `src` until then must not be seen.
+            # The open program stays open until the next replay. Read a copy, because it may change `src` until then.
             kept = torch.empty_strided(src.shape, src.stride(), dtype=src.dtype, device=raw_device(src))
             self._copy(kept, src)
             buffer = address_of(kept) >> ID_SHIFT
-            recorder.afterwards(partial(_fetch_kept, kept, buffer, into, dst))
+            recorder.send_later(partial(_fetch_kept, kept, buffer, into, dst))
         return True
 
     def to_host(self, t: Tensor) -> Tensor:
-        """A host copy of a device tensor. What was read before and not written since comes from memory."""
+        """A host copy of a device tensor. If the buffer was read before and not written since, the copy comes from the cache."""
         at = address_of(t)
         recorder = self._recorder_at(at)
         self.reads += 1
@@ -416,13 +433,13 @@ class Transfer:
             return host
 
     def local_scalar_dense(self, t: Tensor) -> Any:
-        """`aten._local_scalar_dense`: the number behind `.item()`."""
+        """`aten._local_scalar_dense`, which `.item()` calls."""
         return self.to_host(plain(t)).item()
 
     # -- storages ----------------------------------------------------------------------------------------------------
 
     def resize(self, t: Tensor, sizes: tuple[int, ...], strides: tuple[int, ...]) -> None:
-        """Give `t` another size, keeping its leading bytes, as `resize_` does."""
+        """Resize `t` and keep its leading bytes, as `resize_` does."""
         need = span(sizes, strides) * t.element_size()
         here = int(t.storage_offset()) * t.element_size()
         have = t.untyped_storage().nbytes()
@@ -458,15 +475,15 @@ class Transfer:
         )
 
     def set_none(self, t: Tensor) -> Tensor:
-        """`aten.set_`: an empty storage."""
+        """`aten.set_` without arguments: set an empty storage."""
         return self.set_tensor(t, self.empty([0], dtype=t.dtype, device=raw_device(t)))
 
     def kernels(self) -> dict[str, Callable[..., Any]]:
-        """Operator name to kernel, for registration under PrivateUse1."""
+        """The kernels by operator name, for registration under PrivateUse1."""
         return {
             "empty.memory_format": self.empty,
             "empty_strided": self.empty_strided,
-            "_efficientzerotensor": self.empty,  # fresh buffers are zero
+            "_efficientzerotensor": self.empty,  # new buffers are filled with zeros
             "copy_": self.copy_,
             "_copy_from": self.copy_from,
             "_copy_from_and_resize": self.copy_from_and_resize,

@@ -1,4 +1,4 @@
-"""Errors that only kernels know of, found before the device is told: a call is tried on the host, on zeros."""
+"""Tries calls on host tensors of zeros, to find errors that only kernels raise, before the call is recorded."""
 
 from __future__ import annotations
 
@@ -14,48 +14,50 @@ from wooly.kernels.schema import Call, OpFacts, tensors_of
 from wooly.recorder import Recorder
 from wooly.torch_private import raw_device
 
-#: Elements up to which a call of a new signature is tried on host tensors of its own sizes; of a new kind, up to the second.
+#: Maximum number of elements of a call that is tried with its real sizes. The second limit is for the first call of each
+#: combination of operator and dtypes.
 _TRIAL_LIMIT = 1 << 12
 _TRIAL_LIMIT_NEW = 1 << 16
 
-#: Operators whose kernels run out of bounds on zeros (lengths, labels, paths; pivots, which LAPACK numbers from 1) instead of
-#: refusing them: the device is asked.
+#: Operators that are not tried, because their kernels access memory out of bounds if lengths, labels, paths or pivots are zero
+#: (LAPACK numbers pivots from 1). For them, the client asks the device.
 _NEVER_TRIED = frozenset({"_ctc_loss", "_ctc_loss_backward", "linalg_ldl_solve", "linalg_lu_solve"})
 
-#: What kernels say of dtypes that they do not take, whatever the values are.
+#: Matches error messages about unsupported dtypes. Such an error does not depend on the values.
 _ABOUT_DTYPES = re.compile(
     r"(?i)not implemented for|not supported for|dtype|can't be cast|scalar type|does not support \w+ input"
 )
 
-#: Beside the elementwise operators, those that take shrunk arguments as well as whole ones.
+#: Operators that can be tried with smaller tensors, in addition to elementwise operators.
 _SHRINKABLE = frozenset(
     {"mm", "bmm", "addmm", "baddbmm", "addbmm", "addmv", "addr", "mv", "dot", "vdot", "ger", "matmul"}
 )
 
 
 class Trials:
-    """Tries calls, and remembers of which kinds it did.
+    """Tries calls, and remembers the combinations of operator and dtypes that it has tried.
 
     Args:
-        counts: where trials are counted.
+        counts: counters of trials.
     """
 
     def __init__(self, counts: Inferences) -> None:
         self._counts = counts
-        #: Operators with the dtypes that were tried.
+        #: Combinations of operator and dtypes that were tried without an error.
         self._tried: set[tuple[Any, ...]] = set()
 
     def attempt(self, facts: OpFacts, call: Call, recorder: Recorder) -> Exception | None:
-        """Find errors that meta kernels do not: of dtypes that a kernel does not take, of arguments that only it looks at.
+        """Find errors that meta kernels do not raise: unsupported dtypes, and invalid arguments that only the kernel checks.
 
-        The call is made on host tensors of zeros: each small one, and of larger ones the first of every combination of operator
-        and dtypes. The executor's library is this one; of any other, only the device knows.
+        This method runs the call on host tensors of zeros: always if the call is small, otherwise only for the first call of each
+        combination of operator and dtypes. It tries calls only if the device is a CPU, because then the executor uses the same
+        library.
 
         Returns:
-            An error that the zeros may have caused: the caller must ask the device at once. None: there is no doubt.
+            An error that the zeros may have caused, so that the caller must ask the device at once; None if there is no error.
 
         Raises:
-            Exception: the kernel's own, about dtypes that it does not take.
+            Exception: the kernel's error about an unsupported dtype.
         """
         link = recorder.link
         if link is None or link.device.get("vendor") != "cpu" or facts.name in INFERRED_ON_HOST:
@@ -77,7 +79,7 @@ class Trials:
         return error if limit is None else None
 
     def _error_of(self, facts: OpFacts, call: Call, limit: int | None) -> Exception | None:
-        """What the call fails with on zeros of at most `limit` elements per dimension; raises errors about dtypes."""
+        """Run the call on zeros of at most `limit` elements per dimension. Returns its error, but raises errors about dtypes."""
         args = [stand_in(a, limit) for a in call.args]
         kwargs = {k: stand_in(v, limit) for k, v in call.kwargs.items()}
         self._counts.trials += 1
@@ -95,7 +97,7 @@ class Trials:
 
 
 def stand_in(a: Any, limit: int | None = None) -> Any:
-    """A call's argument on the host: tensors become zeros of the same kind, with at most `limit` elements per dimension."""
+    """Replace device tensors in an argument by host tensors of zeros, with at most `limit` elements per dimension."""
     if isinstance(a, Tensor):
         if raw_device(a).type != "wooly":
             return a
@@ -107,8 +109,8 @@ def stand_in(a: Any, limit: int | None = None) -> Any:
     return torch.device("cpu") if isinstance(a, torch.device) else a
 
 
-def refuse(facts: OpFacts, call: Call) -> None:
-    """Raise what a kernel refuses and neither meta kernels nor a trial on few elements see."""
+def raise_kernel_errors(facts: OpFacts, call: Call) -> None:
+    """Raise the errors of kernels that neither meta kernels nor trials with few elements find."""
     check = _CHECKS.get(facts.op.overloadpacket.__name__)
     if check is not None:
         check(call)
@@ -121,7 +123,7 @@ def _check_multinomial(call: Call) -> None:
 
 def _check_normal(call: Call) -> None:
     out = call.kwargs.get("out")
-    if out is not None:  # its size takes part, unless both are tensors
+    if out is not None:  # if only one argument is a tensor, `normal` broadcasts it with `out`
         given = [a for a in call.args[:2] if isinstance(a, Tensor)]
         for at in range(-1, -1 - min(given[0].dim(), out.dim()), -1) if len(given) == 1 else ():
             a, b = given[0].shape[at], out.shape[at]
@@ -132,5 +134,5 @@ def _check_normal(call: Call) -> None:
                 )
 
 
-#: What kernels refuse that neither meta kernels nor a trial on few elements see, by operator.
+#: The checks of `raise_kernel_errors`, by operator.
 _CHECKS: dict[str, Callable[[Call], None]] = {"multinomial": _check_multinomial, "normal": _check_normal}

@@ -1,7 +1,7 @@
-"""Operators that only look at a storage in another way. They never leave the client.
+"""View operators. They change only metadata, so the client sends nothing for them.
 
-Most run the CPU kernel, which touches metadata alone. The two that everything else is built on, `as_strided` and `view`, have
-their own short cut: they are called several times per layer.
+Most of them run the CPU kernel, which reads only metadata. `as_strided` and `view` have faster kernels here, because models call
+them several times per layer.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ aten = torch.ops.aten
 _view_cpu = redispatch_cpu(aten.view.default)
 _as_strided_cpu = redispatch_cpu(aten.as_strided.default)
 _inference_mode = torch.is_inference_mode_enabled
+#: Maximum number of cached shapes; a full cache is cleared.
 _MAX_KNOWN = 65536
 _known: dict[tuple[Any, ...], tuple[tuple[int, ...], tuple[int, ...]]] = {}
 
 
 def as_strided(t: Tensor, size: list[int], stride: list[int], storage_offset: int | None = None) -> Tensor:
-    """`aten.as_strided`, bounds checked against the storage.
+    """`aten.as_strided`, with a check against the bounds of the storage.
 
-    The short cut makes inference tensors in inference mode, where a view of any other tensor is none.
+    In inference mode, `reinterpret` would make an inference tensor. A view of a normal tensor must not be an inference tensor, so
+    the CPU kernel makes that view.
     """
     here = t.storage_offset()
     offset = here if storage_offset is None else storage_offset
@@ -45,7 +47,7 @@ def as_strided(t: Tensor, size: list[int], stride: list[int], storage_offset: in
 
 
 def view(t: Tensor, size: list[int]) -> Tensor:
-    """`aten.view`: the first call of a kind computes the strides in C++, later ones reuse them."""
+    """`aten.view`. The first call for a shape and strides computes the new strides in C++; later calls use the cached strides."""
     key = (t.shape, t.stride(), tuple(size))
     known = _known.get(key)
     if known is None:
@@ -60,11 +62,11 @@ def view(t: Tensor, size: list[int]) -> Tensor:
 
 
 def reshape_alias(t: Tensor, size: list[int], stride: list[int]) -> Tensor:
-    """`aten._reshape_alias`: the caller has computed the strides."""
+    """`aten._reshape_alias`: as `as_strided`, without a storage offset."""
     return as_strided(t, size, stride)
 
 
-#: Operators with a kernel of their own here.
+#: View operators that have a kernel in this file.
 KERNELS: dict[OpOverload, Callable[..., Any]] = {
     aten.as_strided.default: as_strided,
     aten.view.default: view,

@@ -1,8 +1,8 @@
-"""Operators that PyTorch is made to break up, recorded whole: one instruction forward, one for all gradients.
+"""Records operators as one instruction that PyTorch would decompose, with one more instruction for all gradients.
 
-Their backward is the `vjp` of the same operator: the executor makes the operator's own graph and lets the gradients flow through
-it, so that they are the library's, bit for bit. That costs its forward once more, which is less than the dozens of instructions
-that it stands for.
+The backward is the `vjp` of the same operator: the executor runs the operator's forward again with autograd, and computes the
+gradients from that graph. So the gradients equal those of the library bit for bit. The second forward costs less than the dozens
+of instructions into which the operator decomposes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from wooly.torch_private import OpOverload, TreeSpec, in_transform, schema_of, t
 
 aten = torch.ops.aten
 
-#: Recorded whole whatever their arguments. Others are so for some arguments only (see `composite`).
+#: Operators that are always recorded as one instruction. `composite` has operators for which this depends on the arguments.
 WHOLE = (
     aten._scaled_dot_product_attention_math.default,
     aten.rms_norm.default,
@@ -38,10 +38,10 @@ WHOLE = (
 
 
 class Whole:
-    """One operator, as it is called above and below autograd.
+    """The kernel of an operator that is recorded as one instruction, with and without gradients.
 
     Args:
-        generic: makes its kernels.
+        generic: makes the generic kernels of the operator.
         op: the operator.
     """
 
@@ -55,30 +55,30 @@ class Whole:
         self._op = op
 
     def drops(self, args: tuple[Any, ...]) -> bool:
-        """Whether a call leaves numbers out at random."""
+        """Whether a call uses dropout."""
         names = [a.name for a in schema_of(self._op).arguments]
         return any(
             n.startswith("dropout") and isinstance(a, float) and a > 0 for n, a in zip(names, args, strict=False)
         )
 
     def decompose(self, *args: Any, **kwargs: Any) -> Any:
-        """The operator in PyTorch's pieces."""
+        """Call the operator in PyTorch's decomposition."""
         at = self._host_at
         if at is not None and not isinstance(args[at], Tensor):
             args = (*args[:at], torch.tensor(args[at]), *args[at + 1 :])
         return self._op.decompose(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The operator, with gradients if they are wanted."""
+        """Call the operator, with gradients if a tensor requires them."""
         leaves, spec = tree_flatten((args, kwargs))
         if in_transform() or any(is_traced(a) for a in leaves if isinstance(a, Tensor)):
             return self.decompose(*args, **kwargs)
         at = self._host_at
-        if at is not None:  # the host's lengths travel as constants
+        if at is not None:  # lengths in a host tensor become constants of the form
             args = (*args[:at], tuple(args[at].tolist()), *args[at + 1 :])
             leaves, spec = tree_flatten((args, kwargs))
         tensors = [a for a in leaves if isinstance(a, Tensor)]
-        if any(t.is_conj() or t.is_neg() for t in tensors):  # above autograd nobody has looked at these bits yet
+        if any(t.is_conj() or t.is_neg() for t in tensors):  # above autograd, PyTorch has not resolved these views yet
             leaves = [a.resolve_conj().resolve_neg() if isinstance(a, Tensor) else a for a in leaves]
             args, kwargs = tree_unflatten(leaves, spec)
             tensors = [a for a in leaves if isinstance(a, Tensor)]
@@ -88,7 +88,7 @@ class Whole:
 
 
 class _WholeCall(torch.autograd.Function):
-    """One call of a whole operator, as autograd sees it."""
+    """Autograd function for one call of a `Whole` operator."""
 
     @staticmethod
     def forward(ctx: Any, whole: Whole, spec: TreeSpec, *leaves: Any) -> Any:
@@ -98,7 +98,7 @@ class _WholeCall(torch.autograd.Function):
         ctx.at = [i for i, a in enumerate(leaves) if isinstance(a, Tensor)]
         ctx.drawn = whole.generator_of([leaves[i] for i in ctx.at]).draw() if whole.random else None
         ctx.rest = [None if isinstance(a, Tensor) else a for a in leaves]
-        # A tensor that is given twice has one gradient: the first of its places stands for all.
+        # A tensor that is passed twice has one gradient. It is returned at the first position of the tensor.
         first = [next(j for j in ctx.at if leaves[j] is leaves[i]) for i in ctx.at]
         distinct = list(dict.fromkeys(first))
         ctx.places = tuple([distinct.index(i) for i in first])
@@ -125,14 +125,14 @@ class _WholeCall(torch.autograd.Function):
 
 
 def _differentiable(whole: Whole, args: Any, kwargs: Any, grads: Any, inputs: list[Tensor]) -> Any:
-    """Gradients that have gradients: through the operator's pieces.
+    """Compute gradients that can be differentiated again, by PyTorch's decomposition of the operator.
 
     Raises:
-        NotImplementedError: the pieces would draw other random numbers.
+        NotImplementedError: the call uses dropout. The decomposition would draw other random numbers.
     """
     if whole.drops(args):
         raise NotImplementedError(
-            "second derivatives through dropout inside attention or a recurrent network are not supported on the wooly device: "
+            "second derivatives through dropout inside attention or a recurrent network are not supported on the wooly device; "
             "set its dropout to 0"
         )
     result = whole.decompose(*args, **kwargs)

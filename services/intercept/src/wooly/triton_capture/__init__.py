@@ -1,8 +1,8 @@
-"""Triton's kernels, launched in this process without a GPU: captured as TTIR and recorded as `kernel.launch`.
+"""Captures launches of Triton kernels without a GPU: as TTIR, recorded as `kernel.launch`.
 
-Triton's own runtime does all the rest: signatures, specialisation, constexprs, heuristics, autotuning, its cache. Here it finds
-a driver that answers for the remote device, and a compiler whose only stage is `ttir`: a text in which no vendor appears. Nothing
-of Triton is imported before the script does: of the modules here, only `activation` and `writes` can be without it.
+Triton's own runtime does signatures, specialisation, constexprs, heuristics, autotuning and caching. This package gives it a
+driver that represents the remote device, and a compiler whose only stage is `ttir`, a text that does not depend on a vendor.
+Triton is not imported before the script imports it. So only the modules `activation` and `writes` can be imported without Triton.
 """
 
 from wooly.triton_capture.activation import activate, deactivate

@@ -1,4 +1,4 @@
-"""Puts our compiler and driver into Triton as soon as it is imported, and takes them out again."""
+"""Installs Wooly's compiler and driver in Triton when Triton is imported, and removes them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def activate(launches: Launches) -> None:
-    """Make Triton launch through `launches`, now or as soon as it is imported."""
+    """Install compiler and driver, now or when Triton is imported. Triton then launches kernels through `launches`."""
     if "triton" in sys.modules:
         _install(launches)
     elif not any(isinstance(f, _Finder) for f in sys.meta_path):
@@ -25,7 +25,7 @@ def activate(launches: Launches) -> None:
 
 
 def deactivate() -> None:
-    """Give Triton back to whatever drivers it finds."""
+    """Remove Wooly's driver, so that Triton looks for its own drivers again."""
     sys.meta_path[:] = [f for f in sys.meta_path if not isinstance(f, _Finder)]
     runtime = sys.modules.get("triton.runtime.driver")
     if runtime is not None and getattr(runtime.driver, "_wooly", False):
@@ -34,7 +34,7 @@ def deactivate() -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Waits for Triton to be imported."""
+    """Detects the import of Triton."""
 
     def __init__(self, launches: Launches) -> None:
         self._launches = launches
@@ -42,7 +42,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Triton's own, whose end of loading is heard of."""
+        """The normal spec of Triton, with a loader that installs compiler and driver after the import."""
         if name != "triton":
             return None
         sys.meta_path[:] = [f for f in sys.meta_path if f is not self]

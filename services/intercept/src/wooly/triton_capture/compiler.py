@@ -1,4 +1,4 @@
-"""Triton's compiler, which stops at TTIR: a text for any target. Can be imported once Triton is."""
+"""A Triton compiler backend that stops at TTIR, which does not depend on the target. Importing this module needs Triton."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAME = "wooly"
 
 @dataclass(frozen=True)
 class Options:
-    """What Triton's front end asks of a compiler's options: those of any target, and none of one vendor's."""
+    """The compile options that Triton's front end needs. They do not depend on a vendor."""
 
     num_warps: int = 4
     num_stages: int = 2
@@ -35,16 +35,16 @@ class Options:
     instrumentation_mode: str = ""
     fpsan_homomorphic_casts: bool = False
     extern_libs: tuple[tuple[str, str], ...] = ()
-    unchecked: bool = False  # run it as it is where the device is a GPU, which needs the permission opaque_kernels
+    unchecked: bool = False  # run without bounds checks on a GPU; this needs the permission opaque_kernels
     backend_name: str = NAME
 
     def hash(self) -> str:
-        """What tells texts apart that were made with other options."""
+        """Part of Triton's cache key: different options give different keys."""
         return repr(self)
 
 
 class WoolyBackend(BaseBackend):  # type: ignore[misc]
-    """Stops at TTIR."""
+    """Compiler backend whose only stage is `ttir`."""
 
     binary_ext = "ttir"
 
@@ -56,7 +56,7 @@ class WoolyBackend(BaseBackend):  # type: ignore[misc]
         return f"{NAME}-1"
 
     def parse_options(self, options: dict[str, Any]) -> Options:
-        """Of all that scripts give (vendors' hints among it), what any target knows."""
+        """The options of a script that `Options` has. Other options, such as hints for a vendor, are ignored."""
         known = Options.__dataclass_fields__.keys() - {"arch", "backend_name", "warp_size"}
         return Options(**{k: _frozen(v) for k, v in options.items() if k in known and v is not None})
 
@@ -70,7 +70,7 @@ class WoolyBackend(BaseBackend):  # type: ignore[misc]
         return {"triton.language.extra.libdevice": libdevice()}
 
     def load_dialects(self, context: Any) -> None:
-        """TTIR's are there."""
+        """Do nothing: the dialects of TTIR are always loaded."""
 
     def add_stages(self, stages: dict[str, Any], options: Options, language: Any = None) -> None:
         stages["ttir"] = _text_of

@@ -1,4 +1,4 @@
-"""Triton's driver, which answers for the remote device and launches what was compiled there. Can be imported once Triton is."""
+"""A Triton driver that represents the remote device and records launches. Importing this module needs Triton."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _DTYPES = {
 
 
 class Launcher:
-    """Launches one compiled kernel."""
+    """Records the launches of one compiled kernel."""
 
     def __init__(self, launches: Launches, source: Any, metadata: Any) -> None:
         self._launches = launches
@@ -93,7 +93,7 @@ class Launcher:
 
 
 class _Utils:
-    """What Triton asks a driver's library."""
+    """The functions that Triton calls in a driver's library."""
 
     @staticmethod
     def get_device_properties(device: int) -> dict[str, int]:
@@ -115,20 +115,20 @@ class _Utils:
 
     @staticmethod
     def unload_module(module: Any) -> None:
-        """Nothing was loaded."""
+        """Do nothing: no binary was loaded."""
 
 
 def _untimed(kernel_call: Any, quantiles: Sequence[float] = ()) -> list[float]:
-    """No configuration is faster than another: Triton takes the first."""
+    """Return the same time for each configuration, so that Triton takes the first."""
     warnings.warn(
-        "a kernel with autotune is recorded, where nothing can be timed: its first configuration is taken",
+        "autotune cannot measure a kernel during recording, so its first configuration is used",
         stacklevel=2,
     )
     return [1.0] * max(len(quantiles), 1)
 
 
 class WoolyDriver(DriverBase):  # type: ignore[misc]
-    """Answers for the remote device."""
+    """Triton driver for the remote device."""
 
     def __init__(self, launches: Launches) -> None:
         self._launches = launches
@@ -140,7 +140,7 @@ class WoolyDriver(DriverBase):  # type: ignore[misc]
 
     @classmethod
     def is_active(cls) -> bool:
-        return False  # it is set, not found
+        return False  # `activation` sets the driver; Triton must not find it by itself
 
     def map_python_to_cpp_type(self, ty: str) -> str:
         return ty
@@ -178,7 +178,7 @@ def _parameter(kernel: str, name: str, kind: Any, writes: bool) -> Pointer | DTy
     dtype = _DTYPES.get(kind.lstrip("*").removeprefix("k")) if isinstance(kind, str) else None
     if dtype is None:
         raise NotImplementedError(
-            f"Triton kernel {kernel}: an argument of type {kind} ({name}) is not supported; pointers to, and numbers of, "
-            f"{', '.join(_DTYPES)} are"
+            f"Triton kernel {kernel}: argument {name} has type {kind}, which is not supported; use numbers of, or pointers to: "
+            f"{', '.join(_DTYPES)}"
         )
     return Pointer(dtype, writes) if kind.startswith("*") else dtype

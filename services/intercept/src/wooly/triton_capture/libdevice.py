@@ -1,4 +1,4 @@
-"""What stands in for `triton.language.extra.libdevice` while a kernel is captured. Can be imported once Triton is."""
+"""Replaces `triton.language.extra.libdevice` while a kernel is captured. Importing this module needs Triton."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 from triton.language import core
 
-#: Functions of `triton.language.extra.libdevice` by how many operands they have; of numbers that are asked about, the answer is
-#: 0 or 1. They go into the text under these names, which no vendor uses.
+#: Functions of `triton.language.extra.libdevice`, by number of operands. They appear in TTIR under these names, which do not
+#: depend on a vendor.
 _LIBDEVICE = {
     1: "acos acosh asin asinh atan atanh cbrt ceil cos cosh cospi erf erfc exp exp10 exp2 expm1 floor lgamma log log10 log1p "
     "log2 rint round rsqrt sin sinh sinpi sqrt tan tanh tgamma trunc isnan isinf isfinite signbit",
     2: "atan2 copysign fdim fmod hypot nextafter pow remainder div_rn",
     3: "fma",
 }
-#: Those that go by other names there, or have faster kin.
+#: Other names of these functions in libdevice, and faster variants, which become the normal functions.
 _OTHER_NAMES = {
     "abs": "fabs",
     "nearbyint": "rint",
@@ -30,7 +30,7 @@ _QUESTIONS = ("isnan", "isinf", "isfinite", "signbit")
 
 @functools.cache
 def libdevice() -> ModuleType:
-    """What stands in for `triton.language.extra.libdevice` while a kernel is captured."""
+    """Make the module that replaces `triton.language.extra.libdevice` while a kernel is captured."""
     made = ModuleType("wooly.libdevice")
     arity = {name: n for n, names in _LIBDEVICE.items() for name in names.split()} | {"fabs": 1}
 

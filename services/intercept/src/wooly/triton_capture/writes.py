@@ -1,4 +1,4 @@
-"""Which of its parameters a kernel writes through, told from its TTIR."""
+"""Finds the pointer parameters through which a kernel writes, from its TTIR."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from wooly_wis.foreign import MAX_ARGUMENTS
 
 
 def written(text: str, entry: str) -> frozenset[int]:
-    """Parameters of a function through which it may write, found by following pointers through the text.
+    """Indices of the parameters through which a function may write. Follows the pointers through the text.
 
-    What cannot be told apart counts as written; the executor holds the kernel to it.
+    If this analysis is not certain, a parameter counts as written. The executor refuses writes through other parameters.
     """
     head = re.search(rf"tt\.func public @{re.escape(entry)}\((.*)\) attributes", text)
     names = re.findall(r"(%[\w$.-]+):", head[1]) if head is not None else []
@@ -34,7 +34,7 @@ def written(text: str, entry: str) -> frozenset[int]:
         elif "tt.load" not in line:
             together = operands[:1] if "tt.addptr" in line else operands
             together += re.findall(r"%[\w$.-]+", defined)
-            if re.search(r"scf\.|cf\.|\^bb", line):  # passed on, here or there
+            if re.search(r"scf\.|cf\.|\^bb", line):  # control flow may exchange these pointers
                 together.append("passed")
             for name in together[1:]:
                 if of(name) != of(together[0]):

@@ -1,4 +1,4 @@
-"""The commands of `wooly`; `wooly --help` lists them in the order in which they are imported here."""
+"""The commands of `wooly`. `wooly --help` lists them in the order of these imports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line itself, and what its commands share: how they print, fail, and reach the controller."""
+"""The command-line application, and functions that its commands share: to print, to fail, to connect to the controller."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from wooly.settings import Settings, SettingsError, load
 
 app = typer.Typer(
     name="wooly",
-    help="Run PyTorch programs that say “cuda” on devices elsewhere.",
+    help="Run PyTorch programs that use “cuda” on remote devices.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-#: What is read by no person at a terminal is not made to fit one.
+#: Width of the output, in characters, if it does not go to a terminal.
 WIDE = 200
 out = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDE)
 err = Console(stderr=True)
@@ -30,7 +30,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 
 
 def fail(error: Exception) -> typer.Exit:
-    """Print an error; what is returned is to be raised."""
+    """Print an error. Returns an exception that the caller raises to end the command."""
     err.print(f"[bold red]wooly:[/] {error}", highlight=False, soft_wrap=True)
     return typer.Exit(1)
 
@@ -39,19 +39,19 @@ def stack_module() -> Any:
     """The module of the local stack.
 
     Raises:
-        typer.Exit: it is not installed.
+        typer.Exit: the local stack is not installed.
     """
     module = local_stack()
     if module is None:
-        raise fail(ControlError("the local stack is not installed here; install wooly-local"))
+        raise fail(ControlError("the local stack is not installed; install the distribution wooly-local"))
     return module
 
 
 def read_settings() -> Settings:
-    """The user's settings.
+    """Load the settings of this process.
 
     Raises:
-        typer.Exit: they cannot be read.
+        typer.Exit: a setting is invalid, or the configuration file cannot be read.
     """
     try:
         return load()
@@ -59,14 +59,14 @@ def read_settings() -> Settings:
         raise fail(e) from e
 
 
-_IS_WHAT = {"states": "a state: pending, started, completed, failed, cancelled", "kind": "session or job"}
+_IS_WHAT = {"states": "a state (pending, started, completed, failed, cancelled)", "kind": "session or job"}
 
 
 def with_router(work: Callable[[Any, Any, Settings], Any]) -> Any:
-    """What `work` makes of the module of jobs, a connection to the controller, and the settings.
+    """Call `work` with `wooly.cli.jobs`, a connection to the controller and the settings, and return the result.
 
     Raises:
-        typer.Exit: it cannot be done.
+        typer.Exit: an argument is invalid, or the controller does not answer or refuses.
     """
     from pydantic import ValidationError
 
@@ -79,13 +79,13 @@ def with_router(work: Callable[[Any, Any, Settings], Any]) -> Any:
     except ValidationError as e:
         wrong = e.errors()[0]
         is_what = _IS_WHAT.get(str(wrong["loc"][0]), "the id of a task")
-        raise fail(ControlError(f"{wrong['input']!r} is not {is_what}")) from e
+        raise fail(ControlError(f"{wrong['input']!r} is not valid; it must be {is_what}")) from e
     except WoolyError as e:
         raise fail(e) from e
 
 
 def size(n: float) -> str:
-    """Bytes, for people."""
+    """A number of bytes with a suitable unit."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if n < 1024 or unit == "GiB":
             return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"

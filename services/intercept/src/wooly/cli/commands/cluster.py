@@ -1,4 +1,4 @@
-"""The commands about where work runs: the local stack, nodes and devices."""
+"""Commands for the local stack, nodes and devices."""
 
 from __future__ import annotations
 
@@ -24,14 +24,16 @@ if TYPE_CHECKING:
 
 @app.command()
 def up(
-    foreground: Annotated[bool, typer.Option("--foreground", help="Stay, and stop the stack at Ctrl-C.")] = False,
+    foreground: Annotated[
+        bool, typer.Option("--foreground", help="Stay in the foreground, and stop the stack at Ctrl-C.")
+    ] = False,
     gpus: Annotated[
         int | None,
-        typer.Option(min=1, help="Executors to start, one per device; WOOLYAI_GPU_COUNT of them by default."),
+        typer.Option(min=1, help="Number of executors to start, one per device; default: WOOLYAI_GPU_COUNT."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Start a local stack: nats-server, all services and executors, kept running until `wooly down`."""
+    """Start a local stack: nats-server, all services and executors. It runs until `wooly down`."""
     settings, module = read_settings(), stack_module()
     try:
         with err.status("starting nats-server, router, scheduler, executors and metering…"):
@@ -84,25 +86,25 @@ def _own_stack() -> Any:
     settings, module = read_settings(), stack_module()
     stack = module.read_stack(settings.state_dir)
     if stack is None:
-        raise fail(ControlError("no stack is running here; start one with `wooly up`"))
+        raise fail(ControlError("no local stack is running; start one with `wooly up`"))
     return stack
 
 
 @app.command()
 def ui() -> None:
-    """Print the address of the local stack's pages, with a code that logs one browser in, once, within five minutes."""
+    """Print the address of the local stack's web UI. It contains a code that logs in one browser, once, within five minutes."""
     print(_own_stack().ui_url())
 
 
 @app.command()
 def token() -> None:
-    """Print the token of the local stack's owner, for REST: curl -H "Authorization: Bearer $(wooly token)" …."""
+    """Print the API token of the local stack's owner, for REST: curl -H "Authorization: Bearer $(wooly token)" …."""
     print(_own_stack().token)
 
 
 @app.command()
 def status(as_json: Json = False) -> None:
-    """Show the local stack and what the controller knows."""
+    """Show the local stack, and the executors and memory that the controller knows."""
     settings, module = read_settings(), local_stack()
     stack = module.read_stack(settings.state_dir) if module is not None and not settings.controller_url else None
     report: dict[str, Any] = {
@@ -124,9 +126,9 @@ def status(as_json: Json = False) -> None:
     if as_json:
         print(json.dumps(report | ({"error": problem} if problem else {})))
     elif report["state"] == "starting":
-        out.print("a stack is being started here")
+        out.print("a local stack is starting")
     elif stack is None and not settings.controller_url:
-        out.print("no stack is running here; start one with [bold]wooly up[/]")
+        out.print("no local stack is running; start one with [bold]wooly up[/]")
     else:
         out.print(f"controller {report['controller_url']}  {report['state']}", highlight=False)
         if stack is not None:
@@ -167,7 +169,7 @@ def _print_nodes(nodes: list[dict[str, Any]]) -> None:
 
 
 def _print_memory(nodes: list[dict[str, Any]]) -> None:
-    """Whose memory it is, and of what kind, per device."""
+    """Print the memory of each device by tenant and kind."""
     for n in nodes:
         if not n.get("memory"):
             continue
@@ -199,16 +201,16 @@ def nodes(as_json: Json = False) -> None:
 
 @app.command()
 def top(
-    once: Annotated[bool, typer.Option("--once", help="Print it once instead of every second.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print once instead of every second.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show live what every GPU, tenant and session does, as the scheduler follows it, and who computes. Ctrl-C ends it."""
+    """Show the use of every GPU by tenant and session, and the shares of generated kernels. Live until Ctrl-C."""
 
     def read() -> tuple[list[GpuState], dict[str, WorkDone]]:
         gpus = controller.gpus()
         try:
             return gpus, {n.executor_id: n.work for n in controller.nodes().nodes}
-        except ControlError:  # the scheduler's part needs no router
+        except ControlError:  # the router does not answer; show the scheduler's figures alone
             return gpus, {}
 
     try:

@@ -1,4 +1,4 @@
-"""`wooly credits`."""
+"""The command `wooly credits`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from wooly.cli.credits import as_csv, credits_of, print_credits, read_credits
 from wooly.control import ControlError, connect
 from wooly.errors import WoolyError
 
-credits = typer.Typer(name="credits", help="Show what was spent, and set what may be.", invoke_without_command=True)
+credits = typer.Typer(name="credits", help="Show spent credits, and set budgets.", invoke_without_command=True)
 app.add_typer(credits)
 
 
@@ -21,18 +21,18 @@ app.add_typer(credits)
 def show_credits(
     context: typer.Context,
     by: Annotated[str, typer.Option(help="Sum by run, model or hour.")] = "run",
-    tenant: Annotated[str, typer.Option(help="Of this tenant only.")] = "",
-    limit: Annotated[int, typer.Option(min=1, max=1_000_000, help="Rows to show.")] = 20,
+    tenant: Annotated[str, typer.Option(help="Show only this tenant.")] = "",
+    limit: Annotated[int, typer.Option(min=1, max=1_000_000, help="Maximum number of rows.")] = 20,
     as_json: Json = False,
-    as_table: Annotated[bool, typer.Option("--csv", help="Print rows as CSV, in whole numbers.")] = False,
+    as_table: Annotated[bool, typer.Option("--csv", help="Print rows as CSV, with integers.")] = False,
 ) -> None:
-    """Show the balance, and what was spent by run, model or hour. Amounts in files are micro-credits."""
+    """Show the balance, and spent credits by run, model or hour. Amounts in JSON and CSV are micro-credits."""
     if context.invoked_subcommand is not None:
         return
     from wooly_wis.credits import CreditsRequest
 
     if by not in ("run", "model", "hour"):
-        raise fail(ControlError(f"--by {by}: there are run, model and hour"))
+        raise fail(ControlError(f"--by {by} is not valid; use run, model or hour"))
     try:
         with closing(connect(read_settings())) as controller:
             reply = read_credits(controller, CreditsRequest(by=by, tenant=tenant), limit)  # type: ignore[arg-type]
@@ -49,12 +49,14 @@ def show_credits(
 @credits.command()
 def budget(
     tenant: Annotated[str, typer.Argument(metavar="TENANT")],
-    soft: Annotated[float | None, typer.Option(min=0, help="Credits at which an event is sent.")] = None,
-    hard: Annotated[float | None, typer.Option(min=0, help="Credits at which its sessions are suspended.")] = None,
-    period: Annotated[str, typer.Option(help="Of what is spent in total, or each UTC month or day.")] = "total",
+    soft: Annotated[float | None, typer.Option(min=0, help="Spent credits at which an event is sent.")] = None,
+    hard: Annotated[
+        float | None, typer.Option(min=0, help="Spent credits at which the tenant's sessions are suspended.")
+    ] = None,
+    period: Annotated[str, typer.Option(help="Period of the limits: total, month or day (UTC).")] = "total",
     as_json: Json = False,
 ) -> None:
-    """Set a tenant's budget: these limits and no others. Suspended sessions go on if it is enough."""
+    """Set a tenant's budget. A limit that is not given is removed. Suspended sessions continue if the new limits permit it."""
     from pydantic import ValidationError
     from wooly_bus import contracts
     from wooly_wis.credits import SetBudgetRequest
@@ -63,7 +65,7 @@ def budget(
     try:
         request = SetBudgetRequest.model_validate({"tenant": tenant, "period": period} | amounts)
     except ValidationError as e:
-        raise fail(ControlError(f"that is no budget: {e.errors()[0]['msg']}")) from e
+        raise fail(ControlError(f"the budget is not valid: {e.errors()[0]['msg']}")) from e
     try:
         with closing(connect(read_settings())) as controller:
             state = controller.ask(contracts.METERING_BUDGET_SET, request, timeout=10.0)

@@ -1,4 +1,4 @@
-"""`wooly doctor`: what may be amiss here, and what of a script runs on the CPU here."""
+"""`wooly doctor`: checks the installation, or counts the operators of a script that the client's CPU computes."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ from wooly.settings import Settings, load, unknown_variables
 )
 def doctor(
     context: typer.Context,
-    script: Annotated[str, typer.Argument(metavar="[SCRIPT]", help="With --fallbacks: what to run meanwhile.")] = "",
+    script: Annotated[str, typer.Argument(metavar="[SCRIPT]", help="With --fallbacks: script to run.")] = "",
     as_json: Json = False,
     fallbacks: Annotated[
-        bool, typer.Option("--fallbacks", help="Count what the CPU here computes in the device's stead.")
+        bool,
+        typer.Option("--fallbacks", help="Count operators on device tensors that the CPU of this machine computes."),
     ] = False,
 ) -> None:
-    """Check everything that a run needs, and say how to mend what is missing."""
-    sys.argv[0] = "wooly doctor"  # its sessions are called so
+    """Check everything that a run needs, and say how to repair what is missing."""
+    sys.argv[0] = "wooly doctor"  # becomes the name of its sessions
     if fallbacks:
         raise typer.Exit(_count_fallbacks(script, list(context.args), as_json))
     checks: list[dict[str, Any]] = []
@@ -49,7 +50,7 @@ def doctor(
     settings: list[Settings] = []
     if check("configuration", lambda: _check_configuration(settings)):
         if _starts_its_own(settings[0]):
-            detail = "none is running: each run starts a stack of its own; `wooly up` keeps one, and runs begin sooner"
+            detail = "not running: each run starts its own stack; start one with `wooly up`, and runs begin sooner"
             checks.append({"check": "controller", "ok": True, "detail": detail})
             begin(settings[0])
         else:
@@ -76,9 +77,9 @@ def _starts_its_own(settings: Settings) -> bool:
 
 
 def _count_fallbacks(script: str, arguments: list[str], as_json: bool) -> int:
-    """Run a script, or a small training, and count the fallbacks meanwhile. Returns the exit code."""
+    """Run a script, or a small training, and count its fallbacks. Returns the exit code."""
     if script and not Path(script).exists():
-        raise fail(FileNotFoundError(f"can't open file {script!r}: no such file"))
+        raise fail(FileNotFoundError(f"can't open file {script!r}: the file does not exist"))
     from wooly import api
     from wooly.cli import script as runner
     from wooly.fallbacks import Fallbacks
@@ -107,9 +108,9 @@ def _count_fallbacks(script: str, arguments: list[str], as_json: bool) -> int:
         print(json.dumps(report))
     else:
         out.print(
-            f"{counted.calls:,} operations on device tensors, of which the CPU here computed {found.total():,}\n"
-            f"signatures inferred: {inferences.on_meta:,} without memory, {inferences.on_host:,} on zeros; "
-            f"{inferences.trials:,} tried on zeros for their errors (no device data in any of them)",
+            f"{counted.calls:,} operations on device tensors; the CPU of this machine computed {found.total():,} of them\n"
+            f"call signatures inferred: {inferences.on_meta:,} on meta tensors, {inferences.on_host:,} on zeros; "
+            f"{inferences.trials:,} tried on zeros to find errors (these use no device data)",
             highlight=False,
             soft_wrap=True,
         )
@@ -120,7 +121,7 @@ def _count_fallbacks(script: str, arguments: list[str], as_json: bool) -> int:
 
 
 def _exercise() -> int:
-    """A few training steps that use a bit of everything."""
+    """Run a few training steps with many kinds of operators. Returns the exit code 0."""
     import torch
     from torch.nn import functional
 
@@ -145,7 +146,9 @@ def _exercise() -> int:
 
 def _check_python() -> str:
     if not (3, 11) <= sys.version_info[:2] <= (3, 12):
-        raise RuntimeError(f"Python {platform.python_version()}; Wooly is tested with 3.11 and 3.12")
+        raise RuntimeError(
+            f"Python {platform.python_version()} is not supported; Wooly is tested with 3.11 and 3.12: install one of them"
+        )
     return platform.python_version()
 
 
@@ -155,7 +158,7 @@ def _check_torch() -> str:
     release = tuple(int(p) for p in torch.__version__.split("+")[0].split(".")[:2])
     if not (2, 11) <= release <= (2, 13):
         raise RuntimeError(
-            f"torch {torch.__version__}; Wooly is checked against 2.11 to 2.13: pip install torch==2.13.0"
+            f"torch {torch.__version__} is not supported; Wooly is tested with 2.11 to 2.13: pip install torch==2.13.0"
         )
     return str(torch.__version__)
 
@@ -163,7 +166,7 @@ def _check_torch() -> str:
 def _check_configuration(found: list[Settings]) -> str:
     found.append(load())
     strange = unknown_variables()
-    return "valid" + (f"; no settings, and without effect: {', '.join(strange)}" if strange else "")
+    return "valid" + (f"; unknown variables, which have no effect: {', '.join(strange)}" if strange else "")
 
 
 def _check_executor(settings: Settings) -> str:
@@ -182,12 +185,12 @@ def _check_round_trip() -> str:
     try:
         x = torch.ones(2, device="cuda")
         value, took = 0.0, float("inf")
-        for _ in range(5):  # what is done first takes longer
+        for _ in range(5):  # the first round trip takes longer
             started = time.perf_counter()
             value = float((x + 1).sum())
             took = min(took, time.perf_counter() - started)
     finally:
         api.disable()
     if value != 4.0:
-        raise RuntimeError(f"1+1 twice gave {value}")
+        raise RuntimeError(f"the device computed a wrong result: the sum of [1, 1] + 1 is 4.0, but it returned {value}")
     return f"{took * 1e6:.0f} µs"

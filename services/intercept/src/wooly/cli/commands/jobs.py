@@ -1,4 +1,4 @@
-"""The commands about jobs and what became of them: export, submit, logs, trace."""
+"""Commands for jobs and their results: export, submit, logs, trace."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ from wooly.errors import WoolyError
 @app.command()
 def export(
     target: Annotated[
-        str, typer.Argument(metavar="SCRIPT:FUNCTION", help="FUNCTION returns what to export, and example inputs.")
+        str,
+        typer.Argument(metavar="SCRIPT:FUNCTION", help="FUNCTION returns the function to export, and example inputs."),
     ],
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="The file to write; FUNCTION.wism by default.")
+        Path | None, typer.Option("-o", "--output", help="File to write; default: FUNCTION.wism.")
     ] = None,
     blobs: Annotated[
-        Path | None, typer.Option(help="A folder instead, with a file per blob; prints the module's digest.")
+        Path | None,
+        typer.Option(help="Write a folder with one file per blob instead; prints the digest of the module."),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -36,33 +38,39 @@ def export(
         jobs.export(target, output, blobs, out, as_json)
     except (WoolyError, NotImplementedError, OSError) as e:
         raise fail(e) from e
-    except Exception as e:  # the script's own
+    except Exception as e:  # an error of the script
         print_error(e)
         raise typer.Exit(1) from e
     sys.stdout.flush()
-    os._exit(0)  # as in `run`: thousands of tensors need not die one by one
+    os._exit(0)  # as in `run`: do not free thousands of tensors one by one
 
 
 @app.command()
 def submit(
-    module: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="What `wooly export` wrote.")],
+    module: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="File that `wooly export` wrote.")],
     inputs: Annotated[
-        list[str] | None, typer.Option("--input", "-i", metavar="NAME=FILE", help="An input: .npy or .pt.")
+        list[str] | None, typer.Option("--input", "-i", metavar="NAME=FILE", help="Input from a .npy or .pt file.")
     ] = None,
-    name: Annotated[str, typer.Option(help="A name for people.")] = "",
-    priority: Annotated[int | None, typer.Option(min=0, max=4, help="0 (highest) to 4.")] = None,
-    vram: Annotated[int | None, typer.Option(min=1, help="Bytes to reserve; what the module needs by default.")] = None,
-    group: Annotated[list[str] | None, typer.Option(help="Node groups to run in.")] = None,
-    noswap: Annotated[bool, typer.Option("--noswap", help="It must not be swapped out.")] = False,
-    deadline: Annotated[float | None, typer.Option(min=0.001, help="Seconds after which it fails.")] = None,
-    attempts: Annotated[int | None, typer.Option(min=1, max=100, help="Tries, if executors are lost.")] = None,
-    wait: Annotated[bool, typer.Option("--wait", help="Until it has ended; the exit code says how.")] = False,
+    name: Annotated[str, typer.Option(help="Name to show in lists; default: the file's name.")] = "",
+    priority: Annotated[int | None, typer.Option(min=0, max=4, help="Class, 0 (highest) to 4.")] = None,
+    vram: Annotated[
+        int | None, typer.Option(min=1, help="Bytes of device memory to reserve; default: what the module needs.")
+    ] = None,
+    group: Annotated[list[str] | None, typer.Option(help="Group of nodes to run in; may be repeated.")] = None,
+    noswap: Annotated[bool, typer.Option("--noswap", help="Do not swap out the job's memory.")] = False,
+    deadline: Annotated[float | None, typer.Option(min=0.001, help="Seconds after which the job fails.")] = None,
+    attempts: Annotated[
+        int | None, typer.Option(min=1, max=100, help="Maximum number of attempts, if executors are lost.")
+    ] = None,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Wait until the job has ended; the exit code is 0 if it completed.")
+    ] = False,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Folder for the results; waits for them.")
+        Path | None, typer.Option("-o", "--output", help="Folder for the results; waits for the job.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Submit a module as a job. Prints its id."""
+    """Submit a module as a job, and print the id of the job."""
     from wooly.cli import jobs
 
     settings = read_settings()
@@ -96,10 +104,10 @@ def submit(
 @app.command()
 def logs(
     task: Annotated[str, typer.Argument(metavar="TASK", help="The task's id.")],
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Until it has ended.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Print new steps until the task has ended.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Print what happened to a task: its states with times and reasons."""
+    """Print the story of a task: its states with times and reasons."""
     code = with_router(lambda jobs, c, settings: jobs.logs(c, settings, task, follow, as_json))
     if code:
         raise typer.Exit(code)
@@ -108,12 +116,12 @@ def logs(
 @app.command()
 def trace(
     task: Annotated[
-        str | None, typer.Argument(metavar="TASK", help="A task's id, or a trace's; without, recent traces.")
+        str | None, typer.Argument(metavar="TASK", help="Id of a task or trace; without it, list recent traces.")
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, max=200, help="At most so many traces, the newest.")] = 20,
+    limit: Annotated[int, typer.Option(min=1, max=200, help="Maximum number of traces in the list.")] = 20,
     as_json: Json = False,
 ) -> None:
-    """Show where a session's or job's time went, in all services: its trace as a waterfall."""
+    """Show the trace of a session or job as a waterfall, with the time in each service."""
     from wooly.cli import traces
 
     if task is None:

@@ -1,4 +1,4 @@
-"""`wooly disasm`."""
+"""The command `wooly disasm`."""
 
 from __future__ import annotations
 
@@ -19,14 +19,20 @@ if TYPE_CHECKING:
 
 @app.command()
 def disasm(
-    file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A program in WIS's binary form.")],
+    file: Annotated[
+        Path, typer.Argument(exists=True, dir_okay=False, help="File with a program in WIS's binary form.")
+    ],
     passes: Annotated[
-        bool, typer.Option("--passes", help="Print what each pass of the compiler makes of it, too (asks a compiler).")
+        bool,
+        typer.Option(
+            "--passes", help="Also print the program after each pass of the compiler (needs a running compiler)."
+        ),
     ] = False,
     jit: Annotated[
-        str, typer.Option(help="With --passes: exact, only kernels with the library's own bits; or full.")
+        str,
+        typer.Option(help="With --passes: exact (only kernels whose results equal the library's bit for bit) or full."),
     ] = "full",
-    target: Annotated[str, typer.Option(help="With --passes: what to compile for; any CPU by default.")] = "",
+    target: Annotated[str, typer.Option(help="With --passes: target of the compiler; default: any CPU.")] = "",
     as_json: Json = False,
 ) -> None:
     """Print a WIS program as assembly."""
@@ -35,7 +41,7 @@ def disasm(
     from wooly_wis.errors import WisError
 
     if jit not in ("exact", "full"):
-        raise fail(ControlError(f"--jit {jit}: there are exact and full"))
+        raise fail(ControlError(f"--jit {jit} is not valid; use exact or full"))
     raw = file.read_bytes()
     try:
         stages = [("program", disassemble(decode_program(raw)))]

@@ -1,4 +1,4 @@
-"""`wooly run`."""
+"""The command `wooly run`."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from wooly.errors import WoolyError
 )
 def run(
     context: typer.Context,
-    target: Annotated[str, typer.Argument(metavar="SCRIPT", help="The script, or with -m the module.")],
+    target: Annotated[str, typer.Argument(metavar="SCRIPT", help="Path of the script, or with -m name of the module.")],
     module: Annotated[bool, typer.Option("-m", help="Run a module, like `python -m`.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but the script's own output.")] = False,
 ) -> None:
-    """Run SCRIPT with its "cuda" work on a Wooly device; everything after SCRIPT belongs to it."""
+    """Run SCRIPT with its "cuda" operations on a Wooly device. All arguments after SCRIPT are passed to the script."""
     if not module and not Path(target).exists():
-        raise fail(FileNotFoundError(f"can't open file {target!r}: no such file"))
+        raise fail(FileNotFoundError(f"can't open file {target!r}: the file does not exist"))
     settings = read_settings()
     if not settings.model:
         settings = settings.model_copy(update={"model": (target if module else Path(target).name)[:256]})
     started = time.monotonic()
-    sys.argv[0] = target  # its sessions are called so
+    sys.argv[0] = target  # becomes the name of its sessions
     begin(settings)
     with err.status("finding a device…") if not quiet and err.is_terminal else contextlib.nullcontext():
         from wooly import api
@@ -55,12 +55,12 @@ def run(
         err.print(f"       {bill_line(bill)}", highlight=False, soft_wrap=True)
     sys.stdout.flush()
     sys.stderr.flush()
-    # Interpreter shutdown would let thousands of tensors die one by one; everything is closed and flushed already.
+    # Exit at once: everything is closed and flushed, and interpreter shutdown would free thousands of tensors one by one.
     os._exit(code)
 
 
 def _finish() -> int:
-    """Wait for the device, so that an error of the last operations is not lost."""
+    """Wait for the device, so that errors of the last operations are reported. Returns the exit code."""
     from wooly import api
 
     try:
@@ -79,9 +79,9 @@ def _route(endpoint: str) -> str:
 
 
 def _further(opened: Any) -> str:
-    """Where to look for more: a stack that was this run's own is gone."""
+    """Commands that show more about this run. A stack that was started for this run has stopped."""
     if opened is None or opened.ephemeral:
-        return "[bold]wooly up[/] keeps a stack running, then [bold]wooly status[/] and [bold]wooly nodes[/] show it"
+        return "start a stack that stays with [bold]wooly up[/]; [bold]wooly status[/] and [bold]wooly nodes[/] then show it"
     what = "trace" if opened.traced else "logs"
     return f"[bold]wooly {what} {opened.session_id}[/], [bold]wooly top[/], [bold]wooly nodes[/]"
 
@@ -95,7 +95,7 @@ def _summary(stats: dict[str, Any], seconds: float, opened: Any) -> None:
         f"\n[bold]wooly[/]  ran {seconds:.1f} s on {''.join(where)}\n"
         f"       {stats['operations']:,} operations in {stats['programs']:,} programs, {stats['syncs']:,} waits, "
         f"{size(stats['bytes_sent'])} up, {size(stats['bytes_received'])} down\n"
-        f"       look further: {_further(opened)}",
+        f"       more: {_further(opened)}",
         highlight=False,
         soft_wrap=True,
     )

@@ -1,4 +1,4 @@
-"""`wooly tasks`."""
+"""The command `wooly tasks`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from wooly.errors import WoolyError
 tasks = typer.Typer(name="tasks", help="List tasks (sessions and jobs), or change them.", invoke_without_command=True)
 app.add_typer(tasks)
 Filter = Annotated[
-    list[str] | None, typer.Option("--state", help="pending, started, completed, failed or cancelled; repeat it.")
+    list[str] | None, typer.Option("--state", help="pending, started, completed, failed or cancelled; may be repeated.")
 ]
 
 
@@ -24,12 +24,12 @@ def list_tasks(
     context: typer.Context,
     state: Filter = None,
     kind: Annotated[str | None, typer.Option(help="session or job.")] = None,
-    tenant: Annotated[str | None, typer.Option(help="Of one tenant only.")] = None,
-    text: Annotated[str | None, typer.Option(help="In their ids and names.")] = None,
-    limit: Annotated[int, typer.Option(min=1, max=200, help="At most so many, the newest.")] = 30,
+    tenant: Annotated[str | None, typer.Option(help="Show only this tenant.")] = None,
+    text: Annotated[str | None, typer.Option(help="Show only tasks whose id or name contains this text.")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=200, help="Maximum number of tasks.")] = 30,
     as_json: Json = False,
 ) -> None:
-    """List tasks, newest first; or change one with a command below."""
+    """List tasks, newest first, or change a task with one of the commands below."""
     if context.invoked_subcommand is None:
         chosen = {"states": tuple(state or ()), "kind": kind, "tenant": tenant, "text": text, "limit": limit}
         with_router(lambda jobs, c, settings: jobs.list_tasks(c, settings, out, as_json, **chosen))
@@ -38,7 +38,7 @@ def list_tasks(
 @tasks.command()
 def cancel(
     task: Annotated[str, typer.Argument(metavar="TASK", help="The task's id.")],
-    reason: Annotated[str, typer.Option(help="Why, for its story.")] = "",
+    reason: Annotated[str, typer.Option(help="Reason, for the task's story.")] = "",
     as_json: Json = False,
 ) -> None:
     """End a session or a job."""
@@ -59,7 +59,7 @@ def _steer(as_json: bool, session: str, **changes: Any) -> None:
     try:
         request = SteerSessionRequest(session_id=session, **changes)
     except ValidationError as e:
-        raise fail(ControlError(f"{session!r} is not the id of a session")) from e
+        raise fail(ControlError(f"{session!r} is not valid; it must be the id of a session")) from e
     try:
         with closing(connect(read_settings())) as controller:
             reply = controller.steer(request)
@@ -76,10 +76,10 @@ def _steer(as_json: bool, session: str, **changes: Any) -> None:
 def priority(
     session: SessionArgument,
     number: Annotated[int, typer.Argument(metavar="CLASS", min=0, max=4, help="0 (highest) to 4.")],
-    weight: Annotated[int | None, typer.Option(min=1, max=1 << 20, help="Its share inside the class.")] = None,
+    weight: Annotated[int | None, typer.Option(min=1, max=1 << 20, help="Weight of the session in its class.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Give a task another class, also while it waits; a weight needs a running session and the scheduler."""
+    """Change the class of a running or waiting task. --weight needs a running session and the scheduler."""
     if weight is not None:
         _steer(as_json, session, priority=number, weight=weight)
         return
@@ -92,11 +92,11 @@ def priority(
 
 @tasks.command()
 def suspend(session: SessionArgument, as_json: Json = False) -> None:
-    """Launch nothing more of a session until it is resumed; what it submits waits."""
+    """Stop launching the work of a session until it is resumed. Work that it submits waits."""
     _steer(as_json, session, suspended=True)
 
 
 @tasks.command()
 def resume(session: SessionArgument, as_json: Json = False) -> None:
-    """Let a suspended session take part again."""
+    """Resume a suspended session."""
     _steer(as_json, session, suspended=False)

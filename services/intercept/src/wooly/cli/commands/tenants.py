@@ -1,4 +1,4 @@
-"""`wooly tenants`."""
+"""The command `wooly tenants`."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from wooly_bus.contract_types import Q, R, Rpc
     from wooly_wis.messages import TenantInfo
 
-tenants = typer.Typer(name="tenants", help="List tenants and what they may, or change it (administrators).")
+tenants = typer.Typer(name="tenants", help="List tenants and their permissions, or change them (for administrators).")
 app.add_typer(tenants)
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The tenant.")]
 
 
 def _ask(rpc: Rpc[Q, R], request: Q) -> R:
-    """What the router answers to an administrator.
+    """Send a request to the router with the user's API token, and return the reply.
 
     Raises:
-        typer.Exit: it refuses, or does not answer.
+        typer.Exit: the router does not answer, or refuses the request.
     """
     try:
         settings = read_settings()
@@ -60,7 +60,7 @@ def _print(found: Sequence[TenantInfo]) -> None:
 
 @tenants.command("list")
 def list_tenants(as_json: Json = False) -> None:
-    """List all tenants with their ceilings: class, weight, a device to themselves."""
+    """List all tenants with their ceilings (class, weight) and permissions."""
     found = _all()
     if as_json:
         print(json.dumps({"tenants": [t.model_dump(mode="json") for t in found]}))
@@ -73,7 +73,7 @@ def show(name: Name, as_json: Json = False) -> None:
     """Show one tenant and its ceilings."""
     found = [t for t in _all() if t.name == name]
     if not found:
-        raise fail(ControlError(f"there is no tenant {name}; `wooly tenants list` shows those that there are"))
+        raise fail(ControlError(f"the tenant {name} does not exist; `wooly tenants list` shows all tenants"))
     if as_json:
         print(json.dumps(found[0].model_dump(mode="json")))
     else:
@@ -85,27 +85,29 @@ def set_tenant(
     name: Name,
     class_ceiling: Annotated[
         int | None,
-        typer.Option(min=0, max=4, help="The highest class that its sessions and jobs may have: 0 (highest) to 4."),
+        typer.Option(min=0, max=4, help="Highest class of the tenant's sessions and jobs: 0 (highest) to 4."),
     ] = None,
     weight_ceiling: Annotated[
-        int | None, typer.Option(min=1, max=1 << 20, help="The largest weight that they may have inside their class.")
+        int | None, typer.Option(min=1, max=1 << 20, help="Largest weight of the tenant's sessions and jobs.")
     ] = None,
     exclusive: Annotated[
-        bool | None, typer.Option("--exclusive/--no-exclusive", help="They may have a device to themselves.")
+        bool | None,
+        typer.Option("--exclusive/--no-exclusive", help="Whether sessions and jobs may have a device exclusively."),
     ] = None,
     opaque_kernels: Annotated[
         bool | None,
         typer.Option(
-            "--opaque-kernels/--no-opaque-kernels", help="They may launch kernels that nobody can check (PTX)."
+            "--opaque-kernels/--no-opaque-kernels",
+            help="Whether sessions may launch kernels that Wooly cannot check (PTX).",
         ),
     ] = None,
     disabled: Annotated[
-        bool | None, typer.Option("--disabled/--enabled", help="Whether the tenant can do nothing.")
+        bool | None, typer.Option("--disabled/--enabled", help="Whether all requests of the tenant are refused.")
     ] = None,
-    description: Annotated[str | None, typer.Option(help="What it is.")] = None,
+    description: Annotated[str | None, typer.Option(help="Description of the tenant.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Make a tenant, or change one: what is not given stays as it is. What runs above a new ceiling is brought down to it."""
+    """Make or change a tenant. Options that are not given do not change. Running tasks above a new ceiling are lowered to it."""
     from pydantic import ValidationError
     from wooly_bus import contracts
     from wooly_wis.messages import SetTenantRequest

@@ -1,4 +1,4 @@
-"""`wooly weights`."""
+"""The command `wooly weights`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ app.add_typer(weights)
 
 
 def _with_all_devices(work: Callable[[list[Any]], Any]) -> Any:
-    """What `work` makes of the links to all executors, of a session that shares contents."""
+    """Open a session on all executors that shares contents, call `work` with its links, and return the result."""
     from wooly import api
     from wooly.storage import MAX_DEVICES
 
@@ -40,11 +40,13 @@ def _with_all_devices(work: Callable[[list[Any]], Any]) -> Any:
 
 @weights.command("add")
 def weights_add(
-    path: Annotated[Path, typer.Argument(help="A file of weights (.safetensors, .pt, .bin), or a folder of them.")],
-    name: Annotated[str, typer.Option("--name", help="What to call them; default: the path's last part.")] = "",
+    path: Annotated[
+        Path, typer.Argument(help="File with weights (.safetensors, .pt, .bin), or folder with such files.")
+    ],
+    name: Annotated[str, typer.Option("--name", help="Name for the weights; default: the last part of the path.")] = "",
     as_json: Json = False,
 ) -> None:
-    """Load a model's weights onto every executor and keep them there: sessions that load them then send nothing."""
+    """Load a model's weights onto every executor and keep them there. Sessions that load these weights then send nothing."""
     from wooly.cli.weights import load_and_pin
 
     name = name or path.resolve().name
@@ -61,7 +63,7 @@ def weights_add(
 
 @weights.command("list")
 def weights_list(as_json: Json = False) -> None:
-    """List what is kept, on each executor."""
+    """List the weights that each executor keeps."""
     found = _with_all_devices(
         lambda links: [{"executor": link.where} | pin for link in links for pin in link.pin("list")["pins"]]
     )
@@ -73,18 +75,18 @@ def weights_list(as_json: Json = False) -> None:
         table.add_column(column)
     for pin in found:
         table.add_row(pin["name"], size(pin["bytes"]), str(pin["tensors"]), pin["scope"], pin["executor"])
-    out.print(Fitted(table) if found else "nothing is kept; `wooly weights add PATH` keeps a model")
+    out.print(Fitted(table) if found else "no weights are kept; `wooly weights add PATH` keeps those of a model")
 
 
 @weights.command("rm")
 def weights_rm(
-    name: Annotated[str, typer.Argument(help="As `wooly weights list` says.")], as_json: Json = False
+    name: Annotated[str, typer.Argument(help="Name of the weights in `wooly weights list`.")], as_json: Json = False
 ) -> None:
-    """Let go of weights; who uses them keeps them."""
+    """Stop keeping weights on the executors. Sessions that use them keep them."""
     removed = _with_all_devices(lambda links: sum(link.pin("remove", name)["removed"] for link in links))
     if as_json:
         print(json.dumps({"removed": removed}))
     elif removed:
-        out.print(f"{name}: let go on {removed} executor" + "s" * (removed > 1), highlight=False)
+        out.print(f"{name}: no longer kept on {removed} executor" + "s" * (removed > 1), highlight=False)
     if not removed:
-        raise fail(WoolyError(f"there are no weights called {name!r}; `wooly weights list` shows those that are kept"))
+        raise fail(WoolyError(f"weights with the name {name!r} are not kept; `wooly weights list` shows the names"))
