@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F
 from wooly_compiler.build import opencl
 from wooly_compiler.pipeline import compile_program
-from wooly_executor.runtime.products import by_onednn
+from wooly_executor.runtime.products import onednn_product
 from wooly_testkit.tape import Tape
 from wooly_wis.dtypes import DType
 from wooly_wis.plan import AllocStep, FreeStep, KernelStep, LibraryStep
@@ -75,7 +75,7 @@ def library(line, memory):
     tensors = [memory[slot].seen(o.view) for slot, o in zip(line.slots, line.form.operands, strict=True)]
     if line.form.opcode == "linear":
         x, w, *bias, out = tensors
-        quick = by_onednn(line.form)
+        quick = onednn_product(line.form)
         if quick is not None:
             return quick(x, w, *bias)
         rows, result = x.reshape(-1, x.shape[-1]), out.view(-1, w.shape[0])

@@ -184,7 +184,7 @@ def test_work_of_size_bound_per_run_is_refused():
         (ParamKind.I64,),
         (("args", (ref(0), (ParamRef(0), ParamRef(0)))), ("name", "aten.upsample_nearest2d.default")),
     )
-    with pytest.raises(OperationError, match="output_size says how much there is to do, so it must be a constant"):
+    with pytest.raises(OperationError, match="output_size determines the amount of work, so it must be a constant"):
         work_of(form)
 
 
@@ -226,7 +226,7 @@ def test_bounds_broadcast_that_nothing_keeps_is_refused_with_the_numbers():
         Bounds(default_limits(host=True, cores=2)).pieces(_alone(form))
     assert e.value.instruction == 0 and e.value.code == "executor.too_much_work"
     assert re.search(
-        r"instruction 0 \(sum\).*about [\d,]{13,} elements, at most 18,000,000,000 are allowed", str(e.value)
+        r"instruction 0 \(sum\).*about [\d,]{13,} elements, but at most 18,000,000,000 are allowed", str(e.value)
     )
     assert "WOOLY_EXECUTOR_MAX_ELEMENTS" in str(e.value) and "in parts" in str(e.value)
 

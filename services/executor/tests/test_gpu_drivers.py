@@ -26,13 +26,13 @@ HIP = hip.Found(torch_version="2.11.0+rocm7.1", torch_hip="7.1.0", bindings=True
     [
         (
             replace(CUDA, library="libcuda.so.1: cannot open"),
-            "NVIDIA's driver is not here (libcuda.so.1: cannot open): install",
+            "the NVIDIA driver cannot be loaded (libcuda.so.1: cannot open): install",
         ),
         (replace(CUDA, torch_cuda=None), "PyTorch 2.11.0+cu130 is a build without CUDA"),
         (replace(CUDA, bindings=False), "pip install cuda-bindings"),
         (
             replace(CUDA, driver=12080),
-            "the driver is too old: it speaks CUDA 12.8, PyTorch 2.11.0+cu130 is built for CUDA 13.0",
+            "the driver is too old: it supports CUDA 12.8, but PyTorch 2.11.0+cu130 is built for CUDA 13.0",
         ),
         (replace(CUDA, devices=0), "the driver shows this process no GPU"),
         (replace(CUDA, error="CUDA_ERROR_NO_DEVICE", devices=0), "the driver shows this process no GPU"),

@@ -223,9 +223,7 @@ def test_lost_context_is_no_instructions_error(gpu, driver, when, monkeypatch):
 def test_code_that_the_driver_does_not_take_is_a_bad_artifact(gpu, driver):
     driver.refuse = True
     program, params, *_ = chain()
-    with pytest.raises(
-        OperationError, match=r"the driver does not take the code of kernel .*: CUDA_ERROR_INVALID_IMAGE"
-    ):
+    with pytest.raises(OperationError, match=r"the driver refuses the code of kernel .*: CUDA_ERROR_INVALID_IMAGE"):
         gpu.plan(program, params)
 
 
@@ -319,7 +317,7 @@ def test_what_is_swapped_to_disk_goes_through_locked_pages(make_device, driver, 
 def test_swapping_goes_on_where_nothing_can_be_locked_and_says_so(make_device, driver, wis, tmp_path, caplog):
     driver.refuse_locks = True
     two_by_turns(make_device, driver, swap_settings(tmp_path, 64 << 20, 0), wis)
-    assert not driver.locks and "cannot be locked (CUDA_ERROR_OUT_OF_MEMORY)" in caplog.text
+    assert not driver.locks and "of host memory (CUDA_ERROR_OUT_OF_MEMORY)" in caplog.text
 
 
 def test_pages_are_unlocked_with_the_last_view_of_them(driver):
@@ -506,7 +504,7 @@ def test_operator_of_the_host_alone_is_refused_with_what_to_do(gpu, wis):
         ("out", "e", wis.at(F32, 8)),
         args=(OperandRef(0), 8),
     )
-    with pytest.raises(OperationError, match=r"the library has it for CPUs alone; use torch\.histc"):
+    with pytest.raises(OperationError, match=r"the library has this operator only for CPUs; use torch\.histc"):
         gpu.ready(body.program)
 
 

@@ -46,7 +46,7 @@ def test_shapes_of_a_form_are_checked_once_and_params_in_every_run(wis):
     call = guards.guarded(library_call(settled), settled)
     assert call.instead is None  # nothing is left to check
     refused = _unfold(wis, 0, 3, 1)
-    with pytest.raises(RuntimeError, match=r"grad_in must have shape \[3, 3\], it has \[2, 3\]"):
+    with pytest.raises(RuntimeError, match=r"grad_in must have shape \[3, 3\], but it has \[2, 3\]"):
         guards.guarded(library_call(refused), refused).instead(torch.ones(2, 3), [5], 0, 3, 1)
     asked = _unfold(wis, 0, 3, ParamRef(0), params=(ParamKind.I64,))
     late = guards.guarded(library_call(asked), asked).instead

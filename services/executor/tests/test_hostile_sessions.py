@@ -64,7 +64,7 @@ def test_operator_that_writes_what_it_says_it_reads_is_refused(sharing, wis, num
     b.make(3, *VALUES)
     ids = {"x": 1, "y": 2, "z": 3, "p": 4, "q": 5, "r": 6}
     b.run(body, ids, params)
-    with pytest.raises(wis.error, match="is only to be read"):
+    with pytest.raises(wis.error, match="has the role 'in'"):
         b.sync()
     assert a.floats(1, 4) == b.floats(1, 4) == VALUES
 

@@ -411,10 +411,10 @@ def test_missing_driver_leaves_exact_sessions_at_tier_0_and_fails_full_ones(worl
     mine = Script(world.session(wis, "exact"))
     for _ in range(20):
         mine.step()
-    waited(lambda: "OpenCL does not come up here" in world.log(), "nobody is told")
+    waited(lambda: "OpenCL does not start" in world.log(), "nobody is told")
     mine.step()
     assert mine.work()["tier0_instructions"] == 21 * 6
-    with pytest.raises(wis.error, match=r"OpenCL does not come up here: .* pip install 'pyopencl\[pocl\]'"):
+    with pytest.raises(wis.error, match=r"OpenCL does not start: .* pip install 'pyopencl\[pocl\]'"):
         Script(world.session(wis, "full")).step()
 
 

@@ -14,7 +14,7 @@ F32 = DType.F32
 @pytest.fixture(autouse=True)
 def quick_chip(monkeypatch):
     """Whatever runs the tests."""
-    monkeypatch.setattr(products, "_quicker", lambda: True)
+    monkeypatch.setattr(products, "_onednn_is_faster", lambda: True)
 
 
 def form_of(write):
@@ -44,7 +44,7 @@ def test_product_is_the_same_but_for_its_last_bits(opcode):
     generator = torch.Generator().manual_seed(0)
     given = [torch.randn(o.view.sizes, generator=generator).as_strided(o.view.sizes, o.view.strides)
              for o in form.operands[:-1]]  # fmt: skip
-    call = products.LooseHost().library(library_call(form), form)
+    call = products.InexactHost().library(library_call(form), form)
     assert call.instead is not None and HOST.library(library_call(form), form).instead is None
     found, expected = call.instead(*given), call.op(*given)
     assert found.stride() == expected.stride() == form.operands[-1].view.strides
@@ -55,10 +55,10 @@ def test_bias_is_added_as_the_sum_by_itself_would():
     """So it does not matter whether a kernel adds it."""
     generator = torch.Generator().manual_seed(0)
     x, w, b = (torch.randn(s, generator=generator) for s in [(300, 256), (128, 256), (128,)])
-    together = products.by_onednn(product("linear with a bias"))(x, w, b)
-    assert torch.equal(together, products.by_onednn(product("linear"))(x, w) + b)
-    assert torch.equal(together, products.by_onednn(product("addmm"))(b, x, w.t()))
-    assert torch.equal(together, products.by_onednn(product("addmm"))(b, x, w.t().contiguous()))
+    together = products.onednn_product(product("linear with a bias"))(x, w, b)
+    assert torch.equal(together, products.onednn_product(product("linear"))(x, w) + b)
+    assert torch.equal(together, products.onednn_product(product("addmm"))(b, x, w.t()))
+    assert torch.equal(together, products.onednn_product(product("addmm"))(b, x, w.t().contiguous()))
 
 
 @pytest.mark.parametrize("opcode", OPCODES)
@@ -66,16 +66,16 @@ def test_bias_is_added_as_the_sum_by_itself_would():
     "other", [{"rows": 255}, {"depth": 255}, {"columns": 127}, {"dtype": DType.F64}, {"strides": (1, 300)}], ids=str
 )
 def test_what_oneDNN_is_not_quicker_at_stays_the_librarys(opcode, other):
-    assert products.by_onednn(product(opcode)) is not None
-    assert products.by_onednn(product(opcode, **other)) is None
+    assert products.onednn_product(product(opcode)) is not None
+    assert products.onednn_product(product(opcode, **other)) is None
 
 
 def test_bias_of_other_sizes_stays_the_librarys():
-    assert products.by_onednn(product("addmm", bias=(300, 128))) is None
+    assert products.onednn_product(product("addmm", bias=(300, 128))) is None
 
 
 def test_product_with_factors_stays_the_librarys():
     def write(t):
         t.op("addmm", t.input(F32, 256), t.input(F32, 256, 256), t.input(F32, 256, 256), 2, 1)
 
-    assert products.by_onednn(form_of(write)) is None
+    assert products.onednn_product(form_of(write)) is None

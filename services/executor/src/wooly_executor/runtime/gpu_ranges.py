@@ -1,8 +1,9 @@
-"""What a GPU's library does not survive: indices and probabilities out of range.
+"""Protects a GPU from operands that are out of range: indices and probabilities.
 
-The host's library looks at them and raises. On a GPU nobody looks before the kernel runs: it asserts, which ends the context and
-with it all sessions, or it writes where the index points. So such an operand is put in range before the operator sees it, without
-waiting for the device, and a word on the device remembers that it had to be. The run that finds its word set has failed there.
+The CPU's library checks these operands and raises. On a GPU, nothing checks them before the kernel runs. The kernel asserts,
+which ends the context and all sessions, or it writes out of bounds. Therefore such an operand is clamped into its range before
+the operator reads it, without waiting for the device, and a status word on the device records the violation. A run that finds its
+word set has failed at that instruction.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ _PROBABILITY = "Expected p_in >= 0 && p_in <= 1 to be true, but got false."
 
 
 class Word:
-    """Where an instruction says that an operand was out of range.
+    """The status word in which an instruction records that an operand was out of range.
 
     Args:
-        why: what the library of a host raises then.
+        why: the exception that the CPU's library raises in this case.
 
     Attributes:
-        memory: one int32 on the device, 0 while nothing is wrong; given before the first run.
+        memory: one int32 on the device, 0 while nothing is wrong; set before the first run.
     """
 
     __slots__ = ("memory", "why")
@@ -39,17 +40,17 @@ class Word:
         self.memory: Tensor | None = None
 
     def note(self, wrong: Tensor) -> None:
-        """It was, if `wrong` (one bool) holds."""
+        """Record a violation if `wrong` (one bool) is true."""
         assert self.memory is not None
         self.memory.add_(wrong)
 
 
-#: The arguments that a call must have instead of those it was given, by name.
+#: Returns the arguments that replace those of a call, by name.
 Rule = Callable[[Arguments, Word], dict[str, Any]]
 
 
 def in_range(op: OpOverload, do: Callable[..., Any]) -> Callable[..., Any] | None:
-    """`do` with the operands of `op` put in range; None: no operand of its has a range."""
+    """Return `do` with a range check of the operands of `op`; None if the operator needs no check."""
     found = _RULES.get(op.overloadpacket.__name__)
     if found is None:
         return None
@@ -69,18 +70,18 @@ def in_range(op: OpOverload, do: Callable[..., Any]) -> Callable[..., Any] | Non
 
 
 def word_of(call: LibraryCall) -> Word | None:
-    """Where a call says that an operand was out of range; None: it never says so."""
+    """Return the status word of a call, or None."""
     return getattr(call.instead, "word", None)
 
 
 def _kept(t: Any, low: float, high: float, word: Word, exempt: int | None = None) -> Any:
-    """A tensor with `low` for each element outside [low, high], but for those equal to `exempt`. A NaN is outside.
+    """Replace each element outside [low, high] by `low`, except for elements equal to `exempt`. A NaN is outside.
 
     Raises:
-        IndexError: nothing is inside, and there are elements.
+        IndexError: the range is empty, and there are elements.
     """
     if not isinstance(t, Tensor) or not t.numel():
-        return t  # a number is looked at by the library
+        return t  # the library checks plain numbers itself
     if high < low:
         raise IndexError(_INDEX)
     inside = (t >= low) & (t <= high)
@@ -91,7 +92,7 @@ def _kept(t: Any, low: float, high: float, word: Word, exempt: int | None = None
 
 
 def _indexed(given: Arguments, word: Word) -> dict[str, Any]:
-    """A list of indices, one for a dimension; a mask is one for as many as it has."""
+    """Check a list with one index per dimension. A mask stands for as many dimensions as it has."""
     sizes, kept, dim = given["self"].shape, [], 0
     for index in given["indices"]:
         if index is None:
@@ -106,7 +107,7 @@ def _indexed(given: Arguments, word: Word) -> dict[str, Any]:
 
 
 def _along(name: str = "index", *, negative: bool = False) -> Rule:
-    """Indices along `dim`."""
+    """Check indices along `dim`."""
 
     def rule(given: Arguments, word: Word) -> dict[str, Any]:
         own = given["self"]
@@ -117,13 +118,13 @@ def _along(name: str = "index", *, negative: bool = False) -> Rule:
 
 
 def _flat(given: Arguments, word: Word) -> dict[str, Any]:
-    """Indices of all elements, in order."""
+    """Check indices into the flattened tensor."""
     n = given["self"].numel()
     return {"index": _kept(given["index"], -n, n - 1, word)}
 
 
 def _rows(table: str) -> Rule:
-    """Indices of a table's rows."""
+    """Check indices of a table's rows."""
     return lambda given, word: {"indices": _kept(given["indices"], 0, given[table].shape[0] - 1, word)}
 
 
@@ -133,7 +134,7 @@ def _rows_of_gradient(given: Arguments, word: Word) -> dict[str, Any]:
 
 
 def _classes(low: int = 0) -> Rule:
-    """Numbers of classes. Targets of floats are probabilities, which may be any."""
+    """Check class numbers. Floating-point targets are probabilities and are not checked."""
 
     def rule(given: Arguments, word: Word) -> dict[str, Any]:
         own, target = given["self"], given["target"]
@@ -146,7 +147,7 @@ def _classes(low: int = 0) -> Rule:
 
 
 def _labels(given: Arguments, word: Word) -> dict[str, Any]:
-    """Numbers of classes, along the last dimension; -1 ends them."""
+    """Check class numbers along the last dimension, in which -1 marks the end."""
     own = given["self"]
     return {"target": _kept(given["target"], -1, (own.shape[-1] if own.dim() else 1) - 1, word)}
 
@@ -156,7 +157,7 @@ def _between(low: float, high: float, *names: str) -> Rule:
 
 
 def _weights(given: Arguments, word: Word) -> dict[str, Any]:
-    """Rows of numbers, none of them negative or without end, and not all 0."""
+    """Check that each row has only finite, non-negative weights, and at least one positive weight."""
     own = given["self"]
     if not own.numel():
         return {}
@@ -167,7 +168,7 @@ def _weights(given: Arguments, word: Word) -> dict[str, Any]:
 
 
 def _places(dims: int) -> Rule:
-    """Places in the last dimensions of the result."""
+    """Check positions in the last dimensions of the result."""
 
     def rule(given: Arguments, word: Word) -> dict[str, Any]:
         return {"indices": _kept(given["indices"], 0, math.prod(given["output_size"][-dims:]) - 1, word)}
@@ -176,7 +177,7 @@ def _places(dims: int) -> Rule:
 
 
 def _enough(given: Arguments, word: Word) -> dict[str, Any]:
-    """As many elements as the mask asks for."""
+    """Check that there are as many source elements as the mask selects."""
     mask = given["mask"]
     short = mask.expand(torch.broadcast_shapes(mask.shape, given["self"].shape)).sum() > given["source"].numel()
     word.note(short)
@@ -190,7 +191,7 @@ def _asserted(given: Arguments, word: Word) -> dict[str, Any]:
 
 
 def _repeats(given: Arguments, word: Word) -> dict[str, Any]:
-    """How often; their sum is asked of the device, whatever it was said to be."""
+    """Check numbers of repetitions. The output size is computed from them, and the given one is ignored."""
     return {"repeats": _kept(given["repeats"], 0, torch.iinfo(given["repeats"].dtype).max, word), "output_size": None}
 
 
@@ -232,7 +233,7 @@ _RULES: dict[str, tuple[Rule, Exception]] = {
         ("max_unpool2d", _places(2), RuntimeError("found an invalid max index")),
         ("max_unpool3d", _places(3), RuntimeError("found an invalid max index")),
         ("masked_scatter_", _enough, RuntimeError("Number of elements of source < number of ones in mask")),
-        ("_functional_assert_async", _asserted, RuntimeError("an assertion of the script does not hold")),
+        ("_functional_assert_async", _asserted, RuntimeError("an assertion of the script failed")),
         ("repeat_interleave", _repeats, RuntimeError("repeats can not be negative")),
     )
     for name in names.split()
