@@ -1,6 +1,6 @@
-"""What a dispatch decision costs, and what the rule achieves over all pairs of models in simulation.
+"""Measures the cost of a dispatch decision, and the results of the dispatch rule for all pairs of models in simulation.
 
-CPU time of this process, so that neighbours on the machine do not count. Without --profiles the models are made up.
+The measure is CPU time of this process, so that other processes do not matter. Without --profiles, the models are synthetic.
 
 Run: .venv/bin/python bench/dispatch.py [--json] [--profiles FILE] [--only cost|pairs|shares|cluster] [--processes N]
 """
@@ -24,7 +24,7 @@ row = functools.partial(figures.row, against="value")
 
 
 def busy(tenants, decisions, journal=None):
-    """CPU us per launch decision with everything around it: its done event, true-up, a new program for every fourth."""
+    """CPU time per launch decision in us, including its done event, its true-up, and a new program at every fourth launch."""
     state = DispatchState()
     entries = []
 
@@ -118,7 +118,7 @@ def bench_shares(given):
 
 
 def bench_cluster(given):
-    """One simulated minute in one process: wants ten minutes of patience on a slow machine."""
+    """Simulate one minute in one process. This takes up to ten minutes on a slow machine."""
     started = time.process_time()
     found = study.cluster(given.models, study.Options(seconds=60), 100, 1000, 700)
     yield row("1,000 tenants on 100 GPUs for a minute, CPU", "s", time.process_time() - started, None, 300)
@@ -132,7 +132,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--profiles", type=Path, help="kernel sequences, schema profiles/1")
-    parser.add_argument("--only", choices=BENCHES, help="the cluster runs only when asked for")
+    parser.add_argument(
+        "--only", choices=BENCHES, help="run only this benchmark; cluster runs only if it is named here"
+    )
     parser.add_argument("--seconds", type=float, default=10.0, help="virtual time of each pair")
     parser.add_argument("--processes", type=int, default=1)
     given = parser.parse_args()

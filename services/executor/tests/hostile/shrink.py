@@ -1,4 +1,4 @@
-"""Smaller calls like a given one: fewer arguments, smaller tensors, the same number everywhere."""
+"""Makes calls smaller: fewer arguments, smaller tensors, the same number everywhere."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ from call import Memory, Window, windows_of
 
 
 def simpler(call):
-    """Calls that are a little simpler, the boldest first."""
+    """Yield calls that are a little simpler, the largest simplification first."""
     for flag in ("read", "unsaid"):
         if getattr(call, flag):
             yield replace(call, **{flag: ()})
@@ -24,7 +24,7 @@ def simpler(call):
 
 
 def _placed(call):
-    """(argument, a call with another value there) of every argument."""
+    """Yield (argument, function that replaces its value) for each argument."""
     for k, value in enumerate(call.args):
         yield value, lambda v, k=k: replace(call, args=call.args[:k] + (v,) + call.args[k + 1 :])
     for k, (name, value) in enumerate(call.kwargs):
@@ -35,7 +35,7 @@ def _placed(call):
 
 
 def _elsewhere(call):
-    """Tensors of other shapes."""
+    """Yield calls with tensors of other shapes."""
     shared = [w.memory for w in windows_of((call.args, call.kwargs))]
     for value, at in _placed(call):
         if isinstance(value, tuple) and any(isinstance(v, Window) for v in value):
@@ -55,7 +55,7 @@ def _elsewhere(call):
 
 
 def _anew(call, at, w, sizes):
-    """The call with a dense tensor of this size and dtype, its numbers as they come."""
+    """Return the call with a dense tensor of this size and dtype, filled with default numbers."""
     n = torch.Size(sizes).numel() * w.dtype.itemsize
     raw = call.memories[w.memory].raw[w.offset * w.dtype.itemsize :] or bytes(w.dtype.itemsize)
     raw = (raw * (n // len(raw) + 1))[:n]
@@ -65,7 +65,7 @@ def _anew(call, at, w, sizes):
 
 
 def _numbers(call):
-    """Plain numbers."""
+    """Yield calls with simpler numbers."""
     for value, at in _placed(call):
         if isinstance(value, (int, float)) and not isinstance(value, bool) and value not in (0, 1):
             yield at(type(value)(1))
@@ -77,7 +77,7 @@ def _numbers(call):
 
 
 def _contents(call):
-    """Memories with one number all over."""
+    """Yield calls in which a memory has the same number everywhere."""
     for k, memory in enumerate(call.memories):
         size, n = memory.dtype.itemsize, len(memory.raw) // memory.dtype.itemsize
         if not n:
