@@ -100,7 +100,7 @@ def bench_placements(gpus, seconds):
     ours, share = churn(gpus, lambda pool, want: pool.place(want).gpus, seconds)
     theirs, _ = churn(gpus, scan, seconds)
     yield row("placements and releases", "1/s", ours, theirs, 2000)
-    yield row("of the tasks that come, placed", "%", 100 * share, None, None)
+    yield row("share of arriving tasks that are placed", "%", 100 * share, None, None)
 
 
 def bench_refused(gpus, seconds):
@@ -109,7 +109,7 @@ def bench_refused(gpus, seconds):
     while time.process_time_ns() - begun < seconds * 1e9:
         assert pool.place(Want(required_vram=500 * GIB + n)).waits
         n += 1
-    yield row("refusals with reasons, each of another wish", "1/s", n / seconds, None, None)
+    yield row("refusals with reasons, all different", "1/s", n / seconds, None, None)
 
 
 def bench_plan(gpus, seconds):

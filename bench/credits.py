@@ -135,7 +135,7 @@ def bench_ledger(count):
     print(f"{share:.2f} cores of metering, PostgreSQL and NATS together", file=sys.stderr)
     return [
         row(
-            "ledger, events in a second of two cores",
+            "ledger, events per second with two cores",
             "events/s",
             2 * rate / share,
             None,
@@ -144,7 +144,7 @@ def bench_ledger(count):
             against="value",
         ),
         row(
-            "ledger, events in a second as the machine is",
+            "ledger, events per second on this machine",
             "events/s",
             rate,
             None,
@@ -152,7 +152,7 @@ def bench_ledger(count):
             higher_is_better=True,
             against="value",
         ),
-        row("ledger, memory at the end to a third", "MiB", end / 2**20, third / 2**20, 1.1),
+        row("ledger, memory at the end against a third", "MiB", end / 2**20, third / 2**20, 1.1),
     ]
 
 
@@ -434,7 +434,12 @@ def bench_models(args):
                 rows.append(found | {"scale": scale, "runs": core[0], "apart": core[1], "beside": core[2]})
                 for what, values in (("core credits", core[0]), ("CPU time", cpu)):
                     found = row(
-                        f"{name}, {what}: worst run from the mean", "%", worst(values), None, COMPARED, against="value"
+                        f"{name}, {what}: largest deviation of a run from the mean",
+                        "%",
+                        worst(values),
+                        None,
+                        COMPARED,
+                        against="value",
                     )
                     rows.append(found | {"goal": None})
                 for key in ("core", "vram"):
@@ -442,7 +447,11 @@ def bench_models(args):
                     found = row(f"{name}, {key} credits beside another tenant", "credits", shared, aside, 1.05)
                     rows.append(found | {"ok": abs(shared / aside - 1) <= 0.05})
                     found = row(
-                        f"{name}, {key} credits beside another to alone", "credits", shared, mean[key][0], COMPARED
+                        f"{name}, {key} credits beside another tenant against alone",
+                        "credits",
+                        shared,
+                        mean[key][0],
+                        COMPARED,
                     )
                     rows.append(found | {"goal": None})
                 found = row(f"{name}, time beside another tenant", "s", seconds[2], seconds[1], COMPARED)
@@ -475,7 +484,7 @@ def both_ways(stack, client):
     journal = sum(float(line.split()[-1]) for line in lines if line.startswith("wooly_tenant_core_seconds_total{"))
     reply = client.request(contracts.METERING_CREDITS_SHOW, CreditsRequest(by="model", limit=1000))
     ledger = sum(r.core_ns for r in reply.rows) / 1e9
-    found = row("all tenants' core time: ledger to journal", "s", ledger, journal, 1.01)
+    found = row("core time of all tenants: ledger against journal", "s", ledger, journal, 1.01)
     return found | {"ok": abs(ledger / journal - 1) <= 0.01}
 
 

@@ -82,11 +82,11 @@ def bench_pairs(given):
         beside = f"beside {background} saturating P4"
         short = f"longest kernel <= 5 % of a request ({len(near)} of {len(found)} pairs)"
         worst = max(r["p99"] for r in near)
-        yield row(f"P0 p99 over alone, worst, {beside}, {short}", "x", worst, max(r["p99"] for r in others), 1.10)
-        yield row(f"P0 p50 over alone, worst, {beside}, same pairs", "x", max(r["p50"] for r in near), None, 1.10)
+        yield row(f"P0 p99 against P0 alone, worst, {beside}, {short}", "x", worst, max(r["p99"] for r in others), 1.10)
+        yield row(f"P0 p50 against P0 alone, worst, {beside}, same pairs", "x", max(r["p50"] for r in near), None, 1.10)
         least = min(r["reclaimed"] for r in near)
         yield row(
-            f"share of the rest that they get, least, {beside}, same pairs",
+            f"share of the remaining device time that P4 gets, least, {beside}, same pairs",
             "",
             least,
             None,
@@ -94,16 +94,16 @@ def bench_pairs(given):
             higher_is_better=True,
         )
         mean = sum(r["reclaimed"] for r in found) / len(found)
-        yield row(f"share of the rest that they get, mean, {beside}, all pairs", "", mean, None, None)
+        yield row(f"share of the remaining device time that P4 gets, mean, {beside}, all pairs", "", mean, None, None)
         ordered = sorted(r["p99"] for r in found)
-        yield row(f"P0 p99 over alone, median, {beside}, all pairs", "x", ordered[len(ordered) // 2], None, None)
+        yield row(f"P0 p99 against P0 alone, median, {beside}, all pairs", "x", ordered[len(ordered) // 2], None, None)
     checked = study.Options(seconds=given.seconds, processes=given.processes, audit=True)
     found = [r for n in (1, 4) for r in study.pairs(profiles, checked, n)]
     yield row(
         "decisions audited over all pairs", "", sum(r["launches"] for r in found), None, 10**6, higher_is_better=True
     )
-    yield row("bound violations among them", "", sum(r["violations"] for r in found), None, 0)
-    yield row("unjust wait among them", "ns", sum(r["unjust_ns"] for r in found), None, 0)
+    yield row("bound violations in these decisions", "", sum(r["violations"] for r in found), None, 0)
+    yield row("unjust wait in these decisions", "ns", sum(r["unjust_ns"] for r in found), None, 0)
 
 
 def bench_shares(given):
@@ -114,7 +114,7 @@ def bench_shares(given):
         other = study.shares(given.models, fifo, weights)
         name = f"share error of two tenants {weights[0]}:{weights[1]}, worst of {len(found)} pairs (baseline: FIFO)"
         yield row(name, "", max(r["share_error"] for r in found), max(r["share_error"] for r in other), 0.02)
-        yield row("bound violations among them", "", sum(r["violations"] for r in found), None, 0)
+        yield row("bound violations in these decisions", "", sum(r["violations"] for r in found), None, 0)
 
 
 def bench_cluster(given):
@@ -122,7 +122,7 @@ def bench_cluster(given):
     started = time.process_time()
     found = study.cluster(given.models, study.Options(seconds=60), 100, 1000, 700)
     yield row("1,000 tenants on 100 GPUs for a minute, CPU", "s", time.process_time() - started, None, 300)
-    yield row("launches in it", "", found[-1]["launches"], None, None)
+    yield row("launches in that minute", "", found[-1]["launches"], None, None)
 
 
 BENCHES = {"cost": bench_cost, "pairs": bench_pairs, "shares": bench_shares, "cluster": bench_cluster}

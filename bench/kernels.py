@@ -186,7 +186,7 @@ def rows_of(repeat):
         [sys.executable, __file__, "--interpreted"], env=environment, capture_output=True, text=True, check=False
     )
     if asked.returncode:
-        print(f"Triton's interpreter failed: {asked.stderr[-500:]}", file=sys.stderr)
+        print(f"Triton's interpreter failed, its rows are missing: {asked.stderr[-500:]}", file=sys.stderr)
     slow = json.loads(asked.stdout.splitlines()[-1]) if asked.returncode == 0 else {}
     torch.set_num_threads(THREADS)
     local = {name: timed(theirs, repeat) for name, _, _, theirs in works("cpu")}

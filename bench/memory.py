@@ -204,7 +204,7 @@ def bench_fragmentation(allocations):
         yield row(
             f"lost to rounding and holes, {who}", "%", 100 - 100 * peak / facts.high, 100 - 100 * peak / heap.high, 10
         )
-        yield row(f"of it rounding, {who}", "%", 100 - 100 * facts.requested / facts.held, None, None)
+        yield row(f"lost to rounding alone, {who}", "%", 100 - 100 * facts.requested / facts.held, None, None)
         cached = [Caching() for _ in range(sessions)]  # one process for each session, as without Wooly
 
         def allocate(session, nbytes, cached=cached):
@@ -265,7 +265,7 @@ class Client:
         argv = [sys.executable, "-m", "wooly", "run", "-q", str(path)]
         self.process = subprocess.Popen(argv, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         if self.process.stdout.readline() != "ready\n":
-            raise RuntimeError("a client did not start")
+            raise RuntimeError("a client process ended before it was ready")
 
     def tell(self, code):
         self.process.stdin.write(json.dumps(code) + "\n")
@@ -416,15 +416,17 @@ def bench_overcommit(allocations):
     tight, times, swaps, choices = bursts(3 * (STATE + 8 * MIB) * 2 // 3, 50)
     roomy, alone, none, _ = bursts(4 * (STATE + 8 * MIB), 0)
     work = 3 * BURSTS
-    yield row("bursts per second at 150 %, against none overcommitted", "1/s", work / tight, work / roomy, None)
+    yield row(
+        "bursts per second at 150 %, against a device without overcommit", "1/s", work / tight, work / roomy, None
+    )
     yield row("all bursts done", "", sum(map(len, times)), work, 1, against="ratio", higher_is_better=True)
     wronged = sum("(P0)" in left and "(P2)" in others for left, others in choices)
     yield row(
-        "sessions chosen to leave", "", sum(left.count("(P") for left, _ in choices), None, 1, higher_is_better=True
+        "sessions chosen as victims", "", sum(left.count("(P") for left, _ in choices), None, 1, higher_is_better=True
     )
-    yield row("of them P0 while another could have left", "", wronged, None, 0)
-    yield row("times the P0 session was swapped out", "", swaps.get("t0", 0), None, None)
-    yield row("times P2 sessions were swapped out", "", sum(swaps.values()) - swaps.get("t0", 0), None, None)
+    yield row("P0 sessions among them although another one could leave", "", wronged, None, 0)
+    yield row("swap-outs of the P0 session", "", swaps.get("t0", 0), None, None)
+    yield row("swap-outs of P2 sessions", "", sum(swaps.values()) - swaps.get("t0", 0), None, None)
     yield row("P0's burst, median", "ms", 1e3 * statistics.median(times[0]), 1e3 * statistics.median(alone[0]), None)
     assert not any(none.values())
 

@@ -125,7 +125,9 @@ def bench_idle(device, counts):
         while len(channels) < count:
             channels.append(device.open())
         took = time.perf_counter() - begun
-        yield row(f"opens a second, up to {count} sessions", "1/s", (count - first) / took, None, None, digits=0)
+        yield row(
+            f"sessions opened per second, up to {count} sessions", "1/s", (count - first) / took, None, None, digits=0
+        )
         kib = (device.memory() - before) / 1024 / count
         yield row(f"memory for each of {count} idle sessions", "KiB", kib, None, None, digits=0)
     cpu = device.seen.cpu_times()
@@ -211,7 +213,7 @@ def bench_active(device, counts):
         for channel in channels:
             assert channel.recv(30).kind == Kind.RESULT
         baseline = baseline or done / took
-        name = f"runs a second of {count} active sessions, in all"
+        name = f"runs per second of {count} active sessions, in all"
         yield row(name, "1/s", done / took, baseline, None, digits=2)
     closed(channels)
 
@@ -306,11 +308,11 @@ def bench_queue():
             for claim in claims:
                 pool.release(claim)
         running = running[len(running) // 3 :]
-    name = f"placements a second with {QUEUED} queued"
+    name = f"placements per second with {QUEUED} queued"
     looked = 8 * QUEUED / spent
     yield row(name, "1/s", placed / spent, None, None, digits=0)
     yield row(
-        f"queued jobs looked at a second, of {QUEUED}", "1/s", looked, None, 2000, higher_is_better=True, digits=0
+        f"queued jobs examined per second, of {QUEUED}", "1/s", looked, None, 2000, higher_is_better=True, digits=0
     )
 
 

@@ -361,7 +361,7 @@ def rows_of(found):
                     rows.append(row(name, "ms", mine[others][part], alone[part], None if label else goal))
                 requests = mine[others]["requests"] / mine[0]["requests"]
                 rest = mine["steps alone"] * (1 - mine[0]["occupied"] * requests)
-                name = f"steps of {others} training beside P0, of the rest{label}"
+                name = f"steps of {others} trainers beside P0, against the remaining time{label}"
                 goal = None if label else 0.9
                 rows.append(row(name, "1/s", mine[others]["steps"], rest, goal, higher_is_better=True))
     if "shares" in found["fair"]:
@@ -374,7 +374,7 @@ def rows_of(found):
             rows.append(row(f"{name}, steps", "%", 100 * abs(steps[0] - due), theirs, None, against="value"))
     entries, violations = (sum(f[k] for f in found.values()) for k in ("entries", "violations"))
     rows.append(row("journal entries replayed identically", "", entries, entries, 1.0, higher_is_better=True))
-    rows.append(row("laws broken", "", violations, None, 0, against="value"))
+    rows.append(row("violated laws", "", violations, None, 0, against="value"))
     return rows
 
 

@@ -91,7 +91,7 @@ class WorkerBuilder:
         """See `Builder`."""
         if self._package is None:
             error = WorkerError(
-                "foreign kernels need a compiler, and none is available: run `wooly up`, which starts one,  "
+                "foreign kernels need a compiler, and none is available: run `wooly up`, which starts one, "
                 "or run pip install wooly-compiler on the executor's machine"
             )
             error.retryable = True

@@ -94,7 +94,7 @@ def _native_call(form: Form) -> LibraryCall:
         found = _spelled(row, op, spelling, given)
         if found is None:
             continue
-        if _takes_as_they_are(op, spelling, given):
+        if _needs_no_conversion(op, spelling, given):
             return found
         fallback = fallback or found
     if fallback is None:
@@ -126,7 +126,7 @@ def _spelled(row: Row, op: OpOverload, spelling: Spelling, given: dict[str, Attr
     return LibraryCall(op, tuple(args), tuple(kwargs))
 
 
-def _takes_as_they_are(op: OpOverload, spelling: Spelling, given: dict[str, Attr]) -> bool:
+def _needs_no_conversion(op: OpOverload, spelling: Spelling, given: dict[str, Attr]) -> bool:
     """Whether tensors are passed to tensor arguments and numbers to number arguments, so that no conversion is needed."""
     for a, declared in zip(spelling.args, schema_of(op).arguments, strict=False):
         value = given.get(a.name) if isinstance(a, Name) else None

@@ -215,7 +215,7 @@ class CudaDriver(TorchGpu):
     ) -> None:
         """See `Driver`."""
         (status,) = self._cuda.cuLaunchKernel(function, *grid, *block, shared, self._handle, arguments.address, 0)
-        self._launched(status, grid, block)
+        self._check_launch(status, grid, block)
 
     def lock(self, address: int, nbytes: int) -> None:
         """See `Driver`."""

@@ -62,13 +62,13 @@ class StepExecution:
             if stretch is not None:
                 self._run(stretch.steps, stretch.begins, 0, end, self._is_end(edges[-1]))
             elif (stretch := prepared.known(key)) is not None:
-                self._go(edges[-1])
+                self._run_to(edges[-1])
             if stretch is not None:
                 total, frame.elsewhere_ns = time.thread_time_ns() - last + frame.elsewhere_ns, 0
                 return stretch.parts(total, len(edges))
         for edge in edges:
             if not self.ended:
-                self._go(edge)
+                self._run_to(edge)
             now = time.thread_time_ns()
             times.append(now - last + frame.elsewhere_ns)
             last, frame.elsewhere_ns = now, 0
@@ -88,7 +88,7 @@ class StepExecution:
         """Return the index of the first step after an edge."""
         return len(self._steps) if self._is_end(edge) else bisect_left(self._places, edge, self._at)
 
-    def _go(self, edge: int) -> None:
+    def _run_to(self, edge: int) -> None:
         prepared, begin, end = self._prepared, self._at, self._end(edge)
         whole, steps = self._is_end(edge), self._steps
         if begin or not whole:

@@ -46,7 +46,7 @@ def violation_message(kind: int, place: int, places: Sequence[str]) -> str:
     where = places[place] if 0 <= place < len(places) else f"place {place}"
     if kind in COMPLAINTS:
         return f"{where} {COMPLAINTS[kind]} beyond the buffer that the launch was given"
-    return f"{where} failed" if kind == 4 else f"{where} did not end in time and was stopped"
+    return f"{where} failed" if kind == 4 else f"{where} executed a trap"
 
 
 class ForeignKernel:
@@ -163,7 +163,7 @@ class Foreign:
         self._builder = builder
         self._target = target
         self._load = load
-        self._none = why
+        self._unavailable_why = why
         self._cache = cache
         self._loading = threading.Lock()
         self._known: OrderedDict[KernelKey, ForeignKernel] = OrderedDict()
@@ -204,19 +204,19 @@ class Foreign:
     def compile(self, kernel: ForeignKernel) -> None:
         """Queue a kernel for compilation, unless it is compiled."""
         if self._builder is None:
-            kernel.end(None, None, self._none)
+            kernel.end(None, None, self._unavailable_why)
         elif kernel.begin():
             self._turns.put(kernel.owner, kernel)
 
     def _compile(self, kernel: ForeignKernel) -> None:
         try:
-            kernel.end(*self._got(kernel))
+            kernel.end(*self._obtain(kernel))
         except (WisError, ExecutorError) as e:
             kernel.end(None, None, str(e), lasting=not getattr(e, "retryable", False))
         except Exception as e:  # sessions that wait for the kernel must get any error
             kernel.end(None, None, f"{type(e).__name__}: {e}", lasting=False)
 
-    def _got(self, kernel: ForeignKernel) -> tuple[ForeignCode, Loaded]:
+    def _obtain(self, kernel: ForeignKernel) -> tuple[ForeignCode, Loaded]:
         """Return a kernel's code, loaded: from disk, from a remote compiler, or compiled here."""
         assert self._builder is not None and self._target is not None
         target, mine, cache = self._target(), self._builder.version(), self._cache
@@ -227,7 +227,7 @@ class Foreign:
                 if raw is None:
                     continue
                 try:
-                    return self._told("disk", kernel, self._ready(kernel, raw, name))
+                    return self._count_source("disk", kernel, self._load_code(kernel, raw, name))
                 except (WisError, ExecutorError) as e:
                     log.warning("cached code of kernel %s cannot be used, removing it: %s", kernel.key.entry, e)
                     cache.drop(name)
@@ -239,21 +239,21 @@ class Foreign:
             version, raw = found
             name = kernel.key.name(target, version)
             try:
-                ready = self._ready(kernel, raw, name)
+                ready = self._load_code(kernel, raw, name)
             except (WisError, ExecutorError) as e:
                 log.warning("code of kernel %s from compiler %s cannot be used: %s", kernel.key.entry, version, e)
                 rejected = version
                 continue
             self._keep(name, raw, version)
-            return self._told("elsewhere", kernel, ready)
+            return self._count_source("elsewhere", kernel, ready)
         name = kernel.key.name(target, mine)
         raw = self._builder.build(_request(kernel, target, name), f"kernel {kernel.key.entry}")
-        ready = self._ready(kernel, raw, name)
+        ready = self._load_code(kernel, raw, name)
         if mine:
             self._keep(name, raw)
-        return self._told("here", kernel, ready)
+        return self._count_source("here", kernel, ready)
 
-    def _ready(self, kernel: ForeignKernel, raw: bytes, name: str) -> tuple[ForeignCode, Loaded]:
+    def _load_code(self, kernel: ForeignKernel, raw: bytes, name: str) -> tuple[ForeignCode, Loaded]:
         assert self._load is not None
         code = decode_code(raw, name)
         with self._loading:
@@ -265,7 +265,9 @@ class Foreign:
             if elsewhere:
                 self._cache.compiler = elsewhere
 
-    def _told(self, where: str, kernel: ForeignKernel, ready: tuple[ForeignCode, Loaded]) -> tuple[ForeignCode, Loaded]:
+    def _count_source(
+        self, where: str, kernel: ForeignKernel, ready: tuple[ForeignCode, Loaded]
+    ) -> tuple[ForeignCode, Loaded]:
         log.info("kernel %s: %s", kernel.key.entry, _WHERE[where])
         with self._loading:
             self.counts[where] += 1

@@ -212,7 +212,7 @@ class GpuExecution(StepExecution):
         marks = [driver.record()]
         for edge in edges:
             if not self.ended:
-                self._go(edge)
+                self._run_to(edge)
                 marks.append(driver.record())
         status: StatusWords | None = prepared.status
         launched = kernels.fetch()
@@ -304,7 +304,7 @@ class GpuRuntime(TorchRuntime):
     def rates(self) -> Rates:
         """Return the measured speed of torch on this GPU; see `Rates`."""
         if self._rates is None:
-            self._rates = self._measured()
+            self._rates = self._measure_rates()
         return self._rates
 
     def begin(
@@ -317,7 +317,7 @@ class GpuRuntime(TorchRuntime):
     def prepare(self, program: Program, facts: ProgramFacts) -> PreparedProgram:
         """See `Runtime.prepare`."""
         prepared: PreparedProgram = super().prepare(program, facts)
-        self._give_words(prepared, [])
+        self._add_status_words(prepared, [])
         return prepared
 
     def load(self, artifact: Artifact, program: Program, facts: ProgramFacts) -> PreparedProgram:
@@ -344,12 +344,12 @@ class GpuRuntime(TorchRuntime):
         acts = acts_of_plan(plan, runs, add_status)
         self.bounds.check_kernels(kernels_of(acts))
         prepared = prepare_acts(program, facts, acts, self.foreign, self.device)
-        self._give_words(prepared, asked)
+        self._add_status_words(prepared, asked)
         count_work(prepared, plan)
         prepared.runs = max(self._hot - 2, 0)
         return prepared
 
-    def _give_words(self, prepared: PreparedProgram, asked: list[tuple[int, Callable[[int], Exception]]]) -> None:
+    def _add_status_words(self, prepared: PreparedProgram, asked: list[tuple[int, Callable[[int], Exception]]]) -> None:
         """Give a program the status words in which its kernels and library calls report violations.
 
         Args:
@@ -394,7 +394,7 @@ class GpuRuntime(TorchRuntime):
 
         return run if code.groups else lambda at, scalars: 0
 
-    def _measured(self) -> Rates:
+    def _measure_rates(self) -> Rates:
         """Measure the speed with three operators, which are limited by memory, by arithmetic and by the cost of a launch."""
         driver, where = self.driver, self.device.device
 

@@ -133,7 +133,8 @@ class GpuKernels:
             self._end[::STATUS_WORDS] = 1
         if len(self._launched) == LAUNCHES:
             raise OperationError(
-                f"a program part has more than {LAUNCHES} launches of foreign kernels without an edge between them"
+                f"more than {LAUNCHES} launches of foreign kernels in one run without a wait for the device; submit "
+                "several programs"
             )
         address: int = self._words.data_ptr()
         return address + 4 * STATUS_WORDS * len(self._launched)

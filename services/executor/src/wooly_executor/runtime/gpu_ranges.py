@@ -74,7 +74,7 @@ def word_of(call: LibraryCall) -> Word | None:
     return getattr(call.instead, "word", None)
 
 
-def _kept(t: Any, low: float, high: float, word: Word, exempt: int | None = None) -> Any:
+def _clamped(t: Any, low: float, high: float, word: Word, exempt: int | None = None) -> Any:
     """Replace each element outside [low, high] by `low`, except for elements equal to `exempt`. A NaN is outside.
 
     Raises:
@@ -100,7 +100,7 @@ def _indexed(given: Arguments, word: Word) -> dict[str, Any]:
         elif index.dtype in (torch.bool, torch.uint8):
             dim += index.dim()
         else:
-            index = _kept(index, -sizes[dim], sizes[dim] - 1, word)
+            index = _clamped(index, -sizes[dim], sizes[dim] - 1, word)
             dim += 1
         kept.append(index)
     return {"indices": kept}
@@ -112,7 +112,7 @@ def _along(name: str = "index", *, negative: bool = False) -> Rule:
     def rule(given: Arguments, word: Word) -> dict[str, Any]:
         own = given["self"]
         n = own.shape[given["dim"]] if own.dim() else 1
-        return {name: _kept(given[name], -n if negative else 0, n - 1, word)}
+        return {name: _clamped(given[name], -n if negative else 0, n - 1, word)}
 
     return rule
 
@@ -120,17 +120,17 @@ def _along(name: str = "index", *, negative: bool = False) -> Rule:
 def _flat(given: Arguments, word: Word) -> dict[str, Any]:
     """Check indices into the flattened tensor."""
     n = given["self"].numel()
-    return {"index": _kept(given["index"], -n, n - 1, word)}
+    return {"index": _clamped(given["index"], -n, n - 1, word)}
 
 
 def _rows(table: str) -> Rule:
     """Check indices of a table's rows."""
-    return lambda given, word: {"indices": _kept(given["indices"], 0, given[table].shape[0] - 1, word)}
+    return lambda given, word: {"indices": _clamped(given["indices"], 0, given[table].shape[0] - 1, word)}
 
 
 def _rows_of_gradient(given: Arguments, word: Word) -> dict[str, Any]:
     high, exempt = int(given["num_weights"]) - 1, int(given["padding_idx"])
-    return {"indices": _kept(given["indices"], 0, high, word, exempt if exempt < 0 else None)}
+    return {"indices": _clamped(given["indices"], 0, high, word, exempt if exempt < 0 else None)}
 
 
 def _classes(low: int = 0) -> Rule:
@@ -141,7 +141,7 @@ def _classes(low: int = 0) -> Rule:
         if target.is_floating_point():
             return {}
         n = own.shape[1] if own.dim() > 1 else own.numel()
-        return {"target": _kept(target, low, n - 1, word, given.get("ignore_index"))}
+        return {"target": _clamped(target, low, n - 1, word, given.get("ignore_index"))}
 
     return rule
 
@@ -149,11 +149,11 @@ def _classes(low: int = 0) -> Rule:
 def _labels(given: Arguments, word: Word) -> dict[str, Any]:
     """Check class numbers along the last dimension, in which -1 marks the end."""
     own = given["self"]
-    return {"target": _kept(given["target"], -1, (own.shape[-1] if own.dim() else 1) - 1, word)}
+    return {"target": _clamped(given["target"], -1, (own.shape[-1] if own.dim() else 1) - 1, word)}
 
 
 def _between(low: float, high: float, *names: str) -> Rule:
-    return lambda given, word: {name: _kept(given[name], low, high, word) for name in names}
+    return lambda given, word: {name: _clamped(given[name], low, high, word) for name in names}
 
 
 def _weights(given: Arguments, word: Word) -> dict[str, Any]:
@@ -171,12 +171,12 @@ def _places(dims: int) -> Rule:
     """Check positions in the last dimensions of the result."""
 
     def rule(given: Arguments, word: Word) -> dict[str, Any]:
-        return {"indices": _kept(given["indices"], 0, math.prod(given["output_size"][-dims:]) - 1, word)}
+        return {"indices": _clamped(given["indices"], 0, math.prod(given["output_size"][-dims:]) - 1, word)}
 
     return rule
 
 
-def _enough(given: Arguments, word: Word) -> dict[str, Any]:
+def _enough_source_elements(given: Arguments, word: Word) -> dict[str, Any]:
     """Check that there are as many source elements as the mask selects."""
     mask = given["mask"]
     short = mask.expand(torch.broadcast_shapes(mask.shape, given["self"].shape)).sum() > given["source"].numel()
@@ -192,7 +192,10 @@ def _asserted(given: Arguments, word: Word) -> dict[str, Any]:
 
 def _repeats(given: Arguments, word: Word) -> dict[str, Any]:
     """Check numbers of repetitions. The output size is computed from them, and the given one is ignored."""
-    return {"repeats": _kept(given["repeats"], 0, torch.iinfo(given["repeats"].dtype).max, word), "output_size": None}
+    return {
+        "repeats": _clamped(given["repeats"], 0, torch.iinfo(given["repeats"].dtype).max, word),
+        "output_size": None,
+    }
 
 
 _RULES: dict[str, tuple[Rule, Exception]] = {
@@ -232,7 +235,11 @@ _RULES: dict[str, tuple[Rule, Exception]] = {
         ),
         ("max_unpool2d", _places(2), RuntimeError("found an invalid max index")),
         ("max_unpool3d", _places(3), RuntimeError("found an invalid max index")),
-        ("masked_scatter_", _enough, RuntimeError("Number of elements of source < number of ones in mask")),
+        (
+            "masked_scatter_",
+            _enough_source_elements,
+            RuntimeError("Number of elements of source < number of ones in mask"),
+        ),
         ("_functional_assert_async", _asserted, RuntimeError("an assertion of the script failed")),
         ("repeat_interleave", _repeats, RuntimeError("repeats can not be negative")),
     )

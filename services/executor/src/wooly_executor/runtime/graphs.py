@@ -115,7 +115,7 @@ class Graphs:
         where = begin, begin + len(steps)
         stretch = stretches.get(where)
         if stretch is None:
-            stretch = stretches[where] = self._seen(prepared, *where)
+            stretch = stretches[where] = self._new_stretch(prepared, *where)
         if stretch.never:
             return steps
         key = _key(stretch, frame)
@@ -131,10 +131,10 @@ class Graphs:
             stretch.captured[key] = captured
         captured.graph.replay()
         self.replayed += 1
-        self._leave(captured, frame)
+        self._restore(captured, frame)
         return ()
 
-    def _seen(self, prepared: PreparedProgram, begin: int, end: int) -> Stretch:
+    def _new_stretch(self, prepared: PreparedProgram, begin: int, end: int) -> Stretch:
         first = prepared.begins[begin]
         last = prepared.begins[end] if end < len(prepared.begins) else len(prepared.steps)
         acts = [prepared.acts[k] for k in sorted({prepared.owner[s] for s in range(first, last)})]
@@ -147,7 +147,7 @@ class Graphs:
     def _capture(self, stretch: Stretch, frame: Frame, steps: Sequence[Step]) -> Captured | None:
         if self._count >= GRAPHS or self._bytes > POOL_BYTES:
             return None
-        before = _names(frame)
+        before = _tensors_by_name(frame)
         registers, bases = list(frame.registers), list(frame.bases)
 
         def body() -> None:
@@ -157,7 +157,7 @@ class Graphs:
         held = self._driver.reserved()
         try:
             graph = self._driver.capture(body)
-            made, left = _changed(before, _names(frame))
+            made, left = _changed(before, _tensors_by_name(frame))
         except ContextLostError:
             raise
         except Exception:  # a graph cannot contain this work; if it is an error, the steps raise it again
@@ -170,14 +170,14 @@ class Graphs:
         self._bytes += max(self._driver.reserved() - held, 0)
         return Captured(graph, made, left)
 
-    def _leave(self, captured: Captured, frame: Frame) -> None:
+    def _restore(self, captured: Captured, frame: Frame) -> None:
         """Set registers and memory to the state that the steps would leave."""
         fresh = []
         for memory in captured.made:
             own = self._device.empty(len(memory))
             own.copy_(memory, non_blocking=True)
             fresh.append(own)
-        old = _names(frame)
+        old = _tensors_by_name(frame)
         for name, place in captured.left.items():
             found = None
             if place is not None:
@@ -188,7 +188,7 @@ class Graphs:
                 frame.bases[~name] = found
 
 
-def _names(frame: Frame) -> dict[int, Tensor]:
+def _tensors_by_name(frame: Frame) -> dict[int, Tensor]:
     """Return the tensors of all registers, and the memory of slots under ~slot."""
     found: dict[int, Tensor] = {k: t for k, t in enumerate(frame.registers) if t is not None}
     found.update({~k: t for k, t in enumerate(frame.bases) if t is not None})

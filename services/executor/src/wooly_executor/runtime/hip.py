@@ -122,7 +122,7 @@ class HipDriver(TorchGpu):
         (status,) = self._hip.hipModuleLaunchKernel(
             function, *grid, *block, shared, self._handle, arguments.address, None
         )
-        self._launched(status, grid, block)
+        self._check_launch(status, grid, block)
 
     def lock(self, address: int, nbytes: int) -> None:
         """See `Driver`."""

@@ -150,7 +150,7 @@ class OpenClRuntime(TorchCpuRuntime):
     def _load_foreign(self, code: ForeignCode, block: tuple[int, ...]) -> Loaded:
         return self._open()[_FOREIGN_UNIT].load_foreign(code, block, lambda: self.kernel_s)
 
-    def _spread(self, ns: int) -> None:
+    def _add_core_time(self, ns: int) -> None:
         """Add core time beyond the device time, in ns, for a kernel that used more than one core. Called by the device thread."""
         self.beyond_ns += ns
 
@@ -158,7 +158,7 @@ class OpenClRuntime(TorchCpuRuntime):
         with self._opening:
             if not self._units:
                 with apart("wooly-opencl"):
-                    self._units = _open_units(self._cache, torch.get_num_threads(), self._spread)
+                    self._units = _open_units(self._cache, torch.get_num_threads(), self._add_core_time)
             return self._units
 
 
@@ -183,7 +183,7 @@ class _Unit:
     def __init__(self, cl: Any, device: Any, alone: bool, spread: Callable[[int], None]) -> None:
         self._cl = cl
         self._device = device
-        self._alone, self._spread = alone, spread
+        self._alone, self._add_core_time = alone, spread
         self.threads: int = 1 if alone else device.max_compute_units
         self.name: str = device.name.strip()
         self.platform = f"{device.platform.name} {device.platform.version}"
@@ -213,7 +213,7 @@ class _Unit:
         sizes = [a.numel * a.dtype.itemsize for a in kernel.arrays]
         total, local = (code.groups * code.threads,), (code.threads,)
         queue, buffers, wrap, alone = self._queue, self._buffers, self._wrap, self._alone
-        groups, threads, spread = code.groups, self.threads, self._spread
+        groups, threads, spread = code.groups, self.threads, self._add_core_time
 
         def run(at: list[int], scalars: Sequence[Any]) -> int:
             arrays = []
@@ -270,7 +270,7 @@ class _Unit:
             if word[1]:
                 raise OperationError(violation_message(int(word[1]), int(word[2]), code.places))
             taken: int = max(event.profile.end - event.profile.start, 0)
-            self._spread(beyond(taken, grid[0] * grid[1] * grid[2], self.threads))
+            self._add_core_time(beyond(taken, grid[0] * grid[1] * grid[2], self.threads))
             return taken
 
         return run

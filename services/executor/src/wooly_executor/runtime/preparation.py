@@ -182,11 +182,11 @@ class _Preparation:
         self.out.traces.append(trace)
         self._within.append(self._piece)
 
-    def _uncapturable(self) -> None:
+    def _mark_uncapturable(self) -> None:
         """Mark the next step as one that a graph cannot contain."""
         self.out.uncapturable.add(len(self.out.steps))
 
-    def _name(self, slot: int, view: View) -> int:
+    def _new_view_register(self, slot: int, view: View) -> int:
         """Allocate a register for this view."""
         register = self._register_of[slot, view] = self._new_register(slot)
         self._registers_of.setdefault(slot, []).append(register)
@@ -198,7 +198,7 @@ class _Preparation:
         known = self._register_of.get((slot, view))
         if known is not None:
             return known
-        register = self._name(slot, view)
+        register = self._new_view_register(slot, view)
         adopted = self._adopted.get(slot)
         if adopted is not None:
             source = adopted[0]
@@ -260,7 +260,7 @@ class _Preparation:
             elif slot in self._based:
                 registers.append((False, slot))
             else:
-                registers.append((True, self._operand(slot, _known(views.get(slot)))))
+                registers.append((True, self._operand(slot, _required_view(views.get(slot)))))
         kernel, clock = launch.run, time.thread_time_ns
         if not self._device.host:  # the marks around a kernel measure its time
 
@@ -288,14 +288,14 @@ class _Preparation:
         elif pieces is not None:
             self._divided(form, slots, pieces)
         elif form.opcode == "copy":
-            src, dst = [self._operand(s, _known(o.view)) for s, o in zip(slots, form.operands, strict=True)]
+            src, dst = [self._operand(s, _required_view(o.view)) for s, o in zip(slots, form.operands, strict=True)]
 
             def copy(f: Frame) -> None:
                 f.registers[dst].copy_(f.registers[src])
 
             self._step(copy, Write(_COPY, (dst, src)))
         elif form.opcode == "fill":
-            to = self._operand(slots[0], _known(form.operands[0].view))
+            to = self._operand(slots[0], _required_view(form.operands[0].view))
             number = form.attr("value")
             value = filler(number, {}, self._first_param, {})
 
@@ -319,12 +319,12 @@ class _Preparation:
         """Add one step per piece of an instruction. A run may stop between them."""
         result = len(slots) - 1 if form.opcode in ("copy", "fill") else result_operands(form)[0]
         registers = {
-            k: self._operand(s, _known(o.view))
+            k: self._operand(s, _required_view(o.view))
             for k, (s, o) in enumerate(zip(slots, form.operands, strict=True))
             if k != result or o.role is not Role.OUT
         }
         if result not in registers:
-            registers[result] = self._destination(slots[result], _known(form.operands[result].view))
+            registers[result] = self._destination(slots[result], _required_view(form.operands[result].view))
         parts = {k: self._new_register(slots[k]) for k in registers}
         call = part_of(form, result, parts, self._first_param, self._device)
         for k, piece in enumerate(pieces):
@@ -337,7 +337,7 @@ class _Preparation:
         facts, device = self.out.facts, self._device
         if facts.slot_alloc[slot] is None or slot in self._adopted or slot in self._based:
             return self._operand(slot, view)
-        register = self._name(slot, view)
+        register = self._new_view_register(slot, view)
         self._adopted[slot] = (register, view)
         dtype = TORCH_DTYPE[view.dtype]
         dense = view.numel * view.dtype.itemsize == view.end
@@ -351,7 +351,7 @@ class _Preparation:
 
     def _foreign_launch(self, form: Form, slots: tuple[int, ...]) -> None:
         """Add a step that launches a foreign kernel on the memory that its operands show."""
-        registers = [self._operand(s, _known(o.view)) for s, o in zip(slots, form.operands, strict=True)]
+        registers = [self._operand(s, _required_view(o.view)) for s, o in zip(slots, form.operands, strict=True)]
         kernel, arguments = self._foreign.known(form), arguments_of(form)
         writable = [o.role is not Role.IN for o in form.operands]
         first, last = self._first_param, self._first_param + len(form.params)
@@ -359,7 +359,7 @@ class _Preparation:
         allowed = [k is not None and writable[k] for k in kinds]
         step, begins = len(self.out.steps), self._foreign.begins
 
-        self._uncapturable()
+        self._mark_uncapturable()
 
         def run(f: Frame) -> None:
             r = f.registers
@@ -420,14 +420,14 @@ class _Preparation:
             self.out.words.append((self._act, word))
         library = guarded(library, form)
         if looks_at_values(library):
-            self._uncapturable()
+            self._mark_uncapturable()
         registers: dict[int, int] = {}
         results: list[int] = []
         for k, operand in enumerate(form.operands):
             if operand.role is Role.OUT or k == out:
                 results.append(k)
             else:
-                registers[k] = self._operand(slots[k], _known(operand.view))
+                registers[k] = self._operand(slots[k], _required_view(operand.view))
         for k, view in readings(form):
             registers[k] = self._read(view, registers[k], slots[k])
         gradients = gradients_of(form)
@@ -438,33 +438,31 @@ class _Preparation:
         invoke = self._traced(form, library, registers) if gradients is None else None
         if any(a.is_out for a in schema_of(library.op).arguments):
             written = [(r, form.operands[k]) for k, r in registers.items() if form.operands[k].role is Role.INOUT]
-            call = with_size_check(call, [(r, _known(o.view).sizes) for r, o in written])
+            call = with_size_check(call, [(r, _required_view(o.view).sizes) for r, o in written])
         rng = form.attr("rng")
         if isinstance(rng, tuple):
-            self._uncapturable()
+            self._mark_uncapturable()
             call = seeded(call, [self._first_param + r.index for r in rng if isinstance(r, ParamRef)], self._device)
         if gradients is None and not writes_all(library.op):
-            self._uncapturable()
+            self._mark_uncapturable()
             writes = [a for a in schema_of(library.op).arguments if a.alias_info is not None and a.alias_info.is_write]
             call = self._device.on_zeros(call, repeatable=all(a.is_out for a in writes))
         if gradients is not None:
-            self._uncapturable()
-            outs = [(slots[k], _known(form.operands[k].view)) for k in results]
+            self._mark_uncapturable()
+            outs = [(slots[k], _required_view(form.operands[k].view)) for k in results]
             call = differentiated(call, operands, list(registers.values()), gradients)
             self._results(self._device.on_zeros(call), outs, single=False)
         elif not results:
             self._step(lambda f: _drop(call(f)), invoke)
         elif any(form.operands[k].view is None for k in results):
-            self._uncapturable()
+            self._mark_uncapturable()
             self._dynamic(call, [slots[k] for k in results])
         else:
-            outs = [(slots[k], _known(form.operands[k].view)) for k in results]
+            outs = [(slots[k], _required_view(form.operands[k].view)) for k in results]
             self._results(fresh_results(library.op, call), outs, returns_one_tensor(library.op), invoke)
 
     def _traced(self, form: Form, library: LibraryCall, registers: dict[int, int]) -> Invoke | None:
-        """Describe the call for the generated code of a segment; None if the call has side effects that the description cannot
-        express.
-        """
+        """Describe the call for `segments`; None if the step is more than a call."""
         schema = schema_of(library.op)
         if form.attr("rng") is not None or asks_grad_mode(library.op) or library.instead is not None:
             return None
@@ -520,7 +518,7 @@ class _Preparation:
             nbytes = facts.slot_alloc[slot]
             fresh = nbytes is not None and slot not in self._adopted and slot not in self._based
             if fresh:
-                register = self._name(slot, view)
+                register = self._new_view_register(slot, view)
                 self._adopted[slot] = (register, view)
             else:
                 register = self._operand(slot, view)
@@ -584,7 +582,7 @@ def _drop(_: Any) -> None:
     """Ignore the result of an in-place operator, which is its argument."""
 
 
-def _known(view: View | None) -> View:
+def _required_view(view: View | None) -> View:
     if view is None:
         raise OperationError("an operand has no view, but the instruction needs its shape; give the operand a view")
     return view

@@ -1,8 +1,9 @@
 """Runs matrix products with oneDNN instead of the BLAS if other bits are allowed: in plans of mode `full`.
 
-torch uses MKL for float32 products. MKL reaches three quarters of the speed of oneDNN on chips of another vendor than its own.
-torch contains oneDNN, too. Which products are affected depends on the chip and the instruction alone, so it does not matter where
-programs are cut. oneDNN rounds the product before it adds the bias, as a separate addition would.
+torch uses MKL for float32 products. On chips of another vendor than its own, MKL reaches three quarters of the possible speed.
+oneDNN, which torch contains, too, does not depend on the vendor. Which products are affected depends on the chip and the
+instruction alone, so it does not matter where programs are cut. oneDNN rounds the product before it adds the bias, as a separate
+addition would.
 """
 
 from __future__ import annotations

@@ -334,7 +334,7 @@ class Segment:
         wrong = [
             at
             for (at, op), schema in zip(self._operators, schemas, strict=True)
-            if op is not None and not _means(schema, op)
+            if op is not None and not _is_same_operator(schema, op)
         ]
         if wrong:
             return None, wrong
@@ -372,7 +372,7 @@ def _default(argument: Any) -> Attr:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _means(schema: str, op: OpOverload) -> bool:
+def _is_same_operator(schema: str, op: OpOverload) -> bool:
     """Whether the interpreter's schema is this operator.
 
     For a number in place of a tensor, its scalar overload is allowed, too.

@@ -218,7 +218,7 @@ class TorchGpu:
             raise OperationError(str(status.name))
         return values[0] if values else None
 
-    def _launched(self, status: Any, grid: tuple[int, int, int], block: tuple[int, int, int]) -> None:
+    def _check_launch(self, status: Any, grid: tuple[int, int, int], block: tuple[int, int, int]) -> None:
         """Check a launch's status. Raises the same errors as `_do`."""
         if status != self._ok:
             self.check()

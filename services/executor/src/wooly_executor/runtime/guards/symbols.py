@@ -25,7 +25,7 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
 
 
 def wrong_symbol(call: LibraryCall) -> str:
-    """Return an error message if an argument for a dtype, layout, memory format or device has another type, else ""."""
+    """Return an error message if an argument for a dtype, layout, memory format or device has another type; empty: none has."""
     named = dict(call.kwargs)
     for at, name, kind in _symbol_arguments(call.op):
         value: Any = call.args[at] if at < len(call.args) else named.get(name)

@@ -27,7 +27,7 @@ def _fourier(given: Arguments) -> None:
     if n is not None:
         require(
             n > 0 and t.shape[dims[-1]] == n // 2 + 1,
-            f"self must have {n // 2 + 1} elements along the last dimension of dim",
+            f"self must have {n // 2 + 1} elements along the last dimension that dim names",
         )
 
 

@@ -26,7 +26,7 @@ UNDECLARED_WRITES: dict[str, Callable[[Arguments], tuple[str, ...]]] = {
 
 
 def undeclared_write(call: LibraryCall, form: Form) -> str:
-    """Return an error message if the call writes an operand whose role is `in`, else ""."""
+    """Return an error message if the call writes an operand whose role is `in`, else an empty string."""
     schema = schema_of(call.op)
     name = call.op.overloadpacket.__name__
     undeclared = UNDECLARED_WRITES.get(name)
@@ -48,7 +48,7 @@ def undeclared_write(call: LibraryCall, form: Form) -> str:
 
 
 def overlapping_out(call: LibraryCall, form: Form) -> str:
-    """Return an error message if an `out=` argument of the call overlaps itself, else "".
+    """Return an error message if an `out=` argument of the call overlaps itself, else an empty string.
 
     Some kernels write `numel` consecutive elements. A view that overlaps itself has less memory.
     """
