@@ -270,7 +270,7 @@ def bench_first(repeat, reach):
 
 @contextlib.contextmanager
 def stack():
-    """A local stack whose compiler knows nothing yet; gives the variables by which clients find it."""
+    """A local stack with an empty cache of the compiler. Yields the environment variables by which clients find it."""
     from wooly_local.stack import start_stack
 
     os.environ["OMP_NUM_THREADS"] = "1"

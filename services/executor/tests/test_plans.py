@@ -266,10 +266,10 @@ def test_code_of_kernels_is_asked_for_shared_through_the_bucket_and_kept(world, 
     log = next(world.folder.glob("compiler-*.log")).read_text()
     assert log.count("kernel one for") == 1  # the second executor's came from the bucket
     for name, where in (
-        ("x", "a compiler had"),
-        ("other", "a compiler had"),
+        ("x", "received from a remote compiler"),
+        ("other", "received from a remote compiler"),
         ("x2", "on disk"),
-        ("alone", "built here"),
+        ("alone", "compiled here"),
     ):
         assert re.search(f"kernel one: .*{where}", world.log(name)), name
 
