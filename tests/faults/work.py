@@ -254,7 +254,7 @@ class Load:
         self._scripts: list[Scripts] = []
 
     def start(self, seed: int = 0) -> None:
-        """Begin."""
+        """Start the scripts and the jobs."""
         self._scripts = [Scripts(name, self._env, self.began, range(seed, seed + MOST_RUNS)) for name in SCRIPTS]
         for thread in (self._jobs, *self._scripts):
             thread.start()

@@ -129,7 +129,7 @@ class _Mutation:
         if kind.startswith("Optional") and value is not None and rng.random() < 0.2:
             return None
         if value is None:
-            return self._made_up(kind)
+            return self._random_value(kind)
         if isinstance(value, Window):
             return self._tensor(value)
         if isinstance(value, tuple):
@@ -150,7 +150,7 @@ class _Mutation:
             return rng.choice(FORMATS)
         return None
 
-    def _made_up(self, kind):
+    def _random_value(self, kind):
         rng = self._rng
         if "Generator" in kind or "Device" in kind:
             return None
@@ -211,26 +211,26 @@ class _Mutation:
         if known and self._rng.random() < 0.6:
             return self._tensor(self._rng.choice(known)) if self._rng.random() < 0.5 else self._rng.choice(known)
         sizes = [self._rng.choice(SIZES) for _ in range(self._rng.randrange(4))]
-        return self._new(self._rng.choice(LIKELY), sizes)
+        return self._dense_tensor(self._rng.choice(LIKELY), sizes)
 
     def _tensor(self, w):
         rng = self._rng
         how = rng.randrange(100)
         if how < 25:
-            return self._new(w.dtype, self._sizes(w.sizes), like=w)
+            return self._dense_tensor(w.dtype, self._sizes(w.sizes), like=w)
         if how < 45:
-            return self._new(w.dtype, w.sizes)
+            return self._dense_tensor(w.dtype, w.sizes)
         if how < 55:
             return self._rank(w)
         if how < 63:
-            return self._new(rng.choice(LIKELY if rng.random() < 0.7 else DTYPES), w.sizes, like=w)
+            return self._dense_tensor(rng.choice(LIKELY if rng.random() < 0.7 else DTYPES), w.sizes, like=w)
         if how < 75:
             return self._strided(w)
         if how < 85:
             return self._alias(w)
         if how < 92:
-            return self._few(w)
-        return self._new(w.dtype, [0] if rng.random() < 0.5 else [])
+            return self._few_changes(w)
+        return self._dense_tensor(w.dtype, [0] if rng.random() < 0.5 else [])
 
     def _sizes(self, sizes):
         rng, sizes = self._rng, list(sizes)
@@ -256,7 +256,7 @@ class _Mutation:
             sizes = [1] * rng.choice((16, 26, 64, 65, 130))
         else:
             sizes = []
-        return self._new(w.dtype, sizes, like=w)
+        return self._dense_tensor(w.dtype, sizes, like=w)
 
     def _strided(self, w):
         """Return the tensor with other strides: transposed, overlapping, with gaps, zero, or with an offset."""
@@ -274,7 +274,7 @@ class _Mutation:
         elif n:
             strides[rng.randrange(n)] = rng.choice((0, 1, 3))
         offset = rng.choice((0, 0, 1, 3, 16))
-        return self._shown(replace(w, strides=tuple(strides), offset=offset))
+        return self._with_enough_memory(replace(w, strides=tuple(strides), offset=offset))
 
     def _alias(self, w):
         """Return a tensor on the memory of another tensor of the call, preferably of one that is written."""
@@ -288,9 +288,9 @@ class _Mutation:
             return other
         itemsize, size = w.dtype.itemsize, len(self._memories[other.memory].raw)
         offset = rng.choice((0, 0, 1, 2, max(size // itemsize - 1, 0)))
-        return self._shown(replace(w, memory=other.memory, offset=offset))
+        return self._with_enough_memory(replace(w, memory=other.memory, offset=offset))
 
-    def _few(self, w):
+    def _few_changes(self, w):
         """Return the same tensor with a few changed numbers."""
         rng, memory = self._rng, self._memories[w.memory]
         raw, item = bytearray(memory.raw), w.dtype.itemsize
@@ -302,7 +302,7 @@ class _Mutation:
         self._memories.append(Memory(w.dtype, bytes(raw)))
         return replace(w, memory=len(self._memories) - 1)
 
-    def _new(self, dtype, sizes, like=None):
+    def _dense_tensor(self, dtype, sizes, like=None):
         """Return a dense tensor with its own numbers, or with numbers like those of another tensor."""
         sizes = tuple(sizes)
         n = torch.Size(sizes).numel()
@@ -316,7 +316,7 @@ class _Mutation:
         self._memories.append(Memory(dtype, raw))
         return Window(len(self._memories) - 1, dtype, sizes, _dense(sizes))
 
-    def _shown(self, w):
+    def _with_enough_memory(self, w):
         """Return a tensor, and enlarge its memory if it is too small."""
         end, memory = w.view.end, self._memories[w.memory]
         if end > LARGEST:
