@@ -1,4 +1,4 @@
-"""What a client costs: the device against local CPU PyTorch, both in this run, one thread each.
+"""Measures the cost of a client: the device against local CPU PyTorch, both in this run, with one thread each.
 
 Run: .venv/bin/python bench/client.py [--json] [--only NAME] [--repeat N]
 """
@@ -25,7 +25,7 @@ from wooly_testkit.executor import executor_process
 
 
 def timed(function, repeat, clock=time.perf_counter):
-    """Median and (min, max) of `repeat` runs, after one that warms up."""
+    """Return median and (min, max) of `repeat` runs, after one warm-up run."""
     function()
     found = []
     for _ in range(repeat):
@@ -48,7 +48,7 @@ def chain(device, n=1000):
 
 
 def bench_chain(repeat):
-    """Client CPU time of this thread per eager operation; the baseline is local PyTorch executing it."""
+    """Client CPU time of this thread per eager operation. The baseline is local PyTorch, which executes the operation."""
     ours, local = chain("cuda"), chain("cpu")
 
     def settle():
@@ -71,7 +71,7 @@ def bench_chain(repeat):
 
 
 def bench_item(repeat):
-    """One add and the number read back."""
+    """One add, and reading its value."""
     x = torch.ones(4, device="cuda")
     one = torch.ones(4)
 
@@ -95,7 +95,7 @@ def bench_item(repeat):
 
 
 def pair(ours, local, repeat):
-    """Runs both sides in turn; median ratio and its spread."""
+    """Run both sides in turn. Returns the median ratio and its spread."""
     ours(), local()
     a, b = [], []
     for _ in range(repeat):
@@ -108,7 +108,7 @@ def pair(ours, local, repeat):
 
 
 def bench_mlp(repeat):
-    """One training step of an MLP 784-512-10, batch 64, Adam and SGD."""
+    """One training step of an MLP 784-512-10 with batch size 64, Adam and SGD."""
     for name, make, goal in (
         ("Adam", lambda p: torch.optim.Adam(p), 2.0),
         ("SGD", lambda p: torch.optim.SGD(p, lr=0.1), 2.0),
@@ -136,7 +136,9 @@ def bench_mlp(repeat):
 
 
 def llama():
-    """A Llama of 4 layers, hidden 256, vocabulary 1,000, random weights, here and on the device; a prompt; how to generate."""
+    """Return a Llama (4 layers, hidden 256, vocabulary 1,000, random weights) here and on the device, a prompt, and a function
+    that generates.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -171,9 +173,10 @@ def bench_llama(repeat):
 
 
 def bench_compiled(repeat):
-    """64 tokens, greedy, with a static cache: Transformers compiles the decode step, and asks late whether to stop (ADR 30).
+    """64 tokens, greedy, with a static cache: Transformers compiles the decode step, and checks one step late whether to stop
+    (ADR 30).
 
-    The baseline is local eager. Client and executor compute at the same time, so this row wants two cores to itself.
+    The baseline is local eager PyTorch. Client and executor compute at the same time, so this measurement needs two free cores.
     """
     local, ours, prompt, generate = llama()
     there = prompt.to("cuda")
@@ -207,7 +210,7 @@ def bench_compiled(repeat):
 
 
 def bench_transfer(repeat):
-    """256 MB over the unix socket; the baseline is a copy in memory."""
+    """256 MB over the unix socket. The baseline is a copy in memory."""
     host = torch.randn(64 << 20)
     there = torch.empty(64 << 20, device="cuda")
     back = torch.empty(64 << 20)
@@ -240,14 +243,17 @@ def bench_transfer(repeat):
 
 
 def distant(target, one_way_s, pipe):
-    """A process that puts a long way in front of `target`."""
+    """Start a process that delays all bytes to and from `target`."""
     with delay_proxy(target, one_way_s) as endpoint:
         pipe.send(endpoint)
         pipe.recv()
 
 
 def bench_link(repeat):
-    """1,000 adds and their result over a link with 20 ms round trip; the baseline is the same over loopback."""
+    """1,000 adds and their result over a link with a round trip of 20 ms.
+
+    The baseline is the same over the loopback interface.
+    """
     context = multiprocessing.get_context("spawn")
     found = {}
     for one_way_s in (0.0, 0.010):
@@ -272,15 +278,15 @@ def bench_link(repeat):
 
 
 def cpu_ns(pid):
-    """CPU time of all of a process's threads."""
+    """Return the CPU time of all threads of a process."""
     return sum([int(p.read_text().split()[0]) for p in Path(f"/proc/{pid}/task").glob("*/schedstat")])
 
 
 def bench_traces(repeat):
-    """What a session costs that is traced; the baseline is one that its client does not sample, on the same executor, in turn.
+    """The cost of a traced session. The baseline is an unsampled session on the same executor, in turn.
 
-    CPU time, because the machine has other things to do; a launch's is that of this thread and of the executor's process. Of many
-    short stretches in turn the lower quartile, which neighbours disturb least.
+    The measure is CPU time, because the machine has other work. A launch counts the time of this thread and of the executor's
+    process. The result is the lower quartile of many short measurements in turn, which other processes disturb least.
     """
     from wooly.settings import Settings
     from wooly_local.stack import start_stack
@@ -323,7 +329,7 @@ BENCHES = {
     "llama": bench_llama,
     "compiled": bench_compiled,
     "transfer": bench_transfer,
-    "link": bench_link,  # from here on they attach to executors of their own
+    "link": bench_link,  # this one and the next attach to their own executors
     "traces": bench_traces,
 }
 

@@ -1,14 +1,15 @@
-"""What the controller's decisions cost, over simulated nodes. CPU time of this process, so that neighbours on the machine do not
-count.
+"""Measures the cost of the controller's decisions on simulated nodes.
 
-`placements` come and go on a cluster that is most of the way full: one in eight wants two devices, one in ten a whole one, some
-a vendor, a group, or weights that lie somewhere already. `refused` asks for what nobody has. `plan` is one pass
-over a queue on a full cluster. The baseline looks at every device every time.
+The measure is CPU time of this process, so that other processes do not matter.
 
-`traces` is what tracing costs on the fast path: CPU time of the client's thread and the device loop's for a launch of one
-operation and the wait for it. One session is traced and not, in turns: two sessions, or two processes, differ by more than is
-looked for. The ratio is the median of the pairs' and the spread their quartiles. What is told once in a second at most is told
-after each stretch.
+`placements`: tasks come and go on a cluster that is almost full. One in eight needs two devices, one in ten a whole device, and
+some need a vendor, a group, or weights that are already on a device. `refused`: requests that no device can meet. `plan`: one
+pass over a queue on a full cluster. The baseline examines every device each time.
+
+`traces`: cost of tracing on the fast path: CPU time of the client's thread and of the device loop for a launch of one operation
+and the wait for it. One session is traced and untraced in turn, because two sessions or processes differ by more than the cost of
+tracing. The ratio is the median of the pairs' ratios, and the spread is their quartiles. Work that happens at most once per
+second runs after each measurement.
 
 Run: .venv/bin/python bench/control.py [--json] [--only NAME] [--nodes N]
 """
@@ -28,7 +29,7 @@ from wooly_router.core.placement import Gpu, Pool, Want, cost_of, fits
 from wooly_router.core.queue import Waiting, claims_of, plan
 
 GIB = 1 << 30
-#: Devices per node, as often as they occur.
+#: Numbers of devices per node; a repeated number is more frequent.
 SIZES = (1, 4, 8, 8)
 
 row = functools.partial(figures.row, higher_is_better=True, against="value", digits=1)
@@ -62,14 +63,14 @@ def wants(rng):
 
 
 def scan(pool, want):
-    """The baseline: everything that fits, sorted (and nothing about nodes)."""
+    """The baseline: all devices that fit, sorted, without regard to nodes."""
     able = [g for g in pool.gpus() if fits(want, g, pool.load(g.executor_id))]
     able.sort(key=lambda g: (cost_of(g, pool.load(g.executor_id)), g.executor_id))
     return able[: want.gpu_count]
 
 
 def churn(gpus, choose, seconds, seed=7):
-    """Placements a second, where tasks come and go; the cluster is filled first to three tasks a device."""
+    """Return placements per second while tasks come and go. Initially, each device of the cluster gets three tasks."""
     rng, pool = random.Random(seed), Pool(gpus)
     asking, running = wants(rng), deque()
 
@@ -99,7 +100,7 @@ def bench_placements(gpus, seconds):
     ours, share = churn(gpus, lambda pool, want: pool.place(want).gpus, seconds)
     theirs, _ = churn(gpus, scan, seconds)
     yield row("placements and releases", "1/s", ours, theirs, 2000)
-    yield row("of the tasks that come, placed", "%", 100 * share, None, None)
+    yield row("share of arriving tasks that are placed", "%", 100 * share, None, None)
 
 
 def bench_refused(gpus, seconds):
@@ -108,7 +109,7 @@ def bench_refused(gpus, seconds):
     while time.process_time_ns() - begun < seconds * 1e9:
         assert pool.place(Want(required_vram=500 * GIB + n)).waits
         n += 1
-    yield row("refusals with reasons, each of another wish", "1/s", n / seconds, None, None)
+    yield row("refusals with reasons, all different", "1/s", n / seconds, None, None)
 
 
 def bench_plan(gpus, seconds):
@@ -151,7 +152,7 @@ def bench_traces(gpus, seconds, pairs=300, launches=150):
         x = torch.ones(64, device="cuda")
 
         def stretch(kept):
-            """CPU time per launch of the loop's thread and this one, in us."""
+            """CPU time per launch of the loop's thread and this thread, in us."""
             loop.call(lambda: setattr(session, "spans", kept)).result()
             before = time.clock_gettime_ns(clock) + time.thread_time_ns()
             for _ in range(launches):

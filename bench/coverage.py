@@ -1,8 +1,8 @@
-"""Which part of the instructions of real models runs as generated kernels, as library calls by choice, and at tier 0.
+"""Measures which share of the instructions of real models runs as generated kernels, as library calls by choice, and at tier 0.
 
-Models run on a device in another process; the programs that the client sends are compiled as the executor would, and each counts
-as often as it ran in the measured part (after a warm-up: the steady state). Products, convolutions, attention and random numbers
-are the library's by choice; every other instruction without a kernel is listed by its opcode, with the reason.
+Models run on a device in another process. The programs that the client sends are compiled as the executor would compile them.
+Each program counts as often as it runs after a warm-up, in the steady state. Products, convolutions, attention and random numbers
+are left to the library by choice. All other instructions without a kernel are listed by opcode, with the reason.
 
 Run: .venv/bin/python bench/coverage.py [--json] [--only NAME] [--list N]
 """
@@ -24,7 +24,7 @@ from wooly_wis.frames import Kind, unpack_run
 from wooly_wis.optable import TABLE, Family
 from wooly_wis.plan import KernelStep, LibraryStep, Line, Plan
 
-#: Operators of the library that no generated kernel is meant to replace, by what their names contain.
+#: Parts of the names of library operators that generated kernels do not replace by choice.
 CHOSEN = (
     "mm.", "linear.", "convolution", "conv", "attention", "pool", "einsum", "dropout", "rand", "normal", "bernoulli",
     "multinomial", "exponential", "uniform", "linalg", "fft", "sort", "topk", "nonzero", "unique",
@@ -32,12 +32,12 @@ CHOSEN = (
 
 
 def name_of(line: Line) -> str:
-    """An instruction as the listing names it."""
+    """Return the name of an instruction in the list."""
     return str(line.form.attr("name") or line.form.opcode)
 
 
 def by_choice(line: Line) -> bool:
-    """Whether the library is meant to do it."""
+    """Whether the instruction is left to the library by choice."""
     row = TABLE.get(line.form.opcode)
     if row is not None:
         return row.family is Family.CONTRACTION
@@ -45,14 +45,14 @@ def by_choice(line: Line) -> bool:
 
 
 class Capture:
-    """Programs and how often each ran, as the client's frames tell."""
+    """Programs and the number of their runs, taken from the client's frames."""
 
     def __init__(self):
         self.programs = {}
         self.runs = Counter()
 
     def frame(self, kind, data):
-        """One frame that the client sends."""
+        """Record one frame that the client sends."""
         if kind == Kind.DEFINE:
             self.programs[digest(data)] = decode_program(data)
         elif kind == Kind.RUN:
@@ -188,14 +188,14 @@ MODELS = {
 
 
 class Share:
-    """Instructions by who does them."""
+    """Numbers of instructions by the part that runs them."""
 
     def __init__(self):
         self.kernels = self.removed = self.library = self.tier0 = self.launches = 0
         self.left = Counter()
 
     def add(self, plan: Plan, times: int) -> None:
-        """A program that ran so often."""
+        """Add a program that ran `times` times."""
         self.removed += len(plan.removed) * times
         for step in plan.steps:
             if isinstance(step, KernelStep):
@@ -209,12 +209,12 @@ class Share:
 
     @property
     def total(self) -> int:
-        """All computing instructions."""
+        """The number of all computing instructions."""
         return self.kernels + self.removed + self.library + self.tier0
 
 
 def share_of(name: str, capture: Capture) -> Share:
-    """Run a model, compile what it sent. What an earlier one defined is not defined again."""
+    """Run a model, and compile the programs that it sent. A program that an earlier model defined is not sent again."""
     found = Share()
     capture.runs.clear()
 

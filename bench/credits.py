@@ -1,11 +1,11 @@
-"""What metering costs and whether its bills are just.
+"""Measures the cost of metering, and whether bills are fair.
 
 ledger: events per second from the stream into PostgreSQL, and the memory meanwhile.
-models: ten language models of random weights at their real shapes times a scale (by default one that the CPU's cache holds),
-each run many times alone, and a few times while another tenant works: on its own CPU (apart), and through the same executor
-(beside). Credits with their spread, and what billing by time would have said. The executor has a core to itself, clients share
-the others: so apart and beside clients are as slow, and only the executor is shared or not.
-budget: how long a tenant goes on after its hard limit.
+models: ten language models with random weights, with their real shapes times a scale (by default, the largest one that the CPU's
+cache holds). Each model runs many times alone, and a few times while another tenant works: on its own CPU (apart), or through the
+same executor (beside). The table shows credits with their spread, and the spread of a bill by time. The executor has its own
+core, and clients share the other cores. So clients are equally slow apart and beside, and only the executor differs.
+budget: how long a tenant continues after its hard limit.
 
 Run: .venv/bin/python bench/credits.py [--json] [--only NAME] [--events N] [--scale X] [--runs N] [--generations N] [--models A,B]
 """
@@ -34,7 +34,7 @@ from wooly_testkit.nats import nats_server
 from wooly_testkit.postgres import postgres_server
 from wooly_wis.credits import CreditsRequest, UsageRecord, UsageRecorded
 
-#: Sessions that report, records of one message.
+#: Number of sessions that report usage, and of records per message.
 SESSIONS, PER_MESSAGE = 1000, 100
 
 
@@ -42,7 +42,7 @@ SESSIONS, PER_MESSAGE = 1000, 100
 
 
 def fill(url, count):
-    """Publish usage of `count` records to the stream, before anybody reads it."""
+    """Publish usage of `count` records to the stream before it has a reader."""
     import asyncio
 
     import nats
@@ -83,16 +83,16 @@ def fill(url, count):
 
 
 def cpu_of_children():
-    """CPU seconds of this process's children and theirs."""
+    """Return the CPU seconds of all descendants of this process."""
     total = 0.0
     for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):  # it has ended
+        with contextlib.suppress(psutil.Error):  # the process has ended
             total += sum(process.cpu_times()[:2])
     return total
 
 
 def bench_ledger(count):
-    """Events per second from a full stream into PostgreSQL, by one process; its memory at a third and at the end."""
+    """Events per second from a full stream into PostgreSQL with one process, and its memory after a third and at the end."""
     count -= count % PER_MESSAGE
     with nats_server() as nats, postgres_server() as postgres, tempfile.TemporaryDirectory() as directory:
         fill(nats, count)
@@ -135,7 +135,7 @@ def bench_ledger(count):
     print(f"{share:.2f} cores of metering, PostgreSQL and NATS together", file=sys.stderr)
     return [
         row(
-            "ledger, events in a second of two cores",
+            "ledger, events per second with two cores",
             "events/s",
             2 * rate / share,
             None,
@@ -144,7 +144,7 @@ def bench_ledger(count):
             against="value",
         ),
         row(
-            "ledger, events in a second as the machine is",
+            "ledger, events per second on this machine",
             "events/s",
             rate,
             None,
@@ -152,7 +152,7 @@ def bench_ledger(count):
             higher_is_better=True,
             against="value",
         ),
-        row("ledger, memory at the end to a third", "MiB", end / 2**20, third / 2**20, 1.1),
+        row("ledger, memory at the end against a third", "MiB", end / 2**20, third / 2**20, 1.1),
     ]
 
 
@@ -160,14 +160,14 @@ def bench_ledger(count):
 
 PROMPT = "What is the capital of United States of America"
 MAX_LENGTH = 100
-#: Runs before those that count: programs are prepared at their first run, compiled and put together over the next, and until then
-#: each costs less than the one before.
+#: Warm-up runs that do not count. A program is prepared at its first run, then compiled and combined, and its cost falls until
+#: then.
 WARM = 16
-#: Runs alone for each run beside another tenant.
+#: Number of runs alone per run beside another tenant.
 ALONE = 4
-#: Seconds that the pace of the machine's cores is looked at, to have something to price against that stays.
+#: Time in seconds for measuring the pace of the machine's cores, which gives a constant reference for prices.
 LOOKS_S = 3.0
-#: family, layers, width, heads, heads of keys and values, width of the MLP, vocabulary
+#: Family, layers, width, heads, heads of keys and values, width of the MLP, vocabulary.
 MODELS = {
     "tinyllama-1.1b": ("llama", 22, 2048, 32, 4, 5632, 32000),
     "llama-2-7b": ("llama", 32, 4096, 32, 32, 11008, 32000),
@@ -183,7 +183,7 @@ MODELS = {
 
 
 def build(name, scale):
-    """A model of random weights, on the CPU: all but the width of a head shrinks with the scale."""
+    """Return a model with random weights on the CPU. The scale shrinks all sizes except the width of a head."""
     import torch
     import transformers as t
 
@@ -209,14 +209,14 @@ def build(name, scale):
     return t.AutoModelForCausalLM.from_config(config).eval()
 
 
-#: Scales that are tried, the largest first; and the part of the CPU's last cache that a model's weights may fill, so that those
-#: of two tenants fit. What does not fit comes through a bus that tenants share, and each slows the other's CPU time.
+#: Candidates for the scale, the largest first, and the share of the CPU's last-level cache for the weights of one model, so that
+#: those of two tenants fit. Weights that do not fit use the shared memory bus, on which tenants slow each other's CPU time.
 SCALES, CACHE_PART = (1, 1 / 2, 1 / 4, 1 / 8, 1 / 12, 1 / 16, 1 / 24, 1 / 32), 1 / 2
 CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
 
 
 def fitting(name):
-    """The largest scale at which a model's weights are what this machine's CPU holds."""
+    """Return the largest scale at which the cache of this machine's CPU holds a model's weights."""
     import torch
 
     cache = int(CACHE.read_text().strip().removesuffix("K")) << 10 if CACHE.exists() else 16 << 20
@@ -226,7 +226,7 @@ def fitting(name):
 
 
 def generate(model, generations, length):
-    """What the script of the published table does. Words stand for tokens: there is no tokenizer for random weights."""
+    """Run the script of the published table. Token ids replace words, because random weights have no tokenizer."""
     import torch
 
     size = model.config.vocab_size
@@ -240,7 +240,7 @@ def generate(model, generations, length):
 
 
 def work(order):
-    """The part of a process that is a tenant: builds models as it is told on its input, each run a session of its own."""
+    """Run in a tenant's process: build the models that standard input names, and run each in its own session."""
     import warnings
 
     import torch
@@ -269,7 +269,7 @@ def work(order):
 
 
 class Tenant:
-    """A process that works."""
+    """A process of a tenant."""
 
     def __init__(self, reach):
         argv = [sys.executable, __file__, "--work", "{}"]
@@ -286,7 +286,7 @@ class Tenant:
 
     @contextlib.contextmanager
     def working(self, path, **job):
-        """It works all the time inside the block."""
+        """Let the tenant work during the block."""
         path.touch()
         self.begin(**{**job, "while": str(path)})
         time.sleep(1.5)
@@ -331,7 +331,7 @@ def local_stack():
 
 
 def part_cores(stack):
-    """Give the executor a core to itself, as it has on a machine of its own; all else shares the others."""
+    """Give the executor its own core, as on its own machine. All other processes share the other cores."""
     first, *others = sorted(os.sched_getaffinity(0))
     if not others:
         return
@@ -343,13 +343,13 @@ def part_cores(stack):
 
 
 def worst(values):
-    """The largest distance from the mean, in percent of it."""
+    """Return the largest distance from the mean, in percent of the mean."""
     mean = statistics.fmean(values)
     return 100 * max(abs(v - mean) for v in values) / mean
 
 
 def deviation(values):
-    """Standard deviation, in percent of the mean."""
+    """Return the standard deviation, in percent of the mean."""
     return 100 * statistics.stdev(values) / statistics.fmean(values) if len(values) > 1 else 0.0
 
 
@@ -358,7 +358,7 @@ def spread(values):
 
 
 def reference_pace():
-    """The pace of cores that an installation would be given: what the piece of work takes in the best moment, in ns."""
+    """Return the pace of cores as an installation would configure it: the best time of the reference work, in ns."""
     from wooly_executor.pace import Pace
 
     pace, begun = Pace(), time.monotonic()
@@ -370,7 +370,7 @@ def reference_pace():
     return max(1000, round(best))
 
 
-#: What is shown while the models run.
+#: Columns that are shown while the models run.
 COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
 
 
@@ -402,7 +402,7 @@ def bench_models(args):
                 for _ in range(WARM):
                     run()
                 alone, apart, beside = [], [], []
-                for n in range(args.runs):  # in turns, so that what else the machine does meets all
+                for n in range(args.runs):  # in turns, so that other work of the machine affects all of them
                     alone.append(run())
                     if n % ALONE == 0:
                         for found, where in ((apart, {"device": "cpu"}), (beside, {})):
@@ -434,7 +434,12 @@ def bench_models(args):
                 rows.append(found | {"scale": scale, "runs": core[0], "apart": core[1], "beside": core[2]})
                 for what, values in (("core credits", core[0]), ("CPU time", cpu)):
                     found = row(
-                        f"{name}, {what}: worst run from the mean", "%", worst(values), None, COMPARED, against="value"
+                        f"{name}, {what}: largest deviation of a run from the mean",
+                        "%",
+                        worst(values),
+                        None,
+                        COMPARED,
+                        against="value",
                     )
                     rows.append(found | {"goal": None})
                 for key in ("core", "vram"):
@@ -442,7 +447,11 @@ def bench_models(args):
                     found = row(f"{name}, {key} credits beside another tenant", "credits", shared, aside, 1.05)
                     rows.append(found | {"ok": abs(shared / aside - 1) <= 0.05})
                     found = row(
-                        f"{name}, {key} credits beside another to alone", "credits", shared, mean[key][0], COMPARED
+                        f"{name}, {key} credits beside another tenant against alone",
+                        "credits",
+                        shared,
+                        mean[key][0],
+                        COMPARED,
                     )
                     rows.append(found | {"goal": None})
                 found = row(f"{name}, time beside another tenant", "s", seconds[2], seconds[1], COMPARED)
@@ -456,12 +465,15 @@ def bench_models(args):
     return rows
 
 
-#: Shown for comparison: nothing is asked of it.
+#: Shown for comparison, without a goal.
 COMPARED = 1e9
 
 
 def both_ways(stack, client):
-    """Core time in the ledger against the dispatch journal's, which the scheduler sums: two ways from the same launches."""
+    """Compare core time in the ledger with that of the dispatch journal, which the scheduler adds up.
+
+    Both come from the same launches.
+    """
     import urllib.request
 
     time.sleep(2)
@@ -472,7 +484,7 @@ def both_ways(stack, client):
     journal = sum(float(line.split()[-1]) for line in lines if line.startswith("wooly_tenant_core_seconds_total{"))
     reply = client.request(contracts.METERING_CREDITS_SHOW, CreditsRequest(by="model", limit=1000))
     ledger = sum(r.core_ns for r in reply.rows) / 1e9
-    found = row("all tenants' core time: ledger to journal", "s", ledger, journal, 1.01)
+    found = row("core time of all tenants: ledger against journal", "s", ledger, journal, 1.01)
     return found | {"ok": abs(ledger / journal - 1) <= 0.01}
 
 
@@ -491,7 +503,7 @@ except RuntimeError as e:
 
 
 def bench_budget(args):
-    """What a tenant spends beyond its limit, at the pace at which it spent: seconds."""
+    """Measure how much a tenant spends beyond its limit, in seconds at its rate of spending."""
     from wooly_wis.credits import SetBudgetRequest
 
     with local_stack() as (stack, client), tempfile.TemporaryDirectory() as directory:
@@ -510,14 +522,14 @@ def bench_budget(args):
         time.sleep(1)
         reply = client.request(contracts.METERING_CREDITS_SHOW, CreditsRequest(tenant="spender"), timeout=10)
     spent, used = reply.core_ucr + reply.vram_ucr, reply.rows[0]
-    # While it spent, the device did little else: its pace is at least what it spent per second of its life.
+    # The device did little else while the tenant spent, so its rate is at least its spending divided by its lifetime.
     pace = spent / ((used.until_us - used.began_us) / 1e6)
     return [
         row("hard limit, seconds until the tenant is held", "s", (spent - limit) / pace, None, 2.0, against="value")
     ]
 
 
-# -- all -------------------------------------------------------------------------------------------------------------
+# -- main --------------------------------------------------------------------------------------------------------------
 
 BENCHES = {"ledger": lambda args: bench_ledger(args.events), "models": bench_models, "budget": bench_budget}
 
@@ -528,12 +540,14 @@ def main():
     parser.add_argument("--only", choices=BENCHES, action="append")
     parser.add_argument("--events", type=int, default=300_000)
     parser.add_argument(
-        "--scale", type=float, help="of the models' shapes; 1: as they are; default: what the cache holds"
+        "--scale",
+        type=float,
+        help="scale of the models' shapes; 1: real shapes; default: the largest that the cache holds",
     )
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--generations", type=int, default=9)
-    parser.add_argument("--length", type=int, default=MAX_LENGTH, help="tokens of each, the prompt's included")
-    parser.add_argument("--models", default="", help=f"of {', '.join(MODELS)}")
+    parser.add_argument("--length", type=int, default=MAX_LENGTH, help="tokens per generation, including the prompt")
+    parser.add_argument("--models", default="", help=f"models, separated by commas: {', '.join(MODELS)}")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.work:

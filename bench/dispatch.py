@@ -1,6 +1,6 @@
-"""What a dispatch decision costs, and what the rule achieves over all pairs of models in simulation.
+"""Measures the cost of a dispatch decision, and the results of the dispatch rule for all pairs of models in simulation.
 
-CPU time of this process, so that neighbours on the machine do not count. Without --profiles the models are made up.
+The measure is CPU time of this process, so that other processes do not matter. Without --profiles, the models are synthetic.
 
 Run: .venv/bin/python bench/dispatch.py [--json] [--profiles FILE] [--only cost|pairs|shares|cluster] [--processes N]
 """
@@ -24,7 +24,7 @@ row = functools.partial(figures.row, against="value")
 
 
 def busy(tenants, decisions, journal=None):
-    """CPU us per launch decision with everything around it: its done event, true-up, a new program for every fourth."""
+    """CPU time per launch decision in us, including its done event, its true-up, and a new program at every fourth launch."""
     state = DispatchState()
     entries = []
 
@@ -82,11 +82,11 @@ def bench_pairs(given):
         beside = f"beside {background} saturating P4"
         short = f"longest kernel <= 5 % of a request ({len(near)} of {len(found)} pairs)"
         worst = max(r["p99"] for r in near)
-        yield row(f"P0 p99 over alone, worst, {beside}, {short}", "x", worst, max(r["p99"] for r in others), 1.10)
-        yield row(f"P0 p50 over alone, worst, {beside}, same pairs", "x", max(r["p50"] for r in near), None, 1.10)
+        yield row(f"P0 p99 against P0 alone, worst, {beside}, {short}", "x", worst, max(r["p99"] for r in others), 1.10)
+        yield row(f"P0 p50 against P0 alone, worst, {beside}, same pairs", "x", max(r["p50"] for r in near), None, 1.10)
         least = min(r["reclaimed"] for r in near)
         yield row(
-            f"share of the rest that they get, least, {beside}, same pairs",
+            f"share of the remaining device time that P4 gets, least, {beside}, same pairs",
             "",
             least,
             None,
@@ -94,16 +94,16 @@ def bench_pairs(given):
             higher_is_better=True,
         )
         mean = sum(r["reclaimed"] for r in found) / len(found)
-        yield row(f"share of the rest that they get, mean, {beside}, all pairs", "", mean, None, None)
+        yield row(f"share of the remaining device time that P4 gets, mean, {beside}, all pairs", "", mean, None, None)
         ordered = sorted(r["p99"] for r in found)
-        yield row(f"P0 p99 over alone, median, {beside}, all pairs", "x", ordered[len(ordered) // 2], None, None)
+        yield row(f"P0 p99 against P0 alone, median, {beside}, all pairs", "x", ordered[len(ordered) // 2], None, None)
     checked = study.Options(seconds=given.seconds, processes=given.processes, audit=True)
     found = [r for n in (1, 4) for r in study.pairs(profiles, checked, n)]
     yield row(
         "decisions audited over all pairs", "", sum(r["launches"] for r in found), None, 10**6, higher_is_better=True
     )
-    yield row("bound violations among them", "", sum(r["violations"] for r in found), None, 0)
-    yield row("unjust wait among them", "ns", sum(r["unjust_ns"] for r in found), None, 0)
+    yield row("bound violations in these decisions", "", sum(r["violations"] for r in found), None, 0)
+    yield row("unjust wait in these decisions", "ns", sum(r["unjust_ns"] for r in found), None, 0)
 
 
 def bench_shares(given):
@@ -114,15 +114,15 @@ def bench_shares(given):
         other = study.shares(given.models, fifo, weights)
         name = f"share error of two tenants {weights[0]}:{weights[1]}, worst of {len(found)} pairs (baseline: FIFO)"
         yield row(name, "", max(r["share_error"] for r in found), max(r["share_error"] for r in other), 0.02)
-        yield row("bound violations among them", "", sum(r["violations"] for r in found), None, 0)
+        yield row("bound violations in these decisions", "", sum(r["violations"] for r in found), None, 0)
 
 
 def bench_cluster(given):
-    """One simulated minute in one process: wants ten minutes of patience on a slow machine."""
+    """Simulate one minute in one process. This takes up to ten minutes on a slow machine."""
     started = time.process_time()
     found = study.cluster(given.models, study.Options(seconds=60), 100, 1000, 700)
     yield row("1,000 tenants on 100 GPUs for a minute, CPU", "s", time.process_time() - started, None, 300)
-    yield row("launches in it", "", found[-1]["launches"], None, None)
+    yield row("launches in that minute", "", found[-1]["launches"], None, None)
 
 
 BENCHES = {"cost": bench_cost, "pairs": bench_pairs, "shares": bench_shares, "cluster": bench_cluster}
@@ -132,7 +132,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--profiles", type=Path, help="kernel sequences, schema profiles/1")
-    parser.add_argument("--only", choices=BENCHES, help="the cluster runs only when asked for")
+    parser.add_argument(
+        "--only", choices=BENCHES, help="run only this benchmark; cluster runs only if it is named here"
+    )
     parser.add_argument("--seconds", type=float, default=10.0, help="virtual time of each pair")
     parser.add_argument("--processes", type=int, default=1)
     given = parser.parse_args()

@@ -1,4 +1,4 @@
-"""What every benchmark prints: a row per figure, judged by its goal, as a table or as JSON."""
+"""The output of every benchmark: one row per figure, compared with its goal, as a table or as JSON."""
 
 import json
 
@@ -11,11 +11,11 @@ COLUMNS = ("name", "unit", "ours", "baseline", "ratio", "goal", "ok")
 def row(
     name, unit, ours, baseline, goal, *, higher_is_better=False, against="ratio", speedup=False, spread=None, digits=3
 ):
-    """One figure.
+    """Return one figure.
 
-    `goal` bounds its ratio to the baseline; our own figure where there is no baseline or with `against="value"`; None: it is
-    only reported. It bounds from above, or with `higher_is_better` from below. With `speedup` the ratio says how many times
-    faster we are.
+    `goal` limits the ratio to the baseline. Without a baseline, or with `against="value"`, it limits the figure itself. None: the
+    figure is only reported. The limit is an upper one, or with `higher_is_better` a lower one. With `speedup`, the ratio is
+    baseline / ours.
     """
     ratio = None
     if baseline:
@@ -28,7 +28,7 @@ def row(
 
 
 def show(rows, as_json, *, title=None, baseline="baseline"):
-    """Print the rows: a JSON array, or a table whose baseline has this name."""
+    """Print the rows: a JSON array, or a table in which the baseline has this name."""
     if as_json:
         print(json.dumps(rows))
         return

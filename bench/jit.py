@@ -1,14 +1,15 @@
-"""What generated kernels gain: on PoCL, over torch's own memory, against torch on the same cores, both in this run.
+"""Measures the gain of generated kernels: on PoCL, on torch's own memory, against torch on the same cores, both in this run.
 
-Our results and temporaries lie in memory that was used before, as in the executor's pool; torch takes its from its own allocator,
-which gets large tensors from the system, page by page, each time. So there are two more rows: `fresh` has our results in fresh
-memory too, and `bytes` compares with a copy of as many bytes in warm memory, which no kernel can beat by much. The optimizer's
-baseline is torch's own `AdamW(foreach=True)`. A time is the best of several, all sides in turn, for what else runs on the machine
-only adds to it; `spread` has the least, the median and the greatest of the ratios in each turn. With `--clock cpu` it is the
-processor time of all threads: what to look at where others keep the cores busy. `--compiled` compares with `torch.compile`, too,
-whose compiler takes its time.
+Results and temporaries of the kernels are in memory that was used before, as in the executor's pool. torch uses its own
+allocator, which gets large tensors from the system each time, page by page. Two more rows make this visible: `fresh` puts the
+kernels' results in new memory, too, and `bytes` compares with a copy of as many bytes in used memory, which no kernel can beat by
+much. The baseline of the optimizer is torch's own `AdamW(foreach=True)`.
 
-`first` and `shares` are of whole stacks, with a compiler at work: see `bench/tiers.py`, whose rows they are.
+A time is the best of several, with all sides in turn, because other work on the machine can only increase it. `spread` has the
+minimum, median and maximum of the ratios of all turns. With `--clock cpu`, the times are CPU times of all threads, which is
+better on a busy machine. `--compiled` also compares with `torch.compile`, whose compiler takes long.
+
+`first` and `shares` are measured with whole stacks and a running compiler: see `bench/tiers.py`.
 
 Run: .venv/bin/python bench/jit.py [--json] [--only NAME] [--repeat N] [--quick] [--clock wall|cpu] [--compiled]
 """
@@ -24,7 +25,7 @@ import warnings
 import figures
 import tiers
 
-# a cold cache, so that the cost of a build is that of a new kernel
+# a cold cache, so that a build costs as much as that of a new kernel
 os.environ["POCL_CACHE_DIR"] = _cache = tempfile.mkdtemp(prefix="wooly-jit-bench-")
 
 import numpy as np
@@ -32,7 +33,7 @@ import torch
 import torch.nn.functional as F
 from wooly_compiler.build import opencl
 from wooly_compiler.pipeline import compile_program
-from wooly_executor.runtime.products import by_onednn
+from wooly_executor.runtime.products import onednn_product
 from wooly_testkit.tape import Tape
 from wooly_wis.dtypes import DType
 from wooly_wis.plan import AllocStep, FreeStep, KernelStep, LibraryStep
@@ -41,7 +42,7 @@ row = functools.partial(figures.row, higher_is_better=True, speedup=True)
 
 
 class Pool:
-    """Memory that is used again, with a buffer around each piece."""
+    """Memory that is reused, with an OpenCL buffer around each piece."""
 
     def __init__(self):
         self._free = {}
@@ -56,14 +57,14 @@ class Pool:
 
 
 class Memory:
-    """Bytes that torch and OpenCL see. `kept`: they go back to the pool; else the library made them."""
+    """Bytes that torch and OpenCL share. `kept`: they go back to the pool; otherwise the library allocated them."""
 
     def __init__(self, raw, *, kept=True):
         self.raw, self.kept = raw, kept
         self.buffer = opencl.wrap(opencl.default_device(), raw.numpy())
 
     def seen(self, view):
-        """A tensor there."""
+        """Return a tensor on this memory."""
         dtype = {DType.F32: torch.float32, DType.I64: torch.int64}[view.dtype]
         return torch.empty(0, dtype=dtype).set_(
             self.raw.untyped_storage(), view.offset // dtype.itemsize, view.sizes, view.strides
@@ -71,11 +72,11 @@ class Memory:
 
 
 def library(line, memory):
-    """What the executor's library does for an instruction, into the memory of its result; or a result in memory of its own."""
+    """Run an instruction with the executor's library, into the memory of its result, or with a result in its own memory."""
     tensors = [memory[slot].seen(o.view) for slot, o in zip(line.slots, line.form.operands, strict=True)]
     if line.form.opcode == "linear":
         x, w, *bias, out = tensors
-        quick = by_onednn(line.form)
+        quick = onednn_product(line.form)
         if quick is not None:
             return quick(x, w, *bias)
         rows, result = x.reshape(-1, x.shape[-1]), out.view(-1, w.shape[0])
@@ -107,17 +108,17 @@ class Compiled:
         for _ in range(2):
             started = time.perf_counter()
             self._built = {id(s): opencl.build(s.kernel) for s in steps}
-            self()  # PoCL finishes a kernel when it is first run
+            self()  # PoCL finishes a kernel at its first run
             found.append(time.perf_counter() - started)
         self.build_s, self.cached_s = found
         self.kernels = len(steps)
 
     def result(self, tensor):
-        """What the last run left there."""
+        """Return the result of the last run."""
         return self.left[self.slots[tensor.slot]].seen(tensor.view)
 
     def traffic(self):
-        """Bytes that a run reads and writes, by what its instructions are about: temporaries are not counted."""
+        """Return the bytes that a run reads and writes for its operands, without temporaries."""
         sizes = {}
         for step in self.plan.steps:
             for a, slot in zip(step.kernel.arrays, step.slots, strict=True) if isinstance(step, KernelStep) else ():
@@ -153,7 +154,7 @@ CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 def turns(functions, repeat, clock):
-    """Times of all, run in turn, in ms."""
+    """Return the times of all functions in ms, run in turn."""
     found = [[] for _ in functions]
     for f in functions:
         f()
@@ -268,7 +269,7 @@ def bench_columns(args, scale):
 
 
 def bench_embedding(args, scale):
-    """Gradients of embeddings: sums by index. Small ones stay the library's."""
+    """Gradients of embeddings: sums by index. Small ones are left to the library."""
     tokens = 4096 // scale
     for words, width in ((32000, 512), (50000, 768)):
         t = Tape()
@@ -318,7 +319,7 @@ def adamw(args, sizes, name, goal):
     compiled = Compiled(t, bound)
     for kept, now in zip(own, theirs, strict=True):
         for x, y in zip(kept, now, strict=True):
-            x.copy_(y)  # the build has run it already
+            x.copy_(y)  # the build has changed x already
     compiled()
     optimizer.step()
     torch.testing.assert_close(own[0][0], mine[0].detach(), rtol=1e-5, atol=1e-6)
@@ -326,14 +327,17 @@ def adamw(args, sizes, name, goal):
 
 
 def bench_adamw(args, scale):
-    """One step of AdamW over ten million parameters, in one tensor and in many."""
+    """One step of AdamW on ten million parameters, in one tensor and in many."""
     yield from adamw(args, [10_000_000 // scale], "AdamW step, 10M parameters", 2)
     sizes = [n // scale for _ in range(8) for n in (1_000_000, 247_000, 2_500, 500)]
     yield from adamw(args, sizes, "AdamW step, 10M parameters in 32 tensors", 2)
 
 
 def bench_block(args, scale):
-    """The forward pass of a transformer block as in GPT-2: nine tenths of it are matrix products, on both sides the library's."""
+    """The forward pass of a transformer block as in GPT-2.
+
+    Nine tenths of its time are matrix products, which the library computes on both sides.
+    """
     batch, length, width, heads = 8, 256 // scale, 512, 8
     t = Tape()
     shapes = {"n1": (width,), "c1": (width,), "wqkv": (3 * width, width), "bqkv": (3 * width,), "wo": (width, width),
@@ -387,7 +391,7 @@ def bench_block(args, scale):
 
 
 def bench_llama(args, scale):
-    """The forward pass of a Llama's block: RMS norms, rotated queries and keys, attention, a gated MLP."""
+    """The forward pass of a Llama block: RMS norms, rotated queries and keys, attention, a gated MLP."""
     batch, length, width, heads, inner = 8, 256 // scale, 512, 8, 1376
     head, half = width // heads, width // heads // 2
     t = Tape()
@@ -401,7 +405,7 @@ def bench_llama(args, scale):
     cos, sin, a = angles.cos(), angles.sin(), torch.randn(batch, length, width)
 
     def chain(*steps):
-        """Each step takes the result of the one before, which is then free."""
+        """Run the steps in order. Each step gets the result of the previous step, which is then freed."""
         found = None
         for opcode, *rest in steps:
             made = t.op(opcode, *([found] if found is not None else []), *rest)
@@ -474,13 +478,13 @@ def bench_llama(args, scale):
 
 
 def bench_first(args, scale):
-    """What a new program's first runs take with the compiler at work, against tier 0 alone."""
+    """The first runs of a new program with a running compiler, against tier 0 alone."""
     with tiers.stack() as reach:
         yield from tiers.bench_first(args.repeat, reach)
 
 
 def bench_shares(args, scale):
-    """Who does which share of whole models' inference, by instructions and by time."""
+    """The shares of library, kernels and tier 0 in the inference of whole models, by instructions and by time."""
     with tiers.stack() as reach:
         for name in tiers.MODELS:
             yield from tiers.bench(name, args.repeat, reach)
@@ -498,7 +502,7 @@ def main():
     parser.add_argument("--only", choices=BENCHES)
     parser.add_argument("--repeat", type=int, default=9)
     parser.add_argument(
-        "--quick", action="store_true", help="a sixteenth of the sizes: shows that it runs, not how fast"
+        "--quick", action="store_true", help="use a sixteenth of the sizes, to test the benchmark itself"
     )
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
     parser.add_argument("--compiled", action="store_true", help="compare with torch.compile, too")

@@ -1,8 +1,9 @@
-"""Kernels in Triton and CUDA C: what capturing a launch costs, their time on PoCL against torch and Triton's own interpreter.
+"""Measures foreign kernels in Triton and CUDA C: the cost of capturing a launch, and their time on PoCL against torch and
+Triton's interpreter.
 
-Run: .venv/bin/python bench/kernels.py [--json] [--repeat N] [--cuda-c | --first]. Needs Triton (but for --cuda-c, --first) and
-pyopencl. All sides compute with two threads, but for the interpreter, which has one. --first: how long a first launch
-waits for its code, and where that comes from.
+Run: .venv/bin/python bench/kernels.py [--json] [--repeat N] [--cuda-c | --first]. Needs pyopencl, and Triton except with --cuda-c
+and --first. All sides use two threads, except for the interpreter, which has one. --first: how long a first launch waits for its
+code, by the source of the code.
 """
 
 import argparse
@@ -19,12 +20,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 THREADS = 2
-#: Launches between two waits for the device.
+#: Number of launches between two waits for the device.
 TOGETHER = 10
 
 
 def row(name, unit, ours, baseline, goal):
-    """One result: `goal` bounds the ratio, or without a baseline our own figure."""
+    """Return one result. `goal` limits the ratio, or the figure itself if there is no baseline."""
     ratio = ours / baseline if baseline else None
     value = ours if ratio is None else ratio
     return {
@@ -39,7 +40,9 @@ def row(name, unit, ours, baseline, goal):
 
 
 def works(place):
-    """Name, goal against torch, the kernel's work, torch's, whether the interpreter can do it within minutes."""
+    """Return, for each work: name, goal against torch, our function, torch's function, and whether the interpreter finishes
+    within minutes.
+    """
     from tests.kernels import triton_kernels as kernels
 
     torch.manual_seed(0)
@@ -55,7 +58,7 @@ def works(place):
     functional = torch.nn.functional
     sums, soft, product = torch.empty_like(x), torch.empty_like(rows), torch.empty_like(a)
 
-    def matmul():  # without autotune, which Triton's interpreter does not have
+    def matmul():  # without autotune, which Triton's interpreter does not support
         kernels.matmul_kernel.fn[(16,)](
             a, c, product, 256, 256, 256, *a.stride(), *c.stride(), *product.stride(), BM=64, BN=64, BK=32
         )
@@ -90,7 +93,7 @@ def works(place):
 
 
 def timed(work, repeat, after=lambda: None):
-    """Median of `repeat` times that one of `TOGETHER` runs took, in ms, after two that warm up."""
+    """Return the median of `repeat` measurements of `TOGETHER` runs each, in ms per run, after two warm-up measurements."""
     found = []
     for k in range(repeat + 2):
         begun = time.perf_counter()
@@ -103,7 +106,7 @@ def timed(work, repeat, after=lambda: None):
 
 
 def cuda_works(place):
-    """Of kernels in CUDA C: name, goal against torch, the kernel's work (None on the CPU), torch's."""
+    """Return, for each kernel in CUDA C: name, goal against torch, our function (None on the CPU), torch's function."""
     import wooly
 
     from tests.kernels import cuda_kernels as kernels
@@ -136,7 +139,7 @@ def cuda_works(place):
 
 
 def capture(launch, repeat, n=2000):
-    """What a cached launch costs the client's CPU, in us."""
+    """Client CPU time of a cached launch, in us."""
     costs = []
     for _ in range(repeat + 1):  # the first one captures
         begun = time.process_time()
@@ -148,7 +151,7 @@ def capture(launch, repeat, n=2000):
 
 
 def cuda_rows(repeat):
-    """What launches in CUDA C cost, on an attached device."""
+    """The cost of launches in CUDA C on an attached device."""
     import wooly
 
     from tests.kernels.cuda_kernels import ADD
@@ -165,7 +168,7 @@ def cuda_rows(repeat):
 
 
 def interpreted():
-    """In a process of its own with TRITON_INTERPRET=1: one run of each work, in ms."""
+    """Run each work once in a separate process with TRITON_INTERPRET=1. Returns the times in ms."""
     found = {}
     for name, _, work, _ in works("cpu"):
         begun = time.perf_counter()
@@ -183,7 +186,7 @@ def rows_of(repeat):
         [sys.executable, __file__, "--interpreted"], env=environment, capture_output=True, text=True, check=False
     )
     if asked.returncode:
-        print(f"Triton's interpreter failed: {asked.stderr[-500:]}", file=sys.stderr)
+        print(f"Triton's interpreter failed, its rows are missing: {asked.stderr[-500:]}", file=sys.stderr)
     slow = json.loads(asked.stdout.splitlines()[-1]) if asked.returncode == 0 else {}
     torch.set_num_threads(THREADS)
     local = {name: timed(theirs, repeat) for name, _, _, theirs in works("cpu")}
@@ -208,7 +211,7 @@ def rows_of(repeat):
 
 
 def cuda_rows_alone(repeat):
-    """Without Triton."""
+    """Run the rows that do not need Triton."""
     from wooly import api
     from wooly_testkit.executor import executor_process
 
@@ -221,7 +224,7 @@ def cuda_rows_alone(repeat):
 
 
 def first_launch(endpoints, session_id, token):
-    """What the first launch of a kernel takes in a new session, in ms."""
+    """Return the time of a kernel's first launch in a new session, in ms."""
     import wooly
     from wooly import api
 
@@ -242,7 +245,9 @@ def first_launch(endpoints, session_id, token):
 
 
 def first_rows():
-    """First launches: nothing kept, code on disk, made by a compiler, made by it for another executor."""
+    """First launches: without any cache, with code on disk, with code from a compiler, with code that a compiler built for
+    another executor.
+    """
     from wooly_bus import contracts
     from wooly_bus.errors import NoResponderError
     from wooly_bus.rpc import ControlClient
@@ -265,7 +270,7 @@ def first_rows():
             )
 
         start("wooly_compiler", WOOLY_COMPILER_NATS_URL=url, WOOLY_COMPILER_STATE_DIR=f"{folder}/compiler")
-        time.sleep(8)  # it listens once its worker has said what it can build
+        time.sleep(8)  # the compiler listens once its worker has reported its targets
         control = ControlClient(url)
         for name, what, goal in (
             ("a", "made by a compiler service", 5000.0),
@@ -296,8 +301,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print rows as JSON")
     parser.add_argument("--repeat", type=int, default=7)
-    parser.add_argument("--cuda-c", action="store_true", help="the kernels in CUDA C alone, which need no Triton")
-    parser.add_argument("--first", action="store_true", help="what first launches wait for, alone")
+    parser.add_argument(
+        "--cuda-c", action="store_true", help="run only the kernels in CUDA C, which do not need Triton"
+    )
+    parser.add_argument("--first", action="store_true", help="measure only first launches")
     parser.add_argument("--interpreted", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.interpreted:

@@ -1,11 +1,12 @@
-"""What device memory costs, wastes and saves.
+"""Measures what device memory costs, wastes and saves.
 
-- *cost*, *fragmentation*: an allocation, and what is lost, on the recorded trace of two trainings that several sessions run at
-  once. CPU time of this process, so that neighbours on the machine do not count. The baselines of a loss are a first fit that
-  knows neither classes nor best fit, and the rules of PyTorch's caching allocator (its segments are never given back).
-- *lora*: sessions that train adapters over one base, through the whole stack: memory used, the second load against the first.
+- *cost*, *fragmentation*: the cost of an allocation, and the lost memory, for several sessions with the recorded trace of two
+  trainings. The measure is CPU time of this process, so that other processes do not matter. The baselines of the lost memory are
+  a first-fit heap without size classes, and the rules of PyTorch's caching allocator (which never gives segments back).
+- *lora*: sessions that train adapters on one base model, through the whole stack: used memory, and the second load against the
+  first.
 - *overcommit*: bursty sessions whose memory is 150 % of the device's, against a device on which all fit.
-- *swap*: bytes per second on their way back to the device, against a plain copy between two places that were touched before.
+- *swap*: bytes per second from and to the device, against a plain copy between two places that were used before.
 
 Run: .venv/bin/python bench/memory.py [--json] [--only NAME] [--allocations N]
 """
@@ -43,7 +44,7 @@ row = functools.partial(figures.row, against="value")
 
 
 class FirstFit:
-    """A heap that takes the lowest hole that fits; free neighbours become one."""
+    """A heap that takes the lowest hole that fits, and merges free neighbours."""
 
     def __init__(self):
         self.holes = [(0, 1 << 60)]
@@ -73,8 +74,8 @@ class FirstFit:
 class Caching:
     """The rules of PyTorch's CUDA caching allocator, for one process.
 
-    Blocks of 512 B; segments of 2 MiB for blocks up to 1 MiB, of 20 MiB up to 10 MiB, else of the size rounded up to 2 MiB; best
-    fit among cached blocks, split where enough is left.
+    Blocks are multiples of 512 B. Segments have 2 MiB for blocks up to 1 MiB, 20 MiB for blocks up to 10 MiB, and otherwise the
+    size rounded up to 2 MiB. Cached blocks are chosen by best fit, and split if enough is left.
     """
 
     def __init__(self):
@@ -161,7 +162,7 @@ def peak_of(events):
 
 
 def bench_cost(allocations):
-    """CPU us per allocation, and per allocation with its free; less the loop around them."""
+    """CPU time in us per allocation, and per allocation with its free, without the loop around them."""
     events = [(str(s), name, nbytes) for s, name, nbytes in tenants(SESSIONS, allocations)]
 
     def cost(allocate, free):
@@ -191,7 +192,7 @@ def bench_cost(allocations):
 
 
 def bench_fragmentation(allocations):
-    """Share of the memory that the trace needs in all which is not asked for at the worst moment."""
+    """Share of the needed memory that is lost at the worst moment of the trace."""
     for sessions in (1, SESSIONS):
         events = [(str(s), name, nbytes) for s, name, nbytes in tenants(sessions, allocations)]
         peak = peak_of(events)
@@ -203,8 +204,8 @@ def bench_fragmentation(allocations):
         yield row(
             f"lost to rounding and holes, {who}", "%", 100 - 100 * peak / facts.high, 100 - 100 * peak / heap.high, 10
         )
-        yield row(f"of it rounding, {who}", "%", 100 - 100 * facts.requested / facts.held, None, None)
-        cached = [Caching() for _ in range(sessions)]  # a process of its own for each, as without us
+        yield row(f"lost to rounding alone, {who}", "%", 100 - 100 * facts.requested / facts.held, None, None)
+        cached = [Caching() for _ in range(sessions)]  # one process for each session, as without Wooly
 
         def allocate(session, nbytes, cached=cached):
             return int(session), cached[int(session)].allocate(nbytes)
@@ -220,12 +221,12 @@ def bench_fragmentation(allocations):
             against="ratio",
         )
         tight = pool(int(peak / 0.9), sessions)
-        replay(events, tight.allocate, tight.free)  # raises if it does not fit
+        replay(events, tight.allocate, tight.free)  # raises if the trace does not fit
 
 
 # -- whole stacks ----------------------------------------------------------------------------------------------------
 
-#: A client that does as it is told, a line of Python at a time, and prints the value of `out`.
+#: A client that executes standard input, a line of Python at a time, and prints the value of `out`.
 WORK = """
 import json, sys, time, torch
 from torch import nn
@@ -264,7 +265,7 @@ class Client:
         argv = [sys.executable, "-m", "wooly", "run", "-q", str(path)]
         self.process = subprocess.Popen(argv, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         if self.process.stdout.readline() != "ready\n":
-            raise RuntimeError("a client did not start")
+            raise RuntimeError("a client process ended before it was ready")
 
     def tell(self, code):
         self.process.stdin.write(json.dumps(code) + "\n")
@@ -321,7 +322,7 @@ out = torch.cuda.memory_allocated()
 
 
 def bench_lora(allocations):
-    """Sessions that train adapters over one base."""
+    """Sessions that train adapters on one base model."""
     base = LAYERS * WIDTH * WIDTH * 4
     with stack(MEMORY=1 << 30, RESERVE=0) as running, tempfile.TemporaryDirectory() as folder:
         clients, loads, private = [], [], []
@@ -332,7 +333,7 @@ def bench_lora(allocations):
                 while clients[-1].do("out = api.attached_links()[0].stats()['sealing']"):
                     time.sleep(0.05)
             private = [client.do(TRAIN) - base for client in clients]
-            time.sleep(2.5)  # the next heartbeat
+            time.sleep(2.5)  # wait for the next heartbeat
             found = memory(running)
         finally:
             for client in clients:
@@ -378,7 +379,9 @@ out = times
 
 
 def bursts(capacity, percent):
-    """Seconds for all bursts of three sessions, times of single ones, swaps per tenant, what the executor says of its choices."""
+    """Return the seconds for all bursts of three sessions, the times of single bursts, the swaps per tenant, and the executor's
+    log of victims.
+    """
     settings = {"MEMORY": capacity, "RESERVE": 0, "LARGE_ALLOCATION": MIB, "SWAP_IDLE_S": 0.1}
     env = {"CONTROLLER_DEFAULT_VRAM_OVERCOMMIT_PERCENT": str(percent)}
     os.environ.update(env)
@@ -413,21 +416,23 @@ def bench_overcommit(allocations):
     tight, times, swaps, choices = bursts(3 * (STATE + 8 * MIB) * 2 // 3, 50)
     roomy, alone, none, _ = bursts(4 * (STATE + 8 * MIB), 0)
     work = 3 * BURSTS
-    yield row("bursts per second at 150 %, against none overcommitted", "1/s", work / tight, work / roomy, None)
+    yield row(
+        "bursts per second at 150 %, against a device without overcommit", "1/s", work / tight, work / roomy, None
+    )
     yield row("all bursts done", "", sum(map(len, times)), work, 1, against="ratio", higher_is_better=True)
     wronged = sum("(P0)" in left and "(P2)" in others for left, others in choices)
     yield row(
-        "sessions chosen to leave", "", sum(left.count("(P") for left, _ in choices), None, 1, higher_is_better=True
+        "sessions chosen as victims", "", sum(left.count("(P") for left, _ in choices), None, 1, higher_is_better=True
     )
-    yield row("of them P0 while another could have left", "", wronged, None, 0)
-    yield row("times the P0 session was swapped out", "", swaps.get("t0", 0), None, None)
-    yield row("times P2 sessions were swapped out", "", sum(swaps.values()) - swaps.get("t0", 0), None, None)
+    yield row("P0 sessions among them although another one could leave", "", wronged, None, 0)
+    yield row("swap-outs of the P0 session", "", swaps.get("t0", 0), None, None)
+    yield row("swap-outs of P2 sessions", "", sum(swaps.values()) - swaps.get("t0", 0), None, None)
     yield row("P0's burst, median", "ms", 1e3 * statistics.median(times[0]), 1e3 * statistics.median(alone[0]), None)
     assert not any(none.values())
 
 
 def bench_swap(allocations):
-    """Host memory to the device and back; each place was touched before, as pinned memory and a GPU's are."""
+    """Host memory to the device and back. All memory was used before, as pinned memory and a GPU's memory are."""
     import torch
 
     blocks, size = 16, 16 * MIB

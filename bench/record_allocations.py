@@ -1,9 +1,9 @@
-"""Write the trace of allocations with which the pool of device memory is tested: what two real trainings allocate and free.
+"""Records the trace of allocations for tests of the device memory pool: the allocations and frees of two real trainings.
 
-A multilayer perceptron with Adam and a Llama of two layers with AdamW run on a device in another process; the trace is read off
-the frames that the client sends. The file is zlib over little-endian int64, in the order in which it happened: n >= 0 allocates n
-bytes, -k frees what was allocated k allocations ago. All is freed at the end. Which
-frees come together depends on when the client sends.
+A multilayer perceptron with Adam and a Llama of two layers with AdamW run on a device in another process. The trace is taken from
+the frames that the client sends. The file is zlib-compressed little-endian int64, in order of time: n >= 0 allocates n bytes, -k
+frees what was allocated k allocations ago. At the end, everything is freed. Which frees occur together depends on when the client
+sends its frames.
 
 Run: .venv/bin/python bench/record_allocations.py libs/testkit/src/wooly_testkit/data/training_trace.zz
 """
@@ -26,7 +26,7 @@ STEPS = 12
 
 
 class Tape:
-    """Allocations and frees, as the client's frames tell them."""
+    """Allocations and frees, taken from the client's frames."""
 
     def __init__(self) -> None:
         self.events: list[int] = []
@@ -35,7 +35,7 @@ class Tape:
         self._programs: dict[bytes, list[tuple[str, int, int]]] = {}
 
     def frame(self, kind: Kind, data: bytes) -> None:
-        """One frame that the client sends."""
+        """Record one frame that the client sends."""
         if kind == Kind.DEFINE:
             self._programs[digest(data)] = list(self._changes(data))
         elif kind == Kind.RUN:
@@ -61,13 +61,13 @@ class Tape:
         self.events.append(nbytes)
 
     def _free(self, buffer: int) -> None:
-        made = self._made.pop(buffer, None)  # results of a size that only the device knows are not in the trace
+        made = self._made.pop(buffer, None)  # results whose size only the device knows are not in the trace
         if made is not None:
             self.events.append(made - self._count)
 
 
 def perceptron() -> None:
-    """Adam on batches of random numbers, its loss read now and then."""
+    """Adam on batches of random numbers, with a loss that is sometimes read."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 10)).to("cuda")
     optimizer = torch.optim.Adam(model.parameters())
@@ -82,7 +82,7 @@ def perceptron() -> None:
 
 
 def llama() -> None:
-    """AdamW on batches of several lengths, the loss read at each step."""
+    """AdamW on batches of several lengths, with a loss that is read at each step."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -101,7 +101,7 @@ def llama() -> None:
 
 
 def main() -> None:
-    """Record both, write the file."""
+    """Record both trainings, and write the file."""
     torch.set_num_threads(1)
     tape = Tape()
     send = Link._send

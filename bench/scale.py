@@ -1,10 +1,9 @@
-"""How much there may be: sessions on one executor, executors at one router, jobs in its queue.
+"""Measures limits of scale: sessions on one executor, executors at one router, jobs in its queue.
 
-`idle`: 1, 10, 100 and 1,000 sessions that do nothing: memory of the executor for each, and how many open in a second
-(opened over NATS, channel and hello). `active`: runs a second of 1, 10, 100 and 1,000 sessions that all have work.
-`beside`: a session's step (forward, backward, SGD of a small network, loss read) beside 999 idle ones and alone, in
-turns on one executor: the idle ones come and go. `heartbeats`: the share of a core that a router takes for 1,000
-simulated executors. `queue`: placement of 10,000 queued jobs.
+`idle`: 1, 10, 100 and 1,000 sessions that do nothing: the executor's memory for each, and how many open per second (over NATS,
+channel and hello). `active`: runs per second of 1, 10, 100 and 1,000 sessions with work. `beside`: a session's step (forward,
+backward, SGD of a small network, reading the loss) beside 999 idle sessions and alone, in turn on one executor. `heartbeats`: the
+share of a core that a router needs for 1,000 simulated executors. `queue`: placement of 10,000 queued jobs.
 
 Run: .venv/bin/python bench/scale.py [--json] [--only NAME[,NAME]] [--sessions N]
 """
@@ -44,9 +43,9 @@ from wooly_wis.program import Form, Instruction, Operand, OperandRef, Program, R
 TOKEN = "bench"
 EXECUTOR = "scale"
 LEASE_S = 3600.0
-#: Pairs of stretches of `beside`, and steps in each.
+#: Number of pairs of measurements in `beside`, and of steps in each.
 PAIRS, STEPS = 12, 60
-#: Seconds for which `active` and `heartbeats` measure.
+#: Duration of the measurements of `active` and `heartbeats`, in seconds.
 MEASURE_S = 10.0
 EXECUTORS = 1000
 QUEUED = 10_000
@@ -78,7 +77,7 @@ class Device:
         self._made = 0
         until = time.monotonic() + 60
         while True:
-            with contextlib.suppress(Exception):  # nobody answers yet
+            with contextlib.suppress(Exception):  # the executor does not answer yet
                 self._host("warm", "warm")
                 self._close("warm")
                 return
@@ -94,14 +93,14 @@ class Device:
         self.control.request(contracts.EXECUTOR_SESSION_CLOSE.at(EXECUTOR), request, timeout=30)
 
     def hosted(self):
-        """The name of a session that is open, and has no client."""
+        """Open a session without a client, and return its name."""
         self._made += 1
         name = f"s{self._made}"
         self._host(name, TOKEN)
         return name
 
     def open(self):
-        """A session with its client's channel."""
+        """Open a session with its client's channel."""
         name = self.hosted()
         channel = ChannelClient.connect(Endpoint.parse(self.endpoint))
         channel.send(Kind.HELLO, pack_json({"protocol": PROTOCOL, "session_id": name, "token": TOKEN, "jit": "0"}))
@@ -126,7 +125,9 @@ def bench_idle(device, counts):
         while len(channels) < count:
             channels.append(device.open())
         took = time.perf_counter() - begun
-        yield row(f"opens a second, up to {count} sessions", "1/s", (count - first) / took, None, None, digits=0)
+        yield row(
+            f"sessions opened per second, up to {count} sessions", "1/s", (count - first) / took, None, None, digits=0
+        )
         kib = (device.memory() - before) / 1024 / count
         yield row(f"memory for each of {count} idle sessions", "KiB", kib, None, None, digits=0)
     cpu = device.seen.cpu_times()
@@ -179,7 +180,7 @@ def bench_beside(device, most):
 
 
 def program():
-    """x + x of 256 numbers: what an active session runs."""
+    """x + x of 256 numbers: the program of an active session."""
     v = View(DType.F32, (256,), (1,), 0)
     made = Form("alloc", (Operand(Role.OUT, View(DType.U8, (1024,), (1,), 0)),))
     filled = Form("fill", (Operand(Role.OUT, v),), (), (("value", 1.0),))
@@ -204,7 +205,7 @@ def bench_active(device, counts):
             channel.send(Kind.RUN, run)
         done, begun = 0, time.perf_counter()
         while (took := time.perf_counter() - begun) < MEASURE_S / 2:
-            for channel in channels:  # each has a run under way while the others are answered
+            for channel in channels:  # each session has a running program while others are answered
                 frame = channel.recv(30)
                 assert frame.kind == Kind.RESULT, bytes(frame.payload)
                 channel.send(Kind.RUN, run)
@@ -212,7 +213,7 @@ def bench_active(device, counts):
         for channel in channels:
             assert channel.recv(30).kind == Kind.RESULT
         baseline = baseline or done / took
-        name = f"runs a second of {count} active sessions, in all"
+        name = f"runs per second of {count} active sessions, in all"
         yield row(name, "1/s", done / took, baseline, None, digits=2)
     closed(channels)
 
@@ -221,7 +222,7 @@ def bench_active(device, counts):
 
 
 async def beat(nats_url, seconds, seen):
-    """Publish heartbeats of all simulated executors, once a second each. Returns the router's CPU time, after a warm-up."""
+    """Publish the heartbeats of all simulated executors, once per second each. Returns the router's CPU time, after a warm-up."""
     import nats
     from wooly_bus.envelope import encode
 
@@ -250,7 +251,7 @@ async def beat(nats_url, seconds, seen):
         begun = time.monotonic()
         for i, (data, headers) in enumerate(messages):
             await client.publish(contracts.EXECUTOR_NODE_HEARTBEAT.subject, data, headers=headers)
-            if i % 50 == 49:  # spread over the second, as they come
+            if i % 50 == 49:  # spread over the second, as real heartbeats are
                 await asyncio.sleep(max(begun + (i + 1) / EXECUTORS * 0.95 - time.monotonic(), 0))
         await client.flush()
         await asyncio.sleep(max(begun + 1 - time.monotonic(), 0))
@@ -281,7 +282,7 @@ def bench_heartbeats():
 
 
 def bench_queue():
-    """Passes over a queue of 10,000 jobs on a full cluster: a third of what runs ends between two passes."""
+    """Passes over a queue of 10,000 jobs on a full cluster. A third of the running jobs ends between two passes."""
     import random
 
     from control import cluster, wants
@@ -307,11 +308,11 @@ def bench_queue():
             for claim in claims:
                 pool.release(claim)
         running = running[len(running) // 3 :]
-    name = f"placements a second with {QUEUED} queued"
+    name = f"placements per second with {QUEUED} queued"
     looked = 8 * QUEUED / spent
     yield row(name, "1/s", placed / spent, None, None, digits=0)
     yield row(
-        f"queued jobs looked at a second, of {QUEUED}", "1/s", looked, None, 2000, higher_is_better=True, digits=0
+        f"queued jobs examined per second, of {QUEUED}", "1/s", looked, None, 2000, higher_is_better=True, digits=0
     )
 
 

@@ -1,11 +1,12 @@
 """Many tenants on one device, through the whole stack: nats-server, executor, a client process per tenant, real models.
 
-A P0 inference loop alone, then beside one and four P4 tenants that train without pause; two tenants that train, with equal
-weights and with 3:1; all of it again with frames in the order of their arrival (FIFO). Latencies are wall time in the client,
-shares are device time from the dispatch journal, which is replayed and audited after each measurement. What the background could
-have is what P0, alone, leaves of the thread that is the device here: its kernels, and what the executor does around them. Needs
-two idle cores, one of them for the device. The trainers' clients run when nobody else wants a core (SCHED_IDLE): in life they
-have machines of their own.
+A P0 inference loop runs alone, then beside one and four P4 tenants that train without a pause. Then two tenants train with equal
+weights, and with 3:1. Everything is repeated with frames in order of arrival (FIFO).
+
+Latencies are wall times in the client. Shares are device times from the dispatch journal, which is replayed and audited after
+each measurement. The available time for background work is the time that P0, alone, leaves of the device thread: its kernels, and
+the executor's work around them. Needs two idle cores, one of them for the device. The trainers' clients only get cores that
+nothing else uses (SCHED_IDLE), because real clients have their own machines.
 
 Run: .venv/bin/python bench/sharing.py [--json] [--seconds N] [--only latency|shares]
 """
@@ -44,13 +45,13 @@ from wooly_wis.messages import (
 )
 
 TOKEN = "bench"
-#: Runs after which every program has its edges and is executed as it will be.
+#: Warm-up runs, after which every program has its edges and its final form.
 WARM = 40
-#: Steps after which a trainer looks at its loss, as training loops log it. It has nothing queued then: that is no contention.
+#: Number of steps after which a trainer reads its loss, as training loops do. Its queue is empty then, so there is no contention.
 LOOK = 100
-#: Turns of each kind of work in a measurement of latencies.
+#: Number of turns of each kind of work in a measurement of latencies.
 ROUNDS = 6
-#: Seconds between two requests of the P0 client, as a multiple of what one takes alone.
+#: Time between two requests of the P0 client, as a multiple of the time of one request alone.
 PAUSE = 1.0
 
 
@@ -58,7 +59,7 @@ PAUSE = 1.0
 
 
 def infer():
-    """One request: 24 layers, a number back."""
+    """One request: 24 layers, and reading a number."""
     import torch
     from torch import nn
 
@@ -74,7 +75,7 @@ def infer():
 
 
 def train():
-    """One step: forward, backward, SGD of six layers; kernels of a twentieth of a request's time at most."""
+    """One step: forward, backward, SGD of six layers. A kernel takes at most a twentieth of a request's time."""
     import torch
     from torch import nn
 
@@ -94,7 +95,7 @@ def train():
 
 
 def tenant(role, endpoint, session_id):
-    """Attach, warm up, and at each line `seconds` on standard input work for so long; answer with a line of JSON."""
+    """Attach and warm up. For each line `seconds` on standard input, work for that time and answer with a line of JSON."""
     import torch
     from wooly import api
 
@@ -128,7 +129,7 @@ def tenant(role, endpoint, session_id):
                 steps += 1
                 if steps % LOOK == 0:
                     loss.item()
-        torch.cuda.synchronize()  # nothing is left for what comes next
+        torch.cuda.synchronize()  # wait until no work is left, so that it does not count in the next measurement
         print(json.dumps({"times": times, "steps": steps, "seconds": time.perf_counter() - asked}), flush=True)
     os._exit(0)
 
@@ -137,7 +138,7 @@ def tenant(role, endpoint, session_id):
 
 
 class Journals:
-    """Takes an executor's journal off NATS, replays and audits it; device time per session as of any moment."""
+    """Receives an executor's journal from NATS, replays and audits it, and returns the device time per session."""
 
     def __init__(self, url):
         self.done, self.entries, self.violations = [], 0, 0
@@ -158,7 +159,7 @@ class Journals:
         self._received.append(message.data)
 
     def take(self):
-        """Replay and audit what came."""
+        """Replay and audit all received batches."""
         while self._received:
             self._replay(Batch.decode(self._received.popleft()))
 
@@ -176,7 +177,7 @@ class Journals:
         self.violations = sum(len(a.violations) for a in self._auditors.values())
 
     def device_ns(self, begin, end):
-        """Device time per session between two moments of the monotonic clock."""
+        """Return the device time per session between two times of the monotonic clock."""
         self.take()
         found = {}
         for at, session, ns in list(self.done):
@@ -191,7 +192,7 @@ class Journals:
 
 
 class Stack:
-    """A nats-server and an executor; tenants come and go."""
+    """A nats-server and an executor. Tenants come and go."""
 
     def __init__(self, url, directory, dispatch):
         environment = {k: v for k, v in os.environ.items() if not k.startswith("WOOLY_EXECUTOR_")} | {
@@ -219,7 +220,7 @@ class Stack:
 
     @contextlib.contextmanager
     def tenants(self, *wanted):
-        """Processes of (role, policy), warmed up. Yields them as (session id, process)."""
+        """Start a process for each (role, policy), and warm it up. Yields them as (session id, process)."""
         found = []
         try:
             for role, policy in wanted:
@@ -244,9 +245,10 @@ class Stack:
                     self.ask(contracts.EXECUTOR_SESSION_CLOSE, CloseSessionRequest(session_id=name))
 
     def work(self, tenants, seconds):
-        """All work at once. Returns what each reported, device time per session in the middle of it, and its length.
+        """Let all tenants work at the same time. Returns their reports, the device time per session in the middle part, and its
+        length.
 
-        Also notes, as `occupied`, the share of the time in which the executor's busiest thread ran.
+        Also stores in `occupied` the share of the time in which the executor's busiest thread ran.
         """
         began, before = time.monotonic_ns(), self._thread_times()
         for _, process in tenants:
@@ -255,13 +257,13 @@ class Stack:
         found = {name: json.loads(process.stdout.readline()) for name, process in tenants}
         used = [ns - before.get(thread, 0) for thread, ns in self._thread_times().items()]
         self.occupied = max(used) / (time.monotonic_ns() - began)
-        time.sleep(0.5)  # until the journal is here
+        time.sleep(0.5)  # wait for the journal
         margin = int(0.1 * seconds * 1e9)
         begin, end = began + margin, began + int(seconds * 1e9) - margin
         return found, self.journals.device_ns(begin, end), end - begin
 
     def _thread_times(self):
-        """CPU time of the executor's threads, in ns."""
+        """Return the CPU time of the executor's threads, in ns."""
         tasks = Path(f"/proc/{self._executor.pid}/task").iterdir()
         return {task.name: int((task / "schedstat").read_text().split()[0]) for task in tasks}
 
@@ -282,19 +284,20 @@ def percentile(times, share):
 
 
 def service_of(stack, seconds):
-    """Device time of a P0 request, in ns."""
+    """Return the device time of a P0 request, in ns."""
     with stack.tenants(("infer", SessionPolicy(priority=0))) as tenants:
         reports, device, span = stack.work(tenants, seconds)
     return int(device[tenants[0][0]] / (len(reports[tenants[0][0]]["times"]) * span / (seconds * 1e9)))
 
 
 def latency(stack, seconds, dispatch):
-    """P0's latencies alone and beside 1 and 4, in ms; background steps per second alone and beside it; the device's occupation.
+    """Return P0's latencies alone and beside 1 and 4 trainers in ms, the trainers' steps per second alone and beside P0, and the
+    occupation of the device.
 
-    All tenants are there all the time, and work in turns, round by round: what else the machine does meets all alike.
+    All tenants exist all the time and work in turns, so that other work of the machine affects all of them equally.
     """
     service_ns = service_of(stack, 2.0) if dispatch == "fair" else 0
-    # A bucket that never runs dry: what is measured is P0, not its policing.
+    # A token bucket that is never empty: the measurement is about P0, not about policing.
     policy = SessionPolicy(priority=0, service_ns=service_ns, rate_permille=1000, burst_ns=10**9)
     p4, times, rates, occupied = SessionPolicy(priority=4), {0: [], 1: [], 4: []}, {}, []
     with stack.tenants(("infer", policy), *[("train", p4)] * 4) as tenants:
@@ -321,7 +324,7 @@ def latency(stack, seconds, dispatch):
 
 
 def shares(stack, seconds, weights):
-    """Each of two training tenants' part of the steps that both took, and of the device time that both got."""
+    """Return the share of each of two training tenants in the steps and in the device time of both."""
     with stack.tenants(*[("train", SessionPolicy(priority=3, weight=w)) for w in weights]) as tenants:
         reports, device, _ = stack.work(tenants, seconds)
     steps = [reports[name]["steps"] for name, _ in tenants]
@@ -358,7 +361,7 @@ def rows_of(found):
                     rows.append(row(name, "ms", mine[others][part], alone[part], None if label else goal))
                 requests = mine[others]["requests"] / mine[0]["requests"]
                 rest = mine["steps alone"] * (1 - mine[0]["occupied"] * requests)
-                name = f"steps of {others} training beside P0, of the rest{label}"
+                name = f"steps of {others} trainers beside P0, against the remaining time{label}"
                 goal = None if label else 0.9
                 rows.append(row(name, "1/s", mine[others]["steps"], rest, goal, higher_is_better=True))
     if "shares" in found["fair"]:
@@ -371,14 +374,14 @@ def rows_of(found):
             rows.append(row(f"{name}, steps", "%", 100 * abs(steps[0] - due), theirs, None, against="value"))
     entries, violations = (sum(f[k] for f in found.values()) for k in ("entries", "violations"))
     rows.append(row("journal entries replayed identically", "", entries, entries, 1.0, higher_is_better=True))
-    rows.append(row("laws broken", "", violations, None, 0, against="value"))
+    rows.append(row("violated laws", "", violations, None, 0, against="value"))
     return rows
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print rows as JSON")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each measurement")
+    parser.add_argument("--seconds", type=float, default=20.0, help="duration of each measurement")
     parser.add_argument("--only", choices=("latency", "shares"))
     parser.add_argument("--tenant", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()

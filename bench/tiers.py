@@ -1,13 +1,14 @@
-"""Inference of a Llama and of a BERT at tier 0, with exact plans and with full ones: time, who does how much, and the bits.
+"""Measures the inference of a Llama and a BERT at tier 0, with exact plans and with full plans: time, shares, and equality of
+bits.
 
-A local stack with a compiler of its own, a cold cache, and for every way a process. The baseline of a time is local eager
-PyTorch, both with one thread. "First" is the first call, "steady" comes when no program is left at tier 0, or after a minute and
-a half. Shares are of the executor's counters at steady state.
+Each way runs in its own process, on a local stack with its own compiler and a cold cache. The baseline of a time is local eager
+PyTorch, both with one thread. "First" is the first call. "Steady" begins when no program is left at tier 0, or after 90 s. Shares
+are from the executor's counters in the steady state.
 
-`first`: a training that nobody has run yet, with the compiler at work and without (`WOOLYAI_JIT=0`), in turns. Its first step is
-before anybody asks for a plan. As the device never idles, that happens when the training has taken some seconds: a third row has
-all runs until the plans are there, with the asking, the compiling on the same cores and the taking up in them.
-A second session without the compiler says how far two equal ones are apart: its upper quartile is the goal of ours.
+`first`: a training whose programs are new, with a running compiler and without (`WOOLYAI_JIT=0`), in turn. Its first step is
+before any request for a plan. The device never idles, so plans are requested when the training has taken some seconds. A third
+row therefore has all runs until the plans are in use, including the requests, the compiling on the same cores and the loading. A
+second session without the compiler shows how much two equal sessions differ; its upper quartile is the goal of our session.
 
 Run: .venv/bin/python bench/tiers.py [--json] [--only llama|bert|mlp|first] [--repeat N]
 """
@@ -28,15 +29,15 @@ from figures import row, show
 JITS = ("0", "exact", "full")
 SETTLING_S = 90.0
 SHOWN = {"instructions": "instructions", "ns": "time"}
-#: Who takes part in `first`: the compiler's session, and two without it.
+#: The sessions of `first`: one with the compiler, and two without it.
 SIDES = {"exact": "exact", "tier 0": "0", "tier 0 again": "0"}
 STEPS = 100
-#: Runs between two looks whether the plans are there, and how many of these without a compiler.
+#: Number of runs between two checks for the plans, and number of checks without a compiler.
 STRETCH, STRETCHES = 50, 4
 WIDTH = 512
 
 
-# -- in a process of its own -------------------------------------------------------------------------------------------------
+# -- in a separate process --------------------------------------------------------------------------------------------------
 
 
 def llama(torch):
@@ -65,7 +66,7 @@ def bert(torch):
 
 
 def mlp(torch):
-    """A wide layer with its activation and residual, in place of a model: work that kernels are for."""
+    """A wide layer with its activation and residual instead of a whole model: work that benefits from kernels."""
 
     class Wide(torch.nn.Module):
         def __init__(self):
@@ -92,7 +93,7 @@ def best(function, repeat):
 
 
 def child(name, repeat):
-    """One way to run one model: a line of JSON."""
+    """Run one model in one way. Prints a line of JSON."""
     import torch
     from wooly import api
 
@@ -136,14 +137,14 @@ def tier0_per_call(call):
 
 
 def scripts():
-    """Trainings on demand: a width per line of the input, each answered by its times in ms and who did how much."""
+    """Run a training for each line of the input, which gives its width. Prints its times in ms and its shares."""
     import torch
     from wooly import api
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     api.enable()
-    train(torch, WIDTH - 8)  # what only ever happens once in a process: connecting, the first autograd
+    train(torch, WIDTH - 8)  # work that happens only once in a process: connecting, the first autograd
     print("ready", flush=True)
     for line in sys.stdin:
         step = train(torch, int(line))
@@ -167,7 +168,7 @@ def scripts():
 
 
 def train(torch, width):
-    """A step of a training whose shapes are those of this width alone."""
+    """A training step whose shapes occur only with this width."""
     torch.manual_seed(0)
     layers = torch.nn.Linear(width, 2 * width), torch.nn.GELU(), torch.nn.Linear(2 * width, width)
     model = torch.nn.Sequential(torch.nn.LayerNorm(width), *layers).to("cuda")
@@ -184,7 +185,7 @@ def train(torch, width):
     return step
 
 
-# -- here --------------------------------------------------------------------------------------------------------------------
+# -- in this process --------------------------------------------------------------------------------------------------------
 
 
 def measured(name, jit, repeat, reach):
@@ -213,13 +214,13 @@ def bench(name, repeat, reach):
 
 
 def quartiles(values):
-    """The least, the quartiles and the greatest of a few numbers."""
+    """Return minimum, quartiles and maximum of some numbers."""
     values = sorted(values)
     return [values[round(q * (len(values) - 1) / 4)] for q in range(5)]
 
 
 def bench_first(repeat, reach):
-    """Ratios of the same turn: what all turns have in common is the machine's mood."""
+    """Compare times of the same turn, because the state of the machine differs between turns."""
     children = {
         side: subprocess.Popen(
             [sys.executable, __file__, "--child", "first"], env=os.environ | reach | {"WOOLYAI_JIT": jit},
@@ -232,11 +233,11 @@ def bench_first(repeat, reach):
         found = {side: [] for side in SIDES}
         for turn in range(1 + repeat):
             order = [*SIDES][turn % 3 :] + [*SIDES][: turn % 3]
-            for k, side in enumerate(order):  # each turn brings widths that nobody has seen; who has the least, changes
+            for k, side in enumerate(order):  # each turn has new widths; the order of the sides rotates
                 children[side].stdin.write(f"{WIDTH + 3 * turn + k}\n")
                 children[side].stdin.flush()
                 answer = json.loads(children[side].stdout.readline())
-                if turn:  # who comes first of all waits for what an executor loads at its first work
+                if turn:  # the first turn does not count: it includes what an executor loads once
                     found[side].append(answer)
     finally:
         for child in children.values():
@@ -269,7 +270,7 @@ def bench_first(repeat, reach):
 
 @contextlib.contextmanager
 def stack():
-    """A local stack whose compiler knows nothing yet; gives the variables by which clients find it."""
+    """A local stack with an empty cache of the compiler. Yields the environment variables by which clients find it."""
     from wooly_local.stack import start_stack
 
     os.environ["OMP_NUM_THREADS"] = "1"

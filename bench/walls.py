@@ -1,18 +1,19 @@
-"""What a tenant in a hurry (P0) feels of one who sends an executor what is dear to take in, on one device.
+"""Measures how an attacker affects an urgent tenant (P0) on the same device, by sending requests that are expensive to receive.
 
-A client of class P0 asks for one small run after the other and notes how long each answer takes; a client of class P2 sends
+A client of class P0 requests one small run after another, and measures the time of each answer. A client of class P2 sends one
+of:
 
-    definitions   programs of 16,000 new forms and 32,000 instructions, without pause, and never runs them
+    definitions   programs of 16,000 new forms and 32,000 instructions, without a pause, which it never runs
     operands      programs whose forms have 8,192 operands each
-    small         programs of 20 instructions, as many as go through the wire
+    small         programs of 20 instructions, as many as the connection transports
     sources       texts of kernels, 1 MiB each
-    reads         reads of 64 KiB whose answers it takes
-    unread        reads of 64 KiB whose answers it leaves
+    reads         reads of 64 KiB whose answers it receives
+    unread        reads of 64 KiB whose answers it does not receive
 
-Three sides take turns, so that what else the machine does befalls all: alone, beside the attacker, and beside an attacker of
-another executor on the same machine. The bound is the 99th percentile beside, as a multiple of that alone; the spread is that of
-its rounds. The third side shows what of it is the machine: where clients and executors share few cores, two processes that
-exchange 64 KiB slow a third one down three times, though they have nothing to do with it.
+Three sides run in turn, so that other work of the machine affects all of them: P0 alone, beside the attacker, and beside an
+attacker of another executor on the same machine. The goal limits the 99th percentile beside the attacker, as a multiple of that
+alone. The spread is over the rounds. The third side shows the influence of the machine: if clients and executors share few cores,
+two processes that exchange 64 KiB make an unrelated third process three times slower.
 
 Run: .venv/bin/python bench/walls.py [--json] [--rounds N] [--seconds N] [--only KIND]
 """
@@ -43,11 +44,11 @@ from wooly_wis.program import Form, Instruction, Operand, OperandRef, Program, R
 KINDS = ("definitions", "operands", "small", "sources", "reads", "unread")
 TOKEN = "bench"
 GOAL = 1.5
-#: Of the matrices that P0 multiplies, and how often in one run.
+#: Size of the matrices that P0 multiplies, and number of products per run.
 SIDE, LAYERS = 128, 40
-#: Seconds between two requests of P0.
+#: Time between two requests of P0, in seconds.
 PAUSE_S = 0.002
-#: Of an attacker, one after the other: the executor ends a session that leaves too many answers.
+#: Maximum number of an attacker's sessions, one after another, because the executor ends a session with too many unread answers.
 SESSIONS = 64
 F32 = 4
 
@@ -68,7 +69,7 @@ def call(name, operands, args):
 
 
 def request():
-    """P0's run: a chain of products. Buffers: the first matrix, then the results; the last is read."""
+    """P0's run: a chain of products. Buffers: the first matrix, then the results; the last one is read."""
     v = View(DType.F32, (SIDE, SIDE), (SIDE, 1), 0)
     operands = (Operand(Role.IN, v), Operand(Role.IN, v), Operand(Role.OUT, v))
     forms = (alloc(SIDE * SIDE * F32), call("aten.mm.default", operands, (OperandRef(0), OperandRef(1))))
@@ -79,7 +80,7 @@ def request():
 
 
 def many(forms, first):
-    """A program of so many new forms, each used twice."""
+    """A program with this number of new forms, each used twice."""
     found = [alloc(1 << 30)]
     body = [Instruction(0, (0,)), Instruction(0, (1,))]
     for k in range(forms):
@@ -91,7 +92,7 @@ def many(forms, first):
 
 
 def wide(forms, first, operands=8192):
-    """A program of forms on very many operands."""
+    """A program whose forms have very many operands."""
     found = [alloc(1 << 24)]
     body = [Instruction(0, (0,))]
     for k in range(forms):
@@ -106,7 +107,7 @@ def wide(forms, first, operands=8192):
 
 
 def serve(path, runtime):
-    """One device with a session of each client."""
+    """One device with sessions for all clients."""
     import torch
     from wooly_bus.channel.token import SharedPass
     from wooly_dispatch.events import Policy
@@ -140,7 +141,7 @@ def attach(path, session):
 
 
 def attack(path, kind):
-    """Work while the last line on standard input is 1, without it not."""
+    """Work while the last line on standard input is 1."""
     on = threading.Event()
 
     def listen():
@@ -163,7 +164,7 @@ def attack(path, kind):
 
 
 def attack_once(client, kind, prepared, on):
-    """Work in one session, until the executor ends it."""
+    """Work in one session until the executor ends it."""
     if kind in ("reads", "unread"):
         raw = encode_program(Program((alloc(1 << 20),), (Instruction(0, (0,)),)))
         client.send(Kind.DEFINE, raw)
@@ -171,7 +172,7 @@ def attack_once(client, kind, prepared, on):
     into, number = memoryview(bytearray(64 << 10)), 0
     while on.wait():
         number += 1
-        if prepared:  # another one each time: the forms of the last ones are forgotten by the time they come again
+        if prepared:  # different programs each time: the executor has forgotten their forms by the time they repeat
             client.send(Kind.DEFINE, prepared[number % len(prepared)])
             client.send(Kind.SYNC)
             with contextlib.suppress(TimeoutError):
@@ -187,7 +188,7 @@ def attack_once(client, kind, prepared, on):
 
 
 class Hurried:
-    """P0's client."""
+    """The client of class P0."""
 
     def __init__(self, path):
         self.client = attach(path, "p0")
@@ -241,7 +242,7 @@ def measure(hurried, path, other, kind, rounds, seconds):
     try:
         for _ in range(rounds):
             turn = []
-            for side in range(3):  # alone, the attacker elsewhere, the attacker here
+            for side in range(3):  # alone, attacker at the other executor, attacker at this executor
                 for k, attacker in enumerate(attackers, 1):
                     attacker.stdin.write(f"{int(k == side)}\n")
                     attacker.stdin.flush()
@@ -294,7 +295,7 @@ def main():
             for executor in executors:
                 executor.kill()
                 executor.wait()
-    show(rows, args.json, title="Walls: what P0 feels", baseline="alone")
+    show(rows, args.json, title="Latency of P0 beside an attacker", baseline="alone")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Twenty minutes of faults: `make chaos`, or `python tests/faults/chaos.py --minutes N --seed S`.
+"""Runs an installation while faults happen: `make chaos`, or `python tests/faults/chaos.py --minutes N --seed S`.
 
-An installation (two routers, two executors, scheduler, metering, compiler, PostgreSQL where installed, three NATS servers) works
-for clients that train, generate and submit jobs, while a seeded schedule kills, stops, cuts, slows, fills disks and moves
-clocks. At the end a table says whether acknowledged work was lost, usage was booked twice, or an error was unclear. Status 1: a
-row failed.
+An installation (two routers, two executors, scheduler, metering, compiler, PostgreSQL if installed, three NATS servers) works for
+clients that train, generate and submit jobs. Meanwhile a seeded schedule kills and stops processes, cuts and slows links, fills
+disks and moves clocks. At the end, a table says whether acknowledged work was lost, usage was booked twice, or an error was
+unclear. Status 1: a row failed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from schedule import Fault, draw
 from wooly_bus import contracts
 from work import Load, References
 
-#: Seconds that everything has, after the last fault, to come to rest.
+#: Maximum time after the last fault until all work has ended and all usage is booked, in seconds.
 SETTLE_S = 90.0
 
 
@@ -80,7 +80,10 @@ def show(rows: Sequence[verdict.Row], title: str) -> None:
 def run(
     folder: Path, minutes: float, seed: int, only: set[str], console: Console
 ) -> tuple[list[verdict.Row], list[Fault], list[str]]:
-    """One run: the verdict's rows, the faults that came, and what could not be tried."""
+    """Run once.
+
+    Returns the rows of the verdict, the faults that happened, and the problems that prevented some kinds of faults.
+    """
     installation = Installation(folder)
     problems = installation.problems
     references = References()
@@ -100,7 +103,7 @@ def _through(
     references: References,
     console: Console,
 ) -> tuple[list[verdict.Row], list[Fault]]:
-    """Work, faults, and what is to be read while the installation still runs."""
+    """Run work and faults, and collect the evidence that needs the running installation."""
     asyncio.run(_mirror(installation))
     load = Load(installation.url, installation.nats_url, installation.admin_token, installation.mark, folder)
     installation.began = load.began
@@ -150,7 +153,7 @@ async def _mirror(installation: Installation) -> None:
 
 
 async def _settled(installation: Installation) -> tuple[evidence.Records, dict[str, tuple[int, int, int]]]:
-    """All reported usage, once metering has booked it (or has had the time), and the streams."""
+    """Return all reported usage, once metering has booked it (or its time is over), and the streams."""
     client = await evidence.connect(installation.nats_url, installation.service_creds)
     until = time.monotonic() + SETTLE_S
     while True:

@@ -1,4 +1,4 @@
-"""What is read from an installation for the verdict: streams of JetStream, a copy of all usage, the ledger."""
+"""Reads the evidence for the verdict from an installation: JetStream's streams, a copy of all usage, the ledger."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from wooly_bus.envelope import decode
 from wooly_wis.credits import UsageRecorded
 
 MIRROR = "FAULTS_USAGE"
-#: Bytes of a message that NATS carries at most, as it is configured by default.
+#: Maximum size of a NATS message in bytes, with NATS's default configuration.
 MESSAGE_BYTES = 1 << 20
-#: (life of an executor, batch, place in it) -> (session, gpu_ns, core_ns)
+#: (life of an executor, batch, index in the batch) -> (session, gpu_ns, core_ns).
 Records = dict[tuple[str, int, int], tuple[str, int, int]]
 
 
 async def connect(nats_url: str, creds: Path) -> Client:
-    """A connection with a service's credentials; it comes back by itself."""
+    """Return a connection with a service's credentials. It reconnects by itself."""
     client = Client()
     held = options(Credentials.load(creds), None)
     await client.connect(nats_url.split(","), max_reconnect_attempts=-1, **held)
@@ -30,7 +30,7 @@ async def connect(nats_url: str, creds: Path) -> Client:
 
 
 async def mirror_usage(client: Client) -> None:
-    """Keep a copy of all usage that executors publish: metering removes what it has booked."""
+    """Keep a copy of all usage that executors publish, because metering removes the records that it has booked."""
     config = StreamConfig(
         name=MIRROR, mirror=StreamSource(name=contracts.EXECUTOR_USAGE_RECORDED.stream_name),
         storage=StorageType.FILE, num_replicas=3, max_bytes=256 << 20,
@@ -39,9 +39,9 @@ async def mirror_usage(client: Client) -> None:
 
 
 async def usage(client: Client) -> Records:
-    """The records that executors published, as far as the copy has them: metering may take one away before it is copied.
+    """Return the published records that the copy contains. Metering may remove a record before it is copied.
 
-    What a scheduler tells of a session as a whole, by its journal, is not among them.
+    Usage that a scheduler reports for a whole session, from its journal, is not included.
     """
     js = client.jetstream()
     info = await js.stream_info(MIRROR)
@@ -59,7 +59,10 @@ async def usage(client: Client) -> Records:
 
 
 async def streams(client: Client) -> dict[str, tuple[int, int, int]]:
-    """Every stream: messages, bytes, and the most bytes that it may have, by its own limit or by that of its messages."""
+    """Return messages, bytes and maximum bytes of each stream.
+
+    The maximum is the stream's own limit, or follows from that of its messages.
+    """
     found = {}
     for info in await client.jetstream().streams_info():
         if info.config.name != MIRROR:
@@ -70,7 +73,7 @@ async def streams(client: Client) -> dict[str, tuple[int, int, int]]:
 
 
 def ledger(url: str) -> tuple[Records, frozenset[str]]:
-    """The entries that were booked from records, and the sessions of which something was booked by their journal."""
+    """Return the entries that were booked from records, and the sessions for which entries were booked from their journal."""
     engine = create_engine(url)
     columns = "s.name, e.batch, e.item, e.session_id, e.gpu_ns, e.core_ns, e.reason"
     query = f"SELECT {columns} FROM entries e JOIN sources s ON s.id = e.source_id WHERE e.corrects IS NULL"

@@ -1,7 +1,7 @@
-"""An installation whose every part can be made to fail: NATS servers, routers, executors, scheduler, metering, compiler.
+"""An installation in which every part can fail: NATS servers, routers, executors, scheduler, metering, compiler.
 
-Real processes with keys and tokens. A database of PostgreSQL where a server is installed, else of SQLite. Clients and services
-reach what they reach through links. `Installation` starts and ends it, and carries faults out; it decides nothing.
+It consists of real processes with keys and tokens. The database is PostgreSQL if a server is installed, else SQLite. All
+connections go through links. `Installation` starts and ends the processes, and carries out faults. It makes no decisions.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from wooly_bus.authority import make_authority
 from wooly_testkit.postgres import PostgresMissingError, postgres_server
 from work import rest
 
-#: Bytes of a disk that can be filled.
+#: Size in bytes of a disk that can be filled.
 DISK = 192 << 20
-#: Who has one, where this user may mount file systems.
+#: Processes with such a disk, if this user may mount file systems.
 ON_SMALL_DISKS = ("nats-2", "executor-1", "compiler")
-#: Seconds for which an installation may start, on a busy machine.
+#: Maximum time of the installation's start on a busy machine, in seconds.
 START_S = 180.0
 
 
 def free_port() -> int:
-    """A port of the loopback that nobody listens on now."""
+    """Return a port of the loopback interface on which nothing listens."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])
 
 
 @dataclass
 class Process:
-    """One process of the installation, started again whenever it ends, as a supervisor would.
+    """One process of the installation. It is restarted whenever it ends, as by a supervisor.
 
     Attributes:
-        wanted: it is to run; a kill takes that back until the fault is over.
-        ends: (seconds since the beginning, status) of every end that no fault of ours brought about.
-        starts: how often it was started.
+        wanted: the process should run. A kill sets this to false until the fault is over.
+        ends: (seconds since the beginning, status) of each end that was not caused by a fault.
+        starts: number of starts.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Process:
     popen: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start it."""
+        """Start the process."""
         with self.log.open("ab") as out:
             self.popen = subprocess.Popen(
                 self.argv, env=self.env, stdout=out, stderr=out, stdin=subprocess.DEVNULL, start_new_session=True
@@ -74,25 +74,26 @@ class Process:
         self.wanted, self.stopped = True, False
 
     def signal(self, number: int) -> None:
-        """Send it a signal, if it lives."""
+        """Send the process a signal, if it is alive."""
         if self.popen is not None and self.popen.poll() is None:
             self.popen.send_signal(number)
 
     @property
     def pid(self) -> int | None:
-        """Its number while it lives."""
+        """The process id while the process is alive, else None."""
         return self.popen.pid if self.popen is not None and self.popen.poll() is None else None
 
 
 class Installation:
-    """Everything under one folder; `running()` starts it and leaves nothing behind.
+    """All processes of an installation, with their files in one folder. `running()` starts them and removes everything at its
+    end.
 
     Args:
-        folder: for keys, states and logs.
-        routers: how many.
-        executors: how many.
-        nats: how many servers; three can lose one.
-        small_caches: what is kept for later, in executors and in NATS servers, takes little memory, and is soon full.
+        folder: folder for keys, states and logs.
+        routers: number of routers.
+        executors: number of executors.
+        nats: number of NATS servers; three servers tolerate the loss of one.
+        small_caches: make the caches of executors and NATS servers small, so that they are full soon.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class Installation:
         self._keys = make_authority(folder / "keys")
         self._shim = clock_shim(folder)
         if self._shim is None:
-            self.problems.append("no clock can be moved: there is no C compiler (cc)")
+            self.problems.append("no clock can be moved, because there is no C compiler (cc)")
         self._watching = threading.Event()
         self._supervisor = threading.Thread(target=self._supervise, name="supervisor", daemon=True)
         self._lock = threading.Lock()
@@ -121,7 +122,7 @@ class Installation:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[Installation]:
-        """Start everything; end everything with the block."""
+        """Start all processes, and end them at the end of the block."""
         with contextlib.ExitStack() as stack:
             self._mount(stack)
             self._databases(stack)
@@ -143,7 +144,7 @@ class Installation:
                 check=False,
             )
             if done.returncode:
-                self.problems.append(f"no disk can be filled: {done.stderr.decode().strip()}")
+                self.problems.append(f"no disk can be filled, because mounting fails: {done.stderr.decode().strip()}")
                 return
             stack.callback(subprocess.run, ["umount", "-l", str(place)], capture_output=True)
             self.disks[name] = place
@@ -154,7 +155,7 @@ class Installation:
             self._urls = {"router": server.database(), "metering": server.database()}
             self.database = "PostgreSQL"
         except PostgresMissingError as e:
-            self.problems.append(f"databases are SQLite: {e}")
+            self.problems.append(f"databases are SQLite, because PostgreSQL cannot be used: {e}")
             self._urls = {name: f"sqlite+aiosqlite:///{self.folder}/{name}.sqlite" for name in ("router", "metering")}
             self.database = "SQLite"
 
@@ -175,38 +176,38 @@ class Installation:
             link.close()
 
     def left_over(self) -> list[str]:
-        """Processes that were started by this installation or its clients and still live."""
+        """Return the processes of this installation and its clients that are still alive."""
         found = []
         for process in psutil.process_iter(["pid", "cmdline", "environ"]):
             if (process.info["environ"] or {}).get("WOOLY_FAULTS_MARK") == self.mark and process.pid != os.getpid():
                 found.append(f"{process.pid}: {' '.join(process.info['cmdline'] or [])[:200]}")
         return found
 
-    # -- what there is ---------------------------------------------------------------------------------------------
+    # -- addresses and credentials ------------------------------------------------------------------------------------
 
     @property
     def nats_url(self) -> str:
-        """Of all servers, past the links."""
+        """Addresses of all NATS servers, without links."""
         return self._nats_url
 
     @property
     def service_creds(self) -> Path:
-        """What a service shows NATS."""
+        """The credentials file of a service."""
         return self._keys.service_creds
 
     @property
     def databases(self) -> dict[str, str]:
-        """The database of each service that has one, for a synchronous engine."""
+        """The database URL of each service that has a database, for a synchronous engine."""
         return {name: url.replace("+aiosqlite", "") for name, url in self._urls.items()}
 
     @property
     def admin_token(self) -> str:
-        """Of the first administrator."""
+        """The token of the first administrator."""
         return self._admin_token
 
     @property
     def url(self) -> str:
-        """Of REST: whichever router answers."""
+        """The URL of the REST API, through the load balancer."""
         return f"http://127.0.0.1:{self.links['front'].port}"
 
     def _describe(self) -> None:
@@ -267,9 +268,10 @@ class Installation:
         store = self.folder / name
         store.mkdir(exist_ok=True, mode=0o700)
         peers = ", ".join(f"nats://127.0.0.1:{r}" for r in routes)
-        # Clients that are told of other servers would go round the links; a server would take a small disk for its limit.
+        # no_advertise: clients that learn the addresses of other servers would bypass the links. max_file: without it, a server
+        # would use the size of a small disk as its limit.
         text = f'server_name: {name}\nhost: 127.0.0.1\nport: {port}\njetstream {{ store_dir: "{store}/js", max_file: 64GB }}\n'
-        if len(routes) > 1:  # one server with routes would wait for the others, without JetStream
+        if len(routes) > 1:  # a single server with routes would wait for the others, without JetStream
             text += (
                 f"cluster {{ name: wooly, host: 127.0.0.1, port: {route}, no_advertise: true, routes: [{peers}] }}\n"
             )
@@ -280,7 +282,7 @@ class Installation:
         conf.write_text(text + 'include "nats.conf"\n')
         beside = Path(sysconfig.get_path("scripts")) / "nats-server"
         binary = str(beside) if beside.exists() else shutil.which("nats-server") or "nats-server"
-        # Go's collector may let garbage grow to what lives: it is told to keep to less, so that what lives is seen.
+        # A smaller target of Go's garbage collector makes the live memory visible.
         self._process(name, [binary, "-c", str(conf)], {"GOMEMLIMIT": "32MiB"} if self._small_caches else {})
 
     def _service(self, name: str, service: str, nats_url: str, **settings: str) -> None:
@@ -316,7 +318,7 @@ class Installation:
     # -- faults ----------------------------------------------------------------------------------------------------
 
     def targets(self) -> dict[Kind, tuple[str, ...]]:
-        """What each kind of fault can meet here."""
+        """Return the possible targets of each kind of fault."""
         services = tuple(n for n in self.processes if not n.startswith("nats"))
         return {
             "kill": tuple(self.processes),
@@ -329,13 +331,13 @@ class Installation:
         }
 
     def _lines(self) -> list[str]:
-        """Links that faults meet, those of one process to all NATS servers as one."""
+        """Return the links that faults can affect. The links of one process to all NATS servers count as one."""
         return list(
             dict.fromkeys(n.rsplit(" ", 1)[0] if n.startswith("nats of") else n for n in self.links if n != "front")
         )
 
     def begin(self, fault: Fault) -> Callable[[], None]:
-        """Carry a fault out. Returns what ends it."""
+        """Begin a fault. Returns the function that ends it."""
         if fault.kind in ("kill", "stop", "restart"):
             return self._to_process(self.processes[fault.target], fault.kind)
         if fault.kind in ("cut", "slow"):
@@ -382,7 +384,7 @@ class Installation:
         return mend
 
     def _supervise(self) -> None:
-        """Start again what ended though no fault of ours ended it, and note that it did."""
+        """Restart processes that ended without a fault, and record their ends."""
         while not self._watching.wait(0.5):
             with self._lock:
                 for process in self.processes.values():
@@ -392,13 +394,15 @@ class Installation:
 
 
 def move_clock(clock: Path, seconds: int) -> None:
-    """Have the process that reads `clock` be so far off the true time."""
-    with clock.open("r+b" if clock.exists() else "wb") as file:  # in place: the process has it mapped
+    """Move the clock of the process that reads the file `clock`, by `seconds`."""
+    with clock.open(
+        "r+b" if clock.exists() else "wb"
+    ) as file:  # written in place, because the process has mapped the file
         file.write(struct.pack("=q", seconds))
 
 
 def clock_shim(folder: Path) -> Path | None:
-    """What is preloaded to move a process's clock; None where no C compiler is."""
+    """Build the library that moves a process's clock. Returns its path, or None without a C compiler."""
     made = folder / "clock.so"
     source = Path(__file__).with_name("clock.c")
     with contextlib.suppress(FileNotFoundError):

@@ -1,4 +1,4 @@
-"""A TCP link that can be cut, slowed down and mended while connections go through it; with several targets, a load balancer."""
+"""A TCP link that can be cut, slowed and restored while connections use it. With several targets, it is a load balancer."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _CHUNK = 64 << 10
-#: Seconds that connecting to one target may take before the next one is tried.
+#: Maximum time to connect to one target before the next one is tried, in seconds.
 _CONNECT_S = 2.0
 
 
 @dataclass(frozen=True)
 class Condition:
-    """How a link is. `delay_s`: added to each piece in each direction; `bytes_per_s`: 0 for as fast as it goes."""
+    """State of a link. `delay_s`: delay of each piece in each direction; `bytes_per_s`: maximum rate, 0 without a limit."""
 
     up: bool = True
     delay_s: float = 0.0
@@ -23,9 +23,9 @@ class Condition:
 
 
 class Link:
-    """Listens on a port of the loopback and forwards to the first of `targets` (host, port) that answers.
+    """Listens on a port of the loopback interface and forwards to the first of `targets` (host, port) that answers.
 
-    A cut link neither forwards nor ends anything: bytes are held until it is mended, as a cable that was pulled does.
+    Like an unplugged cable, a cut link neither forwards bytes nor closes connections. It keeps the bytes until it is restored.
     """
 
     def __init__(self, name: str, targets: Sequence[tuple[str, int]]) -> None:
@@ -41,22 +41,22 @@ class Link:
         self._thread.start()
         ready.wait()
 
-    # -- from any thread -------------------------------------------------------------------------------------------
+    # -- called by any thread -----------------------------------------------------------------------------------------
 
     def cut(self) -> None:
-        """Nothing goes through from now on."""
+        """Stop forwarding."""
         self._set(Condition(up=False))
 
     def slow(self, delay_s: float, bytes_per_s: int) -> None:
-        """Everything takes longer from now on."""
+        """Delay all bytes, and limit their rate."""
         self._set(Condition(delay_s=delay_s, bytes_per_s=bytes_per_s))
 
     def mend(self) -> None:
-        """All goes through again."""
+        """Forward normally again."""
         self._set(Condition())
 
     def close(self) -> None:
-        """End it, and all that goes through it."""
+        """Close the link and all its connections."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(5)
 
@@ -67,7 +67,7 @@ class Link:
 
         self._loop.call_soon_threadsafe(apply)
 
-    # -- in its own thread -----------------------------------------------------------------------------------------
+    # -- called by the link's thread ----------------------------------------------------------------------------------
 
     def _run(self, ready: threading.Event) -> None:
         asyncio.set_event_loop(self._loop)

@@ -1,4 +1,4 @@
-"""Which fault comes when: a pure function of a seed, so that a run which found something can be run again."""
+"""Decides which fault happens when. This is a pure function of a seed, so that a failed run can be repeated."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["kill", "stop", "cut", "slow", "full", "clock", "restart"]
-#: How often each kind comes, among those that the installation can have.
+#: Relative frequency of each kind, among the kinds that the installation supports.
 WEIGHTS: dict[Kind, int] = {"kill": 8, "stop": 5, "cut": 4, "slow": 3, "full": 2, "clock": 2, "restart": 3}
-#: Seconds that a fault lasts at least and at most; a kill ends with the start of the next process, a restart with its own.
+#: Minimum and maximum duration of a fault, in seconds. A kill ends with the start of the next process, and a restart with its own
+#: end.
 LASTS: dict[Kind, tuple[float, float]] = {
     "kill": (0.5, 4.0),
     "stop": (3.0, 20.0),
@@ -19,17 +20,17 @@ LASTS: dict[Kind, tuple[float, float]] = {
     "clock": (5.0, 20.0),
     "restart": (0.0, 0.0),
 }
-#: Seconds between the beginnings of two faults, on average.
+#: Mean time between the beginnings of two faults, in seconds.
 EVERY_S = 9.0
-#: Seconds without faults at the beginning (until work runs) and at the end.
+#: Time without faults at the beginning (until work runs) and at the end, in seconds.
 QUIET_S = 15.0
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault: from `at_s` seconds after the beginning, for `lasts_s` seconds.
+    """One fault: it begins `at_s` seconds after the start of the run and lasts `lasts_s` seconds.
 
-    `amount`: seconds by which a link is slowed or a clock is moved.
+    `amount`: delay of a link or shift of a clock, in seconds.
     """
 
     at_s: float
@@ -40,17 +41,18 @@ class Fault:
 
     @property
     def until_s(self) -> float:
-        """When it is over."""
+        """The end of the fault, in seconds after the start of the run."""
         return self.at_s + self.lasts_s
 
 
 def draw(seed: int, minutes: float, targets: dict[Kind, tuple[str, ...]]) -> list[Fault]:
-    """The faults of a run, by time. No two on one target at once, and never two NATS servers at once: two of three must live.
+    """Return the faults of a run, in order of time. Two faults never affect one target, or two NATS servers, at the same time,
+    because two of three servers must be alive.
 
     Args:
         seed: the same seed, minutes and targets give the same faults.
         minutes: length of the run.
-        targets: what each kind of fault can meet; kinds without targets do not come.
+        targets: possible targets of each kind of fault; kinds without targets do not happen.
     """
     chance = random.Random(seed)
     kinds = [kind for kind in WEIGHTS if targets.get(kind)]
@@ -70,7 +72,7 @@ def draw(seed: int, minutes: float, targets: dict[Kind, tuple[str, ...]]) -> lis
 
 
 def _together(fault: Fault, other: Fault) -> bool:
-    """Whether two faults may not be at once: each leaves its target three seconds to come back."""
+    """Whether two faults must not overlap. Each target gets three seconds to recover."""
     if fault.at_s >= other.until_s + 3.0:
         return False
     return fault.target == other.target or (fault.target.startswith("nats") and other.target.startswith("nats"))

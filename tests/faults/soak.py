@@ -1,8 +1,8 @@
-"""Half an hour of ordinary work (settable to days): does anything grow? `make soak`, or `soak.py --minutes N`.
+"""Half an hour (or up to days) of normal work: does anything grow? `make soak`, or `soak.py --minutes N`.
 
-One NATS server, router, executor, scheduler, metering, compiler; clients train, generate and submit jobs without a pause. Memory,
-descriptors and threads of every process, and the sizes of streams and databases are sampled; the table gives the slope of each
-with its confidence. Caches are small, so that they are full when the first third is over. Status 1: something grows.
+One NATS server, router, executor, scheduler, metering and compiler. Clients train, generate and submit jobs without a pause. The
+memory, descriptors and threads of each process and the sizes of streams and databases are sampled. A table gives the slope of
+each with its confidence interval. Caches are small, so that they are full after the first third. Status 1: something grows.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from scipy.stats import theilslopes
 from sqlalchemy import create_engine, text
 from work import Load
 
-#: Seconds between two samples.
+#: Time between two samples, in seconds.
 SAMPLE_S = 5.0
-#: The part of the samples, from the beginning, that is warming up: caches fill.
+#: Share of the samples, from the beginning, in which caches fill. These samples are ignored.
 WARM = 1 / 3
-#: What may grow by so much an hour and still count as flat: what a day of it does no harm. None: it is told, not judged.
+#: Maximum growth per hour that counts as flat, because a day of it does no harm. None: the growth is reported, not judged.
 MOST_PER_HOUR: dict[str, float | None] = {
     "memory": 12 << 20,
     "descriptors": 4,
     "threads": 2,
-    "stream": None,  # bounded by its own limit, which is judged
-    "database": None,  # rows of tasks are kept for as long as the router is told to
+    "stream": None,  # not judged: the stream's own limit is judged instead
+    "database": None,  # not judged: rows of tasks are kept for the router's retention time
 }
 CONFIDENCE = 0.95
 
@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--keep", type=Path, help="a folder for states, logs and samples, kept")
+    parser.add_argument("--keep", type=Path, help="folder that keeps states, logs and samples")
     args = parser.parse_args(argv)
     console = Console(stderr=True, highlight=False)
     with tempfile.TemporaryDirectory(prefix="wooly-soak-") as temporary:
@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def slopes(series: Series) -> list[dict[str, Any]]:
-    """A row per series: its slope an hour (Theil-Sen), the bounds of its confidence, and whether it is flat."""
+    """Return a row per series: slope per hour (Theil-Sen), bounds of its confidence interval, and whether it is flat."""
     rows = []
     for (name, kind), found in sorted(series.items()):
         samples = found[int(len(found) * WARM) :]
@@ -80,7 +80,7 @@ def slopes(series: Series) -> list[dict[str, Any]]:
             continue
         slope, _, low, high = theilslopes([v for _, v in samples], [t / 3600 for t, _ in samples], CONFIDENCE)
         most = MOST_PER_HOUR[kind]
-        # Not flat where even the lowest slope that the samples allow is too much.
+        # The series is not flat if even the lower bound of its slope is too large.
         rows.append(
             {
                 "name": f"{name}: {kind}",
@@ -135,7 +135,10 @@ async def _sample(
     kept: Path,
     console: Console,
 ) -> dict[str, tuple[int, int, int]]:
-    """Sample until the time is over. What was sampled is written to `kept` every minute: a soak of days may be cut short."""
+    """Sample until the time is over.
+
+    The samples are written to `kept` every minute, because a soak of days may be interrupted.
+    """
     client = await evidence.connect(installation.nats_url, installation.service_creds)
     told = began
     limits: dict[str, tuple[int, int, int]] = {}
@@ -161,7 +164,7 @@ async def _sample(
 
 
 def database_sizes(urls: Mapping[str, str]) -> list[tuple[str, int]]:
-    """Bytes of each database, by the service that owns it."""
+    """Return the size of each database in bytes, by the service that owns it."""
     found = []
     for name, url in urls.items():
         engine = create_engine(url)

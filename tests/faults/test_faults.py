@@ -1,4 +1,6 @@
-"""The pure parts of chaos and soak: schedules that repeat, verdicts that can fail; and, slow, two minutes of the real thing."""
+"""Tests the pure parts of chaos and soak: repeatable schedules, verdicts that can fail; and, as a slow test, two minutes of
+chaos.
+"""
 
 import json
 import subprocess
@@ -30,14 +32,14 @@ def row(rows, name):
     return found
 
 
-def test_draw_same_seed_gives_same_faults_and_another_seed_others():
+def test_draw_same_seed_gives_same_faults():
     once = schedule.draw(7, 20, TARGETS)
     assert once == schedule.draw(7, 20, TARGETS) != schedule.draw(8, 20, TARGETS)
     assert {f.kind for f in once} == set(TARGETS) and len(once) > 20
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_draw_never_takes_two_nats_servers_or_one_target_twice_at_once(seed):
+def test_draw_faults_on_one_target_or_nats_servers_never_overlap(seed):
     faults = schedule.draw(seed, 20, TARGETS)
     for i, fault in enumerate(faults):
         assert fault.at_s >= schedule.QUIET_S and fault.until_s <= 20 * 60 - schedule.QUIET_S
@@ -46,7 +48,7 @@ def test_draw_never_takes_two_nats_servers_or_one_target_twice_at_once(seed):
             assert not same or fault.at_s >= other.until_s + 3
 
 
-def test_verdict_of_scripts_names_wrong_bits_unclear_late_and_causeless_errors():
+def test_verdict_scripts_bad_run_fails_its_row():
     good = Run("train.py", 1, 0.0, 10.0, 0, "a")
     clear = Run("train.py", 2, 10.0, 23.0, 1, error=ERROR)
     runs = [good, clear]
@@ -54,7 +56,7 @@ def test_verdict_of_scripts_names_wrong_bits_unclear_late_and_causeless_errors()
     assert all(r.ok is not False for r in rows), rows
     for run, name in (
         (replace(good, result="b"), "finished with the exact bits"),
-        (replace(clear, error="Segmentation fault"), "errors that do not say"),
+        (replace(clear, error="Segmentation fault"), "errors without a clear reason"),
         (replace(clear, ended_s=27.0), "errors later than"),
         (replace(clear, began_s=1.0, ended_s=15.0), "errors without any fault"),
         (replace(clear, hung=True), "scripts that hung"),
@@ -63,14 +65,14 @@ def test_verdict_of_scripts_names_wrong_bits_unclear_late_and_causeless_errors()
         assert row(rows, name).ok is False, name
 
 
-def test_verdict_of_a_process_that_stands_still_counts_from_its_end_or_the_lease():
+def test_verdict_stopped_process_is_detected_at_its_end_or_after_the_lease():
     still = schedule.Fault(20.0, "stop", "executor-0", 10.0)
     assert verdict.behind(Run("s", 1, 0.0, 33.0, 1), [still]) == pytest.approx(3.0)
     assert verdict.behind(Run("s", 1, 0.0, 25.0, 1), [still]) == 0.0
     assert verdict.behind(Run("s", 1, 0.0, 19.0, 1), [still]) is None
 
 
-def test_verdict_of_jobs_names_lost_failed_double_and_wrong_ones():
+def test_verdict_jobs_bad_job_fails_its_row():
     good = Job("j", "short", 1.0, "completed", "", ["pending", "started", "completed"], ("d",))
     assert all(r.ok is not False for r in verdict.jobs([good], {"short": ("d",)}))
     for job, name in (
@@ -82,22 +84,22 @@ def test_verdict_of_jobs_names_lost_failed_double_and_wrong_ones():
         assert row(verdict.jobs([good, job], {"short": ("d",)}), name).ok is False, name
 
 
-def test_verdict_of_the_ledger_names_missing_and_changed_records_but_not_those_of_dead_executors():
+def test_verdict_ledger_missing_and_changed_records_fail():
     key, record = ("executor-0/1", 1, 0), ("s", 100, 200)
     assert all(r.ok is not False for r in verdict.ledger({key: record}, {key: record}, ()))
     other = {("executor-0/1", 2, 0): record}
-    assert row(verdict.ledger({key: record}, other, ()), "records seen and not booked").ok is False
+    assert row(verdict.ledger({key: record}, other, ()), "published records that were not booked").ok is False
     assert row(verdict.ledger({key: record}, {key: ("s", 200, 400)}, ()), "records booked with other").ok is False
     assert all(r.ok is not False for r in verdict.ledger({key: record}, other, ("s",)))
 
 
-def test_verdict_of_streams_wants_bounds_and_empty_queues():
+def test_verdict_streams_without_limit_or_with_commands_fail():
     assert all(r.ok is not False for r in verdict.streams({"A": (1, 10, 100)}, ()))
     assert row(verdict.streams({"A": (1, 10, -1)}, ()), "streams without a bound").ok is False
-    assert row(verdict.streams({"A": (1, 10, 100)}, ("A",)), "commands that nobody").ok is False
+    assert row(verdict.streams({"A": (1, 10, 100)}, ("A",)), "commands left in queues").ok is False
 
 
-def test_slopes_of_soak_tell_growth_from_noise():
+def test_slopes_growth_differs_from_noise():
     times = [i * 5.0 for i in range(240)]
     noise = [(t, 1e8 + (i * 7919 % 13) * 1e5) for i, t in enumerate(times)]
     grown = [(t, v + t * 3e4) for t, v in noise]
@@ -106,11 +108,11 @@ def test_slopes_of_soak_tell_growth_from_noise():
     assert rows["b: memory"]["per_hour"] == pytest.approx(3600 * 3e4, rel=0.1)
 
 
-def test_link_holds_bytes_while_it_is_cut_and_passes_them_on_once_mended():
+def test_link_cut_holds_bytes_until_restored():
     import socket
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        link = Link("l", [("127.0.0.1", 1), listener.getsockname()])  # the first target answers nobody
+        link = Link("l", [("127.0.0.1", 1), listener.getsockname()])  # nothing answers at the first target
         try:
             with socket.create_connection(("127.0.0.1", link.port)) as near:
                 far, _ = listener.accept()
@@ -132,7 +134,7 @@ def test_link_holds_bytes_while_it_is_cut_and_passes_them_on_once_mended():
 @pytest.mark.slow
 @pytest.mark.connected
 @pytest.mark.timeout(900)
-def test_two_minutes_of_chaos_lose_nothing(tmp_path):
+def test_chaos_two_minutes_lose_nothing(tmp_path):
     argv = [sys.executable, str(HERE / "chaos.py"), "--minutes", "2", "--seed", "1", "--json", "--keep", str(tmp_path)]
     ran = subprocess.run(argv, capture_output=True, text=True)
     found = json.loads(ran.stdout)

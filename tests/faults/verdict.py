@@ -1,4 +1,4 @@
-"""What a run showed: pure functions from what was recorded to rows of a table. A row that is not `ok` fails the run."""
+"""Judges a run: pure functions from records to rows of a table. A row that is not `ok` fails the run."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from schedule import Fault
 from work import Job, Run
 
-#: Seconds within which a script must end once the fault that ends it can be known.
+#: Maximum time in seconds from the moment when a fault can be detected until the script that it affects ends.
 KNOWN_S = 5.0
-#: Seconds until an executor that says nothing is taken to be lost: a client's lease and a third of it, and two for an answer.
+#: Maximum time in seconds until a silent executor counts as lost: a client's lease, a third of it, and 2 s for an answer.
 LEASE_S = 22.0
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the verdict. `ok` None: it is only told."""
+    """One row of the verdict. `ok` None: the row is only reported."""
 
     name: str
     found: str
@@ -26,7 +26,7 @@ class Row:
 
 
 def scripts(runs: Sequence[Run], faults: Sequence[Fault], reference: Callable[[str, int], str]) -> list[Row]:
-    """Every script finished with the exact bits, or ended with a clear error soon after a fault."""
+    """Check that each script finished with the exact bits, or ended with a clear error soon after a fault."""
     finished = [r for r in runs if r.code == 0]
     wrong = [r for r in finished if r.result != reference(r.script, r.seed)]
     failed = [r for r in runs if r.code != 0 and not r.hung]
@@ -43,9 +43,9 @@ def scripts(runs: Sequence[Run], faults: Sequence[Fault], reference: Callable[[s
         Row(
             "ended with an error", str(len(failed)), None, tuple(f"{r.ended_s:.0f} s: {_last(r.error)}" for r in failed)
         ),
-        Row("errors that do not say what happened", str(len(unclear)), not unclear, _tell(unclear)),
+        Row("errors without a clear reason", str(len(unclear)), not unclear, _tell(unclear)),
         Row(
-            f"errors later than {KNOWN_S:.0f} s after the fault was there to be known",
+            f"errors later than {KNOWN_S:.0f} s after the fault could be detected",
             f"{len(late)}" + (f" (median {ways[len(ways) // 2]:.1f} s, largest {ways[-1]:.1f} s)" if ways else ""),
             not late,
             tuple(f"{b:.1f} s: {_last(r.error)}" for r, b in late),
@@ -61,16 +61,17 @@ def scripts(runs: Sequence[Run], faults: Sequence[Fault], reference: Callable[[s
 
 
 def clear(error: str) -> bool:
-    """Whether the last line of an error is one of Wooly's, with a reason; not a bare failure of Python's."""
+    """Whether the last line of an error is an error of Wooly with a reason, and not a bare Python error."""
     last = _last(error)
     return last.startswith("wooly") and ": " in last and len(last.split(": ", 1)[1]) > 20
 
 
 def behind(run: Run, faults: Iterable[Fault]) -> float | None:
-    """Seconds by which a script ended after the latest fault before its end could be known to end it; None: there was none.
+    """Return the time in seconds from the latest fault that could end a script to the script's end; None: there was no such
+    fault.
 
-    A kill, restart, full disk or moved clock is known at once; a process that stands still, a link that is cut or slow when it
-    is over or has lasted for a lease.
+    A kill, restart, full disk or moved clock can be detected at once. A stopped process, or a link that is cut or slow, can be
+    detected when the fault is over or has lasted for a lease.
     """
     ways = []
     for fault in faults:
@@ -85,7 +86,7 @@ def behind(run: Run, faults: Iterable[Fault]) -> float | None:
 
 
 def jobs(found: Sequence[Job], expected: Mapping[str, tuple[str, ...]]) -> list[Row]:
-    """No acknowledged job is lost, none has two results or another result than it should have."""
+    """Check that no acknowledged job is lost, and that no job has two results or a wrong result."""
     mine = [j for j in found if j.acknowledged_s is not None]
     lost = [j for j in mine if j.state not in ("completed", "failed", "cancelled")]
     failed = [j for j in mine if j.state in ("failed", "cancelled")]
@@ -106,26 +107,35 @@ def jobs(found: Sequence[Job], expected: Mapping[str, tuple[str, ...]]) -> list[
     ]
 
 
-#: (life of an executor, batch, place in it) -> (session, gpu_ns, core_ns)
+#: (life of an executor, batch, index in the batch) -> (session, gpu_ns, core_ns).
 Records = Mapping[tuple[str, int, int], tuple[str, int, int]]
 
 
 def ledger(reported: Records, booked: Records, by_journal: Collection[str]) -> list[Row]:
-    """Every record that an executor published is booked once, to the nanosecond.
+    """Check that each published record is booked once, exact to the nanosecond.
 
     Args:
-        reported: records that were seen.
-        booked: entries of records; their key is unique in the ledger.
-        by_journal: sessions of dead executors, of which a part was booked by the journal: a record that came later counts less.
+        reported: the published records.
+        booked: the entries made from records; their key is unique in the ledger.
+        by_journal: sessions of dead executors, for which entries were booked from the journal. A later record of such a session
+            counts only the rest.
     """
     mine = {key: record for key, record in reported.items() if record[0] not in by_journal}
     missing = sorted(key for key in mine if key not in booked and any(mine[key][1:]))
     differ = sorted(key for key in mine if key in booked and mine[key] != booked[key])
     sessions, seconds = {r[0] for r in booked.values()}, sum(r[2] for r in booked.values()) / 1e9
-    found = f"{len(booked)} of {len(sessions)} sessions, {seconds:.1f} core seconds; of {len(by_journal)} a part by the journal"
+    found = (
+        f"{len(booked)} of {len(sessions)} sessions, {seconds:.1f} core seconds; "
+        f"{len(by_journal)} sessions partly by their journal"
+    )
     return [
         Row("entries booked", found, bool(booked)),
-        Row("records seen and not booked", f"{len(missing)} of {len(mine)}", not missing, tuple(map(str, missing))),
+        Row(
+            "published records that were not booked",
+            f"{len(missing)} of {len(mine)}",
+            not missing,
+            tuple(map(str, missing)),
+        ),
         Row(
             "records booked with other amounts",
             str(len(differ)),
@@ -136,19 +146,19 @@ def ledger(reported: Records, booked: Records, by_journal: Collection[str]) -> l
 
 
 def processes(ends: Mapping[str, Sequence[tuple[float, int]]], left: Sequence[str]) -> list[Row]:
-    """What ended by itself, and what is left."""
+    """Report processes that ended without a fault, and processes that were left behind."""
     told = tuple(f"{name} at {at:.0f} s with status {code}" for name, found in ends.items() for at, code in found)
     return [
-        Row("processes that ended by themselves", str(len(told)), None, told),
+        Row("processes that ended without a fault", str(len(told)), None, told),
         Row("processes left behind", str(len(left)), not left, tuple(left)),
     ]
 
 
 def streams(found: Mapping[str, tuple[int, int, int]], queues: Iterable[str]) -> list[Row]:
-    """Every stream has a bound and keeps it, and no command waits for ever.
+    """Check that each stream has a limit and keeps it, and that no command stays in a queue.
 
     Args:
-        found: by name: messages, bytes, the most bytes that it may have.
+        found: messages, bytes and maximum bytes of each stream.
         queues: streams that must be empty.
     """
     unbounded = tuple(n for n, (_, size, most) in found.items() if most <= 0 or size > most)
@@ -159,7 +169,7 @@ def streams(found: Mapping[str, tuple[int, int, int]], queues: Iterable[str]) ->
     return [
         Row("streams", f"{len(found)}, {sum(s for _, s, _ in found.values()):,} bytes", len(found) > 0, told),
         Row("streams without a bound", str(len(unbounded)), not unbounded, unbounded),
-        Row("commands that nobody worked off", str(len(waiting)), not waiting, waiting),
+        Row("commands left in queues", str(len(waiting)), not waiting, waiting),
     ]
 
 

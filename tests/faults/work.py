@@ -1,4 +1,4 @@
-"""The work that goes on while things fail: scripts that train and generate, one after another, and jobs."""
+"""The work during the faults: scripts that train and generate, one after another, and jobs."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from wooly_wis.messages import Blob, SubmitJob, TaskRequest
 HERE = Path(__file__).parent
 SCRIPTS = ("train.py", "generate.py")
 TENANT = "worker"
-#: Scripts of each kind that may run one after another, at the most.
+#: Maximum number of scripts of each kind in a run.
 MOST_RUNS = 1_000_000
-#: Seconds after which a script that said nothing is taken to hang, and killed.
+#: Maximum time of a script in seconds; then it counts as hung and is killed.
 HANGS_S = 180.0
-#: Seconds between two submissions.
+#: Time between two submissions of jobs, in seconds.
 JOB_EVERY_S = 4.0
 
 
 def rest(url: str, method: str, path: str, token: str, body: object = None, timeout: float = 10.0) -> Any:
-    """The answer of `/api/v1/<path>`.
+    """Return the answer of `/api/v1/<path>`.
 
     Raises:
-        OSError: nobody answers, or the answer is an error.
+        OSError: nothing answers, or the answer is an error.
     """
     data = None if body is None else json.dumps(body).encode()
     headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
@@ -53,7 +53,7 @@ def rest(url: str, method: str, path: str, token: str, body: object = None, time
 
 @dataclass
 class Run:
-    """One script: when it ran (seconds since the beginning), how it ended, what it said."""
+    """One script: when it ran (in seconds since the start), how it ended, and its output."""
 
     script: str
     seed: int
@@ -67,7 +67,7 @@ class Run:
 
 @dataclass
 class Job:
-    """One job: when it was acknowledged, and what became of it."""
+    """One job: when it was acknowledged, and its result."""
 
     job_id: str
     kind: str
@@ -79,7 +79,7 @@ class Job:
 
 
 class Scripts(threading.Thread):
-    """Runs scripts of one kind, each with another seed, until told to end."""
+    """Runs scripts of one kind one after another, each with another seed, until it is told to end."""
 
     def __init__(self, script: str, env: dict[str, str], began: float, seeds: range) -> None:
         super().__init__(name=script, daemon=True)
@@ -88,7 +88,7 @@ class Scripts(threading.Thread):
         self.ending = threading.Event()
 
     def run(self) -> None:
-        """One script after another."""
+        """Run one script after another."""
         for seed in self._seeds:
             if self.ending.is_set():
                 return
@@ -111,13 +111,16 @@ class Scripts(threading.Thread):
 
 
 class References:
-    """What scripts print without Wooly, on this CPU: each seed once, and in this process, as imports take longer than work."""
+    """The output of scripts without Wooly on this CPU.
+
+    Each seed runs once, in this process, because imports take longer than the work.
+    """
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, int], str] = {}
 
     def of(self, script: str, seed: int) -> str:
-        """The result of one script."""
+        """Return the result of one script."""
         import torch
 
         key = script, seed
@@ -135,7 +138,7 @@ class References:
 
 
 class Jobs(threading.Thread):
-    """Submits jobs as a tenant, and asks what became of each until it is over."""
+    """Submits jobs as a tenant, and polls their state until they end."""
 
     def __init__(self, url: str, nats_url: str, token: str, folder: Path, began: float) -> None:
         super().__init__(name="jobs", daemon=True)
@@ -150,7 +153,7 @@ class Jobs(threading.Thread):
         return Credentials.parse(rest(self._url, "POST", "credentials", self._token, {})["credentials"])
 
     def prepare(self) -> None:
-        """Export the modules and put them, and their input, where the router finds them."""
+        """Export the modules, and upload them and their input to the router."""
         blobs = AskedBlobs(self._control)
         for kind in ("short", "long"):
             place = self._folder / kind
@@ -166,24 +169,24 @@ class Jobs(threading.Thread):
             self._modules[kind] = module, blobs.put(x)
 
     def expected(self) -> dict[str, tuple[str, ...]]:
-        """Names of the results that jobs of each kind have; from one of each, while nothing fails."""
+        """Return the names of the results of each kind of job, from one job of each kind before the first fault."""
         first = [self._submitted(kind) for kind in self._modules]
         self.settle(120)
         self.jobs.clear()
         for job in first:
             if job.state != "completed":
-                raise RuntimeError(f"a job failed although nothing else did: {job}")
+                raise RuntimeError(f"a job failed before the first fault: {job}")
         return {job.kind: job.outputs for job in first}
 
     def run(self) -> None:
-        """Submit until told to end."""
+        """Submit jobs until told to end."""
         number = 0
         while not self.ending.wait(JOB_EVERY_S):
             number += 1
             self._submitted("long" if number % 3 == 0 else "short")
 
     def _submitted(self, kind: str) -> Job:
-        """Submit a job, under one name until it is acknowledged, as a careful client does: it counts once."""
+        """Submit a job with the same id until it is acknowledged, as a careful client does. The job counts once."""
         module, x = self._modules[kind]
         job = Job(f"job-{kind}-{time.time_ns()}", kind)
         self.jobs.append(job)
@@ -200,7 +203,7 @@ class Jobs(threading.Thread):
         return job
 
     def settle(self, seconds: float) -> None:
-        """Ask what became of the acknowledged jobs, until all are over or the time is."""
+        """Poll the acknowledged jobs until all have ended or `seconds` have passed."""
         until = time.monotonic() + seconds
         for job in [j for j in self.jobs if j.acknowledged_s is not None]:
             while True:
@@ -214,7 +217,7 @@ class Jobs(threading.Thread):
                 time.sleep(0.5)
 
     def close(self) -> None:
-        """Ask no more."""
+        """Stop polling."""
         self._control.close()
 
 
@@ -222,11 +225,11 @@ class Load:
     """All work of one tenant: scripts one after another, and jobs.
 
     Args:
-        url: of REST.
-        nats_url: of all NATS servers.
-        admin_token: makes the tenant.
-        mark: what the environment of every process says, so that none is overlooked at the end.
-        folder: for modules, and the home of scripts.
+        url: URL of the REST API.
+        nats_url: addresses of all NATS servers.
+        admin_token: token that creates the tenant.
+        mark: environment variable of every process, by which left-over processes are found at the end.
+        folder: folder for modules, and the home directory of scripts.
 
     Attributes:
         expected: names of the results that jobs of each kind must have.
@@ -251,13 +254,13 @@ class Load:
         self._scripts: list[Scripts] = []
 
     def start(self, seed: int = 0) -> None:
-        """Begin."""
+        """Start the scripts and the jobs."""
         self._scripts = [Scripts(name, self._env, self.began, range(seed, seed + MOST_RUNS)) for name in SCRIPTS]
         for thread in (self._jobs, *self._scripts):
             thread.start()
 
     def end(self, settle_s: float) -> None:
-        """Begin nothing more, and wait for what is under way; for jobs so many seconds."""
+        """Start no more work, and wait for the running work; for jobs at most `settle_s` seconds."""
         for thread in (self._jobs, *self._scripts):
             thread.ending.set()
         for thread in self._scripts:
@@ -268,10 +271,10 @@ class Load:
 
     @property
     def runs(self) -> list[Run]:
-        """Scripts that ended."""
+        """The scripts that have ended."""
         return [run for thread in self._scripts for run in thread.runs]
 
     @property
     def jobs(self) -> list[Job]:
-        """Jobs that were submitted."""
+        """The jobs that were submitted."""
         return self._jobs.jobs

@@ -318,7 +318,7 @@ def time_limit(gpu):
     try:
         gpu.run(ran, buffers)
     except AssertionError as e:
-        assert "kernel spin on a grid of 1, 1, 1: ended, as it took more than 1 s" in str(e), e
+        assert "kernel spin on a grid of 1, 1, 1: stopped because it took more than 1 s" in str(e), e
     else:
         raise AssertionError("it has ended by itself")
     finally:

@@ -211,7 +211,7 @@ def test_sum_of_four_billion_elements_out_of_four_bytes_is_refused_with_the_numb
     answer = channel.recv(20)
     error = json.loads(bytes(answer.payload))
     assert answer.kind == Kind.ERROR and error["code"] == "executor.too_much_work" and error["instruction"] == 2
-    assert "elements, at most" in error["message"] and "WOOLY_EXECUTOR_MAX_ELEMENTS" in error["message"]
+    assert "elements, but at most" in error["message"] and "WOOLY_EXECUTOR_MAX_ELEMENTS" in error["message"]
     channel.close()
 
 

@@ -1,7 +1,7 @@
-"""A GPU for tests: a driver whose memory is the host's, whose kernels are run by the interpreter that defines them.
+"""A GPU for tests: its memory is host memory, and the kernel interpreter runs its kernels.
 
-Its code is the text of a kernel. Nothing that is captured is done before it is replayed, and a graph has addresses in it, as on a
-real one. Failures are set by tests.
+The code of a kernel is its text. As on a real GPU, captured work runs only when the graph is replayed, and a graph contains
+addresses. Tests set failures.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ LAUNCH_NS, MARK_NS = 1000, 10
 
 
 class Recording(TorchDispatchMode):
-    """Notes operators. What they write stays as it was; what they make has its shape and nothing in it."""
+    """Records operators without running them. Written tensors stay unchanged, and new tensors have a shape but no values."""
 
     def __init__(self, work):
         super().__init__()
@@ -69,17 +69,17 @@ class Replay:
 
 
 class Function:
-    """What an image that names it does: `do(values, grid, block)` on the values of its parameters, of these kinds."""
+    """A function of an image: `do(values, grid, block)` with the values of its parameters, which have these kinds."""
 
     def __init__(self, kinds, do):
         self.kinds, self.do = kinds, do
 
 
 class FakeDriver:
-    """A `Driver`. `lost`: why its context is; `refuse`: loads no code; `fail_next`: raised by the next launch.
+    """A `Driver`. `lost`: why the context is lost; `refuse`: load no code; `fail_next`: exception that the next launch raises.
 
-    Functions in `functions`, by what their images are, are of scripts' own kernels. `hung`: how many waits come to nothing;
-    `ended`: whether what runs was told to end.
+    `functions` has the functions of foreign kernels by their image. `hung`: number of waits that time out; `ended`: whether the
+    running kernel was told to end.
     """
 
     vendor = "fake"
@@ -95,7 +95,7 @@ class FakeDriver:
         self.functions = {}
         self.hung, self.ended = 0, False
         self._capturing = None
-        #: Bytes of host memory that are locked now, by address; of all that ever were; whether no more is.
+        #: Sizes of page-locked host memory by address; sizes of all memory that was ever locked; whether locking fails.
         self.locked, self.locks, self.refuse_locks = {}, [], False
 
     def facts(self):
@@ -179,7 +179,7 @@ class FakeDriver:
         values = [
             (ctypes.c_uint64 if k is None else types[k.label]).from_address(p).value
             for k, p in zip(kinds, pointers, strict=True)
-        ]  # read at the launch, as a driver does
+        ]  # arguments are read at the launch, as a real driver does
         self.launches.append((function.name, grid, block))
         if self._capturing is not None:
             self._capturing.append(lambda: self._do(function, values))
@@ -233,7 +233,10 @@ class FakeDriver:
 
 
 def gpu_runtime(driver, **how):
-    """The runtime of GPUs on such a driver. How fast it is, one of them measures for all: in the driver's time all are equal."""
+    """Return the GPU runtime on such a driver.
+
+    All of them use the rates of one measurement, because all calls take the same time here.
+    """
     made = GpuRuntime(driver, **how)
     made._rates = _rates()
     return made

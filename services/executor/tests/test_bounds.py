@@ -1,4 +1,4 @@
-"""Estimates of work, limits, pieces of large instructions: every operator has an estimate, pieces have the bits of the whole."""
+"""Estimates, limits and pieces: every operator has an estimate, and pieces compute the same bits as the whole instruction."""
 
 import dataclasses
 import gc
@@ -60,15 +60,17 @@ def test_allow_list_every_operator_has_an_estimate():
 
 
 def _tensors_of(name):
-    """Per tensor argument of an operator, whether it is a list; None where an argument is needed that is no tensor."""
+    """Return, for each tensor argument of an operator, whether it is a list; None if the operator needs an argument of another
+    type.
+    """
     _, packet, overload = name.split(".")
     op = getattr(getattr(torch.ops.aten, packet), overload, None)
     return [] if op is None else [(a, str(a.type)) for a in op._schema.arguments]
 
 
 @pytest.mark.parametrize("size", [3, 1 << 12])
-def test_every_operator_goes_over_the_index_space_of_its_tensors(size):
-    """Two operands that repeat one element each, across each other: the estimate is no less than what they broadcast to."""
+def test_work_every_operator_counts_its_broadcast_index_space(size):
+    """Two operands repeat one element each, in different dimensions: the estimate is at least the size of the broadcast shape."""
     a, b = repeated(size, size, 1), repeated(size, 1, size)
     checked = 0
     for name in sorted(allowed()):
@@ -172,19 +174,19 @@ F = DType.F32
     ],
     ids=lambda v: str(v.attr("name")) if isinstance(v, Form) else "",
 )
-def test_work_of_form_is_at_least_what_the_operator_does(form, least):
+def test_work_of_form_is_at_least_real_work(form, least):
     work = work_of(form)
     assert work.elements + work.flops >= least
 
 
-def test_work_of_size_bound_per_run_is_refused():
+def test_work_of_size_param_is_refused():
     form = Form(
         "extern",
         (Operand(Role.IN, dense(F, 1, 1, 8, 8)),),
         (ParamKind.I64,),
         (("args", (ref(0), (ParamRef(0), ParamRef(0)))), ("name", "aten.upsample_nearest2d.default")),
     )
-    with pytest.raises(OperationError, match="output_size says how much there is to do, so it must be a constant"):
+    with pytest.raises(OperationError, match="output_size determines the amount of work, so it must be a constant"):
         work_of(form)
 
 
@@ -205,44 +207,45 @@ def test_work_of_size_bound_per_run_is_refused():
                 [ref(0), ref(1), 128_256, -1, False]), "the gradient of a large vocabulary"),
     ],
 )  # fmt: skip
-def test_default_limits_allow_what_models_need(form, why):
+def test_default_limits_allow_work_of_models(form, why):
     outs = [o for o in form.operands if o.role is Role.OUT]
     program = Program((form,), (Instruction(0, tuple(range(len(form.operands)))),))
     assert outs or why
-    limits = dataclasses.replace(default_limits(host=True, cores=2), host=False)  # half precision as fast as float32
+    # compares with half precision as fast as float32
+    limits = dataclasses.replace(default_limits(host=True, cores=2), host=False)
     Bounds(limits).pieces(program)
 
 
-# -- refusal -------------------------------------------------------------------------------------------------------------
+# -- refusals ------------------------------------------------------------------------------------------------------------
 
 
 def _alone(form):
     return Program((form,), (Instruction(0, tuple(range(len(form.operands)))),))
 
 
-def test_bounds_broadcast_that_nothing_keeps_is_refused_with_the_numbers():
+def test_bounds_large_broadcast_is_refused_with_numbers():
     form = native("sum", [repeated(1 << 16, 1 << 16)], [ref(1)], dense(F))
     with pytest.raises(TooMuchWorkError) as e:
         Bounds(default_limits(host=True, cores=2)).pieces(_alone(form))
     assert e.value.instruction == 0 and e.value.code == "executor.too_much_work"
     assert re.search(
-        r"instruction 0 \(sum\).*about [\d,]{13,} elements, at most 18,000,000,000 are allowed", str(e.value)
+        r"instruction 0 \(sum\).*about [\d,]{13,} elements, but at most 18,000,000,000 are allowed", str(e.value)
     )
     assert "WOOLY_EXECUTOR_MAX_ELEMENTS" in str(e.value) and "in parts" in str(e.value)
 
 
-def test_bounds_product_that_cannot_be_split_names_the_setting_of_operations():
+def test_bounds_unsplittable_product_is_refused_with_setting():
     form = native("mm", [dense(DType.F64, 1 << 15, 1 << 15)] * 2, [ref(1), ref(2)], dense(DType.F64, 1 << 15, 1 << 15))
     with pytest.raises(TooMuchWorkError, match="WOOLY_EXECUTOR_MAX_FLOPS"):
         Bounds(default_limits(host=True, cores=2)).pieces(_alone(form))
 
 
-def test_bounds_same_product_of_float32_is_split():
+def test_bounds_float32_product_is_split():
     form = native("mm", [dense(F, 1 << 15, 1 << 15)] * 2, [ref(1), ref(2)], dense(F, 1 << 15, 1 << 15))
     assert len(Bounds(default_limits(host=True, cores=2)).pieces(_alone(form))[0]) > 100
 
 
-def test_reference_runtime_refuses_what_it_would_have_to_split():
+def test_reference_runtime_large_instruction_is_refused():
     runtime = ReferenceRuntime()
     runtime.bounds = Bounds(Limits(1000, 1000, 100, 100))
     view = dense(F, 2000)
@@ -251,7 +254,7 @@ def test_reference_runtime_refuses_what_it_would_have_to_split():
         runtime.prepare(program, verify_program(program))
 
 
-def test_bounds_generated_kernel_of_many_instructions_is_no_more_than_a_few_pieces():
+def test_bounds_generated_kernel_above_limit_is_refused():
     bounds = Bounds(Limits(1 << 40, 1 << 40, 1000, 1000))
     form = native("add", [dense(F, 900)] * 2, [ref(1), ref(2)], dense(F, 900))
     bounds.check_kernels([[form] * 4])
@@ -270,7 +273,7 @@ def _program(form):
 
 
 def _run(limits, opcode, tensors, args, edges=None):
-    """The result of a native instruction on these tensors, and the program."""
+    """Return the result of a native instruction on these tensors, and the program."""
     runtime = TorchCpuRuntime()
     runtime.bounds = Bounds(limits)
     views = [View(WIS_DTYPE[t.dtype], tuple(t.shape), t.stride()) for t in tensors]
@@ -305,7 +308,7 @@ def _arguments(opcode, dtype, n, make):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int32], ids=str)
-def test_elementwise_operators_in_odd_pieces_have_the_bits_of_the_whole(dtype):
+def test_divide_elementwise_pieces_have_bits_of_whole(dtype):
     torch.manual_seed(0)
     n = 36_001
 
@@ -317,15 +320,18 @@ def test_elementwise_operators_in_odd_pieces_have_the_bits_of_the_whole(dtype):
         tensors, args = _arguments(opcode, dtype, n, make)
         try:
             _run(WHOLE, opcode, tensors, args)
-        except Exception:  # not for this dtype
+        except Exception:  # the operator does not support this dtype
             continue
         split += 1
         _same(opcode, tensors, args, Limits(1 << 62, 1 << 62, 7_001, 1 << 62))
     assert split >= (15 if dtype is torch.int32 else 40)
 
 
-def test_elementwise_operators_have_the_same_bits_alone_and_in_vectors():
-    """Elements two apart are computed one by one, those side by side in vectors: what depends on that stays whole."""
+def test_divide_exact_operators_have_same_bits_alone_and_in_vectors():
+    """Elements two apart are computed one by one, and neighbours in SIMD vectors.
+
+    An operator whose bits differ must not be split.
+    """
     torch.manual_seed(1)
     n = 20_000
     for opcode in sorted(EXACT):
@@ -333,13 +339,13 @@ def test_elementwise_operators_have_the_same_bits_alone_and_in_vectors():
         strided = [t[::2] if len(t) == 2 * n else t.repeat_interleave(2)[::2] for t in tensors]
         try:
             together, _, _ = _run(WHOLE, opcode, [t.contiguous() for t in strided], args)
-        except Exception:  # for integers
+        except Exception:  # the operator is for integers
             continue
         alone, _, _ = _run(WHOLE, opcode, strided, args)
         assert torch.equal(together.reshape(-1).view(torch.uint8), alone.reshape(-1).view(torch.uint8)), opcode
 
 
-def test_broadcast_operands_are_cut_where_they_have_the_dimension():
+def test_divide_broadcast_operands_are_cut_only_in_own_dimensions():
     a, b = torch.randn(57, 1, 33), torch.randn(41, 1)
     _same("mul", [a, b], [ref(1), ref(2)], Limits(1 << 62, 1 << 62, 5_000, 1 << 62))
     _same("add", [torch.randn(3, 1), torch.randn(1, 9001)], [ref(1), ref(2)], Limits(1 << 62, 1 << 62, 5_000, 1 << 62))
@@ -349,7 +355,7 @@ def test_broadcast_operands_are_cut_where_they_have_the_dimension():
     "opcode", ["sum", "mean", "amax", "amin", "any", "all", "argmax", "argmin", "softmax", "log_softmax"]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_reductions_in_pieces_have_the_bits_of_the_whole(opcode, dtype):
+def test_divide_reduction_pieces_have_bits_of_whole(opcode, dtype):
     torch.manual_seed(2)
     one = opcode in ("argmax", "argmin", "softmax", "log_softmax")
     for shape in ((301, 257), (37, 5, 111), (2049, 33)):
@@ -358,7 +364,7 @@ def test_reductions_in_pieces_have_the_bits_of_the_whole(opcode, dtype):
         _same(opcode, [torch.randn(shape).to(dtype)], args, Limits(1 << 62, 1 << 62, 3_001, 1 << 62))
 
 
-def test_orderless_reduction_over_repeated_elements_is_split_and_sum_is_not():
+def test_divide_repeated_elements_split_max_but_not_sum():
     a = torch.randn(513, 1).expand(513, 777)
     limits = Limits(1 << 62, 1 << 62, 5_000, 1 << 62)
     _same("amax", [a], [ref(1), (1,)], limits)
@@ -367,7 +373,7 @@ def test_orderless_reduction_over_repeated_elements_is_split_and_sum_is_not():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_products_by_rows_have_the_bits_of_the_whole(dtype):
+def test_divide_product_rows_have_bits_of_whole(dtype):
     torch.manual_seed(3)
     limits = Limits(1 << 62, 1 << 62, 1 << 62, 4_000_000)
     for m, k, n in ((1111, 130, 257), (1025, 65, 129)):
@@ -380,13 +386,13 @@ def test_products_by_rows_have_the_bits_of_the_whole(dtype):
 
 
 @pytest.mark.parametrize("opcode", ["sigmoid", "gelu", "silu", "pow"])
-def test_operators_whose_bits_hang_on_their_place_stay_whole(opcode):
+def test_divide_position_dependent_operators_are_not_split(opcode):
     args = [ref(1), ref(2)] if opcode == "pow" else [ref(1)]
     _, prepared, _ = _run(Limits(1 << 62, 1 << 62, 100, 100), opcode, [torch.rand(9001)] * len(args), args)
     assert prepared.pieces == {}
 
 
-def test_result_that_an_operand_overlaps_is_computed_whole():
+def test_divide_overlapping_result_is_not_split():
     view = dense(F, 9001)
     ahead = View(F, (9001,), (1,), 4)
     operands = (Operand(Role.OUT, view), Operand(Role.IN, ahead))
@@ -395,7 +401,7 @@ def test_result_that_an_operand_overlaps_is_computed_whole():
     assert divide(form, (0, 0), 9) is None
 
 
-def test_pieces_cover_the_index_space_once():
+def test_divide_pieces_cover_index_space_once():
     form = native("add", [dense(F, 7, 11, 13)] * 2, [ref(1), ref(2)], dense(F, 7, 11, 13))
     for parts in (2, 3, 8, 50, 1001):
         pieces = divide(form, (0, 1, 2), parts)
@@ -409,7 +415,7 @@ def test_pieces_cover_the_index_space_once():
         assert bool((seen == 1).all())
 
 
-def test_run_may_be_stopped_between_pieces_and_each_has_its_own_time():
+def test_run_stops_between_pieces_with_separate_times():
     a = torch.randn(100_000)
     limits = Limits(1 << 62, 1 << 62, 9_000, 1 << 62)
 
@@ -422,20 +428,20 @@ def test_run_may_be_stopped_between_pieces_and_each_has_its_own_time():
     assert torch.equal(result.reshape(-1), a + a)
 
 
-def test_estimate_of_split_instruction_has_an_edge_per_piece():
+def test_estimate_split_instruction_has_edge_per_piece():
     form = native("add", [dense(F, 4096)] * 2, [ref(1), ref(2)], dense(F, 4096))
     estimate = Estimate(_program(form), [0, 8_000_000], {1: 8})
     assert estimate.cut.edges[-1] == 9 and sum(estimate.cut.kernels) == 8_000_000
     assert len(estimate.cut.edges) == 8
 
 
-def test_estimate_of_long_program_has_no_kernel_longer_than_a_higher_class_may_wait():
+def test_estimate_long_program_kernels_stay_below_wait_limit():
     form = native("add", [dense(F, 4096)] * 2, [ref(1), ref(2)], dense(F, 4096))
     estimate = Estimate(_program(form), [0, 2_000 * 40_000_000], {1: 2_000})
     assert max(estimate.cut.kernels) <= 50_000_000
 
 
-def test_in_place_and_copy_and_fill_are_split():
+def test_divide_in_place_copy_and_fill_are_split():
     view = dense(F, 50_000)
     runtime = TorchCpuRuntime()
     runtime.bounds = Bounds(Limits(1 << 62, 1 << 62, 7_000, 1 << 62))
@@ -445,7 +451,7 @@ def test_in_place_and_copy_and_fill_are_split():
     fill = Form("fill", (Operand(Role.OUT, view),), (ParamKind.F64,), (("value", ParamRef(0)),))
     program = Program((fill, add, copy), (Instruction(0, (0,)), Instruction(1, (0, 1)), Instruction(2, (0, 2))))
     prepared = runtime.prepare(program, verify_program(program))
-    assert dict(prepared.pieces) == {0: 13, 1: 13, 2: 13}  # a piece ends where no vector does
+    assert dict(prepared.pieces) == {0: 13, 1: 13, 2: 13}  # pieces end at the end of a SIMD vector
     b = torch.randn(50_000)
     buffers = {k: Buffer(200_000, t) for k, t in enumerate((torch.zeros(50_000), b, torch.zeros(50_000)))}
     outcome = runtime.run(prepared, buffers, [0, 1, 2], [3.0, 2.0])
@@ -454,7 +460,7 @@ def test_in_place_and_copy_and_fill_are_split():
     assert torch.equal(buffers[0].base.reshape(-1), expected) and torch.equal(buffers[2].base.reshape(-1), expected)
 
 
-def test_failing_piece_names_its_instruction_and_poisons_the_result():
+def test_run_failing_piece_names_instruction_and_poisons_result():
     a = torch.randint(0, 2, (9000,), dtype=torch.int32)
     a[-1] = 0
     form = native("div_trunc", [dense(DType.I32, 9000)] * 2, [ref(1), ref(2)], dense(DType.I32, 9000))
@@ -468,8 +474,8 @@ def test_failing_piece_names_its_instruction_and_poisons_the_result():
     assert buffers[0].poison == outcome.error
 
 
-def test_bounds_remember_nothing_of_a_program_that_is_gone():
-    """Forms are as large as a stranger makes them: what is remembered of them must not keep them."""
+def test_bounds_cache_does_not_keep_forms_alive():
+    """Clients decide how large forms are, so the cache must not keep them alive."""
     bounds = Bounds(default_limits(host=True, cores=2))
     v = View(DType.F32, (8, 8), (8, 1), 0)
     program = _alone(Form("fill", (Operand(Role.OUT, v),), (), (("value", 1.5),)))

@@ -1,4 +1,4 @@
-"""Kernels in other languages over the real channel: sources and their owners, walls, time limits, others' work meanwhile."""
+"""Foreign kernels over the real channel: sources and their owners, bounds, time limits, other sessions in the meantime."""
 
 import struct
 import threading
@@ -56,19 +56,19 @@ SPIN = """module {
 
 @pytest.fixture(scope="module")
 def builder(tmp_path_factory):
-    """Compiles for all runtimes here: its process takes a second to start."""
+    """The compiler of all runtimes in this file, because its process takes a second to start."""
     return WorkerBuilder(tmp_path_factory.mktemp("builder"))
 
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory):
-    """Where runtimes keep code, for tests that do not ask where it comes from."""
+    """A folder for code, for tests that do not check where the code comes from."""
     return tmp_path_factory.mktemp("kept")
 
 
 @pytest.fixture
 def make_runtime(builder):
-    """`make_runtime(folder)`: a runtime that keeps its code there."""
+    """`make_runtime(folder)`: return a runtime that keeps its code in the folder."""
 
     def make(folder):
         made = OpenClRuntime(folder)
@@ -100,7 +100,7 @@ def spin_form(name):
     return Form("kernel.launch", (Operand(Role.INOUT, View(DType.I32, (1,), (1,))),), (), launch.attrs())
 
 
-def test_a_kernel_runs_with_the_numbers_of_each_run(make_device, runtime, wis):
+def test_foreign_kernel_uses_params_of_each_run(make_device, runtime, wis):
     client = make_device(runtime=runtime).open("a")
     raw, name = source(SCALE)
     client.channel.send(Kind.SOURCE, raw)
@@ -112,7 +112,7 @@ def test_a_kernel_runs_with_the_numbers_of_each_run(make_device, runtime, wis):
     assert client.floats(2, 100) == [3.0 * k if k < 70 else 2.0 * k for k in range(100)]
 
 
-def test_a_source_is_needed_by_every_session_and_sent_once(make_device, runtime, wis):
+def test_foreign_source_is_sent_once_per_session(make_device, runtime, wis):
     device = make_device(runtime=runtime)
     a, b = device.open("a"), device.open("b")
     raw, name = source(SCALE)
@@ -126,7 +126,7 @@ def test_a_source_is_needed_by_every_session_and_sent_once(make_device, runtime,
     assert caught.value.code == "executor.unknown_source"
 
 
-def test_bytes_that_are_no_source_are_refused(device, wis):
+def test_foreign_invalid_source_is_refused(device, wis):
     client = device.open("a")
     client.channel.send(Kind.SOURCE, b"WKS1garbage")
     with pytest.raises(wis.error, match="kernel's source"):
@@ -134,18 +134,18 @@ def test_bytes_that_are_no_source_are_refused(device, wis):
     client.sync()
 
 
-def test_a_runtime_without_kernels_says_so(device, wis):
+def test_foreign_runtime_without_opencl_names_the_setting(device, wis):
     client = device.open("a")
     raw, name = source(SCALE)
     client.channel.send(Kind.SOURCE, raw)
     client.make(1, *[1.0] * 100)
     client.make(2, *[1.0] * 100)
     client.run(wis.body().add(scale_form(name), "x", "y"), [1, 2], struct.pack("<dq", 2.0, 100))
-    with pytest.raises(wis.error, match="kernel scale: this executor runs no kernels of sessions' own"):
+    with pytest.raises(wis.error, match="kernel scale: this executor cannot run foreign kernels"):
         client.sync()
 
 
-def test_what_a_kernel_must_not_do_fails_it_and_loses_what_it_writes_alone(make_device, runtime, wis):
+def test_foreign_violation_fails_launch_and_poisons_only_its_results(make_device, runtime, wis):
     client = make_device(runtime=runtime).open("a")
     raw, name = source(SCALE)
     client.channel.send(Kind.SOURCE, raw)
@@ -160,7 +160,7 @@ def test_what_a_kernel_must_not_do_fails_it_and_loses_what_it_writes_alone(make_
         client.read(2, 400)
 
 
-def test_an_operand_that_is_only_read_is_not_written(make_device, runtime, wis):
+def test_foreign_write_to_read_only_operand_is_refused(make_device, runtime, wis):
     client = make_device(runtime=runtime).open("a")
     raw, name = source(SCALE)
     client.channel.send(Kind.SOURCE, raw)
@@ -169,12 +169,12 @@ def test_an_operand_that_is_only_read_is_not_written(make_device, runtime, wis):
     form = scale_form(name)
     form = Form(form.opcode, tuple(Operand(Role.IN, o.view) for o in form.operands), form.params, form.attrs)
     client.run(wis.body().add(form, "x", "y"), [1, 2], struct.pack("<dq", 2.0, 100))
-    with pytest.raises(wis.error, match="kernel scale writes argument 1, which it is only given to read"):
+    with pytest.raises(wis.error, match="kernel scale writes argument 1, but the launch declares it as read-only"):
         client.sync()
     assert client.floats(2, 100) == [2.0] * 100
 
 
-def test_an_endless_kernel_is_ended_and_others_go_on(make_device, runtime, wis):
+def test_foreign_endless_kernel_is_stopped_and_others_continue(make_device, runtime, wis):
     runtime.kernel_s = 0.3
     device = make_device(runtime=runtime)
     a, b = device.open("a"), device.open("b")
@@ -182,15 +182,13 @@ def test_an_endless_kernel_is_ended_and_others_go_on(make_device, runtime, wis):
     a.channel.send(Kind.SOURCE, raw)
     a.make(1, 0.0)
     a.run(wis.body().add(spin_form(name), "x"), [1])
-    with pytest.raises(wis.error, match=r"kernel spin on a grid of 1, 1, 1: ended, as it took more than 0\.3 s"):
+    with pytest.raises(wis.error, match=r"kernel spin on a grid of 1, 1, 1: stopped because it took more than 0\.3 s"):
         a.sync()
     b.make(1, 5.0)
     assert b.floats(1, 1) == [5.0]
 
 
-def test_a_spread_kernel_is_billed_all_cores_that_took_part_and_all_bills_are_what_the_device_was_busy(
-    make_device, runtime, wis
-):
+def test_foreign_kernel_on_several_cores_is_billed_for_all_cores(make_device, runtime, wis):
     device = make_device(runtime=runtime)
     raw, name = source(SCALE)
 
@@ -205,14 +203,14 @@ def test_a_spread_kernel_is_billed_all_cores_that_took_part_and_all_bills_are_wh
         client.channel.send(Kind.SOURCE, raw)
         client.make(1, *[1.0] * 100)
         client.make(2, *[0.0] * 100)
-        launch(client, 2, 1)  # what is done once is done
+        launch(client, 2, 1)  # warms up what happens only once
     device.call(device.loop.take_usage)
     before = device.call(lambda: device.loop.launcher.busy_ns)
     launch(clients[0], 1, 3)
     (one,) = device.call(device.loop.take_usage)
     busy = device.call(lambda: device.loop.launcher.busy_ns)
     assert one.gpu_ns == busy - before > 0 and one.core_ns == pytest.approx(one.gpu_ns, rel=0.01, abs=2e6)
-    cores = runtime._open()[1].threads  # PoCL has them from when it was first used in this process
+    cores = runtime._open()[1].threads  # PoCL determines the number of cores when this process first uses it
     for client in clients[1:]:
         launch(client, 1 << 19, 2)
     found = device.call(device.loop.take_usage)
@@ -221,7 +219,7 @@ def test_a_spread_kernel_is_billed_all_cores_that_took_part_and_all_bills_are_wh
     assert sum(t.core_ns for t in found) == pytest.approx(busy * cores, rel=0.01)
 
 
-def test_who_waits_for_a_kernel_to_be_compiled_holds_up_nobody(make_device, make_runtime, tmp_path, wis):
+def test_foreign_waiting_for_compile_does_not_block_other_sessions(make_device, make_runtime, tmp_path, wis):
     class Slow:
         def __init__(self):
             self.asked = []
@@ -252,11 +250,11 @@ def test_who_waits_for_a_kernel_to_be_compiled_holds_up_nobody(make_device, make
     assert slow.asked == ["kernel scale"]
 
 
-# -- where code comes from -----------------------------------------------------------------------------------------------
+# -- sources of code -----------------------------------------------------------------------------------------------------
 
 
 def scaled(device, wis, name="a"):
-    """Launches `scale` once; its result."""
+    """Launch `scale` once, and return its result."""
     client = device.open(name)
     raw, source_name = source(SCALE)
     client.channel.send(Kind.SOURCE, raw)
@@ -266,7 +264,7 @@ def scaled(device, wis, name="a"):
     return client.floats(2, 100)
 
 
-def test_code_on_disk_outlives_the_executor_and_a_changed_byte_is_made_anew(make_device, make_runtime, tmp_path, wis):
+def test_foreign_code_on_disk_is_reused_and_damaged_code_is_rebuilt(make_device, make_runtime, tmp_path, wis):
     first = make_runtime(tmp_path)
     assert scaled(make_device(runtime=first), wis) == [2.0] * 100
     second = make_runtime(tmp_path)
@@ -281,7 +279,7 @@ def test_code_on_disk_outlives_the_executor_and_a_changed_byte_is_made_anew(make
     assert third.foreign.counts == {"disk": 0, "elsewhere": 0, "here": 1}
 
 
-def test_code_of_another_kernel_under_this_ones_name_is_not_taken(make_device, make_runtime, tmp_path, wis):
+def test_foreign_remote_code_of_another_kernel_is_rejected(make_device, make_runtime, tmp_path, wis):
     runtime = make_runtime(tmp_path)
     scaled(make_device(runtime=runtime), wis)
     folder = tmp_path / "foreign" / "code"
@@ -301,7 +299,7 @@ def test_code_of_another_kernel_under_this_ones_name_is_not_taken(make_device, m
     assert remote.rejected == ["", "another"] and fresh.foreign.counts["here"] == 1
 
 
-def test_what_a_compiler_elsewhere_refuses_is_not_tried_here(make_device, make_runtime, tmp_path, wis):
+def test_foreign_kernel_refused_by_remote_compiler_is_not_built_here(make_device, make_runtime, tmp_path, wis):
     class Refuses:
         def get(self, source, key, target, rejected):
             raise BuildRefusedError("line 3: not like this", retryable=False)
@@ -313,7 +311,7 @@ def test_what_a_compiler_elsewhere_refuses_is_not_tried_here(make_device, make_r
     assert runtime.foreign.counts == {"disk": 0, "elsewhere": 0, "here": 0}
 
 
-def test_owners_take_turns_and_none_has_all_threads():
+def test_turns_owner_cannot_occupy_all_threads():
     go, lock, running, ended = threading.Event(), threading.Lock(), [], threading.Semaphore(0)
 
     def work(item):
@@ -329,7 +327,7 @@ def test_owners_take_turns_and_none_has_all_threads():
     for k in range(5):
         turns.put("b", ("b", k))
     for _ in range(5):
-        assert ended.acquire(timeout=30)  # all of b's, while a's are stuck
+        assert ended.acquire(timeout=30)  # all items of b end, although those of a are blocked
     with lock:
         assert sorted(i for i in running if i[0] == "a") == [("a", k) for k in range(OWN_AT_ONCE)]
     go.set()
@@ -338,7 +336,7 @@ def test_owners_take_turns_and_none_has_all_threads():
     assert len(running) == 10 and OWN_AT_ONCE < AT_ONCE
 
 
-# -- texts that nobody can check -----------------------------------------------------------------------------------------
+# -- texts that cannot be checked ----------------------------------------------------------------------------------------
 
 
 def ptx_program(wis):
@@ -348,7 +346,7 @@ def ptx_program(wis):
     return raw, wis.body().add(form, "x")
 
 
-def test_opaque_kernels_are_refused_without_the_permission_also_where_another_session_has_it(make_device, runtime, wis):
+def test_foreign_opaque_kernel_without_permission_is_refused(make_device, runtime, wis):
     device = make_device(runtime=runtime)
     may, may_not = device.open("a", opaque=True), device.open("b")
     raw, program = ptx_program(wis)

@@ -1,4 +1,4 @@
-"""Memory that a session may read holds the session's own data or zeros, however a program runs."""
+"""Memory that a session can read contains only the session's own data or zeros, in every way of running a program."""
 
 import contextlib
 import struct
@@ -26,21 +26,21 @@ sys.path.insert(0, str(HERE))
 import patterns  # noqa: E402
 
 sys.path.remove(str(HERE))
-#: What `junk_fill` leaves in memory that nobody has written: stands for another session's bytes.
+#: The value that `junk_fill` leaves in unwritten memory. It stands for another session's bytes.
 JUNK = struct.pack("<I", 0x7FEDBEEF)
 T, B, S, C = 24, 4, 6, 5
 
 
 @pytest.fixture
 def junk():
-    """Fresh memory of the library is full of junk, unless it is zeroed."""
+    """Fill the library's new memory with junk, unless the executor zeroes it."""
     with patterns.junk():
         assert bytes(torch.empty(4, dtype=torch.uint8).numpy()) == JUNK
         yield
 
 
 def ctc_loss(wis, **more):
-    """Labels of several lengths: of `log_alpha`, only what lies within them is written."""
+    """Labels of several lengths: the operator writes only the part of `log_alpha` within these lengths."""
     operands = [("in", "x", wis.at(DType.F32, T, B, C)), ("in", "y", wis.at(DType.I64, B, S))]
     views = [wis.at(DType.F32, B), wis.at(DType.F32, B, T, 2 * S + 1)]
     body = wis.body().alloc("p", views[0].end).alloc("q", views[1].end)
@@ -62,7 +62,7 @@ def ctc_operands():
 
 
 def rnn_layer(wis):
-    """Its fourth result is oneDNN's workspace, as large as oneDNN says: only the device knows."""
+    """The fourth result is the workspace of oneDNN, whose size only the device knows."""
     f32 = lambda *sizes: wis.at(DType.F32, *sizes)  # noqa: E731
     operands = [f32(5, 2, 3), f32(16, 3), f32(16, 4), f32(16), f32(16), f32(2, 4), f32(2, 4)]
     names = [f"i{k}" for k in range(len(operands))]
@@ -85,7 +85,7 @@ CALLS = {"ctc_loss": (ctc_loss, ctc_operands), "rnn_layer": (rnn_layer, rnn_oper
 
 
 def left(runtime, body, operands, runs=1, params=()):
-    """All bytes that a program leaves, by name."""
+    """Return all bytes that a program leaves, by name."""
     ready = ProgramStore(runtime).define(body.raw)
     with torch.inference_mode():
         for _ in range(runs):
@@ -101,15 +101,15 @@ def left(runtime, body, operands, runs=1, params=()):
 
 @pytest.mark.parametrize("kind", [TorchCpuRuntime, ReferenceRuntime, OpenClRuntime])
 @pytest.mark.parametrize("name", CALLS)
-def test_what_an_operator_leaves_unwritten_is_zero(wis, junk, kind, name):
+def test_fresh_memory_unwritten_results_are_zero(wis, junk, kind, name):
     body, operands = CALLS[name]
     found = left(kind(), body(wis), operands())
     assert all(JUNK not in raw for raw in found.values())
-    assert any(bytes(64) in raw for raw in found.values())  # this operator does leave something
+    assert any(bytes(64) in raw for raw in found.values())  # the operator does leave a part unwritten
 
 
 @pytest.mark.parametrize(("operator", "zeroed"), [("median", True), ("trace", False)])
-def test_steps_that_were_put_together_zero_where_one_of_them_must(wis, monkeypatch, operator, zeroed):
+def test_fresh_memory_segment_zeroes_if_one_step_needs_it(wis, monkeypatch, operator, zeroed):
     seen = []
     monkeypatch.setattr("wooly_executor.runtime.segments.on_zeros", lambda call: seen.append(call) or on_zeros(call))
     v, one = wis.at(DType.F32, 2, 2), wis.at(DType.F32)
@@ -122,12 +122,12 @@ def test_steps_that_were_put_together_zero_where_one_of_them_must(wis, monkeypat
         for _ in range(5):
             buffers = {body.names.index("x"): Buffer(16, torch.tensor([1.0, 2.0, 3.0, 4.0]))}
             assert runtime.run(ready.prepared, buffers, range(len(body.names)), ()).error == ""
-    assert len(ready.prepared.hot) == 1  # the interpreter's
+    assert len(ready.prepared.hot) == 1  # the interpreter runs all steps as one
     assert len(seen) == zeroed
 
 
-def test_result_is_zeroed_in_steps_that_were_put_together(junk):
-    """What the interpreter runs takes its memory from the same allocator."""
+def test_fresh_memory_interpreter_results_are_zeroed(junk):
+    """The interpreter uses the same allocator."""
     function, _ = interpret(
         "graph(%x : Tensor):\n  %n : NoneType = prim::Constant()\n"
         "  %y : Tensor = aten::empty_like(%x, %n, %n, %n, %n, %n)\n  return (%y)\n"
@@ -136,12 +136,12 @@ def test_result_is_zeroed_in_steps_that_were_put_together(junk):
     assert not torch.equal(function(torch.ones(4)), torch.zeros(4))
 
 
-def test_result_whose_gradient_is_wanted_is_zero_where_it_was_not_written(wis, junk):
+def test_fresh_memory_unwritten_result_with_gradient_is_zero(wis, junk):
     found = left(TorchCpuRuntime(), ctc_loss(wis, wanted=(wis.ref(0),)), ctc_operands())
     assert JUNK not in found["q"] and bytes(64) in found["q"]
 
 
-def test_switch_is_off_after_a_call_even_one_that_fails():
+def test_on_zeros_switch_is_off_after_failed_call():
     seen = []
 
     def call(f):
@@ -153,7 +153,7 @@ def test_switch_is_off_after_a_call_even_one_that_fails():
     assert seen == [True] and not zero_fill.value
 
 
-def test_operators_that_write_everything_are_known():
+def test_writes_all_is_true_only_for_known_operators():
     ops = torch.ops.aten
     quick = (
         ops.add.Tensor,
@@ -183,7 +183,7 @@ def spread(wis, client, nbytes, times=48):
 
 
 @pytest.mark.parametrize("kind", [TorchCpuRuntime, OpenClRuntime])
-def test_session_does_not_find_what_another_has_freed(make_device, wis, kind):
+def test_session_cannot_read_freed_memory_of_another(make_device, wis, kind):
     device = make_device(runtime=kind())
     alice, bob = device.open("alice"), device.open("bob")
     body = ctc_loss(wis)
@@ -193,14 +193,14 @@ def test_session_does_not_find_what_another_has_freed(make_device, wis, kind):
         bob.write(k, t.numpy().tobytes())
     bob.sync()
     log_alpha = B * T * (2 * S + 1) * 4
-    for times in range(1, 25):  # so also after the program's steps were put together
+    for times in range(1, 25):  # enough runs to combine the program's steps
         spread(wis, alice, log_alpha - log_alpha % len(SECRET), times)
         bob.run(body, {"x": 0, "y": 1, "p": 2, "q": 3})
         assert SECRET[:16] not in bob.read(3, log_alpha)
         bob.run(wis.body().free("p").free("q"), {"p": 2, "q": 3})
 
 
-def test_content_that_is_about_to_be_overwritten_begins_at_zero(device, wis, junk):
+def test_shared_content_copy_before_overwrite_is_zero(device, wis, junk):
     alice, bob = (device.open(name, scope=Scope.SHARED) for name in ("alice", "bob"))
     data = SECRET * 64
     alice.load(1, data)
@@ -215,19 +215,19 @@ def _unshared(device, name, nbytes):
     return bytes(device.loop.runs.memory(session, 1, 0, nbytes, writing=True).numpy())
 
 
-# -- GPUs, without one -------------------------------------------------------------------------------------------------------
+# -- GPUs, on the fake driver -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["ctc_loss"])
-def test_what_an_operator_leaves_unwritten_on_a_gpu_is_zero(wis, junk, name):
+def test_fresh_memory_gpu_unwritten_results_are_zero(wis, junk, name):
     body, operands = CALLS[name]
     runtime = gpu_runtime(FakeDriver(), hot=2)
-    for runs in (1, 4):  # the second time as hot steps, with graphs
+    for runs in (1, 4):  # the second time as hot steps with graphs
         assert all(JUNK not in raw for raw in left(runtime, body(wis), operands(), runs).values())
 
 
 class FakePool:
-    """A pool that grows by one segment in each call up to `calls`. What is free and was not zeroed is junk."""
+    """A pool that grows by one segment in each call, up to `calls` times. Free memory that was not zeroed contains junk."""
 
     def __init__(self, calls):
         self.calls, self.content, self.used = calls, {}, False
@@ -247,21 +247,21 @@ class FakePool:
         self.content |= dict.fromkeys([address for address, _ in blocks], "zero")
 
     def take(self, _):
-        """An operator that takes all memory there is, and leaves it as it is."""
+        """An operator that takes all memory and leaves its content unchanged."""
         assert self.used
         return set(self.content.values())
 
 
 @pytest.mark.parametrize("grows", [0, 1, 3])
-def test_call_on_a_gpu_is_made_again_where_its_memory_had_to_grow(grows):
+def test_gpu_on_zeros_grown_pool_repeats_call(grows):
     pool = FakePool(grows)
     call = on_zeroed_pool(pool.take, pool)
     for _ in range(2):
         assert call(None) <= {"zero"}
-        pool.content = dict.fromkeys(pool.content, "junk")  # what others have left there
+        pool.content = dict.fromkeys(pool.content, "junk")  # other operators have left junk in the pool
 
 
-def test_call_on_a_gpu_whose_memory_grows_for_ever_fails():
+def test_gpu_on_zeros_endless_growth_raises():
     pool = FakePool(100)
-    with pytest.raises(OperationError, match="none began with all of it zeroed"):
+    with pytest.raises(OperationError, match="cannot run on zeroed memory"):
         on_zeroed_pool(pool.take, pool)(None)

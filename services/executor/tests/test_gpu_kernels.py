@@ -1,6 +1,6 @@
-"""Scripts' own kernels on the runtime of GPUs: what a launch is given, which code it takes, what it complains of, its time.
+"""Foreign kernels on the GPU runtime: arguments of a launch, choice of the code, reports of violations, time limits.
 
-On the tests' driver, whose kernels are Python: what the vendors' compilers make is tested where they are (`tests/kernels`).
+They run on the fake driver, whose kernels are Python functions. `tests/kernels` tests the output of the vendors' compilers.
 """
 
 import ctypes
@@ -30,7 +30,7 @@ from services.executor.tests.fake_gpu import FakeDriver, Function, gpu_runtime
 F32, I32, I64 = DType.F32, DType.I32, DType.I64
 TEXT = encode_source(Source("ttir", "module {}"))
 PARAMETERS = (Parameter(F32, True), Parameter(F32, True, True), Parameter(F32, False), Parameter(I32, False))
-#: y = x * by, of so many elements, in groups of 64, as Triton passes it: lengths behind the arguments, then the status.
+#: Parameters of y = x * by as Triton passes them, in blocks of 64: lengths after the arguments, then the status.
 PASSED = ("address 0", "address 1", "value 2", "value 3", "length 0 4", "length 1 4", "status", "scratch", "null")
 KINDS = [None, None, F32, I32, I64, I64, None, None, None]
 
@@ -44,7 +44,7 @@ def words(address):
 
 
 class Scale:
-    """The kernel on the tests' driver; keeps what it was given."""
+    """The kernel on the fake driver. It records its arguments."""
 
     def __init__(self):
         self.given = []
@@ -63,7 +63,7 @@ class Scale:
 
 
 class Builder:
-    """In the compiler's place."""
+    """Replaces the compiler."""
 
     def __init__(self, images, error=None):
         self.images, self.error, self.asked = images, error, []
@@ -84,7 +84,7 @@ def image(code=b"fast", claims=(16, 16, 1, 16), shared=0, scratch=0):
 
 
 class Bench:
-    """A device that runs the kernel, and a session of it."""
+    """A device that runs the kernel, and a session on it."""
 
     def __init__(self, make_device, wis, images=None, error=None, **how):
         self.driver, self.wis = FakeDriver(), wis
@@ -106,7 +106,7 @@ class Bench:
         return Form("kernel.launch", operands, (ParamKind.F64, ParamKind.I64), launch.attrs())
 
     def run(self, n=100, grid=(2, 1, 1), by=2.0, count=None, options=()):
-        """Launch it on buffers of its own; the one that it writes."""
+        """Launch the kernel on new buffers. Returns the id of the buffer that it writes."""
         self.made += 2
         self.client.make(self.made - 1, *[float(k) for k in range(n)])
         self.client.make(self.made, *[-1.0] * n)
@@ -115,7 +115,7 @@ class Bench:
         return self.made
 
 
-def test_launch_has_its_arguments_grid_threads_and_memory(make_device, wis):
+def test_gpu_launch_passes_arguments_grid_threads_and_memory(make_device, wis):
     bench = Bench(make_device, wis, [image(shared=150_000, scratch=32), image(b"any", (1, 1, 1, 1))])
     bench.run(96, (2, 1, 1), 3.0)
     assert bench.client.floats(2, 96) == [3.0 * k for k in range(96)]
@@ -126,12 +126,12 @@ def test_launch_has_its_arguments_grid_threads_and_memory(make_device, wis):
     assert (asked["target"], asked["args"], asked["language"]) == ("cuda:sm_90", ("*f32", "*f32", "f32", "i32"), "ttir")
 
 
-def test_code_that_takes_more_for_granted_than_is_so_is_not_launched(make_device, wis):
+def test_gpu_image_with_unmet_claims_is_not_launched(make_device, wis):
     bench = Bench(make_device, wis)
     bench.run(96, by=2.0)
     y = bench.run(96, by=2.0, count=90)
     assert bench.client.floats(y, 96) == [2.0 * k if k < 90 else -1.0 for k in range(96)]
-    y = bench.run(99, by=2.0, count=96)  # windows that are not of whole 16 bytes
+    y = bench.run(99, by=2.0, count=96)  # the sizes of the buffers are no multiples of 16 bytes
     assert bench.client.floats(y, 96) == [2.0 * k for k in range(96)]
     assert (len(bench.fast.given), len(bench.any.given)) == (1, 2)
     assert fits(image(), [(512, 64), (1024, 64), 1.0, 32])
@@ -139,17 +139,17 @@ def test_code_that_takes_more_for_granted_than_is_so_is_not_launched(make_device
     assert not fits(image(), [(512, 64), (1024, 60), 1.0, 32])
 
 
-def test_text_that_nobody_checked_and_whose_claims_are_wrong_is_not_launched(make_device, wis):
+def test_gpu_unchecked_text_with_wrong_claims_is_refused(make_device, wis):
     bench = Bench(make_device, wis, [image()], opaque=True)
     bench.run(96, count=90, options=((UNCHECKED, True),))
     with pytest.raises(
-        wis.error, match="kernel scale on a grid of 2, 1, 1: its text says of its arguments what is not so"
+        wis.error, match="kernel scale on a grid of 2, 1, 1: an argument is not a multiple of the number"
     ):
         bench.client.sync()
     assert not bench.driver.launches
 
 
-def test_a_launch_that_wants_no_checks_needs_the_permission(make_device, wis):
+def test_gpu_unchecked_launch_without_permission_is_refused(make_device, wis):
     bench = Bench(make_device, wis)
     bench.run(96, options=((UNCHECKED, True),))
     with pytest.raises(
@@ -159,7 +159,7 @@ def test_a_launch_that_wants_no_checks_needs_the_permission(make_device, wis):
     assert e.value.code == "executor.opaque_kernel" and not bench.builder.asked
 
 
-def test_what_a_kernel_complains_of_fails_its_launch_and_no_other(make_device, wis):
+def test_gpu_kernel_violation_fails_only_its_launch(make_device, wis):
     bench = Bench(make_device, wis)
     bench.run(96, (3, 1, 1), count=130)
     with pytest.raises(
@@ -171,11 +171,11 @@ def test_what_a_kernel_complains_of_fails_its_launch_and_no_other(make_device, w
     assert bench.client.floats(1, 2) == [0.0, 1.0]
     with pytest.raises(wis.error, match="beyond the buffer"):
         bench.client.read(2, 4)
-    y = bench.run(96)  # its words are 0 again
+    y = bench.run(96)  # the status words are 0 again
     assert bench.client.floats(y, 3) == [0.0, 2.0, 4.0]
 
 
-def test_of_several_launches_the_one_that_complains_is_told(make_device, wis):
+def test_gpu_violation_among_launches_names_the_launch(make_device, wis):
     bench = Bench(make_device, wis)
     bench.client.make(1, *[1.0] * 96)
     for k in (2, 3):
@@ -189,12 +189,12 @@ def test_of_several_launches_the_one_that_complains_is_told(make_device, wis):
     assert bench.client.floats(2, 64) == [2.0] * 64
 
 
-def test_a_kernel_that_takes_too_long_is_told_to_end_and_others_go_on(make_device, wis):
+def test_gpu_slow_kernel_is_stopped_and_other_work_continues(make_device, wis):
     bench = Bench(make_device, wis)
     bench.runtime.kernel_s = 0.5
-    bench.driver.hung = 2  # one wait comes to nothing
+    bench.driver.hung = 2  # one wait times out
     bench.run()
-    with pytest.raises(wis.error, match=r"kernel scale on a grid of 2, 1, 1: ended, as it took more than 0\.5 s"):
+    with pytest.raises(wis.error, match=r"kernel scale on a grid of 2, 1, 1: stopped because it took more than 0\.5 s"):
         bench.client.sync()
     assert bench.driver.ended
     other = bench.device.open("b")
@@ -204,13 +204,13 @@ def test_a_kernel_that_takes_too_long_is_told_to_end_and_others_go_on(make_devic
     assert bench.client.floats(y, 2) == [0.0, 2.0]
 
 
-def test_a_kernel_that_does_not_end_takes_the_process_with_it_and_is_named(make_device, wis):
+def test_gpu_endless_kernel_ends_the_process_with_its_name(make_device, wis):
     bench = Bench(make_device, wis)
     bench.device.may_end = True
     bench.driver.hung = 10
     bench.run()
     with pytest.raises(
-        wis.error, match=r"kernel scale on a grid of 2, 1, 1 took more than 10 s .* does not end"
+        wis.error, match=r"kernel scale on a grid of 2, 1, 1 took more than 10 s .* did not end"
     ) as caught:
         bench.client.sync()
     assert caught.value.code == "executor.context_lost"
@@ -218,7 +218,7 @@ def test_a_kernel_that_does_not_end_takes_the_process_with_it_and_is_named(make_
     assert bench.device.told[1:] == [f"ended: {bench.device.loop.lost}"]
 
 
-def test_code_that_cannot_be_used_is_an_error_of_its_program_alone(make_device, wis):
+def test_gpu_unusable_code_fails_only_its_program(make_device, wis):
     for images, says in (
         ([], "its code is for another kind of device"),
         ([image(b"another")], "scale"),
@@ -234,7 +234,7 @@ def test_code_that_cannot_be_used_is_an_error_of_its_program_alone(make_device, 
         assert bench.client.floats(5, 1) == [5.0]
 
 
-def test_a_build_that_fails_is_an_error_of_its_program_alone(make_device, wis):
+def test_gpu_failed_build_fails_only_its_program(make_device, wis):
     bench = Bench(make_device, wis, error=WorkerError("the compiler for cuda:sm_90 crashed (exit -11) on kernel scale"))
     bench.run()
     with pytest.raises(wis.error, match=r"kernel scale: the compiler for cuda:sm_90 crashed \(exit -11\)"):
@@ -243,11 +243,11 @@ def test_a_build_that_fails_is_an_error_of_its_program_alone(make_device, wis):
     assert bench.client.floats(5, 1) == [5.0]
 
 
-def test_an_address_within_an_element_is_refused():
+def test_gpu_misaligned_address_is_refused():
     driver = FakeDriver()
     driver.functions = {b"any": Function(KINDS, Scale())}
     runtime = gpu_runtime(driver)
     code = ForeignCode("scale", PARAMETERS, (), b"", (image(b"any", (1, 1, 1, 1)),))
     launch = runtime.kernels.load(code, (1, 1, 1))
-    with pytest.raises(OperationError, match="argument 1 does not begin at a whole f32"):
+    with pytest.raises(OperationError, match="the address of argument 1 is not a multiple of the size of f32"):
         launch([(512, 64), (1026, 64), 1.0, 4], (1, 1, 1))

@@ -1,4 +1,4 @@
-"""Operands that a GPU's library would not survive, on the host's library, which raises if one of them still reaches it."""
+"""Operands that are out of range on a GPU: tested on the CPU's library, which raises if one of them still reaches it."""
 
 import math
 
@@ -23,7 +23,7 @@ def x(*sizes):
     return torch.arange(1.0, 1 + math.prod(sizes)).reshape(sizes)
 
 
-#: Operator, arguments, and which of them is replaced by what is out of range.
+#: Operator, arguments, index of the replaced argument, and its replacement, which is out of range.
 CASES = [
     (aten.index.Tensor, (x(3, 4), [None, ints(0, -4, 3)]), 1, [None, ints(0, 4)]),
     (aten.index.Tensor, (x(3, 4), [ints(2, 0), ints(-1, 1)]), 1, [ints(2, -4), ints(-1, 1)]),
@@ -85,7 +85,7 @@ def run(op, args):
 
 
 @pytest.mark.parametrize(("op", "args", "at", "bad"), CASES, ids=lambda v: str(v) if hasattr(v, "_schema") else "")
-def test_what_is_out_of_range_is_noted_and_does_not_reach_the_library(op, args, at, bad):
+def test_in_range_bad_operand_is_recorded_and_clamped(op, args, at, bad):
     found, word, kwargs, _ = run(op, args)
     expected = op(*[a.clone() if isinstance(a, torch.Tensor) else a for a in args], **kwargs)
     assert word == 0
@@ -95,13 +95,13 @@ def test_what_is_out_of_range_is_noted_and_does_not_reach_the_library(op, args, 
         assert word == 1 and str(why)
 
 
-def test_every_rule_for_what_programs_may_name_is_tried():
+def test_in_range_every_allowed_operator_has_a_case():
     tried = {op.overloadpacket.__name__.rstrip("_") for op, *_ in CASES}
     named = {name.split(".")[1] for name in allowed()}
     assert {rule.rstrip("_") for rule in _RULES if rule in named} <= tried
 
 
-def test_index_into_nothing_is_refused_at_once():
+def test_in_range_index_into_empty_tensor_raises():
     do = in_range(aten.gather.default, aten.gather.default)
     do.word.memory = torch.zeros((), dtype=torch.int32)
     with pytest.raises(IndexError, match="index out of range"):
@@ -115,7 +115,7 @@ def gpu():
 
 
 def lookup():
-    """A table's rows, doubled, and the sum of them."""
+    """A program that looks up rows of a table, doubles them and adds them."""
     t = Tape()
     w, i = t.input(F32, 5, 3), t.input(I64, 4)
     (rows,) = t.extern("aten.index_select.default", w, 0, i, results=[(F32, (4, 3))])
@@ -126,7 +126,7 @@ def lookup():
     return program, contents, slots[i.slot], {slots[s.slot] for s in (rows, twice, w)}
 
 
-def test_call_of_the_library_fails_at_its_instruction_as_on_a_host(gpu):
+def test_gpu_index_out_of_range_fails_its_instruction(gpu):
     program, contents, index, lost = lookup()
     prepared = gpu.ready(program).prepared
     good, outcome, *_ = gpu.run(prepared, contents)
@@ -140,7 +140,7 @@ def test_call_of_the_library_fails_at_its_instruction_as_on_a_host(gpu):
     same(again, good)
 
 
-def test_replayed_call_notes_it_too(gpu, monkeypatch):
+def test_gpu_replayed_index_out_of_range_is_recorded(gpu, monkeypatch):
     monkeypatch.setattr("wooly_executor.runtime.graphs.WORTH", 1)
     program, contents, index, _ = lookup()
     prepared = gpu.ready(program).prepared
@@ -158,7 +158,7 @@ def test_replayed_call_notes_it_too(gpu, monkeypatch):
             buffers, *_ = gpu.run(prepared, contents)
 
 
-def test_word_is_written_with_gradients_and_without(gpu):
+def test_gpu_status_word_is_written_with_and_without_gradients(gpu):
     with torch.inference_mode():
         prepared = gpu.ready(lookup()[0]).prepared
     ((_, word),) = prepared.words

@@ -1,4 +1,4 @@
-"""The runtime of GPUs on a driver of the tests' own: the same code as on CUDA and HIP, on memory of the host."""
+"""The GPU runtime on a fake driver: the same code as on CUDA and HIP, with host memory."""
 
 import gc
 import struct
@@ -31,7 +31,7 @@ F32, I64 = DType.F32, DType.I64
 
 
 class Side:
-    """A runtime, and programs ready to run on it."""
+    """A runtime, and programs prepared for it."""
 
     def __init__(self, runtime):
         self.runtime = runtime
@@ -51,7 +51,7 @@ class Side:
         return self.runtime.load(Artifact(key, "a test's", plan, tuple(codes)), program, ready.facts)
 
     def run(self, prepared, contents, params=(), edges=()):
-        """Buffers, outcome and times of a run on copies of `contents`, or on buffers."""
+        """Run on copies of `contents`, or on buffers. Returns buffers, outcome and times."""
         buffers = {k: v if isinstance(v, Buffer) else Buffer(v.nbytes, v.clone()) for k, v in contents.items()}
         with torch.inference_mode():
             execution = self.runtime.begin(prepared, buffers, list(range(prepared.program.n_slots)), list(params))
@@ -88,7 +88,7 @@ def same(ours, theirs):
 
 
 def chain(n=8):
-    """Pointwise, in place, a fold, a view of the dtype's bytes: what a step of training does."""
+    """A program as in a training step: element-wise, in place, a reduction, and a view in another dtype."""
     t = Tape()
     x, y = t.input(F32, n, 4), t.input(F32, n, 4)
     a = t.op("mul", x, y)
@@ -102,12 +102,12 @@ def chain(n=8):
     return program, t.params, {slots[x.slot]: torch.randn(n, 4), slots[y.slot]: torch.randn(n, 4)}, slots[s.slot]
 
 
-def test_runtime_is_one_that_runs_plans(gpu):
+def test_gpu_runtime_is_a_plan_runtime(gpu):
     assert isinstance(gpu.runtime, PlanRuntime) and not gpu.runtime.exact
 
 
 @pytest.mark.parametrize("edges", [(), (2,), (1, 3, 4, 5)])
-def test_tier_0_has_the_librarys_results_wherever_it_is_cut(gpu, cpu, edges):
+def test_gpu_tier_0_results_match_library_at_any_edges(gpu, cpu, edges):
     program, params, contents, _ = chain()
     ours, outcome, times, _ = gpu.run(gpu.ready(program).prepared, contents, params, edges)
     theirs, *_ = cpu.run(cpu.ready(program).prepared, contents, params, edges)
@@ -115,7 +115,7 @@ def test_tier_0_has_the_librarys_results_wherever_it_is_cut(gpu, cpu, edges):
     assert outcome.failed_at is None and len(times) == len(edges) + 1 and all(t > 0 for t in times)
 
 
-def test_plan_launches_kernels_on_the_memory_of_the_librarys_tensors(gpu, cpu, driver):
+def test_gpu_plan_kernels_use_memory_of_library_tensors(gpu, cpu, driver):
     program, params, contents, _ = chain()
     prepared = gpu.plan(program, params)
     ours, outcome, times, _ = gpu.run(prepared, contents, params)
@@ -126,7 +126,7 @@ def test_plan_launches_kernels_on_the_memory_of_the_librarys_tensors(gpu, cpu, d
     assert driver.launches and sum(times) >= LAUNCH_NS * len(driver.launches)
 
 
-def test_times_are_the_events_and_nothing_after_the_end(gpu, driver):
+def test_gpu_times_come_from_events_and_are_zero_after_end(gpu, driver):
     program, params, contents, _ = chain()
     prepared = gpu.plan(program, params)
     _, _, times, execution = gpu.run(prepared, contents, params)
@@ -134,7 +134,7 @@ def test_times_are_the_events_and_nothing_after_the_end(gpu, driver):
     assert execution.advance((99, 100)) == [0, 0]
 
 
-def test_share_of_kernels_is_what_sampled_runs_measured(gpu):
+def test_gpu_kernel_time_uses_sampled_share(gpu):
     program, params, contents, _ = chain()
     prepared = gpu.plan(program, params)
     for _ in range(17):
@@ -152,7 +152,7 @@ def gathering():
     return program, {slots[w.slot]: torch.randn(5, 3), slots[i.slot]: torch.tensor([0, 4, 2, 1])}
 
 
-def test_index_out_of_range_is_known_at_the_end_and_fails_that_instruction(gpu, cpu):
+def test_gpu_plan_index_out_of_range_fails_its_instruction(gpu, cpu):
     program, contents = gathering()
     prepared = gpu.plan(program)
     good, outcome, *_ = gpu.run(prepared, contents)
@@ -167,7 +167,7 @@ def test_index_out_of_range_is_known_at_the_end_and_fails_that_instruction(gpu, 
     same(again, good)
 
 
-def test_number_of_a_run_reaches_its_kernel(gpu):
+def test_gpu_param_of_run_reaches_kernel(gpu):
     t = Tape()
     x = t.input(F32, 6)
     t.op("add", x, 2.5, into=x)
@@ -182,7 +182,7 @@ def test_number_of_a_run_reaches_its_kernel(gpu):
 # -- failures ----------------------------------------------------------------------------------------------------------
 
 
-def test_launch_that_is_refused_fails_its_instruction_alone(gpu, driver):
+def test_gpu_refused_launch_fails_only_its_instruction(gpu, driver):
     program, params, contents, _ = chain()
     prepared = gpu.plan(program, params)
     driver.fail_next = OperationError("the launch is refused: CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES")
@@ -193,7 +193,7 @@ def test_launch_that_is_refused_fails_its_instruction_alone(gpu, driver):
     assert gpu.run(prepared, contents, params)[1].failed_at is None
 
 
-def test_device_without_memory_is_our_own_error(gpu, driver):
+def test_gpu_out_of_memory_has_its_own_code(gpu, driver):
     program, params, contents, _ = chain()
     prepared = gpu.plan(program, params)
     driver.fail_next = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
@@ -202,7 +202,7 @@ def test_device_without_memory_is_our_own_error(gpu, driver):
 
 
 @pytest.mark.parametrize("when", ["launch", "end"])
-def test_lost_context_is_no_instructions_error(gpu, driver, when, monkeypatch):
+def test_gpu_lost_context_raises_context_lost(gpu, driver, when, monkeypatch):
     program, params, contents, _ = chain()
     if when == "launch":
 
@@ -220,16 +220,14 @@ def test_lost_context_is_no_instructions_error(gpu, driver, when, monkeypatch):
         gpu.run(prepared, contents, params)
 
 
-def test_code_that_the_driver_does_not_take_is_a_bad_artifact(gpu, driver):
+def test_gpu_code_refused_by_driver_raises_operation_error(gpu, driver):
     driver.refuse = True
     program, params, *_ = chain()
-    with pytest.raises(
-        OperationError, match=r"the driver does not take the code of kernel .*: CUDA_ERROR_INVALID_IMAGE"
-    ):
+    with pytest.raises(OperationError, match=r"the driver refuses the code of kernel .*: CUDA_ERROR_INVALID_IMAGE"):
         gpu.plan(program, params)
 
 
-def test_sessions_of_a_lost_device_end_with_the_reason(make_device, driver, wis):
+def test_gpu_lost_device_ends_sessions_with_reason(make_device, driver, wis):
     device = make_device(runtime=gpu_runtime(driver))
     a, b = device.open("a"), device.open("b")
     a.make(1, 1.0, 2.0)
@@ -237,7 +235,7 @@ def test_sessions_of_a_lost_device_end_with_the_reason(make_device, driver, wis)
     assert a.floats(1, 2) == [1.0, 2.0] and b.floats(1, 1) == [3.0]
     driver.lost = "CUDA_ERROR_ECC_UNCORRECTABLE"
     asked = threading.Event()
-    device.loop.call(asked.wait)  # the loop hears of the run and of who waits for it at once
+    device.loop.call(asked.wait)  # the loop gets the run and the waiting request at the same time
     a.run(wis.body().fill("x", wis.at(F32, 2), 0.0), {"x": 1})
     a.channel.send(Kind.SYNC)
     asked.set()
@@ -254,7 +252,7 @@ def test_sessions_of_a_lost_device_end_with_the_reason(make_device, driver, wis)
 # -- bytes -------------------------------------------------------------------------------------------------------------
 
 
-def test_uploads_and_reads_go_through_memory_of_the_host(make_device, driver):
+def test_gpu_uploads_and_reads_use_host_memory(make_device, driver):
     device = make_device(runtime=gpu_runtime(driver))
     client = device.open("a")
     data = bytes(range(256)) * 4096
@@ -264,7 +262,7 @@ def test_uploads_and_reads_go_through_memory_of_the_host(make_device, driver):
     assert driver.attached
 
 
-def test_contents_are_hashed_and_shared(make_device, driver):
+def test_gpu_equal_contents_are_shared(make_device, driver):
     from wooly_executor.memory.book import Scope
 
     device = make_device(runtime=gpu_runtime(driver))
@@ -279,7 +277,7 @@ def test_contents_are_hashed_and_shared(make_device, driver):
 
 
 def two_by_turns(make_device, driver, swap, wis, rounds=3):
-    """Two sessions of 6 MiB each on a device of 10 MiB: each leaves for the other, and has its bytes when it is back."""
+    """Two sessions of 6 MiB each on a device of 10 MiB: they swap each other out, and keep their bytes."""
     device = make_device(runtime=gpu_runtime(driver), memory=10 << 20, swap=swap)
     data = {name: bytes([k, 255 - k]) * (3 << 20) for k, name in enumerate("ab")}
     clients = {name: device.open(name) for name in data}
@@ -298,7 +296,7 @@ def swap_settings(folder, host, disk):
     return SwapSettings(Policy(0, 1 << 20, 0), host, disk, folder, 30_000_000_000)
 
 
-def test_what_is_swapped_to_the_host_lies_in_locked_pages(make_device, driver, wis, tmp_path):
+def test_gpu_swap_to_host_uses_locked_pages(make_device, driver, wis, tmp_path):
     device = two_by_turns(make_device, driver, swap_settings(tmp_path, 64 << 20, 0), wis)
     assert device.residence() == {"a": "away", "b": "here"}
 
@@ -307,22 +305,22 @@ def test_what_is_swapped_to_the_host_lies_in_locked_pages(make_device, driver, w
 
     (copy,) = device.call(lambda: copies(device.loop.vram))
     assert driver.locked[copy.untyped_storage().data_ptr()] == 6 << 20
-    assert len(driver.locks) <= 2  # they are used again
+    assert len(driver.locks) <= 2  # the locked memory is reused
     del copy
 
 
-def test_what_is_swapped_to_disk_goes_through_locked_pages(make_device, driver, wis, tmp_path):
+def test_gpu_swap_to_disk_uses_locked_pages(make_device, driver, wis, tmp_path):
     two_by_turns(make_device, driver, swap_settings(tmp_path, 0, 64 << 20), wis)
     assert set(driver.locks) == {6 << 20} and len(driver.locks) <= 2
 
 
-def test_swapping_goes_on_where_nothing_can_be_locked_and_says_so(make_device, driver, wis, tmp_path, caplog):
+def test_gpu_swap_without_locked_pages_works_and_warns(make_device, driver, wis, tmp_path, caplog):
     driver.refuse_locks = True
     two_by_turns(make_device, driver, swap_settings(tmp_path, 64 << 20, 0), wis)
-    assert not driver.locks and "cannot be locked (CUDA_ERROR_OUT_OF_MEMORY)" in caplog.text
+    assert not driver.locks and "of host memory (CUDA_ERROR_OUT_OF_MEMORY)" in caplog.text
 
 
-def test_pages_are_unlocked_with_the_last_view_of_them(driver):
+def test_page_locked_last_view_gone_unlocks_pages(driver):
     memory = gpu_runtime(driver).device.host_memory(3 << 20)
     view, address = memory[1 << 20 :].view(torch.float32), memory.data_ptr()
     assert driver.locked == {address: 3 << 20} and len(memory) == 3 << 20
@@ -335,7 +333,7 @@ def test_pages_are_unlocked_with_the_last_view_of_them(driver):
     assert not driver.locked
 
 
-def test_little_memory_of_the_host_is_torchs(driver):
+def test_gpu_small_host_memory_comes_from_torch(driver):
     assert len(gpu_runtime(driver).device.host_memory(4096)) == 4096 and not driver.locks
 
 
@@ -343,7 +341,7 @@ def test_little_memory_of_the_host_is_torchs(driver):
 
 
 def loop(side, prepared, contents, params, n, edges=()):
-    """`n` runs on the same buffers, whose memory stays where it is. Sums that each left."""
+    """Run `n` times on the same buffers, whose memory does not move. Returns the sums that each run left."""
     buffers = {k: Buffer(v.nbytes, v.clone()) for k, v in contents.items()}
     left = []
     kept = None
@@ -359,7 +357,7 @@ def loop(side, prepared, contents, params, n, edges=()):
 
 @pytest.mark.parametrize("edges", [(), (5,), (3, 6)])
 @pytest.mark.parametrize("planned", [False, True])
-def test_steady_runs_are_replayed_with_the_same_results(gpu, cpu, driver, monkeypatch, edges, planned):
+def test_graphs_repeated_runs_replay_with_same_results(gpu, cpu, driver, monkeypatch, edges, planned):
     monkeypatch.setattr("wooly_executor.runtime.graphs.WORTH", 1)
     program, params, contents, _ = chain()
     theirs = loop(cpu, cpu.ready(program).prepared, contents, params, 40)
@@ -373,7 +371,7 @@ def test_steady_runs_are_replayed_with_the_same_results(gpu, cpu, driver, monkey
             torch.testing.assert_close(mine[slot].view(-1), other[slot].view(-1))
 
 
-def test_no_graph_is_longer_than_what_lies_between_two_edges(gpu, monkeypatch):
+def test_graphs_never_cross_an_edge(gpu, monkeypatch):
     monkeypatch.setattr("wooly_executor.runtime.graphs.WORTH", 1)
     program, params, contents, _ = chain()
     prepared = gpu.ready(program).prepared
@@ -386,7 +384,7 @@ def test_no_graph_is_longer_than_what_lies_between_two_edges(gpu, monkeypatch):
         assert not [e for e in ends if inside[0] < e <= inside[-1]]
 
 
-def test_results_of_one_replay_stay_when_the_next_comes(gpu, monkeypatch, driver):
+def test_graphs_results_survive_next_replay(gpu, monkeypatch, driver):
     monkeypatch.setattr("wooly_executor.runtime.graphs.WORTH", 1)
     program, params, contents, made = chain()
     prepared = gpu.ready(program).prepared
@@ -403,7 +401,7 @@ def test_results_of_one_replay_stay_when_the_next_comes(gpu, monkeypatch, driver
     assert all(torch.equal(a, b) for a, b in held)
 
 
-def test_other_memory_or_other_numbers_are_not_replayed(gpu, cpu, driver, monkeypatch):
+def test_graphs_other_addresses_or_params_are_not_replayed(gpu, cpu, driver, monkeypatch):
     monkeypatch.setattr("wooly_executor.runtime.graphs.WORTH", 1)
     program, params, contents, _ = chain()
     prepared, other = gpu.ready(program).prepared, cpu.ready(program).prepared
@@ -422,7 +420,7 @@ def test_other_memory_or_other_numbers_are_not_replayed(gpu, cpu, driver, monkey
     assert before and driver.replays == before
 
 
-def test_random_numbers_are_drawn_anew_each_time(gpu, cpu, driver, wis, monkeypatch):
+def test_graphs_random_numbers_differ_per_run(gpu, cpu, driver, wis, monkeypatch):
     monkeypatch.setattr("wooly_executor.runtime.graphs.WORTH", 1)
     v = wis.at(F32, 16)
     body = wis.body().alloc("x", 64)
@@ -444,7 +442,7 @@ def test_random_numbers_are_drawn_anew_each_time(gpu, cpu, driver, wis, monkeypa
     assert len(seen) == 30 and not driver.captures
 
 
-def test_what_no_graph_can_hold_runs_as_it_is_for_good(gpu, cpu, driver, monkeypatch):
+def test_graphs_failed_capture_is_never_retried(gpu, cpu, driver, monkeypatch):
     monkeypatch.setattr("wooly_executor.runtime.graphs.WORTH", 1)
     program, params, contents, _ = chain()
 
@@ -462,12 +460,12 @@ def test_what_no_graph_can_hold_runs_as_it_is_for_good(gpu, cpu, driver, monkeyp
             assert torch.equal(mine[slot], other[slot])
 
 
-# -- what a GPU's library lacks ----------------------------------------------------------------------------------------
+# -- operators that a GPU's library lacks ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("how", ["plain", "causal", "mask", "bias"])
-def test_attention_is_that_of_the_hosts_library(dtype, how):
+def test_substitute_attention_matches_cpu_library(dtype, how):
     from wooly_executor.runtime.substitutes import attention, attention_backward
 
     torch.manual_seed(1)
@@ -481,7 +479,7 @@ def test_attention_is_that_of_the_hosts_library(dtype, how):
     forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
     given = mask
-    if how == "mask":  # the library's kernel takes sums; the operator's caller turns truth values into them
+    if how == "mask":  # the library's kernel adds the mask, so its caller converts booleans
         given = torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, float("-inf"))
     out, logs = forward(q, k, v, 0.0, how == "causal", attn_mask=given)
     mine, mylogs = attention(q, k, v, 0.0, how == "causal", attn_mask=mask)
@@ -496,7 +494,7 @@ def test_attention_is_that_of_the_hosts_library(dtype, how):
         torch.testing.assert_close(a, b, **near)
 
 
-def test_operator_of_the_host_alone_is_refused_with_what_to_do(gpu, wis):
+def test_substitute_cpu_only_operator_is_refused_with_advice(gpu, wis):
     v = wis.at(F32, 4)
     body = wis.body().alloc("h", 8 * 4).alloc("e", 8 * 4)
     body.call(
@@ -506,11 +504,11 @@ def test_operator_of_the_host_alone_is_refused_with_what_to_do(gpu, wis):
         ("out", "e", wis.at(F32, 8)),
         args=(OperandRef(0), 8),
     )
-    with pytest.raises(OperationError, match=r"the library has it for CPUs alone; use torch\.histc"):
+    with pytest.raises(OperationError, match=r"the library has this operator only for CPUs; use torch\.histc"):
         gpu.ready(body.program)
 
 
-def test_dtype_table_covers_what_kernels_take():
+def test_packing_table_covers_kernel_dtypes():
     from wooly_executor.runtime.packing import layout as of
 
     assert of([None, DType.BOOL, DType.F64, DType.I16, DType.F32]) == ((0, 8), (8, 1), (16, 8), (24, 2), (28, 4))

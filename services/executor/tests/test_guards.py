@@ -1,4 +1,4 @@
-"""Operators that trust their arguments are not called with those that do not go together."""
+"""Guards refuse arguments that do not fit together before an operator that does not check them is called."""
 
 import json
 from pathlib import Path
@@ -20,17 +20,17 @@ def outcome():
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_hostile_calls_fail_and_the_process_goes_on(outcome):
+def test_guards_hostile_calls_fail_and_process_survives(outcome):
     assert len(outcome) > 80
     wrong = [(name, answers) for name, ok, answers in outcome if [not a for a in answers] != [ok, ok]]
     assert wrong == []
 
 
-def test_both_runtimes_say_the_same(outcome):
+def test_guards_both_runtimes_report_same_errors(outcome):
     assert [(name, *answers) for name, _, answers in outcome if answers[0] != answers[1]] == []
 
 
-def test_every_law_is_of_an_operator_that_sessions_may_call():
+def test_guards_every_law_has_an_allowed_operator():
     for name in guards.LAWS:
         packet = getattr(torch.ops.aten, name)
         assert any(is_allowed(f"aten.{name}.{kind}") for kind in packet.overloads()), name
@@ -41,12 +41,12 @@ def _unfold(wis, *rest, params=()):
     return Form("extern", (Operand(Role.IN, wis.at(DType.F32, 2, 3)),), params, attrs)
 
 
-def test_shapes_of_a_form_are_checked_once_and_params_in_every_run(wis):
+def test_guards_constant_shapes_are_checked_once_and_params_per_run(wis):
     settled = _unfold(wis, 0, 3, 2)
     call = guards.guarded(library_call(settled), settled)
-    assert call.instead is None  # nothing is left to check
+    assert call.instead is None  # no check is left for a run
     refused = _unfold(wis, 0, 3, 1)
-    with pytest.raises(RuntimeError, match=r"grad_in must have shape \[3, 3\], it has \[2, 3\]"):
+    with pytest.raises(RuntimeError, match=r"grad_in must have shape \[3, 3\], but it has \[2, 3\]"):
         guards.guarded(library_call(refused), refused).instead(torch.ones(2, 3), [5], 0, 3, 1)
     asked = _unfold(wis, 0, 3, ParamRef(0), params=(ParamKind.I64,))
     late = guards.guarded(library_call(asked), asked).instead
@@ -55,7 +55,7 @@ def test_shapes_of_a_form_are_checked_once_and_params_in_every_run(wis):
         late(torch.ones(2, 3), [5], 0, 3, 1)
 
 
-def test_operator_without_a_law_is_called_as_it_is(wis):
+def test_guards_operator_without_law_is_called_unchanged(wis):
     form = Form("extern", (), (), (("args", ()), ("kwargs", ()), ("name", "aten.neg.default")))
     call = LibraryCall(torch.ops.aten.neg.default, (), ())
     assert guards.guarded(call, form) is call and not guards.looks_at_values(call)

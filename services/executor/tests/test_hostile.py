@@ -1,4 +1,4 @@
-"""The tool that looks for calls that do harm: what it sees, and a small sample of what it tries."""
+"""The tool that searches for harmful calls: what it detects, and a small sample of the calls that it tries."""
 
 import contextlib
 import json
@@ -27,7 +27,7 @@ guards = pytest.mark.skipif(
     guarded.compiler() is None or os.uname().machine != "x86_64" or sys.platform != "linux",
     reason="guarded memory needs a C compiler, and Linux on x86-64",
 )
-#: What is done to a block of 12 bytes, the status of who does it, and what is told of it.
+#: Code that touches a block of 12 bytes, the exit status of its process, and the report.
 DEEDS = {
     "ctypes.string_at(at, 13)": (guarded.FAULT, "reads byte 12 of a block of 12 bytes"),
     "ctypes.memset(at + 12, 0, 1)": (guarded.FAULT, "writes byte 12 of a block of 12 bytes"),
@@ -35,7 +35,8 @@ DEEDS = {
     "del t; ctypes.string_at(at, 1)": (guarded.FAULT, "reads byte 0 of a freed block of 12 bytes"),
     "ctypes.string_at(8, 1)": (guarded.FAULT, "reads at a null pointer"),
 }
-#: What is left alone, and what is only seen when the block is freed: the number of spoilt bytes beside it.
+#: Code whose access is allowed, and code whose access is only detected when the block is freed. The status is the number of
+#: changed bytes.
 FINE = "ctypes.memset(at, 0, 12); del t; os._exit(guard.take_spoilt())"
 BESIDE = "ctypes.memset(at - 3, 0, 15); del t; os._exit(guard.take_spoilt())"
 SCRIPT = """
@@ -65,7 +66,7 @@ def library(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def outcomes(library):
-    """Status and report of each deed, done in a fork of one process with guarded memory."""
+    """Status and report of each piece of code, run in a fork of one process with guarded memory."""
     script = SCRIPT.format(folder=str(HERE), deeds=[*DEEDS, FINE, BESIDE])
     environment = os.environ | {"LD_PRELOAD": str(library)}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
@@ -73,18 +74,18 @@ def outcomes(library):
 
 
 @guards
-def test_guarded_memory_tells_who_touched_it(outcomes):
+def test_guarded_memory_illegal_access_is_reported(outcomes):
     assert {deed: outcomes[deed] for deed in DEEDS} == DEEDS
 
 
 @guards
-def test_block_in_its_bounds_is_left_alone_and_what_lies_beside_it_is_looked_at(outcomes):
+def test_guarded_memory_block_in_bounds_passes_and_changed_neighbour_bytes_are_counted(outcomes):
     assert outcomes[FINE] == (0, "") and outcomes[BESIDE] == (3, "")
 
 
 @guards
 @pytest.mark.slow
-def test_sample_of_hostile_calls_does_no_harm(tmp_path):
+def test_fuzz_small_sample_does_no_harm(tmp_path):
     names = ("_embedding_bag", "segment_reduce", "_fused_sgd", "lstm", "_foreach_norm", "nll_loss", "lcm", "gather")
     command = [
         sys.executable,
@@ -102,19 +103,19 @@ def test_sample_of_hostile_calls_does_no_harm(tmp_path):
     assert "0 operators did harm" in done.stdout
 
 
-# -- results that show what was in memory before -------------------------------------------------------------------------------
+# -- results that show the previous content of memory ------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def layers():
-    """Lawful calls of layers, optimisers and what else has several results."""
+    """Lawful calls of layers, optimisers and other operators with several results."""
     lawful = Lawful()
     by_hand(lawful)
     return [(name, call) for name, calls in lawful.calls.items() for call in calls]
 
 
 def dependent(layers):
-    """Operators whose results depend on what fresh memory holds: zeros, or junk."""
+    """Operators whose results differ between memory of zeros and memory of junk."""
     runtime, found = TorchCpuRuntime(), []
     for fill in (zeros, junk):
         with fill():
@@ -139,24 +140,27 @@ def zeros():
         zero_fill.value = False
 
 
-def test_no_result_of_a_layer_depends_on_fresh_memory(layers):
+def test_layers_results_do_not_depend_on_new_memory(layers):
     assert dependent(layers) == set()
 
 
-def test_pass_finds_results_that_depend_on_fresh_memory(layers, monkeypatch):
-    monkeypatch.setattr(preparation, "writes_all", lambda op: True)  # as if nothing had to be zeroed
+def test_unwritten_without_zeroing_finds_dependent_results(layers, monkeypatch):
+    monkeypatch.setattr(preparation, "writes_all", lambda op: True)  # turns the zeroing off
     assert dependent(layers) >= {"aten._ctc_loss.default", "aten.mkldnn_rnn_layer.default"}
 
 
-def test_calls_are_compared_by_what_they_say_and_leave():
+def test_unwritten_compares_errors_and_bytes():
     same, other, ended = ["", "a"], ["", "b"], [unwritten.ENDED, ""]
     assert unwritten.compared([[same, same, ["no", ""]], [same, other, ["no", ""]]]) == (2, [1])
-    assert unwritten.compared([[same, ended], [ended, ended]]) == (0, [])  # what ends a process is the other pass's
+    assert unwritten.compared([[same, ended], [ended, ended]]) == (
+        0,
+        [],
+    )  # the other pass examines calls that end a process
 
 
 @pytest.mark.slow
-def test_processes_that_fill_their_memory_differently_are_compared(tmp_path):
+def test_unwritten_processes_with_different_patterns_are_compared(tmp_path):
     command = [sys.executable, str(HERE / "unwritten.py"), "--quick", "--out", str(tmp_path), "--calls", "4"]
     names = ("_ctc_loss.default", "_embedding_bag.default")
     done = subprocess.run([*command, "--trusting", *names], capture_output=True, text=True)
-    assert done.returncode == 1 and "the results of 1 depend" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 1 and "results of 1 operators depend" in done.stdout, done.stdout + done.stderr

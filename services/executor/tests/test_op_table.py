@@ -1,4 +1,4 @@
-"""Every row of the op table: the library's result agrees with the row's definition, and its rules with the library."""
+"""Each row of the op table: the library's result agrees with the row's definition, and its rules agree with the library."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from wooly_wis.program import Form, Instruction, Operand, OperandRef, ParamKind,
 from wooly_wis.verifier import verify_program
 
 SHAPES = {"value": (), "b": (4,), "mask": (3, 1), "weight": (4,), "bias": (4,)}
-#: Rows whose operands want other sizes or values.
+#: Rows whose operands need other sizes or values.
 SPECIAL = {
     "mm": {"b": (4, 2)},
     "bmm": {"a": (2, 3, 4), "b": (2, 4, 5)},
@@ -51,7 +51,7 @@ def values_of(shape, dtype, name):
 
 
 def build(row, dtype, numbers, in_place=False):
-    """(form, input tensors, params) of a row; numbers where they may stand if `numbers`."""
+    """Return (form, input tensors, params) of a row. With `numbers`, arguments that may be numbers are numbers."""
     tensors, operands, params, args, kinds = [], [], [], [], []
 
     def operand(name):
@@ -92,7 +92,7 @@ def _dense(dtype, sizes):
 
 
 def execute(runtime, form, tensors, params):
-    """The results of one instruction on a runtime."""
+    """Return the results of one instruction on a runtime."""
     forms, body = [], []
 
     def add(f, *slots):
@@ -101,7 +101,7 @@ def execute(runtime, form, tensors, params):
         body.append(Instruction(forms.index(f), slots))
 
     for k, operand in enumerate(form.operands):
-        if k < len(tensors):  # a copy onto itself: the slot is bound from outside
+        if k < len(tensors):  # copies onto itself, so that the slot is bound from outside
             add(Form("copy", (Operand(Role.IN, operand.view), Operand(Role.OUT, operand.view))), k, k)
         else:
             add(Form("alloc", (Operand(Role.OUT, View(DType.U8, (operand.view.end,), (1,))),)), k)
@@ -121,7 +121,7 @@ def execute(runtime, form, tensors, params):
 
 
 def library_takes(form, tensors, params):
-    """Whether the library computes such operands at all; a client never records what it does not."""
+    """Whether the library accepts such operands. A client never records a call that the library refuses."""
     call = library_call(form)
     typed = typed_params(form, call)
 
@@ -157,7 +157,7 @@ def cases():
 
 
 @pytest.mark.parametrize(("row", "numbers", "in_place"), list(cases()))
-def test_library_agrees_with_the_definition(row, numbers, in_place):
+def test_op_table_library_matches_definition(row, numbers, in_place):
     tried = 0
     for dtype in DTYPES:
         try:
@@ -176,7 +176,7 @@ def test_library_agrees_with_the_definition(row, numbers, in_place):
     assert tried, "no dtype fits this row"
 
 
-def test_every_spelling_is_an_operator_of_the_library():
+def test_op_table_every_spelling_exists_in_library():
     for row in TABLE.values():
         for spelling in row.spellings:
             _, packet, overload = spelling.operator.split(".")
@@ -188,7 +188,7 @@ def test_every_spelling_is_an_operator_of_the_library():
 
 @pytest.mark.parametrize("a", DTYPES)
 @pytest.mark.parametrize("b", [*DTYPES, torch.uint8, torch.int8, torch.float16, 2, 2.5, 2j, True])
-def test_promotion_is_the_librarys(a, b):
+def test_promotion_matches_library(a, b):
     from wooly_wis.promotion import NumberKind, result_type
 
     kinds = {int: NumberKind.INT, float: NumberKind.FLOAT, complex: NumberKind.COMPLEX, bool: NumberKind.BOOL}

@@ -266,10 +266,10 @@ def test_code_of_kernels_is_asked_for_shared_through_the_bucket_and_kept(world, 
     log = next(world.folder.glob("compiler-*.log")).read_text()
     assert log.count("kernel one for") == 1  # the second executor's came from the bucket
     for name, where in (
-        ("x", "a compiler had"),
-        ("other", "a compiler had"),
+        ("x", "received from a remote compiler"),
+        ("other", "received from a remote compiler"),
         ("x2", "on disk"),
-        ("alone", "built here"),
+        ("alone", "compiled here"),
     ):
         assert re.search(f"kernel one: .*{where}", world.log(name)), name
 
@@ -411,10 +411,10 @@ def test_missing_driver_leaves_exact_sessions_at_tier_0_and_fails_full_ones(worl
     mine = Script(world.session(wis, "exact"))
     for _ in range(20):
         mine.step()
-    waited(lambda: "OpenCL does not come up here" in world.log(), "nobody is told")
+    waited(lambda: "OpenCL does not start" in world.log(), "nobody is told")
     mine.step()
     assert mine.work()["tier0_instructions"] == 21 * 6
-    with pytest.raises(wis.error, match=r"OpenCL does not come up here: .* pip install 'pyopencl\[pocl\]'"):
+    with pytest.raises(wis.error, match=r"OpenCL does not start: .* pip install 'pyopencl\[pocl\]'"):
         Script(world.session(wis, "full")).step()
 
 

@@ -1,4 +1,4 @@
-"""Products of plans that need not have the BLAS's bits: which oneDNN does, and that it does the same."""
+"""Products in plans that may have other bits than the BLAS: which ones oneDNN computes, and that the results agree."""
 
 import pytest
 import torch
@@ -13,8 +13,8 @@ F32 = DType.F32
 
 @pytest.fixture(autouse=True)
 def quick_chip(monkeypatch):
-    """Whatever runs the tests."""
-    monkeypatch.setattr(products, "_quicker", lambda: True)
+    """Treat every machine as one on which oneDNN is faster."""
+    monkeypatch.setattr(products, "_onednn_is_faster", lambda: True)
 
 
 def form_of(write):
@@ -39,43 +39,43 @@ OPCODES = ("linear", "linear with a bias", "mm", "addmm")
 
 
 @pytest.mark.parametrize("opcode", OPCODES)
-def test_product_is_the_same_but_for_its_last_bits(opcode):
+def test_onednn_product_differs_only_in_last_bits(opcode):
     form = product(opcode)
     generator = torch.Generator().manual_seed(0)
     given = [torch.randn(o.view.sizes, generator=generator).as_strided(o.view.sizes, o.view.strides)
              for o in form.operands[:-1]]  # fmt: skip
-    call = products.LooseHost().library(library_call(form), form)
+    call = products.InexactHost().library(library_call(form), form)
     assert call.instead is not None and HOST.library(library_call(form), form).instead is None
     found, expected = call.instead(*given), call.op(*given)
     assert found.stride() == expected.stride() == form.operands[-1].view.strides
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_bias_is_added_as_the_sum_by_itself_would():
-    """So it does not matter whether a kernel adds it."""
+def test_onednn_bias_is_added_after_rounding():
+    """So it does not matter whether a kernel adds the bias."""
     generator = torch.Generator().manual_seed(0)
     x, w, b = (torch.randn(s, generator=generator) for s in [(300, 256), (128, 256), (128,)])
-    together = products.by_onednn(product("linear with a bias"))(x, w, b)
-    assert torch.equal(together, products.by_onednn(product("linear"))(x, w) + b)
-    assert torch.equal(together, products.by_onednn(product("addmm"))(b, x, w.t()))
-    assert torch.equal(together, products.by_onednn(product("addmm"))(b, x, w.t().contiguous()))
+    together = products.onednn_product(product("linear with a bias"))(x, w, b)
+    assert torch.equal(together, products.onednn_product(product("linear"))(x, w) + b)
+    assert torch.equal(together, products.onednn_product(product("addmm"))(b, x, w.t()))
+    assert torch.equal(together, products.onednn_product(product("addmm"))(b, x, w.t().contiguous()))
 
 
 @pytest.mark.parametrize("opcode", OPCODES)
 @pytest.mark.parametrize(
     "other", [{"rows": 255}, {"depth": 255}, {"columns": 127}, {"dtype": DType.F64}, {"strides": (1, 300)}], ids=str
 )
-def test_what_oneDNN_is_not_quicker_at_stays_the_librarys(opcode, other):
-    assert products.by_onednn(product(opcode)) is not None
-    assert products.by_onednn(product(opcode, **other)) is None
+def test_onednn_product_without_gain_uses_library(opcode, other):
+    assert products.onednn_product(product(opcode)) is not None
+    assert products.onednn_product(product(opcode, **other)) is None
 
 
-def test_bias_of_other_sizes_stays_the_librarys():
-    assert products.by_onednn(product("addmm", bias=(300, 128))) is None
+def test_onednn_bias_of_other_size_uses_library():
+    assert products.onednn_product(product("addmm", bias=(300, 128))) is None
 
 
-def test_product_with_factors_stays_the_librarys():
+def test_onednn_product_with_factors_uses_library():
     def write(t):
         t.op("addmm", t.input(F32, 256), t.input(F32, 256, 256), t.input(F32, 256, 256), 2, 1)
 
-    assert products.by_onednn(form_of(write)) is None
+    assert products.onednn_product(form_of(write)) is None

@@ -1,4 +1,4 @@
-"""The prepared runtime against the reference, bit for bit: generated programs, and results that are awkward to adopt."""
+"""The prepared runtime against the reference, bit for bit: generated programs, and results that are difficult to adopt."""
 
 import platform
 import time
@@ -24,7 +24,7 @@ from wooly_wis.program import OperandRef, ParamKind, ParamRef
 REFS = tuple(OperandRef(i) for i in range(4))
 RUNTIMES = (TorchCpuRuntime, ReferenceRuntime)
 DTYPES = [DType.F32, DType.F64, DType.BF16, DType.F16, DType.I64, DType.U8, DType.BOOL, DType.C64]
-#: operator, operands before it, arguments after them
+#: Operator, number of operands before it, arguments after them.
 UNARY = [
     ("aten.relu.default", ()),
     ("aten.neg.default", ()),
@@ -51,7 +51,7 @@ SHAPES = [(), (1,), (4,), (2, 3), (3, 3), (0, 3), (2, 1, 3)]
 
 @pytest.fixture(autouse=True, scope="module")
 def every_call_is_worth_it():
-    """Put together what can be, however little it is."""
+    """Combine steps even if this saves nothing."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(segments, "WORTH", 1)
         yield
@@ -59,7 +59,7 @@ def every_call_is_worth_it():
 
 @dataclass
 class Value:
-    """A buffer of a program under construction: its whole view."""
+    """A buffer of a program under construction, with its whole view."""
 
     name: str
     view: object
@@ -75,7 +75,7 @@ def sample(view):
 
 
 def accepts(operator, operands):
-    """Whether the library takes operands such as these."""
+    """Whether the library accepts such operands."""
     try:
         with torch.inference_mode():
             overload(operator)(*[sample(v) for _, _, v in operands])
@@ -89,7 +89,7 @@ def announced(wis, t):
 
 
 def window(wis, view, how):
-    """Another view of the same buffer."""
+    """Return another view of the same buffer."""
     sizes, strides = view.sizes, view.strides
     if how == "transposed" and len(sizes) >= 2:
         return wis.at(view.dtype, *reversed(sizes), strides=tuple(reversed(strides)))
@@ -104,14 +104,14 @@ def window(wis, view, how):
 
 @st.composite
 def bodies(draw, wis):
-    """A program over buffers that it makes itself, and how many i64 words of params it takes."""
+    """Draw a program over buffers that it allocates itself, and the number of i64 params that it takes."""
     body, values, params = wis.body(), [], []
 
     def name():
         return f"v{len(body.names)}"
 
     def result(operator, operands, tail):
-        """Append a call whose outputs are as the library would make them; calls that it refuses are left out."""
+        """Append a call with the outputs that the library would return. A call that the library refuses is left out."""
         try:
             with torch.inference_mode():
                 made = overload(operator)(*[sample(v) for _, _, v in operands], *tail)
@@ -186,10 +186,10 @@ def bodies(draw, wis):
 
 
 def execute(runtime, body, params=(), contents=None, times=2, pieces=1, every=0):
-    """What is left after each run: the outcome, and of every buffer its size, bytes and poison.
+    """Return the state after each run: the outcome, and size, bytes and poison of each buffer.
 
-    With `pieces` above 1, a run is interrupted at as many places, some of which have nothing between them. With `every`,
-    there are edges that far from each other.
+    With `pieces` above 1, a run stops at as many places, some of which have no steps between them. With `every`, edges are that
+    far apart.
     """
     contents = contents or {}
     ids = {name: i for i, name in enumerate(body.names)}
@@ -222,7 +222,7 @@ def execute(runtime, body, params=(), contents=None, times=2, pieces=1, every=0)
 
 
 def agree(body, params=(), contents=None):
-    """Both runtimes leave the same, also once steps are put together; returns what they leave."""
+    """Check that both runtimes leave the same state, also with combined steps. Returns this state."""
     prepared, reference = (execute(kind(), body, params, contents) for kind in RUNTIMES)
     assert prepared == reference and prepared[0] == prepared[1]
     assert all(execute(kind(), body, params, contents, pieces=3) == prepared for kind in RUNTIMES)
@@ -236,7 +236,7 @@ def agree(body, params=(), contents=None):
 
 
 def same_but_for_what_a_failure_loses(hot, expected):
-    """A failure among steps that were put together names the same instruction; what they should have left is lost as a whole."""
+    """A failure in combined steps names the same instruction. Everything that the combined steps should have written is lost."""
     assert (hot[0], hot[2], hot[3]) == (expected[0], expected[2], expected[3])
     if hot[0] is None:
         assert hot == expected
@@ -253,12 +253,12 @@ def same_but_for_what_a_failure_loses(hot, expected):
 
 @given(data=st.data())
 @settings(max_examples=examples(60, 400), deadline=None, derandomize=True)
-def test_generated_programs_leave_the_same_bytes(wis, data):
+def test_generated_programs_match_reference(wis, data):
     body, params = data.draw(bodies(wis))
     agree(body, params)
 
 
-def test_steps_of_a_program_that_is_run_often_are_put_together(wis):
+def test_hot_program_steps_are_combined(wis):
     v = wis.at(DType.F32, 4)
     body = wis.body()
     for k in range(8):
@@ -281,7 +281,7 @@ def test_steps_of_a_program_that_is_run_often_are_put_together(wis):
             assert len(ready.prepared.hot) == (1 if run >= 2 else 0)
 
 
-def test_failure_among_steps_that_were_put_together_names_its_instruction(wis):
+def test_hot_program_failure_names_instruction(wis):
     v, i = wis.at(DType.F32, 4), wis.at(DType.I64, 4)
     body = wis.body()
     for name in "abcd":
@@ -304,7 +304,7 @@ def test_failure_among_steps_that_were_put_together_names_its_instruction(wis):
             assert buffers[ids["d"]].poison == ("index out of range in self" if index == 9 else "")
 
 
-def test_stretches_that_are_run_over_edges_are_put_together(wis):
+def test_hot_stretch_across_edges_is_combined(wis):
     v, i = wis.at(DType.F32, 4), wis.at(DType.I64, 4)
     body = wis.body()
     for k in range(12):
@@ -340,7 +340,9 @@ def test_stretches_that_are_run_over_edges_are_put_together(wis):
         assert len(known.took) == 4 and all(known.took)
         assert run(9, (*edges, n)) == (19, "index out of range in self")
         assert run(9, (6,), (half,), (18,), (n,)) == (19, "index out of range in self")
-        for _ in range(prepared_programs.STRETCH_OFTEN):  # interrupted elsewhere, what was put together does not serve
+        for _ in range(
+            prepared_programs.STRETCH_OFTEN
+        ):  # stretches for these edges do not fit runs that stop at other edges
             assert run(3, edges[:2], (18, n)) == (None, [-3.0] * 4)
         assert {k: len(s.steps) for k, s in prepared.whole.items()} == {(0, 4): 1, (0, 2): 1, (2, 4): 1}
         assert run(9, edges[:2], (18, n)) == (19, "index out of range in self")
@@ -349,8 +351,8 @@ def test_stretches_that_are_run_over_edges_are_put_together(wis):
         assert len(prepared.whole) <= prepared_programs.STRETCHES_SEEN
 
 
-def test_putting_steps_together_is_no_device_time(wis, monkeypatch):
-    """Else who happens to run a program for the eighth time pays for those after him."""
+def test_combining_steps_is_not_device_time(wis, monkeypatch):
+    """Otherwise the session that happens to start the eighth run pays for the later runs of others."""
     slowly, put_together = 0.3, []
 
     def compile_slowly(*args, **kwargs):
@@ -379,16 +381,16 @@ def test_putting_steps_together_is_no_device_time(wis, monkeypatch):
     assert max(took) < slowly / 2 * 1e9
 
 
-def test_time_of_a_stretch_is_shared_out_as_its_parts_took():
+def test_stretch_time_is_divided_by_measured_parts():
     stretch = prepared_programs.Stretch([], [], (10, 0, 25, 5))
     assert stretch.parts(80, 4) == [20, 0, 50, 10] and sum(stretch.parts(79, 4)) == 79
-    assert stretch.parts(9, 3) == [3, 3, 3]  # it has other edges now
+    assert stretch.parts(9, 3) == [3, 3, 3]  # the number of edges differs now
     assert prepared_programs.Stretch([], []).parts(5, 2) == [2, 3]
 
 
 @pytest.mark.parametrize("dtype", DTYPES + [DType.I8, DType.I16, DType.I32, DType.C128, DType.F8E4M3FN], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_copy_of_every_dtype_and_shape(wis, dtype, shape):
+def test_copy_every_dtype_and_shape_matches_reference(wis, dtype, shape):
     v = wis.at(dtype, *shape)
     t = torch.ones(shape, dtype=TORCH_DTYPE[dtype])
     body = wis.body().alloc("y", v.end).call("aten.clone.default", ("in", "x", v), ("out", "y", v))
@@ -397,14 +399,14 @@ def test_copy_of_every_dtype_and_shape(wis, dtype, shape):
     assert failed is None and left[ids["x"]][2] == left[ids["y"]][2]
 
 
-def test_result_that_is_its_argument_becomes_a_buffer_of_its_own(wis):
+def test_result_aliasing_argument_becomes_separate_buffer(wis):
     v = wis.at(DType.F32, 3)
     body = wis.body().alloc("y", 12).call("aten._foobar.default", ("in", "x", v), ("out", "y", v)).fill("y", v, 9.0)
     left = agree(body, contents={"x": torch.ones(3)})[-1]
     assert left[0][2] != left[1][2]
 
 
-def test_result_with_other_strides_than_announced_is_laid_out_as_announced(wis):
+def test_result_with_other_strides_gets_announced_layout(wis):
     rows, columns = wis.at(DType.F32, 2, 3), wis.at(DType.F32, 2, 3, strides=(1, 2))
     body = wis.body().alloc("y", 24).call("aten.neg.default", ("in", "x", rows), ("out", "y", columns))
     left = agree(body, contents={"x": torch.arange(6.0).reshape(2, 3)})[-1]
@@ -416,17 +418,19 @@ def test_result_with_other_strides_than_announced_is_laid_out_as_announced(wis):
     [((3, 2), DType.F32, True), ((7,), DType.F32, True), ((2, 3), DType.F64, False)],
     ids=str,
 )
-def test_result_of_another_shape_fails_and_of_another_dtype_is_converted(wis, sizes, dtype, fails):
-    """The reference would broadcast or refuse in other words, so only the prepared runtime is asked."""
+def test_result_of_other_shape_fails_and_other_dtype_is_converted(wis, sizes, dtype, fails):
+    """The reference would broadcast, or refuse with another message, so only the prepared runtime is tested."""
     out = wis.at(dtype, *sizes)
     body = wis.body().alloc("y", out.end)
     body.call("aten.neg.default", ("in", "x", wis.at(DType.F32, 2, 3)), ("out", "y", out))
     for failed, error, *_, left in execute(TorchCpuRuntime(), body, contents={"x": torch.ones(2, 3)}):
-        assert (failed == 1 and "announced was" in error and left[0][1] == error) if fails else failed is None
+        assert (
+            (failed == 1 and "but the program announced" in error and left[0][1] == error) if fails else failed is None
+        )
 
 
 @pytest.mark.parametrize("alias", [False, True])
-def test_out_variant_writes_where_it_is_told(wis, alias):
+def test_out_variant_writes_its_operand(wis, alias):
     v = wis.at(DType.F32, 4)
     target = "x" if alias else "y"
     body = wis.body().alloc("y", 16)
@@ -439,7 +443,7 @@ def test_out_variant_writes_where_it_is_told(wis, alias):
 
 @pytest.mark.parametrize("dtype", [DType.I64, DType.F32, DType.BF16], ids=str)
 @pytest.mark.parametrize("whole", [True, False])
-def test_out_that_nobody_has_seen_is_made_anew(wis, dtype, whole):
+def test_out_of_unused_buffer_becomes_new_result(wis, dtype, whole):
     v = wis.at(dtype, 4)
     body = wis.body().alloc("y", v.end if whole else v.end + 8)
     body.call("aten.arange.start_out", ("inout", "y", v), args=(1, 9, 2), kwargs=(("out", REFS[0]),))
@@ -458,7 +462,7 @@ def test_out_that_nobody_has_seen_is_made_anew(wis, dtype, whole):
     assert ours == [[2, 6, 10, 14], [0, 1, 0, 1]]
 
 
-def test_in_place_on_a_view_is_seen_through_every_other_view(wis):
+def test_in_place_on_view_is_visible_in_other_views(wis):
     whole, turned = wis.at(DType.F32, 2, 2), wis.at(DType.F32, 2, 2, strides=(1, 2))
     corner = wis.at(DType.F32, 1, offset=4)
     body = wis.body().alloc("y", 16).call("aten.clone.default", ("in", "x", whole), ("out", "y", whole))
@@ -469,14 +473,14 @@ def test_in_place_on_a_view_is_seen_through_every_other_view(wis):
     assert left[ids["z"]][2] == torch.tensor([1.0, 6.0, 7.0, 16.0]).numpy().tobytes()
 
 
-def test_bytes_of_one_dtype_are_read_as_another(wis):
+def test_view_reads_bytes_as_other_dtype(wis):
     pairs = wis.at(DType.C64, 2)
     body = wis.body().alloc("y", 16).copy("x", wis.at(DType.F32, 4), "y", wis.at(DType.F32, 4))
     body.call("aten.mul_.Tensor", ("inout", "y", pairs), ("in", "x", pairs))
     assert agree(body, contents={"x": torch.tensor([1.0, 2.0, 3.0, 4.0])})[0] is None
 
 
-def test_complex_result_keeps_no_pending_conjugation(wis):
+def test_complex_result_has_no_lazy_conjugation(wis):
     v = wis.at(DType.C64, 2, 2)
     t = torch.tensor([[1 + 2j, 3], [4j, 5 - 1j]])
     body = wis.body().alloc("y", 32).call("aten.mm.default", ("in", "x", v), ("in", "x", v), ("out", "y", v))
@@ -485,7 +489,7 @@ def test_complex_result_keeps_no_pending_conjugation(wis):
 
 
 @pytest.mark.parametrize("operator", ["aten.topk.default", "aten.max.dim"])
-def test_several_results_and_a_freed_one(wis, operator):
+def test_several_results_with_one_freed_match_reference(wis, operator):
     v, i = wis.at(DType.F32, 4), wis.at(DType.I64, 1) if "topk" in operator else wis.at(DType.I64)
     top = wis.at(DType.F32, *i.sizes)
     body = wis.body().alloc("a", 4).alloc("b", 8)
@@ -496,7 +500,7 @@ def test_several_results_and_a_freed_one(wis, operator):
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.5, 1.0])
-def test_dropout_replays(wis, rate):
+def test_dropout_same_seed_gives_same_bytes(wis, rate):
     v, mask = wis.at(DType.F32, 64), wis.at(DType.BOOL, 64)
     body = wis.body().alloc("y", 256).alloc("m", 64)
     body.call(
@@ -518,7 +522,7 @@ def test_dropout_replays(wis, rate):
     ids=lambda x: str(x),
 )
 @pytest.mark.parametrize("dtype", [DType.F32, DType.I64, DType.BF16, DType.C64], ids=str)
-def test_param_in_place_of_a_tensor(wis, kind, value, dtype):
+def test_param_for_tensor_argument_matches_reference(wis, kind, value, dtype):
     v = wis.at(dtype, 3)
     made = torch.ones(3, dtype=TORCH_DTYPE[dtype]) * value
     out = announced(wis, made)
@@ -530,14 +534,14 @@ def test_param_in_place_of_a_tensor(wis, kind, value, dtype):
 
 
 @pytest.mark.parametrize("values", [(0.0, 0.0), (1.0, 0.0), (1.0, 2.0)], ids=str)
-def test_result_of_unknown_size(wis, values):
+def test_result_of_dynamic_size_is_described(wis, values):
     body = wis.body().call("aten.nonzero.default", ("in", "x", wis.at(DType.F32, 2)), ("out", "i", None))
     failed, _, described, _, _ = agree(body, contents={"x": torch.tensor(values)})
     assert failed is None and described == [("i64", [sum(map(bool, values)), 1])]
 
 
 def gradients(wis, operator, operands, n_results, wanted, args=None, grad=None, **options):
-    """Body of a `vjp`: operands "a", "b", … of these tensors, gradient "g" of the first result, results "ga", "gb", …."""
+    """Return the body of a `vjp`: operands "a", "b", …, gradient "g" of the first result, results "ga", "gb", …."""
     body = wis.body()
     names = "abc"[: len(operands)]
     for k in wanted:
@@ -551,13 +555,13 @@ def gradients(wis, operator, operands, n_results, wanted, args=None, grad=None, 
 
 
 def left_of(body, contents, params=()):
-    """Bytes of each gradient that was left."""
+    """Return the bytes of each gradient that the program left."""
     failed, error, _, _, left = agree(body, params, contents)
     assert failed is None, error
     return [left[i][2] for i, n in enumerate(body.names) if len(n) == 2]
 
 
-def test_gradients_are_those_of_autograd(wis):
+def test_vjp_matches_autograd(wis):
     torch.manual_seed(0)
     x, w, g = torch.randn(3, 4), torch.randn(4), torch.randn(3, 4)
     body = gradients(wis, "aten.rms_norm.default", [x, w], 1, [0, 1], (REFS[0], (4,), REFS[1], 1e-5), g)
@@ -566,7 +570,7 @@ def test_gradients_are_those_of_autograd(wis):
     assert left_of(body, {"a": x, "b": w, "g": g}) == [t.numpy().tobytes() for t in found]
 
 
-def test_result_whose_gradient_is_wanted_is_the_result(wis):
+def test_vjp_forward_returns_plain_result(wis):
     torch.manual_seed(0)
     x = torch.randn(2, 3)
     v = announced(wis, x)
@@ -577,7 +581,7 @@ def test_result_whose_gradient_is_wanted_is_the_result(wis):
     assert left[body.names.index("y")][2] == torch.rms_norm(x, [3]).numpy().tobytes()
 
 
-def test_gradients_of_one_tensor_in_two_places_are_apart(wis):
+def test_vjp_same_tensor_twice_has_separate_gradients(wis):
     x, g = torch.tensor([2.0, 3.0]), torch.tensor([1.0, 10.0])
     body = wis.body().alloc("ga", 8).alloc("gb", 8)
     v = announced(wis, x)
@@ -586,7 +590,7 @@ def test_gradients_of_one_tensor_in_two_places_are_apart(wis):
     assert left_of(body, {"a": x, "g": g}) == [g.numpy().tobytes(), (-g).numpy().tobytes()]
 
 
-def test_gradient_that_nothing_flows_into_is_zero(wis):
+def test_vjp_unused_operand_has_zero_gradient(wis):
     x, grad = torch.tensor([2.0, 3.0]), torch.tensor([1.0, 10.0])
     v = announced(wis, x)
     body = wis.body().alloc("ga", 8).alloc("gb", 8)
@@ -596,7 +600,7 @@ def test_gradient_that_nothing_flows_into_is_zero(wis):
     assert left_of(body, {"a": x, "b": x, "g": grad}) == [(-grad).numpy().tobytes(), zero]
 
 
-def test_gradients_know_the_random_numbers_of_the_result(wis):
+def test_vjp_reuses_random_numbers_of_forward(wis):
     x = torch.ones(64)
     v = announced(wis, x)
     options = {"params": (ParamKind.I64,) * 2, "rng": (ParamRef(0), ParamRef(1))}
@@ -608,7 +612,7 @@ def test_gradients_know_the_random_numbers_of_the_result(wis):
     assert left_of(body, {"a": x, "g": x}, (7, 3)) == [dropped]
 
 
-def test_operand_is_read_conjugated_and_stays_as_it_is(wis):
+def test_conjugated_reading_leaves_operand_unchanged(wis):
     torch.manual_seed(0)
     a, b = torch.randn(2, 3, 3, dtype=torch.complex64)
     v = announced(wis, a)
@@ -630,7 +634,7 @@ def test_operand_is_read_conjugated_and_stays_as_it_is(wis):
     assert kept["a"] == a.numpy().tobytes()
 
 
-def test_lengths_of_packed_sequences_are_constants(wis):
+def test_packed_sequence_lengths_are_constants(wis):
     torch.manual_seed(0)
     x, h, w = torch.randn(5, 2), torch.zeros(1, 3, 2), torch.randn(2, 2)
     views = {n: announced(wis, t) for n, t in {"x": x, "h": h, "w": w}.items()}
@@ -644,7 +648,7 @@ def test_lengths_of_packed_sequences_are_constants(wis):
     assert left[body.names.index("y")][2] == expected.numpy().tobytes()
 
 
-def test_device_says_of_which_architecture_it_is():
+def test_facts_contain_architecture():
     for runtime in (TorchCpuRuntime(), ReferenceRuntime()):
         facts = DeviceFacts(**runtime.facts())
         assert (facts.vendor, facts.arch) == ("cpu", platform.machine()) != ("cpu", "")

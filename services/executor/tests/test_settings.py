@@ -140,7 +140,7 @@ def test_process_whose_driver_is_missing_says_what_is_missing(tmp_path):
         "--standalone", "--runtime", "opencl", OCL_ICD_VENDORS=str(tmp_path), PYTHONPATH=_without_pocl(tmp_path)
     )
     assert ended.returncode == 2 and "Traceback" not in ended.stderr
-    assert "OpenCL does not come up here" in ended.stderr and "pip install 'pyopencl[pocl]'" in ended.stderr
+    assert "OpenCL does not start" in ended.stderr and "pip install 'pyopencl[pocl]'" in ended.stderr
 
 
 def _without_pocl(folder):

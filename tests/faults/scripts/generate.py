@@ -1,4 +1,4 @@
-"""Generates tokens with a small Llama of random weights, again and again, and prints them. `generate.py SEED [DEVICE]`."""
+"""Generates tokens with a small Llama of random weights, repeatedly, and prints them. `generate.py SEED [DEVICE]`."""
 
 import hashlib
 import sys

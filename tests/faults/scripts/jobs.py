@@ -1,4 +1,4 @@
-"""What jobs compute: `short` takes milliseconds, `long` some seconds, so that faults meet it."""
+"""The computations of jobs: `short` takes milliseconds, `long` takes some seconds, so that faults can happen meanwhile."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Trains a small network with Adam and dropout for some seconds, and prints what its parameters are. `train.py SEED [DEVICE]`."""
+"""Trains a small network with Adam and dropout for some seconds, and prints its parameters. `train.py SEED [DEVICE]`."""
 
 import hashlib
 import sys

@@ -1,7 +1,7 @@
-"""A call of a library operator, as a value: what a session can ask for, kept apart from the memory that it is tried on.
+"""A call of a library operator, as a value: what a session can ask for, separate from the memory of the trial.
 
 Call -> program_of -> the bytes of a program that makes the call
-Call -> literal    -> Python that says the same, for `found.py`
+Call -> literal    -> Python code that makes the same call, for `found.py`
 """
 
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ from wooly_wis.program import (
 
 @dataclass(frozen=True)
 class Memory:
-    """What one buffer holds: bytes, written as numbers of a dtype."""
+    """The content of one buffer: bytes, written as numbers of a dtype."""
 
     dtype: torch.dtype
     raw: bytes
@@ -33,7 +33,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Window:
-    """A tensor: which of the call's memories it shows, and how; the offset is in elements."""
+    """A tensor: the memory of the call that it shows, and its layout. The offset is in elements."""
 
     memory: int
     dtype: torch.dtype
@@ -51,9 +51,9 @@ class Call:
     """An operator and its arguments. Lists are tuples.
 
     Attributes:
-        unsaid: arguments that the operator writes, which the program declares to be only read.
+        unsaid: arguments that the operator writes, but that the program declares as read-only.
         late: numbers travel as params of the run, not in the program.
-        read: (argument, "conj" or "neg") where a tensor is read conjugated or negated.
+        read: (argument, "conj" or "neg") for each tensor that is read conjugated or negated.
     """
 
     name: str
@@ -74,13 +74,13 @@ class Call:
         return self.operator._schema
 
     def named(self):
-        """(declared argument, value) of all that are given."""
+        """Return (declared argument, value) of all given arguments."""
         declared = {a.name: a for a in self.schema.arguments}
         found = list(zip(self.schema.arguments, self.args, strict=False))
         return found + [(declared[k], v) for k, v in self.kwargs if k in declared]
 
     def tidy(self):
-        """The same call without the memories that nothing shows."""
+        """Return the same call without memories that no tensor shows."""
         used = sorted({w.memory for w in windows_of((self.args, self.kwargs))})
         place = {k: i for i, k in enumerate(used)}
 
@@ -95,7 +95,7 @@ class Call:
 
 
 def windows_of(value):
-    """All tensors in a tree of arguments, in order."""
+    """Return all tensors in a tree of arguments, in order."""
     if isinstance(value, Window):
         return [value]
     return [w for v in value for w in windows_of(v)] if isinstance(value, tuple) else []
@@ -109,11 +109,11 @@ def is_written(argument):
 
 
 class UnfitError(Exception):
-    """A value that no program can hold."""
+    """A value that no program can contain."""
 
 
 def call_of(name, args, kwargs, most=1 << 16):
-    """A call on tensors of the host. Tensors that share memory do so in the call.
+    """Return a call on tensors of the host. Tensors that share memory share it in the call, too.
 
     Raises:
         UnfitError: an argument is not a plain tensor or constant, or has more than `most` bytes.
@@ -156,10 +156,10 @@ _KINDS = {bool: ParamKind.BOOL, int: ParamKind.I64, float: ParamKind.F64, comple
 
 
 def program_of(call):
-    """The bytes of the program that makes a call, and its params. Slots: the memories in order, then results.
+    """Return the bytes of the program that makes a call, and its params. Slots: the memories in order, then the results.
 
     Raises:
-        WisError, struct.error, OverflowError: a value that does not fit the encoding.
+        WisError, struct.error, OverflowError: a value does not fit the encoding.
     """
     operands, slots, kinds, params, readings = [], [], [], [], {"conj": [], "neg": []}
     reads = dict(call.read)
@@ -211,7 +211,7 @@ def _constant(value):
 
 
 def literal(call):
-    """The line of `found.py` that makes this call."""
+    """Return the line of `found.py` that makes this call."""
     shown = [w.memory for w in windows_of((call.args, call.kwargs))]
     defined = set()
 

@@ -1,4 +1,4 @@
-"""The lawful calls that both passes of `make hostile` begin with, made once and kept in a folder."""
+"""The lawful calls with which both passes of `make hostile` begin. They are made once and kept in a folder."""
 
 import subprocess
 import sys
@@ -8,7 +8,10 @@ HERE = Path(__file__).parent
 
 
 def collected(folder, quick):
-    """The path of the lawful calls, made where they are not there, and the operators' names. `quick`: without the samples."""
+    """Return the path of the lawful calls, and the operators' names.
+
+    Makes the calls if they do not exist. `quick`: without the samples.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     corpus, names = folder / "lawful.pickle", folder / "operators.txt"
     if not corpus.exists():

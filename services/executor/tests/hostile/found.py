@@ -1,7 +1,7 @@
-"""Calls of operators on arguments that do not go together, each through both runtimes: `python found.py`.
+"""Calls of operators with arguments that do not fit together, through both runtimes: `python found.py`.
 
-In a process of its own, for a call that is let through ends it. Prints a JSON object: per call, what either runtime said.
-`fuzz.py` prints what it finds as a line for here.
+They run in a separate process, because a call that is not refused may end it. Prints a JSON object: for each call, the answer of
+each runtime. `fuzz.py` prints its findings as lines for this file.
 """
 
 import json
@@ -13,13 +13,13 @@ from trial import Trials
 from wooly_executor.runtime.reference import ReferenceRuntime
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
 
-#: Far out of everything.
+#: An index far outside of all tensors.
 FAR = 1 << 40
 CALLS = []
 
 
 def call(name, *args, ok=False, _unsaid=(), _late=False, _read=(), **kwargs):
-    """A case: an operator, its arguments, whether it is to succeed; and how it is said, see `Call`."""
+    """Return a case: an operator, its arguments, whether it must succeed, and how the call is made (see `Call`)."""
     CALLS.append((replace(call_of(name, args, kwargs, most=1 << 24), unsaid=_unsaid, late=_late, read=_read), ok))
 
 
@@ -49,7 +49,7 @@ for lengths, targets, labels in (
     call("aten._ctc_loss_backward.default", f(2), LOGITS, targets, lengths, labels, f(2), f(2, 6, 7), 0)
 call(
     "aten._ctc_loss.default", LOGITS, i([1, 2, -7], [2, FAR, -7]), (6, 5), (2, 1), ok=True
-)  # what pads is not looked at
+)  # the operator ignores the padding
 call("aten._ctc_loss_backward.default", f(2), LOGITS, i([1, 2], [2, 4]), (6, 5), (2, 2), f(2), f(2, 6, 4), 0)
 SQUARE = torch.eye(4)
 call("aten.linalg_lu_solve.default", SQUARE, i(1, 2, 3, 4).int(), f(4, 2), ok=True)
@@ -160,7 +160,7 @@ call("aten.div.Tensor_mode", i(-(2**63), 7), i(1, -1), rounding_mode="floor", ok
 call("aten.div.Tensor_mode", i(7, 8), i(-1, 2), rounding_mode="trunc", ok=True)
 call("aten.special_laguerre_polynomial_l.default", f(1), torch.full((1,), 1e18))
 call("aten.special_legendre_polynomial_p.default", f(1), torch.full((1,), float("inf")))
-# Beside 1 the values grow so slowly that one element took an hour.
+# Next to 1, the values grow so slowly that one element took an hour.
 for _kind in ("chebyshev_polynomial_t", "shifted_chebyshev_polynomial_w"):
     call(
         f"aten.special_{_kind}.default",
@@ -206,7 +206,7 @@ def main():
     found = []
     runtimes = [Trials(make()) for make in (TorchCpuRuntime, ReferenceRuntime)]
     for each, ok in CALLS:
-        print(each.name, flush=True)  # the last one is who ended the process
+        print(each.name, flush=True)  # if the process ends, the last printed name is the cause
         found.append((each.name, ok, [trials.said(each) for trials in runtimes]))
     print(json.dumps(found))
 

@@ -1,9 +1,9 @@
-"""Calls every operator of the allow-list with arguments that do not fit, on memory between pages that nobody may touch.
+"""Calls every operator of the allow-list with arguments that do not fit, on memory between protected pages.
 
     python fuzz.py --out FOLDER [--workers 2] [--calls 400] [--seed 0] [--quick] [NAME ...]
 
-FOLDER keeps the lawful calls, and what was found, a JSON object per operator: run again, it goes on where it was ended. NAMEs are
-parts of operators' names. Ends with status 1 where a call crashed, wrote or read outside of its memory, or hung.
+FOLDER keeps the lawful calls and the findings, a JSON object per operator. A second run continues an interrupted one. NAMEs are
+parts of operators' names. Ends with status 1 if a call crashed, accessed memory outside of its own, or hung.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import guarded
 from corpus import collected
 
 HERE = Path(__file__).parent
-#: What does no harm to others: it is told apart.
+#: Findings that do no harm to others. They are counted separately.
 MILD = ("memory", "untidy")
 
 
@@ -47,7 +47,7 @@ class Worker:
 
 
 def run(jobs, library, corpus, workers, told):
-    """Have jobs done by so many workers; `told` is given each answer."""
+    """Run the jobs in `workers` processes; call `told` with each answer."""
     waiting = queue.SimpleQueue()
     for job in jobs:
         waiting.put(job)
@@ -87,7 +87,7 @@ def main():
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--calls", type=int, default=400)
     parser.add_argument("--seed", default="0")
-    parser.add_argument("--quick", action="store_true", help="without the samples of PyTorch's own tests")
+    parser.add_argument("--quick", action="store_true", help="do not use the samples of PyTorch's own tests")
     args = parser.parse_args()
     corpus, operators = collected(args.out, args.quick)
     library = guarded.build(args.out)
@@ -123,7 +123,7 @@ def main():
     for name in wanted:
         harmful += any(is_harm(found) for found in done[name]["found"])
     fine = sum(1 for name in wanted if done[name]["fine"])
-    print(f"{harmful} operators did harm; of {fine} at least one call succeeded")
+    print(f"{harmful} operators did harm; {fine} operators had a call that succeeded")
     return 1 if harmful else 0
 
 

@@ -1,4 +1,4 @@
-/* Memory between pages that nobody may touch, for who wants to know what a library does beyond its arguments.
+/* Memory between protected pages. It finds out whether a library accesses memory outside of its arguments.
  *
  * Preloaded (LD_PRELOAD). While armed, every block that is allocated lies in a run of pages of its own that ends, or begins, at a
  * page without permissions; what the alignment leaves between block and page is filled and looked at when the block is freed. A
@@ -38,13 +38,13 @@ static volatile int lock;
 static char *report;
 static size_t report_size, limit = 1ul << 31;
 
-/* What the Python side sets and reads. */
+/* The variables that the Python side sets and reads. */
 int guard_armed;
-int guard_all;          /* every block, not only those that are asked for with an alignment, as tensors are */
-size_t guard_exact;   /* alignment of the next blocks; 0: what is asked for */
-int guard_at_start;   /* blocks begin at the page without permissions, they do not end there */
+int guard_all;          /* guard every block, not only those that are requested with an alignment, as the memory of tensors is */
+size_t guard_exact;   /* alignment of the next blocks; 0: the requested one */
+int guard_at_start;   /* blocks begin at the protected page instead of ending there */
 size_t guard_refused; /* the largest block that was refused */
-size_t guard_spoilt;  /* bytes beside blocks that were written */
+size_t guard_spoilt;  /* changed bytes next to blocks */
 size_t guard_slack;   /* bytes behind each block that may be read */
 
 static void take(void) {
@@ -64,7 +64,7 @@ static struct block *find(const char *at) {
     return NULL;
 }
 
-static struct block *place(char *at) { /* addresses do not come twice: the entry of any freed block will do */
+static struct block *place(char *at) { /* addresses are never reused, so the entry of any freed block can be taken */
     unsigned k = (unsigned)(((uintptr_t)at >> 4) * 2654435761u) % SLOTS;
     for (unsigned n = 0; n < SLOTS; n++, k = (k + 1) % SLOTS)
         if (!blocks[k].at || !blocks[k].length) return &blocks[k];
@@ -98,8 +98,8 @@ static void *guarded(size_t align, size_t size) {
 static void release(char *p) {
     take();
     struct block *b = find(p);
-    if (!b || !b->length) { /* freed twice, or never given */
-        if (report) snprintf(report, report_size, "free of a block that is none");
+    if (!b || !b->length) { /* freed twice, or never allocated */
+        if (report) snprintf(report, report_size, "free of an unknown block");
         _exit(FAULT);
     }
     struct block was = *b;
@@ -154,7 +154,7 @@ int posix_memalign(void **out, size_t align, size_t n) {
 void *aligned_alloc(size_t align, size_t n) { return guard_armed ? guarded(align, n) : __libc_memalign(align, n); }
 void *memalign(size_t align, size_t n) { return guard_armed ? guarded(align, n) : __libc_memalign(align, n); }
 
-/* From now on this block is only to be read. */
+/* Make this block read-only. */
 int guard_read_only(void *p) {
     struct block *b = ours(p) ? find(p) : NULL;
     return b && b->length ? mprotect(b->pages, b->length, PROT_READ) : -1;
@@ -177,7 +177,7 @@ static void fault(int signal, siginfo_t *info, void *context) {
             if (blocks[k].at) {
                 char *b = blocks[k].at;
                 size_t away = at < b ? (size_t)(b - at) : at >= b + blocks[k].size ? (size_t)(at - b) - blocks[k].size + 1 : 0;
-                /* Of two as near, the one that lives. */
+                /* Of two blocks at the same distance, prefer the live one. */
                 if (away < least || (away == least && blocks[k].length)) least = away, near = &blocks[k];
             }
     if (report && near)
@@ -189,7 +189,7 @@ static void fault(int signal, siginfo_t *info, void *context) {
     (void)signal;
 }
 
-/* Faults of this process are written down there. */
+/* Set the buffer for reports of faults in this process. */
 void guard_begin(char *where, size_t size, size_t most) {
     static char stack[65536];
     report = where, report_size = size, limit = most;

@@ -1,4 +1,4 @@
-"""The library in `guarded.c` from Python: built with the machine's C compiler, preloaded, told what to do with blocks."""
+"""Python interface of the library in `guarded.c`, which is built with the C compiler of the machine and preloaded."""
 
 import contextlib
 import ctypes
@@ -8,14 +8,14 @@ import sysconfig
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("guarded.c")
-#: Status of a process that a fault has ended.
+#: Exit status of a process that a memory fault ended.
 FAULT = 77
-#: Blocks of more bytes than this are refused: no call in the corpus needs one.
+#: Maximum size of a block in bytes; larger ones are refused. No call in the corpus needs a larger one.
 MOST = 256 << 20
 
 
 def compiler():
-    """The C compiler, or None where there is none."""
+    """Return the C compiler, or None."""
     found = (sysconfig.get_config_var("CC") or "cc").split()[0]
     for name in (found, "cc", "gcc", "clang"):
         for folder in os.environ.get("PATH", "").split(os.pathsep):
@@ -32,10 +32,10 @@ def build(folder):
 
 
 class Guard:
-    """What is preloaded in this process.
+    """The preloaded library in this process.
 
     Args:
-        report: where a fault of this process is written down: a shared writable buffer.
+        report: a shared writable buffer, in which a fault of this process is reported.
     """
 
     def __init__(self, report):
@@ -52,15 +52,15 @@ class Guard:
         self._at_start, self._all = [ctypes.c_int.in_dll(library, f"guard_{name}") for name in ("at_start", "all")]
 
     def place(self, *, at_start=False, slack=0, small=False):
-        """Where blocks lie from now on: at their pages' start, or at their end but for some bytes that may be read.
+        """Set the position of new blocks: at the start of their pages, or at the end, `slack` readable bytes before it.
 
-        `small`: not only tensors are guarded, which takes three times as long.
+        `small`: guard all blocks, not only those of tensors. This takes three times as long.
         """
         self._at_start.value, self._slack.value, self._all.value = at_start, slack, small
 
     @contextlib.contextmanager
     def armed(self, align=0):
-        """Blocks that are allocated here are guarded; `align`: they are so aligned, and no more."""
+        """Guard the blocks that are allocated in this context; `align`: with exactly this alignment."""
         self._exact.value = align
         self._armed.value = 1
         try:
@@ -69,19 +69,19 @@ class Guard:
             self._armed.value = 0
 
     def read_only(self, address):
-        """Nobody may write this block."""
+        """Make this block read-only."""
         assert self._library.guard_read_only(address) == 0
 
     def writable(self, address):
-        """Whoever frees a block looks at what lies beside it, and may write that, too."""
+        """Make this block writable again, before it is freed: the check of the bytes next to the block may write."""
         assert self._library.guard_writable(address) == 0
 
     def take_refused(self):
-        """Bytes of the largest block that was refused since the last time."""
+        """Return the size of the largest block that was refused since the last call."""
         found, self._refused.value = self._refused.value, 0
         return found
 
     def take_spoilt(self):
-        """Bytes beside blocks that were written, found since the last time."""
+        """Return the number of changed bytes next to blocks, found since the last call."""
         found, self._spoilt.value = self._spoilt.value, 0
         return found

@@ -1,7 +1,8 @@
-"""Lawful calls of every operator that sessions may name: `python lawful.py OUT [--quick]` writes them as a pickle, by operator.
+"""Makes lawful calls of all allowed operators: `python lawful.py OUT [--quick]` writes them as a pickle, by operator.
 
-Most are what PyTorch's own operator database comes to when its samples run forward and backward. What no sample reaches is made
-from a sibling (an `out=` from the functional overload, a method in place from its function), or from the schema alone.
+Most calls are recorded while the samples of PyTorch's own operator database run forward and backward. Operators without a sample
+borrow the calls of a sibling (an `out=` overload from the functional one, an in-place method from its function), or get calls
+made from the schema alone.
 """
 
 import contextlib
@@ -17,20 +18,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 from wooly_wis.externs import allowed
 
-#: Samples of an entry of the database that are run, per dtype, and calls of an operator that are kept.
+#: Maximum number of samples per entry of the database and dtype, and of calls that are kept per operator.
 SAMPLES, KEPT = 12, 12
 DTYPES = (torch.float32, torch.int64, torch.complex64, torch.bool)
 
 
 class Lawful:
-    """What was found so far."""
+    """The calls found so far."""
 
     def __init__(self):
         self.calls = {}
         self._shapes = {}
 
     def add(self, name, args, kwargs):
-        """Keep a call, unless it is like those that are kept."""
+        """Keep a call, unless a similar call is kept."""
         kept = self.calls.setdefault(name, [])
         if len(kept) >= KEPT:
             return
@@ -54,7 +55,7 @@ class _Listening(TorchDispatchMode):
 
 
 def _entries():
-    from torch.testing._internal import common_methods_invocations as database  # takes seconds
+    from torch.testing._internal import common_methods_invocations as database  # this import takes seconds
 
     lists = (
         database.op_db,
@@ -68,14 +69,14 @@ def _entries():
 
 
 def listen(lawful):
-    """Run the samples of the database, those of an entry in a child: some entries end their process."""
+    """Run the samples of the database, each entry in a child process, because some entries end their process."""
     for op in list(_entries()):
         if not _by_a_child(lawful, lambda op=op: _listen_to(op)):
-            print(f"{op.name}: its samples end the process", flush=True)
+            print(f"{op.name}: the samples end their process; skipped", flush=True)
 
 
 def _by_a_child(lawful, find):
-    """Add the calls that `find()` returns in a child of this process, by operator. Whether the child came to its end."""
+    """Run `find()` in a child process, and add the calls that it returns. Returns whether the child ended normally."""
     tells, told = os.pipe()
     child = os.fork()
     if not child:
@@ -87,7 +88,7 @@ def _by_a_child(lawful, find):
     with os.fdopen(tells, "rb") as answers:
         data = answers.read()
     os.waitpid(child, 0)
-    found = pickle.loads(data) if data else {}  # noqa: S301  # of a process that this one started
+    found = pickle.loads(data) if data else {}  # noqa: S301  # data of a child process of this one
     for name, calls in found.items():
         kept = lawful.calls.setdefault(name, [])
         kept += calls[: KEPT - len(kept)]
@@ -95,7 +96,7 @@ def _by_a_child(lawful, find):
 
 
 def _listen_to(op):
-    """What the samples of one entry call."""
+    """Return the calls that the samples of one entry make."""
     lawful = Lawful()
     with _Listening(lawful):
         for dtype in DTYPES:
@@ -122,11 +123,11 @@ def _run(op, sample, grads):
         torch.autograd.backward([t.sum() for t in results])
 
 
-# -- what no sample reaches ----------------------------------------------------------------------------------------------
+# -- operators without a sample -----------------------------------------------------------------------------------------
 
 
 def by_hand(lawful):
-    """Composites that travel whole, layers, optimisers."""
+    """Add calls of composite operators that travel as one instruction, of layers and of optimisers."""
     add, f = lawful.add, torch.ones
     x, cell = f(5, 2, 3), (f(16, 3), f(16, 4), f(16), f(16))
     gru, rnn = (f(12, 3), f(12, 4), f(12), f(12)), (f(4, 3), f(4, 4), f(4), f(4))
@@ -148,7 +149,7 @@ def by_hand(lawful):
     states = (h[0], c[0], y, hy, cy, f(5, 2, 4), f(1, 2, 4), f(1, 2, 4))
     number = (False, 2, 4, 1, True, True, False, [], False)
     add("aten.mkldnn_rnn_layer_backward.default", (x, *cell, *states, *number, workspace), {})
-    for lengths in ((4, 4), (4, 2)):  # of which shorter ones leave parts of what is kept for the backward pass
+    for lengths in ((4, 4), (4, 2)):  # the shorter lengths leave parts of the saved tensors unwritten
         ctc = (f(4, 2, 5).log_softmax(2), torch.tensor([[1, 2], [3, 4]]), lengths, (2, 1), 0, False)
         add("aten._ctc_loss.default", ctc, {})
     add("aten.linear.default", (f(2, 3), f(4, 3), f(4)), {})
@@ -242,7 +243,7 @@ def _optimisers(add, f):
 
 
 def _tensors_of(call):
-    """The arguments of a call by name, tensors made."""
+    """Return the arguments of a call by name, with real tensors."""
     stores = [torch.frombuffer(bytearray(m.raw), dtype=torch.uint8) if m.raw else torch.empty(0, dtype=torch.uint8)
               for m in call.memories]  # fmt: skip
 
@@ -260,7 +261,7 @@ def _overload(name):
 
 
 def borrow(lawful, name):
-    """Calls of an operator from those of its siblings: the same arguments by name, `out=` what they return."""
+    """Make calls of an operator from those of its siblings: the same arguments by name, and their results as `out=`."""
     op = _overload(name)
     bare = op.overloadpacket.__name__
     for sibling in (bare, bare.removesuffix("_"), f"{bare}_"):
@@ -306,7 +307,7 @@ def _copied(v):
     return [_copied(x) for x in v] if isinstance(v, list) else v
 
 
-#: What is given for arguments of a type, where nothing else is known.
+#: Guesses for arguments by type, if nothing else is known.
 _GUESSES = {
     "Tensor": (torch.ones(2, 3), torch.eye(3), torch.ones(1, 2, 4, 4), torch.tensor([[1, 0, 1]]), torch.ones(3)),
     "int": (1, 0, 2),
@@ -318,7 +319,7 @@ _GUESSES = {
 
 
 def guess(lawful, name):
-    """Calls from the schema alone, of a few likely values. Nobody knows whether they are lawful, so they are not tried here."""
+    """Make calls from the schema alone, with a few likely values. They may be unlawful, so they are not tried here."""
     op = _overload(name)
     needed = [a for a in op._schema.arguments if not a.has_default_value()]
     for k in range(5):
@@ -337,16 +338,16 @@ def _guessed(kind, k):
 
 
 def gather(*, database=True):
-    """Lawful calls by operator, and the operators that have none. `database`: with those of the samples."""
+    """Return lawful calls by operator, and the operators without any. `database`: with calls from the samples."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     lawful = Lawful()
     if database:
         listen(lawful)
     by_hand(lawful)
-    for _ in range(2):  # some siblings have only siblings
+    for _ in range(2):  # twice, because some siblings borrow from siblings
         for name in sorted(allowed()):
-            if not lawful.calls.get(name):  # nobody knows whether what fits one fits the other: it may end the process
+            if not lawful.calls.get(name):  # borrowed calls are not tried here: a wrong one may end the process
                 _by_a_child(lawful, lambda name=name: borrow(lawful, name))
     for name in sorted(allowed()):
         if not lawful.calls.get(name):

@@ -1,4 +1,4 @@
-"""Calls that nobody should make, from lawful ones: a few arguments of each are made wrong. The same seed gives the same calls."""
+"""Makes unlawful calls from lawful ones by changing a few arguments. The same seed gives the same calls."""
 
 import random
 from dataclasses import replace
@@ -42,14 +42,14 @@ STRINGS = (
     "amax",
     "reduced",
 )
-#: Bytes that a mutated tensor has at most.
+#: Maximum size of a mutated tensor, in bytes.
 LARGEST = 1 << 18
-#: Changes to one call, and how likely so many are.
+#: Numbers of changes to a call, and their probabilities.
 CHANGES = (1, 1, 1, 1, 2, 2, 3, 4)
 
 
 class Corpus:
-    """Lawful calls by operator, and what they show of arguments' values."""
+    """Lawful calls by operator, and the values of arguments that occur in them."""
 
     def __init__(self, lawful):
         self.lawful = lawful
@@ -58,7 +58,7 @@ class Corpus:
 
 
 def mutant(corpus, name, seed, k):
-    """The `k`th mutant of an operator's lawful calls."""
+    """Return the `k`th mutant of an operator's lawful calls."""
     rng = random.Random(f"{seed} {name} {k}")
     calls = corpus.lawful[name]
     mutation = _Mutation(rng, corpus, calls[k % len(calls)] if k < len(calls) else rng.choice(calls))
@@ -78,7 +78,7 @@ class _Mutation:
         self._unsaid, self._read = set(), {}
 
     def finished(self):
-        """The call as it is now. Arguments in front of the last positional one that is given are given, too."""
+        """Return the call in its current state. All arguments before the last positional one are passed, too."""
         call, given = self._call, self._values
         positional = [n for n in self._order if not self._declared[n].kwarg_only]
         last = max([i for i, n in enumerate(positional) if n in given], default=-1)
@@ -118,18 +118,18 @@ class _Mutation:
             self._read[name] = rng.choice(("conj", "neg"))
             return
         if rng.random() < 0.04:
-            other = rng.choice(names)  # two change places
+            other = rng.choice(names)  # swap two arguments
             self._values[name], self._values[other] = self._values[other], value
             return
         self._values[name] = self._other(a, value)
 
     def _other(self, a, value):
-        """Another value for an argument."""
+        """Return another value for an argument."""
         rng, kind = self._rng, str(a.type)
         if kind.startswith("Optional") and value is not None and rng.random() < 0.2:
             return None
         if value is None:
-            return self._made_up(kind)
+            return self._random_value(kind)
         if isinstance(value, Window):
             return self._tensor(value)
         if isinstance(value, tuple):
@@ -150,7 +150,7 @@ class _Mutation:
             return rng.choice(FORMATS)
         return None
 
-    def _made_up(self, kind):
+    def _random_value(self, kind):
         rng = self._rng
         if "Generator" in kind or "Device" in kind:
             return None
@@ -211,26 +211,26 @@ class _Mutation:
         if known and self._rng.random() < 0.6:
             return self._tensor(self._rng.choice(known)) if self._rng.random() < 0.5 else self._rng.choice(known)
         sizes = [self._rng.choice(SIZES) for _ in range(self._rng.randrange(4))]
-        return self._new(self._rng.choice(LIKELY), sizes)
+        return self._dense_tensor(self._rng.choice(LIKELY), sizes)
 
     def _tensor(self, w):
         rng = self._rng
         how = rng.randrange(100)
         if how < 25:
-            return self._new(w.dtype, self._sizes(w.sizes), like=w)
+            return self._dense_tensor(w.dtype, self._sizes(w.sizes), like=w)
         if how < 45:
-            return self._new(w.dtype, w.sizes)
+            return self._dense_tensor(w.dtype, w.sizes)
         if how < 55:
             return self._rank(w)
         if how < 63:
-            return self._new(rng.choice(LIKELY if rng.random() < 0.7 else DTYPES), w.sizes, like=w)
+            return self._dense_tensor(rng.choice(LIKELY if rng.random() < 0.7 else DTYPES), w.sizes, like=w)
         if how < 75:
             return self._strided(w)
         if how < 85:
             return self._alias(w)
         if how < 92:
-            return self._few(w)
-        return self._new(w.dtype, [0] if rng.random() < 0.5 else [])
+            return self._few_changes(w)
+        return self._dense_tensor(w.dtype, [0] if rng.random() < 0.5 else [])
 
     def _sizes(self, sizes):
         rng, sizes = self._rng, list(sizes)
@@ -256,10 +256,10 @@ class _Mutation:
             sizes = [1] * rng.choice((16, 26, 64, 65, 130))
         else:
             sizes = []
-        return self._new(w.dtype, sizes, like=w)
+        return self._dense_tensor(w.dtype, sizes, like=w)
 
     def _strided(self, w):
-        """Other strides: turned, overlapping, with gaps, none, with an offset."""
+        """Return the tensor with other strides: transposed, overlapping, with gaps, zero, or with an offset."""
         rng, n = self._rng, len(w.sizes)
         how = rng.randrange(5)
         strides = list(w.strides)
@@ -274,10 +274,10 @@ class _Mutation:
         elif n:
             strides[rng.randrange(n)] = rng.choice((0, 1, 3))
         offset = rng.choice((0, 0, 1, 3, 16))
-        return self._shown(replace(w, strides=tuple(strides), offset=offset))
+        return self._with_enough_memory(replace(w, strides=tuple(strides), offset=offset))
 
     def _alias(self, w):
-        """The memory of another tensor of the call, most of all one that is written."""
+        """Return a tensor on the memory of another tensor of the call, preferably of one that is written."""
         rng = self._rng
         written = [x for n, v in self._values.items() if is_written(self._declared[n]) for x in windows_of(v)]
         others = written if written and rng.random() < 0.6 else self._windows()
@@ -288,10 +288,10 @@ class _Mutation:
             return other
         itemsize, size = w.dtype.itemsize, len(self._memories[other.memory].raw)
         offset = rng.choice((0, 0, 1, 2, max(size // itemsize - 1, 0)))
-        return self._shown(replace(w, memory=other.memory, offset=offset))
+        return self._with_enough_memory(replace(w, memory=other.memory, offset=offset))
 
-    def _few(self, w):
-        """The same tensor with a few numbers of its memory changed."""
+    def _few_changes(self, w):
+        """Return the same tensor with a few changed numbers."""
         rng, memory = self._rng, self._memories[w.memory]
         raw, item = bytearray(memory.raw), w.dtype.itemsize
         if len(raw) < item:
@@ -302,8 +302,8 @@ class _Mutation:
         self._memories.append(Memory(w.dtype, bytes(raw)))
         return replace(w, memory=len(self._memories) - 1)
 
-    def _new(self, dtype, sizes, like=None):
-        """A dense tensor with numbers of its own, or such as another has."""
+    def _dense_tensor(self, dtype, sizes, like=None):
+        """Return a dense tensor with its own numbers, or with numbers like those of another tensor."""
         sizes = tuple(sizes)
         n = torch.Size(sizes).numel()
         if n * dtype.itemsize > LARGEST:
@@ -316,8 +316,8 @@ class _Mutation:
         self._memories.append(Memory(dtype, raw))
         return Window(len(self._memories) - 1, dtype, sizes, _dense(sizes))
 
-    def _shown(self, w):
-        """A window, whose memory is made as large as it has to be."""
+    def _with_enough_memory(self, w):
+        """Return a tensor, and enlarge its memory if it is too small."""
         end, memory = w.view.end, self._memories[w.memory]
         if end > LARGEST:
             return replace(w, strides=(0,) * len(w.sizes), offset=0) if w.dtype.itemsize <= len(memory.raw) else w
@@ -334,7 +334,7 @@ def _dense(sizes):
 
 
 def _numbers(rng, dtype, n):
-    """Bytes of so many numbers: small ones, far ones, any bits."""
+    """Return the bytes of `n` numbers: small ones, large ones, or random bits."""
     how, bits = rng.randrange(5), 8 * dtype.itemsize
     if how == 0:
         return rng.randbytes(n * dtype.itemsize)

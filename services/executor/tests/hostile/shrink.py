@@ -1,4 +1,4 @@
-"""Smaller calls like a given one: fewer arguments, smaller tensors, the same number everywhere."""
+"""Makes calls smaller: fewer arguments, smaller tensors, the same number everywhere."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ from call import Memory, Window, windows_of
 
 
 def simpler(call):
-    """Calls that are a little simpler, the boldest first."""
+    """Yield calls that are a little simpler, the largest simplification first."""
     for flag in ("read", "unsaid"):
         if getattr(call, flag):
             yield replace(call, **{flag: ()})
@@ -18,13 +18,13 @@ def simpler(call):
     declared = call.schema.arguments
     if call.args and declared[len(call.args) - 1].has_default_value():
         yield replace(call, args=call.args[:-1])
-    yield from _elsewhere(call)
-    yield from _numbers(call)
-    yield from _contents(call)
+    yield from _other_shapes(call)
+    yield from _simpler_numbers(call)
+    yield from _uniform_contents(call)
 
 
-def _placed(call):
-    """(argument, a call with another value there) of every argument."""
+def _replaceable(call):
+    """Yield (argument, function that replaces its value) for each argument."""
     for k, value in enumerate(call.args):
         yield value, lambda v, k=k: replace(call, args=call.args[:k] + (v,) + call.args[k + 1 :])
     for k, (name, value) in enumerate(call.kwargs):
@@ -34,10 +34,10 @@ def _placed(call):
         )
 
 
-def _elsewhere(call):
-    """Tensors of other shapes."""
+def _other_shapes(call):
+    """Yield calls with tensors of other shapes."""
     shared = [w.memory for w in windows_of((call.args, call.kwargs))]
-    for value, at in _placed(call):
+    for value, at in _replaceable(call):
         if isinstance(value, tuple) and any(isinstance(v, Window) for v in value):
             for k in range(len(value)):
                 yield at(value[:k] + value[k + 1 :])
@@ -45,17 +45,17 @@ def _elsewhere(call):
             continue
         dense = tuple(torch.empty(value.sizes, device="meta").stride())
         if shared.count(value.memory) > 1 or value.strides != dense or value.offset:
-            yield _anew(call, at, value, value.sizes)
+            yield _with_dense_tensor(call, at, value, value.sizes)
         for k, n in enumerate(value.sizes):
             for less in dict.fromkeys((n // 2, n - 1)):
                 if 0 < less < n:
-                    yield _anew(call, at, value, value.sizes[:k] + (less,) + value.sizes[k + 1 :])
+                    yield _with_dense_tensor(call, at, value, value.sizes[:k] + (less,) + value.sizes[k + 1 :])
         if len(value.sizes) > 8:
-            yield _anew(call, at, value, value.sizes[: len(value.sizes) // 2])
+            yield _with_dense_tensor(call, at, value, value.sizes[: len(value.sizes) // 2])
 
 
-def _anew(call, at, w, sizes):
-    """The call with a dense tensor of this size and dtype, its numbers as they come."""
+def _with_dense_tensor(call, at, w, sizes):
+    """Return the call with a dense tensor of this size and dtype, filled with the first numbers of the old tensor."""
     n = torch.Size(sizes).numel() * w.dtype.itemsize
     raw = call.memories[w.memory].raw[w.offset * w.dtype.itemsize :] or bytes(w.dtype.itemsize)
     raw = (raw * (n // len(raw) + 1))[:n]
@@ -64,9 +64,9 @@ def _anew(call, at, w, sizes):
     return replace(made, memories=(*made.memories, Memory(w.dtype, raw))).tidy()
 
 
-def _numbers(call):
-    """Plain numbers."""
-    for value, at in _placed(call):
+def _simpler_numbers(call):
+    """Yield calls with simpler numbers."""
+    for value, at in _replaceable(call):
         if isinstance(value, (int, float)) and not isinstance(value, bool) and value not in (0, 1):
             yield at(type(value)(1))
             yield at(type(value)(0))
@@ -76,8 +76,8 @@ def _numbers(call):
                     yield at((type(value[0])(plain),) * len(value))
 
 
-def _contents(call):
-    """Memories with one number all over."""
+def _uniform_contents(call):
+    """Yield calls in which a memory has the same number everywhere."""
     for k, memory in enumerate(call.memories):
         size, n = memory.dtype.itemsize, len(memory.raw) // memory.dtype.itemsize
         if not n:

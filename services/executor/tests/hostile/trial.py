@@ -1,4 +1,4 @@
-"""One call, tried in this process as an executor runs it: verified, held against the laws, run, its results read."""
+"""Tries one call in this process as an executor does: verify, check the laws, run, read the results."""
 
 import struct
 
@@ -9,7 +9,7 @@ from wooly_executor.programs import ProgramStore
 from wooly_executor.runtime.buffers import Buffer, bytes_of
 from wooly_wis.errors import WisError
 
-#: Programs that a store keeps before it is made anew.
+#: Maximum number of programs in a store; then a new store is made.
 STORE_KEPT = 500
 
 
@@ -17,19 +17,19 @@ class Trials:
     """Tries calls on a runtime.
 
     Args:
-        runtime: which.
-        guard: the guarded memory; None: the library's own.
-        left: is given the bytes of each buffer that a run leaves, where a session could read them.
+        runtime: the runtime.
+        guard: the guarded memory; None: the library's own memory.
+        left: called with the bytes of each buffer that a session could read after a run.
     """
 
     def __init__(self, runtime, guard=None, left=None):
         self._runtime, self._guard, self._left, self._count = runtime, guard, left, 0
 
     def said(self, call):
-        """What a run of a call ends with; empty: it succeeded.
+        """Return the error of a run of a call; empty if it succeeded.
 
         Raises:
-            AssertionError: it left something behind that is not in order.
+            AssertionError: the run left an invalid buffer.
         """
         try:
             raw, params, order = program_of(call)
@@ -45,7 +45,7 @@ class Trials:
         with torch.inference_mode():
             buffers, locked = self._buffers(call)
             if any(k in buffers and buffers[k].nbytes < n for k, n in zip(order, ready.facts.slot_bytes, strict=True)):
-                return "a view reaches beyond its buffer"  # what a session checks before it runs anything
+                return "a view reaches beyond its buffer"  # a session checks this before each run
             run = self._guarded_run if self._guard is not None else self._run
             try:
                 return run(ready, buffers, order, params)
@@ -62,12 +62,14 @@ class Trials:
         for buffer in buffers.values():
             if buffer.base is not None:
                 t = buffer.base
-                assert t.untyped_storage().nbytes() >= buffer.nbytes, "a buffer is shorter than it is said to be"
-                assert not t.storage_offset(), "a buffer does not begin where its memory does"
+                assert t.untyped_storage().nbytes() >= buffer.nbytes, "a buffer's memory is smaller than its size"
+                assert not t.storage_offset(), "a buffer does not begin at the start of its memory"
                 v = buffer.view
                 if v is not None:
-                    assert tuple(t.shape) == v.sizes and t.stride() == v.strides, "a buffer is not as its view says"
-                    assert t.untyped_storage().nbytes() >= v.end, "a buffer is shorter than its view"
+                    assert tuple(t.shape) == v.sizes and t.stride() == v.strides, (
+                        "a buffer does not have the shape and strides of its view"
+                    )
+                    assert t.untyped_storage().nbytes() >= v.end, "a buffer's memory is smaller than its view"
                 if buffer.nbytes:
                     found = bytes_of(t, 0, buffer.nbytes)
                     found.max()
@@ -76,7 +78,7 @@ class Trials:
         return error
 
     def _buffers(self, call):
-        """The call's memories as buffers; and the addresses of those that nobody may write."""
+        """Return the call's memories as buffers, and the addresses of the read-only ones."""
         written = set()
         for argument, value in call.named():
             if is_written(argument) and argument.name not in call.unsaid:

@@ -1,10 +1,10 @@
-"""Runs every operator of the allow-list with several patterns in fresh memory, and reports each result that depends on it.
+"""Runs every operator of the allow-list with several patterns in new memory, and reports each result that depends on the pattern.
 
     python unwritten.py --out FOLDER [--calls 40] [--seed 0] [--quick] [--slice 1/4] [NAME ...]
 
-A result that depends on what its memory held before shows one session what another has freed. FOLDER keeps the lawful calls, as
-for `fuzz.py`; each operator is tried with all of these, and with so many mutants of them. NAMEs are parts of operators' names.
-Ends with status 1 where a result depends on the pattern. There are no exceptions.
+A result that depends on the previous content of its memory shows one session what another has freed. FOLDER keeps the lawful
+calls, as for `fuzz.py`. Each operator is tried with all of them, and with `--calls` mutants. NAMEs are parts of operators' names.
+Ends with status 1 if a result depends on the pattern. There are no exceptions.
 """
 
 import argparse
@@ -31,25 +31,25 @@ from wooly_executor.runtime import preparation
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
 
 HERE = Path(__file__).parent
-#: Seconds that a call may take on a busy machine, and bytes beside what the process has.
+#: Maximum time of a call on a busy machine, in seconds, and maximum memory of a process, in bytes above its initial size.
 LIMIT_S, LIMIT_BYTES = 10, 1 << 30
-#: What is said of a call that ended its process: the other pass of `make hostile` looks into those.
+#: Answer for a call that ended its process. The other pass of `make hostile` examines these calls.
 ENDED = "ended"
-#: Results that differ, of one operator, that are printed, and characters of each call.
+#: Maximum number of printed findings per operator, and of characters per call.
 SHOWN, LONGEST = 2, 400
 
 
 def calls_of(corpus, job):
-    """The lawful calls of an operator, and mutants of them."""
+    """Return the lawful calls of an operator, and mutants of them."""
     lawful = corpus.lawful[job["name"]]
     return [*lawful, *[mutant(corpus, job["name"], job["seed"], k) for k in range(job["count"])]]
 
 
-# -- in a worker, whose environment has the pattern --------------------------------------------------------------------------
+# -- in a worker, whose environment sets the pattern --------------------------------------------------------------------
 
 
 class Child:
-    """Runs the calls of operators in a child of this process, and tells what each left. Where one ends, a new one goes on."""
+    """Runs the calls of operators in a child process, and reports what each call left. If a child ends, a new one continues."""
 
     def __init__(self, corpus):
         self._corpus = corpus
@@ -58,7 +58,7 @@ class Child:
         self._process = 0
 
     def go(self, job):
-        """Per call of the job: what its run said, and a digest of all bytes that it left."""
+        """Return, for each call of the job, its error and a digest of all bytes that it left."""
         n, found = len(calls_of(self._corpus, job)), []
         while len(found) < n:
             if not self._process:
@@ -87,7 +87,7 @@ class Child:
         self._asks, self._tells, self._rest = os.fdopen(asks, "w"), tells, b""
 
     def _line(self):
-        """The child's next line; empty: it has ended, or takes too long."""
+        """Return the child's next line; empty if the child has ended or takes too long."""
         while b"\n" not in self._rest:
             ready, _, _ = select.select([self._tells], [], [], LIMIT_S)
             data = os.read(self._tells, 1 << 16) if ready else b""
@@ -124,7 +124,7 @@ class Child:
 
 
 def work(path, pattern, trusting):
-    """Answer the jobs that come on standard input, a JSON object in a line each."""
+    """Answer the jobs on standard input, one JSON object per line."""
     if trusting:
         preparation.writes_all = lambda op: True
     torch.set_num_threads(1)
@@ -133,7 +133,7 @@ def work(path, pattern, trusting):
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
     with open(path, "rb") as f:
-        corpus = Corpus(pickle.load(f))  # noqa: S301  # of a process that this tool started
+        corpus = Corpus(pickle.load(f))  # noqa: S301  # written by this tool
     child = Child(corpus)
     with junk() if pattern.junk else contextlib.nullcontext():
         for line in sys.stdin:
@@ -144,7 +144,7 @@ def work(path, pattern, trusting):
 
 
 class Worker:
-    """A process whose fresh memory has a pattern."""
+    """A process whose new memory is filled with a pattern."""
 
     def __init__(self, path, pattern, trusting):
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
@@ -169,7 +169,7 @@ class Worker:
 
 
 def compared(found):
-    """How many calls succeeded, and which of them left other bytes under another pattern. A list of results per pattern."""
+    """Return how many calls succeeded, and the indices of those whose bytes differ. `found` has a list of results per pattern."""
     fine, differing = 0, []
     for k, each in enumerate(zip(*found, strict=True)):
         if any(said == ENDED for said, _ in each):
@@ -184,18 +184,20 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--calls", type=int, default=40, help="mutants of each operator's lawful calls")
+    parser.add_argument("--calls", type=int, default=40, help="number of mutants per operator")
     parser.add_argument("--seed", default="0")
     parser.add_argument("--quick", action="store_true", help="without the samples of PyTorch's own tests")
-    parser.add_argument("--slice", default="1/1", help="2/4: the second quarter of the operators")
-    parser.add_argument("--trusting", action="store_true", help="as if every operator wrote all of its results")
+    parser.add_argument("--slice", default="1/1", help="part of the operators; 2/4: the second quarter")
+    parser.add_argument(
+        "--trusting", action="store_true", help="do not zero memory, as if every operator wrote all of its results"
+    )
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         return work(args.out, next(p for p in PATTERNS if p.name == args.worker), args.trusting)
     path, operators = collected(args.out, args.quick)
     with path.open("rb") as f:
-        corpus = Corpus(pickle.load(f))  # noqa: S301  # of a process that this tool started
+        corpus = Corpus(pickle.load(f))  # noqa: S301  # written by this tool
     at, of = map(int, args.slice.split("/"))
     wanted = [n for n in operators if not args.names or any(part in n for part in args.names)][at - 1 :: of]
     workers = [Worker(path, pattern, args.trusting) for pattern in PATTERNS]
@@ -207,7 +209,10 @@ def main():
         tried, succeeded, with_success = tried + len(found[0]), succeeded + fine, with_success + (fine > 0)
         if differing:
             dependent.append(name)
-            print(f"{name}: {len(differing)} of {len(found[0])} calls leave what was in memory before", flush=True)
+            print(
+                f"{name}: {len(differing)} of {len(found[0])} calls depend on the previous content of memory",
+                flush=True,
+            )
             for k in differing[:SHOWN]:
                 call = calls_of(corpus, job)[k]
                 print(f"    {literal(call.tidy())[:LONGEST]}", flush=True)
@@ -217,7 +222,7 @@ def main():
     for worker in workers:
         worker.close()
     print(
-        f"{succeeded} calls succeeded, of {with_success} operators; the results of {len(dependent)} depend on fresh memory"
+        f"{succeeded} calls succeeded, of {with_success} operators; results of {len(dependent)} operators depend on new memory"
     )
     return 1 if dependent else 0
 

@@ -1,10 +1,10 @@
-"""Tries calls in children of this process, which is preloaded with `guarded.c`: `python worker.py CORPUS`.
+"""Tries calls in child processes of this one, in which `guarded.c` is preloaded: `python worker.py CORPUS`.
 
-Jobs come on standard input and answers leave on standard output, a JSON object in a line each:
+Jobs come on standard input, answers go to standard output, as one JSON object per line:
 
-    {"name": operator, "seed": any, "count": n}    tries so many mutants of its lawful calls
+    {"name": operator, "seed": any, "count": n}    tries `n` mutants of its lawful calls
 
-A child tries one call after the other; when one ends it, or takes too long, another child goes on with the next.
+A child tries the calls in order. If a call ends the child or takes too long, another child continues with the next call.
 """
 
 import contextlib
@@ -25,26 +25,26 @@ from shrink import simpler
 from trial import Trials
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
 
-#: What does no harm to others: enough of it is written down, and then passed over.
+#: Findings that do no harm to others. A few are recorded, and the rest is ignored.
 MILD = ("memory", "untidy")
-#: Seconds that a call may take.
+#: Maximum time of a call, in seconds.
 LIMIT_S = 10
-#: How often so many seconds are waited for one that has hardly computed in them.
+#: Number of such periods to wait for a call that has used little CPU time, because the machine is busy.
 PATIENCE = 12
-#: Findings of one operator after which nobody looks for more, and those of a kind that are written down.
+#: Number of findings after which an operator is finished, and maximum number of recorded findings of one kind.
 ENOUGH, OF_A_KIND = 12, 2
-#: Times that a finding is tried to be made smaller.
+#: Maximum number of attempts to make a finding smaller.
 SHRINK = 60
-#: Characters of a literal at most.
+#: Maximum length of a literal, in characters.
 LONGEST = 4000
-#: Bytes that some kernels read behind an argument, and use nothing of (ADR 32).
+#: Bytes behind an argument that some kernels read without using them (ADR 32).
 VECTOR = 64
 _REPORT, _PLACE = 512, 8
 _WRONG = 76
 
 
 class Children:
-    """Runs calls in children, and says how they end."""
+    """Runs calls in child processes, and reports how they end."""
 
     def __init__(self):
         self._shared = mmap.mmap(-1, mmap.PAGESIZE)
@@ -52,12 +52,12 @@ class Children:
         self._runtime.rates()
 
     def go(self, calls, slack, ignore=(), first=0):
-        """Try calls in order, up to one that goes wrong, unless it does so in a way that is ignored.
+        """Try calls in order, up to the first one that goes wrong in a way that is not ignored.
 
-        `first`: the number of the first of them, on which hangs where blocks lie.
+        `first`: the number of the first call. The position of blocks depends on a call's number.
 
         Returns:
-            How many were tried, what was wrong with the last one, and how many succeeded.
+            The number of tried calls, the finding of the last one, and the number of calls that succeeded.
         """
         self._shared[:] = bytes(len(self._shared))
         tells, told = os.pipe()
@@ -107,7 +107,9 @@ class Children:
             if not ready:
                 taken = _cpu_s(child)
                 waited += 1
-                if taken - begun < LIMIT_S / 2 and waited < PATIENCE:  # a busy machine: it had no time
+                if (
+                    taken - begun < LIMIT_S / 2 and waited < PATIENCE
+                ):  # the machine is busy: the call had little CPU time
                     continue
                 os.kill(child, signal.SIGKILL)
                 os.waitpid(child, 0)
@@ -135,13 +137,13 @@ def _status(status):
 
 
 def kind_of(wrong):
-    """What findings are told apart by: how the call ended, without its numbers."""
+    """Return the kind of a finding: its text without the numbers."""
     words = [w for w in wrong.replace(",", " ").split() if not w.lstrip("-").isdigit()]
     return " ".join(words)
 
 
 def is_vector(wrong):
-    """Whether a fault is that of a vector which begins inside of a block and ends outside."""
+    """Whether the fault is that of a SIMD vector that begins inside of a block and ends outside."""
     words = wrong.split()
     if words[:3] != ["fault:", "reads", "byte"] or "freed" in words or "locked" in words:
         return False
@@ -150,7 +152,7 @@ def is_vector(wrong):
 
 
 def examine(children, corpus, job):
-    """All that a job asks for. Returns its findings: kind, times, the smallest literals."""
+    """Do a job. Returns its findings: kind, count, and the smallest literals."""
     name = job["name"]
     calls = [mutant(corpus, name, job["seed"], k) for k in range(job["count"])]
     found, at, slack, fine = {}, 0, 0, 0
@@ -163,7 +165,7 @@ def examine(children, corpus, job):
         known = found.setdefault(kind_of(wrong), {"wrong": wrong, "calls": [], "slack": slack})
         known["calls"].append((calls[at - 1], at - 1))
         if is_vector(wrong) and not slack:
-            slack, at = VECTOR, at - 1  # the same call again: what else does it do?
+            slack, at = VECTOR, at - 1  # try the same call again with slack, because it may have another finding
     told = []
     for kind, each in found.items():
         some = each["calls"][:OF_A_KIND]
@@ -175,7 +177,7 @@ def examine(children, corpus, job):
 
 
 def smallest(children, call, kind, slack, first):
-    """A call that ends alike, and is as small as was found."""
+    """Return the smallest call found that ends with the same kind of finding."""
     tries, progress = 0, True
     while progress and tries < SHRINK:
         progress = False
@@ -197,7 +199,7 @@ def main():
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
     with open(sys.argv[1], "rb") as f:
-        corpus = Corpus(pickle.load(f))  # noqa: S301  # of lawful.py's, a minute ago
+        corpus = Corpus(pickle.load(f))  # noqa: S301  # written by lawful.py
     children = Children()
     with contextlib.suppress(KeyboardInterrupt):
         for line in sys.stdin:

@@ -1,4 +1,6 @@
-"""Bounds on what one instruction may do: estimates per operator family, limits, and the pieces that large instructions become."""
+"""Limits on the work of one instruction: estimates per operator family, limits per device, and the splitting of large
+instructions.
+"""
 
 from __future__ import annotations
 
@@ -15,33 +17,33 @@ from wooly_executor.bounds.work import Work
 from wooly_executor.errors import TooMuchWorkError
 
 Pieces = Mapping[int, tuple[Piece, ...]]
-#: Of a program whose instructions all stay whole.
+#: For a program in which no instruction is split.
 WHOLE: Pieces = MappingProxyType({})
-#: Forms whose work is remembered.
+#: Maximum number of forms in the cache of estimates. At this size, the cache is cleared.
 REMEMBERED = 65536
 
 
 class Bounds:
-    """What a device allows an instruction to be. May be asked by any thread.
+    """Checks programs against the limits of a device, and splits large instructions. Thread-safe.
 
     Args:
-        limits: of the device.
+        limits: the limits of the device.
     """
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        #: By identity, as decoded forms are kept and shared: the work of a form that is to be split or refused, else None.
-        #: What is remembered does not keep the form: it goes with the last program that has it.
+        #: Cache by id() of a form, because decoded forms are kept and shared. The value is the work of a form that must be split
+        #: or refused, and None for all other forms. The weak reference lets a form go with the last program that has it.
         self._large: dict[int, tuple[weakref.ref[Form], Work | None]] = {}
 
     def pieces(self, program: Program) -> Pieces:
-        """Per instruction that is to be split, its pieces.
+        """Return the pieces of each instruction that is split, by its index.
 
         Raises:
-            TooMuchWorkError: an instruction is more than the device allows, and cannot be split.
+            TooMuchWorkError: an instruction exceeds the limits and cannot be split.
             OperationError: the library has no operator for an instruction.
         """
-        large = [self._of(form) for form in program.forms]
+        large = [self._large_work(form) for form in program.forms]
         if not any(large):
             return WHOLE
         found: dict[int, tuple[Piece, ...]] = {}
@@ -53,26 +55,27 @@ class Bounds:
                     found[i] = pieces
         if sum([len(pieces) for pieces in found.values()]) > PROGRAM_PIECES:
             raise TooMuchWorkError(
-                f"the program's instructions are split into more than {PROGRAM_PIECES} pieces; submit several programs"
+                f"the program is too large: its instructions are split into more than {PROGRAM_PIECES} pieces; "
+                "submit several programs"
             )
         return found
 
     def check_kernels(self, kernels: Iterable[Sequence[Form]]) -> None:
-        """Make sure that no generated kernel is more than a few pieces.
+        """Check that each generated kernel does at most the work of `KERNEL_PIECES` pieces.
 
         Args:
-            kernels: the instructions that each does.
+            kernels: for each kernel, the forms of its instructions.
 
         Raises:
-            TooMuchWorkError: one is.
+            TooMuchWorkError: a kernel exceeds the limit.
         """
         limits = self.limits.for_kernels()
         for forms in kernels:
             total = sum([limits.weighed(work_of(form), form) for form in forms], Work(0))
             if limits.exceeded(total):
                 raise TooMuchWorkError(
-                    f"a kernel for {len(forms)} instructions goes over {total.elements:,} elements with {total.flops:,} "
-                    f"operations in one launch, at most {limits.elements:,} and {limits.flops:,}"
+                    f"a kernel for {len(forms)} instructions is too much work for one launch: {total.elements:,} elements and "
+                    f"{total.flops:,} operations, but at most {limits.elements:,} and {limits.flops:,} are allowed"
                 )
 
     def _divide(self, at: int, form: Form, slots: Sequence[int], work: Work) -> tuple[Piece, ...] | None:
@@ -80,11 +83,11 @@ class Bounds:
         most, whole = (max([p.share for p in pieces]), sum([p.share for p in pieces])) if pieces else (1, 1)
         part = Work(work.elements * most // whole, work.flops * most // whole)
         if self.limits.exceeded(part):
-            raise refused(form, at, part, self.limits, len(pieces or ()))
+            raise too_much_work(form, at, part, self.limits, len(pieces or ()))
         return pieces
 
-    def _of(self, form: Form) -> Work | None:
-        """The work of a form that is to be split or refused; None of most."""
+    def _large_work(self, form: Form) -> Work | None:
+        """Return the work of a form that must be split or refused, and None for all other forms."""
         known = self._large.get(id(form))
         if known is not None and known[0]() is form:
             return known[1]
@@ -97,18 +100,18 @@ class Bounds:
         return large
 
 
-def refused(form: Form, at: int, work: Work, limits: Limits, pieces: int) -> TooMuchWorkError:
-    """The error of an instruction whose work is too much; `pieces`: it was split into so many."""
+def too_much_work(form: Form, at: int, work: Work, limits: Limits, pieces: int) -> TooMuchWorkError:
+    """Return the error for an instruction that exceeds the limits. `pieces` is the number of pieces of the instruction, or 0."""
     name = form.attr("name") if form.opcode == "extern" else form.opcode
     if work.elements > limits.elements:
-        said = f"goes over about {work.elements:,} elements, at most {limits.elements:,}"
+        said = f"processes about {work.elements:,} elements, but at most {limits.elements:,} are allowed"
         setting = "WOOLY_EXECUTOR_MAX_ELEMENTS"
     else:
-        said = f"takes about {work.flops:,} operations, at most {limits.flops:,}"
+        said = f"takes about {work.flops:,} operations, but at most {limits.flops:,} are allowed"
         setting = "WOOLY_EXECUTOR_MAX_FLOPS"
     where = f"even each of its {pieces} pieces {said}" if pieces else f"it {said}"
     return TooMuchWorkError(
-        f"instruction {at} ({name}) is too much work for one call on this device: {where} are allowed ({setting}, a setting "
-        "of the executor). Compute it in parts, for example over slices of its first dimension",
+        f"instruction {at} ({name}) is too much work for one call on this device: {where} ({setting}, a setting of the "
+        "executor). Compute it in parts, for example over slices of its first dimension",
         at,
     )

@@ -1,7 +1,7 @@
-"""Large instructions as pieces, where pieces have the bits of the whole: element by element, over kept dimensions, by rows.
+"""Splits a large instruction into pieces that compute the same bits: element-wise, along kept dimensions, or by rows.
 
-A piece is the same instruction on parts of its operands' views, so the whole has its shape, its dtypes and its place. What is
-split and what stays whole is decided by the tables here; tests compare the bits.
+A piece is the same instruction on parts of the operands' views. Therefore the result has the same shape, dtype and place as that
+of the whole instruction. The tables in this file decide which operators are split. Tests compare the bits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from wooly_wis.dtypes import DType
 from wooly_wis.optable import TABLE, Family, result_operands
 from wooly_wis.program import Form, OperandRef, View
 
-#: (dimension, start, length) of what a piece takes of a view; several in order.
+#: The part of a view that a piece takes: (dimension, start, length) for each dimension that is cut.
 Cuts: TypeAlias = tuple[tuple[int, int, int], ...]
 
 
@@ -22,23 +22,24 @@ class Piece(NamedTuple):
     """Part of an instruction.
 
     Attributes:
-        cuts: per operand.
-        share: elements of its part of the index space.
+        cuts: the cuts of each operand.
+        share: size of the piece, relative to the sum over all pieces.
     """
 
     cuts: tuple[Cuts, ...]
     share: int
 
 
-#: Elements of a piece along the last dimension are a multiple of this: no vector ends within.
+#: The length of a piece along the last dimension is a multiple of this number of elements: no SIMD vector crosses its end.
 ALIGNED = 4096
-#: Rows of a product that are taken at once: a multiple of the first, and no less than the second.
+#: Rows of a matrix product per piece: a multiple of ROWS, and at least LEAST_ROWS.
 ROWS, LEAST_ROWS = 64, 256
-#: Products of these dtypes have the same bits by parts of their rows. Those of float64 do not where columns are odd, and
-#: batches of vectors do not.
+#: Dtypes for which a product by parts of rows has the same bits as the whole product. float64 is missing, because its bits
+#: differ when the number of columns is odd. Batches of vectors differ, too, and are not split.
 BY_ROWS = frozenset((DType.F32, DType.BF16))
-#: Operators whose result's element hangs on nothing but the elements that it is made of, on CPUs. Others (sigmoid, gelu, pow)
-#: compute what does not fill a vector in another way, and have other bits there: they stay whole.
+#: Operators for which each element of the result depends only on the corresponding elements of the operands, on CPUs. Other
+#: operators (sigmoid, gelu, pow) use different code for elements that do not fill a SIMD vector, with different bits: they
+#: are not split.
 EXACT = frozenset(
     """
         abs acos add addcdiv addcmul asin atan bitwise_and bitwise_not bitwise_or bitwise_xor ceil clamp clamp_max clamp_min
@@ -47,17 +48,17 @@ EXACT = frozenset(
         round rsub sigmoid_backward sign sin sqrt sub tan tanh tanh_backward trunc where
     """.split()  # noqa: SIM905
 )
-#: Per reduction, the argument that says over which dimensions; the result keeps the others.
+#: For each reduction, the argument that names the reduced dimensions. The result keeps the other dimensions.
 _REDUCED = {"sum": "dims", "mean": "dims", "amax": "dims", "amin": "dims", "any": "dims", "all": "dims",
             "argmax": "dim", "argmin": "dim"}  # fmt: skip
-#: Those that give the same in whatever order elements come.
+#: Reductions whose result does not depend on the order of the elements.
 _ORDERLESS = frozenset(("amax", "amin", "any", "all", "argmax", "argmin"))
-#: The same, of those whose result has the shape of their argument.
+#: Operators along one dimension whose result has the shape of their argument.
 _ALONG = frozenset(("softmax", "log_softmax", "softmax_backward", "log_softmax_backward"))
 
 
 def divide(form: Form, slots: Sequence[int], parts: int) -> tuple[Piece, ...] | None:
-    """An instruction as about so many pieces; None where its operator, or its operands, do not allow it."""
+    """Split an instruction into about `parts` pieces; None if its operator or its operands do not allow a split."""
     views = [o.view for o in form.operands]
     if parts < 2 or any(v is None or not v.numel or v.dtype.kind == "complex" for v in views):
         return None
@@ -81,14 +82,14 @@ def divide(form: Form, slots: Sequence[int], parts: int) -> tuple[Piece, ...] | 
 
 
 def _apart(views: Sequence[View], slots: Sequence[int], result: int, *, same: bool = False) -> bool:
-    """Whether no operand lies where the result is written; `same`: unless it is the very view that is written."""
+    """Whether no operand shares the result's slot. With `same`, an operand may be the result's own view."""
     return all(
         slot != slots[result] or k == result or (same and views[k] == views[result]) for k, slot in enumerate(slots)
     )
 
 
 def _elementwise(views: Sequence[View], result: int, parts: int) -> tuple[Piece, ...] | None:
-    """Boxes of the result's index space, along its outermost dimensions in memory."""
+    """Split into boxes of the result's index space, along the dimensions with the largest strides."""
     out = views[result]
     order = sorted(range(len(out.sizes)), key=lambda d: -out.strides[d])
     pieces = []
@@ -101,7 +102,7 @@ def _elementwise(views: Sequence[View], result: int, parts: int) -> tuple[Piece,
 
 
 def _boxes(sizes: tuple[int, ...], order: Sequence[int], most: int) -> Iterator[Cuts]:
-    """Boxes of about `most` elements that cover an index space, cut along `order`."""
+    """Yield boxes of about `most` elements that cover an index space. Dimensions are cut in the order of `order`."""
     inner = math.prod(sizes)
     if inner <= most or not order:
         yield ()
@@ -123,13 +124,15 @@ def _boxes(sizes: tuple[int, ...], order: Sequence[int], most: int) -> Iterator[
 
 
 def _narrowed(view: View, box: Cuts, rank: int) -> Cuts:
-    """A box of the result as what an operand that broadcasts to it gives."""
+    """Return the part of an operand that broadcasts to a box of the result."""
     lacking = rank - len(view.sizes)
     return tuple([(d - lacking, start, n) for d, start, n in box if d >= lacking and view.sizes[d - lacking] > 1])
 
 
 def _kept(form: Form, views: Sequence[View], result: int, parts: int) -> tuple[Piece, ...] | None:
-    """Along the outermost dimension that a reduction keeps. A piece has two rows at least: one alone is computed otherwise."""
+    """Split along the kept dimension with the largest stride. A piece has at least two rows: the library computes a single row in
+    another way.
+    """
     args = form.attr("args", ())
     names = [a.name for a in TABLE[form.opcode].args]
     given = dict(zip(names, args, strict=False)) if isinstance(args, tuple) else {}
@@ -165,7 +168,7 @@ def _kept(form: Form, views: Sequence[View], result: int, parts: int) -> tuple[P
 
 
 def _rows(form: Form, views: Sequence[View], result: int, parts: int) -> tuple[Piece, ...] | None:
-    """By rows of the left operand."""
+    """Split a matrix product by rows of its left operand."""
     args = form.attr("args", ())
     names = [a.name for a in TABLE[form.opcode].args]
     given = dict(zip(names, args, strict=False)) if isinstance(args, tuple) else {}

@@ -1,15 +1,16 @@
-"""Operators whose work is their index space: so much per element, whatever the arguments say.
+"""Operators whose work is proportional to the size of their index space, whatever their arguments are.
 
-By name, without `_` and `_foreach_`.
+Names have no trailing `_` and no prefix `_foreach_`.
 """
 
 from __future__ import annotations
 
 from wooly_executor.bounds.work import Given, Work, broadcast, log2, product, stored
 
-#: Weights: an element of these costs about as much as so many additions.
+#: Weights: cost of one element, in additions. SERIES is for functions that are computed as a series.
 PLAIN, FUNCTION, ITERATED, SERIES = 1, 2, 16, 256
-#: The library adds up one degree after the other; the degree is a value, which the guards bound. See `guards.polynomials`.
+#: Weight of orthogonal polynomials. The library iterates up to the degree, which is a value that only a run has. The law in
+#: `guards.polynomials` limits the degree.
 DEGREES = 4096
 
 _BY_WEIGHT = {
@@ -48,10 +49,10 @@ _BY_WEIGHT = {
         special_shifted_chebyshev_polynomial_u special_shifted_chebyshev_polynomial_v special_shifted_chebyshev_polynomial_w
     """,
 }
-#: Per operator, what an element of its index space costs.
+#: Weight of each element-wise operator.
 ELEMENTWISE: dict[str, int] = {name: weight for weight, names in _BY_WEIGHT.items() for name in names.split()}
 
-#: Operators that go over all of their operands so many times: reductions, scans, movements, normalisations, optimisers.
+#: Number of passes of an operator over all its operands: reductions, scans, copies, normalisations, optimisers.
 _PASSES = {
     1: """
         all amax amin aminmax any cat _stack channel_shuffle count_nonzero dot flip hash_tensor max mean min
@@ -78,13 +79,13 @@ _PASSES = {
 }
 PASSES: dict[str, int] = {name: n for n, names in _PASSES.items() for name in names.split()}
 
-#: An element that a stride of 0 repeats, and that no result keeps, counts so often: a script has no use for many of these,
-#: and they are all that work without memory can be made of.
+#: Weight of an element that a stride of 0 repeats and that is not in the result. Scripts rarely need many such elements, but a
+#: hostile program could use them to create unlimited work without using memory.
 REPEATED = 16
 
 
 def base_of(name: str) -> tuple[str, bool]:
-    """An operator's name without what says that it is in place, and whether it takes lists of tensors."""
+    """Return an operator's name without its in-place suffix and list prefix, and whether the operator takes lists of tensors."""
     if name.startswith("__"):
         return name, False
     name = name.removesuffix("_")
@@ -96,12 +97,12 @@ def base_of(name: str) -> tuple[str, bool]:
 
 
 def over_space(given: Given, weight: int) -> Work:
-    """So much for every element of the index space."""
+    """Return `weight` times the elements of the index space."""
     return Work(weight * given.space())
 
 
 def over_lists(given: Given, weight: int) -> Work:
-    """The same, tensor by tensor of lists that go together."""
+    """Return `weight` times the elements of all index spaces, one for each position in the lists."""
     lists = [[v for v in value if hasattr(v, "sizes")] for value in given.values.values() if isinstance(value, tuple)]
     singles = [v.sizes for v in given.values.values() if hasattr(v, "sizes")]
     total = 0
@@ -111,14 +112,16 @@ def over_lists(given: Given, weight: int) -> Work:
 
 
 def over_all(given: Given, passes: int) -> Work:
-    """All operands and results, so many times; what is repeated and not kept, more often."""
+    """Return `passes` times the elements of all operands and results. Repeated elements that are not in the result count
+    `REPEATED` times.
+    """
     kept = max([v.numel for v in given.outs], default=0)
     repeated = sum([v.numel - stored(v) for v in given.views() if v.numel > kept])
     return Work(passes * (given.touched() + (REPEATED - 1) * repeated))
 
 
 def sorted_along(given: Given) -> Work:
-    """All elements, as often as sorting them takes."""
+    """Return the work of sorting all elements."""
     n = max([v.numel for v in given.views()], default=0)
     return over_all(given, 2 * log2(max([max(v.sizes, default=1) for v in given.views()], default=1))) + Work(
         product([n])

@@ -1,4 +1,4 @@
-"""The work of a form: what it calls, with which shapes, looked up in the families' tables."""
+"""Estimates the work of a form: its operator and shapes, looked up in the tables of the operator families."""
 
 from __future__ import annotations
 
@@ -20,18 +20,20 @@ from wooly_executor.runtime.calls import LibraryCall, library_call
 from wooly_executor.runtime.guards.law import arguments_of
 from wooly_executor.runtime.torch_private import schema_of
 
-#: An operator whose gradients are asked for runs, and then its backward, which takes about twice as long.
+#: Factor for an operator that runs forward and backward. The backward takes about twice as long as the forward, with some
+#: reserve.
 WITH_GRADIENTS = 4
-#: Opcodes that do nothing on the device, or whose kernels are bounded in time (`WOOLY_EXECUTOR_KERNEL_S`).
+#: Opcodes that this file does not limit: they do nothing on the device, or their kernels have a time limit
+#: (`WOOLY_EXECUTOR_KERNEL_S`).
 UNBOUNDED = frozenset(("alloc", "free", LAUNCH))
 
 
 def work_of(form: Form) -> Work:
-    """The work of one instruction of a verified form, never much less than what it will be.
+    """Return the estimated work of one instruction of a verified form. The estimate is never much too small.
 
     Raises:
-        OperationError: no operator of the library does it.
-        KeyError: the operator is in no family's table.
+        OperationError: the library has no operator for the form.
+        KeyError: the operator is in none of the tables.
     """
     if form.opcode in UNBOUNDED:
         return Work(0)
@@ -41,7 +43,7 @@ def work_of(form: Form) -> Work:
 
 
 def work_of_call(call: LibraryCall, form: Form) -> Work:
-    """The same for the call that a form means."""
+    """Return the estimated work of a library call that a form describes."""
     work = _by_family(call.op.overloadpacket.__name__, _given(call, form))
     return work.times(WITH_GRADIENTS) if form.attr("wanted") is not None else work
 
@@ -60,16 +62,16 @@ def _by_family(name: str, given: Given) -> Work:
 
 
 def is_estimated(name: str) -> bool:
-    """Whether an operator of the allow-list (``aten.add.Tensor``) is in a family's table."""
+    """Whether an operator of the allow-list (``aten.add.Tensor``) is in one of the tables."""
     base, _ = base_of(name.split(".")[1])
     return is_allowed(name) and any(base in t for t in (PRODUCTS, WINDOWS, INDEXING, PASSES, ELEMENTWISE))
 
 
 def _fixed(call: LibraryCall, args: list[Any], kwargs: dict[str, Any]) -> None:
-    """Make sure that whole numbers, which say how large things are, are the form's: nothing can be known of a run's.
+    """Check that integer arguments, which determine sizes, are constants of the form and not params.
 
     Raises:
-        OperationError: one is a param.
+        OperationError: an integer argument is a param.
     """
     declared = {a.name: a for a in schema_of(call.op).arguments}
     said = dict(zip(declared, args, strict=False)) | kwargs
@@ -77,7 +79,7 @@ def _fixed(call: LibraryCall, args: list[Any], kwargs: dict[str, Any]) -> None:
         given = value if isinstance(value, tuple) else (value,)
         if PARAM in given and name in declared and "int" in str(declared[name].type):
             raise OperationError(
-                f"{call.op}: {name} says how much there is to do, so it must be a constant, not a param"
+                f"{call.op}: {name} determines the amount of work, so it must be a constant of the program, not a param"
             )
 
 

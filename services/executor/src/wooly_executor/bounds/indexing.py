@@ -1,4 +1,4 @@
-"""Operators that go over what indices name, and those that are given their result's size as a number."""
+"""Operators whose work depends on the number of indices, and operators that get the size of their result as a number."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Rule = Callable[[Given], Work]
 
 
 def _slices(given: Given) -> Work:
-    """`index` along `dim`: a slice of `self` for each."""
+    """Count one slice of `self` per element of `index`, along `dim`."""
     sizes, dim = given.sizes("self"), given.values.get("dim")
     if isinstance(dim, int) and sizes and -len(sizes) <= dim < len(sizes):
         along = sizes[dim]
@@ -25,7 +25,7 @@ def _slices(given: Given) -> Work:
 
 
 def _indexed(given: Given) -> Work:
-    """`self[indices]`: the shape of the indices together, times the dimensions that none of them takes."""
+    """Count the elements of `self[indices]`: the broadcast shape of the indices, times the dimensions without an index."""
     sizes = given.sizes("self")
     indices: Any = given.values.get("indices")
     shapes: list[tuple[int, ...]] = []
@@ -60,14 +60,14 @@ def _bags(given: Given) -> Work:
 
 
 def _searched(given: Given) -> Work:
-    """A binary search for each value."""
+    """Count one binary search per value."""
     name = "sorted_sequence" if given.view("sorted_sequence") is not None else "boundaries"
     values = max(given.numel("self"), 1)
     return Work(2 * values * log2(max(given.sizes(name), default=1))) + over_all(given, 1)
 
 
 def _isin(given: Given) -> Work:
-    """Few test elements are compared with one after the other, many are sorted."""
+    """Count the cheaper of two methods: compare each element with each test element, or sort all of them."""
     n, m = max(given.numel("elements"), 1), max(given.numel("test_elements"), 1)
     return Work(min(n * m, 4 * (n + m) * log2(n + m))) + over_all(given, 1)
 
@@ -81,7 +81,7 @@ def _histogram(given: Given) -> Work:
 
 
 def _counted(given: Given) -> Work:
-    """Results as long as the largest value: bounded by memory."""
+    """Count the operands four times. The result is as long as the largest value, and the memory limit bounds it."""
     return Work(4 * given.touched() + given.number("minlength"))
 
 
@@ -91,7 +91,7 @@ def _sampled(given: Given) -> Work:
 
 
 def _sized(*names: str) -> Rule:
-    """The named numbers, multiplied, say how large the result is."""
+    """Count the product of the named numbers, which is the size of the result."""
 
     def rule(given: Given) -> Work:
         return Work(product([max(given.number(n, 1), 0) for n in names])) + Work(given.touched())
@@ -100,7 +100,7 @@ def _sized(*names: str) -> Rule:
 
 
 def _ranged(given: Given) -> Work:
-    """`start` to `end` by `step`; where only a run has them, memory bounds the result."""
+    """Count the elements from `start` to `end` by `step`. If these are params, only the memory limit bounds the result."""
     start, end = given.number("start"), given.number("end")
     step = given.values.get("step")
     width = abs(float(step)) if isinstance(step, (int, float)) and step else 1.0
@@ -112,7 +112,7 @@ def _permuted(given: Given) -> Work:
 
 
 def _repeated(given: Given) -> Work:
-    """Its result is as long as its values say: bounded by memory."""
+    """Count the operands four times. The values determine the length of the result, and the memory limit bounds it."""
     return Work(4 * given.touched() + given.number("output_size"))
 
 
@@ -126,7 +126,7 @@ def _gammas(given: Given) -> Work:
 
 
 def _labels(given: Given) -> Work:
-    """Every class against every target of its row."""
+    """Count each class once for each target of its row."""
     return Work(given.numel("self") * (given.sizes("self")[-1:] or (1,))[0]) + over_all(given, 2)
 
 

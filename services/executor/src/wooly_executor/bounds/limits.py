@@ -1,4 +1,4 @@
-"""How much work one instruction may be, and how much of it runs at once, by kind of device."""
+"""Limits on the work of one instruction, and on the size of its pieces, per kind of device."""
 
 from __future__ import annotations
 
@@ -12,35 +12,36 @@ from wooly_wis.program import Form
 
 from wooly_executor.bounds.work import Work
 
-#: Elements per second that a core goes over at worst: strided reads, one after the other. Most operators are ten times as fast.
+#: Elements per second and core in the worst case: strided reads, one after the other. Most operators are ten times as fast.
 CORE_ELEMENTS_S = 150_000_000
-#: Operations of float32 per second of a core in products of some size.
+#: Operations of float32 per second and core, in medium-sized matrix products.
 CORE_FLOPS_S = 25_000_000_000
-#: Seconds that an instruction which cannot be split may take on a CPU, at those rates.
+#: Maximum time on a CPU of an instruction that cannot be split, in seconds, at these rates.
 LONGEST_S = 60
-#: Cores that count for elements: many operators that go over elements use one, or are bounded by memory.
+#: Maximum number of cores in the limit on elements: many element-wise operators use one core, or are limited by memory
+#: bandwidth.
 CORES = 8
-#: Seconds that a piece of an instruction should take on a CPU, at twice those rates.
+#: Target time of a piece on a CPU, in seconds, at twice these rates.
 PIECE_S = 0.1
-#: A GPU's: 5e11 elements are 10 s at 5e10 per second, 5e14 operations 25 s at 20 TFLOP/s.
+#: Limits of a GPU: 5e11 elements take 10 s at 5e10 per second, 5e14 operations take 25 s at 20 TFLOP/s.
 GPU_ELEMENTS, GPU_FLOPS = 500_000_000_000, 500_000_000_000_000
-#: Pieces of one instruction at most, and of one program.
+#: Maximum number of pieces of one instruction, and of one program.
 PIECES, PROGRAM_PIECES = 4096, 131_072
-#: Pieces whose work a plan's kernel may be.
+#: Maximum work of a plan's generated kernel, in pieces.
 KERNEL_PIECES = 4
 _HALF = (DType.F16, DType.BF16)
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds on instructions; see `Work` for what is counted.
+    """Limits on the work of instructions; `Work` defines the units.
 
     Attributes:
-        elements: of an instruction, or a piece of one.
-        flops: the same.
-        piece_elements: an instruction of more is split into pieces of about so many, where its operator allows it; 0: none is.
-        piece_flops: the same for products.
-        host: products of half precision take as much more time as is measured here.
+        elements: maximum elements of an instruction that is not split, or of one piece.
+        flops: maximum operations of an instruction that is not split, or of one piece.
+        piece_elements: target size of a piece, in elements. 0: no instruction is split.
+        piece_flops: target size of a piece, in operations.
+        host: the device is a CPU, and products of half precision are weighted by their measured slowdown.
     """
 
     elements: int
@@ -55,41 +56,41 @@ class Limits:
         return self.piece_elements > 0
 
     def whole(self) -> Limits:
-        """The same for a runtime that splits nothing."""
+        """Return the same limits for a runtime that does not split instructions."""
         return replace(self, piece_elements=0, piece_flops=0)
 
     def weighed(self, work: Work, form: Form) -> Work:
-        """What work is on this device."""
+        """Return the work in units of this device: on a CPU, products of half precision count more."""
         if not self.host or not work.flops:
             return work
         half = {o.view.dtype for o in form.operands if o.view is not None} & set(_HALF)
         return Work(work.elements, work.flops * max([half_factor(d) for d in half], default=1))
 
     def exceeded(self, work: Work) -> bool:
-        """Whether it is too much."""
+        """Whether the work exceeds a limit."""
         return work.elements > self.elements or work.flops > self.flops
 
     def parts(self, work: Work) -> int:
-        """Pieces that an instruction should be split into; 1: it is to stay whole."""
+        """Return the number of pieces for an instruction; 1: do not split it."""
         if not self.divides:
             return 1
         by_elements = -(-work.elements // self.piece_elements)
         by_flops = -(-work.flops // self.piece_flops)
-        # Less than two pieces more is not worth a split; products are split where they have to be, as their library may
-        # compute a few rows in another way than many.
+        # A split into two pieces is not worth its cost. Products are split only where necessary, because the library may compute
+        # a few rows in another way than many rows.
         if self.exceeded(work):
             return max(by_elements, by_flops)
         return max(by_elements if by_elements > 2 else 1, by_flops if by_flops > 4 else 1)
 
     def for_kernels(self) -> Limits:
-        """Of a plan's generated kernel, which does several instructions and is not split: no more than a few pieces."""
+        """Return the limits of a plan's generated kernel. It runs several instructions and cannot be split."""
         if not self.divides:
             return self
         return replace(self, elements=KERNEL_PIECES * self.piece_elements, flops=KERNEL_PIECES * self.piece_flops)
 
 
 def default_limits(*, host: bool, cores: int, elements: int | None = None, flops: int | None = None) -> Limits:
-    """The limits of a device; `elements` and `flops` as configured, where they are."""
+    """Return the limits of a device. `elements` and `flops` are configured limits, which replace the defaults."""
     if not host:
         return Limits(elements or GPU_ELEMENTS, flops or GPU_FLOPS)
     cores = max(cores, 1)
@@ -101,7 +102,7 @@ def default_limits(*, host: bool, cores: int, elements: int | None = None, flops
 
 @functools.cache
 def half_factor(dtype: DType) -> int:
-    """How many times as long a product of half precision takes here as one of float32: 1 to 64, measured once."""
+    """Return the time of a product in half precision relative to float32 on this CPU, from 1 to 64. Measured once per process."""
     torch_dtype = torch.float16 if dtype is DType.F16 else torch.bfloat16
 
     def least(kind: torch.dtype) -> int:

@@ -1,4 +1,4 @@
-"""Operators that multiply matrices, in whatever form: products, convolutions, attention, recurrent layers, decompositions."""
+"""Estimates for operators that multiply matrices: products, convolutions, attention, recurrent layers, decompositions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from wooly_executor.bounds.elementwise import over_all
 from wooly_executor.bounds.work import Given, Work, broadcast, product
 
 Rule = Callable[[Given], Work]
-#: A step of a recurrent layer costs so many elements beside its products: a dozen calls of small operators.
+#: Cost of one step of a recurrent layer besides its products, in elements: a dozen calls of small operators.
 STEP = 5_000
 
 
@@ -19,7 +19,7 @@ def _flops(given: Given, flops: int) -> Work:
 
 
 def _product(a: str, b: str) -> Rule:
-    """[..., m, k] times [..., k, n]; a vector is a matrix of one row, or one column."""
+    """Count [..., m, k] times [..., k, n]. A vector is a matrix with one row or one column."""
 
     def rule(given: Given) -> Work:
         left, right = given.sizes(a), given.sizes(b)
@@ -44,7 +44,7 @@ def _product_lists(given: Given) -> Work:
 
 
 def _convolved(given: Given, input_name: str) -> tuple[int, int]:
-    """Elements of a convolution's result, and multiplications for each."""
+    """Return the number of elements of a convolution's result, and the multiplications per element."""
     sizes, weight = given.sizes(input_name), given.sizes("weight")
     n = max(len(weight) - 2, 0)
     if len(weight) < 2 or len(sizes) < n + 1:
@@ -54,7 +54,7 @@ def _convolved(given: Given, input_name: str) -> tuple[int, int]:
     dilation, extra = given.numbers("dilation", n, 1), given.numbers("output_padding", n, 0)
     groups = max(given.number("groups", 1), 1)
     if given.values.get("transposed") is True:
-        # Each element of the input is multiplied with the weights of its group.
+        # Each element of the input is multiplied by the weights of its group.
         spatial = product(
             max((size - 1) * s - 2 * p + d * (k - 1) + e + 1, 0)
             for size, s, p, d, k, e in zip(sizes[-n:], stride, padding, dilation, weight[2:], extra, strict=False)
@@ -70,13 +70,14 @@ def _convolved(given: Given, input_name: str) -> tuple[int, int]:
 
 
 def _convolution(times: int) -> Rule:
-    """A result's element takes as many products as its window has inputs; `times`: with the gradients of both."""
+    """Count one multiplication per input in an element's window. `times`: 1 for the forward, 3 for the backward (two
+    gradients).
+    """
 
     def rule(given: Given) -> Work:
         out, window = _convolved(given, "input")
-        columns = (
-            out // max((given.sizes("weight") or (1,))[0], 1) * window
-        )  # windows side by side, as some devices lay them
+        # Some devices copy all windows into one matrix (im2col).
+        columns = out // max((given.sizes("weight") or (1,))[0], 1) * window
         return Work(given.touched() + out + columns, times * 2 * out * window * given.factor())
 
     return rule
@@ -86,7 +87,7 @@ def _convolution(times: int) -> Rule:
 
 
 def _attention(times: int) -> Rule:
-    """Two products of queries and keys per head, and what is done to their results."""
+    """Count the two matrix products of each head, and the softmax between them."""
 
     def rule(given: Given) -> Work:
         q, k, v = given.sizes("query"), given.sizes("key"), given.sizes("value")
@@ -100,7 +101,9 @@ def _attention(times: int) -> Rule:
 
 
 def _heads(sizes: Sequence[int], embed: int, heads: int, more: int) -> tuple[int, int]:
-    """Scores and flops of a layer of attention with its projections, and of products with `more` weights per token."""
+    """Return the scores and flops of an attention layer with its projections. `more`: further weights that each token is
+    multiplied by.
+    """
     batch, length = (sizes[0], sizes[1]) if len(sizes) > 2 else (1, sizes[0] if sizes else 1)
     tokens = batch * length
     return batch * heads * length * length, 2 * tokens * (4 * embed * embed + more) + 4 * tokens * length * embed
@@ -134,7 +137,7 @@ def _weights(views: Sequence[View]) -> int:
 
 
 def _recurrent(given: Given) -> Work:
-    """Every row of the input meets every weight; steps come one after the other."""
+    """Count each row of the input times all weights, and the steps, which run one after the other."""
     name = "data" if given.view("data") is not None else "input"
     sizes = given.sizes(name)
     rows = product(sizes[:-1])
@@ -143,7 +146,7 @@ def _recurrent(given: Given) -> Work:
 
 
 def _layer(times: int) -> Rule:
-    """One layer whose weights are arguments of their own."""
+    """Count one layer whose weights are separate arguments."""
 
     def rule(given: Given) -> Work:
         sizes, hidden = given.sizes("input"), max(given.number("hidden_size", 1), 1)
@@ -166,7 +169,7 @@ def _cell(given: Given) -> Work:
 
 
 def _decomposition(name: str, factor: int, right: str = "") -> Rule:
-    """`factor` times m n min(m, n) per matrix, and a product with the right-hand side."""
+    """Count `factor` * m * n * min(m, n) per matrix, and a product with the right-hand side."""
 
     def rule(given: Given) -> Work:
         sizes = given.sizes(name)
@@ -179,7 +182,7 @@ def _decomposition(name: str, factor: int, right: str = "") -> Rule:
             other = given.sizes(right)
             batch = broadcast([sizes[:-2], other[:-2]])
             flops += 4 * max(m, n) ** 2 * (other[-1] if len(other) > 1 else 1)
-        calls = batch * (m + n) * 64  # a matrix is a call of LAPACK
+        calls = batch * (m + n) * 64  # LAPACK is called once per matrix
         return Work(given.touched() + calls, 2 * batch * flops * given.factor())
 
     return rule
@@ -230,7 +233,7 @@ PRODUCTS: dict[str, Rule] = {
 
 
 def over_pairs(given: Given) -> Work:
-    """Distances between all rows of two lists of points."""
+    """Count the distances between all rows of two lists of points."""
     a, b = given.sizes("x1"), given.sizes("x2")
     batch, width = broadcast([a[:-2], b[:-2]]), (a[-1] if a else 1)
     points = batch * (a[-2] if len(a) > 1 else 1) * (b[-2] if len(b) > 1 else 1)
@@ -238,7 +241,7 @@ def over_pairs(given: Given) -> Work:
 
 
 def over_own_pairs(given: Given) -> Work:
-    """Distances between all rows of one list of points."""
+    """Count the distances between all rows of one list of points."""
     sizes = given.sizes("self")
     rows = sizes[0] if sizes else 1
     return Work(2 * rows * rows * max((sizes or (1,))[-1], 1)) + over_all(given, 1)

@@ -1,4 +1,4 @@
-"""Operators that look at windows of images and signals, change their size, or transform them."""
+"""Estimates for operators on windows of images and signals, for resizing, and for transforms."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Rule = Callable[[Given], Work]
 
 
 def _pooled(given: Given, n: int) -> int:
-    """Elements of a pooling's result."""
+    """Return the number of elements of a pooling's result."""
     sizes = given.sizes("self")
     kernel = given.numbers("kernel_size", n, 1)
     stride = given.numbers("stride", n, 1) if given.values.get("stride") not in (None, ()) else kernel
@@ -27,7 +27,7 @@ def _pooled(given: Given, n: int) -> int:
 
 
 def _pool(n: int) -> Rule:
-    """The window, as far as it lies within the image, for each element of the result."""
+    """Count the window for each element of the result, cut to the size of the image."""
 
     def rule(given: Given) -> Work:
         sizes, kernel = given.sizes("self"), given.numbers("kernel_size", n, 1)
@@ -39,7 +39,7 @@ def _pool(n: int) -> Rule:
 
 
 def _adaptive(n: int) -> Rule:
-    """Windows that overlap by one element at most, where the result is smaller; else by all of one."""
+    """Count windows that overlap by at most one element if the result is smaller than the input, or entirely if it is larger."""
 
     def rule(given: Given) -> Work:
         sizes = given.sizes("self")
@@ -71,7 +71,7 @@ def _unpooled(n: int) -> Rule:
 
 
 def _resized(n: int, taps: int) -> Rule:
-    """So many elements of the one image for each of the other."""
+    """Count `taps` elements of the source image per element of the result."""
 
     def rule(given: Given) -> Work:
         sizes = given.sizes("self") or tuple(given.numbers("input_size", n + 2, 1))
@@ -82,7 +82,7 @@ def _resized(n: int, taps: int) -> Rule:
 
 
 def _antialiased(given: Given) -> Work:
-    """Windows as wide as the image shrinks, along one dimension and then the other."""
+    """Count windows that grow with the reduction factor of the image, along one dimension and then along the other."""
     sizes = given.sizes("self") or tuple(given.numbers("input_size", 4, 1))
     wanted = [max(v, 1) for v in given.numbers("output_size", 2, 1)]
     if len(sizes) < 3:
@@ -106,9 +106,9 @@ def _padded(given: Given) -> Work:
 
 
 def _columns(given: Given) -> Work:
-    """A column for each place of the window."""
+    """Count one column per position of the window."""
     sizes, kernel = given.sizes("self"), given.numbers("kernel_size", 2, 1)
-    if given.values.get("output_size") is not None:  # col2im: the other way round
+    if given.values.get("output_size") is not None:  # col2im is the inverse
         return Work(2 * product(given.numbers("output_size", 2, 1))) + over_all(given, 2)
     stride, padding = given.numbers("stride", 2, 1), given.numbers("padding", 2, 0)
     dilation = given.numbers("dilation", 2, 1)
@@ -128,7 +128,7 @@ def _sampled(taps: int) -> Rule:
 
 
 def _transformed(given: Given) -> Work:
-    """N log n; a length that is a large prime takes four times as long."""
+    """Count n log n, times four, because a length that is a large prime takes about four times as long."""
     sizes, dims = given.sizes("self"), given.values.get("dim")
     axes = [d for d in dims if isinstance(d, int) and -len(sizes) <= d < len(sizes)] if isinstance(dims, tuple) else []
     n = product(sizes)
@@ -140,14 +140,14 @@ def _transformed(given: Given) -> Work:
 
 
 def _alignments(given: Given) -> Work:
-    """For each time step, each label of the targets and the gaps between them."""
+    """Count, for each time step, each label of the targets and the gaps between the labels."""
     sizes = given.sizes("log_probs")
     steps, batch = (sizes[0] if sizes else 1), (sizes[1] if len(sizes) > 2 else 1)
     return Work(16 * steps * (2 * given.numel("targets") + batch)) + over_all(given, 4)
 
 
 def _largest(given: Given) -> Work:
-    """The k-th of each row: what is picked as a pivot hangs on the values, so more than the usual pass."""
+    """Count the selection of the k-th element of each row. Its time depends on the values, so it counts more than one pass."""
     rows: list[View] = [v for v in given.views() if v.sizes]
     return over_all(given, 4 * log2(max([max(v.sizes) for v in rows], default=1)))
 

@@ -1,7 +1,8 @@
-"""How much work an instruction is: two numbers, estimated from its form alone, never too small by more than a small factor.
+"""The unit of work: two numbers per instruction, estimated from its form alone. They are never much too small.
 
-`elements` counts what an operator goes over one by one; an element that costs more than an addition counts more than once.
-`flops` counts the arithmetic of matrix products, convolutions, attention and decompositions, which libraries do far faster.
+`elements` counts the elements that an operator processes one by one, in additions: an element with a more expensive function
+counts several times. `flops` counts the arithmetic of matrix products, convolutions, attention and decompositions, for which
+libraries are much faster.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from wooly_wis.program import View
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one instruction does.
+    """Work of one instruction.
 
     Attributes:
-        elements: elements that it goes over, in additions of a float.
-        flops: arithmetic of products, in operations of float32.
+        elements: elements that it processes, in units of one float addition.
+        flops: arithmetic of products, in float32 operations.
     """
 
     elements: int
@@ -31,29 +32,31 @@ class Work:
         return Work(self.elements + other.elements, self.flops + other.flops)
 
     def times(self, n: int) -> Work:
-        """So many times the same."""
+        """Return `n` times this work."""
         return Work(self.elements * n, self.flops * n)
 
 
 class Param:
-    """Stands for a number that only a run has."""
+    """Placeholder for a number that only a run has."""
 
 
 PARAM = Param()
 
-#: Operations of float32 that one operation of a dtype takes on any device; half precision is left to the device.
+#: Cost of one operation in a dtype, in float32 operations, on any device. `Limits` handles half precision.
 PRODUCT_FACTOR = {DType.F64: 2, DType.C64: 4, DType.C128: 8}
-#: The same for integers: no library has fast products of them.
+#: The same for integers, for which libraries have no fast products.
 INTEGER_FACTOR = 32
 
 
 def product(sizes: Iterable[int]) -> int:
-    """The number of elements of a shape."""
+    """Return the number of elements of a shape."""
     return math.prod(sizes)
 
 
 def broadcast(shapes: Iterable[Sequence[int]]) -> int:
-    """Elements of the index space that shapes broadcast to; where they do not, of one that is no smaller."""
+    """Return the number of elements of the broadcast shape. If the shapes do not broadcast, take the larger size of each
+    dimension.
+    """
     space: dict[int, int] = {}
     for sizes in shapes:
         for k, size in enumerate(reversed(sizes)):
@@ -63,21 +66,21 @@ def broadcast(shapes: Iterable[Sequence[int]]) -> int:
 
 
 def stored(view: View) -> int:
-    """Elements that a view shows and memory holds: one that a stride of 0 repeats counts once."""
+    """Return the number of elements that a view has in memory: elements repeated by a stride of 0 count once."""
     return product(size for size, stride in zip(view.sizes, view.strides, strict=True) if stride or not size)
 
 
 def log2(n: int) -> int:
-    """Rounded up, at least 1."""
+    """Return the number of bits of `n`, at least 1: an upper bound of its logarithm to base 2."""
     return max(n.bit_length(), 1)
 
 
 class Given:
-    """The arguments of one form, by the names of the operator's schema.
+    """The arguments of one form, by their names in the operator's schema.
 
     Attributes:
-        values: views for tensors, `PARAM` for what only a run has, constants as they are.
-        outs: views of the results, as announced; nobody has checked them yet.
+        values: views for tensors, `PARAM` for params, constants as they are.
+        outs: views of the results as the form states them, not yet checked.
     """
 
     def __init__(self, values: Mapping[str, Any], outs: Sequence[View]) -> None:
@@ -85,39 +88,39 @@ class Given:
         self.outs = outs
 
     def view(self, name: str) -> View | None:
-        """A tensor argument, if it is there."""
+        """Return the view of a tensor argument, or None."""
         found = self.values.get(name)
         return found if isinstance(found, View) else None
 
     def sizes(self, name: str) -> tuple[int, ...]:
-        """Its shape; () where it is not there."""
+        """Return the shape of a tensor argument, or () if it is missing."""
         found = self.view(name)
         return found.sizes if found is not None else ()
 
     def numel(self, name: str) -> int:
-        """Its elements; 0 where it is not there."""
+        """Return the number of elements of a tensor argument, or 0 if it is missing."""
         found = self.view(name)
         return found.numel if found is not None else 0
 
     def tensors(self, name: str) -> list[View]:
-        """A list of tensors."""
+        """Return the views of an argument that is a list of tensors."""
         found = self.values.get(name)
         return [v for v in found if isinstance(v, View)] if isinstance(found, tuple) else []
 
     def number(self, name: str, default: int = 0) -> int:
-        """A constant whole number; `default` where there is none, or only a run has it."""
+        """Return a constant integer, or `default` if the argument is missing or is a param."""
         found = self.values.get(name)
         return int(found) if isinstance(found, (int, float)) and math.isfinite(found) else default
 
     def numbers(self, name: str, n: int, default: int) -> list[int]:
-        """A list of `n` whole numbers, of which the last stands for what is missing."""
+        """Return `n` integers. If the argument has fewer, its last number is repeated."""
         found = self.values.get(name)
         items = list(found) if isinstance(found, tuple) else [found]
         known = [int(v) if isinstance(v, int) else default for v in items if v is not None] or [default]
         return (known + [known[-1]] * n)[:n]
 
     def views(self) -> Iterator[View]:
-        """All tensors, in lists too."""
+        """Yield the views of all tensors, including those in lists."""
         for value in self.values.values():
             if isinstance(value, View):
                 yield value
@@ -125,16 +128,18 @@ class Given:
                 yield from [v for v in value if isinstance(v, View)]
 
     def space(self) -> int:
-        """Elements of the index space that the tensors and the results broadcast to, lists apart."""
+        """Return the number of elements of the broadcast shape of all tensors and results, without lists."""
         shapes = [v.sizes for v in self.values.values() if isinstance(v, View)]
         return max([broadcast(shapes), *[v.numel for v in self.outs]])
 
     def touched(self) -> int:
-        """Elements of all tensors and all results."""
+        """Return the number of elements of all tensors and all results."""
         return sum([v.numel for v in self.views()]) + sum([v.numel for v in self.outs])
 
     def factor(self) -> int:
-        """Operations of float32 per operation of the widest dtype of the arguments, half precision apart."""
+        """Return the cost of one operation in the widest dtype of the arguments, in float32 operations, without half
+        precision.
+        """
         dtypes = {v.dtype for v in self.views() if len(v.sizes) > 1} or {v.dtype for v in self.views()}
         if dtypes and all(d.kind in ("int", "uint", "bool") for d in dtypes):
             return INTEGER_FACTOR

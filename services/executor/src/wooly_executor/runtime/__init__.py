@@ -1,1 +1,1 @@
-"""Runtimes: how programs run on one kind of device."""
+"""Runtimes: how programs run on each kind of device."""

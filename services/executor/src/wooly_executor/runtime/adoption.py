@@ -1,4 +1,7 @@
-"""Results of the library's operators become buffers: without a copy where they lie as the program announced."""
+"""Turns results of library operators into buffers.
+
+A result is copied only if it does not have the layout that the program announced.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,13 @@ from wooly_executor.runtime.frame import Frame
 
 
 def adoptable(t: Any, view: View, f: Frame, device: TorchDevice) -> Tensor:
-    """`t` itself if it can be the buffer that `view` describes, else a copy that can."""
+    """Return `t` if it can become the buffer that `view` describes, else a copy that can."""
     if not isinstance(t, Tensor):
-        raise OperationError(f"the operator returned a {type(t).__name__} where a tensor was announced")
+        raise OperationError(f"the operator returned a {type(t).__name__} , but the program announced a tensor")
     if tuple(t.shape) != view.sizes:
         t = device.result(t, view.sizes)
     if tuple(t.shape) != view.sizes:
-        raise OperationError(f"the result has shape {list(t.shape)}, announced was {list(view.sizes)}")
+        raise OperationError(f"the result has shape {list(t.shape)}, but the program announced {list(view.sizes)}")
     dtype = TORCH_DTYPE[view.dtype]
     if (
         t.dtype is dtype
@@ -40,7 +43,7 @@ def adoptable(t: Any, view: View, f: Frame, device: TorchDevice) -> Tensor:
 
 
 def fits(t: Tensor, view: View) -> bool:
-    """Whether `t` lies as `view` says: its form may hang on numbers and contents that change from run to run."""
+    """Whether `t` has the layout of `view`. Its layout may depend on numbers and contents that change from run to run."""
     return t.shape == view.sizes and t.stride() == view.strides and t.storage_offset() == 0
 
 
@@ -49,7 +52,7 @@ def _shares(r: Any, t: Tensor) -> bool:
 
 
 def adopt_dynamic(f: Frame, slot: int, t: Tensor | None, device: TorchDevice) -> dict[str, Any] | None:
-    """A result of a shape that nobody knew becomes a buffer. Returns its description."""
+    """Turn a result whose shape the program does not know into a buffer. Returns its description for the client."""
     if t is None:
         return None
     if t.is_conj() or t.is_neg() or t.storage_offset() or any(_shares(r, t) for r in f.registers):

@@ -1,4 +1,4 @@
-"""A session's buffers: bytes that torch owns, seen through whatever view an instruction wants."""
+"""The buffers of a session: memory that torch owns, seen through the view that each instruction needs."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class Buffer:
 
     Attributes:
         nbytes: size that the session is charged for.
-        base: a tensor on the buffer's storage, with storage offset 0; None while the content is poisoned.
-        view: the view that `base` is of, where it is the result of an operator, so that the same view costs nothing.
-        poison: why the content is missing.
+        base: a tensor on the buffer's storage, with storage offset 0; None while the buffer is poisoned.
+        view: the view of `base` if `base` is the result of an operator, so that this view needs no new tensor.
+        poison: the error because of which the content is missing; empty if the buffer is valid.
     """
 
     __slots__ = ("base", "nbytes", "poison", "view")
@@ -55,7 +55,7 @@ class Buffer:
 
 
 def as_view(base: Tensor, view: View) -> Tensor:
-    """The tensor that `view` describes, on the storage of `base` (whose offset is 0)."""
+    """Return the tensor that `view` describes, on the storage of `base` (whose storage offset must be 0)."""
     dtype = TORCH_DTYPE[view.dtype]
     if base.dtype is dtype:
         return reinterpret(base, view.sizes, view.strides, view.offset // dtype.itemsize)
@@ -65,5 +65,5 @@ def as_view(base: Tensor, view: View) -> Tensor:
 
 
 def bytes_of(base: Tensor, offset: int, nbytes: int) -> Tensor:
-    """The memory of a buffer, as bytes."""
+    """Return the memory of a buffer as a tensor of bytes."""
     return torch.empty(0, dtype=torch.uint8, device=base.device).set_(base.untyped_storage(), offset, (nbytes,), (1,))

@@ -1,4 +1,4 @@
-"""Whose kernel is compiled next, and by whom: processes of this executor's own, or compilers elsewhere."""
+"""Decides which foreign kernel is compiled next, and where: in worker processes of this executor, or by remote compilers."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from wooly_bus.worker import Limits, WorkerError, WorkerProcess
 from wooly_wis.artifact import compiler_version
 from wooly_wis.foreign import KernelKey, Source
 
-#: Kernels that are compiled at the same time, and those of one tenant among them: another's never wait for all of its.
+#: Maximum number of kernels that compile at the same time, in total and for one tenant. A tenant cannot take all places.
 AT_ONCE = 4
 OWN_AT_ONCE = 2
 T = TypeVar("T")
 
 
 class BuildRefusedError(WorkerError):
-    """A compiler elsewhere says no."""
+    """A remote compiler refuses to compile a kernel."""
 
     def __init__(self, message: str, *, retryable: bool) -> None:
         super().__init__(message)
@@ -30,44 +30,45 @@ class BuildRefusedError(WorkerError):
 
 
 class Builder(Protocol):
-    """What compiles on this machine; several threads ask it."""
+    """A compiler on this machine. Thread-safe."""
 
     def version(self) -> str:
-        """Which compiler it is; empty if there is none, or nobody knows."""
+        """Return the version of the compiler; empty if there is no compiler or its version is unknown."""
         ...
 
     def build(self, request: dict[str, Any], what: str) -> bytes:
-        """The code (see `wooly_wis.foreign`) of a kernel.
+        """Compile a kernel, and return its code (see `wooly_wis.foreign`).
 
         Raises:
-            WisError: it cannot be compiled.
+            WisError: the kernel cannot be compiled.
         """
         ...
 
 
 class Remote(Protocol):
-    """Compilers elsewhere; several threads ask them."""
+    """Compilers on other machines. Thread-safe."""
 
     def get(self, source: Source, key: KernelKey, target: str, rejected: str) -> tuple[str, bytes] | None:
-        """Version of a compiler, and the bytes of the code that it made; None if nobody answers, or not soon.
+        """Return the version of a compiler and the code that it built; None if no compiler answers in time.
 
         Args:
             source: the text.
-            key: which kernel of it.
-            target: what the code is for.
-            rejected: version of a compiler whose code is bad, so that it makes it anew.
+            key: the kernel of the text.
+            target: the target of the code.
+            rejected: version of a compiler whose code was rejected, so that the compiler builds it again; or empty.
 
         Raises:
-            BuildRefusedError: it cannot be compiled.
+            BuildRefusedError: the kernel cannot be compiled.
         """
         ...
 
 
 class WorkerBuilder:
-    """Compiles in processes of the compiler service's, of this executor's own: as many as are asked at once.
+    """Compiles in worker processes of this executor, with the compiler service's code. It starts one worker per concurrent
+    request.
 
     Args:
-        folder: where they keep their files.
+        folder: where the workers keep their files.
     """
 
     MODULE = "wooly_compiler.worker"
@@ -90,8 +91,8 @@ class WorkerBuilder:
         """See `Builder`."""
         if self._package is None:
             error = WorkerError(
-                "kernels in other languages need a compiler: `wooly up` starts one, "
-                "or pip install wooly-compiler on the executor's machine"
+                "foreign kernels need a compiler, and none is available: run `wooly up`, which starts one, "
+                "or run pip install wooly-compiler on the executor's machine"
             )
             error.retryable = True
             raise error
@@ -106,10 +107,10 @@ class WorkerBuilder:
 
 
 class Turns(Generic[T]):
-    """Does work of several owners in threads of its own: owners take turns, and none has all threads.
+    """A thread pool in which owners take turns, so that no owner can occupy all threads.
 
     Args:
-        work: what is done with an item.
+        work: called with each item, in one of the threads.
     """
 
     def __init__(self, work: Callable[[T], None]) -> None:
@@ -120,7 +121,7 @@ class Turns(Generic[T]):
         self._threads = self._idle = self._put = 0
 
     def put(self, owner: str, item: T) -> None:
-        """Have something done, after what that owner gave before."""
+        """Queue an item behind the owner's earlier items."""
         with self._changed:
             self._waiting.setdefault(owner, deque()).append(item)
             self._put += 1

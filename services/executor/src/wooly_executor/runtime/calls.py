@@ -1,4 +1,4 @@
-"""How an instruction becomes a call of the library: operator, argument template, params, results."""
+"""Turns an instruction into a library call: operator, argument template, params, results."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _MASK = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class LibraryCall:
-    """The library operator that an instruction means, with its arguments as attributes of the form.
+    """The library operator of an instruction, and its arguments as attributes of the form.
 
     Attributes:
         op: the operator.
         args: its positional arguments.
-        kwargs: the others, by name.
-        instead: what is called in its place, where a device's library has no such operator.
+        kwargs: its keyword arguments.
+        instead: a function to call in place of the operator, for example because the device's library lacks the operator.
     """
 
     op: OpOverload
@@ -40,16 +40,16 @@ class LibraryCall:
 
 
 def library_call(form: Form) -> LibraryCall:
-    """What an `extern` or a native instruction calls.
+    """Return the library call of an `extern` or a native instruction.
 
     Raises:
-        OperationError: it is not allowed, or this library does not have it.
+        OperationError: the operator is not in the allow-list, or this library does not have it.
     """
     if form.opcode != "extern":
         return _native_call(form)
     name = form.attr("name")
     if not isinstance(name, str) or not is_allowed(name):
-        raise OperationError(f"operator {name!r} is not in the allow-list")
+        raise OperationError(f"operator {name!r} is not allowed: it is not in the allow-list")
     op = _overload(name)
     args, kwargs = _split_kwargs(form)
     return LibraryCall(
@@ -58,7 +58,10 @@ def library_call(form: Form) -> LibraryCall:
 
 
 def _host_tensor(argument: Any, value: Attr) -> Any:
-    """What to give for an argument: numbers that stand for a tensor are one of the host's (lengths of packed sequences)."""
+    """Return the value of an argument.
+
+    A tuple of numbers for a tensor argument becomes a host tensor (lengths of packed sequences).
+    """
     if isinstance(value, tuple) and str(argument.type) == "Tensor":
         return torch.tensor(value, dtype=torch.int64)
     return value
@@ -68,7 +71,10 @@ def _overload(name: str) -> OpOverload:
     _, packet_name, overload = name.split(".")
     op = getattr(getattr(torch.ops.aten, packet_name, None), overload, None)
     if not isinstance(op, OpOverload):
-        raise OperationError(f"this executor's library (torch {torch.__version__}) has no operator {name}")
+        raise OperationError(
+            f"the executor's library (torch {torch.__version__}) has no operator {name}; "
+            "use the same version of torch in the client"
+        )
     return op
 
 
@@ -88,16 +94,16 @@ def _native_call(form: Form) -> LibraryCall:
         found = _spelled(row, op, spelling, given)
         if found is None:
             continue
-        if _takes_as_they_are(op, spelling, given):
+        if _needs_no_conversion(op, spelling, given):
             return found
         fallback = fallback or found
     if fallback is None:
-        raise OperationError(f"{form.opcode}: the library has no operator for these arguments")
+        raise OperationError(f"{form.opcode}: the library has no operator for this combination of arguments")
     return fallback
 
 
 def _spelled(row: Row, op: OpOverload, spelling: Spelling, given: dict[str, Attr]) -> LibraryCall | None:
-    """A call of `op`, or None if it cannot express what is given."""
+    """Return a call of `op`, or None if the operator cannot express the given arguments."""
     if not set(given) <= {a.name for a in spelling.args if isinstance(a, Name)}:
         return None
     defaults = {a.name: a.default for a in row.args}
@@ -120,8 +126,8 @@ def _spelled(row: Row, op: OpOverload, spelling: Spelling, given: dict[str, Attr
     return LibraryCall(op, tuple(args), tuple(kwargs))
 
 
-def _takes_as_they_are(op: OpOverload, spelling: Spelling, given: dict[str, Attr]) -> bool:
-    """Whether tensors go where the schema has tensors, and numbers where it has numbers."""
+def _needs_no_conversion(op: OpOverload, spelling: Spelling, given: dict[str, Attr]) -> bool:
+    """Whether tensors are passed to tensor arguments and numbers to number arguments, so that no conversion is needed."""
     for a, declared in zip(spelling.args, schema_of(op).arguments, strict=False):
         value = given.get(a.name) if isinstance(a, Name) else None
         if value is not None and not isinstance(value, tuple):
@@ -131,17 +137,17 @@ def _takes_as_they_are(op: OpOverload, spelling: Spelling, given: dict[str, Attr
     return True
 
 
-#: Operators that ask whether gradients are enabled, whatever their arguments say; and the argument that says so here, if any.
+#: Operators whose behaviour depends on the grad mode, and the argument that tells the mode here (None: always enabled).
 _ASKS_GRAD_MODE = {"aten.mkldnn_rnn_layer.default": "train", "aten.mkldnn_rnn_layer_backward.default": None}
 
 
 def asks_grad_mode(op: OpOverload) -> bool:
-    """Whether an overload does other things where gradients are enabled."""
+    """Whether an overload behaves differently when gradients are enabled."""
     return str(op) in _ASKS_GRAD_MODE
 
 
 def function_of(op: OpOverload) -> Callable[..., Any]:
-    """What to call for an overload, with the grad mode that it needs."""
+    """Return the function to call for an overload. It sets the grad mode that the overload needs."""
     call: Callable[..., Any] = binding_of(op)
     if not asks_grad_mode(op):
         return call
@@ -157,11 +163,12 @@ def function_of(op: OpOverload) -> Callable[..., Any]:
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """What an instruction says of gradients.
+    """The gradients that an instruction asks for.
 
     Attributes:
         wanted: operands whose gradients are wanted.
-        given: per result of the operator, the operand that is its gradient; None where the results are asked for.
+        given: per result of the operator, the operand with its gradient. None for the whole: the instruction asks for the
+            results.
     """
 
     wanted: tuple[int, ...]
@@ -169,7 +176,7 @@ class Gradients:
 
 
 def gradients_of(form: Form) -> Gradients | None:
-    """What a form says of gradients, or None if it says nothing."""
+    """Return the gradients that a form asks for, or None."""
     wanted, given = form.attr("wanted"), form.attr("vjp")
     if not isinstance(wanted, tuple):
         return None
@@ -179,12 +186,12 @@ def gradients_of(form: Form) -> Gradients | None:
     )
 
 
-#: How an operand may be read: attribute of the form, and the view that the library then gets.
+#: Views through which an operand may be read: attribute of the form, and function that makes the view.
 READINGS: tuple[tuple[str, Callable[[Tensor], Tensor]], ...] = (("conj", torch.conj), ("neg", neg_view))
 
 
 def readings(form: Form) -> list[tuple[int, Callable[[Tensor], Tensor]]]:
-    """The operands that a form reads through a view, in order, with that view."""
+    """Return the operands that a form reads through a view, in order, with the function that makes the view."""
     found = []
     for name, view in READINGS:
         refs = form.attr(name)
@@ -194,17 +201,17 @@ def readings(form: Form) -> list[tuple[int, Callable[[Tensor], Tensor]]]:
 
 
 def differentiate(call: Callable[[list[Tensor]], Any], operands: list[Tensor], gradients: Gradients) -> Any:
-    """Call an operator in the knowledge of what wants a gradient: its results, or the gradients that flow back from given ones.
+    """Call an operator with autograd enabled, and return its results, or the gradients that flow back from given ones.
 
-    Where nothing flows a gradient is zero.
+    A gradient to which nothing flows is zero.
 
     Args:
-        call: the operator, on operands like these.
+        call: the operator, as a function of the operands.
         operands: the operands that are read.
-        gradients: what is asked for.
+        gradients: the gradients that the instruction asks for.
     """
     with torch.inference_mode(False), torch.enable_grad():
-        # What inference mode made cannot take part in a graph; another tensor on its storage can.
+        # A tensor made in inference mode cannot be part of a graph, but a new tensor on its storage can.
         own = [
             torch.empty(0, dtype=t.dtype, device=t.device).set_(
                 t.untyped_storage(), t.storage_offset(), t.shape, t.stride()
@@ -222,7 +229,7 @@ def differentiate(call: Callable[[list[Tensor]], Any], operands: list[Tensor], g
 
 
 def mix(seed: int, offset: int) -> int:
-    """One 64-bit seed from a (seed, offset) pair: SplitMix64 (Steele, Lea, Flood 2014), twice."""
+    """Mix a (seed, offset) pair into one 64-bit seed: SplitMix64 (Steele, Lea, Flood 2014), twice."""
 
     def splitmix(z: int) -> int:
         z = (z + 0x9E3779B97F4A7C15) & _MASK
@@ -234,7 +241,7 @@ def mix(seed: int, offset: int) -> int:
 
 
 def constant(value: Attr) -> Any:
-    """The Python value of a constant attribute."""
+    """Return the Python value of a constant attribute."""
     if isinstance(value, DType):
         return TORCH_DTYPE[value]
     if isinstance(value, Symbol):
@@ -249,7 +256,7 @@ def constant(value: Attr) -> Any:
 
 
 def refers(value: Attr) -> bool:
-    """Whether an attribute mentions an operand or a param."""
+    """Whether an attribute refers to an operand or a param."""
     if isinstance(value, (OperandRef, ParamRef)):
         return True
     return isinstance(value, tuple) and any(refers(v) for v in value)
@@ -265,14 +272,14 @@ def filler(
     typed: dict[int, torch.dtype],
     device: torch.device | None = None,
 ) -> Fill:
-    """A function of (registers, params) that gives the value of an attribute.
+    """Return a function of (registers, params) that gives the value of an attribute.
 
     Args:
         value: the attribute.
-        registers: register of each operand.
-        first_param: index, in the run's params, of the instruction's first one.
+        registers: the register of each operand.
+        first_param: index of the instruction's first param in the params of the run.
         typed: params that become 0-dimensional tensors, with their dtype.
-        device: where these are; None: the host.
+        device: where these tensors are; None: on the host.
     """
     if isinstance(value, OperandRef):
         register = registers[value.index]
@@ -280,7 +287,8 @@ def filler(
     if isinstance(value, ParamRef):
         index = first_param + value.index
         dtype = typed.get(value.index)
-        if dtype is not None and device is not None:  # a fill, where a copy of a number would make the host wait
+        # fill on the device: copying a number from the host would make the host wait
+        if dtype is not None and device is not None:
             return lambda r, p: torch.full((), p[index], dtype=dtype, device=device)
         if dtype is not None:
             return lambda r, p: torch.scalar_tensor(p[index], dtype=dtype)
@@ -299,13 +307,13 @@ def filler(
 
 
 def constant_tree(value: Attr) -> Any:
-    """Like `constant`, with nested tuples as lists."""
+    """Like `constant`, but nested tuples become lists."""
     if isinstance(value, tuple):
         return [constant_tree(v) for v in value]
     return constant(value)
 
 
-#: Operators that take a Python number for a tensor as it is, with all its digits (torch::should_allow_numbers_as_tensors).
+#: Operators that accept a Python number for a tensor argument without rounding it (torch::should_allow_numbers_as_tensors).
 _TAKES_NUMBERS = frozenset(
     name + ending
     for name in ("add", "sub", "mul", "div", "subtract", "multiply", "divide", "true_divide", "floor_divide")
@@ -316,10 +324,10 @@ _SAMPLE = {ParamKind.F64: 1.0, ParamKind.I64: 1, ParamKind.C128: 1j, ParamKind.B
 
 
 def typed_params(form: Form, call: LibraryCall) -> dict[int, torch.dtype]:
-    """Params that become 0-dimensional tensors, with their dtype.
+    """Return the params that become 0-dimensional tensors, with their dtype.
 
-    Those that the form types itself, and Python numbers where the operator insists on a tensor: they get the dtype to which
-    the number would promote.
+    These are the params that the form gives a dtype, and the numbers for which the operator insists on a tensor. The latter get
+    the dtype to which the number would be promoted.
     """
     typed: dict[int, torch.dtype] = {}
     scalars = form.attr("scalars")
@@ -341,16 +349,19 @@ def typed_params(form: Form, call: LibraryCall) -> dict[int, torch.dtype]:
     return typed
 
 
-#: Operators that write `out=` whole, and their overloads that make it.
-_MADE_ANEW = {
+#: Operators that write all of `out=`, and the overloads that return a new tensor instead.
+_OUT_OF_PLACE = {
     "aten.arange.start_out": "aten.arange.start_step",
     "aten.logical_not.out": "aten.logical_not.default",
 }
 
 
-def made_anew(form: Form) -> tuple[int, LibraryCall] | None:
-    """For an operator that writes the whole of an `out=`: that operand, and the call that makes it anew. None for others."""
-    twin = _MADE_ANEW.get(str(form.attr("name"))) if form.opcode == "extern" else None
+def out_of_place(form: Form) -> tuple[int, LibraryCall] | None:
+    """Return the `out=` operand of an operator that overwrites all of it, and a call that returns a new tensor instead.
+
+    None for other operators.
+    """
+    twin = _OUT_OF_PLACE.get(str(form.attr("name"))) if form.opcode == "extern" else None
     if twin is None:
         return None
     call, op = library_call(form), _overload(twin)
@@ -366,13 +377,13 @@ def made_anew(form: Form) -> tuple[int, LibraryCall] | None:
 
 
 def returns_one_tensor(op: OpOverload) -> bool:
-    """Whether the operator's only result is a tensor, not a list of them."""
+    """Whether the operator returns exactly one tensor, and not a list of tensors."""
     returns = schema_of(op).returns
     return len(returns) == 1 and str(returns[0].type) == "Tensor"
 
 
 def fresh_results(op: OpOverload, call: Callable[..., Any]) -> Callable[..., Any]:
-    """`call` with only those results that are no arguments (an operator may write one and return another)."""
+    """Return `call` without the results that are aliases of arguments (an operator may write one tensor and return another)."""
     fresh = [i for i, r in enumerate(schema_of(op).returns) if r.alias_info is None]
     if len(fresh) == len(schema_of(op).returns):
         return call
@@ -385,10 +396,10 @@ def fresh_results(op: OpOverload, call: Callable[..., Any]) -> Callable[..., Any
 
 
 def _split_kwargs(form: Form) -> tuple[tuple[Attr, ...], tuple[tuple[str, Attr], ...]]:
-    """Positional and keyword attributes of an `extern`.
+    """Return the positional and keyword attributes of an `extern`.
 
     Raises:
-        OperationError: they are not of that shape.
+        OperationError: the attributes do not have the expected structure.
     """
     args, kwargs = form.attr("args", ()), form.attr("kwargs", ())
     pairs: list[tuple[str, Attr]] = []

@@ -1,4 +1,4 @@
-"""NVIDIA GPUs: code goes through the driver API, in torch's own (the primary) context."""
+"""The driver of NVIDIA GPUs. It uses the driver API in torch's primary context."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from wooly_executor.runtime.torch_runtime import HOT
 
 _LIBRARY = "libcuda.so.1"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-#: Memory of the host is locked for all contexts (CU_MEMHOSTREGISTER_PORTABLE).
+#: Flag for cuMemHostRegister: the memory is page-locked for all contexts (CU_MEMHOSTREGISTER_PORTABLE).
 PORTABLE = 1
-#: Bytes of a group's memory that every launch may have; a function is told of more.
+#: Bytes of shared memory that every launch may use. A function that needs more must request it.
 SHARED = 48 << 10
-#: Errors after which a context answers nothing else, by their numbers in cuda.h.
+#: Error numbers (cuda.h) after which a context fails every call.
 STICKY = frozenset(
     (
         214,  # CUDA_ERROR_ECC_UNCORRECTABLE
@@ -48,16 +48,16 @@ STICKY = frozenset(
 
 @dataclass(frozen=True)
 class Found:
-    """What of CUDA there is on this machine.
+    """The parts of CUDA that are present on this machine.
 
     Attributes:
-        torch_version: torch's.
-        torch_cuda: CUDA's version that torch was built for; None: without it.
+        torch_version: version of torch.
+        torch_cuda: CUDA version that torch was built for; None: torch was built without CUDA.
         bindings: whether the module cuda.bindings is installed.
-        library: why the driver's library does not load; empty: it does.
-        driver: CUDA's version that the driver speaks, as 1000 major + 10 minor.
-        error: what the driver says when it is asked to begin; empty: it does.
-        devices: GPUs that this process sees.
+        library: why the driver's library does not load; empty: it loads.
+        driver: newest CUDA version that the driver supports, as 1000 * major + 10 * minor.
+        error: error of the driver's initialisation; empty: it succeeds.
+        devices: number of GPUs that this process sees.
     """
 
     torch_version: str = ""
@@ -70,7 +70,7 @@ class Found:
 
 
 def find() -> Found:
-    """Look around. Begins nothing on a GPU but the driver itself."""
+    """Find out which parts of CUDA are present. Initialises the driver, and nothing else on a GPU."""
     found = {"torch_version": torch.__version__, "torch_cuda": torch.version.cuda, "bindings": _has_bindings()}
     try:
         library = ctypes.CDLL(_LIBRARY)
@@ -94,29 +94,32 @@ def _has_bindings() -> bool:
 
 
 def missing(found: Found, index: int = 0) -> str:
-    """What is missing for a GPU of that number, and how to get it; empty if nothing is."""
+    """Return what is missing for using GPU `index`, and how to get it; empty if nothing is missing."""
     if found.library:
         return (
-            f"NVIDIA's driver is not here ({found.library}): install it, or give the container the GPU "
+            f"the NVIDIA driver cannot be loaded ({found.library}): install it, or give the container access to the GPU "
             "(docker run --gpus all; on Kubernetes a limit of nvidia.com/gpu)"
         )
     if found.torch_cuda is None:
-        return f"PyTorch {found.torch_version} is a build without CUDA: install one with it (pytorch.org says which index has it)"
+        return (
+            f"PyTorch {found.torch_version} is a build without CUDA: install a build with CUDA (pytorch.org lists the package "
+            "indexes)"
+        )
     if not found.bindings:
         return "the module cuda.bindings is not installed: pip install cuda-bindings"
     if found.driver // 1000 < int(found.torch_cuda.split(".")[0]):
         return (
-            f"the driver is too old: it speaks CUDA {found.driver // 1000}.{found.driver % 1000 // 10}, PyTorch "
+            f"the driver is too old: it supports CUDA {found.driver // 1000}.{found.driver % 1000 // 10}, but PyTorch "
             f"{found.torch_version} is built for CUDA {found.torch_cuda}: install a newer driver, or an older build of PyTorch"
         )
     visible = os.environ.get(_VISIBLE)
     hint = "" if visible is None else f"; {_VISIBLE} is {visible!r}"
     if found.error == "CUDA_ERROR_NO_DEVICE" or (not found.error and not found.devices):
-        return f"the driver shows this process no GPU{hint}; does nvidia-smi show one?"
+        return f"the driver shows this process no GPU{hint}; check whether nvidia-smi lists one"
     if found.error:
-        return f"the driver does not start: {found.error}{hint}; does nvidia-smi work?"
+        return f"the driver does not start: {found.error}{hint}; check whether nvidia-smi works"
     if index >= found.devices:
-        return f"there is no GPU {index}: this process sees {found.devices}{hint} (WOOLY_EXECUTOR_DEVICE counts from 0)"
+        return f"there is no GPU {index}: this process sees {found.devices}{hint}; WOOLY_EXECUTOR_DEVICE counts from 0"
     return ""
 
 
@@ -124,7 +127,7 @@ class CudaDriver(TorchGpu):
     """One NVIDIA GPU.
 
     Raises:
-        MissingDriverError: says what is missing and how to get it.
+        MissingDriverError: the GPU cannot be used; the message says what is missing and how to get it.
     """
 
     vendor = "nvidia"
@@ -154,27 +157,27 @@ class CudaDriver(TorchGpu):
         found = cuda_target(*torch.cuda.get_device_capability(self.index))
         if not found:
             raise MissingDriverError(
-                f"no kernels are generated for {torch.cuda.get_device_name(self.index)} ({self.arch()}): its programs run "
-                "through the library alone"
+                f"Wooly generates no kernels for {torch.cuda.get_device_name(self.index)} ({self.arch()}): its programs run "
+                "with library calls only"
             )
         return found
 
     def load(self, image: bytes, entry: str, kinds: Sequence[Kind], shared: int = 0) -> Any:
         """See `Driver`."""
         cuda = self._cuda
-        self._do(cuda.cuCtxSetCurrent(self._context))  # another thread's context is its own
+        self._do(cuda.cuCtxSetCurrent(self._context))  # every thread has its own current context
         module = self._do(cuda.cuModuleLoadData(image))
         try:
             function = self._do(cuda.cuModuleGetFunction(module, entry.encode()))
             self._check_parameters(function, entry, kinds)
-            self._set_apart(function, shared)
+            self._allow_shared_memory(function, shared)
         except OperationError:
             cuda.cuModuleUnload(module)
             raise
-        return function  # its module stays loaded for as long as the process lives
+        return function  # its module stays loaded until the process ends
 
-    def _set_apart(self, function: Any, shared: int) -> None:
-        """Have a group's memory for launches that want more than every launch may."""
+    def _allow_shared_memory(self, function: Any, shared: int) -> None:
+        """Allow the launches of a function to use more shared memory than the default."""
         cuda = self._cuda
         names, kinds = cuda.CUdevice_attribute, cuda.CUfunction_attribute
         own = self._do(cuda.cuFuncGetAttribute(kinds.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function))
@@ -182,7 +185,7 @@ class CudaDriver(TorchGpu):
             cuda.cuDeviceGetAttribute(names.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, self._device)
         )
         if own + shared > most:
-            raise OperationError(f"it needs {own + shared} bytes of shared memory, {self.arch()} has {most}")
+            raise OperationError(f"it needs {own + shared} bytes of shared memory, but {self.arch()} has {most}")
         if own + shared > SHARED:
             self._do(cuda.cuFuncSetAttribute(function, kinds.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared))
 
@@ -196,9 +199,11 @@ class CudaDriver(TorchGpu):
             if status != self._ok:
                 break
             found.append((int(place[0]), int(place[1])))
-        # a driver from before CUDA 12.4 cannot tell, and then answers none
+        # drivers older than CUDA 12.4 cannot report parameters, and then `found` is empty
         if found and tuple(found) != layout(kinds):
-            raise OperationError(f"{entry} takes parameters at (offset, bytes) {found}, not {list(layout(kinds))}")
+            raise OperationError(
+                f"{entry} has parameters at (offset, bytes) {found}, but {list(layout(kinds))} was expected"
+            )
 
     def launch(
         self,
@@ -210,7 +215,7 @@ class CudaDriver(TorchGpu):
     ) -> None:
         """See `Driver`."""
         (status,) = self._cuda.cuLaunchKernel(function, *grid, *block, shared, self._handle, arguments.address, 0)
-        self._launched(status, grid, block)
+        self._check_launch(status, grid, block)
 
     def lock(self, address: int, nbytes: int) -> None:
         """See `Driver`."""
@@ -232,15 +237,15 @@ class CudaDriver(TorchGpu):
 
 
 class CudaRuntime(GpuRuntime):
-    """Executes WIS on an NVIDIA GPU.
+    """Runs programs on an NVIDIA GPU.
 
     Args:
-        index: which of the GPUs that this process sees.
+        index: number of the GPU, among those that this process sees.
         hot: see `TorchRuntime`.
         cache: see `GpuRuntime`.
 
     Raises:
-        MissingDriverError: says what is missing and how to get it.
+        MissingDriverError: the GPU cannot be used; the message says what is missing and how to get it.
     """
 
     def __init__(self, index: int = 0, hot: int = HOT, cache: Path | None = None) -> None:

@@ -1,7 +1,7 @@
-"""The rows of the op table by their definitions: formulas from the table, sums and products spelled out.
+"""Computes the rows of the op table by their definitions: the table's formulas, with sums and products written out.
 
-For the reference runtime, so that other runtimes are not tested against the library that they themselves call. Elementary
-functions are torch's; what they are applied to, in which dtype and over which elements, is the table's.
+The reference runtime uses these definitions, so that the other runtimes are not compared with the library that they call. Only
+elementary functions are torch's. The table defines the arguments, dtypes and elements to which they are applied.
 """
 
 from __future__ import annotations
@@ -92,12 +92,12 @@ for _name in (
 
 
 def define(form: Form, tensor: Callable[[int], Tensor], params: Sequence[Any]) -> list[Tensor]:
-    """The results of a native form, computed by its row.
+    """Compute the results of a native form by its row in the op table.
 
     Args:
         form: a verified form.
-        tensor: the operand at an index.
-        params: the instruction's params.
+        tensor: returns the operand at an index.
+        params: the params of the instruction.
     """
     row = TABLE[form.opcode]
     found = arguments(form)
@@ -121,7 +121,7 @@ def _pointwise(row: Row, found: Arguments, values: dict[str, Any]) -> Tensor:
     assert row.expr is not None
     dtype = found.promoted()
     result = row.results[0].dtype.of(found)
-    if kind_of(result) > kind_of(dtype):  # a function of integers that gives floating point
+    if kind_of(result) > kind_of(dtype):  # a function of integers with a floating-point result
         dtype = result
     compute = TORCH_DTYPE[opmath(dtype)]
 
@@ -140,7 +140,7 @@ def _pointwise(row: Row, found: Arguments, values: dict[str, Any]) -> Tensor:
     return evaluate(row.expr, elements, PRIMITIVES, constant).expand(sizes).to(TORCH_DTYPE[result])
 
 
-# -- everything else -----------------------------------------------------------------------------------------------------
+# -- rows without a formula -----------------------------------------------------------------------------------------------
 
 
 def _wide(t: Tensor) -> Tensor:
@@ -148,7 +148,7 @@ def _wide(t: Tensor) -> Tensor:
 
 
 def _reduce(found: Arguments, values: dict[str, Any], fold: Callable[[Tensor], Tensor]) -> Tensor:
-    """`fold` applied over the last dimension of the operand with its reduced dimensions flattened there."""
+    """Move the reduced dimensions to the end, flatten them into one, and apply `fold` along it."""
     a: Tensor = values["a"]
     dims = reduced_dims(found)
     kept = [d for d in range(a.dim()) if d not in dims]
@@ -228,7 +228,7 @@ def _layer_norm(found: Arguments, values: dict[str, Any]) -> list[Tensor]:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """[…, m, k] times [k, n] or [b, m, k] times [b, k, n], an outer product at a time."""
+    """Multiply […, m, k] by [k, n], or [b, m, k] by [b, k, n], as a sum of outer products."""
     total = torch.zeros((*a.shape[:-1], b.shape[-1]), dtype=_wide(a).dtype)
     for k in range(a.shape[-1]):
         total = total + _wide(a[..., :, k, None]) * _wide(b[..., k, None, :])

@@ -1,4 +1,4 @@
-"""Where a torch runtime keeps its memory, and what that changes: the host's own memory, or a GPU's."""
+"""Where a torch runtime keeps its memory, and what depends on this: host memory or GPU memory."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from wooly_executor.runtime.fresh_memory import on_zeros
 
 
 class TorchDevice:
-    """A device of torch's.
+    """A device of torch.
 
     Args:
-        device: which.
+        device: the torch device.
 
     Attributes:
-        device: which.
-        host: whether its memory is the host's, so that Python's code reads and writes it in place.
+        device: the torch device.
+        host: whether the device memory is host memory, so that Python code can read and write it directly.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -32,23 +32,23 @@ class TorchDevice:
 
     @property
     def named(self) -> torch.device | None:
-        """The device, where operators must be told; None: they take it without being told."""
+        """The device to pass to operators; None if they use it by default."""
         return None if self.host else self.device
 
     def zeroed(self, nbytes: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-        """Fresh memory that holds no other session's bytes."""
+        """Return new memory that is zero, so that it shows no bytes of other sessions."""
         return torch.zeros(-(-nbytes // dtype.itemsize), dtype=dtype, device=self.named)
 
     def empty(self, numel: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-        """Memory with anything in it, for who writes all of it."""
+        """Return uninitialised memory, for a caller that overwrites all of it."""
         return torch.empty(numel, dtype=dtype, device=self.named)
 
     def on_zeros(self, call: Callable[[Any], Any], *, repeatable: bool = True) -> Callable[[Any], Any]:
-        """`call`, with memory that is zero wherever the library takes some (see `fresh_memory`).
+        """Return `call` with an allocator that zeroes all memory that the library allocates (see `fresh_memory`).
 
         Args:
             call: a call of the library.
-            repeatable: whether it may be made twice, because it does not read what it writes.
+            repeatable: whether it may run twice, because it does not read what it writes.
         """
         return on_zeros(call)
 
@@ -57,38 +57,41 @@ class TorchDevice:
         torch.default_generator.manual_seed(seed)
 
     def library(self, call: LibraryCall, form: Form) -> LibraryCall:
-        """A call as this device's library takes it; `form`: the instruction that it is.
+        """Adapt a library call of the instruction `form` to this device.
 
         Raises:
-            OperationError: the library has nothing that does it here.
+            OperationError: the library has no operator for it on this device.
         """
         return call
 
     def result(self, t: Tensor, sizes: tuple[int, ...]) -> Tensor:
-        """A result as it was announced; by default as it is, to be found wrong by who knows."""
+        """Convert a result to the announced shape. The default returns `t` unchanged, and the caller checks the shape."""
         return t
 
     # -- bytes between the host and the device -------------------------------------------------------------------------
 
     def read(self, memory: Tensor) -> memoryview:
-        """The bytes of a flat tensor of bytes: in place, or a copy where the host cannot reach them."""
+        """Return the bytes of a flat tensor of bytes: its own memory, or a copy if the host cannot access it."""
         return memory.numpy().data
 
     def landing(self, memory: Tensor) -> tuple[memoryview, Callable[[], None] | None]:
-        """Where to put what is to become the bytes of a flat tensor of bytes, and what brings it there; None: it is there."""
+        """Return host memory that receives new content for a flat tensor of bytes, and a function that copies it to the tensor.
+
+        The function is None if the memory is the tensor's own.
+        """
         return memory.numpy().data, None
 
     def host_memory(self, nbytes: int) -> Tensor:
-        """Memory of the host for bytes on their way from the device or to it, or kept for it."""
+        """Return host memory for copies from and to the device, or for swapped-out contents."""
         return torch.empty(nbytes, dtype=torch.uint8)
 
     # -- threads -------------------------------------------------------------------------------------------------------
 
     def attach(self) -> None:
-        """The calling thread will run programs."""
+        """Prepare the calling thread for running programs."""
 
     def aside(self) -> AbstractContextManager[Any]:
-        """Copies in the block, by another thread than that, disturb no program, and are done at its end."""
+        """Return a context in which another thread can copy without disturbing programs. The copies are complete at its end."""
         return contextlib.nullcontext()
 
 
@@ -96,7 +99,7 @@ HOST = TorchDevice(torch.device("cpu"))
 
 
 def symbols_replaced(value: Any, device: torch.device) -> Any:
-    """An attribute in which the word for the device is the device."""
+    """Replace the symbol for the device by `device` in an attribute."""
     if isinstance(value, Symbol) and value.kind == "device":
         return device
     if isinstance(value, tuple):

@@ -1,4 +1,4 @@
-"""What a GPU's driver does for a runtime: loads code, launches it, tells device time, replays graphs. One per vendor."""
+"""The interface of a GPU driver: loads code, launches it, measures device time, replays graphs. One driver per vendor."""
 
 from __future__ import annotations
 
@@ -13,49 +13,52 @@ from wooly_executor.runtime.packing import Arguments, Kind
 
 
 class Graph(Protocol):
-    """Work that was captured, to be done again and again."""
+    """Captured work that can be repeated."""
 
     def replay(self) -> None:
-        """Enqueue it."""
+        """Enqueue the captured work."""
         ...
 
 
 class Driver(Protocol):
     """One GPU of one process, with a stream on which programs run.
 
-    What can fail because of what ran before raises `ContextLostError` where nothing can run any more.
+    Methods that can fail because of earlier work raise `ContextLostError` if the context is lost and nothing can run any more.
     """
 
     vendor: str
     device: torch.device
-    """As torch knows it."""
+    """The device as torch names it."""
 
     def facts(self) -> dict[str, Any]:
-        """What `torch.cuda.get_device_properties` is answered from."""
+        """Return the facts that answer `torch.cuda.get_device_properties`."""
         ...
 
     def capacity(self) -> int:
-        """Bytes that sessions may have: what is free, less what libraries and code take."""
+        """Return the bytes that sessions may use: free memory, less the needs of libraries and code."""
         ...
 
     def target(self) -> str:
-        """What code must be built for.
+        """Return the target that code must be built for.
 
         Raises:
-            MissingDriverError: no code is generated for such a chip.
+            MissingDriverError: no code is generated for this chip.
         """
         ...
 
     def chip(self) -> str:
-        """What scripts' own kernels are built for: this very chip, like ``cuda:sm_90`` or ``hip:gfx942``."""
+        """Return the target of foreign kernels: this exact chip, like ``cuda:sm_90`` or ``hip:gfx942``."""
         ...
 
     def attach(self) -> None:
-        """The calling thread's work goes to the stream."""
+        """Send the work of the calling thread to the stream."""
         ...
 
     def aside(self) -> AbstractContextManager[Any]:
-        """The calling thread's work goes to another stream, behind what was enqueued, and is done at the end of the block."""
+        """Return a context in which the work of the calling thread goes to another stream, after all work enqueued so far.
+
+        The work is complete at the end of the block.
+        """
         ...
 
     def seed(self, seed: int) -> None:
@@ -63,15 +66,21 @@ class Driver(Protocol):
         ...
 
     def on_zeros(self, call: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """`call`, with device memory that is zero wherever the library takes some. It may be made several times."""
+        """Return `call` with an allocator that zeroes the device memory that the library allocates.
+
+        `call` may run several times.
+        """
         ...
 
     def pinned(self, nbytes: int) -> Tensor:
-        """Host memory that the device copies from and to by itself, for what is small: torch has a cache of it, and rounds up."""
+        """Return pinned host memory, which the device can copy by itself.
+
+        For small sizes: torch caches it and rounds the size up.
+        """
         ...
 
     def lock(self, address: int, nbytes: int) -> None:
-        """Keep pages of the host's where they are, so that the device copies from and to them by itself. From any thread.
+        """Page-lock host memory, so that the device can copy it by itself. Thread-safe.
 
         Raises:
             OperationError: the system or the device refuses.
@@ -79,20 +88,20 @@ class Driver(Protocol):
         ...
 
     def unlock(self, address: int) -> None:
-        """Undo `lock`, once no copy is under way. From any thread; raises nothing."""
+        """Undo `lock`, when no copy is in progress. Thread-safe; raises nothing."""
         ...
 
     def load(self, image: bytes, entry: str, kinds: Sequence[Kind], shared: int = 0) -> Any:
-        """A function of some code, from any thread. Its parameters must be of these kinds.
+        """Load a function from compiled code. Thread-safe.
 
         Args:
             image: the code.
-            entry: the function.
-            kinds: of its parameters.
-            shared: bytes of a group's memory that launches will set apart.
+            entry: name of the function.
+            kinds: the expected kinds of its parameters.
+            shared: bytes of dynamic shared memory per block that launches will use.
 
         Raises:
-            OperationError: the driver does not take it, its parameters are others, or a group has no such memory.
+            OperationError: the driver refuses the code, the parameters differ, or a block has too little shared memory.
         """
         ...
 
@@ -104,45 +113,48 @@ class Driver(Protocol):
         arguments: Arguments,
         shared: int = 0,
     ) -> None:
-        """Enqueue a function. `shared`: bytes of a group's memory that are set apart.
+        """Enqueue a launch of a function. `shared`: bytes of dynamic shared memory per block.
 
         Raises:
-            OperationError: it cannot be launched so.
+            OperationError: the launch is invalid.
         """
         ...
 
     def reserved(self) -> int:
-        """Bytes that torch has taken from the device."""
+        """Return the bytes that torch has reserved on the device."""
         ...
 
     def record(self) -> Any:
-        """A mark on the stream."""
+        """Return a new mark (event) on the stream."""
         ...
 
     def elapsed_ns(self, marks: Sequence[Any]) -> list[int]:
-        """Wait for the last mark; device time between each and the one before. The marks may be used again."""
+        """Wait for the last mark, and return the device time between each mark and the one before it.
+
+        The marks may then be reused.
+        """
         ...
 
     def wait(self, mark: Any, seconds: float) -> bool:
-        """Wait for a mark, at most so long: whether it was reached."""
+        """Wait for a mark, at most `seconds`. Returns whether the mark was reached."""
         ...
 
     def urgent(self, target: Tensor, source: Tensor) -> None:
-        """Copy to the device from pinned memory, past what is enqueued and while it runs."""
+        """Copy from pinned memory to the device immediately, without waiting for enqueued or running work."""
         ...
 
     def capture(self, body: Callable[[], None]) -> Graph:
-        """What `body` enqueues, as a graph: nothing of it is done now.
+        """Capture the work that `body` enqueues as a graph, without running it.
 
         Raises:
-            RuntimeError: it does what no graph can hold.
+            RuntimeError: `body` does something that a graph cannot contain.
         """
         ...
 
     def check(self) -> None:
-        """Make sure that the device still computes.
+        """Check that the device still computes.
 
         Raises:
-            ContextLostError: it does not.
+            ContextLostError: the context is lost.
         """
         ...

@@ -1,4 +1,4 @@
-"""Runs of prepared programs, step by step."""
+"""Runs prepared programs, step by step."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from wooly_executor.runtime.graphs import Graphs
 from wooly_executor.runtime.prepared import PreparedProgram, Span
 from wooly_executor.runtime.segments import SegmentError
 
-#: What the library says where the host gives it no memory.
+#: The library's error messages for a failed allocation of host memory.
 _NO_MEMORY = re.compile(
     r"DefaultCPUAllocator: (?:can't allocate|not enough) memory(?:: you tried to allocate (\d+) bytes)?|std::bad_alloc"
 )
 
 
 class StepExecution:
-    """A run of a prepared program. Its clock is the CPU time of the thread that computes."""
+    """One run of a prepared program. Times are CPU times of the computing thread."""
 
     __slots__ = ("_at", "_frame", "_graphs", "_places", "_prepared", "_steps", "ended", "outcome")
 
@@ -40,35 +40,35 @@ class StepExecution:
                 for step in prepared.gathers:
                     step(self._frame)
                 self._steps, self._places = prepared.hot, prepared.places
-            except PoisonedError:  # the steps one by one say which instruction it was that could not have its operand
+            except PoisonedError:  # run the single steps, which report the instruction whose operand is poisoned
                 self._frame = Frame(buffers, bindings, params, prepared.n_registers)
         self.outcome = self._frame.outcome
 
     def advance(self, edges: Sequence[int]) -> list[int]:
         """See `Execution.advance`.
 
-        To stop at each edge and read the clock costs more than many small operators. Where it is known how long the parts between
-        these edges take, all of them are run at once.
+        Stopping at each edge and reading the clock costs more than many small operators. If the times of the parts between these
+        edges are known from earlier runs, all parts run at once.
         """
         times: list[int] = []
         frame, prepared = self._frame, self._prepared
         key = Span(self._steps is prepared.hot, self._at, tuple(edges))
         several, stretch, end = len(edges) > 1 and not self.ended, None, self._end(edges[-1])
         if several and key.hot:
-            # What puts steps together takes as long as several runs, and is no device time of the one that it happens in.
+            # Combining steps takes as long as several runs, so it is not counted as device time of this run.
             stretch = prepared.stretch(key, end)
         last = time.thread_time_ns()
         if several:
             if stretch is not None:
                 self._run(stretch.steps, stretch.begins, 0, end, self._is_end(edges[-1]))
             elif (stretch := prepared.known(key)) is not None:
-                self._go(edges[-1])
+                self._run_to(edges[-1])
             if stretch is not None:
                 total, frame.elsewhere_ns = time.thread_time_ns() - last + frame.elsewhere_ns, 0
                 return stretch.parts(total, len(edges))
         for edge in edges:
             if not self.ended:
-                self._go(edge)
+                self._run_to(edge)
             now = time.thread_time_ns()
             times.append(now - last + frame.elsewhere_ns)
             last, frame.elsewhere_ns = now, 0
@@ -78,17 +78,17 @@ class StepExecution:
 
     @property
     def kernel_ns(self) -> int:
-        """Device time of generated kernels so far."""
+        """Device time of generated kernels so far, in ns."""
         return self._frame.kernel_ns
 
     def _is_end(self, edge: int) -> bool:
         return edge >= self._prepared.end
 
     def _end(self, edge: int) -> int:
-        """The step that an edge lies before."""
+        """Return the index of the first step after an edge."""
         return len(self._steps) if self._is_end(edge) else bisect_left(self._places, edge, self._at)
 
-    def _go(self, edge: int) -> None:
+    def _run_to(self, edge: int) -> None:
         prepared, begin, end = self._prepared, self._at, self._end(edge)
         whole, steps = self._is_end(edge), self._steps
         if begin or not whole:
@@ -97,7 +97,10 @@ class StepExecution:
         self._run(steps, begins, begin, end, whole)
 
     def _run(self, steps: Sequence[Step], begins: Sequence[int], begin: int, done: int, whole: bool) -> None:
-        """Do some steps; the first is number `begin` in `begins`. Then so many are `done`; `whole`: all."""
+        """Run some steps.
+
+        The first one has the index `begin` in `begins`. Afterwards, `done` steps are done; `whole`: the run ends.
+        """
         prepared, frame = self._prepared, self._frame
         i = begin - 1
         try:
@@ -124,7 +127,7 @@ class StepExecution:
         self.ended = True
 
     def _fail(self, prepared: PreparedProgram, frame: Frame, first: int, step: int, cause: Exception) -> None:
-        """Report the failure of a step and poison what the program should have written from the step `first` on."""
+        """Report the failure of a step, and poison everything that the program should have written from the step `first` on."""
         outcome, buffers, bindings = frame.outcome, frame.buffers, frame.bindings
         outcome.failed_at = prepared.acts[prepared.owner[step]].at if step >= 0 else 0
         at = prepared.owner[first] if first >= 0 else 0
@@ -136,7 +139,9 @@ class StepExecution:
         if refused or isinstance(cause, MemoryError):
             asked = f"Tried to allocate {int(refused[1]) / (1 << 20):.2f} MiB. " if refused and refused[1] else ""
             outcome.code = OutOfMemoryError.code
-            outcome.error = f"CUDA out of memory. {asked}The executor's host has no more for an operator's own work."
+            outcome.error = (
+                f"CUDA out of memory. {asked}The executor's host has no memory left for the workspace of an operator."
+            )
         lost = {slot for writes in prepared.writes[at:] for slot in writes}
         for slot in lost:
             buffer = buffers.get(bindings[slot])

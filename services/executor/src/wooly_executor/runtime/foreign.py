@@ -1,11 +1,11 @@
-"""Kernels in languages of others, of all sessions: compiled beside the device's thread, launched on what their operands show.
+"""Foreign kernels of all sessions: compiled outside the device thread, launched with access to their operands only.
 
-    kernel = foreign.kernel(source, launch, form)     begins to compile, or finds what was
-    kernel.then(go_on)                                whether somebody has to wait, who is then called
-    kernel.run(entry, writable, values, grid)         ns that other threads took
+    kernel = foreign.kernel(source, launch, form)     starts to compile, or returns the known kernel
+    kernel.then(go_on)                                returns whether the caller must wait; if so, go_on is called later
+    kernel.run(entry, writable, values, grid)         returns the ns that other threads took
 
-What was compiled before is on disk; else compilers elsewhere are asked (`Remote`), and where nobody answers it is done here
-(`Builder`: worker processes of the compiler's, started by name, for services do not import each other).
+Compiled code is kept on disk. For other kernels, remote compilers are asked (`Remote`). If none answers, the kernel is compiled
+on this machine (`Builder`: worker processes of the compiler, started by module name, because services do not import each other).
 """
 
 from __future__ import annotations
@@ -26,28 +26,31 @@ from wooly_executor.errors import ExecutorError, OperationError
 from wooly_executor.runtime.builds import Builder, Remote, Turns
 
 log = logging.getLogger("wooly.executor")
-#: Compiled kernels kept, of all sessions.
+#: Maximum number of compiled kernels in memory, over all sessions. The least recently used one is evicted.
 KERNELS_KEPT = 4096
-#: Bytes of code of kernels, kept on disk.
+#: Maximum size of the kernels' code on disk, in bytes.
 KERNEL_BYTES = 1 << 30
-#: A pointer's address and its bytes; or a scalar.
+#: Argument of a launch: a buffer as (address, bytes), or a scalar.
 Value = tuple[int, int] | int | float | bool
-#: What launches a kernel: values, grid; ns that other threads took.
+#: Launches a kernel with values and grid. Returns the ns that other threads took.
 Loaded = Callable[[Sequence[Value], tuple[int, int, int]], int]
-_WHERE = {"disk": "its code was on disk", "elsewhere": "a compiler had or made its code", "here": "built here"}
+_WHERE = {"disk": "code found on disk", "elsewhere": "code received from a remote compiler", "here": "compiled here"}
 COMPLAINTS = {1: "reads", 2: "writes", 3: "updates"}
 
 
-def misdeed(kind: int, place: int, places: Sequence[str]) -> str:
-    """What a kernel complained of: what it did, and where: `wooly_status` in docs/reference/foreign-kernels.md."""
+def violation_message(kind: int, place: int, places: Sequence[str]) -> str:
+    """Return the message for a violation that a kernel reports: the kind of violation and its place.
+
+    `wooly_status` in docs/reference/foreign-kernels.md defines the numbers.
+    """
     where = places[place] if 0 <= place < len(places) else f"place {place}"
     if kind in COMPLAINTS:
         return f"{where} {COMPLAINTS[kind]} beyond the buffer that the launch was given"
-    return f"{where} failed" if kind == 4 else f"{where} gave up"
+    return f"{where} failed" if kind == 4 else f"{where} executed a trap"
 
 
 class ForeignKernel:
-    """One kernel, compiled or not yet."""
+    """One foreign kernel: compiled, being compiled, or failed to compile."""
 
     def __init__(self, foreign: Foreign, source: Source, key: KernelKey, owner: str) -> None:
         self._foreign = foreign
@@ -63,14 +66,14 @@ class ForeignKernel:
         self._building = False
 
     def then(self, go_on: Callable[[], Any]) -> bool:
-        """Whether it is still being compiled; then `go_on` is called by another thread when it no longer is."""
+        """Return whether the kernel is being compiled. If so, another thread calls `go_on` at the end of the compilation."""
         with self._lock:
             if self._building:
                 self._waiting.append(go_on)
             return self._building
 
     def begin(self) -> bool:
-        """Somebody will compile it. False: somebody does already, or has."""
+        """Return True if the caller must compile the kernel. False: it is compiled, being compiled, or cannot be compiled."""
         with self._lock:
             if self._building or self._loaded is not None or (self._why and self._lasting):
                 return False
@@ -78,12 +81,12 @@ class ForeignKernel:
             return True
 
     def retry(self) -> None:
-        """Compile it again where that failed for a reason that may be gone."""
+        """Compile the kernel again if the last attempt failed for a temporary reason."""
         if not self._lasting:
             self._foreign.compile(self)
 
     def end(self, code: ForeignCode | None, loaded: Loaded | None, why: str = "", *, lasting: bool = True) -> None:
-        """It is compiled, or cannot be."""
+        """Store the result of a compilation, and call the waiting functions."""
         with self._lock:
             self.code, self._loaded, self._why, self._lasting = code, loaded, why, lasting
             self._building = False
@@ -92,28 +95,28 @@ class ForeignKernel:
             go_on()
 
     def run(self, entry: str, writable: Sequence[bool], values: Sequence[Value], grid: tuple[int, int, int]) -> int:
-        """Launch it. Returns ns of device time that was not this thread's.
+        """Launch the kernel. Returns the device time in ns that other threads took.
 
         Args:
-            entry: its name, for messages.
+            entry: name of the kernel, for messages.
             writable: per argument, whether it is a buffer that may be written.
-            values: per argument.
-            grid: groups along each dimension.
+            values: the arguments.
+            grid: number of blocks along each dimension.
 
         Raises:
-            OperationError: it was not compiled, or did what it must not.
+            OperationError: the kernel is not compiled, its arguments are wrong, or it reported a violation.
         """
         if self._loaded is None or self.code is None:
             raise OperationError(f"kernel {entry}: {self._why or 'it was not compiled'}")
         parameters = self.code.parameters
         if len(parameters) != len(values):
-            raise OperationError(f"kernel {entry} takes {len(parameters)} arguments, {len(values)} are given")
+            raise OperationError(f"kernel {entry} takes {len(parameters)} arguments, but the launch has {len(values)}")
         for k, (parameter, value, may) in enumerate(zip(parameters, values, writable, strict=True)):
             if parameter.buffer != isinstance(value, tuple):
                 wanted, given = ("a buffer", "a number") if parameter.buffer else ("a number", "a buffer")
-                raise OperationError(f"kernel {entry}: argument {k} is {wanted}, {given} is given")
+                raise OperationError(f"kernel {entry}: argument {k} must be {wanted}, but the launch has {given}")
             if parameter.writes and not may:
-                raise OperationError(f"kernel {entry} writes argument {k}, which it is only given to read")
+                raise OperationError(f"kernel {entry} writes argument {k}, but the launch declares it as read-only")
         if 0 in grid:
             return 0
         try:
@@ -127,21 +130,21 @@ class ForeignKernel:
 
 
 class Foreign:
-    """Kernels by what they are compiled from.
+    """All foreign kernels of an executor, by the key that they are compiled from.
 
     Args:
-        builder: what compiles here; without one, every kernel fails and says why.
-        target: what code must be built for.
-        load: makes code ready.
+        builder: compiler on this machine; None: every kernel fails with the message `why`.
+        target: returns the target that code must be built for.
+        load: loads compiled code.
         why: why there is no builder.
-        cache: where code is kept.
-        opaque: languages of which the runtime cannot check what is loaded and stored: for tenants who may.
-        begins: told which step of its program is about to launch one.
-        unchecked: whether texts are run as they are where their launches say so (`UNCHECKED`): likewise.
+        cache: where code is kept on disk.
+        opaque: languages whose memory accesses the runtime cannot check. They are for tenants with permission.
+        begins: called with the index of the program's step that is about to launch a kernel.
+        unchecked: whether a launch may turn the checks of its text off (`UNCHECKED`). This, too, is for tenants with permission.
 
     Attributes:
-        remote: compilers elsewhere, once there are any in reach.
-        counts: kernels that came from disk, from compilers elsewhere, and that were built here.
+        remote: the remote compilers; None until they are connected.
+        counts: number of kernels that came from disk, from remote compilers, and from this machine.
     """
 
     def __init__(
@@ -149,7 +152,7 @@ class Foreign:
         builder: Builder | None = None,
         target: Callable[[], str] | None = None,
         load: Callable[[ForeignCode, tuple[int, ...]], Loaded] | None = None,
-        why: str = "this executor runs no kernels of sessions' own: its runtime has no OpenCL (WOOLY_EXECUTOR_RUNTIME=opencl)",
+        why: str = "this executor cannot run foreign kernels: its runtime has no OpenCL (set WOOLY_EXECUTOR_RUNTIME=opencl)",
         cache: ArtifactCache | None = None,
         opaque: frozenset[str] = OPAQUE,
         unchecked: bool = False,
@@ -160,7 +163,7 @@ class Foreign:
         self._builder = builder
         self._target = target
         self._load = load
-        self._none = why
+        self._unavailable_why = why
         self._cache = cache
         self._loading = threading.Lock()
         self._known: OrderedDict[KernelKey, ForeignKernel] = OrderedDict()
@@ -169,7 +172,10 @@ class Foreign:
         self.counts = {"disk": 0, "elsewhere": 0, "here": 0}
 
     def kernel(self, source: Source, launch: Launch, form: Form, owner: str = "") -> ForeignKernel:
-        """The kernel of a launch; it begins to be compiled if nobody asked for it before. `owner`: whose turn that is."""
+        """Return the kernel of a launch, and start to compile it if it is new.
+
+        `owner` is the tenant whose turn the compilation takes.
+        """
         key = key_of(launch, form)
         found = self._known.get(key)
         if found is None:
@@ -183,33 +189,35 @@ class Foreign:
         return found
 
     def known(self, form: Form) -> ForeignKernel:
-        """The kernel of a launch that was asked for.
+        """Return the kernel of a launch that `kernel` was called for before.
 
         Raises:
-            OperationError: nobody did, or it is long ago.
+            OperationError: the kernel was never requested, or was evicted.
         """
         found = self._known.get(key_of(launch_of(form), form))
         if found is None:
-            raise OperationError(f"the source of kernel {form.attr('entry')} is not known here")
+            raise OperationError(
+                f"the source of kernel {form.attr('entry')} is unknown: the client must send it before the launch"
+            )
         return found
 
     def compile(self, kernel: ForeignKernel) -> None:
-        """Have a kernel compiled, unless it is."""
+        """Queue a kernel for compilation, unless it is compiled."""
         if self._builder is None:
-            kernel.end(None, None, self._none)
+            kernel.end(None, None, self._unavailable_why)
         elif kernel.begin():
             self._turns.put(kernel.owner, kernel)
 
     def _compile(self, kernel: ForeignKernel) -> None:
         try:
-            kernel.end(*self._got(kernel))
+            kernel.end(*self._obtain(kernel))
         except (WisError, ExecutorError) as e:
             kernel.end(None, None, str(e), lasting=not getattr(e, "retryable", False))
-        except Exception as e:  # whatever it is, who waits for the kernel must hear of it
+        except Exception as e:  # sessions that wait for the kernel must get any error
             kernel.end(None, None, f"{type(e).__name__}: {e}", lasting=False)
 
-    def _got(self, kernel: ForeignKernel) -> tuple[ForeignCode, Loaded]:
-        """A kernel's code, loaded: from disk, from elsewhere, or made here."""
+    def _obtain(self, kernel: ForeignKernel) -> tuple[ForeignCode, Loaded]:
+        """Return a kernel's code, loaded: from disk, from a remote compiler, or compiled here."""
         assert self._builder is not None and self._target is not None
         target, mine, cache = self._target(), self._builder.version(), self._cache
         if cache is not None:
@@ -219,9 +227,9 @@ class Foreign:
                 if raw is None:
                     continue
                 try:
-                    return self._told("disk", kernel, self._ready(kernel, raw, name))
+                    return self._count_source("disk", kernel, self._load_code(kernel, raw, name))
                 except (WisError, ExecutorError) as e:
-                    log.warning("kernel %s, kept on disk: %s", kernel.key.entry, e)
+                    log.warning("cached code of kernel %s cannot be used, removing it: %s", kernel.key.entry, e)
                     cache.drop(name)
         rejected = ""
         for _ in range(2):
@@ -231,21 +239,21 @@ class Foreign:
             version, raw = found
             name = kernel.key.name(target, version)
             try:
-                ready = self._ready(kernel, raw, name)
+                ready = self._load_code(kernel, raw, name)
             except (WisError, ExecutorError) as e:
-                log.warning("kernel %s by compiler %s: %s", kernel.key.entry, version, e)
+                log.warning("code of kernel %s from compiler %s cannot be used: %s", kernel.key.entry, version, e)
                 rejected = version
                 continue
             self._keep(name, raw, version)
-            return self._told("elsewhere", kernel, ready)
+            return self._count_source("elsewhere", kernel, ready)
         name = kernel.key.name(target, mine)
         raw = self._builder.build(_request(kernel, target, name), f"kernel {kernel.key.entry}")
-        ready = self._ready(kernel, raw, name)
+        ready = self._load_code(kernel, raw, name)
         if mine:
             self._keep(name, raw)
-        return self._told("here", kernel, ready)
+        return self._count_source("here", kernel, ready)
 
-    def _ready(self, kernel: ForeignKernel, raw: bytes, name: str) -> tuple[ForeignCode, Loaded]:
+    def _load_code(self, kernel: ForeignKernel, raw: bytes, name: str) -> tuple[ForeignCode, Loaded]:
         assert self._load is not None
         code = decode_code(raw, name)
         with self._loading:
@@ -257,7 +265,9 @@ class Foreign:
             if elsewhere:
                 self._cache.compiler = elsewhere
 
-    def _told(self, where: str, kernel: ForeignKernel, ready: tuple[ForeignCode, Loaded]) -> tuple[ForeignCode, Loaded]:
+    def _count_source(
+        self, where: str, kernel: ForeignKernel, ready: tuple[ForeignCode, Loaded]
+    ) -> tuple[ForeignCode, Loaded]:
         log.info("kernel %s: %s", kernel.key.entry, _WHERE[where])
         with self._loading:
             self.counts[where] += 1
@@ -265,7 +275,7 @@ class Foreign:
 
 
 def _request(kernel: ForeignKernel, target: str, name: str) -> dict[str, Any]:
-    """What a compiler's worker process is asked."""
+    """Return the request to a compiler's worker process."""
     key = kernel.key
     return {
         "language": kernel.source.language,
@@ -283,7 +293,7 @@ Arguments = Callable[[Sequence[tuple[int, int]], Sequence[Any]], tuple[list[Valu
 
 
 def arguments_of(form: Form) -> Arguments:
-    """What gives a launch's values and grid, from its operands' (address, bytes) and its params."""
+    """Return a function that computes a launch's values and grid from its operands' (address, bytes) and its params."""
     launch = launch_of(form)
 
     def scalar(dtype: DType, value: Any) -> Any:

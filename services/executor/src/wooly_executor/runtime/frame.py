@@ -1,4 +1,4 @@
-"""The state of one run of a prepared program: registers, memory, what it reports."""
+"""The state of one run of a prepared program: registers, memory, and the run's outcome."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Frame:
         self.registers: list[Any] = [None] * n_registers
         self.bases: list[Any] = [None] * len(bindings)
         self.outcome = Outcome()
-        #: Device time of generated kernels; and what of it was not this thread's.
+        #: Device time of generated kernels in ns, and the part of it that other threads took.
         self.kernel_ns = 0
         self.elsewhere_ns = 0
 

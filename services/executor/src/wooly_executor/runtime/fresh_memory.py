@@ -1,10 +1,10 @@
-"""Memory that a session may read holds the session's own data or zeros: which operators need zeroed memory, and how they get it.
+"""Prevents leaks between sessions through uninitialised memory: which operators need zeroed memory, and how they get it.
 
-The library takes the memory of results and of its own work from the process's heap, where other sessions' bytes lie. An operator
-that leaves a part of a result unwritten would show them. So every operator is called with the library's allocator set to zero
-what it gives, except the operators below, which write every element of every result. `make hostile` runs all operators under
-several patterns in fresh memory and reports each result that depends on the pattern
-([ADR 45](../../../../../docs/adr/0045-zero-the-memory-that-an-operator-may-leave-unwritten.md)).
+The library allocates results and workspaces from the process's heap, which may contain bytes of other sessions. An operator that
+leaves a part of a result unwritten would show these bytes. Therefore the library's allocator zeroes memory for every operator,
+except for the operators below, which write every element of every result. `make hostile` runs all operators with several patterns
+in new memory and reports each result that depends on the pattern ([ADR
+45](../../../../../docs/adr/0045-zero-the-memory-that-an-operator-may-leave-unwritten.md)).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from wooly_executor.runtime.torch_private import OpOverload, zero_fill
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 
-#: Operators whose kernels write every element of every result, whatever their arguments, beside those of the op table and those
-#: that the library itself tags as elementwise. By name, for all overloads. An operator is here because zeroing would cost a
-#: noticeable share of its time, its kernel visits each element of the result whatever the arguments, and `make hostile` finds
-#: nothing. An operator that a new torch brings is not here, so it is zeroed.
+#: Operators whose kernels write every element of every result, whatever their arguments. Operators of the op table and those that
+#: the library tags as element-wise are added to them. Names stand for all overloads. An operator is in this table if zeroing
+#: would cost a noticeable share of its time, its kernel visits each element of the result whatever the arguments, and `make
+#: hostile` finds no dependence on the memory's content. New operators of a new torch are not in the table, so they are zeroed.
 WRITE_ALL: Final = frozenset(
     (
         *(
@@ -55,7 +55,7 @@ WRITE_ALL: Final = frozenset(
 
 
 def writes_all(op: OpOverload) -> bool:
-    """Whether an operator is known to write every element of every result, whatever the memory held before."""
+    """Whether an operator is known to write every element of every result."""
     name = op.overloadpacket.__name__.removesuffix("_")
     return name in _known() or name.removeprefix("_foreach_") in _known()
 
@@ -67,7 +67,7 @@ def _known() -> frozenset[str]:
 
 
 def _elementwise() -> frozenset[str]:
-    """Operators that the library tags as elementwise: its iterator visits each element of the result once."""
+    """Return the operators that the library tags as element-wise: its iterator visits each element of the result once."""
     found = set()
     for name in allowed():
         _, packet, overload = name.split(".")
@@ -78,9 +78,10 @@ def _elementwise() -> frozenset[str]:
 
 
 def on_zeros(call: Callable[[_T], _R]) -> Callable[[_T], _R]:
-    """`call`, with memory of the host that is zero wherever the library takes some.
+    """Return `call` with an allocator that zeroes all host memory that the library allocates.
 
-    The switch is the process's: the device's thread alone runs operators, and what other threads take meanwhile is zeroed, too.
+    The switch is global to the process. Only the device thread runs operators, and allocations of other threads in the meantime
+    are zeroed, too.
     """
 
     def run(f: _T) -> _R:

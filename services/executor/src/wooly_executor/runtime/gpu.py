@@ -1,7 +1,7 @@
-"""A runtime on a GPU: torch as its library on one stream, generated kernels on the same stream, times from its events.
+"""The runtime for GPUs: library calls and generated kernels on one stream, timed with the stream's events.
 
-What differs between vendors is a `Driver`. A run enqueues its steps and waits at the end of each call of `advance`: then it is
-known what everything took, whether a kernel complained, and whether the device still computes.
+The differences between vendors are in the `Driver`. A run enqueues its steps and waits at the end of each call of `advance`. Then
+it knows the time of each part, whether a kernel reported a violation, and whether the context is lost.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from wooly_executor.runtime.substitutes import substitute
 from wooly_executor.runtime.torch_runtime import HOT, TorchRuntime
 
 log = logging.getLogger("wooly.executor")
-#: Functions kept, of all programs.
+#: Maximum number of loaded functions, over all programs. At this number, the cache is cleared.
 FUNCTIONS_KEPT = 8192
-#: One in so many runs of a plan tells how much of its time is its kernels'.
+#: One in this many runs of a plan measures the share of generated kernels in its time.
 SAMPLED = 16
-#: Bytes up to which what comes from and goes to the host lies in pinned memory.
+#: Maximum size in bytes of a transfer that goes through pinned memory of torch's cache.
 STAGED = 64 << 20
-#: Bytes from which on memory of the host is locked for its own; below, torch has some.
+#: Minimum size in bytes of host memory that is page-locked separately. Smaller memory comes from torch's cache.
 LOCKED = 1 << 20
 
 
@@ -59,7 +59,7 @@ class GpuDevice(TorchDevice):
     """The memory of a GPU.
 
     Args:
-        driver: of the GPU.
+        driver: the driver of the GPU.
     """
 
     def __init__(self, driver: Driver) -> None:
@@ -68,7 +68,10 @@ class GpuDevice(TorchDevice):
         self._driver = driver
 
     def on_zeros(self, call: Callable[[Any], Any], *, repeatable: bool = True) -> Callable[[Any], Any]:
-        """See `TorchDevice`. What cannot be repeated, an operator that works in place, gives nothing but its operands."""
+        """See `TorchDevice`.
+
+        An in-place operator cannot be repeated. It returns only its operands, so it needs no zeroed memory.
+        """
         return self._driver.on_zeros(call) if repeatable else call
 
     def seed(self, seed: int) -> None:
@@ -78,8 +81,8 @@ class GpuDevice(TorchDevice):
     def library(self, call: LibraryCall, form: Form) -> LibraryCall:
         """See `TorchDevice`.
 
-        The word for the device is this one; what the host's library alone has is done by others; operands that would end the
-        context do not reach the library.
+        The call gets this device in place of the symbol for a device, substitutes for operators that only the host's library has,
+        and checks for operands that would end the context.
         """
         args = tuple([symbols_replaced(a, self.device) for a in call.args])
         kwargs = tuple([(k, symbols_replaced(v, self.device)) for k, v in call.kwargs])
@@ -87,13 +90,16 @@ class GpuDevice(TorchDevice):
         return LibraryCall(call.op, args, kwargs, in_range(call.op, instead or function_of(call.op)) or instead)
 
     def result(self, t: Tensor, sizes: tuple[int, ...]) -> Tensor:
-        """See `TorchDevice`: what one library leaves for its own backward pass, another leaves empty."""
+        """See `TorchDevice`.
+
+        The CPU's library fills some results for its own backward pass, and the GPU's library leaves them empty.
+        """
         if not t.numel():
             return torch.zeros(sizes, dtype=t.dtype, device=self.device)
         return t
 
     def read(self, memory: Tensor) -> memoryview:
-        """See `TorchDevice`: a copy."""
+        """See `TorchDevice`. Returns a copy."""
         host = self._staging(len(memory))
         self._copied(host, memory)
         return host.numpy().data
@@ -104,13 +110,18 @@ class GpuDevice(TorchDevice):
         return host.numpy().data, lambda: self._copied(memory, host)
 
     def host_memory(self, nbytes: int) -> Tensor:
-        """See `TorchDevice`: locked, so that copies go on while programs run. Where no more can be locked, as any memory is."""
+        """See `TorchDevice`.
+
+        The memory is page-locked, so that copies run while programs run. If locking fails, it is ordinary memory.
+        """
         if nbytes < LOCKED:
             return self._driver.pinned(nbytes)
         try:
             return page_locked(nbytes, self._driver.lock, self._driver.unlock)
         except OperationError as e:
-            log.warning("%d bytes of host memory cannot be locked (%s): copies from and to them are slower", nbytes, e)
+            log.warning(
+                "cannot page-lock %d bytes of host memory (%s): copies from and to this memory are slower", nbytes, e
+            )
             return super().host_memory(nbytes)
 
     def attach(self) -> None:
@@ -126,18 +137,19 @@ class GpuDevice(TorchDevice):
 
     def _copied(self, target: Tensor, source: Tensor) -> None:
         try:
-            target.copy_(source)  # the host waits, so the memory of either side may be used again
+            target.copy_(source)  # the host waits here, so both sides may be reused afterwards
         except RuntimeError:
             self._driver.check()
             raise
 
 
 class StatusWords:
-    """A word on the device for each act that may complain; all are 0 but while one has.
+    """Status words on the device, one for each act that may report a violation. A word is 0 unless its act has reported one.
 
     Args:
-        device: where.
-        acts: the acts, with the exception that a word's value stands for.
+        device: the device of the words.
+        driver: the driver of the GPU.
+        acts: the acts, each with a function from the word's value to an exception.
     """
 
     def __init__(
@@ -148,19 +160,19 @@ class StatusWords:
         self._host = driver.pinned(4 * len(acts)).view(torch.int32)
 
     def address(self, k: int) -> int:
-        """Of the `k`th."""
+        """Return the device address of word `k`."""
         return self._words.data_ptr() + 4 * k
 
     def word(self, k: int) -> Tensor:
-        """The `k`th."""
+        """Return word `k` as a tensor."""
         return self._words[k]
 
     def fetch(self) -> None:
-        """Have them come to the host, behind what was enqueued."""
+        """Enqueue a copy of the words to the host."""
         self._host.copy_(self._words, non_blocking=True)
 
     def complaint(self) -> tuple[int, Exception] | None:
-        """What came: the first act that complained, and of what. The words are 0 again."""
+        """Return the first act that reported a violation, and the exception; None if no act did. Sets the words to 0 again."""
         found = [(*self._acts[k], value) for k, value in enumerate(self._host.tolist()) if value]
         if not found:
             return None
@@ -170,7 +182,7 @@ class StatusWords:
 
 
 class GpuExecution(StepExecution):
-    """A run on a GPU. Its clock is the stream's events."""
+    """A run on a GPU. Times are measured with the stream's events."""
 
     __slots__ = ("_driver", "_kernels_ns", "_runtime")
 
@@ -200,7 +212,7 @@ class GpuExecution(StepExecution):
         marks = [driver.record()]
         for edge in edges:
             if not self.ended:
-                self._go(edge)
+                self._run_to(edge)
                 marks.append(driver.record())
         status: StatusWords | None = prepared.status
         launched = kernels.fetch()
@@ -225,7 +237,7 @@ class GpuExecution(StepExecution):
         return times + [0] * (len(edges) - len(times))
 
     def _share(self, total: int, inside: list[tuple[Any, Any]] | None) -> None:
-        """Tell whose the time was: kernels' of the plan, or the library's."""
+        """Divide the time between generated kernels and the library."""
         prepared = self._prepared
         if inside is not None:
             marks = [mark for pair in inside for mark in pair]
@@ -235,7 +247,7 @@ class GpuExecution(StepExecution):
 
     @property
     def kernel_ns(self) -> int:
-        """Device time of generated kernels so far: as shares that some runs were measured to have."""
+        """Device time of generated kernels so far, in ns, estimated from the shares that sampled runs measured."""
         return self._kernels_ns
 
     def _fail(self, prepared: PreparedProgram, frame: Frame, first: int, step: int, cause: Exception) -> None:
@@ -249,12 +261,12 @@ class GpuExecution(StepExecution):
 
 
 class GpuRuntime(TorchRuntime):
-    """Executes WIS on a GPU.
+    """Runs programs on a GPU.
 
     Args:
-        driver: of the GPU.
+        driver: the driver of the GPU.
         hot: see `TorchRuntime`.
-        cache: folder for code of scripts' own kernels; without one it is not kept.
+        cache: folder for code of foreign kernels; None: the code is not kept.
     """
 
     def __init__(self, driver: Driver, hot: int = HOT, cache: Path | None = None) -> None:
@@ -262,10 +274,10 @@ class GpuRuntime(TorchRuntime):
         super().__init__(device, hot)
         self.driver = driver
         self.gpu = device
-        #: No kernel of ours is known to have the bits of a GPU's library.
+        #: Generated kernels are not known to have the same bits as a GPU's library.
         self.exact = False
         self.kernel_s = 10.0
-        #: Of a run that is sampled: marks around each kernel.
+        #: During a run that is sampled: the pair of marks around each kernel.
         self.sample: list[tuple[Any, Any]] | None = None
         self.kernels = GpuKernels(driver, device, lambda: self.kernel_s)
         folder = (cache or Path(tempfile.gettempdir()) / f"wooly-executor-{os.getuid()}") / "foreign"
@@ -282,7 +294,7 @@ class GpuRuntime(TorchRuntime):
         return self.driver.facts()
 
     def capacity(self) -> int:
-        """Bytes that sessions may have."""
+        """Return the bytes that sessions may use."""
         return self.driver.capacity()
 
     def target(self) -> str:
@@ -290,9 +302,9 @@ class GpuRuntime(TorchRuntime):
         return self.driver.target()
 
     def rates(self) -> Rates:
-        """How fast torch is here, for what it is given to expect: see `Rates`."""
+        """Return the measured speed of torch on this GPU; see `Rates`."""
         if self._rates is None:
-            self._rates = self._measured()
+            self._rates = self._measure_rates()
         return self._rates
 
     def begin(
@@ -305,7 +317,7 @@ class GpuRuntime(TorchRuntime):
     def prepare(self, program: Program, facts: ProgramFacts) -> PreparedProgram:
         """See `Runtime.prepare`."""
         prepared: PreparedProgram = super().prepare(program, facts)
-        self._give_words(prepared, [])
+        self._add_status_words(prepared, [])
         return prepared
 
     def load(self, artifact: Artifact, program: Program, facts: ProgramFacts) -> PreparedProgram:
@@ -324,48 +336,49 @@ class GpuRuntime(TorchRuntime):
             runs[name] = known
         asked: list[tuple[int, Callable[[int], Exception]]] = []
 
-        def asking(run: Run, where: int, forms: Sequence[Form], act: int) -> Run:
+        def add_status(run: Run, where: int, forms: Sequence[Form], act: int) -> Run:
             k = len(asked)
             asked.append((act, lambda word: complaint(forms, word)))
             return lambda at, given: run([*at[:where], prepared.status.address(k), *at[where:]], given)
 
-        acts = acts_of_plan(plan, runs, asking)
+        acts = acts_of_plan(plan, runs, add_status)
         self.bounds.check_kernels(kernels_of(acts))
         prepared = prepare_acts(program, facts, acts, self.foreign, self.device)
-        self._give_words(prepared, asked)
+        self._add_status_words(prepared, asked)
         count_work(prepared, plan)
         prepared.runs = max(self._hot - 2, 0)
         return prepared
 
-    def _give_words(self, prepared: PreparedProgram, asked: list[tuple[int, Callable[[int], Exception]]]) -> None:
-        """Give a program the words in which its kernels, and its calls of the library, complain.
+    def _add_status_words(self, prepared: PreparedProgram, asked: list[tuple[int, Callable[[int], Exception]]]) -> None:
+        """Give a program the status words in which its kernels and library calls report violations.
 
         Args:
             prepared: the program.
-            asked: which acts of its are such kernels, and what their words mean; they have the first words.
+            asked: the acts that are such kernels, and what their words mean. They get the first words.
         """
         calls = prepared.words
         if not (asked or calls):
             return
         said = [*asked, *[(act, lambda _, why=word.why: why) for act, word in calls]]
-        with self.device.aside(), torch.inference_mode(False):  # calls whose gradients are wanted write words, too
+        # calls with gradients write words, too, which needs normal tensors
+        with self.device.aside(), torch.inference_mode(False):
             status = StatusWords(self.gpu, self.driver, said)
             for k, (_, word) in enumerate(calls, len(asked)):
                 word.memory = status.word(k)
         prepared.status = status
 
     def _function(self, kernel: Kernel, code: Code) -> Run:
-        """What runs a kernel's code.
+        """Return a function that launches a kernel.
 
         Raises:
-            OperationError: the driver does not take it.
+            OperationError: the driver refuses the code.
         """
         driver = self.driver
         kinds = [None] * len(kernel.arrays) + [s.dtype for s in kernel.scalars]
         try:
             function = driver.load(code.code, code.entry, kinds)
         except OperationError as e:
-            raise OperationError(f"the driver does not take the code of kernel {kernel.name}: {e}") from e
+            raise OperationError(f"the driver refuses the code of kernel {kernel.name}: {e}") from e
         arguments, grid, block = Arguments(kinds), (code.groups, 1, 1), (code.threads, 1, 1)
         launch = driver.launch
 
@@ -381,8 +394,8 @@ class GpuRuntime(TorchRuntime):
 
         return run if code.groups else lambda at, scalars: 0
 
-    def _measured(self) -> Rates:
-        """Measured with three operators whose time is memory's, arithmetic's, and their own."""
+    def _measure_rates(self) -> Rates:
+        """Measure the speed with three operators, which are limited by memory, by arithmetic and by the cost of a launch."""
         driver, where = self.driver, self.device.device
 
         def least(call: Callable[[], Any], times: int) -> int:

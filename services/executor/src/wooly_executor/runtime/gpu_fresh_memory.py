@@ -1,7 +1,8 @@
-"""On a GPU: what an operator may leave unwritten is zero (`fresh_memory`). The library's allocator has no switch for it there.
+"""Zeroes the memory on a GPU that an operator may leave unwritten (`fresh_memory`). The GPU allocator of torch has no switch for
+this.
 
-So such an operator takes its memory from a pool of its own, in which all that nobody holds is zeroed before each call. Where the
-pool has to grow during a call, what it grew by holds anything: the call is made once more, and finds the pool large enough.
+Such an operator allocates from a separate pool. All free memory of the pool is zeroed before each call. If the pool grows during
+a call, the new memory is not zeroed, so the call is repeated, with a pool that is then large enough.
 """
 
 from __future__ import annotations
@@ -12,28 +13,28 @@ from typing import Any, Final, Protocol
 
 from wooly_executor.errors import OperationError
 
-#: Calls of one instruction at most: each but the last finds that the pool had to grow.
+#: Maximum number of calls of one instruction. All but the last are repeated because the pool grew.
 ATTEMPTS: Final = 4
 
 
 class Pool(Protocol):
-    """A pool of device memory that only operators on zeroed memory take from."""
+    """A pool of device memory for operators that need zeroed memory."""
 
     def use(self) -> AbstractContextManager[Any]:
-        """In the block, the library takes all memory from here, in whatever thread of its it computes."""
+        """Return a context in which the library allocates all memory from the pool, in each of its threads."""
         ...
 
     def segments(self) -> dict[int, list[tuple[int, int]]]:
-        """By address: what the pool has of the device; with (address, bytes) of the blocks in it that nobody holds."""
+        """Return the pool's segments by address, each with the (address, bytes) of its free blocks."""
         ...
 
     def zero(self, blocks: Iterable[tuple[int, int]]) -> None:
-        """Zero memory, in order with what is enqueued."""
+        """Enqueue the zeroing of memory."""
         ...
 
 
 def on_zeros(call: Callable[[Any], Any], pool: Pool) -> Callable[[Any], Any]:
-    """`call`, which may be made several times, with memory of `pool` that is zero."""
+    """Return `call` with an allocator that takes zeroed memory from `pool`. `call` may run several times."""
 
     def run(f: Any) -> Any:
         for _ in range(ATTEMPTS):
@@ -44,10 +45,10 @@ def on_zeros(call: Callable[[Any], Any], pool: Pool) -> Callable[[Any], Any]:
                 result = call(f)
             if pool.segments().keys() <= before.keys():
                 return result
-            del result  # back to the pool, to be zeroed
+            del result  # the memory goes back to the pool, and is zeroed before the next call
         raise OperationError(
-            f"the library took more memory in each of {ATTEMPTS} calls of this operator: none began with all of it zeroed; "
-            "use other operators, or a device of the host's"
+            f"the operator cannot run on zeroed memory: each of {ATTEMPTS} calls needed more memory than the one before; "
+            "use other operators, or a CPU device"
         )
 
     return run

@@ -1,7 +1,7 @@
-"""Kernels of scripts' own on a GPU: launched as their compiler says, and heard of when their run waits for the device.
+"""Launches foreign kernels on a GPU, and collects their reports when their run waits for the device.
 
-A kernel in a shared context cannot be interrupted. It is told to end through a word that it looks at; what does not look, and
-does not end, takes the context with it, and so this process.
+A kernel in a shared context cannot be interrupted. It is told to end through a word that it reads. If it does not read the word
+and does not end, the context is lost, and this process ends.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from wooly_wis.foreign import STATUS_WORDS, ForeignCode, Image, Parameter
 from wooly_executor.errors import ContextLostError, OperationError
 from wooly_executor.runtime.device import TorchDevice
 from wooly_executor.runtime.driver import Driver
-from wooly_executor.runtime.foreign import Loaded, Value, misdeed
+from wooly_executor.runtime.foreign import Loaded, Value, violation_message
 from wooly_executor.runtime.packing import Arguments, Kind, half_bits
 
-#: Launches whose status words are kept apart; after so many in one run it is waited for them.
+#: Maximum number of launches with separate status words. After this many launches in one run, the run waits for the device.
 LAUNCHES = 512
-#: What lengths of windows are multiples of, where any claim of an image is more than 1.
+#: If an image requires that an argument is a multiple of a number above 1, buffer sizes must be multiples of this, in bytes.
 ALIGNED = 16
-#: Of a complaint's word, the bits that say what it was; above them may be where.
+#: Number of bits of a status word that hold the kind of the violation. The bits above may hold the place.
 KIND_BITS = 3
 _HALVES = (DType.F16, DType.BF16)
 
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A launch that is not known to have ended.
+    """A launch that may still be running.
 
     Attributes:
-        step: of its program.
+        step: index of the step in its program.
         what: the kernel and its grid, for messages.
-        places: what its complaints are about.
-        mark: behind it on the stream.
+        places: the places that a report's number refers to.
+        mark: the mark behind the launch on the stream.
     """
 
     step: int
@@ -47,12 +47,12 @@ class Launched:
 
 
 class GpuKernels:
-    """Launches scripts' kernels on one device. Used by its thread, but for `load`.
+    """Launches foreign kernels on one device. Only the device thread uses it, except for `load`.
 
     Args:
-        driver: of the GPU.
-        device: its memory.
-        limit_s: seconds that a launch may take.
+        driver: the driver of the GPU.
+        device: the memory of the GPU.
+        limit_s: returns the maximum time of a launch, in seconds.
     """
 
     def __init__(self, driver: Driver, device: TorchDevice, limit_s: Callable[[], float]) -> None:
@@ -62,31 +62,35 @@ class GpuKernels:
         self._step = 0
 
     def at(self, step: int) -> None:
-        """That step of its program is about to launch."""
+        """Note that the program's step `step` is about to launch a kernel."""
         self._step = step
 
     def begin(self) -> None:
-        """A run begins, or goes on."""
+        """Note that a run begins or continues."""
         self._launched.clear()
 
     def load(self, code: ForeignCode, block: tuple[int, ...]) -> Loaded:
-        """What launches a kernel.
+        """Return a function that launches a kernel.
 
         Raises:
-            OperationError: the driver does not take it.
+            OperationError: the driver refuses the code.
         """
         if not code.images:
-            raise OperationError("its code is for another kind of device")
+            raise OperationError("its code is for another kind of device than this GPU")
         made = [self._image(image, code.parameters, block) for image in code.images]
         parameters = code.parameters
 
         def run(values: Sequence[Value], grid: tuple[int, int, int]) -> int:
             for k, (value, parameter) in enumerate(zip(values, parameters, strict=True)):
                 if isinstance(value, tuple) and parameter.dtype is not None and value[0] % parameter.dtype.itemsize:
-                    raise OperationError(f"argument {k} does not begin at a whole {parameter.dtype.label}")
+                    raise OperationError(
+                        f"the address of argument {k} is not a multiple of the size of {parameter.dtype.label}"
+                    )
             launch = next((launch for image, launch in made if fits(image, values)), None)
             if launch is None:
-                raise OperationError("its text says of its arguments what is not so: see tt.divisibility there")
+                raise OperationError(
+                    "an argument is not a multiple of the number that the kernel's text states (tt.divisibility)"
+                )
             launch(values, grid)
             where = ", ".join(map(str, grid))
             what = f"kernel {code.entry.removeprefix('w_')} on a grid of {where}"
@@ -110,7 +114,7 @@ class GpuKernels:
         threads = (image.threads, 1, 1) if image.threads else (block[0], block[1], block[2])
 
         def launch(values: Sequence[Value], grid: tuple[int, int, int]) -> None:
-            # freed when it is launched: what takes it next does so behind this launch on the stream
+            # The memory is freed after the launch. Its next user on the stream runs after this launch.
             memory = device.zeroed(image.scratch * grid[0] * grid[1] * grid[2]) if image.scratch else None
             status, scratch = self._status(), memory.data_ptr() if memory is not None else 0
             given = [filler(values, status, scratch) for filler in fillers]
@@ -119,7 +123,7 @@ class GpuKernels:
         return image, launch
 
     def _status(self) -> int:
-        """Address of the next launch's words."""
+        """Return the device address of the next launch's status words."""
         if self._words is None:
             with torch.inference_mode():
                 self._words = self._device.zeroed(4 * STATUS_WORDS * LAUNCHES, torch.int32)
@@ -128,22 +132,26 @@ class GpuKernels:
             self._end.zero_()
             self._end[::STATUS_WORDS] = 1
         if len(self._launched) == LAUNCHES:
-            raise OperationError(f"more than {LAUNCHES} launches of scripts' own kernels without a stop between them")
+            raise OperationError(
+                f"more than {LAUNCHES} launches of foreign kernels in one run without a wait for the device; submit "
+                "several programs"
+            )
         address: int = self._words.data_ptr()
         return address + 4 * STATUS_WORDS * len(self._launched)
 
     def fetch(self) -> bool:
-        """Have the words come to the host, behind what was enqueued; whether there is any need to."""
+        """Enqueue a copy of the status words to the host. Returns False if nothing was launched."""
         if self._launched:
             n = STATUS_WORDS * len(self._launched)
             self._host[:n].copy_(self._words[:n], non_blocking=True)
         return bool(self._launched)
 
     def wait(self) -> tuple[int, Exception] | None:
-        """Wait for what was launched and fetched: the step of the first launch that did what it must not, and what that was.
+        """Wait for all launches, and return the step of the first launch that reported a violation, with its error; None: no
+        launch did.
 
         Raises:
-            ContextLostError: one does not end.
+            ContextLostError: a launch does not end.
         """
         late = self._late()
         found: tuple[int, Exception] | None = None
@@ -151,9 +159,9 @@ class GpuKernels:
         for k, launched in enumerate(self._launched):
             kind, place = words[STATUS_WORDS * k + 1 : STATUS_WORDS * k + 3]
             if launched is late:
-                why = f"ended, as it took more than {self._limit_s():g} s (WOOLY_EXECUTOR_KERNEL_S)"
+                why = f"stopped because it took more than {self._limit_s():g} s (WOOLY_EXECUTOR_KERNEL_S)"
             elif kind:
-                why = misdeed(kind & ((1 << KIND_BITS) - 1), kind >> KIND_BITS or place, launched.places)
+                why = violation_message(kind & ((1 << KIND_BITS) - 1), kind >> KIND_BITS or place, launched.places)
             else:
                 continue
             found = launched.step, OperationError(f"{launched.what}: {why}")
@@ -161,12 +169,12 @@ class GpuKernels:
         if found is not None:
             self._words.zero_()
         if len(self._launched) > 0:
-            self._driver.elapsed_ns([launched.mark for launched in self._launched])  # they may be used again
+            self._driver.elapsed_ns([launched.mark for launched in self._launched])  # lets the driver reuse the marks
         self._launched.clear()
         return found
 
     def _late(self) -> Launched | None:
-        """The launch that had to be told to end."""
+        """Return the launch that exceeded its time and was told to end, or None."""
         for launched in self._launched:
             if self._driver.wait(launched.mark, self._limit_s()):
                 continue
@@ -174,15 +182,15 @@ class GpuKernels:
             last = self._launched[-1].mark
             if not self._driver.wait(last, self._limit_s()):
                 raise ContextLostError(
-                    f"{launched.what} took more than {self._limit_s():g} s (WOOLY_EXECUTOR_KERNEL_S), and does not end though it "
-                    "was told to: a GPU has no other way to stop it, so all sessions of this process end, and it starts anew"
+                    f"{launched.what} took more than {self._limit_s():g} s (WOOLY_EXECUTOR_KERNEL_S), and did not end when "
+                    "it was told to. A GPU cannot stop it in another way: this process restarts, and all of its sessions end"
                 )
             return launched
         return None
 
 
 def fits(image: Image, values: Sequence[Value]) -> bool:
-    """Whether all that an image takes for granted of a launch is so."""
+    """Whether the arguments meet all claims of an image."""
     if all(c == 1 for c in image.claims):
         return True
     for value, claim in zip(values, image.claims, strict=True):
@@ -195,7 +203,9 @@ def fits(image: Image, values: Sequence[Value]) -> bool:
 
 
 def _passing(passed: str, parameters: Sequence[Parameter]) -> tuple[Kind, Callable[[Sequence[Value], int, int], Any]]:
-    """The kind of a parameter, and what gives its value of a launch's values, the status' address and the scratch memory's."""
+    """Return the kind of a parameter, and a function that gives its value from the launch's values, the status address and the
+    scratch address.
+    """
     what, *numbers = passed.split(" ")
     if what == "status":
         return None, lambda values, status, scratch: status
@@ -211,7 +221,7 @@ def _passing(passed: str, parameters: Sequence[Parameter]) -> tuple[Kind, Callab
         return None, lambda values, status, scratch: values[k][0]
     dtype = parameters[k].dtype
     if dtype is None:
-        raise OperationError(f"argument {k} of its code has no type")
+        raise OperationError(f"parameter {k} of its code is a scalar without a dtype")
     if dtype in _HALVES:
         return dtype, lambda values, status, scratch: half_bits(values[k], dtype)
     return dtype, lambda values, status, scratch: values[k]

@@ -1,8 +1,9 @@
-"""What a GPU's library does not survive: indices and probabilities out of range.
+"""Protects a GPU from operands that are out of range: indices and probabilities.
 
-The host's library looks at them and raises. On a GPU nobody looks before the kernel runs: it asserts, which ends the context and
-with it all sessions, or it writes where the index points. So such an operand is put in range before the operator sees it, without
-waiting for the device, and a word on the device remembers that it had to be. The run that finds its word set has failed there.
+The CPU's library checks these operands and raises. On a GPU, nothing checks them before the kernel runs. The kernel asserts,
+which ends the context and all sessions, or it writes out of bounds. Therefore such an operand is clamped into its range before
+the operator reads it, without waiting for the device, and a status word on the device records the violation. A run that finds its
+word set has failed at that instruction.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ _PROBABILITY = "Expected p_in >= 0 && p_in <= 1 to be true, but got false."
 
 
 class Word:
-    """Where an instruction says that an operand was out of range.
+    """The status word in which an instruction records that an operand was out of range.
 
     Args:
-        why: what the library of a host raises then.
+        why: the exception that the CPU's library raises in this case.
 
     Attributes:
-        memory: one int32 on the device, 0 while nothing is wrong; given before the first run.
+        memory: one int32 on the device, 0 while nothing is wrong; set before the first run.
     """
 
     __slots__ = ("memory", "why")
@@ -39,17 +40,17 @@ class Word:
         self.memory: Tensor | None = None
 
     def note(self, wrong: Tensor) -> None:
-        """It was, if `wrong` (one bool) holds."""
+        """Record a violation if `wrong` (one bool) is true."""
         assert self.memory is not None
         self.memory.add_(wrong)
 
 
-#: The arguments that a call must have instead of those it was given, by name.
+#: Returns the arguments that replace those of a call, by name.
 Rule = Callable[[Arguments, Word], dict[str, Any]]
 
 
 def in_range(op: OpOverload, do: Callable[..., Any]) -> Callable[..., Any] | None:
-    """`do` with the operands of `op` put in range; None: no operand of its has a range."""
+    """Return `do` with a range check of the operands of `op`; None if the operator needs no check."""
     found = _RULES.get(op.overloadpacket.__name__)
     if found is None:
         return None
@@ -69,18 +70,18 @@ def in_range(op: OpOverload, do: Callable[..., Any]) -> Callable[..., Any] | Non
 
 
 def word_of(call: LibraryCall) -> Word | None:
-    """Where a call says that an operand was out of range; None: it never says so."""
+    """Return the status word of a call, or None."""
     return getattr(call.instead, "word", None)
 
 
-def _kept(t: Any, low: float, high: float, word: Word, exempt: int | None = None) -> Any:
-    """A tensor with `low` for each element outside [low, high], but for those equal to `exempt`. A NaN is outside.
+def _clamped(t: Any, low: float, high: float, word: Word, exempt: int | None = None) -> Any:
+    """Replace each element outside [low, high] by `low`, except for elements equal to `exempt`. A NaN is outside.
 
     Raises:
-        IndexError: nothing is inside, and there are elements.
+        IndexError: the range is empty, and there are elements.
     """
     if not isinstance(t, Tensor) or not t.numel():
-        return t  # a number is looked at by the library
+        return t  # the library checks plain numbers itself
     if high < low:
         raise IndexError(_INDEX)
     inside = (t >= low) & (t <= high)
@@ -91,7 +92,7 @@ def _kept(t: Any, low: float, high: float, word: Word, exempt: int | None = None
 
 
 def _indexed(given: Arguments, word: Word) -> dict[str, Any]:
-    """A list of indices, one for a dimension; a mask is one for as many as it has."""
+    """Check a list with one index per dimension. A mask stands for as many dimensions as it has."""
     sizes, kept, dim = given["self"].shape, [], 0
     for index in given["indices"]:
         if index is None:
@@ -99,64 +100,64 @@ def _indexed(given: Arguments, word: Word) -> dict[str, Any]:
         elif index.dtype in (torch.bool, torch.uint8):
             dim += index.dim()
         else:
-            index = _kept(index, -sizes[dim], sizes[dim] - 1, word)
+            index = _clamped(index, -sizes[dim], sizes[dim] - 1, word)
             dim += 1
         kept.append(index)
     return {"indices": kept}
 
 
 def _along(name: str = "index", *, negative: bool = False) -> Rule:
-    """Indices along `dim`."""
+    """Check indices along `dim`."""
 
     def rule(given: Arguments, word: Word) -> dict[str, Any]:
         own = given["self"]
         n = own.shape[given["dim"]] if own.dim() else 1
-        return {name: _kept(given[name], -n if negative else 0, n - 1, word)}
+        return {name: _clamped(given[name], -n if negative else 0, n - 1, word)}
 
     return rule
 
 
 def _flat(given: Arguments, word: Word) -> dict[str, Any]:
-    """Indices of all elements, in order."""
+    """Check indices into the flattened tensor."""
     n = given["self"].numel()
-    return {"index": _kept(given["index"], -n, n - 1, word)}
+    return {"index": _clamped(given["index"], -n, n - 1, word)}
 
 
 def _rows(table: str) -> Rule:
-    """Indices of a table's rows."""
-    return lambda given, word: {"indices": _kept(given["indices"], 0, given[table].shape[0] - 1, word)}
+    """Check indices of a table's rows."""
+    return lambda given, word: {"indices": _clamped(given["indices"], 0, given[table].shape[0] - 1, word)}
 
 
 def _rows_of_gradient(given: Arguments, word: Word) -> dict[str, Any]:
     high, exempt = int(given["num_weights"]) - 1, int(given["padding_idx"])
-    return {"indices": _kept(given["indices"], 0, high, word, exempt if exempt < 0 else None)}
+    return {"indices": _clamped(given["indices"], 0, high, word, exempt if exempt < 0 else None)}
 
 
 def _classes(low: int = 0) -> Rule:
-    """Numbers of classes. Targets of floats are probabilities, which may be any."""
+    """Check class numbers. Floating-point targets are probabilities and are not checked."""
 
     def rule(given: Arguments, word: Word) -> dict[str, Any]:
         own, target = given["self"], given["target"]
         if target.is_floating_point():
             return {}
         n = own.shape[1] if own.dim() > 1 else own.numel()
-        return {"target": _kept(target, low, n - 1, word, given.get("ignore_index"))}
+        return {"target": _clamped(target, low, n - 1, word, given.get("ignore_index"))}
 
     return rule
 
 
 def _labels(given: Arguments, word: Word) -> dict[str, Any]:
-    """Numbers of classes, along the last dimension; -1 ends them."""
+    """Check class numbers along the last dimension, in which -1 marks the end."""
     own = given["self"]
-    return {"target": _kept(given["target"], -1, (own.shape[-1] if own.dim() else 1) - 1, word)}
+    return {"target": _clamped(given["target"], -1, (own.shape[-1] if own.dim() else 1) - 1, word)}
 
 
 def _between(low: float, high: float, *names: str) -> Rule:
-    return lambda given, word: {name: _kept(given[name], low, high, word) for name in names}
+    return lambda given, word: {name: _clamped(given[name], low, high, word) for name in names}
 
 
 def _weights(given: Arguments, word: Word) -> dict[str, Any]:
-    """Rows of numbers, none of them negative or without end, and not all 0."""
+    """Check that each row has only finite, non-negative weights, and at least one positive weight."""
     own = given["self"]
     if not own.numel():
         return {}
@@ -167,16 +168,16 @@ def _weights(given: Arguments, word: Word) -> dict[str, Any]:
 
 
 def _places(dims: int) -> Rule:
-    """Places in the last dimensions of the result."""
+    """Check positions in the last dimensions of the result."""
 
     def rule(given: Arguments, word: Word) -> dict[str, Any]:
-        return {"indices": _kept(given["indices"], 0, math.prod(given["output_size"][-dims:]) - 1, word)}
+        return {"indices": _clamped(given["indices"], 0, math.prod(given["output_size"][-dims:]) - 1, word)}
 
     return rule
 
 
-def _enough(given: Arguments, word: Word) -> dict[str, Any]:
-    """As many elements as the mask asks for."""
+def _enough_source_elements(given: Arguments, word: Word) -> dict[str, Any]:
+    """Check that there are as many source elements as the mask selects."""
     mask = given["mask"]
     short = mask.expand(torch.broadcast_shapes(mask.shape, given["self"].shape)).sum() > given["source"].numel()
     word.note(short)
@@ -190,8 +191,11 @@ def _asserted(given: Arguments, word: Word) -> dict[str, Any]:
 
 
 def _repeats(given: Arguments, word: Word) -> dict[str, Any]:
-    """How often; their sum is asked of the device, whatever it was said to be."""
-    return {"repeats": _kept(given["repeats"], 0, torch.iinfo(given["repeats"].dtype).max, word), "output_size": None}
+    """Check numbers of repetitions. The output size is computed from them, and the given one is ignored."""
+    return {
+        "repeats": _clamped(given["repeats"], 0, torch.iinfo(given["repeats"].dtype).max, word),
+        "output_size": None,
+    }
 
 
 _RULES: dict[str, tuple[Rule, Exception]] = {
@@ -231,8 +235,12 @@ _RULES: dict[str, tuple[Rule, Exception]] = {
         ),
         ("max_unpool2d", _places(2), RuntimeError("found an invalid max index")),
         ("max_unpool3d", _places(3), RuntimeError("found an invalid max index")),
-        ("masked_scatter_", _enough, RuntimeError("Number of elements of source < number of ones in mask")),
-        ("_functional_assert_async", _asserted, RuntimeError("an assertion of the script does not hold")),
+        (
+            "masked_scatter_",
+            _enough_source_elements,
+            RuntimeError("Number of elements of source < number of ones in mask"),
+        ),
+        ("_functional_assert_async", _asserted, RuntimeError("an assertion of the script failed")),
         ("repeat_interleave", _repeats, RuntimeError("repeats can not be negative")),
     )
     for name in names.split()

@@ -1,8 +1,9 @@
-"""Steady stretches of a program as graphs: captured once, replayed with one launch.
+"""Captures repeated stretches of a program as graphs, and replays each with one launch.
 
-A stretch is what lies between two edges at which runs may be stopped, so no graph is longer than what the dispatch core launches
-at a time. A graph has the addresses of what it reads and the numbers of the run in it, so it is for runs that have the same ones.
-What it makes lies in memory that all graphs share; what outlives the stretch is copied out at once, so any graph may follow any.
+A stretch is the part between two edges, at which a run may stop. So a graph is never longer than the part that the dispatch core
+launches at a time. A graph contains the addresses and params of its run, so it can be replayed only for runs with the same
+addresses and params. All graphs of a device share one memory pool. Results that outlive a stretch are copied out of the pool at
+once, so that graphs may follow each other in any order.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ from wooly_executor.runtime.driver import Driver, Graph
 from wooly_executor.runtime.frame import Frame, Step
 from wooly_executor.runtime.prepared import PreparedProgram
 
-#: Steps below which a stretch is not worth a graph.
+#: Minimum number of steps of a stretch that is captured. A shorter stretch saves too little.
 WORTH = 4
-#: Runs with the same addresses after which a stretch is captured.
+#: Number of consecutive runs with the same addresses and params after which a stretch is captured.
 STEADY = 3
-#: Graphs of one stretch: a loop may take turns with its buffers.
+#: Maximum number of graphs per stretch: a loop may alternate between sets of buffers.
 VARIANTS = 4
-#: Graphs of one device, and the bytes that their shared memory may grow by; what one stretch may make.
+#: Limits per device: number of graphs, and growth of their memory pool in bytes. The third one limits the memory that one stretch
+#: may allocate, in bytes.
 GRAPHS, POOL_BYTES, STRETCH_BYTES = 512, 256 << 20, 64 << 20
 
 Key = tuple[Any, ...]
@@ -35,11 +37,11 @@ Key = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """How a register looks at memory.
+    """The memory and layout of a tensor in a register.
 
     Attributes:
-        of: a register (or the memory of a slot, as ~slot) that was there before the stretch; or a number among `Captured.made`.
-        old: which of these.
+        of: a register (or ~slot for the memory of a slot) that existed before the stretch, or an index into `Captured.made`.
+        old: whether `of` is a register or slot.
     """
 
     of: int
@@ -50,19 +52,19 @@ class Place:
     offset: int
 
     def on(self, memory: Tensor) -> Tensor:
-        """A tensor that looks so at the storage of `memory`."""
+        """Return a tensor of this layout on the storage of `memory`."""
         empty = torch.empty(0, dtype=self.dtype, device=memory.device)
         return empty.set_(memory.untyped_storage(), self.offset, self.sizes, self.strides)
 
 
 @dataclass(slots=True)
 class Captured:
-    """A stretch for some addresses and numbers.
+    """The graph of a stretch for certain addresses and params.
 
     Attributes:
-        graph: what it enqueues.
-        made: memory of the graphs' that outlives the stretch, whole.
-        left: per name that the stretch changes, what it is then; a name is a register, or ~slot for the memory of one.
+        graph: the captured work.
+        made: memory in the pool whose content outlives the stretch.
+        left: for each register (or ~slot) that the stretch changes, its tensor after the stretch; None: it is empty then.
     """
 
     graph: Graph
@@ -72,12 +74,14 @@ class Captured:
 
 @dataclass(slots=True)
 class Stretch:
-    """What is known of the steps between two edges.
+    """State of the steps between two edges.
 
     Attributes:
-        params: which of the run's params it uses.
-        never: it cannot be captured.
-        last: addresses and numbers of the last run, and how often in a row they were the same.
+        params: the run's params that the stretch uses.
+        never: the stretch cannot be captured.
+        last: addresses and params of the last run.
+        same: number of consecutive runs with these addresses and params.
+        captured: graphs by addresses and params.
     """
 
     params: tuple[int, ...]
@@ -88,11 +92,11 @@ class Stretch:
 
 
 class Graphs:
-    """The graphs of one device. Used by its thread alone.
+    """The graphs of one device. Only the device thread uses it.
 
     Args:
-        driver: of the GPU.
-        device: its memory.
+        driver: the driver of the GPU.
+        device: the memory of the GPU.
     """
 
     def __init__(self, driver: Driver, device: TorchDevice) -> None:
@@ -101,14 +105,17 @@ class Graphs:
         self.replayed = 0
 
     def run(self, prepared: PreparedProgram, frame: Frame, begin: int, steps: Sequence[Step]) -> Sequence[Step]:
-        """Replay the stretch of hot steps from `begin` on, if there is a graph for this run. Returns what is left to be done."""
+        """Replay the stretch of hot steps from `begin` on, if it has a graph for this run.
+
+        Returns the steps that remain to be run.
+        """
         if len(steps) < WORTH:
             return steps
         stretches: dict[tuple[int, int], Stretch] = prepared.stretches
         where = begin, begin + len(steps)
         stretch = stretches.get(where)
         if stretch is None:
-            stretch = stretches[where] = self._seen(prepared, *where)
+            stretch = stretches[where] = self._new_stretch(prepared, *where)
         if stretch.never:
             return steps
         key = _key(stretch, frame)
@@ -124,23 +131,23 @@ class Graphs:
             stretch.captured[key] = captured
         captured.graph.replay()
         self.replayed += 1
-        self._leave(captured, frame)
+        self._restore(captured, frame)
         return ()
 
-    def _seen(self, prepared: PreparedProgram, begin: int, end: int) -> Stretch:
+    def _new_stretch(self, prepared: PreparedProgram, begin: int, end: int) -> Stretch:
         first = prepared.begins[begin]
         last = prepared.begins[end] if end < len(prepared.begins) else len(prepared.steps)
         acts = [prepared.acts[k] for k in sorted({prepared.owner[s] for s in range(first, last)})]
         params = [k for act in acts for k in act.params]
         slots = {slot for act in acts for slot in act.writes()}
         nbytes = sum([prepared.facts.slot_alloc[slot] or 0 for slot in slots])
-        never = any(first <= s < last for s in prepared.restless) or nbytes > STRETCH_BYTES
+        never = any(first <= s < last for s in prepared.uncapturable) or nbytes > STRETCH_BYTES
         return Stretch(tuple(dict.fromkeys(params)), never)
 
     def _capture(self, stretch: Stretch, frame: Frame, steps: Sequence[Step]) -> Captured | None:
         if self._count >= GRAPHS or self._bytes > POOL_BYTES:
             return None
-        before = _names(frame)
+        before = _tensors_by_name(frame)
         registers, bases = list(frame.registers), list(frame.bases)
 
         def body() -> None:
@@ -150,10 +157,10 @@ class Graphs:
         held = self._driver.reserved()
         try:
             graph = self._driver.capture(body)
-            made, left = _changed(before, _names(frame))
+            made, left = _changed(before, _tensors_by_name(frame))
         except ContextLostError:
             raise
-        except Exception:  # whatever it is that no graph can hold: the steps themselves will say, if it is an error
+        except Exception:  # a graph cannot contain this work; if it is an error, the steps raise it again
             self._driver.check()
             stretch.never = True
             return None
@@ -163,14 +170,14 @@ class Graphs:
         self._bytes += max(self._driver.reserved() - held, 0)
         return Captured(graph, made, left)
 
-    def _leave(self, captured: Captured, frame: Frame) -> None:
-        """Registers and memory as the steps would have left them."""
+    def _restore(self, captured: Captured, frame: Frame) -> None:
+        """Set registers and memory to the state that the steps would leave."""
         fresh = []
         for memory in captured.made:
             own = self._device.empty(len(memory))
             own.copy_(memory, non_blocking=True)
             fresh.append(own)
-        old = _names(frame)
+        old = _tensors_by_name(frame)
         for name, place in captured.left.items():
             found = None
             if place is not None:
@@ -181,15 +188,15 @@ class Graphs:
                 frame.bases[~name] = found
 
 
-def _names(frame: Frame) -> dict[int, Tensor]:
-    """What registers hold, and the memory of slots under ~slot."""
+def _tensors_by_name(frame: Frame) -> dict[int, Tensor]:
+    """Return the tensors of all registers, and the memory of slots under ~slot."""
     found: dict[int, Tensor] = {k: t for k, t in enumerate(frame.registers) if t is not None}
     found.update({~k: t for k, t in enumerate(frame.bases) if t is not None})
     return found
 
 
 def _key(stretch: Stretch, frame: Frame) -> Key:
-    """All that a graph has in it: addresses, and what kind of number each param is beside the number."""
+    """Return everything that a graph depends on: addresses, and the type and value of each param."""
     places = [-1 if t is None else t.data_ptr() for t in frame.registers]
     places += [-1 if t is None else t.data_ptr() for t in frame.bases]
     numbers = [(type(frame.params[k]), repr(frame.params[k])) for k in stretch.params]
@@ -197,7 +204,7 @@ def _key(stretch: Stretch, frame: Frame) -> Key:
 
 
 def _changed(before: dict[int, Tensor], after: dict[int, Tensor]) -> tuple[list[Tensor], dict[int, Place | None]]:
-    """What a stretch made that outlives it, and what it left under each name that it changed."""
+    """Return the memory that a stretch allocated and that outlives it, and the new place of each name that it changed."""
     known: dict[int, tuple[int, bool]] = {}
     for name, t in before.items():
         known.setdefault(t.untyped_storage().data_ptr(), (name, True))

@@ -1,4 +1,4 @@
-"""AMD GPUs: code goes through HIP's module API, in torch's own context."""
+"""The driver of AMD GPUs. It uses HIP's module API in torch's own context."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from wooly_executor.runtime.packing import Arguments, Kind
 from wooly_executor.runtime.torch_gpu import TorchGpu
 from wooly_executor.runtime.torch_runtime import HOT
 
-#: Errors after which a context answers nothing else, by their numbers in hip_runtime_api.h.
+#: Error numbers (hip_runtime_api.h) after which a context fails every call.
 STICKY = frozenset((214, 700, 702, 709, 710, 718, 719, 999))
 
-#: Memory of the host is locked for all contexts (hipHostRegisterPortable).
+#: Flag for hipHostRegister: the memory is page-locked for all contexts (hipHostRegisterPortable).
 PORTABLE = 1
 
 
 @dataclass(frozen=True)
 class Found:
-    """What of ROCm there is on this machine.
+    """The parts of ROCm that are present on this machine.
 
     Attributes:
-        torch_version: torch's.
-        torch_hip: HIP's version that torch was built for; None: without it.
+        torch_version: version of torch.
+        torch_hip: HIP version that torch was built for; None: torch was built without HIP.
         bindings: whether the module hip is installed.
-        devices: GPUs that this process sees.
+        devices: number of GPUs that this process sees.
     """
 
     torch_version: str = ""
@@ -42,7 +42,7 @@ class Found:
 
 
 def find() -> Found:
-    """Look around. Begins nothing on a GPU."""
+    """Find out which parts of ROCm are present. Initialises nothing on a GPU."""
     try:
         bindings = importlib.util.find_spec("hip.hip") is not None
     except ImportError:
@@ -52,18 +52,21 @@ def find() -> Found:
 
 
 def missing(found: Found, index: int = 0) -> str:
-    """What is missing for a GPU of that number, and how to get it; empty if nothing is."""
+    """Return what is missing for using GPU `index`, and how to get it; empty if nothing is missing."""
     if found.torch_hip is None:
-        return f"PyTorch {found.torch_version} is a build without ROCm: install one with it (pytorch.org says which index has it)"
+        return (
+            f"PyTorch {found.torch_version} is a build without ROCm: install a build with ROCm (pytorch.org lists the package "
+            "indexes)"
+        )
     if not found.bindings:
         return "the module hip is not installed: pip install hip-python"
     if not found.devices:
         return (
-            "the driver shows this process no GPU: is the amdgpu driver loaded, may this user open /dev/kfd and /dev/dri, "
-            "and does rocminfo show one?"
+            "the driver shows this process no GPU: check that the amdgpu driver is loaded, that this user may open "
+            "/dev/kfd and /dev/dri, and that rocminfo lists a GPU"
         )
     if index >= found.devices:
-        return f"there is no GPU {index}: this process sees {found.devices} (WOOLY_EXECUTOR_DEVICE counts from 0)"
+        return f"there is no GPU {index}: this process sees {found.devices}; WOOLY_EXECUTOR_DEVICE counts from 0"
     return ""
 
 
@@ -71,7 +74,7 @@ class HipDriver(TorchGpu):
     """One AMD GPU.
 
     Raises:
-        MissingDriverError: says what is missing and how to get it.
+        MissingDriverError: the GPU cannot be used; the message says what is missing and how to get it.
     """
 
     vendor = "amd"
@@ -99,11 +102,11 @@ class HipDriver(TorchGpu):
         return f"hip:{self.arch()}"
 
     def load(self, image: bytes, entry: str, kinds: Sequence[Kind], shared: int = 0) -> Any:
-        """See `Driver`. A group may have all of a compute unit's memory without anybody being told."""
+        """See `Driver`. A block may use all shared memory of a compute unit without a request."""
         self._do(self._hip.hipSetDevice(self.index))
         most: int = torch.cuda.get_device_properties(self.index).shared_memory_per_block
         if shared > most:
-            raise OperationError(f"it needs {shared} bytes of shared memory, {self.arch()} has {most}")
+            raise OperationError(f"it needs {shared} bytes of shared memory, but {self.arch()} has {most}")
         module = self._do(self._hip.hipModuleLoadData(image))
         return self._do(self._hip.hipModuleGetFunction(module, entry.encode()))
 
@@ -119,7 +122,7 @@ class HipDriver(TorchGpu):
         (status,) = self._hip.hipModuleLaunchKernel(
             function, *grid, *block, shared, self._handle, arguments.address, None
         )
-        self._launched(status, grid, block)
+        self._check_launch(status, grid, block)
 
     def lock(self, address: int, nbytes: int) -> None:
         """See `Driver`."""
@@ -127,7 +130,7 @@ class HipDriver(TorchGpu):
         try:
             self._do(self._hip.hipHostRegister(address, nbytes, PORTABLE))
         except OperationError:
-            self._hip.hipGetLastError()  # torch would find it after its next launch
+            self._hip.hipGetLastError()  # clears the error, which torch would otherwise report after its next launch
             raise
 
     def unlock(self, address: int) -> None:
@@ -142,15 +145,15 @@ class HipDriver(TorchGpu):
 
 
 class HipRuntime(GpuRuntime):
-    """Executes WIS on an AMD GPU.
+    """Runs programs on an AMD GPU.
 
     Args:
-        index: which of the GPUs that this process sees.
+        index: number of the GPU, among those that this process sees.
         hot: see `TorchRuntime`.
         cache: see `GpuRuntime`.
 
     Raises:
-        MissingDriverError: says what is missing and how to get it.
+        MissingDriverError: the GPU cannot be used; the message says what is missing and how to get it.
     """
 
     def __init__(self, index: int = 0, hot: int = HOT, cache: Path | None = None) -> None:

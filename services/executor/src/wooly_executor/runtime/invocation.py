@@ -1,4 +1,4 @@
-"""Calls of the library as functions of a frame, as short as their arguments allow."""
+"""Builds functions of a frame that call the library, with as little work per call as their arguments allow."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from wooly_executor.runtime.frame import Frame
 def differentiated(
     call: Callable[[Frame], Any], operands: list[int], registers: list[int], gradients: Gradients
 ) -> Callable[[Frame], Any]:
-    """What `gradients` asks of `call`, which reads `registers`."""
+    """Return a function that computes what `gradients` asks for. `call` reads `registers`."""
 
     def run(f: Frame) -> Any:
         def on(own: list[Tensor]) -> Any:
@@ -45,15 +45,17 @@ def differentiated(
     return run
 
 
-def keeping_sizes(call: Callable[[Frame], Any], operands: list[tuple[int, tuple[int, ...]]]) -> Callable[[Frame], Any]:
-    """`call`, failing where `out=` was given a new size: that would be memory which nobody counts."""
+def with_size_check(
+    call: Callable[[Frame], Any], operands: list[tuple[int, tuple[int, ...]]]
+) -> Callable[[Frame], Any]:
+    """Return `call` with a check that `out=` keeps its size. A larger one would take memory that is not accounted for."""
 
     def run(f: Frame) -> Any:
         result = call(f)
         for register, sizes in operands:
             t = f.registers[register]
             check_size(t, sizes)
-            if t.is_conj():  # LAPACK's results may lie there conjugated; a buffer holds plain numbers
+            if t.is_conj():  # LAPACK may leave a result conjugated, but a buffer must hold plain numbers
                 f.registers[register] = t.conj().copy_(t.resolve_conj())
         return result
 
@@ -61,21 +63,21 @@ def keeping_sizes(call: Callable[[Frame], Any], operands: list[tuple[int, tuple[
 
 
 def check_size(t: Tensor, sizes: tuple[int, ...]) -> None:
-    """Make sure that an operator has left an argument's size as it was.
+    """Check that an operator has not resized an argument.
 
     Raises:
-        OperationError: it has not.
+        OperationError: the argument has another shape.
     """
     if t.shape != sizes:
-        raise OperationError(f"the result has shape {list(t.shape)}, out= has {list(sizes)}")
+        raise OperationError(f"the result has shape {list(t.shape)}, but out= has {list(sizes)}")
 
 
 def seeded(call: Callable[[Frame], Any], pair: list[int], device: TorchDevice) -> Callable[[Frame], Any]:
-    """`call` that draws from the numbers that a (seed, offset) pair of params stands for."""
+    """Return `call` with the generator seeded from a (seed, offset) pair of params."""
     seed, offset = pair
 
     def run(f: Frame) -> Any:
-        # torch takes seeds of 64 bits signed or unsigned; the generator is this process's own, set before every draw.
+        # torch accepts signed and unsigned seeds of 64 bits; the shift makes both equal. The generator belongs to this process.
         device.seed(mix(f.params[seed], f.params[offset]) >> 1)
         return call(f)
 
@@ -85,7 +87,7 @@ def seeded(call: Callable[[Frame], Any], pair: list[int], device: TorchDevice) -
 def calling(
     form: Form, library: LibraryCall, registers: dict[int, int], first_param: int, device: TorchDevice
 ) -> Callable[[Frame], Any]:
-    """A function of the frame that calls the operator, as short as its arguments allow."""
+    """Return a function of the frame that calls the operator, with as little work per call as the arguments allow."""
     op, args, kwargs = library.op, library.args, library.kwargs
     fn = library.instead or FAST.get(str(op)) or function_of(op)
     typed = typed_params(form, library)

@@ -1,8 +1,8 @@
-"""The embedded default: generated kernels through OpenCL on the CPU (PoCL), torch as the library on the same memory.
+"""The default runtime: generated kernels through OpenCL on the CPU (PoCL), and torch as the library on the same memory.
 
-Nothing is copied: a plan's kernels are launched on the addresses of torch's tensors, its library steps are those of `torch_cpu`,
-and so is tier 0. PoCL offers the CPU twice: `basic` runs a kernel in the thread that launches it, for 2 us; `pthread` has all
-cores take part, which costs 40 us. OpenCL is first touched when there is something to load, or somebody asks for `target`.
+Nothing is copied: a plan's kernels are launched on the addresses of torch's tensors. Library steps and tier 0 are those of
+`torch_cpu`. PoCL offers the CPU as two devices: `basic` runs a kernel in the thread that launches it, at a cost of 2 us;
+`pthread` uses all cores, at a cost of 40 us. OpenCL is initialised when the first kernel is loaded, or when `target` is called.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from wooly_executor.artifacts import ArtifactCache
 from wooly_executor.cores import apart, beyond
 from wooly_executor.errors import MissingDriverError, OperationError
 from wooly_executor.runtime.builds import WorkerBuilder
-from wooly_executor.runtime.foreign import KERNEL_BYTES, Foreign, Loaded, Value, misdeed
+from wooly_executor.runtime.foreign import KERNEL_BYTES, Foreign, Loaded, Value, violation_message
 from wooly_executor.runtime.packing import half_bits
 from wooly_executor.runtime.plans import Run, acts_of_plan, complaint, count_work, kernels_of
 from wooly_executor.runtime.preparation import prepare_acts
 from wooly_executor.runtime.prepared import PreparedProgram
-from wooly_executor.runtime.products import LooseHost
+from wooly_executor.runtime.products import InexactHost
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
 from wooly_executor.runtime.torch_runtime import HOT
 from wooly_executor.runtime.watch import Watch
 
-#: Launches at most whose arrays' addresses are remembered as OpenCL buffers.
+#: Maximum number of memory addresses whose OpenCL buffer is kept. At this number, the cache is cleared.
 WRAPPED = 4096
-#: Kernels kept, of all programs.
+#: Maximum number of loaded kernels, over all programs. At this number, the cache is cleared.
 KERNELS_KEPT = 8192
 _NUMPY = {DType.F64: np.float64, DType.I64: np.int64, DType.BOOL: np.uint8}
-#: What a scalar argument of a kernel in another language is passed as.
+#: The NumPy type in which a scalar argument of a foreign kernel is passed.
 _SCALAR = {
     DType.BOOL: np.uint8,
     DType.F16: np.uint16,
@@ -53,32 +53,32 @@ _SCALAR = {
     DType.F32: np.float32,
     DType.F64: np.float64,
 }
-#: Runs kernels in languages of others: beside the device's thread, so that somebody can end them.
+#: Index of the unit that runs foreign kernels: outside the device thread, so that a launch can be told to end.
 _FOREIGN_UNIT = 1
-#: Where the library's steps of plans of mode `full` run.
-_LOOSE = LooseHost()
+#: The device for library steps of plans of mode `full`.
+_INEXACT_HOST = InexactHost()
 
 
 def missing() -> str:
-    """What is missing for OpenCL kernels on this machine, as far as can be told without using it; empty if nothing is."""
+    """Return what is missing for OpenCL kernels, without initialising OpenCL; empty if nothing is known to be missing."""
     if importlib.util.find_spec("pyopencl") is None:
         return "the module pyopencl is not installed: pip install 'pyopencl[pocl]'"
     return ""
 
 
 def _scalar(parameter: Parameter) -> Any:
-    """The NumPy type of a kernel's scalar parameter.
+    """Return the NumPy type of a kernel's scalar parameter.
 
     Raises:
-        KeyError: no kernel takes such a one.
+        KeyError: kernels cannot have such a parameter.
     """
     if parameter.dtype is None:
-        raise KeyError("a scalar without a type")
+        raise KeyError("a scalar parameter has no dtype")
     return _SCALAR[parameter.dtype]
 
 
 class OpenClRuntime(TorchCpuRuntime):
-    """torch on the CPU, and generated kernels beside it.
+    """torch on the CPU, with generated kernels.
 
     Args:
         cache: folder in which PoCL keeps its files.
@@ -86,7 +86,7 @@ class OpenClRuntime(TorchCpuRuntime):
         sure: fail at once if a driver is missing, and not when the first kernel is loaded.
 
     Raises:
-        MissingDriverError: says what is missing and how to get it.
+        MissingDriverError: OpenCL cannot be used; the message says what is missing and how to get it.
     """
 
     def __init__(self, cache: Path | None = None, hot: int = HOT, *, sure: bool = False) -> None:
@@ -111,21 +111,21 @@ class OpenClRuntime(TorchCpuRuntime):
         return super().facts() | {"runtime": "opencl"}
 
     def target(self) -> str:
-        """What code must be built for, to run here.
+        """Return the target that code must be built for.
 
         Raises:
-            MissingDriverError: OpenCL does not come up.
+            MissingDriverError: OpenCL does not start.
         """
         units = self._open()
         return pocl_target(torch.get_num_threads(), units[0].platform, [u.name for u in units])
 
     def load(self, artifact: Artifact, program: Any, facts: Any) -> PreparedProgram:
-        """A program as its plan's steps. May be called by any thread.
+        """Prepare a program as its plan's steps. Thread-safe.
 
         Raises:
-            OperationError: the driver does not take the code.
-            TooMuchWorkError: a kernel is more than the device allows.
-            MissingDriverError: OpenCL does not come up.
+            OperationError: the driver refuses the code.
+            TooMuchWorkError: a kernel exceeds the limits of the device.
+            MissingDriverError: OpenCL does not start.
         """
         plan, units = artifact.plan, self._open()
         runs: dict[bytes, Run] = {}
@@ -139,31 +139,31 @@ class OpenClRuntime(TorchCpuRuntime):
                     self._kernels.clear()
                 self._kernels[key] = known
             runs[name] = known
-        device = _LOOSE if artifact.key.mode == "full" else self.device
-        acts = acts_of_plan(plan, runs, _asking)
+        device = _INEXACT_HOST if artifact.key.mode == "full" else self.device
+        acts = acts_of_plan(plan, runs, _add_status)
         self.bounds.check_kernels(kernels_of(acts))
         prepared = prepare_acts(program, facts, acts, self.foreign, device, self.bounds.pieces(program))
         count_work(prepared, plan)
-        prepared.runs = max(self._hot - 2, 0)  # what is compiled is run often: its library steps are soon put together
+        prepared.runs = max(self._hot - 2, 0)  # a compiled program runs often, so its library steps are combined soon
         return prepared
 
     def _load_foreign(self, code: ForeignCode, block: tuple[int, ...]) -> Loaded:
         return self._open()[_FOREIGN_UNIT].load_foreign(code, block, lambda: self.kernel_s)
 
-    def _spread(self, ns: int) -> None:
-        """A kernel occupied more than one core: so much core time beyond its device time (in the device's thread)."""
+    def _add_core_time(self, ns: int) -> None:
+        """Add core time beyond the device time, in ns, for a kernel that used more than one core. Called by the device thread."""
         self.beyond_ns += ns
 
     def _open(self) -> tuple[_Unit, ...]:
         with self._opening:
             if not self._units:
                 with apart("wooly-opencl"):
-                    self._units = _open_units(self._cache, torch.get_num_threads(), self._spread)
+                    self._units = _open_units(self._cache, torch.get_num_threads(), self._add_core_time)
             return self._units
 
 
-def _asking(run: Run, where: int, forms: Sequence[Form], act: int) -> Run:
-    """`run` of a kernel that is given a word for its status: what it complains of is raised as the library would."""
+def _add_status(run: Run, where: int, forms: Sequence[Form], act: int) -> Run:
+    """Return `run` with a status word for the kernel. If the kernel reports a violation, raise the library's exception for it."""
     word = np.zeros(1, np.int32)
     address = word.ctypes.data
 
@@ -178,12 +178,12 @@ def _asking(run: Run, where: int, forms: Sequence[Form], act: int) -> Run:
 
 
 class _Unit:
-    """One of PoCL's devices, with an in-order queue. `spread` is told of core time beyond the device time of its launches."""
+    """One of PoCL's devices, with an in-order queue. `spread` is called with the core time of a launch beyond its device time."""
 
     def __init__(self, cl: Any, device: Any, alone: bool, spread: Callable[[int], None]) -> None:
         self._cl = cl
         self._device = device
-        self._alone, self._spread = alone, spread
+        self._alone, self._add_core_time = alone, spread
         self.threads: int = 1 if alone else device.max_compute_units
         self.name: str = device.name.strip()
         self.platform = f"{device.platform.name} {device.platform.version}"
@@ -194,24 +194,26 @@ class _Unit:
         self._word: Any = None
 
     def load(self, kernel: Kernel, code: Code) -> Run:
-        """What runs a kernel's code.
+        """Return a function that launches a kernel.
 
         Raises:
-            OperationError: the driver does not take it.
+            OperationError: the driver refuses the code.
         """
         cl = self._cl
         try:
             program = cl.Program(self._context, [self._device], [code.code]).build()
             entry = cl.Kernel(program, code.entry)
             if entry.num_args != len(kernel.arrays) + len(kernel.scalars):
-                raise OperationError(f"the code of kernel {kernel.name} takes {entry.num_args} arguments")
+                raise OperationError(
+                    f"the code of kernel {kernel.name} has {entry.num_args} parameters, another number than the kernel"
+                )
             entry.set_scalar_arg_dtypes([None] * len(kernel.arrays) + [_NUMPY[s.dtype] for s in kernel.scalars])
         except (cl.Error, ValueError) as e:
-            raise OperationError(f"the driver does not take the code of kernel {kernel.name}: {str(e)[:500]}") from e
+            raise OperationError(f"the driver refuses the code of kernel {kernel.name}: {str(e)[:500]}") from e
         sizes = [a.numel * a.dtype.itemsize for a in kernel.arrays]
         total, local = (code.groups * code.threads,), (code.threads,)
         queue, buffers, wrap, alone = self._queue, self._buffers, self._wrap, self._alone
-        groups, threads, spread = code.groups, self.threads, self._spread
+        groups, threads, spread = code.groups, self.threads, self._add_core_time
 
         def run(at: list[int], scalars: Sequence[Any]) -> int:
             arrays = []
@@ -229,10 +231,10 @@ class _Unit:
         return run
 
     def load_foreign(self, code: ForeignCode, block: tuple[int, ...], limit_s: Callable[[], float]) -> Loaded:
-        """What launches a kernel in another language, by the ABI in docs/reference/foreign-kernels.md.
+        """Return a function that launches a foreign kernel, by the ABI in docs/reference/foreign-kernels.md.
 
         Raises:
-            OperationError: the driver does not take it.
+            OperationError: the driver refuses the code.
         """
         cl = self._cl
         parameters = code.parameters
@@ -243,10 +245,10 @@ class _Unit:
             for p in parameters:
                 types += [None, np.uint64] if p.buffer else [_scalar(p)]
             if entry.num_args != len(types):
-                raise OperationError(f"its code takes {entry.num_args} arguments, not {len(types)}")
+                raise OperationError(f"its code has {entry.num_args} parameters, but {len(types)} were expected")
             entry.set_scalar_arg_dtypes(types)
         except (cl.Error, ValueError, KeyError) as e:
-            raise OperationError(f"the driver does not take its code: {str(e)[:500]}") from e
+            raise OperationError(f"the driver refuses its code: {str(e)[:500]}") from e
         halves = [p.dtype if p.dtype in (DType.F16, DType.BF16) else None for p in parameters]
         status, word = self._status()
 
@@ -264,17 +266,20 @@ class _Unit:
                 event = entry(self._queue, total, block, *arguments)
                 self._queue.finish()
             if word[0]:
-                raise OperationError(f"ended, as it took more than {limit_s():g} s (WOOLY_EXECUTOR_KERNEL_S)")
+                raise OperationError(f"stopped because it took more than {limit_s():g} s (WOOLY_EXECUTOR_KERNEL_S)")
             if word[1]:
-                raise OperationError(misdeed(int(word[1]), int(word[2]), code.places))
+                raise OperationError(violation_message(int(word[1]), int(word[2]), code.places))
             taken: int = max(event.profile.end - event.profile.start, 0)
-            self._spread(beyond(taken, grid[0] * grid[1] * grid[2], self.threads))
+            self._add_core_time(beyond(taken, grid[0] * grid[1] * grid[2], self.threads))
             return taken
 
         return run
 
     def _status(self) -> tuple[Any, Any]:
-        """The words through which a running kernel is told to end, and complains: one launch runs at a time."""
+        """Return the words through which a running kernel is told to end and reports violations.
+
+        Only one launch runs at a time.
+        """
         if self._word is None:
             self._word = np.zeros(STATUS_WORDS, np.int32)
             flags = self._cl.mem_flags.READ_WRITE | self._cl.mem_flags.USE_HOST_PTR
@@ -287,7 +292,11 @@ class _Unit:
         return known[1] if known is not None and known[0] >= nbytes else self._wrap(address, nbytes)
 
     def _wrap(self, address: int, nbytes: int) -> Any:
-        """A buffer on memory that torch owns. It does not keep it alive; where it is gone, its address is not used either."""
+        """Return an OpenCL buffer on memory that torch owns.
+
+        It does not keep the memory alive. After the memory is freed, its address is not used again until new memory is wrapped
+        there.
+        """
         memory = (ctypes.c_uint8 * nbytes).from_address(address)
         flags = self._cl.mem_flags.READ_WRITE | self._cl.mem_flags.USE_HOST_PTR
         made = self._cl.Buffer(self._context, flags, hostbuf=np.frombuffer(memoryview(memory), np.uint8))
@@ -298,10 +307,10 @@ class _Unit:
 
 
 def _open_units(cache: Path | None, threads: int, spread: Callable[[int], None]) -> tuple[_Unit, ...]:
-    """PoCL's devices, in the order of `POCL_UNITS`.
+    """Return PoCL's devices, in the order of `POCL_UNITS`.
 
     Raises:
-        MissingDriverError: it is not there, or is another one.
+        MissingDriverError: PoCL is missing, or has other devices.
     """
     os.environ["POCL_DEVICES"] = " ".join(POCL_UNITS)
     os.environ["POCL_MAX_PTHREAD_COUNT"] = str(threads)
@@ -311,13 +320,13 @@ def _open_units(cache: Path | None, threads: int, spread: Callable[[int], None])
         import pyopencl as cl
 
         platforms = cl.get_platforms()
-    except Exception as e:  # what a driver raises is its own
-        why = f"OpenCL does not come up here: {type(e).__name__}: {e}; pip install 'pyopencl[pocl]' brings PoCL"
+    except Exception as e:  # drivers may raise any exception
+        why = f"OpenCL does not start: {type(e).__name__}: {e}; install PoCL with pip install 'pyopencl[pocl]'"
         raise MissingDriverError(why) from e
     named = {d.name.split("-")[0]: d for p in platforms if "Portable" in p.name for d in p.get_devices()}
     if not named.keys() >= set(POCL_UNITS):
         have = ", ".join(f"{p.name} ({', '.join(d.name for d in p.get_devices())})" for p in platforms) or "nothing"
         raise MissingDriverError(
-            f"PoCL with its devices {' and '.join(POCL_UNITS)} is needed, OpenCL here has {have}; pip install 'pyopencl[pocl]'"
+            f"PoCL with its devices {' and '.join(POCL_UNITS)} is needed, but OpenCL has {have}: pip install 'pyopencl[pocl]'"
         )
     return tuple([_Unit(cl, named[name], alone=name == POCL_UNITS[0], spread=spread) for name in POCL_UNITS])

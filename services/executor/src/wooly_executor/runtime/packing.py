@@ -1,4 +1,4 @@
-"""Arguments of kernels as they lie in memory: each at its own alignment, as C lays out a struct of them."""
+"""The memory layout of kernel arguments: each argument at its own alignment, as in a C struct."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from wooly_wis.dtypes import DType
 
 from wooly_executor.runtime.buffers import TORCH_DTYPE
 
-#: A parameter: a scalar's dtype, or None for an address.
+#: Kind of a parameter: the dtype of a scalar, or None for an address.
 Kind = DType | None
 _CHARACTER: dict[Kind, str] = {
     None: "Q",
@@ -33,7 +33,7 @@ _CHARACTER: dict[Kind, str] = {
 
 
 def layout(kinds: Sequence[Kind]) -> tuple[tuple[int, int], ...]:
-    """Offset and size of every parameter, in bytes."""
+    """Return offset and size of each parameter, in bytes."""
     found, before = [], "@"
     for kind in kinds:
         character = _CHARACTER[kind]
@@ -43,19 +43,20 @@ def layout(kinds: Sequence[Kind]) -> tuple[tuple[int, int], ...]:
 
 
 def half_bits(value: Any, dtype: DType) -> int:
-    """A number of 16 bits as an integer."""
+    """Return the bits of a 16-bit float as an integer."""
     return int(torch.tensor(value, dtype=TORCH_DTYPE[dtype]).view(torch.uint16).item())
 
 
 class Arguments:
-    """The arguments of launches of one function: memory that is filled anew for each, by one thread.
+    """Memory for the arguments of one function's launches. It is filled again for each launch, by one thread.
 
     Args:
-        kinds: of its parameters.
+        kinds: the kinds of the parameters.
 
     Attributes:
-        address: of an array with the address of each argument; 0 where there are none.
-        data: all of them, as a struct.
+        address: address of an array with the address of each argument; 0 if there are no parameters.
+        data: the arguments, as a struct.
+        nbytes: size of the struct, in bytes.
     """
 
     def __init__(self, kinds: Sequence[Kind]) -> None:
@@ -68,10 +69,10 @@ class Arguments:
         self.nbytes = self._struct.size
 
     def fill(self, values: Sequence[Any]) -> Arguments:
-        """Put values in place: addresses and numbers, 16-bit floats as their bits."""
+        """Store the values of a launch: addresses and numbers, 16-bit floats as their bits."""
         try:
             self._struct.pack_into(self.data, 0, *values)
-        except OverflowError:  # a number beyond float32's is its infinity
+        except OverflowError:  # a number beyond the range of float32 becomes infinity
             fitted = [
                 ctypes.c_float(v).value if k is DType.F32 else v for k, v in zip(self._kinds, values, strict=True)
             ]

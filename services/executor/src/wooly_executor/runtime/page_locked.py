@@ -1,4 +1,4 @@
-"""Host memory whose pages stay where they are: a GPU copies from and to it by itself, and while programs run."""
+"""Page-locked host memory. A GPU copies from and to it by itself, even while programs run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class _Pages(mmap.mmap):
-    """Pages of nobody else's. They are unlocked before they go."""
+    """Anonymous private pages. They are unlocked before they are freed."""
 
     unlock: Callable[[], None] | None = None
 
@@ -20,15 +20,15 @@ class _Pages(mmap.mmap):
 
 
 def page_locked(nbytes: int, lock: Callable[[int, int], None], unlock: Callable[[int], None]) -> Tensor:
-    """A flat tensor of exactly so many bytes, locked until the last view of it is gone.
+    """Return a flat tensor of exactly `nbytes` bytes, page-locked until its last view is gone.
 
     Args:
         nbytes: at least 1.
-        lock: takes an address and bytes; raises where they cannot be locked.
-        unlock: takes the address; called once, by any thread, and may not raise.
+        lock: called with address and size; raises if the memory cannot be locked.
+        unlock: called once with the address, by any thread; must not raise.
     """
     pages = _Pages(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    found = torch.frombuffer(pages, dtype=torch.uint8)  # its storage holds the pages
+    found = torch.frombuffer(pages, dtype=torch.uint8)  # the tensor's storage keeps the pages alive
     address = found.data_ptr()
     lock(address, nbytes)
     pages.unlock = lambda: unlock(address)

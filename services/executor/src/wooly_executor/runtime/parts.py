@@ -1,4 +1,4 @@
-"""A call of the library on part of its operands: the pieces of an instruction that is split."""
+"""Calls the library on parts of the operands, for an instruction that is split into pieces."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ from wooly_executor.runtime.torch_private import OpOverload, schema_of
 def part_of(
     form: Form, result: int, parts: dict[int, int], first_param: int, device: TorchDevice
 ) -> Callable[[Frame], None]:
-    """What does an instruction on the registers `parts`, by operand; its result goes into that of the operand `result`."""
+    """Return a function that runs an instruction on the registers `parts`, by operand.
+
+    The result goes to the register of operand `result`.
+    """
     out = parts[result]
     if form.opcode == "copy":
         source = parts[0]
@@ -54,7 +57,9 @@ def part_of(
 
 
 def _into(library: LibraryCall, result: int) -> LibraryCall | None:
-    """The call that writes its result where it is told to; None where the library has none that is the same otherwise."""
+    """Return the variant of the call that writes its result to a given tensor; None if the library has no such variant with the
+    same arguments.
+    """
     if library.instead is not None:
         return None
     packet, said = library.op.overloadpacket, _declared(library.op)
@@ -71,13 +76,13 @@ def _declared(op: OpOverload) -> list[tuple[str, str]]:
 
 
 def on_part(call: Callable[[Frame], Any], registers: dict[int, int], parts: dict[int, int], piece: Piece) -> Step:
-    """`call` on one piece.
+    """Return a step that runs `call` on one piece.
 
     Args:
         call: reads and writes the registers `parts`.
-        registers: where each operand is, whole.
-        parts: where each operand's part goes.
-        piece: what part.
+        registers: register of each whole operand.
+        parts: register of each operand's part.
+        piece: the piece.
     """
     narrowed = [(registers[k], register, piece.cuts[k]) for k, register in parts.items()]
 

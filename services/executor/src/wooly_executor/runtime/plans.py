@@ -1,4 +1,4 @@
-"""Plans as acts: what a compiler made of a program, for runtimes that launch its kernels."""
+"""Translates a plan into acts, for runtimes that launch generated kernels."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from wooly_wis.program import Form, Operand, Role, View
 
 from wooly_executor.runtime.prepared import Act, Launch, PreparedProgram
 
-#: Runs a kernel on the addresses of its arrays and the scalars that it takes; ns of device time that were not the caller's.
+#: Runs a kernel on the addresses of its arrays and on its scalars. Returns the ns of device time that other threads took.
 Run = Callable[[list[int], Sequence[Any]], int]
-#: Gives what runs a kernel that is handed a word for its status: what ran it, where among its arrays the word is, the
-#: instructions that it may complain of, and which act of the program it is.
-Asking = Callable[[Run, int, Sequence[Form], int], Run]
+#: Wraps a kernel that has a status word. The arguments are: the function that runs the kernel, the position of the word among its
+#: arrays, the instructions that it may report a violation of, and the index of its act in the program.
+AddStatus = Callable[[Run, int, Sequence[Form], int], Run]
 
 
-def acts_of_plan(plan: Plan, runs: dict[bytes, Run], asking: Asking) -> list[Act]:
-    """A verified plan's steps as acts.
+def acts_of_plan(plan: Plan, runs: dict[bytes, Run], add_status: AddStatus) -> list[Act]:
+    """Return a verified plan's steps as acts.
 
     Args:
-        plan: verified.
-        runs: per digest of a kernel, what runs it.
-        asking: see `Asking`.
+        plan: a verified plan.
+        runs: for each digest of a kernel, the function that runs the kernel.
+        add_status: see `AddStatus`.
     """
     found: list[Act] = []
     at = 0
@@ -46,7 +46,7 @@ def acts_of_plan(plan: Plan, runs: dict[bytes, Run], asking: Asking) -> list[Act
                 at = first.origin
                 run = _with_params(runs[digest(step.kernel)], step.params)
                 if STATUS in step.slots:
-                    run = asking(run, step.slots.index(STATUS), [line.form for line in step.lines], len(found))
+                    run = add_status(run, step.slots.index(STATUS), [line.form for line in step.lines], len(found))
                 slots = tuple([s for s in step.slots if s != STATUS])
                 dtypes = [a.dtype for a, s in zip(step.kernel.arrays, step.slots, strict=True) if s != STATUS]
                 launch = Launch(run, slots, tuple(dtypes), step.params)
@@ -56,18 +56,18 @@ def acts_of_plan(plan: Plan, runs: dict[bytes, Run], asking: Asking) -> list[Act
 
 
 def _with_params(run: Run, params: tuple[int, ...]) -> Run:
-    """`run`, given only some params of the program's."""
+    """Return `run` with only the given params of the program as scalars."""
     if not params:
         return lambda at, given: run(at, ())
     return lambda at, given: run(at, [given[p] for p in params])
 
 
 def complaint(forms: Sequence[Form], word: int) -> Exception:
-    """What the library raises where an operand of an instruction is out of range, without the number that it was.
+    """Return the exception that the library raises for an operand that is out of range, without the value of the operand.
 
     Args:
         forms: the instructions of a kernel.
-        word: which of them it complained of, from 1.
+        word: value of the status word: the number of the failed instruction, from 1.
     """
     form = forms[min(max(word, 1), len(forms)) - 1]
     if form.opcode in ("div_floor", "div_trunc", "remainder", "fmod"):
@@ -78,7 +78,7 @@ def complaint(forms: Sequence[Form], word: int) -> Exception:
 
 
 def count_work(prepared: PreparedProgram, plan: Plan) -> None:
-    """Note who computes how much of a plan."""
+    """Set how many instructions of a plan the library computes, and how many the generated kernels."""
     program = plan.program
     computing = sum(program.forms[i.form].opcode not in ("alloc", "free") for i in program.body)
     origins = {s.line.origin for s in plan.steps if isinstance(s, LibraryStep)}
@@ -86,5 +86,5 @@ def count_work(prepared: PreparedProgram, plan: Plan) -> None:
 
 
 def kernels_of(acts: Sequence[Act]) -> list[list[Form]]:
-    """Per generated kernel, the instructions that it does."""
+    """Return, for each generated kernel, the forms of its instructions."""
     return [[form for form, _ in act.lines] for act in acts if act.launch is not None]

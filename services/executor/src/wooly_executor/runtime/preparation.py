@@ -1,4 +1,4 @@
-"""Builds the steps of a program: operators resolved, arguments laid out, once."""
+"""Builds the steps of a program, once: looks up operators and lays out arguments."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from wooly_executor.runtime.calls import (
     fresh_results,
     gradients_of,
     library_call,
-    made_anew,
+    out_of_place,
     readings,
     refers,
     returns_one_tensor,
@@ -40,7 +40,7 @@ from wooly_executor.runtime.frame import Frame, Step
 from wooly_executor.runtime.fresh_memory import writes_all
 from wooly_executor.runtime.gpu_ranges import word_of
 from wooly_executor.runtime.guards import guarded, looks_at_values
-from wooly_executor.runtime.invocation import calling, differentiated, keeping_sizes, seeded
+from wooly_executor.runtime.invocation import calling, differentiated, seeded, with_size_check
 from wooly_executor.runtime.parts import on_part, part_of
 from wooly_executor.runtime.prepared import Act, Launch, PreparedProgram
 from wooly_executor.runtime.segments import (
@@ -68,18 +68,18 @@ def prepare_acts(
     device: TorchDevice = HOST,
     pieces: Pieces = WHOLE,
 ) -> PreparedProgram:
-    """The steps of what a program does.
+    """Build the steps of a program.
 
     Args:
-        program: verified.
-        facts: what its verifier found.
-        acts: its instructions, or a plan's steps.
-        foreign: has its kernels in other languages.
-        device: where it will run.
-        pieces: of the instructions that are split.
+        program: the verified program.
+        facts: the facts that the verifier found.
+        acts: its instructions, or the steps of its plan.
+        foreign: has the foreign kernels of the program.
+        device: the device on which the program will run.
+        pieces: the pieces of the instructions that are split.
 
     Raises:
-        OperationError: an operator is not available here.
+        OperationError: an operator is not available on this device.
     """
     return _Preparation(program, facts, acts, foreign, device, pieces).finish()
 
@@ -102,7 +102,7 @@ class _Preparation:
         more = sum([len(found) - 1 for found in pieces.values()])
         counts = {at: len(found) for at, found in pieces.items()}
         self.out = PreparedProgram(program, facts, acts, pieces=counts, end=len(program.body) + more)
-        #: Per step, which piece of its instruction it is.
+        #: For each step, the number of its piece within its instruction.
         self._within: list[int] = []
         self._piece = 0
         self._register_of: dict[tuple[int, View], int] = {}
@@ -110,8 +110,8 @@ class _Preparation:
         self._adopted: dict[int, tuple[int, View]] = {}
         self._based: dict[int, torch.dtype] = {}
         self._act = self._first_param = 0
-        #: Per act whose `out=` nobody has seen yet: that operand, and the call that makes it.
-        self._anew: dict[int, tuple[int, LibraryCall]] = {}
+        #: For each act whose `out=` operand has no value yet: the operand, and a call that makes it.
+        self._out_of_place: dict[int, tuple[int, LibraryCall]] = {}
 
     def finish(self) -> PreparedProgram:
         out, facts = self.out, self.out.facts
@@ -123,7 +123,7 @@ class _Preparation:
             if act.form.opcode == "free":
                 freed.append(act.slots[0])
             else:
-                if freed:  # one step for several in a row: most operators are followed by some
+                if freed:  # one step frees several slots in a row, because most operators are followed by several frees
                     self._free(freed)
                     freed = []
                 self._act, self._first_param = i, act.first_param
@@ -154,12 +154,12 @@ class _Preparation:
         return out
 
     def _positions(self) -> list[int]:
-        """Per instruction, the position that it begins at."""
+        """Return the position at which each instruction begins, counted in pieces."""
         counts = self.out.pieces
         return [0, *accumulate([counts.get(i, 1) for i in range(len(self.out.program.body))])]
 
     def _first_uses(self) -> dict[int, tuple[int, int]]:
-        """For every slot that the program allocates: act and operand of its first use after the alloc."""
+        """Return, for each slot that the program allocates, act and operand of its first use after the alloc."""
         first: dict[int, tuple[int, int]] = {}
         for i, act in enumerate(self.out.acts):
             if not i & 63:
@@ -182,23 +182,23 @@ class _Preparation:
         self.out.traces.append(trace)
         self._within.append(self._piece)
 
-    def _restless(self) -> None:
-        """No graph can hold the next step."""
-        self.out.restless.add(len(self.out.steps))
+    def _mark_uncapturable(self) -> None:
+        """Mark the next step as one that a graph cannot contain."""
+        self.out.uncapturable.add(len(self.out.steps))
 
-    def _name(self, slot: int, view: View) -> int:
-        """A new register for this view."""
+    def _new_view_register(self, slot: int, view: View) -> int:
+        """Allocate a register for this view."""
         register = self._register_of[slot, view] = self._new_register(slot)
         self._registers_of.setdefault(slot, []).append(register)
         return register
 
     def _operand(self, slot: int, view: View) -> int:
-        """The register that holds this view, with a step that fills it if it is the first to ask."""
+        """Return the register of this view. For a new view, add a step that fills the register."""
         pause()
         known = self._register_of.get((slot, view))
         if known is not None:
             return known
-        register = self._name(slot, view)
+        register = self._new_view_register(slot, view)
         adopted = self._adopted.get(slot)
         if adopted is not None:
             source = adopted[0]
@@ -223,7 +223,7 @@ class _Preparation:
                 if buffer.view is not view:
                     if buffer.view != view:
                         base = as_view(base, view)
-                    if not view.offset:  # most buffers are only ever seen in one way
+                    if not view.offset:  # most buffers are only seen through one view: keep its tensor
                         buffer.base, buffer.view = base, view
                 f.registers[register] = base
 
@@ -250,7 +250,7 @@ class _Preparation:
     # -- instructions ------------------------------------------------------------------------------------------------
 
     def _launch(self, act: Act, launch: Launch) -> None:
-        """A generated kernel on the memory of its slots."""
+        """Add a step that launches a generated kernel on the memory of its slots."""
         views = {s: o.view for f, on in act.lines for o, s in zip(f.operands, on, strict=True)}
         registers: list[tuple[bool, int]] = []
         for slot in launch.slots:
@@ -260,9 +260,9 @@ class _Preparation:
             elif slot in self._based:
                 registers.append((False, slot))
             else:
-                registers.append((True, self._operand(slot, _known(views.get(slot)))))
+                registers.append((True, self._operand(slot, _required_view(views.get(slot)))))
         kernel, clock = launch.run, time.thread_time_ns
-        if not self._device.host:  # its time is told by its own events
+        if not self._device.host:  # the marks around a kernel measure its time
 
             def enqueue(f: Frame) -> None:
                 r, b = f.registers, f.bases
@@ -288,14 +288,14 @@ class _Preparation:
         elif pieces is not None:
             self._divided(form, slots, pieces)
         elif form.opcode == "copy":
-            src, dst = [self._operand(s, _known(o.view)) for s, o in zip(slots, form.operands, strict=True)]
+            src, dst = [self._operand(s, _required_view(o.view)) for s, o in zip(slots, form.operands, strict=True)]
 
             def copy(f: Frame) -> None:
                 f.registers[dst].copy_(f.registers[src])
 
             self._step(copy, Write(_COPY, (dst, src)))
         elif form.opcode == "fill":
-            to = self._operand(slots[0], _known(form.operands[0].view))
+            to = self._operand(slots[0], _required_view(form.operands[0].view))
             number = form.attr("value")
             value = filler(number, {}, self._first_param, {})
 
@@ -306,25 +306,25 @@ class _Preparation:
         elif form.opcode == OPCODE:
             self._foreign_launch(form, slots)
         else:
-            self._compute(form, slots, self._anew.get(i))
+            self._compute(form, slots, self._out_of_place.get(i))
 
     def _pieces_of(self, act: Act) -> tuple[Piece, ...] | None:
-        """The pieces of an instruction that is split, unless a plan does it in another way."""
+        """Return the pieces of an instruction that is split, or None if a plan replaces the instruction."""
         pieces, program = self._pieces.get(act.at), self.out.program
         if pieces is None or program.body[act.at].slots != act.slots:
             return None
         return pieces if program.forms[program.body[act.at].form] == act.form else None
 
     def _divided(self, form: Form, slots: tuple[int, ...], pieces: tuple[Piece, ...]) -> None:
-        """An instruction as a step per piece, between which runs may be stopped."""
+        """Add one step per piece of an instruction. A run may stop between them."""
         result = len(slots) - 1 if form.opcode in ("copy", "fill") else result_operands(form)[0]
         registers = {
-            k: self._operand(s, _known(o.view))
+            k: self._operand(s, _required_view(o.view))
             for k, (s, o) in enumerate(zip(slots, form.operands, strict=True))
             if k != result or o.role is not Role.OUT
         }
         if result not in registers:
-            registers[result] = self._destination(slots[result], _known(form.operands[result].view))
+            registers[result] = self._destination(slots[result], _required_view(form.operands[result].view))
         parts = {k: self._new_register(slots[k]) for k in registers}
         call = part_of(form, result, parts, self._first_param, self._device)
         for k, piece in enumerate(pieces):
@@ -333,11 +333,11 @@ class _Preparation:
         self._piece = 0
 
     def _destination(self, slot: int, view: View) -> int:
-        """The register of memory that pieces write one after the other, all of it."""
+        """Return the register of the result that the pieces write together."""
         facts, device = self.out.facts, self._device
         if facts.slot_alloc[slot] is None or slot in self._adopted or slot in self._based:
             return self._operand(slot, view)
-        register = self._name(slot, view)
+        register = self._new_view_register(slot, view)
         self._adopted[slot] = (register, view)
         dtype = TORCH_DTYPE[view.dtype]
         dense = view.numel * view.dtype.itemsize == view.end
@@ -350,8 +350,8 @@ class _Preparation:
         return register
 
     def _foreign_launch(self, form: Form, slots: tuple[int, ...]) -> None:
-        """A kernel in another language, on the memory that its operands show."""
-        registers = [self._operand(s, _known(o.view)) for s, o in zip(slots, form.operands, strict=True)]
+        """Add a step that launches a foreign kernel on the memory that its operands show."""
+        registers = [self._operand(s, _required_view(o.view)) for s, o in zip(slots, form.operands, strict=True)]
         kernel, arguments = self._foreign.known(form), arguments_of(form)
         writable = [o.role is not Role.IN for o in form.operands]
         first, last = self._first_param, self._first_param + len(form.params)
@@ -359,7 +359,7 @@ class _Preparation:
         allowed = [k is not None and writable[k] for k in kinds]
         step, begins = len(self.out.steps), self._foreign.begins
 
-        self._restless()
+        self._mark_uncapturable()
 
         def run(f: Frame) -> None:
             r = f.registers
@@ -388,10 +388,10 @@ class _Preparation:
             if view is not None:
                 whole = view.offset == 0 and view.end == nbytes
                 if form.opcode not in ("copy", "fill") and operand.role is Role.OUT and whole:
-                    return  # the operator's result will be the buffer
-                anew = made_anew(form)
+                    return  # the operator's result becomes the buffer
+                anew = out_of_place(form)
                 if anew is not None and anew[0] == first[1] and whole:
-                    self._anew[first[0]] = anew
+                    self._out_of_place[first[0]] = anew
                     return
                 if nbytes % view.dtype.itemsize == 0:
                     dtype = TORCH_DTYPE[view.dtype]
@@ -420,54 +420,54 @@ class _Preparation:
             self.out.words.append((self._act, word))
         library = guarded(library, form)
         if looks_at_values(library):
-            self._restless()
+            self._mark_uncapturable()
         registers: dict[int, int] = {}
         results: list[int] = []
         for k, operand in enumerate(form.operands):
             if operand.role is Role.OUT or k == out:
                 results.append(k)
             else:
-                registers[k] = self._operand(slots[k], _known(operand.view))
+                registers[k] = self._operand(slots[k], _required_view(operand.view))
         for k, view in readings(form):
             registers[k] = self._read(view, registers[k], slots[k])
         gradients = gradients_of(form)
         operands = list(registers.values())
-        if gradients is not None:  # a register of its own for each operand, even where two are the same tensor
+        if gradients is not None:  # each operand gets its own register, even if two operands are the same tensor
             registers = {k: self._new_register(slots[k]) for k in registers}
         call = calling(form, library, registers, self._first_param, self._device)
         invoke = self._traced(form, library, registers) if gradients is None else None
         if any(a.is_out for a in schema_of(library.op).arguments):
             written = [(r, form.operands[k]) for k, r in registers.items() if form.operands[k].role is Role.INOUT]
-            call = keeping_sizes(call, [(r, _known(o.view).sizes) for r, o in written])
+            call = with_size_check(call, [(r, _required_view(o.view).sizes) for r, o in written])
         rng = form.attr("rng")
         if isinstance(rng, tuple):
-            self._restless()
+            self._mark_uncapturable()
             call = seeded(call, [self._first_param + r.index for r in rng if isinstance(r, ParamRef)], self._device)
         if gradients is None and not writes_all(library.op):
-            self._restless()
+            self._mark_uncapturable()
             writes = [a for a in schema_of(library.op).arguments if a.alias_info is not None and a.alias_info.is_write]
             call = self._device.on_zeros(call, repeatable=all(a.is_out for a in writes))
         if gradients is not None:
-            self._restless()
-            outs = [(slots[k], _known(form.operands[k].view)) for k in results]
+            self._mark_uncapturable()
+            outs = [(slots[k], _required_view(form.operands[k].view)) for k in results]
             call = differentiated(call, operands, list(registers.values()), gradients)
             self._results(self._device.on_zeros(call), outs, single=False)
         elif not results:
             self._step(lambda f: _drop(call(f)), invoke)
         elif any(form.operands[k].view is None for k in results):
-            self._restless()
+            self._mark_uncapturable()
             self._dynamic(call, [slots[k] for k in results])
         else:
-            outs = [(slots[k], _known(form.operands[k].view)) for k in results]
+            outs = [(slots[k], _required_view(form.operands[k].view)) for k in results]
             self._results(fresh_results(library.op, call), outs, returns_one_tensor(library.op), invoke)
 
     def _traced(self, form: Form, library: LibraryCall, registers: dict[int, int]) -> Invoke | None:
-        """The call as the interpreter can be told of it, or None if it is more than a call."""
+        """Describe the call for `segments`; None if the step is more than a call."""
         schema = schema_of(library.op)
         if form.attr("rng") is not None or asks_grad_mode(library.op) or library.instead is not None:
             return None
         if any(a.is_out for a in schema.arguments):
-            # The size that `out=` is given must not change from run to run, and LAPACK may leave it conjugated.
+            # The size of `out=` must not change from run to run, and LAPACK may leave `out=` conjugated.
             views = [o.view for o in form.operands]
             if form.params or any(v is not None and v.dtype.kind == "complex" for v in views):
                 return None
@@ -478,7 +478,7 @@ class _Preparation:
         return Invoke(library, registers, self._first_param, form.params, typed, self._device.named, zeros=zeros)
 
     def _read(self, view: Callable[[Tensor], Tensor], source: int, slot: int) -> int:
-        """A new register for what is in this one, through a view."""
+        """Add a step that reads a register through a view. Returns the new register."""
         register = self._new_register(slot)
 
         def read(f: Frame) -> None:
@@ -497,7 +497,9 @@ class _Preparation:
                 f.outcome.values = flat
                 return
             if len(flat) != len(slots):
-                raise OperationError(f"{len(flat)} results where {len(slots)} were announced")
+                raise OperationError(
+                    f"the operator returned {len(flat)} results, but the program announced {len(slots)}"
+                )
             for slot, t in zip(slots, flat, strict=True):
                 f.outcome.outputs.append(adopt_dynamic(f, slot, t, device))
 
@@ -516,7 +518,7 @@ class _Preparation:
             nbytes = facts.slot_alloc[slot]
             fresh = nbytes is not None and slot not in self._adopted and slot not in self._based
             if fresh:
-                register = self._name(slot, view)
+                register = self._new_view_register(slot, view)
                 self._adopted[slot] = (register, view)
             else:
                 register = self._operand(slot, view)
@@ -552,10 +554,13 @@ class _Preparation:
             if len(flat) > len(targets):
                 flat = [t for t in flat if t is not None]
             if len(flat) != len(targets):
-                raise OperationError(f"{len(flat)} results where {len(targets)} were announced")
+                raise OperationError(
+                    f"the operator returned {len(flat)} results, but the program announced {len(targets)}"
+                )
             for k, (t, (register, view, fresh)) in enumerate(zip(flat, targets, strict=True)):
                 if t is None:
-                    # Announced, but undefined here (a workspace that inference does not need): nobody will read it.
+                    # The result is announced, but undefined here (for example a workspace that inference does not need): it is
+                    # never read.
                     f.registers[register] = as_view(device.zeroed(view.end, TORCH_DTYPE[view.dtype]), view)
                     trusted[k] = False
                 elif not fresh:
@@ -574,10 +579,10 @@ def _review(register: int, source: str, view: View, dtype: DType) -> Review | No
 
 
 def _drop(_: Any) -> None:
-    """An in-place operator's return value is its argument."""
+    """Ignore the result of an in-place operator, which is its argument."""
 
 
-def _known(view: View | None) -> View:
+def _required_view(view: View | None) -> View:
     if view is None:
-        raise OperationError("an operand without a view where one is needed")
+        raise OperationError("an operand has no view, but the instruction needs its shape; give the operand a view")
     return view

@@ -1,4 +1,4 @@
-"""A program made ready: what it does, as acts, and the flat list of steps that do it."""
+"""A prepared program: what it does, as acts, and the flat list of steps that do it."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from wooly_wis.verifier import ProgramFacts
 from wooly_executor.runtime.frame import Step
 from wooly_executor.runtime.segments import CompiledSteps, Gather, Trace, compile_steps, memory_name, register_name
 
-#: Times that a stretch is run as a whole before its steps are put together across the edges within.
+#: Number of runs of a stretch across its edges before the stretch is compiled into fewer steps.
 STRETCH_OFTEN = 8
-#: Stretches of one program that are put together so, and those whose runs are counted: they change with what is measured.
+#: Maximum number of such compiled stretches per program, and of stretches whose runs are counted. Both change with the measured
+#: times.
 STRETCHES, STRETCHES_SEEN = 6, 64
-#: So often the parts of what is run at once are measured one by one; and of so many spans they are known.
+#: One in this many runs measures the parts of a span one by one. SPANS is the maximum number of spans with known times.
 MEASURED_EVERY, SPANS = 8, 64
 
 
 class Span(NamedTuple):
-    """Part of a run, over several edges.
+    """Part of a run that contains several edges.
 
     Attributes:
-        hot: whether steps are counted among the hot ones.
-        begin: its first step.
-        edges: where kernels end within; the last is its end.
+        hot: whether the steps are hot ones.
+        begin: index of the first step.
+        edges: the edges within; the last one is the end.
     """
 
     hot: bool
@@ -38,12 +39,12 @@ class Span(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """Steps of a span that are run at once.
+    """Steps of a span that run without a stop.
 
     Attributes:
-        steps: what to do, where hot steps were put together across the edges within.
-        begins: per step, the step of the program that it begins with.
-        took: what lies between its edges took when it was last run one by one, in ns.
+        steps: the steps; hot steps are combined across the edges.
+        begins: for each of these steps, the index of its first step in the program.
+        took: the times between the edges, in ns, when they were last measured one by one.
     """
 
     steps: list[Step]
@@ -51,7 +52,7 @@ class Stretch(NamedTuple):
     took: Sequence[int] = ()
 
     def parts(self, ns: int, edges: int) -> list[int]:
-        """The time of a run as a whole, up to each of so many edges: shared out as it was before."""
+        """Divide the time of a whole run among its edges, in proportion to the last measured times."""
         took = self.took if len(self.took) == edges and any(self.took) else (1,) * edges
         whole, so_far, reached = sum(took), 0, 0
         parts = []
@@ -67,10 +68,11 @@ class Launch:
     """A generated kernel, ready to run.
 
     Attributes:
-        run: runs it on the addresses of its arrays and the params of the run; gives the device time that was not this thread's.
-        slots: per array.
-        dtypes: per array.
-        params: which of the run's params it uses.
+        run: runs the kernel on the addresses of its arrays and the params of the run. Returns the device time of other threads,
+            in ns.
+        slots: the slot of each array.
+        dtypes: the dtype of each array.
+        params: the run's params that the kernel uses.
     """
 
     run: Callable[[list[int], Sequence[Any]], int]
@@ -81,14 +83,16 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Act:
-    """One thing that a program does: an instruction, or a kernel for several.
+    """One action of a program: an instruction, or a kernel that replaces several instructions.
 
     Attributes:
-        at: the instruction that it is, or the first of those.
-        first_param: where its params begin.
+        at: index of the instruction, or of the first replaced instruction.
+        form: the form of this instruction.
+        slots: the slots of the instruction or the kernel.
+        first_param: index of its first param.
         launch: the kernel, in place of an instruction.
-        lines: what the kernel does, as forms on slots.
-        dirty: of an `alloc`: the memory need not be zero, as the next to touch it fills it.
+        lines: the instructions that the kernel replaces, as forms on slots.
+        dirty: for an `alloc`: the memory need not be zeroed, because the next act overwrites it.
     """
 
     at: int
@@ -101,19 +105,19 @@ class Act:
 
     @property
     def params(self) -> Sequence[int]:
-        """Which of the run's params it uses."""
+        """The run's params that the act uses."""
         if self.launch is not None:
             return self.launch.params
         return range(self.first_param, self.first_param + len(self.form.params))
 
     def writes(self) -> tuple[int, ...]:
-        """The slots that it writes."""
+        """Return the slots that the act writes."""
         done = self.lines or ((self.form, self.slots),)
         return tuple([s for f, on in done for o, s in zip(f.operands, on, strict=True) if o.role is not Role.IN])
 
 
 def acts_of(program: Program) -> list[Act]:
-    """A program's instructions."""
+    """Return a program's instructions as acts."""
     found: list[Act] = []
     first_param = 0
     for i, instruction in enumerate(program.body):
@@ -130,33 +134,34 @@ class PreparedProgram:
     """A program as steps.
 
     Attributes:
-        acts: what it does, each one or more steps.
-        by_kernel: how many of its computing instructions are done by generated kernels; None: it is no plan's.
-        by_library: how many, of a plan, by the library.
-        steps: what to do, in order.
-        owner: per step, the act that it belongs to.
-        where: per step, the position before which runs may be stopped there; rising.
-        pieces: per instruction that is split, into how many pieces. Each is a position; an instruction that stays whole is one.
+        acts: what the program does. Each act is one or more steps.
+        by_kernel: number of computing instructions that generated kernels do; None: the program runs without a plan.
+        by_library: number of computing instructions of a plan that the library does.
+        steps: the steps, in order.
+        owner: for each step, the act that it belongs to.
+        where: for each step, the position before which a run may stop; ascending.
+        pieces: for each instruction that is split, the number of its pieces. A position is a piece, or an instruction that is not
+            split.
         end: the position at the program's end.
-        kept: (slot, register, view, nbytes) of buffers that the program leaves behind, adopted from a register.
-        made: (slot, nbytes) of buffers that the program leaves behind and whose memory a step made.
-        dropped: slots bound from outside that the program frees.
-        writes: per act, the slots that it writes.
-        traces: per step, what it does, where that is known.
-        slot_of: slot per register.
-        runs: how often it was run.
-        gathers: once it was run often: steps that fill registers from buffers.
-        hot: once it was run often: the other steps, many of them put together.
-        begins: per hot step, the step that it begins with.
-        edges: positions before which runs are likely to be stopped.
-        places: per hot step, the position that it begins with.
-        whole: stretches of hot steps, by their ends, that are run as a whole: put together, or how often they were run.
-        spans: what took how long between its edges when it was last run one by one.
-        stretches: what a GPU knows of the hot steps between two edges.
-        restless: steps that no graph can hold: what they do is not the same each time, or not the device's alone.
-        words: acts that call the library, on a GPU, and where they say that an operand was out of range.
-        status: where its kernels and these acts complain, on a GPU.
-        kernel_permille: share of its time that is its kernels', as last measured, on a GPU.
+        kept: (slot, register, view, nbytes) of buffers that the program leaves behind and that are adopted from a register.
+        made: (slot, nbytes) of buffers that the program leaves behind and whose memory a step allocated.
+        dropped: slots of existing buffers that the program frees.
+        writes: for each act, the slots that it writes.
+        traces: for each step, a description for `segments`; None: it has none.
+        slot_of: the slot of each register.
+        runs: number of runs.
+        gathers: of a hot program: steps that fill registers from buffers.
+        hot: of a hot program: the other steps, many of them combined.
+        begins: for each hot step, the index of its first step.
+        edges: positions before which runs are likely to stop.
+        places: for each hot step, its first position.
+        whole: compiled stretches of hot steps by begin and end, or the number of their runs.
+        spans: the last measured times of spans.
+        stretches: state of `graphs` per pair of edges, on a GPU.
+        uncapturable: steps that a graph cannot contain, because they change from run to run or need the host.
+        words: acts that call the library on a GPU, with the status words for operands that are out of range.
+        status: the status words of kernels and of these acts, on a GPU.
+        kernel_permille: last measured share of kernels in the device time, in 1/1000, on a GPU.
     """
 
     program: Program
@@ -185,13 +190,16 @@ class PreparedProgram:
     whole: dict[tuple[int, int], Stretch | int] = field(default_factory=dict)
     spans: dict[Span, Stretch] = field(default_factory=dict)
     stretches: dict[tuple[int, int], Any] = field(default_factory=dict)
-    restless: set[int] = field(default_factory=set)
+    uncapturable: set[int] = field(default_factory=set)
     words: list[tuple[int, Any]] = field(default_factory=list)
     status: Any = None
     kernel_permille: int = 0
 
     def heat(self, *, always: bool = False) -> None:
-        """Put steps together where that is worth it. `always`: tell those that fill registers from the others in any case."""
+        """Combine steps into segments if this saves enough.
+
+        `always`: separate the steps that fill registers even if it does not.
+        """
         stops = {bisect_left(self.where, edge) for edge in self.edges}
         found = compile_steps(self.traces, self.steps, self._needed(), stops)
         if found is None and always:
@@ -204,7 +212,7 @@ class PreparedProgram:
             self.places = [self.where[step] for step in self.begins]
 
     def _needed(self) -> Callable[[str, int], bool]:
-        """Whether a name is wanted from a step on."""
+        """Return a function that tells whether a name is used from a step on."""
         owner = [*self.owner, len(self.acts)]
         last_use: dict[int, int] = {}
         for i, act in enumerate(self.acts):
@@ -219,10 +227,10 @@ class PreparedProgram:
         return needed_after
 
     def stretch(self, span: Span, end: int) -> Stretch | None:
-        """The hot steps of a span, which end before `end`, as fewer ones; None before it was asked often.
+        """Return the hot steps of a span, up to step `end`, as fewer steps; None before the span has run often enough.
 
-        An edge costs a call of the library's interpreter, and those are a fifth of a program of small operators. Who runs on
-        over an edge anyway need not pay for it.
+        An edge costs a call of the library's interpreter, about a fifth of the time of a program of small operators. A run that
+        continues across an edge can avoid this cost.
         """
         begin = span.begin
         found = self.whole.get((begin, end), 0)
@@ -245,11 +253,11 @@ class PreparedProgram:
         return known if known.steps else None
 
     def known(self, span: Span) -> Stretch | None:
-        """How long the parts of a span take; None where it is to be measured (again)."""
+        """Return the known times of a span; None if they must be measured (again)."""
         return self.spans.get(span) if self.runs % MEASURED_EVERY else None
 
     def took(self, span: Span, times: Sequence[int]) -> None:
-        """A span was run edge by edge."""
-        if len(self.spans) >= SPANS:  # they change with what is measured
+        """Store the times of a span that ran edge by edge."""
+        if len(self.spans) >= SPANS:  # spans change with the measured times
             self.spans.clear()
         self.spans[span] = Stretch([], [], times)

@@ -1,8 +1,9 @@
-"""Matrix products by oneDNN in place of the BLAS, where results need not have the BLAS's bits: in plans of mode `full`.
+"""Runs matrix products with oneDNN instead of the BLAS if other bits are allowed: in plans of mode `full`.
 
-torch gives products of float32 to MKL, which runs another vendor's chips at three quarters of what they can do; oneDNN, which
-comes with torch, too, does not ask whose they are. Which products these are hangs on the chip and on the instruction alone, so it
-does not matter where programs are cut. oneDNN adds a bias after the product is rounded, as the sum by itself would.
+torch uses MKL for float32 products. On chips of another vendor than its own, MKL reaches three quarters of the possible speed.
+oneDNN, which torch contains, too, does not depend on the vendor. Which products are affected depends on the chip and the
+instruction alone, so it does not matter where programs are cut. oneDNN rounds the product before it adds the bias, as a separate
+addition would.
 """
 
 from __future__ import annotations
@@ -22,30 +23,30 @@ from wooly_executor.runtime.calls import LibraryCall, gradients_of, readings
 from wooly_executor.runtime.device import TorchDevice
 from wooly_executor.runtime.torch_private import linear_pointwise
 
-#: The least rows of a result, columns of it, and products in one element: below, the BLAS is as quick or quicker.
+#: Minimum numbers of rows and columns of the result, and of products per element. The BLAS is as fast or faster below them.
 ROWS: Final = 256
 COLUMNS: Final = 128
 DEPTH: Final = 256
 _Product = Callable[..., Tensor]
 
 
-class LooseHost(TorchDevice):
-    """The host, for plans that need not have the library's own bits."""
+class InexactHost(TorchDevice):
+    """The CPU, for plans that may have other bits than the library."""
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
 
     def library(self, call: LibraryCall, form: Form) -> LibraryCall:
         """See `TorchDevice`."""
-        found = by_onednn(form)
+        found = onednn_product(form)
         return call if found is None else replace(call, instead=found)
 
 
-def by_onednn(form: Form) -> _Product | None:
-    """What does a product, given the arguments of the library's operator; None: it is the BLAS's."""
+def onednn_product(form: Form) -> _Product | None:
+    """Return the oneDNN function for a product, with the arguments of the library's operator; None: use the BLAS."""
     if (
         form.opcode not in _PRODUCTS
-        or not _quicker()
+        or not _onednn_is_faster()
         or form.params
         or readings(form)
         or gradients_of(form) is not None
@@ -67,7 +68,7 @@ def by_onednn(form: Form) -> _Product | None:
     depth = x.sizes[-1]
     columns = w.numel // depth
     if x.numel // depth < ROWS or columns < COLUMNS or depth < DEPTH or not _row_major(x):
-        return None  # other rows would be copied first
+        return None  # oneDNN would copy the rows first
     if len(given) == 3 and given[bias].sizes != (columns,):
         return None
     return weight_rows
@@ -85,7 +86,7 @@ def _addmm(bias: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return linear_pointwise(a, b.t(), bias, "none", [], "")
 
 
-#: Per opcode, which arguments are multiplied and which is the bias; and what does it.
+#: For each opcode: positions of the two factors and of the bias among the arguments, and the function to call.
 _PRODUCTS: Final[dict[str, tuple[int, int, int, _Product]]] = {
     "linear": (0, 1, 2, _linear),
     "mm": (0, 1, 2, _mm),
@@ -103,8 +104,8 @@ def _row_major(view: View) -> bool:
 
 
 @functools.cache
-def _quicker() -> bool:
-    """Whether this chip is one on which oneDNN was measured to be quicker."""
+def _onednn_is_faster() -> bool:
+    """Whether oneDNN was measured to be faster on this vendor's chips."""
     try:
         vendor = Path("/proc/cpuinfo").read_text().partition("vendor_id")[2].partition("\n")[0].strip(" \t:")
     except OSError:

@@ -1,4 +1,4 @@
-"""What a runtime offers to the device loop. Implementations: `torch_cpu`, `opencl`, `reference`, `cuda`, `hip`."""
+"""The interface of a runtime for the device loop. Implementations: `torch_cpu`, `opencl`, `reference`, `cuda`, `hip`."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from wooly_executor.runtime.foreign import Foreign
 
 @dataclass(slots=True)
 class Outcome:
-    """What a run reports back.
+    """The result of a run.
 
     Attributes:
-        outputs: for each output whose shape only the device knew: its description, or None if undefined.
+        outputs: for each output whose shape only the device knew: its description, or None if it is undefined.
         values: numbers and booleans that an operator returned instead of tensors.
-        failed_at: instruction that failed, or None.
+        failed_at: index of the instruction that failed, or None.
         error: message of the failure.
-        code: its kind.
+        code: error code of the failure.
     """
 
     outputs: list[dict[str, Any] | None] = field(default_factory=list)
@@ -37,27 +37,27 @@ class Outcome:
 
 
 class Prepared(Protocol):
-    """A program made ready to run again and again."""
+    """A program that is prepared to run many times."""
 
     program: Program
     facts: ProgramFacts
     edges: Sequence[int]
-    """Where runs are likely to be stopped, as positions: what puts instructions together keeps these apart."""
+    """Positions at which runs are likely to stop. Steps are not combined across them."""
     pieces: Mapping[int, int]
-    """Into how many pieces instructions are split, where they are.
+    """For each instruction that is split, the number of its pieces.
 
-    A program's positions are its instructions and, of one that is split, its pieces, all in order.
+    The positions of a program are its instructions and, for a split instruction, its pieces, all in order.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """How fast a device is, roughly: what a program is expected to take before it was ever measured.
+    """Approximate speed of a device. It gives the expected time of a program that has not been measured yet.
 
     Attributes:
-        bytes_per_us: memory read or written.
-        flops_per_us: arithmetic in float32.
-        launch_ns: of an instruction that does next to nothing.
+        bytes_per_us: memory read or written per microsecond.
+        flops_per_us: float32 operations per microsecond.
+        launch_ns: time of an instruction that does almost nothing, in ns.
     """
 
     bytes_per_us: int
@@ -66,23 +66,23 @@ class Rates:
 
 
 class Execution(Protocol):
-    """One run of a program, which may be interrupted between its positions. Dropping it leaves the rest undone."""
+    """One run of a program. It may stop between positions. If the object is dropped, the rest of the program does not run."""
 
     outcome: Outcome
 
     def advance(self, edges: Sequence[int]) -> list[int]:
-        """Go on to the first of `edges`, then to the next, to the last.
+        """Run to the first of `edges`, then to the next, and so on to the last.
 
-        A failing instruction is reported in `outcome`, not raised, and ends the run; what the rest of the program should have
-        written is poisoned.
+        If an instruction fails, `outcome` reports the error, nothing is raised, and the run ends. Everything that the rest of the
+        program should have written is poisoned.
 
         Args:
-            edges: positions not to be begun, rising; the number of the program's positions is its end.
+            edges: positions before which to stop, ascending. The number of the program's positions is its end.
 
         Returns:
-            Device time up to each edge since the one before, in ns, by the runtime's own clock: a GPU's events, the CPU time of
-            the thread that computes. Never wall time, which counts others' work too; nor what prepares the program for later
-            runs. After the end and after a failure it is 0.
+            Device time between each edge and the one before, in ns, by the runtime's own clock: a GPU's events, or the CPU time
+            of the computing thread. It is never wall time, which includes the work of others, and it does not include the
+            preparation of later runs. It is 0 after the end and after a failure.
         """
         ...
 
@@ -91,63 +91,66 @@ class Runtime(Protocol):
     """One device."""
 
     device: TorchDevice
-    """Where buffers are."""
+    """The device on which the buffers are."""
 
     foreign: Foreign
-    """Kernels in languages of others."""
+    """The foreign kernels."""
     bounds: Bounds
-    """What an instruction may be at most."""
+    """The limits on instructions."""
     beyond_ns: int
-    """Core time of launches beyond their device time that the library's threads do not tell, in ns, since the runtime began."""
+    """Core time of launches beyond their device time, in ns, that the CPU times of the library's threads do not include.
+
+    Counted since the start.
+    """
 
     def facts(self) -> dict[str, Any]:
-        """Name, vendor, runtime, memory in bytes, cores."""
+        """Return name, vendor, runtime, memory in bytes, cores."""
         ...
 
     def allocate(self, nbytes: int) -> Buffer:
-        """Zeroed memory."""
+        """Allocate zeroed memory."""
         ...
 
     def prepare(self, program: Program, facts: ProgramFacts) -> Prepared:
-        """Resolve and lay out everything that does not change from run to run."""
+        """Look up and lay out everything that does not change from run to run."""
         ...
 
     def rates(self) -> Rates:
-        """How fast the device is, measured once."""
+        """Return the speed of the device, measured once."""
         ...
 
     def begin(
         self, prepared: Any, buffers: dict[int, Buffer], bindings: Sequence[int], params: Sequence[Any]
     ) -> Execution:
-        """Begin a run, which creates and removes entries of `buffers` as the program allocates and frees.
+        """Begin a run. It adds and removes entries of `buffers` as the program allocates and frees.
 
-        The caller has checked the bindings. Until the end nothing else may touch the session's buffers.
+        The caller has checked the bindings. Nothing else may use the session's buffers until the run ends.
         """
         ...
 
 
 @runtime_checkable
 class PlanRuntime(Runtime, Protocol):
-    """A device that runs plans: what compilers made of programs."""
+    """A device that can run plans."""
 
     exact: bool
-    """Whether there are plans with the library's bits for it; else plans are for sessions that want all kernels."""
+    """Whether plans with the library's bits exist for this device. If not, only sessions of mode `full` use plans."""
     kernel_s: float
-    """Seconds that a kernel of a session's own may take."""
+    """Maximum time of a foreign kernel's launch, in seconds."""
 
     def target(self) -> str:
-        """What code must be built for.
+        """Return the target that code must be built for.
 
         Raises:
-            MissingDriverError: there is nothing that it can be built for.
+            MissingDriverError: no code can be built for this device.
         """
         ...
 
     def load(self, artifact: Artifact, program: Program, facts: ProgramFacts) -> Any:
-        """A program as its plan's steps. May be called by any thread.
+        """Prepare a program as its plan's steps. Thread-safe.
 
         Raises:
-            OperationError: the driver does not take the code.
-            TooMuchWorkError: a kernel is more than the device allows.
+            OperationError: the driver refuses the code.
+            TooMuchWorkError: a kernel exceeds the limits of the device.
         """
         ...

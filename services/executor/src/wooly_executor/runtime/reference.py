@@ -1,6 +1,6 @@
-"""The reference runtime: WIS read literally, one instruction at a time, nothing prepared, nothing shared, nothing clever.
+"""The reference runtime: it runs WIS literally, one instruction at a time, without any optimisation.
 
-It is the living definition of the instruction set and the oracle of the other runtimes' tests. Slow by design.
+It defines the meaning of the instruction set, and the tests compare the other runtimes with it. It is slow by design.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
 
 @dataclass(slots=True)
 class LiteralProgram:
-    """A program as it is."""
+    """A program without preparation."""
 
     program: Program
     facts: ProgramFacts
@@ -53,12 +53,12 @@ class LiteralProgram:
 
     @property
     def end(self) -> int:
-        """The position at its end: no instruction is split."""
+        """The position at the program's end. No instruction is split."""
         return len(self.program.body)
 
 
 class LiteralExecution:
-    """A run, instruction by instruction, to its end even after a failure."""
+    """A run, instruction by instruction. After a failure, it continues to the end in order to poison and free buffers."""
 
     def __init__(
         self,
@@ -93,14 +93,14 @@ class LiteralExecution:
 
 
 class ReferenceRuntime(TorchCpuRuntime):
-    """Executes every instruction by its definition: read operands as views, compute, copy into the destination views."""
+    """Runs each instruction by its definition: read the operands as views, compute, copy into the destination views."""
 
     def facts(self) -> dict[str, Any]:
-        """As the CPU's, under its own name."""
+        """Return the facts of the CPU, with another runtime name."""
         return super().facts() | {"runtime": "reference"}
 
     def prepare(self, program: Program, facts: ProgramFacts) -> Any:
-        """Nothing to prepare or to split, but unknown operators are found before anything runs, and those that are too large."""
+        """Check for unknown operators and for instructions that exceed the limits. Nothing is prepared or split."""
         Bounds(self.bounds.limits.whole()).pieces(program)
         for form in program.forms:
             if form.opcode == "extern":
@@ -123,7 +123,7 @@ class ReferenceRuntime(TorchCpuRuntime):
         index: int,
         outcome: Outcome,
     ) -> None:
-        """One instruction, the program's `index`th: done, or after a failure lost."""
+        """Run one instruction, or poison its results after a failure. `index` is its index in the program."""
         if outcome.failed_at is None or form.opcode == "free":
             try:
                 self._execute(form, ids, params, buffers, outcome)

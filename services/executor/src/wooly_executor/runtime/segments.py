@@ -1,8 +1,8 @@
-"""Stretches of plain library calls as one call: a program that is run often is handed to the library's own interpreter, in C++.
+"""Combines stretches of plain library calls: a program that runs often is given to torch's own interpreter, in C++.
 
-Same operators, same order, same results; what goes is the cost of Python between them. A step that is more than a call (random
-numbers, gradients, results of unknown size, arguments that the interpreter cannot hold) stays a step of its own, and so does one
-whose result was ever not what its form announced.
+The operators, their order and the results stay the same. Only the cost of Python between the calls is saved. A step that is more
+than a call (random numbers, gradients, results of unknown size, arguments that the interpreter cannot express) stays a separate
+step. The same applies to a step whose result once differed from the announced layout.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from wooly_executor.runtime.calls import Fill, LibraryCall, constant_tree, fille
 from wooly_executor.runtime.fresh_memory import on_zeros
 from wooly_executor.runtime.torch_private import OpOverload, interpret, schema_of
 
-#: Calls below which a segment is not worth a call of the interpreter.
+#: Minimum number of library calls in a segment. For fewer calls, the interpreter saves no time.
 WORTH = 3
-#: Bytes that one segment may make: what it was given lives until its end.
+#: Maximum memory that one segment may allocate, in bytes. The interpreter keeps it until the segment ends.
 BYTES = 32 << 20
 
 _NUMBER = re.compile(r"-?\d+(\.\d+)?(e-\d+)?")
@@ -30,13 +30,13 @@ _FAILED = re.compile(r"^ *%(\w+) : .*\n *~+ <--- HERE", re.MULTILINE)
 
 
 class Gather(NamedTuple):
-    """A register is filled from a buffer that was there before the program."""
+    """Fills a register from an existing buffer."""
 
     register: int
 
 
 class Review(NamedTuple):
-    """A register becomes another view of what a name holds, in the same dtype."""
+    """Fills a register with another view of a named tensor, in the same dtype."""
 
     register: int
     source: str
@@ -44,7 +44,7 @@ class Review(NamedTuple):
 
 
 class Make(NamedTuple):
-    """Zeroed memory for a slot."""
+    """Allocates zeroed memory for a slot."""
 
     slot: int
     nbytes: int
@@ -53,7 +53,7 @@ class Make(NamedTuple):
 
 
 class Write(NamedTuple):
-    """An operator on registers and constants that gives nothing new: a copy or a fill."""
+    """Runs an operator on registers and constants without a new result: a copy or a fill."""
 
     op: OpOverload
     registers: tuple[int, ...]
@@ -61,7 +61,7 @@ class Write(NamedTuple):
 
 
 class Free(NamedTuple):
-    """Registers, and the memory of slots, are let go."""
+    """Frees registers and the memory of slots."""
 
     registers: tuple[int, ...]
     slots: tuple[int, ...]
@@ -73,15 +73,15 @@ class Invoke:
 
     Attributes:
         call: the operator and its arguments.
-        operands: register per operand.
-        first_param: index, in the run's params, of the instruction's first one.
+        operands: the register of each operand.
+        first_param: index of the instruction's first param in the params of the run.
         params: kinds of its params.
         typed: params that become 0-dimensional tensors.
-        device: where these are; None: the host.
-        results: register of each result that the operator gives anew.
-        nbytes: what these take.
-        trusted: per result, whether it was what its form announced when last looked at.
-        zeros: the operator is called on zeroed memory (see `fresh_memory`).
+        device: where these tensors are; None: on the host.
+        results: the register of each new result.
+        nbytes: size of these results.
+        trusted: for each result, whether it had the announced layout in the last check.
+        zeros: the operator needs zeroed memory (see `fresh_memory`).
     """
 
     call: LibraryCall
@@ -103,7 +103,7 @@ class SegmentError(Exception):
     """A call within a segment failed.
 
     Attributes:
-        at: which of the program's steps it was; None where the interpreter does not say.
+        at: index of the failed step in the program; None: the interpreter does not tell.
     """
 
     def __init__(self, message: str, at: int | None) -> None:
@@ -111,22 +111,22 @@ class SegmentError(Exception):
         self.at = at
 
 
-class AwkwardError(Exception):
-    """Internal signal: this step must stay a step of its own."""
+class SeparateStepError(Exception):
+    """Internal signal: this step cannot be part of a segment."""
 
 
 def register_name(register: int) -> str:
-    """What the interpreter calls a register."""
+    """Return the interpreter's name of a register."""
     return f"r{register}"
 
 
 def memory_name(slot: int) -> str:
-    """What the interpreter calls the memory of a slot."""
+    """Return the interpreter's name of the memory of a slot."""
     return f"b{slot}"
 
 
 class Segment:
-    """The text of one segment, as the interpreter reads it, and how to run it."""
+    """The interpreter's text of one segment, and the function that runs it."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
@@ -146,16 +146,16 @@ class Segment:
     # -- steps -------------------------------------------------------------------------------------------------------
 
     def add(self, step: Trace, at: int) -> None:
-        """Append a step; `at` is its place in the program.
+        """Append a step. `at` is its index in the program.
 
         Raises:
-            AwkwardError: it must stay a step of its own; nothing was appended.
+            SeparateStepError: the step cannot be part of a segment; nothing is appended.
         """
         lines, operators, given = len(self._lines), len(self._operators), len(self._given)
         try:
             self._add(step, at)
-        except AwkwardError:
-            # Constants and names from outside that only this step asked for do no harm.
+        except SeparateStepError:
+            # Constants and outside names that only this step used may stay.
             del self._lines[lines:], self._operators[operators:], self._given[given:]
             raise
         self.steps.append(at)
@@ -181,12 +181,12 @@ class Segment:
         elif isinstance(step, Invoke):
             self._invoke(step, at)
         else:
-            raise AwkwardError
+            raise SeparateStepError
 
     def _invoke(self, step: Invoke, at: int) -> None:
         op, schema = step.call.op, schema_of(step.call.op)
         if not all(step.trusted) or torch.Tag.dynamic_output_shape in op.tags:
-            raise AwkwardError
+            raise SeparateStepError
         given = {a.name: v for a, v in zip(schema.arguments, step.call.args, strict=False)} | dict(step.call.kwargs)
         values = [self._argument(given.get(a.name, _default(a)), str(a.type), step) for a in schema.arguments]
         results, name = [register_name(r) for r in step.results], op.overloadpacket.__name__
@@ -200,7 +200,7 @@ class Segment:
             names = [next(new) if results and r.alias_info is None else self._fresh() for r in schema.returns]
             self._define(names, name, values, at, op)
         else:
-            raise AwkwardError
+            raise SeparateStepError
         self.calls += 1
         self.nbytes += step.nbytes
         self._zeros = self._zeros or step.zeros
@@ -254,7 +254,7 @@ class Segment:
         if isinstance(value, int):
             return self._constant("int", str(value))
         if not isinstance(value, float):
-            raise AwkwardError
+            raise SeparateStepError
         text = repr(value)
         if math.isfinite(value) and _NUMBER.fullmatch(text):
             return self._constant("float", text)
@@ -262,7 +262,7 @@ class Segment:
 
     def _ints(self, values: Sequence[Any]) -> str:
         if not all(type(v) is int for v in values):
-            raise AwkwardError
+            raise SeparateStepError
         if values:
             return self._constant("int[]", "[" + ", ".join([str(v) for v in values]) + "]")
         return self._give("int[]", lambda r, p: [])
@@ -279,12 +279,12 @@ class Segment:
             return "%" + name
         if isinstance(value, OperandRef):
             if kind != "Tensor":
-                raise AwkwardError
+                raise SeparateStepError
             return self._value(register_name(step.operands[value.index]))
         if isinstance(value, ParamRef):
             return self._param(value, kind, step)
         if refers(value):
-            raise AwkwardError
+            raise SeparateStepError
         return self._fixed(constant_tree(value), kind)
 
     def _fixed(self, value: Any, kind: str) -> str:
@@ -296,29 +296,30 @@ class Segment:
             return self._number(float(value))
         if kind == "bool":
             return self._number(bool(value))
-        if kind in ("int", "number", "Tensor"):  # an operator may take a number for a tensor, with all its digits
+        if kind in ("int", "number", "Tensor"):  # an operator may take a number for a tensor, without rounding
             return self._number(value)
         if kind in ("Device", "str"):
             return self._give(kind, lambda r, p: value)
-        raise AwkwardError
+        raise SeparateStepError
 
     def _param(self, value: ParamRef, kind: str, step: Invoke) -> str:
         fill = filler(value, {}, step.first_param, step.typed, step.device)
         known = {ParamKind.F64: "float", ParamKind.I64: "int", ParamKind.BOOL: "bool"}.get(step.params[value.index])
         if value.index in step.typed:
             known = "Tensor"
-        # Only numbers that are computed with: others might say how large a result is.
+        # Only numbers that are computed with: other numbers may determine the size of a result.
         if known is None or kind not in ("number", "Tensor") or not step.operands:
-            raise AwkwardError
+            raise SeparateStepError
         return self._give(known, fill)
 
-    # -- all of it ---------------------------------------------------------------------------------------------------
+    # -- compilation -------------------------------------------------------------------------------------------------------
 
     def compile(self, needed: Callable[[str], bool]) -> tuple[Callable[[Any], None] | None, list[int]]:
-        """A step that does what all of these do; or None and the steps that the interpreter takes for other operators.
+        """Return one step that does the same as all steps; or None and the steps that the interpreter resolves to other
+        operators.
 
         Args:
-            needed: whether a name is wanted after the segment.
+            needed: tells whether a name is used after the segment.
         """
         outs = [n for n in self._inside if n not in self._freed and n[0] in "rb" and needed(n)]
         outside = sorted(self._outside, key=lambda n: n[0] != "r")  # registers, then memory
@@ -333,7 +334,7 @@ class Segment:
         wrong = [
             at
             for (at, op), schema in zip(self._operators, schemas, strict=True)
-            if op is not None and not _means(schema, op)
+            if op is not None and not _is_same_operator(schema, op)
         ]
         if wrong:
             return None, wrong
@@ -371,27 +372,30 @@ def _default(argument: Any) -> Attr:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _means(schema: str, op: OpOverload) -> bool:
-    """Whether the interpreter's choice is this operator. A number for a tensor may be its overload for numbers."""
+def _is_same_operator(schema: str, op: OpOverload) -> bool:
+    """Whether the interpreter's schema is this operator.
+
+    For a number in place of a tensor, its scalar overload is allowed, too.
+    """
     name = schema.partition("(")[0].removeprefix("aten::")
     ours = str(op).removeprefix("aten.").removesuffix(".default")
     return name == ours or (ours.endswith(".Tensor") and name == ours.removesuffix("Tensor") + "Scalar")
 
 
 def _failure(text: str, owner: dict[str, int]) -> SegmentError:
-    """The interpreter's complaint as the library's own, with the step that it points at."""
+    """Return the interpreter's error with the library's message and the failed step."""
     found = _FAILED.search(text)
     message = text.rpartition("\nRuntimeError: ")[2].strip() or text
     return SegmentError(message, owner.get(found.group(1)) if found else None)
 
 
 class CompiledSteps(NamedTuple):
-    """The steps of a program, some of them put together as segments.
+    """The steps of a program, with some of them combined into segments.
 
     Attributes:
         gathers: steps that fill registers from buffers; they run first.
         hot: all other steps, in order.
-        begins: for each step of `hot`, the index of its first step before steps were put together.
+        begins: for each step of `hot`, the index of its first original step.
     """
 
     gathers: list[Callable[[Any], None]]
@@ -406,17 +410,17 @@ def compile_steps(
     stops: Collection[int] = (),
     within: range | None = None,
 ) -> CompiledSteps | None:
-    """Put stretches of traced steps together.
+    """Combine stretches of traced steps into segments.
 
     Args:
-        traces: what each step does, where that is known.
+        traces: the description of each step; None: it has none.
         steps: the steps.
-        needed_after: whether a name is wanted from the step with this index on.
-        stops: steps that are not put together with those before them.
-        within: which of the steps; all.
+        needed_after: tells whether a name is used from the step with this index on.
+        stops: steps that are not combined with earlier steps.
+        within: the steps to use; None: all.
 
     Returns:
-        The steps put together; None where nothing is worth it.
+        The steps with segments; None if segments save nothing.
     """
     apart: set[int] = set()
     for _ in range(8):
@@ -435,10 +439,10 @@ def _compiled(
     stops: Collection[int],
     within: range,
 ) -> CompiledSteps | set[int] | None:
-    """As `compile_steps`, but no step in `apart` becomes part of a segment.
+    """Do the same as `compile_steps`, with the steps in `apart` outside of all segments.
 
     Returns:
-        The steps put together; None where nothing is worth it. A set: these steps must be in `apart`, too; try again with them.
+        The steps with segments; None if segments save nothing. A set: add these steps to `apart`, and try again.
     """
     segments: list[Segment | int] = []
     stopped = False
@@ -456,7 +460,7 @@ def _compiled(
                 stopped = False
             try:
                 last.add(trace, at)
-            except AwkwardError:
+            except SeparateStepError:
                 pass
             else:
                 continue

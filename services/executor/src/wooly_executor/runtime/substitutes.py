@@ -1,4 +1,4 @@
-"""Operators that only the host's library has, done with others: programs are recorded as a CPU would run them (ADR 6)."""
+"""Substitutes for operators that only the CPU's library has: programs are recorded as a CPU would run them (ADR 6)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def attention(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention, and the logarithm of the sum of each row's exponentials."""
+    """Return the result of attention, and the logarithm of the sum of exponentials of each row."""
     scores = _scores(query, key, is_causal, attn_mask, scale)
     logs = torch.logsumexp(scores, -1)
     shares = torch.exp(scores - _finite(logs).unsqueeze(-1))
@@ -43,7 +43,7 @@ def attention_backward(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `attention`, by its rows' logarithms (Dao et al. 2022, algorithm 4, in one block)."""
+    """Return the gradients of `attention`, from the logarithms of its rows (Dao et al. 2022, algorithm 4, with one block)."""
     scores = _scores(query, key, is_causal, attn_mask, scale)
     shares = torch.exp(scores - _finite(logsumexp.to(scores.dtype)).unsqueeze(-1))
     wide = shares.dtype
@@ -58,7 +58,7 @@ def attention_backward(
 
 
 def _scores(query: Tensor, key: Tensor, is_causal: bool, mask: Tensor | None, scale: float | None) -> Tensor:
-    """What the exponentials are taken of, in float32 at least."""
+    """Return the scaled and masked scores, at least in float32."""
     wide = torch.float64 if query.dtype is torch.float64 else torch.float32
     factor = scale if scale is not None else 1 / math.sqrt(query.shape[-1])
     scores = torch.matmul(query.to(wide), key.to(wide).transpose(-2, -1)) * factor
@@ -72,7 +72,7 @@ def _scores(query: Tensor, key: Tensor, is_causal: bool, mask: Tensor | None, sc
 
 
 def _finite(logs: Tensor) -> Tensor:
-    """Rows that see nothing have no logarithm: their shares are 0."""
+    """Replace -inf by 0. Fully masked rows have no finite logarithm, and all of their weights become 0."""
     return logs.masked_fill(logs == -math.inf, 0.0)
 
 
@@ -91,12 +91,12 @@ _LACKING = {
 
 
 def substitute(op: OpOverload) -> Callable[..., Any] | None:
-    """What does an operator that a GPU's library lacks; None: it has it.
+    """Return the substitute for an operator that a GPU's library lacks; None: the library has the operator.
 
     Raises:
-        OperationError: nothing does.
+        OperationError: the library lacks the operator, and there is no substitute.
     """
     name = str(op)
     if name in _LACKING:
-        raise OperationError(f"{name}: the library has it for CPUs alone; {_LACKING[name]}")
+        raise OperationError(f"{name}: the library has this operator only for CPUs; {_LACKING[name]}")
     return _DONE_BY.get(name)

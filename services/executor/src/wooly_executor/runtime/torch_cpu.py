@@ -1,4 +1,4 @@
-"""The CPU runtime: torch is its library, on torch's own memory."""
+"""The CPU runtime: torch is the library, on torch's own memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from wooly_executor.runtime.torch_runtime import HOT, TorchRuntime
 
 
 class TorchCpuRuntime(TorchRuntime):
-    """Executes WIS with torch on the CPU.
+    """Runs programs with torch on the CPU.
 
     Args:
         hot: see `TorchRuntime`.
@@ -28,7 +28,7 @@ class TorchCpuRuntime(TorchRuntime):
         super().__init__(HOST, hot)
 
     def facts(self) -> dict[str, Any]:
-        """What `torch.cuda.get_device_properties` is answered from."""
+        """Return the facts that answer `torch.cuda.get_device_properties`."""
         return {
             "name": _cpu_name(),
             "vendor": "cpu",
@@ -40,13 +40,13 @@ class TorchCpuRuntime(TorchRuntime):
         }
 
     def rates(self) -> Rates:
-        """How fast torch is here, for what it is given to expect: see `Rates`."""
+        """Return the measured speed of torch on this machine; see `Rates`."""
         return _rates(torch.get_num_threads())
 
 
 @functools.cache
 def _rates(threads: int) -> Rates:
-    """Measured with three operators whose time is memory's, arithmetic's, and their own."""
+    """Measure the speed with three operators, which are limited by memory, by arithmetic and by the cost of a call."""
 
     def least(call: Callable[[], Any], times: int) -> int:
         found = []

@@ -1,4 +1,4 @@
-"""What torch does for a driver, alike for CUDA and ROCm: streams, events, graphs, memory, random numbers."""
+"""The part of a driver that torch provides for CUDA and ROCm alike: streams, events, graphs, memory, random numbers."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from wooly_executor.errors import ContextLostError, OperationError
 from wooly_executor.runtime.gpu_fresh_memory import on_zeros
 from wooly_executor.runtime.torch_private import storage_at
 
-#: Bytes that libraries' workspaces, code and graphs take beside what sessions have; and the same as a share of the device.
+#: Memory that sessions may not use, for libraries' workspaces, code and graphs: the larger of this number of bytes and
+#: 1/APART_SHARE of the device memory.
 APART, APART_SHARE = 512 << 20, 32
 
-#: Seconds for which a mark is asked for without a pause, and the pause after that.
+#: Waiting for a mark: polls without a pause for SPUN_S seconds, then with a pause of PAUSE_S seconds.
 SPUN_S, PAUSE_S = 2e-4, 5e-5
 
 
@@ -31,7 +32,7 @@ class _ZeroedPool:
 
     @contextlib.contextmanager
     def use(self) -> Iterator[None]:
-        # The pool is the calling thread's; gradients would be computed by another.
+        # The pool applies to the calling thread only, so gradients must not be computed in another thread.
         with torch.autograd.set_multithreading_enabled(False), torch.cuda.use_mem_pool(self._pool, self._device):
             yield
 
@@ -48,16 +49,16 @@ class _ZeroedPool:
 
 
 class TorchGpu:
-    """The part of a `Driver` that torch has. The vendor's driver adds code, launches, and why the device is lost.
+    """The part of a `Driver` that torch provides. The vendor's driver adds code, launches, and the reason of a lost context.
 
     Args:
-        index: which of the GPUs that this process sees.
+        index: number of the GPU, among those that this process sees.
     """
 
     vendor = ""
-    #: Numbers of errors after which nothing can run any more.
+    #: Numbers of errors after which the context is lost.
     sticky: frozenset[int] = frozenset()
-    #: What the vendor's calls return, first of all, where they succeed.
+    #: First result of the vendor's calls if they succeed.
     _ok: Any = None
 
     def __init__(self, index: int) -> None:
@@ -71,7 +72,7 @@ class TorchGpu:
         self._marks: list[Any] = []
         self._pool: Any = None
         self._zeroed: _ZeroedPool | None = None
-        #: Held while work is captured: no other thread may then touch the stream.
+        #: Held during a capture: no other thread may use the stream then.
         self._capturing = threading.Lock()
         self._generator = torch.cuda.default_generators[index]
         free, total = torch.cuda.mem_get_info(index)
@@ -91,7 +92,7 @@ class TorchGpu:
         }
 
     def arch(self) -> str:
-        """What compilers call the chip."""
+        """Return the compilers' name of the chip."""
         raise NotImplementedError
 
     def chip(self) -> str:
@@ -99,7 +100,7 @@ class TorchGpu:
         return f"{'hip' if self.vendor == 'amd' else 'cuda'}:{self.arch()}"
 
     def lost(self) -> str:
-        """Why nothing can run any more; empty: it can. Waits for what was enqueued."""
+        """Return why the context is lost; empty if it is not. Waits for all enqueued work."""
         raise NotImplementedError
 
     def capacity(self) -> int:
@@ -162,7 +163,7 @@ class TorchGpu:
         return found
 
     def wait(self, mark: Any, seconds: float) -> bool:
-        """See `Driver`. Asks again and again, as nothing waits for an event and a clock at once."""
+        """See `Driver`. Polls, because nothing can wait for an event with a timeout."""
         begun = time.monotonic()
         try:
             while not mark.query():
@@ -179,7 +180,7 @@ class TorchGpu:
         """See `Driver`."""
         with torch.cuda.stream(self._urgent):
             target.copy_(source, non_blocking=True)
-        self.stream.wait_stream(self._urgent)  # what comes later finds it done
+        self.stream.wait_stream(self._urgent)  # later work on the stream sees the copy
 
     def capture(self, body: Callable[[], None]) -> Any:
         """See `Driver`."""
@@ -199,16 +200,16 @@ class TorchGpu:
         why = self.lost()
         if why:
             raise ContextLostError(
-                f"the context of {torch.cuda.get_device_name(self.index)} is lost: {why}; nothing can run in this process any "
-                "more, so its sessions end and it starts anew"
+                f"the context of {torch.cuda.get_device_name(self.index)} is lost ({why}): this process restarts, and all of its "
+                "sessions end"
             )
 
     def _do(self, result: Any) -> Any:
-        """The value of one of the vendor's calls.
+        """Return the value of a vendor's call.
 
         Raises:
-            OperationError: it failed.
-            ContextLostError: nothing can run any more.
+            OperationError: the call failed.
+            ContextLostError: the context is lost.
         """
         status, *values = result
         if status != self._ok:
@@ -217,8 +218,8 @@ class TorchGpu:
             raise OperationError(str(status.name))
         return values[0] if values else None
 
-    def _launched(self, status: Any, grid: tuple[int, int, int], block: tuple[int, int, int]) -> None:
-        """Raises what a launch's status says, as `_do` does."""
+    def _check_launch(self, status: Any, grid: tuple[int, int, int], block: tuple[int, int, int]) -> None:
+        """Check a launch's status. Raises the same errors as `_do`."""
         if status != self._ok:
             self.check()
-            raise OperationError(f"the launch of {grid} groups of {block} threads is refused: {status.name}")
+            raise OperationError(f"the driver refuses the launch of {grid} blocks of {block} threads: {status.name}")

@@ -1,4 +1,4 @@
-"""The private torch names that the executor leans on, in one file. Checked against torch 2.11 to 2.13."""
+"""The private torch names that the executor uses, in one file. Checked with torch 2.11 to 2.13."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ import torch
 import torch._ops
 from torch._C._dynamo.guards import _reinterpret_tensor  # type: ignore[attr-defined] # its stub is not complete
 
-#: An overload of an operator.
+#: One overload of an operator.
 OpOverload = torch._ops.OpOverload
 
 #: `reinterpret(t, sizes, strides, offset_increment)`: a new tensor on the storage of `t`, same dtype (0.6 us).
 reinterpret: Callable[..., torch.Tensor] = _reinterpret_tensor
 
-#: A view that reads as the negative of a tensor.
+#: Returns a view that reads as the negative of a tensor.
 neg_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
 
-#: `storage_at(address, device, nbytes)`: memory of a device that somebody else keeps.
+#: `storage_at(address, device, nbytes)`: a storage on device memory that it does not own.
 storage_at: Any = torch._C._construct_storage_from_data_pointer
 
-#: `linear_pointwise(x, weight, bias, "none", [], "")`: oneDNN's product of x and the transpose of weight, float32.
+#: `linear_pointwise(x, weight, bias, "none", [], "")`: oneDNN's product of x and the transposed weight, in float32.
 linear_pointwise: Callable[..., torch.Tensor] = torch.ops.mkldnn._linear_pointwise.default
 
 
-#: The C++ bindings behind functions of `torch.nn.functional`, without the Python code around them.
+#: The C++ bindings of functions of `torch.nn.functional`, without the Python code around them.
 linear: Callable[..., torch.Tensor] = torch._C._nn.linear
 silu: Callable[..., torch.Tensor] = torch._C._nn.silu
 gelu: Callable[..., torch.Tensor] = torch._C._nn.gelu
 
 
 def schema_of(op: OpOverload) -> torch._C.FunctionSchema:
-    """The arguments and results that an overload declares."""
+    """Return the declared arguments and results of an overload."""
     return op._schema
 
 
 def binding_of(op: OpOverload) -> Callable[..., Any]:
-    """The function of C++ that an overload calls."""
+    """Return the C++ function that an overload calls."""
     call: Callable[..., Any] = op._op
     return call
 
 
 def _allocator_switch(name: str) -> ctypes.c_bool:
-    """A switch of the library's allocator of host memory: a global variable of the library.
+    """Return a switch of torch's allocator of host memory. It is a global variable of the library.
 
     Raises:
         ImportError: this build of torch does not have the switch.
@@ -57,21 +57,22 @@ def _allocator_switch(name: str) -> ctypes.c_bool:
         return ctypes.c_bool.in_dll(ctypes.CDLL(str(path)), name)
     except (OSError, ValueError) as e:
         raise ImportError(
-            f"torch {torch.__version__} has no {name} in {path} ({e}): without it an operator's results could show one "
-            "session what another session freed; install a wheel of torch from PyPI, 2.11 to 2.13"
+            f"torch {torch.__version__} has no {name} in {path} ({e}). Without this switch, results of operators could show "
+            "freed memory of other sessions. Install torch 2.11 to 2.13 from PyPI"
         ) from e
 
 
-#: While it is set, the library zeroes each block of host memory before it uses the block, in every thread.
+#: While this is set, the library zeroes each new block of host memory, in every thread.
 zero_fill = _allocator_switch("FLAGS_caffe2_cpu_allocator_do_zero_fill")
-#: While it is set, each such block is filled with 0x7fedbeef, a NaN. For tests; not together with `zero_fill`.
+#: While this is set, the library fills each new block with 0x7fedbeef, a NaN. For tests; do not set it together with `zero_fill`.
 junk_fill = _allocator_switch("FLAGS_caffe2_cpu_allocator_do_junk_fill")
 
 
 def interpret(text: str) -> tuple[Callable[..., Any], list[str]]:
-    """A function from a graph in the text form of the library's interpreter; and the schema of each of its operators, in order.
+    """Return a function from a graph in the text form of torch's interpreter, and the schemas of its operators, in order.
 
-    No optimisation is applied to it: it does what the text says, in that order. (The switch is the calling thread's, and stays.)
+    The function is not optimised: it does what the text says, in that order. (The switch applies to the calling thread and
+    stays.)
     """
     torch._C._set_graph_executor_optimize(False)
     graph = torch._C.parse_ir(text)

@@ -1,7 +1,7 @@
-"""A runtime whose library is torch, on whatever device. Tier 0: instruction by instruction, prepared once per program.
+"""The base of the runtimes that use torch as their library. Tier 0: instruction by instruction, prepared once per program.
 
-A prepared program is a flat list of steps over registers. Operators' results are adopted as buffers without a copy; a buffer that
-is allocated and freed inside the program never becomes one.
+A prepared program is a flat list of steps on registers. Results of operators become buffers without a copy. A result that the
+program allocates and frees itself never becomes a buffer.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from wooly_executor.runtime.preparation import prepare_acts
 from wooly_executor.runtime.prepared import PreparedProgram, acts_of
 from wooly_executor.runtime.protocol import Execution, Outcome
 
-#: Runs after which a program's steps are put together: most programs are run once or twice.
+#: Number of runs after which a program's steps are combined. Most programs run only once or twice.
 HOT = 16
 
 
 class TorchRuntime:
-    """Executes WIS with torch on one device.
+    """Runs programs with torch on one device.
 
     Args:
-        device: where.
-        hot: runs after which a program's steps are put together.
+        device: the device.
+        hot: number of runs after which a program's steps are combined.
     """
 
     def __init__(self, device: TorchDevice, hot: int = HOT) -> None:
@@ -43,15 +43,15 @@ class TorchRuntime:
         self.bounds = Bounds(default_limits(host=device.host, cores=torch.get_num_threads()))
 
     def allocate(self, nbytes: int) -> Buffer:
-        """Zeroed memory."""
+        """Allocate a buffer of zeroed memory."""
         return Buffer(nbytes, self.device.zeroed(nbytes))
 
     def prepare(self, program: Program, facts: ProgramFacts) -> Any:
-        """Lay out the steps of a verified program.
+        """Prepare the steps of a verified program.
 
         Raises:
-            OperationError: an operator is not available here.
-            TooMuchWorkError: an instruction is more than the device allows.
+            OperationError: an operator is not available on this device.
+            TooMuchWorkError: an instruction exceeds the limits of the device.
         """
         return prepare_acts(program, facts, acts_of(program), self.foreign, self.device, self.bounds.pieces(program))
 
@@ -63,13 +63,13 @@ class TorchRuntime:
         return StepExecution(prepared, buffers, bindings, params)
 
     def heat(self, prepared: PreparedProgram) -> None:
-        """A prepared program is run once more."""
+        """Count a run of a prepared program, and combine its steps when it becomes hot."""
         prepared.runs += 1
         if prepared.runs == self._hot:
             prepared.heat(always=not self.device.host)
 
     def run(self, prepared: Any, buffers: dict[int, Buffer], bindings: Sequence[int], params: Sequence[Any]) -> Outcome:
-        """All of a run at once."""
+        """Run a program from begin to end."""
         execution = self.begin(prepared, buffers, bindings, params)
         execution.advance((prepared.end,))
         return execution.outcome

@@ -1,4 +1,4 @@
-"""Tells kernels that take too long to end. A kernel looks at a word in memory; a thread of its own sets it."""
+"""Tells kernels that exceed their time limit to end. A separate thread sets a word in memory that the kernel reads."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 from wooly_bus.supervision import start_thread
 
-#: Seconds between two looks at what runs.
+#: Time between two checks of the running launch, in seconds.
 TICK_S = 0.02
-#: Looks without anything running after which the thread sleeps until it is woken.
+#: Number of checks without a running launch after which the thread sleeps until the next launch.
 IDLE_TICKS = 100
 
 
@@ -27,7 +27,7 @@ class Watch:
 
     @contextlib.contextmanager
     def over(self, word: Any, seconds: float) -> Iterator[None]:
-        """Set the first word of `word` if the block takes longer than so many seconds."""
+        """Set the first element of `word` if the block takes longer than `seconds`."""
         self._running = (time.monotonic() + seconds, word)
         if self._asleep:
             self._wake.set()
@@ -49,5 +49,5 @@ class Watch:
                 time.sleep(TICK_S)
             self._wake.clear()
             self._asleep = True
-            if self._running is not None:  # begun while it fell asleep
+            if self._running is not None:  # a launch began while the thread went to sleep
                 self._wake.set()

@@ -1,9 +1,12 @@
-"""What the library does not check itself: arguments on which its kernels would read or write out of bounds, or end the process.
+"""Argument checks (laws) for library operators that do not check their arguments.
 
-Operators that a script calls check what they are given. Those that only autograd and composites call trust it; a session may call
-any of them with anything. Each has a law here, found by calling every operator of the allow-list with arguments that do not go
-together (`tests/hostile`). A law about shapes holds for a form once and for all where nothing of its arguments is a param; a law
-about values (indices, lengths, pivots) is looked at in every run. A table per family of operators, each in a file.
+With wrong arguments, the kernels of these operators read or write out of bounds, or end the process. Operators that scripts call
+directly check their arguments. Operators that only autograd and composite operators call do not, and a session may call them with
+any arguments.
+
+Each such operator has a law. The laws were found by calling every operator of the allow-list with arguments that do not fit
+together (`tests/hostile`). A law about shapes is checked once per form if none of the arguments is a param. A law about values
+(indices, lengths, pivots) is checked in every run. Each family of operators has a file with a table of laws.
 """
 
 from __future__ import annotations
@@ -32,10 +35,10 @@ from wooly_executor.runtime.guards import (
     transforms,
 )
 from wooly_executor.runtime.guards.law import ArgumentLaw, arguments_of
-from wooly_executor.runtime.guards.symbols import mistaken
-from wooly_executor.runtime.guards.writing import misplaced, undeclared
+from wooly_executor.runtime.guards.symbols import wrong_symbol
+from wooly_executor.runtime.guards.writing import overlapping_out, undeclared_write
 
-#: By the operator's name, for all its overloads.
+#: Laws by operator name; a law applies to all overloads of the operator.
 LAWS: dict[str, ArgumentLaw] = {
     **pooling.LAWS,
     **normalisation.LAWS,
@@ -51,13 +54,15 @@ LAWS: dict[str, ArgumentLaw] = {
 
 
 def guarded(call: LibraryCall, form: Form) -> LibraryCall:
-    """A call that keeps to its operator's law, or fails before the library sees it.
+    """Return a call that checks its operator's law before it calls the library.
+
+    If the arguments can never be valid, the returned call always raises RuntimeError.
 
     Args:
-        call: what a form means, on the device where it will run.
-        form: whose operands and params it refers to.
+        call: the library call that the form describes, on the device where it will run.
+        form: the form whose operands and params the call refers to.
     """
-    why = mistaken(call) or undeclared(call, form) or misplaced(call, form)
+    why = wrong_symbol(call) or undeclared_write(call, form) or overlapping_out(call, form)
     if why:
         return replace(call, instead=_failing(why))
     law = LAWS.get(call.op.overloadpacket.__name__)
@@ -78,8 +83,8 @@ def guarded(call: LibraryCall, form: Form) -> LibraryCall:
             shapes(arguments_of(call.op, *_sketch(call, form)))
             shapes = None
         except TypeError:
-            pass  # it asks for a param, which only a run has
-        except Exception as e:  # the law is broken, or an argument is nothing of which it can be asked
+            pass  # the law needs the value of a param, which is known only in a run
+        except Exception as e:  # the law does not hold, or an argument has the wrong type for it
             return replace(call, instead=_failing(str(e)))
     if shapes is None and law.values is None:
         return call
@@ -87,7 +92,7 @@ def guarded(call: LibraryCall, form: Form) -> LibraryCall:
 
 
 def looks_at_values(call: LibraryCall) -> bool:
-    """Whether a guarded call reads tensors in every run: on a GPU the host waits for them."""
+    """Whether a guarded call reads the values of tensors in every run. On a GPU, the host waits for the device then."""
     return getattr(call.instead, "looks_at_values", False)
 
 
@@ -113,28 +118,28 @@ def _failing(why: str) -> Callable[..., Any]:
 
 
 class _Param:
-    """A number that only a run has: nothing can be asked of it."""
+    """Placeholder for a param, whose value is known only in a run. Comparing it raises TypeError."""
 
-    def __repr__(self) -> str:  # errors name it; an address of this process is nobody's business
+    def __repr__(self) -> str:  # error messages contain this; the default repr would show a memory address
         return "a param"
 
     def __bool__(self) -> bool:
-        raise TypeError("a param has no value yet")
+        raise TypeError("the value of a param is known only in a run")
 
     def __eq__(self, other: object) -> bool:
-        raise TypeError("a param has no value yet")
+        raise TypeError("the value of a param is known only in a run")
 
     __hash__ = None  # type: ignore[assignment]
 
 
 def _sketch(call: LibraryCall, form: Form) -> tuple[list[Any], dict[str, Any]]:
-    """A call's arguments without what tensors hold."""
+    """Return the arguments of a call, with each tensor as a meta tensor of the same shape."""
 
     def value(attr: Any) -> Any:
         if isinstance(attr, OperandRef):
             view = form.operands[attr.index].view
             if view is None:
-                raise RuntimeError("an operand without a view where one is needed")
+                raise RuntimeError("an operand has no view, but the operator needs its shape; give the operand a view")
             return torch.empty_strided(view.sizes, view.strides, dtype=TORCH_DTYPE[view.dtype], device="meta")
         if isinstance(attr, ParamRef):
             return _Param()

@@ -1,4 +1,4 @@
-"""What a law is, and the words that laws are written in."""
+"""The type of a law, and the checks of which laws are made."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from wooly_wis.program import Form
 
 from wooly_executor.runtime.torch_private import OpOverload, schema_of
 
-#: Arguments of a call, by the names that the operator's schema has for them.
+#: Arguments of a call, by their names in the operator's schema.
 Arguments = Mapping[str, Any]
 Check = Callable[[Arguments], None]
 
 
 @dataclass(frozen=True, slots=True)
 class ArgumentLaw:
-    """What must hold of an operator's arguments; each part raises RuntimeError where it does not.
+    """Checks on the arguments of an operator. Each check raises RuntimeError if it fails.
 
     Attributes:
-        shapes: about shapes and numbers; the values of tensors are not looked at.
-        values: about the values of tensors, once the shapes are right.
-        attributes: about what a form says of its arguments, tensors aside.
-        applies: whether it is a law for a form at all; given what the form says of its arguments. None: it is.
+        shapes: checks shapes and numbers, but not the values of tensors.
+        values: checks the values of tensors, after `shapes` has passed.
+        attributes: checks the arguments as the form states them, without tensors.
+        applies: returns whether the law applies to a form, given the arguments as the form states them. None: the law always
+            applies.
     """
 
     shapes: Check | None = None
@@ -35,7 +36,7 @@ class ArgumentLaw:
 
 
 def arguments_of(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """A call's arguments by the names of the operator's schema, with its defaults."""
+    """Return the arguments of a call by their schema names, with the schema's defaults filled in."""
     declared = schema_of(op).arguments
     given = {a.name: a.default_value if a.has_default_value() else None for a in declared}
     given.update(zip([a.name for a in declared], args, strict=False))
@@ -44,58 +45,63 @@ def arguments_of(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 def require(holds: bool, why: str) -> None:
-    """It holds, or the call fails with why."""
+    """Raise RuntimeError with the message `why` if `holds` is false."""
     if not holds:
         raise RuntimeError(why)
 
 
-def sized(given: Arguments, name: str, sizes: Sequence[int]) -> None:
-    """The argument is a tensor of these sizes."""
+def require_shape(given: Arguments, name: str, sizes: Sequence[int]) -> None:
+    """Require that the argument `name` is a tensor of this shape."""
     t = given[name]
     require(isinstance(t, Tensor), f"{name} must be a tensor of shape {list(sizes)}")
-    require(list(t.shape) == list(sizes), f"{name} must have shape {list(sizes)}, it has {list(t.shape)}")
+    require(list(t.shape) == list(sizes), f"{name} must have shape {list(sizes)}, but it has {list(t.shape)}")
 
 
-def counted(given: Arguments, name: str, n: int) -> None:
-    """The argument is a tensor of so many elements."""
+def require_count(given: Arguments, name: str, n: int) -> None:
+    """Require that the argument `name` is a tensor of `n` elements."""
     t = given[name]
     require(isinstance(t, Tensor) and t.numel() == n, f"{name} must be a tensor of {n} elements")
 
 
-def optional(given: Arguments, names: Sequence[str], n: int) -> None:
-    """Each of the arguments has so many elements, where it is given."""
+def require_optional_count(given: Arguments, names: Sequence[str], n: int) -> None:
+    """Require that each of the arguments has `n` elements, if the argument is given."""
     for name in names:
         if given.get(name) is not None:
-            counted(given, name, n)
+            require_count(given, name, n)
 
 
-def within(name: str, t: Tensor, low: int, high: int) -> None:
-    """All values lie in [low, high)."""
+def require_range(name: str, t: Tensor, low: int, high: int) -> None:
+    """Require that all values of `t` are in [low, high)."""
     if t.numel():
         least, most = t.aminmax()
         require(
             int(least) >= low and int(most) < high,
-            f"index out of range: {name} must lie between {low} and {high - 1}, it has {int(least)} to {int(most)}",
+            f"index out of range: {name} must be between {low} and {high - 1}, but its values go from {int(least)} "
+            f"to {int(most)}",
         )
 
 
-def spread(name: str, t: Tensor) -> None:
-    """No element lies on another, for kernels that take as much memory as there are elements from where the first one lies."""
+def require_no_overlap(name: str, t: Tensor) -> None:
+    """Require that no two elements of `t` share memory.
+
+    The kernels in question access `numel` consecutive elements from the tensor's start. A tensor that overlaps itself has less
+    memory.
+    """
     end = 1 + sum([(n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)])
     require(not t.numel() or end >= t.numel(), f"{name} must not overlap itself")
 
 
-def like(t: Tensor) -> Tensor:
-    """A tensor of the same form that holds nothing."""
+def meta_like(t: Tensor) -> Tensor:
+    """Return a meta tensor with the shape, strides and dtype of `t`."""
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
 
 
 def results_of(op: OpOverload, given: Arguments, **more: Any) -> list[Tensor]:
-    """What an operator would return for the arguments that it has in common with these: shapes alone."""
+    """Return the results of `op` as meta tensors, called with the arguments of the same name in `given` and `more`."""
     args = []
     for a in schema_of(op).arguments:
         value = more[a.name] if a.name in more else given.get(a.name)
-        args.append(like(value) if isinstance(value, Tensor) else value)
+        args.append(meta_like(value) if isinstance(value, Tensor) else value)
     names = [a.name for a in schema_of(op).arguments]
     at = next((i for i, a in enumerate(schema_of(op).arguments) if a.kwarg_only), len(names))
     found = op(*args[:at], **dict(zip(names[at:], args[at:], strict=True)))
@@ -103,28 +109,28 @@ def results_of(op: OpOverload, given: Arguments, **more: Any) -> list[Tensor]:
 
 
 def backward_of(op: OpOverload, **results: int) -> Check:
-    """The named arguments have the shapes of `op`'s results."""
+    """Require that the named arguments have the shapes of `op`'s results. A value in `results` is the index of a result."""
 
     def check(given: Arguments) -> None:
         found = results_of(op, given)
         for name, k in results.items():
-            sized(given, name, found[k].shape)
+            require_shape(given, name, found[k].shape)
 
     return check
 
 
 def same_shape(*names: str) -> Check:
-    """The arguments have the shape of the first."""
+    """Require that all named arguments have the shape of the first one."""
 
     def check(given: Arguments) -> None:
         for name in names[1:]:
-            sized(given, name, given[names[0]].shape)
+            require_shape(given, name, given[names[0]].shape)
 
     return check
 
 
 def all_of(*checks: Check) -> Check:
-    """One check after the other."""
+    """Combine checks into one that runs them in order."""
 
     def check(given: Arguments) -> None:
         for c in checks:
@@ -134,7 +140,7 @@ def all_of(*checks: Check) -> Check:
 
 
 def numbers_of(given: Arguments, name: str) -> list[int]:
-    """The numbers of an argument that is a list, or a tensor of them."""
+    """Return the numbers of an argument that is a list of numbers or a tensor."""
     value = given[name]
     found: list[int] = value.tolist() if isinstance(value, Tensor) else list(value)
     return found

@@ -1,4 +1,4 @@
-"""Attention and recurrent layers: heads, states and weights that go together."""
+"""Laws for attention and recurrent layers: heads, states and weights must fit together."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from wooly_executor.runtime.guards.law import (
     ArgumentLaw,
     Arguments,
     Check,
-    counted,
     numbers_of,
     require,
-    sized,
+    require_count,
+    require_shape,
 )
 
 aten = torch.ops.aten
@@ -24,23 +24,25 @@ aten = torch.ops.aten
 def _attention(given: Arguments) -> None:
     query, key, value = [given[n] for n in ("query", "key", "value")]
     for name, t in (("query", query), ("key", key), ("value", value)):
-        require(t.dim() == 4 and t.numel() > 0, f"{name} must have 4 dimensions, and elements")
+        require(t.dim() == 4 and t.numel() > 0, f"{name} must have 4 dimensions and must not be empty")
     batch, heads, _, width = query.shape
-    require(heads % key.shape[1] == 0, f"the {key.shape[1]} heads of key must divide the {heads} of query")
-    sized(given, "key", [batch, key.shape[1], key.shape[2], width])
-    sized(given, "value", key.shape)
+    require(
+        heads % key.shape[1] == 0, f"the number of heads of key ({key.shape[1]}) must divide that of query ({heads})"
+    )
+    require_shape(given, "key", [batch, key.shape[1], key.shape[2], width])
+    require_shape(given, "value", key.shape)
     mask = given.get("attn_mask")
     if mask is not None:
         scores = [batch, heads, query.shape[2], key.shape[2]]
         fits = mask.dim() in (2, 4) and all(m in (1, s) for m, s in zip(mask.shape, scores[-mask.dim() :], strict=True))
-        require(fits, f"attn_mask of shape {list(mask.shape)} does not broadcast to {scores}")
+        require(fits, f"attn_mask of shape {list(mask.shape)} cannot be broadcast to {scores}")
 
 
 def _attention_backward(given: Arguments) -> None:
     _attention(given)
     for name in ("grad_out", "out"):
-        sized(given, name, given["query"].shape)
-    counted(given, "logsumexp", given["query"].shape[:3].numel())
+        require_shape(given, name, given["query"].shape)
+    require_count(given, "logsumexp", given["query"].shape[:3].numel())
 
 
 def _heads(name: str) -> Check:
@@ -50,48 +52,61 @@ def _heads(name: str) -> Check:
     return check
 
 
-#: Gates of a recurrent layer, by the number that the library has for its mode: LSTM is the one that it takes.
+#: The library's number for LSTM in `mode`, the only mode that mkldnn_rnn_layer accepts, and the number of gates of an LSTM.
 _LSTM, _GATES = 2, 4
 
 
 def _recurrent(weights: Sequence[str], cell: str) -> Check:
     def check(given: Arguments) -> None:
         t, hidden = given["input"], given["hidden_size"]
-        require(t.dim() == 3 and t.numel() > 0, "input must have 3 dimensions, and elements")
-        require(given["mode"] == _LSTM and hidden > 0, "this operator is of LSTM layers alone")
-        require(not given["batch_sizes"] and not given["batch_first"], "this operator takes no packed sequences")
+        require(t.dim() == 3 and t.numel() > 0, "input must have 3 dimensions and must not be empty")
+        require(
+            given["mode"] == _LSTM and hidden > 0,
+            "mode must be 2 (LSTM) and hidden_size must be positive: the operator supports only LSTM layers",
+        )
+        require(
+            not given["batch_sizes"] and not given["batch_first"],
+            "the operator does not support packed sequences or batch_first",
+        )
         _, batch, width = t.shape
         rows = _GATES * hidden
-        sized(given, weights[0], [rows, width])
-        sized(given, weights[1], [rows, hidden])
+        require_shape(given, weights[0], [rows, width])
+        require_shape(given, weights[1], [rows, hidden])
         for name in weights[2:]:
-            counted(given, name, rows if given["has_biases"] else given[name].numel())
+            require_count(given, name, rows if given["has_biases"] else given[name].numel())
         for name in ("hx_", cell):
-            counted(given, name, batch * hidden)
+            require_count(given, name, batch * hidden)
 
     return check
 
 
 def _layers(gates: int) -> Check:
-    """A recurrent network: weights of each layer and direction, as its module has them."""
+    """Return a check for a recurrent network: states and weights of each layer and direction, in the order of `nn.RNNBase`."""
 
     def check(given: Arguments) -> None:
         packed = "data" in given
         data, states = given["data" if packed else "input"], given["hx"]
         require(data.dim() == (2 if packed else 3), f"input must have {2 if packed else 3} dimensions")
-        require(not isinstance(states, list) or len(states) == 2, "hx must be a hidden state and a cell state")
+        require(
+            not isinstance(states, list) or len(states) == 2, "hx must have two tensors: hidden state and cell state"
+        )
         out = states[0] if isinstance(states, list) else states
         cell = states[1] if isinstance(states, list) else states
         for t in (out, cell):
             require(
-                t.dim() == 3 and t.shape[:2] == out.shape[:2], "hx must have 3 dimensions, of the same layers and batch"
+                t.dim() == 3 and t.shape[:2] == out.shape[:2],
+                "all tensors of hx must have 3 dimensions, with equal numbers of layers and equal batch sizes",
             )
         directions = 2 if given["bidirectional"] else 1
         require(
-            given["num_layers"] > 0 and out.shape[0] == given["num_layers"] * directions, "hx must be of all layers"
+            given["num_layers"] > 0 and out.shape[0] == given["num_layers"] * directions,
+            "the first dimension of hx must be num_layers times the number of directions",
         )
         if not packed:
-            require(out.shape[1] == data.shape[0 if given["batch_first"] else 1], "hx must be of input's batch")
+            require(
+                out.shape[1] == data.shape[0 if given["batch_first"] else 1],
+                "the second dimension of hx must be the batch size of input",
+            )
         hidden, width, rows = cell.shape[2], out.shape[2], gates * cell.shape[2]
         each = [[rows], [rows]] if given["has_biases"] else []
         more = [[width, hidden]] if width != hidden else []
@@ -100,22 +115,25 @@ def _layers(gates: int) -> Check:
             taken = data.shape[-1] if not layer else width * directions
             wanted += [[rows, taken], [rows, width], *each, *more] * directions
         found = [list(t.shape) for t in given["params"]]
-        require(found == wanted, f"params must have shapes {wanted}, they have {found}")
+        require(found == wanted, f"params must have shapes {wanted}, but they have {found}")
         if packed:
             sizes = given["batch_sizes"]
-            require(sizes.dim() == 1 and sizes.numel() > 0, "batch_sizes must have 1 dimension, and elements")
+            require(sizes.dim() == 1 and sizes.numel() > 0, "batch_sizes must have 1 dimension and must not be empty")
 
     return check
 
 
 def _batches(given: Arguments) -> None:
-    """The batch of a packed sequence shrinks, and its steps are all of the data."""
+    """Require that the batch sizes of a packed sequence do not increase, and that their sum is the number of rows of the data."""
     if "batch_sizes" in given:
         sizes, states = numbers_of(given, "batch_sizes"), given["hx"]
         batch = (states[0] if isinstance(states, list) else states).shape[1]
         falls = all(a >= b for a, b in pairwise(sizes))
         fits = sizes[0] == batch and sizes[-1] > 0 and sum(sizes) == given["data"].shape[0]
-        require(falls and fits, f"batch_sizes must fall from {batch}, and sum to {given['data'].shape[0]}")
+        require(
+            falls and fits,
+            f"batch_sizes must start with {batch}, must not increase, and must sum to {given['data'].shape[0]}",
+        )
 
 
 def _recurrent_backward(given: Arguments) -> None:
@@ -123,11 +141,11 @@ def _recurrent_backward(given: Arguments) -> None:
     length, batch, _ = given["input"].shape
     for name in ("output", "grad_output"):
         if given[name] is not None:
-            sized(given, name, [length, batch, given["hidden_size"]])
+            require_shape(given, name, [length, batch, given["hidden_size"]])
     for name in ("hy_", "cy_", "grad_hy", "grad_cy"):
         if given[name] is not None:
-            counted(given, name, batch * given["hidden_size"])
-    # How large it is only the library's layer knows: it says so for tensors like these.
+            require_count(given, name, batch * given["hidden_size"])
+    # Only the library knows the size of the workspace: run its layer on zeros of the same shapes, and compare.
     zeros = {n: torch.zeros(t.shape, dtype=t.dtype) for n, t in given.items() if isinstance(t, Tensor)}
     weights = [zeros[n] for n in ("weight1", "weight2", "weight3", "weight4")]
     numbers = [given[n] for n in ("mode", "hidden_size", "num_layers", "has_biases", "bidirectional", "batch_first")]
@@ -135,7 +153,7 @@ def _recurrent_backward(given: Arguments) -> None:
         *_, workspace = aten.mkldnn_rnn_layer.default(
             zeros["input"], *weights, zeros["hx_"], zeros["cx_tmp"], given["reverse"], [], *numbers, True
         )
-    counted(given, "workspace", workspace.numel())
+    require_count(given, "workspace", workspace.numel())
 
 
 LAWS: dict[str, ArgumentLaw] = {

@@ -1,4 +1,4 @@
-"""Linear algebra: factors that go with what is solved, pivots that are rows."""
+"""Laws for linear algebra: factors must fit the right-hand side, and pivots must be valid row numbers."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from wooly_executor.runtime.guards.law import (
     ArgumentLaw,
     Arguments,
     require,
-    sized,
-    within,
+    require_range,
+    require_shape,
 )
 
 
 def _lu_pivots(given: Arguments) -> None:
-    """Rows, counted from 1 (LAPACK's getrs, laswp)."""
+    """Require that pivots are row numbers, counted from 1 (LAPACK's getrs, laswp)."""
     name = "pivots" if "pivots" in given else "LU_pivots"
     rows = int(given["LU" if "LU" in given else "LU_data"].shape[-2])
-    within(name, given[name], 1, rows + 1)
+    require_range(name, given[name], 1, rows + 1)
 
 
 def _unpacked(given: Arguments) -> None:
     t = given["LU_data"]
     require(t.dim() >= 2, "LU_data must have at least 2 dimensions")
     if given["unpack_pivots"]:
-        sized(given, "LU_pivots", [*t.shape[:-2], min(t.shape[-2:])])
+        require_shape(given, "LU_pivots", [*t.shape[:-2], min(t.shape[-2:])])
 
 
 def _unpacked_values(given: Arguments) -> None:
@@ -33,29 +33,31 @@ def _unpacked_values(given: Arguments) -> None:
 
 
 def _ldl_shapes(given: Arguments) -> None:
-    """The kernel broadcasts all but the pivots."""
+    """Require that the pivots have the broadcast batch shape. The kernel broadcasts all other arguments itself."""
     batch = torch.broadcast_shapes(given["LD"].shape[:-2], given["B"].shape[:-2])
-    require(given["pivots"].shape[:-1] == batch, f"pivots must have batch dimensions {list(batch)}")
+    require(given["pivots"].shape[:-1] == batch, f"the batch dimensions of pivots must be {list(batch)}")
 
 
 def _ldl_pivots(given: Arguments) -> None:
-    """Rows, counted from 1; two negative ones in a row are a block of 2 by 2 (LAPACK's sytrs, hetrs)."""
+    """Require row numbers, counted from 1. Two consecutive negative ones stand for a 2 x 2 block (LAPACK's sytrs, hetrs)."""
     pivots, rows = given["pivots"], int(given["LD"].shape[-1])
-    within("pivots", pivots.abs(), 1, rows + 1)
-    within("pivots", pivots, -rows, rows + 1)  # the least number has no magnitude
+    require_range("pivots", pivots.abs(), 1, rows + 1)
+    require_range(
+        "pivots", pivots, -rows, rows + 1
+    )  # abs() of the smallest integer overflows, so the line above does not catch it
     negative = (pivots < 0).cpu()
     second = torch.zeros(negative.shape[:-1], dtype=torch.bool)
     alone = second.clone()
     for k in range(negative.shape[-1]):
         alone |= second & ~negative[..., k]
         second = negative[..., k] & ~second
-    require(not bool((alone | second).any()), "pivots: negative ones must come in pairs")
+    require(not bool((alone | second).any()), "negative values of pivots must come in consecutive pairs")
 
 
 def _factored(given: Arguments) -> None:
     b = given["self"]
     require(b.dim() >= 2, "self must have at least 2 dimensions")
-    sized(given, "A", [*b.shape[:-1], b.shape[-2]])
+    require_shape(given, "A", [*b.shape[:-1], b.shape[-2]])
 
 
 def _finite(given: Arguments) -> None:

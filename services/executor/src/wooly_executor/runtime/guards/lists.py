@@ -1,4 +1,4 @@
-"""Lists of tensors: as many in each."""
+"""Laws for operators on lists of tensors: all lists have the same length."""
 
 from __future__ import annotations
 
@@ -8,18 +8,16 @@ from wooly_executor.runtime.guards.law import ArgumentLaw, Arguments, require
 
 
 def _as_many(given: Arguments) -> None:
-    """All lists are as long as the first, which is not empty."""
+    """Require that all lists are as long as the first one, which must not be empty."""
     lists = {name: v for name, v in given.items() if isinstance(v, (list, tuple))}
     first = next(iter(lists.values()), None)
-    require(first is None or len(first) > 0, "there must be a tensor in the list")
+    require(first is None or len(first) > 0, "the list of tensors must not be empty")
     for name, values in lists.items():
         require(first is not None and len(values) == len(first), f"{name} must be as long as the first list")
 
 
 def _some(given: Arguments) -> None:
-    require(
-        isinstance(given["tensors"], (list, tuple)) and len(given["tensors"]) > 0, "there must be a tensor in the list"
-    )
+    require(isinstance(given["tensors"], (list, tuple)) and len(given["tensors"]) > 0, "tensors must not be empty")
 
 
 LAWS: dict[str, ArgumentLaw] = {

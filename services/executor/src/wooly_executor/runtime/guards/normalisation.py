@@ -1,4 +1,4 @@
-"""Normalisation, softmax, distances: statistics of as many elements as there are channels or rows."""
+"""Laws for normalisation, softmax and distances: statistics must have one element per channel or row."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from wooly_executor.runtime.guards.law import (
     Check,
     all_of,
     backward_of,
-    counted,
-    optional,
     require,
+    require_count,
+    require_optional_count,
+    require_shape,
     results_of,
     same_shape,
-    sized,
 )
 
 aten = torch.ops.aten
@@ -23,69 +23,72 @@ aten = torch.ops.aten
 
 def _channels(given: Arguments) -> int:
     t = given["input"]
-    require(t.dim() >= 2, f"input must have at least 2 dimensions, it has {t.dim()}")
+    require(t.dim() >= 2, f"input must have at least 2 dimensions, but it has {t.dim()}")
     return int(t.shape[1])
 
 
 def _batch_norm(given: Arguments) -> None:
     n = _channels(given)
-    optional(given, ("weight", "bias", "running_mean", "running_var"), n)
+    require_optional_count(given, ("weight", "bias", "running_mean", "running_var"), n)
     if not given.get("training", True):
         for name in ("running_mean", "running_var"):
-            require(given.get(name) is not None, f"{name} must be given outside of training")
+            require(given.get(name) is not None, f"{name} must be given if training is false")
 
 
 def _batch_norm_backward(given: Arguments) -> None:
     n = _channels(given)
-    sized(given, "grad_out", given["input"].shape)
-    require(given["input"].numel() > 0, "input must have elements")
-    optional(given, ("weight", "running_mean", "running_var"), n)
+    require_shape(given, "grad_out", given["input"].shape)
+    require(given["input"].numel() > 0, "input must not be empty")
+    require_optional_count(given, ("weight", "running_mean", "running_var"), n)
     training = given["train"] if "train" in given else given["update"]
     saved = ("save_mean", "save_invstd" if "save_invstd" in given else "save_var")
     for name in saved if training else ("running_mean", "running_var"):
-        counted(given, name, n)
+        require_count(given, name, n)
 
 
 def _layer_norm_backward(given: Arguments) -> None:
     out, mean, rstd = results_of(aten.native_layer_norm.default, given, eps=0.0)
-    sized(given, "grad_out", out.shape)
-    counted(given, "mean", mean.numel())
-    counted(given, "rstd", rstd.numel())
+    require_shape(given, "grad_out", out.shape)
+    require_count(given, "mean", mean.numel())
+    require_count(given, "rstd", rstd.numel())
 
 
 def _group_norm_backward(given: Arguments) -> None:
     whole, n, groups = given["input"], given["N"], given["group"]
-    sized(given, "grad_out", whole.shape)
+    require_shape(given, "grad_out", whole.shape)
     require(
         min(n, given["C"], given["HxW"]) >= 0 and n * given["C"] * given["HxW"] == whole.numel(),
-        f"N, C and HxW must multiply to the {whole.numel()} elements of input",
+        f"N * C * HxW must be the number of elements of input ({whole.numel()})",
     )
     require(groups > 0 and given["C"] % groups == 0, "group must divide C")
-    optional(given, ("weight",), given["C"])
+    require_optional_count(given, ("weight",), given["C"])
     for name in ("mean", "rstd"):
-        counted(given, name, n * groups)
+        require_count(given, name, n * groups)
 
 
 def _weight_norm(v: str, *norms: str) -> Check:
     def check(given: Arguments) -> None:
         t, dim = given[v], given["dim"]
         require(
-            t.numel() > 0 and dim in (0, t.dim() - 1), f"{v} must have elements, dim be its first or last dimension"
+            t.numel() > 0 and dim in (0, t.dim() - 1),
+            f"{v} must not be empty, and dim must be its first or last dimension",
         )
         for name in norms:
-            counted(given, name, t.shape[dim])
+            require_count(given, name, t.shape[dim])
 
     return check
 
 
 def _some_rows(given: Arguments) -> None:
-    require(given["self"].shape[0] > 0, "self must have rows")
+    require(given["self"].shape[0] > 0, "self must have at least 1 row")
 
 
 def _masked(given: Arguments) -> None:
     t, kind = given["self"], given["mask_type"]
     require(kind not in (0, 1) or t.dim() >= 2, "self must have at least 2 dimensions")
-    sized(given, "mask", {0: t.shape[-2:], 1: [t.shape[0], t.shape[-1]]}.get(kind, t.shape) if t.dim() else t.shape)
+    require_shape(
+        given, "mask", {0: t.shape[-2:], 1: [t.shape[0], t.shape[-1]]}.get(kind, t.shape) if t.dim() else t.shape
+    )
 
 
 LAWS: dict[str, ArgumentLaw] = {

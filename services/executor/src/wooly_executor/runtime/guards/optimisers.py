@@ -1,4 +1,7 @@
-"""Optimisers, scans, draws: states of the shapes of the parameters, numbers of trials that are numbers."""
+"""Laws for optimisers, scans and random draws.
+
+States must have the shapes of their parameters. Numbers of trials must not be NaN.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,14 @@ from wooly_executor.runtime.guards.law import (
     Arguments,
     Check,
     require,
+    require_no_overlap,
+    require_shape,
     same_shape,
-    sized,
-    spread,
 )
 
 
 def _fused(*states: str) -> Check:
-    """Every parameter's gradient and state has its shape, and none overlaps itself."""
+    """Require that each gradient and state has the shape of its parameter, and that no tensor overlaps itself."""
 
     def check(given: Arguments) -> None:
         shapes = [t.shape for t in given["self"]]
@@ -23,26 +26,26 @@ def _fused(*states: str) -> Check:
                 continue
             if name == "momentum_buffer_list" and not given[name]:
                 continue
-            require([t.shape for t in given[name]] == shapes, f"{name} must have the shapes of the parameters")
+            require([t.shape for t in given[name]] == shapes, f"{name} must have the same shapes as the parameters")
             for t in given[name]:
-                spread(name, t)
+                require_no_overlap(name, t)
         for t in given["self"]:
-            spread("self", t)
+            require_no_overlap("self", t)
         for t in given.get("state_steps", ()):
-            require(t.numel() == 1, "state_steps must have one element each")
-        require(len(given.get("state_steps", shapes)) == len(shapes), "state_steps must be of all parameters")
+            require(t.numel() == 1, "each tensor of state_steps must have 1 element")
+        require(len(given.get("state_steps", shapes)) == len(shapes), "state_steps must have one tensor per parameter")
 
     return check
 
 
 def _noisy(given: Arguments) -> None:
-    sized(given, "noise", given["self"].shape)
+    require_shape(given, "noise", given["self"].shape)
     if given.get("out") is not None:
-        sized(given, "out", given["self"].shape)
+        require_shape(given, "out", given["self"].shape)
 
 
 def _counted_trials(given: Arguments) -> None:
-    """How often to try is a number: the library tries until it is reached."""
+    """Require that no number of trials is NaN. The library would try forever."""
     require(not bool(given["count"].isnan().any()), "count must not be NaN")
 
 

@@ -1,4 +1,4 @@
-"""Pooling, sampling, padding: gradients of the size of what was pooled, indices within it."""
+"""Laws for pooling, resampling and padding: gradients have the shape of the result, and indices lie within the input."""
 
 from __future__ import annotations
 
@@ -11,66 +11,73 @@ from wooly_executor.runtime.guards.law import (
     all_of,
     backward_of,
     require,
-    sized,
-    within,
+    require_range,
+    require_shape,
 )
 
 aten = torch.ops.aten
 
 
 def _pooled(dims: int) -> Check:
-    """`grad_output` (and `indices`) are of `self` pooled over its last dimensions, to whatever size."""
+    """Require that `grad_output` (and `indices`) have the shape of `self` except in the last `dims` dimensions, which are
+    pooled.
+    """
 
     def check(given: Arguments) -> None:
         grad, whole = given["grad_output"], given["self"]
         require(whole.dim() in (dims + 1, dims + 2), f"self must have {dims + 1} or {dims + 2} dimensions")
-        require(grad.dim() == whole.dim(), f"grad_output must have {whole.dim()} dimensions, it has {grad.dim()}")
-        sized(given, "grad_output", [*whole.shape[:-dims], *grad.shape[-dims:]])
-        require(whole.shape[-dims:].numel() > 0 or not grad.numel(), "self must have elements to pool")
+        require(grad.dim() == whole.dim(), f"grad_output must have {whole.dim()} dimensions, but it has {grad.dim()}")
+        require_shape(given, "grad_output", [*whole.shape[:-dims], *grad.shape[-dims:]])
+        require(whole.shape[-dims:].numel() > 0 or not grad.numel(), "the pooled dimensions of self must not be empty")
         if "indices" in given:
-            sized(given, "indices", grad.shape)
+            require_shape(given, "indices", grad.shape)
 
     return check
 
 
 def _packed_indices(given: Arguments) -> None:
-    """The kernel takes the memory of `indices` as it lies."""
+    """Require contiguous `indices`. The kernel ignores their strides."""
     require(given["indices"].is_contiguous(), "indices must be contiguous")
 
 
 def _in_window(dims: int) -> Check:
-    """Indices of a pooling operator are places in the last dimensions of what was pooled."""
-    return lambda given: within("indices", given["indices"], 0, given["self"].shape[-dims:].numel())
+    """Require that the indices of a pooling operator lie within the pooled dimensions of its input."""
+    return lambda given: require_range("indices", given["indices"], 0, given["self"].shape[-dims:].numel())
 
 
 def _fractional(dims: int) -> Check:
     def check(given: Arguments) -> None:
         for name in ("kernel_size", "output_size"):
-            require(len(given[name]) == dims, f"{name} must have {dims} numbers")
+            require(len(given[name]) == dims, f"{name} must have {dims} elements")
         whole = given["self"]
         require(whole.dim() in (dims + 1, dims + 2), f"self must have {dims + 1} or {dims + 2} dimensions")
         for name in ("grad_output", "indices"):
-            sized(given, name, [*whole.shape[:-dims], *given["output_size"]])
+            require_shape(given, name, [*whole.shape[:-dims], *given["output_size"]])
 
     return check
 
 
 def _unfolded(given: Arguments) -> None:
     whole = torch.empty(given["input_sizes"], device="meta")
-    sized(given, "grad_in", whole.unfold(given["dim"], given["size"], given["step"]).shape)
+    require_shape(given, "grad_in", whole.unfold(given["dim"], given["size"], given["step"]).shape)
 
 
 def _scaled(given: Arguments) -> None:
-    """Where a kernel looks for what it reads is the place in its result by the scale, in 32 bits."""
+    """Require that scale and size fit together.
+
+    The kernel computes the source position from the position in the result and the scale, as a 32-bit integer, which must not
+    overflow.
+    """
     sizes = given["output_size"]
     scales = [given[n] for n in ("scales_d", "scales_h", "scales_w") if n in given] or [given.get("scales")]
     for n, scale in zip(sizes[-len(scales) :], scales[-len(sizes) :], strict=False):
         require(
-            scale is None or not scale > 0 or n / scale < 1 << 31, f"a scale of {scale} does not go with a size of {n}"
+            scale is None or not scale > 0 or n / scale < 1 << 31,
+            f"output size {n} divided by scale {scale} must be less than 2**31; use a larger scale or a smaller size",
         )
 
 
-#: Overloads with and without their gradients.
+#: Resampling operators, without the suffix of their backward.
 _UPSAMPLED = (
     *(
         f"upsample_{n}"

@@ -1,4 +1,7 @@
-"""A dtype, a layout, a memory format or a device is one: the library takes a number for it, and looks it up in a table."""
+"""Require that an argument for a dtype, a layout, a memory format or a device has that type.
+
+The library accepts a number for such an argument and uses it as an index into a table, without a check.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from wooly_wis.program import Attr, Symbol
 from wooly_executor.runtime.calls import LibraryCall
 from wooly_executor.runtime.torch_private import OpOverload, schema_of
 
-#: By the schema's name of the type: what an argument may be, and of which kind a symbol that stands for it.
+#: For each type name of a schema: the Python types that an argument may have, and the kind of `Symbol` that it may be.
 _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "ScalarType": ((DType, torch.dtype), ""),
     "Layout": ((torch.layout,), "layout"),
@@ -21,19 +24,19 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
 }
 
 
-def mistaken(call: LibraryCall) -> str:
-    """Which argument is no such thing where one is due; empty: none."""
+def wrong_symbol(call: LibraryCall) -> str:
+    """Return an error message if an argument for a dtype, layout, memory format or device has another type; empty: none has."""
     named = dict(call.kwargs)
-    for at, name, kind in _due(call.op):
+    for at, name, kind in _symbol_arguments(call.op):
         value: Any = call.args[at] if at < len(call.args) else named.get(name)
-        if not _is(value, kind):
+        if not _matches(value, kind):
             return f"{call.op}: {name} must be a {kind}"
     return ""
 
 
 @cache
-def _due(op: OpOverload) -> tuple[tuple[int, str, str], ...]:
-    """The arguments of these types: position, name, type."""
+def _symbol_arguments(op: OpOverload) -> tuple[tuple[int, str, str], ...]:
+    """Return position, name and type of the arguments of these types."""
     found = []
     for at, argument in enumerate(schema_of(op).arguments):
         kind = str(argument.real_type).removeprefix("Optional[").removesuffix("]")
@@ -42,7 +45,7 @@ def _due(op: OpOverload) -> tuple[tuple[int, str, str], ...]:
     return tuple(found)
 
 
-def _is(value: Attr, kind: str) -> bool:
+def _matches(value: Attr, kind: str) -> bool:
     types, symbol = _KINDS[kind]
     if isinstance(value, Symbol):
         return value.kind == symbol

@@ -1,4 +1,4 @@
-"""Fourier transforms, convolutions, quotients of integers."""
+"""Laws for Fourier transforms, convolutions and integer division."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from wooly_executor.runtime.guards.law import (
     ArgumentLaw,
     Arguments,
     require,
+    require_shape,
     results_of,
-    sized,
 )
 
 aten = torch.ops.aten
@@ -19,36 +19,40 @@ aten = torch.ops.aten
 
 def _fourier(given: Arguments) -> None:
     t, dims = given["self"], given["dim"]
-    require(all(-t.dim() <= d < t.dim() for d in dims), f"dim must lie between {-t.dim()} and {t.dim() - 1}")
-    require(len({d % t.dim() for d in dims}) == len(dims), "dim must not name a dimension twice")
+    require(all(-t.dim() <= d < t.dim() for d in dims), f"dim must be between {-t.dim()} and {t.dim() - 1}")
+    require(len({d % t.dim() for d in dims}) == len(dims), "dim must not contain a dimension twice")
     require(given["normalization"] in (0, 1, 2), "normalization must be 0, 1 or 2")
-    require(len(dims) > 0 or "forward" in given, "dim must name a dimension")
+    require(len(dims) > 0 or "forward" in given, "dim must not be empty")
     n = given.get("last_dim_size")
     if n is not None:
-        require(n > 0 and t.shape[dims[-1]] == n // 2 + 1, f"self must have {n // 2 + 1} elements along the last dim")
+        require(
+            n > 0 and t.shape[dims[-1]] == n // 2 + 1,
+            f"self must have {n // 2 + 1} elements along the last dimension that dim names",
+        )
 
 
 def _convolved(given: Arguments) -> None:
     dims = given["input"].dim() - 2
     for name in ("stride", "padding", "dilation", "output_padding"):
-        require(len(given[name]) in (1, dims), f"{name} must have {dims} numbers")
+        require(len(given[name]) in (1, dims), f"{name} must have 1 or {dims} elements")
         require(all(n >= 0 for n in given[name]), f"{name} must not be negative")
-    sized(given, "grad_output", results_of(aten.convolution.default, given, bias=None)[0].shape)
+    require_shape(given, "grad_output", results_of(aten.convolution.default, given, bias=None)[0].shape)
 
 
 def _has_multiple(given: Arguments) -> None:
-    """The least integer has no magnitude, and a division by -1 of it ends the process."""
+    """Require that no value is the smallest integer. Its absolute value overflows, and dividing it by -1 ends the process."""
     for name in ("self", "other"):
         t = given[name]
         if t.numel() and t.dtype is not torch.bool:
             least = torch.iinfo(t.dtype).min
             require(
-                least == 0 or int(t.min()) > least, f"lcm: {name} has {least}, whose magnitude {t.dtype} does not hold"
+                least == 0 or int(t.min()) > least,
+                f"lcm: {name} contains {least}, whose absolute value overflows {t.dtype}",
             )
 
 
 def _truncates_integers(given: Arguments, form: Form) -> bool:
-    """Whether a quotient is one of integers, rounded to zero, whose divisor may be -1."""
+    """Whether the form divides integers, rounds towards zero, and may have -1 as a divisor."""
     if given.get("rounding_mode") != "trunc":
         return False
     for value in (given["self"], given["other"]):
@@ -60,14 +64,14 @@ def _truncates_integers(given: Arguments, form: Form) -> bool:
 
 
 def _has_quotient(given: Arguments) -> None:
-    """The least integer divided by -1 is none, and ends the process."""
+    """Require that the smallest integer is not divided by -1. The quotient overflows, and the CPU ends the process."""
     a, b = given["self"], given["other"]
     dtype = torch.result_type(a, b)
     if a.device.type != "cpu" or dtype not in (torch.int32, torch.int64):
-        return  # narrower ones are divided as wider ones
+        return  # the library computes narrower integers in a wider type, which does not overflow
     least = torch.iinfo(dtype).min
     if _has(b, -1) and _has(a, least):
-        raise RuntimeError(f"the quotient of {least} and -1 is none that {dtype} holds")
+        raise RuntimeError(f"{least} / -1 overflows {dtype}")
 
 
 def _has(value: Tensor | int, number: int) -> bool:
