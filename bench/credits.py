@@ -359,9 +359,9 @@ def spread(values):
 
 def reference_pace():
     """The pace of cores that an installation would be given: what the piece of work takes in the best moment, in ns."""
-    from wooly_executor.pace import Pace
+    from wooly_executor.core_speed import CoreSpeed
 
-    pace, begun = Pace(), time.monotonic()
+    pace, begun = CoreSpeed(), time.monotonic()
     pace.begin()
     best = pace.mean_ns
     while time.monotonic() - begun < LOOKS_S:

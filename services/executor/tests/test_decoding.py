@@ -115,12 +115,12 @@ def test_two_large_decodings_leave_a_way_for_small_ones(make_decoders):
 @pytest.mark.parametrize(("priority", "slices"), [(2, 1), (4, HIGHER_WAIT)])
 def test_decoder_waits_after_each_slice_while_the_device_works(make_decoders, monkeypatch, priority, slices):
     decoders = make_decoders()
-    decoders.gate.resting, decoders.gate.priority = False, 2
+    decoders.activity.resting, decoders.activity.priority = False, 2
     decoding = Decoding("a", priority, 1, lambda: None, lambda *_: None)
     begun = time.perf_counter_ns()
     assert decoders.slice_over(decoding, time.thread_time_ns(), SLICE_NS)
     assert time.perf_counter_ns() - begun >= slices * SLICE_NS
-    decoders.gate.resting = True
+    decoders.activity.resting = True
     assert not decoders.slice_over(decoding, time.thread_time_ns(), SLICE_NS)
 
 

@@ -9,8 +9,8 @@ import time
 import pytest
 from wooly_bus.channel import ChannelError
 from wooly_bus.channel.framing import HEADER, MAX_FRAME
-from wooly_executor import landing
-from wooly_executor.host_account import Holder, HostLimits, HostUse, to_end
+from wooly_executor import upload_targets
+from wooly_executor.host_account import Holder, HostLimits, HostUse, session_to_end
 from wooly_executor.runs import LOST_AT_ONCE, Runs
 from wooly_executor.session_programs import SessionPrograms
 from wooly_wis.frames import CONTENT, MAX_CHUNK, READ_HEAD, Kind, pack_json
@@ -26,27 +26,27 @@ def use(**more):
 
 def test_no_session_ends_below_all_limits():
     holders = [Holder(f"s{k}", "a", use(decoded=100, queue=1)) for k in range(10)]
-    assert to_end(holders, HostLimits(session=200, executor=200), decoded=100) is None
-    assert to_end([], HostLimits(), decoded=0) is None
+    assert session_to_end(holders, HostLimits(session=200, executor=200), decoded=100) is None
+    assert session_to_end([], HostLimits(), decoded=0) is None
 
 
 def test_session_above_its_own_limit_ends_and_its_parts_are_named():
     holders = [Holder("s", "a", NONE), Holder("t", "b", use(answers=60, queue=50, definitions=1000))]
-    name, why = to_end(holders, HostLimits(session=100), decoded=0)
+    name, why = session_to_end(holders, HostLimits(session=100), decoded=0)
     assert name == "t" and "110 bytes of host memory (answers 60, queue 50), at most 100" in why
 
 
 def test_above_the_executors_limit_the_largest_session_of_the_tenant_with_most_ends():
     holders = [Holder("alice", "a", use(answers=50))]
     holders += [Holder(f"bob{k}", "b", use(answers=20 + k)) for k in range(4)]
-    name, why = to_end(holders, HostLimits(executor=100), decoded=0)
+    name, why = session_to_end(holders, HostLimits(executor=100), decoded=0)
     assert name == "bob3" and "136 bytes of host memory, at most 100" in why
 
 
 def test_programs_that_sessions_share_count_once_for_all():
     holders = [Holder(f"s{k}", "a", use(decoded=90)) for k in range(10)]
-    assert to_end(holders, HostLimits(executor=100), decoded=90) is None
-    assert to_end(holders, HostLimits(executor=100), decoded=101) is not None
+    assert session_to_end(holders, HostLimits(executor=100), decoded=90) is None
+    assert session_to_end(holders, HostLimits(executor=100), decoded=101) is not None
 
 
 # -- answers ---------------------------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ def test_stats_tell_what_the_host_holds(device, wis):
 
 def test_writes_that_cannot_land_take_no_memory(device, wis, monkeypatch):
     a = device.open("a")
-    assert memoryview is type(landing._DROPPED)
+    assert memoryview is type(upload_targets._DROPPED)
     for k in range(40):
         a.write(1000 + k, bytes(MAX_CHUNK))
     with pytest.raises(wis.error, match="buffer 1000 does not exist"):

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from wooly_executor import usage
+from wooly_executor.core_speed import FULL
 from wooly_executor.cores import WorkerClock, apart, beyond
-from wooly_executor.pace import FULL
 from wooly_executor.usage import IDLE_NS, MIB_US, UsageBook, work_of
 from wooly_executor.usage_publisher import UsagePublisher
 from wooly_testkit.tape import Tape

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from wooly_bus.contents import chunk_digest, content_id, name_in_circle
-from wooly_executor import mover, pins
+from wooly_executor import mover, pinned_weights
 from wooly_executor.memory.book import Scope
 from wooly_executor.memory.swap import Place, Policy
 from wooly_executor.vram import SwapSettings
@@ -53,7 +53,7 @@ def vram_of(device, function):
 
 
 def stowed(device):
-    return vram_of(device, lambda v: (v.stowage.used[Place.HOST], v.stowage.used[Place.DISK]))
+    return vram_of(device, lambda v: (v.swap_space.used[Place.HOST], v.swap_space.used[Place.DISK]))
 
 
 # -- accounts --------------------------------------------------------------------------------------------------------
@@ -272,8 +272,8 @@ def test_name_that_cannot_be_told_to_others_pins_nothing(device, name):
 
 
 def test_pins_of_a_tenant_have_a_limit(device, monkeypatch):
-    monkeypatch.setattr(pins, "PINS_PER_TENANT", 2)
-    monkeypatch.setattr(pins, "TENSORS_PER_TENANT", 3)
+    monkeypatch.setattr(pinned_weights, "PINS_PER_TENANT", 2)
+    monkeypatch.setattr(pinned_weights, "TENSORS_PER_TENANT", 3)
     a, b = [device.open(n, scope=SHARED, tenant=t) for n, t in (("a", "acme"), ("b", "other"))]
     for client in (a, b):
         client.load(1, content(4))

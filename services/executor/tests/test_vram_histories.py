@@ -116,7 +116,7 @@ class VramMachine(RuleBasedStateMachine):
         vram = self.device.loop.vram
         self.device.stop()
         assert vram.ledger.facts().own == vram.ledger.facts().contents == 0
-        assert vram.stowage.used == {Place.HOST: 0, Place.DISK: 0}
+        assert vram.swap_space.used == {Place.HOST: 0, Place.DISK: 0}
         self.folder.cleanup()
 
 

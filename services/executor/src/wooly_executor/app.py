@@ -26,7 +26,6 @@ from wooly_bus.private import keep_private
 from wooly_bus.supervision import BROKEN, fail, failure, run, run_for_ever, start_thread, supervised
 from wooly_bus.tracing import setup_tracing
 
-from wooly_executor.borne import BornePublisher
 from wooly_executor.bounds import Bounds
 from wooly_executor.bounds.limits import default_limits
 from wooly_executor.collector import Collector
@@ -36,6 +35,7 @@ from wooly_executor.device_loop import DeviceLoop
 from wooly_executor.dispatch import Dispatch
 from wooly_executor.errors import ContextLostError, ExecutorError, MissingDriverError
 from wooly_executor.journal import JournalPublisher
+from wooly_executor.memory_publisher import MemoryPublisher
 from wooly_executor.runtime import cuda, hip, opencl
 from wooly_executor.runtime.cuda import CudaRuntime
 from wooly_executor.runtime.gpu import GpuRuntime
@@ -113,7 +113,7 @@ async def serve(settings: ExecutorSettings, loop: DeviceLoop, bound: list[Endpoi
     async with app.running(), contextlib.aclosing(tunnels):
         actor.jobs.start(app.jetstream())
         journal = JournalPublisher(app.jetstream(), loop, settings.id)
-        borne = BornePublisher(app.jetstream(), loop, settings.id)
+        borne = MemoryPublisher(app.jetstream(), loop, settings.id)
         usage = UsagePublisher(app.jetstream(), loop, settings.id)
         works = actor.works() | {"journal": journal.run, "memory borne": borne.run, "usage": usage.run}
         loop.runtime.foreign.remote = KernelSource(app, settings.compiler_timeout_s)

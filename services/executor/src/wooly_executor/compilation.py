@@ -26,9 +26,9 @@ from wooly_wis.foreign import KernelKey, Source, encode_source
 from wooly_wis.messages import ArtifactRejected, CompileKernelRequest, CompileProgramRequest
 
 from wooly_executor.artifacts import ArtifactCache
+from wooly_executor.compile_throttle import CompileThrottle
 from wooly_executor.device_loop import DeviceLoop
 from wooly_executor.errors import ExecutorError, TooMuchWorkError
-from wooly_executor.leisure import Leisure
 from wooly_executor.runtime.builds import BuildRefusedError
 from wooly_executor.runtime.prepared import PreparedProgram
 from wooly_executor.runtime.protocol import PlanRuntime
@@ -80,7 +80,7 @@ class PlanSource:
         self._id = executor_id
         self._cache = ArtifactCache(folder)
         self._turns = asyncio.Semaphore(AT_ONCE)
-        self._leisure = Leisure(lambda: loop.launcher.busy_ns, lambda: bool(loop.dispatch.state.flights))
+        self._throttle = CompileThrottle(lambda: loop.launcher.busy_ns, lambda: bool(loop.dispatch.state.flights))
         self._timeout_s = timeout_s
         self._target = ""
         self._silent = False
@@ -97,7 +97,7 @@ class PlanSource:
     async def run(self) -> None:
         """Get what is wanted, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._leisure.run())
+            tasks.create_task(self._throttle.run())
             while True:
                 while not self._tiers.wanted.empty():
                     entry = self._tiers.wanted.get_nowait()
@@ -174,9 +174,9 @@ class PlanSource:
             return None
         if entry.mode != "exact":
             return await self._compiled(entry, key, raw)
-        async with contextlib.AsyncExitStack() as spell:
+        async with contextlib.AsyncExitStack() as stack:
             with step("executor", "leisure"):
-                await spell.enter_async_context(self._leisure.spell(entry.taken_ns))
+                await stack.enter_async_context(self._throttle.permit(entry.taken_ns))
             return await self._compiled(entry, key, raw)
 
     async def _compiled(self, entry: Wanted, key: Key, raw: bytes) -> PreparedProgram | None:

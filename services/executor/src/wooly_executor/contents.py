@@ -23,7 +23,7 @@ from wooly_executor.mover import LEAST_URGENT, HashJob, Job, Mover, SaveJob, Sav
 from wooly_executor.post import Post
 from wooly_executor.runtime.buffers import bytes_of
 from wooly_executor.session import BROUGHT, Session
-from wooly_executor.stowage import Copy, Stowage
+from wooly_executor.swap_space import Copy, SwapSpace
 
 #: Heartbeats name the same contents again and again.
 _name = functools.lru_cache(maxsize=4096)(name_in_circle)
@@ -34,7 +34,7 @@ class Contents:
 
     Args:
         ledger: whose stores.
-        stowage: where copies go.
+        swap_space: where copies go.
         mover: what hashes and copies.
         clock: monotonic ns.
         call: has a function run in the device loop's thread; from any thread.
@@ -49,7 +49,7 @@ class Contents:
     def __init__(
         self,
         ledger: Ledger,
-        stowage: Stowage,
+        swap_space: SwapSpace,
         mover: Mover,
         clock: Callable[[], int],
         call: Callable[[Callable[[], None]], Any],
@@ -58,7 +58,7 @@ class Contents:
     ) -> None:
         self.here: dict[int, Tensor] = {}
         self.copies: dict[int, Copy] = {}
-        self._ledger, self._stowage, self._mover, self._clock = ledger, stowage, mover, clock
+        self._ledger, self._swap_space, self._mover, self._clock = ledger, swap_space, mover, clock
         self._call, self._changed, self._post = call, changed, post
 
     def unshare(self, session: Session, buffers: Iterable[int], *, whole: bool = False) -> None:
@@ -95,7 +95,7 @@ class Contents:
                 self.here.pop(each.store, None)
                 copy = self.copies.pop(each.store, None)
                 if copy is not None:
-                    self._stowage.drop(copy)
+                    self._swap_space.drop(copy)
             else:
                 self.orphan(each)
         self._changed()
@@ -107,7 +107,7 @@ class Contents:
             self.here.pop(each.store, None)
             return
         source = self.here[each.store]
-        copy = self._stowage.take(Place.HOST, len(source), None)
+        copy = self._swap_space.take(Place.HOST, len(source), None)
 
         def left(job: Job, error: Exception | None) -> None:
             self._call(lambda: self._orphan_left(each.store, copy, error))
@@ -117,7 +117,7 @@ class Contents:
     def _orphan_left(self, store: int, copy: Copy, error: Exception | None) -> None:
         known = store in self.here
         if error is not None or not known or store in self.copies:
-            self._stowage.drop(copy)
+            self._swap_space.drop(copy)
             return
         self.copies[store] = copy
         if not self._ledger.book.borne(store):

@@ -38,7 +38,7 @@ HIGHER_WAIT = 31
 SLEEP_NS = 500_000
 
 
-class Gate:
+class DeviceActivity:
     """What the device's thread is at. It writes, decoders read.
 
     Attributes:
@@ -89,13 +89,13 @@ class Decoders:
         limit_s: seconds of a core that one decoding may take.
 
     Attributes:
-        gate: for the device's thread to write.
+        activity: for the device's thread to write.
     """
 
     def __init__(self, limit_s: float = 10.0) -> None:
-        self.gate = Gate()
+        self.activity = DeviceActivity()
         self.limit_ns = int(limit_s * 1e9)
-        self._turns = _Turns()
+        self._fair_lock = _FairLock()
         self._changed = threading.Condition()
         self._waiting: OrderedDict[str, deque[Decoding]] = OrderedDict()
         self._running: dict[str, Decoding] = {}
@@ -158,7 +158,7 @@ class Decoders:
     def _take_in(self, decoding: Decoding) -> None:
         result: Any = None
         error: Exception | None = None
-        self._turns.take()
+        self._fair_lock.take()
         begun = time.thread_time_ns()
         try:
             with pausing(_Slices(self, decoding, begun).pause):
@@ -169,7 +169,7 @@ class Decoders:
             forget_frames(e)
             error = e
         finally:
-            self._turns.give()
+            self._fair_lock.give()
         decoding.done(result, error, time.thread_time_ns() - begun)
 
     def slice_over(self, decoding: Decoding, begun: int, took: int) -> bool:
@@ -184,7 +184,7 @@ class Decoders:
             DecodingCancelledError: nobody waits for it any more.
             DecodingTooLongError: it has taken too long.
         """
-        gate = self.gate
+        activity = self.activity
         if decoding.cancelled:
             raise DecodingCancelledError("nobody waits for it any more")
         if time.thread_time_ns() - begun > self.limit_ns:
@@ -192,25 +192,27 @@ class Decoders:
                 f"taking in {decoding.nbytes} bytes took more than {self.limit_ns / 1e9:g} s of a core "
                 "(WOOLY_EXECUTOR_DECODE_S); send smaller programs: WOOLYAI_FLUSH_INSTRUCTIONS"
             )
-        rested = gate.resting
+        rested = activity.resting
         if not rested:
-            end = time.perf_counter_ns() + took * (EQUAL_WAIT if decoding.priority <= gate.priority else HIGHER_WAIT)
-            while not gate.resting and not decoding.cancelled and (left := end - time.perf_counter_ns()) > 0:
+            end = time.perf_counter_ns() + took * (
+                EQUAL_WAIT if decoding.priority <= activity.priority else HIGHER_WAIT
+            )
+            while not activity.resting and not decoding.cancelled and (left := end - time.perf_counter_ns()) > 0:
                 time.sleep(min(left, SLEEP_NS) / 1e9)
-        if self._turns.contended:
-            self._turns.give()
-            self._turns.take()
+        if self._fair_lock.contended:
+            self._fair_lock.give()
+            self._fair_lock.take()
         return not rested
 
 
 class _Slices:
     """The slices of one decoding."""
 
-    __slots__ = ("_begun", "_decoders", "_decoding", "_gate", "_granted", "_since", "_until")
+    __slots__ = ("_activity", "_begun", "_decoders", "_decoding", "_granted", "_since", "_until")
 
     def __init__(self, decoders: Decoders, decoding: Decoding, begun: int) -> None:
         self._decoders, self._decoding, self._begun = decoders, decoding, begun
-        self._gate = decoders.gate
+        self._activity = decoders.activity
         self._granted = False
         self._since = time.perf_counter_ns()
         self._until = self._since + SLICE_NS
@@ -218,14 +220,14 @@ class _Slices:
     def pause(self) -> None:
         """See `wooly_wis.pauses`."""
         now = time.perf_counter_ns()
-        if now < self._until and (self._granted or self._gate.resting):
+        if now < self._until and (self._granted or self._activity.resting):
             return
         self._granted = self._decoders.slice_over(self._decoding, self._begun, now - self._since)
         self._since = time.perf_counter_ns()
         self._until = self._since + SLICE_NS
 
 
-class _Turns:
+class _FairLock:
     """Who decodes now: one thread, then the one that has waited longest."""
 
     def __init__(self) -> None:

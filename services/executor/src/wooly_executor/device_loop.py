@@ -29,16 +29,15 @@ from wooly_wis.frames import WRITE_HEAD, Kind
 
 from wooly_executor.answers import Answers
 from wooly_executor.collector import Collector
+from wooly_executor.connection_admission import ConnectionAdmission, refusal
+from wooly_executor.core_speed import CoreSpeed
 from wooly_executor.decoding import Decoders
 from wooly_executor.dispatch import Dispatch
-from wooly_executor.entrance import Entrance, refusal
 from wooly_executor.errors import ContextLostError, LoopEndedError
 from wooly_executor.frames import Frame, awaited
 from wooly_executor.host_account import HostLimits
 from wooly_executor.interpreter import Interpreter
-from wooly_executor.landing import Landing
 from wooly_executor.launching import Launcher
-from wooly_executor.pace import Pace
 from wooly_executor.post import Calls, Post
 from wooly_executor.processing import Processing
 from wooly_executor.programs import ProgramStore
@@ -47,7 +46,8 @@ from wooly_executor.runtime.protocol import Runtime
 from wooly_executor.session import Session
 from wooly_executor.sessions import STOPPING, Sessions
 from wooly_executor.tiers import Tiers
-from wooly_executor.usage import Taken, UsageBook
+from wooly_executor.upload_targets import UploadTargets
+from wooly_executor.usage import UsageBook, UsageDelta
 from wooly_executor.vram import SwapSettings, Vram
 
 log = logging.getLogger("wooly.executor")
@@ -85,7 +85,7 @@ class DeviceLoop:
         dispatch: Dispatch | None = None,
         swap: SwapSettings | None = None,
         tiers: Tiers | None = None,
-        pace: Pace | None = None,
+        pace: CoreSpeed | None = None,
         collector: Collector | None = None,
         strangers: StrangerLimits | None = None,
         limits: HostLimits | None = None,
@@ -101,8 +101,8 @@ class DeviceLoop:
         self._unreviewed = False  # something came since sessions were last reviewed
         self._stopping = threading.Event()
         self.server = server = ChannelServer({int(Kind.WRITE): WRITE_HEAD.size}, self._sink, fatal=(ContextLostError,))
-        self.entrance = Entrance()
-        self.acceptor = Acceptor(self.entrance.check, refusal, server.enter, hello=int(Kind.HELLO), limits=strangers)
+        self.admission = ConnectionAdmission()
+        self.acceptor = Acceptor(self.admission.check, refusal, server.enter, hello=int(Kind.HELLO), limits=strangers)
         self._calls, self._post = Calls(server.wake), Post()
         self.dispatch = dispatch = dispatch or Dispatch()
         self.memory = memory or int(runtime.facts()["total_memory"])
@@ -120,14 +120,14 @@ class DeviceLoop:
             dispatch,
             self.store,
             self.usage,
-            self.entrance,
+            self.admission,
             self._answers,
             self._post,
             server,
             limits,
         )
         self.runs = Runs(runtime, vram)
-        self._landing = Landing(runtime.device, vram, self.runs)
+        self._upload_targets = UploadTargets(runtime.device, vram, self.runs)
         self.processing = Processing(self.sessions, self.runs, vram, self._answers)
         self._interpreter = Interpreter(
             self.sessions,
@@ -149,7 +149,7 @@ class DeviceLoop:
             self._interpreter,
             self._answers,
             server,
-            self.decoders.gate,
+            self.decoders.activity,
             pace,
             collector,
             poll=lambda: self._poll(0),
@@ -176,7 +176,7 @@ class DeviceLoop:
 
     # -- in the device's thread --------------------------------------------------------------------------------------
 
-    def take_usage(self) -> list[Taken]:
+    def take_usage(self) -> list[UsageDelta]:
         """What sessions used since the last time (in the device's thread)."""
         self.launcher.workers.look()
         return self.usage.take(self.dispatch.priority_of, self.vram.clock())
@@ -262,10 +262,10 @@ class DeviceLoop:
 
     def _poll(self, timeout: float | None) -> None:
         """Wait for what clients send, and take it in."""
-        gate = self.decoders.gate
-        gate.resting = timeout != 0
+        activity = self.decoders.activity
+        activity.resting = timeout != 0
         events = self.server.poll(timeout)
-        gate.resting = False
+        activity.resting = False
         self._interpreter.next_turn()
         for event in events:
             try:
@@ -313,4 +313,4 @@ class DeviceLoop:
             self._settle()
 
     def _sink(self, conn: Connection, kind: int, prefix: bytes, nbytes: int) -> memoryview | None:
-        return self._landing.sink(conn, prefix, nbytes)
+        return self._upload_targets.sink(conn, prefix, nbytes)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from wooly_executor.memory.accounts import Account
 from wooly_executor.mover import Job
-from wooly_executor.stowage import Copy
+from wooly_executor.swap_space import Copy
 
 
 @dataclass(eq=False, slots=True)
@@ -28,7 +28,7 @@ class Holdings:
         copies: its own buffers' bytes while it is away.
         job: what moves its memory now.
         leaving_bytes: what will be free when it has left.
-        buried: the session is over; its blocks are freed when `job` is done with them.
+        closed: the session is over; its blocks are freed when `job` is done with them.
     """
 
     account: Account
@@ -45,4 +45,4 @@ class Holdings:
     copies: dict[int, Copy] = field(default_factory=dict)
     job: Job | None = None
     leaving_bytes: int = 0
-    buried: bool = False
+    closed: bool = False

@@ -79,7 +79,7 @@ class Holder:
     use: HostUse
 
 
-def to_end(holders: Iterable[Holder], limits: HostLimits, decoded: int) -> tuple[str, str] | None:
+def session_to_end(holders: Iterable[Holder], limits: HostLimits, decoded: int) -> tuple[str, str] | None:
     """Whose session has to end, and why; None: nobody's.
 
     Args:

@@ -15,13 +15,13 @@ from wooly_wis.errors import DecodeError
 from wooly_wis.frames import Kind, unpack_content, unpack_run
 
 from wooly_executor.answers import Answers
+from wooly_executor.core_speed import FULL, CoreSpeed
 from wooly_executor.decoding import Decoders, Decoding
 from wooly_executor.dispatch import Dispatch
 from wooly_executor.errors import ContextLostError, ExecutorError, forget_frames
 from wooly_executor.estimates import UNKNOWN
 from wooly_executor.flow import Event, Instruction, Signal, note, step
 from wooly_executor.frames import Frame, awaited
-from wooly_executor.pace import FULL, Pace
 from wooly_executor.post import Calls, Post
 from wooly_executor.processing import Processing
 from wooly_executor.programs import ProgramStore
@@ -69,7 +69,7 @@ class Interpreter:
         answers: Answers,
         post: Post,
         calls: Calls,
-        pace: Pace | None,
+        pace: CoreSpeed | None,
     ) -> None:
         self._sessions, self._processing, self._vram, self._dispatch = sessions, processing, vram, dispatch
         self._store, self._decoders, self._answers = store, decoders, answers

@@ -10,19 +10,19 @@ from wooly_wis.frames import unpack_run
 
 from wooly_executor.answers import Answers
 from wooly_executor.collector import Collector
+from wooly_executor.core_speed import FASTEST, FULL, CoreSpeed
 from wooly_executor.cores import WorkerClock
-from wooly_executor.decoding import Gate
+from wooly_executor.decoding import DeviceActivity
 from wooly_executor.dispatch import Dispatch
 from wooly_executor.errors import ContextLostError
 from wooly_executor.estimates import Cut, turns
 from wooly_executor.flow import Signal, note
 from wooly_executor.frames import Frame
 from wooly_executor.interpreter import Interpreter
-from wooly_executor.pace import FASTEST, FULL, Pace
+from wooly_executor.pricing import PriceBook
 from wooly_executor.runs import Runs
 from wooly_executor.runtime.protocol import Execution, Runtime
 from wooly_executor.session import Session
-from wooly_executor.usual import UsualBook
 from wooly_executor.vram import Vram
 
 #: Bytes of a RUN from which on its buffers are so many that looking them up and freeing them counts as the device's time.
@@ -40,7 +40,7 @@ class Launcher:
         interpreter: goes on with sessions whose runs end.
         answers: what was said is sent after each launch.
         server: tells whether something came.
-        gate: tells decoders what the device's thread is at.
+        activity: tells decoders what the device's thread is at.
         pace: how quick a core is; None: full.
         collector: looks for garbage while the device rests; None: nobody does.
         poll: takes in what came, without waiting.
@@ -50,7 +50,7 @@ class Launcher:
         busy_ns: device time of all launches.
         occupied: the session that has the device, and since when by `time.perf_counter_ns`; None: no session has.
         looked: when what came was taken in last, by the same clock.
-        usual: what runs of known programs take.
+        prices: what runs of known programs take.
         workers: time of the cores that compute beside this thread.
     """
 
@@ -63,18 +63,18 @@ class Launcher:
         interpreter: Interpreter,
         answers: Answers,
         server: ChannelServer,
-        gate: Gate,
-        pace: Pace | None,
+        activity: DeviceActivity,
+        pace: CoreSpeed | None,
         collector: Collector | None,
         poll: Callable[[], None],
         called: Callable[[], bool],
     ) -> None:
         self._runtime, self._dispatch, self._runs, self._vram = runtime, dispatch, runs, vram
-        self._interpreter, self._answers, self._server, self._gate = interpreter, answers, server, gate
+        self._interpreter, self._answers, self._server, self._activity = interpreter, answers, server, activity
         self._pace, self._collector, self._poll, self._called = pace, collector, poll, called
         self.busy_ns = self.looked = 0
         self.occupied: tuple[str, int] | None = None
-        self.usual = UsualBook()
+        self.prices = PriceBook()
         self.workers = WorkerClock()
 
     def launch(self) -> None:
@@ -82,7 +82,7 @@ class Launcher:
         launch = self._dispatch.launch
         work, gpu_ns, core_ns, stopped = self._dispatch.take(), 0, 0, None
         if launch is not None:
-            self._gate.priority = launch.priority
+            self._activity.priority = launch.priority
         if work is not None:
             session, workers, beyond = work[0], self.workers.read(), self._runtime.beyond_ns
             gpu_ns, last = self._piece(*work)
@@ -111,7 +111,7 @@ class Launcher:
         return (time.perf_counter_ns() - occupied[1]) / 1e9
 
     def _pace_of(self, session: Session, frame: Frame, last: int, core_ns: int) -> int:
-        """The pace at which a launch is priced, in millionths: the core's, or that at which such runs are usual."""
+        """The pace at which a launch is priced, in millionths: the core's, or that at which such runs are prices."""
         running, kernels = frame.running, frame.cut.kernels
         if self._pace is None:
             return FULL
@@ -120,13 +120,13 @@ class Launcher:
         running.core_ns += core_ns
         took = core_ns * self._pace.ppm // FULL
         running.paced_ns += took
-        usual = self.usual.of(session.tenant, running.ready.digest, running.prepared)
-        price = usual.price(running.paced_ns, running.core_ns, sum(kernels[:last]), sum(kernels))
+        prices = self.prices.of(session.tenant, running.ready.digest, running.prepared)
+        price = prices.price(running.paced_ns, running.core_ns, sum(kernels[:last]), sum(kernels))
         piece = max(price - running.priced_ns, 0)
         running.priced_ns += piece
         if last == len(kernels) and running.execution.outcome.failed_at is None:
-            usual.ran(running.paced_ns, running.core_ns)
-        return min(max(self.usual.settled(session.tenant, took, piece) * FULL // core_ns, 1), FASTEST)
+            prices.ran(running.paced_ns, running.core_ns)
+        return min(max(self.prices.settled(session.tenant, took, piece) * FULL // core_ns, 1), FASTEST)
 
     def _piece(self, session: Session, frame: Frame, first: int, last: int) -> tuple[int, int]:
         """Run some kernels of a frame, unless a higher class arrives.

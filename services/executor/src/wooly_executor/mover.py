@@ -21,7 +21,7 @@ from wooly_bus.supervision import start_thread
 
 from wooly_executor.errors import LostCopyError
 from wooly_executor.runtime.device import HOST, TorchDevice
-from wooly_executor.stowage import Copy, Pages
+from wooly_executor.swap_space import Copy, Pages
 
 log = logging.getLogger("wooly.executor")
 #: Bytes moved before the next choice.

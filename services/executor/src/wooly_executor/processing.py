@@ -14,10 +14,10 @@ from wooly_executor.counters import Work
 from wooly_executor.errors import ContextLostError, ExecutorError, InternalError, forget_frames
 from wooly_executor.flow.state import DEFINITIONS
 from wooly_executor.frames import Frame
-from wooly_executor.landing import land
 from wooly_executor.runs import Runs
 from wooly_executor.session import Session
 from wooly_executor.sessions import Sessions
+from wooly_executor.upload_targets import finish_upload
 from wooly_executor.vram import Vram
 
 log = logging.getLogger("wooly.executor")
@@ -74,7 +74,7 @@ class Processing:
         if kind == Kind.RUN:
             self._finish(session, conn, frame)
         elif kind == Kind.WRITE:
-            land(session)  # data is in place already, or on its way, or its failure is kept
+            finish_upload(session)  # data is in place already, or on its way, or its failure is kept
         elif kind in DEFINITIONS:
             self._keep(session, frame)
         elif frame.refused:

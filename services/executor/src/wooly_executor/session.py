@@ -24,7 +24,7 @@ from wooly_executor.runtime.buffers import Buffer
 from wooly_executor.session_programs import SessionPrograms
 from wooly_executor.spans import SessionSpans
 from wooly_executor.tiers import Jit, Tiers
-from wooly_executor.usage import Used
+from wooly_executor.usage import SessionUsage
 
 #: Contents of a session, the largest that it shared, that the router remembers of it.
 BROUGHT = 64
@@ -67,7 +67,7 @@ class Session:
         running: a program was begun and has not ended.
         decoding: what decodes its next definition.
         unread: answers that its client has not read.
-        landing: brings what was received last to the device, where it was not received there.
+        finish_upload: brings what was received last to the device, where it was not received there.
         brought: bytes of contents that it shares or has shared, the largest of them, by their names in their circle.
         work: who did how much of what it asked for.
         counters: what it has done.
@@ -81,7 +81,7 @@ class Session:
     quota: int
     holdings: Holdings
     programs: SessionPrograms
-    used: Used
+    used: SessionUsage
     tiers: Tiers | None = None
     hosted: SpanContext | None = None
     flow: Flow[Frame] = field(default_factory=Flow)
@@ -92,7 +92,7 @@ class Session:
     running: bool = False
     decoding: Decoding | None = None
     unread: Unread = field(default_factory=Unread)
-    landing: Callable[[], None] | None = None
+    finish_upload: Callable[[], None] | None = None
     brought: dict[str, int] = field(default_factory=dict)
     work: Work = field(default_factory=Work)
     counters: Counters = field(default_factory=Counters)

@@ -14,11 +14,11 @@ from wooly_dispatch.events import Policy
 from wooly_wis.frames import PROTOCOL, Kind
 
 from wooly_executor.answers import Answers
+from wooly_executor.connection_admission import ConnectionAdmission, Hello, HelloRefusedError, refusal
 from wooly_executor.dispatch import Dispatch
-from wooly_executor.entrance import Entrance, Hello, TurnedAwayError, refusal
 from wooly_executor.errors import AdmissionError, HostMemoryError, UnknownSessionError
 from wooly_executor.flow import ClientCame, Held, Signal, note
-from wooly_executor.host_account import Holder, HostLimits, to_end
+from wooly_executor.host_account import Holder, HostLimits, session_to_end
 from wooly_executor.memory.book import Scope
 from wooly_executor.post import Post
 from wooly_executor.programs import Author, ProgramStore
@@ -64,14 +64,14 @@ class Sessions:
         dispatch: Dispatch,
         store: ProgramStore,
         usage: UsageBook,
-        entrance: Entrance,
+        admission: ConnectionAdmission,
         answers: Answers,
         post: Post,
         server: ChannelServer,
         limits: HostLimits,
     ) -> None:
         self._runtime, self._tiers, self._vram, self._dispatch = runtime, tiers, vram, dispatch
-        self._store, self._usage, self._entrance, self._answers = store, usage, entrance, answers
+        self._store, self._usage, self._admission, self._answers = store, usage, admission, answers
         self._post, self._server, self._limits = post, server, limits
         self._open: dict[str, Session] = {}
         self._closed: Closed | None = None
@@ -137,13 +137,13 @@ class Sessions:
         self._vram.enter(session)
         self._open[session_id] = session
         self._dispatch.opened(session, policy or Policy(), tenant)
-        self._entrance.open(session_id, entry)
+        self._admission.open(session_id, entry)
 
     def welcome(self, conn: Connection, hello: Hello) -> None:
         """Serve a client that the entrance let in, unless its session ended meanwhile."""
         session = self._open.get(hello.session_id)
         if session is None or session.entry is not hello.entry:
-            conn.send(*refusal(TurnedAwayError.code, "the session is not open here"))
+            conn.send(*refusal(HelloRefusedError.code, "the session is not open here"))
             self._server.flush()
             conn.close("the session is not open here")
             return
@@ -195,7 +195,7 @@ class Sessions:
     def review(self) -> None:
         """End a session where sessions make the host hold too much."""
         holders = [Holder(s.id, s.holdings.account.tenant or s.id, s.host_use()) for s in self._open.values()]
-        found = to_end(holders, self._limits, self._store.held)
+        found = session_to_end(holders, self._limits, self._store.held)
         if found is not None:
             self.end(self._open[found[0]], found[1])
 
@@ -207,7 +207,7 @@ class Sessions:
         if session is None:
             return False
         note(session.flow, Signal.CLOSED)
-        self._entrance.close(session_id)
+        self._admission.close(session_id)
         self._dispatch.closed(session)
         if session.spans is not None:
             session.spans.end(session.counters, session.work, session.holdings.swaps, reason)

@@ -14,9 +14,9 @@ from wooly_bus import host
 from wooly_bus.channel import Endpoint, StrangerLimits
 from wooly_wis.messages import Id
 
+from wooly_executor.core_speed import CoreSpeed
 from wooly_executor.host_account import HostLimits
 from wooly_executor.memory.swap import Policy
-from wooly_executor.pace import Pace
 from wooly_executor.vram import SwapSettings
 
 PREFIX = "WOOLY_EXECUTOR_"
@@ -142,11 +142,11 @@ class ExecutorSettings(BaseSettings):
             self.answers, self.answers_s, self.definitions, self.session_host, executor, self.decode_s, self.programs
         )
 
-    def paced(self) -> Pace | None:
+    def paced(self) -> CoreSpeed | None:
         """How the pace of a CPU is measured; None: it is not."""
         if self.pace == "off":
             return None
-        return Pace(None if self.pace == "best" else self.pace)
+        return CoreSpeed(None if self.pace == "best" else self.pace)
 
     def stranger_limits(self) -> StrangerLimits:
         """What connections may take that have not shown a valid hello."""

@@ -17,7 +17,7 @@ from wooly_wis.optable import cost
 from wooly_wis.program import Program
 
 from wooly_executor.bell import Bell
-from wooly_executor.pace import FULL
+from wooly_executor.core_speed import FULL
 
 #: Bytes times nanoseconds in a MiB-microsecond.
 MIB_US = (1 << 20) * 1000
@@ -33,13 +33,13 @@ Borne = Callable[[int], tuple[int, int]]
 """What a session bears at a time (monotonic ns), in bytes, and has borne in its life, in bytes times ns."""
 
 
-class Used:
+class SessionUsage:
     """One session's counts. Owned by the device loop's thread.
 
     Attributes:
         gpu_ns: device time since it was taken last.
         core_ns: cores times device time since then, and what decoders took.
-        paced: that, times the pace at which each launch is priced (`wooly_executor.pace`), in ns times millionths.
+        paced: that, times the pace at which each launch is priced (`wooly_executor.core_speed`), in ns times millionths.
         runs: programs that ended since then, the last `RUNS_KEPT` of them.
         summed: of those before them, how often any ended, and the work of that: bytes that were moved, and arithmetic.
         executing_byte_ns: bytes times ns of its own device time, of the session's whole life.
@@ -128,11 +128,11 @@ class Used:
             return True
         return now - self._since > IDLE_NS and self.byte_ns - self.executing_byte_ns >= (self._idle_told + 1) * MIB_US
 
-    def taken(self, priority: int, now: int) -> Taken:
+    def taken(self, priority: int, now: int) -> UsageDelta:
         """What was counted since the last time, which is forgotten here."""
         resident = self.executing_byte_ns // MIB_US
         idle = (self.byte_ns - self.executing_byte_ns) // MIB_US
-        found = Taken(
+        found = UsageDelta(
             self.session_id,
             self.tenant,
             self.model,
@@ -155,8 +155,8 @@ class Used:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
-    """What a session used in `span_ns`. `resident` and `idle` in MiB-microseconds; `runs` and `summed`: see `Used`."""
+class UsageDelta:
+    """What a session used in `span_ns`. `resident` and `idle` in MiB-microseconds; `runs` and `summed`: see `SessionUsage`."""
 
     session_id: str
     tenant: str
@@ -183,12 +183,12 @@ class UsageBook:
 
     def __init__(self) -> None:
         self.bell = Bell()
-        self._open: dict[str, Used] = {}
-        self._ended: list[Used] = []
+        self._open: dict[str, SessionUsage] = {}
+        self._ended: list[SessionUsage] = []
 
-    def opened(self, session_id: str, tenant: str, model: str, borne: Borne, now: int) -> Used:
+    def opened(self, session_id: str, tenant: str, model: str, borne: Borne, now: int) -> SessionUsage:
         """A session begins."""
-        used = self._open[session_id] = Used(session_id, tenant, model, borne, now)
+        used = self._open[session_id] = SessionUsage(session_id, tenant, model, borne, now)
         return used
 
     def closed(self, session_id: str, now: int) -> None:
@@ -199,7 +199,7 @@ class UsageBook:
             self._ended.append(used)
             self.bell.ring()
 
-    def take(self, priority_of: Callable[[str], int], now: int) -> list[Taken]:
+    def take(self, priority_of: Callable[[str], int], now: int) -> list[UsageDelta]:
         """What was counted, of those of whom there is anything to tell."""
         for used in self._open.values():
             used.settle(now)

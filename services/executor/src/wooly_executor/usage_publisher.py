@@ -18,7 +18,7 @@ from wooly_wis.credits import UsageRecord, UsageRecorded
 from wooly_wis.program import Program
 
 from wooly_executor.device_loop import DeviceLoop
-from wooly_executor.usage import Taken, work_of
+from wooly_executor.usage import UsageDelta, work_of
 
 log = logging.getLogger("wooly.executor")
 PERIOD_S = 0.5
@@ -46,7 +46,7 @@ class UsagePublisher:
         facts = loop.runtime.facts()
         self._kind, self._cores = str(facts["vendor"]), int(facts["cores"])
         self._batch = 0
-        self._taken: deque[Taken] = deque()
+        self._collected: deque[UsageDelta] = deque()
         self._waiting: deque[UsageRecorded] = deque()
         self._work: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
         self._ensured = False
@@ -73,10 +73,10 @@ class UsagePublisher:
         """
         if not self._waiting:
             # Nothing is in a variable while this waits: it may be cancelled, and what was taken must not be lost.
-            await asyncio.wrap_future(self._loop.call(lambda: self._taken.extend(self._loop.take_usage())))
+            await asyncio.wrap_future(self._loop.call(lambda: self._collected.extend(self._loop.take_usage())))
             at_us = time.time_ns() // 1000
-            while self._taken:
-                some = [self._taken.popleft() for _ in range(min(RECORDS, len(self._taken)))]
+            while self._collected:
+                some = [self._collected.popleft() for _ in range(min(RECORDS, len(self._collected)))]
                 self._waiting.append(self._message(some, at_us))
             if not self._waiting:
                 return
@@ -88,7 +88,7 @@ class UsagePublisher:
             await publish(self._js, self._event, message, id=f"{self.source}:{message.batch}")
             self._waiting.popleft()
 
-    def _message(self, taken: list[Taken], at_us: int) -> UsageRecorded:
+    def _message(self, taken: list[UsageDelta], at_us: int) -> UsageRecorded:
         self._batch += 1
         return UsageRecorded(
             source=self.source,
@@ -100,7 +100,7 @@ class UsagePublisher:
             records=tuple([self._record(t, at_us) for t in taken]),
         )
 
-    def _record(self, taken: Taken, at_us: int) -> UsageRecord:
+    def _record(self, taken: UsageDelta, at_us: int) -> UsageRecord:
         runs, moved_bytes, flops = taken.summed
         work = [(self._work_of(digest, program), times) for digest, (program, times) in taken.runs.items()]
         return UsageRecord(

@@ -9,7 +9,7 @@ from wooly_executor.flow import Residence
 from wooly_executor.memory.accounts import Account
 from wooly_executor.memory.swap import Place
 from wooly_executor.session import Session
-from wooly_executor.stowage import Stowage
+from wooly_executor.swap_space import SwapSpace
 from wooly_executor.vram.residents import Residents
 from wooly_executor.vram.swapping import Swapping
 
@@ -36,7 +36,7 @@ def stats_of(session: Session, residents: Residents) -> dict[str, int]:
     }
 
 
-def check(residents: Residents, stowage: Stowage) -> None:
+def check(residents: Residents, swap_space: SwapSpace) -> None:
     """Prove that the accounts, the bytes on the device and the copies elsewhere tell one story.
 
     Raises:
@@ -51,7 +51,7 @@ def check(residents: Residents, stowage: Stowage) -> None:
     moving = [s.holdings.job for s in sessions if s.holdings.job is not None]
     if not moving:
         copies = [*contents.copies.values(), *[c for s in sessions for c in s.holdings.copies.values()]]
-        for place, used in stowage.used.items():
+        for place, used in swap_space.used.items():
             assert used >= sum(c.nbytes for c in copies if c.place is place), f"copies in {place} that nobody pays for"
     for session in sessions:
         away = session.flow.residence in (Residence.AWAY, Residence.COMING)
@@ -63,7 +63,7 @@ def check(residents: Residents, stowage: Stowage) -> None:
                 assert base is None or base.untyped_storage().data_ptr() == known.untyped_storage().data_ptr()
 
 
-def state_of(residents: Residents, stowage: Stowage, swapping: Swapping, overcommit_percent: int) -> MemoryState:
+def state_of(residents: Residents, swap_space: SwapSpace, swapping: Swapping, overcommit_percent: int) -> MemoryState:
     """Where every byte of the device is, and whose."""
     facts, promised = residents.ledger.facts(), promises(residents.commitments())
     sessions = [_memory_of(s, residents) for s in residents.sessions.values()]
@@ -75,10 +75,10 @@ def state_of(residents: Residents, stowage: Stowage, swapping: Swapping, overcom
         slots=facts.slots,
         reserve=facts.reserve,
         free=facts.free,
-        host=stowage.used[Place.HOST],
-        host_budget=stowage.used[Place.HOST] + stowage.free(Place.HOST),
-        disk=stowage.used[Place.DISK],
-        disk_budget=stowage.used[Place.DISK] + stowage.free(Place.DISK),
+        host=swap_space.used[Place.HOST],
+        host_budget=swap_space.used[Place.HOST] + swap_space.free(Place.HOST),
+        disk=swap_space.used[Place.DISK],
+        disk_budget=swap_space.used[Place.DISK] + swap_space.free(Place.DISK),
         overcommit_percent=overcommit_percent,
         fixed=promised.fixed,
         movable=promised.movable,
@@ -90,7 +90,7 @@ def state_of(residents: Residents, stowage: Stowage, swapping: Swapping, overcom
 
 
 def _memory_of(session: Session, residents: Residents) -> SessionMemory:
-    host, disk = residents.stowed(session)
+    host, disk = residents.swapped_bytes(session)
     return SessionMemory(
         session_id=session.id,
         tenant=session.holdings.account.tenant,

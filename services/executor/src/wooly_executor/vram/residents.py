@@ -12,7 +12,7 @@ from wooly_executor.flow import Residence
 from wooly_executor.frames import Frame
 from wooly_executor.memory.ledger import Ledger
 from wooly_executor.memory.swap import Place, Policy
-from wooly_executor.pins import Pins
+from wooly_executor.pinned_weights import PinnedWeights
 from wooly_executor.session import Session
 
 
@@ -39,7 +39,7 @@ class Residents:
         policy: Policy,
         dispatch: Dispatch,
         contents: Contents,
-        pins: Pins,
+        pins: PinnedWeights,
         clock: Callable[[], int],
     ) -> None:
         self.ledger, self.policy, self.contents, self.pins, self.clock = ledger, policy, contents, pins, clock
@@ -62,7 +62,7 @@ class Residents:
         found = [Commitment(s.id, s.holdings.promised, s.holdings.swappable) for s in self.sessions.values()]
         return found + [Commitment(p.name, self.ledger.book.has(p.name), False) for p in self.pins.accounts.values()]
 
-    def hopeful(self, session: Session, need: int) -> bool:
+    def can_make_room(self, session: Session, need: int) -> bool:
         """Whether a program that does not fit could have room if all others that may leave did."""
         if session.id not in self._dispatch.state.sessions:
             return False  # frames in the order of their arrival: nobody can be passed over
@@ -88,15 +88,15 @@ class Residents:
             self.ledger.reserve_for(session.holdings.account, nbytes)
             head.reserved = nbytes
 
-    def drop_workspaces(self, but: Session) -> None:
+    def drop_workspaces(self, except_for: Session) -> None:
         """Take back what sessions keep between programs."""
         for session in self.sessions.values():
-            if session.holdings.account.workspace and session is not but and not session.running:
+            if session.holdings.account.workspace and session is not except_for and not session.running:
                 self.ledger.settle(session.holdings.account, self.clock())
                 self.ledger.drop_workspace(session.holdings.account)
 
     @staticmethod
-    def stowed(session: Session) -> tuple[int, int]:
+    def swapped_bytes(session: Session) -> tuple[int, int]:
         """Bytes of a session in host memory and on disk."""
         host = sum(c.nbytes for c in session.holdings.copies.values() if c.place is Place.HOST)
         disk = sum(c.nbytes for c in session.holdings.copies.values() if c.place is Place.DISK)

@@ -13,7 +13,7 @@ from wooly_executor.flow import Residence, Signal, note
 from wooly_executor.memory.swap import Place
 from wooly_executor.mover import Job, Loading, LoadJob, Mover, SaveJob, Saving
 from wooly_executor.session import Session
-from wooly_executor.stowage import Pages, Stowage
+from wooly_executor.swap_space import Pages, SwapSpace
 from wooly_executor.vram.residents import Residents
 
 log = logging.getLogger("wooly.executor")
@@ -24,7 +24,7 @@ class Swapping:
 
     Args:
         residents: whose memory.
-        stowage: where it goes.
+        swap_space: where it goes.
         pages: the device's memory, to be used again.
         mover: what copies it.
         dispatch: is told whose memory is away.
@@ -38,13 +38,13 @@ class Swapping:
     def __init__(
         self,
         residents: Residents,
-        stowage: Stowage,
+        swap_space: SwapSpace,
         pages: Pages,
         mover: Mover,
         dispatch: Dispatch,
         call: Callable[[Callable[[], None]], Any],
     ) -> None:
-        self._residents, self._stowage, self._pages, self._mover = residents, stowage, pages, mover
+        self._residents, self._swap_space, self._pages, self._mover = residents, swap_space, pages, mover
         self._dispatch, self._call = dispatch, call
         self._ledger, self._contents = residents.ledger, residents.contents
         self.swapped_out = self.swapped_in = 0
@@ -56,13 +56,13 @@ class Swapping:
         file = None
         if any(to is Place.DISK for _, _, to, _ in blocks):
             try:
-                file = self._stowage.open()
+                file = self._swap_space.open()
             except OSError as e:
                 log.warning("session %s stays: nothing can be swapped to disk: %s", session.id, e)
-                self._stowage.full(Place.DISK)
+                self._swap_space.full(Place.DISK)
                 self._residents.due = True
                 return
-        pieces = [Saving(key, source, self._stowage.take(to, n, file)) for key, source, to, n in blocks]
+        pieces = [Saving(key, source, self._swap_space.take(to, n, file)) for key, source, to, n in blocks]
         note(session.flow, Signal.LEAVING)
         session.holdings.leaving_bytes = self._ledger.pool.held(session.id)
         self._residents.leaving += session.holdings.leaving_bytes
@@ -88,11 +88,11 @@ class Swapping:
         if session.flow.residence is Residence.LEAVING:
             self._residents.leaving -= session.holdings.leaving_bytes
             session.holdings.leaving_bytes = 0
-        if session.holdings.buried or job.cancelled or error is not None:
+        if session.holdings.closed or job.cancelled or error is not None:
             for piece in job.pieces:
-                self._stowage.drop(piece.copy)
-            if session.holdings.buried:
-                self.bury(session)
+                self._swap_space.drop(piece.copy)
+            if session.holdings.closed:
+                self.release(session)
             elif error is not None and not job.cancelled:
                 note(session.flow, Signal.STAYED)
                 self._failed_to_leave(session, error)
@@ -121,11 +121,11 @@ class Swapping:
                 if key in account.own:
                     session.holdings.copies[key] = piece.copy
                 else:
-                    self._stowage.drop(piece.copy)
+                    self._swap_space.drop(piece.copy)
             elif key in self._contents.here and key not in self._contents.copies:
                 self._contents.copies[key] = piece.copy
             else:
-                self._stowage.drop(piece.copy)
+                self._swap_space.drop(piece.copy)
         for buffer in account.own:
             known = session.buffers.get(buffer)
             if known is not None:
@@ -143,13 +143,13 @@ class Swapping:
     def _failed_to_leave(self, session: Session, error: Exception) -> None:
         log.warning("session %s stays: it could not be swapped out: %s", session.id, error)
         if isinstance(error, OSError):
-            self._stowage.full(Place.DISK)
+            self._swap_space.full(Place.DISK)
 
-    def bury(self, session: Session) -> None:
+    def release(self, session: Session) -> None:
         """A session is over, and nobody touches its memory any more: it is free."""
         self._contents.departed(self._ledger.close(session.holdings.account, self._residents.clock()))
         for copy in session.holdings.copies.values():
-            self._stowage.drop(copy)
+            self._swap_space.drop(copy)
         session.holdings.copies.clear()
         self._residents.due = True
 
@@ -180,8 +180,8 @@ class Swapping:
     def _came(self, session: Session, job: Job, error: Exception | None, then: Callable[[Session], None]) -> None:
         assert isinstance(job, LoadJob)
         session.holdings.job = None
-        if session.holdings.buried:
-            self.bury(session)
+        if session.holdings.closed:
+            self.release(session)
             return
         self._take_up(session, job, error)
         note(session.flow, Signal.ARRIVED)
@@ -212,5 +212,5 @@ class Swapping:
             if known.base is None:
                 known.poison = lost.get(store, "its content is lost")
         for copy in session.holdings.copies.values():
-            self._stowage.drop(copy)
+            self._swap_space.drop(copy)
         session.holdings.copies.clear()

@@ -20,13 +20,13 @@ from wooly_executor.memory.accounts import Account
 from wooly_executor.memory.book import Scope
 from wooly_executor.memory.ledger import Ledger
 from wooly_executor.memory.swap import Policy, admit
+from wooly_executor.memory_samples import MemorySample, MemorySamples
 from wooly_executor.mover import PIECE, Mover
-from wooly_executor.pins import Pins
+from wooly_executor.pinned_weights import PinnedWeights
 from wooly_executor.post import Post
 from wooly_executor.runtime.device import HOST, TorchDevice
-from wooly_executor.samples import Sample, Samples
 from wooly_executor.session import Session
-from wooly_executor.stowage import Pages, Stowage
+from wooly_executor.swap_space import Pages, SwapSpace
 from wooly_executor.vram.figures import check, state_of, stats_of
 from wooly_executor.vram.residents import Residents
 from wooly_executor.vram.settings import SwapSettings
@@ -75,15 +75,15 @@ class Vram:
         kept = capacity // PAGES_SHARE if device.host else max(settings.host // PAGES_SHARE, 2 * PIECE)
         host = Pages(kept, device.host_memory)
         pages = host if device.host else Pages(0, device.empty)  # torch keeps what it has of a GPU's memory
-        self.stowage = Stowage(settings.host, settings.disk, settings.folder, host, in_place=device.host)
+        self.swap_space = SwapSpace(settings.host, settings.disk, settings.folder, host, in_place=device.host)
         self.mover = Mover(device)
-        self.contents = Contents(self.ledger, self.stowage, self.mover, clock, call, self._changed, post)
-        self._samples = Samples(self.ledger, clock)
-        self.pins = Pins(self.ledger, self.contents, self._samples, clock)
+        self.contents = Contents(self.ledger, self.swap_space, self.mover, clock, call, self._changed, post)
+        self._samples = MemorySamples(self.ledger, clock)
+        self.pins = PinnedWeights(self.ledger, self.contents, self._samples, clock)
         self._residents = Residents(self.ledger, policy, dispatch, self.contents, self.pins, clock)
         self._sessions = self._residents.sessions
-        self._swapping = Swapping(self._residents, self.stowage, pages, self.mover, dispatch, call)
-        self._victims = Victims(self._residents, self._swapping, self.stowage)
+        self._swapping = Swapping(self._residents, self.swap_space, pages, self.mover, dispatch, call)
+        self._victims = Victims(self._residents, self._swapping, self.swap_space)
         patience = max(policy.idle_ns, settings.patience_ns)
         self._waiting = Waiting(self._residents, self._victims, self._swapping, dispatch, patience, post)
         self._dispatch = dispatch
@@ -131,15 +131,15 @@ class Vram:
         if self._sessions.pop(session.id, None) is None:
             return
         self._waiting.wants.pop(session.id, None)
-        self._samples.close(session.holdings.account, self._residents.stowed(session))
+        self._samples.close(session.holdings.account, self._residents.swapped_bytes(session))
         for job in session.holdings.sealing.values():
             job.cancel()
         session.holdings.sealing.clear()
-        session.holdings.buried = True
+        session.holdings.closed = True
         if session.holdings.job is not None:
             session.holdings.job.cancelled = True  # its blocks are free when nobody touches them any more
         else:
-            self._swapping.bury(session)
+            self._swapping.release(session)
         self._residents.due = True
 
     def quota(self, session_id: str, required: int | None, swappable: bool) -> int:
@@ -200,7 +200,7 @@ class Vram:
                 self._retry = now + RETRY_NS
                 self._victims.restore_reserve(session, now)
             return True
-        if not self._residents.hopeful(session, need):
+        if not self._residents.can_make_room(session, need):
             return True
         frame.need = need
         session.holdings.lacking = now
@@ -266,9 +266,9 @@ class Vram:
                 give_back(offset)
                 if plain:
                     continue
-            self._free_unusual(session, buffer, now)
+            self._free_shared_or_away(session, buffer, now)
 
-    def _free_unusual(self, session: Session, buffer: int, now: int) -> None:
+    def _free_shared_or_away(self, session: Session, buffer: int, now: int) -> None:
         """What is to be done where a buffer is shared, about to be, or away."""
         session.holdings.guarded.discard(buffer)
         job = session.holdings.sealing.pop(buffer, None)
@@ -276,7 +276,7 @@ class Vram:
             job.cancel()
         copy = session.holdings.copies.pop(buffer, None)
         if copy is not None:
-            self.stowage.drop(copy)
+            self.swap_space.drop(copy)
         found = self.ledger.free(session.holdings.account, buffer, now)
         if found:
             self.contents.departed(found)
@@ -309,15 +309,15 @@ class Vram:
         Raises:
             AssertionError: they do not.
         """
-        check(self._residents, self.stowage)
+        check(self._residents, self.swap_space)
 
     def state(self) -> MemoryState:
         """Where every byte of the device is, and whose."""
-        return state_of(self._residents, self.stowage, self._swapping, self.overcommit_percent)
+        return state_of(self._residents, self.swap_space, self._swapping, self.overcommit_percent)
 
-    def samples(self) -> list[Sample]:
+    def samples(self) -> list[MemorySample]:
         """What every session and pin bore since it was last asked, those that ended included."""
-        sessions = [(s.holdings.account, self._residents.stowed(s)) for s in self._sessions.values()]
+        sessions = [(s.holdings.account, self._residents.swapped_bytes(s)) for s in self._sessions.values()]
         return self._samples.take([*sessions, *[(pin, (0, 0)) for pin in self.pins.accounts.values()]])
 
 

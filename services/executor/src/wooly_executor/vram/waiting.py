@@ -126,9 +126,9 @@ class Waiting:
         del self.wants[session.id]
         session.holdings.lacking = 0
         session.holdings.given_up = bool(session.holdings.writing)
-        self._there(session)
+        self._resume(session)
 
-    def _there(self, session: Session) -> None:
+    def _resume(self, session: Session) -> None:
         """What a session waited for has come, or will not: it goes on."""
         if session.holdings.writing:
             self._post.add(session, Signal.MEMORY_CAME)
@@ -144,7 +144,7 @@ class Waiting:
             del self.wants[session.id]
             session.holdings.lacking = 0
             self._residents.promise(session, head, promised)
-            self._there(session)
+            self._resume(session)
             return False
         try:
             stores = ledger.swap_in(session.holdings.account, self._clock())
@@ -174,4 +174,4 @@ class Waiting:
         if self._ledger.spare >= head.need:
             self._residents.promise(session, head, head.need)
             return True
-        return not self._residents.hopeful(session, head.need)
+        return not self._residents.can_make_room(session, head.need)

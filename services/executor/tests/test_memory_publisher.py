@@ -5,14 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 from wooly_bus.streams import StreamError
-from wooly_executor import borne
-from wooly_executor.borne import BornePublisher
-from wooly_executor.samples import Sample
+from wooly_executor import memory_publisher
+from wooly_executor.memory_publisher import MemoryPublisher
+from wooly_executor.memory_samples import MemorySample
 
 
 def sample(sequence, start, end, own, *, session="s", last=False, shared=0):
     elapsed = end - start
-    return Sample(session, "t", sequence, start, end, own, shared, own * elapsed, shared * elapsed, 0, 0, last)
+    return MemorySample(session, "t", sequence, start, end, own, shared, own * elapsed, shared * elapsed, 0, 0, last)
 
 
 @pytest.fixture
@@ -38,10 +38,10 @@ def publisher(monkeypatch):
         found, state.samples = state.samples, []
         return found
 
-    monkeypatch.setattr(borne, "publish", publish)
-    monkeypatch.setattr(borne, "ensure_stream", ensure)
+    monkeypatch.setattr(memory_publisher, "publish", publish)
+    monkeypatch.setattr(memory_publisher, "ensure_stream", ensure)
     loop = SimpleNamespace(call=call, vram=SimpleNamespace(samples=samples))
-    return BornePublisher(None, loop, "gpu-0"), state, sent
+    return MemoryPublisher(None, loop, "gpu-0"), state, sent
 
 
 def step(made, samples):

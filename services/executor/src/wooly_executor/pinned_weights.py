@@ -12,7 +12,7 @@ from wooly_executor.contents import Contents
 from wooly_executor.errors import BindingError
 from wooly_executor.memory.accounts import Account
 from wooly_executor.memory.ledger import Ledger
-from wooly_executor.samples import Samples
+from wooly_executor.memory_samples import MemorySamples
 from wooly_executor.session import Session
 
 #: Names are told to others, in messages and their heads: characters of one, all of which can be printed.
@@ -22,7 +22,7 @@ PINS_PER_TENANT = 64
 TENSORS_PER_TENANT = 131_072
 
 
-class Pins:
+class PinnedWeights:
     """What is pinned on one device.
 
     Args:
@@ -35,7 +35,7 @@ class Pins:
         accounts: by tenant and name.
     """
 
-    def __init__(self, ledger: Ledger, contents: Contents, samples: Samples, clock: Callable[[], int]) -> None:
+    def __init__(self, ledger: Ledger, contents: Contents, samples: MemorySamples, clock: Callable[[], int]) -> None:
         self.accounts: dict[tuple[str, str], Account] = {}
         self._ledger, self._contents, self._samples, self._clock = ledger, contents, samples, clock
 

@@ -7,7 +7,7 @@ import threading
 import pytest
 from wooly_bus.channel import ChannelClient, ChannelServer, Connected, Guest
 from wooly_bus.channel.token import SharedPass
-from wooly_executor.entrance import Entrance, TurnedAwayError
+from wooly_executor.connection_admission import ConnectionAdmission, HelloRefusedError
 from wooly_testkit import forks
 from wooly_wis.frames import PROTOCOL, Kind, pack_json, unpack_json
 
@@ -27,14 +27,14 @@ class Slow:
 
 
 def test_pass_shown_by_many_at_once_lets_one_in():
-    entrance, slow = Entrance(), Slow(8)
+    entrance, slow = ConnectionAdmission(), Slow(8)
     entrance.open("a", slow)
     outcomes = []
 
     def enter():
         try:
             outcomes.append(entrance.check(hello()).entry is slow)
-        except TurnedAwayError as e:
+        except HelloRefusedError as e:
             outcomes.append(str(e))
 
     threads = [threading.Thread(target=enter) for _ in range(8)]
@@ -52,18 +52,18 @@ def test_session_that_closes_while_its_pass_is_checked_lets_nobody_in():
             entrance.close("a")
             entrance.open("a", SharedPass("another"))
 
-    entrance = Entrance()
+    entrance = ConnectionAdmission()
     entrance.open("a", Closing())
-    with pytest.raises(TurnedAwayError, match="not open here"):
+    with pytest.raises(HelloRefusedError, match="not open here"):
         entrance.check(hello())
     assert entrance.check(hello(token="another")).session_id == "a"
 
 
 def test_refused_hello_does_not_use_the_pass_up():
-    entrance = Entrance()
+    entrance = ConnectionAdmission()
     entrance.open("a", SharedPass("secret"))
     for wrong in (hello(token="other"), hello("b"), hello(jit="fast"), hello(protocol=99), bytearray(b"[]")):
-        with pytest.raises(TurnedAwayError):
+        with pytest.raises(HelloRefusedError):
             entrance.check(wrong)
     found = entrance.check(hello(jit="full", trace="t"))
     assert (found.session_id, found.jit, found.trace) == ("a", "full", "t")
@@ -73,7 +73,7 @@ def test_guest_whose_session_closed_on_its_way_to_the_device_is_told(device, wis
     """Closed, and opened again under the same name: the guest was let in at another session than the present one."""
     entry = SharedPass("secret")
     device.call(lambda: device.loop.sessions.open("a", entry, None))
-    admitted = device.loop.entrance.check(hello())
+    admitted = device.loop.admission.check(hello())
     device.call(lambda: device.loop.sessions.close("a", "closed by a test"))
     device.admit("a")
     near, far = socket.socketpair()

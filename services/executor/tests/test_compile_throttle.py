@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from wooly_executor.leisure import EXPECTED_S, LOOK_S, MOST_S, QUIET_LOOKS, WORTH, Leisure
+from wooly_executor.compile_throttle import EXPECTED_S, LOOK_S, MOST_S, QUIET_LOOKS, WORTH, CompileThrottle
 
 ENOUGH_NS = int(WORTH * EXPECTED_S * 1e9)
 
@@ -13,7 +13,7 @@ class Device:
 
     def __init__(self):
         self.busy_ns, self.at, self.occupied = 0, 0.0, False
-        self.leisure = Leisure(lambda: self.busy_ns, lambda: self.occupied, lambda: self.at)
+        self.throttle = CompileThrottle(lambda: self.busy_ns, lambda: self.occupied, lambda: self.at)
         self.done = []
 
     def look(self, share=0.0, times=1):
@@ -21,14 +21,14 @@ class Device:
         for _ in range(times):
             self.at += LOOK_S
             self.busy_ns += int(share * LOOK_S * 1e9)
-            self.leisure.look()
+            self.throttle.look()
 
     async def compile(self, name, taken_ns=0):
         """Somebody who waits for his turn, and keeps it until the test says."""
         go_on = asyncio.Event()
 
         async def work():
-            async with self.leisure.spell(lambda: taken_ns):
+            async with self.throttle.permit(lambda: taken_ns):
                 self.done.append(name)
                 await go_on.wait()
 
@@ -47,7 +47,7 @@ async def device():
     return Device()
 
 
-async def test_leisure_busy_device_lets_nobody_in(device):
+async def test_throttle_busy_device_lets_nobody_in(device):
     task, _ = await device.compile("a")
     device.look(0.3, times=50)
     await settled()
@@ -55,7 +55,7 @@ async def test_leisure_busy_device_lets_nobody_in(device):
     task.cancel()
 
 
-async def test_leisure_idle_device_lets_one_in_after_some_looks(device):
+async def test_throttle_idle_device_lets_one_in_after_some_looks(device):
     task, go_on = await device.compile("a")
     device.look(0.01, times=QUIET_LOOKS - 1)
     await settled()
@@ -67,7 +67,7 @@ async def test_leisure_idle_device_lets_one_in_after_some_looks(device):
     await task
 
 
-async def test_leisure_work_in_between_begins_the_looks_anew(device):
+async def test_throttle_work_in_between_begins_the_looks_anew(device):
     task, _ = await device.compile("a")
     for _ in range(5):
         device.look(0.0, times=QUIET_LOOKS - 1)
@@ -77,7 +77,7 @@ async def test_leisure_work_in_between_begins_the_looks_anew(device):
     task.cancel()
 
 
-async def test_leisure_one_long_operation_is_no_idleness(device):
+async def test_throttle_one_long_operation_is_no_idleness(device):
     task, _ = await device.compile("a")
     device.occupied = True
     device.look(0.0, times=50)
@@ -86,7 +86,7 @@ async def test_leisure_one_long_operation_is_no_idleness(device):
     task.cancel()
 
 
-async def test_leisure_programs_that_took_enough_are_let_in_beside_a_busy_device(device):
+async def test_throttle_programs_that_took_enough_are_let_in_beside_a_busy_device(device):
     cold, _ = await device.compile("cold", ENOUGH_NS // 4)
     device.look(1.0, times=5)
     await settled()
@@ -104,7 +104,7 @@ async def test_leisure_programs_that_took_enough_are_let_in_beside_a_busy_device
     cold.cancel()
 
 
-async def test_leisure_what_is_compiled_while_the_device_idles_costs_nobody_anything(device):
+async def test_throttle_what_is_compiled_while_the_device_idles_costs_nobody_anything(device):
     idle, go_on = await device.compile("idle", 1)
     device.look(0.0, times=QUIET_LOOKS)
     await settled()
@@ -118,7 +118,7 @@ async def test_leisure_what_is_compiled_while_the_device_idles_costs_nobody_anyt
     hot.cancel()
 
 
-async def test_leisure_learns_what_compiling_takes(device):
+async def test_throttle_learns_what_compiling_takes(device):
     """One took nearly no time, so the next is let in sooner; what one takes beyond that, the next ones must have taken more."""
     first, go_on = await device.compile("first", ENOUGH_NS)
     device.look(1.0)
@@ -147,7 +147,7 @@ async def test_leisure_learns_what_compiling_takes(device):
     fourth.cancel()
 
 
-async def test_leisure_lets_in_one_at_a_time_that_which_took_most_first(device):
+async def test_throttle_lets_in_one_at_a_time_that_which_took_most_first(device):
     made = {name: await device.compile(name, ns) for name, ns in (("a", 1), ("b", 3), ("c", 2))}
     for expected in (["b"], ["b", "c"], ["b", "c", "a"]):
         device.look(0.0, times=2 * QUIET_LOOKS)
@@ -158,7 +158,7 @@ async def test_leisure_lets_in_one_at_a_time_that_which_took_most_first(device):
         await task
 
 
-async def test_leisure_who_gives_up_holds_nobody_up(device):
+async def test_throttle_who_gives_up_holds_nobody_up(device):
     waiting, _ = await device.compile("waiting", 2)
     inside, _ = await device.compile("inside", 3)
     device.look(0.0, times=QUIET_LOOKS)
@@ -175,9 +175,9 @@ async def test_leisure_who_gives_up_holds_nobody_up(device):
     await last
 
 
-async def test_leisure_looks_by_itself_while_somebody_waits(device, monkeypatch):
-    monkeypatch.setattr("wooly_executor.leisure.LOOK_S", 0.0)
-    looking = asyncio.create_task(device.leisure.run())
+async def test_throttle_looks_by_itself_while_somebody_waits(device, monkeypatch):
+    monkeypatch.setattr("wooly_executor.compile_throttle.LOOK_S", 0.0)
+    looking = asyncio.create_task(device.throttle.run())
     device.at = 1.0
     task, go_on = await device.compile("a")
     for _ in range(100):

@@ -16,7 +16,7 @@ from wooly_bus.streams import StreamError, ensure_stream, publish
 from wooly_wis.messages import MemoryBorne
 
 from wooly_executor.device_loop import DeviceLoop
-from wooly_executor.samples import Sample
+from wooly_executor.memory_samples import MemorySample
 
 log = logging.getLogger("wooly.executor")
 PERIOD_S = 1.0
@@ -25,7 +25,7 @@ _QUIET_NS = 60_000_000_000
 _US = 1000
 
 
-class BornePublisher:
+class MemoryPublisher:
     """Publishes for one executor, for ever.
 
     Args:
@@ -39,7 +39,7 @@ class BornePublisher:
         self._event = contracts.EXECUTOR_MEMORY_BORNE.at(executor_id)
         self._run = str(time.time_ns())
         self._ready = False
-        self._waiting: dict[str, Sample] = {}
+        self._waiting: dict[str, MemorySample] = {}
         self._sent: dict[str, tuple[int, int, int]] = {}  # session -> sequence, ns*bytes left over: own, shared
         self._complaint = ""
 
@@ -80,12 +80,12 @@ class BornePublisher:
             if sample.last:
                 del self._sent[sample.session]
 
-    def _quiet(self, sample: Sample) -> bool:
+    def _quiet(self, sample: MemorySample) -> bool:
         """Whether it can wait: nothing was borne, and the session goes on."""
         bears = sample.own_byte_ns or sample.shared_byte_ns or sample.own or sample.shared
         return not bears and not sample.last and sample.to_ns - sample.from_ns < _QUIET_NS
 
-    def _message(self, sample: Sample) -> MemoryBorne:
+    def _message(self, sample: MemorySample) -> MemoryBorne:
         sequence, own, shared = self._sent.get(sample.session, (0, 0, 0))
         return MemoryBorne(
             executor_id=self._id,
@@ -105,7 +105,7 @@ class BornePublisher:
         )
 
 
-def added(first: Sample, then: Sample) -> Sample:
+def added(first: MemorySample, then: MemorySample) -> MemorySample:
     """Two stretches of one session, one after the other, as one."""
     return replace(
         then,

@@ -3,7 +3,7 @@
 So it is for times when the device has nothing to do, or for when programs have taken as much of its time as compiling takes.
 One program at a time, that which took most first.
 
-    async with leisure.spell(taken_ns):      waits; while it lasts, nobody else is let in
+    async with throttle.permit(taken_ns):      waits; while it lasts, nobody else is let in
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Waiting:
     beside: bool = False
 
 
-class Leisure:
+class CompileThrottle:
     """Lets one in at a time. Used by one event loop.
 
     Args:
@@ -62,7 +62,7 @@ class Leisure:
         self._quiet = 0
 
     @contextlib.asynccontextmanager
-    async def spell(self, taken_ns: Callable[[], int]) -> AsyncIterator[None]:
+    async def permit(self, taken_ns: Callable[[], int]) -> AsyncIterator[None]:
         """Wait for one's turn, and keep it.
 
         Args:

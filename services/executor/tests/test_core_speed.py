@@ -2,7 +2,7 @@
 
 import pytest
 from pydantic import ValidationError
-from wooly_executor.pace import EVERY_NS, FULL, Pace
+from wooly_executor.core_speed import EVERY_NS, FULL, CoreSpeed
 from wooly_executor.settings import ExecutorSettings
 
 
@@ -13,7 +13,7 @@ def after(pace, *measured):
 
 
 def begun(reference=None, ns=10_000):
-    pace = Pace(reference)
+    pace = CoreSpeed(reference)
     pace.begin()
     # as if it had found out this
     pace.mean_ns = pace._best = float(ns)
@@ -43,7 +43,7 @@ def test_one_disturbed_look_counts_little_and_the_pace_is_never_nothing():
 
 def test_it_looks_now_and_then(monkeypatch):
     pace, looks = begun(), []
-    monkeypatch.setattr(Pace, "look", lambda self: looks.append(1))
+    monkeypatch.setattr(CoreSpeed, "look", lambda self: looks.append(1))
     for _ in range(10):
         pace.worked(EVERY_NS // 4)
     assert len(looks) == 2
@@ -52,7 +52,7 @@ def test_it_looks_now_and_then(monkeypatch):
 
 
 def test_what_it_measures_is_a_pace():
-    pace = Pace()
+    pace = CoreSpeed()
     pace.begin()
     for _ in range(100):
         pace.look()

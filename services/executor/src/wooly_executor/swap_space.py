@@ -188,7 +188,7 @@ class Copy:
             self.file = None
 
 
-class Stowage:
+class SwapSpace:
     """The budgets. Owned by the device loop's thread.
 
     Args:

@@ -30,7 +30,7 @@ _OPERAND = torch.ones(256)
 _FIRST = 500
 
 
-class Pace:
+class CoreSpeed:
     """Owned by the device loop's thread.
 
     Args:

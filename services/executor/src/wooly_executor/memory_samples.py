@@ -13,7 +13,7 @@ from wooly_executor.memory.ledger import Ledger
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class MemorySample:
     """What one session bore in a stretch of time; see `wooly_wis.messages.MemoryBorne`."""
 
     session: str
@@ -30,7 +30,7 @@ class Sample:
     last: bool
 
 
-class Samples:
+class MemorySamples:
     """The stretches of one device's accounts.
 
     Args:
@@ -41,32 +41,32 @@ class Samples:
     def __init__(self, ledger: Ledger, clock: Callable[[], int]) -> None:
         self._ledger, self._clock = ledger, clock
         self._told: dict[str, tuple[int, int, int, int]] = {}  # account -> sequence, until, integrals so far
-        self._ended: list[Sample] = []
+        self._ended: list[MemorySample] = []
 
     def open(self, account: Account, now: int) -> None:
         """An account begins, at a time in ns."""
         self._told[account.name] = (0, now, 0, 0)
 
-    def close(self, account: Account, stowed: tuple[int, int] = (0, 0)) -> None:
+    def close(self, account: Account, swapped: tuple[int, int] = (0, 0)) -> None:
         """An account is about to be closed: its last stretch."""
-        self._ended.append(self._sample(account, stowed, last=True))
+        self._ended.append(self._sample(account, swapped, last=True))
         del self._told[account.name]
 
-    def take(self, accounts: Iterable[tuple[Account, tuple[int, int]]]) -> list[Sample]:
+    def take(self, accounts: Iterable[tuple[Account, tuple[int, int]]]) -> list[MemorySample]:
         """The stretches of those that ended since this was last asked, and of these.
 
         Args:
             accounts: with their bytes in host memory and on disk.
         """
         ended, self._ended = self._ended, []
-        return ended + [self._sample(account, stowed) for account, stowed in accounts]
+        return ended + [self._sample(account, swapped) for account, swapped in accounts]
 
-    def _sample(self, account: Account, stowed: tuple[int, int], *, last: bool = False) -> Sample:
+    def _sample(self, account: Account, swapped: tuple[int, int], *, last: bool = False) -> MemorySample:
         now = self._clock()
         sequence, since, own, shared = self._told[account.name]
         bearing = self._ledger.bearing(account, now)
         self._told[account.name] = (sequence + 1, now, bearing.own_byte_ns, bearing.shared_byte_ns)
-        return Sample(
+        return MemorySample(
             account.name,
             account.tenant,
             sequence + 1,
@@ -76,6 +76,6 @@ class Samples:
             bearing.shared,
             bearing.own_byte_ns - own,
             bearing.shared_byte_ns - shared,
-            *stowed,
+            *swapped,
             last,
         )

@@ -19,7 +19,7 @@ from wooly_executor.frames import Failure
 from wooly_executor.tiers import Jit
 
 
-class TurnedAwayError(ProtocolError):
+class HelloRefusedError(ProtocolError):
     """A hello opens no channel; the message says why."""
 
     code = "executor.turned_away"
@@ -42,31 +42,31 @@ class Hello:
     trace: Any
 
 
-class Entrance:
+class ConnectionAdmission:
     """The passes of the open sessions. Any thread may call it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._passes: dict[str, Pass] = {}
-        self._taken: set[str] = set()
+        self._connected: set[str] = set()
 
     def open(self, session_id: str, entry: Pass) -> None:
         """Let one client in at a session."""
         with self._lock:
             self._passes[session_id] = entry
-            self._taken.discard(session_id)
+            self._connected.discard(session_id)
 
     def close(self, session_id: str) -> None:
         """Let nobody in there any more."""
         with self._lock:
             self._passes.pop(session_id, None)
-            self._taken.discard(session_id)
+            self._connected.discard(session_id)
 
     def check(self, payload: bytearray) -> Hello:
         """What a hello says, if its client may enter; nobody else may from then on.
 
         Raises:
-            TurnedAwayError: it may not.
+            HelloRefusedError: it may not.
         """
         try:
             said = unpack_json(payload)
@@ -81,18 +81,18 @@ class Entrance:
             if entry is None:
                 raise ProtocolError("the session is not open here")
             entry.check(str(said.get("token")))  # outside of the lock: it may verify a signature
-            self._take(session_id, entry)
+            self._connect(session_id, entry)
         except (ProtocolError, DecodeError, ValueError) as e:
-            raise TurnedAwayError(str(e)) from e
+            raise HelloRefusedError(str(e)) from e
         return Hello(session_id, entry, jit, said.get("trace"))
 
-    def _take(self, session_id: str, entry: Pass) -> None:
+    def _connect(self, session_id: str, entry: Pass) -> None:
         with self._lock:
             if self._passes.get(session_id) is not entry:
                 raise ProtocolError("the session is not open here")
-            if session_id in self._taken:
+            if session_id in self._connected:
                 raise ProtocolError("the session has its client already; a token opens one channel")
-            self._taken.add(session_id)
+            self._connected.add(session_id)
 
 
 def refusal(code: str, message: str) -> tuple[int, bytes]:

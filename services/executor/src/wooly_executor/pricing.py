@@ -27,7 +27,7 @@ SETTLED_NS = 300_000_000_000
 REMEMBERED = 8192
 
 
-class Usual:
+class MeanPrice:
     """Of one program of one tenant.
 
     Attributes:
@@ -73,11 +73,11 @@ class Usual:
         return min(max(ns, mean * LESS), mean * MORE) if self.runs > KNOWN else ns
 
 
-class UsualBook:
+class PriceBook:
     """Every tenant's own: nobody's runs change what another pays. Owned by the device loop's thread."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[tuple[str, bytes], Usual] = OrderedDict()
+        self._known: OrderedDict[tuple[str, bytes], MeanPrice] = OrderedDict()
         self._owed: OrderedDict[str, int] = OrderedDict()  # by tenant: ns that runs took beyond what was paid for them
 
     def settled(self, tenant: str, took_ns: int, price_ns: int) -> int:
@@ -96,7 +96,7 @@ class UsualBook:
             self._owed.popitem(last=False)
         return billed
 
-    def of(self, tenant: str, digest: bytes, form: object) -> Usual:
+    def of(self, tenant: str, digest: bytes, form: object) -> MeanPrice:
         """Of a program.
 
         Args:
@@ -107,7 +107,7 @@ class UsualBook:
         key = tenant, digest
         found = self._known.get(key)
         if found is None or found.form != id(form):
-            found = self._known[key] = Usual(id(form))
+            found = self._known[key] = MeanPrice(id(form))
             if len(self._known) > REMEMBERED:
                 self._known.popitem(last=False)
         self._known.move_to_end(key)

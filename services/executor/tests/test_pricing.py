@@ -5,9 +5,9 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from wooly_executor import usual
-from wooly_executor.pace import FULL
-from wooly_executor.usual import FIRST, KNOWN, LESS, MORE, SETTLED_NS, Usual, UsualBook
+from wooly_executor import pricing
+from wooly_executor.core_speed import FULL
+from wooly_executor.pricing import FIRST, KNOWN, LESS, MORE, SETTLED_NS, MeanPrice, PriceBook
 from wooly_testkit.effort import examples
 from wooly_wis.dtypes import DType
 
@@ -15,7 +15,7 @@ PLAIN, PLAN = object(), object()
 
 
 def known(*took, of=PLAIN):
-    found = UsualBook().of("t", b"p", of)
+    found = PriceBook().of("t", b"p", of)
     for ns in (9_000,) * FIRST + took:
         found.ran(ns, 2 * ns)
     return found
@@ -79,7 +79,7 @@ def test_one_disturbed_run_changes_little():
 
 
 def test_tenants_have_their_own_and_a_plan_begins_anew():
-    book = UsualBook()
+    book = PriceBook()
     for _ in range(FIRST + KNOWN):
         book.of("a", b"p", PLAIN).ran(1000, 2000)
     assert book.of("a", b"p", PLAIN).price(900, 1800, 1, 1) == 1000
@@ -89,22 +89,22 @@ def test_tenants_have_their_own_and_a_plan_begins_anew():
 
 
 def test_books_do_not_grow(monkeypatch):
-    monkeypatch.setattr(usual, "REMEMBERED", 3)
-    book = UsualBook()
+    monkeypatch.setattr(pricing, "REMEMBERED", 3)
+    book = PriceBook()
     first = book.of("a", b"0", PLAIN)
     for k in (1, 2):
         book.of("a", b"%d" % k, PLAIN)
     assert book.of("a", b"0", PLAIN) is first
     book.of("a", b"3", PLAIN)
     assert book.of("a", b"0", PLAIN) is first and len(book._known) == 3
-    assert isinstance(first, Usual)
+    assert isinstance(first, MeanPrice)
 
 
 class Meter:
     """A tenant's account as the device loop keeps it: runs are priced whole, at a core's pace of one half."""
 
     def __init__(self):
-        self.book, self.took, self.paid = UsualBook(), 0, 0
+        self.book, self.took, self.paid = PriceBook(), 0, 0
 
     def run(self, ns, program=b"p", other=2, tenant="t"):
         found = self.book.of(tenant, program, PLAIN)
@@ -167,8 +167,8 @@ def test_equal_runs_cost_the_same_in_a_minute_in_which_the_core_is_slower(slower
 
 
 def test_balances_do_not_grow(monkeypatch):
-    monkeypatch.setattr(usual, "REMEMBERED", 3)
-    book = UsualBook()
+    monkeypatch.setattr(pricing, "REMEMBERED", 3)
+    book = PriceBook()
     for k in range(10):
         book.settled(str(k), 5, 1)
     assert list(book._owed) == ["7", "8", "9"]
@@ -206,14 +206,14 @@ def test_the_device_prices_runs_so_whatever_each_took(make_device, wis):
 
     taken, prices = zip(*[run() for _ in range(FIRST + KNOWN)], strict=True)
     assert all(abs(price - ns // 2) <= 1 + ns // 100 for ns, price in zip(taken, prices, strict=True))
-    *_, known = device.loop.launcher.usual._known.values()
+    *_, known = device.loop.launcher.prices._known.values()
     for _ in range(20):
-        mean, owed = known.mean_ns, device.call(lambda: device.loop.launcher.usual._owed.get("t", 0))
+        mean, owed = known.mean_ns, device.call(lambda: device.loop.launcher.prices._owed.get("t", 0))
         ns, price = run()
         usual = min(max(mean, ns / 2 * LESS), ns / 2 * MORE)
         settled = owed * min(ns / 2, SETTLED_NS) / SETTLED_NS  # what a busy machine left open is carried
         assert price == pytest.approx(max(usual + settled, 0), rel=0.05)
     assert known.runs == KNOWN + 20
-    device.call(lambda: device.loop.launcher.usual._owed.update(t=4 * SETTLED_NS))
+    device.call(lambda: device.loop.launcher.prices._owed.update(t=4 * SETTLED_NS))
     ns, price = run()
     assert price >= 4 * ns / 2, "what the tenant owes is billed with its next runs"

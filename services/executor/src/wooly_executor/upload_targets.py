@@ -19,7 +19,7 @@ from wooly_executor.vram import Vram
 _DROPPED = memoryview(mmap.mmap(-1, MAX_FRAME))
 
 
-class Landing:
+class UploadTargets:
     """Names the memory for what clients upload.
 
     Args:
@@ -53,7 +53,7 @@ class Landing:
         session.holdings.idle_since = None
         try:
             memory = self._runs.memory(session, buffer, offset, nbytes, writing=True)
-            into, session.landing = self._device.landing(memory)
+            into, session.finish_upload = self._device.landing(memory)
         except ContextLostError:
             raise
         except ExecutorError as e:
@@ -66,8 +66,8 @@ class Landing:
         return into
 
 
-def land(session: Session) -> None:
+def finish_upload(session: Session) -> None:
     """Bring what was received to the device."""
-    bring, session.landing = session.landing, None
+    bring, session.finish_upload = session.finish_upload, None
     if bring is not None:
         bring()
