@@ -103,7 +103,7 @@ def test_token_expires(hosting, wis, clock):
 
 def test_token_opens_one_channel(hosting, wis):
     first = wis.client(hosting.endpoint, "a", token())
-    assert "has its client already" in refusal(hosting, wis, token())
+    assert "already has a client" in refusal(hosting, wis, token())
     assert first.sync() == {}
     first.close()
     hosting.wait_closed("a")

@@ -43,7 +43,7 @@ def test_pass_shown_by_many_at_once_lets_one_in():
     for thread in threads:
         thread.join()
     assert outcomes.count(True) == 1
-    assert outcomes.count("the session has its client already; a token opens one channel") == 7
+    assert outcomes.count("the session already has a client; a token opens one channel only") == 7
 
 
 def test_session_that_closes_while_its_pass_is_checked_lets_nobody_in():

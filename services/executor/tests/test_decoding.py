@@ -25,7 +25,7 @@ def make_decoders():
 
     def make(**limits):
         made.append(Decoders(**limits))
-        made[-1].gate.resting = True
+        made[-1].activity.resting = True
         return made[-1]
 
     yield make

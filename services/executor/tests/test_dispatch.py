@@ -252,7 +252,7 @@ def test_exclusive_session_shuts_the_others_out(paced, runtime, adds):
     b.start(b.program, [b.label])
     a.start(a.program, [a.label])
     a.sync()
-    with pytest.raises(SteeringError, match="a has the device to itself"):
+    with pytest.raises(SteeringError, match="session a has exclusive use of the device"):
         paced.steer("b", exclusive=True)
     paced.steer("a")
     b.sync()

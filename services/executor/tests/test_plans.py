@@ -370,7 +370,7 @@ def test_artifact_broken_on_disk_is_got_anew(world, wis):
     world.executor()
     again = Script(world.session(wis, "exact"))
     again.until("kernel_instructions")
-    assert "kept on disk: an artifact that was changed or cut on its way" in world.log()
+    assert "from the disk: an artifact that was changed or cut on its way" in world.log()
 
 
 def test_full_waits_for_every_plan_and_gives_the_same_bits_each_time(world, wis):
@@ -395,7 +395,9 @@ def test_full_without_a_compiler_fails_and_says_what_to_do(world, wis):
     world.executor(timeout_s=0.3)
     client = world.session(wis, "full")
     other = Script(world.session(wis, "exact"))
-    with pytest.raises(wis.error, match=r"WOOLYAI_JIT=full, and no compiler answers .*`wooly up` starts one") as caught:
+    with pytest.raises(
+        wis.error, match=r"WOOLYAI_JIT=full needs a compiler, and no compiler answers .*start one with `wooly up`"
+    ) as caught:
         Script(client).step()
     assert caught.value.code == "executor.no_compiler"
     other.step()  # nobody else has waited
@@ -434,5 +436,5 @@ def test_standalone_executor_has_no_compiler_and_says_so_to_those_who_need_one(e
 
 @pytest.mark.parametrize("jit", ["yes", "", 1, None, ["exact"]])
 def test_unknown_way_to_run_is_refused(executor, wis, jit):
-    with pytest.raises(wis.error, match="is not known here; 0, exact and full are"):
+    with pytest.raises(wis.error, match="is unknown; use 0, exact or full"):
         wis.client(Endpoint.parse(executor.endpoints[0]), executor.session_id, executor.token, jit=jit)

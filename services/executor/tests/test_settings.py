@@ -122,7 +122,7 @@ def test_runtime_by_name():
     assert isinstance(make_runtime("reference"), ReferenceRuntime)
     assert type(make_runtime("torch_cpu")) is TorchCpuRuntime
     with pytest.raises(
-        ValueError, match="unknown runtime 'gpu'; there are auto, cuda, hip, opencl, torch_cpu, reference"
+        ValueError, match="unknown runtime 'gpu'; use one of auto, cuda, hip, opencl, torch_cpu, reference"
     ):
         make_runtime("gpu")
 

@@ -1,6 +1,6 @@
-"""Contents that sessions share: who may have which, what a write does to them, and where their bytes are.
+"""Contents that sessions share: which session may share which content, what a write does, and where the bytes are.
 
-Owned by the device loop's thread.
+The device loop's thread owns this module.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from wooly_executor.runtime.buffers import bytes_of
 from wooly_executor.session import BROUGHT, Session
 from wooly_executor.swap_space import Copy, SwapSpace
 
-#: Heartbeats name the same contents again and again.
+#: A cache, because heartbeats ask for the names of the same contents again and again.
 _name = functools.lru_cache(maxsize=4096)(name_in_circle)
 
 
 class Contents:
-    """The bytes behind the stores of the ledger's book.
+    """The bytes of the stores in the ledger's book.
 
     Args:
-        ledger: whose stores.
-        swap_space: where copies go.
-        mover: what hashes and copies.
-        clock: monotonic ns.
-        call: has a function run in the device loop's thread; from any thread.
-        changed: there is room that was not there before.
-        post: where sessions are told that all their contents are hashed.
+        ledger: has the stores.
+        swap_space: holds copies outside the device.
+        mover: hashes and copies bytes.
+        clock: returns monotonic ns.
+        call: runs a function in the device loop's thread; any thread may use it.
+        changed: called when memory has become free.
+        post: gets the event that all contents of a session are hashed.
 
     Attributes:
         here: the bytes on the device, by store.
-        copies: the copies elsewhere, by store.
+        copies: the copies outside the device, by store.
     """
 
     def __init__(
@@ -62,15 +62,15 @@ class Contents:
         self._call, self._changed, self._post = call, changed, post
 
     def unshare(self, session: Session, buffers: Iterable[int], *, whole: bool = False) -> None:
-        """Some buffers are about to be written: from now on they are the session's own.
+        """Give the session its own copy of shared buffers that it is about to write.
 
         Args:
-            session: whose.
-            buffers: which; those that are not shared are left alone.
-            whole: all their bytes are overwritten.
+            session: the session that writes.
+            buffers: ids of the buffers; buffers that are not shared are ignored.
+            whole: all bytes will be overwritten, so nothing needs to be copied.
 
         Raises:
-            OutOfMemoryError: there is no room for a copy.
+            OutOfMemoryError: the device has no room for a copy.
         """
         for buffer in buffers:
             if buffer not in session.holdings.guarded:
@@ -89,7 +89,7 @@ class Contents:
             session.holdings.guarded.discard(buffer)
 
     def departed(self, found: Iterable[Gone | Leaving]) -> None:
-        """The book has let go of some contents: so do the device and what keeps copies."""
+        """Delete the bytes and copies of contents that the book has released."""
         for each in found:
             if isinstance(each, Gone):
                 self.here.pop(each.store, None)
@@ -101,7 +101,10 @@ class Contents:
         self._changed()
 
     def orphan(self, each: Leaving) -> None:
-        """Content that only sessions hold that are away leaves the device, whatever the budget: nobody else can be asked."""
+        """Copy content off the device whose sessions are all swapped out.
+
+        The copy goes to host memory even beyond its budget, because no session could be told that there is no room.
+        """
         if each.store in self.copies:
             self._ledger.evict(each.store)
             self.here.pop(each.store, None)
@@ -126,14 +129,24 @@ class Contents:
             self._changed()
 
     def offer(self, session: Session, buffer: int, nbytes: int, head: bool, name: bytes) -> bool:
-        """A client is about to upload a content: is it here? Then the buffer has it from now on, and nothing need travel.
+        """Check whether the device already has a content that a client is about to upload. If so, the buffer shares it, and the
+        client need not upload it.
+
+        Args:
+            session: the session of the client.
+            buffer: id of the buffer.
+            nbytes: size of the content.
+            head: `name` is the digest of the first chunk only; then nothing is shared yet.
+            name: the content id, or the digest of the first chunk.
 
         Raises:
-            BindingError: no such buffer.
+            BindingError: the buffer does not exist, or has another size.
         """
         known = session.buffers.get(buffer)
         if known is None or known.nbytes != nbytes:
-            raise BindingError(f"buffer {buffer} {'does not exist' if known is None else f'has {known.nbytes} bytes'}")
+            raise BindingError(
+                f"buffer {buffer} {'does not exist' if known is None else f'has {known.nbytes} bytes, not {nbytes}'}"
+            )
         if head:
             return self._ledger.knows_head(session.holdings.account, nbytes, name)
         if buffer in session.holdings.guarded:
@@ -148,14 +161,22 @@ class Contents:
         return True
 
     def seal(self, session: Session, buffer: int, nbytes: int, name: bytes) -> None:
-        """All of a buffer was uploaded: once its content is hashed here, others may share it. `name` is what the client says.
+        """Hash a buffer that the client has uploaded completely. Other sessions may share its content after that.
+
+        Args:
+            session: the session of the client.
+            buffer: id of the buffer.
+            nbytes: size of the content.
+            name: the content id that the client claims; it must equal the hash.
 
         Raises:
-            BindingError: no such buffer.
+            BindingError: the buffer does not exist, or has another size.
         """
         known = session.buffers.get(buffer)
         if known is None or known.nbytes != nbytes:
-            raise BindingError(f"buffer {buffer} {'does not exist' if known is None else f'has {known.nbytes} bytes'}")
+            raise BindingError(
+                f"buffer {buffer} {'does not exist' if known is None else f'has {known.nbytes} bytes, not {nbytes}'}"
+            )
         if (
             session.holdings.account.scope is Scope.OFF
             or known.base is None
@@ -175,7 +196,7 @@ class Contents:
     def _sealed(self, session: Session, buffer: int, job: Job, name: bytes) -> None:
         assert isinstance(job, HashJob)
         if session.holdings.sealing.get(buffer) is not job:
-            return  # it was written meanwhile, or is no more
+            return  # the buffer was written or freed meanwhile
         del session.holdings.sealing[buffer]
         known = session.buffers.get(buffer)
         found = None
@@ -196,7 +217,9 @@ class Contents:
             self._post.add(session, Signal.MEMORY_CAME)
 
     def _brought(self, session: Session, store: int, nbytes: int) -> None:
-        """A session shares this content: the router is told when the session ends, and looks for it when its like comes again."""
+        """Remember that the session shares this content. When the session ends, the router gets the list, so that it can place
+        similar sessions here.
+        """
         known, brought = self._ledger.book.known_as(store), session.brought
         if known is not None:
             brought[_name(*known)] = nbytes
@@ -204,10 +227,10 @@ class Contents:
             session.brought = dict(heapq.nlargest(BROUGHT, brought.items(), key=lambda item: item[1]))
 
     def largest(self, count: int) -> list[str]:
-        """What others may share on the device, at most `count`, largest first, by `name_in_circle`."""
+        """Names (`name_in_circle`) of contents on the device that others may share: at most `count`, largest first."""
         return list(dict.fromkeys([_name(*known) for known in self._ledger.book.largest(count)]))
 
 
 def flat(base: Tensor, nbytes: int) -> Tensor:
-    """The bytes of a buffer."""
+    """The bytes of a buffer as a flat tensor."""
     return bytes_of(base, 0, nbytes)
