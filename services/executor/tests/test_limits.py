@@ -36,7 +36,7 @@ def test_definitions_are_kept_up_to_a_number_of_bytes(make_device, wis):
     assert len(store._ready) == len(store._idle) + sum(n for n, _ in held)
     clients[0].start(names[0], [1])
     with pytest.raises(
-        wis.error, match=r"or it was forgotten: .* 60000 bytes of host memory .WOOLY_EXECUTOR_DEFINITIONS"
+        wis.error, match=r"or the executor has forgotten it: .* 60000 bytes of host memory .WOOLY_EXECUTOR_DEFINITIONS"
     ):
         clients[0].sync()
     for client in clients:

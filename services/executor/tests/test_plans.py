@@ -281,11 +281,11 @@ def test_compiler_killed_while_it_is_asked_is_asked_again_when_it_is_back(world,
     mine = Script(world.session(wis, "exact"))
     for _ in range(40):
         mine.step()
-    waited(lambda: "compilers are asked" in world.log(), "nobody asks for a plan")
+    waited(lambda: "asking the compilers" in world.log(), "nobody asks for a plan")
     assert mine.work()["kernel_instructions"] == 0  # the request is out, and nobody waits for it
     compiler.kill()
     compiler.wait()
-    waited(lambda: "no plans for now" in world.log(), "the executor does not notice")
+    waited(lambda: "no compiler can be reached" in world.log(), "the executor does not notice")
     assert mine.work()["kernel_instructions"] == 0
     world.compiler()
     mine.until("kernel_instructions")

@@ -1,9 +1,10 @@
-"""When a plan is asked for: compiling takes cores, caches and memory from what runs on the same machine.
+"""Decides when a compiler may be asked for a plan. Compiling takes cores, caches and memory from the programs on the same
+machine.
 
-So it is for times when the device has nothing to do, or for when programs have taken as much of its time as compiling takes.
-One program at a time, that which took most first.
+So compiling waits until the device is idle, or until programs have used as much device time as compiling takes. One program is
+compiled at a time. The program that has used most device time comes first.
 
-    async with throttle.permit(taken_ns):      waits; while it lasts, nobody else is let in
+    async with throttle.permit(taken_ns):      waits for the permit; only one holder at a time has it
 """
 
 from __future__ import annotations
@@ -14,23 +15,25 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
-#: Seconds between two looks at the device, and looks in a row at which it did next to nothing: then it idles. A CPU's device time
-#: is that of its thread, which stands still where others have the core, so many looks count more than long ones.
+#: Seconds between two checks of the device, and the number of consecutive checks with almost no work after which the device
+#: counts as idle. Many short checks are better than few long ones: on a CPU, device time is CPU time of the loop's thread, which
+#: stands still while other threads have the core.
 LOOK_S = 0.1
 QUIET_LOOKS = 10
-#: The share of the time between two looks that is next to nothing.
+#: Share of the time between two checks that the device may work and still count as idle.
 NEXT_TO_NOTHING = 0.05
-#: Where the device never idles, programs must have taken so many times what compiling takes. What plans save is not known before;
-#: to begin when as much was spent as they cost loses the least against who had known.
+#: On a device that is never idle, programs must have used this many times the device time that compiling takes. The gain of a
+#: plan is unknown in advance. Starting when the cost is reached is at most twice as bad as the best decision.
 WORTH = 1
-#: What compiling takes in seconds, as long as nobody knows; and at most: a compiler may be away for long.
+#: Expected seconds of one compilation before the first one is measured, and the maximum that one measurement counts as, because a
+#: compiler may not answer for long.
 EXPECTED_S = 1.0
 MOST_S = 5.0
 
 
 @dataclass(eq=False, slots=True)
 class _Waiting:
-    """Who waits. `beside`: was let in beside a device that works."""
+    """A request that waits. `beside`: it was permitted while the device was busy."""
 
     taken_ns: Callable[[], int]
     turn: asyncio.Future[None]
@@ -38,12 +41,12 @@ class _Waiting:
 
 
 class CompileThrottle:
-    """Lets one in at a time. Used by one event loop.
+    """Gives one permit at a time. One event loop uses it.
 
     Args:
-        busy_ns: device time so far.
-        occupied: whether the device is at work now: what it does is counted when it is done.
-        clock: seconds.
+        busy_ns: returns the device time so far.
+        occupied: returns whether the device works now; the time of a running launch counts when the launch ends.
+        clock: returns seconds.
     """
 
     def __init__(
@@ -55,7 +58,7 @@ class CompileThrottle:
         self._waiting: list[_Waiting] = []
         self._inside = False
         self._expected_s = EXPECTED_S
-        #: Device time that programs have taken beyond what their compiling was worth; of those that were let in beside work.
+        #: Device time of permitted programs minus the cost of their compilations, in ns. Only permits on a busy device count.
         self._credit_ns = 0.0
         self._asked = asyncio.Event()
         self._seen = busy_ns(), clock()
@@ -63,10 +66,10 @@ class CompileThrottle:
 
     @contextlib.asynccontextmanager
     async def permit(self, taken_ns: Callable[[], int]) -> AsyncIterator[None]:
-        """Wait for one's turn, and keep it.
+        """Wait for the permit, and hold it during the block.
 
         Args:
-            taken_ns: the device time that the program has taken so far.
+            taken_ns: returns the device time that the program has used so far.
         """
         mine = _Waiting(taken_ns, asyncio.get_running_loop().create_future())
         self._waiting.append(mine)
@@ -90,7 +93,7 @@ class CompileThrottle:
                 self._credit_ns = min(self._credit_ns - WORTH * took_s * 1e9, 0)
 
     async def run(self) -> None:
-        """Look at the device while somebody waits, until cancelled."""
+        """Check the device while requests wait, until cancelled."""
         while True:
             if not self._waiting:
                 self._asked.clear()
@@ -100,7 +103,7 @@ class CompileThrottle:
             self.look()
 
     def look(self) -> None:
-        """Let the next one in, if it is time."""
+        """Give the permit to the next request if the conditions hold."""
         self._quiet = self._quiet + 1 if self._idled() else 0
         if self._inside or not self._waiting:
             return
@@ -114,7 +117,7 @@ class CompileThrottle:
             first.turn.set_result(None)
 
     def _idled(self) -> bool:
-        """Whether the device did next to nothing since the last look."""
+        """Whether the device did almost no work since the last check."""
         (busy, at), self._seen = self._seen, (self._busy_ns(), self._clock())
         done, passed = self._seen[0] - busy, self._seen[1] - at
         return not self._occupied() and done < NEXT_TO_NOTHING * passed * 1e9

@@ -1,9 +1,9 @@
-"""How fast the device's core is just now, where the device is a CPU.
+"""Measures how fast the device's core is now, if the device is a CPU. The result is the pace of the core.
 
-A core that shares its silicon with a neighbour's thread, or whose clock was lowered, does half the work in the same CPU time.
-Whose programs ran meanwhile would pay twice. So the thread of the loop does a small piece of work now and then; what that takes,
-against what it takes on a core that nothing slows, is the pace at which usage is priced. Quantities (core time, residency) stay
-as measured.
+A core is slower while another hardware thread shares it, or while its clock is reduced. Then the same work takes up to twice the
+CPU time, and sessions would pay twice. So the loop's thread measures a small reference task periodically. The pace is the task's
+time on an undisturbed core divided by its time now, and prices of usage are multiplied by it. Measured quantities (core time,
+residency) are not changed.
 """
 
 from __future__ import annotations
@@ -12,33 +12,34 @@ import time
 
 import torch
 
-#: A core that nothing slows, in millionths.
+#: Full speed, in millionths.
 FULL = 1_000_000
-#: No launch is priced faster: what metering hears beyond twice that is an error to it.
+#: Maximum pace of a launch, in millionths. Metering treats more than twice this value as an error.
 FASTEST = 50 * FULL
-#: Device time between two looks: a look costs one or two percent of it.
+#: Device time between two measurements, in ns. A measurement costs one to two percent of it.
 EVERY_NS = 5_000_000
-#: Weight of the newest look in the mean: the last fifty milliseconds count.
+#: Weight of the newest measurement in the moving mean, which covers about the last fifty milliseconds.
 _NEWEST = 0.1
-#: A look that was disturbed counts as at most so many times the mean.
+#: A measurement counts as at most this many times the mean, so that a disturbed measurement has little effect.
 _FAR = 3.0
-#: The piece of work: additions in the interpreter, and for about as long a small operator of the library, which feels a core's
-#: caches more. Together they slow down as programs do, better than either, and than larger operators.
+#: The reference task: additions in the interpreter, and for about the same time a small library operator, which depends more on
+#: the core's caches. Together they slow down like real programs do; each alone, or a larger operator, follows programs less
+#: closely.
 _ADDITIONS = range(600)
 _OPERAND = torch.ones(256)
-#: Looks at the beginning: 10 ms or so.
+#: Number of measurements at the start: about 10 ms.
 _FIRST = 500
 
 
 class CoreSpeed:
-    """Owned by the device loop's thread.
+    """Measures the pace of a core. The device loop's thread owns it.
 
     Args:
-        reference_ns: what the piece of work takes on the core that is priced in full; None: the best that this one has done.
+        reference_ns: time of the reference task on a core at full price; None: the best time of this core so far.
 
     Attributes:
-        mean_ns: what the piece of work takes just now.
-        ppm: the pace, in millionths. Without a `reference_ns` at most `FULL`.
+        mean_ns: current mean time of the reference task.
+        ppm: the pace, in millionths. Without `reference_ns` at most `FULL`.
     """
 
     __slots__ = ("_best", "_reference", "_since", "mean_ns", "ppm")
@@ -50,33 +51,33 @@ class CoreSpeed:
         self.ppm = FULL
 
     def begin(self) -> None:
-        """Find out how fast the core is."""
+        """Measure the core for the first time."""
         self.mean_ns = float(min([_took() for _ in range(16)]))
         self._best = self.mean_ns * _FAR
         for _ in range(_FIRST):
             self.look()
 
     def worked(self, ns: int) -> None:
-        """So much device time went by. Every now and then this looks."""
+        """Note that so much device time has passed. Measures again if it is time."""
         self._since += ns
         if self._since >= EVERY_NS:
             self._since = 0
             self.look()
 
     def look(self) -> None:
-        """Measure once. How far the program before it has driven the piece of work out of the caches is not to count."""
+        """Measure once. An unmeasured first run loads the task into the caches, so that the preceding program has no effect."""
         _took()
         self.measured(_took())
 
     def measured(self, ns: int) -> None:
-        """The piece of work took so long."""
+        """Add a measured time of the reference task, in ns."""
         self.mean_ns += _NEWEST * (min(ns, _FAR * self.mean_ns) - self.mean_ns)
         self._best = min(self._best, self.mean_ns)
         self.ppm = max(int(FULL * (self._reference or self._best) / self.mean_ns), 1)
 
 
 def _took() -> int:
-    """CPU time of the piece of work, in ns."""
+    """CPU time of the reference task, in ns."""
     begun, total = time.thread_time_ns(), 0
     for n in _ADDITIONS:
         total += n

@@ -1,6 +1,6 @@
-"""What each account bore of the device's memory, in stretches of time that follow each other without a gap.
+"""Records how much device memory each account is charged for, in consecutive intervals without gaps.
 
-Owned by the device loop's thread.
+The device loop's thread owns this module.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from wooly_executor.memory.ledger import Ledger
 
 @dataclass(frozen=True, slots=True)
 class MemorySample:
-    """What one session bore in a stretch of time; see `wooly_wis.messages.MemoryBorne`."""
+    """The charges of one account in one interval: see `wooly_wis.messages.MemoryBorne`."""
 
     session: str
     tenant: str
@@ -31,32 +31,33 @@ class MemorySample:
 
 
 class MemorySamples:
-    """The stretches of one device's accounts.
+    """The samples of all accounts of one device.
 
     Args:
-        ledger: which integrates what they bear.
-        clock: monotonic ns.
+        ledger: integrates the charges.
+        clock: returns monotonic ns.
     """
 
     def __init__(self, ledger: Ledger, clock: Callable[[], int]) -> None:
         self._ledger, self._clock = ledger, clock
-        self._told: dict[str, tuple[int, int, int, int]] = {}  # account -> sequence, until, integrals so far
+        # by account: sequence number, end of the last interval, integrals so far
+        self._told: dict[str, tuple[int, int, int, int]] = {}
         self._ended: list[MemorySample] = []
 
     def open(self, account: Account, now: int) -> None:
-        """An account begins, at a time in ns."""
+        """Start an account at a time in ns."""
         self._told[account.name] = (0, now, 0, 0)
 
     def close(self, account: Account, swapped: tuple[int, int] = (0, 0)) -> None:
-        """An account is about to be closed: its last stretch."""
+        """Take the last sample of an account that is about to be closed."""
         self._ended.append(self._sample(account, swapped, last=True))
         del self._told[account.name]
 
     def take(self, accounts: Iterable[tuple[Account, tuple[int, int]]]) -> list[MemorySample]:
-        """The stretches of those that ended since this was last asked, and of these.
+        """The samples of accounts that were closed since the last call, and of the given accounts.
 
         Args:
-            accounts: with their bytes in host memory and on disk.
+            accounts: open accounts with their bytes in host memory and on disk.
         """
         ended, self._ended = self._ended, []
         return ended + [self._sample(account, swapped) for account, swapped in accounts]

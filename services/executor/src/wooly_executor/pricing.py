@@ -1,40 +1,41 @@
-"""What a program's runs usually take, where the device is a CPU: that is what one more of them is priced at.
+"""Computes the price of a run from the mean of the program's runs so far, if the device is a CPU.
 
-The pace tells how fast the core is, but not how warm its caches are for what comes next, nor who else uses the memory just now:
-equal runs differ by a tenth or two from one second to the next. Who runs the same again should pay the same. So a run of a
-program that a tenant has run often is priced as its runs are on average, as long as it took about that.
+The pace tells how fast the core is. It does not tell how warm the caches are, nor how much other processes use the memory. So
+equal runs differ by ten or twenty percent from one second to the next, but their price should be equal. If a tenant has run a
+program often, a run is priced at the mean of these runs, as long as its measured time is near that mean.
 
-What the usual price leaves open, either way, stands in the tenant's balance and is paid with whatever the tenant runs next, a
-little each time: over a life of the executor a tenant pays what its runs took, give or take `SETTLED_NS`, whatever it runs.
+The difference between measured time and price goes to the tenant's balance. The tenant pays the balance with later runs, a little
+each time. So in the long run a tenant pays for the measured time of its runs, within `SETTLED_NS`.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 
-#: Runs of a program that are not counted, as it is still prepared, and counted runs from which on the mean is used.
+#: Number of first runs of a program that are not counted, because the program is still being prepared, and number of counted runs
+#: from which on the mean is used.
 FIRST, KNOWN = 40, 32
-#: A run is priced at its usual time where it took between half of that and twice as much, else at what is nearest to it. A core
-#: does half as much while its other hardware thread is somebody else's.
+#: A run is priced at the mean if its time is between `LESS` and `MORE` times the mean, otherwise at the nearest bound of this
+#: range. A core has half its speed while another process uses its other hardware thread.
 MORE, LESS = 2.0, 0.5
-#: Runs that the mean is taken over; later ones weigh as much as the last of these.
+#: Maximum weight of the past in the mean, in runs. Later runs all have the same weight.
 MOST = 100_000
-#: Core time, in ns at full pace, over which a balance is paid: what is open shrinks by 1/e in so much of the tenant's own runs.
-#: No tenant can owe more than this. Long beside a run of a model, so that a phase in which a core is a tenth slower does not show
-#: in what the runs of half a minute cost; short beside an hour at half price.
+#: Time constant of paying a balance, in ns of the tenant's own core time at full speed: the balance shrinks by 1/e in this time,
+#: and a tenant never owes more. It is long compared with a run of a model, so that a phase of slower cores does not change the
+#: price of half a minute; it is short compared with an hour at half price.
 SETTLED_NS = 300_000_000_000
-#: Programs of tenants that are remembered, and tenants' balances.
+#: Maximum number of remembered programs of tenants, and of remembered balances.
 REMEMBERED = 8192
 
 
 class MeanPrice:
-    """Of one program of one tenant.
+    """The mean price of one program of one tenant.
 
     Attributes:
-        form: what it is run as, by its identity: where that changes, nothing is known of it.
-        runs: how many were counted.
-        mean_ns: what they took on average, in ns of cores at full pace.
-        mean_core_ns: the same as measured.
+        form: identity of the prepared program or plan that runs; a change resets the mean.
+        runs: number of counted runs.
+        mean_ns: mean core time of a run, in ns at full speed.
+        mean_core_ns: mean core time of a run as measured, in ns.
     """
 
     __slots__ = ("_skipped", "form", "mean_core_ns", "mean_ns", "runs")
@@ -45,15 +46,16 @@ class MeanPrice:
         self.mean_ns = self.mean_core_ns = 0.0
 
     def price(self, ns: int, core_ns: int, part: int, whole: int) -> int:
-        """What a run counts for so far, which was expected to have done `part` of its `whole` by now.
+        """Price, in ns at full speed, of a run so far, which has done `part` of its `whole` by the estimates.
 
-        What it took is known in two ways, as the pace may err: by the pace just now, and by the pace of such runs on average.
+        The measured time is converted to full speed in two ways, because the pace may be wrong: with the current pace (`ns`), and
+        with the mean pace of such runs.
 
         Args:
-            ns: what it took so far, at full pace.
-            core_ns: the same as measured.
-            part: estimates of its kernels so far.
-            whole: of all its kernels.
+            ns: core time so far, at full speed.
+            core_ns: core time so far, as measured.
+            part: sum of the estimates of the kernels so far.
+            whole: sum of the estimates of all kernels.
         """
         if self.runs < KNOWN or not whole or not self.mean_core_ns:
             return ns
@@ -61,7 +63,7 @@ class MeanPrice:
         return int(min(max(self.mean_ns * part / whole, min(ns, other) * LESS), max(ns, other) * MORE))
 
     def ran(self, ns: int, core_ns: int) -> None:
-        """A run took so much in all."""
+        """Add the total core time of a run to the mean."""
         if self._skipped < FIRST:
             self._skipped += 1
             return
@@ -74,19 +76,21 @@ class MeanPrice:
 
 
 class PriceBook:
-    """Every tenant's own: nobody's runs change what another pays. Owned by the device loop's thread."""
+    """The mean prices and balances of all tenants. No tenant's runs change the prices of another. The device loop's thread owns
+    it.
+    """
 
     def __init__(self) -> None:
         self._known: OrderedDict[tuple[str, bytes], MeanPrice] = OrderedDict()
-        self._owed: OrderedDict[str, int] = OrderedDict()  # by tenant: ns that runs took beyond what was paid for them
+        self._owed: OrderedDict[str, int] = OrderedDict()  # by tenant: measured minus billed time, in ns
 
     def settled(self, tenant: str, took_ns: int, price_ns: int) -> int:
-        """What a piece of work is billed at: its usual price and a part of what the tenant's balance says.
+        """The bill of a piece of work: its price plus a part of the tenant's balance, in ns.
 
         Args:
-            tenant: who ran it.
-            took_ns: what it took, at full pace.
-            price_ns: its usual price.
+            tenant: tenant that ran it.
+            took_ns: measured core time at full speed.
+            price_ns: the price.
         """
         owed = self._owed.get(tenant, 0)
         billed = max(price_ns + owed * min(took_ns, SETTLED_NS) // SETTLED_NS, 0)
@@ -97,12 +101,12 @@ class PriceBook:
         return billed
 
     def of(self, tenant: str, digest: bytes, form: object) -> MeanPrice:
-        """Of a program.
+        """The mean price of a program.
 
         Args:
-            tenant: who runs it.
-            digest: its name.
-            form: what it is run as: itself, or its plan.
+            tenant: tenant that runs it.
+            digest: digest of the program.
+            form: the prepared program or the plan.
         """
         key = tenant, digest
         found = self._known.get(key)

@@ -1,7 +1,7 @@
-"""Usage on its way to JetStream: taken from the device loop twice a second, in numbered batches that are published in order.
+"""Publishes usage to JetStream: collects it from the device loop twice a second, and publishes numbered batches in order.
 
-While NATS is away nothing is taken: counts go on where they are, one per session. What was taken is published again under the
-same number until it is kept.
+While NATS is away nothing is collected: the counters go on, one set per session. A collected batch is published again under the
+same number until JetStream has stored it.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from wooly_executor.usage import UsageDelta, work_of
 log = logging.getLogger("wooly.executor")
 PERIOD_S = 0.5
 RETRY_S = 0.5
-#: Records of one message: 700 KB of names at their longest.
+#: Maximum number of records in one message: 700 KB with the longest names.
 RECORDS = 500
-#: Programs whose work is remembered.
+#: Number of programs whose work is cached.
 WORK_KEPT = 8192
 _LARGEST = (1 << 63) - 1
 
 
 class UsagePublisher:
-    """Publishes one device's usage, for ever.
+    """Publishes one device's usage until cancelled.
 
     Args:
-        js: where to.
-        loop: whose.
-        executor_id: the executor's name; this life of it is called `<executor>/<ns since 1970 at which it began>`.
+        js: the JetStream context.
+        loop: the device loop.
+        executor_id: id of the executor. The source of its records is `<executor>/<start in ns since 1970>`.
     """
 
     def __init__(self, js: JetStreamContext, loop: DeviceLoop, executor_id: str) -> None:
@@ -53,7 +53,7 @@ class UsagePublisher:
         self._complaint = ""
 
     async def run(self) -> None:
-        """Publish, until cancelled."""
+        """Publish until cancelled."""
         while True:
             try:
                 await self.publish()
@@ -61,18 +61,18 @@ class UsagePublisher:
                 await self._loop.usage.bell.heard(PERIOD_S)
             except StreamError as e:
                 if str(e) != self._complaint:
-                    log.warning("usage is not published: %s", e)
+                    log.warning("cannot publish usage: %s; it is kept and sent later", e)
                 self._complaint, self._ensured = str(e), False
                 await asyncio.sleep(RETRY_S)
 
     async def publish(self) -> None:
-        """Publish everything so far.
+        """Publish all usage so far.
 
         Raises:
-            StreamError: not all of it could be.
+            StreamError: a batch could not be published. It is kept.
         """
         if not self._waiting:
-            # Nothing is in a variable while this waits: it may be cancelled, and what was taken must not be lost.
+            # No usage is in a local variable across an await: the task may be cancelled, and collected usage must not be lost.
             await asyncio.wrap_future(self._loop.call(lambda: self._collected.extend(self._loop.take_usage())))
             at_us = time.time_ns() // 1000
             while self._collected:

@@ -1,4 +1,4 @@
-"""A session's memory on its way out of the device and back."""
+"""Copies the memory of sessions off the device and back."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ log = logging.getLogger("wooly.executor")
 
 
 class Swapping:
-    """Takes sessions' memory out, and brings it back.
+    """Swaps sessions out and in.
 
     Args:
-        residents: whose memory.
-        swap_space: where it goes.
-        pages: the device's memory, to be used again.
-        mover: what copies it.
-        dispatch: is told whose memory is away.
-        call: has a function run in the device loop's thread; from any thread.
+        residents: the sessions.
+        swap_space: holds the copies.
+        pages: the device's memory for reuse.
+        mover: copies the bytes.
+        dispatch: is told when a session's memory has left.
+        call: runs a function in the device loop's thread; any thread may use it.
 
     Attributes:
-        swapped_out: how often a session left.
-        swapped_in: how often one came back.
+        swapped_out: number of swap-outs.
+        swapped_in: number of swap-ins.
     """
 
     def __init__(
@@ -52,13 +52,23 @@ class Swapping:
     # -- out ---------------------------------------------------------------------------------------------------------
 
     def leave(self, session: Session, blocks: list[tuple[tuple[str, int], Tensor, Place, int]], urgency: int) -> None:
-        """Have a session's memory copied elsewhere. Per block: its key, its bytes, where to, how many."""
+        """Start to swap a session out.
+
+        Args:
+            session: the victim.
+            blocks: per block: key, bytes, target place, size.
+            urgency: class of the session that needs the room.
+        """
         file = None
         if any(to is Place.DISK for _, _, to, _ in blocks):
             try:
                 file = self._swap_space.open()
             except OSError as e:
-                log.warning("session %s stays: nothing can be swapped to disk: %s", session.id, e)
+                log.warning(
+                    "session %s stays on the device, because no swap file can be created: %s; check WOOLY_EXECUTOR_SWAP_DIR",
+                    session.id,
+                    e,
+                )
                 self._swap_space.full(Place.DISK)
                 self._residents.due = True
                 return
@@ -74,7 +84,7 @@ class Swapping:
         self._mover.submit(session.holdings.job)
 
     def stay(self, session: Session) -> None:
-        """A session that leaves has work: it has lost nothing yet, and stays."""
+        """Cancel the swap-out of a session that has work. Its memory is still on the device."""
         if session.holdings.job is not None:
             session.holdings.job.cancelled = True
         note(session.flow, Signal.STAYED)
@@ -109,7 +119,7 @@ class Swapping:
         self._residents.due = True
 
     def _keep_copies(self, session: Session, job: SaveJob) -> None:
-        """The copies are the session's memory from now on; what it had on the device is free."""
+        """Make the copies the session's memory, and free its memory on the device."""
         account = session.holdings.account
         saved = {piece.key: piece for piece in job.pieces}
         more = [
@@ -135,18 +145,18 @@ class Swapping:
         for buffer in account.shared:
             session.buffers[buffer].base = session.buffers[buffer].view = None
         for leaving in self._ledger.swap_out(account, self._residents.clock()):
-            if leaving.store in more:  # whoever shared it has gone since: it follows
+            if leaving.store in more:  # the last other sharer has left meanwhile, so this content leaves, too
                 self._contents.orphan(leaving)
             else:
                 self._pages.give(self._contents.here.pop(leaving.store))
 
     def _failed_to_leave(self, session: Session, error: Exception) -> None:
-        log.warning("session %s stays: it could not be swapped out: %s", session.id, error)
+        log.warning("session %s stays on the device, because it could not be swapped out: %s", session.id, error)
         if isinstance(error, OSError):
             self._swap_space.full(Place.DISK)
 
     def release(self, session: Session) -> None:
-        """A session is over, and nobody touches its memory any more: it is free."""
+        """Free the memory of a session that has ended, when no job uses it any more."""
         self._contents.departed(self._ledger.close(session.holdings.account, self._residents.clock()))
         for copy in session.holdings.copies.values():
             self._swap_space.drop(copy)
@@ -156,13 +166,13 @@ class Swapping:
     # -- in ----------------------------------------------------------------------------------------------------------
 
     def bring(self, session: Session, stores: Iterable[int], urgency: int, then: Callable[[Session], None]) -> None:
-        """Have a session's memory copied back to where it has room now.
+        """Start to swap a session in, to the blocks that the ledger has given it.
 
         Args:
-            session: whose.
-            stores: contents that it shares and that have room again, too.
-            urgency: its class.
-            then: called when it is back.
+            session: the session.
+            stores: shared contents that must also be brought back.
+            urgency: class of the session.
+            then: called when the memory is back.
         """
         note(session.flow, Signal.COMING)
         pieces = [Loading(("own", b), copy) for b, copy in session.holdings.copies.items()]
@@ -193,7 +203,7 @@ class Swapping:
         then(session)
 
     def _take_up(self, session: Session, job: LoadJob, error: Exception | None) -> None:
-        """What was copied back is the session's memory; what was lost on the way poisons its buffers."""
+        """Make the copied bytes the session's memory. Bytes that were lost poison their buffers."""
         lost: dict[int, str] = {}
         for piece in job.pieces:
             kind, key = piece.key
@@ -201,16 +211,16 @@ class Swapping:
                 known = session.buffers[key]
                 known.base, known.view = piece.target, None
                 if piece.target is None:
-                    known.poison = piece.lost or f"it could not be brought back from where it was swapped to: {error}"
+                    known.poison = piece.lost or f"the buffer was swapped out and could not be copied back: {error}"
             elif piece.target is not None:
                 self._contents.here.setdefault(key, piece.target)
             else:
-                lost[key] = piece.lost or f"it could not be brought back from where it was swapped to: {error}"
+                lost[key] = piece.lost or f"the buffer was swapped out and could not be copied back: {error}"
         for buffer, store in session.holdings.account.shared.items():
             known = session.buffers[buffer]
             known.base, known.view = self._contents.here.get(store), None
             if known.base is None:
-                known.poison = lost.get(store, "its content is lost")
+                known.poison = lost.get(store, "the buffer's shared content was lost while it was swapped out")
         for copy in session.holdings.copies.values():
             self._swap_space.drop(copy)
         session.holdings.copies.clear()

@@ -1,4 +1,4 @@
-"""Who leaves when others need their memory: the policy's answer, and having them go."""
+"""Evicts sessions when others need memory: asks the policy for victims and swaps them out."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class _Choice(NamedTuple):
     """The policy's answer.
 
     Attributes:
-        plan: who leaves, and what goes where.
-        owners: whose own buffer each of the plan's negative contents is.
-        eligible: who had been idle for long enough.
+        plan: the victims, and where their contents go.
+        owners: session and buffer of each own buffer; its key is negative.
+        eligible: sessions that have been idle for long enough.
     """
 
     plan: SwapPlan
@@ -35,12 +35,12 @@ class _Choice(NamedTuple):
 
 
 class Victims:
-    """Makes room by having sessions leave.
+    """Makes room by evicting sessions.
 
     Args:
-        residents: of whom they are.
-        swapping: takes their memory out.
-        swap_space: says how much has room elsewhere.
+        residents: the sessions.
+        swapping: swaps victims out.
+        swap_space: knows the free budgets.
     """
 
     def __init__(self, residents: Residents, swapping: Swapping, swap_space: SwapSpace) -> None:
@@ -49,11 +49,11 @@ class Victims:
         self._choices = 0
 
     def make_room(self, need: int, requester: Session, now: int) -> bool:
-        """Have others leave so that there will be `need` bytes for a session; whether there are any that can."""
+        """Evict sessions so that `need` bytes become free for a session. Returns False if no eviction can achieve this."""
         return self._carry_out(self._choose(need, requester, now, self._here.policy), requester)
 
     def restore_reserve(self, requester: Session, now: int) -> bool:
-        """Have others leave for the reserve that a large allocation of a session took; whether there are any that can."""
+        """Evict sessions to restore the reserve that a large allocation used. Returns False if no eviction can achieve this."""
         policy = self._here.policy
         return self._carry_out(self._choose(0, requester, now, Policy(policy.reserve, 0, policy.idle_ns)), requester)
 
@@ -85,7 +85,7 @@ class Victims:
         return _Choice(choose(need, now, room, residents, contents, policy), owners, may)
 
     def _shared(self, account: Account, contents: dict[int, Content]) -> list[int]:
-        """The contents that an account shares, each once; enters them into `contents`."""
+        """The contents that an account shares, each once. Adds them to `contents`."""
         stores = [*dict.fromkeys(account.shared.values())]
         for store in stores:
             contents[store] = Content(self._ledger.store_bytes(store), store in self._contents.copies)
@@ -96,14 +96,19 @@ class Victims:
         if plan.short or not plan.victims:
             return False
         rest = [name for name in eligible if name not in plan.victims]
-        log.info("room for %s: %s leave; %s could have", requester.id, self._named(plan.victims), self._named(rest))
+        log.info(
+            "session %s needs memory; victims: %s; also eligible: %s",
+            requester.id,
+            self._named(plan.victims),
+            self._named(rest),
+        )
         sessions, urgency = self._here.sessions, self._here.priority(requester)
         left: dict[str, list[tuple[tuple[str, int], Tensor, Place, int]]] = {name: [] for name in plan.victims}
         for move in plan.moves:
             if move.content < 0:
                 session, buffer = owners[move.content]
                 base = session.buffers[buffer].base
-                if base is not None:  # what failed to be computed has no bytes
+                if base is not None:  # a poisoned buffer has no bytes
                     nbytes = session.buffers[buffer].nbytes
                     left[session.id].append((("own", buffer), flat(base, nbytes), move.to, nbytes))
             elif move.to is not Place.NOWHERE:
@@ -118,4 +123,4 @@ class Victims:
 
     def _named(self, names: Iterable[str]) -> str:
         here = self._here
-        return ", ".join([f"{name} (P{here.priority(here.sessions[name])})" for name in names]) or "nobody else"
+        return ", ".join([f"{name} (P{here.priority(here.sessions[name])})" for name in names]) or "none"
