@@ -399,7 +399,7 @@ def bursts(capacity, percent):
             time.sleep(1.5)
             found = {s["tenant"]: s["swaps"] for s in memory(running)["sessions"]}
             log = "\n".join(path.read_text() for path in Path(running.state_dir).rglob("*executor*.log"))
-            choices = re.findall(r"room for .*: (.*) leave; (.*) could have", log)
+            choices = re.findall(r"needs memory; victims: (.*); also eligible: (.*)", log)
         finally:
             for name in env:
                 os.environ.pop(name, None)

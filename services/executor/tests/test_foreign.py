@@ -121,7 +121,7 @@ def test_a_source_is_needed_by_every_session_and_sent_once(make_device, runtime,
     a.define(wis.body().add(scale_form(name), "x", "y"))
     a.sync()
     b.define(wis.body().add(scale_form(name), "x", "y"))
-    with pytest.raises(wis.error, match="names the kernel source .* which this session has not sent") as caught:
+    with pytest.raises(wis.error, match=r"names the kernel source .* which this session has not sent") as caught:
         b.sync()
     assert caught.value.code == "executor.unknown_source"
 
