@@ -1,4 +1,4 @@
-"""When compiling is let in: looks at a device that a test says is busy, at times that a test says."""
+"""Tests of the throttle for compilations, with a fake device and a fake clock."""
 
 import asyncio
 
@@ -9,7 +9,7 @@ ENOUGH_NS = int(WORTH * EXPECTED_S * 1e9)
 
 
 class Device:
-    """What the looks see."""
+    """A fake device whose load and clock the test sets."""
 
     def __init__(self):
         self.busy_ns, self.at, self.occupied = 0, 0.0, False
@@ -17,14 +17,14 @@ class Device:
         self.done = []
 
     def look(self, share=0.0, times=1):
-        """Time passes, of which the device is busy for a share, and it is looked at."""
+        """Advance the clock, with the device busy for a share of the time, and check the throttle."""
         for _ in range(times):
             self.at += LOOK_S
             self.busy_ns += int(share * LOOK_S * 1e9)
             self.throttle.look()
 
     async def compile(self, name, taken_ns=0):
-        """Somebody who waits for his turn, and keeps it until the test says."""
+        """Request a permit, and hold it until the test releases it."""
         go_on = asyncio.Event()
 
         async def work():
@@ -47,7 +47,7 @@ async def device():
     return Device()
 
 
-async def test_throttle_busy_device_lets_nobody_in(device):
+async def test_throttle_busy_device_gives_no_permit(device):
     task, _ = await device.compile("a")
     device.look(0.3, times=50)
     await settled()
@@ -55,7 +55,7 @@ async def test_throttle_busy_device_lets_nobody_in(device):
     task.cancel()
 
 
-async def test_throttle_idle_device_lets_one_in_after_some_looks(device):
+async def test_throttle_idle_device_gives_one_permit_after_some_checks(device):
     task, go_on = await device.compile("a")
     device.look(0.01, times=QUIET_LOOKS - 1)
     await settled()
@@ -67,7 +67,7 @@ async def test_throttle_idle_device_lets_one_in_after_some_looks(device):
     await task
 
 
-async def test_throttle_work_in_between_begins_the_looks_anew(device):
+async def test_throttle_work_between_checks_restarts_the_count(device):
     task, _ = await device.compile("a")
     for _ in range(5):
         device.look(0.0, times=QUIET_LOOKS - 1)
@@ -77,7 +77,7 @@ async def test_throttle_work_in_between_begins_the_looks_anew(device):
     task.cancel()
 
 
-async def test_throttle_one_long_operation_is_no_idleness(device):
+async def test_throttle_one_long_operation_does_not_count_as_idle(device):
     task, _ = await device.compile("a")
     device.occupied = True
     device.look(0.0, times=50)
@@ -86,7 +86,7 @@ async def test_throttle_one_long_operation_is_no_idleness(device):
     task.cancel()
 
 
-async def test_throttle_programs_that_took_enough_are_let_in_beside_a_busy_device(device):
+async def test_throttle_busy_device_gives_a_permit_when_programs_have_used_enough_time(device):
     cold, _ = await device.compile("cold", ENOUGH_NS // 4)
     device.look(1.0, times=5)
     await settled()
@@ -95,7 +95,7 @@ async def test_throttle_programs_that_took_enough_are_let_in_beside_a_busy_devic
     device.look(1.0)
     await settled()
     assert device.done == ["hot"]
-    device.at += EXPECTED_S  # all that both took is spent
+    device.at += EXPECTED_S  # the credit of both programs is spent
     go_on.set()
     await hot
     device.look(1.0, times=5)
@@ -104,7 +104,7 @@ async def test_throttle_programs_that_took_enough_are_let_in_beside_a_busy_devic
     cold.cancel()
 
 
-async def test_throttle_what_is_compiled_while_the_device_idles_costs_nobody_anything(device):
+async def test_throttle_permit_on_an_idle_device_spends_no_credit(device):
     idle, go_on = await device.compile("idle", 1)
     device.look(0.0, times=QUIET_LOOKS)
     await settled()
@@ -118,8 +118,8 @@ async def test_throttle_what_is_compiled_while_the_device_idles_costs_nobody_any
     hot.cancel()
 
 
-async def test_throttle_learns_what_compiling_takes(device):
-    """One took nearly no time, so the next is let in sooner; what one takes beyond that, the next ones must have taken more."""
+async def test_throttle_measured_compilations_change_the_expected_cost(device):
+    """A quick compilation lowers the expected cost, so the next permit comes sooner. A slow one raises it again."""
     first, go_on = await device.compile("first", ENOUGH_NS)
     device.look(1.0)
     await settled()
@@ -130,7 +130,7 @@ async def test_throttle_learns_what_compiling_takes(device):
     device.look(1.0)
     await settled()
     assert device.done == ["first", "second"]
-    device.at += 100 * MOST_S  # nobody answered for long, which says little of compiling
+    device.at += 100 * MOST_S  # the compiler was away; this says little about the cost of compiling
     go_on.set()
     await second
     owed, expected = WORTH * (MOST_S - expected), expected + (MOST_S - expected) / 4
@@ -147,7 +147,7 @@ async def test_throttle_learns_what_compiling_takes(device):
     fourth.cancel()
 
 
-async def test_throttle_lets_in_one_at_a_time_that_which_took_most_first(device):
+async def test_throttle_several_requests_get_one_permit_at_a_time_largest_first(device):
     made = {name: await device.compile(name, ns) for name, ns in (("a", 1), ("b", 3), ("c", 2))}
     for expected in (["b"], ["b", "c"], ["b", "c", "a"]):
         device.look(0.0, times=2 * QUIET_LOOKS)
@@ -158,7 +158,7 @@ async def test_throttle_lets_in_one_at_a_time_that_which_took_most_first(device)
         await task
 
 
-async def test_throttle_who_gives_up_holds_nobody_up(device):
+async def test_throttle_cancelled_request_releases_its_permit(device):
     waiting, _ = await device.compile("waiting", 2)
     inside, _ = await device.compile("inside", 3)
     device.look(0.0, times=QUIET_LOOKS)
@@ -175,7 +175,7 @@ async def test_throttle_who_gives_up_holds_nobody_up(device):
     await last
 
 
-async def test_throttle_looks_by_itself_while_somebody_waits(device, monkeypatch):
+async def test_throttle_run_checks_the_device_while_a_request_waits(device, monkeypatch):
     monkeypatch.setattr("wooly_executor.compile_throttle.LOOK_S", 0.0)
     looking = asyncio.create_task(device.throttle.run())
     device.at = 1.0

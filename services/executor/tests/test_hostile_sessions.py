@@ -1,4 +1,4 @@
-"""No session ends or spoils an executor that it shares with others, whatever it sends."""
+"""Tests that no session can end or corrupt an executor that other sessions share, whatever the session sends."""
 
 import random
 import socket
@@ -22,7 +22,7 @@ BYTES = struct.pack("<4f", *VALUES)
 
 @pytest.fixture
 def sharing(device):
-    """Two sessions that have the same content once."""
+    """Two sessions that share one content."""
     a, b = [device.open(name, scope=Scope.SHARED) for name in "ab"]
     assert not a.load(1, BYTES)
     a.sealed()
@@ -41,7 +41,7 @@ def batch_norm(wis, name, training, params=()):
 
 
 def writers(wis):
-    """Programs that write buffer x, and say that they read it."""
+    """Programs that write buffer x but declare it as an input."""
     v = wis.at(DType.F32, 4)
     yield b"", wis.body().call("aten.zero_.default", ("in", "x", v))
     yield (
@@ -57,7 +57,7 @@ def writers(wis):
 
 
 @pytest.mark.parametrize("number", range(6))
-def test_operator_that_writes_what_it_says_it_reads_is_refused(sharing, wis, number):
+def test_operator_writing_an_input_operand_is_refused(sharing, wis, number):
     a, b = sharing
     params, body = list(writers(wis))[number]
     b.make(2, *VALUES, *VALUES)
@@ -69,7 +69,7 @@ def test_operator_that_writes_what_it_says_it_reads_is_refused(sharing, wis, num
     assert a.floats(1, 4) == b.floats(1, 4) == VALUES
 
 
-def test_statistics_that_are_only_read_need_not_be_written(sharing, wis):
+def test_statistics_read_only_need_no_output_role(sharing, wis):
     a, b = sharing
     b.make(2, *VALUES, *VALUES)
     b.make(3, *VALUES)
@@ -77,7 +77,7 @@ def test_statistics_that_are_only_read_need_not_be_written(sharing, wis):
     assert b.sync() == {} and a.floats(1, 4) == VALUES
 
 
-def test_write_that_is_said_gets_a_copy_of_its_own(sharing, wis):
+def test_operator_writing_a_shared_output_operand_gets_its_own_copy(sharing, wis):
     a, b = sharing
     b.run(wis.body().call("aten.zero_.default", ("inout", "x", wis.at(DType.F32, 4))), {"x": 1})
     assert b.floats(1, 4) == [0.0] * 4 and a.floats(1, 4) == VALUES
@@ -86,7 +86,7 @@ def test_write_that_is_said_gets_a_copy_of_its_own(sharing, wis):
 # -- the host's memory ---------------------------------------------------------------------------------------------------
 
 
-def test_buffers_that_never_were_take_no_memory_without_end(device, wis, monkeypatch):
+def test_unknown_buffers_in_runs_take_bounded_memory(device, wis, monkeypatch):
     monkeypatch.setattr(runs, "BUFFERS_KEPT", 100)
     a = device.open("a")
     for k in range(5):
@@ -99,7 +99,7 @@ def test_buffers_that_never_were_take_no_memory_without_end(device, wis, monkeyp
         a.sync()
 
 
-def test_view_that_repeats_a_number_without_end_is_refused(device, wis):
+def test_view_with_too_many_elements_is_refused(device, wis):
     a = device.open("a")
     a.make(1, 1.0)
     endless = wis.at(DType.F32, *[1 << 40] * 64, strides=[0] * 64)
@@ -118,7 +118,7 @@ def test_view_that_repeats_a_number_without_end_is_refused(device, wis):
     ["\ud800", "x" * 10_000, None, {}, [[]], 1e400, -(10**60)],
     ids=["half a character", "long", "nothing", "table", "lists", "infinity", "huge"],
 )
-def test_hello_of_anything_is_answered_and_the_executor_goes_on(device, wis, field, value):
+def test_hello_malformed_is_answered_and_the_executor_goes_on(device, wis, field, value):
     other = device.open("other")
     device.admit("a")
     hello = {"session_id": "a", "token": "token of a", field: value}
@@ -131,7 +131,7 @@ def test_hello_of_anything_is_answered_and_the_executor_goes_on(device, wis, fie
 
 
 def conversation(rng, wis):
-    """Frames of a client that knows its trade, in an order that makes sense: (kind, payload)."""
+    """Frames of a well-behaved client in a sensible order: (kind, payload)."""
     v = wis.at(DType.F32, 4)
     make = wis.body().alloc("x", 16).alloc("y", 16)
     work = wis.body().call("aten.mul.Tensor", ("in", "x", v), ("inout", "y", v), args=(wis.ref(0), ParamRef(0)),
@@ -154,7 +154,7 @@ def conversation(rng, wis):
 
 
 def spoilt(rng, data):
-    """Bytes with a few of them changed, gone, or far too large."""
+    """Bytes with a few random changes: replaced, removed, or far too large."""
     data = bytearray(data or b"\0")
     for _ in range(rng.choice((1, 1, 2, 4))):
         at = rng.randrange(len(data))
@@ -173,7 +173,7 @@ def spoilt(rng, data):
 
 
 def sent(device, name, frames, *, tail=None):
-    """Say hello, then send frames; `tail`: bytes that are no frame, after which nothing more comes. Returns at the end."""
+    """Send a hello, then frames; `tail`: bytes that are not a frame, sent last. Returns when the connection ends."""
     device.admit(name, 1 << 20)
     hello = pack_json({"protocol": 1, "session_id": name, "token": f"token of {name}"})
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as s:
@@ -188,12 +188,12 @@ def sent(device, name, frames, *, tail=None):
             while s.recv(65536):
                 continue
         except (BrokenPipeError, ConnectionResetError):
-            pass  # it was closed upon the first frame that makes no sense
+            pass  # the executor closed it at the first invalid frame
     device.wait_closed(name)
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_spoilt_frames_harm_only_their_session(device, wis, seed):
+def test_frames_malformed_affect_only_their_session(device, wis, seed):
     rng = random.Random(seed)
     other = device.open("other")
     other.make(1, *VALUES)
