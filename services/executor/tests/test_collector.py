@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 from wooly_executor import collector
-from wooly_executor.collector import AT_LAST_S, LONG_REST_S, REST_S, Collector
+from wooly_executor.collector import IDLE_S, LONG_IDLE_S, MAX_INTERVAL_S, Collector
 from wooly_wis.frames import Kind, pack_run
 
 
@@ -55,34 +55,34 @@ def started(interpreter, now):
 def test_collector_after_work_collects_once_when_idle(started, interpreter, now):
     assert started.timeout() is None
     started.worked()
-    assert started.timeout() == REST_S
-    now[0] += REST_S / 2
+    assert started.timeout() == IDLE_S
+    now[0] += IDLE_S / 2
     started.rest(alone=False)
-    assert interpreter.taken() == [] and started.timeout() == REST_S / 2
-    now[0] += REST_S / 2
+    assert interpreter.taken() == [] and started.timeout() == IDLE_S / 2
+    now[0] += IDLE_S / 2
     started.rest(alone=True)
-    assert interpreter.taken() == ["collect", "freeze"] and started.timeout() == LONG_REST_S - REST_S
-    now[0] += LONG_REST_S
+    assert interpreter.taken() == ["collect", "freeze"] and started.timeout() == LONG_IDLE_S - IDLE_S
+    now[0] += LONG_IDLE_S
     started.rest(alone=False)
     assert interpreter.taken() == [] and started.timeout() is None
 
 
 def test_collector_long_idle_without_sessions_collects_everything(started, interpreter, now):
     started.worked()
-    now[0] += REST_S
+    now[0] += IDLE_S
     started.rest(alone=True)
     interpreter.taken()
-    now[0] += LONG_REST_S
+    now[0] += LONG_IDLE_S
     started.rest(alone=True)
     assert interpreter.taken() == ["unfreeze", "collect", "freeze"] and started.timeout() is None
-    now[0] += LONG_REST_S
+    now[0] += LONG_IDLE_S
     started.rest(alone=True)
     assert interpreter.taken() == []
 
 
 def test_collector_never_idle_collects_after_a_maximum_time(started, interpreter, now):
     begun = now[0]
-    while now[0] < begun + AT_LAST_S - 1:
+    while now[0] < begun + MAX_INTERVAL_S - 1:
         now[0] += 0.5
         started.worked()
     assert interpreter.taken() == []

@@ -3,9 +3,9 @@
 import asyncio
 
 import pytest
-from wooly_executor.compile_throttle import EXPECTED_S, LOOK_S, MOST_S, QUIET_LOOKS, WORTH, CompileThrottle
+from wooly_executor.compile_throttle import CHECK_S, COST_FACTOR, EXPECTED_S, IDLE_CHECKS, MAX_COST_S, CompileThrottle
 
-ENOUGH_NS = int(WORTH * EXPECTED_S * 1e9)
+ENOUGH_NS = int(COST_FACTOR * EXPECTED_S * 1e9)
 
 
 class Device:
@@ -19,9 +19,9 @@ class Device:
     def look(self, share=0.0, times=1):
         """Advance the clock, with the device busy for a share of the time, and check the throttle."""
         for _ in range(times):
-            self.at += LOOK_S
-            self.busy_ns += int(share * LOOK_S * 1e9)
-            self.throttle.look()
+            self.at += CHECK_S
+            self.busy_ns += int(share * CHECK_S * 1e9)
+            self.throttle.check()
 
     async def compile(self, name, taken_ns=0):
         """Request a permit, and hold it until the test releases it."""
@@ -57,7 +57,7 @@ async def test_throttle_busy_device_gives_no_permit(device):
 
 async def test_throttle_idle_device_gives_one_permit_after_some_checks(device):
     task, go_on = await device.compile("a")
-    device.look(0.01, times=QUIET_LOOKS - 1)
+    device.look(0.01, times=IDLE_CHECKS - 1)
     await settled()
     assert device.done == []
     device.look(0.01)
@@ -70,7 +70,7 @@ async def test_throttle_idle_device_gives_one_permit_after_some_checks(device):
 async def test_throttle_work_between_checks_restarts_the_count(device):
     task, _ = await device.compile("a")
     for _ in range(5):
-        device.look(0.0, times=QUIET_LOOKS - 1)
+        device.look(0.0, times=IDLE_CHECKS - 1)
         device.look(0.5)
     await settled()
     assert device.done == []
@@ -106,7 +106,7 @@ async def test_throttle_busy_device_gives_a_permit_when_programs_have_used_enoug
 
 async def test_throttle_permit_on_an_idle_device_spends_no_credit(device):
     idle, go_on = await device.compile("idle", 1)
-    device.look(0.0, times=QUIET_LOOKS)
+    device.look(0.0, times=IDLE_CHECKS)
     await settled()
     device.at += EXPECTED_S
     go_on.set()
@@ -126,15 +126,15 @@ async def test_throttle_measured_compilations_change_the_expected_cost(device):
     go_on.set()
     await first
     expected = EXPECTED_S * 3 / 4
-    second, go_on = await device.compile("second", int(WORTH * expected * 1e9))
+    second, go_on = await device.compile("second", int(COST_FACTOR * expected * 1e9))
     device.look(1.0)
     await settled()
     assert device.done == ["first", "second"]
-    device.at += 100 * MOST_S  # the compiler was away; this says little about the cost of compiling
+    device.at += 100 * MAX_COST_S  # the compiler was away; this says little about the cost of compiling
     go_on.set()
     await second
-    owed, expected = WORTH * (MOST_S - expected), expected + (MOST_S - expected) / 4
-    enough = int((owed + WORTH * expected) * 1e9)
+    owed, expected = COST_FACTOR * (MAX_COST_S - expected), expected + (MAX_COST_S - expected) / 4
+    enough = int((owed + COST_FACTOR * expected) * 1e9)
     third, _ = await device.compile("third", enough - 10)
     device.look(1.0, times=5)
     await settled()
@@ -150,7 +150,7 @@ async def test_throttle_measured_compilations_change_the_expected_cost(device):
 async def test_throttle_several_requests_get_one_permit_at_a_time_largest_first(device):
     made = {name: await device.compile(name, ns) for name, ns in (("a", 1), ("b", 3), ("c", 2))}
     for expected in (["b"], ["b", "c"], ["b", "c", "a"]):
-        device.look(0.0, times=2 * QUIET_LOOKS)
+        device.look(0.0, times=2 * IDLE_CHECKS)
         await settled()
         assert device.done == expected
         task, go_on = made[expected[-1]]
@@ -161,14 +161,14 @@ async def test_throttle_several_requests_get_one_permit_at_a_time_largest_first(
 async def test_throttle_cancelled_request_releases_its_permit(device):
     waiting, _ = await device.compile("waiting", 2)
     inside, _ = await device.compile("inside", 3)
-    device.look(0.0, times=QUIET_LOOKS)
+    device.look(0.0, times=IDLE_CHECKS)
     await settled()
     assert device.done == ["inside"]
     for task in (waiting, inside):
         task.cancel()
     await asyncio.gather(waiting, inside, return_exceptions=True)
     last, go_on = await device.compile("last")
-    device.look(0.0, times=QUIET_LOOKS)
+    device.look(0.0, times=IDLE_CHECKS)
     await settled()
     assert device.done == ["inside", "last"]
     go_on.set()
@@ -176,7 +176,7 @@ async def test_throttle_cancelled_request_releases_its_permit(device):
 
 
 async def test_throttle_run_checks_the_device_while_a_request_waits(device, monkeypatch):
-    monkeypatch.setattr("wooly_executor.compile_throttle.LOOK_S", 0.0)
+    monkeypatch.setattr("wooly_executor.compile_throttle.CHECK_S", 0.0)
     looking = asyncio.create_task(device.throttle.run())
     device.at = 1.0
     task, go_on = await device.compile("a")

@@ -180,7 +180,7 @@ def test_flow_paused_session_decodes_nothing_until_it_is_resumed():
     e = Environment()
     e.send(Signal.PAUSED)
     e.arrive(Kind.DEFINE)
-    assert waits_for(e.flow) == "whoever suspended the session"
+    assert waits_for(e.flow) == "the session to be resumed"
     e.send(Signal.RESUMED)
     assert did(e) == ["DECODE", "PROCESS"]
 

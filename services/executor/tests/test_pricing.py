@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from wooly_executor import pricing
 from wooly_executor.core_speed import FULL
-from wooly_executor.pricing import FIRST, KNOWN, LESS, MORE, SETTLED_NS, MeanPrice, PriceBook
+from wooly_executor.pricing import MAX_RATIO, MEAN_FROM_RUNS, MIN_RATIO, SETTLED_NS, SKIPPED_RUNS, MeanPrice, PriceBook
 from wooly_testkit.effort import examples
 from wooly_wis.dtypes import DType
 
@@ -16,7 +16,7 @@ PLAIN, PLAN = object(), object()
 
 def known(*took, of=PLAIN):
     found = PriceBook().of("t", b"p", of)
-    for ns in (9_000,) * FIRST + took:
+    for ns in (9_000,) * SKIPPED_RUNS + took:
         found.ran(ns, 2 * ns)
     return found
 
@@ -27,14 +27,14 @@ def price(found, ns, part=1, whole=1):
 
 
 def test_price_of_a_new_program_is_the_measured_time():
-    found = known(*[1000] * (KNOWN - 1))
+    found = known(*[1000] * (MEAN_FROM_RUNS - 1))
     assert [price(found, ns) for ns in (900, 1000, 1300)] == [900, 1000, 1300]
     found.ran(1000, 2000)
     assert [price(found, ns) for ns in (900, 1000, 1300)] == [1000] * 3
 
 
 def test_price_of_an_unusual_run_is_bounded_by_its_measured_time():
-    found = known(*[1000] * KNOWN)
+    found = known(*[1000] * MEAN_FROM_RUNS)
     assert price(found, 6000) == 3000 and price(found, 300) == 600
     assert price(found, 0) == 0 and price(found, 500, 0, 0) == 500
 
@@ -42,11 +42,11 @@ def test_price_of_an_unusual_run_is_bounded_by_its_measured_time():
 @pytest.mark.parametrize(("ns", "core_ns"), [(400, 2400), (2400, 1700), (1000, 9000), (9000, 2000)])
 def test_price_with_a_wrong_pace_uses_the_mean_pace(ns, core_ns):
     """The core seems four times slower or faster than usual, or the run took longer and the pace explains it."""
-    assert known(*[1000] * KNOWN).price(ns, core_ns, 1, 1) == 1000
+    assert known(*[1000] * MEAN_FROM_RUNS).price(ns, core_ns, 1, 1) == 1000
 
 
 def test_price_of_a_partial_run_is_proportional():
-    found = known(*[1000] * KNOWN)
+    found = known(*[1000] * MEAN_FROM_RUNS)
     assert [price(found, ns, part, 4) for ns, part in ((300, 1), (750, 3), (990, 4))] == [250, 750, 1000]
 
 
@@ -71,7 +71,7 @@ def test_price_follows_a_lasting_change():
     assert price(found, 1400) > 1300
     for _ in range(3000):
         found.ran(5000, 10_000)  # each run counts as at most twice the mean
-    assert price(found, 5000) >= int(5000 * LESS) and found.mean_ns < 5000 * MORE
+    assert price(found, 5000) >= int(5000 * MIN_RATIO) and found.mean_ns < 5000 * MAX_RATIO
 
 
 def test_price_after_one_disturbed_run_changes_little():
@@ -82,7 +82,7 @@ def test_price_after_one_disturbed_run_changes_little():
 
 def test_price_is_separate_per_tenant_and_resets_with_a_plan():
     book = PriceBook()
-    for _ in range(FIRST + KNOWN):
+    for _ in range(SKIPPED_RUNS + MEAN_FROM_RUNS):
         book.of("a", b"p", PLAIN).ran(1000, 2000)
     assert book.of("a", b"p", PLAIN).price(900, 1800, 1, 1) == 1000
     assert book.of("b", b"p", PLAIN).price(900, 1800, 1, 1) == 900
@@ -110,7 +110,7 @@ class Meter:
 
     def run(self, ns, program=b"p", other=2, tenant="t"):
         found = self.book.of(tenant, program, PLAIN)
-        price = self.book.settled(tenant, ns, found.price(ns, other * ns, 1, 1))
+        price = self.book.bill(tenant, ns, found.price(ns, other * ns, 1, 1))
         found.ran(ns, other * ns)
         self.took, self.paid = self.took + ns, self.paid + price
         return price
@@ -122,15 +122,15 @@ def test_balance_expensive_runs_of_a_cheap_program_are_paid_in_the_end():
     for _ in range(100_000):
         meter.run(1_000)
     prices = [meter.run(10**9) for _ in range(3600)]
-    assert prices[0] == pytest.approx(10**9 * LESS, rel=0.01)
-    assert prices[-1] == pytest.approx(10**9, rel=0.01) and meter.took - meter.paid <= SETTLED_NS * (1 - LESS)
+    assert prices[0] == pytest.approx(10**9 * MIN_RATIO, rel=0.01)
+    assert prices[-1] == pytest.approx(10**9, rel=0.01) and meter.took - meter.paid <= SETTLED_NS * (1 - MIN_RATIO)
 
 
 def test_balance_applies_to_new_programs_but_not_to_other_tenants():
     meter = Meter()
     for program in range(60):
         name = b"%d" % program
-        for _ in range(FIRST + KNOWN):
+        for _ in range(SKIPPED_RUNS + MEAN_FROM_RUNS):
             meter.run(1_000, name)
         for _ in range(60):
             meter.run(10**9, name)
@@ -172,7 +172,7 @@ def test_price_book_number_of_balances_is_bounded(monkeypatch):
     monkeypatch.setattr(pricing, "REMEMBERED", 3)
     book = PriceBook()
     for k in range(10):
-        book.settled(str(k), 5, 1)
+        book.bill(str(k), 5, 1)
     assert list(book._owed) == ["7", "8", "9"]
 
 
@@ -206,16 +206,16 @@ def test_loop_equal_runs_are_billed_equally(make_device, wis):
         ((used,),) = [device.call(device.loop.take_usage)]
         return used.core_ns, used.pace * used.core_ns // FULL
 
-    taken, prices = zip(*[run() for _ in range(FIRST + KNOWN)], strict=True)
+    taken, prices = zip(*[run() for _ in range(SKIPPED_RUNS + MEAN_FROM_RUNS)], strict=True)
     assert all(abs(price - ns // 2) <= 1 + ns // 100 for ns, price in zip(taken, prices, strict=True))
     *_, known = device.loop.launcher.prices._known.values()
     for _ in range(20):
         mean, owed = known.mean_ns, device.call(lambda: device.loop.launcher.prices._owed.get("t", 0))
         ns, price = run()
-        usual = min(max(mean, ns / 2 * LESS), ns / 2 * MORE)
+        usual = min(max(mean, ns / 2 * MIN_RATIO), ns / 2 * MAX_RATIO)
         settled = owed * min(ns / 2, SETTLED_NS) / SETTLED_NS  # the balance from a busy machine is paid
         assert price == pytest.approx(max(usual + settled, 0), rel=0.05)
-    assert known.runs == KNOWN + 20
+    assert known.runs == MEAN_FROM_RUNS + 20
     device.call(lambda: device.loop.launcher.prices._owed.update(t=4 * SETTLED_NS))
     ns, price = run()
     assert price >= 4 * ns / 2, "what the tenant owes is billed with its next runs"

@@ -19,7 +19,7 @@ from wooly_wis.frames import ANSWER_COPIED, MAX_CHUNK, Kind, pack_json
 from wooly_executor.flow import Frame as AnyFrame
 from wooly_executor.flow import Overdue, Signal, note
 from wooly_executor.frames import Failure, awaited
-from wooly_executor.host_account import MOST_PIECES, HostLimits
+from wooly_executor.host_account import MAX_PIECES, HostLimits
 from wooly_executor.post import Post
 from wooly_executor.runtime.device import TorchDevice
 from wooly_executor.session import Session
@@ -57,8 +57,8 @@ class Answers:
         """Answer with a JSON object."""
         conn.send(kind, pack_json(value))
         self._said = True
-        if conn.queued_bytes > self._limits.answers or conn.queued_pieces > MOST_PIECES:
-            self._overfull(conn)
+        if conn.queued_bytes > self._limits.answers or conn.queued_pieces > MAX_PIECES:
+            self._wait_if_full(conn)
 
     def failure(self, session: Session, conn: Connection) -> bool:
         """Answer with the session's first failure since the last answer. Returns False if nothing failed."""
@@ -89,8 +89,8 @@ class Answers:
         self._said = True
         if 0 < nbytes <= ANSWER_COPIED:
             conn.send(Kind.DATA, bytes(self._device.read(memory)))
-            if conn.queued_bytes > self._limits.answers or conn.queued_pieces > MOST_PIECES:
-                self._overfull(conn)
+            if conn.queued_bytes > self._limits.answers or conn.queued_pieces > MAX_PIECES:
+                self._wait_if_full(conn)
             return
         if nbytes:
             note(session.flow, Signal.BUFFERS_LENT)
@@ -111,20 +111,20 @@ class Answers:
             conn.send(Kind.DATA, piece[at : at + MAX_CHUNK])
         self._said = True
 
-    def _overfull(self, conn: Connection) -> None:
+    def _wait_if_full(self, conn: Connection) -> None:
         """Make the session wait for its client if too many answers remain queued after a flush."""
         self._server.flush()
         session: Session | None = conn.owner
         if conn.closed or session is None or session.flow.unread:
             return
-        if self._much(conn):
+        if self._still_full(conn):
             note(session.flow, Signal.ANSWERS_UNREAD)
             if not session.flow.lent:
                 self._wait(session, conn)
 
-    def _much(self, conn: Connection) -> bool:
+    def _still_full(self, conn: Connection) -> bool:
         """Whether more than half of the limit is still queued, so that a waiting session must go on waiting."""
-        return conn.queued_bytes > self._limits.answers // 2 or conn.queued_pieces > MOST_PIECES // 2
+        return conn.queued_bytes > self._limits.answers // 2 or conn.queued_pieces > MAX_PIECES // 2
 
     def _wait(self, session: Session, conn: Connection) -> None:
         session.unread.since, session.unread.nbytes = self._clock(), conn.queued_bytes
@@ -136,7 +136,7 @@ class Answers:
             self._said = False
             self._server.flush()
             if self.waiting:
-                self.look()
+                self.check_waiting()
 
     def timeout(self) -> float | None:
         """Seconds until the first waiting client exceeds its time limit. None: no session waits for a client."""
@@ -144,7 +144,7 @@ class Answers:
             return None
         return max(min([s.unread.since for s in self.waiting]) + self._limits.answers_s - self._clock(), 0.0)
 
-    def look(self) -> None:
+    def check_waiting(self) -> None:
         """Check all waiting sessions. Post an event for each client that has read enough, or has read nothing for too long."""
         waiting, self.waiting = self.waiting, []
         now = self._clock()
@@ -157,7 +157,7 @@ class Answers:
                 self._lend(session, conn)
                 left = unread.nbytes = conn.queued_bytes
                 unread.since = now
-            if left and (flow.lent or self._much(conn)):
+            if left and (flow.lent or self._still_full(conn)):
                 if left < unread.nbytes:
                     unread.since, unread.nbytes = now, left
                 elif now - unread.since > self._limits.answers_s:

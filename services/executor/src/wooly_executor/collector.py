@@ -13,11 +13,11 @@ from collections.abc import Callable
 
 #: Idle seconds after which new objects are collected. This takes milliseconds, and after a second of idleness it rarely delays
 #: anybody.
-REST_S = 1.0
+IDLE_S = 1.0
 #: Idle seconds after which all objects are collected, if no session is open.
-LONG_REST_S = 60.0
+LONG_IDLE_S = 60.0
 #: Maximum seconds between two collections of new objects while the device is never idle.
-AT_LAST_S = 600.0
+MAX_INTERVAL_S = 600.0
 #: Threshold that switches off the interpreter's own full collections: it is never reached.
 _NEVER = 1 << 30
 
@@ -42,14 +42,14 @@ class Collector:
         """Switch off the interpreter's own full collections, for the whole process. From now on only this object starts them."""
         young, middle, _ = gc.get_threshold()
         gc.set_threshold(young, middle, _NEVER)
-        self._look(everything=False)
+        self._collect(everything=False)
 
     def worked(self) -> None:
         """Note that the device has just worked."""
         self._rests = now = self._clock()
-        self._due = REST_S
-        if now - self._looked >= AT_LAST_S:
-            self._look(everything=False)
+        self._due = IDLE_S
+        if now - self._looked >= MAX_INTERVAL_S:
+            self._collect(everything=False)
 
     def timeout(self) -> float | None:
         """Seconds until `rest` has something to do. None: nothing to do before the device works again."""
@@ -64,11 +64,11 @@ class Collector:
         due = self._due
         if due is None or self._clock() - self._rests < due:
             return
-        self._due = LONG_REST_S if due == REST_S else None
-        if due == REST_S or alone:
-            self._look(everything=due == LONG_REST_S)
+        self._due = LONG_IDLE_S if due == IDLE_S else None
+        if due == IDLE_S or alone:
+            self._collect(everything=due == LONG_IDLE_S)
 
-    def _look(self, *, everything: bool) -> None:
+    def _collect(self, *, everything: bool) -> None:
         if everything:
             gc.unfreeze()
         gc.collect()

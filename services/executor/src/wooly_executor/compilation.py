@@ -88,7 +88,7 @@ class PlanSource:
         self._blobs: ArtifactStore | None = None
         self._getting: dict[Wanted, asyncio.Task[None]] = {}
 
-    def _give_up(self, entry: Wanted) -> None:
+    def _cancel(self, entry: Wanted) -> None:
         """Cancel a request whose program no session has any more."""
         getting = self._getting.pop(entry, None)  # a task that has not started can be cancelled without further steps
         if getting is not None:
@@ -104,24 +104,24 @@ class PlanSource:
                     if entry is not None and not entry.forgotten:
                         self._getting[entry] = tasks.create_task(self._serve(entry))
                 while not self._tiers.unwanted.empty():
-                    self._give_up(self._tiers.unwanted.get_nowait())
+                    self._cancel(self._tiers.unwanted.get_nowait())
                 await self._tiers.bell.heard()
 
     async def _serve(self, entry: Wanted) -> None:
         """Get one plan and deliver it."""
         try:
-            await self._hand_over(entry)
+            await self._deliver(entry)
         finally:
             self._getting.pop(entry, None)
 
-    async def _hand_over(self, entry: Wanted) -> None:
+    async def _deliver(self, entry: Wanted) -> None:
         name = entry.digest.hex()[:16]
         with step("executor", "compile", entry.trace, program=name, mode=entry.mode) as span:
-            prepared, why, final = await self._got(entry)
+            prepared, why, final = await self._get_plan(entry)
             span.set_attributes({"plan": prepared is not None, "why": why})
-        await asyncio.wrap_future(self._loop.call(lambda: self._tiers.took(entry, prepared, why, final=final)))
+        await asyncio.wrap_future(self._loop.call(lambda: self._tiers.deliver(entry, prepared, why, final=final)))
 
-    async def _got(self, entry: Wanted) -> tuple[PreparedProgram | None, str, bool]:
+    async def _get_plan(self, entry: Wanted) -> tuple[PreparedProgram | None, str, bool]:
         """Get a plan.
 
         Returns:
@@ -152,15 +152,15 @@ class PlanSource:
         """The loaded plan. None if the compilers refuse the program, or if a kernel of the plan would run too long.
 
         Raises:
-            BusError, ExecutorError: see `_found`.
+            BusError, ExecutorError: see `_find`.
         """
         try:
-            return await self._found(entry)
+            return await self._find(entry)
         except TooMuchWorkError as e:
             log.info("program %s stays at tier 0: %s", entry.digest.hex()[:16], e)
             return None
 
-    async def _found(self, entry: Wanted) -> PreparedProgram | None:
+    async def _find(self, entry: Wanted) -> PreparedProgram | None:
         """The loaded plan. None if the compilers refuse the program.
 
         Raises:
@@ -184,13 +184,13 @@ class PlanSource:
             )
             return None
         if entry.mode != "exact":
-            return await self._compiled(entry, key, raw)
+            return await self._ask_compilers(entry, key, raw)
         async with contextlib.AsyncExitStack() as stack:
             with step("executor", "leisure"):
                 await stack.enter_async_context(self._throttle.permit(entry.taken_ns))
-            return await self._compiled(entry, key, raw)
+            return await self._ask_compilers(entry, key, raw)
 
-    async def _compiled(self, entry: Wanted, key: Key, raw: bytes) -> PreparedProgram | None:
+    async def _ask_compilers(self, entry: Wanted, key: Key, raw: bytes) -> PreparedProgram | None:
         """Ask a compiler for the plan. None if the compiler refuses the program.
 
         Raises:
@@ -205,7 +205,7 @@ class PlanSource:
                 return None
             compiler, data = found
             try:
-                return await self._kept(entry, key, compiler, data)
+                return await self._load_and_store(entry, key, compiler, data)
             except TooMuchWorkError:
                 raise
             except (ExecutorError, WisError) as e:
@@ -215,7 +215,7 @@ class PlanSource:
             "the compiler returned an artifact that cannot be used, twice; the executor's log has the reasons"
         )
 
-    async def _kept(self, entry: Wanted, key: Key, compiler: str, data: bytes) -> PreparedProgram:
+    async def _load_and_store(self, entry: Wanted, key: Key, compiler: str, data: bytes) -> PreparedProgram:
         """Load an artifact and store it on disk.
 
         Raises:
@@ -245,7 +245,7 @@ class PlanSource:
         """
         try:
             data = await self._store().get(key.name(compiler))
-            return await self._kept(entry, key, compiler, data) if data is not None else None
+            return await self._load_and_store(entry, key, compiler, data) if data is not None else None
         except BusError:
             return None
         except TooMuchWorkError:

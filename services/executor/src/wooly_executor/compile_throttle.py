@@ -18,17 +18,17 @@ from dataclasses import dataclass
 #: Seconds between two checks of the device, and the number of consecutive checks with almost no work after which the device
 #: counts as idle. Many short checks are better than few long ones: on a CPU, device time is CPU time of the loop's thread, which
 #: stands still while other threads have the core.
-LOOK_S = 0.1
-QUIET_LOOKS = 10
+CHECK_S = 0.1
+IDLE_CHECKS = 10
 #: Share of the time between two checks that the device may work and still count as idle.
-NEXT_TO_NOTHING = 0.05
+IDLE_SHARE = 0.05
 #: On a device that is never idle, programs must have used this many times the device time that compiling takes. The gain of a
 #: plan is unknown in advance. Starting when the cost is reached is at most twice as bad as the best decision.
-WORTH = 1
+COST_FACTOR = 1
 #: Expected seconds of one compilation before the first one is measured, and the maximum that one measurement counts as, because a
 #: compiler may not answer for long.
 EXPECTED_S = 1.0
-MOST_S = 5.0
+MAX_COST_S = 5.0
 
 
 @dataclass(eq=False, slots=True)
@@ -62,7 +62,7 @@ class CompileThrottle:
         self._credit_ns = 0.0
         self._asked = asyncio.Event()
         self._seen = busy_ns(), clock()
-        self._quiet = 0
+        self._idle_checks = 0
 
     @contextlib.asynccontextmanager
     async def permit(self, taken_ns: Callable[[], int]) -> AsyncIterator[None]:
@@ -87,10 +87,10 @@ class CompileThrottle:
             yield
         finally:
             self._inside = False
-            took_s = min(self._clock() - begun, MOST_S)
+            took_s = min(self._clock() - begun, MAX_COST_S)
             self._expected_s += (took_s - self._expected_s) / 4
             if mine.beside:
-                self._credit_ns = min(self._credit_ns - WORTH * took_s * 1e9, 0)
+                self._credit_ns = min(self._credit_ns - COST_FACTOR * took_s * 1e9, 0)
 
     async def run(self) -> None:
         """Check the device while requests wait, until cancelled."""
@@ -98,26 +98,26 @@ class CompileThrottle:
             if not self._waiting:
                 self._asked.clear()
                 await self._asked.wait()
-                self._seen, self._quiet = (self._busy_ns(), self._clock()), 0
-            await asyncio.sleep(LOOK_S)
-            self.look()
+                self._seen, self._idle_checks = (self._busy_ns(), self._clock()), 0
+            await asyncio.sleep(CHECK_S)
+            self.check()
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Give the permit to the next request if the conditions hold."""
-        self._quiet = self._quiet + 1 if self._idled() else 0
+        self._idle_checks = self._idle_checks + 1 if self._was_idle() else 0
         if self._inside or not self._waiting:
             return
         taken = [w.taken_ns() for w in self._waiting]
-        idle = self._quiet >= QUIET_LOOKS
-        if idle or self._credit_ns + sum(taken) >= WORTH * self._expected_s * 1e9:
+        idle = self._idle_checks >= IDLE_CHECKS
+        if idle or self._credit_ns + sum(taken) >= COST_FACTOR * self._expected_s * 1e9:
             first = self._waiting.pop(taken.index(max(taken)))
             first.beside = not idle
             self._credit_ns += 0 if idle else max(taken)
             self._inside = True
             first.turn.set_result(None)
 
-    def _idled(self) -> bool:
+    def _was_idle(self) -> bool:
         """Whether the device did almost no work since the last check."""
         (busy, at), self._seen = self._seen, (self._busy_ns(), self._clock())
         done, passed = self._seen[0] - busy, self._seen[1] - at
-        return not self._occupied() and done < NEXT_TO_NOTHING * passed * 1e9
+        return not self._occupied() and done < IDLE_SHARE * passed * 1e9

@@ -22,7 +22,7 @@ from wooly_executor.memory.swap import Place
 from wooly_executor.mover import LEAST_URGENT, HashJob, Job, Mover, SaveJob, Saving
 from wooly_executor.post import Post
 from wooly_executor.runtime.buffers import bytes_of
-from wooly_executor.session import BROUGHT, Session
+from wooly_executor.session import SHARED_KEPT, Session
 from wooly_executor.swap_space import Copy, SwapSpace
 
 #: A cache, because heartbeats ask for the names of the same contents again and again.
@@ -85,10 +85,10 @@ class Contents:
                 if written.copy:
                     known.base = torch.zeros_like(source) if whole else source.clone()
                     known.view = None
-                self.departed(written.found)
+                self.drop_released(written.found)
             session.holdings.guarded.discard(buffer)
 
-    def departed(self, found: Iterable[Gone | Leaving]) -> None:
+    def drop_released(self, found: Iterable[Gone | Leaving]) -> None:
         """Delete the bytes and copies of contents that the book has released."""
         for each in found:
             if isinstance(each, Gone):
@@ -157,7 +157,7 @@ class Contents:
         source = self.here[store]
         known.base, known.view, known.poison = source, None, ""
         session.holdings.guarded.add(buffer)
-        self._brought(session, store, nbytes)
+        self._note_shared(session, store, nbytes)
         return True
 
     def seal(self, session: Session, buffer: int, nbytes: int, name: bytes) -> None:
@@ -212,19 +212,21 @@ class Contents:
             assert known.base is not None
             self.here[found[0]] = flat(known.base, known.nbytes)
         if found is not None and known is not None:
-            self._brought(session, found[0], known.nbytes)
+            self._note_shared(session, found[0], known.nbytes)
         if not session.holdings.sealing:
             self._post.add(session, Signal.MEMORY_CAME)
 
-    def _brought(self, session: Session, store: int, nbytes: int) -> None:
+    def _note_shared(self, session: Session, store: int, nbytes: int) -> None:
         """Remember that the session shares this content. When the session ends, the router gets the list, so that it can place
         similar sessions here.
         """
-        known, brought = self._ledger.book.known_as(store), session.brought
+        known, shared_contents = self._ledger.book.known_as(store), session.shared_contents
         if known is not None:
-            brought[_name(*known)] = nbytes
-        if len(brought) > 4 * BROUGHT:
-            session.brought = dict(heapq.nlargest(BROUGHT, brought.items(), key=lambda item: item[1]))
+            shared_contents[_name(*known)] = nbytes
+        if len(shared_contents) > 4 * SHARED_KEPT:
+            session.shared_contents = dict(
+                heapq.nlargest(SHARED_KEPT, shared_contents.items(), key=lambda item: item[1])
+            )
 
     def largest(self, count: int) -> list[str]:
         """Names (`name_in_circle`) of contents on the device that others may share: at most `count`, largest first."""

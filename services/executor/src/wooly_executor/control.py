@@ -151,7 +151,7 @@ class ExecutorActor(Actor):
         entry, hosted = self._entry(request), hosted_under()
         lease = self._leases[request.session_id] = _Lease(request.token, request.lease_s)
 
-        def open_it() -> None:
+        def open_session() -> None:
             self._open(request, entry, policy, hosted)
             lease.opened = True
 
@@ -161,7 +161,7 @@ class ExecutorActor(Actor):
             else:
                 lease.until = self._clock() + lease.length_s
 
-        lease.opening = asyncio.wrap_future(self._loop.call(open_it))
+        lease.opening = asyncio.wrap_future(self._loop.call(open_session))
         lease.opening.add_done_callback(opened)
         return lease
 
@@ -271,13 +271,13 @@ class ExecutorActor(Actor):
     def works(self) -> dict[str, Work]:
         """The tasks that run until the process ends: heartbeats, leases, closed sessions, spans."""
         return {
-            "heartbeats": self._beat,
-            "leases": self._lapse,
+            "heartbeats": self._send_heartbeats,
+            "leases": self._expire_leases,
             "closed sessions": self.report_closed,
-            "samples": self._sample,
+            "samples": self._sample_spans,
         }
 
-    async def _beat(self) -> None:
+    async def _send_heartbeats(self) -> None:
         while True:
             heartbeat = await self.heartbeat()
             if not self._loop.lost:  # an executor without its device must not get sessions
@@ -297,7 +297,7 @@ class ExecutorActor(Actor):
             async with asyncio.timeout(CLIENTS_S):
                 await asyncio.wrap_future(self._loop.call(self._loop.sessions.end_clients))
 
-    async def _lapse(self) -> None:
+    async def _expire_leases(self) -> None:
         while True:
             now = self._clock()
             for session_id, lease in list(self._leases.items()):
@@ -308,7 +308,7 @@ class ExecutorActor(Actor):
                     self._close(session_id, "the session's lease lapsed")
             await asyncio.sleep(self._settings.heartbeat_s)
 
-    async def _sample(self) -> None:
+    async def _sample_spans(self) -> None:
         """Record spans of what traced sessions ran. This waits while the device is busy."""
         while True:
             await asyncio.sleep(SAMPLE_S)
@@ -320,7 +320,7 @@ class ExecutorActor(Actor):
         While the device's thread is in one long operation, the heartbeat repeats the last known state of the memory.
         """
         if self._asked is None:
-            self._asked = self._loop.call(self._look)
+            self._asked = self._loop.call(self._read_memory)
         done, _ = await asyncio.wait([asyncio.wrap_future(self._asked)], timeout=BUSY_S)
         if done:
             asked, self._asked = self._asked, None
@@ -350,7 +350,7 @@ class ExecutorActor(Actor):
             work=WorkDone.model_validate(self._loop.processing.work.to_json()),
         )
 
-    def _look(self) -> tuple[MemoryState, list[str]]:
+    def _read_memory(self) -> tuple[MemoryState, list[str]]:
         vram = self._loop.vram
         return vram.state(), vram.contents.largest(WEIGHTS)
 

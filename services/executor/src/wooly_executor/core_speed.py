@@ -19,16 +19,16 @@ FASTEST = 50 * FULL
 #: Device time between two measurements, in ns. A measurement costs one to two percent of it.
 EVERY_NS = 5_000_000
 #: Weight of the newest measurement in the moving mean, which covers about the last fifty milliseconds.
-_NEWEST = 0.1
+_NEWEST_WEIGHT = 0.1
 #: A measurement counts as at most this many times the mean, so that a disturbed measurement has little effect.
-_FAR = 3.0
+_MAX_RATIO = 3.0
 #: The reference task: additions in the interpreter, and for about the same time a small library operator, which depends more on
 #: the core's caches. Together they slow down like real programs do; each alone, or a larger operator, follows programs less
 #: closely.
 _ADDITIONS = range(600)
 _OPERAND = torch.ones(256)
 #: Number of measurements at the start: about 10 ms.
-_FIRST = 500
+_FIRST_MEASUREMENTS = 500
 
 
 class CoreSpeed:
@@ -52,9 +52,9 @@ class CoreSpeed:
 
     def begin(self) -> None:
         """Measure the core for the first time."""
-        self.mean_ns = float(min([_took() for _ in range(16)]))
-        self._best = self.mean_ns * _FAR
-        for _ in range(_FIRST):
+        self.mean_ns = float(min([_task_ns() for _ in range(16)]))
+        self._best = self.mean_ns * _MAX_RATIO
+        for _ in range(_FIRST_MEASUREMENTS):
             self.look()
 
     def worked(self, ns: int) -> None:
@@ -66,17 +66,17 @@ class CoreSpeed:
 
     def look(self) -> None:
         """Measure once. An unmeasured first run loads the task into the caches, so that the preceding program has no effect."""
-        _took()
-        self.measured(_took())
+        _task_ns()
+        self.measured(_task_ns())
 
     def measured(self, ns: int) -> None:
         """Add a measured time of the reference task, in ns."""
-        self.mean_ns += _NEWEST * (min(ns, _FAR * self.mean_ns) - self.mean_ns)
+        self.mean_ns += _NEWEST_WEIGHT * (min(ns, _MAX_RATIO * self.mean_ns) - self.mean_ns)
         self._best = min(self._best, self.mean_ns)
         self.ppm = max(int(FULL * (self._reference or self._best) / self.mean_ns), 1)
 
 
-def _took() -> int:
+def _task_ns() -> int:
     """CPU time of the reference task, in ns."""
     begun, total = time.thread_time_ns(), 0
     for n in _ADDITIONS:

@@ -134,7 +134,7 @@ class Decoders:
                         return
                     self._changed.wait()
                     decoding = self._next()
-            self._take_in(decoding)
+            self._decode(decoding)
             with self._changed:
                 del self._running[decoding.tenant]
                 self._changed.notify_all()
@@ -157,7 +157,7 @@ class Decoders:
             return found
         return None
 
-    def _take_in(self, decoding: Decoding) -> None:
+    def _decode(self, decoding: Decoding) -> None:
         result: Any = None
         error: Exception | None = None
         self._fair_lock.take()

@@ -195,12 +195,12 @@ class DeviceLoop:
             if self._on_failed is not None:
                 self._on_failed(e)
             for session in self.sessions.all():
-                self._attempt(self._tell_lost, session, code)
+                self._attempt(self._report_loss, session, code)
             self._attempt(self._answers.flush)
         for session in self.sessions.all():
             self._attempt(self.sessions.close, session.id, self.lost or STOPPING)
         self._calls.end(self.lost or STOPPING)
-        for ending in (self.vram.stop, self.decoders.stop, self.acceptor.close, self.server.close, self._tell_end):
+        for ending in (self.vram.stop, self.decoders.stop, self.acceptor.close, self.server.close, self._report_end):
             self._attempt(ending)
 
     def _attempt(self, step: Callable[..., object], *args: object) -> None:
@@ -210,11 +210,11 @@ class DeviceLoop:
         except BaseException:
             log.exception("one step of the shutdown of the device's thread failed; the other steps continue")
 
-    def _tell_end(self) -> None:
+    def _report_end(self) -> None:
         if self._on_ended is not None:
             self._on_ended()
 
-    def _tell_lost(self, session: Session, code: str) -> None:
+    def _report_loss(self, session: Session, code: str) -> None:
         """Answer the frames that a client waits for with the reason why its session cannot go on."""
         conn = session.conn
         if conn is not None and not conn.closed:
@@ -276,7 +276,7 @@ class DeviceLoop:
             except (MemoryError, RecursionError) as e:
                 self.sessions.exhausted(event.conn, e)
         if self._answers.waiting:
-            self._answers.look()
+            self._answers.check_waiting()
         self._settle()
         self.launcher.looked = now = time.perf_counter_ns()
         self._unreviewed = self._unreviewed or bool(events)

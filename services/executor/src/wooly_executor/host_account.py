@@ -15,7 +15,7 @@ PIECE_BYTES = 512
 BUFFER_BYTES = 600
 #: Maximum number of pieces of answers queued for a client (a frame has two). Many small answers are few bytes but much
 #: interpreter memory.
-MOST_PIECES = 8192
+MAX_PIECES = 8192
 
 
 @dataclass(frozen=True, slots=True)

@@ -197,7 +197,7 @@ class Interpreter:
 
         return work
 
-    # -- frames whose turn has come ----------------------------------------------------------------------------------
+    # -- frames in processing ----------------------------------------------------------------------------------------
 
     def _reach(self, session: Session) -> Signal:
         """Check that the memory a frame touches is on the device, with room for copies, and for a PIN that all contents are

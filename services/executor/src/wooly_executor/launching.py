@@ -85,7 +85,7 @@ class Launcher:
             self._activity.priority = launch.priority
         if work is not None:
             session, workers, beyond = work[0], self.workers.read(), self._runtime.beyond_ns
-            gpu_ns, last = self._piece(*work)
+            gpu_ns, last = self._run_piece(*work)
             core_ns = gpu_ns + self.workers.read() - workers + self._runtime.beyond_ns - beyond
             self.busy_ns += gpu_ns
             session.used.launched(gpu_ns, core_ns, self._vram.clock(), self._pace_of(session, work[1], last, core_ns))
@@ -125,9 +125,9 @@ class Launcher:
         running.priced_ns += piece
         if last == len(kernels) and running.execution.outcome.failed_at is None:
             mean.ran(running.paced_ns, running.core_ns)
-        return min(max(self.prices.settled(session.tenant, took, piece) * FULL // core_ns, 1), FASTEST)
+        return min(max(self.prices.bill(session.tenant, took, piece) * FULL // core_ns, 1), FASTEST)
 
-    def _piece(self, session: Session, frame: Frame, first: int, last: int) -> tuple[int, int]:
+    def _run_piece(self, session: Session, frame: Frame, first: int, last: int) -> tuple[int, int]:
         """Run some kernels of a frame, until a session of a higher class arrives.
 
         Returns:

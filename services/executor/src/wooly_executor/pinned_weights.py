@@ -80,7 +80,7 @@ class PinnedWeights:
         if pin is None:
             return False
         self._samples.close(pin)
-        self._contents.departed(self._ledger.close(pin, self._clock()))
+        self._contents.drop_released(self._ledger.close(pin, self._clock()))
         return True
 
     def of(self, tenant: str) -> list[dict[str, Any]]:

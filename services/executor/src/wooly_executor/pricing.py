@@ -14,12 +14,12 @@ from collections import OrderedDict
 
 #: Number of first runs of a program that are not counted, because the program is still being prepared, and number of counted runs
 #: from which on the mean is used.
-FIRST, KNOWN = 40, 32
-#: A run is priced at the mean if its time is between `LESS` and `MORE` times the mean, otherwise at the nearest bound of this
-#: range. A core has half its speed while another process uses its other hardware thread.
-MORE, LESS = 2.0, 0.5
+SKIPPED_RUNS, MEAN_FROM_RUNS = 40, 32
+#: A run is priced at the mean if its time is between `MIN_RATIO` and `MAX_RATIO` times the mean, otherwise at the nearest bound.
+#: A core has half its speed while another process uses its other hardware thread.
+MAX_RATIO, MIN_RATIO = 2.0, 0.5
 #: Maximum weight of the past in the mean, in runs. Later runs all have the same weight.
-MOST = 100_000
+MAX_WEIGHT = 100_000
 #: Time constant of paying a balance, in ns of the tenant's own core time at full speed: the balance shrinks by 1/e in this time,
 #: and a tenant never owes more. It is long compared with a run of a model, so that a phase of slower cores does not change the
 #: price of half a minute; it is short compared with an hour at half price.
@@ -57,22 +57,22 @@ class MeanPrice:
             part: sum of the estimates of the kernels so far.
             whole: sum of the estimates of all kernels.
         """
-        if self.runs < KNOWN or not whole or not self.mean_core_ns:
+        if self.runs < MEAN_FROM_RUNS or not whole or not self.mean_core_ns:
             return ns
         other = core_ns * self.mean_ns / self.mean_core_ns
-        return int(min(max(self.mean_ns * part / whole, min(ns, other) * LESS), max(ns, other) * MORE))
+        return int(min(max(self.mean_ns * part / whole, min(ns, other) * MIN_RATIO), max(ns, other) * MAX_RATIO))
 
     def ran(self, ns: int, core_ns: int) -> None:
         """Add the total core time of a run to the mean."""
-        if self._skipped < FIRST:
+        if self._skipped < SKIPPED_RUNS:
             self._skipped += 1
             return
-        self.runs = min(self.runs + 1, MOST)
-        self.mean_ns += (self._near(ns, self.mean_ns) - self.mean_ns) / self.runs
-        self.mean_core_ns += (self._near(core_ns, self.mean_core_ns) - self.mean_core_ns) / self.runs
+        self.runs = min(self.runs + 1, MAX_WEIGHT)
+        self.mean_ns += (self._clamped(ns, self.mean_ns) - self.mean_ns) / self.runs
+        self.mean_core_ns += (self._clamped(core_ns, self.mean_core_ns) - self.mean_core_ns) / self.runs
 
-    def _near(self, ns: int, mean: float) -> float:
-        return min(max(ns, mean * LESS), mean * MORE) if self.runs > KNOWN else ns
+    def _clamped(self, ns: int, mean: float) -> float:
+        return min(max(ns, mean * MIN_RATIO), mean * MAX_RATIO) if self.runs > MEAN_FROM_RUNS else ns
 
 
 class PriceBook:
@@ -84,7 +84,7 @@ class PriceBook:
         self._known: OrderedDict[tuple[str, bytes], MeanPrice] = OrderedDict()
         self._owed: OrderedDict[str, int] = OrderedDict()  # by tenant: measured minus billed time, in ns
 
-    def settled(self, tenant: str, took_ns: int, price_ns: int) -> int:
+    def bill(self, tenant: str, took_ns: int, price_ns: int) -> int:
         """The bill of a piece of work: its price plus a part of the tenant's balance, in ns.
 
         Args:

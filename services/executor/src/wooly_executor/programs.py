@@ -188,7 +188,7 @@ class ProgramStore:
         self.held = 0
         self._dropped = dropped
 
-    # -- who has what (the device's thread) --------------------------------------------------------------------------
+    # -- references of sessions (device's thread) --------------------------------------------------------------------
 
     def hold(self, ready: ReadyProgram) -> None:
         """Note that one more session has a program."""
@@ -227,7 +227,7 @@ class ProgramStore:
             if self._dropped is not None:
                 self._dropped(name)
 
-    # -- taking in (any thread) --------------------------------------------------------------------------------------
+    # -- definitions (any thread) ------------------------------------------------------------------------------------
 
     def known(self, name: bytes) -> bool:
         """Whether the store has a program, so that `define` is quick."""

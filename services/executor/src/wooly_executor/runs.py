@@ -49,7 +49,7 @@ class Runs:
             return self._begin(session, run, seq)
         except Exception as e:
             if isinstance(e, ExecutorError):
-                self._lose(session, run, str(e))
+                self._poison(session, run, str(e))
             self.free(session, run.frees)
             raise
 
@@ -62,7 +62,7 @@ class Runs:
         try:
             return self._finish(session, running)
         except ExecutorError as e:
-            self._lose(session, running.run, str(e))
+            self._poison(session, running.run, str(e))
             raise
         finally:
             self.free(session, running.run.frees)
@@ -111,10 +111,10 @@ class Runs:
         if outcome.failed_at is not None:
             session.fail(outcome.code, outcome.error, running.seq, outcome.failed_at)
         if ready.dynamic:
-            self._take_in(session, run, ready, before)
+            self._charge_results(session, run, ready, before)
         return outcome
 
-    def _take_in(self, session: Session, run: Run, ready: ReadyProgram, before: int) -> None:
+    def _charge_results(self, session: Session, run: Run, ready: ReadyProgram, before: int) -> None:
         """Put results of unknown size on the account.
 
         Raises:
@@ -176,7 +176,7 @@ class Runs:
         if buffers:
             self._vram.free(session, buffers)
 
-    def _lose(self, session: Session, run: Run, why: str) -> None:
+    def _poison(self, session: Session, run: Run, why: str) -> None:
         """Poison the buffers that a failed run should have written, and free the buffers that it should have freed.
 
         If the program is unknown, all buffers that the run names are poisoned.

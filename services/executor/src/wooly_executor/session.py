@@ -28,7 +28,7 @@ from wooly_executor.tiers import Jit, Tiers
 from wooly_executor.usage import SessionUsage
 
 #: Maximum number of contents that the router is told about when the session ends; the largest ones are chosen.
-BROUGHT = 64
+SHARED_KEPT = 64
 
 
 @dataclass(eq=False, slots=True)
@@ -69,7 +69,7 @@ class Session:
         decoding: the decoding of its next definition.
         unread: answers that its client has not read.
         finish_upload: copies the last received bytes to the device, if they were not received there directly.
-        brought: the largest contents that it shares or has shared: bytes by name (`name_in_circle`).
+        shared_contents: the largest contents that it shares or has shared: bytes by name (`name_in_circle`).
         work: how its programs ran.
         counters: what it has done.
         failure: the first failure since the last answer.
@@ -94,15 +94,15 @@ class Session:
     decoding: Decoding | None = None
     unread: Unread = field(default_factory=Unread)
     finish_upload: Callable[[], None] | None = None
-    brought: dict[str, int] = field(default_factory=dict)
+    shared_contents: dict[str, int] = field(default_factory=dict)
     work: Work = field(default_factory=Work)
     counters: Counters = field(default_factory=Counters)
     failure: Failure | None = None
     spans: SessionSpans | None = None
 
-    def largest_brought(self) -> tuple[str, ...]:
+    def largest_shared(self) -> tuple[str, ...]:
         """Names of the largest contents that it shared, largest first."""
-        return tuple(heapq.nlargest(BROUGHT, self.brought, key=lambda name: self.brought[name]))
+        return tuple(heapq.nlargest(SHARED_KEPT, self.shared_contents, key=lambda name: self.shared_contents[name]))
 
     def host_use(self) -> HostUse:
         """The host memory that the session uses now."""

@@ -168,7 +168,7 @@ class Sessions:
         self._answers.say(conn, welcome, Kind.WELCOME)
         self._post.add(session, ClientCame(planned=hello.jit == "full" and session.tiers is not None))
 
-    # -- meanwhile ---------------------------------------------------------------------------------------------------
+    # -- while open --------------------------------------------------------------------------------------------------
 
     def suspend(self, session_id: str, paused: bool | None, hold: str | None) -> bool:
         """Suspend a session or resume it, or set or end its hold. Its client gets the reason of a hold.
@@ -236,7 +236,7 @@ class Sessions:
             if not conn.closed:
                 conn.close(reason)
         if self._closed is not None:
-            self._closed(session_id, reason, session.largest_brought())
+            self._closed(session_id, reason, session.largest_shared())
         return True
 
     def end(self, session: Session, why: str) -> None:

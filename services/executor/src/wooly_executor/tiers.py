@@ -2,7 +2,7 @@
 
     tiers.choose(ready, jit, params)       what to run now; called by the device loop's thread, between runs
     tiers.wanted.get()                     the next plan to get; called by another thread, which `tiers.bell` wakes
-    tiers.took(wanted, prepared)           delivers a plan, or the reason for none; called in the loop's thread again
+    tiers.deliver(wanted, prepared)        delivers a plan, or the reason for none; called in the loop's thread again
 
 A plan of mode `exact` has the library's own bits, so a program can switch to it between any two runs. A plan of mode `full` has
 other bits. So a session of mode `full` runs a program only after it is known whether there is a plan, and then always in the same
@@ -171,7 +171,7 @@ class Tiers:
             self._want(entry, spans)
         return True
 
-    def took(self, entry: Wanted, prepared: PreparedProgram | None, why: str = "", *, final: bool = True) -> None:
+    def deliver(self, entry: Wanted, prepared: PreparedProgram | None, why: str = "", *, final: bool = True) -> None:
         """Deliver a plan, or the reason why there is none.
 
         Args:

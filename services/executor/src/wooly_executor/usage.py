@@ -129,7 +129,7 @@ class SessionUsage:
             return True
         return now - self._since > IDLE_NS and self.byte_ns - self.executing_byte_ns >= (self._idle_told + 1) * MIB_US
 
-    def taken(self, priority: int, now: int) -> UsageDelta:
+    def collect(self, priority: int, now: int) -> UsageDelta:
         """Return the usage since the last call, and reset the counts."""
         resident = self.executing_byte_ns // MIB_US
         idle = (self.byte_ns - self.executing_byte_ns) // MIB_US
@@ -206,8 +206,8 @@ class UsageBook:
         """Usage since the last call, for sessions that used anything."""
         for used in self._open.values():
             used.settle(now)
-        found = [u.taken(priority_of(u.session_id), now) for u in self._open.values() if u.due(now)]
-        found += [u.taken(priority_of(u.session_id), now) for u in self._ended]
+        found = [u.collect(priority_of(u.session_id), now) for u in self._open.values() if u.due(now)]
+        found += [u.collect(priority_of(u.session_id), now) for u in self._ended]
         self._ended.clear()
         return found
 

@@ -27,7 +27,7 @@ RETRY_S = 0.5
 RECORDS = 500
 #: Number of programs whose work is cached.
 WORK_KEPT = 8192
-_LARGEST = (1 << 63) - 1
+_MAX_COUNT = (1 << 63) - 1
 
 
 class UsagePublisher:
@@ -114,8 +114,8 @@ class UsagePublisher:
             gpu_ns=taken.gpu_ns,
             core_ns=taken.core_ns,
             pace_ppm=taken.pace,
-            moved_bytes=min(moved_bytes + sum([moved * times for (moved, _), times in work]), _LARGEST),
-            flops=min(flops + sum([arithmetic * times for (_, arithmetic), times in work]), _LARGEST),
+            moved_bytes=min(moved_bytes + sum([moved * times for (moved, _), times in work]), _MAX_COUNT),
+            flops=min(flops + sum([arithmetic * times for (_, arithmetic), times in work]), _MAX_COUNT),
             resident_mib_us=taken.resident,
             idle_mib_us=taken.idle,
             ended=taken.ended,

@@ -125,7 +125,7 @@ def waits_for(flow: Flow[Any]) -> str:
     if frame.kind in DEFINITIONS and frame.stage is Stage.NEW:
         if flow.hold.reason:
             return f"the session's hold: {flow.hold.reason}"
-        return "whoever suspended the session" if flow.hold.paused else ""
+        return "the session to be resumed" if flow.hold.paused else ""
     if frame.kind != RUN and inbox.submitted:
         return "the runs before it"
     if flow.yielded and flow.served >= TURN:

@@ -346,7 +346,7 @@ class Book:
         """(bytes, saved) of the stores on the device, by number."""
         return {s.number: (s.nbytes, s.saved) for s in self._stores.values() if s.paying}
 
-    # -- inside ------------------------------------------------------------------------------------------------------
+    # -- helpers -----------------------------------------------------------------------------------------------------
 
     def _session(self, session: str, *, resident: bool = False) -> _Session:
         known = self._sessions.get(session)

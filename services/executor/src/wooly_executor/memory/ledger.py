@@ -72,7 +72,7 @@ class Ledger:
         self.reserved -= account.reserved
         account.reserved = 0
         self.pool.close(account.name)
-        found = self._depart(self.book.close(account.name))
+        found = self._release_stores(self.book.close(account.name))
         account.own.clear()
         account.shared.clear()
         account.away.clear()
@@ -112,7 +112,7 @@ class Ledger:
         done: list[int] = []
         try:
             if self.reserved > account.reserved:
-                self._leave_promises(account, [*[n for _, n in kept], max(0, workspace - account.workspace)])
+                self._check_reservations(account, [*[n for _, n in kept], max(0, workspace - account.workspace)])
             for buffer, nbytes in kept:
                 own[buffer] = pool.allocate(name, nbytes)
                 done.append(buffer)
@@ -131,7 +131,7 @@ class Ledger:
         if held > account.peak:
             account.peak = held
 
-    def _leave_promises(self, account: Account, wanted: Sequence[int]) -> None:
+    def _check_reservations(self, account: Account, wanted: Sequence[int]) -> None:
         """Check that allocations of these sizes leave the reservations of other accounts free.
 
         Raises:
@@ -198,7 +198,7 @@ class Ledger:
         self.settle(account, now)
         try:
             if self.reserved > account.reserved:
-                self._leave_promises(account, [nbytes])
+                self._check_reservations(account, [nbytes])
             account.own[buffer] = self.pool.allocate(account.name, nbytes)
         except OutOfMemoryError as e:
             if self._compact(room_of([nbytes])):
@@ -217,7 +217,7 @@ class Ledger:
             return []
         if account.shared.pop(buffer, None) is not None:
             self._settle_all(now)
-            return self._depart(self.book.free(account.name, buffer))
+            return self._release_stores(self.book.free(account.name, buffer))
         account.away.pop(buffer, None)
         return []
 
@@ -292,7 +292,7 @@ class Ledger:
         self.allocate(account, buffer, self._nominal[store], now)
         self._settle_all(now)
         del account.shared[buffer]
-        return Written(store, True, self._depart(self.book.free(account.name, buffer)))
+        return Written(store, True, self._release_stores(self.book.free(account.name, buffer)))
 
     def cost_of_writing(self, account: Account, buffers: Iterable[int]) -> int:
         """Bytes that copies would need if these buffers were written."""
@@ -308,7 +308,7 @@ class Ledger:
         """Requested bytes of a store."""
         return self._nominal[store]
 
-    def _depart(self, found: list[Gone | Leaving]) -> list[Gone | Leaving]:
+    def _release_stores(self, found: list[Gone | Leaving]) -> list[Gone | Leaving]:
         """Free the blocks of stores that no buffer uses. A store that only swapped-out sessions hold keeps its block: see
         `evict`.
         """

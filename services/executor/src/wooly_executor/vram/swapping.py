@@ -78,7 +78,7 @@ class Swapping:
         self._residents.leaving += session.holdings.leaving_bytes
 
         def left(job: Job, error: Exception | None) -> None:
-            self._call(lambda: self._left(session, job, error))
+            self._call(lambda: self._saved(session, job, error))
 
         session.holdings.job = SaveJob(urgency, left, pieces=pieces)
         self._mover.submit(session.holdings.job)
@@ -91,7 +91,7 @@ class Swapping:
         self._residents.leaving -= session.holdings.leaving_bytes
         session.holdings.leaving_bytes = 0
 
-    def _left(self, session: Session, job: Job, error: Exception | None) -> None:
+    def _saved(self, session: Session, job: Job, error: Exception | None) -> None:
         assert isinstance(job, SaveJob)
         if session.holdings.job is job:
             session.holdings.job = None
@@ -157,7 +157,7 @@ class Swapping:
 
     def release(self, session: Session) -> None:
         """Free the memory of a session that has ended, when no job uses it any more."""
-        self._contents.departed(self._ledger.close(session.holdings.account, self._residents.clock()))
+        self._contents.drop_released(self._ledger.close(session.holdings.account, self._residents.clock()))
         for copy in session.holdings.copies.values():
             self._swap_space.drop(copy)
         session.holdings.copies.clear()
@@ -182,18 +182,18 @@ class Swapping:
         ]
 
         def came(job: Job, error: Exception | None) -> None:
-            self._call(lambda: self._came(session, job, error, then))
+            self._call(lambda: self._loaded(session, job, error, then))
 
         session.holdings.job = LoadJob(urgency, came, pieces=pieces, pages=self._pages)
         self._mover.submit(session.holdings.job)
 
-    def _came(self, session: Session, job: Job, error: Exception | None, then: Callable[[Session], None]) -> None:
+    def _loaded(self, session: Session, job: Job, error: Exception | None, then: Callable[[Session], None]) -> None:
         assert isinstance(job, LoadJob)
         session.holdings.job = None
         if session.holdings.closed:
             self.release(session)
             return
-        self._take_up(session, job, error)
+        self._install_loaded(session, job, error)
         note(session.flow, Signal.ARRIVED)
         session.holdings.idle_since = None if session.flow.inbox.frames else self._residents.clock()
         self.swapped_in += 1
@@ -202,7 +202,7 @@ class Swapping:
         log.info("session %s is back: %d bytes", session.id, job.moved)
         then(session)
 
-    def _take_up(self, session: Session, job: LoadJob, error: Exception | None) -> None:
+    def _install_loaded(self, session: Session, job: LoadJob, error: Exception | None) -> None:
         """Make the copied bytes the session's memory. Bytes that were lost poison their buffers."""
         lost: dict[int, str] = {}
         for piece in job.pieces:

@@ -281,9 +281,9 @@ class Vram:
             self.swap_space.drop(copy)
         found = self.ledger.free(session.holdings.account, buffer, now)
         if found:
-            self.contents.departed(found)
+            self.contents.drop_released(found)
 
-    # -- who comes and who leaves ------------------------------------------------------------------------------------
+    # -- requests for memory -----------------------------------------------------------------------------------------
 
     def ask(self, session_id: str) -> None:
         """Request a session's memory, because its turn in the dispatch core has come."""

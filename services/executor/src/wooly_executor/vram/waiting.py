@@ -110,10 +110,10 @@ class Waiting:
         if session.flow.residence is Residence.HERE and now - session.holdings.lacking >= self._patience:
             self._give_up(want)
             return False
-        self._sleep(session, now)
+        self._schedule_wake(session, now)
         return False
 
-    def _sleep(self, session: Session, now: int) -> None:
+    def _schedule_wake(self, session: Session, now: int) -> None:
         """Set the time at which another session will have been idle for long enough."""
         times = [session.holdings.lacking + self._patience] if session.flow.residence is Residence.HERE else []
         for other in self._residents.sessions.values():
@@ -154,7 +154,7 @@ class Waiting:
         try:
             stores = ledger.swap_in(session.holdings.account, self._clock())
         except OutOfMemoryError:  # enough bytes are free, but not in large enough extents
-            self._sleep(session, self._clock())
+            self._schedule_wake(session, self._clock())
             return False
         del self.wants[session.id]
         if ledger.spare >= promised:
