@@ -25,7 +25,7 @@ async def source(tmp_path, monkeypatch):
     async def never(entry):
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(found, "_got", never)
+    monkeypatch.setattr(found, "_get_plan", never)
     running = asyncio.create_task(found.run())
     yield found
     assert not running.done()

@@ -49,14 +49,14 @@ def test_loop_failed_tells_clients_and_callers(device, wis, error):
 
 def test_loop_failing_twice_still_tells_the_other_clients(device, wis):
     a, b = device.open("a"), device.open("b")
-    tell = device.loop._tell_lost
+    tell = device.loop._report_loss
 
     def fail_for_a(session, code):
         if session.id == "a":
             raise MemoryError
         tell(session, code)
 
-    device.loop._tell_lost = fail_for_a
+    device.loop._report_loss = fail_for_a
     told = broken(device, KeyError("left"), lambda: [wait_for_a_run(wis, client) for client in (a, b)])
     with pytest.raises(wis.error, match="the executor failed"):
         b.answer()

@@ -212,9 +212,9 @@ def test_loop_equal_runs_are_billed_equally(make_device, wis):
     for _ in range(20):
         mean, owed = known.mean_ns, device.call(lambda: device.loop.launcher.prices._owed.get("t", 0))
         ns, price = run()
-        usual = min(max(mean, ns / 2 * MIN_RATIO), ns / 2 * MAX_RATIO)
+        mean_price = min(max(mean, ns / 2 * MIN_RATIO), ns / 2 * MAX_RATIO)
         settled = owed * min(ns / 2, SETTLED_NS) / SETTLED_NS  # the balance from a busy machine is paid
-        assert price == pytest.approx(max(usual + settled, 0), rel=0.05)
+        assert price == pytest.approx(max(mean_price + settled, 0), rel=0.05)
     assert known.runs == MEAN_FROM_RUNS + 20
     device.call(lambda: device.loop.launcher.prices._owed.update(t=4 * SETTLED_NS))
     ns, price = run()

@@ -52,7 +52,7 @@ def vram_of(device, function):
     return device.call(lambda: function(device.loop.vram))
 
 
-def stowed(device):
+def swapped(device):
     return vram_of(device, lambda v: (v.swap_space.used[Place.HOST], v.swap_space.used[Place.DISK]))
 
 
@@ -326,7 +326,7 @@ def test_idle_session_is_swapped_out_and_in(make_device, tmp_path, wis):
         client.write(1, data)
         client.sync()
     assert device.residence() == {"a": "away", "b": "here"}
-    assert stowed(device) == (6 * MIB, 0)
+    assert swapped(device) == (6 * MIB, 0)
     device.check()
     for _ in range(3):
         a.run(in_place(wis, len(first)), {"x": 1})
@@ -396,9 +396,9 @@ def test_swap_above_the_host_budget_goes_to_disk(make_device, tmp_path, wis):
     a.sync()
     b.run(wis.body().alloc("x", 8 * MIB), {"x": 1})
     b.sync()
-    assert device.residence()["a"] == "away" and stowed(device) == (MIB, 5 * MIB)
+    assert device.residence()["a"] == "away" and swapped(device) == (MIB, 5 * MIB)
     assert a.read(1, 5 * MIB) == content(1, 5 * MIB) and a.read(2, MIB) == content(2)
-    assert device.residence()["b"] == "away" and stowed(device) == (0, 8 * MIB)
+    assert device.residence()["b"] == "away" and swapped(device) == (0, 8 * MIB)
     assert list(tmp_path.iterdir()) == []  # swap files have no names
     device.check()
 
@@ -449,7 +449,7 @@ def test_full_disk_fails_the_allocation_only(make_device, tmp_path, wis, monkeyp
         b.sync()
     b.make(2, 3)
     assert b.floats(2, 1) == [3] and a.read(1, len(data)) == data
-    assert stowed(device) == (0, 0)
+    assert swapped(device) == (0, 0)
     device.check()
 
 
@@ -466,7 +466,7 @@ def test_session_closed_while_swapped_out_leaves_nothing(make_device, tmp_path, 
     assert device.residence()["a"] == "away"
     a.channel.close()
     device.wait_closed("a")
-    wait(device, lambda: stowed(device) == (0, 0))
+    wait(device, lambda: swapped(device) == (0, 0))
     assert swap_files(tmp_path) == []
     facts = vram_of(device, lambda v: v.ledger.facts())
     assert facts.contents == 0 and facts.own == 8 * MIB
@@ -500,7 +500,7 @@ def test_clean_content_is_dropped_without_a_second_copy(make_device, tmp_path, w
     for _ in range(3):
         b.run(wis.body().alloc("x", 6 * MIB), {"x": 1}, frees=[1])
         b.sync()
-        assert device.residence()["a"] == "away" and stowed(device) == (6 * MIB, 0)
+        assert device.residence()["a"] == "away" and swapped(device) == (6 * MIB, 0)
         moved = vram_of(device, lambda v: v.mover.moved)
         assert a.read(1, len(data)) == data
         assert vram_of(device, lambda v: v.mover.moved) == moved + len(data)  # copied back, but not saved again
