@@ -324,7 +324,7 @@ def test_dispatch_fifo_runs_frames_in_order_of_arrival(make_device, runtime, add
     p4.sync()
     p0.sync()
     assert [label for label, _ in runtime.ran] == [*[p4.label] * 4, p0.label]
-    with pytest.raises(SteeringError, match="order of their arrival"):
+    with pytest.raises(SteeringError, match="in order of arrival"):
         device.steer("p0", suspended=True)
 
 

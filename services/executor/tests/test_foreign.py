@@ -361,7 +361,7 @@ def test_opaque_kernels_are_refused_without_the_permission_also_where_another_se
     ):
         may.sync()
     with pytest.raises(
-        wis.error, match=r"needs the permission opaque_kernels, which .* does not have; an administrator"
+        wis.error, match=r"needs the permission opaque_kernels, which .* does not have; ask an administrator"
     ) as e:
         may_not.sync()
     assert e.value.code == "executor.opaque_kernel"

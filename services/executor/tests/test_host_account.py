@@ -40,7 +40,7 @@ def test_host_account_above_the_total_limit_ends_the_largest_session_of_the_larg
     holders = [Holder("alice", "a", use(answers=50))]
     holders += [Holder(f"bob{k}", "b", use(answers=20 + k)) for k in range(4)]
     name, why = session_to_end(holders, HostLimits(executor=100), decoded=0)
-    assert name == "bob3" and "136 bytes of host memory, at most 100" in why
+    assert name == "bob3" and "136 bytes of the executor's host memory, at most 100" in why
 
 
 def test_host_account_shared_programs_count_once():
@@ -232,7 +232,7 @@ def test_session_above_the_host_limit_ends_alone_with_the_parts(make_device, wis
 def test_pin_frame_too_large_is_refused(device, wis):
     a = device.open("a")
     a.channel.send(Kind.PIN, pack_json({"do": "list", "name": "x" * 10_000}))
-    with pytest.raises(wis.error, match=r"PIN frame of .* at most 4096"):
+    with pytest.raises(wis.error, match=r"PIN frame has .* bytes, at most 4096 are allowed"):
         a.answer()
 
 

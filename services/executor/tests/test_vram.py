@@ -285,7 +285,7 @@ def test_pins_above_the_tenants_limit_are_refused(device, monkeypatch):
     a.load(2, content(5))
     a.load(3, content(6))
     a.sealed()
-    assert "this one would have 4 tensors" in a.pin("add", "three")["error"]
+    assert "with this one 4 tensors" in a.pin("add", "three")["error"]
 
 
 def test_hash_cancelled_releases_its_memory(device, wis, monkeypatch):

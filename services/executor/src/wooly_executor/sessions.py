@@ -259,7 +259,7 @@ class Sessions:
         session: Session | None = conn.owner
         if session is not None:
             if reason:
-                log.warning("session %s ends, because its connection broke: %s", session.id, reason)
+                log.warning("session %s ends: %s", session.id, reason)
             self.close(session.id, reason or "its client closed the connection")
 
     def end_clients(self) -> None:
