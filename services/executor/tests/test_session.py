@@ -327,7 +327,7 @@ def test_quota_above_the_capacity_is_refused(device):
     with pytest.raises(AdmissionError, match=r"asked for: of 1\.00 GiB"):
         device.admit("a", quota=1 << 50)
     device.admit("a")
-    with pytest.raises(AdmissionError, match="open already"):
+    with pytest.raises(AdmissionError, match="already open"):
         device.admit("a")
 
 
