@@ -33,7 +33,7 @@ def test_host_account_below_all_limits_ends_no_session():
 def test_host_account_session_above_its_limit_ends_with_the_parts():
     holders = [Holder("s", "a", NONE), Holder("t", "b", use(answers=60, queue=50, definitions=1000))]
     name, why = session_to_end(holders, HostLimits(session=100), decoded=0)
-    assert name == "t" and "110 bytes of host memory (answers 60, queue 50), at most 100" in why
+    assert name == "t" and "110 bytes of the executor's host memory (answers 60, queue 50), at most 100" in why
 
 
 def test_host_account_above_the_total_limit_ends_the_largest_session_of_the_largest_tenant():
@@ -224,7 +224,7 @@ def test_session_above_the_host_limit_ends_alone_with_the_parts(make_device, wis
         body.alloc("x", 4)
         a.run(body, {"x": 10 + k})
     device.wait_closed("a")
-    with pytest.raises(ChannelError, match=r"buffers .* at most 300000 .WOOLY_EXECUTOR_SESSION_HOST"):
+    with pytest.raises(ChannelError, match=r"buffers .* at most 300000 are allowed .WOOLY_EXECUTOR_SESSION_HOST"):
         a.sync()
     assert b.read(1, 4) == bytes(4)
 

@@ -95,7 +95,7 @@ def test_unknown_buffers_in_runs_take_bounded_memory(device, wis, monkeypatch):
         a.sync()
     assert device.held()["a"] == (0, 100)
     a.run(wis.body().alloc("x", 4), {"x": 5000})
-    with pytest.raises(wis.error, match="at most 100"):
+    with pytest.raises(wis.error, match="more than the limit of 100"):
         a.sync()
 
 

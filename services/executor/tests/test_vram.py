@@ -280,7 +280,7 @@ def test_pins_above_the_tenants_limit_are_refused(device, monkeypatch):
         client.sealed()
     assert "bytes" in a.pin("add", "one") and "bytes" in a.pin("add", "two")
     assert "at most" not in b.pin("add", "one").get("error", "")
-    assert "may have 2 models and 3 tensors" in a.pin("add", "three")["error"]
+    assert "at most 2 models and 3 tensors" in a.pin("add", "three")["error"]
     assert a.pin("remove", "one")["removed"]
     a.load(2, content(5))
     a.load(3, content(6))
