@@ -358,10 +358,10 @@ def spread(values):
 
 
 def reference_pace():
-    """Return the pace of cores as an installation would configure it: the best time of the reference work, in ns."""
-    from wooly_executor.pace import Pace
+    """The pace of cores that an installation would be given: what the piece of work takes in the best moment, in ns."""
+    from wooly_executor.core_speed import CoreSpeed
 
-    pace, begun = Pace(), time.monotonic()
+    pace, begun = CoreSpeed(), time.monotonic()
     pace.begin()
     best = pace.mean_ns
     while time.monotonic() - begun < LOOKS_S:

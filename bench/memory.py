@@ -33,7 +33,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from wooly_executor.memory.pool import Pool
 from wooly_executor.memory.swap import Place
 from wooly_executor.mover import Loading, LoadJob, Mover, SaveJob, Saving
-from wooly_executor.stowage import Pages, Stowage
+from wooly_executor.swap_space import Pages, SwapSpace
 from wooly_local.stack import start_stack
 from wooly_testkit.traces import tenants
 
@@ -402,7 +402,7 @@ def bursts(capacity, percent):
             time.sleep(1.5)
             found = {s["tenant"]: s["swaps"] for s in memory(running)["sessions"]}
             log = "\n".join(path.read_text() for path in Path(running.state_dir).rglob("*executor*.log"))
-            choices = re.findall(r"room for .*: (.*) leave; (.*) could have", log)
+            choices = re.findall(r"needs memory; victims: (.*); also eligible: (.*)", log)
         finally:
             for name in env:
                 os.environ.pop(name, None)
@@ -440,7 +440,7 @@ def bench_swap(allocations):
     target = [torch.empty(size, dtype=torch.uint8) for _ in range(blocks)]
     pages = Pages(1 << 40)
     with tempfile.TemporaryDirectory() as folder:
-        stowage, mover = Stowage(1 << 40, 1 << 40, Path(folder), pages), Mover()
+        swap_space, mover = SwapSpace(1 << 40, 1 << 40, Path(folder), pages), Mover()
 
         def run(job):
             done = threading.Event()
@@ -454,8 +454,8 @@ def bench_swap(allocations):
         plain = []
         for _ in range(8):
             for place, (out, back) in found.items():
-                file = stowage.open() if place is Place.DISK else None
-                copies = [stowage.take(place, size, file) for _ in range(blocks)]
+                file = swap_space.open() if place is Place.DISK else None
+                copies = [swap_space.take(place, size, file) for _ in range(blocks)]
                 out.append(
                     run(
                         SaveJob(
@@ -469,7 +469,7 @@ def bench_swap(allocations):
                 back.append(run(job))
                 for piece, copy in zip(job.pieces, copies, strict=True):
                     pages.give(piece.target)
-                    stowage.drop(copy)
+                    swap_space.drop(copy)
             began = time.perf_counter()
             for to, at in zip(target, source, strict=True):
                 to.copy_(at)

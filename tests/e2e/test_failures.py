@@ -131,9 +131,9 @@ def test_executor_that_is_told_to_stop_says_so_and_its_sessions_end_with_that_re
     cluster.processes["a"].terminate()
     assert cluster.processes["a"].wait(60) == 0
     cluster.wait(lambda: alice.story(opened.session_id)[-1] == "failed")
-    assert "executor a ends: it was told to stop" in cluster.log("router")
+    assert "executor a ends: it received a signal to stop" in cluster.log("router")
     last = alice.ask(contracts.ROUTER_TASK_GET, TaskRequest(task_id=opened.session_id)).story[-1]
-    assert last.reason == "executor a is lost: it was told to stop"
+    assert last.reason == "executor a is lost: it received a signal to stop"
     channel.close()
 
 

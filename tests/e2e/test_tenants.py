@@ -335,7 +335,7 @@ def test_channel_of_another_is_not_opened(alice, bob, opened):
         channel, answer = enter(opened)
         assert answer.kind == Kind.WELCOME  # it is there, for who may
         again, answer = enter(opened)
-        assert answer.kind == Kind.ERROR and b"has its client already" in answer.payload
+        assert answer.kind == Kind.ERROR and b"already has a client" in answer.payload
         again.close()
         channel.close()
     finally:

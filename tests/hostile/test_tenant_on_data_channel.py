@@ -470,7 +470,7 @@ def test_model_whose_name_cannot_be_told_to_others_is_not_pinned_and_ends_nothin
     attacker.send(Kind.WRITE, WRITE_HEAD.pack(1, 0), data)
     attacker.send(Kind.SEAL, content)
     cluster.wait(lambda: not answer(Kind.STATS)["sealing"])
-    assert "no name for weights" in answer(Kind.PIN, pack_json({"do": "add", "name": name}))["error"]
+    assert "not a valid name for weights" in answer(Kind.PIN, pack_json({"do": "add", "name": name}))["error"]
     assert answer(Kind.PIN, pack_json({"do": "add", "name": "weights"})) == {"bytes": 4096}
     assert works(victim)
     assert answer(Kind.PIN, pack_json({"do": "remove", "name": "weights"})) == {"removed": True}

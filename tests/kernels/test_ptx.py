@@ -21,7 +21,7 @@ ADD = """.version 8.0
 def test_without_the_permission_a_launch_fails_and_says_who_gives_it(gpu):
     x = torch.zeros(4, device="cuda")
     wooly.ptx_kernel(ADD, "add")((1, 1, 1), (32, 1, 1), [x, 4, 0.5])
-    with pytest.raises(RemoteOperationError, match=r"permission opaque_kernels.*an administrator gives it"):
+    with pytest.raises(RemoteOperationError, match=r"permission opaque_kernels.*ask an administrator for it"):
         torch.cuda.synchronize()
     with pytest.raises(RemoteOperationError):
         x.cpu()

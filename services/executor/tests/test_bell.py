@@ -1,4 +1,4 @@
-"""The bell that wakes a task of an event loop."""
+"""Tests of the bell that wakes a task of an event loop."""
 
 import asyncio
 import threading
@@ -9,7 +9,7 @@ from wooly_executor.bell import Bell
 WAIT_S = 30
 
 
-async def test_bell_wakes_its_listener_from_another_thread():
+async def test_bell_rung_in_another_thread_wakes_the_waiting_task():
     bell = Bell()
     listening = asyncio.create_task(bell.heard(WAIT_S))
     await asyncio.sleep(0.01)
@@ -19,7 +19,7 @@ async def test_bell_wakes_its_listener_from_another_thread():
         await listening
 
 
-async def test_bell_that_rang_before_anybody_listened_is_heard_once():
+async def test_bell_rung_before_a_wait_ends_one_wait():
     bell = Bell()
     bell.ring()
     async with asyncio.timeout(WAIT_S):
@@ -28,12 +28,12 @@ async def test_bell_that_rang_before_anybody_listened_is_heard_once():
         await asyncio.wait_for(bell.heard(), 0.05)
 
 
-async def test_bell_that_nobody_rings_is_waited_for_no_longer_than_asked():
+async def test_bell_never_rung_times_out():
     async with asyncio.timeout(WAIT_S):
         await Bell().heard(0.01)
 
 
-def test_bell_may_ring_when_the_event_loop_is_over():
+def test_bell_rung_after_the_event_loop_has_ended_does_not_raise():
     bell = Bell()
 
     async def listen():
@@ -45,7 +45,7 @@ def test_bell_may_ring_when_the_event_loop_is_over():
     bell.ring()
 
 
-async def test_no_ring_is_lost_however_threads_and_listener_meet():
+async def test_bell_rung_while_a_wait_begins_is_not_lost():
     bell, rings, taken = Bell(), [], 0
 
     def ring():

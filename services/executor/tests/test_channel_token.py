@@ -1,4 +1,4 @@
-"""Tokens signed by the router: who shows another than the session's own, or shows it again, opens no channel and is told why."""
+"""Tests of tokens that the router signs: an invalid or used token opens no channel, and the client gets the reason."""
 
 import base64
 import json
@@ -20,7 +20,7 @@ class Clock:
 
 
 def token(**changes):
-    """The right one for session "a" of "acme" on "x", but for the changes."""
+    """A valid token for session "a" of tenant "acme" on executor "x", with changed claims."""
     key = changes.pop("key", ROUTER)
     right = {"session_id": "a", "tenant": "acme", "executor_id": "x", "now": OPENED}
     return channel_token(key, **right | changes)
@@ -33,7 +33,7 @@ def clock():
 
 @pytest.fixture
 def hosting(device, clock):
-    """The executor "x", which hosts the session "a" of "acme"."""
+    """The executor "x" with the session "a" of tenant "acme"."""
 
     def open_session(session_id="a"):
         entry = SignedPass(ROUTER.public, session_id, "acme", "x", clock)
@@ -45,7 +45,7 @@ def hosting(device, clock):
 
 
 def altered(text):
-    """The same token, but for a later end, under the old signature."""
+    """The same token with a later expiry under the old signature."""
     head, body, signature = text.split(".")
     claims = json.loads(base64.urlsafe_b64decode(body + "=" * (-len(body) % 4)))
     claims["exp"] += 1e6
@@ -54,7 +54,7 @@ def altered(text):
 
 
 def unsigned(text):
-    """The same claims under the header of a token without a signature."""
+    """The same claims under the header of an unsigned token."""
     head = base64.urlsafe_b64encode(b'{"typ":"wooly-channel","alg":"none"}').rstrip(b"=").decode()
     return f"{head}.{text.split('.')[1]}."
 
@@ -66,7 +66,7 @@ def refusal(device, wis, shown, session_id="a"):
     return refused.value.message
 
 
-def test_token_opens_the_channel_of_its_session(hosting, wis):
+def test_token_valid_opens_the_channel(hosting, wis):
     client = wis.client(hosting.endpoint, "a", token())
     assert client.sync() == {}
     client.close()
@@ -87,29 +87,29 @@ def test_token_opens_the_channel_of_its_session(hosting, wis):
         ("[" * 900, "not signed by this installation's router: the text is not a token"),
     ],
 )
-def test_other_token_is_refused_with_its_reason(hosting, wis, shown, why):
+def test_token_invalid_is_refused_with_the_reason(hosting, wis, shown, why):
     assert why in refusal(hosting, wis, shown)
-    rightful = wis.client(hosting.endpoint, "a", token())  # whose session is untouched
+    rightful = wis.client(hosting.endpoint, "a", token())  # the refused token has not changed the session
     assert rightful.sync() == {}
     rightful.close()
 
 
-def test_token_expires(hosting, wis, clock):
+def test_token_expired_is_refused(hosting, wis, clock):
     clock.now = OPENED + VALID_S
     assert "expired" in refusal(hosting, wis, token())
     clock.now -= 0.001
     wis.client(hosting.endpoint, "a", token()).close()
 
 
-def test_token_opens_one_channel(hosting, wis):
+def test_token_used_twice_opens_one_channel(hosting, wis):
     first = wis.client(hosting.endpoint, "a", token())
-    assert "has its client already" in refusal(hosting, wis, token())
+    assert "already has a client" in refusal(hosting, wis, token())
     assert first.sync() == {}
     first.close()
     hosting.wait_closed("a")
     assert "not open here" in refusal(hosting, wis, token())
 
 
-def test_token_of_one_session_opens_no_other_of_the_same_tenant(hosting, wis):
+def test_token_of_another_session_of_the_tenant_is_refused(hosting, wis):
     hosting.open_session("b")
     assert "for another session" in refusal(hosting, wis, token(), "b")

@@ -1,4 +1,4 @@
-"""When the executor looks for cycles of garbage, and that there are next to none."""
+"""Tests of when the executor collects garbage, and that sessions leave no reference cycles."""
 
 import gc
 import time
@@ -6,12 +6,12 @@ import weakref
 
 import pytest
 from wooly_executor import collector
-from wooly_executor.collector import AT_LAST_S, LONG_REST_S, REST_S, Collector
+from wooly_executor.collector import IDLE_S, LONG_IDLE_S, MAX_INTERVAL_S, Collector
 from wooly_wis.frames import Kind, pack_run
 
 
 class Interpreter:
-    """What the collector does to it, in order."""
+    """A fake `gc` that records calls in order."""
 
     def __init__(self):
         self.done = []
@@ -52,37 +52,37 @@ def started(interpreter, now):
     return found
 
 
-def test_collector_after_work_waits_for_a_rest_and_looks_once(started, interpreter, now):
+def test_collector_after_work_collects_once_when_idle(started, interpreter, now):
     assert started.timeout() is None
     started.worked()
-    assert started.timeout() == REST_S
-    now[0] += REST_S / 2
+    assert started.timeout() == IDLE_S
+    now[0] += IDLE_S / 2
     started.rest(alone=False)
-    assert interpreter.taken() == [] and started.timeout() == REST_S / 2
-    now[0] += REST_S / 2
+    assert interpreter.taken() == [] and started.timeout() == IDLE_S / 2
+    now[0] += IDLE_S / 2
     started.rest(alone=True)
-    assert interpreter.taken() == ["collect", "freeze"] and started.timeout() == LONG_REST_S - REST_S
-    now[0] += LONG_REST_S
+    assert interpreter.taken() == ["collect", "freeze"] and started.timeout() == LONG_IDLE_S - IDLE_S
+    now[0] += LONG_IDLE_S
     started.rest(alone=False)
     assert interpreter.taken() == [] and started.timeout() is None
 
 
-def test_collector_with_nobody_there_for_long_looks_at_everything(started, interpreter, now):
+def test_collector_long_idle_without_sessions_collects_everything(started, interpreter, now):
     started.worked()
-    now[0] += REST_S
+    now[0] += IDLE_S
     started.rest(alone=True)
     interpreter.taken()
-    now[0] += LONG_REST_S
+    now[0] += LONG_IDLE_S
     started.rest(alone=True)
     assert interpreter.taken() == ["unfreeze", "collect", "freeze"] and started.timeout() is None
-    now[0] += LONG_REST_S
+    now[0] += LONG_IDLE_S
     started.rest(alone=True)
     assert interpreter.taken() == []
 
 
-def test_collector_of_a_device_that_never_rests_looks_at_last(started, interpreter, now):
+def test_collector_never_idle_collects_after_a_maximum_time(started, interpreter, now):
     begun = now[0]
-    while now[0] < begun + AT_LAST_S - 1:
+    while now[0] < begun + MAX_INTERVAL_S - 1:
         now[0] += 0.5
         started.worked()
     assert interpreter.taken() == []
@@ -96,8 +96,8 @@ def test_collector_of_a_device_that_never_rests_looks_at_last(started, interpret
 @pytest.mark.parametrize(
     "how", ["executor", "client", "vanished", "spoilt", "refused", "failed", "decoding", "running"]
 )
-def test_session_that_ended_leaves_no_cycle(device, wis, how):
-    """A collection while sessions are open does not see what it saw before: what ends must go without one."""
+def test_session_closed_leaves_no_reference_cycle(device, wis, how):
+    """Collections freeze the objects of open sessions, so a session's objects must be freed by reference counts."""
     client = device.open("a")
     client.make(1, 1.0, 2.0)
     assert client.floats(1, 2) == [1, 2]
@@ -130,7 +130,7 @@ def test_session_that_ended_leaves_no_cycle(device, wis, how):
             client.channel.abort()
         device.wait_closed("a")
         until = time.monotonic() + 10
-        while any(r() is not None for r in left) and time.monotonic() < until:  # the frames of the calls before go
+        while any(r() is not None for r in left) and time.monotonic() < until:  # earlier calls release their frames
             device.call(lambda: None)
             time.sleep(0.01)
         assert [r() for r in left] == [None] * len(left)

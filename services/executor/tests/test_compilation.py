@@ -1,4 +1,4 @@
-"""Plans on their way: what sessions make others get for them ends with its use."""
+"""Tests of requests for plans: a request ends when no session needs the plan any more."""
 
 import asyncio
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from wooly_wis.dtypes import DType
 
 @pytest.fixture
 async def source(tmp_path, monkeypatch):
-    """A source of plans that never come."""
+    """A plan source whose compilers never answer."""
     loop = SimpleNamespace(
         tiers=Tiers(),
         launcher=SimpleNamespace(busy_ns=0),
@@ -25,7 +25,7 @@ async def source(tmp_path, monkeypatch):
     async def never(entry):
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(found, "_got", never)
+    monkeypatch.setattr(found, "_get_plan", never)
     running = asyncio.create_task(found.run())
     yield found
     assert not running.done()
@@ -39,7 +39,7 @@ async def until(true):
 
 
 def wanted(tiers, wis, *counts):
-    """Programs that were run often."""
+    """Define programs and run them until plans are requested."""
     store = ProgramStore(TorchCpuRuntime())
     found = []
     for count in counts:
@@ -50,7 +50,7 @@ def wanted(tiers, wis, *counts):
     return found
 
 
-async def test_plan_of_a_program_that_nobody_has_any_more_is_given_up(source, wis):
+async def test_plan_source_program_without_sessions_cancels_its_request(source, wis):
     tiers = source._tiers
     first, second = wanted(tiers, wis, 1, 2)
     await until(lambda: len(source._getting) == 2)
@@ -58,14 +58,14 @@ async def test_plan_of_a_program_that_nobody_has_any_more_is_given_up(source, wi
     await until(lambda: [entry.digest for entry in source._getting] == [second.digest])
 
 
-async def test_plan_that_is_given_up_before_anybody_looked_is_not_asked_for(source, wis):
+async def test_plan_source_request_cancelled_before_it_starts_asks_no_compiler(source, wis):
     tiers = source._tiers
     first, second = wanted(tiers, wis, 1, 2)
     tiers.forget(first.digest)
     await until(lambda: [entry.digest for entry in source._getting] == [second.digest])
 
 
-async def test_plans_on_their_way_are_no_more_than_those_that_are_known(source, wis, monkeypatch):
+async def test_plan_source_requests_in_flight_never_exceed_the_remembered_ones(source, wis, monkeypatch):
     monkeypatch.setattr(tiers_module, "KEPT", 2)
     programs = wanted(source._tiers, wis, 1, 2, 3, 4)
     await until(lambda: {entry.digest for entry in source._getting} == {p.digest for p in programs[2:]})

@@ -1,4 +1,4 @@
-"""The control side of a real executor process: sessions given, prolonged, refused, taken back, lapsed."""
+"""Tests of the control plane of a real executor process: sessions are opened, renewed, refused, closed, and expire."""
 
 import os
 import time
@@ -21,7 +21,7 @@ LIMIT = 1 << 20
 
 @pytest.fixture(scope="module")
 def executor(nats_server, tmp_path_factory):
-    """Asks the executor "x": `executor(verb, **fields)`."""
+    """`executor(verb, **fields)` sends a request to the executor "x"."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("WOOLY_EXECUTOR_")} | {
         "WOOLY_EXECUTOR_NATS_URL": nats_server,
         "WOOLY_EXECUTOR_ID": "x",
@@ -59,7 +59,7 @@ def executor(nats_server, tmp_path_factory):
         control.close()
 
 
-def test_session_is_served_renewed_and_taken_back(executor, wis):
+def test_executor_session_is_opened_renewed_and_closed(executor, wis):
     reply = executor("open", session_id="a", token="secret", quota=1000)
     assert executor("open", session_id="a", token="secret", quota=1000) == reply
     client = wis.client(Endpoint.parse(reply.endpoints[0]), "a", "secret")
@@ -80,7 +80,7 @@ def test_session_is_served_renewed_and_taken_back(executor, wis):
         ("renew", {"session_id": "nobody", "token": "t"}, "executor.no_session"),
     ],
 )
-def test_refusal_carries_its_code_and_leaves_the_holder_alone(executor, verb, fields, code):
+def test_executor_wrong_token_is_refused_and_the_session_goes_on(executor, verb, fields, code):
     executor("open", session_id="mine", token="secret")
     with pytest.raises(RefusedError) as caught:
         executor(verb, **fields)
@@ -88,7 +88,7 @@ def test_refusal_carries_its_code_and_leaves_the_holder_alone(executor, verb, fi
     assert executor("renew", session_id="mine", token="secret").lease_s == 60
 
 
-def test_lapsed_lease_ends_the_session(executor, wis):
+def test_executor_lease_expired_closes_the_session(executor, wis):
     reply = executor("open", session_id="brief", token="secret", lease_s=0.01)
     with pytest.raises(ChannelClosedError):
         client = wis.client(Endpoint.parse(reply.endpoints[0]), "brief", "secret")

@@ -1,4 +1,4 @@
-"""Decoders: turns, waiting for the device, ends; and the device loop beside them."""
+"""Tests of the decoders: turns of tenants, pauses while the device works, cancellation, and use by the device loop."""
 
 import threading
 import time
@@ -25,7 +25,7 @@ def make_decoders():
 
     def make(**limits):
         made.append(Decoders(**limits))
-        made[-1].gate.resting = True
+        made[-1].activity.resting = True
         return made[-1]
 
     yield make
@@ -53,18 +53,18 @@ def spin(until):
     return "done"
 
 
-def test_decoding_ends_its_result_and_its_core_time_are_told(make_decoders):
+def test_decoding_finished_reports_result_and_core_time(make_decoders):
     decoders = make_decoders()
 
     def work():
-        begun = time.thread_time()  # of the decoder's own thread
+        begun = time.thread_time()  # CPU time of the decoder's thread
         return spin(lambda: time.thread_time() - begun > 0.01)
 
     result, core_ns = submit(decoders, work)[0].result(WAIT_S)
     assert result == "done" and core_ns >= 5_000_000
 
 
-def test_what_a_decoding_raises_is_told(make_decoders):
+def test_decoding_failed_reports_the_error(make_decoders):
     def work():
         raise MemoryError("none left")
 
@@ -73,13 +73,13 @@ def test_what_a_decoding_raises_is_told(make_decoders):
         found.result(WAIT_S)
 
 
-def test_decoding_that_takes_too_long_is_refused(make_decoders):
+def test_decoding_over_the_time_limit_is_refused(make_decoders):
     found, _ = submit(make_decoders(limit_s=0.05), lambda: spin(lambda: False))
     with pytest.raises(DecodingTooLongError, match=r"more than 0\.05 s of a core"):
         found.result(WAIT_S)
 
 
-def test_cancelled_decoding_ends(make_decoders):
+def test_decoding_cancelled_ends(make_decoders):
     begun = threading.Event()
     found, decoding = submit(make_decoders(), lambda: spin(lambda: begun.set()))
     assert begun.wait(WAIT_S)
@@ -88,14 +88,14 @@ def test_cancelled_decoding_ends(make_decoders):
         found.result(WAIT_S)
 
 
-def test_tenants_take_turns_beside_one_with_much_to_decode(make_decoders):
+def test_decoders_tenants_take_turns_while_one_has_a_long_queue(make_decoders):
     decoders, order = make_decoders(), []
     blocked = threading.Event()
     first, _ = submit(decoders, lambda: spin(blocked.is_set), "bob")
     later = [submit(decoders, lambda k=k: order.append(("bob", k)), "bob")[0] for k in range(5)]
     others = [submit(decoders, lambda t=t: order.append((t, 0)), t)[0] for t in ("alice", "carol")]
     for found in others:
-        found.result(WAIT_S)  # bob's first is still being decoded
+        found.result(WAIT_S)  # bob's first decoding is still in progress
     assert not first.done() and {t for t, _ in order} == {"alice", "carol"}
     blocked.set()
     for found in later:
@@ -103,7 +103,7 @@ def test_tenants_take_turns_beside_one_with_much_to_decode(make_decoders):
     assert [k for t, k in order if t == "bob"] == [0, 1, 2, 3, 4]
 
 
-def test_two_large_decodings_leave_a_way_for_small_ones(make_decoders):
+def test_decoders_two_large_decodings_do_not_block_small_ones(make_decoders):
     decoders = make_decoders()
     stop = threading.Event()
     large = [submit(decoders, lambda: spin(stop.is_set), f"t{k}", nbytes=1 << 20)[0] for k in range(6)]
@@ -113,14 +113,14 @@ def test_two_large_decodings_leave_a_way_for_small_ones(make_decoders):
 
 
 @pytest.mark.parametrize(("priority", "slices"), [(2, 1), (4, HIGHER_WAIT)])
-def test_decoder_waits_after_each_slice_while_the_device_works(make_decoders, monkeypatch, priority, slices):
+def test_decoder_while_the_device_works_pauses_after_each_slice(make_decoders, monkeypatch, priority, slices):
     decoders = make_decoders()
-    decoders.gate.resting, decoders.gate.priority = False, 2
+    decoders.activity.resting, decoders.activity.priority = False, 2
     decoding = Decoding("a", priority, 1, lambda: None, lambda *_: None)
     begun = time.perf_counter_ns()
     assert decoders.slice_over(decoding, time.thread_time_ns(), SLICE_NS)
     assert time.perf_counter_ns() - begun >= slices * SLICE_NS
-    decoders.gate.resting = True
+    decoders.activity.resting = True
     assert not decoders.slice_over(decoding, time.thread_time_ns(), SLICE_NS)
 
 
@@ -128,7 +128,7 @@ def test_decoder_waits_after_each_slice_while_the_device_works(make_decoders, mo
 
 
 def large(wis, first=0, forms=300):
-    """A definition that is not taken in by the device's thread."""
+    """A definition that is too large for the device's thread to decode itself."""
     found = [Form("alloc", (Operand(Role.OUT, wis.at(DType.U8, 1 << 20)),))]
     body = [Instruction(0, (0,)), Instruction(0, (1,))]
     for k in range(forms):
@@ -140,7 +140,7 @@ def large(wis, first=0, forms=300):
 
 
 class Held:
-    """Decoders that hold back what they are given until `go`."""
+    """Decoders that keep submitted decodings until `go`."""
 
     def __init__(self, device, monkeypatch):
         self.waiting, self._submit = [], device.loop.decoders.submit
@@ -152,7 +152,7 @@ class Held:
         self.waiting.clear()
 
 
-def test_others_run_while_a_definition_is_taken_in(device, wis, monkeypatch):
+def test_loop_other_sessions_run_during_a_decoding(device, wis, monkeypatch):
     a, b = device.open("a"), device.open("b")
     b.make(1, 1.0, 2.0)
     assert b.floats(1, 2) == [1.0, 2.0]
@@ -162,19 +162,19 @@ def test_others_run_while_a_definition_is_taken_in(device, wis, monkeypatch):
     while not held.waiting:
         time.sleep(0.001)
     for _ in range(20):
-        assert b.floats(1, 2) == [1.0, 2.0]  # a's definition is not decoded, and its run waits
+        assert b.floats(1, 2) == [1.0, 2.0]  # a's definition is not decoded, so a's run waits
     held.go()
     assert a.answer()["outputs"] == []
     assert a.floats(1, 1) == [0.0]
 
 
-def test_definition_is_decoded_beside_the_runs_before_it(device, wis, monkeypatch):
+def test_loop_definition_is_decoded_during_earlier_runs(device, wis, monkeypatch):
     a, _ = device.open("a"), device.open("b")
     a.make(1, 3.0)
     assert a.floats(1, 1) == [3.0]
     device.steer("a", suspended=True)
     held = Held(device, monkeypatch)
-    a.run(wis.body(), {})  # it waits, as the session is suspended
+    a.run(wis.body(), {})  # the run waits, because the session is suspended
     raw = large(wis)
     a.define(raw)
     a.channel.send(Kind.SYNC)
@@ -187,7 +187,7 @@ def test_definition_is_decoded_beside_the_runs_before_it(device, wis, monkeypatc
     assert a.answer() == {}
 
 
-def test_session_that_ends_while_its_definition_is_decoded_leaves_nothing(device, wis, monkeypatch):
+def test_loop_session_closed_during_its_decoding_leaves_nothing(device, wis, monkeypatch):
     a, b = device.open("a"), device.open("b")
     held = Held(device, monkeypatch)
     a.define(large(wis))
@@ -200,7 +200,7 @@ def test_session_that_ends_while_its_definition_is_decoded_leaves_nothing(device
     assert b.sync() == {} and device.loop.store.held == 0
 
 
-def test_held_session_has_nothing_decoded_until_it_is_let_go(device, wis):
+def test_loop_held_session_decodes_nothing_until_the_hold_ends(device, wis):
     a, _ = device.open("a"), device.open("b")
     device.call(lambda: device.loop.sessions.suspend("a", None, "over its budget"))
     raw = large(wis)
@@ -214,11 +214,11 @@ def test_held_session_has_nothing_decoded_until_it_is_let_go(device, wis):
     assert device.call(lambda: device.loop.sessions["a"].programs.get(digest(raw)) is not None)
 
 
-def test_known_program_and_the_small_ones_of_a_lone_session_are_taken_in_at_once(device, wis, monkeypatch):
+def test_loop_known_or_small_definition_is_decoded_at_once(device, wis, monkeypatch):
     a = device.open("a")
     held = Held(device, monkeypatch)
     a.make(1, 1.0)
-    assert a.sync() == {}  # alone, and small
+    assert a.sync() == {}  # the only session, and a small definition
     held.go()
     raw = large(wis)
     a.define(raw)
@@ -231,7 +231,7 @@ def test_known_program_and_the_small_ones_of_a_lone_session_are_taken_in_at_once
     assert b.sync() == {} and not held.waiting
 
 
-def test_decoding_is_billed_to_its_session(device, wis):
+def test_loop_decoding_is_billed_to_its_session(device, wis):
     a, _ = device.open("a"), device.open("b")
     device.call(device.loop.take_usage)
     a.define(large(wis))
@@ -241,7 +241,7 @@ def test_decoding_is_billed_to_its_session(device, wis):
     assert taken.core_ns > 1_000_000 and taken.gpu_ns == 0
 
 
-def test_failed_definitions_say_why_and_where(device, wis):
+def test_loop_invalid_definition_reports_cause_and_instruction(device, wis):
     a, _ = device.open("a"), device.open("b")
     v = wis.at(DType.F32, 2)
     bad = wis.body().alloc("x", 8).alloc("y", 8).call("aten.neg.default", ("in", "x", v), ("out", "y", v), conj=(1,))
@@ -252,7 +252,7 @@ def test_failed_definitions_say_why_and_where(device, wis):
         assert (caught.value.code, caught.value.instruction) == (code, instruction)
 
 
-def test_many_small_frames_leave_others_their_turn(device, wis, monkeypatch):
+def test_loop_many_small_frames_leave_other_sessions_their_turn(device, wis, monkeypatch):
     monkeypatch.setattr(core, "TURN", 4)
     a, b = device.open("a"), device.open("b")
     a.make(1, 5.0)
@@ -264,8 +264,8 @@ def test_many_small_frames_leave_others_their_turn(device, wis, monkeypatch):
     assert a.floats(1, 1) == [5.0]
 
 
-def test_runs_that_name_many_buffers_count_with_the_time_that_these_take(device, wis, monkeypatch):
-    """Looking up thousands of buffers is device time like any other: else a tenant has the thread for nothing."""
+def test_loop_run_with_many_buffers_is_billed_for_the_lookups(device, wis, monkeypatch):
+    """Looking up thousands of buffers takes time of the device's thread, so it must be billed."""
     runs = device.loop.runs
 
     def slow(method):
@@ -288,7 +288,7 @@ def test_runs_that_name_many_buffers_count_with_the_time_that_these_take(device,
     a.sync()
     (taken,) = device.call(device.loop.take_usage)
     assert taken.gpu_ns > 90_000_000
-    a.start(b"?" * 32, range(count))  # one that fails has taken the time, too
+    a.start(b"?" * 32, range(count))  # a run that fails has also used the time
     with pytest.raises(wis.error):
         a.sync()
     (taken,) = device.call(device.loop.take_usage)

@@ -1,4 +1,4 @@
-"""The device loop as the dispatch core's hands: whose turn it is, where programs are cut, and that the journal tells it all."""
+"""Tests of the device loop with the dispatch core: order of sessions, interruption of programs, completeness of the journal."""
 
 import threading
 import time
@@ -21,7 +21,7 @@ STEP_NS = 100_000
 
 
 class PacedExecution:
-    """Says of every instruction that it took `step_ns`, and waits before it until the test lets the device go."""
+    """Reports `step_ns` for each instruction, and waits before it until the test releases the device."""
 
     def __init__(self, runtime, inner, prepared, label):
         self.runtime, self.inner, self.label = runtime, inner, label
@@ -42,7 +42,7 @@ class PacedExecution:
 
 
 class PacedRuntime(TorchCpuRuntime):
-    """The CPU runtime with a clock of its own, and a gate before the device. `ran`: (first buffer, ns) per piece."""
+    """The CPU runtime with a fake clock and a gate before the device. `ran`: (first buffer, ns) per piece."""
 
     def __init__(self, step_ns=STEP_NS):
         super().__init__()
@@ -63,7 +63,7 @@ class PacedRuntime(TorchCpuRuntime):
         self.going.clear()
 
     def release(self):
-        time.sleep(0.005)  # longer than the loop goes without a look at its channels
+        time.sleep(0.005)  # longer than the loop's interval between two polls
         self.going.set()
 
 
@@ -92,27 +92,27 @@ def adds(wis):
 
 
 def opened(device, adds, *, length=1, **sessions):
-    """Clients by name, whose buffer 100, 101, … holds ones, and the name of their program of `length` additions."""
+    """Clients by name with a program of `length` additions; their buffers 100, 101, … hold ones."""
     found = {}
     for label, (name, priority) in enumerate(sessions.items(), 100):
         policy = {"priority": priority} if isinstance(priority, int) else priority
         client = device.open(name, **policy)
         client.make(label, 1, 1, 1, 1)
         client.label, client.program = label, client.define(adds(length))
-        client.start(client.program, [label])  # measured once, so that pieces may have more than a kernel
+        client.start(client.program, [label])  # one measured run, so that pieces may have several kernels
         client.sync()
         found[name] = client
     return found.values()
 
 
 def occupy(runtime, client):
-    """Have the device busy with a program of this client's."""
+    """Make the device busy with a program of this client."""
     runtime.hold()
     client.start(client.program, [client.label])
     assert runtime.arrived.wait(WAIT_S)
 
 
-def test_frames_that_wait_run_by_class_and_in_their_sessions_order(paced, runtime, adds):
+def test_dispatch_waiting_frames_run_by_class_then_in_order(paced, runtime, adds):
     clients = opened(paced, adds, p4=4, p2=2, p0=0, p1=1)
     p4, p2, p0, p1 = clients
     occupy(runtime, p4)
@@ -127,7 +127,7 @@ def test_frames_that_wait_run_by_class_and_in_their_sessions_order(paced, runtim
     assert labels == [p4.label, *[p0.label] * 2, *[p1.label] * 2, *[p2.label] * 2, *[p4.label] * 2]
 
 
-def test_long_program_of_a_lower_class_is_interrupted(paced, runtime, adds):
+def test_dispatch_long_program_is_interrupted_by_a_higher_class(paced, runtime, adds):
     low, high = opened(paced, adds, low=4, high=0)
     low.program = low.define(adds(20))
     occupy(runtime, low)
@@ -136,11 +136,13 @@ def test_long_program_of_a_lower_class_is_interrupted(paced, runtime, adds):
     low.sync(), high.sync()
     labels = [label for label, _ in runtime.ran]
     assert labels[:2] == [low.label, high.label] and set(labels[2:]) == {low.label}
-    assert max(ns for label, ns in runtime.ran) <= 250_000  # half a window beside P0 of unknown service time
+    assert (
+        max(ns for label, ns in runtime.ran) <= 250_000
+    )  # half of the window next to a P0 session with unknown service time
     assert low.floats(low.label, 4) == [2.0**21] * 4
 
 
-def test_program_that_runs_often_is_still_interrupted(make_device, adds):
+def test_dispatch_frequent_program_is_still_interrupted(make_device, adds):
     paced = make_device(runtime=(runtime := PacedRuntime(40_000)))
     low, high = opened(paced, adds, low=4, high=0)
     low.program = low.define(adds(20))
@@ -158,7 +160,7 @@ def test_program_that_runs_often_is_still_interrupted(make_device, adds):
     assert [label for label, _ in runtime.ran][:2] == [low.label, high.label]
 
 
-def test_equal_sessions_share_by_measured_time(paced, runtime, adds):
+def test_dispatch_equal_sessions_share_by_measured_time(paced, runtime, adds):
     long, short, _ = opened(paced, adds, long=3, short=3, p1=1)
     long.program = long.define(adds(10))
     occupy(runtime, long)
@@ -176,7 +178,7 @@ def test_equal_sessions_share_by_measured_time(paced, runtime, adds):
         assert abs(got[long.label] - got[short.label]) <= 4 * 250_000
 
 
-def test_weights_divide_the_device(paced, runtime, adds):
+def test_dispatch_weighted_sessions_share_by_weight(paced, runtime, adds):
     heavy, light = opened(paced, adds, heavy={"priority": 3, "weight": 3}, light={"priority": 3, "weight": 1})
     occupy(runtime, light)
     for client in (heavy, light):
@@ -188,7 +190,7 @@ def test_weights_divide_the_device(paced, runtime, adds):
     assert abs(first.count(heavy.label) - 90) <= 2
 
 
-def test_failure_in_a_later_piece_names_its_instruction_and_loses_what_follows(paced, runtime, wis, adds):
+def test_dispatch_failure_in_a_later_piece_names_the_instruction_and_poisons_its_results(paced, runtime, wis, adds):
     low, high = opened(paced, adds, low=4, high=0)
     v = wis.at(DType.F32, 4)
     body = adds(5)
@@ -215,7 +217,7 @@ def test_failure_in_a_later_piece_names_its_instruction_and_loses_what_follows(p
 
 
 @pytest.mark.parametrize("end", ["disconnect", "control"])
-def test_session_that_ends_inside_a_program_leaves_nothing(paced, runtime, adds, end):
+def test_dispatch_session_closed_during_a_program_leaves_nothing(paced, runtime, adds, end):
     going, other = opened(paced, adds, going=4, other=2)
     going.program = going.define(adds(20))
     occupy(runtime, going)
@@ -234,7 +236,7 @@ def test_session_that_ends_inside_a_program_leaves_nothing(paced, runtime, adds,
     assert sum(ns for label, ns in runtime.ran if label == going.label) < 20 * STEP_NS
 
 
-def test_suspended_session_waits_and_loses_nothing(paced, runtime, adds):
+def test_dispatch_suspended_session_keeps_its_frames(paced, runtime, adds):
     a, b = opened(paced, adds, a=2, b=2)
     paced.steer("a", suspended=True)
     a.start(a.program, [a.label])
@@ -245,36 +247,36 @@ def test_suspended_session_waits_and_loses_nothing(paced, runtime, adds):
     assert a.sync() == {} and a.floats(a.label, 4) == [4.0] * 4
 
 
-def test_exclusive_session_shuts_the_others_out(paced, runtime, adds):
+def test_dispatch_exclusive_session_runs_alone(paced, runtime, adds):
     a, b = opened(paced, adds, a=4, b=0)
     paced.steer("a", exclusive=True)
     runtime.ran.clear()
     b.start(b.program, [b.label])
     a.start(a.program, [a.label])
     a.sync()
-    with pytest.raises(SteeringError, match="a has the device to itself"):
+    with pytest.raises(SteeringError, match="session a has exclusive use of the device"):
         paced.steer("b", exclusive=True)
     paced.steer("a")
     b.sync()
     assert [label for label, _ in runtime.ran] == [a.label, b.label]
 
 
-def test_session_that_is_not_there_cannot_be_steered(paced):
+def test_dispatch_unknown_session_cannot_be_steered(paced):
     with pytest.raises(UnknownSessionError):
         paced.steer("nobody", suspended=True)
 
 
-def test_question_after_work_of_a_suspended_session_is_answered_in_its_order(paced, adds):
+def test_dispatch_suspended_session_answers_a_sync_after_its_runs(paced, adds):
     (a,) = opened(paced, adds, a=2)
     paced.steer("a", suspended=True)
-    assert a.sync() == {}  # nothing waits before it
+    assert a.sync() == {}  # no frame waits before the sync
     a.start(a.program, [a.label])
     a.ask(a.label, 16)
     paced.steer("a")
     assert a.take(16) == b"\0\0\x80\x40" * 4
 
 
-def test_time_of_a_launch_is_what_the_runtime_measured(paced, runtime, adds):
+def test_dispatch_launch_time_is_the_runtimes_measurement(paced, runtime, adds):
     (a,) = opened(paced, adds, a=2)
     a.program = a.define(adds(7))
     a.start(a.program, [a.label])
@@ -287,7 +289,7 @@ def test_time_of_a_launch_is_what_the_runtime_measured(paced, runtime, adds):
     assert pieces[0].first == 0 and pieces[-1].last == 7
 
 
-def test_new_journal_begins_with_who_is_open_and_what_is_queued(paced, runtime, adds, wis):
+def test_dispatch_new_journal_begins_with_open_sessions_and_queued_frames(paced, runtime, adds, wis):
     low, high, idle = opened(paced, adds, low=4, high=1, idle=3)
     low.program = low.define(adds(20))
     paced.steer("idle", suspended=True)
@@ -307,11 +309,11 @@ def test_new_journal_begins_with_who_is_open_and_what_is_queued(paced, runtime, 
     launches = [d for _, decisions in paced.entries for d in decisions if isinstance(d, LaunchDecision)]
     ends = {e.launch: e.last for e, _ in paced.entries if isinstance(e, LaunchDoneEvent) and e.last >= 0}
     done = sum(ends.get(d.launch, d.last) - d.first for d in launches if d.session == "low")
-    assert done in (38, 39)  # but for the piece before
-    # `paced` replays the second journal at its end
+    assert done in (38, 39)  # all kernels except those of the earlier piece
+    # the fixture `paced` replays the second journal at its end
 
 
-def test_fifo_runs_frames_as_they_came(make_device, runtime, adds, monkeypatch):
+def test_dispatch_fifo_runs_frames_in_order_of_arrival(make_device, runtime, adds, monkeypatch):
     device = make_device(runtime=runtime, dispatch=Dispatch(fifo=True))
     p4, p0 = opened(device, adds, p4=4, p0=0)
     occupy(runtime, p4)
@@ -322,7 +324,7 @@ def test_fifo_runs_frames_as_they_came(make_device, runtime, adds, monkeypatch):
     p4.sync()
     p0.sync()
     assert [label for label, _ in runtime.ran] == [*[p4.label] * 4, p0.label]
-    with pytest.raises(SteeringError, match="order of their arrival"):
+    with pytest.raises(SteeringError, match="in order of arrival"):
         device.steer("p0", suspended=True)
 
 
@@ -333,7 +335,7 @@ def estimate(adds, *form_ns, n=10):
     return Estimate(adds(n).program, form_ns)
 
 
-def test_estimate_merges_edges_that_are_close_and_lets_a_long_instruction_stand_alone(adds):
+def test_estimate_close_edges_are_merged_and_a_long_instruction_stays_alone(adds):
     assert estimate(adds, 20_000).cut == ((2, 4, 6, 8, 10), (40_000,) * 5)
     assert estimate(adds, 70_000, n=3).cut == ((1, 2, 3), (70_000,) * 3)
     assert estimate(adds, 0).cut == ((10,), (1000,))
@@ -350,12 +352,12 @@ def test_estimate_is_the_same_object_until_measurements_differ(adds):
     assert found.cut.edges is cut.edges and found.cut.kernels == (90_000,)
 
 
-def test_estimate_that_was_wrong_gets_other_edges_until_it_settles(adds):
+def test_estimate_wrong_at_first_moves_its_edges_until_it_settles(adds):
     found = estimate(adds, 1_000)
     cut = found.cut
     assert cut.edges == (10,)
     assert found.observe(cut, 0, [1_000_000]) and found.cut.edges == tuple(range(1, 11))
-    assert not found.observe(cut, 0, [5])  # a run that was submitted before says nothing about these
+    assert not found.observe(cut, 0, [5])  # a run submitted with the old edges is ignored
     for _ in range(estimates.SETTLED - 1):
         cut = found.cut
         found.observe(cut, 0, [100_000] * len(cut.edges))
@@ -370,7 +372,7 @@ def test_estimate_that_was_wrong_gets_other_edges_until_it_settles(adds):
     ends=st.tuples(st.integers(0, 39), st.integers(1, 40)),
     longest=st.integers(1, 4_000_000),
 )
-def test_turns_are_no_longer_than_asked_for_or_one_kernel(kernels, ends, longest):
+def test_turns_last_at_most_the_limit_or_one_kernel(kernels, ends, longest):
     last = min(ends[1], len(kernels))
     first = min(ends[0], last - 1)
     found = turns(tuple(kernels), first, last, longest)
@@ -380,7 +382,7 @@ def test_turns_are_no_longer_than_asked_for_or_one_kernel(kernels, ends, longest
         assert end - begin == 1 or sum(kernels[begin:end]) <= longest
 
 
-def test_turns_stay_where_they_are_while_estimates_move_a_little():
+def test_turns_small_changes_of_estimates_move_no_turn():
     assert turns((100,) * 22, 0, 22, 2_300) == (22,)
     assert turns((100,) * 22, 0, 22, 2_000) == turns((90, 110) * 11, 0, 22, 1_900) == (11, 22)
     assert turns((100,) * 22, 11, 22, 2_000) == (22,)

@@ -1,4 +1,4 @@
-"""The device's thread ends of something that nobody expected: clients are told, all is let go, and no call waits for ever."""
+"""Tests of an unexpected error in the device's thread: clients get the reason, memory is freed, and no call blocks for ever."""
 
 import threading
 
@@ -10,13 +10,13 @@ from wooly_wis.frames import Kind
 
 
 def wait_for_a_run(wis, client):
-    """A client submits work, and asks for an answer that comes after it."""
+    """Submit work, and wait for an answer that comes after the work."""
     client.run(wis.body().alloc("x", 8).fill("x", wis.at(DType.F32, 2), 0.0), {"x": 1})
     client.channel.send(Kind.SYNC)
 
 
 def broken(device, error, meanwhile):
-    """Have the device's thread raise before it begins what clients submit `meanwhile`. Returns what was told of it, in order."""
+    """Make the device's thread raise before the frames that clients submit `meanwhile`. Returns the reports in order."""
     device.may_end = True
 
     def fail():
@@ -31,7 +31,7 @@ def broken(device, error, meanwhile):
 
 
 @pytest.mark.parametrize("error", [KeyError("left"), SystemExit(0)], ids=["exception", "exit"])
-def test_whatever_ends_the_thread_is_told_to_clients_and_to_callers(device, wis, error):
+def test_loop_failed_tells_clients_and_callers(device, wis, error):
     a, b = device.open("a"), device.open("b")
     told = broken(device, error, lambda: wait_for_a_run(wis, a))
     with pytest.raises(wis.error, match=f"the executor failed: {type(error).__name__}") as caught:
@@ -47,16 +47,16 @@ def test_whatever_ends_the_thread_is_told_to_clients_and_to_callers(device, wis,
         device.loop.call(device.loop.sessions.all).result(5)
 
 
-def test_second_failure_while_clients_are_told_does_not_keep_the_others_from_being_told(device, wis):
+def test_loop_failing_twice_still_tells_the_other_clients(device, wis):
     a, b = device.open("a"), device.open("b")
-    tell = device.loop._tell_lost
+    tell = device.loop._report_loss
 
     def fail_for_a(session, code):
         if session.id == "a":
             raise MemoryError
         tell(session, code)
 
-    device.loop._tell_lost = fail_for_a
+    device.loop._report_loss = fail_for_a
     told = broken(device, KeyError("left"), lambda: [wait_for_a_run(wis, client) for client in (a, b)])
     with pytest.raises(wis.error, match="the executor failed"):
         b.answer()
@@ -66,7 +66,7 @@ def test_second_failure_while_clients_are_told_does_not_keep_the_others_from_bei
     assert told[-1] == f"ended: {device.loop.lost}" and set(device.closed) == {"a", "b"}
 
 
-def test_call_after_an_orderly_end_is_refused_at_once(device):
+def test_loop_stopped_refuses_calls_at_once(device):
     device.may_end = True
     device.loop.stop()
     device.thread.join(30)

@@ -1,4 +1,4 @@
-"""The life of a session as a fold: exact steps, any events in any order under all laws, and mutants that the laws catch."""
+"""Tests of a session's life as a fold: exact steps, random events under all laws, and mutants that the laws must detect."""
 
 import sys
 
@@ -29,19 +29,19 @@ CLIENTS = (
 
 
 class Environment:
-    """What surrounds a session: it carries instructions out, with outcomes that it is told to choose."""
+    """A fake executor: carries out instructions with outcomes that the test chooses."""
 
     def __init__(self, *, planned=False):
         self.flow, self.laws, self.seq = Flow(entries=[]), Laws(), 1
         self.processed, self.refused, self.runs, self.ended = [], [], [], ""
-        self.later = set()  # instructions that have to wait
-        self.asked = set()  # what will come
+        self.later = set()  # instructions whose outcome is `_AWAITED`
+        self.asked = set()  # requests whose event will follow
         self.lend = self.unread = False
         self.did = []
         self.send(ClientCame(planned))
 
     def send(self, event):
-        """An event from outside, and all that follows from it."""
+        """Send an event, and carry out all instructions that follow."""
         self.did = []
         self.saw(event, step(self.flow, event))
         found = self.found
@@ -134,7 +134,7 @@ def did(environment):
     return [found.name for found in environment.did]
 
 
-def test_run_whose_memory_is_here_is_submitted_in_one_step():
+def test_flow_run_with_resident_memory_is_submitted_in_one_step():
     e = Environment()
     e.arrive(Kind.RUN)
     assert did(e) == ["SUBMIT"] and len(e.runs) == 1
@@ -143,7 +143,7 @@ def test_run_whose_memory_is_here_is_submitted_in_one_step():
     assert did(e) == ["PROCESS"] and e.processed == [2] and e.flow.quiet
 
 
-def test_steps_of_a_run_allocate_nothing():
+def test_flow_steps_of_a_run_allocate_nothing():
     flow, frame = Flow(), Frame(2, RUN, b"", 100)
     step(flow, ClientCame())
 
@@ -164,7 +164,7 @@ def test_steps_of_a_run_allocate_nothing():
     assert min(allocated_by(1000) for _ in range(5)) <= 2  # the numbers of this function
 
 
-def test_frame_behind_a_run_waits_for_its_end_and_so_does_the_run_behind_it():
+def test_flow_frame_behind_a_run_waits_for_its_end():
     e = Environment()
     for kind in (Kind.RUN, Kind.SYNC, Kind.RUN):
         e.arrive(kind)
@@ -174,7 +174,7 @@ def test_frame_behind_a_run_waits_for_its_end_and_so_does_the_run_behind_it():
     assert did(e) == ["PROCESS", "PROCESS", "SUBMIT"] and e.processed == [2, 3] and len(e.runs) == 1
 
 
-def test_definition_behind_a_run_is_decoded_beside_it_and_kept_after_it():
+def test_flow_definition_behind_a_run_is_decoded_during_it():
     e = Environment()
     e.later = {"decoder"}
     for kind in (Kind.RUN, Kind.DEFINE, Kind.RUN):
@@ -187,7 +187,7 @@ def test_definition_behind_a_run_is_decoded_beside_it_and_kept_after_it():
     assert e.processed == [2, 3] and len(e.runs) == 1
 
 
-def test_held_session_decodes_nothing_and_its_client_is_told_once():
+def test_flow_held_session_decodes_nothing_and_refuses_each_frame_once():
     e = Environment()
     e.send(Held("over budget"))
     for kind in (Kind.SYNC, Kind.DEFINE, Kind.READ):
@@ -199,16 +199,16 @@ def test_held_session_decodes_nothing_and_its_client_is_told_once():
     assert e.processed == [2, 3, 4]
 
 
-def test_paused_session_decodes_nothing_before_it_is_resumed():
+def test_flow_paused_session_decodes_nothing_until_it_is_resumed():
     e = Environment()
     e.send(Signal.PAUSED)
     e.arrive(Kind.DEFINE)
-    assert waits_for(e.flow) == "whoever suspended the session"
+    assert waits_for(e.flow) == "the session to be resumed"
     e.send(Signal.RESUMED)
     assert did(e) == ["DECODE", "PROCESS"]
 
 
-def test_lent_buffers_bar_everything_until_they_are_returned():
+def test_flow_lent_buffers_stop_all_frames_until_they_are_returned():
     e = Environment()
     e.lend = True
     for kind in (Kind.READ, Kind.SYNC, Kind.RUN):
@@ -218,7 +218,7 @@ def test_lent_buffers_bar_everything_until_they_are_returned():
     assert did(e) == ["PROCESS", "SUBMIT"]
 
 
-def test_many_frames_let_others_have_their_turn():
+def test_flow_many_frames_yield_to_other_sessions():
     e = Environment()
     e.arrive(Kind.RUN)
     for _ in range(TURN + 3):
@@ -227,12 +227,12 @@ def test_many_frames_let_others_have_their_turn():
     e.note(Signal.RUN_BEGUN)
     e.send(Signal.RUN_ENDED)
     assert did(e) == ["PROCESS"] * (TURN + 1) + ["YIELD"] and waits_for(e.flow) == "other sessions' turns"
-    assert e.runs == []  # the run behind those that wait is not submitted past them
+    assert e.runs == []  # the run is not submitted before the waiting frames
     e.send(Signal.TURN_CAME)
     assert did(e) == ["PROCESS"] * 3 + ["SUBMIT"]
 
 
-def test_client_is_read_no_further_while_much_waits():
+def test_flow_full_inbox_stops_reading_from_the_client():
     e = Environment()
     e.arrive(Kind.RUN, MOST_BYTES)
     e.arrive(Kind.RUN, 1)
@@ -242,7 +242,7 @@ def test_client_is_read_no_further_while_much_waits():
     assert did(e) == ["PROCESS", "READ_ON"]
 
 
-def test_upload_goes_on_when_the_frames_before_it_are_processed():
+def test_flow_upload_resumes_when_earlier_frames_are_processed():
     e = Environment()
     e.arrive(Kind.RUN)
     e.note(Signal.UPLOAD_WAITS)
@@ -251,7 +251,7 @@ def test_upload_goes_on_when_the_frames_before_it_are_processed():
     assert did(e) == ["PROCESS", "READ_ON"] and not e.flow.inbox.upload
 
 
-def test_upload_that_lacks_memory_is_not_asked_for_again_before_it_came():
+def test_flow_upload_without_memory_requests_it_once():
     e = Environment()
     e.note(Signal.LEAVING)
     e.note(Signal.LEFT)
@@ -264,7 +264,7 @@ def test_upload_that_lacks_memory_is_not_asked_for_again_before_it_came():
     assert did(e) == ["READ_ON"]
 
 
-def test_own_kernels_are_checked_from_the_first_source_on():
+def test_flow_kernels_are_checked_after_the_first_source():
     e = Environment(planned=True)
     e.arrive(Kind.RUN)
     assert did(e) == ["CHECK_PLAN", "SUBMIT"]
@@ -275,13 +275,13 @@ def test_own_kernels_are_checked_from_the_first_source_on():
     e.arrive(Kind.RUN)
     assert did(e) == ["CHECK_KERNELS"] and waits_for(e.flow) == "kernels that are being compiled"
     e.send(Signal.KERNELS_BUILT)
-    assert did(e) == ["CHECK_KERNELS"]  # another one
+    assert did(e) == ["CHECK_KERNELS"]  # another source
     e.later = set()
     e.send(Signal.KERNELS_BUILT)
     assert did(e) == ["CHECK_KERNELS", "CHECK_PLAN", "SUBMIT"]
 
 
-def test_overdue_session_ends_whatever_it_waits_for():
+def test_flow_overdue_session_ends_in_any_state():
     e = Environment()
     e.unread = True
     e.arrive(Kind.STATS)
@@ -301,7 +301,7 @@ def test_overdue_session_ends_whatever_it_waits_for():
         ([Signal.LEAVING], Signal.COMING),
     ],
 )
-def test_impossible_event_is_an_error_of_the_executor(before, signal):
+def test_flow_impossible_event_raises_a_flow_error(before, signal):
     flow = Flow()
     step(flow, ClientCame())
     for each in before:
@@ -310,14 +310,14 @@ def test_impossible_event_is_an_error_of_the_executor(before, signal):
         step(flow, signal)
 
 
-def test_signal_that_may_lead_to_an_instruction_cannot_be_noted():
+def test_flow_note_of_a_signal_that_may_lead_to_an_instruction_raises():
     flow = Flow()
     step(flow, ClientCame())
     with pytest.raises(FlowError, match="it is not to be noted"):
         note(flow, Signal.MEMORY_CAME)
 
 
-def test_run_does_not_begin_while_its_memory_is_away():
+def test_flow_run_without_resident_memory_raises_a_flow_error():
     e = Environment()
     e.note(Signal.LEAVING)
     e.note(Signal.LEFT)
@@ -327,7 +327,7 @@ def test_run_does_not_begin_while_its_memory_is_away():
         note(e.flow, Signal.RUN_BEGUN)
 
 
-def test_story_names_what_a_frame_waited_for():
+def test_story_of_a_waiting_frame_names_the_cause():
     e = Environment()
     e.later = {"decoder"}
     e.arrive(Kind.DEFINE)
@@ -343,7 +343,7 @@ def test_story_names_what_a_frame_waited_for():
 
 
 class FlowMachine(RuleBasedStateMachine):
-    """`Environment` raises at the first broken law."""
+    """Random events; `Environment` raises at the first broken law."""
 
     def __init__(self):
         super().__init__()
@@ -433,7 +433,7 @@ class FlowMachine(RuleBasedStateMachine):
         assert self.e.processed == sorted(set(self.e.processed))
 
     def teardown(self):
-        """Once nothing is withheld, everything that arrived is processed: nothing was lost, and nobody waits for ever."""
+        """When all outcomes have arrived, every frame is processed: no frame is lost or blocked."""
         e = self.e
         e.later, e.lend, e.unread = set(), False, False
         for _ in range(3 * MOST_FRAMES):
@@ -502,7 +502,7 @@ def _begin_though_held(flow, frame):
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_laws_catch_a_broken_rule(mutant, monkeypatch):
+def test_laws_broken_rule_raises_a_flow_error(mutant, monkeypatch):
     name, broken = MUTANTS[mutant]
     monkeypatch.setattr(core, name, broken)
     with pytest.raises(FlowError):
@@ -510,7 +510,7 @@ def test_laws_catch_a_broken_rule(mutant, monkeypatch):
 
 
 def provoke():
-    """A session in which each law has something to say."""
+    """A history that exercises every law."""
     for signal in (Signal.PAUSED, Signal.RESUMED):
         e = Environment()
         e.arrive(Kind.SYNC)
@@ -531,5 +531,5 @@ def provoke():
         e.arrive(Kind.RUN, 1)
 
 
-def test_laws_have_nothing_to_say_of_the_rule():
+def test_laws_correct_rule_passes():
     provoke()

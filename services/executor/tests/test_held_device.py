@@ -1,4 +1,4 @@
-"""The control side of an executor whose device's thread is away for several leases: nothing that keeps a session alive waits."""
+"""Tests of the control plane while the device's thread is busy for several lease lengths: renewals need no device."""
 
 import asyncio
 import contextlib
@@ -22,12 +22,12 @@ from wooly_wis.messages import (
 
 pytestmark = pytest.mark.connected
 LEASE_S = 1.0
-#: Leases for which the device is held.
+#: Number of lease lengths for which the device is held.
 HELD = 2
 
 
 class Bench:
-    """An executor's control side in this process, asked over NATS."""
+    """An executor's control plane in this process, reached over NATS."""
 
     def __init__(self, app, loop, actor):
         self.app, self.loop, self.actor = app, loop, actor
@@ -35,7 +35,7 @@ class Bench:
         self._back, self._away = threading.Event(), threading.Event()
 
     def hold(self):
-        """Keep the device's thread, as an operator would, until `release`."""
+        """Block the device's thread, as a long operator would, until `release`."""
         self._back.clear()
         self.loop.call(lambda: (self._away.set(), self._back.wait()))
         assert self._away.wait(30)
@@ -103,12 +103,12 @@ async def bench(nats_server):
         thread.join(30)
 
 
-async def test_lease_is_renewed_while_others_wait_for_the_device(bench):
+async def test_lease_renewal_is_answered_while_the_device_is_busy(bench):
     await asyncio.gather(bench.open("p0"), bench.open("other"))
     bench.hold()
     waiting = [
         bench.open("new"),
-        bench.open("new"),  # the router asks again
+        bench.open("new"),  # the router repeats its request
         bench.steer("p0", priority=0),
         bench.close("other"),
     ]
@@ -125,7 +125,7 @@ async def test_lease_is_renewed_while_others_wait_for_the_device(bench):
         False,
         False,
         True,
-    ]  # a close is answered, and done as soon as it can be
+    ]  # a close is answered at once and carried out as soon as possible
     assert "p0" in bench.heartbeats[-1].sessions and "other" not in bench.heartbeats[-1].sessions
     bench.release()
     first, second, steered, closed = await asyncio.gather(*waiting)
@@ -134,7 +134,7 @@ async def test_lease_is_renewed_while_others_wait_for_the_device(bench):
     assert ("p0", "the session's lease lapsed") not in bench.closed
 
 
-async def test_session_that_was_opened_before_the_device_was_held_is_in_every_heartbeat(bench):
+async def test_heartbeat_while_the_device_is_busy_lists_all_open_sessions(bench):
     await bench.until(lambda: bench.heartbeats)
     bench.loop.call(lambda: None).result(30)
     await bench.open("p0", lease_s=60.0)
@@ -144,7 +144,7 @@ async def test_session_that_was_opened_before_the_device_was_held_is_in_every_he
     assert all("p0" in h.sessions for h in bench.heartbeats[seen + 1 :])
 
 
-async def test_lapsed_sessions_are_all_let_go_at_once_while_the_device_is_held(bench):
+async def test_lease_expired_while_the_device_is_busy_closes_all_sessions_at_once(bench):
     await asyncio.gather(bench.open("a"), bench.open("b"))
     bench.hold()
     await bench.until(lambda: not bench.actor._leases)
@@ -155,7 +155,7 @@ async def test_lapsed_sessions_are_all_let_go_at_once_while_the_device_is_held(b
     await bench.until(lambda: not bench.sessions())
 
 
-async def test_open_that_the_router_gave_up_lapses(bench):
+async def test_lease_of_an_abandoned_open_expires(bench):
     bench.hold()
     gone = bench.open("gone", timeout=0.2)
     await asyncio.wait((gone,))
@@ -165,12 +165,12 @@ async def test_open_that_the_router_gave_up_lapses(bench):
     assert not bench.sessions()
 
 
-async def test_session_that_is_closed_while_it_is_opened_is_not_there_afterwards(bench):
+async def test_session_closed_while_it_is_being_opened_is_not_open_afterwards(bench):
     bench.hold()
     opening = bench.open("brief")
     await bench.until(lambda: bench.actor._leases)
     assert (await bench.close("brief")).closed
-    again = bench.open("brief", token="u")  # and somebody else may have the name at once
+    again = bench.open("brief", token="u")  # another session may use the id at once
     await asyncio.sleep(0.1)
     bench.release()
     with pytest.raises(RefusedError, match="closed while it was being opened") as caught:
@@ -181,10 +181,10 @@ async def test_session_that_is_closed_while_it_is_opened_is_not_there_afterwards
     assert (await bench.renew("brief", token="u")).lease_s == LEASE_S
     with pytest.raises(RefusedError):
         await bench.renew("brief", token="t")
-    assert bench.closed == []  # what is open was never said to be closed
+    assert bench.closed == []  # no open session was reported as closed
 
 
-async def test_other_token_is_refused_while_the_session_is_opened(bench):
+async def test_session_being_opened_refuses_another_token(bench):
     bench.hold()
     opening = bench.open("mine")
     await bench.until(lambda: bench.actor._leases)
@@ -195,8 +195,8 @@ async def test_other_token_is_refused_while_the_session_is_opened(bench):
     await opening
 
 
-async def test_call_whose_caller_is_cancelled_is_carried_out_and_harms_nobody(bench):
-    """A tenant who cancels a job while the device is busy cancels a wait for the device's thread."""
+async def test_call_with_a_cancelled_caller_is_carried_out(bench):
+    """A tenant that cancels a job while the device is busy cancels a wait for the device's thread."""
     done = []
     bench.hold()
     waiting = asyncio.create_task(_wait_for(bench.loop.call(lambda: done.append(1))))

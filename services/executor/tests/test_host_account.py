@@ -1,4 +1,4 @@
-"""What a session may make the executor hold, and what happens to whoever reaches it: alone."""
+"""Tests of the limits of host memory per session, and that only the session that exceeds a limit ends."""
 
 import contextlib
 import gc
@@ -9,8 +9,8 @@ import time
 import pytest
 from wooly_bus.channel import ChannelError
 from wooly_bus.channel.framing import HEADER, MAX_FRAME
-from wooly_executor import landing
-from wooly_executor.host_account import Holder, HostLimits, HostUse, to_end
+from wooly_executor import upload_targets
+from wooly_executor.host_account import Holder, HostLimits, HostUse, session_to_end
 from wooly_executor.runs import LOST_AT_ONCE, Runs
 from wooly_executor.session_programs import SessionPrograms
 from wooly_wis.frames import CONTENT, MAX_CHUNK, READ_HEAD, Kind, pack_json
@@ -24,29 +24,29 @@ def use(**more):
     return HostUse(**{n: more.get(n, 0) for n in ("queue", "answers", "definitions", "decoded", "sources", "buffers")})
 
 
-def test_no_session_ends_below_all_limits():
+def test_host_account_below_all_limits_ends_no_session():
     holders = [Holder(f"s{k}", "a", use(decoded=100, queue=1)) for k in range(10)]
-    assert to_end(holders, HostLimits(session=200, executor=200), decoded=100) is None
-    assert to_end([], HostLimits(), decoded=0) is None
+    assert session_to_end(holders, HostLimits(session=200, executor=200), decoded=100) is None
+    assert session_to_end([], HostLimits(), decoded=0) is None
 
 
-def test_session_above_its_own_limit_ends_and_its_parts_are_named():
+def test_host_account_session_above_its_limit_ends_with_the_parts():
     holders = [Holder("s", "a", NONE), Holder("t", "b", use(answers=60, queue=50, definitions=1000))]
-    name, why = to_end(holders, HostLimits(session=100), decoded=0)
-    assert name == "t" and "110 bytes of host memory (answers 60, queue 50), at most 100" in why
+    name, why = session_to_end(holders, HostLimits(session=100), decoded=0)
+    assert name == "t" and "110 bytes of the executor's host memory (answers 60, queue 50), at most 100" in why
 
 
-def test_above_the_executors_limit_the_largest_session_of_the_tenant_with_most_ends():
+def test_host_account_above_the_total_limit_ends_the_largest_session_of_the_largest_tenant():
     holders = [Holder("alice", "a", use(answers=50))]
     holders += [Holder(f"bob{k}", "b", use(answers=20 + k)) for k in range(4)]
-    name, why = to_end(holders, HostLimits(executor=100), decoded=0)
-    assert name == "bob3" and "136 bytes of host memory, at most 100" in why
+    name, why = session_to_end(holders, HostLimits(executor=100), decoded=0)
+    assert name == "bob3" and "136 bytes of the executor's host memory, at most 100" in why
 
 
-def test_programs_that_sessions_share_count_once_for_all():
+def test_host_account_shared_programs_count_once():
     holders = [Holder(f"s{k}", "a", use(decoded=90)) for k in range(10)]
-    assert to_end(holders, HostLimits(executor=100), decoded=90) is None
-    assert to_end(holders, HostLimits(executor=100), decoded=101) is not None
+    assert session_to_end(holders, HostLimits(executor=100), decoded=90) is None
+    assert session_to_end(holders, HostLimits(executor=100), decoded=101) is not None
 
 
 # -- answers ---------------------------------------------------------------------------------------------------------
@@ -71,7 +71,7 @@ def waiting(device, name):
     return None if session is None else session.host_use().answers
 
 
-def test_session_whose_client_does_not_read_waits_and_goes_on_when_it_reads(make_device, wis):
+def test_answers_unread_make_the_session_wait_until_the_client_reads(make_device, wis):
     device = make_device(limits=HostLimits(answers=1 << 20))
     a, b = stocked(device, wis, "a"), stocked(device, wis, "b")
     a.write(1, bytes(range(256)) * 256)
@@ -88,7 +88,7 @@ def test_session_whose_client_does_not_read_waits_and_goes_on_when_it_reads(make
     assert a.sync() == {} and device.call(lambda: waiting(device, "a")) == 0
 
 
-def test_small_answers_that_nobody_reads_are_bounded_by_their_number(make_device, wis):
+def test_answers_small_and_unread_are_limited_by_number(make_device, wis):
     device = make_device(limits=HostLimits(answers=64 << 20))
     a, b = stocked(device, wis, "a"), device.open("b")
 
@@ -110,20 +110,20 @@ def test_small_answers_that_nobody_reads_are_bounded_by_their_number(make_device
 
 
 @pytest.mark.parametrize("nbytes", [CHUNK, 64 << 20], ids=["copied", "lent"])
-def test_session_whose_client_reads_nothing_for_too_long_ends_alone(make_device, wis, caplog, nbytes):
+def test_answers_unread_for_too_long_end_the_session_only(make_device, wis, caplog, nbytes):
     device = make_device(limits=HostLimits(answers=1 << 20, answers_s=0.2))
     a, b = stocked(device, wis, "a", 64 << 20), stocked(device, wis, "b")
     for _ in range(500):
         a.ask(1, nbytes)
     device.wait_closed("a")
     assert b.read(1, 4) == bytes(4)
-    with pytest.raises(ChannelError):  # the reason had no room on the way
+    with pytest.raises(ChannelError):  # the reason could not be sent
         for _ in range(500):
             a.take(nbytes)
     assert "its client has read nothing for 0.2 s" in caplog.text
 
 
-def test_client_that_reads_slowly_keeps_its_session(make_device, wis):
+def test_answers_read_slowly_keep_the_session_open(make_device, wis):
     device = make_device(limits=HostLimits(answers=1 << 20, answers_s=1.0))
     a = stocked(device, wis, "a", 64 << 20)
     a.ask(1, 64 << 20)
@@ -137,7 +137,7 @@ def test_client_that_reads_slowly_keeps_its_session(make_device, wis):
     assert time.monotonic() - begun > 1.5 and a.sync() == {}
 
 
-def test_large_answer_of_a_device_that_the_host_cannot_see_leaves_in_pieces(make_device, wis, monkeypatch):
+def test_answers_large_from_a_separate_device_are_sent_in_pieces(make_device, wis, monkeypatch):
     device = make_device(limits=HostLimits(answers=1 << 20))
     a = device.open("a")
     content = bytes(range(256)) * (3 << 14)
@@ -164,7 +164,7 @@ def test_large_answer_of_a_device_that_the_host_cannot_see_leaves_in_pieces(make
 # -- what else there is ----------------------------------------------------------------------------------------------
 
 
-def test_stats_tell_what_the_host_holds(device, wis):
+def test_stats_report_the_host_memory(device, wis):
     a = stocked(device, wis, "a")
     stats = a.stats()
     assert stats["host_definitions"] > 0 and stats["host_decoded"] > 10 * stats["host_definitions"]
@@ -172,9 +172,9 @@ def test_stats_tell_what_the_host_holds(device, wis):
     assert stats["host_total"] >= stats["host_decoded"] + stats["host_buffers"]
 
 
-def test_writes_that_cannot_land_take_no_memory(device, wis, monkeypatch):
+def test_write_without_a_valid_target_takes_no_memory(device, wis, monkeypatch):
     a = device.open("a")
-    assert memoryview is type(landing._DROPPED)
+    assert memoryview is type(upload_targets._DROPPED)
     for k in range(40):
         a.write(1000 + k, bytes(MAX_CHUNK))
     with pytest.raises(wis.error, match="buffer 1000 does not exist"):
@@ -184,7 +184,7 @@ def test_writes_that_cannot_land_take_no_memory(device, wis, monkeypatch):
 
 
 @pytest.mark.parametrize("error", [MemoryError("no bytes"), RecursionError("too deep")])
-def test_error_of_the_hosts_memory_ends_the_session_and_not_the_loop(device, wis, monkeypatch, error):
+def test_memory_error_at_a_frame_ends_the_session_not_the_loop(device, wis, monkeypatch, error):
     a, b = stocked(device, wis, "a"), stocked(device, wis, "b")
     memory = device.loop.runs.memory
 
@@ -201,7 +201,7 @@ def test_error_of_the_hosts_memory_ends_the_session_and_not_the_loop(device, wis
     assert b.read(1, 4) == bytes(4)
 
 
-def test_error_of_the_hosts_memory_at_a_run_or_a_definition_ends_the_session(device, wis, monkeypatch):
+def test_memory_error_at_a_run_or_definition_ends_the_session(device, wis, monkeypatch):
     a, b, c = [stocked(device, wis, name) for name in "abc"]
 
     def fails(*args, **kwargs):
@@ -210,13 +210,13 @@ def test_error_of_the_hosts_memory_at_a_run_or_a_definition_ends_the_session(dev
     for name, client, method in (("a", a, (Runs, "begin")), ("b", b, (SessionPrograms, "define"))):
         with monkeypatch.context() as patch:
             patch.setattr(*method, fails)
-            with contextlib.suppress(ChannelError):  # the session may end before all is sent
+            with contextlib.suppress(ChannelError):  # the session may end before all frames are sent
                 client.run(wis.body().alloc("y", 4), {"y": 9})
             device.wait_closed(name)
     assert c.read(1, 4) == bytes(4)
 
 
-def test_session_that_holds_too_much_ends_alone_with_the_parts(make_device, wis):
+def test_session_above_the_host_limit_ends_alone_with_the_parts(make_device, wis):
     device = make_device(limits=HostLimits(session=300_000))
     a, b = stocked(device, wis, "a"), stocked(device, wis, "b")
     for k in range(1000):
@@ -224,19 +224,19 @@ def test_session_that_holds_too_much_ends_alone_with_the_parts(make_device, wis)
         body.alloc("x", 4)
         a.run(body, {"x": 10 + k})
     device.wait_closed("a")
-    with pytest.raises(ChannelError, match=r"buffers .* at most 300000 .WOOLY_EXECUTOR_SESSION_HOST"):
+    with pytest.raises(ChannelError, match=r"buffers .* at most 300000 are allowed .WOOLY_EXECUTOR_SESSION_HOST"):
         a.sync()
     assert b.read(1, 4) == bytes(4)
 
 
-def test_question_about_pins_beyond_its_size_is_refused(device, wis):
+def test_pin_frame_too_large_is_refused(device, wis):
     a = device.open("a")
     a.channel.send(Kind.PIN, pack_json({"do": "list", "name": "x" * 10_000}))
-    with pytest.raises(wis.error, match=r"PIN frame of .* at most 4096"):
+    with pytest.raises(wis.error, match=r"PIN frame has .* bytes, at most 4096 are allowed"):
         a.answer()
 
 
-def test_read_of_nothing_is_answered(device, wis):
+def test_read_of_zero_bytes_is_answered(device, wis):
     a = stocked(device, wis, "a")
     a.channel.send(Kind.READ, READ_HEAD.pack(1, 0, 0))
     frame = a.channel.recv(30)
@@ -244,7 +244,7 @@ def test_read_of_nothing_is_answered(device, wis):
 
 
 @pytest.mark.parametrize("kind", ["bindings", "frees"])
-def test_run_that_names_more_than_any_program_has_is_refused_before_it_is_unpacked(device, wis, kind):
+def test_run_with_too_many_bindings_is_refused_before_unpacking(device, wis, kind):
     a, b = stocked(device, wis, "a"), stocked(device, wis, "b")
     many = range(10, 10 + (1 << 20))
     a.start(b"?" * 32, many if kind == "bindings" else (), b"", many if kind == "frees" else ())
@@ -253,7 +253,7 @@ def test_run_that_names_more_than_any_program_has_is_refused_before_it_is_unpack
     assert device.held()["a"][1] == 1 and b.read(1, 4) == bytes(4)
 
 
-def test_run_of_an_unknown_program_makes_up_few_buffers(device, wis):
+def test_run_of_an_unknown_program_poisons_few_unknown_buffers(device, wis):
     a = stocked(device, wis, "a")
     a.start(b"?" * 32, [*range(10, 10 + MAX_REFERENCES - 1), 1])
     with pytest.raises(wis.error, match="has not defined"):
@@ -263,7 +263,7 @@ def test_run_of_an_unknown_program_makes_up_few_buffers(device, wis):
         a.read(1, 4)
 
 
-def test_frame_that_is_on_its_way_is_on_the_account(device, wis):
+def test_frame_being_received_counts_as_host_memory(device, wis):
     a = stocked(device, wis, "a")
     a.sync()
     before = device.call(lambda: device.loop.sessions["a"].host_use().queue)
@@ -271,7 +271,7 @@ def test_frame_that_is_on_its_way_is_on_the_account(device, wis):
     until(lambda: device.call(lambda: device.loop.sessions["a"].host_use().queue) - before >= MAX_FRAME)
 
 
-def test_acknowledgements_that_nobody_reads_take_the_place_of_each_other(device, wis):
+def test_acknowledgements_unread_replace_each_other(device, wis):
     a = stocked(device, wis, "a")
     conn = device.call(lambda: device.loop.sessions["a"].conn)
     conn.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)

@@ -95,7 +95,7 @@ def test_undefined_buffers_memory_stays_bounded(device, wis, monkeypatch):
         a.sync()
     assert device.held()["a"] == (0, 100)
     a.run(wis.body().alloc("x", 4), {"x": 5000})
-    with pytest.raises(wis.error, match="at most 100"):
+    with pytest.raises(wis.error, match="more than the limit of 100"):
         a.sync()
 
 

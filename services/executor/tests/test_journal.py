@@ -1,4 +1,4 @@
-"""The dispatch journal on its way: every entry once and in order, also when NATS is killed; replayable from its first."""
+"""Tests of the journal's publisher: every entry once and in order, also when NATS is killed; every journal can be replayed."""
 
 import asyncio
 import contextlib
@@ -36,7 +36,7 @@ WAIT_S = 60
 
 
 def replayed(batches):
-    """All entries, by journal; each replayed from its first and audited."""
+    """All entries by journal, each journal replayed from its first entry and audited."""
     found = {}
     for batch in map(Batch.decode, batches):
         replayer, auditor, entries = found.setdefault(batch.journal, (Replayer(batch.journal), Auditor(), []))
@@ -60,7 +60,7 @@ def until(condition):
 
 
 class Nats:
-    """A nats-server that can be killed and started again, with its streams on the same port."""
+    """A nats-server that can be killed and restarted on the same port with its streams."""
 
     def __init__(self, directory):
         beside = Path(sysconfig.get_path("scripts")) / "nats-server"
@@ -79,14 +79,14 @@ class Nats:
         self._process.wait()
 
     def batches(self):
-        """Everything in the stream. Nothing, while the executor that it is for is still making it."""
+        """All messages of the stream; empty while the executor has not created the stream."""
 
         async def fetch():
             client = await nats.connect(self.url, max_reconnect_attempts=1)
             try:
                 js = client.jetstream()
                 state = (await js.stream_info(contracts.EXECUTOR_DISPATCH_JOURNALED.stream_name)).state
-                numbers = range(max(state.first_seq, 1), state.last_seq + 1)  # an empty stream says 0 to 0
+                numbers = range(max(state.first_seq, 1), state.last_seq + 1)  # an empty stream reports 0 to 0
                 return [(await js.get_msg(contracts.EXECUTOR_DISPATCH_JOURNALED.stream_name, n)).data for n in numbers]
             except NotFoundError:
                 return []
@@ -105,7 +105,7 @@ def server(tmp_path):
 
 @pytest.fixture
 def executor(server, tmp_path):
-    """Asks the executor "x": `executor(rpc, request)`."""
+    """`executor(rpc, request)` sends a request to the executor "x"."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("WOOLY_EXECUTOR_")} | {
         "WOOLY_EXECUTOR_NATS_URL": server.url,
         "WOOLY_EXECUTOR_ID": "x",
@@ -137,7 +137,7 @@ def host(executor, name, **fields):
 
 
 @pytest.mark.connected
-def test_journal_arrives_whole_and_survives_the_death_of_nats(server, executor, wis):
+def test_journal_with_nats_killed_arrives_complete(server, executor, wis):
     def steer(**fields):
         request = SteerSessionRequest(session_id="a", **fields)
         return executor(contracts.EXECUTOR_SESSION_STEER, request)
@@ -165,14 +165,14 @@ def test_journal_arrives_whole_and_survives_the_death_of_nats(server, executor, 
 
     work(30)
     server.kill()
-    work(30)  # nobody is told, and nobody waits
+    work(30)  # clients neither notice nor wait
     assert client.floats(1, 2) == [2.0**60] * 2
     server.start()
 
     def arrived():
         with contextlib.suppress(nats.errors.Error, OSError):
             found = replayed(server.batches())
-            (entries,) = found.values()  # of one journal still
+            (entries,) = found.values()  # still one journal
             done = [e for e, _ in entries if isinstance(e, LaunchDoneEvent)]
             return len(done) >= 61 and entries
 
@@ -187,7 +187,7 @@ def test_journal_arrives_whole_and_survives_the_death_of_nats(server, executor, 
 
 
 class Bin:
-    """A JetStream of lists that can be switched off."""
+    """A fake JetStream with lists that can be switched off."""
 
     def __init__(self):
         self.on, self.kept, self.streams = True, [], []
@@ -220,7 +220,7 @@ async def settled(condition):
     raise AssertionError
 
 
-async def test_journal_that_grew_too_long_ends_and_another_begins(device, wis, monkeypatch):
+async def test_journal_queue_overflow_ends_it_and_starts_another(device, wis, monkeypatch):
     monkeypatch.setattr(journal, "RETRY_S", 0.01)
     monkeypatch.setattr(journal, "WAITING_BYTES", 2000)
     js = Bin()
@@ -250,7 +250,7 @@ async def test_journal_that_grew_too_long_ends_and_another_begins(device, wis, m
     device.entries = device.call(device.loop.dispatch.begin_journal)
 
 
-async def test_batches_are_bounded_and_follow_each_other(device, monkeypatch):
+async def test_journal_batches_are_bounded_and_consecutive(device, monkeypatch):
     monkeypatch.setattr(journal, "BATCH_ENTRIES", 40)
     js = Bin()
     publisher = JournalPublisher(js, device.loop, "x")

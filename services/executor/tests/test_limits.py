@@ -1,4 +1,4 @@
-"""What a client may make the executor hold, and for how long it may keep it busy."""
+"""Tests of limits: how much memory a client may use in the executor, and for how long it may keep the executor busy."""
 
 import itertools
 import threading
@@ -16,11 +16,11 @@ HUGE = 32 << 20
 
 
 def program_of(wis, size, number):
-    """A program whose definition has about `size` bytes."""
+    """A program with a definition of about `size` bytes."""
     return wis.body().alloc("x", number + 1).call("aten.neg.default", args=("x" * size, number))
 
 
-def test_definitions_are_kept_up_to_a_number_of_bytes(make_device, wis):
+def test_definitions_above_the_limit_forget_the_least_recently_used(make_device, wis):
     device = make_device(limits=HostLimits(definitions=60_000, programs=100_000))
     clients = [device.open(name) for name in "abc"]
     names = []
@@ -36,7 +36,7 @@ def test_definitions_are_kept_up_to_a_number_of_bytes(make_device, wis):
     assert len(store._ready) == len(store._idle) + sum(n for n, _ in held)
     clients[0].start(names[0], [1])
     with pytest.raises(
-        wis.error, match=r"or it was forgotten: .* 60000 bytes of host memory .WOOLY_EXECUTOR_DEFINITIONS"
+        wis.error, match=r"or the executor has forgotten it: .* 60000 bytes of host memory .WOOLY_EXECUTOR_DEFINITIONS"
     ):
         clients[0].sync()
     for client in clients:
@@ -46,7 +46,7 @@ def test_definitions_are_kept_up_to_a_number_of_bytes(make_device, wis):
     assert store.held == 0 and device.call(lambda: store._idle_held) <= 100_000
 
 
-def test_session_that_is_alone_and_defines_much_leaves_room_for_those_who_want_to_be_let_in(device, wis):
+def test_session_alone_with_many_definitions_still_lets_new_clients_in(device, wis):
     a = device.open("a")
     a.sync()
     (session,) = device.call(lambda: device.loop.sessions.all())
@@ -66,7 +66,7 @@ def test_session_that_is_alone_and_defines_much_leaves_room_for_those_who_want_t
     assert counts[-1] == 500 and max(after - before for before, after in itertools.pairwise(counts)) <= core.TURN
 
 
-def test_program_defined_again_counts_once(device, wis):
+def test_program_defined_twice_counts_once(device, wis):
     a = device.open("a")
     for _ in range(3):
         a.define(program_of(wis, 1000, 0))
@@ -86,7 +86,7 @@ def test_program_with_too_many_instructions_is_refused(device, wis, count):
     assert caught.value.code in ("wis.decode", "wis.verify") and not device.loop.store._ready
 
 
-def test_allocations_beyond_the_device_are_refused_one_by_one_and_together(make_device, wis):
+def test_allocations_above_the_capacity_are_refused_alone_and_together(make_device, wis):
     device = make_device(memory=1 << 20)
     a = device.open("a")
     for i in range(4):
@@ -103,8 +103,8 @@ def test_allocations_beyond_the_device_are_refused_one_by_one_and_together(make_
     assert a.sync() == {} and device.held() == {"a": (0, 0)}
 
 
-def test_operator_that_wants_more_than_the_host_has_fails_alone(wis):
-    """The result has 4 bytes, the copy that the library makes on its way there 4 GiB."""
+def test_operator_needing_too_much_host_memory_fails_alone(wis):
+    """The result has 4 bytes, but the library makes an intermediate copy of 4 GiB."""
     limited = {"WOOLY_EXECUTOR_HOST_MEMORY": str(2 << 30), "WOOLY_EXECUTOR_MAX_ELEMENTS": str(10**13)}
     with executor_process(environment=limited, start=forks.Forked) as running:
         client = wis.client(Endpoint.parse(running.endpoints[0]), running.session_id, running.token)
@@ -121,7 +121,7 @@ def test_operator_that_wants_more_than_the_host_has_fails_alone(wis):
         client.channel.close()
 
 
-def test_out_argument_that_would_grow_is_refused(device, wis):
+def test_out_argument_needing_a_resize_is_refused(device, wis):
     a = device.open("a")
     a.make(1, *range(64))
     small, large = wis.at(DType.F32, 1), wis.at(DType.F32, 64)
@@ -136,8 +136,8 @@ def test_out_argument_that_would_grow_is_refused(device, wis):
     assert a.floats(1, 64) == list(range(64))
 
 
-def test_result_smaller_than_announced_never_becomes_a_buffer(device, wis):
-    """The same program first tells the truth about its result, then does not."""
+def test_result_smaller_than_announced_is_refused(device, wis):
+    """The same program announces its result's size correctly at first, then wrongly."""
     a = device.open("a")
     a.make(1, 1, 2, 3, 4)
     a.make(2, 0, 0, 0, 4)
@@ -152,7 +152,7 @@ def test_result_smaller_than_announced_never_becomes_a_buffer(device, wis):
         a.read(4, 32)
 
 
-def test_client_that_does_not_read_stalls_no_other(device, wis):
+def test_client_not_reading_stalls_no_other(device, wis):
     slow, other = device.open("slow"), device.open("other")
     slow.run(wis.body().alloc("x", HUGE).fill("x", wis.at(DType.U8, HUGE), 3), {"x": 1})
     for _ in range(8):
@@ -170,7 +170,7 @@ def test_client_that_does_not_read_stalls_no_other(device, wis):
     assert slow.take(HUGE) == b"\3" * HUGE
 
 
-def test_client_that_sends_faster_than_it_is_served_is_read_no_further(device, wis, monkeypatch):
+def test_client_sending_too_fast_is_not_read(device, wis, monkeypatch):
     monkeypatch.setattr(core, "MOST_FRAMES", 8)
     a = device.open("a")
     a.make(1, 0)

@@ -1,4 +1,4 @@
-"""The book of content: who shares what, who writes where, who bears how many bytes."""
+"""Tests of the book of contents: which sessions share content, where writes go, how charges are divided."""
 
 import pytest
 from hypothesis import settings
@@ -14,7 +14,7 @@ BASE = b"base"
 
 
 def book(**sessions):
-    """Sessions by name, each (tenant, scope)."""
+    """A book with sessions by name, each (tenant, scope)."""
     made = Book()
     for name, (tenant, scope) in sessions.items():
         made.open(name, tenant=tenant, scope=scope)
@@ -22,7 +22,7 @@ def book(**sessions):
 
 
 def load(b, session, buffer, nbytes, content):
-    """What a client does that loads a file: ask first, send what is not there."""
+    """Upload a file as a client does: ask first, send only missing content."""
     found = b.share(session, buffer, nbytes, content)
     if found is None:
         b.allocate(session, buffer, nbytes)
@@ -30,8 +30,10 @@ def load(b, session, buffer, nbytes, content):
     return found is not None
 
 
-def test_sessions_over_one_base_pay_for_it_together():
-    """Seven LoRA sessions over a base of 1,000 bytes: each bears a seventh, the first six a byte more, and its own adapter."""
+def test_book_shared_base_is_charged_in_equal_parts():
+    """Seven LoRA sessions over a base of 1,000 bytes: each is charged a seventh, the first six one byte more, plus its own
+    adapter.
+    """
     b = Book()
     for i in range(7):
         b.open(f"s{i}", tenant="acme", scope=TENANT)
@@ -42,7 +44,7 @@ def test_sessions_over_one_base_pay_for_it_together():
     assert [b.has(f"s{i}") for i in range(7)] == [1010] * 7
 
 
-def test_crash_of_a_sharer_leaves_the_content_to_the_others():
+def test_book_sharer_closed_leaves_the_content_to_the_others():
     b = book(a=("t", TENANT), b=("t", TENANT))
     load(b, "a", 1, 100, BASE)
     load(b, "b", 1, 100, BASE)
@@ -52,7 +54,7 @@ def test_crash_of_a_sharer_leaves_the_content_to_the_others():
     assert b.allocated == 0 and b.close("b") == []
 
 
-def test_largest_contents_on_the_device_are_told_with_who_may_share_them():
+def test_book_largest_lists_contents_with_their_circle():
     b = book(a=("t", TENANT), b=("u", TENANT), c=("t", SHARED), d=("t", OFF))
     load(b, "a", 1, 100, BASE)
     load(b, "b", 1, 100, BASE)
@@ -68,18 +70,18 @@ def test_largest_contents_on_the_device_are_told_with_who_may_share_them():
     assert b.known_as(b.store_of("b", 1)) is None
 
 
-def test_write_to_shared_content_copies_and_the_other_sharer_keeps_it():
+def test_book_write_to_shared_content_copies_first():
     b = book(a=("t", TENANT), b=("t", TENANT))
     load(b, "a", 1, 100, BASE)
     load(b, "b", 1, 100, BASE)
     assert b.write("a", 1) == CopyFirst(1, 2, 100)
     assert b.write("a", 1) == InPlace(2)
-    assert b.write("b", 1) == InPlace(1)  # nobody else has it now
+    assert b.write("b", 1) == InPlace(1)  # no other session has the content now
     assert b.allocated == 200
 
 
-def test_content_that_was_written_is_no_longer_found():
-    """The buffer says BASE no more: who asks for it later sends it."""
+def test_book_written_content_is_not_found():
+    """After the write, the buffer is not BASE any more, so a later session uploads BASE."""
     b = book(a=("t", TENANT), b=("t", TENANT))
     load(b, "a", 1, 100, BASE)
     b.write("a", 1)
@@ -87,8 +89,8 @@ def test_content_that_was_written_is_no_longer_found():
     assert b.store_of("a", 1) != b.store_of("b", 1)
 
 
-def test_two_that_load_the_same_at_once_end_with_one_copy():
-    """Both asked before either had sent it; the second's copy is gone as soon as it is complete."""
+def test_book_same_content_uploaded_twice_at_once_keeps_one_copy():
+    """Both ask before either has uploaded. The second copy is dropped as soon as it is sealed."""
     b = book(a=("t", TENANT), b=("t", TENANT))
     assert b.share("a", 1, 100, BASE) is b.share("b", 1, 100, BASE) is None
     b.allocate("a", 1, 100)
@@ -98,7 +100,7 @@ def test_two_that_load_the_same_at_once_end_with_one_copy():
     assert b.store_of("b", 1) == 1 and b.allocated == 100
 
 
-def test_content_half_sent_is_found_by_nobody():
+def test_book_unsealed_content_is_not_found():
     b = book(a=("t", TENANT), b=("t", TENANT))
     b.allocate("a", 1, 100)
     assert b.share("b", 1, 100, BASE) is None
@@ -118,22 +120,24 @@ def test_content_half_sent_is_found_by_nobody():
         (("a", TENANT), ("a", OFF), False),
     ],
 )
-def test_scope_decides_who_finds_content(first, second, found):
+def test_book_scope_decides_which_session_finds_content(first, second, found):
     b = book(first=first, second=second)
     load(b, "first", 1, 100, BASE)
     assert load(b, "second", 1, 100, BASE) == found
     assert b.allocated == (100 if found else 200)
 
 
-def test_stranger_with_shared_scope_does_not_ride_on_a_private_copy_that_a_colleague_shares():
-    """a1 keeps it in its tenant; a2, who would share with anybody, joins that copy. b must not find it through a2."""
+def test_book_content_of_a_tenant_joined_by_a_shared_session_stays_private():
+    """a1 shares within its tenant; a2 of the same tenant, with scope `shared`, joins. Session b of another tenant must not find
+    it.
+    """
     b = book(a1=("a", TENANT), a2=("a", SHARED), b=("b", SHARED))
     load(b, "a1", 1, 100, BASE)
     assert load(b, "a2", 1, 100, BASE)
     assert not load(b, "b", 1, 100, BASE)
 
 
-def test_session_that_uses_content_twice_bears_it_once_and_writes_to_a_copy():
+def test_book_content_used_twice_is_charged_once_and_copied_on_write():
     b = book(a=("t", TENANT), b=("t", TENANT))
     load(b, "a", 1, 100, BASE)
     load(b, "a", 2, 100, BASE)
@@ -143,7 +147,7 @@ def test_session_that_uses_content_twice_bears_it_once_and_writes_to_a_copy():
     assert (b.has("a"), b.bears("a"), b.bears("b")) == (200, 150, 50)
 
 
-def test_session_that_alone_uses_content_twice_keeps_the_other_use():
+def test_book_content_used_twice_by_one_session_is_copied_on_write():
     b = book(a=("t", TENANT))
     load(b, "a", 1, 100, BASE)
     load(b, "a", 2, 100, BASE)
@@ -151,8 +155,8 @@ def test_session_that_alone_uses_content_twice_keeps_the_other_use():
     assert b.store_of("a", 1) == 1
 
 
-def test_content_that_is_swapped_out_is_sent_again_and_not_joined():
-    """Its bytes are not on the device: a buffer that joined it would read nothing."""
+def test_book_swapped_out_content_is_not_joined():
+    """Its bytes are not on the device, so a buffer that joined it would read undefined bytes."""
     b = book(a=("t", TENANT), b=("t", TENANT))
     load(b, "a", 1, 100, BASE)
     b.swap_out("a")
@@ -160,8 +164,10 @@ def test_content_that_is_swapped_out_is_sent_again_and_not_joined():
     assert b.store_of("b", 1) == 2 and b.bears("b") == b.allocated == 100
 
 
-def test_quota_is_of_what_a_session_has_so_that_others_cannot_break_it():
-    """Half of the base is borne by another, yet it counts in full: that one's end and a copy on write stay within the quota."""
+def test_book_quota_counts_shared_content_in_full():
+    """Another session is charged half of the base, but the quota counts all of it. So neither that session's end nor a copy on
+    write exceeds the quota.
+    """
     b = Book()
     b.open("a", tenant="t", scope=TENANT, quota=150)
     b.open("b", tenant="t", scope=TENANT)
@@ -175,7 +181,7 @@ def test_quota_is_of_what_a_session_has_so_that_others_cannot_break_it():
     assert b.bears("a") == b.has("a") == 150
 
 
-def test_swap_out_takes_what_nobody_resident_holds_and_the_rest_bear_more():
+def test_book_swap_out_removes_unshared_stores_and_raises_other_charges():
     b = book(a=("t", TENANT), b=("t", TENANT))
     load(b, "a", 1, 100, BASE)
     load(b, "b", 1, 100, BASE)
@@ -186,8 +192,8 @@ def test_swap_out_takes_what_nobody_resident_holds_and_the_rest_bear_more():
     assert (b.bears("a"), b.bears("b"), b.allocated) == (80, 50, 130)
 
 
-def test_copy_elsewhere_stays_good_until_the_content_is_written():
-    """Swapped out for the second time, unwritten content is dropped without a copy; written content has its old copy deleted."""
+def test_book_copy_elsewhere_is_valid_until_a_write():
+    """At its second swap-out, unwritten content is dropped without a copy. For written content, the old copy is deleted."""
     b = book(a=("t", OFF))
     b.allocate("a", 1, 100)
     b.allocate("a", 2, 100)
@@ -198,7 +204,7 @@ def test_copy_elsewhere_stays_good_until_the_content_is_written():
     assert b.close("a") == [Gone(1, resident=False, saved=True), Gone(2, resident=False, saved=True)]
 
 
-def test_content_outlives_its_last_resident_holder_for_those_who_are_swapped_out():
+def test_book_content_survives_for_swapped_out_holders():
     b = book(a=("t", TENANT), b=("t", TENANT))
     load(b, "a", 1, 100, BASE)
     load(b, "b", 1, 100, BASE)
@@ -209,7 +215,7 @@ def test_content_outlives_its_last_resident_holder_for_those_who_are_swapped_out
     assert b.bears("b") == b.allocated == 100
 
 
-def test_calls_that_cannot_be_are_refused():
+def test_book_impossible_calls_raise():
     b = book(a=("t", TENANT))
     b.allocate("a", 1, 10)
     with pytest.raises(AdmissionError):
@@ -240,7 +246,7 @@ NAMES, BUFFERS, VALUES = ["a1", "a2", "b1", "b2"], [1, 2, 3], [b"x", b"y"]
 
 
 class BookMachine(RuleBasedStateMachine):
-    """An executor that does literally what the book says, with values for bytes: buffers must read as they were written.
+    """An executor that follows the book literally, with values for bytes: buffers must read as they were written.
 
     `truth` is what each session wrote, as if it were alone; `device` and `elsewhere` are values by store.
     """
@@ -305,7 +311,7 @@ class BookMachine(RuleBasedStateMachine):
             self.obey([decision.leaving] if decision.leaving else [])
         elif decision.stale:
             del self.elsewhere[decision.store]
-        assert self.device[decision.store] == self.truth[s][n]  # a write of a part keeps the rest
+        assert self.device[decision.store] == self.truth[s][n]  # a partial write keeps the other bytes
         self.device[decision.store] = self.truth[s][n] = value
         if seal:
             self.obey(self.book.seal(s, n, value))

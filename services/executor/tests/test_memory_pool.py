@@ -1,4 +1,4 @@
-"""The pool of device memory: where blocks lie, who holds them, and what is lost between them."""
+"""Tests of the pool of device memory: where blocks lie, which account holds them, how much is lost between them."""
 
 import pytest
 from hypothesis import settings
@@ -22,7 +22,7 @@ def pool(capacity=MIB, *accounts, **quotas):
 
 
 def test_allocate_large_takes_the_smallest_extent_that_fits():
-    """Three holes of 96, 32 and 64 KiB; a block of 48 goes to the one of 64, and what it leaves stays free."""
+    """Free extents of 96, 32 and 64 KiB: a block of 48 KiB takes the one of 64 KiB, and the rest stays free."""
     p = pool(MIB, "a")
     at = [p.allocate("a", n * KIB) for n in (96, 8, 32, 8, 64, 8)]
     for hole in at[::2]:
@@ -31,7 +31,7 @@ def test_allocate_large_takes_the_smallest_extent_that_fits():
     assert p.extents()[:3] == [(0, 96 * KIB), (at[2], 32 * KIB), (at[4] + 48 * KIB, 16 * KIB)]
 
 
-def test_free_between_two_free_extents_makes_one():
+def test_free_between_two_free_extents_merges_them():
     p = pool(64 * KIB, "a")
     at = [p.allocate("a", 16 * KIB) for _ in range(4)]
     p.free(at[0])
@@ -42,19 +42,19 @@ def test_free_between_two_free_extents_makes_one():
     assert p.extents() == [(0, 64 * KIB)]
 
 
-def test_small_blocks_lie_together_and_their_empty_slab_makes_way_for_a_large_one():
-    """Scalars that live long do not split the room of a large block; an empty slab goes as soon as somebody needs it."""
+def test_small_blocks_share_a_slab_that_is_freed_for_a_large_block():
+    """Long-lived scalars do not split the room of a large block. An empty slab is dissolved when its room is needed."""
     p = pool(MIB, "a")
     scalars = [p.allocate("a", 4) for _ in range(20)]
     assert scalars == [256 * i for i in range(20)]
     assert p.facts().slots == 64 * KIB - 20 * 256
     for offset in scalars:
         p.free(offset)
-    assert p.facts().slots == 64 * KIB  # kept for the next scalar
-    assert p.allocate("a", MIB) == 0  # unless somebody needs it
+    assert p.facts().slots == 64 * KIB  # the empty slab is kept for the next scalar
+    assert p.allocate("a", MIB) == 0  # the slab is dissolved for a large block
 
 
-def test_of_the_slabs_that_become_empty_one_is_kept():
+def test_slabs_emptied_keep_one_spare():
     p = pool(MIB, "a")
     scalars = [p.allocate("a", 4) for _ in range(3 * 256)]
     for offset in scalars:
@@ -62,7 +62,7 @@ def test_of_the_slabs_that_become_empty_one_is_kept():
     assert p.facts().slots == 64 * KIB
 
 
-def test_small_block_in_a_nearly_full_pool_takes_a_slab_of_what_is_left():
+def test_small_block_in_a_nearly_full_pool_gets_a_smaller_slab():
     p = pool(64 * KIB, "a")
     p.allocate("a", 62 * KIB)
     found = [p.allocate("a", 1) for _ in range(8)]
@@ -71,13 +71,13 @@ def test_small_block_in_a_nearly_full_pool_takes_a_slab_of_what_is_left():
         p.allocate("a", 1)
 
 
-def test_blocks_of_no_bytes_have_offsets_of_their_own():
+def test_blocks_of_zero_bytes_have_distinct_offsets():
     p = pool(MIB, "a")
     assert p.allocate("a", 0) != p.allocate("a", 0)
     assert p.holding("a").requested == 0
 
 
-def test_quota_is_of_rounded_bytes_and_refuses_before_the_pool_is_full():
+def test_quota_counts_rounded_bytes():
     p = pool(MIB, a=10 * KIB)
     p.allocate("a", 9 * KIB + 1)
     with pytest.raises(
@@ -88,8 +88,8 @@ def test_quota_is_of_rounded_bytes_and_refuses_before_the_pool_is_full():
     assert p.holding("a").held == 10 * KIB
 
 
-def test_out_of_memory_names_the_tenants_sessions_and_only_counts_strangers():
-    """Somebody who runs out of memory is told which sessions of theirs to look at, and nothing of who else is on the device."""
+def test_out_of_memory_names_own_sessions_and_sums_other_tenants():
+    """The message names the tenant's own sessions, and tells nothing about other tenants' sessions but their sum."""
     p = Pool(64 * MIB, name="GPU 3")
     p.open("train", tenant="acme")
     p.open("serve", tenant="acme")
@@ -106,7 +106,7 @@ def test_out_of_memory_names_the_tenants_sessions_and_only_counts_strangers():
     )
 
 
-def test_close_frees_everything_of_one_account_and_nothing_else():
+def test_close_frees_one_account_only():
     p = pool(MIB, "a", "b")
     for n in (4, 5 * KIB, 700, 100 * KIB):
         p.allocate("a", n)
@@ -120,7 +120,7 @@ def test_close_frees_everything_of_one_account_and_nothing_else():
     assert p.allocate("c", MIB) == 0
 
 
-def test_what_does_not_exist_is_refused():
+def test_unknown_account_or_offset_raises():
     p = pool(MIB, "a")
     at = p.allocate("a", 8 * KIB)
     p.free(at)
@@ -140,7 +140,7 @@ def test_what_does_not_exist_is_refused():
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Any history of blocks of three sessions, in a pool that is often full, against a list of intervals."""
+    """Random histories of blocks of three sessions in a nearly full pool, compared with a list of intervals."""
 
     blocks = Bundle("blocks")
     SIZES = st.one_of(st.integers(0, 4096), st.integers(4097, 40_000), st.sampled_from([256, 4096, 65536, 131072]))
@@ -150,7 +150,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.capacity = 300_000
         self.pool = Pool(self.capacity)
         self.live = {}
-        self.at = []  # offsets by token: blocks may be moved
+        self.at = []  # offsets by token, because blocks may move
         for name in "abc":
             self.pool.open(name, quota=150_000 if name == "c" else None)
 
@@ -164,7 +164,7 @@ class PoolMachine(RuleBasedStateMachine):
             if "quota" in str(e):
                 assert self.pool.holding(account).held + size > 150_000
             else:
-                assert before.largest < size  # never refused while a free extent has room
+                assert before.largest < size  # a free extent of sufficient size is never refused
                 assert self.pool.facts().largest < size
             self.at.append(-1)
             return len(self.at) - 1
@@ -176,7 +176,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(token=consumes(blocks))
     def free(self, token):
         offset, self.at[token] = self.at[token], -1
-        if offset in self.live:  # its session may have ended
+        if offset in self.live:  # the session may have ended
             self.pool.free(offset)
             del self.live[offset]
 
@@ -233,7 +233,7 @@ TestPoolMachine.settings = settings(max_examples=examples(20, 40), stateful_step
 
 
 def replay(events, capacity, sessions):
-    """The pool after the events; raises if one of them did not fit."""
+    """The pool after the events. Raises if an allocation does not fit."""
     p, where = Pool(capacity), {}
     for s in range(sessions):
         p.open(f"s{s}")
@@ -257,7 +257,7 @@ def peak_of(events):
     return most
 
 
-def test_recorded_trace_leaves_nothing_behind():
+def test_recorded_trace_ends_with_an_empty_pool():
     events = [(0, number, nbytes) for number, nbytes in recorded()]
     p = replay(events, peak_of(events) * 10 // 9, 1)
     assert p.facts().held == 0
@@ -273,7 +273,9 @@ def test_recorded_trace_leaves_nothing_behind():
         pytest.param(8, 1_000_000, marks=pytest.mark.slow),
     ],
 )
-def test_trainings_at_once_lose_less_than_a_tenth_of_the_pool(sessions, allocations):
-    """A pool of which nine tenths are asked for at the worst moment never fails: rounding, slabs, holes take less."""
+def test_concurrent_trainings_lose_less_than_a_tenth_of_the_pool(sessions, allocations):
+    """An allocation never fails while at most nine tenths of the pool are requested: rounding, slabs and holes take less than a
+    tenth.
+    """
     events = list(tenants(sessions, allocations))
     replay(events, int(peak_of(events) / 0.9), sessions)

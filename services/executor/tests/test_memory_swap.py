@@ -1,4 +1,4 @@
-"""Who leaves the device before an allocation, and who may come: the policy as a function of what it is told."""
+"""Tests of eviction and admission as pure functions."""
 
 import random
 
@@ -32,7 +32,7 @@ def resident(session, *contents, priority=2, idle_since=IDLE, swappable=True, ch
 
 
 def gibs(**sizes):
-    """Contents by number: `_1=4` is content 1 of 4 GiB."""
+    """Contents by number: `_1=4` is content 1 with 4 GiB."""
     return {int(name[1:]): Content(n * GIB) for name, n in sizes.items()}
 
 
@@ -43,34 +43,34 @@ def leave(gib, residents, contents, free=0, host=PLENTY, disk=PLENTY, policy=POL
 # -- the reserve -----------------------------------------------------------------------------------------------------
 
 
-def test_allocation_with_reserve_to_spare_disturbs_nobody():
+def test_choose_enough_free_memory_evicts_no_session():
     plan = leave(4, [resident("a", 1)], gibs(_1=8), free=6)
     assert plan.victims == () and plan.freed == plan.reserve_short == plan.short == 0
 
 
-def test_large_allocation_frees_memory_down_to_the_reserve():
-    """5 GiB are free, 4 are asked for: it fits, but 2 must stay free afterwards."""
+def test_choose_large_allocation_keeps_the_reserve():
+    """5 GiB are free and 4 GiB are requested: they fit, but 2 GiB must stay free afterwards."""
     plan = leave(4, [resident("a", 1)], gibs(_1=8), free=5)
     assert plan.victims == ("a",)
     assert plan.moves == (Move(1, 8 * GIB, Place.HOST),)
     assert plan.freed == 8 * GIB
 
 
-def test_small_allocation_uses_the_reserve():
-    """Nobody is swapped out for a few bytes: that is what the reserve is for. When it is used up, somebody is."""
+def test_choose_small_allocation_uses_the_reserve():
+    """The reserve is for small allocations, so they evict no session until the reserve is used up."""
     contents = gibs(_1=8)
     assert choose(1 << 20, NOW, Room(1 << 20, PLENTY, PLENTY), [resident("a", 1)], contents).victims == ()
     assert choose(1 << 20, NOW, Room(4096, PLENTY, PLENTY), [resident("a", 1)], contents).victims == ("a",)
 
 
-def test_reserve_is_given_up_before_the_allocation_is():
-    """All that may leave leaves; 1 GiB of the reserve is missing, the allocation goes ahead."""
+def test_choose_reserve_is_given_up_before_the_allocation():
+    """All eligible sessions leave. 1 GiB of the reserve is still missing, but the allocation succeeds."""
     plan = leave(4, [resident("a", 1)], gibs(_1=3), free=2)
     assert plan.victims == ("a",) and plan.short == 0 and plan.reserve_short == GIB
 
 
-def test_allocation_that_cannot_fit_swaps_nobody_out():
-    """To swap sessions out and then fail would harm them for nothing."""
+def test_choose_impossible_allocation_evicts_no_session():
+    """An eviction before a failing allocation would be useless."""
     plan = leave(40, [resident("a", 1)], gibs(_1=8), free=5)
     assert plan.victims == plan.moves == () and plan.short == 27 * GIB
 
@@ -78,7 +78,7 @@ def test_allocation_that_cannot_fit_swaps_nobody_out():
 # -- who is eligible, and in which order -----------------------------------------------------------------------------
 
 
-def test_busy_and_unswappable_sessions_never_leave():
+def test_choose_busy_or_unswappable_session_is_no_victim():
     stay = [
         resident("busy", 1, idle_since=None),
         resident("lately busy", 2, idle_since=IDLE + 1),
@@ -89,8 +89,8 @@ def test_busy_and_unswappable_sessions_never_leave():
     assert leave(1, [*stay, resident("idle", 4)], contents).victims == ("idle",)
 
 
-def test_p0_leaves_only_after_every_other_eligible_session():
-    """The P0 session was idle longest and never chosen before; still the others go first, even for the second time."""
+def test_choose_p0_is_the_last_victim():
+    """The P0 session is idle for longest and was never a victim. Still the others are victims first, even twice."""
     residents = [
         resident("p0", 1, priority=0, idle_since=0),
         resident("p1", 2, priority=1, chosen=7),
@@ -102,8 +102,8 @@ def test_p0_leaves_only_after_every_other_eligible_session():
     assert leave(20, residents, contents).victims == ("p4", "p1", "p0")
 
 
-def test_turns_go_round_before_anybody_goes_twice():
-    """Three sessions take turns, and a newcomer has its turn first, however often the others went."""
+def test_choose_every_eligible_session_is_a_victim_once_before_any_twice():
+    """Three sessions take turns, and a new session is the next victim, however often the others were victims."""
     contents = gibs(_1=8, _2=8, _3=8, _4=8)
     chosen = {"a": 0, "b": 0, "c": 0}
     seen = []
@@ -117,7 +117,7 @@ def test_turns_go_round_before_anybody_goes_twice():
     assert "".join(seen) == "abcabdca"
 
 
-def test_among_equals_the_least_urgent_then_the_longest_idle_leaves():
+def test_choose_equal_turns_evict_the_lowest_class_then_the_longest_idle():
     contents = gibs(_1=8, _2=8, _3=8)
     residents = [resident("a", 1, priority=2), resident("b", 2, priority=3), resident("c", 3, priority=3, idle_since=5)]
     assert leave(10, residents, contents).victims == ("c", "b")
@@ -126,8 +126,8 @@ def test_among_equals_the_least_urgent_then_the_longest_idle_leaves():
 # -- shared content --------------------------------------------------------------------------------------------------
 
 
-def test_session_whose_content_stays_with_others_is_not_worth_swapping():
-    """Ten LoRA sessions over one base: the idle one would free its adapter alone. Where it has none, it is left in peace."""
+def test_choose_session_with_only_shared_content_is_no_victim():
+    """Ten LoRA sessions over one base: the idle session would free its adapter only. Without an adapter it is not evicted."""
     busy = [resident(f"busy{i}", 1, idle_since=None) for i in range(9)]
     contents = gibs(_1=14, _2=1, _3=8)
     assert leave(4, [resident("idle", 1), *busy, resident("other", 3)], contents).victims == ("other",)
@@ -135,7 +135,7 @@ def test_session_whose_content_stays_with_others_is_not_worth_swapping():
     assert plan.victims == ("idle",) and plan.freed == GIB and plan.reserve_short == 2 * GIB
 
 
-def test_content_shared_by_two_that_both_leave_is_freed_and_written_once():
+def test_choose_content_shared_by_two_victims_moves_once():
     plan = leave(10, [resident("a", 1), resident("b", 1)], gibs(_1=14))
     assert plan.victims == ("a", "b") and plan.freed == 14 * GIB
     assert plan.moves == (Move(1, 14 * GIB, Place.HOST),)
@@ -144,13 +144,13 @@ def test_content_shared_by_two_that_both_leave_is_freed_and_written_once():
 # -- where it goes ---------------------------------------------------------------------------------------------------
 
 
-def test_content_with_a_clean_copy_is_dropped_without_one():
+def test_choose_content_with_a_clean_copy_is_dropped():
     contents = gibs(_2=2) | {1: Content(14 * GIB, clean=True)}
     plan = leave(10, [resident("a", 1, 2)], contents, host=2 * GIB, disk=0)
     assert plan.moves == (Move(1, 14 * GIB, Place.NOWHERE), Move(2, 2 * GIB, Place.HOST))
 
 
-def test_host_memory_first_then_disk_then_the_session_stays():
+def test_choose_fills_host_memory_then_disk_then_keeps_the_session():
     contents = gibs(_1=4, _2=4, _3=4)
     residents = [resident(name, i) for i, name in enumerate("abc", 1)]
     plan = leave(12, residents, contents, free=2, host=5 * GIB, disk=5 * GIB, policy=Policy(reserve=0))
@@ -160,7 +160,7 @@ def test_host_memory_first_then_disk_then_the_session_stays():
     assert [m.to for m in plan.moves] == [Place.HOST, Place.DISK]
 
 
-def test_session_that_has_no_room_elsewhere_makes_way_for_the_next():
+def test_choose_session_without_space_elsewhere_is_skipped():
     plan = leave(1, [resident("big", 1), resident("small", 2)], gibs(_1=9, _2=3), host=4 * GIB, disk=0)
     assert plan.victims == ("small",)
 
@@ -170,7 +170,7 @@ def test_session_that_has_no_room_elsewhere_makes_way_for_the_next():
 
 @st.composite
 def situations(draw):
-    """Up to eight sessions over up to ten contents; small numbers, so that everything is often just enough."""
+    """Up to eight sessions with up to ten contents. Numbers are small, so that many cases are at the limit."""
     n = draw(st.integers(1, 10))
     contents = {k: Content(draw(st.integers(0, 8)), draw(st.booleans())) for k in range(n)}
     residents = [
@@ -190,14 +190,14 @@ def situations(draw):
 
 
 def freed_by(leaving, residents, contents):
-    """Bytes of content that nobody who stays holds, by the definition."""
+    """Bytes of content that no remaining session holds, computed from the definition."""
     stays = {k for r in residents if r.session not in leaving for k in r.contents}
     return sum(contents[k].nbytes for k in {k for r in residents for k in r.contents} - stays)
 
 
 @settings(max_examples=examples(40, 200))
 @given(situations())
-def test_laws_of_the_policy(situation):
+def test_choose_any_situation_obeys_the_laws(situation):
     nbytes, now, room, residents, contents, policy = situation
     plan = choose(*situation)
     by_name = {r.session: r for r in residents}
@@ -210,26 +210,26 @@ def test_laws_of_the_policy(situation):
     def freed(leaving):
         return freed_by({r.session for r in leaving}, residents, contents)
 
-    # only what may leave leaves, once, and what is said to be freed is, exactly
+    # only eligible sessions leave, once each, and the plan's sum of freed bytes is exact
     assert len(set(plan.victims)) == len(victims) and all(r in eligible for r in victims)
     assert plan.freed == freed(victims) == sum(m.nbytes for m in plan.moves)
-    # each victim is worth it, and one less would not do
+    # each victim frees bytes, and without the last victim the bytes would not suffice
     assert all(freed([v for v in victims if v is not r]) < plan.freed for r in victims)
     assert not victims or freed(victims[:-1]) < wanted
-    # what is missing is missing
+    # the reported shortage is exact
     if plan.short:
         assert not victims and room.device < nbytes
     else:
         assert room.device + plan.freed >= nbytes
         assert plan.reserve_short == max(0, wanted - plan.freed)
-    # content goes once, within the budgets, and without a copy exactly if there is one
+    # content moves once, within the budgets, and is dropped exactly if it has a clean copy
     assert len({m.content for m in plan.moves}) == len(plan.moves)
     for place, budget in ((Place.HOST, room.host), (Place.DISK, room.disk)):
         assert sum(m.nbytes for m in plan.moves if m.to is place) <= budget
     assert all((m.to is Place.NOWHERE) == contents[m.content].clean for m in plan.moves)
     if room.host < 1000:
         return
-    # with room for everything: what would still help does not stay behind a P0, nor behind one that had its turn later
+    # with unlimited space elsewhere, a useful victim is never skipped for a P0 session or for a more recent victim
     if plan.short or plan.reserve_short:
         assert plan.short == 0 or room.device + freed(eligible) < nbytes
         assert plan.short or freed(eligible) == plan.freed
@@ -243,7 +243,7 @@ def test_laws_of_the_policy(situation):
 
 @settings(max_examples=examples(40, 200))
 @given(situations(), st.randoms())
-def test_plan_does_not_depend_on_the_order_in_which_sessions_are_listed(situation, chance):
+def test_choose_order_of_the_list_does_not_change_the_plan(situation, chance):
     nbytes, now, room, residents, contents, policy = situation
     shuffled = random.Random(chance.random()).sample(residents, len(residents))
     assert choose(*situation) == choose(nbytes, now, room, shuffled, contents, policy)
@@ -251,8 +251,8 @@ def test_plan_does_not_depend_on_the_order_in_which_sessions_are_listed(situatio
 
 @settings(max_examples=examples(25, 200))
 @given(st.data())
-def test_history_of_choices_gives_every_eligible_session_its_turn(data):
-    """Sessions come, become busy and idle, and go; between two turns of one, every other that could have gone did."""
+def test_choose_any_history_gives_every_eligible_session_its_turn(data):
+    """Random sessions. Between two evictions of one session, every other eligible session was evicted."""
     chosen, priority, order = {}, {}, []
     for number in range(1, 30):
         if not chosen or data.draw(st.integers(0, 5)) == 0:
@@ -277,7 +277,7 @@ def test_history_of_choices_gives_every_eligible_session_its_turn(data):
 
 
 def test_admit_unswappable_fits_in_physical_memory_or_is_refused_with_the_numbers():
-    """80 GiB, overcommitted by half. 60 belong to a session that stays: another that stays may have 20."""
+    """80 GiB, overcommitted by half. An unswappable session has 60 GiB, so another unswappable one may have 20 GiB."""
     fixed = [Commitment("serve", 60 * GIB, swappable=False)]
     admit(Commitment("a", 20 * GIB, swappable=False), fixed, 80 * GIB, 50)
     with pytest.raises(
@@ -287,7 +287,7 @@ def test_admit_unswappable_fits_in_physical_memory_or_is_refused_with_the_number
 
 
 def test_admit_swappable_sessions_share_the_headroom():
-    """20 percent means 120 % of the memory, for sessions that can take turns in it."""
+    """20 percent means 120 % of the memory, for swappable sessions."""
     granted = [Commitment("a", 60 * GIB)]
     admit(Commitment("b", 36 * GIB), granted, 80 * GIB, 20)
     with pytest.raises(
@@ -299,7 +299,7 @@ def test_admit_swappable_sessions_share_the_headroom():
 
 
 def test_admit_unswappable_leaves_room_for_the_largest_of_the_others_to_run():
-    """Otherwise a session that was let in could never be resident again."""
+    """Otherwise an admitted session could never be resident again."""
     granted = [Commitment("a", 60 * GIB), Commitment("b", 70 * GIB)]
     admit(Commitment("c", 10 * GIB, swappable=False), granted, 80 * GIB, 1000)
     with pytest.raises(AdmissionError, match=r"Allow the session to be swapped out, or ask for at most 10\.00 GiB"):
@@ -313,7 +313,7 @@ def test_admit_percentage_out_of_range_is_an_error(percent):
 
 
 @given(st.integers(1, 100), st.integers(0, 1000), st.lists(st.tuples(st.integers(0, 60), st.booleans()), max_size=20))
-def test_every_admitted_session_can_be_resident_beside_all_that_cannot_leave(capacity, percent, asked):
+def test_admit_any_admitted_session_fits_with_all_unswappable_ones(capacity, percent, asked):
     granted = []
     for i, (nbytes, swappable) in enumerate(asked):
         commitment = Commitment(str(i), nbytes, swappable)

@@ -1,4 +1,4 @@
-"""Plans over NATS, with real processes: they are taken up, kept, refused, waited for; nothing waits where nothing has to."""
+"""Tests of plans over NATS, with real processes: plans are used, stored, rejected and waited for."""
 
 import asyncio
 import contextlib
@@ -33,7 +33,7 @@ from wooly_wis.messages import (
 from wooly_wis.program import Form, Instruction, Operand, Program, Role, View
 
 pytestmark = [pytest.mark.connected, pytest.mark.timeout(240)]
-#: Elements: enough that kernels are worth it, and so few that the device idles between two runs.
+#: Elements of a buffer: enough for kernels to pay off, and few enough for the device to be idle between runs.
 N = 1 << 14
 WAIT_S = 90
 
@@ -54,7 +54,7 @@ def waited(condition, what):
 
 
 class World:
-    """NATS, and processes that are started and ended as a test likes."""
+    """NATS, and processes that the test starts and ends."""
 
     def __init__(self, url, folder, kernels):
         self.url, self.folder, self.kernels = url, folder, kernels
@@ -125,7 +125,9 @@ class World:
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
-    """Where all compilers keep the code of kernels: a second is spent on each of them once. Artifacts are each test's own."""
+    """The folder in which all compilers of this module store kernel code, because each kernel takes a second. Artifacts are
+    separate per test.
+    """
     return tmp_path_factory.mktemp("kernels")
 
 
@@ -149,7 +151,7 @@ ONE = """module {
 
 
 def chain():
-    """A program whose plan has kernels: y = relu((x * w + x) * 3), and something that no exact kernel does."""
+    """A program whose plan has kernels: y = relu((x * w + x) * 3), and an operator that no exact kernel computes."""
     t = Tape()
     x, w = t.input(DType.F32, N), t.input(DType.F32, N)
     a = t.op("mul", x, w)
@@ -165,7 +167,7 @@ def chain():
 
 
 class Script:
-    """Runs the chain again and again in one session, on what it left."""
+    """Runs the chain repeatedly in one session, on its own results."""
 
     def __init__(self, client):
         self.client = client
@@ -197,7 +199,7 @@ class Script:
         return self.client.stats()["work"]
 
     def until(self, name, at_least=1):
-        """Run until a counter is that high. Returns how many runs it took."""
+        """Run until a counter reaches a value. Returns the number of runs."""
         for _ in range(OFTEN):
             self.step()
 
@@ -209,7 +211,7 @@ class Script:
         return self.ran
 
 
-def test_plan_is_taken_up_between_runs_with_the_same_bits(world, wis):
+def test_plan_exact_is_used_between_runs_with_the_same_bits(world, wis):
     world.executor()
     world.compiler()
     mine = Script(world.session(wis, "exact"))
@@ -226,22 +228,22 @@ def test_plan_is_taken_up_between_runs_with_the_same_bits(world, wis):
     assert plain.answers == mine.answers and plain.work()["kernel_instructions"] == 0
 
 
-def test_what_was_compiled_survives_a_restart_of_everything(world, wis):
+def test_artifacts_survive_a_restart_of_all_processes(world, wis):
     executor, compiler = world.executor(), world.compiler()
     Script(world.session(wis, "exact")).until("kernel_instructions")
     for process in (executor, compiler):
         process.kill()
         process.wait()
-    world.executor()  # from its own disk: there is no compiler
+    world.executor()  # from its own disk, because there is no compiler
     Script(world.session(wis, "exact")).until("kernel_instructions")
     world.executor("other", "empty")
-    world.compiler()  # from the compiler's, or from the bucket: nothing is compiled
+    world.compiler()  # from the compiler's disk or the bucket: nothing is compiled
     Script(world.session(wis, "exact", "other")).until("kernel_instructions")
     logs = [p.read_text() for p in world.folder.glob("compiler-*.log")]
     assert sorted(log.count("(exact):") for log in logs) == [0, 1]
 
 
-def test_code_of_kernels_is_asked_for_shared_through_the_bucket_and_kept(world, wis):
+def test_kernel_code_is_requested_shared_in_the_bucket_and_stored(world, wis):
     def launch(name):
         client = world.session(wis, "0", name)
         raw = encode_source(Source("ttir", ONE))
@@ -259,12 +261,12 @@ def test_code_of_kernels_is_asked_for_shared_through_the_bucket_and_kept(world, 
     for process in (executor, compiler):
         process.kill()
         process.wait()
-    world.executor("x2", "executor")  # from disk: there is no compiler
+    world.executor("x2", "executor")  # from disk, because there is no compiler
     assert launch("x2") == [2.0]
-    world.executor("alone", "bare")  # no compiler, nothing on disk
+    world.executor("alone", "bare")  # no compiler, and nothing on disk
     assert launch("alone") == [2.0]
     log = next(world.folder.glob("compiler-*.log")).read_text()
-    assert log.count("kernel one for") == 1  # the second executor's came from the bucket
+    assert log.count("kernel one for") == 1  # the second executor got it from the bucket
     for name, where in (
         ("x", "received from a remote compiler"),
         ("other", "received from a remote compiler"),
@@ -274,25 +276,25 @@ def test_code_of_kernels_is_asked_for_shared_through_the_bucket_and_kept(world, 
         assert re.search(f"kernel one: .*{where}", world.log(name)), name
 
 
-def test_compiler_killed_while_it_is_asked_is_asked_again_when_it_is_back(world, wis):
+def test_compiler_killed_during_a_request_is_asked_again(world, wis):
     world.executor(timeout_s=1)
     compiler = world.compiler()
     compiler.send_signal(signal.SIGSTOP)
     mine = Script(world.session(wis, "exact"))
     for _ in range(40):
         mine.step()
-    waited(lambda: "compilers are asked" in world.log(), "nobody asks for a plan")
-    assert mine.work()["kernel_instructions"] == 0  # the request is out, and nobody waits for it
+    waited(lambda: "asking the compilers" in world.log(), "nobody asks for a plan")
+    assert mine.work()["kernel_instructions"] == 0  # the request is in flight, and no run waits for it
     compiler.kill()
     compiler.wait()
-    waited(lambda: "no plans for now" in world.log(), "the executor does not notice")
+    waited(lambda: "no compiler can be reached" in world.log(), "the executor does not notice")
     assert mine.work()["kernel_instructions"] == 0
     world.compiler()
     mine.until("kernel_instructions")
 
 
 class Liar:
-    """A compiler that hands out what it is given, over a bus of its own."""
+    """A fake compiler that returns what the test gives it, on its own bus."""
 
     def __init__(self, world, make):
         self.events, self.asked, self.work = [], [], None
@@ -332,7 +334,7 @@ class Liar:
         self._thread.join()
 
 
-def test_bad_artifact_leaves_the_program_at_tier_0_and_is_reported(world, wis):
+def test_bad_artifact_is_reported_and_the_program_stays_at_tier_0(world, wis):
     world.executor()
     liar = Liar(world, lambda request: b"WOOLYART" + bytes(500))
     try:
@@ -344,7 +346,7 @@ def test_bad_artifact_leaves_the_program_at_tier_0_and_is_reported(world, wis):
         event = liar.events[0]
         assert event.executor_id == "x" and event.mode == "exact" and event.compiler == "liar"
         assert "artifact" in event.reason
-        assert [r.rejected for r in liar.asked] == ["", "liar"]  # it had a second chance
+        assert [r.rejected for r in liar.asked] == ["", "liar"]  # it was asked a second time
         for _ in range(20):
             mine.step()
         assert mine.work()["kernel_instructions"] == 0 and mine.work()["tier0_instructions"] == 40 * 6
@@ -354,7 +356,7 @@ def test_bad_artifact_leaves_the_program_at_tier_0_and_is_reported(world, wis):
 
 
 @pytest.mark.slow
-def test_artifact_broken_on_disk_is_got_anew(world, wis):
+def test_artifact_corrupt_on_disk_is_requested_again(world, wis):
     executor = world.executor()
     world.compiler()
     first = Script(world.session(wis, "exact"))
@@ -370,10 +372,10 @@ def test_artifact_broken_on_disk_is_got_anew(world, wis):
     world.executor()
     again = Script(world.session(wis, "exact"))
     again.until("kernel_instructions")
-    assert "kept on disk: the artifact's digest does not match: the artifact was changed or truncated" in world.log()
+    assert "from the disk: the artifact's digest does not match: the artifact was changed or truncated" in world.log()
 
 
-def test_full_waits_for_every_plan_and_gives_the_same_bits_each_time(world, wis):
+def test_full_mode_waits_for_plans_and_repeats_its_bits(world, wis):
     world.executor()
     world.compiler()
     runs = []
@@ -388,20 +390,22 @@ def test_full_waits_for_every_plan_and_gives_the_same_bits_each_time(world, wis)
     plain = Script(world.session(wis, "0"))
     plain.step()
     y, e = plain.answers[0]
-    assert y == runs[0][0][0] and e != runs[0][0][1]  # another exp
+    assert y == runs[0][0][0] and e != runs[0][0][1]  # the bits of exp differ
 
 
-def test_full_without_a_compiler_fails_and_says_what_to_do(world, wis):
+def test_full_mode_without_a_compiler_fails_with_the_cure(world, wis):
     world.executor(timeout_s=0.3)
     client = world.session(wis, "full")
     other = Script(world.session(wis, "exact"))
-    with pytest.raises(wis.error, match=r"WOOLYAI_JIT=full, and no compiler answers .*`wooly up` starts one") as caught:
+    with pytest.raises(
+        wis.error, match=r"WOOLYAI_JIT=full needs a compiler, and no compiler answers .*start one with `wooly up`"
+    ) as caught:
         Script(client).step()
     assert caught.value.code == "executor.no_compiler"
-    other.step()  # nobody else has waited
+    other.step()  # the other session did not wait
 
 
-def test_missing_driver_leaves_exact_sessions_at_tier_0_and_fails_full_ones(world, wis, monkeypatch):
+def test_missing_driver_keeps_exact_at_tier_0_and_fails_full(world, wis, monkeypatch):
     (world.folder / "pyopencl.py").write_text(
         "def get_platforms():\n    raise RuntimeError('PLATFORM_NOT_FOUND_KHR')\n"
     )
@@ -419,7 +423,7 @@ def test_missing_driver_leaves_exact_sessions_at_tier_0_and_fails_full_ones(worl
 
 
 @pytest.mark.parametrize("jit", ["0", "exact", "full"])
-def test_standalone_executor_has_no_compiler_and_says_so_to_those_who_need_one(executor, wis, jit):
+def test_standalone_executor_refuses_full_mode(executor, wis, jit):
     endpoint = Endpoint.parse(executor.endpoints[0])
     client = wis.client(endpoint, executor.session_id, executor.token, jit=jit)
     if jit == "full":
@@ -433,6 +437,6 @@ def test_standalone_executor_has_no_compiler_and_says_so_to_those_who_need_one(e
 
 
 @pytest.mark.parametrize("jit", ["yes", "", 1, None, ["exact"]])
-def test_unknown_way_to_run_is_refused(executor, wis, jit):
-    with pytest.raises(wis.error, match="is not known here; 0, exact and full are"):
+def test_unknown_jit_mode_is_refused(executor, wis, jit):
+    with pytest.raises(wis.error, match="is unknown; use 0, exact or full"):
         wis.client(Endpoint.parse(executor.endpoints[0]), executor.session_id, executor.token, jit=jit)

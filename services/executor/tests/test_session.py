@@ -1,4 +1,4 @@
-"""Sessions over real channels: walls between them, errors that stay with their cause, memory that comes back."""
+"""Tests of sessions over real channels: isolation, errors, poisoned buffers, freed memory."""
 
 import struct
 import subprocess
@@ -37,11 +37,11 @@ def double(wis, v):
 
 @pytest.fixture
 def broken(wis, v):
-    """A product of vectors as matrices: fails in the library, and should have written y."""
+    """A matrix product of vectors: fails in the library, and should have written y."""
     return wis.body().alloc("y", F4).call("aten.mm.default", ("in", "x", v), ("in", "x", v), ("out", "y", v))
 
 
-def test_same_buffer_ids_hold_each_sessions_own_data(pair, wis):
+def test_sessions_with_equal_buffer_ids_have_separate_data(pair, wis):
     a, b = pair
     a.make(7, 1, 2)
     b.make(7, 3, 4)
@@ -54,7 +54,7 @@ def test_same_buffer_ids_hold_each_sessions_own_data(pair, wis):
     assert b.floats(7, 2) == [3, 4]
 
 
-def test_fresh_memory_is_zero_after_another_sessions_data(device, wis):
+def test_memory_reused_from_another_session_is_zero(device, wis):
     a = device.open("a")
     a.make(1, *[7.0] * 4096)
     a.sync()
@@ -65,7 +65,7 @@ def test_fresh_memory_is_zero_after_another_sessions_data(device, wis):
     assert b.read(1, 4 * 4096) == bytes(4 * 4096)
 
 
-def test_program_of_one_session_is_unknown_to_the_other(pair, wis, double):
+def test_program_of_another_session_is_unknown(pair, wis, double):
     a, b = pair
     a.make(1, 1, 2, 3, 4)
     b.make(1, 1, 2, 3, 4)
@@ -79,12 +79,12 @@ def test_program_of_one_session_is_unknown_to_the_other(pair, wis, double):
 FAULTS = {
     "unknown-buffer": ("executor.binding", "buffer 99 does not exist"),
     "undefined-program": ("executor.unknown_program", "has not defined"),
-    "too-few-bindings": ("executor.binding", "1 bindings, the program has 2 slots"),
-    "twice-bound": ("executor.binding", "one buffer is bound to two slots"),
-    "params": ("executor.binding", "1 param words, the program takes 0"),
-    "too-small": ("executor.binding", "has 8 bytes, the program reaches byte 16"),
-    "double-alloc": ("executor.binding", "buffer 1 is allocated again"),
-    "garbage-program": ("wis.decode", "are not a WIS program"),
+    "too-few-bindings": ("executor.binding", "the run has 1 bindings, the program has 2 slots"),
+    "twice-bound": ("executor.binding", "binds one buffer to two slots"),
+    "params": ("executor.binding", "the run has 1 param words, the program needs 0"),
+    "too-small": ("executor.binding", "has 8 bytes, the program accesses 16 bytes"),
+    "double-alloc": ("executor.binding", "buffer 1 already exists"),
+    "garbage-program": ("wis.decode", "not a WIS program"),
     "unlawful-program": ("wis.verify", "use-after-free"),
     "unknown-size-again": ("wis.verify", "unknown-size-once"),
     "argument-without-value": ("wis.verify", "argument-has-value"),
@@ -92,10 +92,10 @@ FAULTS = {
     "garbage-run": ("wis.decode", "shorter than its header"),
     "counts-of-run": ("wis.decode", "the limits are 262144, 262144 and 65536"),
     "read-of-unknown": ("executor.binding", "buffer 99 does not exist"),
-    "read-beyond": ("executor.binding", "bytes 8 to 24 of buffer 1"),
+    "read-beyond": ("executor.binding", "bytes 8 to 24 are out of bounds: buffer 1"),
     "read-of-garbage": ("wis.decode", "READ frame has"),
     "write-to-unknown": ("executor.binding", "buffer 99 does not exist"),
-    "write-beyond": ("executor.binding", "bytes 12 to 28 of buffer 1"),
+    "write-beyond": ("executor.binding", "bytes 12 to 28 are out of bounds: buffer 1"),
     "quota": ("executor.out_of_memory", "CUDA out of memory"),
     "transient-quota": ("executor.out_of_memory", "CUDA out of memory"),
     "operator": ("executor.operation", "must be a matrix|2D"),
@@ -103,7 +103,7 @@ FAULTS = {
 
 
 def commit(fault, client, wis, double, broken):
-    """Do what the fault is called; buffer 1 has four floats, buffer 3 has two."""
+    """Provoke the named fault; buffer 1 has four floats, buffer 3 has two."""
     body, at = wis.body, wis.at
     v = at(DType.F32, 4)
     indices = at(DType.I64, 4, 1)
@@ -158,7 +158,7 @@ def commit(fault, client, wis, double, broken):
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_fault_is_reported_clearly_once_and_harms_no_other_session(pair, wis, double, broken, fault):
+def test_fault_is_reported_once_and_affects_no_other_session(pair, wis, double, broken, fault):
     a, b = pair
     for client in pair:
         client.make(1, 1, 2, 3, 4)
@@ -178,7 +178,7 @@ def test_fault_is_reported_clearly_once_and_harms_no_other_session(pair, wis, do
 @pytest.mark.parametrize(
     "fault", ["unknown-buffer", "too-small", "params", "quota", "transient-quota", "operator", "read-beyond"]
 )
-def test_fault_leaves_what_it_only_reads(pair, wis, double, broken, fault):
+def test_fault_leaves_its_inputs_readable(pair, wis, double, broken, fault):
     a, _ = pair
     a.make(1, 1, 2, 3, 4)
     a.make(3, 5, 6)
@@ -188,7 +188,7 @@ def test_fault_leaves_what_it_only_reads(pair, wis, double, broken, fault):
     assert a.floats(1, 4) == [1, 2, 3, 4] and a.floats(3, 2) == [5, 6]
 
 
-def test_frame_of_no_clients_kind_ends_only_that_session(pair, device):
+def test_frame_of_an_invalid_kind_ends_only_its_session(pair, device):
     a, b = pair
     a.channel.send(77, b"?")
     with pytest.raises(ChannelClosedError):
@@ -200,7 +200,7 @@ def test_frame_of_no_clients_kind_ends_only_that_session(pair, device):
 @pytest.mark.parametrize(
     ("session_id", "token"), [("a", "wrong"), ("nobody", "token of nobody"), ("taken", "token of taken")]
 )
-def test_hello_without_a_right_to_the_session_is_turned_away(device, wis, session_id, token):
+def test_hello_with_a_wrong_token_is_refused(device, wis, session_id, token):
     device.admit("a")
     taken = device.open("taken")
     with pytest.raises(wis.error) as refused:
@@ -215,7 +215,7 @@ def test_hello_without_a_right_to_the_session_is_turned_away(device, wis, sessio
 # -- poison ----------------------------------------------------------------------------------------------------------
 
 
-def test_failed_operation_poisons_what_follows_from_it_and_nothing_else(device, wis, v, double, broken):
+def test_failed_operation_poisons_dependent_buffers_only(device, wis, v, double, broken):
     a = device.open("a")
     a.make(1, 1, 2, 3, 4)
     a.run(double, {"x": 1, "y": 5})
@@ -232,7 +232,7 @@ def test_failed_operation_poisons_what_follows_from_it_and_nothing_else(device, 
         assert later.value.message == first.value.message
 
 
-def test_instructions_before_the_failing_one_are_done(device, wis, v):
+def test_failed_program_keeps_results_of_earlier_instructions(device, wis, v):
     a = device.open("a")
     a.make(1, 1, 2, 3, 4)
     body = wis.body().alloc("y", F4).call("aten.neg.default", ("in", "x", v), ("out", "y", v)).alloc("z", F4)
@@ -247,7 +247,7 @@ def test_instructions_before_the_failing_one_are_done(device, wis, v):
             a.read(buffer, F4)
 
 
-def test_result_of_a_run_that_could_not_start_reports_why(device, wis, double):
+def test_run_that_could_not_start_poisons_its_results_with_the_cause(device, wis, double):
     a = device.open("a")
     a.run(double, {"x": 99, "y": 2})
     with pytest.raises(wis.error) as first:
@@ -257,7 +257,7 @@ def test_result_of_a_run_that_could_not_start_reports_why(device, wis, double):
     assert later.value.message == first.value.message == "buffer 99 does not exist"
 
 
-def test_poisoned_buffer_is_whole_again_when_wholly_written_or_made_anew(device, wis, v, broken):
+def test_poisoned_buffer_overwritten_or_recreated_is_valid(device, wis, v, broken):
     a = device.open("a")
     a.make(1, 1, 2, 3, 4)
     a.run(broken, {"x": 1, "y": 2})
@@ -292,7 +292,7 @@ def test_free_of_an_unknown_buffer_is_ignored(device, wis):
     assert a.sync() == {} and device.held() == {"a": (0, 0)}
 
 
-def test_quota_refuses_and_the_rest_goes_on(device, wis):
+def test_quota_exceeded_fails_the_run_and_the_session_goes_on(device, wis):
     a = device.open("a", quota=100)
     assert a.welcome["device"]["total_memory"] == 100
     a.run(wis.body().alloc("x", 60), {"x": 1})
@@ -323,15 +323,15 @@ def test_result_of_unknown_size_beyond_the_quota_is_refused(device, wis):
     assert device.held() == {"a": (16, 2)} and a.floats(1, 4) == [1, 2, 3, 4]
 
 
-def test_more_than_the_device_has_is_not_admitted(device):
+def test_quota_above_the_capacity_is_refused(device):
     with pytest.raises(AdmissionError, match=r"only 1\.00 GiB of 1\.00 GiB are left"):
         device.admit("a", quota=1 << 50)
     device.admit("a")
-    with pytest.raises(AdmissionError, match="open already"):
+    with pytest.raises(AdmissionError, match="already open"):
         device.admit("a")
 
 
-def test_buffer_freed_by_a_program_that_fails_or_cannot_start_is_gone(device, wis, v):
+def test_buffer_in_the_free_list_of_a_failed_run_is_freed(device, wis, v):
     a = device.open("a")
     for buffer in (1, 2):
         a.make(buffer, 1, 2, 3, 4)
@@ -343,7 +343,7 @@ def test_buffer_freed_by_a_program_that_fails_or_cannot_start_is_gone(device, wi
 
 
 @pytest.mark.parametrize("end", ["close", "disconnect", "control"])
-def test_memory_comes_back_when_the_session_ends(device, end):
+def test_memory_of_a_closed_session_is_freed(device, end):
     a, b = device.open("a"), device.open("b")
     b.make(1, 1)
     a.make(1, *range(1000))
@@ -376,7 +376,7 @@ time.sleep(60)
 """
 
 
-def test_memory_comes_back_when_the_client_is_killed(device, wis):
+def test_memory_of_a_killed_client_is_freed(device, wis):
     device.admit("victim")
     raw = wis.body().alloc("x", 1 << 20).raw
     frames = [(Kind.DEFINE, raw), (Kind.RUN, pack_run(digest(raw), [1], b"", [])), (Kind.SYNC, b"")]
@@ -395,7 +395,7 @@ def test_memory_comes_back_when_the_client_is_killed(device, wis):
 # -- answers ---------------------------------------------------------------------------------------------------------
 
 
-def test_answers_show_the_moment_of_the_question(device, wis):
+def test_read_returns_the_value_at_the_time_of_the_read(device, wis):
     n = 3 << 20
     a = device.open("a")
     a.run(wis.body().alloc("x", n), {"x": 1})
@@ -433,7 +433,7 @@ def test_result_of_unknown_size_is_described_and_readable(device, wis):
     assert described["sizes"] == [0, 1] and described["nbytes"] == 0
 
 
-def test_result_that_is_a_number_is_answered_as_such(device, wis, v):
+def test_result_of_a_scalar_operator_is_answered_as_a_value(device, wis, v):
     a = device.open("a")
     a.make(1, 1, 2, 3, 4)
     body = wis.body().call("aten.equal.default", ("in", "x", v), ("in", "x", v), ("out", "i", None))
@@ -453,7 +453,7 @@ def test_unsized_result_that_the_program_frees_is_refused(device, wis, v):
 # -- programs --------------------------------------------------------------------------------------------------------
 
 
-def test_program_is_forgotten_in_order_of_use_as_the_client_expects(device, wis, monkeypatch):
+def test_programs_above_the_limit_forget_the_least_recently_used(device, wis, monkeypatch):
     monkeypatch.setattr(session_programs, "PROGRAMS_KEPT", 3)
     a = device.open("a")
     names = [a.define(wis.body().alloc("x", n).free("x")) for n in (1, 2, 3)]
@@ -468,6 +468,6 @@ def test_program_is_forgotten_in_order_of_use_as_the_client_expects(device, wis,
     assert caught.value.code == "executor.unknown_program"
 
 
-def test_executor_keeps_more_programs_than_a_client():
+def test_executor_program_limit_exceeds_the_clients():
     kept = session_programs.PROGRAMS_KEPT
     assert programs.PROGRAMS_KEPT > kept > CLIENT_PROGRAMS_KEPT

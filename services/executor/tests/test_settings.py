@@ -1,4 +1,4 @@
-"""Settings from the environment, and what a process says when they, or its command line, make no sense."""
+"""Tests of settings from the environment, and of the messages for invalid settings and command lines."""
 
 import os
 import re
@@ -52,7 +52,7 @@ def run(*arguments, **variables):
     return forks.run("wooly_executor", *arguments, env=environment, timeout=60)
 
 
-def test_every_variable_is_read(clean):
+def test_settings_every_variable_is_read(clean):
     for name, value in VALID.items():
         clean.setenv(name, value)
     s = ExecutorSettings()
@@ -61,12 +61,12 @@ def test_every_variable_is_read(clean):
     assert s.endpoints() == ["unix:///var/lib/executor/gpu-7.sock"]
 
 
-def test_listen_names_several_endpoints(clean):
+def test_settings_listen_accepts_several_endpoints(clean):
     clean.setenv("WOOLY_EXECUTOR_LISTEN", "tcp://10.0.0.7:7400, unix:///run/x.sock,")
     assert ExecutorSettings().endpoints() == ["tcp://10.0.0.7:7400", "unix:///run/x.sock"]
 
 
-def test_clients_are_told_addresses_that_they_can_dial(clean):
+def test_settings_wildcard_address_is_advertised_by_the_nodes_name(clean):
     clean.setenv("WOOLY_EXECUTOR_NODE", "rack.local")
     bound = [
         Endpoint.parse(text) for text in ("tcp://0.0.0.0:7400", "tls://[::]:7401", "tcp://10.0.0.7:1", "unix:///x")
@@ -81,14 +81,14 @@ def test_clients_are_told_addresses_that_they_can_dial(clean):
     assert ExecutorSettings().advertised(bound) == ["tcp://gpu7.example.org:9000", "unix:///x"]
 
 
-def test_every_variable_is_in_the_readme():
+def test_settings_every_variable_is_in_the_readme():
     readme = (Path(__file__).parents[1] / "README.md").read_text()
     assert {f"`{PREFIX}{name.upper()}`" for name in ExecutorSettings.model_fields} == set(
         re.findall(rf"^\| (`{PREFIX}\w+`)", readme, re.MULTILINE)
     )
 
 
-def test_a_cpu_device_leaves_the_executor_some_of_the_hosts_memory(clean, monkeypatch):
+def test_settings_cpu_device_leaves_host_memory_to_the_executor(clean, monkeypatch):
     monkeypatch.setenv("WOOLY_EXECUTOR_HOST_MEMORY", str(16 << 30))
     settings = ExecutorSettings()
     assert settings.device_memory(None) == 14 << 30 and settings.device_memory(1 << 40) == 1 << 40
@@ -98,11 +98,11 @@ def test_a_cpu_device_leaves_the_executor_some_of_the_hosts_memory(clean, monkey
     assert ExecutorSettings().swap(14 << 30).host == 5
 
 
-def test_defaults_ask_for_all_memory(clean):
+def test_settings_default_memory_is_the_whole_device(clean):
     assert ExecutorSettings().memory is None and ExecutorSettings().runtime == "auto"
 
 
-def test_overcommit_is_the_clusters_where_the_node_has_none_of_its_own(clean):
+def test_settings_overcommit_defaults_to_the_clusters(clean):
     clean.setenv("CONTROLLER_DEFAULT_VRAM_OVERCOMMIT_PERCENT", "20")
     assert ExecutorSettings().overcommit_percent == 20
     clean.setenv("WOOLY_EXECUTOR_OVERCOMMIT_PERCENT", "150")
@@ -110,7 +110,7 @@ def test_overcommit_is_the_clusters_where_the_node_has_none_of_its_own(clean):
 
 
 @pytest.mark.parametrize(("name", "value", "message"), INVALID)
-def test_bad_value_is_complained_of_by_its_variable(clean, name, value, message):
+def test_settings_invalid_value_names_its_variable(clean, name, value, message):
     clean.setenv(name, value)
     with pytest.raises(ValidationError) as caught:
         ExecutorSettings()
@@ -118,16 +118,16 @@ def test_bad_value_is_complained_of_by_its_variable(clean, name, value, message)
     assert line.startswith(f"{name}={value}: ") and message in line
 
 
-def test_runtime_by_name():
+def test_make_runtime_by_name():
     assert isinstance(make_runtime("reference"), ReferenceRuntime)
     assert type(make_runtime("torch_cpu")) is TorchCpuRuntime
     with pytest.raises(
-        ValueError, match="unknown runtime 'gpu'; there are auto, cuda, hip, opencl, torch_cpu, reference"
+        ValueError, match="unknown runtime 'gpu'; use one of auto, cuda, hip, opencl, torch_cpu, reference"
     ):
         make_runtime("gpu")
 
 
-def test_runtime_is_opencl_where_it_can_be(monkeypatch):
+def test_make_runtime_auto_prefers_opencl(monkeypatch):
     assert make_runtime("auto").facts()["runtime"] == "opencl"
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert make_runtime("auto").facts()["runtime"] == "torch-cpu"
@@ -135,7 +135,7 @@ def test_runtime_is_opencl_where_it_can_be(monkeypatch):
         make_runtime("opencl")
 
 
-def test_process_whose_driver_is_missing_says_what_is_missing(tmp_path):
+def test_process_without_a_driver_names_what_is_missing(tmp_path):
     ended = run(
         "--standalone", "--runtime", "opencl", OCL_ICD_VENDORS=str(tmp_path), PYTHONPATH=_without_pocl(tmp_path)
     )
@@ -144,12 +144,12 @@ def test_process_whose_driver_is_missing_says_what_is_missing(tmp_path):
 
 
 def _without_pocl(folder):
-    """A PYTHONPATH on which pyopencl is one that finds no platform, as where no driver is installed."""
+    """A PYTHONPATH with a pyopencl that finds no platform, as on a machine without a driver."""
     (folder / "pyopencl.py").write_text("def get_platforms():\n    raise RuntimeError('PLATFORM_NOT_FOUND_KHR')\n")
     return os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
 
 
-def test_process_names_all_bad_variables_and_nothing_else():
+def test_process_with_invalid_variables_names_all_of_them():
     ended = run(WOOLY_EXECUTOR_MEMORY="much", WOOLY_EXECUTOR_ID="a.b")
     assert ended.returncode == 2 and "Traceback" not in ended.stderr
     assert "WOOLY_EXECUTOR_MEMORY=much" in ended.stderr and "WOOLY_EXECUTOR_ID=a.b" in ended.stderr
@@ -163,20 +163,20 @@ def test_process_names_all_bad_variables_and_nothing_else():
         ("tls://localhost:0", "WOOLY_EXECUTOR_TLS_CERT"),
     ],
 )
-def test_process_that_cannot_listen_says_so(tmp_path, listen, message):
+def test_process_with_an_unusable_address_exits_with_the_cause(tmp_path, listen, message):
     ended = run("--standalone", "--listen", listen, WOOLY_EXECUTOR_STATE_DIR=str(tmp_path))
     assert ended.returncode == 2 and message in ended.stderr and "Traceback" not in ended.stderr
 
 
-def test_process_whose_state_directory_cannot_be_made_says_so(tmp_path):
+def test_process_without_a_state_directory_exits_with_the_cause(tmp_path):
     (tmp_path / "file").write_text("")
     ended = run("--standalone", WOOLY_EXECUTOR_STATE_DIR=str(tmp_path / "file" / "x"))
     assert ended.returncode == 2 and "file/x" in ended.stderr and "Traceback" not in ended.stderr
 
 
 @pytest.mark.parametrize("runtime", ["torch_cpu", "opencl", "reference"])
-def test_process_serves_its_session_and_ends_on_sigterm(wis, runtime):
-    anew = {} if runtime == "opencl" else {"start": forks.Forked}  # one starts from nothing, as a user's
+def test_process_serves_its_session_until_sigterm(wis, runtime):
+    anew = {} if runtime == "opencl" else {"start": forks.Forked}  # one process starts from nothing, as a user's does
     with executor_process(runtime=runtime, **anew) as running:
         client = wis.client(Endpoint.parse(running.endpoints[0]), running.session_id, running.token)
         client.make(1, 1, 2)

@@ -1,4 +1,4 @@
-"""A session's spans: which there are, that they stay few, that nothing of them depends on how much is run."""
+"""Tests of a session's spans: which spans there are, and that their number does not depend on how much is run."""
 
 import itertools
 import time
@@ -35,7 +35,7 @@ def add(wis):
 
 @pytest.fixture
 def traced(device, wis, recorded):
-    """`traced("name")`: a client whose session the control plane opened in a trace."""
+    """`traced("name")`: a client whose session the control plane opened within a trace."""
 
     def make(name, device=device, hosted=HOSTED):
         device.call(lambda: device.loop.sessions.open(name, SharedPass(f"token of {name}"), None, hosted=hosted))
@@ -52,7 +52,7 @@ def taken(queue, name=None):
     return [s for s in found if name in (None, s.name)]
 
 
-def test_session_tells_of_first_things_and_of_sums(device, traced, add, recorded):
+def test_spans_first_events_and_sums_are_recorded(device, traced, add, recorded):
     a = traced("a")
     a.make(1, 1, 2, 3, 4)
     for i in range(50):
@@ -73,13 +73,13 @@ def test_session_tells_of_first_things_and_of_sums(device, traced, add, recorded
     (session,) = by_name["session"]
     assert session.trace_id == f"{0xAB:032x}" and session.parent_id == f"{0xCD:016x}" and not session.error
     assert {s.parent_id for s in found} - {session.parent_id} == {session.span_id}
-    assert len(by_name["define"]) == len(by_name["first_run"]) == 2  # making the buffer, and the sum
+    assert len(by_name["define"]) == len(by_name["first_run"]) == 2  # the program that makes the buffer, and the sum
     assert [s.attributes["programs"] for s in by_name["runs"]] == [51, 5]
     assert session.attributes["total_programs"] == 56 and session.attributes["left_out"] == 0
     assert len(found) == 7 and digest(add.raw).hex()[:16] in {s.attributes["program"] for s in by_name["first_run"]}
 
 
-def test_first_failure_is_on_the_session_s_span(device, traced, wis, recorded):
+def test_spans_first_failure_is_on_the_sessions_span(device, traced, wis, recorded):
     a = traced("a")
     a.start(bytes(32), [], frees=[7])
     with pytest.raises(wis.error):
@@ -90,7 +90,7 @@ def test_first_failure_is_on_the_session_s_span(device, traced, wis, recorded):
     assert session.error and session.attributes["error.type"] == "executor.unknown_program"
 
 
-def test_session_that_nobody_traces_has_no_spans(device, add, recorded):
+def test_spans_untraced_session_has_none(device, add, recorded):
     a = device.open("a")
     a.make(1, 1, 2, 3, 4)
     a.run(add, {"x": 1, "y": 2})
@@ -98,7 +98,7 @@ def test_session_that_nobody_traces_has_no_spans(device, add, recorded):
     assert device.call(lambda: [s.spans for s in device.loop.sessions.all()]) == [None] and not taken(recorded)
 
 
-def test_session_that_had_to_leave_and_came_back_says_so(make_device, traced, wis, recorded, tmp_path):
+def test_spans_swapped_session_has_swap_spans(make_device, traced, wis, recorded, tmp_path):
     swap = SwapSettings(Policy(0, 1 << 20, 0), 64 << 20, 64 << 20, tmp_path, 30_000_000_000)
     device = make_device(memory=8 << 20, swap=swap)
     a, b = traced("a", device), traced("b", device)
@@ -113,7 +113,7 @@ def test_session_that_had_to_leave_and_came_back_says_so(make_device, traced, wi
     assert out.attributes["bytes"] == back.attributes["bytes"] == 5 << 20 and out.end_ns <= back.start_ns
 
 
-def test_many_programs_leave_few_spans(recorded, monkeypatch):
+def test_spans_number_for_many_programs_is_limited(recorded, monkeypatch):
     monkeypatch.setattr(spans, "SINGLE", 10)
     found = spans_of("a", HOSTED, None)
     for i in range(100):
@@ -122,11 +122,11 @@ def test_many_programs_leave_few_spans(recorded, monkeypatch):
         found.ran(name, 0, 5, 5, False)
         found.ran(name, 0, 5, 5, False)
         found.swapped("out", time.time_ns(), 5)
-    # five programs are defined and run, as many as there are spans for; ten swaps
+    # five programs use up all spans for single events; ten swaps use up theirs
     assert len(taken(recorded)) == 20 and len(found.fresh) == 0 and found.left_out == 95 + 90
 
 
-def test_sums_come_ever_more_rarely(recorded):
+def test_spans_period_of_sums_grows(recorded):
     class Ran:
         class work:
             to_json = staticmethod(dict)
@@ -156,12 +156,12 @@ def test_sums_come_ever_more_rarely(recorded):
         ("00-" + "a" * 5000, 0xCD),
     ],
 )
-def test_hello_names_a_parent_in_the_session_s_own_trace_alone(recorded, hello, parent):
+def test_spans_hello_from_another_trace_is_ignored(recorded, hello, parent):
     found = spans_of("a", HOSTED, hello)
     found._span.end()
     (span,) = taken(recorded)
     assert span.trace_id == f"{0xAB:032x}" and span.parent_id == f"{parent:016x}"
 
 
-def test_hello_without_the_control_plane_s_word_traces_nothing(recorded):
+def test_spans_hello_without_a_hosted_trace_is_ignored(recorded):
     assert spans_of("a", None, f"00-{0xAB:032x}-{0xEF:016x}-01") is None and not taken(recorded)

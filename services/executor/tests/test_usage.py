@@ -1,4 +1,4 @@
-"""What sessions use: cores and bytes over time, told once and in whole numbers; sessions that are held."""
+"""Tests of usage: core time and residency in exact integers, the library's worker threads, and held sessions."""
 
 import threading
 import time
@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from wooly_executor import usage
+from wooly_executor.core_speed import FULL
 from wooly_executor.cores import WorkerClock, apart, beyond
-from wooly_executor.pace import FULL
 from wooly_executor.usage import IDLE_NS, MIB_US, UsageBook, work_of
 from wooly_executor.usage_publisher import UsagePublisher
 from wooly_testkit.tape import Tape
@@ -23,7 +23,7 @@ def taken(book, now, priority=2):
 
 
 class Holding:
-    """The integral of a number of bytes over time; they change when somebody looks."""
+    """The integral of a number of bytes over time. The number changes at each call."""
 
     __slots__ = ("_at", "byte_ns", "held")
 
@@ -32,14 +32,14 @@ class Holding:
         self._at = now
 
     def borne(self, held: int, now: int) -> tuple[int, int]:
-        """Until now it was as before, from now on it is `held`. Returns that, and bytes times ns so far."""
+        """Integrate the old number up to `now`, then hold `held` bytes. Returns `held` and the integral in bytes times ns."""
         self.byte_ns += self.held * (now - self._at)
         self._at, self.held = now, held
         return held, self.byte_ns
 
 
 class Bears:
-    """A session's bytes, as a test says."""
+    """The bytes of a session, set by the test."""
 
     def __init__(self, held=0):
         self.held, self.holding = held, Holding()
@@ -48,11 +48,11 @@ class Bears:
         return self.holding.borne(self.held, now)
 
 
-def test_residency_is_split_into_executing_and_idle_and_nothing_is_lost():
+def test_usage_residency_splits_into_executing_and_idle():
     book, bears = UsageBook(), Bears()
     used = book.opened("a", "acme", "llama", bears, 0)
     bears.held = 3 * MIB
-    used.launched(5, 5, 10)  # until here it held nothing
+    used.launched(5, 5, 10)  # before this, the session had no memory
     bears.held = 5 * MIB
     used.launched(2_000_000, 3_000_000, 10 + 10_000_000)
     found = taken(book, 20_000_010)["a"]
@@ -64,7 +64,7 @@ def test_residency_is_split_into_executing_and_idle_and_nothing_is_lost():
     assert (found.tenant, found.model, found.priority) == ("acme", "llama", 2)
 
 
-def test_what_is_less_than_a_unit_stays_for_the_next_time():
+def test_usage_remainder_below_a_unit_is_carried_over():
     book = UsageBook()
     used = book.opened("a", "t", "", Bears(1000), 0)
     told = resident = 0
@@ -76,8 +76,8 @@ def test_what_is_less_than_a_unit_stays_for_the_next_time():
     assert resident == used.executing_byte_ns // MIB_US and told == (used.byte_ns - used.executing_byte_ns) // MIB_US
 
 
-def test_pace_is_the_mean_over_core_time_so_that_what_is_billed_is_the_sum_of_all_launches():
-    """Else long launches on one core that are priced low would make short ones on many cores cheap."""
+def test_usage_pace_is_weighted_by_core_time():
+    """Otherwise long launches on one core with a low price would make short launches on many cores cheap."""
     book = UsageBook()
     used = book.opened("a", "t", "", Bears(), 0)
     used.launched(1_000, 16_000, 10)
@@ -86,10 +86,10 @@ def test_pace_is_the_mean_over_core_time_so_that_what_is_billed_is_the_sum_of_al
     assert (found.gpu_ns, found.core_ns, found.pace) == (10_000, 25_000, FULL * 41 // 50)
     assert found.core_ns * found.pace // FULL == 16_000 + 4_500
     used.ran(b"", None)
-    assert taken(book, 40)["a"].pace == FULL  # nothing was used
+    assert taken(book, 40)["a"].pace == FULL  # no core time was used
 
 
-def test_session_that_only_holds_memory_is_told_of_now_and_then():
+def test_usage_session_with_memory_only_is_reported_rarely():
     book = UsageBook()
     used = book.opened("a", "t", "", Bears(MIB), 0)
     used.launched(1, 1, 1)
@@ -98,12 +98,10 @@ def test_session_that_only_holds_memory_is_told_of_now_and_then():
     found = taken(book, IDLE_NS + 2)["a"]
     assert found.idle == (used.byte_ns - used.executing_byte_ns) // MIB_US == (IDLE_NS + 1) // 1000
     book.opened("b", "t", "", Bears(), IDLE_NS)
-    assert not taken(
-        book, 2 * IDLE_NS
-    )  # neither has anything new: the one holds nothing, the other was told of just now
+    assert not taken(book, 2 * IDLE_NS)  # neither session has news: one has no memory, the other was just reported
 
 
-def test_launch_that_outlives_its_session_is_told_of():
+def test_usage_launch_ending_after_its_session_is_reported():
     book = UsageBook()
     used = book.opened("a", "t", "", Bears(), 0)
     book.closed("a", 5)
@@ -111,20 +109,20 @@ def test_launch_that_outlives_its_session_is_told_of():
     assert (taken(book, 10)["a"].gpu_ns, book.take(lambda _: 2, 11)) == (7, [])
 
 
-def test_work_is_that_of_the_op_table(wis):
+def test_work_of_a_program_follows_the_op_table(wis):
     v = wis.at(DType.F32, 8, 16)
     w = wis.at(DType.F32, 16, 4)
     out = wis.at(DType.F32, 8, 4)
     body = wis.body().alloc("y", 128).call("aten.mm.default", ("in", "x", v), ("in", "w", w), ("out", "y", out))
     moved, flops = work_of(body.program)
-    assert moved == 4 * (8 * 16 + 16 * 4 + 8 * 4) and flops == 0  # an extern: the table knows what it touches
+    assert moved == 4 * (8 * 16 + 16 * 4 + 8 * 4) and flops == 0  # an extern: the op table knows only the bytes
     tape = Tape()
     x, y = tape.input(DType.F32, 8, 16), tape.input(DType.F32, 16, 4)
     tape.op("mm", x, y)
     assert work_of(tape.program()[0])[1] == 2 * 8 * 16 * 4
 
 
-async def test_work_of_more_programs_than_are_kept_is_added_up_and_none_of_it_is_lost(device, monkeypatch):
+async def test_usage_work_above_the_program_limit_is_added_up(device, monkeypatch):
     monkeypatch.setattr(usage, "RUNS_KEPT", 3)
     book, publisher = UsageBook(), UsagePublisher(None, device.loop, "x")
     used = book.opened("a", "t", "", Bears(), 0)
@@ -162,7 +160,7 @@ def busy(wis, client, times=30, n=256):
     client.sync()
 
 
-def test_sum_of_all_sessions_is_what_the_device_was_busy(device, wis):
+def test_usage_sum_over_sessions_equals_the_busy_time(device, wis):
     clients = [device.open(f"s{n}", weight=1 + n) for n in range(3)]
     threads = [threading.Thread(target=busy, args=(wis, c)) for c in clients]
     for t in threads:
@@ -176,8 +174,8 @@ def test_sum_of_all_sessions_is_what_the_device_was_busy(device, wis):
     assert [sum(n for _, n in t.runs.values()) for t in found] == [31] * 3
 
 
-def test_sum_of_residency_is_the_books(device, wis):
-    """What the sessions are told to have held is the integral of what the device's sessions held, and begins anew nowhere."""
+def test_usage_residency_equals_the_books_integral(device, wis):
+    """The reported residency of all sessions equals the integral of their charges on the device."""
     a, b = device.open("a"), device.open("b")
     for n, client in enumerate((a, b)):
         client.make(1, *([1.0] * 1000 * (n + 1)))
@@ -204,8 +202,8 @@ def test_sum_of_residency_is_the_books(device, wis):
 
 
 @pytest.mark.skipif(torch.get_num_threads() < 2, reason="one core")
-def test_workers_of_the_library_are_seen():
-    """Two threads that multiply for a while occupy two threads' time, of which the caller's clock has only its own."""
+def test_worker_clock_measures_the_librarys_threads():
+    """Two threads that multiply use the time of two threads; the caller's clock has only its own part."""
     seen = {}
 
     def work():
@@ -230,11 +228,11 @@ def test_workers_of_the_library_are_seen():
     ("groups", "threads", "cores"),
     [(0, 4, 1), (1, 4, 1), (3, 4, 3), (4, 4, 4), (5, 4, 2.5), (1000, 4, 4), (1001, 4, 1001 / 251), (7, 1, 1)],
 )
-def test_cores_of_a_launch_are_its_groups_against_the_devices_threads(groups, threads, cores):
+def test_beyond_follows_from_groups_and_threads(groups, threads, cores):
     assert 1000 + beyond(1000, groups, threads) == int(1000 * cores)
 
 
-def test_threads_that_are_started_apart_are_no_workers():
+def test_worker_clock_ignores_threads_started_apart():
     comm = Path("/proc/self/task") / str(threading.get_native_id()) / "comm"
     if not comm.exists():
         pytest.skip("names of threads are Linux's")
@@ -250,7 +248,7 @@ def test_threads_that_are_started_apart_are_no_workers():
     assert seen == ["wooly-opencl\n"] and comm.read_text() == before
 
 
-def test_one_thread_has_no_workers():
+def test_worker_clock_with_one_thread_is_zero():
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     clock = WorkerClock()
@@ -270,14 +268,14 @@ def hold(device, session, why, paused=None):
     device.call(steer)
 
 
-def test_held_session_is_told_why_and_goes_on_where_it_was(device, wis):
+def test_held_session_refuses_with_the_reason_and_resumes(device, wis):
     client = device.open("s")
     client.make(1, 1.0, 2.0)
     v = wis.at(DType.F32, 2)
     name = client.define(wis.body().call("aten.add_.Tensor", ("inout", "x", v), ("in", "x", v)))
     client.sync()
     hold(device, "s", "the credits are used up")
-    assert client.floats(1, 2) == [1.0, 2.0]  # what is there may be read
+    assert client.floats(1, 2) == [1.0, 2.0]  # existing buffers can be read
     client.start(name, [1])
     for _ in range(2):
         with pytest.raises(wis.error, match="the credits are used up") as e:
@@ -290,7 +288,7 @@ def test_held_session_is_told_why_and_goes_on_where_it_was(device, wis):
     assert client.floats(1, 2) == [4.0, 8.0]
 
 
-def test_what_waits_when_the_hold_comes_is_answered(device, wis):
+def test_held_session_answers_frames_that_waited_before(device, wis):
     client = device.open("s")
     client.make(1, 1.0)
     v = wis.at(DType.F32, 1)
@@ -302,14 +300,14 @@ def test_what_waits_when_the_hold_comes_is_answered(device, wis):
     hold(device, "s", "no credits")
     with pytest.raises(wis.error, match="no credits"):
         client.take(4)
-    hold(device, "s", "")  # somebody else suspended it: it stays so
+    hold(device, "s", "")  # the session was also suspended, so it stays suspended
     client.ask(1, 4)
     assert device.call(lambda: device.loop.dispatch.treatment("s")[1])
     hold(device, "s", None, paused=False)
     assert client.take(4) == b"\x00\x00\x00\x40"
 
 
-def test_results_that_a_refused_run_makes_later_are_freed(device, wis):
+def test_held_session_frees_late_results_of_a_refused_run(device, wis):
     client = device.open("s")
     client.make(1, 1.0, 0.0)
     v = wis.at(DType.F32, 2)

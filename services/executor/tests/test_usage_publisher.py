@@ -1,4 +1,4 @@
-"""Usage on its way: every count once, in numbered batches, also when NATS is killed meanwhile."""
+"""Tests of the usage publisher: every count once, in numbered batches, also when NATS is killed meanwhile."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.connected, pytest.mark.timeout(150)]
 
 
 class Nats:
-    """A nats-server that can be killed and started again, with its streams on the same port."""
+    """A nats-server that can be killed and restarted on the same port with its streams."""
 
     def __init__(self, directory):
         with socket.create_server(("127.0.0.1", 0)) as probe:
@@ -51,7 +51,7 @@ async def connected(url):
     raise AssertionError("no NATS")
 
 
-async def test_every_count_is_told_once_though_nats_is_killed(device, wis, tmp_path, monkeypatch):
+async def test_usage_publisher_with_nats_killed_publishes_every_count_once(device, wis, tmp_path, monkeypatch):
     monkeypatch.setattr(usage_publisher, "PERIOD_S", 0.02)
     monkeypatch.setattr(usage_publisher, "RETRY_S", 0.05)
     server = Nats(tmp_path)

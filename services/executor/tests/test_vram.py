@@ -1,4 +1,4 @@
-"""Memory in the device loop: accounts, shared contents, sessions that leave for others and come back, and what goes wrong."""
+"""Tests of device memory in the device loop: accounts, shared contents, swapping, and failures."""
 
 import contextlib
 import errno
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from wooly_bus.contents import chunk_digest, content_id, name_in_circle
-from wooly_executor import mover, pins
+from wooly_executor import mover, pinned_weights
 from wooly_executor.memory.book import Scope
 from wooly_executor.memory.swap import Place, Policy
 from wooly_executor.vram import SwapSettings
@@ -31,7 +31,7 @@ def content(seed, nbytes=MIB):
 
 
 def in_place(wis, nbytes):
-    """x = ~x, of bytes."""
+    """x = ~x, on bytes."""
     v = wis.at(DType.U8, nbytes)
     return wis.body().call("aten.bitwise_not_.default", ("inout", "x", v))
 
@@ -52,14 +52,14 @@ def vram_of(device, function):
     return device.call(lambda: function(device.loop.vram))
 
 
-def stowed(device):
-    return vram_of(device, lambda v: (v.stowage.used[Place.HOST], v.stowage.used[Place.DISK]))
+def swapped(device):
+    return vram_of(device, lambda v: (v.swap_space.used[Place.HOST], v.swap_space.used[Place.DISK]))
 
 
 # -- accounts --------------------------------------------------------------------------------------------------------
 
 
-def test_out_of_memory_says_who_holds_what_and_names_no_stranger(make_device, wis):
+def test_out_of_memory_names_own_sessions_but_no_other_tenants(make_device, wis):
     device = make_device(memory=8 * MIB)
     a = device.open("a", tenant="t", swappable=False)
     device.open("mine", tenant="t", swappable=False).run(wis.body().alloc("x", MIB), {"x": 1})
@@ -78,7 +78,7 @@ def test_out_of_memory_says_who_holds_what_and_names_no_stranger(make_device, wi
     device.check()
 
 
-def test_results_of_unknown_size_are_on_the_account(device, wis):
+def test_results_of_unknown_size_are_charged(device, wis):
     a = device.open("a")
     a.make(1, 1, 0, 2, 0)
     v = wis.at(DType.F32, 4)
@@ -89,7 +89,7 @@ def test_results_of_unknown_size_are_on_the_account(device, wis):
     device.check()
 
 
-def test_workspace_of_a_large_program_is_given_back(device, wis):
+def test_workspace_of_a_large_program_is_freed(device, wis):
     a = device.open("a")
     a.run(wis.body().alloc("x", 8 * MIB).alloc("y", 512).free("x"), {"x": 1, "y": 2})
     stats = a.stats()
@@ -98,8 +98,8 @@ def test_workspace_of_a_large_program_is_given_back(device, wis):
     device.check()
 
 
-def test_what_was_borne_is_integrated_to_the_byte(device, wis):
-    """Between two samples nothing changes: bytes times nanoseconds are exactly the product."""
+def test_charges_are_integrated_exactly(device, wis):
+    """Between two samples nothing changes, so the integral is exactly bytes times nanoseconds."""
     a = device.open("a", tenant="t")
     a.run(wis.body().alloc("x", MIB), {"x": 1})
     a.sync()
@@ -126,10 +126,10 @@ def shared_pair(device, data, scope=TENANT, tenants=("t", "t")):
     return a, b
 
 
-def test_content_that_is_there_is_shared_and_paid_for_together(device):
+def test_content_on_the_device_is_shared_and_charged_in_parts(device):
     data = content(7, 3 * MIB)
     a, b = shared_pair(device, data)
-    assert b.offer_head(99, data) is False  # no such buffer; said at the next sync
+    assert b.offer_head(99, data) is False  # the buffer does not exist; the next sync reports it
     with pytest.raises(Exception, match="does not exist"):
         b.sync()
     assert b.load(1, data)
@@ -139,7 +139,7 @@ def test_content_that_is_there_is_shared_and_paid_for_together(device):
     device.check()
 
 
-def test_session_that_ends_names_the_largest_contents_that_it_shared(device, wis):
+def test_closed_session_reports_its_largest_contents(device, wis):
     small, large = content(7), content(8, 3 * MIB)
     a, b = shared_pair(device, small)
     b.load(1, large)
@@ -155,7 +155,7 @@ def test_session_that_ends_names_the_largest_contents_that_it_shared(device, wis
     assert device.brought == {"a": (names[1],), "b": tuple(names), "c": ()}
 
 
-def test_write_to_a_shared_buffer_leaves_the_other_its_bytes(device, wis):
+def test_write_to_a_shared_buffer_keeps_the_other_copy(device, wis):
     data = content(9)
     a, b = shared_pair(device, data)
     assert b.load(1, data)
@@ -168,7 +168,7 @@ def test_write_to_a_shared_buffer_leaves_the_other_its_bytes(device, wis):
     device.check()
 
 
-def test_write_through_a_view_in_a_program_copies_first(device, wis):
+def test_write_through_a_view_copies_first(device, wis):
     data = content(3)
     a, b = shared_pair(device, data)
     assert b.load(1, data)
@@ -179,7 +179,7 @@ def test_write_through_a_view_in_a_program_copies_first(device, wis):
     device.check()
 
 
-def test_content_written_while_it_is_hashed_is_not_shared(device, wis):
+def test_content_written_during_hashing_is_not_shared(device, wis):
     data = content(5, 16 * MIB)
     a = device.open("a", tenant="t", scope=TENANT)
     assert not a.load(1, data)
@@ -191,8 +191,8 @@ def test_content_written_while_it_is_hashed_is_not_shared(device, wis):
     device.check()
 
 
-def test_content_that_is_not_what_its_client_says_is_not_shared(device):
-    """Nobody is lent bytes under a wrong name."""
+def test_content_with_a_false_name_is_not_shared(device):
+    """No session may get bytes under a false name."""
     a, b = (device.open(n, tenant="t", scope=TENANT) for n in "ab")
     true, lie = content(1), content(2)
     a.load(1, true)
@@ -217,7 +217,7 @@ def test_content_that_is_not_what_its_client_says_is_not_shared(device):
         (TENANT, SHARED, ("t", "t"), True),
     ],
 )
-def test_content_is_known_to_those_alone_who_may_share_it(device, wis, first, second, tenants, known):
+def test_content_is_offered_only_within_its_scope(device, wis, first, second, tenants, known):
     data = content(4, 8 * MIB)
     a = device.open("a", tenant=tenants[0], scope=first)
     a.load(1, data)
@@ -229,11 +229,11 @@ def test_content_is_known_to_those_alone_who_may_share_it(device, wis, first, se
     device.check()
 
 
-def test_death_of_a_sharer_leaves_the_content(device):
+def test_content_survives_a_killed_sharer(device):
     data = content(8)
     a, b = shared_pair(device, data)
     assert b.load(1, data)
-    a.channel.close()  # as kill -9 does
+    a.channel.close()  # as `kill -9` does
     device.wait_closed("a")
     assert b.read(1, len(data)) == data and b.stats()["shared_bytes"] == len(data)
     b.close()
@@ -243,7 +243,7 @@ def test_death_of_a_sharer_leaves_the_content(device):
     device.check()
 
 
-def test_pinned_weights_outlive_their_session(device):
+def test_pinned_weights_survive_their_session(device):
     data = content(6)
     a = device.open("a", tenant="t", scope=TENANT)
     a.load(1, data)
@@ -263,33 +263,33 @@ def test_pinned_weights_outlive_their_session(device):
 
 
 @pytest.mark.parametrize("name", ["", "x" * 129, "a\r\nNats-Rollup: all", "\ud800"])
-def test_name_that_cannot_be_told_to_others_pins_nothing(device, name):
+def test_pin_with_an_invalid_name_is_refused(device, name):
     a = device.open("a", scope=SHARED, tenant="acme")
     assert not a.load(1, content(4))
     a.sealed()
-    assert "no name for weights" in a.pin("add", name)["error"]
+    assert "not a valid name for weights" in a.pin("add", name)["error"]
     assert device.call(lambda: device.loop.vram.state().model_dump_json()) and not a.pin("list")["pins"]
 
 
-def test_pins_of_a_tenant_have_a_limit(device, monkeypatch):
-    monkeypatch.setattr(pins, "PINS_PER_TENANT", 2)
-    monkeypatch.setattr(pins, "TENSORS_PER_TENANT", 3)
+def test_pins_above_the_tenants_limit_are_refused(device, monkeypatch):
+    monkeypatch.setattr(pinned_weights, "PINS_PER_TENANT", 2)
+    monkeypatch.setattr(pinned_weights, "TENSORS_PER_TENANT", 3)
     a, b = [device.open(n, scope=SHARED, tenant=t) for n, t in (("a", "acme"), ("b", "other"))]
     for client in (a, b):
         client.load(1, content(4))
         client.sealed()
     assert "bytes" in a.pin("add", "one") and "bytes" in a.pin("add", "two")
     assert "at most" not in b.pin("add", "one").get("error", "")
-    assert "may have 2 models and 3 tensors" in a.pin("add", "three")["error"]
+    assert "at most 2 models and 3 tensors" in a.pin("add", "three")["error"]
     assert a.pin("remove", "one")["removed"]
     a.load(2, content(5))
     a.load(3, content(6))
     a.sealed()
-    assert "this one would have 4 tensors" in a.pin("add", "three")["error"]
+    assert "with this one 4 tensors" in a.pin("add", "three")["error"]
 
 
-def test_cancelled_hash_holds_no_memory_while_it_waits(device, wis, monkeypatch):
-    """A client that has memory hashed and frees it again has none of it kept by hashes that wait for their turn."""
+def test_hash_cancelled_releases_its_memory(device, wis, monkeypatch):
+    """A client that starts a hash and frees the buffer does not make the queue of hashes keep the buffer's memory."""
     going, go_on = threading.Event(), threading.Event()
     steps = mover.HashJob.steps
 
@@ -317,7 +317,7 @@ def test_cancelled_hash_holds_no_memory_while_it_waits(device, wis, monkeypatch)
 # -- swapping --------------------------------------------------------------------------------------------------------
 
 
-def test_idle_session_leaves_for_another_and_comes_back(make_device, tmp_path, wis):
+def test_idle_session_is_swapped_out_and_in(make_device, tmp_path, wis):
     device = make_device(memory=10 * MIB, swap=swap(tmp_path))
     a, b = device.open("a"), device.open("b")
     first, second = content(1, 6 * MIB), content(2, 6 * MIB)
@@ -326,7 +326,7 @@ def test_idle_session_leaves_for_another_and_comes_back(make_device, tmp_path, w
         client.write(1, data)
         client.sync()
     assert device.residence() == {"a": "away", "b": "here"}
-    assert stowed(device) == (6 * MIB, 0)
+    assert swapped(device) == (6 * MIB, 0)
     device.check()
     for _ in range(3):
         a.run(in_place(wis, len(first)), {"x": 1})
@@ -339,7 +339,7 @@ def test_idle_session_leaves_for_another_and_comes_back(make_device, tmp_path, w
         device.check()
 
 
-def test_read_and_write_bring_a_session_back(make_device, tmp_path, wis):
+def test_read_or_write_swaps_a_session_in(make_device, tmp_path, wis):
     device = make_device(memory=10 * MIB, swap=swap(tmp_path))
     a, b = device.open("a"), device.open("b")
     data = content(1, 6 * MIB)
@@ -354,7 +354,7 @@ def test_read_and_write_bring_a_session_back(make_device, tmp_path, wis):
 
 
 def one_content_twice_and_a_neighbour(make_device, tmp_path, wis, **settings):
-    """A session with two buffers of one content, and one that holds all the rest of the device."""
+    """A session with two buffers of one content, and a session that uses the rest of the device."""
     device = make_device(memory=10 * MIB, swap=swap(tmp_path, **settings))
     a = device.open("a", scope=Scope.TENANT)
     for buffer in (1, 2):
@@ -368,7 +368,7 @@ def one_content_twice_and_a_neighbour(make_device, tmp_path, wis, **settings):
     return device, a, b
 
 
-def test_write_to_shared_content_waits_for_room_for_its_copy(make_device, tmp_path, wis):
+def test_write_to_shared_content_waits_for_room(make_device, tmp_path, wis):
     device, a, b = one_content_twice_and_a_neighbour(make_device, tmp_path, wis)
     a.write(1, b"\xee" * 8, 8)
     assert a.read(1, 24) == content(1, 8) + b"\xee" * 8 + content(1, 8)
@@ -377,7 +377,7 @@ def test_write_to_shared_content_waits_for_room_for_its_copy(make_device, tmp_pa
     device.check()
 
 
-def test_write_that_nobody_makes_room_for_fails_when_its_patience_ends(make_device, tmp_path, wis):
+def test_write_without_room_fails_after_its_patience(make_device, tmp_path, wis):
     device, a, b = one_content_twice_and_a_neighbour(make_device, tmp_path, wis, host=0, disk=0, patience_ms=10)
     with pytest.raises(wis.error, match="CUDA out of memory"):
         a.write(1, b"\xee" * 8, 8)
@@ -387,7 +387,7 @@ def test_write_that_nobody_makes_room_for_fails_when_its_patience_ends(make_devi
     device.check()
 
 
-def test_what_the_host_budget_does_not_take_goes_to_disk(make_device, tmp_path, wis):
+def test_swap_above_the_host_budget_goes_to_disk(make_device, tmp_path, wis):
     device = make_device(memory=10 * MIB, swap=swap(tmp_path, host=MIB))
     a, b = device.open("a"), device.open("b")
     a.run(wis.body().alloc("x", 5 * MIB).alloc("y", MIB), {"x": 1, "y": 2})
@@ -396,15 +396,15 @@ def test_what_the_host_budget_does_not_take_goes_to_disk(make_device, tmp_path, 
     a.sync()
     b.run(wis.body().alloc("x", 8 * MIB), {"x": 1})
     b.sync()
-    assert device.residence()["a"] == "away" and stowed(device) == (MIB, 5 * MIB)
+    assert device.residence()["a"] == "away" and swapped(device) == (MIB, 5 * MIB)
     assert a.read(1, 5 * MIB) == content(1, 5 * MIB) and a.read(2, MIB) == content(2)
-    assert device.residence()["b"] == "away" and stowed(device) == (0, 8 * MIB)
-    assert list(tmp_path.iterdir()) == []  # files without names
+    assert device.residence()["b"] == "away" and swapped(device) == (0, 8 * MIB)
+    assert list(tmp_path.iterdir()) == []  # swap files have no names
     device.check()
 
 
 def swap_files(folder):
-    """What this process has open in a folder, by descriptor."""
+    """Files in a folder that this process has open, by descriptor."""
     found = []
     for link in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
@@ -413,7 +413,7 @@ def swap_files(folder):
     return found
 
 
-def test_lost_swap_file_is_an_error_of_that_session_alone(make_device, tmp_path, wis):
+def test_lost_swap_file_fails_its_session_only(make_device, tmp_path, wis):
     device = make_device(memory=10 * MIB, swap=swap(tmp_path, host=0))
     a, b = device.open("a"), device.open("b")
     a.make(2, 1, 2)
@@ -432,7 +432,7 @@ def test_lost_swap_file_is_an_error_of_that_session_alone(make_device, tmp_path,
     device.check()
 
 
-def test_full_disk_fails_the_allocation_and_loses_nothing(make_device, tmp_path, wis, monkeypatch):
+def test_full_disk_fails_the_allocation_only(make_device, tmp_path, wis, monkeypatch):
     device = make_device(memory=10 * MIB, swap=swap(tmp_path, host=0, idle_ms=20, patience_ms=50))
     a, b = device.open("a"), device.open("b")
     data = content(1, 6 * MIB)
@@ -449,11 +449,11 @@ def test_full_disk_fails_the_allocation_and_loses_nothing(make_device, tmp_path,
         b.sync()
     b.make(2, 3)
     assert b.floats(2, 1) == [3] and a.read(1, len(data)) == data
-    assert stowed(device) == (0, 0)
+    assert swapped(device) == (0, 0)
     device.check()
 
 
-def test_session_that_ends_while_it_is_away_leaves_nothing(make_device, tmp_path, wis):
+def test_session_closed_while_swapped_out_leaves_nothing(make_device, tmp_path, wis):
     device = make_device(memory=10 * MIB, swap=swap(tmp_path, host=4 * MIB))
     a, b = device.open("a", tenant="t", scope=TENANT), device.open("b")
     a.load(1, content(1, 3 * MIB))
@@ -466,13 +466,13 @@ def test_session_that_ends_while_it_is_away_leaves_nothing(make_device, tmp_path
     assert device.residence()["a"] == "away"
     a.channel.close()
     device.wait_closed("a")
-    wait(device, lambda: stowed(device) == (0, 0))
+    wait(device, lambda: swapped(device) == (0, 0))
     assert swap_files(tmp_path) == []
     facts = vram_of(device, lambda v: v.ledger.facts())
     assert facts.contents == 0 and facts.own == 8 * MIB
 
 
-def test_shared_content_stays_while_one_who_is_here_holds_it(make_device, tmp_path, wis):
+def test_shared_content_stays_with_a_resident_sharer(make_device, tmp_path, wis):
     device = make_device(memory=12 * MIB, swap=swap(tmp_path))
     data = content(1, 4 * MIB)
     a, b, c = (device.open(n, tenant="t", scope=TENANT) for n in "abc")
@@ -491,7 +491,7 @@ def test_shared_content_stays_while_one_who_is_here_holds_it(make_device, tmp_pa
     device.check()
 
 
-def test_content_written_once_is_dropped_without_a_copy_the_next_time(make_device, tmp_path, wis):
+def test_clean_content_is_dropped_without_a_second_copy(make_device, tmp_path, wis):
     device = make_device(memory=10 * MIB, swap=swap(tmp_path))
     data = content(1, 6 * MIB)
     a, b = device.open("a", tenant="t", scope=TENANT), device.open("b")
@@ -500,14 +500,14 @@ def test_content_written_once_is_dropped_without_a_copy_the_next_time(make_devic
     for _ in range(3):
         b.run(wis.body().alloc("x", 6 * MIB), {"x": 1}, frees=[1])
         b.sync()
-        assert device.residence()["a"] == "away" and stowed(device) == (6 * MIB, 0)
+        assert device.residence()["a"] == "away" and swapped(device) == (6 * MIB, 0)
         moved = vram_of(device, lambda v: v.mover.moved)
         assert a.read(1, len(data)) == data
-        assert vram_of(device, lambda v: v.mover.moved) == moved + len(data)  # brought, not saved again
+        assert vram_of(device, lambda v: v.mover.moved) == moved + len(data)  # copied back, but not saved again
     device.check()
 
 
-def test_run_that_writes_a_shared_content_while_all_who_share_it_are_away_brings_it_back(make_device, tmp_path, wis):
+def test_run_writing_swapped_out_shared_content_brings_it_back(make_device, tmp_path, wis):
     device = make_device(memory=10 * MIB, swap=swap(tmp_path))
     a, b, c = [device.open(name, scope=SHARED) for name in "abc"]
     data = content(7, 4 * MIB)
@@ -522,7 +522,7 @@ def test_run_that_writes_a_shared_content_while_all_who_share_it_are_away_brings
     device.check()
 
 
-def test_p0_stays_while_another_could_leave(make_device, tmp_path, wis):
+def test_p0_session_stays_while_another_is_eligible(make_device, tmp_path, wis):
     device = make_device(memory=10 * MIB, swap=swap(tmp_path))
     urgent, other, third = device.open("p0", priority=0), device.open("p3", priority=3), device.open("p2")
     for client in (other, urgent):
@@ -534,7 +534,7 @@ def test_p0_stays_while_another_could_leave(make_device, tmp_path, wis):
     device.check()
 
 
-def test_unswappable_session_never_leaves(make_device, tmp_path, wis):
+def test_unswappable_session_is_never_swapped_out(make_device, tmp_path, wis):
     device = make_device(memory=10 * MIB, swap=swap(tmp_path, idle_ms=1))
     a, b = device.open("a", swappable=False), device.open("b")
     a.run(wis.body().alloc("x", 6 * MIB), {"x": 1})
@@ -545,7 +545,7 @@ def test_unswappable_session_never_leaves(make_device, tmp_path, wis):
     assert device.residence() == {"a": "here", "b": "here"}
 
 
-def test_who_waits_for_room_is_passed_over_and_served_when_another_is_idle(make_device, tmp_path, wis):
+def test_waiting_session_is_passed_over_until_another_is_idle(make_device, tmp_path, wis):
     device = make_device(memory=10 * MIB, swap=swap(tmp_path, idle_ms=150))
     a, b, c = device.open("a"), device.open("b"), device.open("c")
     a.run(wis.body().alloc("x", 6 * MIB), {"x": 1})
@@ -553,13 +553,13 @@ def test_who_waits_for_room_is_passed_over_and_served_when_another_is_idle(make_
     b.run(wis.body().alloc("x", 6 * MIB), {"x": 1})
     b.write(1, content(3, 6 * MIB))
     c.make(1, 4)
-    assert c.floats(1, 1) == [4]  # while b waits
+    assert c.floats(1, 1) == [4]  # b is still waiting
     assert b.read(1, 6 * MIB) == content(3, 6 * MIB)
     assert device.residence()["a"] == "away"
     device.check()
 
 
-def test_two_who_wait_for_each_other_both_finish(make_device, tmp_path, wis):
+def test_two_sessions_waiting_for_each_other_both_finish(make_device, tmp_path, wis):
     device = make_device(memory=10 * MIB, swap=swap(tmp_path, idle_ms=50))
     pair = device.open("a"), device.open("b")
     for client in pair:
@@ -574,8 +574,8 @@ def test_two_who_wait_for_each_other_both_finish(make_device, tmp_path, wis):
     device.check()
 
 
-def test_work_that_comes_while_a_session_leaves_keeps_it(make_device, tmp_path, wis):
-    """However the race ends, the bytes are right and every byte is on an account."""
+def test_work_during_a_swap_out_cancels_it(make_device, tmp_path, wis):
+    """Whatever the timing, the bytes are right and every byte is on an account."""
     device = make_device(memory=40 * MIB, swap=swap(tmp_path))
     a, b = device.open("a"), device.open("b")
     data = content(1, 24 * MIB)

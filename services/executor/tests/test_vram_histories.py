@@ -1,4 +1,4 @@
-"""Any history of sessions that load, share, write, free, outgrow the device and crash: every byte reads as it was written."""
+"""Random histories of sessions that upload, share, write, free, exceed the device and crash: every byte reads as written."""
 
 import tempfile
 from pathlib import Path
@@ -14,7 +14,7 @@ from wooly_testkit.effort import examples
 from wooly_wis.dtypes import DType
 
 KIB = 1 << 10
-#: Bytes of the device, of one buffer, of host memory for what leaves; disk has plenty.
+#: Bytes of the device, of one buffer, and of host memory for swapping; the disk has plenty.
 DEVICE, SIZE, HOST = 960 * KIB, 200 * KIB, 450 * KIB
 NAMES, BUFFERS, SEEDS = ["a", "b", "c", "d"], [1, 2, 3], [1, 2]
 
@@ -24,9 +24,9 @@ def content(seed):
 
 
 class VramMachine(RuleBasedStateMachine):
-    """`truth`: what each session wrote, as if it were alone on a device of any size."""
+    """Random histories. `truth`: what each session wrote, as if it were alone on a device of unlimited size."""
 
-    tools = None  # the fixtures' `Device`, `Body` and so on: set below
+    tools = None  # classes of the fixtures (`Device`, `Body`, ...): set below
 
     @initialize(scopes=st.lists(st.sampled_from(Scope), min_size=4, max_size=4))
     def begin(self, scopes):
@@ -55,14 +55,14 @@ class VramMachine(RuleBasedStateMachine):
 
     @rule(s=names, n=buffers)
     def compute(self, s, n):
-        """In place, by a program."""
+        """Write in place, by a program."""
         if n in self.truth[s]:
             self.clients[s].run(self.tools.invert(SIZE), {"x": n})
             self.truth[s][n] = bytes([255 - b for b in self.truth[s][n][:2]]) * (SIZE // 2)
 
     @rule(s=names, n=buffers, at=st.integers(0, SIZE - 64))
     def write(self, s, n, at):
-        """A part, from the client. What follows by `compute` would not be two bytes repeated: it is undone."""
+        """Write a part, from the client, and undo it, because `compute` needs a buffer of two repeated bytes."""
         if n in self.truth[s]:
             before = self.truth[s][n]
             self.clients[s].write(n, b"\x77" * 64, at)
@@ -116,11 +116,11 @@ class VramMachine(RuleBasedStateMachine):
         vram = self.device.loop.vram
         self.device.stop()
         assert vram.ledger.facts().own == vram.ledger.facts().contents == 0
-        assert vram.stowage.used == {Place.HOST: 0, Place.DISK: 0}
+        assert vram.swap_space.used == {Place.HOST: 0, Place.DISK: 0}
         self.folder.cleanup()
 
 
-def test_histories_of_sharing_and_swapping_keep_every_byte(wis):
+def test_vram_any_history_keeps_every_byte(wis):
     def invert(nbytes):
         v = wis.at(DType.U8, nbytes)
         return wis.body().call("aten.bitwise_not_.default", ("inout", "x", v))

@@ -1,1 +1,1 @@
-"""One device: sessions, buffers, runtimes, device loop."""
+"""The executor: one process per device, with sessions, buffers, runtimes and the device loop."""

@@ -1,4 +1,4 @@
-"""`python -m wooly_executor`: one device's process."""
+"""Runs the process of one device: `python -m wooly_executor`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""What is said to clients: results, failures, and memory that leaves straight from a buffer.
+"""Sends answers to clients: results, failures, and memory straight from a buffer.
 
-Answers that a client does not read are kept, up to a limit: then its session waits until it reads, and ends if it does not.
+If a client does not read its answers, the answers are queued up to a limit. Above the limit, the client's session waits until the
+client reads. The session ends if the client reads nothing for too long.
 
-Owned by the device loop's thread.
+The device loop's thread owns this module.
 """
 
 from __future__ import annotations
@@ -18,24 +19,25 @@ from wooly_wis.frames import ANSWER_COPIED, MAX_CHUNK, Kind, pack_json
 from wooly_executor.flow import Frame as AnyFrame
 from wooly_executor.flow import Overdue, Signal, note
 from wooly_executor.frames import Failure, awaited
-from wooly_executor.host_account import MOST_PIECES, HostLimits
+from wooly_executor.host_account import MAX_PIECES, HostLimits
 from wooly_executor.post import Post
 from wooly_executor.runtime.device import TorchDevice
 from wooly_executor.session import Session
 
 
 class Answers:
-    """Gathers what is said until `flush`.
+    """Queues answers until `flush` sends them.
 
     Args:
-        server: of the clients' channels.
-        device: whose memory answers leave from.
-        post: where sessions are told that their clients have read, or have not for too long.
-        limits: of what is kept for a client that does not read.
-        clock: monotonic seconds.
+        server: the channels of the clients.
+        device: the device that holds the buffers.
+        post: gets the event that a client has read, or has read nothing for too long.
+        limits: bounds the answers that are queued for one client.
+        clock: returns monotonic seconds.
 
     Attributes:
-        waiting: sessions that wait for their clients to read: the channel has their buffers, or too many of their answers.
+        waiting: sessions that wait until their clients read, because the channel still uses their buffers or because too many
+            answers are queued.
     """
 
     def __init__(
@@ -55,11 +57,11 @@ class Answers:
         """Answer with a JSON object."""
         conn.send(kind, pack_json(value))
         self._said = True
-        if conn.queued_bytes > self._limits.answers or conn.queued_pieces > MOST_PIECES:
-            self._overfull(conn)
+        if conn.queued_bytes > self._limits.answers or conn.queued_pieces > MAX_PIECES:
+            self._wait_if_full(conn)
 
     def failure(self, session: Session, conn: Connection) -> bool:
-        """Answer with what has failed in a session since its last answer; False if nothing has."""
+        """Answer with the session's first failure since the last answer. Returns False if nothing failed."""
         failure = session.take_failure()
         if failure is None:
             return False
@@ -67,27 +69,28 @@ class Answers:
         return True
 
     def failure_if_awaited(self, session: Session, conn: Connection, frame: AnyFrame) -> None:
-        """Answer a frame that failed, where its client waits; any other's failure is kept."""
+        """Report a frame's failure if the client waits for an answer to that frame. Otherwise the session keeps the failure."""
         if not frame.refused and awaited(frame):
             self.failure(session, conn)
 
     def refuse(self, conn: Connection, frame: AnyFrame, code: str, message: str) -> None:
-        """Answer a frame that was not processed, and may yet be: why."""
+        """Tell the client why a frame is not processed now. The frame may still be processed later."""
         self.say(conn, Failure(code, message, frame.seq, None).to_json(), Kind.ERROR)
 
     def data(self, session: Session, conn: Connection, memory: Tensor) -> None:
-        """Answer with the bytes of a flat tensor of the session's.
+        """Answer with the bytes of a flat tensor of the session.
 
-        What is large leaves straight from the buffer, which nothing may change until it is gone; from a device whose memory the
-        host does not see, piece by piece through as much memory of the host as the session may have unread.
+        Small data is copied. Large data is sent straight from the buffer, and nothing may change the buffer until all bytes are
+        sent. If the host cannot address the device's memory, the data goes through host memory in pieces, each no larger than the
+        limit of unread answers.
         """
         nbytes = len(memory)
         session.counters.bytes_out += nbytes
         self._said = True
         if 0 < nbytes <= ANSWER_COPIED:
             conn.send(Kind.DATA, bytes(self._device.read(memory)))
-            if conn.queued_bytes > self._limits.answers or conn.queued_pieces > MOST_PIECES:
-                self._overfull(conn)
+            if conn.queued_bytes > self._limits.answers or conn.queued_pieces > MAX_PIECES:
+                self._wait_if_full(conn)
             return
         if nbytes:
             note(session.flow, Signal.BUFFERS_LENT)
@@ -98,7 +101,7 @@ class Answers:
             conn.send(Kind.DATA)
 
     def _lend(self, session: Session, conn: Connection) -> None:
-        """Send the next piece of an answer."""
+        """Send the next piece of a large answer."""
         memory = session.unread.lent
         assert memory is not None
         most = len(memory) if self._device.host else max(self._limits.answers // MAX_CHUNK, 1) * MAX_CHUNK
@@ -108,41 +111,41 @@ class Answers:
             conn.send(Kind.DATA, piece[at : at + MAX_CHUNK])
         self._said = True
 
-    def _overfull(self, conn: Connection) -> None:
-        """Too much waits for a client: if it cannot be sent now, the session waits."""
+    def _wait_if_full(self, conn: Connection) -> None:
+        """Make the session wait for its client if too many answers remain queued after a flush."""
         self._server.flush()
         session: Session | None = conn.owner
         if conn.closed or session is None or session.flow.unread:
             return
-        if self._much(conn):
+        if self._still_full(conn):
             note(session.flow, Signal.ANSWERS_UNREAD)
             if not session.flow.lent:
                 self._wait(session, conn)
 
-    def _much(self, conn: Connection) -> bool:
-        """Whether a session that waits for its client to read goes on waiting."""
-        return conn.queued_bytes > self._limits.answers // 2 or conn.queued_pieces > MOST_PIECES // 2
+    def _still_full(self, conn: Connection) -> bool:
+        """Whether more than half of the limit is still queued, so that a waiting session must go on waiting."""
+        return conn.queued_bytes > self._limits.answers // 2 or conn.queued_pieces > MAX_PIECES // 2
 
     def _wait(self, session: Session, conn: Connection) -> None:
         session.unread.since, session.unread.nbytes = self._clock(), conn.queued_bytes
         self.waiting.append(session)
 
     def flush(self) -> None:
-        """Send what was said."""
+        """Send all queued answers."""
         while self._said:
             self._said = False
             self._server.flush()
             if self.waiting:
-                self.look()
+                self.check_waiting()
 
     def timeout(self) -> float | None:
-        """Seconds until a client has read nothing for too long; None: nobody waits."""
+        """Seconds until the first waiting client exceeds its time limit. None: no session waits for a client."""
         if not self.waiting:
             return None
         return max(min([s.unread.since for s in self.waiting]) + self._limits.answers_s - self._clock(), 0.0)
 
-    def look(self) -> None:
-        """Whose client has read what its session waits for, and whose has read nothing for too long? Both are posted."""
+    def check_waiting(self) -> None:
+        """Check all waiting sessions. Post an event for each client that has read enough, or has read nothing for too long."""
         waiting, self.waiting = self.waiting, []
         now = self._clock()
         for session in waiting:
@@ -154,7 +157,7 @@ class Answers:
                 self._lend(session, conn)
                 left = unread.nbytes = conn.queued_bytes
                 unread.since = now
-            if left and (flow.lent or self._much(conn)):
+            if left and (flow.lent or self._still_full(conn)):
                 if left < unread.nbytes:
                     unread.since, unread.nbytes = now, left
                 elif now - unread.since > self._limits.answers_s:
@@ -169,6 +172,6 @@ class Answers:
 
     def _overdue(self, left: int) -> str:
         return (
-            f"its client has read nothing for {self._limits.answers_s:g} s, and {left} bytes of answers wait for it "
-            "(WOOLY_EXECUTOR_ANSWERS_S)"
+            f"its client has read nothing for {self._limits.answers_s:g} s, and {left} bytes of answers are queued; read the "
+            "answers sooner, or raise the limit (WOOLY_EXECUTOR_ANSWERS_S)"
         )

@@ -1,4 +1,4 @@
-"""Wires the executor's process: settings, runtime, device loop in a thread of its own, control side in the main thread."""
+"""Builds the executor's process: settings, runtime, the device loop in its own thread, the control plane in the main thread."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ from wooly_bus.private import keep_private
 from wooly_bus.supervision import BROKEN, fail, failure, run, run_for_ever, start_thread, supervised
 from wooly_bus.tracing import setup_tracing
 
-from wooly_executor.borne import BornePublisher
 from wooly_executor.bounds import Bounds
 from wooly_executor.bounds.limits import default_limits
 from wooly_executor.collector import Collector
@@ -36,6 +35,7 @@ from wooly_executor.device_loop import DeviceLoop
 from wooly_executor.dispatch import Dispatch
 from wooly_executor.errors import ContextLostError, ExecutorError, MissingDriverError
 from wooly_executor.journal import JournalPublisher
+from wooly_executor.memory_publisher import MemoryPublisher
 from wooly_executor.runtime import cuda, hip, opencl
 from wooly_executor.runtime.cuda import CudaRuntime
 from wooly_executor.runtime.gpu import GpuRuntime
@@ -49,29 +49,29 @@ from wooly_executor.tiers import Tiers
 from wooly_executor.usage_publisher import UsagePublisher
 
 log = logging.getLogger("wooly.executor")
-#: Seconds that the end of the journal may take to be published.
+#: Maximum time, in seconds, to publish the last entries of the journal when the process stops normally.
 LAST_WORDS_S = 1.0
-#: The same when something has failed: the process ends within a second then (`wooly_bus.supervision`).
+#: The same limit, in seconds, after a failure. A failed process must end within a second (`wooly_bus.supervision`).
 LAST_WORDS_OF_FAILED_S = 0.4
 RUNTIMES = ("auto", "cuda", "hip", "opencl", "torch_cpu", "reference")
-#: Exit status of an executor whose device is lost: whoever supervises it starts another. One whose code fails ends with
-#: `wooly_bus.supervision.BROKEN` (4).
+#: Exit status when the device is lost; the supervisor then starts another executor. If the executor's own code fails, the status
+#: is `wooly_bus.supervision.BROKEN` (4).
 LOST = 3
 
 
 def make_runtime(name: str, state_dir: Path | None = None, device: int = 0) -> Runtime:
-    """The runtime called `name`.
+    """Create the runtime called `name`.
 
-    `auto` is CUDA or HIP where there is such a GPU, else OpenCL where pyopencl is installed, else torch on the CPU alone.
+    `auto` selects the first that is available: CUDA, HIP, OpenCL (needs pyopencl), torch on the CPU.
 
     Args:
         name: one of `RUNTIMES`.
-        state_dir: where drivers keep their files.
+        state_dir: folder for the files of drivers.
         device: number of the GPU.
 
     Raises:
-        ValueError: there is none of that name.
-        MissingDriverError: it cannot run here; the message says what is missing.
+        ValueError: `name` is unknown.
+        MissingDriverError: the runtime cannot run on this machine. The message says what is missing.
     """
     if name == "reference":
         return ReferenceRuntime()
@@ -88,19 +88,19 @@ def make_runtime(name: str, state_dir: Path | None = None, device: int = 0) -> R
             return CudaRuntime(device, cache=state_dir)
         if not no_hip:
             return HipRuntime(device, cache=state_dir)
-        log.info("no CUDA: %s", no_cuda)
-        log.info("no HIP: %s", no_hip)
+        log.info("CUDA is not available: %s", no_cuda)
+        log.info("HIP is not available: %s", no_hip)
         why = opencl.missing()
         if not why:
             return OpenClRuntime(cache)
-        log.info("programs run as they are, without kernels: %s", why)
+        log.info("OpenCL is not available, so programs run without generated kernels: %s", why)
     elif name != "torch_cpu":
-        raise ValueError(f"unknown runtime {name!r}; there are {', '.join(RUNTIMES)}")
+        raise ValueError(f"unknown runtime {name!r}; use one of {', '.join(RUNTIMES)}")
     return TorchCpuRuntime()
 
 
 async def serve(settings: ExecutorSettings, loop: DeviceLoop, bound: list[Endpoint], alive: Callable[[], bool]) -> None:
-    """Be part of the control plane until a signal comes. `alive`: whether the device's thread runs."""
+    """Serve the control plane until a signal arrives. `alive` says whether the device's thread runs."""
     app = ServiceApp("executor", settings.nats_url)
     app.live["device"] = alive
     tunnels = TunnelListener(
@@ -113,7 +113,7 @@ async def serve(settings: ExecutorSettings, loop: DeviceLoop, bound: list[Endpoi
     async with app.running(), contextlib.aclosing(tunnels):
         actor.jobs.start(app.jetstream())
         journal = JournalPublisher(app.jetstream(), loop, settings.id)
-        borne = BornePublisher(app.jetstream(), loop, settings.id)
+        borne = MemoryPublisher(app.jetstream(), loop, settings.id)
         usage = UsagePublisher(app.jetstream(), loop, settings.id)
         works = actor.works() | {"journal": journal.run, "memory borne": borne.run, "usage": usage.run}
         loop.runtime.foreign.remote = KernelSource(app, settings.compiler_timeout_s)
@@ -123,34 +123,40 @@ async def serve(settings: ExecutorSettings, loop: DeviceLoop, bound: list[Endpoi
         log.info("executor %s serves %s on %s", settings.id, loop.runtime.facts()["name"], ", ".join(endpoints))
         await run_for_ever(works, until_signalled)
         failed = failure()
-        with contextlib.suppress(BusError):  # without NATS nobody hears it: routers notice the silence
-            await actor.say_end("it was told to stop" if failed is None else failed.reason)
+        with contextlib.suppress(
+            BusError
+        ):  # without NATS the message is lost; routers then notice the missing heartbeats
+            await actor.say_end("it received a signal to stop" if failed is None else failed.reason)
         if failed is None:
             await asyncio.gather(actor.end_clients(), actor.jobs.stop())
         last_words_s = LAST_WORDS_S if failed is None else LAST_WORDS_OF_FAILED_S
         with contextlib.suppress(BusError, ExecutorError, TimeoutError):
             async with asyncio.timeout(last_words_s):
                 await asyncio.gather(journal.publish(), borne.publish(), usage.publish(), return_exceptions=True)
-                await actor.report_last_closed()  # the device's thread has answered: sessions that it ended are known
+                # the calls above have returned, so all sessions that the device's thread ended are known
+                await actor.report_last_closed()
 
 
 def listen_on(loop: DeviceLoop, endpoint: Endpoint, settings: ExecutorSettings) -> Endpoint:
-    """Listen there, with TLS if the endpoint says so. Returns the endpoint with its real port.
+    """Listen at `endpoint`, with TLS if its scheme is `tls`. Returns the endpoint with its real port.
 
     Raises:
-        ChannelError: the address, or the certificate, cannot be used.
+        ChannelError: the address or the certificate cannot be used.
     """
     if endpoint.scheme != "tls":
         return loop.listen(endpoint)
     try:
         context = server_context(settings.tls_cert, settings.tls_key)
     except ChannelTlsError as e:
-        raise ChannelTlsError(f"{endpoint}: {e} (see {PREFIX}TLS_CERT and {PREFIX}TLS_KEY)") from e
+        raise ChannelTlsError(f"cannot listen at {endpoint}: {e} (see {PREFIX}TLS_CERT and {PREFIX}TLS_KEY)") from e
     return loop.listen(endpoint, context)
 
 
 def prepare_alone(loop: DeviceLoop, token: str, opaque: bool, stop: threading.Event) -> None:
-    """Open the one session that is served without a control plane, before anybody can ask for it. A signal to end sets `stop`."""
+    """Open the only session of an executor without a control plane. A signal to stop sets `stop`.
+
+    This runs before the executor listens, so that no client arrives before the session exists.
+    """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     loop.sessions.open("standalone", SharedPass(token), None, opaque=opaque)
@@ -162,13 +168,17 @@ def _device_failed(error: BaseException) -> None:
 
 @supervised("executor", (BusError,))
 def main(argv: list[str] | None = None) -> int:
-    """Run until SIGTERM or SIGINT."""
+    """Serve one device until SIGTERM or SIGINT."""
     parser = argparse.ArgumentParser(prog="wooly_executor", description="Serve one device to Wooly clients.")
-    parser.add_argument("--standalone", action="store_true", help="no control plane: one session, given by --token")
-    parser.add_argument("--listen", help="comma separated endpoints (unix:///path, tcp://host:port, tls://host:port)")
-    parser.add_argument("--token", default="", help="with --standalone: the session's token")
     parser.add_argument(
-        "--opaque-kernels", action="store_true", help="with --standalone: kernels that cannot be checked may run"
+        "--standalone",
+        action="store_true",
+        help="run without a control plane and serve one session, which --token opens",
+    )
+    parser.add_argument("--listen", help="comma separated endpoints (unix:///path, tcp://host:port, tls://host:port)")
+    parser.add_argument("--token", default="", help="token of the session (with --standalone)")
+    parser.add_argument(
+        "--opaque-kernels", action="store_true", help="allow kernels that cannot be checked (with --standalone)"
     )
     parser.add_argument("--runtime", choices=RUNTIMES)
     args = parser.parse_args(argv)
@@ -206,7 +216,7 @@ def main(argv: list[str] | None = None) -> int:
         tiers = None if args.standalone else Tiers(exact=runtime.exact)
     memory = settings.device_memory(runtime.capacity() if isinstance(runtime, GpuRuntime) else None)
     taken, pace = 0, None
-    if runtime.device.host:  # a GPU's events tell what its own cores did
+    if runtime.device.host:  # a GPU measures its own work with events
         taken, pace = memory, settings.paced()
         host.bound(settings.host_memory)
     strangers, limits = settings.stranger_limits(), settings.limits()

@@ -1,4 +1,4 @@
-"""What compilers made, kept on this machine's disk: artifacts of programs, code of kernels."""
+"""Keeps the products of compilers on the local disk: artifacts of programs and code of kernels."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ import os
 from pathlib import Path
 
 log = logging.getLogger("wooly.executor")
-#: Bytes of artifacts kept on disk; the oldest go first.
+#: Maximum size, in bytes, of all artifacts on disk. Above it, the oldest artifacts are deleted first.
 DISK_BYTES = 4 << 30
 _VERSION = "compiler"
 
 
 class ArtifactCache:
-    """Artifacts on disk. What cannot be read is as if it were not there, and so is what others may write.
+    """A cache of artifacts on disk. A read error counts as a miss. A folder that other users own or may write also counts as
+    empty.
 
     Args:
-        folder: where they lie.
-        disk_bytes: of all of them.
+        folder: the folder of the cache.
+        disk_bytes: maximum size of all artifacts together.
     """
 
     def __init__(self, folder: Path, disk_bytes: int = DISK_BYTES) -> None:
@@ -27,7 +28,7 @@ class ArtifactCache:
         self._written = 0
 
     def read(self, name: str) -> bytes | None:
-        """An artifact's bytes."""
+        """The bytes of an artifact, or None if the cache does not have it."""
         try:
             found = self._folder.stat()
             if found.st_uid != os.geteuid() or found.st_mode & 0o002:
@@ -37,14 +38,16 @@ class ArtifactCache:
             return None
 
     def write(self, name: str, data: bytes) -> None:
-        """Keep an artifact's bytes, in one step."""
+        """Store the bytes of an artifact. The file appears complete or not at all."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             part = self._folder / f"{name}.{os.getpid()}.{id(data):x}.part"
             part.write_bytes(data)
             part.rename(self._folder / name)
         except OSError as e:
-            log.warning("an artifact is not kept: %s", e)
+            log.warning(
+                "cannot store an artifact in %s: %s; check the folder's permissions and free space", self._folder, e
+            )
             return
         self._written += len(data)
         if self._written > self._disk_bytes // 16:
@@ -52,7 +55,7 @@ class ArtifactCache:
             self._shrink()
 
     def drop(self, name: str) -> None:
-        """Forget an artifact."""
+        """Delete an artifact."""
         with contextlib.suppress(OSError):
             (self._folder / name).unlink()
 
@@ -70,7 +73,7 @@ class ArtifactCache:
 
     @property
     def compiler(self) -> str:
-        """Version of the compiler that was last heard of; empty if none was."""
+        """Version of the compiler that answered last. Empty if no compiler has answered."""
         found = self.read(_VERSION)
         return found.decode("ascii", "replace") if found is not None and len(found) <= 128 else ""
 

@@ -8,7 +8,7 @@ import threading
 
 
 class Bell:
-    """A bell that one task listens to. It may ring before anybody listens, and after the event loop is over."""
+    """Wakes the one task that waits for it. It may ring before the task waits, and after the event loop has ended."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -16,15 +16,15 @@ class Bell:
         self._listener: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
 
     def ring(self) -> None:
-        """Wake the listener, or let the next one not wait. From any thread."""
+        """Wake the waiting task. If no task waits, the next wait returns at once. Any thread may call this."""
         with self._lock:
             listener, self._rung = self._listener, True
         if listener is not None:
-            with contextlib.suppress(RuntimeError):  # the event loop is over: nobody is left to be woken
+            with contextlib.suppress(RuntimeError):  # the event loop has ended, so no task is left to wake
                 listener[0].call_soon_threadsafe(listener[1].set)
 
     async def heard(self, timeout_s: float | None = None) -> None:
-        """Wait until it has rung since the last time, at most `timeout_s` seconds."""
+        """Wait until the bell has rung since the last wait, at most `timeout_s` seconds."""
         event = asyncio.Event()
         with self._lock:
             if self._rung:

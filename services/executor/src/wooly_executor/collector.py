@@ -1,8 +1,8 @@
-"""When cycles of garbage are looked for: while the device has nothing to do.
+"""Runs Python's garbage collector while the device is idle.
 
-Left to itself, the interpreter walks over everything that lives each time this has grown by a quarter, and stops all threads
-meanwhile: beside the programs of one language model that is 0.4 s, in the middle of somebody's work, and on their bill. What it
-finds is next to nothing, as what sessions leave behind goes by reference counts.
+By default, the interpreter scans all objects whenever their number has grown by a quarter, and stops all threads meanwhile. With
+the programs of one language model this takes 0.4 s, in the middle of a session's work and at the session's cost. The scan finds
+almost nothing, because reference counts already free what sessions leave behind.
 """
 
 from __future__ import annotations
@@ -11,21 +11,24 @@ import gc
 import time
 from collections.abc import Callable
 
-#: The device has done nothing for so long: nobody is likely to notice a look at what is new, which takes milliseconds.
-REST_S = 1.0
-#: Nor, after so long and while there is no session, a look at everything.
-LONG_REST_S = 60.0
-#: A device that never rests is interrupted after this.
-AT_LAST_S = 600.0
-#: Collections of the middle generation after which the interpreter walks over everything by itself: never.
+#: Idle seconds after which new objects are collected. This takes milliseconds, and after a second of idleness it rarely delays
+#: anybody.
+IDLE_S = 1.0
+#: Idle seconds after which all objects are collected, if no session is open.
+LONG_IDLE_S = 60.0
+#: Maximum seconds between two collections of new objects while the device is never idle.
+MAX_INTERVAL_S = 600.0
+#: Threshold that switches off the interpreter's own full collections: it is never reached.
 _NEVER = 1 << 30
 
 
 class Collector:
-    """Owned by the device loop's thread. What it has looked at once it passes over until nobody has been there for long.
+    """Decides when to collect. It freezes the objects that it has scanned, and scans them again only after a long idle time.
+
+    The device loop's thread owns it.
 
     Args:
-        clock: seconds that only go forward.
+        clock: returns monotonic seconds.
     """
 
     __slots__ = ("_clock", "_due", "_looked", "_rests")
@@ -36,24 +39,24 @@ class Collector:
         self._due: float | None = None
 
     def begin(self) -> None:
-        """From now on only this looks at what is old. It holds for the process."""
+        """Switch off the interpreter's own full collections, for the whole process. From now on only this object starts them."""
         young, middle, _ = gc.get_threshold()
         gc.set_threshold(young, middle, _NEVER)
-        self._look(everything=False)
+        self._collect(everything=False)
 
     def worked(self) -> None:
-        """The device has just done something."""
+        """Note that the device has just worked."""
         self._rests = now = self._clock()
-        self._due = REST_S
-        if now - self._looked >= AT_LAST_S:
-            self._look(everything=False)
+        self._due = IDLE_S
+        if now - self._looked >= MAX_INTERVAL_S:
+            self._collect(everything=False)
 
     def timeout(self) -> float | None:
-        """Seconds until `rest` has something to do; None: only after more work."""
+        """Seconds until `rest` has something to do. None: nothing to do before the device works again."""
         return None if self._due is None else max(0.0, self._rests + self._due - self._clock())
 
     def rest(self, *, alone: bool) -> None:
-        """The device has nothing to do.
+        """Collect garbage if the device has been idle for long enough.
 
         Args:
             alone: no session is open.
@@ -61,11 +64,11 @@ class Collector:
         due = self._due
         if due is None or self._clock() - self._rests < due:
             return
-        self._due = LONG_REST_S if due == REST_S else None
-        if due == REST_S or alone:
-            self._look(everything=due == LONG_REST_S)
+        self._due = LONG_IDLE_S if due == IDLE_S else None
+        if due == IDLE_S or alone:
+            self._collect(everything=due == LONG_IDLE_S)
 
-    def _look(self, *, everything: bool) -> None:
+    def _collect(self, *, everything: bool) -> None:
         if everything:
             gc.unfreeze()
         gc.collect()

@@ -1,8 +1,8 @@
-"""Gets plans: from disk, from the bucket, or by asking the compilers over NATS; checked and loaded off the device's thread.
+"""Gets plans from disk, from the bucket, or from the compilers over NATS. Checks and loads them outside the device's thread.
 
-Artifacts are kept in a folder under the name of their key. With no compiler in reach, those of the one last heard of are used.
-What is not there is asked for again later, and tier 0 goes on meanwhile. Where nobody waits for a plan, what would have to be
-compiled is asked for when that stands in nobody's way (`leisure`).
+Artifacts lie in a folder, under the name of their key. While no compiler answers, the executor uses artifacts of the compiler
+that answered last. A missing plan is requested again later; tier 0 runs the program meanwhile. If no session waits for a plan,
+the request waits until compiling disturbs no session (`compile_throttle`).
 """
 
 from __future__ import annotations
@@ -26,41 +26,41 @@ from wooly_wis.foreign import KernelKey, Source, encode_source
 from wooly_wis.messages import ArtifactRejected, CompileKernelRequest, CompileProgramRequest
 
 from wooly_executor.artifacts import ArtifactCache
+from wooly_executor.compile_throttle import CompileThrottle
 from wooly_executor.device_loop import DeviceLoop
 from wooly_executor.errors import ExecutorError, TooMuchWorkError
-from wooly_executor.leisure import Leisure
 from wooly_executor.runtime.builds import BuildRefusedError
 from wooly_executor.runtime.prepared import PreparedProgram
 from wooly_executor.runtime.protocol import PlanRuntime
 from wooly_executor.tiers import Wanted
 
 log = logging.getLogger("wooly.executor")
-#: Programs that are asked for at the same time.
+#: Maximum number of requests in flight to the compilers.
 AT_ONCE = 4
-#: Seconds before a compiler that was away is asked again, at first and at last.
+#: Initial and maximum back-off, in seconds, before an unreachable compiler is asked again.
 PAUSES_S = (1.0, 30.0)
-#: Requests without an answer after which a session of mode `full` waits no longer.
+#: Timeouts of requests after which a session of mode `full` gets the error instead of waiting longer.
 PATIENCE = 3
-#: Bytes of programs that are asked for: what fits a message.
+#: Maximum size, in bytes, of a program or kernel source in a request, so that it fits into one NATS message.
 LARGEST = 640 << 10
 
 
 class BadArtifactError(ExecutorError):
-    """What a compiler made cannot be used."""
+    """A compiler returned an artifact that cannot be used."""
 
     code = "executor.bad_artifact"
 
 
 class PlanSource:
-    """Serves a device loop's `Tiers`, for ever.
+    """Gets the plans that a device loop's `Tiers` requests, until cancelled.
 
     Args:
-        app: NATS.
-        loop: whose.
-        runtime: who will run the plans.
-        executor_id: the executor's name.
-        folder: where artifacts are kept.
-        timeout_s: how long one request may take; a compiler that needs longer says so in time.
+        app: the connection to NATS.
+        loop: the device loop.
+        runtime: runs the plans.
+        executor_id: id of the executor.
+        folder: folder of the artifact cache.
+        timeout_s: timeout of one request, in seconds. A compiler that needs longer answers `building` in time.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class PlanSource:
         self._id = executor_id
         self._cache = ArtifactCache(folder)
         self._turns = asyncio.Semaphore(AT_ONCE)
-        self._leisure = Leisure(lambda: loop.launcher.busy_ns, lambda: bool(loop.dispatch.state.flights))
+        self._throttle = CompileThrottle(lambda: loop.launcher.busy_ns, lambda: bool(loop.dispatch.state.flights))
         self._timeout_s = timeout_s
         self._target = ""
         self._silent = False
@@ -88,77 +88,84 @@ class PlanSource:
         self._blobs: ArtifactStore | None = None
         self._getting: dict[Wanted, asyncio.Task[None]] = {}
 
-    def _give_up(self, entry: Wanted) -> None:
-        """Nobody can use a plan any more: its program is let go of."""
-        getting = self._getting.pop(entry, None)  # one that never began ends without a word
+    def _cancel(self, entry: Wanted) -> None:
+        """Cancel a request whose program no session has any more."""
+        getting = self._getting.pop(entry, None)  # a task that has not started can be cancelled without further steps
         if getting is not None:
             getting.cancel()
 
     async def run(self) -> None:
-        """Get what is wanted, until cancelled."""
+        """Serve requests for plans until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._leisure.run())
+            tasks.create_task(self._throttle.run())
             while True:
                 while not self._tiers.wanted.empty():
                     entry = self._tiers.wanted.get_nowait()
                     if entry is not None and not entry.forgotten:
                         self._getting[entry] = tasks.create_task(self._serve(entry))
                 while not self._tiers.unwanted.empty():
-                    self._give_up(self._tiers.unwanted.get_nowait())
+                    self._cancel(self._tiers.unwanted.get_nowait())
                 await self._tiers.bell.heard()
 
     async def _serve(self, entry: Wanted) -> None:
-        """Get one plan, and hand it over."""
+        """Get one plan and deliver it."""
         try:
-            await self._hand_over(entry)
+            await self._deliver(entry)
         finally:
             self._getting.pop(entry, None)
 
-    async def _hand_over(self, entry: Wanted) -> None:
+    async def _deliver(self, entry: Wanted) -> None:
         name = entry.digest.hex()[:16]
         with step("executor", "compile", entry.trace, program=name, mode=entry.mode) as span:
-            prepared, why, final = await self._got(entry)
+            prepared, why, final = await self._get_plan(entry)
             span.set_attributes({"plan": prepared is not None, "why": why})
-        await asyncio.wrap_future(self._loop.call(lambda: self._tiers.took(entry, prepared, why, final=final)))
+        await asyncio.wrap_future(self._loop.call(lambda: self._tiers.deliver(entry, prepared, why, final=final)))
 
-    async def _got(self, entry: Wanted) -> tuple[PreparedProgram | None, str, bool]:
-        """A plan; or why there is none, and whether there never will be."""
+    async def _get_plan(self, entry: Wanted) -> tuple[PreparedProgram | None, str, bool]:
+        """Get a plan.
+
+        Returns:
+            The plan or None, the reason if it is None, and whether that result is final.
+        """
         what = f"program {entry.digest.hex()[:16]}"
         prepared: PreparedProgram | None = None
         why, final = "", True
         try:
             prepared = await self._plan(entry)
-        except BusError as e:  # of mode `full`: nobody answered for long
-            why, final = f"WOOLYAI_JIT=full, and no compiler answers ({e}); `wooly up` starts one", False
+        except BusError as e:  # only in mode `full`: the compilers did not answer for a long time
+            why, final = (
+                f"WOOLYAI_JIT=full needs a compiler, and no compiler answers ({e}); start one with `wooly up`",
+                False,
+            )
         except (ExecutorError, WisError) as e:
-            # of mode `full`, tier 0 would be other bits: only a bad artifact, which is reported, leaves no other way
+            # in mode `full`, tier 0 would give other bits, so only a bad artifact, which is reported, makes the result final
             why, final = str(e), entry.mode == "exact" or isinstance(e, BadArtifactError)
-            if why != self._complaint:  # a missing driver is missing for all of them
-                log.warning("%s has no plan: %s", what, e)
+            if why != self._complaint:  # the same cause, such as a missing driver, is logged once for all programs
+                log.warning("cannot get a plan for %s: %s", what, e)
             self._complaint = why
         except Exception as e:
             why, final = f"{type(e).__name__}: {e}", entry.mode == "exact"
-            log.exception("%s has no plan", what)
+            log.exception("cannot get a plan for %s", what)
         return prepared, why, final
 
     async def _plan(self, entry: Wanted) -> PreparedProgram | None:
-        """The plan, ready to run; None if the compilers say that there is none, or a kernel of it would run for too long.
+        """The loaded plan. None if the compilers refuse the program, or if a kernel of the plan would run too long.
 
         Raises:
-            BusError, ExecutorError: see `_found`.
+            BusError, ExecutorError: see `_find`.
         """
         try:
-            return await self._found(entry)
+            return await self._find(entry)
         except TooMuchWorkError as e:
             log.info("program %s stays at tier 0: %s", entry.digest.hex()[:16], e)
             return None
 
-    async def _found(self, entry: Wanted) -> PreparedProgram | None:
-        """The plan, ready to run; None if the compilers say that there is none.
+    async def _find(self, entry: Wanted) -> PreparedProgram | None:
+        """The loaded plan. None if the compilers refuse the program.
 
         Raises:
-            BusError: nobody answers, and a session waits.
-            ExecutorError: OpenCL does not come up, or what was made cannot be used.
+            BusError: no compiler answers, and a session waits for the plan.
+            ExecutorError: OpenCL cannot start, or the artifact cannot be used.
         """
         if not self._target:
             self._target = await asyncio.to_thread(self._runtime.target)
@@ -170,23 +177,27 @@ class PlanSource:
                 return prepared
         raw = await asyncio.to_thread(encode_program, entry.program)
         if len(raw) > LARGEST or digest(raw) != entry.digest:
-            log.info("program %s stays at tier 0: it has %d bytes", entry.digest.hex()[:16], len(raw))
+            log.info(
+                "program %s stays at tier 0: its %d bytes do not fit into a request, or their digest differs",
+                entry.digest.hex()[:16],
+                len(raw),
+            )
             return None
         if entry.mode != "exact":
-            return await self._compiled(entry, key, raw)
-        async with contextlib.AsyncExitStack() as spell:
+            return await self._ask_compilers(entry, key, raw)
+        async with contextlib.AsyncExitStack() as stack:
             with step("executor", "leisure"):
-                await spell.enter_async_context(self._leisure.spell(entry.taken_ns))
-            return await self._compiled(entry, key, raw)
+                await stack.enter_async_context(self._throttle.permit(entry.taken_ns))
+            return await self._ask_compilers(entry, key, raw)
 
-    async def _compiled(self, entry: Wanted, key: Key, raw: bytes) -> PreparedProgram | None:
-        """What a compiler makes of a program; None if it refuses it.
+    async def _ask_compilers(self, entry: Wanted, key: Key, raw: bytes) -> PreparedProgram | None:
+        """Ask a compiler for the plan. None if the compiler refuses the program.
 
         Raises:
-            BusError: nobody answers, and a session waits.
-            ExecutorError: what was made cannot be used.
+            BusError: no compiler answers, and a session waits for the plan.
+            ExecutorError: the artifact cannot be used.
         """
-        log.info("program %s: compilers are asked for its plan", entry.digest.hex()[:16])
+        log.info("program %s: asking the compilers for a plan", entry.digest.hex()[:16])
         rejected = ""
         for _ in range(2):
             found = await self._from_compiler(key, raw, rejected, patient=entry.mode == "exact")
@@ -194,19 +205,21 @@ class PlanSource:
                 return None
             compiler, data = found
             try:
-                return await self._kept(entry, key, compiler, data)
+                return await self._load_and_store(entry, key, compiler, data)
             except TooMuchWorkError:
                 raise
             except (ExecutorError, WisError) as e:
                 await self._reject(key, compiler, str(e))
                 rejected = compiler
-        raise BadArtifactError("what the compiler made is bad, twice")
+        raise BadArtifactError(
+            "the compiler returned an artifact that cannot be used, twice; the executor's log has the reasons"
+        )
 
-    async def _kept(self, entry: Wanted, key: Key, compiler: str, data: bytes) -> PreparedProgram:
-        """An artifact, ready to run and on disk.
+    async def _load_and_store(self, entry: Wanted, key: Key, compiler: str, data: bytes) -> PreparedProgram:
+        """Load an artifact and store it on disk.
 
         Raises:
-            ExecutorError, WisError: it cannot be used.
+            ExecutorError, WisError: the artifact cannot be used.
         """
         prepared = await asyncio.to_thread(self._load, data, key, compiler, entry)
         await asyncio.to_thread(self._cache.write, key.name(compiler), data)
@@ -222,21 +235,23 @@ class PlanSource:
         except TooMuchWorkError:
             raise
         except (ExecutorError, WisError) as e:
-            await self._reject(key, compiler, f"kept on disk: {e}")
+            await self._reject(key, compiler, f"from the disk: {e}")
             self._cache.drop(name)
             return None
 
     async def _from_bucket(self, entry: Wanted, key: Key, compiler: str) -> PreparedProgram | None:
-        """What was compiled for others, so that nobody need be asked. What is bad there, a compiler is asked for anew."""
+        """Load an artifact that was compiled for another executor. If it cannot be used, report it and return None: a compiler is
+        asked next.
+        """
         try:
             data = await self._store().get(key.name(compiler))
-            return await self._kept(entry, key, compiler, data) if data is not None else None
+            return await self._load_and_store(entry, key, compiler, data) if data is not None else None
         except BusError:
             return None
         except TooMuchWorkError:
             raise
         except (ExecutorError, WisError) as e:
-            await self._reject(key, compiler, f"kept in the bucket: {e}")
+            await self._reject(key, compiler, f"from the bucket: {e}")
             return None
 
     def _load(self, data: bytes, key: Key, compiler: str, entry: Wanted) -> PreparedProgram:
@@ -245,7 +260,7 @@ class PlanSource:
         return prepared
 
     async def _from_compiler(self, key: Key, raw: bytes, rejected: str, *, patient: bool) -> tuple[str, bytes] | None:
-        """Version of the compiler and what it made; None if it refuses the program."""
+        """The compiler's version and the artifact. None if the compiler refuses the program."""
         request = CompileProgramRequest(
             program=base64.b64encode(raw).decode(),
             target=key.target,
@@ -268,14 +283,16 @@ class PlanSource:
                     data = await self._store().get(reply.name)
                 if data is not None:
                     return reply.compiler, data
-                problem: BusError = StreamError(f"the artifact {reply.name} is not where it should be")
+                problem: BusError = StreamError(
+                    f"the compiler announced the artifact {reply.name}, but the bucket does not have it"
+                )
             except RefusedError as e:
                 log.info("program %s stays at tier 0: %s", key.program.hex()[:16], e)
                 return None
             except BusError as e:
                 problem = e
             if not self._silent:
-                log.info("no plans for now: %s", problem)
+                log.info("no compiler can be reached: %s; programs stay at tier 0 until one answers", problem)
                 self._silent = True
             if not patient and clock() - silent_since > PATIENCE * self._timeout_s:
                 raise problem
@@ -288,9 +305,9 @@ class PlanSource:
         return self._blobs
 
     async def _reject(self, key: Key, compiler: str, reason: str) -> None:
-        """Say that an artifact is bad."""
+        """Log an artifact that cannot be used, and report it to the compilers."""
         program = key.program.hex()
-        log.warning("a bad artifact of program %s by compiler %s: %s", program[:16], compiler, reason)
+        log.warning("rejected an artifact of program %s from compiler %s: %s", program[:16], compiler, reason)
         self._loop.processing.work.rejected += 1
         message = ArtifactRejected(
             executor_id=self._id,
@@ -305,13 +322,13 @@ class PlanSource:
 
 
 class KernelSource:
-    """Asks compilers for the code of kernels in other languages: the `Remote` of a runtime's `Foreign`.
+    """Asks the compilers for the code of kernels in other languages. It is the `Remote` of a runtime's `Foreign`.
 
-    Made in the thread of the event loop; `get` is called by others.
+    Create it in the thread of the event loop. Other threads call `get`.
 
     Args:
-        app: NATS.
-        timeout_s: how long one request may take; a compiler that needs longer says so in time.
+        app: the connection to NATS.
+        timeout_s: timeout of one request, in seconds. A compiler that needs longer answers `building` in time.
     """
 
     def __init__(self, app: ServiceApp, timeout_s: float = 20.0) -> None:
@@ -328,7 +345,7 @@ class KernelSource:
         except RefusedError as e:
             raise BuildRefusedError(str(e), retryable=e.retryable) from e
         except (BusError, asyncio.CancelledError) as e:
-            log.info("no compiler for kernel %s: %s; it is compiled here", key.entry, e)
+            log.info("no compiler answers for kernel %s: %s; the executor compiles it itself", key.entry, e)
             return None
 
     async def _get(self, source: Source, key: KernelKey, target: str, rejected: str) -> tuple[str, bytes] | None:

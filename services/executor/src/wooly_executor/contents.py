@@ -1,6 +1,6 @@
-"""Contents that sessions share: who may have which, what a write does to them, and where their bytes are.
+"""Contents that sessions share: which session may share which content, what a write does, and where the bytes are.
 
-Owned by the device loop's thread.
+The device loop's thread owns this module.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ from wooly_executor.memory.swap import Place
 from wooly_executor.mover import LEAST_URGENT, HashJob, Job, Mover, SaveJob, Saving
 from wooly_executor.post import Post
 from wooly_executor.runtime.buffers import bytes_of
-from wooly_executor.session import BROUGHT, Session
-from wooly_executor.stowage import Copy, Stowage
+from wooly_executor.session import SHARED_KEPT, Session
+from wooly_executor.swap_space import Copy, SwapSpace
 
-#: Heartbeats name the same contents again and again.
+#: A cache, because heartbeats ask for the names of the same contents again and again.
 _name = functools.lru_cache(maxsize=4096)(name_in_circle)
 
 
 class Contents:
-    """The bytes behind the stores of the ledger's book.
+    """The bytes of the stores in the ledger's book.
 
     Args:
-        ledger: whose stores.
-        stowage: where copies go.
-        mover: what hashes and copies.
-        clock: monotonic ns.
-        call: has a function run in the device loop's thread; from any thread.
-        changed: there is room that was not there before.
-        post: where sessions are told that all their contents are hashed.
+        ledger: has the stores.
+        swap_space: holds copies outside the device.
+        mover: hashes and copies bytes.
+        clock: returns monotonic ns.
+        call: runs a function in the device loop's thread; any thread may use it.
+        changed: called when memory has become free.
+        post: gets the event that all contents of a session are hashed.
 
     Attributes:
         here: the bytes on the device, by store.
-        copies: the copies elsewhere, by store.
+        copies: the copies outside the device, by store.
     """
 
     def __init__(
         self,
         ledger: Ledger,
-        stowage: Stowage,
+        swap_space: SwapSpace,
         mover: Mover,
         clock: Callable[[], int],
         call: Callable[[Callable[[], None]], Any],
@@ -58,19 +58,19 @@ class Contents:
     ) -> None:
         self.here: dict[int, Tensor] = {}
         self.copies: dict[int, Copy] = {}
-        self._ledger, self._stowage, self._mover, self._clock = ledger, stowage, mover, clock
+        self._ledger, self._swap_space, self._mover, self._clock = ledger, swap_space, mover, clock
         self._call, self._changed, self._post = call, changed, post
 
     def unshare(self, session: Session, buffers: Iterable[int], *, whole: bool = False) -> None:
-        """Some buffers are about to be written: from now on they are the session's own.
+        """Give the session its own copy of shared buffers that it is about to write.
 
         Args:
-            session: whose.
-            buffers: which; those that are not shared are left alone.
-            whole: all their bytes are overwritten.
+            session: the session that writes.
+            buffers: ids of the buffers; buffers that are not shared are ignored.
+            whole: all bytes will be overwritten, so nothing needs to be copied.
 
         Raises:
-            OutOfMemoryError: there is no room for a copy.
+            OutOfMemoryError: the device has no room for a copy.
         """
         for buffer in buffers:
             if buffer not in session.holdings.guarded:
@@ -85,29 +85,32 @@ class Contents:
                 if written.copy:
                     known.base = torch.zeros_like(source) if whole else source.clone()
                     known.view = None
-                self.departed(written.found)
+                self.drop_released(written.found)
             session.holdings.guarded.discard(buffer)
 
-    def departed(self, found: Iterable[Gone | Leaving]) -> None:
-        """The book has let go of some contents: so do the device and what keeps copies."""
+    def drop_released(self, found: Iterable[Gone | Leaving]) -> None:
+        """Delete the bytes and copies of contents that the book has released."""
         for each in found:
             if isinstance(each, Gone):
                 self.here.pop(each.store, None)
                 copy = self.copies.pop(each.store, None)
                 if copy is not None:
-                    self._stowage.drop(copy)
+                    self._swap_space.drop(copy)
             else:
                 self.orphan(each)
         self._changed()
 
     def orphan(self, each: Leaving) -> None:
-        """Content that only sessions hold that are away leaves the device, whatever the budget: nobody else can be asked."""
+        """Copy content off the device whose sessions are all swapped out.
+
+        The copy goes to host memory even beyond its budget, because no session could be told that there is no room.
+        """
         if each.store in self.copies:
             self._ledger.evict(each.store)
             self.here.pop(each.store, None)
             return
         source = self.here[each.store]
-        copy = self._stowage.take(Place.HOST, len(source), None)
+        copy = self._swap_space.take(Place.HOST, len(source), None)
 
         def left(job: Job, error: Exception | None) -> None:
             self._call(lambda: self._orphan_left(each.store, copy, error))
@@ -117,7 +120,7 @@ class Contents:
     def _orphan_left(self, store: int, copy: Copy, error: Exception | None) -> None:
         known = store in self.here
         if error is not None or not known or store in self.copies:
-            self._stowage.drop(copy)
+            self._swap_space.drop(copy)
             return
         self.copies[store] = copy
         if not self._ledger.book.borne(store):
@@ -126,14 +129,24 @@ class Contents:
             self._changed()
 
     def offer(self, session: Session, buffer: int, nbytes: int, head: bool, name: bytes) -> bool:
-        """A client is about to upload a content: is it here? Then the buffer has it from now on, and nothing need travel.
+        """Check whether the device already has a content that a client is about to upload. If so, the buffer shares it, and the
+        client need not upload it.
+
+        Args:
+            session: the session of the client.
+            buffer: id of the buffer.
+            nbytes: size of the content.
+            head: `name` is the digest of the first chunk only; then nothing is shared yet.
+            name: the content id, or the digest of the first chunk.
 
         Raises:
-            BindingError: no such buffer.
+            BindingError: the buffer does not exist, or has another size.
         """
         known = session.buffers.get(buffer)
         if known is None or known.nbytes != nbytes:
-            raise BindingError(f"buffer {buffer} {'does not exist' if known is None else f'has {known.nbytes} bytes'}")
+            raise BindingError(
+                f"buffer {buffer} {'does not exist' if known is None else f'has {known.nbytes} bytes, not {nbytes}'}"
+            )
         if head:
             return self._ledger.knows_head(session.holdings.account, nbytes, name)
         if buffer in session.holdings.guarded:
@@ -144,18 +157,26 @@ class Contents:
         source = self.here[store]
         known.base, known.view, known.poison = source, None, ""
         session.holdings.guarded.add(buffer)
-        self._brought(session, store, nbytes)
+        self._note_shared(session, store, nbytes)
         return True
 
     def seal(self, session: Session, buffer: int, nbytes: int, name: bytes) -> None:
-        """All of a buffer was uploaded: once its content is hashed here, others may share it. `name` is what the client says.
+        """Hash a buffer that the client has uploaded completely. Other sessions may share its content after that.
+
+        Args:
+            session: the session of the client.
+            buffer: id of the buffer.
+            nbytes: size of the content.
+            name: the content id that the client claims; it must equal the hash.
 
         Raises:
-            BindingError: no such buffer.
+            BindingError: the buffer does not exist, or has another size.
         """
         known = session.buffers.get(buffer)
         if known is None or known.nbytes != nbytes:
-            raise BindingError(f"buffer {buffer} {'does not exist' if known is None else f'has {known.nbytes} bytes'}")
+            raise BindingError(
+                f"buffer {buffer} {'does not exist' if known is None else f'has {known.nbytes} bytes, not {nbytes}'}"
+            )
         if (
             session.holdings.account.scope is Scope.OFF
             or known.base is None
@@ -175,7 +196,7 @@ class Contents:
     def _sealed(self, session: Session, buffer: int, job: Job, name: bytes) -> None:
         assert isinstance(job, HashJob)
         if session.holdings.sealing.get(buffer) is not job:
-            return  # it was written meanwhile, or is no more
+            return  # the buffer was written or freed meanwhile
         del session.holdings.sealing[buffer]
         known = session.buffers.get(buffer)
         found = None
@@ -191,23 +212,27 @@ class Contents:
             assert known.base is not None
             self.here[found[0]] = flat(known.base, known.nbytes)
         if found is not None and known is not None:
-            self._brought(session, found[0], known.nbytes)
+            self._note_shared(session, found[0], known.nbytes)
         if not session.holdings.sealing:
             self._post.add(session, Signal.MEMORY_CAME)
 
-    def _brought(self, session: Session, store: int, nbytes: int) -> None:
-        """A session shares this content: the router is told when the session ends, and looks for it when its like comes again."""
-        known, brought = self._ledger.book.known_as(store), session.brought
+    def _note_shared(self, session: Session, store: int, nbytes: int) -> None:
+        """Remember that the session shares this content. When the session ends, the router gets the list, so that it can place
+        similar sessions here.
+        """
+        known, shared_contents = self._ledger.book.known_as(store), session.shared_contents
         if known is not None:
-            brought[_name(*known)] = nbytes
-        if len(brought) > 4 * BROUGHT:
-            session.brought = dict(heapq.nlargest(BROUGHT, brought.items(), key=lambda item: item[1]))
+            shared_contents[_name(*known)] = nbytes
+        if len(shared_contents) > 4 * SHARED_KEPT:
+            session.shared_contents = dict(
+                heapq.nlargest(SHARED_KEPT, shared_contents.items(), key=lambda item: item[1])
+            )
 
     def largest(self, count: int) -> list[str]:
-        """What others may share on the device, at most `count`, largest first, by `name_in_circle`."""
+        """Names (`name_in_circle`) of contents on the device that others may share: at most `count`, largest first."""
         return list(dict.fromkeys([_name(*known) for known in self._ledger.book.largest(count)]))
 
 
 def flat(base: Tensor, nbytes: int) -> Tensor:
-    """The bytes of a buffer."""
+    """The bytes of a buffer as a flat tensor."""
     return bytes_of(base, 0, nbytes)

@@ -1,4 +1,4 @@
-"""The executor's side of the control plane: takes sessions, watches their leases, says that it is alive."""
+"""The executor's side of the control plane: opens and closes sessions, watches their leases, sends heartbeats."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ from wooly_executor.spans import hosted_under
 
 T = TypeVar("T")
 log = logging.getLogger("wooly.executor")
-#: Seconds that a heartbeat waits for the device's thread.
+#: Maximum seconds that a heartbeat or a request to close waits for the device's thread.
 BUSY_S = 0.5
-#: Seconds that the end waits for the device's thread to close what clients have.
+#: Maximum seconds that the process waits at its end for the device's thread to close the clients' sessions.
 CLIENTS_S = 1.0
-#: Contents that a heartbeat names.
+#: Maximum number of contents that a heartbeat names.
 WEIGHTS = 1024
-#: Seconds between two looks at what traced sessions ran.
+#: Seconds between two samples of what traced sessions ran.
 SAMPLE_S = 1.0
 
 
@@ -67,14 +67,15 @@ def _policy(message: SessionPolicy) -> Policy:
 
 @dataclass(eq=False, slots=True)
 class _Lease:
-    """What keeps a session open here.
+    """The lease of one session on this executor.
 
     Attributes:
-        token: whoever shows it may prolong the lease.
-        length_s: how long the session lives without a word from the router.
-        until: when it lapses, on the actor's clock; infinity while the session is being opened.
-        opening: the session's way through the device's thread.
-        opened: set by the device's thread, which alone knows in which order a session was opened and closed.
+        token: the token that renews the lease.
+        length_s: seconds for which the session stays open without a renewal.
+        until: when the lease ends, on the actor's clock; infinity while the session is being opened.
+        opening: done when the device's thread has opened the session.
+        opened: whether the session was opened. Only the device's thread sets it, because only that thread knows the order of
+            opening and closing.
     """
 
     token: str
@@ -85,10 +86,10 @@ class _Lease:
 
 
 class ExecutorActor(Actor):
-    """Owns the leases of this executor's sessions; the sessions themselves belong to the device loop.
+    """Owns the leases of this executor's sessions. The device loop owns the sessions themselves.
 
-    The device's thread may be away for as long as an operator takes. So leases belong to the event loop alone: whatever keeps a
-    session alive is answered from them at once, and only what changes a session waits for the device, each request for itself.
+    The device's thread may be busy for as long as one operator runs. So the event loop alone owns the leases, and answers
+    renewals without the device. Only requests that change a session wait for the device, each without delaying the others.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class ExecutorActor(Actor):
         self._last: tuple[MemoryState, list[str]] = (MemoryState(capacity=loop.vram.capacity), [])
         self._busy_ns = 0
         self._busy_at = clock()
-        # Not `alone`: these share nothing but leases, which change between two waits, never across one.
+        # Not `alone`: these handlers share only the leases, and no handler changes a lease across an await.
         app.serve(contracts.EXECUTOR_SESSION_OPEN.at(settings.id), self.on_host_session)
         app.serve(contracts.EXECUTOR_SESSION_RENEW.at(settings.id), self.on_renew_session)
         app.serve(contracts.EXECUTOR_SESSION_CLOSE.at(settings.id), self.on_close_session)
@@ -123,32 +124,34 @@ class ExecutorActor(Actor):
         app.serve(contracts.EXECUTOR_EPOCH_END.at(settings.id), self.on_end_epoch)
         self.jobs = Jobs(loop, settings.id)
         app.serve(contracts.EXECUTOR_JOB_RUN.at(settings.id), self.alone(self.jobs.on_run_job))
-        # Not `alone`: opening a tunnel touches nothing of the actor's, and waits for NATS.
+        # Not `alone`: opening a tunnel uses none of the actor's state, and it waits for NATS.
         app.serve(contracts.EXECUTOR_TUNNEL_OPEN.at(settings.id), tunnels.on_open_tunnel)
         app.serve_tenants(contracts.EXECUTOR_TUNNEL_OPEN.at(settings.id), tunnels.on_open_tenants_tunnel)
 
     async def on_host_session(self, request: HostSessionRequest) -> HostSessionReply:
-        """Take a session. Asking twice for the same one changes nothing, also while the device keeps the first one waiting."""
+        """Open a session. A repeated request for the same session changes nothing, even while the first one waits."""
         lease = self._leases.get(request.session_id)
         if lease is None:
             lease = self._begin(request)
         elif lease.token != request.token:
-            raise RefusedError(AdmissionError.code, f"session {request.session_id} is open already")
+            raise RefusedError(AdmissionError.code, f"session {request.session_id} is already open with another token")
         elif lease.opened:
             lease.until = self._clock() + lease.length_s
         with _refused():
-            await asyncio.shield(lease.opening)  # one who gives up takes nobody's session with it
+            await asyncio.shield(lease.opening)  # a request that is cancelled does not cancel the opening
         if self._leases.get(request.session_id) is not lease:
             raise RefusedError("executor.closed", f"session {request.session_id} was closed while it was being opened")
         return HostSessionReply(endpoints=self._endpoints)
 
     def _begin(self, request: HostSessionRequest) -> _Lease:
-        """Have the device's thread open a session. Its lease begins when it is open, and lapses if the router gave it up."""
+        """Make the device's thread open a session. The lease starts when the session is open, and ends if the router gave up
+        meanwhile.
+        """
         policy = _policy(request.policy or SessionPolicy(priority=request.priority))
         entry, hosted = self._entry(request), hosted_under()
         lease = self._leases[request.session_id] = _Lease(request.token, request.lease_s)
 
-        def open_it() -> None:
+        def open_session() -> None:
             self._open(request, entry, policy, hosted)
             lease.opened = True
 
@@ -158,25 +161,26 @@ class ExecutorActor(Actor):
             else:
                 lease.until = self._clock() + lease.length_s
 
-        lease.opening = asyncio.wrap_future(self._loop.call(open_it))
+        lease.opening = asyncio.wrap_future(self._loop.call(open_session))
         lease.opening.add_done_callback(opened)
         return lease
 
     def _forget(self, session_id: str, lease: _Lease) -> None:
-        """This lease is over. The id may have another one by now."""
+        """Remove a lease, unless a newer lease has the same session id."""
         if self._leases.get(session_id) is lease:
             del self._leases[session_id]
 
     def _entry(self, request: HostSessionRequest) -> Pass:
-        """What lets the session's client in.
+        """Create the pass that admits the session's client.
 
         Raises:
-            RefusedError: we are told to trust one router's key, and it is another.
+            RefusedError: the settings name one router's key, and the request has another.
         """
         trusted = self._settings.channel_key
         if trusted and request.channel_key != trusted:
             raise RefusedError(
-                "executor.channel_key", f"the router's channel key is not the one that {PREFIX}CHANNEL_KEY names"
+                "executor.channel_key",
+                f"the router's channel key differs from {PREFIX}CHANNEL_KEY; set the variable to the router's public key",
             )
         if not request.channel_key:
             return SharedPass(request.token)
@@ -206,7 +210,7 @@ class ExecutorActor(Actor):
         )
 
     async def on_steer_session(self, request: SteerSessionRequest) -> SteerSessionReply:
-        """Treat a session otherwise from now on."""
+        """Change how a session is scheduled: class, weight, suspended, exclusive."""
         dispatch = self._loop.dispatch
 
         def steer() -> tuple[Policy, bool, bool]:
@@ -226,21 +230,21 @@ class ExecutorActor(Actor):
         return SteerSessionReply(policy=SessionPolicy(**asdict(policy)), suspended=suspended, exclusive=exclusive)
 
     async def on_end_epoch(self, request: EndEpochRequest) -> EndEpochReply:
-        """Adapt the windows to what an epoch measured."""
+        """Adapt the windows to the measurements of an epoch."""
         measured = request.slowdown_permille, request.idle_permille
         return EndEpochReply(windows_ns=await self._ask(lambda: self._loop.dispatch.epoch_ended(*measured)))
 
     async def _ask(self, function: Callable[[], T]) -> T:
-        """What `function` returns in the device loop's thread.
+        """Run `function` in the device loop's thread and return its result.
 
         Raises:
-            RefusedError: it raised an error of the executor's.
+            RefusedError: `function` raised an `ExecutorError`.
         """
         with _refused():
             return await asyncio.wrap_future(self._loop.call(function))
 
     async def on_renew_session(self, request: RenewSessionRequest) -> RenewSessionReply:
-        """Prolong a lease. This waits for nothing: not for the device, and for nobody else's request."""
+        """Renew a lease. This waits neither for the device nor for other requests."""
         lease = self._leases.get(request.session_id)
         if lease is None or lease.token != request.token:
             raise RefusedError("executor.no_session", f"session {request.session_id} is not open here")
@@ -249,7 +253,9 @@ class ExecutorActor(Actor):
         return RenewSessionReply(lease_s=lease.length_s)
 
     async def on_close_session(self, request: CloseSessionRequest) -> CloseSessionReply:
-        """End a session, or a job. While an operator of it has the device, the answer says so: it ends when that does."""
+        """End a session or a job. If one of its operators occupies the device, the reply says so; the session ends after that
+        operator.
+        """
         known = self.jobs.cancel(request.session_id) or request.session_id in self._leases
         closing = asyncio.wrap_future(self._close(request.session_id, request.reason or "closed by the router"))
         done, _ = await asyncio.wait((closing,), timeout=BUSY_S)
@@ -263,54 +269,58 @@ class ExecutorActor(Actor):
         return self._loop.call(lambda: self._loop.sessions.close(session_id, reason))
 
     def works(self) -> dict[str, Work]:
-        """What goes on for ever, each beside the others: heartbeats, lapsed leases, sessions that closed, and spans."""
+        """The tasks that run until the process ends: heartbeats, leases, closed sessions, spans."""
         return {
-            "heartbeats": self._beat,
-            "leases": self._lapse,
+            "heartbeats": self._send_heartbeats,
+            "leases": self._expire_leases,
             "closed sessions": self.report_closed,
-            "samples": self._sample,
+            "samples": self._sample_spans,
         }
 
-    async def _beat(self) -> None:
+    async def _send_heartbeats(self) -> None:
         while True:
             heartbeat = await self.heartbeat()
-            if not self._loop.lost:  # one that serves nobody must not be given sessions
+            if not self._loop.lost:  # an executor without its device must not get sessions
                 await self._app.publish(contracts.EXECUTOR_NODE_HEARTBEAT, heartbeat)
             await asyncio.sleep(self._settings.heartbeat_s)
 
     async def say_end(self, reason: str) -> None:
-        """The last heartbeat: this executor ends, and what it has can be begun elsewhere at once."""
+        """Send the last heartbeat: this executor stops, so the router can restart its sessions elsewhere at once."""
         last = self._heartbeat().model_copy(update={"ending": reason[:1024], "sessions": ()})
         await self._app.publish(contracts.EXECUTOR_NODE_HEARTBEAT, last)
 
     async def end_clients(self) -> None:
-        """Close the sessions that clients have, unless the device is in one long operation: then they end with the process."""
+        """Close the sessions that have clients. If the device is busy for longer than `CLIENTS_S`, they end with the process
+        instead.
+        """
         with contextlib.suppress(ExecutorError, TimeoutError):
             async with asyncio.timeout(CLIENTS_S):
                 await asyncio.wrap_future(self._loop.call(self._loop.sessions.end_clients))
 
-    async def _lapse(self) -> None:
+    async def _expire_leases(self) -> None:
         while True:
             now = self._clock()
             for session_id, lease in list(self._leases.items()):
                 if now > lease.until:
-                    log.warning("session %s: its lease of %.0f s lapsed", session_id, lease.length_s)
+                    log.warning(
+                        "session %s ends: the router did not renew its lease of %.0f s", session_id, lease.length_s
+                    )
                     self._close(session_id, "the session's lease lapsed")
             await asyncio.sleep(self._settings.heartbeat_s)
 
-    async def _sample(self) -> None:
-        """Have traced sessions tell what they ran. Where the device is busy for long, this waits for it."""
+    async def _sample_spans(self) -> None:
+        """Record spans of what traced sessions ran. This waits while the device is busy."""
         while True:
             await asyncio.sleep(SAMPLE_S)
             await asyncio.wrap_future(self._loop.call(self._loop.sessions.sample_spans))
 
     async def heartbeat(self) -> ExecutorHeartbeat:
-        """What this executor says of itself now.
+        """The current heartbeat.
 
-        While the device's thread is in one long operation it cannot be asked: then its memory is as it was the last time.
+        While the device's thread is in one long operation, the heartbeat repeats the last known state of the memory.
         """
         if self._asked is None:
-            self._asked = self._loop.call(self._look)
+            self._asked = self._loop.call(self._read_memory)
         done, _ = await asyncio.wait([asyncio.wrap_future(self._asked)], timeout=BUSY_S)
         if done:
             asked, self._asked = self._asked, None
@@ -323,7 +333,8 @@ class ExecutorActor(Actor):
         now, busy = self._clock(), self._loop.launcher.busy_ns
         share = (busy - self._busy_ns) / 1e9 / max(now - self._busy_at, 1e-6)
         self._busy_ns, self._busy_at = busy, now
-        # By their leases: a session that was opened since the device's thread was last seen is missed by the router otherwise.
+        # From the leases, not from the device's thread: the thread may be busy, and the router must not miss a session that was
+        # just opened.
         sessions = [session_id for session_id, lease in self._leases.items() if lease.opened]
         return ExecutorHeartbeat(
             executor_id=self._settings.id,
@@ -339,31 +350,33 @@ class ExecutorActor(Actor):
             work=WorkDone.model_validate(self._loop.processing.work.to_json()),
         )
 
-    def _look(self) -> tuple[MemoryState, list[str]]:
+    def _read_memory(self) -> tuple[MemoryState, list[str]]:
         vram = self._loop.vram
         return vram.state(), vram.contents.largest(WEIGHTS)
 
     def _on_closed(self, session_id: str, reason: str, contents: tuple[str, ...]) -> None:
-        """A session has ended (in the loop's thread). A lease that was made since then is another session's of the same id."""
+        """Note a closed session (in the loop's thread). A lease that is not opened yet belongs to a newer session with the same
+        id.
+        """
         lease = self._leases.get(session_id)
         ended = lease if lease is not None and lease.opened else None
-        with contextlib.suppress(RuntimeError):  # the event loop is over: nobody is left to be told
+        with contextlib.suppress(RuntimeError):  # the event loop has ended, so nothing is left to report to
             self._events.call_soon_threadsafe(self._note_closed, session_id, ended, (session_id, reason, contents))
 
     def _note_closed(self, session_id: str, lease: _Lease | None, closed: tuple[str, str, tuple[str, ...]]) -> None:
         if lease is not None:
             self._forget(session_id, lease)
-        # A session that was opened anew is still there; of those that end with the executor its last heartbeat tells.
+        # Do not report an id that is open again. Sessions that end with the executor are in its last heartbeat.
         if session_id not in self._leases and closed[1] != STOPPING:
             self._closed.put_nowait(closed)
 
     async def report_closed(self) -> None:
-        """Tell the router of sessions that ended, for ever."""
+        """Report closed sessions to the router until cancelled."""
         while True:
             await self._report(*await self._closed.get())
 
     async def report_last_closed(self) -> None:
-        """Tell the router of the sessions that have ended and were not reported yet, and return."""
+        """Report the closed sessions that were not reported yet, and return."""
         while not self._closed.empty():
             await self._report(*self._closed.get_nowait())
 
@@ -376,7 +389,7 @@ class ExecutorActor(Actor):
 
 @contextlib.contextmanager
 def _refused() -> Iterator[None]:
-    """Errors of the executor's travel as refusals."""
+    """Convert an `ExecutorError` to a `RefusedError`."""
     try:
         yield
     except ExecutorError as e:

@@ -1,9 +1,11 @@
-"""How many cores a launch occupied: for the library's, the CPU time of the threads that compute for the device loop's; for
-kernels that a driver spreads, their work-groups against its threads (`beyond`).
+"""Measures how many cores a launch occupied.
 
-The library runs one operator on several threads: it starts them at the first such operator of a thread that calls it, and they
-wait for the next. The loop's own clock does not see them. Linux has a clock for every thread; which threads are the loop's is
-known by their name, which a thread takes from the one that starts it.
+For the library, this is the CPU time of its worker threads. For kernels that a driver spreads over threads, it follows from the
+number of work-groups and of threads (`beyond`).
+
+The library runs one operator on several threads. It starts them at the first large operator of a calling thread, and they then
+wait for the next operator. The loop's own clock does not include them. Linux has a CPU clock per thread. The loop's workers are
+known by their name, which a thread inherits from the thread that starts it.
 """
 
 from __future__ import annotations
@@ -23,20 +25,20 @@ log = logging.getLogger("wooly.executor")
 _NAME = "wooly-device"
 _PR_SET_NAME = 15
 _TASKS = Path("/proc/self/task")
-#: Elements of an operator that the library spreads over all its threads.
+#: Elements of an operator that is large enough for the library to use all its threads.
 _LARGE = 1 << 22
 
 
 def beyond(ns: int, groups: int, threads: int) -> int:
-    """The core time of a launch beyond its device time, in ns.
+    """The core time of a launch minus its device time, in ns.
 
-    Threads take whole work-groups. As these are alike, they run in ceil(groups / threads) waves, and groups / waves of the
-    threads are busy on average: all of them where there are many groups, one where there is one.
+    A thread runs whole work-groups. Equal work-groups run in ceil(groups / threads) waves, so groups / waves threads are busy on
+    average: all threads if there are many groups, one thread if there is one group.
 
     Args:
-        ns: its device time.
-        groups: its work-groups.
-        threads: of the device.
+        ns: device time of the launch.
+        groups: its number of work-groups.
+        threads: number of threads of the device.
     """
     waves = -(-groups // threads)
     return ns * groups // waves - ns if waves > 0 else 0
@@ -44,7 +46,9 @@ def beyond(ns: int, groups: int, threads: int) -> int:
 
 @contextlib.contextmanager
 def apart(name: str) -> Iterator[None]:
-    """Threads that are started in the block are no workers of the library's: they take this name (15 characters) instead."""
+    """Give threads that start in the block this name (at most 15 characters), so that they do not count as workers of the
+    library.
+    """
     if sys.platform != "linux":
         yield
         return
@@ -58,12 +62,12 @@ def apart(name: str) -> Iterator[None]:
 
 
 def _clock_of(thread: int) -> int:
-    """The id of Linux's clock of a thread's CPU time."""
+    """The id of Linux's CPU clock of a thread."""
     return (~thread << 3) | 6
 
 
 class WorkerClock:
-    """The CPU time of the threads that compute for the thread that called `attach`, without its own."""
+    """Measures the CPU time of the library's worker threads, without the thread that called `attach`."""
 
     def __init__(self) -> None:
         self._clocks: tuple[int, ...] = ()
@@ -71,11 +75,13 @@ class WorkerClock:
         self._tasks = 0
 
     def attach(self) -> None:
-        """Find the caller's workers; they are started if they were not."""
+        """Find the worker threads of the calling thread. Start them if they do not run yet."""
         if torch.get_num_threads() == 1:
             return
         if sys.platform != "linux":
-            log.warning("cores are not measured here: only the device loop's own thread is billed")
+            log.warning(
+                "cannot measure worker threads (this needs Linux): sessions are billed for the device loop's thread alone"
+            )
             return
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_NAME, _NAME.encode(), 0, 0, 0)
         large = torch.empty(_LARGE, dtype=torch.uint8)
@@ -84,7 +90,7 @@ class WorkerClock:
         self.look()
 
     def look(self) -> None:
-        """Take in workers that were started later (in the thread that called `attach`)."""
+        """Find worker threads that started later. Call it in the thread that called `attach`."""
         if not self._own:
             return
         found = list(_TASKS.iterdir())
@@ -92,22 +98,23 @@ class WorkerClock:
             return
         self._tasks = len(found)
         clocks = []
-        ours = {t.native_id for t in threading.enumerate()}  # those that move memory and compile are no workers
+        # Python's own threads (mover, compilers) are not workers of the library
+        ours = {t.native_id for t in threading.enumerate()}
         for task in found:
             try:
                 if int(task.name) not in ours and (task / "comm").read_text().strip() == _NAME:
                     clocks.append(_clock_of(int(task.name)))
             except OSError:
-                continue  # it has ended
+                continue  # the thread has ended
         self._clocks = tuple(clocks)
 
     def read(self) -> int:
-        """Their CPU time together, in ns. Half a microsecond per thread."""
+        """The CPU time of all worker threads, in ns. Takes half a microsecond per thread."""
         total = 0
         try:
             for clock in self._clocks:
                 total += time.clock_gettime_ns(clock)
-        except OSError:  # one has ended
+        except OSError:  # a thread has ended
             self._tasks = 0
             self.look()
             return sum([time.clock_gettime_ns(c) for c in self._clocks])

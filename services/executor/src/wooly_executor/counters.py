@@ -1,4 +1,4 @@
-"""What sessions have done, in numbers."""
+"""Counters of what sessions have done."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(slots=True)
 class Counters:
-    """What a session has done."""
+    """The counters of one session."""
 
     programs: int = 0
     instructions: int = 0
@@ -19,7 +19,9 @@ class Counters:
 
 @dataclass(slots=True)
 class Work:
-    """Who did how much: computing instructions, and device time in ns. `rejected`: plans that were bad."""
+    """Computing instructions and device time (ns), by how they ran: kernels, library calls, tier 0. `rejected` counts bad
+    artifacts.
+    """
 
     kernel_instructions: int = 0
     library_instructions: int = 0
@@ -30,7 +32,7 @@ class Work:
     rejected: int = 0
 
     def ran(self, prepared: Any, computing: int, gpu_ns: int, kernel_ns: int) -> None:
-        """A program ran to its end, or to its failure."""
+        """Add a program that has ended, with or without an error."""
         by_kernel = getattr(prepared, "by_kernel", None)
         if by_kernel is None:
             self.tier0_instructions += computing
@@ -42,5 +44,5 @@ class Work:
         self.library_ns += max(gpu_ns - kernel_ns, 0)
 
     def to_json(self) -> dict[str, int]:
-        """Its numbers by name."""
+        """The counters by name."""
         return {name: getattr(self, name) for name in self.__slots__}

@@ -1,8 +1,8 @@
-"""Takes in what grows with a stranger's bytes, beside the device's thread: definitions, sources of kernels, modules of jobs.
+"""Decodes what untrusted clients send, outside the device's thread: programs, kernel sources, modules of jobs.
 
-A few threads, of which one decodes at a time. All threads of the process share Python's lock, so a decoder works in slices: at
-the end of each (`wooly_wis.pauses`) it looks whether the device's thread is at work, and then waits several times as long as it
-worked. Tenants take turns, and a tenant has one decoding at a time. What takes too much time of a core is refused.
+There are a few threads, and one decodes at a time. All threads of the process share Python's lock, so a decoder works in slices.
+After each slice (`wooly_wis.pauses`) it checks whether the device's thread works, and if so waits for several times the length of
+the slice. Tenants take turns, and a tenant has one decoding at a time. A decoding that needs too much core time is refused.
 """
 
 from __future__ import annotations
@@ -23,27 +23,29 @@ from wooly_executor.errors import DecodingCancelledError, DecodingTooLongError, 
 
 log = logging.getLogger("wooly.executor")
 
-#: Threads: tenants whose decodings are under way together, taking turns slice by slice.
+#: Number of threads: so many tenants can decode concurrently, slice by slice.
 WORKERS = 4
-#: Decodings of at least so many bytes, and how many of them are under way together: others keep a way past them.
+#: Size, in bytes, from which a decoding is large, and the maximum number of large ones in progress. The other threads stay free
+#: for small ones.
 LARGE = 256 << 10
 LARGE_AT_ONCE = 2
-#: A slice, in ns, and how long a thread waits for Python's lock before it asks for it. So long at most does a decoder that works
-#: while the device rests delay the device's thread; the interpreter's own value is 5 ms.
+#: Length of a slice, in ns; also Python's switch interval. It bounds how long a decoder that started while the device was idle
+#: delays the device's thread. The interpreter's default interval is 5 ms.
 SLICE_NS = 100_000
-#: Times a slice that a decoder waits after it, while the device works: for its own class or a lower one, and for a higher one.
+#: Pause after a slice while the device works, as a multiple of the slice: for sessions of the running class or a higher one, and
+#: for those of a lower class.
 EQUAL_WAIT = 1
 HIGHER_WAIT = 31
-#: The longest sleep in ns, after which it is seen that the device rests.
+#: Maximum sleep, in ns, before a decoder checks again whether the device is idle.
 SLEEP_NS = 500_000
 
 
-class Gate:
-    """What the device's thread is at. It writes, decoders read.
+class DeviceActivity:
+    """What the device's thread does now. The device's thread writes it, and decoders read it.
 
     Attributes:
-        resting: it waits for something to happen.
-        priority: class of what ran on the device last.
+        resting: the thread waits for an event.
+        priority: class of the session that ran last.
     """
 
     __slots__ = ("priority", "resting")
@@ -54,17 +56,17 @@ class Gate:
 
 
 class Decoding:
-    """Something to be taken in.
+    """One decoding in the queue.
 
     Args:
-        tenant: whose turn it takes.
+        tenant: the tenant whose turn it uses.
         priority: class of the session.
-        nbytes: its length.
-        work: takes it in, with pauses.
-        done: told of the result or of what was raised, and of the ns of a core that it took; by a decoder's thread.
+        nbytes: size of the input.
+        work: decodes, with pauses.
+        done: gets the result or None, the error or None, and the core time in ns. A decoder's thread calls it.
 
     Attributes:
-        cancelled: nobody waits for it any more.
+        cancelled: the result is no longer needed.
     """
 
     __slots__ = ("cancelled", "done", "nbytes", "priority", "tenant", "work")
@@ -83,19 +85,19 @@ class Decoding:
 
 
 class Decoders:
-    """The threads. They begin with the first decoding.
+    """The decoder threads. They start with the first decoding.
 
     Args:
-        limit_s: seconds of a core that one decoding may take.
+        limit_s: maximum core time of one decoding, in seconds.
 
     Attributes:
-        gate: for the device's thread to write.
+        activity: written by the device's thread.
     """
 
     def __init__(self, limit_s: float = 10.0) -> None:
-        self.gate = Gate()
+        self.activity = DeviceActivity()
         self.limit_ns = int(limit_s * 1e9)
-        self._turns = _Turns()
+        self._fair_lock = _FairLock()
         self._changed = threading.Condition()
         self._waiting: OrderedDict[str, deque[Decoding]] = OrderedDict()
         self._running: dict[str, Decoding] = {}
@@ -103,7 +105,7 @@ class Decoders:
         self._stopped = False
 
     def submit(self, decoding: Decoding) -> None:
-        """Have it taken in. From any thread."""
+        """Queue a decoding. Any thread may call this."""
         with self._changed:
             self._waiting.setdefault(decoding.tenant, deque()).append(decoding)
             if len(self._threads) < min(WORKERS, len(self._waiting) + len(self._running)):
@@ -113,7 +115,7 @@ class Decoders:
             self._changed.notify()
 
     def stop(self) -> None:
-        """Give up what is under way, and end the threads."""
+        """Cancel all decodings and end the threads."""
         with self._changed:
             self._stopped = True
             self._waiting.clear()
@@ -132,13 +134,13 @@ class Decoders:
                         return
                     self._changed.wait()
                     decoding = self._next()
-            self._take_in(decoding)
+            self._decode(decoding)
             with self._changed:
                 del self._running[decoding.tenant]
                 self._changed.notify_all()
 
     def _next(self) -> Decoding | None:
-        """The next tenant's, of those of whom none is under way."""
+        """Take the first decoding of the next tenant that has no decoding in progress."""
         large = sum([d.nbytes >= LARGE for d in self._running.values()])
         for tenant, waiting in self._waiting.items():
             while waiting and waiting[0].cancelled:
@@ -155,62 +157,67 @@ class Decoders:
             return found
         return None
 
-    def _take_in(self, decoding: Decoding) -> None:
+    def _decode(self, decoding: Decoding) -> None:
         result: Any = None
         error: Exception | None = None
-        self._turns.take()
+        self._fair_lock.take()
         begun = time.thread_time_ns()
         try:
             with pausing(_Slices(self, decoding, begun).pause):
                 result = decoding.work()
         except Exception as e:
             if not isinstance(e, (ExecutorError, DecodeError, MemoryError, RecursionError)):
-                log.exception("taking in %d bytes of %s failed", decoding.nbytes, decoding.tenant)
+                log.exception("cannot decode %d bytes of tenant %s: unexpected error", decoding.nbytes, decoding.tenant)
             forget_frames(e)
             error = e
         finally:
-            self._turns.give()
+            self._fair_lock.give()
         decoding.done(result, error, time.thread_time_ns() - begun)
 
     def slice_over(self, decoding: Decoding, begun: int, took: int) -> bool:
-        """A slice has ended: wait for the next. Whether it may be used up though the device begins to work.
+        """End a slice and wait for the next one.
 
         Args:
-            decoding: whose.
-            begun: the thread's CPU time when it began.
-            took: ns that the slice took.
+            decoding: the decoding in progress.
+            begun: the thread's CPU time at the start of the decoding, in ns.
+            took: length of the slice, in ns.
+
+        Returns:
+            Whether the next slice may be used up even if the device starts to work.
 
         Raises:
-            DecodingCancelledError: nobody waits for it any more.
-            DecodingTooLongError: it has taken too long.
+            DecodingCancelledError: the result is no longer needed.
+            DecodingTooLongError: the decoding exceeds its core time.
         """
-        gate = self.gate
+        activity = self.activity
         if decoding.cancelled:
-            raise DecodingCancelledError("nobody waits for it any more")
+            raise DecodingCancelledError("the decoding was cancelled: its session has ended")
         if time.thread_time_ns() - begun > self.limit_ns:
             raise DecodingTooLongError(
-                f"taking in {decoding.nbytes} bytes took more than {self.limit_ns / 1e9:g} s of a core "
-                "(WOOLY_EXECUTOR_DECODE_S); send smaller programs: WOOLYAI_FLUSH_INSTRUCTIONS"
+                f"decoding {decoding.nbytes} bytes took more than {self.limit_ns / 1e9:g} s of a core "
+                "(WOOLY_EXECUTOR_DECODE_S); send smaller programs: lower WOOLYAI_FLUSH_INSTRUCTIONS"
             )
-        rested = gate.resting
+        rested = activity.resting
         if not rested:
-            end = time.perf_counter_ns() + took * (EQUAL_WAIT if decoding.priority <= gate.priority else HIGHER_WAIT)
-            while not gate.resting and not decoding.cancelled and (left := end - time.perf_counter_ns()) > 0:
+            end = time.perf_counter_ns() + took * (
+                EQUAL_WAIT if decoding.priority <= activity.priority else HIGHER_WAIT
+            )
+            while not activity.resting and not decoding.cancelled and (left := end - time.perf_counter_ns()) > 0:
                 time.sleep(min(left, SLEEP_NS) / 1e9)
-        if self._turns.contended:
-            self._turns.give()
-            self._turns.take()
+        if self._fair_lock.contended:
+            self._fair_lock.give()
+            self._fair_lock.take()
         return not rested
 
 
 class _Slices:
     """The slices of one decoding."""
 
-    __slots__ = ("_begun", "_decoders", "_decoding", "_gate", "_granted", "_since", "_until")
+    __slots__ = ("_activity", "_begun", "_decoders", "_decoding", "_granted", "_since", "_until")
 
     def __init__(self, decoders: Decoders, decoding: Decoding, begun: int) -> None:
         self._decoders, self._decoding, self._begun = decoders, decoding, begun
-        self._gate = decoders.gate
+        self._activity = decoders.activity
         self._granted = False
         self._since = time.perf_counter_ns()
         self._until = self._since + SLICE_NS
@@ -218,15 +225,15 @@ class _Slices:
     def pause(self) -> None:
         """See `wooly_wis.pauses`."""
         now = time.perf_counter_ns()
-        if now < self._until and (self._granted or self._gate.resting):
+        if now < self._until and (self._granted or self._activity.resting):
             return
         self._granted = self._decoders.slice_over(self._decoding, self._begun, now - self._since)
         self._since = time.perf_counter_ns()
         self._until = self._since + SLICE_NS
 
 
-class _Turns:
-    """Who decodes now: one thread, then the one that has waited longest."""
+class _FairLock:
+    """A lock that threads get in the order in which they asked."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -239,7 +246,7 @@ class _Turns:
         return bool(self._waiting)
 
     def take(self) -> None:
-        """Wait for the turn."""
+        """Acquire the lock."""
         with self._lock:
             if not self._taken:
                 self._taken = True
@@ -250,7 +257,7 @@ class _Turns:
         mine.acquire()
 
     def give(self) -> None:
-        """End it."""
+        """Release the lock."""
         with self._lock:
             if self._waiting:
                 self._waiting.popleft().release()

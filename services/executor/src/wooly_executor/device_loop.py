@@ -1,7 +1,8 @@
-"""The one thread that owns the device: it polls, has each event taken in, and launches what the dispatch core decides.
+"""The loop in the one thread that owns the device: it polls connections, handles events and launches what the dispatch core
+decides.
 
-What happens to a session is an event of its fold (`flow`), and the interpreter carries out what follows. What grows with a
-client's bytes is decoded beside this thread. Other threads talk to the loop through `call`.
+Everything that happens to a session is an event of its fold (`flow`); the interpreter carries out the resulting instructions.
+Other threads decode what clients send. Other threads use `call` to run functions in the loop.
 """
 
 from __future__ import annotations
@@ -29,16 +30,15 @@ from wooly_wis.frames import WRITE_HEAD, Kind
 
 from wooly_executor.answers import Answers
 from wooly_executor.collector import Collector
+from wooly_executor.connection_admission import ConnectionAdmission, refusal
+from wooly_executor.core_speed import CoreSpeed
 from wooly_executor.decoding import Decoders
 from wooly_executor.dispatch import Dispatch
-from wooly_executor.entrance import Entrance, refusal
 from wooly_executor.errors import ContextLostError, LoopEndedError
 from wooly_executor.frames import Frame, awaited
 from wooly_executor.host_account import HostLimits
 from wooly_executor.interpreter import Interpreter
-from wooly_executor.landing import Landing
 from wooly_executor.launching import Launcher
-from wooly_executor.pace import Pace
 from wooly_executor.post import Calls, Post
 from wooly_executor.processing import Processing
 from wooly_executor.programs import ProgramStore
@@ -47,35 +47,36 @@ from wooly_executor.runtime.protocol import Runtime
 from wooly_executor.session import Session
 from wooly_executor.sessions import STOPPING, Sessions
 from wooly_executor.tiers import Tiers
-from wooly_executor.usage import Taken, UsageBook
+from wooly_executor.upload_targets import UploadTargets
+from wooly_executor.usage import UsageBook, UsageDelta
 from wooly_executor.vram import SwapSettings, Vram
 
 log = logging.getLogger("wooly.executor")
 T = TypeVar("T")
-#: Seconds between two looks at what sessions make the host hold.
+#: Seconds between two checks of how much host memory sessions use.
 REVIEW_S = 0.5
 
 
 class DeviceLoop:
-    """Runs until `stop`.
+    """The device loop. It runs until `stop`.
 
     Args:
-        runtime: computes.
-        memory: bytes of the device that sessions may have; None: all that it has.
-        dispatch: orders runs.
+        runtime: runs programs.
+        memory: bytes of device memory for sessions; None: all memory of the device.
+        dispatch: orders the runs.
         swap: settings of swapping.
-        tiers: decides how programs run; None: all run as they are.
-        pace: how quick a core is; None: full.
-        collector: looks for garbage while the device rests; None: nobody does.
-        strangers: limits of connections that have not shown a valid hello.
-        limits: what sessions may make the host hold.
-        failed: told what `run` ends of, where that is not `stop`, before anything else is done about it.
-        ended: told that `run` has ended.
+        tiers: decides how programs run; None: all programs run at tier 0.
+        pace: measures the speed of a core; None: all launches are priced at full speed.
+        collector: collects garbage while the device is idle; None: no collector.
+        strangers: limits of connections that have not sent a valid hello.
+        limits: limits of the host memory that sessions use.
+        failed: called first with the error if `run` fails.
+        ended: called when `run` has ended.
 
     Attributes:
-        sessions: the open ones. In the device's thread.
-        lost: why no session can be served any more; empty while they can.
-        usage: what sessions use.
+        sessions: the open sessions; use them in the device's thread only.
+        lost: why the device can serve no session any more; empty while it can.
+        usage: measures what sessions use.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class DeviceLoop:
         dispatch: Dispatch | None = None,
         swap: SwapSettings | None = None,
         tiers: Tiers | None = None,
-        pace: Pace | None = None,
+        pace: CoreSpeed | None = None,
         collector: Collector | None = None,
         strangers: StrangerLimits | None = None,
         limits: HostLimits | None = None,
@@ -98,11 +99,11 @@ class DeviceLoop:
         limits = limits or HostLimits()
         self.lost = ""
         self._reviewed = 0
-        self._unreviewed = False  # something came since sessions were last reviewed
+        self._unreviewed = False  # an event arrived since the last review
         self._stopping = threading.Event()
         self.server = server = ChannelServer({int(Kind.WRITE): WRITE_HEAD.size}, self._sink, fatal=(ContextLostError,))
-        self.entrance = Entrance()
-        self.acceptor = Acceptor(self.entrance.check, refusal, server.enter, hello=int(Kind.HELLO), limits=strangers)
+        self.admission = ConnectionAdmission()
+        self.acceptor = Acceptor(self.admission.check, refusal, server.enter, hello=int(Kind.HELLO), limits=strangers)
         self._calls, self._post = Calls(server.wake), Post()
         self.dispatch = dispatch = dispatch or Dispatch()
         self.memory = memory or int(runtime.facts()["total_memory"])
@@ -120,14 +121,14 @@ class DeviceLoop:
             dispatch,
             self.store,
             self.usage,
-            self.entrance,
+            self.admission,
             self._answers,
             self._post,
             server,
             limits,
         )
         self.runs = Runs(runtime, vram)
-        self._landing = Landing(runtime.device, vram, self.runs)
+        self._upload_targets = UploadTargets(runtime.device, vram, self.runs)
         self.processing = Processing(self.sessions, self.runs, vram, self._answers)
         self._interpreter = Interpreter(
             self.sessions,
@@ -149,7 +150,7 @@ class DeviceLoop:
             self._interpreter,
             self._answers,
             server,
-            self.decoders.gate,
+            self.decoders.activity,
             pace,
             collector,
             poll=lambda: self._poll(0),
@@ -159,13 +160,13 @@ class DeviceLoop:
     # -- from other threads ------------------------------------------------------------------------------------------
 
     def listen(self, endpoint: Endpoint, tls: ssl.SSLContext | None = None) -> Endpoint:
-        """Listen for channels; before `run` starts."""
+        """Listen for channels. Call it before `run`."""
         return self.acceptor.listen(endpoint, tls)
 
     def call(self, function: Callable[[], T]) -> Future[T]:
-        """Have the device's thread run `function`, also when nobody waits for the result any more.
+        """Run `function` in the device's thread, even if the caller no longer waits for the result.
 
-        After the end of `run` the future has a `LoopEndedError`.
+        After the end of `run`, the future fails with `LoopEndedError`.
         """
         return self._calls.call(function)
 
@@ -176,13 +177,15 @@ class DeviceLoop:
 
     # -- in the device's thread --------------------------------------------------------------------------------------
 
-    def take_usage(self) -> list[Taken]:
-        """What sessions used since the last time (in the device's thread)."""
+    def take_usage(self) -> list[UsageDelta]:
+        """Usage of all sessions since the last call. Call it in the device's thread."""
         self.launcher.workers.look()
         return self.usage.take(self.dispatch.priority_of, self.vram.clock())
 
     def run(self) -> None:
-        """Serve until `stop` is called, or until it fails: then `failed` is told, and clients are, before it returns."""
+        """Serve until `stop` is called or an error occurs. On an error, `failed` and the waiting clients get the error before
+        this returns.
+        """
         try:
             with torch.inference_mode():
                 self._serve()
@@ -192,27 +195,27 @@ class DeviceLoop:
             if self._on_failed is not None:
                 self._on_failed(e)
             for session in self.sessions.all():
-                self._attempt(self._tell_lost, session, code)
+                self._attempt(self._report_loss, session, code)
             self._attempt(self._answers.flush)
         for session in self.sessions.all():
             self._attempt(self.sessions.close, session.id, self.lost or STOPPING)
         self._calls.end(self.lost or STOPPING)
-        for ending in (self.vram.stop, self.decoders.stop, self.acceptor.close, self.server.close, self._tell_end):
+        for ending in (self.vram.stop, self.decoders.stop, self.acceptor.close, self.server.close, self._report_end):
             self._attempt(ending)
 
     def _attempt(self, step: Callable[..., object], *args: object) -> None:
-        """One step of the end: after a failure nothing is sure to work, and no step may keep the next ones from being done."""
+        """Do one step of the shutdown. An error in one step must not prevent the next steps."""
         try:
             step(*args)
         except BaseException:
-            log.exception("while the device's thread was ending")
+            log.exception("one step of the shutdown of the device's thread failed; the other steps continue")
 
-    def _tell_end(self) -> None:
+    def _report_end(self) -> None:
         if self._on_ended is not None:
             self._on_ended()
 
-    def _tell_lost(self, session: Session, code: str) -> None:
-        """Answer what a client waits for: why its session is served no more."""
+    def _report_loss(self, session: Session, code: str) -> None:
+        """Answer the frames that a client waits for with the reason why its session cannot go on."""
         conn = session.conn
         if conn is not None and not conn.closed:
             for frame in session.flow.inbox.frames:
@@ -239,7 +242,7 @@ class DeviceLoop:
                 self._run_calls()
 
     def _busy(self) -> bool:
-        """Whether there is something to do now."""
+        """Whether there is work to do now."""
         dispatch = self.dispatch
         return (
             dispatch.launch is not None
@@ -250,7 +253,7 @@ class DeviceLoop:
         )
 
     def _timeout(self) -> float | None:
-        """Seconds until there may be something to do though no event comes; None: there will not."""
+        """Seconds until there may be work without a new event. None: only an event can bring work."""
         timeouts = [
             self.vram.timeout(),
             None if self._collector is None else self._collector.timeout(),
@@ -261,11 +264,11 @@ class DeviceLoop:
         return min([t for t in timeouts if t is not None], default=None)
 
     def _poll(self, timeout: float | None) -> None:
-        """Wait for what clients send, and take it in."""
-        gate = self.decoders.gate
-        gate.resting = timeout != 0
+        """Wait for frames of clients and handle them."""
+        activity = self.decoders.activity
+        activity.resting = timeout != 0
         events = self.server.poll(timeout)
-        gate.resting = False
+        activity.resting = False
         self._interpreter.next_turn()
         for event in events:
             try:
@@ -273,7 +276,7 @@ class DeviceLoop:
             except (MemoryError, RecursionError) as e:
                 self.sessions.exhausted(event.conn, e)
         if self._answers.waiting:
-            self._answers.look()
+            self._answers.check_waiting()
         self._settle()
         self.launcher.looked = now = time.perf_counter_ns()
         self._unreviewed = self._unreviewed or bool(events)
@@ -287,13 +290,13 @@ class DeviceLoop:
             self.sessions.welcome(conn, event.admitted)
         elif isinstance(event, Disconnected):
             self.sessions.gone(conn, event.reason)
-        elif conn.owner is not None:  # else its session ended with this frame under way
+        elif conn.owner is not None:  # otherwise the session ended while this frame was in transit
             session: Session = conn.owner
             session.holdings.idle_since = None
             self._interpreter.go_on(session, Frame(event.seq, event.kind, event.payload, len(event.payload)))
 
     def _settle(self) -> None:
-        """Take in what was posted, and send what was said, until there is neither."""
+        """Handle posted events and send queued answers until there are no more of either."""
         post, go_on = self._post, self._interpreter.go_on
         self._answers.flush()
         while post:
@@ -313,4 +316,4 @@ class DeviceLoop:
             self._settle()
 
     def _sink(self, conn: Connection, kind: int, prefix: bytes, nbytes: int) -> memoryview | None:
-        return self._landing.sink(conn, prefix, nbytes)
+        return self._upload_targets.sink(conn, prefix, nbytes)

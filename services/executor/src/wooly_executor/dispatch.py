@@ -1,10 +1,10 @@
-"""Between sessions and the device: a frame that occupies it is a program of the dispatch core, whose launches are carried out.
+"""Connects sessions to the dispatch core: submits their frames as programs, and returns the launches that the core decides.
 
-    dispatch.submit(session, frame)                 the core may decide on a launch: `dispatch.launch`
-    dispatch.take()                                 which session's frame, and which of its kernels
-    dispatch.done(gpu_ns)                           the core decides on the next
+    dispatch.submit(session, frame)                 the core may decide a launch, which is then in `dispatch.launch`
+    dispatch.take()                                 the session, the frame and the kernels of that launch
+    dispatch.done(gpu_ns)                           the launch has ended; the core decides the next one
 
-Owned by the device loop's thread. Other threads only take from `entries`, the journal to be.
+The device loop's thread owns this module. Other threads only take from `entries`, the future journal.
 """
 
 from __future__ import annotations
@@ -43,25 +43,25 @@ from wooly_executor.session import Session
 
 log = logging.getLogger("wooly.executor")
 Entries = deque[tuple[Event, list[Decision]]]
-#: One launch at a time, and it is stopped where a higher class arrives: nothing that was decided earlier stands between P0 and a
-#: device whose runtime runs while one waits. What nobody interrupts costs a decision every 4 ms; so long do equals wait for each
-#: other. What P0 and P1 take that declare nothing is bounded (`policing`): WOOLY_EXECUTOR_UNDECLARED_PERCENT.
+#: One launch at a time, and a session of a higher class stops it at the next edge. So a P0 session never waits for launches that
+#: were decided earlier. `piece_ns` (4 ms) bounds how long sessions of equal class wait for each other; each piece costs one
+#: decision. `undeclared_permille` bounds P0 and P1 sessions that declare no rate (`policing`, WOOLY_EXECUTOR_UNDECLARED_PERCENT).
 CONFIG = Config(max_flights=1, stoppable=True, piece_ns=4_000_000, undeclared_permille=200)
 _ARRIVALS = "arrivals"
 
 
 class Dispatch:
-    """Feeds the core.
+    """Feeds the dispatch core with events and keeps its decisions.
 
     Args:
-        fifo: all sessions are one to the core, so that frames run in the order of their arrival. For comparison only.
+        fifo: treat all sessions as one, so that frames run in the order of arrival. For comparison only.
         undeclared_permille: see `Config`.
-        clock: monotonic ns.
+        clock: returns monotonic ns.
 
     Attributes:
-        launch: what the core has decided to run next.
-        wanted: sessions whose memory the core wants on the device: their turn has come.
-        entries: where events and decisions are kept for the journal; None: nowhere.
+        launch: the launch that the core decided next.
+        wanted: sessions whose turn has come and whose memory must be brought to the device.
+        entries: queue of events and decisions for the journal; None: no journal.
     """
 
     def __init__(
@@ -98,22 +98,23 @@ class Dispatch:
             elif isinstance(decision, SwapInDecision):
                 self.wanted.append(decision.session)
             elif isinstance(decision, RefuseDecision):
-                log.warning("the dispatch core refused %s: %s", event, decision.reason)
+                log.warning("the dispatch core refused the event %s: %s", event, decision.reason)
         return decisions
 
     # -- work --------------------------------------------------------------------------------------------------------
 
     def submit(self, session: Session, frame: Frame) -> None:
-        """A frame waits for the device; `frame.cut` says what it is expected to take."""
+        """Queue a frame for the device. `frame.cut` has the estimated times."""
         flow = _ARRIVALS if self._fifo else session.id
         number = self._numbers[flow] = self._numbers[flow] + 1
         self._flows[flow].append((session, frame))
         self._feed(ProgramSubmittedEvent(self._clock(), flow, number, frame.cut.kernels))
 
     def take(self) -> tuple[Session, Frame, int, int] | None:
-        """What `launch` says to run now: kernels from the first up to the last. None: its session is gone; it is done with 0 ns.
+        """Take the frame and the kernels that `launch` says to run now. The launch is in flight from then on.
 
-        From now on the launch is in flight.
+        Returns:
+            Session, frame, first kernel, and the kernel after the last. None if the session has ended; then report 0 ns.
         """
         launch = self.launch
         assert launch is not None
@@ -129,12 +130,19 @@ class Dispatch:
         return session, frame, first, last
 
     def done(self, gpu_ns: int, stopped: tuple[Session, Frame, int] | None = None, core_ns: int = 0) -> None:
-        """The launch in flight took so long on the device. `stopped`: before that kernel of that frame."""
+        """Report the end of the launch in flight.
+
+        Args:
+            gpu_ns: its device time.
+            stopped: session, frame and first kernel that did not run, if the launch was stopped early.
+            core_ns: its core time.
+        """
         launch, last = self._flying, -1
         assert launch is not None
         if stopped is not None:
             session, frame, end = stopped
-            last = launch.last - (frame.next - end)  # the core may know the frame from a later kernel on
+            # the journal may have begun within the frame, so the core's numbers may start at a later kernel
+            last = launch.last - (frame.next - end)
             frame.next = end
             flow = self._flows.get(launch.session)
             if flow is not None and (not flow or flow[0][1] is not frame):
@@ -142,13 +150,14 @@ class Dispatch:
         self._feed(LaunchDoneEvent(self._clock(), launch.launch, gpu_ns, core_ns, last))
 
     def overtaken(self) -> bool:
-        """Whether the launch in flight is to be stopped: see the core's `overtaken`."""
+        """Whether the launch in flight must stop for a higher class: see the core's `overtaken`."""
         return overtaken(self.state)
 
     def patience_ns(self) -> int:
-        """How long nobody need look for new frames: half of what may be in flight beside a session of a higher class.
+        """Maximum time, in ns, between two polls for new frames: half of the window of the class in flight.
 
-        While one session is open, another comes by a call of the control plane first, and that is seen after each launch.
+        With only one session, a longer time suffices: a second session must first be opened by a call, and calls are checked
+        after each launch.
         """
         windows, launch = self.state.windows, self._flying
         if len(self.state.sessions) == 1 and not self._fifo:
@@ -158,7 +167,7 @@ class Dispatch:
     # -- sessions ----------------------------------------------------------------------------------------------------
 
     def opened(self, session: Session, policy: Policy, tenant: str) -> None:
-        """A session takes part."""
+        """Tell the core about a new session."""
         if not self._fifo:
             self._open(session.id, policy, tenant)
 
@@ -168,52 +177,57 @@ class Dispatch:
         self._feed(SessionOpenedEvent(self._clock(), flow, policy, tenant))
 
     def closed(self, session: Session) -> None:
-        """A session takes part no more. What it has queued will not run."""
+        """Tell the core that a session has ended. Its queued frames will not run."""
         if not self._fifo:
             del self._flows[session.id], self._numbers[session.id]
             self._feed(SessionClosedEvent(self._clock(), session.id))
 
     def swapped_out(self, session: Session) -> None:
-        """A session's memory, or the room that its next program needs, is not on the device: it is passed over, and asked for."""
+        """Tell the core that a session's memory, or room for its next program, is not on the device. The core passes the session
+        over, and asks for the memory when its turn comes.
+        """
         if not self._fifo:
             self._feed(SwappedOutEvent(self._clock(), session.id))
 
     def swapped_in(self, session: Session) -> None:
-        """It is there now."""
+        """Tell the core that the memory is on the device."""
         if not self._fifo:
             self._feed(SwappedInEvent(self._clock(), session.id))
 
     def priority_of(self, session_id: str) -> int:
-        """A session's class, as it was set; 2 for one that is not (any more)."""
+        """The class of a session; 2 if the session is not open."""
         found = self.state.sessions.get(session_id)
         return found.policy.priority if found is not None else 2
 
     def treatment(self, session_id: str) -> tuple[Policy, bool, bool]:
-        """How a session is treated: its policy, whether it is suspended, whether it has the device to itself.
+        """A session's policy, whether it is suspended, and whether it has the device exclusively.
 
         Raises:
-            SteeringError: there is nothing to steer by.
-            UnknownSessionError: there is none of that id.
+            SteeringError: this executor runs frames in order of arrival.
+            UnknownSessionError: no session has this id.
         """
         if self._fifo:
-            raise SteeringError("this executor runs frames in the order of their arrival")
+            raise SteeringError(
+                "this executor runs frames in order of arrival (WOOLY_EXECUTOR_DISPATCH=fifo): sessions have no class"
+            )
         found = self.state.sessions.get(session_id)
         if found is None:
-            raise UnknownSessionError(f"session {session_id} is not open here")
+            raise UnknownSessionError(f"session {session_id} is not open on this executor")
         return found.policy, found.suspended, self.state.exclusive == session_id
 
     def steer(self, session_id: str, policy: Policy, suspended: bool, exclusive: bool) -> None:
-        """Treat a session like this from now on.
+        """Change how a session is scheduled.
 
         Raises:
-            SteeringError: another session has the device to itself, or there is nothing to steer by. Nothing was changed.
-            UnknownSessionError: there is none of that id.
+            SteeringError: another session has the device exclusively, or this executor runs frames in order of arrival. Nothing
+                changes.
+            UnknownSessionError: no session has this id.
         """
         before = self.treatment(session_id)
         now = self._clock()
         if exclusive and not before[2]:
             if self.state.exclusive:
-                raise SteeringError(f"session {self.state.exclusive} has the device to itself")
+                raise SteeringError(f"session {self.state.exclusive} has exclusive use of the device; end that first")
             self._feed(ExclusiveBegunEvent(now, session_id))
         elif before[2] and not exclusive:
             self._feed(ExclusiveEndedEvent(now))
@@ -223,16 +237,17 @@ class Dispatch:
             self._feed((SessionSuspendedEvent if suspended else SessionResumedEvent)(now, session_id))
 
     def epoch_ended(self, slowdown_permille: int, idle_permille: int) -> tuple[int, ...]:
-        """What an epoch measured. Returns the windows now in force, in ns, by class."""
+        """Feed the measurements of an epoch to the core. Returns the new windows by class, in ns."""
         self._feed(EpochEndedEvent(self._clock(), slowdown_permille, idle_permille))
         return self.state.windows
 
     # -- the journal -------------------------------------------------------------------------------------------------
 
     def begin_journal(self) -> Entries:
-        """Forget all history and keep the entries from here on: who is open, how each is treated, what each has queued.
+        """Start a journal: reset the core, and record the open sessions, their policies and their queued frames as its first
+        entries.
 
-        Where a journal begins, the core's state is that of a new one; what sessions were owed is forgotten. Between launches.
+        The reset forgets what the core owed to sessions. Call it between launches.
         """
         assert not self.state.flights or self.launch is not None, "a launch is in flight"
         old, flows = self.state, self._flows
@@ -259,5 +274,5 @@ class Dispatch:
         return entries
 
     def end_journal(self) -> None:
-        """Keep no more entries: nobody takes them."""
+        """Stop recording entries."""
         self.entries = None

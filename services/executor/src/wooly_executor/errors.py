@@ -1,13 +1,13 @@
-"""What can go wrong in the executor on behalf of one session. Each travels as code + message."""
+"""Errors of the executor that concern one session. Each one travels as a code and a message."""
 
 from __future__ import annotations
 
 
 def forget_frames(error: BaseException | None) -> None:
-    """Let go of the calls that an error went through, once it was dealt with or logged.
+    """Drop the traceback of an error that was handled or logged.
 
-    Their variables are sessions and frames, and one of them is the error: what keeps itself alive so is not found until nobody
-    has been here for long (`collector`).
+    The frames of a traceback refer to sessions and to the error itself. This cycle would keep all of them alive until the next
+    garbage collection (`collector`).
     """
     while error is not None and error.__traceback__ is not None:
         error.__traceback__ = None
@@ -15,59 +15,59 @@ def forget_frames(error: BaseException | None) -> None:
 
 
 class ExecutorError(Exception):
-    """Root. `code` and the message go to the client; no other session notices."""
+    """Root of the executor's errors. The client gets `code` and the message; other sessions are not affected."""
 
     code = "executor.error"
     retryable = False
 
 
 class OutOfMemoryError(ExecutorError):
-    """The session's quota, or the device, has no room."""
+    """An allocation exceeds the session's quota or the free memory of the device."""
 
     code = "executor.out_of_memory"
 
 
 class BindingError(ExecutorError):
-    """A run names buffers or params that do not fit its program."""
+    """The buffers or params of a run do not fit its program."""
 
     code = "executor.binding"
 
 
 class UnknownProgramError(ExecutorError):
-    """A run names a program that this session has not defined."""
+    """A run names a program that its session has not defined."""
 
     code = "executor.unknown_program"
 
 
 class UnknownSourceError(ExecutorError):
-    """A program names a kernel's source that this session has not sent, or a session sends too many."""
+    """A program names a kernel source that its session has not sent, or a session has sent too many."""
 
     code = "executor.unknown_source"
 
 
 class DecodingTooLongError(ExecutorError):
-    """Taking in what a session sent needs more time of a core than it may."""
+    """Decoding an input exceeds the limit of core time."""
 
     code = "executor.decoding_too_long"
 
 
 class DecodingCancelledError(ExecutorError):
-    """The session for which something was decoded is gone."""
+    """The session of a decoding has ended."""
 
     code = "executor.decoding_cancelled"
 
 
 class OpaqueKernelError(ExecutorError):
-    """A kernel that cannot be checked, of a tenant who lacks the permission `opaque_kernels`."""
+    """A tenant without the permission `opaque_kernels` sent a kernel that cannot be checked."""
 
     code = "executor.opaque_kernel"
 
 
 class OperationError(ExecutorError):
-    """An operator raised.
+    """An operator failed.
 
     Attributes:
-        instruction: index in the program's body.
+        instruction: index in the body of the program.
     """
 
     code = "executor.operation"
@@ -78,25 +78,25 @@ class OperationError(ExecutorError):
 
 
 class TooMuchWorkError(OperationError):
-    """An instruction is more work than the device allows in one call, and cannot be split."""
+    """An instruction exceeds the work that the device allows in one call, and cannot be split."""
 
     code = "executor.too_much_work"
 
 
 class PoisonedError(ExecutorError):
-    """A value is needed that an earlier, failed operation should have written."""
+    """A value is needed that a failed operation should have written."""
 
     code = "executor.operation"
 
 
 class InternalError(ExecutorError):
-    """The executor itself is at fault; only the session that met the fault hears of it."""
+    """The executor itself has a fault. Only the affected session gets this error."""
 
     code = "executor.internal"
 
 
 class HostMemoryError(ExecutorError):
-    """The executor has no host memory left for what a session asks; the session ends."""
+    """The executor has no host memory for a session's request. The session ends."""
 
     code = "executor.host_memory"
 
@@ -108,45 +108,45 @@ class AdmissionError(ExecutorError):
 
 
 class UnknownSessionError(ExecutorError):
-    """There is no session of that id."""
+    """No session has this id."""
 
     code = "executor.no_session"
 
 
 class SteeringError(ExecutorError):
-    """A session cannot be treated as asked for."""
+    """A session's scheduling cannot be changed as requested."""
 
     code = "executor.steering"
 
 
 class LostCopyError(ExecutorError):
-    """What was swapped out cannot be brought back. Only the session whose it was hears of it."""
+    """A swapped-out copy cannot be read back. Only its session gets this error."""
 
     code = "executor.swap"
 
 
 class MissingDriverError(ExecutorError):
-    """A runtime cannot run here; the message says what is missing."""
+    """A runtime cannot run on this machine. The message says what is missing."""
 
     code = "executor.missing_driver"
 
 
 class ContextLostError(ExecutorError):
-    """The device's context is beyond use: nothing more can be computed by this process, for nobody."""
+    """The device's context is lost. This process cannot compute for any session any more."""
 
     code = "executor.context_lost"
     retryable = True
 
 
 class LoopEndedError(ExecutorError):
-    """The thread that owns the device has ended, and this process ends."""
+    """The device loop has ended, and this process ends."""
 
     code = "executor.ended"
     retryable = True
 
 
 class NoCompilerError(ExecutorError):
-    """A session wants all its programs compiled, and that cannot be."""
+    """A session of mode `full` needs a compiler, and none is available."""
 
     code = "executor.no_compiler"
     retryable = True

@@ -1,6 +1,6 @@
-"""What programs are expected to take on the device, and where they may be cut: from the op table at first, then as measured.
+"""Estimates how long programs take on the device, and where they may be cut: from the op table at first, then from measurements.
 
-Integers in ns of the runtime's own clock. An estimate belongs to a program's digest: all sessions that run it share it.
+Times are integers in ns of the runtime's clock. An estimate belongs to the digest of a program, so all sessions share it.
 """
 
 from __future__ import annotations
@@ -16,26 +16,28 @@ from wooly_wis.program import Form, Program
 
 from wooly_executor.runtime.protocol import Rates
 
-#: Edges closer than this are merged: each is a number in the journal, and a reading of the clock.
+#: Minimum distance of two edges, in ns. Each edge costs an entry in the journal and a reading of the clock.
 EDGE_NS = 50_000
-#: The same once a program has been run `SETTLED` times. What lies between two edges is then put together by the runtime.
+#: Minimum distance, in ns, after `SETTLED` runs. The runtime then combines the steps between two edges.
 SEGMENT_NS = 250_000
-#: Edges of one program at most, unless it takes long: see `LONGEST_NS`.
+#: Maximum number of edges of one program, unless the program is long: see `LONGEST_NS`.
 EDGES = 1024
-#: Runs after which a program's edges stay where they are. The runtimes put steps together later than this.
+#: Number of runs after which the edges of a program stay fixed. The runtimes combine steps later than this.
 SETTLED = 12
-#: Measurements kept per kernel; the estimate is their 95th percentile.
+#: Number of measurements per kernel. The estimate is their 95th percentile.
 KEPT = 32
+#: Minimum estimate of a kernel, in ns.
 LEAST_NS = 1_000
-#: A program of more than `EDGES` edges has more edges before a kernel takes longer than this: so long a higher class may wait.
+#: Maximum estimate of a kernel, in ns, that lies between two edges: a higher class may have to wait for so long. A long program
+#: has more than `EDGES` edges for this reason.
 LONGEST_NS = 50_000_000
 _WHOLE: Mapping[int, int] = MappingProxyType({})
 
 
 class Cut(NamedTuple):
-    """Kernels of a program: for each the position before which it ends, and its estimated ns.
+    """The kernels of a program: `edges` has the position before which each kernel ends, `kernels` its estimated ns.
 
-    The same object while the estimates stay as they are: the dispatch core pays for it once.
+    While the estimates do not change, this stays the same object, because the dispatch core checks the same object only once.
     """
 
     edges: tuple[int, ...]
@@ -43,7 +45,7 @@ class Cut(NamedTuple):
 
 
 def instruction_ns(form: Form, rates: Rates) -> int:
-    """What an instruction of this form should take: memory or arithmetic, whichever is more, and its own overhead."""
+    """Expected time of an instruction of this form, in ns: launch overhead plus the larger of memory time and arithmetic time."""
     if form.opcode in ("alloc", "free"):
         return 0
     found = cost(form)
@@ -52,12 +54,13 @@ def instruction_ns(form: Form, rates: Rates) -> int:
 
 
 class Estimate:
-    """One program's: `cut` is what to submit, `observe` what came of it.
+    """The estimate of one program. Submit `cut`, and report measurements to `observe`.
 
     Args:
         program: the program.
-        form_ns: `instruction_ns` per form.
-        pieces: into how many pieces instructions are split: each is a position of its own, and a kernel of its own at first.
+        form_ns: `instruction_ns` of each form.
+        pieces: number of pieces of instructions that are split, by instruction. Each piece is a position of its own, and at first
+            a kernel of its own.
     """
 
     __slots__ = ("_positions", "_samples", "cut", "runs")
@@ -75,7 +78,9 @@ class Estimate:
         self.cut = self._cut(EDGE_NS)
 
     def observe(self, cut: Cut, first: int, times: Sequence[int]) -> bool:
-        """Kernels from `first` on of a run that was submitted as `cut` took this long. True: the edges have moved."""
+        """Add the measured times of kernels, from kernel `first` on, of a run that was submitted as `cut`. Returns True if the
+        edges moved.
+        """
         if cut.edges is not self.cut.edges:
             return False
         at = self.runs % KEPT
@@ -94,7 +99,7 @@ class Estimate:
         return False
 
     def _review(self, longest: int) -> bool:
-        """Spread what was measured over the positions, and cut anew."""
+        """Distribute the measured times over the positions, and compute the edges again."""
         before, begin = self.cut, 0
         edges = before.edges
         for end, samples in zip(edges, self._samples, strict=True):
@@ -114,7 +119,7 @@ class Estimate:
         return True
 
     def _revise(self) -> None:
-        """Put measured values in place of estimates that they differ from by an eighth."""
+        """Replace an estimate by the measured value if they differ by more than an eighth."""
         kernels = list(self.cut.kernels)
         for k, samples in enumerate(self._samples):
             if samples:
@@ -125,8 +130,9 @@ class Estimate:
             self.cut = Cut(self.cut.edges, tuple(kernels))
 
     def _cut(self, longest: int) -> Cut:
-        """The longest runs of positions that take at most `longest`; one that takes longer stands alone."""
-        longest = max(longest, min(2 * sum(self._positions) // EDGES, LONGEST_NS))  # two neighbours exceed it
+        """Combine consecutive positions into kernels of at most `longest` ns. A longer position becomes a kernel of its own."""
+        # two neighbouring kernels together always exceed it
+        longest = max(longest, min(2 * sum(self._positions) // EDGES, LONGEST_NS))
         edges: list[int] = []
         kernels: list[int] = []
         held = 0
@@ -146,10 +152,10 @@ class Estimate:
 
 @functools.lru_cache(maxsize=4096)
 def turns(kernels: tuple[int, ...], first: int, last: int, longest: int) -> tuple[int, ...]:
-    """Where to look up while kernels `first` to `last` - 1 run: before which of them, each time; at last `last`.
+    """Kernels before which to poll for new frames while kernels `first` to `last` - 1 run. The last value is `last`.
 
-    What lies between takes at most `longest` ns, or is one kernel. If it can be, it is as many kernels each time: runtimes put
-    together what is always run together, and estimates that move a little should not move these places.
+    Between two polls lie at most `longest` ns, or one kernel. If possible, the parts have equal numbers of kernels: runtimes
+    combine steps that always run together, so small changes of the estimates should not move the polls.
     """
     n, longest = last - first, max(longest, 1)
     least = max(-(-sum(kernels[first:last]) // longest), 1)
@@ -172,4 +178,4 @@ def turns(kernels: tuple[int, ...], first: int, last: int, longest: int) -> tupl
 
 
 UNKNOWN = Cut((1 << 62,), (LEAST_NS,))
-"""Of a frame that will be refused when its turn comes."""
+"""The cut of a frame that will be refused when its turn comes."""

@@ -1,4 +1,4 @@
-"""A frame of a client while the executor works on it: what the fold knows of it (`flow`), and what is done for it."""
+"""A client's frame while the executor processes it: the fold's part (`flow.Frame`) and the executor's own part."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from wooly_executor.estimates import UNKNOWN, Cut
 from wooly_executor.programs import ReadyProgram
 from wooly_executor.runtime.protocol import Execution
 
-#: Frames that their clients wait for.
+#: Kinds of frames whose client always waits for an answer.
 _ASKS = frozenset((Kind.READ, Kind.SYNC, Kind.STATS, Kind.OFFER, Kind.PIN))
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The first thing that went wrong since the client was last answered."""
+    """The first failure of a session since its last answer."""
 
     code: str
     message: str
@@ -33,13 +33,13 @@ class Failure:
 
 @dataclass(slots=True)
 class Running:
-    """A program of a session that was begun and is not finished.
+    """A program of a session that has begun and not ended.
 
     Attributes:
         gpu_ns: device time so far.
-        core_ns: time of cores so far.
-        paced_ns: the same at full pace.
-        priced_ns: what it counts for so far.
+        core_ns: core time so far.
+        paced_ns: core time so far, converted to a core at full speed.
+        priced_ns: core time billed so far.
     """
 
     run: Run
@@ -57,18 +57,18 @@ class Running:
 
 @dataclass(eq=False, slots=True)
 class Frame(flow.Frame):
-    """A frame that was received and is not processed.
+    """A frame that was received and is not yet processed.
 
     Attributes:
-        cut: of a run: its kernels.
-        next: the first of them that is not done.
-        running: its program, once begun.
-        ended: it is processed, or failed to.
-        need: bytes that it lacks, where it waits for room.
-        reserved: bytes that are promised to it.
-        begun_ns: when its program began, or it was first looked at, where that is to be told; ns since 1970.
-        decoded: what it defines, once that is decoded: the result, or what was raised.
-        error: why its run could not be begun, or ended early.
+        cut: the kernels of a run.
+        next: the first kernel that has not run.
+        running: the program of the frame while it runs.
+        ended: the frame was processed, with or without an error.
+        need: bytes of memory that the frame lacks while it waits for room.
+        reserved: bytes of memory that are reserved for it.
+        begun_ns: start of its program or of its decoding, for spans; ns since 1970.
+        decoded: of a definition: the decoded result or None, and the error or None.
+        error: why its run could not begin, or ended early.
     """
 
     cut: Cut = UNKNOWN
@@ -83,7 +83,7 @@ class Frame(flow.Frame):
 
 
 def awaited(frame: flow.Frame) -> bool:
-    """Whether the client waits for an answer."""
+    """Whether the client waits for an answer to this frame."""
     return frame.kind in _ASKS or (frame.kind == Kind.RUN and _wants_reply(frame.payload))
 
 

@@ -1,4 +1,4 @@
-"""What a session holds of a device's memory, and what it lacks. `vram` alone changes it."""
+"""The memory that a session has on a device, and the memory that it waits for. Only `vram` changes it."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ from dataclasses import dataclass, field
 
 from wooly_executor.memory.accounts import Account
 from wooly_executor.mover import Job
-from wooly_executor.stowage import Copy
+from wooly_executor.swap_space import Copy
 
 
 @dataclass(eq=False, slots=True)
 class Holdings:
-    """One session's.
+    """The device memory of one session.
 
     Attributes:
-        account: its account in the ledger.
-        swappable: its memory may leave the device.
-        promised: bytes that it declared to need.
-        idle_since: when it last had something to do, ns; None while it has.
-        lacking: since when its next program or write waits for room, ns; 0 if it does not.
-        writing: bytes that its client's next write lacks: the buffer is shared, and a copy is to be made.
+        account: the session's account in the ledger.
+        swappable: the session may be swapped out.
+        promised: bytes that the session declared as its requirement.
+        idle_since: when the session last had work, monotonic ns; None while it has work.
+        lacking: since when its next program or write waits for room, monotonic ns; 0: it does not wait.
+        writing: bytes that the client's next write needs for the copy of a shared buffer.
         given_up: there will be no room for that write.
-        chosen: the number of the choice at which it last had to leave.
-        swaps: how often it was swapped out.
-        guarded: buffers that are shared, or being hashed: a write must be announced.
-        sealing: those being hashed.
-        copies: its own buffers' bytes while it is away.
-        job: what moves its memory now.
-        leaving_bytes: what will be free when it has left.
-        buried: the session is over; its blocks are freed when `job` is done with them.
+        chosen: number of the last eviction decision that chose this session.
+        swaps: how often the session was swapped out.
+        guarded: buffers that are shared or being hashed, so that a write must be announced.
+        sealing: hash jobs in progress, by buffer.
+        copies: copies of its own buffers outside the device, by buffer.
+        job: the job that moves its memory now.
+        leaving_bytes: bytes that become free when the session has left.
+        closed: the session has ended; its blocks are freed when `job` no longer uses them.
     """
 
     account: Account
@@ -45,4 +45,4 @@ class Holdings:
     copies: dict[int, Copy] = field(default_factory=dict)
     job: Job | None = None
     leaving_bytes: int = 0
-    buried: bool = False
+    closed: bool = False

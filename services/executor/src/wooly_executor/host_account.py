@@ -1,7 +1,7 @@
-"""What sessions make an executor hold of the host's memory beside the contents of buffers, and how much is too much.
+"""Accounts for the host memory that sessions use in the executor, without the contents of their buffers, and limits it.
 
-Pure: it is told numbers, and answers who has to go. A session's own limits are looked at where something is added; the sums, now
-and then.
+Pure: it gets numbers, and answers which session must end. The limits of a single session are checked where something is added;
+the sums are checked periodically.
 """
 
 from __future__ import annotations
@@ -9,26 +9,27 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
-#: Bytes of the interpreter's own for each frame that waits, for each piece of an answer, and for each buffer with its block.
+#: Host memory, in bytes, that the interpreter needs per queued frame, per piece of an answer, and per buffer with its block.
 FRAME_BYTES = 400
 PIECE_BYTES = 512
 BUFFER_BYTES = 600
-#: Pieces of answers (a frame has two) that wait for a client, at most: many small answers are few bytes and much memory.
-MOST_PIECES = 8192
+#: Maximum number of pieces of answers queued for a client (a frame has two). Many small answers are few bytes but much
+#: interpreter memory.
+MAX_PIECES = 8192
 
 
 @dataclass(frozen=True, slots=True)
 class HostLimits:
-    """Limits, in bytes of the host's memory; times in seconds.
+    """Limits of host memory, in bytes, and of times, in seconds.
 
     Attributes:
-        answers: of one session, not read by its client: with more, nothing else of the session is processed.
-        answers_s: a client that reads nothing for so long, while its session waits for that, loses its session.
-        definitions: of one session, decoded and prepared: with more, it forgets what it used longest ago.
-        session: of one session, in all: with more, it ends.
-        executor: of all sessions: with more, the largest session of the tenant that has most ends.
-        decode_s: time of a core that taking in one definition may take.
-        programs: of those that no session has any more. They are kept for who defines them again.
+        answers: unread answers of one session. Above it, no other frame of the session is processed.
+        answers_s: maximum time for which a session waits for a client that reads nothing. After it, the session ends.
+        definitions: decoded and prepared programs of one session. Above it, the least recently used programs are forgotten.
+        session: all host memory of one session. Above it, the session ends.
+        executor: host memory of all sessions. Above it, the largest session of the tenant with the most memory ends.
+        decode_s: core time for decoding one definition.
+        programs: programs that no session has any more. They are cached for sessions that define them again.
     """
 
     answers: int = 16 << 20
@@ -42,15 +43,15 @@ class HostLimits:
 
 @dataclass(frozen=True, slots=True)
 class HostUse:
-    """Bytes that one session makes the host hold.
+    """Host memory that one session uses, in bytes.
 
     Attributes:
-        queue: frames that are not processed, and the one that is on its way.
-        answers: answers that its client has not read.
-        definitions: what it has defined, as it came.
-        decoded: the same, decoded and prepared.
-        sources: texts of kernels.
-        buffers: what is kept of each buffer beside its contents.
+        queue: frames that wait, and the frame that is being received.
+        answers: answers that the client has not read.
+        definitions: definitions of programs, as received.
+        decoded: the same programs, decoded and prepared.
+        sources: kernel sources.
+        buffers: bookkeeping of the buffers, without their contents.
     """
 
     queue: int
@@ -62,37 +63,37 @@ class HostUse:
 
     @property
     def total(self) -> int:
-        """In all. A definition is not kept as it came."""
+        """The sum. Received definitions do not count, because they are not kept."""
         return self.queue + self.answers + self.decoded + self.sources + self.buffers
 
     def to_json(self) -> dict[str, int]:
-        """Its numbers by name."""
+        """The numbers by name."""
         return {f"host_{f.name}": getattr(self, f.name) for f in fields(self)} | {"host_total": self.total}
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """A session, whose it is, and what it holds."""
+    """A session, its tenant and its host memory."""
 
     session_id: str
     tenant: str
     use: HostUse
 
 
-def to_end(holders: Iterable[Holder], limits: HostLimits, decoded: int) -> tuple[str, str] | None:
-    """Whose session has to end, and why; None: nobody's.
+def session_to_end(holders: Iterable[Holder], limits: HostLimits, decoded: int) -> tuple[str, str] | None:
+    """The session that must end because of the limits, and why. None: no session must end.
 
     Args:
         holders: all sessions.
-        limits: what they may hold.
-        decoded: bytes of all programs that sessions have, each counted once: sessions share them.
+        limits: the limits.
+        decoded: bytes of all programs of all sessions, each program counted once, because sessions share programs.
     """
     known = list(holders)
     for h in known:
         if h.use.total > limits.session:
             return h.session_id, (
-                f"it makes the executor hold {h.use.total} bytes of host memory ({_parts(h.use)}), at most "
-                f"{limits.session} (WOOLY_EXECUTOR_SESSION_HOST)"
+                f"the session uses {h.use.total} bytes of the executor's host memory ({_parts(h.use)}), at most "
+                f"{limits.session} are allowed (WOOLY_EXECUTOR_SESSION_HOST)"
             )
     total = decoded + sum([h.use.total - h.use.decoded for h in known])
     if total <= limits.executor or not known:
@@ -103,8 +104,8 @@ def to_end(holders: Iterable[Holder], limits: HostLimits, decoded: int) -> tuple
     most = max(tenants, key=lambda t: tenants[t])
     found = max([h for h in known if h.tenant == most], key=lambda h: h.use.total)
     return found.session_id, (
-        f"all sessions make the executor hold {total} bytes of host memory, at most {limits.executor} "
-        f"(WOOLY_EXECUTOR_SESSIONS_HOST), and it holds most: {_parts(found.use)}"
+        f"all sessions use {total} bytes of the executor's host memory, at most {limits.executor} are allowed "
+        f"(WOOLY_EXECUTOR_SESSIONS_HOST), and this session uses the most: {_parts(found.use)}"
     )
 
 

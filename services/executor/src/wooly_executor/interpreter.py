@@ -1,6 +1,6 @@
-"""Carries out what the fold of a session's life says is next (`flow`). Owned by the device loop's thread.
+"""Carries out the instructions of the fold of a session's life (`flow`). The device loop's thread owns this module.
 
-interpreter.go_on(session, event)       all that follows from an event, up to where the session waits for another
+interpreter.go_on(session, event)       feeds an event and carries out instructions until the session waits for another event
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from wooly_wis.errors import DecodeError
 from wooly_wis.frames import Kind, unpack_content, unpack_run
 
 from wooly_executor.answers import Answers
+from wooly_executor.core_speed import FULL, CoreSpeed
 from wooly_executor.decoding import Decoders, Decoding
 from wooly_executor.dispatch import Dispatch
 from wooly_executor.errors import ContextLostError, ExecutorError, forget_frames
 from wooly_executor.estimates import UNKNOWN
 from wooly_executor.flow import Event, Instruction, Signal, note, step
 from wooly_executor.frames import Frame, awaited
-from wooly_executor.pace import FULL, Pace
 from wooly_executor.post import Calls, Post
 from wooly_executor.processing import Processing
 from wooly_executor.programs import ProgramStore
@@ -29,12 +29,12 @@ from wooly_executor.session import Session
 from wooly_executor.sessions import Sessions
 from wooly_executor.vram import Vram
 
-#: Bytes of a definition that this thread decodes itself while no other session is open: that takes less than 10 ms, and a
-#: decoder's answer would come 0.2 ms later.
+#: Maximum size, in bytes, of a definition that the device's thread decodes itself while only one session is open. This takes less
+#: than 10 ms; a decoder's answer would arrive 0.2 ms later.
 DECODED_HERE = 8 << 10
-#: Bytes of a definition that this thread looks up among the programs that are here: its digest takes some 60 us.
+#: Maximum size, in bytes, of a definition that the device's thread looks up in the store. The digest takes about 60 us.
 LOOKED_UP_HERE = 64 << 10
-#: What a frame takes of a session's turn; a definition that takes longer counts as several.
+#: Time, in ns, that one frame counts for in a session's turn. A definition that takes longer counts as several frames.
 FRAME_NS = 50_000
 #: Members of enumerations on the way of every run: looked up on its class, a member costs as much as a call.
 _SUBMITTED = Signal.SUBMITTED
@@ -48,20 +48,20 @@ class Interpreter:
     """Carries out instructions.
 
     Args:
-        sessions: whose.
+        sessions: the open sessions.
         processing: processes frames when their turn has come.
         vram: the device's memory.
-        dispatch: orders runs.
+        dispatch: orders the runs.
         store: has the programs of all sessions.
-        decoders: decode definitions beside this thread.
-        answers: what is said to clients.
-        post: where events of sessions go that happen in this thread.
-        calls: how other threads reach this one.
-        pace: how quick a core is now; None: full.
+        decoders: decode definitions outside this thread.
+        answers: sends answers to clients.
+        post: queue of events of sessions, for this thread.
+        calls: queue of functions that other threads run in this thread.
+        pace: measures the speed of a core; None: full speed.
 
     Attributes:
         served: sessions of which frames were processed in this turn.
-        yielding: whether one of them has more.
+        yielding: whether one of them has more frames.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Interpreter:
         answers: Answers,
         post: Post,
         calls: Calls,
-        pace: Pace | None,
+        pace: CoreSpeed | None,
     ) -> None:
         self._sessions, self._processing, self._vram, self._dispatch = sessions, processing, vram, dispatch
         self._store, self._decoders, self._answers = store, decoders, answers
@@ -98,21 +98,21 @@ class Interpreter:
         self._carry_out = tuple([carry_out[instruction] for instruction in Instruction])
 
     def go_on(self, session: Session, event: Event) -> None:
-        """Take in an event, and do all that follows from it."""
+        """Feed an event to a session, and carry out all instructions that follow."""
         flow, carry_out = session.flow, self._carry_out
         found = step(flow, event)
         while found is not None:
             found = step(flow, carry_out[found](session))
 
     def next_turn(self) -> None:
-        """Sessions of which many frames were processed go on."""
+        """Start a new turn: sessions that had used up their last turn continue."""
         if self.served:
             served, self.served, self.yielding = self.served, {}, False
             for session in served:
                 self.go_on(session, Signal.TURN_CAME)
 
     def ppm(self) -> int:
-        """The pace of a core now, in millionths."""
+        """The current speed of a core, in millionths of full speed."""
         return FULL if self._pace is None else self._pace.ppm
 
     # -- what a run needs before it is submitted ---------------------------------------------------------------------
@@ -133,7 +133,7 @@ class Interpreter:
             ready = session.programs.get(run.digest)
             params = ready.unpack_params(run.params) if ready is not None else []
         except (DecodeError, ExecutorError):
-            return Signal.PLAN_READY  # it is refused when its turn comes
+            return Signal.PLAN_READY  # processing refuses the frame later
         if tiers is None or ready is None:
             return Signal.PLAN_READY
 
@@ -155,7 +155,7 @@ class Interpreter:
     # -- definitions -------------------------------------------------------------------------------------------------
 
     def _decode(self, session: Session) -> Signal:
-        """Decode a definition at once, where that is quick; else have a decoder do it."""
+        """Decode a definition at once if that is quick. Otherwise queue it for a decoder."""
         frame = _next(session)
         work = self._decoding_of(session, frame)
         nbytes, program = frame.nbytes, frame.kind == Kind.DEFINE
@@ -187,13 +187,13 @@ class Interpreter:
         frame.turns += took // FRAME_NS
 
     def _decoded(self, session: Session, frame: Frame, result: Any, error: Exception | None, core_ns: int) -> None:
-        """A decoder is done."""
+        """Take the result of a decoder."""
         session.used.decoded(core_ns, self.ppm())
         session.decoding, frame.decoded = None, (result, error)
         self._post.add(session, Signal.DECODED)
 
     def _decoding_of(self, session: Session, frame: Frame) -> Callable[[], Any]:
-        """What decodes a frame, in any thread."""
+        """The function that decodes a frame. It may run in any thread."""
         frame.begun_ns = time.time_ns()
         take = session.programs.define if frame.kind == Kind.DEFINE else session.programs.take_source
 
@@ -203,10 +203,12 @@ class Interpreter:
 
         return work
 
-    # -- frames whose turn has come ----------------------------------------------------------------------------------
+    # -- frames in processing ----------------------------------------------------------------------------------------
 
     def _reach(self, session: Session) -> Signal:
-        """Whether the memory that a frame touches is there, with room for what it changes, and hashed for who is to keep it."""
+        """Check that the memory a frame touches is on the device, with room for copies, and for a PIN that all contents are
+        hashed.
+        """
         frame = _next(session)
         if frame.kind == Kind.PIN:
             return Signal.MEMORY_AWAITED if session.holdings.sealing else _MEMORY_READY
@@ -214,7 +216,7 @@ class Interpreter:
             try:
                 buffer, _, head, _ = unpack_content(frame.payload)
             except DecodeError:
-                return _MEMORY_READY  # it is refused when its turn comes
+                return _MEMORY_READY  # processing refuses the frame later
             if not head:
                 return _MEMORY_READY if self._vram.writable(session, buffer) else Signal.MEMORY_AWAITED
         return _MEMORY_READY if self._vram.present(session) else Signal.MEMORY_AWAITED
@@ -235,7 +237,9 @@ class Interpreter:
         return Signal.YIELDED
 
     def _refuse(self, session: Session) -> Signal:
-        """Answer what the client of a held session waits for: why it would wait. What it submitted is kept, and runs later."""
+        """Answer the frames for which the client of a held session waits, with the reason of the hold. Submitted runs are kept
+        for later.
+        """
         conn, flow = session.conn, session.flow
         for frame in flow.refusing:
             if conn is not None and not conn.closed and awaited(frame):

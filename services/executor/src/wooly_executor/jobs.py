@@ -1,7 +1,7 @@
-"""Runs jobs: fetches a module and what it needs, plays it over a data channel of the executor's own, keeps its results.
+"""Runs jobs: fetches a module and its inputs, replays the module over a local data channel, and stores the results.
 
-A job is a session like any other: its frames go through the device loop, where they are verified, counted, ordered and bounded.
-Only its client is a thread of this process. What it reports stays until JetStream has it.
+A job is an ordinary session: the device loop verifies, counts, orders and limits its frames. Only its client is a thread of this
+process. A job's report is sent again until JetStream has stored it.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ from wooly_executor.session_programs import PROGRAMS_KEPT
 from wooly_executor.spans import hosted_under
 
 log = logging.getLogger("wooly.executor")
-#: Bytes of the queue of reports.
+#: Seconds between two attempts to publish a job's report.
 RETRY_S = 1.0
-#: Jobs whose first request is remembered, so that a second one for the same attempt changes nothing.
+#: Number of jobs whose request is remembered, so that a repeated request for the same attempt changes nothing.
 REMEMBERED = 4096
-#: Programs that are referred to by digest; a session knows a few more.
+#: Number of programs that the client names by digest. It is below the session's limit, so that no named program was forgotten.
 PROGRAMS_NAMED = PROGRAMS_KEPT - 64
 
 
 class JobFailedError(Exception):
-    """The job cannot run, or failed at running; another attempt would do the same."""
+    """The job failed, and another attempt would fail in the same way."""
 
 
 class JobLostError(Exception):
-    """The job was interrupted through no fault of its own."""
+    """The job was interrupted through no fault of its own. Another attempt may succeed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +69,8 @@ class Jobs:
     """The jobs of this executor.
 
     Args:
-        loop: the device.
-        executor_id: ours.
+        loop: the device loop.
+        executor_id: id of this executor.
     """
 
     def __init__(self, loop: DeviceLoop, executor_id: str) -> None:
@@ -80,28 +80,30 @@ class Jobs:
         self._js: JetStreamContext | None = None
 
     def start(self, js: JetStreamContext) -> None:
-        """There is JetStream now."""
+        """Set the JetStream context. Before this, jobs are refused."""
         self._js = js
 
     def sessions(self) -> list[str]:
-        """Sessions of jobs of which no report is kept yet."""
+        """The sessions of jobs whose report is not stored yet."""
         return list(self._running)
 
     async def on_run_job(self, request: RunJobRequest) -> RunJobReply:
-        """Take a job. Asking twice for the same attempt changes nothing."""
+        """Start a job. A second request for the same attempt changes nothing."""
         if self._js is None:
-            raise RefusedError("executor.starting", "the executor is just starting", retryable=True)
+            raise RefusedError("executor.starting", "the executor is still starting; try again", retryable=True)
         key = (request.task_id, request.attempt)
         if key in self._asked:
             return RunJobReply()
-        # The queue of reports must be there before there is anything to report.
+        # The stream of reports must exist before the job starts.
         try:
             await ensure_stream(self._js, contracts.EXECUTOR_JOB_ENDED)
         except StreamError as e:
-            raise RefusedError(e.code, f"its end could not be reported: {e}", retryable=True) from e
+            raise RefusedError(
+                e.code, f"cannot start the job, because its end could not be reported: {e}", retryable=True
+            ) from e
         if request.quota is not None and request.quota > self._loop.memory:
             raise RefusedError(
-                "executor.admission", f"{request.quota} bytes asked for, the device has {self._loop.memory}"
+                "executor.admission", f"the job asks for {request.quota} bytes, and the device has {self._loop.memory}"
             )
         self._asked[key] = None
         while len(self._asked) > REMEMBERED:
@@ -112,12 +114,12 @@ class Jobs:
         return RunJobReply()
 
     def cancel(self, session_id: str) -> bool:
-        """Stop a job, whatever it is at. False if there is none of that session."""
+        """Cancel a job in any phase. Returns False if no job has this session."""
         task = self._running.get(session_id)
         return task is not None and task.cancel()
 
     async def stop(self) -> None:
-        """Give up what runs: it is reported as lost."""
+        """Cancel all jobs. They are reported as lost."""
         running = list(self._running.values())
         for task in running:
             task.cancel()
@@ -139,7 +141,7 @@ class Jobs:
         except asyncio.CancelledError:
             report = self._report(request, "lost", f"executor {self._id} was stopped")
         except Exception as e:
-            log.exception("job %s, attempt %d", task_id, attempt)
+            log.exception("job %s, attempt %d: unexpected error", task_id, attempt)
             report = self._report(request, "failed", f"{type(e).__name__}: {e}")
         log.info("job %s, attempt %d: %s %s", task_id, attempt, report.state, report.reason)
         while True:
@@ -147,7 +149,7 @@ class Jobs:
                 await publish(js, contracts.EXECUTOR_JOB_ENDED.at(self._id), report, id=f"{task_id}:{attempt}")
                 return
             except StreamError as e:
-                log.warning("the end of job %s could not be reported: %s; trying again", task_id, e)
+                log.warning("cannot report the end of job %s: %s; trying again", task_id, e)
                 await asyncio.sleep(RETRY_S)
                 with contextlib.suppress(StreamError):
                     await ensure_stream(js, contracts.EXECUTOR_JOB_ENDED)
@@ -163,14 +165,16 @@ class Jobs:
         )
 
     async def _run(self, request: RunJobRequest, js: JetStreamContext) -> tuple[tuple[JobOutput, ...], str]:
-        """The job's results, kept, and what it took in words."""
+        """Run a job. Returns its stored results and a summary in words."""
         begun = time.monotonic()
         store = BlobStore(js, request.tenant)
         with step("executor", "fetch_module"):
             raw = await store.get(request.module, MAX_MODULE_BYTES)
         module, peak, core_ns = await self._checked(request, raw)
         if peak > (request.quota or self._loop.memory):
-            raise JobFailedError(f"its buffers need {peak} bytes, {request.quota or self._loop.memory} were asked for")
+            raise JobFailedError(
+                f"its buffers need {peak} bytes, its quota is {request.quota or self._loop.memory}; raise the quota"
+            )
         with step("executor", "fetch_inputs"):
             sources = await self._sources(request, module, store)
         fetched = time.monotonic()
@@ -190,7 +194,7 @@ class Jobs:
             try:
                 results = await asyncio.shield(play)
             except asyncio.CancelledError:
-                client.abort()  # the thread finds its channel closed
+                client.abort()  # the thread ends when it finds its channel closed
                 with contextlib.suppress(Exception):
                     await play
                 raise
@@ -213,12 +217,13 @@ class Jobs:
         return tuple(outputs), summary
 
     async def _checked(self, request: RunJobRequest, raw: bytes) -> tuple[Module, int, int]:
-        """A module that can run, the most bytes that its buffers have at once, and the ns of a core that finding out took.
+        """Decode and check a module, in a decoder's thread.
 
-        Decoders do that, beside the device's thread and beside this event loop.
+        Returns:
+            The module, the peak of its buffers in bytes, and the core time of the check in ns.
 
         Raises:
-            JobFailedError: it cannot run, or finding out takes too long.
+            JobFailedError: the module is not valid, or the check takes too long.
         """
         loop = asyncio.get_running_loop()
         found: asyncio.Future[tuple[Module, int, int]] = loop.create_future()
@@ -243,7 +248,7 @@ class Jobs:
         try:
             return await found
         except (WisError, ExecutorError) as e:
-            raise JobFailedError(f"its module cannot run: {e}") from e
+            raise JobFailedError(f"its module is not valid: {e}") from e
         finally:
             decoding.cancelled = True
 
@@ -266,14 +271,14 @@ class Jobs:
         self._loop.sessions.bill_decoding(request.session_id, core_ns)
 
     async def _sources(self, request: RunJobRequest, module: Module, store: BlobStore) -> list[bytes]:
-        """What the module's loads read: its constants, then its inputs."""
+        """Fetch the data of the module's loads: its constants, then its inputs."""
         given = {blob.name: blob.digest for blob in request.inputs}
         wanted = [t.name for t in module.inputs]
         if missing := [n for n in wanted if n not in given]:
-            raise JobFailedError(f"no input {', '.join(missing)}; the module asks for {', '.join(wanted)}")
+            raise JobFailedError(f"the job lacks the input {', '.join(missing)}; the module needs {', '.join(wanted)}")
         if unknown := [n for n in given if n not in wanted]:
             raise JobFailedError(
-                f"the module has no input {', '.join(unknown)}; it asks for {', '.join(wanted) or 'none'}"
+                f"the module has no input {', '.join(unknown)}; its inputs are {', '.join(wanted) or 'none'}"
             )
         names = [(c.digest.hex(), c.nbytes, "a constant") for c in module.constants]
         names += [(given[t.name], t.nbytes, f"input {t.name}") for t in module.inputs]
@@ -282,12 +287,12 @@ class Jobs:
             if name not in found:
                 found[name] = await store.get(name, nbytes)
             if len(found[name]) != nbytes:
-                raise JobFailedError(f"{what} has {len(found[name])} bytes, the module asks for {nbytes}")
+                raise JobFailedError(f"{what} has {len(found[name])} bytes, the module needs {nbytes}")
         return [found[name] for name, _, _ in names]
 
 
 def _play(client: ChannelClient, session_id: str, token: str, module: Module, sources: list[bytes]) -> list[_Result]:
-    """Play a module's steps over a channel and read its outputs (blocking).
+    """Replay a module's steps over a channel and read its outputs. This blocks.
 
     Raises:
         JobFailedError: a step failed.

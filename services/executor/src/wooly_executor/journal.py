@@ -1,7 +1,7 @@
-"""The dispatch journal's way to JetStream: entries are taken off the device loop's hands, batched, and published in order.
+"""Publishes the dispatch journal to JetStream: takes entries from the device loop, batches them, and publishes them in order.
 
-The device goes on without NATS. What waits for it is bounded: beyond that the journal ends, and when JetStream is there again
-another begins, under another name, with the core's state as of a new start (`Dispatch.begin_journal`).
+The device does not wait for NATS. The queue of batches is bounded. If it overflows, the journal ends. When JetStream is back, a
+new journal begins under another name, with a reset core (`Dispatch.begin_journal`).
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ PERIOD_S = 0.1
 RETRY_S = 0.5
 BATCH_ENTRIES = 1000
 BATCH_BYTES = 256 << 10
-#: Bytes of batches that may wait for NATS: half an hour of a hundred programs a second.
+#: Maximum size, in bytes, of the batches that wait for NATS: half an hour at a hundred programs per second.
 WAITING_BYTES = 64 << 20
-#: Entries encoded before the device loop's thread may have the interpreter.
+#: Entries to encode before the thread releases Python's lock to the device loop's thread.
 _AT_ONCE = 16
 
 
 class JournalPublisher:
-    """Publishes one device's journal, for ever.
+    """Publishes one device's journal until cancelled.
 
     Args:
-        js: where to.
-        loop: whose.
-        executor_id: the executor's name; journals are called `<executor>/<ns since 1970 at which it began>`.
+        js: the JetStream context.
+        loop: the device loop.
+        executor_id: id of the executor. A journal's name is `<executor>/<start in ns since 1970>`.
     """
 
     def __init__(self, js: JetStreamContext, loop: DeviceLoop, executor_id: str) -> None:
@@ -54,11 +54,11 @@ class JournalPublisher:
 
     @property
     def name(self) -> str:
-        """The journal's that is being published; empty where none is."""
+        """Name of the current journal; empty if there is no journal."""
         return self._journal.name if self._entries is not None else ""
 
     async def run(self) -> None:
-        """Publish, until cancelled."""
+        """Publish until cancelled."""
         while True:
             try:
                 if self._entries is None:
@@ -68,28 +68,28 @@ class JournalPublisher:
                 await asyncio.sleep(PERIOD_S)
             except StreamError as e:
                 if str(e) != self._complaint:
-                    log.warning("the dispatch journal is not published: %s", e)
+                    log.warning("cannot publish the dispatch journal: %s; trying again", e)
                 self._complaint = str(e)
                 await asyncio.sleep(RETRY_S)
                 await self._hold_back()
 
     async def _begin(self) -> None:
-        """Begin a journal, where it can be kept."""
+        """Start a journal, if its stream exists or can be created."""
         await ensure_stream(self._js, contracts.EXECUTOR_DISPATCH_JOURNALED)
         self._entries = await asyncio.wrap_future(self._loop.call(self._loop.dispatch.begin_journal))
         self._journal = Journal(f"{self._id}/{time.time_ns()}")
-        log.info("dispatch journal %s", self._journal.name)
+        log.info("the dispatch journal %s begins", self._journal.name)
 
     async def publish(self) -> None:
-        """Publish everything so far.
+        """Publish all entries so far.
 
         Raises:
-            StreamError: not all of it could be.
+            StreamError: a batch could not be published. It is kept.
         """
         while self._entries or self._waiting:
             await asyncio.to_thread(self._cut)
             if self._complaint:
-                # A NATS server that lost its disk has no streams either.
+                # After the loss of its disk, a NATS server has no streams either.
                 await ensure_stream(self._js, contracts.EXECUTOR_DISPATCH_JOURNALED)
             while self._waiting:
                 batch = self._waiting[0]
@@ -98,17 +98,21 @@ class JournalPublisher:
                 self._waiting_bytes -= len(batch.entries)
 
     async def _hold_back(self) -> None:
-        """Keep what cannot be published, unless it gets too much."""
+        """Queue entries that cannot be published. End the journal if the queue is full."""
         await asyncio.to_thread(self._cut)
         if self._waiting_bytes > WAITING_BYTES:
-            log.warning("the dispatch journal %s ends: NATS was away for too long", self._journal.name)
+            log.warning(
+                "the dispatch journal %s ends: NATS was away until %d bytes waited; a new journal begins later",
+                self._journal.name,
+                self._waiting_bytes,
+            )
             self._entries = None
             self._waiting.clear()
             self._waiting_bytes = 0
             await asyncio.wrap_future(self._loop.call(self._loop.dispatch.end_journal))
 
     def _cut(self) -> None:
-        """Put the entries so far into batches: encoded and hashed here, in a thread that is not the device's."""
+        """Put the entries so far into batches. They are encoded and hashed in this thread, not in the device's thread."""
         with self._cutting:
             entries, journal = self._entries, self._journal
             parts: list[Batch] = []

@@ -1,4 +1,4 @@
-"""Has the device run what the dispatch core decides, piece by piece, and bills it. Owned by the device loop's thread."""
+"""Runs what the dispatch core decides, piece by piece, and bills it. The device loop's thread owns this module."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from wooly_wis.frames import unpack_run
 
 from wooly_executor.answers import Answers
 from wooly_executor.collector import Collector
+from wooly_executor.core_speed import FASTEST, FULL, CoreSpeed
 from wooly_executor.cores import WorkerClock
-from wooly_executor.decoding import Gate
+from wooly_executor.decoding import DeviceActivity
 from wooly_executor.dispatch import Dispatch
 from wooly_executor.errors import ContextLostError
 from wooly_executor.estimates import Cut, turns
 from wooly_executor.flow import Signal, note
 from wooly_executor.frames import Frame
 from wooly_executor.interpreter import Interpreter
-from wooly_executor.pace import FASTEST, FULL, Pace
+from wooly_executor.pricing import PriceBook
 from wooly_executor.runs import Runs
 from wooly_executor.runtime.protocol import Execution, Runtime
 from wooly_executor.session import Session
-from wooly_executor.usual import UsualBook
 from wooly_executor.vram import Vram
 
-#: Bytes of a RUN from which on its buffers are so many that looking them up and freeing them counts as the device's time.
+#: Size, in bytes, of a RUN frame from which looking up and freeing its buffers counts as device time, because it has many.
 MANY_BUFFERS = 16 << 10
 #: Members of enumerations on the way of every run: looked up on its class, a member costs as much as a call.
 _RUN_BEGUN = Signal.RUN_BEGUN
@@ -36,25 +36,25 @@ class Launcher:
     """Carries out launches.
 
     Args:
-        runtime: computes.
+        runtime: runs programs.
         dispatch: decides what runs next.
         runs: begins and ends programs.
         vram: the device's memory.
-        interpreter: goes on with sessions whose runs end.
-        answers: what was said is sent after each launch.
-        server: tells whether something came.
-        gate: tells decoders what the device's thread is at.
-        pace: how quick a core is; None: full.
-        collector: looks for garbage while the device rests; None: nobody does.
-        poll: takes in what came, without waiting.
-        called: whether another thread wants something.
+        interpreter: continues sessions whose runs have ended.
+        answers: queued answers; they are sent after each launch.
+        server: knows whether frames have arrived.
+        activity: tells decoders what the device's thread does.
+        pace: measures the speed of a core; None: full speed.
+        collector: collects garbage while the device is idle; None: no collector.
+        poll: handles frames that have arrived, without waiting.
+        called: whether another thread has queued a call.
 
     Attributes:
         busy_ns: device time of all launches.
-        occupied: the session that has the device, and since when by `time.perf_counter_ns`; None: no session has.
-        looked: when what came was taken in last, by the same clock.
-        usual: what runs of known programs take.
-        workers: time of the cores that compute beside this thread.
+        occupied: the session that runs now, and its start by `time.perf_counter_ns`; None: no session runs.
+        looked: time of the last poll, by the same clock.
+        prices: mean prices of known programs.
+        workers: measures the CPU time of the library's worker threads.
     """
 
     def __init__(
@@ -66,29 +66,29 @@ class Launcher:
         interpreter: Interpreter,
         answers: Answers,
         server: ChannelServer,
-        gate: Gate,
-        pace: Pace | None,
+        activity: DeviceActivity,
+        pace: CoreSpeed | None,
         collector: Collector | None,
         poll: Callable[[], None],
         called: Callable[[], bool],
     ) -> None:
         self._runtime, self._dispatch, self._runs, self._vram = runtime, dispatch, runs, vram
-        self._interpreter, self._answers, self._server, self._gate = interpreter, answers, server, gate
+        self._interpreter, self._answers, self._server, self._activity = interpreter, answers, server, activity
         self._pace, self._collector, self._poll, self._called = pace, collector, poll, called
         self.busy_ns = self.looked = 0
         self.occupied: tuple[str, int] | None = None
-        self.usual = UsualBook()
+        self.prices = PriceBook()
         self.workers = WorkerClock()
 
     def launch(self) -> None:
-        """Carry out the core's decision. It hears of frames that came meanwhile before it decides again."""
+        """Carry out the core's decision. Frames that arrived meanwhile are handled before the core decides again."""
         launch = self._dispatch.launch
         work, gpu_ns, core_ns, stopped = self._dispatch.take(), 0, 0, None
         if launch is not None:
-            self._gate.priority = launch.priority
+            self._activity.priority = launch.priority
         if work is not None:
             session, workers, beyond = work[0], self.workers.read(), self._runtime.beyond_ns
-            gpu_ns, last = self._piece(*work)
+            gpu_ns, last = self._run_piece(*work)
             core_ns = gpu_ns + self.workers.read() - workers + self._runtime.beyond_ns - beyond
             self.busy_ns += gpu_ns
             session.used.launched(gpu_ns, core_ns, self._vram.clock(), self._pace_of(session, work[1], last, core_ns))
@@ -104,9 +104,8 @@ class Launcher:
         self._dispatch.done(gpu_ns, stopped, core_ns)
 
     def running_s(self, session_id: str) -> float:
-        """Seconds for which the device has been at work for a session without a look at what others want; 0: it is not.
-
-        From any thread.
+        """Seconds for which a session has occupied the device without a poll; 0: the session does not run. Any thread may call
+        this.
         """
         occupied = self.occupied
         if occupied is None or occupied[0] != session_id:
@@ -114,7 +113,7 @@ class Launcher:
         return (time.perf_counter_ns() - occupied[1]) / 1e9
 
     def _pace_of(self, session: Session, frame: Frame, last: int, core_ns: int) -> int:
-        """The pace at which a launch is priced, in millionths: the core's, or that at which such runs are usual."""
+        """The pace at which a launch is priced, in millionths: the measured pace, corrected to the mean price of such runs."""
         running, kernels = frame.running, frame.cut.kernels
         if self._pace is None:
             return FULL
@@ -123,19 +122,19 @@ class Launcher:
         running.core_ns += core_ns
         took = core_ns * self._pace.ppm // FULL
         running.paced_ns += took
-        usual = self.usual.of(session.tenant, running.ready.digest, running.prepared)
-        price = usual.price(running.paced_ns, running.core_ns, sum(kernels[:last]), sum(kernels))
+        mean = self.prices.of(session.tenant, running.ready.digest, running.prepared)
+        price = mean.price(running.paced_ns, running.core_ns, sum(kernels[:last]), sum(kernels))
         piece = max(price - running.priced_ns, 0)
         running.priced_ns += piece
         if last == len(kernels) and running.execution.outcome.failed_at is None:
-            usual.ran(running.paced_ns, running.core_ns)
-        return min(max(self.usual.settled(session.tenant, took, piece) * FULL // core_ns, 1), FASTEST)
+            mean.ran(running.paced_ns, running.core_ns)
+        return min(max(self.prices.bill(session.tenant, took, piece) * FULL // core_ns, 1), FASTEST)
 
-    def _piece(self, session: Session, frame: Frame, first: int, last: int) -> tuple[int, int]:
-        """Run some kernels of a frame, unless a higher class arrives.
+    def _run_piece(self, session: Session, frame: Frame, first: int, last: int) -> tuple[int, int]:
+        """Run some kernels of a frame, until a session of a higher class arrives.
 
         Returns:
-            The device time that they took, in ns, and the first that was not run.
+            Their device time in ns, and the first kernel that did not run.
         """
         conn = session.conn
         if conn is None or conn.closed or frame.ended:
@@ -180,9 +179,10 @@ class Launcher:
         return gpu_ns + beside_ns, last
 
     def _advance(self, conn: Connection, execution: Execution, cut: Cut, first: int, last: int) -> list[int]:
-        """Run kernels `first` to `last` - 1, or up to an edge where a higher class waits. Returns what each took, in ns.
+        """Run kernels `first` to `last` - 1, or up to an edge at which a higher class waits. Returns the time of each kernel in
+        ns.
 
-        What arrives is read at the edges, as often as the class in flight has to look.
+        The launcher polls for frames at the edges, as often as the class in flight requires.
         """
         patience, dispatch = self._dispatch.patience_ns(), self._dispatch
         times: list[int] = []

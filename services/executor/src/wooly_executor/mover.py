@@ -1,7 +1,7 @@
-"""The thread that moves memory between the device, host memory and disk, and hashes contents, beside the device's own.
+"""The thread that copies memory between device, host memory and disk, and hashes contents, outside the device's thread.
 
-Work is cut into chunks; after each the most urgent job is chosen anew, so that a P0 session that comes back waits for one chunk
-of another's job at most.
+Work is cut into chunks, and after each chunk the most urgent job continues. So a returning P0 session waits for at most one chunk
+of another job.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from wooly_bus.supervision import start_thread
 
 from wooly_executor.errors import LostCopyError
 from wooly_executor.runtime.device import HOST, TorchDevice
-from wooly_executor.stowage import Copy, Pages
+from wooly_executor.swap_space import Copy, Pages
 
 log = logging.getLogger("wooly.executor")
-#: Bytes moved before the next choice.
+#: Size of a chunk, in bytes, after which the mover chooses the most urgent job again.
 PIECE = 8 << 20
-#: The class of work that nobody waits for.
+#: Priority of jobs for which no session waits.
 LEAST_URGENT = 5
 
 
 @dataclass(eq=False)
 class Job:
-    """Something for the thread to do.
+    """A job of the mover.
 
     Attributes:
-        priority: 0 goes first.
-        done: told, in the mover's thread, with what went wrong, if anything.
-        cancelled: set by anybody; the job ends at the next chunk.
-        moved: bytes so far.
-        begun_ns: when it was asked for, ns since 1970.
+        priority: class of the job; 0 goes first.
+        done: called in the mover's thread with the job, and with the error or None.
+        cancelled: any thread may set it; the job ends after the current chunk.
+        moved: bytes moved so far.
+        begun_ns: time of the request, in ns since 1970.
     """
 
     priority: int
@@ -49,17 +49,17 @@ class Job:
     begun_ns: int = field(default_factory=time.time_ns)
 
     def steps(self) -> Iterator[int]:
-        """Do it, and yield the bytes of each chunk."""
+        """Do the job, and yield the bytes of each chunk."""
         raise NotImplementedError
 
     def cancel(self) -> None:
-        """Nobody needs it any more. From any thread."""
+        """Cancel the job. Any thread may call this."""
         self.cancelled = True
 
 
 @dataclass
 class Saving:
-    """One block that leaves the device."""
+    """One block that is copied off the device."""
 
     key: tuple[str, int]
     source: Tensor
@@ -68,7 +68,7 @@ class Saving:
 
 @dataclass
 class Loading:
-    """One block that comes; `target` is where it is then, `lost` why it is not."""
+    """One block that is copied to the device. `target` has its bytes afterwards; `lost` says why they are missing."""
 
     key: tuple[str, int]
     copy: Copy
@@ -78,7 +78,7 @@ class Loading:
 
 @dataclass(eq=False)
 class SaveJob(Job):
-    """Copies blocks away from the device."""
+    """Copies blocks off the device."""
 
     pieces: list[Saving] = field(default_factory=list)
 
@@ -124,9 +124,9 @@ class LoadJob(Job):
 
 @dataclass(eq=False)
 class HashJob(Job):
-    """Finds what the content of a block is: the digest of its first chunk and its content id.
+    """Computes the digest of a block's first chunk and the block's content id.
 
-    A cancelled one holds no memory while it waits for its turn: its block may be on nobody's account any more.
+    A cancelled job drops its reference to the block at once, because the block's memory may no longer be charged to any session.
     """
 
     source: Tensor | None = None
@@ -144,12 +144,12 @@ class HashJob(Job):
         self.head, self.content = digests[0], content_id(digests, size)
 
     def cancel(self) -> None:
-        """See `Job`."""
+        """Cancel the job and drop its block: see `Job`."""
         self.cancelled, self.source = True, None
 
 
 class _Begun(NamedTuple):
-    """A job in the queue and its remaining steps. The queue is ordered by priority, then by number: no two are equal."""
+    """A job in the queue and its remaining steps. The queue is ordered by priority, then by number; numbers are unique."""
 
     priority: int
     number: int
@@ -158,10 +158,10 @@ class _Begun(NamedTuple):
 
 
 class Mover:
-    """Jobs by urgency, then by age. `submit` from any thread.
+    """Runs jobs by priority, then by age. Any thread may call `submit`.
 
     Args:
-        device: whose memory is moved.
+        device: the device whose memory is moved.
     """
 
     def __init__(self, device: TorchDevice = HOST) -> None:
@@ -174,7 +174,7 @@ class Mover:
         self.moved = 0
 
     def submit(self, job: Job) -> None:
-        """Have a job done."""
+        """Queue a job."""
         with self._changed:
             self._count += 1
             heapq.heappush(self._jobs, _Begun(job.priority, self._count, job, job.steps()))
@@ -183,7 +183,7 @@ class Mover:
             self._changed.notify()
 
     def stop(self) -> None:
-        """End the thread; jobs that are left are not done."""
+        """End the thread. Remaining jobs are dropped."""
         with self._changed:
             self._stopping = True
             self._changed.notify()
@@ -213,7 +213,7 @@ class Mover:
             except Exception as e:
                 error = e
                 if not isinstance(e, OSError):
-                    log.exception("memory could not be moved")
+                    log.exception("unexpected error while moving memory; the job fails")
             else:
                 job.moved += n
                 self.moved += n

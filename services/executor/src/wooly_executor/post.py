@@ -1,7 +1,7 @@
-"""How the parts of an executor reach the device's thread: events of sessions, and functions to run there.
+"""Queues for the device's thread: events of sessions, and functions that other threads send to it.
 
-Decoders, compilers, the mover of memory and the control plane call. What happens to a session in the device's thread is posted,
-and is taken up between two launches.
+Decoders, compilers, the mover and the control plane send functions. The device's thread itself posts events of sessions, and
+handles them between two launches.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Post:
-    """Events of sessions, in the order in which they were added. The device's thread alone uses it."""
+    """Events of sessions, first in, first out. Only the device's thread uses it."""
 
     def __init__(self) -> None:
         self._events: deque[tuple[Session, Event]] = deque()
@@ -30,19 +30,19 @@ class Post:
         return bool(self._events)
 
     def add(self, session: Session, event: Event) -> None:
-        """Something has happened to a session."""
+        """Queue an event of a session."""
         self._events.append((session, event))
 
     def take(self) -> tuple[Session, Event]:
-        """The event that has waited longest; there is one."""
+        """Remove and return the oldest event. The queue must not be empty."""
         return self._events.popleft()
 
 
 class Calls:
-    """Functions that other threads have the device's thread run.
+    """Functions that other threads run in the device's thread.
 
     Args:
-        wake: has it look.
+        wake: wakes the device's thread.
     """
 
     def __init__(self, wake: Callable[[], None]) -> None:
@@ -52,12 +52,12 @@ class Calls:
         self.empty = self._jobs.empty
 
     def call(self, function: Callable[[], T]) -> Future[T]:
-        """Have the device's thread run `function`, also when nobody waits for the result any more.
+        """Run `function` in the device's thread, even if the caller no longer waits for the result.
 
-        After `end` the future has a `LoopEndedError`.
+        After `end`, the future fails with `LoopEndedError`.
         """
         future: Future[T] = Future()
-        future.set_running_or_notify_cancel()  # who waits for it may be cancelled, the call is not
+        future.set_running_or_notify_cancel()  # cancelling the waiting task does not cancel the call
 
         def job() -> None:
             try:
@@ -74,15 +74,15 @@ class Calls:
         return future
 
     def run_one(self) -> None:
-        """Run the function that has waited longest; there is one."""
+        """Run the oldest function. The queue must not be empty."""
         self._jobs.get_nowait()()
 
     def end(self, why: str) -> None:
-        """From now on every call fails, those that wait, too."""
+        """Make all queued and future calls fail with this reason."""
         self._over = why
         self._answer()
 
     def _answer(self) -> None:
-        with contextlib.suppress(queue.Empty):  # another thread answers, too
+        with contextlib.suppress(queue.Empty):  # another thread empties the queue at the same time
             while True:
                 self._jobs.get_nowait()()

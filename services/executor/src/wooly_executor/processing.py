@@ -1,4 +1,4 @@
-"""Does what a frame asks for, when its turn has come, and answers it. Owned by the device loop's thread."""
+"""Processes a frame when its turn has come, and answers it. The device loop's thread owns this module."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from wooly_executor.counters import Work
 from wooly_executor.errors import ContextLostError, ExecutorError, InternalError, forget_frames
 from wooly_executor.flow.state import DEFINITIONS
 from wooly_executor.frames import Frame
-from wooly_executor.landing import land
 from wooly_executor.runs import Runs
 from wooly_executor.session import Session
 from wooly_executor.sessions import Sessions
+from wooly_executor.upload_targets import finish_upload
 from wooly_executor.vram import Vram
 
 log = logging.getLogger("wooly.executor")
-#: Bytes of a PIN frame.
+#: Maximum size of a PIN frame, in bytes.
 PIN_BYTES = 4096
 #: Members of enumerations on the way of every run: looked up on its class, a member costs as much as a call.
 _RUN = Kind.RUN
@@ -37,13 +37,13 @@ class Processing:
     """Processes frames.
 
     Args:
-        sessions: whose.
-        runs: finishes their runs, and has their buffers.
+        sessions: the open sessions.
+        runs: finishes runs, and has the sessions' buffers.
         vram: the device's memory.
-        answers: what is said to their clients.
+        answers: sends answers to clients.
 
     Attributes:
-        work: who did how much of what all sessions asked for.
+        work: how the programs of all sessions ran.
     """
 
     def __init__(self, sessions: Sessions, runs: Runs, vram: Vram, answers: Answers) -> None:
@@ -51,7 +51,7 @@ class Processing:
         self.work = Work()
 
     def process(self, session: Session, conn: Connection, frame: Frame) -> None:
-        """A frame's turn has come, or its run has ended: do the rest, and answer it. What fails is the session's failure."""
+        """Process a frame whose turn has come or whose run has ended, and answer it. An error becomes the session's failure."""
         frame.ended = True
         error, frame.error = frame.error, None
         try:
@@ -69,7 +69,7 @@ class Processing:
             session.fail(e.code, str(e), frame.seq, getattr(e, "instruction", None))
             self._answers.failure_if_awaited(session, conn, frame)
         except Exception as e:
-            log.exception("session %s: frame %d failed", session.id, frame.seq)
+            log.exception("session %s: unexpected error in frame %d", session.id, frame.seq)
             forget_frames(e)
             session.fail(InternalError.code, f"{type(e).__name__}: {e}", frame.seq)
             self._answers.failure_if_awaited(session, conn, frame)
@@ -82,7 +82,7 @@ class Processing:
         if kind == _RUN:
             self._finish(session, conn, frame)
         elif kind == _WRITE:
-            land(session)  # data is in place already, or on its way, or its failure is kept
+            finish_upload(session)  # the data is in place or on its way, or the session keeps the failure
         elif kind in DEFINITIONS:
             self._keep(session, frame)
         elif frame.refused:
@@ -103,15 +103,15 @@ class Processing:
             self._vram.contents.seal(session, buffer, nbytes, name)
         elif kind == Kind.PIN:
             if len(frame.payload) > PIN_BYTES:
-                raise DecodeError(f"PIN frame of {len(frame.payload)} bytes, at most {PIN_BYTES}")
+                raise DecodeError(f"a PIN frame has {len(frame.payload)} bytes, at most {PIN_BYTES} are allowed")
             answers.say(conn, self._pin(session, unpack_json(frame.payload)))
         elif kind == Kind.CLOSE:
             self._sessions.close(session.id, "")
         else:
-            conn.close(f"frame kind {kind} is not one that a client sends")
+            conn.close(f"a client must not send frames of kind {kind}")
 
     def _finish(self, session: Session, conn: Connection, frame: Frame) -> None:
-        """A run is done on the device."""
+        """Finish a run that the device has completed."""
         running = frame.running
         assert running is not None
         computing = running.ready.computing
@@ -123,14 +123,14 @@ class Processing:
         if session.spans is not None and session.spans.fresh:
             program, failed = running.ready.prepared.program, outcome.failed_at is not None
             session.spans.ran(running.ready.digest, frame.begun_ns, running.gpu_ns, len(program.body), failed)
-        if frame.refused:  # the client took the answer for a failure, and knows nothing of these results
+        if frame.refused:  # the client got a failure as the answer and does not know these results
             for slot in running.ready.dynamic:
                 self._runs.free(session, [running.run.bindings[slot]])
         elif running.run.reply and not self._answers.failure(session, conn):
             self._answers.say(conn, {"outputs": outcome.outputs, "values": _json_values(outcome.values)})
 
     def _keep(self, session: Session, frame: Frame) -> None:
-        """What a frame defines is decoded: runs may name it, and programs."""
+        """Register the decoded definition, so that later frames may name it."""
         assert frame.decoded is not None
         result, error = frame.decoded
         if error is not None:
@@ -152,12 +152,12 @@ class Processing:
         buffer, nbytes, head, name = unpack_content(frame.payload)
         try:
             return self._vram.contents.offer(session, buffer, nbytes, head, name)
-        except ExecutorError as e:  # the upload that follows will say so again; this question is always answered
+        except ExecutorError as e:  # the upload that follows reports the failure; an OFFER always gets its own answer
             session.fail(e.code, str(e), frame.seq)
             return False
 
     def _pin(self, session: Session, ask: dict[str, Any]) -> dict[str, Any]:
-        """Keep contents, let them go, or list what is kept."""
+        """Pin contents, unpin them, or list what is pinned."""
         pins, tenant, name = self._vram.pins, session.holdings.account.tenant, str(ask.get("name", ""))
         try:
             if ask.get("do") == "add":

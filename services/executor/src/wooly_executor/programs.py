@@ -1,7 +1,7 @@
-"""The programs that sessions have defined: decoded, verified, prepared, shared by digest.
+"""The programs that sessions have defined: decoded, verified, prepared, and shared by digest.
 
-Forms are kept by their bytes: a program with one new shape decodes and verifies one new form. Decoders' threads and the device's
-thread use the store together; what takes long pauses (`wooly_wis.pauses`), and never with the lock held.
+Forms are cached by their bytes: a program with one new shape decodes and verifies one new form. The decoder threads and the
+device's thread share the store. Long operations pause (`wooly_wis.pauses`), and no thread pauses while it holds the lock.
 """
 
 from __future__ import annotations
@@ -36,13 +36,12 @@ from wooly_executor.runtime.foreign import ForeignKernel
 from wooly_executor.runtime.protocol import Runtime
 
 _FORMAT = {ParamKind.F64: "d", ParamKind.I64: "q", ParamKind.C128: "dd", ParamKind.BOOL: "q"}
-#: Forms, and programs that no session has any more, of which the store keeps no more, however small they are.
+#: Maximum number of cached forms, and of cached programs that no session has, however small they are.
 FORMS_KEPT = 65536
 PROGRAMS_KEPT = 8192
-#: Host memory of what was decoded and prepared, in bytes: measured with tracemalloc on CPython 3.11, over programs of 64 to 8,000
-#: instructions, and rounded up for what is put together of a program that is run often. Of a program; of each instruction, and
-#: each slot that it names; of each kernel that a run is cut into, with its measured times; of a form, and of each of its operands
-#: and values.
+#: Estimated host memory, in bytes: per program; per instruction and per slot that it names; per kernel of a run, with its
+#: measured times; per form and per operand or value of a form. Measured with tracemalloc on CPython 3.11, over programs of 64 to
+#: 8,000 instructions, and rounded up for the data that is built when a program runs often.
 PROGRAM_BYTES = 4096
 INSTRUCTION_BYTES = 1024
 REFERENCE_BYTES = 400
@@ -54,25 +53,28 @@ _NO_SOURCES: Mapping[bytes, Source] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class ReadyProgram:
-    """A program that may be run.
+    """A program that can run.
 
     Attributes:
-        digest: its name.
-        facts: what a run must satisfy.
-        prepared: the runtime's own form.
-        estimate: what it is expected to take.
+        digest: the program's name.
+        facts: the verifier's facts; a run must satisfy them.
+        prepared: the form that the runtime executes.
+        estimate: the expected times.
+        params: layout of the param words.
+        kinds: kinds of the params.
+        plain_params: the param words need no conversion.
         dynamic: slots whose buffers a run creates without an `alloc`.
         written: slots that the program writes.
-        peak_bytes: most that the program's own slots hold at one time.
-        nbytes: length of its definition.
-        held: bytes of host memory that it takes, with its forms, as far as can be said.
-        kept: (slot, bytes) of the buffers that it leaves behind.
-        workspace: bytes that it needs beside them.
-        room: all that it takes at most, with what blocks are rounded up to.
-        computing: instructions that compute.
-        sources: digests of the texts that its own kernels are in.
-        kernels: its own kernels, not in our IR: until they are compiled, no run can begin.
-        unchecked: a launch says that its kernel is to be run as it is.
+        peak_bytes: most bytes that the program's own slots hold at one time.
+        nbytes: size of its definition.
+        held: estimated host memory of the program and its forms, in bytes.
+        kept: (slot, bytes) of the buffers that remain after a run.
+        workspace: bytes that a run needs besides those buffers.
+        room: most bytes that a run takes, with blocks rounded up.
+        computing: number of instructions that compute.
+        sources: digests of the sources of its foreign kernels.
+        kernels: its foreign kernels; a run begins only after they are compiled.
+        unchecked: a launch asks to run its kernel without checks.
     """
 
     digest: bytes
@@ -99,10 +101,10 @@ class ReadyProgram:
         """Python values of a run's param words.
 
         Raises:
-            BindingError: wrong number of words.
+            BindingError: the number of words is wrong.
         """
         if len(words) != self.params.size:
-            raise BindingError(f"{len(words) // 8} param words, the program takes {self.params.size // 8}")
+            raise BindingError(f"the run has {len(words) // 8} param words, the program needs {self.params.size // 8}")
         flat = self.params.unpack(words)
         if self.plain_params:
             return list(flat)
@@ -119,18 +121,18 @@ class ReadyProgram:
         return values
 
     def observe(self, cut: Cut, first: int, times: list[int]) -> None:
-        """Kernels from `first` on of a run took this long: see `Estimate.observe`."""
+        """Add the measured times of kernels, from kernel `first` on: see `Estimate.observe`."""
         if self.estimate.observe(cut, first, times):
             self.prepared.edges = self.estimate.cut.edges
 
 
 @dataclass(frozen=True, slots=True)
 class Author:
-    """Who defines programs.
+    """The session that defines a program.
 
     Attributes:
-        tenant: whose turn it is to have kernels compiled.
-        opaque: whether they may be in texts that nobody here can check.
+        tenant: the tenant whose turn the compilation of its kernels uses.
+        opaque: it may use kernels that cannot be checked.
     """
 
     tenant: str = ""
@@ -138,13 +140,13 @@ class Author:
 
 
 class _Known(NamedTuple):
-    """A form that obeys the laws.
+    """A verified form.
 
     Attributes:
-        form: decoded.
-        ends: bytes that each operand's buffer must have.
-        ns: what an instruction of it should take.
-        nodes: its operands and values.
+        form: the decoded form.
+        ends: bytes that the buffer of each operand must have.
+        ns: expected time of an instruction of this form.
+        nodes: number of its operands and values.
     """
 
     form: Form
@@ -154,20 +156,20 @@ class _Known(NamedTuple):
 
     @property
     def held(self) -> int:
-        """Bytes of host memory that it takes."""
+        """Estimated host memory, in bytes."""
         return FORM_BYTES + NODE_BYTES * self.nodes
 
 
 class ProgramStore:
-    """Programs of all sessions of one executor, by digest.
+    """The programs of all sessions of one executor, by digest.
 
     Args:
-        runtime: prepares them.
-        kept_bytes: of host memory, for programs that no session has any more; half as much is for forms.
-        dropped: told, in the device's thread, the digest of a program that nobody has any more, and that is not kept either.
+        runtime: prepares programs.
+        kept_bytes: maximum host memory, in bytes, of cached programs that no session has. Forms may use half as much.
+        dropped: called in the device's thread with the digest of a program that leaves the store.
 
     Attributes:
-        held: bytes of host memory of the programs that sessions have, each counted once.
+        held: estimated host memory of the programs that sessions have, each counted once, in bytes.
     """
 
     def __init__(
@@ -186,10 +188,10 @@ class ProgramStore:
         self.held = 0
         self._dropped = dropped
 
-    # -- who has what (the device's thread) --------------------------------------------------------------------------
+    # -- references of sessions (device's thread) --------------------------------------------------------------------
 
     def hold(self, ready: ReadyProgram) -> None:
-        """One more session has a program."""
+        """Note that one more session has a program."""
         name = ready.digest
         self._holders[name] += 1
         if self._holders[name] > 1:
@@ -203,7 +205,7 @@ class ProgramStore:
         self._trim()
 
     def let_go(self, ready: ReadyProgram) -> None:
-        """A session has it no more. It is kept for a while."""
+        """Note that one session less has a program. Without a session, the program stays cached for a while."""
         name = ready.digest
         self._holders[name] -= 1
         if self._holders[name]:
@@ -216,7 +218,7 @@ class ProgramStore:
         self._trim()
 
     def _trim(self) -> None:
-        """Forget programs that nobody has, where there are too many."""
+        """Drop the oldest cached programs while the cache is too large."""
         while self._idle and (self._idle_held > self._kept_bytes or len(self._idle) > PROGRAMS_KEPT):
             with self._lock:
                 name, gone = self._idle.popitem(last=False)
@@ -225,27 +227,27 @@ class ProgramStore:
             if self._dropped is not None:
                 self._dropped(name)
 
-    # -- taking in (any thread) --------------------------------------------------------------------------------------
+    # -- definitions (any thread) ------------------------------------------------------------------------------------
 
     def known(self, name: bytes) -> bool:
-        """Whether a program is here already, so that `define` takes no time."""
+        """Whether the store has a program, so that `define` is quick."""
         return name in self._ready
 
     def define(
         self, raw: bytes, sources: Mapping[bytes, Source] = _NO_SOURCES, author: Author | None = None
     ) -> ReadyProgram:
-        """Decode, verify and prepare, or find what was prepared before.
+        """Decode, verify and prepare a program, or return the prepared one from the store.
 
         Args:
             raw: the definition.
-            sources: texts of kernels that whoever defines it has, by digest.
-            author: who defines it.
+            sources: kernel sources of the defining session, by digest.
+            author: the defining session.
 
         Raises:
-            ExecutorError: the program is not well-formed, breaks a law, or cannot run here.
+            ExecutorError: the program is malformed, breaks a law, or cannot run on this device.
         """
         if len(raw) > MAX_PROGRAM_BYTES:
-            raise DecodeError(f"program of {len(raw)} bytes, at most {MAX_PROGRAM_BYTES}")
+            raise DecodeError(f"the program has {len(raw)} bytes, at most {MAX_PROGRAM_BYTES} are allowed")
         name = digest(raw)
         ready, author = self._ready.get(name), author or Author()
         if ready is not None:
@@ -263,7 +265,7 @@ class ProgramStore:
         return other or ready
 
     def _made(self, name: bytes, raw: bytes, sources: Mapping[bytes, Source], author: Author) -> ReadyProgram:
-        """A program, decoded, verified and prepared."""
+        """Decode, verify and prepare a program."""
         program, known, facts = self._checked(raw)
         kinds = program.param_kinds
         foreign: list[tuple[Form, Launch]] = []
@@ -278,7 +280,7 @@ class ProgramStore:
         kernels: list[ForeignKernel] = []
         for form, launch in foreign:
             pause()
-            with self._lock:  # for one kernel at a time: the device's thread takes it, too
+            with self._lock:  # for each kernel separately, because the device's thread needs the lock, too
                 kernels.append(self._runtime.foreign.kernel(sources[launch.source], launch, form, author.tenant))
         prepared = self._runtime.prepare(program, facts)
         estimate = Estimate(program, [k.ns for k in known], prepared.pieces)
@@ -314,26 +316,29 @@ class ProgramStore:
         )
 
     def _checked(self, raw: bytes) -> tuple[Program, list[_Known], ProgramFacts]:
-        """A program that obeys the laws.
+        """Decode and verify a program.
 
         Raises:
-            OperationError: it does not, or is not well-formed.
+            OperationError: the program is malformed or breaks a law.
         """
         known: list[_Known] = []
         try:
             form_bytes, words = split_program(raw)
             if len(set(form_bytes)) != len(form_bytes):
-                raise VerifyError("a form is listed twice", law="form-unique")
+                raise VerifyError("the program lists the same form twice", law="form-unique")
             nodes = 0
             for each in form_bytes:
                 try:
                     known.append(self._form(each))
                 except VerifyError:
-                    Verifier().verify_form(decode_form(each), _first_use(words, known))  # says where
+                    # raises the error again, with the index of the instruction
+                    Verifier().verify_form(decode_form(each), _first_use(words, known))
                     raise
                 nodes += known[-1].nodes
                 if nodes > MAX_NODES:
-                    raise VerifyError(f"more than {MAX_NODES} operands and values in all forms", law="limits")
+                    raise VerifyError(
+                        f"the program's forms have more than {MAX_NODES} operands and values", law="limits"
+                    )
             program = Program(tuple([k.form for k in known]), body_of(words, [len(k.form.operands) for k in known]))
             return program, known, Verifier().verify(program, [k.ends for k in known])
         except WisError as e:
@@ -344,10 +349,10 @@ class ProgramStore:
     def _check_author(
         self, named: frozenset[bytes], sources: Mapping[bytes, Source], author: Author, *, unchecked: bool
     ) -> None:
-        """Make sure that kernels in texts which nobody here can check, or shall, come from somebody who may bring them.
+        """Check that the author may use kernels that cannot be checked, or that ask to run without checks.
 
         Raises:
-            OpaqueKernelError: they do not.
+            OpaqueKernelError: the author lacks the permission.
         """
         if author.opaque:
             return
@@ -358,8 +363,8 @@ class ProgramStore:
         if opaque:
             whose = f"tenant {author.tenant or 'default'}"
             raise OpaqueKernelError(
-                f"what a kernel {min(opaque)} loads and stores cannot be checked on this device, so it needs the permission "
-                f"opaque_kernels, which {whose} does not have; an administrator gives it: PUT /api/v1/tenants/NAME with "
+                f"the loads and stores of a kernel {min(opaque)} cannot be checked on this device, so it needs the permission "
+                f"opaque_kernels, which {whose} does not have; ask an administrator for it: PUT /api/v1/tenants/NAME with "
                 '{"opaque_kernels": true}'
             )
 
@@ -381,7 +386,7 @@ class ProgramStore:
 
 
 def _first_use(words: array[int], known: list[_Known]) -> int:
-    """The first instruction whose form is not one of these, which come before it."""
+    """Index of the first instruction whose form comes after these forms."""
     at = count = 0
     while at < len(words) and words[at] < len(known):
         at, count = at + 1 + len(known[words[at]].form.operands), count + 1
@@ -389,34 +394,39 @@ def _first_use(words: array[int], known: list[_Known]) -> int:
 
 
 def _held(program: Program, known: list[_Known], kernels: int) -> int:
-    """Bytes of host memory that a program takes, with its forms."""
+    """Estimated host memory of a program and its forms, in bytes."""
     references = sum([len(i.slots) for i in program.body])
     own = PROGRAM_BYTES + INSTRUCTION_BYTES * len(program.body) + REFERENCE_BYTES * references + KERNEL_BYTES * kernels
     return own + sum([k.held for k in known])
 
 
 def _check_sources(named: frozenset[bytes], sources: Mapping[bytes, Source]) -> None:
-    """Make sure that whoever names a source has it: a digest alone opens nobody's text.
+    """Check that the session has sent each source that it names. A digest alone gives no access to another session's text.
 
     Raises:
-        UnknownSourceError: one is missing.
+        UnknownSourceError: a source is missing.
     """
     missing = named - sources.keys()
     if missing:
-        raise UnknownSourceError(f"this session has not sent the kernel source {min(missing).hex()[:16]}")
+        raise UnknownSourceError(
+            f"the program names the kernel source {min(missing).hex()[:16]}, which this session has not sent"
+        )
 
 
 def _check_references(form: Form) -> None:
-    """Make sure that a form's arguments are operands that have a value before the call.
+    """Check that the arguments of a form refer only to operands that have a value before the call.
 
     Raises:
-        VerifyError: one refers to an operand that is only written, or a `fill` refers to any.
+        VerifyError: an argument refers to an operand that is only written, or a `fill` refers to an operand.
     """
 
     def check(value: Attr) -> None:
         if isinstance(value, OperandRef) and value.index < len(form.operands):
             if form.opcode == "fill" or form.operands[value.index].role is Role.OUT:
-                raise VerifyError(f"{form.opcode}: operand {value.index} is only written", law="argument-has-value")
+                raise VerifyError(
+                    f"{form.opcode}: an argument refers to operand {value.index}, which is only written",
+                    law="argument-has-value",
+                )
         elif isinstance(value, tuple):
             for item in value:
                 check(item)
@@ -426,7 +436,7 @@ def _check_references(form: Form) -> None:
 
 
 class _Survey(NamedTuple):
-    """What its instructions say of a program: slots of unknown size, slots that it writes, most bytes held, how many compute."""
+    """Facts from all instructions: slots of unknown size, written slots, peak of held bytes, number of computing instructions."""
 
     dynamic: frozenset[int]
     written: frozenset[int]
@@ -435,11 +445,10 @@ class _Survey(NamedTuple):
 
 
 def _survey(program: Program, facts: ProgramFacts) -> _Survey:
-    """Look at every instruction once.
+    """Compute the facts in one pass over the instructions.
 
     Raises:
-        OperationError: a slot whose size only the operator knows that fills it is used a second time, where nothing could have
-            checked its bounds.
+        OperationError: a slot of unknown size is used a second time, although its bounds cannot be checked.
     """
     dynamic: set[int] = set()
     used: set[int] = set()
@@ -453,7 +462,7 @@ def _survey(program: Program, facts: ProgramFacts) -> _Survey:
             unsized = form.opcode == "extern" and operand.view is None
             if slot in dynamic or (unsized and slot in used):
                 complaint = VerifyError(
-                    f"slot {slot} is of unknown size and used twice", instruction=i, law="unknown-size-once"
+                    f"slot {slot} has an unknown size and is used twice", instruction=i, law="unknown-size-once"
                 )
                 error = OperationError(str(complaint), i)
                 error.code = complaint.code

@@ -1,6 +1,6 @@
-"""Runs programs of sessions: what one needs is checked, its memory found, and what it wrote or lost is on the session's account.
+"""Runs the programs of sessions: checks a run, finds its memory, and updates the session's account afterwards.
 
-Owned by the device loop's thread.
+The device loop's thread owns this module.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from wooly_executor.session import Session
 from wooly_executor.tiers import choose
 from wooly_executor.vram import Vram
 
-#: Buffers of a session, lost ones among them.
+#: Maximum number of buffers of a session, poisoned buffers included.
 BUFFERS_KEPT = 1 << 20
-#: Buffers that a run of an unknown program may lose though they never were: each takes a microsecond, and memory.
+#: Maximum number of unknown buffers that one run of an unknown program may poison. Each costs a microsecond and some memory.
 LOST_AT_ONCE = 1 << 15
 
 
@@ -30,8 +30,8 @@ class Runs:
     """Runs programs on one device.
 
     Args:
-        runtime: computes.
-        vram: the memory of the device.
+        runtime: runs programs.
+        vram: the device's memory.
     """
 
     def __init__(self, runtime: Runtime, vram: Vram) -> None:
@@ -40,35 +40,35 @@ class Runs:
     # -- programs ----------------------------------------------------------------------------------------------------
 
     def begin(self, session: Session, run: Run, seq: int) -> Running:
-        """Begin to run one program; `finish` or `abandon` follows, and until then nothing else of this session is done.
+        """Begin to run a program. `finish` or `abandon` must follow, and no other frame of this session is processed before.
 
         Raises:
-            ExecutorError: it could not be started; nothing was executed, but what the client says is dead is freed.
+            ExecutorError: the run could not begin. Nothing was executed, but the buffers in the run's free list are freed.
         """
         try:
             return self._begin(session, run, seq)
         except Exception as e:
             if isinstance(e, ExecutorError):
-                self._lose(session, run, str(e))
+                self._poison(session, run, str(e))
             self.free(session, run.frees)
             raise
 
     def finish(self, session: Session, running: Running) -> Outcome:
-        """A program ran to its end: free what the client says is dead.
+        """Finish a program that has ended, and free the buffers in the run's free list.
 
         Raises:
-            OutOfMemoryError: its results are more than the session may hold.
+            OutOfMemoryError: the results exceed the session's quota.
         """
         try:
             return self._finish(session, running)
         except ExecutorError as e:
-            self._lose(session, running.run, str(e))
+            self._poison(session, running.run, str(e))
             raise
         finally:
             self.free(session, running.run.frees)
 
     def abandon(self, session: Session, running: Running) -> None:
-        """The executor failed at a program that was begun."""
+        """Clean up after a program during which the executor itself failed."""
         session.running = False
         for slot, _ in running.ready.kept:
             buffer = running.run.bindings[slot]
@@ -111,14 +111,14 @@ class Runs:
         if outcome.failed_at is not None:
             session.fail(outcome.code, outcome.error, running.seq, outcome.failed_at)
         if ready.dynamic:
-            self._take_in(session, run, ready, before)
+            self._charge_results(session, run, ready, before)
         return outcome
 
-    def _take_in(self, session: Session, run: Run, ready: ReadyProgram, before: int) -> None:
+    def _charge_results(self, session: Session, run: Run, ready: ReadyProgram, before: int) -> None:
         """Put results of unknown size on the account.
 
         Raises:
-            OutOfMemoryError: they are more than the session may hold, or than there is room for.
+            OutOfMemoryError: they exceed the session's quota or the free memory.
         """
         vram, account = self._vram, session.holdings.account
         try:
@@ -135,25 +135,27 @@ class Runs:
     def _check_bindings(self, session: Session, ready: ReadyProgram, bindings: list[int]) -> None:
         facts, buffers = ready.facts, session.buffers
         if len(bindings) != len(facts.slot_bytes):
-            raise BindingError(f"{len(bindings)} bindings, the program has {len(facts.slot_bytes)} slots")
+            raise BindingError(f"the run has {len(bindings)} bindings, the program has {len(facts.slot_bytes)} slots")
         if len(set(bindings)) != len(bindings):
-            raise BindingError("one buffer is bound to two slots")
+            raise BindingError("the run binds one buffer to two slots")
         get, made = buffers.get, facts.slot_alloc
         if ready.dynamic:
             made = tuple([0 if slot in ready.dynamic else size for slot, size in enumerate(made)])
-        for buffer, need, size in zip(bindings, facts.slot_bytes, made, strict=True):  # hundreds, in each run
+        for buffer, need, size in zip(bindings, facts.slot_bytes, made, strict=True):  # hundreds of slots in each run
             known = get(buffer)
             if size is not None:
                 if known is not None:
                     if not known.poison:
-                        raise BindingError(f"buffer {buffer} is allocated again")
+                        raise BindingError(f"buffer {buffer} already exists, and the program allocates it again")
                     self.free(session, [buffer])
             elif known is None:
                 raise BindingError(f"buffer {buffer} does not exist")
             elif known.nbytes < need and not known.poison:
-                raise BindingError(f"buffer {buffer} has {known.nbytes} bytes, the program reaches byte {need}")
+                raise BindingError(f"buffer {buffer} has {known.nbytes} bytes, the program accesses {need} bytes")
         if len(buffers) + len(ready.kept) + len(ready.dynamic) > BUFFERS_KEPT:
-            raise OutOfMemoryError(f"the session has {len(buffers)} buffers, at most {BUFFERS_KEPT}")
+            raise OutOfMemoryError(
+                f"the session has {len(buffers)} buffers, and with this run more than the limit of {BUFFERS_KEPT}"
+            )
         if session.held_bytes + ready.peak_bytes > session.quota:
             raise self._out_of_memory(session, ready.peak_bytes, session.held_bytes)
 
@@ -165,7 +167,7 @@ class Runs:
     # -- buffers -----------------------------------------------------------------------------------------------------
 
     def free(self, session: Session, buffers: Sequence[int]) -> None:
-        """Forget buffers; unknown ids are ignored (a failed program may never have made them)."""
+        """Free buffers. Unknown ids are ignored, because a failed program may not have created its buffers."""
         known = session.buffers
         for buffer in buffers:
             gone = known.pop(buffer, None)
@@ -174,10 +176,10 @@ class Runs:
         if buffers:
             self._vram.free(session, buffers)
 
-    def _lose(self, session: Session, run: Run, why: str) -> None:
-        """Poison what a run that could not start should have written, and free what it should have freed.
+    def _poison(self, session: Session, run: Run, why: str) -> None:
+        """Poison the buffers that a failed run should have written, and free the buffers that it should have freed.
 
-        Where it is not known which buffers those are, everything that the run names is lost.
+        If the program is unknown, all buffers that the run names are poisoned.
         """
         ready, buffers = session.programs.get(run.digest), session.buffers
         fits = ready is not None and len(run.bindings) == len(ready.facts.slot_bytes)
@@ -190,17 +192,17 @@ class Runs:
                     continue
             known = buffers.get(buffer)
             if known is None and (len(buffers) >= BUFFERS_KEPT or (not fits and slot >= LOST_AT_ONCE)):
-                continue  # whoever reads it is told that it does not exist
+                continue  # a later read reports that the buffer does not exist
             if known is None:
                 buffers[buffer] = Buffer(0, None, None, why)
             else:
                 known.base, known.view, known.poison = None, None, known.poison or why
 
     def memory(self, session: Session, buffer: int, offset: int, nbytes: int, *, writing: bool) -> Tensor:
-        """The bytes of a buffer on the device, for reading or for being written.
+        """The bytes of a buffer on the device, to read or to write.
 
         Raises:
-            ExecutorError: no such buffer, out of its bounds, or its content was lost to a failed operation.
+            ExecutorError: the buffer does not exist or is poisoned, or the range is out of bounds.
         """
         known = session.buffers.get(buffer)
         if known is None:
@@ -208,7 +210,9 @@ class Runs:
         if known.base is None and (not writing or nbytes != known.nbytes):
             raise PoisonedError(known.poison)
         if offset + nbytes > known.nbytes:
-            raise BindingError(f"bytes {offset} to {offset + nbytes} of buffer {buffer}, which has {known.nbytes}")
+            raise BindingError(
+                f"bytes {offset} to {offset + nbytes} are out of bounds: buffer {buffer} has {known.nbytes} bytes"
+            )
         if writing and session.holdings.guarded:
             self._vram.contents.unshare(session, [buffer], whole=nbytes == known.nbytes)
         if known.base is None:

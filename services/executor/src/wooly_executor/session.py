@@ -1,6 +1,7 @@
-"""One client's world on this device: its buffers, its programs, its first unreported error, its counters.
+"""The state of one session on this device: its buffers, its programs, its first unreported error, its counters.
 
-Everything is named by the session's own ids, so no request can reach another session's bytes. Owned by the device loop's thread.
+All names are the session's own ids, so no request can reach the bytes of another session. The device loop's thread owns this
+module.
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ from wooly_executor.runtime.buffers import Buffer
 from wooly_executor.session_programs import SessionPrograms
 from wooly_executor.spans import SessionSpans
 from wooly_executor.tiers import Jit, Tiers
-from wooly_executor.usage import Used
+from wooly_executor.usage import SessionUsage
 
-#: Contents of a session, the largest that it shared, that the router remembers of it.
-BROUGHT = 64
+#: Maximum number of contents that the router is told about when the session ends; the largest ones are chosen.
+SHARED_KEPT = 64
 
 
 @dataclass(eq=False, slots=True)
 class Unread:
-    """Answers that wait for a client to read, of a session that goes on only then.
+    """Answers that a client has not read, while its session waits for that.
 
     Attributes:
-        since: when its client last read some of them, monotonic seconds.
-        nbytes: how much was left then.
-        lent: what is left to send of an answer that leaves in pieces.
+        since: when the client last read some bytes, in monotonic seconds.
+        nbytes: bytes that were queued then.
+        lent: the rest of a large answer that is sent in pieces.
     """
 
     since: float = 0.0
@@ -51,28 +52,28 @@ class Session:
 
     Attributes:
         id: session id.
-        tenant: whose it is.
-        entry: what lets its client in.
-        quota: bytes it may hold.
-        holdings: what it holds of the device's memory.
-        programs: what its runs may name.
-        used: what it uses of the device, for metering.
-        tiers: what decides how its programs run; None where all run as they are.
-        hosted: what it was opened under, where it is traced.
-        flow: where it is in its life.
-        conn: the connection to its client.
-        jit: how its programs are to run.
-        buffers: by id, lost ones among them.
-        held_bytes: bytes it holds.
-        running: a program was begun and has not ended.
-        decoding: what decodes its next definition.
+        tenant: tenant of the session.
+        entry: the pass that admits its client.
+        quota: maximum bytes of its buffers.
+        holdings: its device memory.
+        programs: the programs that its runs may name.
+        used: its usage, for metering.
+        tiers: decides how its programs run; None: all programs run at tier 0.
+        hosted: trace context in which it was opened; None: it is not traced.
+        flow: state of its life.
+        conn: connection to its client.
+        jit: the mode of its programs.
+        buffers: its buffers by id, poisoned ones included.
+        held_bytes: bytes of its buffers.
+        running: a program has begun and not ended.
+        decoding: the decoding of its next definition.
         unread: answers that its client has not read.
-        landing: brings what was received last to the device, where it was not received there.
-        brought: bytes of contents that it shares or has shared, the largest of them, by their names in their circle.
-        work: who did how much of what it asked for.
+        finish_upload: copies the last received bytes to the device, if they were not received there directly.
+        shared_contents: the largest contents that it shares or has shared: bytes by name (`name_in_circle`).
+        work: how its programs ran.
         counters: what it has done.
-        failure: the first thing that went wrong since the client was last answered.
-        spans: what is told of it, from its client's hello on.
+        failure: the first failure since the last answer.
+        spans: its spans, after its client's hello; None: it is not traced.
     """
 
     id: str
@@ -81,7 +82,7 @@ class Session:
     quota: int
     holdings: Holdings
     programs: SessionPrograms
-    used: Used
+    used: SessionUsage
     tiers: Tiers | None = None
     hosted: SpanContext | None = None
     flow: Flow[Frame] = field(default_factory=Flow)
@@ -92,19 +93,19 @@ class Session:
     running: bool = False
     decoding: Decoding | None = None
     unread: Unread = field(default_factory=Unread)
-    landing: Callable[[], None] | None = None
-    brought: dict[str, int] = field(default_factory=dict)
+    finish_upload: Callable[[], None] | None = None
+    shared_contents: dict[str, int] = field(default_factory=dict)
     work: Work = field(default_factory=Work)
     counters: Counters = field(default_factory=Counters)
     failure: Failure | None = None
     spans: SessionSpans | None = None
 
-    def largest_brought(self) -> tuple[str, ...]:
-        """The names of the largest contents that it shared, largest first."""
-        return tuple(heapq.nlargest(BROUGHT, self.brought, key=lambda name: self.brought[name]))
+    def largest_shared(self) -> tuple[str, ...]:
+        """Names of the largest contents that it shared, largest first."""
+        return tuple(heapq.nlargest(SHARED_KEPT, self.shared_contents, key=lambda name: self.shared_contents[name]))
 
     def host_use(self) -> HostUse:
-        """What it makes the host hold now."""
+        """The host memory that the session uses now."""
         conn, inbox = self.conn, self.flow.inbox
         queue = inbox.nbytes + FRAME_BYTES * len(inbox.frames)
         return HostUse(
@@ -124,12 +125,12 @@ class Session:
                 self.spans.failed(code, message)
 
     def take_failure(self) -> Failure | None:
-        """The kept failure, once."""
+        """Return the failure and clear it."""
         failure, self.failure = self.failure, None
         return failure
 
     def release(self) -> None:
-        """Let go of everything but its memory, which is `Vram`'s to free."""
+        """Release everything except the device memory, which `Vram` frees."""
         self.buffers.clear()
         if self.decoding is not None:
             self.decoding.cancelled, self.decoding = True, None

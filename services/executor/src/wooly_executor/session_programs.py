@@ -1,6 +1,6 @@
 """The programs and kernel sources that one session may name.
 
-Owned by the device loop's thread; `define` and `take_source` run in a decoder's.
+The device loop's thread owns this module; decoder threads call `define` and `take_source`.
 """
 
 from __future__ import annotations
@@ -13,29 +13,29 @@ from wooly_wis.foreign import MAX_SOURCES, MAX_SOURCES_BYTES, Source, decode_sou
 from wooly_executor.errors import UnknownProgramError, UnknownSourceError
 from wooly_executor.programs import Author, ProgramStore, ReadyProgram
 
-#: Programs that a session may refer to by digest. The client keeps fewer, in the same order of use.
+#: Maximum number of programs that a session may name by digest. The client's limit is lower, and it evicts in the same order.
 PROGRAMS_KEPT = 1100
 
 
 class SessionPrograms:
-    """One session's.
+    """The programs of one session.
 
     Args:
         store: has the programs of all sessions.
-        author: whose they are, and what they may do.
-        most: bytes of host memory that they may take; with more, those that were used longest ago are forgotten.
+        author: the session's tenant and permissions.
+        most: maximum host memory of its programs, in bytes. Above it, the least recently used programs are forgotten.
 
     Attributes:
-        nbytes: of their definitions.
-        held: bytes of host memory that they take, decoded and prepared.
-        sources: texts of its own kernels, by digest.
-        source_bytes: of these.
+        nbytes: size of the definitions.
+        held: estimated host memory of the programs, in bytes.
+        sources: its kernel sources, by digest.
+        source_bytes: size of the sources.
     """
 
     def __init__(self, store: ProgramStore, author: Author, most: int) -> None:
         self._store, self._author, self._most = store, author, most
         self._known: OrderedDict[bytes, ReadyProgram] = OrderedDict()
-        self._lost = False  # some were forgotten, as they took too much
+        self._lost = False  # a program was forgotten because of the limit `most`
         self.nbytes = self.held = self.source_bytes = 0
         self.sources: dict[bytes, Source] = {}
 
@@ -43,18 +43,18 @@ class SessionPrograms:
         return len(self._known)
 
     def all(self) -> list[ReadyProgram]:
-        """Every program, the one that was used longest ago first."""
+        """All programs, least recently used first."""
         return list(self._known.values())
 
     def get(self, name: bytes) -> ReadyProgram | None:
-        """The program of this digest, if it was defined and is not forgotten."""
+        """The program with this digest; None if it is unknown or forgotten."""
         return self._known.get(name)
 
     def use(self, name: bytes) -> ReadyProgram:
-        """The program of this digest; it is the last that is forgotten.
+        """The program with this digest. It becomes the most recently used one.
 
         Raises:
-            UnknownProgramError: there is none.
+            UnknownProgramError: the program is unknown or forgotten.
         """
         ready = self._known.get(name)
         if ready is None:
@@ -66,17 +66,19 @@ class SessionPrograms:
         said = f"this session has not defined the program {name.hex()[:16]}"
         if self._lost:
             said += (
-                f", or it was forgotten: the session's programs took more than {self._most} bytes of host memory "
+                f", or the executor has forgotten it: the session's programs exceed {self._most} bytes of host memory "
                 "(WOOLY_EXECUTOR_DEFINITIONS)"
             )
         return said
 
     def define(self, raw: bytes) -> ReadyProgram:
-        """Decode a program's definition, for `keep`. A decoder's thread may do so while nothing else of the session is done."""
+        """Decode a program's definition, for `keep`. A decoder's thread may call this, because no other frame of the session is
+        processed meanwhile.
+        """
         return self._store.define(raw, self.sources, self._author)
 
     def keep(self, ready: ReadyProgram) -> None:
-        """From now on runs may name this program."""
+        """Register a program, so that runs may name it."""
         known = self._known
         if ready.digest not in known:
             self.nbytes += ready.nbytes
@@ -95,30 +97,31 @@ class SessionPrograms:
         self._store.let_go(gone)
 
     def take_source(self, raw: bytes) -> tuple[bytes, Source, int]:
-        """Decode the source of kernels, for `keep_source`; threads as in `define`. Returns its digest, itself, its bytes.
+        """Decode a kernel source, for `keep_source`. A decoder's thread may call this. Returns its digest, the source and its
+        size.
 
         Raises:
-            DecodeError: the bytes are no source.
+            DecodeError: the bytes are not a valid source.
         """
         return digest(raw), decode_source(raw), len(raw)
 
     def keep_source(self, name: bytes, source: Source, nbytes: int) -> None:
-        """From now on programs may name this source.
+        """Register a kernel source, so that programs may name it.
 
         Raises:
-            UnknownSourceError: the session has sent too many.
+            UnknownSourceError: the session has sent too many sources.
         """
         if name in self.sources:
             return
         if len(self.sources) >= MAX_SOURCES or self.source_bytes + nbytes > MAX_SOURCES_BYTES:
             raise UnknownSourceError(
-                f"a session defines at most {MAX_SOURCES} kernel sources, and {MAX_SOURCES_BYTES} bytes of them"
+                f"too many kernel sources: a session may send {MAX_SOURCES} sources and {MAX_SOURCES_BYTES} bytes in all"
             )
         self.sources[name] = source
         self.source_bytes += nbytes
 
     def release(self) -> None:
-        """Let go of all of them."""
+        """Release all programs and sources."""
         for gone in self._known.values():
             self._let_go(gone)
         self._known.clear()

@@ -1,4 +1,4 @@
-"""The open sessions of one device: how one begins, is suspended, and ends. Owned by the device loop's thread."""
+"""The open sessions of one device: how a session opens, is suspended, and ends. The device loop's thread owns this module."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from wooly_dispatch.events import Policy
 from wooly_wis.frames import PROTOCOL, Kind
 
 from wooly_executor.answers import Answers
+from wooly_executor.connection_admission import ConnectionAdmission, Hello, HelloRefusedError, refusal
 from wooly_executor.dispatch import Dispatch
-from wooly_executor.entrance import Entrance, Hello, TurnedAwayError, refusal
 from wooly_executor.errors import AdmissionError, HostMemoryError, UnknownSessionError
 from wooly_executor.flow import ClientCame, Held, Signal, note
-from wooly_executor.host_account import Holder, HostLimits, to_end
+from wooly_executor.host_account import Holder, HostLimits, session_to_end
 from wooly_executor.memory.book import Scope
 from wooly_executor.post import Post
 from wooly_executor.programs import Author, ProgramStore
@@ -31,11 +31,11 @@ from wooly_executor.usage import UsageBook
 from wooly_executor.vram import Vram
 
 log = logging.getLogger("wooly.executor")
-#: Why sessions end that end with the executor.
+#: Reason of sessions that end because the executor stops.
 STOPPING = "the executor is stopping"
-#: Bytes that a client may send before the executor has said that it has taken in what came before.
+#: Maximum bytes that a client may send before the executor acknowledges earlier frames.
 WINDOW = 64 << 20
-#: Told of a session that ended: its id, why (empty: its client closed it, in order), and the contents that it shared.
+#: Callback for a session that ended: its id, the reason (empty: its client closed it), and the names of contents that it shared.
 Closed = Callable[[str, str, tuple[str, ...]], None]
 
 
@@ -43,17 +43,17 @@ class Sessions:
     """The sessions of one device, by id.
 
     Args:
-        runtime: computes.
-        tiers: decides how programs run; None: all run as they are.
+        runtime: runs programs.
+        tiers: decides how programs run; None: all programs run at tier 0.
         vram: the device's memory.
-        dispatch: orders their runs.
-        store: has their programs.
-        usage: counts what they use.
-        entrance: lets their clients in.
-        answers: says what is said to them.
-        post: where events of theirs go.
-        server: their clients' channels.
-        limits: what they may make the host hold.
+        dispatch: orders the runs.
+        store: has the programs of all sessions.
+        usage: measures what sessions use.
+        admission: admits clients.
+        answers: sends answers to clients.
+        post: queue of events of sessions.
+        server: the channels of the clients.
+        limits: limits of the host memory that sessions use.
     """
 
     def __init__(
@@ -64,14 +64,14 @@ class Sessions:
         dispatch: Dispatch,
         store: ProgramStore,
         usage: UsageBook,
-        entrance: Entrance,
+        admission: ConnectionAdmission,
         answers: Answers,
         post: Post,
         server: ChannelServer,
         limits: HostLimits,
     ) -> None:
         self._runtime, self._tiers, self._vram, self._dispatch = runtime, tiers, vram, dispatch
-        self._store, self._usage, self._entrance, self._answers = store, usage, entrance, answers
+        self._store, self._usage, self._admission, self._answers = store, usage, admission, answers
         self._post, self._server, self._limits = post, server, limits
         self._open: dict[str, Session] = {}
         self._closed: Closed | None = None
@@ -83,7 +83,7 @@ class Sessions:
         return self._open[session_id]
 
     def get(self, session_id: str) -> Session | None:
-        """The session of this id, if it is open."""
+        """The open session with this id, or None."""
         return self._open.get(session_id)
 
     def all(self) -> list[Session]:
@@ -91,7 +91,7 @@ class Sessions:
         return list(self._open.values())
 
     def follow(self, closed: Closed) -> None:
-        """Have `closed` told, in the device's thread, of every session that ends from now on."""
+        """Call `closed` in the device's thread for every session that ends from now on."""
         self._closed = closed
 
     # -- beginning ---------------------------------------------------------------------------------------------------
@@ -110,16 +110,26 @@ class Sessions:
         hosted: SpanContext | None = None,
         opaque: bool = False,
     ) -> None:
-        """Admit a session.
+        """Open a session.
 
-        `hosted`: what it is opened under, where it is traced. `opaque`: it may launch kernels that nobody here can check.
+        Args:
+            session_id: id of the session.
+            entry: the pass that admits its client.
+            quota: bytes of device memory that it declares; None: no declaration.
+            policy: class, weight and token buckets.
+            tenant: tenant of the session.
+            model: name of the model, for metering.
+            scope: with whom it shares contents.
+            swappable: it may be swapped out.
+            hosted: trace context in which it is opened; None: it is not traced.
+            opaque: it may launch kernels that cannot be checked.
 
         Raises:
-            AdmissionError: the id is taken, or what is asked for cannot be promised.
+            AdmissionError: the id is in use, or the declared memory cannot be promised.
         """
         if session_id in self._open:
-            raise AdmissionError(f"session {session_id} is open already")
-        swappable = swappable and not self._dispatch.fifo  # in the order of arrival nobody can be passed over
+            raise AdmissionError(f"session {session_id} is already open on this executor")
+        swappable = swappable and not self._dispatch.fifo  # in order of arrival, no session can be passed over
         most = self._vram.quota(session_id, quota, swappable)
         holdings = self._vram.open(session_id, tenant, scope, swappable=swappable, promised=quota or 0)
         borne = functools.partial(self._vram.borne, holdings.account)
@@ -137,13 +147,13 @@ class Sessions:
         self._vram.enter(session)
         self._open[session_id] = session
         self._dispatch.opened(session, policy or Policy(), tenant)
-        self._entrance.open(session_id, entry)
+        self._admission.open(session_id, entry)
 
     def welcome(self, conn: Connection, hello: Hello) -> None:
-        """Serve a client that the entrance let in, unless its session ended meanwhile."""
+        """Start to serve an admitted client, unless its session has ended meanwhile."""
         session = self._open.get(hello.session_id)
         if session is None or session.entry is not hello.entry:
-            conn.send(*refusal(TurnedAwayError.code, "the session is not open here"))
+            conn.send(*refusal(HelloRefusedError.code, "the session is not open here"))
             self._server.flush()
             conn.close("the session is not open here")
             return
@@ -158,20 +168,25 @@ class Sessions:
         self._answers.say(conn, welcome, Kind.WELCOME)
         self._post.add(session, ClientCame(planned=hello.jit == "full" and session.tiers is not None))
 
-    # -- meanwhile ---------------------------------------------------------------------------------------------------
+    # -- while open --------------------------------------------------------------------------------------------------
 
     def suspend(self, session_id: str, paused: bool | None, hold: str | None) -> bool:
-        """Somebody suspends a session, or a hold does, whose reason its client is told.
+        """Suspend a session or resume it, or set or end its hold. Its client gets the reason of a hold.
+
+        Args:
+            session_id: id of the session.
+            paused: suspend or resume; None: no change.
+            hold: reason of the hold, empty to end it; None: no change.
 
         Returns:
-            Whether it is suspended from now on, for either.
+            Whether the session is suspended or held from now on.
 
         Raises:
-            UnknownSessionError: there is none of that id.
+            UnknownSessionError: no session has this id.
         """
         session = self._open.get(session_id)
         if session is None:
-            raise UnknownSessionError(f"session {session_id} is not open here")
+            raise UnknownSessionError(f"session {session_id} is not open on this executor")
         now = session.flow.hold
         if paused is not None:
             self._post.add(session, Signal.PAUSED if paused else Signal.RESUMED)
@@ -180,34 +195,34 @@ class Sessions:
         return (now.paused if paused is None else paused) or bool(now.reason if hold is None else hold)
 
     def bill_decoding(self, session_id: str, core_ns: int) -> None:
-        """What a session runs was decoded before it was opened: it took so many ns of a core."""
+        """Bill a session for core time, in ns, that was used to decode its programs before it was opened."""
         session = self._open.get(session_id)
         if session is not None:
             session.used.decoded(core_ns)
 
     def sample_spans(self) -> None:
-        """Tell what traced sessions ran."""
+        """Record spans of what traced sessions ran."""
         now = time.time_ns()
         for session in self._open.values():
             if session.spans is not None:
                 session.spans.sample(session.counters, session.work, now)
 
     def review(self) -> None:
-        """End a session where sessions make the host hold too much."""
+        """End a session if sessions exceed the limits of host memory."""
         holders = [Holder(s.id, s.holdings.account.tenant or s.id, s.host_use()) for s in self._open.values()]
-        found = to_end(holders, self._limits, self._store.held)
+        found = session_to_end(holders, self._limits, self._store.held)
         if found is not None:
             self.end(self._open[found[0]], found[1])
 
     # -- ending ------------------------------------------------------------------------------------------------------
 
     def close(self, session_id: str, reason: str) -> bool:
-        """End a session and free all it has. False if there is none of that id."""
+        """End a session and free all its memory. Returns False if no session has this id."""
         session = self._open.pop(session_id, None)
         if session is None:
             return False
         note(session.flow, Signal.CLOSED)
-        self._entrance.close(session_id)
+        self._admission.close(session_id)
         self._dispatch.closed(session)
         if session.spans is not None:
             session.spans.end(session.counters, session.work, session.holdings.swaps, reason)
@@ -216,22 +231,23 @@ class Sessions:
         session.release()
         conn, session.conn = session.conn, None
         if conn is not None:
-            conn.owner = None  # neither keeps the other: both go now, not when cycles are looked for (`collector`)
+            # breaks the reference cycle, so that both are freed now and not at the next garbage collection (`collector`)
+            conn.owner = None
             if not conn.closed:
                 conn.close(reason)
         if self._closed is not None:
-            self._closed(session_id, reason, session.largest_brought())
+            self._closed(session_id, reason, session.largest_shared())
         return True
 
     def end(self, session: Session, why: str) -> None:
-        """A session ends, alone, for something that its client did."""
+        """End one session because of something that its client did."""
         log.warning("session %s of tenant %s ends: %s", session.id, session.tenant or "default", why)
         self.close(session.id, why)
 
     def exhausted(self, conn: Connection, error: MemoryError | RecursionError) -> None:
-        """What a client sent needs more memory, or a deeper stack, than there is: its session ends, and no other."""
+        """End the session whose client sent something that exceeds the host memory or the stack. Other sessions go on."""
         what = "host memory" if isinstance(error, MemoryError) else "stack"
-        why = f"{HostMemoryError.code}: the executor has not enough {what} for what its client sent"
+        why = f"{HostMemoryError.code}: the executor has not enough {what} to process what the client sent"
         why += f": {error}" if str(error) else ""
         if conn.owner is not None:
             self.end(conn.owner, why)
@@ -239,15 +255,15 @@ class Sessions:
             conn.close(why)
 
     def gone(self, conn: Connection, reason: str) -> None:
-        """A connection is closed: so is its session."""
+        """End the session of a connection that was closed."""
         session: Session | None = conn.owner
         if session is not None:
             if reason:
-                log.warning("session %s: %s", session.id, reason)
-            self.close(session.id, reason or "its client is gone")
+                log.warning("session %s ends: %s", session.id, reason)
+            self.close(session.id, reason or "its client closed the connection")
 
     def end_clients(self) -> None:
-        """Close the sessions that clients have: whatever else is to end, they need not wait for it."""
+        """Close the sessions that have clients, so that clients need not wait for the rest of the shutdown."""
         for session_id, session in list(self._open.items()):
             if session.conn is not None:
                 self.close(session_id, STOPPING)

@@ -1,4 +1,4 @@
-"""Settings of the executor's process, from WOOLY_EXECUTOR_* variables."""
+"""Settings of the executor's process, from the variables WOOLY_EXECUTOR_*."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from wooly_bus import host
 from wooly_bus.channel import Endpoint, StrangerLimits
 from wooly_wis.messages import Id
 
+from wooly_executor.core_speed import CoreSpeed
 from wooly_executor.host_account import HostLimits
 from wooly_executor.memory.swap import Policy
-from wooly_executor.pace import Pace
 from wooly_executor.vram import SwapSettings
 
 PREFIX = "WOOLY_EXECUTOR_"
-#: The cluster's percentage, until somebody configures another.
+#: Variable with the cluster's percentage. It is the default until an administrator configures another value.
 DEFAULT_OVERCOMMIT = "CONTROLLER_DEFAULT_VRAM_OVERCOMMIT_PERCENT"
-#: The part of the host's memory that is no CPU device's, but the executor's own and an operator's while it runs: one in so many.
+#: A CPU device leaves this part of the host's memory, one in so many, to the executor and to running operators.
 OWN_PART = 8
 ANY_ADDRESS = ("0.0.0.0", "::")
 
@@ -33,14 +33,14 @@ def _state_dir() -> Path:
 
 
 class ExecutorSettings(BaseSettings):
-    """What an executor needs to know. Memory in bytes, times in seconds.
+    """Settings of an executor. Memory in bytes, times in seconds.
 
-    `memory` is the device's, where it is not to be all of it. On a CPU the process may take `host_memory` in all. A large
-    allocation leaves `reserve` free, if sessions idle for `swap_idle_s` can be swapped out for it: to `swap_host` bytes of host
-    memory, then to `swap_disk` bytes in `swap_dir`.
-    `device` is the number of the GPU among those that the process sees: one executor serves one.
-    `max_elements` and `max_flops` bound the work of one call of the library, where the device's defaults are not to.
-    `channel_key` is the public key of the router, if no other may open sessions here.
+    `memory` limits the device's memory. On a CPU, the process takes at most `host_memory` in all. A large allocation leaves
+    `reserve` bytes free if sessions that were idle for `swap_idle_s` can be swapped out: to `swap_host` bytes of host memory
+    first, then to `swap_disk` bytes in `swap_dir`.
+    `device` is the number of the GPU among those that the process sees; one executor serves one GPU.
+    `max_elements` and `max_flops` bound the work of one library call; without them, the device's defaults apply.
+    `channel_key` is the public key of the only router that may open sessions; empty: any router may.
     """
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, populate_by_name=True)
@@ -77,41 +77,41 @@ class ExecutorSettings(BaseSettings):
     answers: int = Field(
         default=16 << 20,
         ge=1 << 20,
-        description="bytes of answers that wait for one session's client; with more, nothing else of the session is processed "
+        description="maximum bytes of unread answers of one session; above it, no other frame of the session is processed "
         "until the client reads",
     )
     answers_s: float = Field(
         default=30.0,
         gt=0,
-        description="seconds after which a session ends whose client reads nothing of the answers that it waits for",
+        description="seconds for which a session waits for a client that reads none of its answers; then the session ends",
     )
     definitions: int = Field(
         default=512 << 20,
         ge=1 << 20,
-        description="bytes of host memory that one session's programs may take once decoded (1 to 3 KiB per instruction); with "
-        "more, the session forgets the programs that it used longest ago",
+        description="maximum bytes of host memory of one session's decoded programs (1 to 3 KiB per instruction); above it, the "
+        "least recently used programs are forgotten",
     )
     session_host: int = Field(
         default=1 << 30,
         ge=1 << 20,
-        description="bytes of host memory that one session may take in all beside its buffers (queue, answers, programs, "
-        "sources); a session with more ends",
+        description="maximum bytes of host memory of one session without its buffers (queue, answers, programs, sources); above "
+        "it, the session ends",
     )
     sessions_host: Annotated[int, Field(ge=1 << 20)] | None = Field(
         default=None,
-        description="the same of all sessions, by default a sixteenth of `host_memory`, at least 256 MiB; beyond it the largest "
-        "session of the tenant that holds most ends",
+        description="the same limit for all sessions together, by default a sixteenth of `host_memory` and at least 256 MiB; "
+        "above it, the largest session of the tenant with the most memory ends",
     )
     decode_s: float = Field(
         default=10.0,
         gt=0,
-        description="seconds of a core that decoding and checking one definition, or the module of one job, may take",
+        description="maximum core time, in seconds, to decode and check one definition or the module of one job",
     )
     programs: int = Field(
         default=256 << 20,
         ge=0,
-        description="bytes of host memory for programs that no session has any more: who defines one of them again waits for "
-        "nothing. Half as much is for their forms",
+        description="maximum bytes of host memory for cached programs that no session has any more, so that a later definition "
+        "is quick; half as much is for their forms",
     )
     dispatch: Literal["fair", "fifo"] = "fair"
     undeclared_percent: int = Field(default=20, ge=0, le=100)
@@ -123,11 +123,11 @@ class ExecutorSettings(BaseSettings):
     pace: Literal["best", "off"] | Annotated[int, Field(ge=1_000, le=1_000_000)] = "best"
 
     def device_memory(self, capacity: int | None) -> int:
-        """Bytes of the device: as configured, else its `capacity`, else what of the host's memory a CPU device gets."""
+        """Bytes of the device: as configured, else its `capacity`, else a CPU device's part of the host's memory."""
         return self.memory or capacity or self.host_memory - self.host_memory // OWN_PART
 
     def swap(self, taken: int = 0) -> SwapSettings:
-        """How memory is swapped, where the device itself has taken so many bytes of host memory."""
+        """Settings of swapping. `taken`: bytes of host memory that the device itself uses."""
         swap_host = self.swap_host
         if swap_host is None:
             swap_host = max(min(self.host_memory // 4, (self.host_memory - taken) // 2), 0)
@@ -136,28 +136,28 @@ class ExecutorSettings(BaseSettings):
         return SwapSettings(policy, swap_host, self.swap_disk, folder, int(self.swap_patience_s * 1e9))
 
     def limits(self) -> HostLimits:
-        """What sessions may make the host hold."""
+        """Limits of the host memory that sessions use."""
         executor = self.sessions_host or max(self.host_memory // 16, 256 << 20)
         return HostLimits(
             self.answers, self.answers_s, self.definitions, self.session_host, executor, self.decode_s, self.programs
         )
 
-    def paced(self) -> Pace | None:
-        """How the pace of a CPU is measured; None: it is not."""
+    def paced(self) -> CoreSpeed | None:
+        """The measurement of a CPU's speed; None: it is switched off."""
         if self.pace == "off":
             return None
-        return Pace(None if self.pace == "best" else self.pace)
+        return CoreSpeed(None if self.pace == "best" else self.pace)
 
     def stranger_limits(self) -> StrangerLimits:
-        """What connections may take that have not shown a valid hello."""
+        """Limits of connections that have not sent a valid hello."""
         return StrangerLimits(self.strangers, self.strangers_per_peer, self.hello_s, self.spare_descriptors)
 
     def endpoints(self) -> list[str]:
-        """Where to listen: as configured, or a unix socket in the state directory."""
+        """The endpoints to listen at: as configured, or a unix socket in the state directory."""
         return _parts(self.listen) or [f"unix://{self.state_dir}/{self.id}.sock"]
 
     def advertised(self, bound: list[Endpoint]) -> list[str]:
-        """What clients are told: as configured, or where we listen, by the node's name where that is every address."""
+        """The endpoints that clients get: as configured, or the bound ones with the node's name for a wildcard address."""
         if self.advertise:
             return _parts(self.advertise)
         return [str(replace(e, host=self.node) if e.host in ANY_ADDRESS else e) for e in bound]
@@ -168,7 +168,7 @@ def _parts(text: str) -> list[str]:
 
 
 def complaints(error: ValidationError) -> list[str]:
-    """One line per setting that is wrong: its variable, what was given, what is asked for."""
+    """One line per invalid setting: variable, value, and what is required."""
     return [
         f"{PREFIX}{str(e['loc'][0]).upper().removeprefix(PREFIX)}={e['input']!s}: {e['msg']}" for e in error.errors()
     ]

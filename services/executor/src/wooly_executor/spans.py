@@ -1,13 +1,13 @@
-"""What is told of a session in its trace: a few spans, however much it runs.
+"""The spans of a session in its trace. Their number is small, however much the session runs.
 
-    executor.session     from its hello to its end; the others are its children
-    executor.define      a program's definition, as long as there are spans left
-    executor.first_run   the first run of each
-    executor.compile     waiting for a plan (`compilation`); of that, executor.leisure until it was asked for
-    executor.runs        what it ran in a while: sums, no span per run; the while grows with the session's age
+    executor.session     from its hello to its end; parent of the others
+    executor.define      definition of a program, up to the limit of single spans
+    executor.first_run   first run of each program
+    executor.compile     waiting for a plan (`compilation`); its child executor.leisure is the wait for the permit to compile
+    executor.runs        sums of what ran in a period, no span per run; the period grows with the session's age
     executor.swap_out, executor.swap_in
 
-A run costs one look at whether it is a first one. Owned by the device loop's thread.
+A run costs one test whether it is a first run. The device loop's thread owns this module.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from wooly_bus.tracing import context_of, traceparent, tracer
 
 from wooly_executor.counters import Counters, Work
 
-#: Spans of single events in one session; swaps have as many of their own.
+#: Maximum number of spans of single events in one session. Swaps have a limit of the same size of their own.
 SINGLE = 256
-#: The first spans of sums are this far apart; after so many of them, twice as far, and so on up to the longest.
+#: Initial period of the spans of sums, in ns. After each `PERIODS` spans the period doubles, up to `LONGEST_NS`.
 PERIOD_NS = 1_000_000_000
 PERIODS = 16
 LONGEST_NS = 3600 * 1_000_000_000
@@ -34,12 +34,12 @@ class SessionSpans:
     """The spans of one session.
 
     Args:
-        session_id: whose.
-        parent: what they are under.
+        session_id: id of the session.
+        parent: context of the parent span.
         now: ns since 1970.
 
     Attributes:
-        fresh: programs whose first run is to be told of, by digest.
+        fresh: digests of programs whose first run will get a span.
         parent: the session's own span, as `traceparent`.
     """
 
@@ -57,7 +57,7 @@ class SessionSpans:
         self._counts: dict[str, int] = {}
 
     def take(self) -> bool:
-        """Whether there may be one more span of a single event."""
+        """Whether one more span of a single event is allowed. It counts as used."""
         if self._left <= 0:
             self.left_out += 1
             return False
@@ -68,7 +68,7 @@ class SessionSpans:
         self._tracer.start_span(f"executor.{name}", self._context, attributes=attributes, start_time=begun).end(ended)
 
     def defined(self, digest: bytes, nbytes: int, begun: int) -> None:
-        """A program was defined, perhaps for the first time."""
+        """Record a definition if the program is new."""
         if digest not in self._seen and self.take():
             self._seen.add(digest)
             name = digest.hex()[:16]
@@ -77,7 +77,7 @@ class SessionSpans:
                 self.fresh.add(digest)
 
     def ran(self, digest: bytes, begun: int, gpu_ns: int, instructions: int, failed: bool) -> None:
-        """A program ended, perhaps for the first time."""
+        """Record the end of a run if it is the program's first."""
         if digest not in self.fresh:
             return
         self.fresh.discard(digest)
@@ -90,7 +90,7 @@ class SessionSpans:
             span.end(now)
 
     def swapped(self, direction: str, begun: int, nbytes: int) -> None:
-        """The session's memory went `out` or came `in`."""
+        """Record a swap; `direction` is `out` or `in`."""
         if self._swaps_left <= 0:
             self.left_out += 1
             return
@@ -98,12 +98,12 @@ class SessionSpans:
         self._tell(f"swap_{direction}", begun, time.time_ns(), bytes=nbytes)
 
     def failed(self, code: str, message: str) -> None:
-        """Something that the client asked for failed."""
+        """Record a failed request of the client."""
         self._span.set_status(trace.StatusCode.ERROR, code)
         self._span.set_attributes({"error.type": code, "error.message": message})
 
     def sample(self, counters: Counters, work: Work, now: int, *, last: bool = False) -> None:
-        """Sum up what it ran since the last time, if that is long ago."""
+        """Record the sums since the last sample, if the period has passed."""
         if now - self._since < self._period and not last:
             return
         counts = {name: getattr(counters, name) for name in _COUNTED}
@@ -117,7 +117,7 @@ class SessionSpans:
         self._since, self._counts = now, counts
 
     def end(self, counters: Counters, work: Work, swaps: int, reason: str) -> None:
-        """The session is over."""
+        """End the session's span."""
         now = time.time_ns()
         self.sample(counters, work, now, last=True)
         totals = {f"total_{k}": v for k, v in self._counts.items()}
@@ -126,11 +126,12 @@ class SessionSpans:
 
 
 def spans_of(session_id: str, hosted: trace.SpanContext | None, hello: object) -> SessionSpans | None:
-    """The spans of a session whose client says hello; None where it is not traced.
+    """The spans of a session whose client has sent a hello. None: the session is not traced.
 
     Args:
-        hosted: what the control plane had the session opened under.
-        hello: the `traceparent` of the client's own span, which counts where it is of the same trace.
+        session_id: id of the session.
+        hosted: trace context in which the control plane had the session opened.
+        hello: `traceparent` of the client's own span. It is used only if it belongs to the same trace.
     """
     if hosted is None:
         return None
@@ -143,6 +144,6 @@ def spans_of(session_id: str, hosted: trace.SpanContext | None, hello: object) -
 
 
 def hosted_under() -> trace.SpanContext | None:
-    """The context of the current span, where it is recorded."""
+    """The context of the current span, if it is recorded; else None."""
     span = trace.get_current_span()
     return span.get_span_context() if span.is_recording() else None

@@ -1,11 +1,12 @@
-"""Which way a program runs: as it is (tier 0), or as the plan that a compiler made of it; and who did how much of the work.
+"""Decides whether a program runs at tier 0 (library calls one by one) or with the plan that a compiler made of it.
 
-    tiers.choose(ready, jit, params)       what to run now, by the device loop's thread, between runs
-    tiers.wanted.get()                     what somebody should get a plan for, by another thread; `tiers.bell` rings for it
-    tiers.took(wanted, prepared)           a plan is there (or will not be), in the loop's thread again
+    tiers.choose(ready, jit, params)       what to run now; called by the device loop's thread, between runs
+    tiers.wanted.get()                     the next plan to get; called by another thread, which `tiers.bell` wakes
+    tiers.deliver(wanted, prepared)        delivers a plan, or the reason for none; called in the loop's thread again
 
-A plan of mode `exact` has the library's own bits, so it is taken up between any two runs. One of mode `full` has not: there a
-session runs none of its programs before it is known whether there is a plan, and then always that way. ADR 17 says why.
+A plan of mode `exact` has the library's own bits, so a program can switch to it between any two runs. A plan of mode `full` has
+other bits. So a session of mode `full` runs a program only after it is known whether there is a plan, and then always in the same
+way (ADR 17).
 """
 
 from __future__ import annotations
@@ -28,18 +29,19 @@ from wooly_executor.programs import ReadyProgram
 from wooly_executor.runtime.prepared import PreparedProgram
 from wooly_executor.spans import SessionSpans
 
-#: How a session wants its programs to run: as the library does, with kernels of the same bits, with all kernels.
+#: The mode of a session: `0` (library only), `exact` (kernels with the library's bits), `full` (all kernels).
 Jit = Literal["0", "exact", "full"]
-#: Runs after which a plan of mode `exact` is wanted: most programs are run once or twice. When it is asked for, `leisure` says.
+#: Number of runs after which a plan of mode `exact` is requested, because most programs run once or twice. `compile_throttle`
+#: decides when the compilers are asked.
 OFTEN = 16
-#: Programs of which it is known whether there is a plan.
+#: Maximum number of requests and plans that are remembered.
 KEPT = 8192
-#: Digest of a program, mode, the params that decide on its plan.
+#: Digest of a program, mode, and the params that determine its plan.
 Key = tuple[bytes, str, tuple[tuple[int, bytes], ...]]
 
 
 class State(Enum):
-    """What is known of a plan."""
+    """State of a request for a plan."""
 
     NEW = "new"
     WANTED = "wanted"
@@ -49,18 +51,22 @@ class State(Enum):
 
 @dataclass(eq=False, slots=True)
 class Wanted:
-    """A plan that is asked for.
+    """A request for a plan.
 
     Attributes:
-        decided: values of the params on which the computation hangs, as words.
-        estimate: what a run of it takes.
-        state: what is known.
-        runs: how often it was run without.
-        prepared: the plan, ready to run.
-        why: why there is none.
-        waiting: to be called once more is known.
-        trace: the session that asked first, as `traceparent`; empty: it is not traced.
-        forgotten: nobody can use it any more.
+        digest: digest of the program.
+        program: the program.
+        facts: the verifier's facts.
+        mode: mode of the plan.
+        decided: values of the params that determine the plan, as words.
+        estimate: expected times of a run.
+        state: state of the request.
+        runs: number of runs without the plan.
+        prepared: the loaded plan.
+        why: why there is no plan.
+        waiting: callbacks for the next change of the state.
+        trace: session that asked first, as `traceparent`; empty: it is not traced.
+        forgotten: no session can use the plan any more.
     """
 
     digest: bytes
@@ -79,7 +85,7 @@ class Wanted:
     _run: tuple[Cut | None, int] = (None, 0)
 
     def taken_ns(self) -> int:
-        """The device time that it has taken so far without a plan, about. For one thread, whichever."""
+        """Estimated device time of all runs without a plan, in ns. Only one thread may call this."""
         cut = self.estimate.cut
         if self._run[0] is not cut:
             self._run = cut, sum(cut.kernels)
@@ -89,33 +95,34 @@ class Wanted:
 def choose(
     tiers: Tiers | None, ready: ReadyProgram, jit: Jit, params: Sequence[Any], spans: SessionSpans | None = None
 ) -> Any:
-    """What to run for a program; see `Tiers.choose`. Without tiers, all programs run as they are.
+    """What to run for a program: see `Tiers.choose`. Without tiers, all programs run at tier 0.
 
     Raises:
-        NoCompilerError: the session wants no program to run as it is.
+        NoCompilerError: the session has mode `full`, and this executor runs no kernels.
     """
     if tiers is not None:
         return tiers.choose(ready, jit, params, spans)
     if jit == "full":
         raise NoCompilerError(
-            "WOOLYAI_JIT=full needs a runtime that runs kernels, and compilers; this executor has none. Not so WOOLYAI_JIT=exact"
+            "WOOLYAI_JIT=full needs a runtime that runs kernels, and compilers; this executor has none. Use WOOLYAI_JIT=exact"
         )
     return ready.prepared
 
 
 class Tiers:
-    """Owned by the device loop's thread, but for `wanted`, `unwanted` and `bell`.
+    """Chooses between tier 0 and plans. The device loop's thread owns it, except `wanted`, `unwanted` and `bell`.
 
     Args:
-        exact: whether there are plans of mode `exact` for the device.
+        exact: whether compilers make plans of mode `exact` for the device.
     """
 
     def __init__(self, *, exact: bool = True) -> None:
         self._exact = exact
         self.wanted: queue.SimpleQueue[Wanted | None] = queue.SimpleQueue()
-        #: What was wanted and no session can use any more: the task that gets it holds its program.
+        #: Cancelled requests, because no session can use the plan any more. The task that serves a request still refers to the
+        #: program.
         self.unwanted: queue.SimpleQueue[Wanted] = queue.SimpleQueue()
-        #: Rings when there is something in either queue.
+        #: Rings when one of the two queues has an entry.
         self.bell = Bell()
         self._known: OrderedDict[Key, Wanted] = OrderedDict()
         self._keys: dict[bytes, dict[Key, None]] = {}
@@ -125,7 +132,7 @@ class Tiers:
         """What to run for a program.
 
         Raises:
-            NoCompilerError: of mode `full`, nobody could say whether there is a plan. Asked again, it is asked for again.
+            NoCompilerError: in mode `full`, it is unknown whether there is a plan. The next run asks the compilers again.
         """
         if jit == "0" or not ready.computing or (jit == "exact" and not self._exact):
             return ready.prepared
@@ -137,7 +144,10 @@ class Tiers:
             return plan
         if jit == "full" and entry.state is not State.NONE:
             why, entry.why, entry.state = entry.why, "", State.NEW
-            raise NoCompilerError(why or "no plan was waited for")
+            raise NoCompilerError(
+                why
+                or "WOOLYAI_JIT=full needs a plan of the program, and the executor has not asked a compiler yet; run it again"
+            )
         entry.runs += 1
         if entry.runs >= OFTEN and entry.state is State.NEW:
             self._want(entry, spans)
@@ -150,7 +160,9 @@ class Tiers:
         then: Callable[[], None],
         spans: SessionSpans | None = None,
     ) -> bool:
-        """Whether a session of mode `full` has to wait before it may run a program; then `then` is called when it is over."""
+        """Whether a session of mode `full` must wait for the compilers before it runs a program. If so, `then` is called when the
+        answer is there.
+        """
         entry = self._entry(ready, "full", params)
         if entry.state in (State.READY, State.NONE) or entry.why:
             return False
@@ -159,14 +171,14 @@ class Tiers:
             self._want(entry, spans)
         return True
 
-    def took(self, entry: Wanted, prepared: PreparedProgram | None, why: str = "", *, final: bool = True) -> None:
-        """A plan is there; or there is none, and why.
+    def deliver(self, entry: Wanted, prepared: PreparedProgram | None, why: str = "", *, final: bool = True) -> None:
+        """Deliver a plan, or the reason why there is none.
 
         Args:
-            entry: what was asked for.
-            prepared: the plan.
-            why: why there is none.
-            final: there never will be; else the next run asks again.
+            entry: the request.
+            prepared: the loaded plan, or None.
+            why: why there is no plan.
+            final: the result will not change; otherwise the next run asks again.
         """
         if prepared is not None:
             entry.prepared, entry.state = prepared, State.READY
@@ -179,7 +191,7 @@ class Tiers:
             then()
 
     def forget(self, digest: bytes) -> None:
-        """No session has this program any more: what is known of its plans goes with it."""
+        """Forget the plans of a program that no session has any more."""
         self._deciding.pop(digest, None)
         for key in self._keys.pop(digest, ()):
             self._forget(self._known.pop(key, None))

@@ -1,10 +1,10 @@
-"""What each session uses of the device: counted by the device loop, taken now and then for metering.
+"""Measures what each session uses of the device. The device loop counts; metering collects the counts periodically.
 
     used.launched(gpu_ns, core_ns, now)     after each launch: a few additions
-    book.take(now)                          what was counted since, per session
+    book.take(now)                          usage since the last call, per session
 
-Residency is the integral of the bytes that a session bears, which it is asked for (`Session.borne`). While its own launches run a
-session executes; all other time is idle. Counts are exact integers; what is less than a MiB-microsecond stays for the next time.
+Residency is the integral of the bytes that a session is charged for (`Borne`). A session is executing while its own launches run;
+otherwise it is idle. Counts are exact integers. A remainder below one MiB-microsecond is carried over to the next call.
 """
 
 from __future__ import annotations
@@ -17,34 +17,35 @@ from wooly_wis.optable import cost
 from wooly_wis.program import Program
 
 from wooly_executor.bell import Bell
-from wooly_executor.pace import FULL
+from wooly_executor.core_speed import FULL
 
 #: Bytes times nanoseconds in a MiB-microsecond.
 MIB_US = (1 << 20) * 1000
-#: A session that only holds memory is told of so often.
+#: Minimum ns between two records of a session that only holds memory.
 IDLE_NS = 10_000_000_000
-#: Programs of a session of which it is kept how often each ended. Of more, while nobody takes the counts, their work is added up.
+#: Maximum number of programs of a session with their own count of runs. Beyond it, until the counts are collected, the oldest
+#: programs are added to one sum.
 RUNS_KEPT = 1024
-#: By digest: a program, and how often it ended.
+#: By digest: the program and its number of runs.
 Runs = dict[bytes, list[Any]]
 
 
 Borne = Callable[[int], tuple[int, int]]
-"""What a session bears at a time (monotonic ns), in bytes, and has borne in its life, in bytes times ns."""
+"""Returns a session's charge at a time (monotonic ns): bytes now, and the integral over its life in bytes times ns."""
 
 
-class Used:
-    """One session's counts. Owned by the device loop's thread.
+class SessionUsage:
+    """The usage of one session. The device loop's thread owns it.
 
     Attributes:
-        gpu_ns: device time since it was taken last.
-        core_ns: cores times device time since then, and what decoders took.
-        paced: that, times the pace at which each launch is priced (`wooly_executor.pace`), in ns times millionths.
-        runs: programs that ended since then, the last `RUNS_KEPT` of them.
-        summed: of those before them, how often any ended, and the work of that: bytes that were moved, and arithmetic.
-        executing_byte_ns: bytes times ns of its own device time, of the session's whole life.
-        byte_ns: bytes times ns of all time, of its whole life.
-        trace: the session's span, as `traceparent`; told with its last record.
+        gpu_ns: device time since the last collection.
+        core_ns: core time of launches and decoders since the last collection.
+        paced: the sum of core time times pace (`wooly_executor.core_speed`), in ns times millionths.
+        runs: programs that ended since the last collection, at most the last `RUNS_KEPT`.
+        summed: older programs since the last collection: number of runs, bytes moved, arithmetic operations.
+        executing_byte_ns: integral of the charged bytes over the session's own device time, for its whole life.
+        byte_ns: integral of the charged bytes over all time, for its whole life.
+        trace: the session's span, as `traceparent`; sent with its last record.
     """
 
     __slots__ = (
@@ -80,7 +81,7 @@ class Used:
         self._resident_told = self._idle_told = 0
 
     def launched(self, gpu_ns: int, core_ns: int, now: int, pace: int = FULL) -> None:
-        """A launch ended. What the session held when it began, it held while it ran."""
+        """Add a launch that has ended. The bytes that the session had at its start count for the whole launch."""
         self.gpu_ns += gpu_ns
         self.core_ns += core_ns
         self.paced += core_ns * pace
@@ -92,12 +93,12 @@ class Used:
         self.executing_byte_ns += part if part < borne else borne
 
     def decoded(self, core_ns: int, pace: int = FULL) -> None:
-        """What its client sent was taken in, at that pace: it took so much of a core, and none of the device."""
+        """Add core time, in ns, for decoding what the client sent. This takes no device time."""
         self.core_ns += core_ns
         self.paced += core_ns * pace
 
     def ran(self, digest: bytes, program: Program) -> None:
-        """A program ended."""
+        """Add a run of a program that has ended."""
         found = self.runs.get(digest)
         if found is None:
             if len(self.runs) >= RUNS_KEPT:
@@ -113,26 +114,26 @@ class Used:
         self.summed = runs + times, before + moved * times, flops_before + flops * times
 
     def settle(self, now: int) -> None:
-        """Nothing of it ran since the last time."""
+        """Integrate up to now, without a launch."""
         self._held, self.byte_ns = self._borne(now)
 
     def end(self, now: int) -> None:
-        """The session is over: it is not asked any more, and need not stay for that."""
+        """End the session: integrate for the last time, and drop the reference to the session."""
         self.settle(now)
         self.ended = True
         del self._borne
 
     def due(self, now: int) -> bool:
-        """Whether there is anything to tell."""
+        """Whether there is usage to report."""
         if self.ended or self.gpu_ns or self.core_ns or self.runs:
             return True
         return now - self._since > IDLE_NS and self.byte_ns - self.executing_byte_ns >= (self._idle_told + 1) * MIB_US
 
-    def taken(self, priority: int, now: int) -> Taken:
-        """What was counted since the last time, which is forgotten here."""
+    def collect(self, priority: int, now: int) -> UsageDelta:
+        """Return the usage since the last call, and reset the counts."""
         resident = self.executing_byte_ns // MIB_US
         idle = (self.byte_ns - self.executing_byte_ns) // MIB_US
-        found = Taken(
+        found = UsageDelta(
             self.session_id,
             self.tenant,
             self.model,
@@ -155,8 +156,10 @@ class Used:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
-    """What a session used in `span_ns`. `resident` and `idle` in MiB-microseconds; `runs` and `summed`: see `Used`."""
+class UsageDelta:
+    """What a session used within `span_ns`. `resident` and `idle` are in MiB-microseconds; `runs` and `summed`: see
+    `SessionUsage`.
+    """
 
     session_id: str
     tenant: str
@@ -175,42 +178,42 @@ class Taken:
 
 
 class UsageBook:
-    """All sessions' counts. Owned by the device loop's thread.
+    """The usage of all sessions. The device loop's thread owns it.
 
     Attributes:
-        bell: rings when a session ended, so that nobody waits for its last record.
+        bell: rings when a session has ended, so that its last record is sent at once.
     """
 
     def __init__(self) -> None:
         self.bell = Bell()
-        self._open: dict[str, Used] = {}
-        self._ended: list[Used] = []
+        self._open: dict[str, SessionUsage] = {}
+        self._ended: list[SessionUsage] = []
 
-    def opened(self, session_id: str, tenant: str, model: str, borne: Borne, now: int) -> Used:
-        """A session begins."""
-        used = self._open[session_id] = Used(session_id, tenant, model, borne, now)
+    def opened(self, session_id: str, tenant: str, model: str, borne: Borne, now: int) -> SessionUsage:
+        """Start the record of a session."""
+        used = self._open[session_id] = SessionUsage(session_id, tenant, model, borne, now)
         return used
 
     def closed(self, session_id: str, now: int) -> None:
-        """A session is over; it still has what it held. A launch of its may be told of afterwards."""
+        """Close the record of a session while it still has its memory. A last launch may be added afterwards."""
         used = self._open.pop(session_id, None)
         if used is not None:
             used.end(now)
             self._ended.append(used)
             self.bell.ring()
 
-    def take(self, priority_of: Callable[[str], int], now: int) -> list[Taken]:
-        """What was counted, of those of whom there is anything to tell."""
+    def take(self, priority_of: Callable[[str], int], now: int) -> list[UsageDelta]:
+        """Usage since the last call, for sessions that used anything."""
         for used in self._open.values():
             used.settle(now)
-        found = [u.taken(priority_of(u.session_id), now) for u in self._open.values() if u.due(now)]
-        found += [u.taken(priority_of(u.session_id), now) for u in self._ended]
+        found = [u.collect(priority_of(u.session_id), now) for u in self._open.values() if u.due(now)]
+        found += [u.collect(priority_of(u.session_id), now) for u in self._ended]
         self._ended.clear()
         return found
 
 
 def work_of(program: Program) -> tuple[int, int]:
-    """Bytes that a program's instructions read and write, and their arithmetic as far as the op table knows it."""
+    """Bytes that a program's instructions read and write, and their arithmetic operations as far as the op table knows them."""
     moved, flops = [], []
     for form in program.forms:
         found = cost(form)

@@ -1,7 +1,7 @@
-"""Usage on its way to JetStream: taken from the device loop twice a second, in numbered batches that are published in order.
+"""Publishes usage to JetStream: collects it from the device loop twice a second, and publishes numbered batches in order.
 
-While NATS is away nothing is taken: counts go on where they are, one per session. What was taken is published again under the
-same number until it is kept.
+While NATS is away nothing is collected: the counters go on, one set per session. A collected batch is published again under the
+same number until JetStream has stored it.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from wooly_wis.credits import UsageRecord, UsageRecorded
 from wooly_wis.program import Program
 
 from wooly_executor.device_loop import DeviceLoop
-from wooly_executor.usage import Taken, work_of
+from wooly_executor.usage import UsageDelta, work_of
 
 log = logging.getLogger("wooly.executor")
 PERIOD_S = 0.5
 RETRY_S = 0.5
-#: Records of one message: 700 KB of names at their longest.
+#: Maximum number of records in one message: 700 KB with the longest names.
 RECORDS = 500
-#: Programs whose work is remembered.
+#: Number of programs whose work is cached.
 WORK_KEPT = 8192
-_LARGEST = (1 << 63) - 1
+_MAX_COUNT = (1 << 63) - 1
 
 
 class UsagePublisher:
-    """Publishes one device's usage, for ever.
+    """Publishes one device's usage until cancelled.
 
     Args:
-        js: where to.
-        loop: whose.
-        executor_id: the executor's name; this life of it is called `<executor>/<ns since 1970 at which it began>`.
+        js: the JetStream context.
+        loop: the device loop.
+        executor_id: id of the executor. The source of its records is `<executor>/<start in ns since 1970>`.
     """
 
     def __init__(self, js: JetStreamContext, loop: DeviceLoop, executor_id: str) -> None:
@@ -46,14 +46,14 @@ class UsagePublisher:
         facts = loop.runtime.facts()
         self._kind, self._cores = str(facts["vendor"]), int(facts["cores"])
         self._batch = 0
-        self._taken: deque[Taken] = deque()
+        self._collected: deque[UsageDelta] = deque()
         self._waiting: deque[UsageRecorded] = deque()
         self._work: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
         self._ensured = False
         self._complaint = ""
 
     async def run(self) -> None:
-        """Publish, until cancelled."""
+        """Publish until cancelled."""
         while True:
             try:
                 await self.publish()
@@ -61,22 +61,22 @@ class UsagePublisher:
                 await self._loop.usage.bell.heard(PERIOD_S)
             except StreamError as e:
                 if str(e) != self._complaint:
-                    log.warning("usage is not published: %s", e)
+                    log.warning("cannot publish usage: %s; it is kept and sent later", e)
                 self._complaint, self._ensured = str(e), False
                 await asyncio.sleep(RETRY_S)
 
     async def publish(self) -> None:
-        """Publish everything so far.
+        """Publish all usage so far.
 
         Raises:
-            StreamError: not all of it could be.
+            StreamError: a batch could not be published. It is kept.
         """
         if not self._waiting:
-            # Nothing is in a variable while this waits: it may be cancelled, and what was taken must not be lost.
-            await asyncio.wrap_future(self._loop.call(lambda: self._taken.extend(self._loop.take_usage())))
+            # No usage is in a local variable across an await: the task may be cancelled, and collected usage must not be lost.
+            await asyncio.wrap_future(self._loop.call(lambda: self._collected.extend(self._loop.take_usage())))
             at_us = time.time_ns() // 1000
-            while self._taken:
-                some = [self._taken.popleft() for _ in range(min(RECORDS, len(self._taken)))]
+            while self._collected:
+                some = [self._collected.popleft() for _ in range(min(RECORDS, len(self._collected)))]
                 self._waiting.append(self._message(some, at_us))
             if not self._waiting:
                 return
@@ -88,7 +88,7 @@ class UsagePublisher:
             await publish(self._js, self._event, message, id=f"{self.source}:{message.batch}")
             self._waiting.popleft()
 
-    def _message(self, taken: list[Taken], at_us: int) -> UsageRecorded:
+    def _message(self, taken: list[UsageDelta], at_us: int) -> UsageRecorded:
         self._batch += 1
         return UsageRecorded(
             source=self.source,
@@ -100,7 +100,7 @@ class UsagePublisher:
             records=tuple([self._record(t, at_us) for t in taken]),
         )
 
-    def _record(self, taken: Taken, at_us: int) -> UsageRecord:
+    def _record(self, taken: UsageDelta, at_us: int) -> UsageRecord:
         runs, moved_bytes, flops = taken.summed
         work = [(self._work_of(digest, program), times) for digest, (program, times) in taken.runs.items()]
         return UsageRecord(
@@ -114,8 +114,8 @@ class UsagePublisher:
             gpu_ns=taken.gpu_ns,
             core_ns=taken.core_ns,
             pace_ppm=taken.pace,
-            moved_bytes=min(moved_bytes + sum([moved * times for (moved, _), times in work]), _LARGEST),
-            flops=min(flops + sum([arithmetic * times for (_, arithmetic), times in work]), _LARGEST),
+            moved_bytes=min(moved_bytes + sum([moved * times for (moved, _), times in work]), _MAX_COUNT),
+            flops=min(flops + sum([arithmetic * times for (_, arithmetic), times in work]), _MAX_COUNT),
             resident_mib_us=taken.resident,
             idle_mib_us=taken.idle,
             ended=taken.ended,

@@ -1,10 +1,10 @@
-"""The life of one session on an executor, as a fold: events in, instructions out. Pure: no clock, no I/O, no threads.
+"""The life of one session on an executor as a fold: events in, instructions out. Pure: no clock, no I/O, no threads.
 
-    instruction = step(flow, event)      the state takes the event in, and says what to do next
-    event = carry_out(instruction)       the device's thread does it; the outcome is the next event
-    note(flow, signal)                   what forbids something, or tells where memory is: there is nothing to do next
+    instruction = step(flow, event)      updates the state and returns the next instruction
+    event = carry_out(instruction)       the device's thread carries it out; the outcome is the next event
+    note(flow, signal)                   feeds a signal after which no instruction can follow
 
-`core` has the rule, `state` what it remembers, `laws` what always holds, `story` tells one session's steps to people.
+`core` has the rule, `state` the state, `laws` the invariants, `story` prints one session's steps for people.
 """
 
 from wooly_executor.flow.core import note, step

@@ -1,8 +1,8 @@
-"""The rule of a session's life: `step` takes an event in and says what to do next.
+"""The rule of a session's life: `step` takes an event and returns the next instruction.
 
 Frames are processed in the order of their arrival. Runs are submitted to the dispatch core before their turn, so that the device
-does not wait for this thread. Nothing is begun behind any other frame. Nothing at all is begun while an answer leaves straight
-from the session's buffers, or while its client has too many answers to read.
+need not wait for this thread. A run is submitted only behind other runs, never behind another kind of frame. Nothing begins while
+an answer is sent straight from the session's buffers, or while its client has too many unread answers.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _WAITS_MEMORY = Readiness.MEMORY
 #: Signals up to this one are outcomes of instructions.
 _LAST_OUTCOME = Signal.YIELDED
 _SOURCE = int(Kind.SOURCE)
-#: Signals after which there is nothing new to do: they forbid, or tell where the session's memory is.
+#: Signals after which no instruction can follow: they forbid something, or say where the session's memory is.
 NOTES = frozenset(
     (
         Signal.LINK_BROKEN,
@@ -78,14 +78,14 @@ NOTES = frozenset(
 
 
 def step(flow: Flow[Any], event: Event) -> Instruction | None:
-    """Take an event in.
+    """Feed an event.
 
     Returns:
-        What to do next: its outcome is the next event. None: nothing before another event comes, or an instruction is being
-        carried out.
+        The next instruction; its outcome is the next event. None: nothing to do before another event, or an instruction is in
+        progress.
 
     Raises:
-        FlowError: the event is impossible now.
+        FlowError: the event is impossible in this state.
     """
     if flow.link is _CLOSED:
         return None
@@ -104,10 +104,10 @@ def step(flow: Flow[Any], event: Event) -> Instruction | None:
 
 
 def note(flow: Flow[Any], signal: Signal) -> None:
-    """Take in a signal after which there is nothing new to do: one of `NOTES`.
+    """Feed a signal after which no instruction can follow: one of `NOTES`.
 
     Raises:
-        FlowError: the event is impossible now.
+        FlowError: the event is impossible in this state.
     """
     if flow.link is _CLOSED:
         return
@@ -136,7 +136,7 @@ def _next(flow: Flow[Any]) -> Instruction | None:
 
 
 def _begin(flow: Flow[Any], frame: Frame) -> Instruction | None:
-    """What the next frame needs."""
+    """The instruction that the next frame needs."""
     if flow.readiness is not _READY:
         return None
     kind, stage = frame.kind, frame.stage
@@ -146,13 +146,13 @@ def _begin(flow: Flow[Any], frame: Frame) -> Instruction | None:
         if flow.planned and stage is not _STAGE_PLANNED:
             return _CHECK_PLAN
         return _SUBMIT
-    if kind in DEFINITIONS and stage is _STAGE_NEW:  # beside the runs before it
+    if kind in DEFINITIONS and stage is _STAGE_NEW:  # decoded while the runs before it are in progress
         return None if flow.hold.paused or flow.hold.reason else _DECODE
     if flow.inbox.submitted or flow.yielded:
         return None
     if kind in TOUCHES and stage is _STAGE_NEW:
         return _REACH
-    if flow.served >= TURN:  # though it is alone: somebody may be waiting to be let in
+    if flow.served >= TURN:  # even if no other session is open: a new client may be waiting for admission
         return _YIELD
     flow.served += frame.turns
     _take(flow)
@@ -160,14 +160,14 @@ def _begin(flow: Flow[Any], frame: Frame) -> Instruction | None:
 
 
 def _take(flow: Flow[Any]) -> None:
-    """The first frame is processed now."""
+    """Make the first frame the current one."""
     inbox = flow.inbox
     flow.current = frame = inbox.frames.popleft()
     inbox.nbytes -= frame.nbytes
 
 
 def _reading(flow: Flow[Any]) -> Instruction | None:
-    """Whether more is to be read from the client, or less."""
+    """Whether to stop or to resume reading from the client."""
     inbox = flow.inbox
     waiting = len(inbox.frames)
     if inbox.congested:
@@ -199,12 +199,12 @@ def _others(flow: Flow[Any], event: Event) -> None:
     else:
         assert isinstance(event, ClientCame)
         if flow.link is not _OPENING:
-            raise FlowError("a client came to a session that has one")
+            raise FlowError("a client arrived, but the session already has one")
         flow.link, flow.planned = _OPEN, event.planned
 
 
 def _stuck(flow: Flow[Any]) -> list[Frame]:
-    """The frames that wait as long as the session is held: those behind its first run or definition, and that one."""
+    """The frames that wait as long as the session is held: its first run or definition, and all frames behind it."""
     found: list[Frame] = []
     for frame in flow.inbox.frames:
         if found or frame.kind in WORK:
@@ -219,7 +219,7 @@ def _next_is(stage: Stage) -> Callable[[Flow[Any]], None]:
     def outcome(flow: Flow[Any]) -> None:
         frame = flow.next
         if frame is None:
-            raise FlowError("an outcome of an instruction, and no frame")
+            raise FlowError("an outcome of an instruction arrived, but no frame is waiting")
         frame.stage = stage
 
     return outcome
@@ -233,7 +233,7 @@ def _wait_for(readiness: Readiness) -> Callable[[Flow[Any]], None]:
 
 
 def _came(readiness: Readiness) -> Callable[[Flow[Any]], None]:
-    """What the next frame waited for has come. Where it waits for something else, the event is late, and changes nothing."""
+    """The next frame can go on. If it waits for something else by now, the event is late and has no effect."""
 
     def event(flow: Flow[Any]) -> None:
         if flow.readiness is readiness:
@@ -245,7 +245,7 @@ def _came(readiness: Readiness) -> Callable[[Flow[Any]], None]:
 def _submitted(flow: Flow[Any]) -> None:
     frame = flow.next
     if frame is None or frame.kind != RUN:
-        raise FlowError("what was submitted is not a run")
+        raise FlowError("a frame was submitted that is not a run")
     flow.inbox.submitted += 1
 
 
@@ -294,9 +294,9 @@ def _decoded(flow: Flow[Any]) -> None:
 
 def _run_begun(flow: Flow[Any]) -> None:
     if not flow.inbox.submitted or flow.running or flow.current is not None:
-        raise FlowError("a run begins out of turn")
+        raise FlowError("a run begins out of order")
     if flow.residence is not _MEMORY_HERE:
-        raise FlowError(f"a run begins, and its memory is {flow.residence.value}")
+        raise FlowError(f"a run begins, but its memory is {flow.residence.value}")
     flow.running = True
 
 
@@ -397,6 +397,6 @@ _HANDLERS: dict[Signal, Callable[[Flow[Any]], None]] = {
     Signal.COMING: _moves(Residence.COMING, Residence.AWAY),
     Signal.ARRIVED: _moves(Residence.HERE, Residence.COMING),
 }
-#: By the signal's number: a step looks nothing up by name.
+#: Handlers by the signal's number, so that a step needs no lookup by name.
 _SIGNALS = tuple([_HANDLERS[signal] for signal in Signal])
 _NOTED = tuple([signal in NOTES for signal in Signal])

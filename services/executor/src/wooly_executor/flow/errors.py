@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 class FlowError(AssertionError):
-    """An event is impossible in the state that the session is in: the executor is wrong, not the client."""
+    """An event is impossible in the current state of the session. The executor has a fault, not the client."""

@@ -1,4 +1,4 @@
-"""What happens to a session. Most events carry no data: they are numbers, so that a step allocates nothing.
+"""The events of a session. Most events have no data: they are numbers, so that a step allocates no memory.
 
 The arrival of a frame is the `Frame` itself (`state`).
 """
@@ -12,18 +12,19 @@ from wooly_executor.flow.state import Frame
 
 
 class Signal(IntEnum):
-    """Events without data. The first group are outcomes: each answers an instruction."""
+    """Events without data. The first group has the outcomes of instructions."""
 
-    #: Outcome of CHECK_KERNELS: all kernels of the next run are compiled, or cannot be. `_AWAITED`: one is being compiled.
+    #: Outcome of CHECK_KERNELS: all kernels of the next run are compiled, or compiling them failed. `_AWAITED`: a kernel is being
+    #: compiled.
     KERNELS_READY = 0
     KERNELS_AWAITED = auto()
-    #: Outcome of CHECK_PLAN: it is known whether the next run has a plan. `_AWAITED`: a compiler is asked.
+    #: Outcome of CHECK_PLAN: it is known whether the next run has a plan. `_AWAITED`: a compiler was asked.
     PLAN_READY = auto()
     PLAN_AWAITED = auto()
-    #: Outcome of SUBMIT: the dispatch core has the next run. `ROOM_AWAITED`: there is no room before the earlier runs have ended.
+    #: Outcome of SUBMIT: the dispatch core has the next run. `ROOM_AWAITED`: the run has no room before the earlier runs end.
     SUBMITTED = auto()
     ROOM_AWAITED = auto()
-    #: Outcome of REACH: the memory that the first frame touches is on the device. `_AWAITED`: it was asked for.
+    #: Outcome of REACH: the memory that the first frame touches is on the device. `_AWAITED`: the memory was asked for.
     MEMORY_READY = auto()
     MEMORY_AWAITED = auto()
     #: Outcome of DECODE: the definition is decoded. `_AWAITED`: a decoder has it.
@@ -41,7 +42,7 @@ class Signal(IntEnum):
 
     #: The connection is closed; the session ends next.
     LINK_BROKEN = auto()
-    #: The session is over, for whatever reason.
+    #: The session has ended, for any reason.
     CLOSED = auto()
     #: A kernel that a run waited for is compiled.
     KERNELS_BUILT = auto()
@@ -49,27 +50,28 @@ class Signal(IntEnum):
     PLAN_KNOWN = auto()
     #: A decoder is done.
     DECODED = auto()
-    #: Memory that was asked for has come, or will not; contents that were being hashed are.
+    #: Requested memory is on the device, or the request failed; or all contents are hashed.
     MEMORY_CAME = auto()
     #: The device begins to run the first frame.
     RUN_BEGUN = auto()
-    #: It is done with it, or cannot run it.
+    #: The device has finished the first frame, or cannot run it.
     RUN_ENDED = auto()
-    #: Too many answers wait for the client. `_READ`: it has read enough of them.
+    #: Too many answers are unread. `_READ`: the client has read enough of them.
     ANSWERS_UNREAD = auto()
     ANSWERS_READ = auto()
-    #: An answer leaves straight from buffers. `_RETURNED`: it is gone.
+    #: An answer is being sent straight from buffers. `_RETURNED`: it was sent completely.
     BUFFERS_LENT = auto()
     BUFFERS_RETURNED = auto()
-    #: A client uploads, and frames before that are not processed. `_LACKS_MEMORY`: its memory was asked for.
+    #: A client uploads, but earlier frames are not processed. `_LACKS_MEMORY`: the upload waits for the session's memory.
     UPLOAD_WAITS = auto()
     UPLOAD_LACKS_MEMORY = auto()
     #: Other sessions have had their turn.
     TURN_CAME = auto()
-    #: Somebody suspends the session, or lets it go on.
+    #: The session is suspended or resumed through the control plane.
     PAUSED = auto()
     RESUMED = auto()
-    #: Its memory is being copied away; it has work and stays; it is away; it is being copied back; it is here.
+    #: The session's memory: is being copied off the device; stays, because the session has work; has left; is being copied back;
+    #: is on the device.
     LEAVING = auto()
     STAYED = auto()
     LEFT = auto()
@@ -79,21 +81,21 @@ class Signal(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class ClientCame:
-    """A client was let in. `planned`: it wants no program to run before it is known whether there is a plan."""
+    """A client was admitted. `planned`: no program may run before it is known whether there is a plan."""
 
     planned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The session is held. An empty reason: it no longer is."""
+    """The session is held. An empty reason ends the hold."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Overdue:
-    """The client did not do in time what it has to; the session ends."""
+    """The client exceeded a time limit. The session ends."""
 
     reason: str
 

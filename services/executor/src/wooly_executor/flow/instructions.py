@@ -1,4 +1,4 @@
-"""What the device's thread is to do next for a session. They carry no data, and are about `flow.next` or `flow.current`."""
+"""What the device's thread does next for a session. Instructions have no data; they refer to `flow.next` or `flow.current`."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from enum import IntEnum, auto
 
 
 class Instruction(IntEnum):
-    """Each is answered by one of the outcomes that `Signal` lists."""
+    """Each instruction is answered by one of its outcomes in `Signal`."""
 
-    #: Are the kernels of the next run compiled?
+    #: Check whether the kernels of the next run are compiled.
     CHECK_KERNELS = 0
-    #: Is it known whether there is a plan of the next run?
+    #: Check whether it is known if the next run has a plan.
     CHECK_PLAN = auto()
-    #: Reserve the memory that the next run needs, and give it to the dispatch core.
+    #: Reserve the memory that the next run needs, and submit the run to the dispatch core.
     SUBMIT = auto()
     #: Decode the next frame, a definition.
     DECODE = auto()
     #: Bring in the memory that the first frame touches.
     REACH = auto()
-    #: Do what the current frame asks for, and answer it.
+    #: Process the current frame, and answer it.
     PROCESS = auto()
     #: Let other sessions have their turn first.
     YIELD = auto()
     #: Answer `flow.refusing`: the session is held.
     REFUSE = auto()
-    #: Stop to read from the client, or read on.
+    #: Stop reading from the client, or resume it.
     STOP_READING = auto()
     READ_ON = auto()
     #: End the session for `flow.overdue`.

@@ -1,7 +1,7 @@
-"""What the fold remembers of one session. `core.step` alone changes it; everybody may read.
+"""The state of the fold of one session. Only `core.step` changes it; others may read it.
 
-Other dimensions of a session's life get their place here when they are built: the cut and the epoch of a session that can move,
-the peers of a collective, several runs in flight.
+Future extensions belong here: the cut and the epoch of a session that can migrate, the peers of a collective, several runs in
+flight.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Any, Generic, TypeVar
 
 from wooly_wis.frames import Kind
 
-#: Frames, and bytes of them, that wait before the client is read no further.
+#: Maximum number of waiting frames, and of their bytes, before the executor stops reading from the client.
 MOST_FRAMES = 4096
 MOST_BYTES = 32 << 20
-#: Frames of a session that are processed before other sessions have their turn.
+#: Maximum number of frames of a session in one turn, before other sessions get their turn.
 TURN = 64
-#: Frames that define programs or kernels: decoders take them in.
+#: Kinds of frames that define programs or kernels; decoders decode them.
 DEFINITIONS = frozenset((int(Kind.DEFINE), int(Kind.SOURCE)))
-#: Frames that wait while their session is held or suspended.
+#: Kinds of frames that wait while their session is held or suspended.
 WORK = DEFINITIONS | {int(Kind.RUN)}
-#: Frames that need the session's memory on the device, and not the device; a PIN needs its contents hashed.
+#: Kinds of frames that need the session's memory on the device, but no launch. A PIN needs its contents hashed.
 TOUCHES = frozenset((int(Kind.READ), int(Kind.OFFER), int(Kind.SEAL), int(Kind.PIN)))
 RUN = int(Kind.RUN)
 
@@ -46,7 +46,7 @@ class Residence(Enum):
 
 
 class Readiness(Enum):
-    """What the next frame waits for."""
+    """What the next frame waits for; the values are texts for people."""
 
     READY = "ready"
     KERNELS = "kernels that are being compiled"
@@ -57,27 +57,27 @@ class Readiness(Enum):
 
 
 class Stage(Enum):
-    """What is known of the next frame."""
+    """How far the next frame is prepared."""
 
     NEW = 0
-    #: A run: its kernels are compiled; it is known whether it has a plan, too.
+    #: A run whose kernels are compiled; then also: it is known whether the run has a plan.
     COMPILED = 1
     PLANNED = 2
-    #: A definition: it is decoded. Any other frame: its memory is reachable.
+    #: A definition that is decoded, or another frame whose memory is on the device.
     READY = 3
 
 
 @dataclass(eq=False, slots=True)
 class Frame:
-    """A frame of a client, from its arrival until it is answered.
+    """A client's frame, from its arrival to its answer.
 
     Attributes:
-        seq: its number, as the channel counts.
+        seq: number of the frame on the channel.
         kind: a `wooly_wis.frames.Kind`.
-        payload: what follows its header; the fold does not look at it.
-        nbytes: of the payload.
-        stage: what is known of it.
-        turns: how many frames it counts for, of those that its session may have processed in a turn.
+        payload: the bytes after the header; the fold does not read them.
+        nbytes: size of the payload.
+        stage: how far it is prepared.
+        turns: number of frames that it counts for in its session's turn.
         refused: it was answered because its session was held; it runs later.
     """
 
@@ -92,11 +92,11 @@ class Frame:
 
 @dataclass(slots=True)
 class Hold:
-    """Why definitions wait. The dispatch core holds back the runs.
+    """Why definitions wait. The dispatch core holds back the runs itself.
 
     Attributes:
-        paused: somebody suspended the session.
-        reason: why it is held beside that; empty: it is not.
+        paused: the session is suspended.
+        reason: why the session is held; empty: it is not held.
     """
 
     paused: bool = False
@@ -108,14 +108,14 @@ F = TypeVar("F", bound=Frame)
 
 @dataclass(eq=False, slots=True)
 class Inbox(Generic[F]):
-    """Frames that are not processed, in the order of their arrival: runs that were submitted, then those that were not.
+    """Unprocessed frames in the order of their arrival: submitted runs first, then the frames that are not submitted.
 
     Attributes:
         frames: the frames.
-        nbytes: of all their payloads.
-        submitted: how many runs, from the first frame on, the dispatch core has.
-        congested: the client is read no further.
-        upload: the client uploads, and its bytes wait for their place.
+        nbytes: size of all payloads.
+        submitted: number of runs, from the first frame on, that the dispatch core has.
+        congested: the executor does not read from the client.
+        upload: the client uploads, and the bytes wait for their target.
     """
 
     frames: deque[F] = field(default_factory=deque)
@@ -127,26 +127,26 @@ class Inbox(Generic[F]):
 
 @dataclass(eq=False, slots=True)
 class Flow(Generic[F]):
-    """One session.
+    """State of one session.
 
     Attributes:
-        own_kernels: its programs may have kernels that its client sent.
-        planned: it runs no program before it is known whether there is a plan.
-        link: the connection to its client.
-        inbox: what its client asked for.
-        current: the frame that is being processed.
+        own_kernels: its programs may contain foreign kernels.
+        planned: no program may run before it is known whether there is a plan.
+        link: the connection to the client.
+        inbox: unprocessed frames of the client.
+        current: the frame in processing.
         readiness: what the next frame waits for.
-        residence: where its memory is.
+        residence: where the session's memory is.
         hold: why definitions wait.
-        running: the device has begun its first frame.
-        unread: its client has to read answers before anything else is processed.
-        lent: an answer may still be leaving straight from its buffers.
-        served: frames that were processed in this turn.
-        yielded: other sessions have their turn first.
-        refusing: frames to answer, as the session is held.
-        overdue: why it is to end; empty: it is not.
-        busy: an instruction is being carried out.
-        entries: where steps are recorded; None: nowhere.
+        running: the device has begun the first frame.
+        unread: the client must read answers before any other frame is processed.
+        lent: an answer may still be in transit straight from the session's buffers.
+        served: number of frames processed in this turn.
+        yielded: other sessions get their turn first.
+        refusing: frames to refuse, because the session is held.
+        overdue: why the session must end; empty: it goes on.
+        busy: an instruction is in progress.
+        entries: list that records the steps; None: no record.
     """
 
     own_kernels: bool = False
@@ -169,7 +169,7 @@ class Flow(Generic[F]):
 
     @property
     def next(self) -> F | None:
-        """The first frame that was not submitted."""
+        """The first frame that is not submitted."""
         inbox = self.inbox
         return inbox.frames[inbox.submitted] if inbox.submitted < len(inbox.frames) else None
 

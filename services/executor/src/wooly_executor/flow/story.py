@@ -1,4 +1,4 @@
-"""The story of one session, told from its recorded steps: what its client sent, and what each frame waited for."""
+"""Prints the story of one session from its recorded steps: what its client sent, and what each frame waited for."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ _SIGNALS: dict[Signal, str] = {
     Signal.KERNELS_BUILT: "a kernel is compiled",
     Signal.PLAN_KNOWN: "the compiler has answered",
     Signal.DECODED: "the definition is decoded",
-    Signal.MEMORY_CAME: "memory has come, or will not",
+    Signal.MEMORY_CAME: "its memory is there, or cannot be had",
     Signal.RUN_BEGUN: "the device begins a run",
-    Signal.RUN_ENDED: "the device is done with it",
-    Signal.ANSWERS_UNREAD: "its client has too many answers to read",
+    Signal.RUN_ENDED: "the device has finished the run",
+    Signal.ANSWERS_UNREAD: "its client has too many unread answers",
     Signal.ANSWERS_READ: "its client has read enough of them",
-    Signal.BUFFERS_LENT: "an answer leaves from its buffers",
-    Signal.BUFFERS_RETURNED: "the answer is gone",
+    Signal.BUFFERS_LENT: "an answer is being sent from its buffers",
+    Signal.BUFFERS_RETURNED: "the answer was sent",
     Signal.UPLOAD_WAITS: "an upload waits for the frames before it",
     Signal.UPLOAD_LACKS_MEMORY: "an upload waits for its memory",
     Signal.YIELDED: "other sessions have their turn",
     Signal.TURN_CAME: "its turn comes again",
     Signal.PAUSED: "suspended",
     Signal.RESUMED: "goes on",
-    Signal.LEAVING: "its memory is being copied away",
-    Signal.STAYED: "its memory stays: it has work",
-    Signal.LEFT: "its memory is away",
+    Signal.LEAVING: "its memory is being copied off the device",
+    Signal.STAYED: "its memory stays, because the session has work",
+    Signal.LEFT: "its memory has left the device",
     Signal.COMING: "its memory is being copied back",
     Signal.ARRIVED: "its memory is on the device",
-    Signal.READING_STOPPED: "its client is read no further",
-    Signal.READING: "its client is read on",
+    Signal.READING_STOPPED: "the executor stops reading from its client",
+    Signal.READING: "the executor reads from its client again",
 }
 
 
 def story(entries: Iterable[tuple[Event, Instruction | None]]) -> Iterator[str]:
-    """One line for each step that means something to people."""
+    """One line for each step that is of interest to people."""
     for event, found in entries:
         line = _line(event)
         if line:

@@ -1,4 +1,4 @@
-"""Who has which bytes of a device, and who must give some up. Integers in, decisions out.
+"""Decides which session has which bytes of a device, and which session must give up bytes.
 
-Pure: no torch, no clock, no chance, no I/O.
+Pure: no torch, no clock, no randomness, no I/O.
 """

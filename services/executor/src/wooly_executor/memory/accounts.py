@@ -1,4 +1,4 @@
-"""What the ledger keeps of each session and says of them all: accounts, what they bear, what a write did."""
+"""Data that the ledger keeps and returns: accounts, charges, totals, the effect of a write."""
 
 from __future__ import annotations
 
@@ -8,17 +8,24 @@ from wooly_executor.memory.book import Gone, Leaving, Scope
 
 
 class Account:
-    """What one session has. Read what you like; the ledger changes it.
+    """The device memory of one session. Only the ledger changes it; others may read it.
 
     Attributes:
-        own: blocks of its own buffers, by buffer: where each is.
-        shared: its buffers whose content is known, by buffer: the store.
-        away: its own buffers that are not on the device, by buffer: bytes asked for.
+        name: session id, or name of a pin.
+        tenant: tenant of the session.
+        scope: with whom it shares contents.
+        own: offset of the block of each of its own buffers, by buffer.
+        shared: store of each of its shared buffers, by buffer.
+        away: requested bytes of each of its own buffers that is swapped out, by buffer.
+        blocks: offsets of the blocks of its workspace.
         workspace: bytes of its workspace.
-        reserved: bytes promised to its programs that wait.
+        reserved: bytes reserved for its programs that wait.
         resident: its memory is on the device, or on its way there.
-        peak: most bytes that it ever held.
-        ooms: allocations that failed.
+        peak: most bytes that it has ever held.
+        ooms: number of failed allocations.
+        own_byte_ns: integral of the bytes of its own blocks.
+        shared_byte_ns: integral of its part of shared contents.
+        settled_at: time up to which the integrals are computed, ns.
     """
 
     __slots__ = (
@@ -44,7 +51,7 @@ class Account:
         self.own: dict[int, int] = {}
         self.shared: dict[int, int] = {}
         self.away: dict[int, int] = {}
-        self.blocks: list[int] = []  # of the workspace
+        self.blocks: list[int] = []  # blocks of the workspace
         self.workspace = self.reserved = self.peak = self.ooms = 0
         self.resident = True
         self.own_byte_ns = self.shared_byte_ns = 0
@@ -53,11 +60,11 @@ class Account:
 
 @dataclass(frozen=True, slots=True)
 class Bearing:
-    """What one session bears now, and has borne. Bytes, and bytes times nanoseconds.
+    """What one session is charged for: bytes now, and integrals in bytes times nanoseconds.
 
     Attributes:
-        own: of its own, and its workspace.
-        shared: its part of contents.
+        own: bytes of its own blocks and of its workspace.
+        shared: its part of shared contents.
         own_byte_ns: integral of `own`.
         shared_byte_ns: integral of `shared`.
     """
@@ -73,13 +80,14 @@ class LedgerFacts:
     """Where every byte of the device is: `own + contents + slots + reserve + free = capacity`.
 
     Attributes:
-        own: sessions' own bytes, workspaces included.
-        contents: bytes of contents, which sessions bear in parts.
+        capacity: bytes of the device.
+        own: bytes of sessions' own blocks, workspaces included.
+        contents: bytes of shared contents; sessions are charged for parts of them.
         slots: bytes of slabs that are in no block.
         reserve: free bytes up to the safety reserve.
         free: all other free bytes.
         largest: bytes of the largest free extent.
-        promised: of the free bytes, those reserved for programs that wait.
+        promised: free bytes that are reserved for programs that wait.
     """
 
     capacity: int
@@ -94,12 +102,12 @@ class LedgerFacts:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A shared buffer became its session's own.
+    """The effect of the first write to a shared buffer, which is then its session's own.
 
     Attributes:
-        store: what it was on.
-        copy: others have that still: copy it, unless all of it is overwritten.
-        found: what became of the store.
+        store: its old store.
+        copy: other buffers still use the store, so its bytes must be copied, unless all bytes are overwritten.
+        found: what happened to the store.
     """
 
     store: int

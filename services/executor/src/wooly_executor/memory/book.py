@@ -1,17 +1,18 @@
-"""Which content each buffer of each session has: equal content once, a copy the moment somebody writes, every byte on an account.
+"""Records which content each buffer of each session has: deduplication with copy-on-write, and every byte on an account.
 
-A *store* is bytes on the device (or, while nobody who holds it is resident, elsewhere); the book numbers them and the executor
-keeps where they are. A buffer is a session's name for one store. Stores with a known content id can be joined by other buffers:
+A *store* is a block of bytes on the device, or elsewhere while no session that holds it is resident. The book numbers the stores;
+the executor knows where they are. Each buffer of a session refers to one store. If the content id of a store is known, other
+buffers can join it, depending on the scope:
 
-- scope `off`: by none;
-- scope `tenant`: it is in its tenant's circle, in which sessions of that tenant with `tenant` or `shared` find it;
-- scope `shared`: it is in the public circle, in which sessions with `shared` find it, whoever they belong to.
+- scope `off`: no other buffer can join;
+- scope `tenant`: the store is in its tenant's circle; sessions of that tenant with `tenant` or `shared` find it;
+- scope `shared`: the store is in the public circle; all sessions with `shared` find it, of any tenant.
 
-So whether a stranger holds some content makes no difference, in answers or in time, unless both chose `shared`.
+So neither answers nor their timing tell a session whether another tenant holds some content, unless both chose `shared`.
 
-Bytes are counted twice over. What a session *has* is the sum of its buffers, as on a device of its own: quotas are of it, so that
-neither a copy on write nor the end of a sharer can break one. What it *bears* is its part of the stores that are resident: split
-among the sharers that are resident, to the byte, so that the sum over all sessions is what is allocated.
+There are two counts of bytes. What a session *has* is the size of all its buffers, as on a device of its own. Quotas limit this
+count, so neither a copy on write nor the end of another sharer can exceed a quota. What a session *bears* is its charge: each
+resident store is divided among its resident sharers, to the byte, so the sum over all sessions equals the allocated bytes.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from enum import Enum
 from wooly_executor.errors import AdmissionError, BindingError, OutOfMemoryError
 
 ContentId = bytes
-_Key = tuple[str | None, ContentId, int]  # circle (None: the public one), content, bytes
+_Key = tuple[str | None, ContentId, int]  # circle (None: the public circle), content id, size in bytes
 
 
 class Scope(Enum):
-    """With whom a session shares equal content."""
+    """With which sessions a session shares equal content."""
 
     OFF = "off"
     TENANT = "tenant"
@@ -36,11 +37,12 @@ class Scope(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """A store that nobody holds any more.
+    """A store that no buffer uses any more.
 
     Attributes:
-        resident: it is on the device, to be freed.
-        saved: a copy of it is elsewhere, to be deleted.
+        store: number of the store.
+        resident: it is on the device; free its block.
+        saved: there is a copy elsewhere; delete it.
     """
 
     store: int
@@ -50,10 +52,11 @@ class Gone:
 
 @dataclass(frozen=True, slots=True)
 class InPlace:
-    """Write where it is.
+    """Write to the existing store.
 
     Attributes:
-        stale: the copy elsewhere is no longer equal: delete it.
+        store: number of the store.
+        stale: the copy elsewhere is outdated; delete it.
     """
 
     store: int
@@ -62,10 +65,14 @@ class InPlace:
 
 @dataclass(frozen=True, slots=True)
 class CopyFirst:
-    """Others have the same content: allocate `store`, copy `source` to it (unless all of it is overwritten), then write there.
+    """Other buffers have the same content: allocate `store`, copy `source` to it unless all bytes are overwritten, then write to
+    `store`.
 
     Attributes:
-        leaving: all others are swapped out, so that `source` leaves the device afterwards.
+        source: number of the old store.
+        store: number of the new store.
+        nbytes: size of both.
+        leaving: set if all other holders are swapped out, so that `source` leaves the device afterwards.
     """
 
     source: int
@@ -76,10 +83,12 @@ class CopyFirst:
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """A store leaves the device; those who hold it are all swapped out.
+    """A store that leaves the device, because all its holders are swapped out.
 
     Attributes:
-        saved: an equal copy is elsewhere: drop it.
+        store: number of the store.
+        nbytes: size of the store.
+        saved: there is an equal copy elsewhere, so the bytes can be dropped.
     """
 
     store: int
@@ -89,7 +98,7 @@ class Leaving:
 
 @dataclass(frozen=True, slots=True)
 class Coming:
-    """A store must be on the device, from its copy elsewhere."""
+    """A store that must be copied back to the device."""
 
     store: int
     nbytes: int
@@ -107,7 +116,7 @@ class _Session:
 
 
 class _Store:
-    """`holders`: per session, how many of its buffers have this content. `paying`: those that are resident, as they came."""
+    """A store. `holders`: number of its buffers by session. `paying`: its resident sessions, in order of joining."""
 
     __slots__ = ("holders", "key", "nbytes", "number", "paying", "saved")
 
@@ -120,29 +129,29 @@ class _Store:
 
 
 class Book:
-    """Owned by one thread. Nothing is changed by a call that raises."""
+    """The table of contents. One thread owns it. A call that raises changes nothing."""
 
     def __init__(self) -> None:
         self._sessions: dict[str, _Session] = {}
         self._stores: dict[int, _Store] = {}
         self._known: dict[_Key, _Store] = {}
         self._last = 0
-        self.allocated = 0  # bytes of the stores that are resident
+        self.allocated = 0  # bytes of all resident stores
 
     # -- sessions ----------------------------------------------------------------------------------------------------
 
     def open(self, session: str, *, tenant: str = "", scope: Scope = Scope.OFF, quota: int | None = None) -> None:
-        """Begin a session that may have `quota` bytes of buffers.
+        """Add a session that may have `quota` bytes of buffers; None: no limit.
 
         Raises:
-            AdmissionError: there is one of that name.
+            AdmissionError: the name is in use.
         """
         if session in self._sessions:
             raise AdmissionError(f"session {session} is open already")
         self._sessions[session] = _Session(session, tenant, scope, quota)
 
     def close(self, session: str) -> list[Gone | Leaving]:
-        """End a session, however it ended, resident or not. What it shared stays with the others."""
+        """Remove a session, resident or not. Shared stores remain for the other holders."""
         known = self._sessions.get(session)
         if known is None:
             return []
@@ -153,11 +162,11 @@ class Book:
     # -- buffers -----------------------------------------------------------------------------------------------------
 
     def allocate(self, session: str, buffer: int, nbytes: int) -> int:
-        """A new buffer with a store of its own, whose number it returns.
+        """Add a buffer with a new store, and return the number of the store.
 
         Raises:
-            OutOfMemoryError: over the session's quota.
-            BindingError: no such session, it is not resident, or the buffer exists.
+            OutOfMemoryError: the session's quota is exceeded.
+            BindingError: the session is unknown or swapped out, or the buffer exists.
         """
         owner = self._new_buffer(session, buffer, nbytes)
         store = self._new_store(nbytes)
@@ -165,11 +174,11 @@ class Book:
         return store.number
 
     def share(self, session: str, buffer: int, nbytes: int, content: ContentId) -> int | None:
-        """A new buffer on content that is on the device already; None if there is none that this session may share.
+        """Add a buffer on an equal store that is on the device. None: there is no store that this session may share.
 
         Raises:
-            OutOfMemoryError: over the session's quota.
-            BindingError: no such session, it is not resident, or the buffer exists.
+            OutOfMemoryError: the session's quota is exceeded.
+            BindingError: the session is unknown or swapped out, or the buffer exists.
         """
         owner = self._new_buffer(session, buffer, nbytes)
         store = self._find(owner, nbytes, content)
@@ -179,11 +188,11 @@ class Book:
         return store.number
 
     def join(self, session: str, buffer: int, store: int) -> None:
-        """A new buffer on a store that is on the device, whatever its circle: who holds it lets this session hold it, too.
+        """Add a buffer on a store that is on the device, in any circle. The caller has checked that a holder allows it.
 
         Raises:
-            OutOfMemoryError: over the session's quota.
-            BindingError: no such session or store, it is not resident, or the buffer exists.
+            OutOfMemoryError: the session's quota is exceeded.
+            BindingError: the session or store is unknown or swapped out, or the buffer exists.
         """
         known = self._stores.get(store)
         if known is None or not known.paying:
@@ -191,15 +200,16 @@ class Book:
         self._join(self._new_buffer(session, buffer, known.nbytes), buffer, known)
 
     def seal(self, session: str, buffer: int, content: ContentId) -> list[Gone | Leaving]:
-        """All of the buffer is written, and its content is this, as the executor itself found: others may share it from now on.
+        """Set the content id of a completely written buffer, as the executor has computed it. Other sessions may share it from
+        now on.
 
-        Where an equal store is on the device, the buffer moves there, and the one that it had is gone.
+        If an equal store is on the device, the buffer moves to that store, and its old store is gone.
 
         Raises:
-            BindingError: no such buffer, or the session is not resident.
+            BindingError: the buffer is unknown, or the session is swapped out.
         """
         owner, store = self._resident_buffer(session, buffer)
-        if owner.scope is Scope.OFF or store.key is not None:  # content that is not known has one buffer
+        if owner.scope is Scope.OFF or store.key is not None:  # a store without a content id has one buffer
             return []
         equal = self._find(owner, store.nbytes, content)
         if equal is not None and equal.paying:
@@ -212,10 +222,10 @@ class Book:
         return []
 
     def write(self, session: str, buffer: int) -> InPlace | CopyFirst:
-        """The buffer is about to be written, wholly or in part: to where?
+        """Prepare a write to any part of a buffer. Returns where to write.
 
         Raises:
-            BindingError: no such buffer, or the session is not resident.
+            BindingError: the buffer is unknown, or the session is swapped out.
         """
         owner, store = self._resident_buffer(session, buffer)
         if sum(store.holders.values()) == 1:
@@ -223,15 +233,15 @@ class Book:
             self._forget(store)
             return InPlace(store.number, stale)
         own = self._new_store(store.nbytes)
-        left = self._leave(owner, buffer)  # nothing is gone: another buffer is on it
+        left = self._leave(owner, buffer)  # the old store remains, because another buffer is on it
         self._join(owner, buffer, own)
         return CopyFirst(store.number, own.number, own.nbytes, *[x for x in left if isinstance(x, Leaving)])
 
     def free(self, session: str, buffer: int) -> list[Gone | Leaving]:
-        """Forget a buffer, of a session that is resident or not. What only sessions hold that are swapped out leaves the device.
+        """Remove a buffer, whether its session is resident or not. A store with only swapped-out holders leaves the device.
 
         Raises:
-            BindingError: no such buffer.
+            BindingError: the buffer is unknown.
         """
         owner, _ = self._buffer(session, buffer)
         return self._leave(owner, buffer)
@@ -239,10 +249,10 @@ class Book:
     # -- residency ---------------------------------------------------------------------------------------------------
 
     def swap_out(self, session: str) -> list[Leaving]:
-        """The session's memory leaves the device: the stores that no resident session holds. They are `saved` from now on.
+        """Mark a session as swapped out. Returns the stores that no resident session holds; from now on they are `saved`.
 
         Raises:
-            BindingError: no such session, or it is not resident.
+            BindingError: the session is unknown or swapped out.
         """
         owner = self._session(session, resident=True)
         owner.resident = False
@@ -257,10 +267,10 @@ class Book:
         return leaving
 
     def swap_in(self, session: str) -> list[Coming]:
-        """The session's memory comes back: the stores that are not there. Their copies stay good until they are written.
+        """Mark a session as resident. Returns its stores that are not on the device. Their copies stay valid until a write.
 
         Raises:
-            BindingError: no such session, or it is resident.
+            BindingError: the session is unknown or resident.
         """
         owner = self._session(session)
         if owner.resident:
@@ -277,40 +287,40 @@ class Book:
         return coming
 
     def forget_copy(self, store: int) -> None:
-        """The copy elsewhere of a resident store was deleted to make room.
+        """Note that the copy elsewhere of a resident store was deleted.
 
         Raises:
-            BindingError: no such store, or its copy is all there is of it.
+            BindingError: the store is unknown, or the copy is its only one.
         """
         known = self._stores.get(store)
         if known is None or not known.paying:
-            raise BindingError(f"store {store} {'is nowhere else' if known else 'does not exist'}")
+            raise BindingError(f"store {store} {'has no other copy' if known else 'does not exist'}")
         known.saved = False
 
     # -- figures -----------------------------------------------------------------------------------------------------
 
     def has(self, session: str) -> int:
-        """Bytes of the session's buffers, shared or not, resident or not."""
+        """Size of the session's buffers, in bytes, shared or not, resident or not."""
         return self._session(session).has
 
     def bears(self, session: str) -> int:
-        """The session's part of the bytes on the device, to the byte: the sum over all sessions is `allocated`."""
+        """The session's charge for resident stores, in bytes. The sum over all sessions is `allocated`."""
         return self._session(session).bears
 
     def resident(self, session: str) -> bool:
-        """Whether its memory is on the device."""
+        """Whether the session's memory is on the device."""
         return self._session(session).resident
 
     def store_of(self, session: str, buffer: int) -> int:
-        """The number of the store that a buffer is on."""
+        """The number of a buffer's store."""
         return self._buffer(session, buffer)[1].number
 
     def sharers(self, store: int) -> int:
-        """Buffers that are on a store."""
+        """The number of buffers on a store."""
         return sum(self._stores[store].holders.values())
 
     def leaves_with(self, session: str, store: int) -> bool:
-        """Whether the store leaves the device with this session and has no copy elsewhere."""
+        """Whether a store would leave the device with this session, and has no copy elsewhere."""
         known = self._stores[store]
         return not known.saved and list(known.paying) == [session]
 
@@ -319,24 +329,24 @@ class Book:
         return bool(self._stores[store].paying)
 
     def contents(self, session: str) -> tuple[int, ...]:
-        """The numbers of the stores that a session holds, as `swap.choose` wants them."""
+        """The numbers of the stores that a session holds, for `swap.choose`."""
         return tuple(self._session(session).stores)
 
     def known_as(self, store: int) -> tuple[ContentId, str | None] | None:
-        """The content of a store and in whose circle it is (None: the public one); None if nobody may share it."""
+        """The content id of a store and its circle (None: the public circle). None: no other session may share the store."""
         key = self._stores[store].key
         return None if key is None else (key[1], key[0])
 
     def largest(self, count: int) -> list[tuple[ContentId, str | None]]:
-        """What others may share on the device, as `known_as`: at most `count`, largest first."""
+        """Stores on the device that others may share, as in `known_as`: at most `count`, largest first."""
         here = [(-s.nbytes, s.number, key) for key, s in self._known.items() if s.paying]
         return [(content, tenant) for _, _, (tenant, content, _) in heapq.nsmallest(count, here)]
 
     def stores(self) -> dict[int, tuple[int, bool]]:
-        """(bytes, saved) of the stores that are on the device, by number."""
+        """(bytes, saved) of the stores on the device, by number."""
         return {s.number: (s.nbytes, s.saved) for s in self._stores.values() if s.paying}
 
-    # -- inside ------------------------------------------------------------------------------------------------------
+    # -- helpers -----------------------------------------------------------------------------------------------------
 
     def _session(self, session: str, *, resident: bool = False) -> _Session:
         known = self._sessions.get(session)
@@ -361,7 +371,8 @@ class Book:
         owner = self._session(session, resident=True)
         if buffer in owner.buffers or nbytes < 0:
             raise BindingError(
-                f"buffer {buffer} of {nbytes} bytes {'exists' if buffer in owner.buffers else 'cannot be'}"
+                f"cannot create buffer {buffer} of {nbytes} bytes: "
+                f"{'it exists' if buffer in owner.buffers else 'the size is negative'}"
             )
         if owner.quota is not None and owner.has + nbytes > owner.quota:
             mib = 1 << 20
@@ -431,7 +442,9 @@ class Book:
 
     @staticmethod
     def _split(store: _Store, sign: int) -> None:
-        """Add (or take back) the parts of a store: equal ones, and a byte more for as many who came first as are left over."""
+        """Add the parts of a store to its holders' charges, or subtract them. Parts are equal; the first holders get the
+        remaining bytes, one each.
+        """
         if not store.paying:
             return
         part, rest = divmod(store.nbytes, len(store.paying))

@@ -1,27 +1,27 @@
-"""First chunks of contents that are on the device: whether it is worth a client's while to hash the whole."""
+"""First chunks of contents on the device, so that a client hashes a whole content only if its first chunk is known."""
 
 from __future__ import annotations
 
 from wooly_executor.memory.book import ContentId
 
-#: Whose it is (None: everybody's), the first chunk, and the bytes of the whole.
+#: Circle (None: the public circle), digest of the first chunk, size of the whole content in bytes.
 Head = tuple[str | None, ContentId, int]
 
 
 class Heads:
-    """The heads of stores."""
+    """The first chunks of stores."""
 
     def __init__(self) -> None:
         self._count: dict[Head, int] = {}
         self._of: dict[int, Head] = {}
 
     def add(self, store: int, head: Head) -> None:
-        """A store's content begins so."""
+        """Add the first chunk of a store."""
         self._of[store] = head
         self._count[head] = self._count.get(head, 0) + 1
 
     def remove(self, store: int) -> None:
-        """A store is no more; one that is not known is ignored."""
+        """Remove a store; an unknown one is ignored."""
         head = self._of.pop(store, None)
         if head is not None:
             left = self._count[head] - 1

@@ -1,13 +1,14 @@
-"""The accounts of one device: where every byte of it is, and which session bears it, at any moment.
+"""The accounts of one device: where every byte is, and which session is charged for it, at any time.
 
-`pool` says where blocks are, `book` who shares which content; here the two are one. A buffer of a session is *its own* (a block
-on its account), *shared* (a store of the book, whose block is on the account of all contents) or *away* (no block: the session is
-swapped out). A session also has a *workspace*, which holds what its programs allocate and free themselves; small ones are kept
-from one program to the next. *Reserved* bytes are promised to programs that wait for their turn, and free until these begin.
+`pool` knows where blocks are, and `book` knows which sessions share which content; the ledger combines both. A session's buffer
+is *own* (a block on its account), *shared* (a store of the book; its block is on the account of all contents) or *away* (no
+block, because the session is swapped out). A session also has a *workspace* for the memory that its programs allocate and free
+themselves; a small workspace is kept from one program to the next. *Reserved* bytes are promised to programs that wait for their
+turn; they stay free until these programs begin.
 
     capacity = own bytes and workspaces of all sessions + their parts of contents + slots of slabs that are in no block + free
 
-`check` proves it. Residency is integrated: what each session has borne until a time, in bytes times nanoseconds.
+`check` verifies this equation. Charges are integrated over time, in bytes times nanoseconds.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ from wooly_executor.memory.heads import Heads
 from wooly_executor.memory.pool import Pool, room_of
 from wooly_executor.memory.shortage import shortage
 
-#: Bytes of a workspace that a session keeps between two programs.
+#: Maximum workspace, in bytes, that a session keeps between two programs.
 WORKSPACE_KEPT = 256 << 10
 #: The pool's account of all contents.
 _CONTENTS = "\0contents"
 
 
 class Ledger:
-    """Owned by one thread. Times are monotonic ns and come from the caller.
+    """The accounts of one device. One thread owns it. Times are monotonic ns from the caller.
 
     Args:
         capacity: bytes of the device.
         reserve: bytes that large allocations leave free.
-        name: the device, in messages.
+        name: name of the device in messages.
     """
 
     def __init__(self, capacity: int, *, reserve: int = 0, name: str = "GPU 0") -> None:
@@ -43,17 +44,17 @@ class Ledger:
         self.reserved = 0
         self.accounts: dict[str, Account] = {}
         self._where: dict[int, int] = {}  # store -> offset
-        self._nominal: dict[int, int] = {}  # store -> bytes asked for
+        self._nominal: dict[int, int] = {}  # store -> requested bytes
         self._heads = Heads()
         self.pool.open(_CONTENTS)
 
     # -- sessions ----------------------------------------------------------------------------------------------------
 
     def open(self, session: str, *, tenant: str = "", scope: Scope = Scope.OFF, now: int = 0) -> Account:
-        """Begin an account.
+        """Open an account.
 
         Raises:
-            AdmissionError: there is one of that name.
+            AdmissionError: the name is in use.
         """
         if session in self.accounts:
             raise AdmissionError(f"session {session} is open already")
@@ -63,7 +64,7 @@ class Ledger:
         return account
 
     def close(self, account: Account, now: int = 0) -> list[Gone | Leaving]:
-        """End an account and free all it has. Returns what became of the contents that it shared."""
+        """Close an account and free its memory. Returns what happened to its shared contents."""
         if self.accounts.pop(account.name, None) is None:
             return []
         self._settle_all(now)
@@ -71,7 +72,7 @@ class Ledger:
         self.reserved -= account.reserved
         account.reserved = 0
         self.pool.close(account.name)
-        found = self._depart(self.book.close(account.name))
+        found = self._release_stores(self.book.close(account.name))
         account.own.clear()
         account.shared.clear()
         account.away.clear()
@@ -85,17 +86,23 @@ class Ledger:
         return self.pool.free_bytes - self.reserved
 
     def reserve_for(self, account: Account, nbytes: int) -> None:
-        """Promise bytes to a program of the session's that waits; the caller has seen that they are there."""
+        """Reserve bytes for a waiting program. The caller has checked that they are free."""
         account.reserved += nbytes
         self.reserved += nbytes
 
     def unreserve(self, account: Account, nbytes: int) -> None:
-        """Take a promise back: the program begins, or will not."""
+        """Release a reservation, because the program begins or was dropped."""
         account.reserved -= nbytes
         self.reserved -= nbytes
 
     def begin(self, account: Account, kept: Sequence[tuple[int, int]], workspace: int, now: int) -> None:
-        """A program begins that leaves the buffers `kept` (buffer, bytes) behind and needs so much for the others.
+        """Allocate the memory of a program that begins.
+
+        Args:
+            account: the session's account.
+            kept: (buffer, bytes) of the buffers that remain after the program.
+            workspace: bytes for the program's other buffers.
+            now: time in ns.
 
         Raises:
             OutOfMemoryError: there is no room; nothing was allocated.
@@ -105,7 +112,7 @@ class Ledger:
         done: list[int] = []
         try:
             if self.reserved > account.reserved:
-                self._leave_promises(account, [*[n for _, n in kept], max(0, workspace - account.workspace)])
+                self._check_reservations(account, [*[n for _, n in kept], max(0, workspace - account.workspace)])
             for buffer, nbytes in kept:
                 own[buffer] = pool.allocate(name, nbytes)
                 done.append(buffer)
@@ -124,18 +131,18 @@ class Ledger:
         if held > account.peak:
             account.peak = held
 
-    def _leave_promises(self, account: Account, wanted: Sequence[int]) -> None:
-        """See that these allocations take nothing that is promised to other accounts.
+    def _check_reservations(self, account: Account, wanted: Sequence[int]) -> None:
+        """Check that allocations of these sizes leave the reservations of other accounts free.
 
         Raises:
-            OutOfMemoryError: they would.
+            OutOfMemoryError: they do not.
         """
         promised = self.reserved - account.reserved
         if room_of(wanted) > self.pool.free_bytes - promised:
-            raise OutOfMemoryError(f"{promised} bytes are promised to others")
+            raise OutOfMemoryError(f"the free memory has {promised} bytes that are reserved for other sessions")
 
     def _compact(self, wanted: int) -> bool:
-        """Put the free bytes together, where they suffice but no piece does."""
+        """Compact the pool if the free bytes suffice, but no free extent does. Returns whether it did."""
         free = self.pool.free_bytes
         if free < wanted or self.pool.facts().largest == free:
             return False
@@ -149,7 +156,7 @@ class Ledger:
         return True
 
     def end(self, account: Account, now: int) -> None:
-        """A program ended that had a large workspace: it is given back."""
+        """Free the large workspace of a program that has ended."""
         self.settle(account, now)
         self.drop_workspace(account)
 
@@ -157,7 +164,7 @@ class Ledger:
         self.drop_workspace(account)
         pieces, piece = 0, nbytes
         try:
-            while pieces < nbytes:  # what programs allocate are many blocks: it need not be one extent
+            while pieces < nbytes:  # a workspace holds many blocks, so it need not be one extent
                 piece = min(piece, nbytes - pieces)
                 try:
                     account.blocks.append(self.pool.allocate(account.name, piece))
@@ -174,7 +181,7 @@ class Ledger:
         account.workspace = nbytes
 
     def drop_workspace(self, account: Account) -> None:
-        """Give the workspace back: none of the session's programs runs."""
+        """Free the workspace. No program of the session may be running."""
         for offset in account.blocks:
             self.pool.free(offset)
         account.blocks.clear()
@@ -183,7 +190,7 @@ class Ledger:
     # -- buffers -----------------------------------------------------------------------------------------------------
 
     def allocate(self, account: Account, buffer: int, nbytes: int, now: int) -> None:
-        """A buffer whose size nobody knew before.
+        """Allocate a buffer whose size was unknown before its program ran.
 
         Raises:
             OutOfMemoryError: there is no room.
@@ -191,7 +198,7 @@ class Ledger:
         self.settle(account, now)
         try:
             if self.reserved > account.reserved:
-                self._leave_promises(account, [nbytes])
+                self._check_reservations(account, [nbytes])
             account.own[buffer] = self.pool.allocate(account.name, nbytes)
         except OutOfMemoryError as e:
             if self._compact(room_of([nbytes])):
@@ -202,7 +209,7 @@ class Ledger:
         account.peak = max(account.peak, self.pool.held(account.name))
 
     def free(self, account: Account, buffer: int, now: int) -> list[Gone | Leaving]:
-        """A buffer is no more, wherever it was; one that is not known is ignored."""
+        """Free a buffer, own, shared or away. An unknown buffer is ignored."""
         offset = account.own.pop(buffer, None)
         if offset is not None:
             self.settle(account, now)
@@ -210,21 +217,23 @@ class Ledger:
             return []
         if account.shared.pop(buffer, None) is not None:
             self._settle_all(now)
-            return self._depart(self.book.free(account.name, buffer))
+            return self._release_stores(self.book.free(account.name, buffer))
         account.away.pop(buffer, None)
         return []
 
     # -- contents ----------------------------------------------------------------------------------------------------
 
     def knows_head(self, account: Account, nbytes: int, head: ContentId) -> bool:
-        """Whether there is a content of so many bytes with this first chunk that the session may share."""
+        """Whether the session may share a content of this size with this first chunk."""
         if account.scope is Scope.OFF:
             return False
         circles = [account.tenant] if account.scope is Scope.TENANT else [None, account.tenant]
         return any((circle, head, nbytes) in self._heads for circle in circles)
 
     def share(self, account: Account, buffer: int, nbytes: int, content: ContentId, now: int) -> int | None:
-        """A buffer of its own has this content: the store on the device that it may share instead, which it then does."""
+        """Move a session's own buffer to an equal store on the device. Returns the store, or None if there is no store that the
+        session may share.
+        """
         if account.scope is Scope.OFF or buffer not in account.own:
             return None
         size = self.pool.size(account.own[buffer])
@@ -238,10 +247,11 @@ class Ledger:
     def seal(
         self, account: Account, buffer: int, nbytes: int, content: ContentId, head: ContentId, now: int
     ) -> tuple[int, bool] | None:
-        """A buffer of its own has this content, as the executor found: others may share it from now on.
+        """Set the content of a session's own buffer, as the executor has computed it. Other sessions may share it from now on.
 
         Returns:
-            Its store, and whether that was there before (the buffer's own block is gone then). None: it shares nothing.
+            The store, and whether the store existed before (then the buffer's own block was freed). None: the session shares
+            nothing.
         """
         if account.scope is Scope.OFF or buffer not in account.own or not account.resident:
             return None
@@ -258,16 +268,16 @@ class Ledger:
         return store, False
 
     def adopt(self, account: Account, buffer: int, store: int, now: int) -> None:
-        """Another account holds a store, too, under this name."""
+        """Add a buffer on an existing store to another account."""
         self._settle_all(now)
         self.book.join(account.name, buffer, store)
         account.shared[buffer] = store
 
     def write(self, account: Account, buffer: int, now: int) -> Written:
-        """A shared buffer is about to be written: it is its session's own from now on.
+        """Make a shared buffer its session's own, before a write.
 
         Raises:
-            OutOfMemoryError: there is no room for the copy; nothing changed.
+            OutOfMemoryError: there is no room for the copy; nothing changes.
         """
         store = account.shared[buffer]
         if self.book.sharers(store) == 1:
@@ -278,14 +288,14 @@ class Ledger:
             self._forget(store)
             self.pool.move(offset, account.name)
             account.own[buffer] = offset
-            return Written(store, False, [Gone(store, False, True)])  # a copy elsewhere is stale
+            return Written(store, False, [Gone(store, False, True)])  # a copy elsewhere is outdated
         self.allocate(account, buffer, self._nominal[store], now)
         self._settle_all(now)
         del account.shared[buffer]
-        return Written(store, True, self._depart(self.book.free(account.name, buffer)))
+        return Written(store, True, self._release_stores(self.book.free(account.name, buffer)))
 
     def cost_of_writing(self, account: Account, buffers: Iterable[int]) -> int:
-        """Bytes that copies would take if these buffers were written."""
+        """Bytes that copies would need if these buffers were written."""
         shared = account.shared
         stores = [shared[b] for b in buffers if b in shared]
         return sum([self.pool.rounded(self._nominal[s]) for s in stores if self.book.sharers(s) > 1])
@@ -295,11 +305,13 @@ class Ledger:
         return self._where.keys()
 
     def store_bytes(self, store: int) -> int:
-        """Bytes of a content, as asked for."""
+        """Requested bytes of a store."""
         return self._nominal[store]
 
-    def _depart(self, found: list[Gone | Leaving]) -> list[Gone | Leaving]:
-        """Free the blocks of stores that nobody holds. One that is only left by the resident keeps its block: see `evict`."""
+    def _release_stores(self, found: list[Gone | Leaving]) -> list[Gone | Leaving]:
+        """Free the blocks of stores that no buffer uses. A store that only swapped-out sessions hold keeps its block: see
+        `evict`.
+        """
         for each in found:
             if isinstance(each, Gone):
                 offset = self._where.pop(each.store, None)
@@ -315,11 +327,11 @@ class Ledger:
     # -- residency ---------------------------------------------------------------------------------------------------
 
     def sole_stores(self, account: Account) -> list[int]:
-        """Stores that leave the device if this session does, and have no copy elsewhere."""
+        """Stores that would leave the device with this session, and that have no copy elsewhere."""
         return [s for s in dict.fromkeys(account.shared.values()) if self.book.leaves_with(account.name, s)]
 
     def swap_out(self, account: Account, now: int) -> list[Leaving]:
-        """The session's memory has left the device. Returns the stores that left with it, whose blocks are free."""
+        """Free the blocks of a session whose memory was copied off the device. Returns the stores that left with the session."""
         self._settle_all(now)
         self.drop_workspace(account)
         pool = self.pool
@@ -334,23 +346,23 @@ class Ledger:
         return leaving
 
     def evict(self, store: int) -> None:
-        """A store is on the device no more."""
+        """Free the block of a store that has left the device."""
         offset = self._where.pop(store, None)
         if offset is not None:
             self.pool.free(offset)
 
     def needed(self, account: Account) -> int:
-        """Bytes that the session's return takes."""
+        """Bytes that the session needs to return to the device."""
         pool = self.pool
         own = sum([pool.rounded(n) for n in account.away.values()])
         stores = {s for s in account.shared.values() if s not in self._where}
         return own + sum([pool.rounded(self._nominal[s]) for s in stores])
 
     def swap_in(self, account: Account, now: int) -> list[int]:
-        """The session's memory is coming back: it has blocks. Returns the stores that must be brought.
+        """Allocate the blocks of a session that returns to the device. Returns the stores whose bytes must be copied back.
 
         Raises:
-            OutOfMemoryError: there is no room; nothing changed.
+            OutOfMemoryError: there is no room; nothing changes.
         """
         pool, name = self.pool, account.name
         taken: list[int] = []
@@ -382,7 +394,7 @@ class Ledger:
     # -- figures -----------------------------------------------------------------------------------------------------
 
     def settle(self, account: Account, now: int) -> None:
-        """Integrate what the session bore until now; before anything of it changes."""
+        """Integrate the session's charges up to now. Call it before they change."""
         elapsed = now - account.settled_at
         if elapsed <= 0:
             return
@@ -396,7 +408,7 @@ class Ledger:
             self.settle(account, now)
 
     def bearing(self, account: Account, now: int) -> Bearing:
-        """What a session bears now, and has borne."""
+        """The session's charges: now, and integrated up to now."""
         self.settle(account, now)
         return Bearing(
             self.pool.held(account.name), self.book.bears(account.name), account.own_byte_ns, account.shared_byte_ns
@@ -419,30 +431,34 @@ class Ledger:
         )
 
     def check(self) -> None:
-        """Prove that every byte is on an account, from scratch.
+        """Check that every byte is on exactly one account, by counting from the blocks.
 
         Raises:
-            AssertionError: it is not.
+            AssertionError: the counts disagree.
         """
         pool, facts = self.pool, self.facts()
         own = 0
         for account in self.accounts.values():
             blocks = [*account.own.values(), *account.blocks]
             held = sum(pool.size(offset) for offset in blocks)
-            assert held == pool.held(account.name), f"{account.name}: {held} bytes of blocks, {pool.held(account.name)}"
-            assert account.resident or not blocks, f"{account.name} is away and has blocks"
-            assert not (account.resident and account.away), f"{account.name} is here and has buffers elsewhere"
+            assert held == pool.held(account.name), (
+                f"{account.name} has {held} bytes of blocks, its account says {pool.held(account.name)}"
+            )
+            assert account.resident or not blocks, f"{account.name} is swapped out but has blocks"
+            assert not (account.resident and account.away), f"{account.name} is resident but has buffers elsewhere"
             own += held
         parts = sum(self.book.bears(name) for name in self.accounts)
         unborne = sum(pool.size(o) for s, o in self._where.items() if not self.book.borne(s))
-        assert facts.contents == sum(pool.size(o) for o in self._where.values()), "contents"
-        assert parts + unborne == facts.contents, f"{parts} bytes borne, {unborne} by nobody, {facts.contents} there"
-        assert own == facts.own, f"{own} bytes of blocks, {facts.own} on accounts"
+        assert facts.contents == sum(pool.size(o) for o in self._where.values()), "the bytes of contents differ"
+        assert parts + unborne == facts.contents, (
+            f"{parts} bytes charged, {unborne} charged to no session, {facts.contents} allocated"
+        )
+        assert own == facts.own, f"blocks have {own} bytes, accounts say {facts.own}"
         assert own + parts + unborne + facts.slots + facts.reserve + facts.free == facts.capacity, str(facts)
-        assert self.reserved == sum(a.reserved for a in self.accounts.values()) >= 0, "promises"
+        assert self.reserved == sum(a.reserved for a in self.accounts.values()) >= 0, "the reservations differ"
         extents = sum(size for _, size in pool.extents())
-        assert extents == pool.free_bytes, f"{extents} bytes of free extents, {pool.free_bytes} free"
+        assert extents == pool.free_bytes, f"free extents have {extents} bytes, the pool says {pool.free_bytes}"
 
     def out_of_memory(self, account: Account, nbytes: int, quota: int | None = None, held: int = 0) -> str:
-        """Why so many bytes cannot be had, and who holds what; see `shortage`."""
+        """The message of a failed allocation; see `shortage`."""
         return shortage(self.pool, self.book, self.accounts.values(), account, nbytes, quota, held)

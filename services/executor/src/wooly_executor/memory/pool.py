@@ -1,9 +1,9 @@
-"""Where on the device each block of bytes is: one pool per device, with accounts for the sessions that share it.
+"""Allocates blocks at offsets of a device: one pool per device, with one account per session.
 
-Blocks of up to 4 KiB come from *slabs*, runs of equal slots: a tensor of a few bytes that lives long must not split the room of a
-large one. All others are the *best fit* among the free extents, at the lowest address among equals. What is left of an extent
-stays free, and free neighbours become one at once. Free extents are in sorted bins, eight per power of two, and an integer has
-a bit per bin that is not empty: no search is longer than one bin.
+Blocks of up to 4 KiB come from *slabs*, which are runs of equal slots, so that a small tensor with a long life does not split the
+room of a large one. For other blocks, the pool takes the *best fit* among the free extents; among equal ones, the one with the
+lowest address. The rest of an extent stays free, and neighbouring free extents are merged at once. Free extents are in sorted
+bins, eight per power of two. An integer has one bit per non-empty bin, so a search covers at most one bin.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from dataclasses import dataclass
 
 from wooly_executor.errors import AdmissionError, BindingError, OutOfMemoryError
 
-#: What the memory of a GPU is aligned to, in bytes.
+#: Alignment of blocks, in bytes, as on a GPU.
 ALIGNMENT = 256
-#: Classes of small blocks: 1 to this many times the alignment.
+#: Size classes of small blocks: 1 to this many units of the alignment.
 SMALL_CLASSES = 16
-#: Slots of one slab times its class, at most: 64 KiB at the usual alignment.
+#: Maximum size of a slab, in units of the alignment: 64 KiB at the usual alignment.
 SLAB_UNITS = 256
-#: Empty slabs that a class keeps for its next block.
+#: Empty slabs that a size class keeps for later blocks.
 SPARE_SLABS = 1
 _SHIFT = 48  # a sorted key is bytes << 48 | offset
 _LOW = (1 << _SHIFT) - 1
 
 
 def room_of(sizes: Iterable[int]) -> int:
-    """Bytes that blocks of these sizes take at most, at the usual alignment: small ones may ask for a new slab."""
+    """Most bytes that blocks of these sizes take, at the usual alignment. Small blocks may need one new slab."""
     rounded = [-(-n // ALIGNMENT) * ALIGNMENT for n in sizes if n]
     small = min(sum(n for n in rounded if n <= SMALL_CLASSES * ALIGNMENT), 1)
     return sum(rounded) + small * SLAB_UNITS * ALIGNMENT
@@ -35,11 +35,15 @@ def room_of(sizes: Iterable[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What one account has.
+    """The memory of one account.
 
     Attributes:
-        requested: bytes asked for.
-        held: the same, each block rounded up to the alignment.
+        account: name of the account.
+        tenant: tenant of the account.
+        requested: requested bytes.
+        held: bytes of its blocks, each rounded up to the alignment.
+        blocks: number of its blocks.
+        quota: most bytes that it may hold.
     """
 
     account: str
@@ -55,12 +59,13 @@ class PoolFacts:
     """Where every byte of the pool is: `held + slots + free = capacity`.
 
     Attributes:
-        requested: bytes asked for; `held - requested` is lost to rounding.
+        capacity: bytes of the pool.
+        requested: requested bytes; `held - requested` is lost to rounding.
         held: bytes of blocks.
-        slots: bytes of slabs that are in no block: only small blocks can have them.
+        slots: bytes of slabs that are in no block; only small blocks can use them.
         free: bytes of free extents.
         largest: bytes of the largest free extent.
-        high: the end of the last extent that was ever in use: what the same history needs at least.
+        high: highest end of an extent that was ever in use, which is the smallest capacity that this history needs.
     """
 
     capacity: int
@@ -73,7 +78,7 @@ class PoolFacts:
 
     @property
     def scattered(self) -> float:
-        """Share of the free bytes that the largest possible block could not use (external fragmentation)."""
+        """Share of the free bytes that are not in the largest extent (external fragmentation)."""
         return 1 - self.largest / self.free if self.free else 0.0
 
     def lost(self, wanted: int) -> float:
@@ -82,7 +87,7 @@ class PoolFacts:
 
 
 class _Slab:
-    """A run of `slots` slots of `size` bytes at `offset`; bit i of `free` is set if slot i is."""
+    """A run of `slots` slots of `size` bytes at `offset`. Bit i of `free` is set if slot i is free."""
 
     __slots__ = ("free", "full", "offset", "size", "slots")
 
@@ -97,23 +102,23 @@ class _Account:
     def __init__(self, name: str, tenant: str, quota: int) -> None:
         self.name, self.tenant, self.quota = name, tenant, quota
         self.requested = self.held = 0
-        self.blocks: dict[int, tuple[int, int, _Slab | None]] = {}  # by offset: bytes asked for, bytes held, its slab
+        self.blocks: dict[int, tuple[int, int, _Slab | None]] = {}  # by offset: requested bytes, held bytes, slab
 
 
 class Pool:
-    """Bytes 0 to `capacity` of a device. Offsets are multiples of `alignment`. Owned by one thread.
+    """Bytes 0 to `capacity` of a device. Offsets are multiples of `alignment`. One thread owns it.
 
     Args:
-        capacity: bytes; what is left over of a multiple of `alignment` is not used.
+        capacity: bytes; it is rounded down to a multiple of `alignment`.
         alignment: bytes, a power of two.
-        name: the device, in messages.
+        name: name of the device in messages.
     """
 
     def __init__(self, capacity: int, *, alignment: int = ALIGNMENT, name: str = "GPU 0") -> None:
         if alignment < 1 or alignment & (alignment - 1):
             raise ValueError(f"the alignment must be a power of two, not {alignment}")
         if capacity < alignment:
-            raise ValueError(f"a pool of {capacity} bytes has no room for a block of {alignment}")
+            raise ValueError(f"a pool of {capacity} bytes is smaller than its alignment of {alignment} bytes")
         self.alignment, self.name = alignment, name
         self.capacity = capacity - capacity % alignment
         self._mask = alignment - 1
@@ -122,9 +127,9 @@ class Pool:
         self._accounts: dict[str, _Account] = {}
         self._owners: dict[int, _Account] = {}  # by offset of a block
         self._bins: list[list[int]] = [[] for _ in range(8 * ((self.capacity >> self._unit).bit_length() + 1))]
-        self._filled = 0  # bit per bin that is not empty
+        self._filled = 0  # one bit per non-empty bin
         self._free: dict[int, int] = {}  # free extents: offset -> bytes
-        self._ends: dict[int, int] = {}  # the same by their ends: end -> offset
+        self._ends: dict[int, int] = {}  # the same extents by their end: end -> offset
         self._partial: list[dict[int, _Slab]] = [
             {} for _ in range(SMALL_CLASSES + 1)
         ]  # slabs with a free slot, by offset
@@ -134,19 +139,19 @@ class Pool:
     # -- accounts ----------------------------------------------------------------------------------------------------
 
     def open(self, account: str, *, quota: int | None = None, tenant: str = "") -> None:
-        """Begin an account that may hold `quota` bytes (rounded blocks), or all.
+        """Open an account that may hold `quota` bytes of rounded blocks; None: the whole pool.
 
         Raises:
-            AdmissionError: there is one of that name, or the quota is more than the pool.
+            AdmissionError: the name is in use, or the quota exceeds the pool.
         """
         if account in self._accounts:
             raise AdmissionError(f"account {account} is open already")
         if quota is not None and quota > self.capacity:
-            raise AdmissionError(f"{quota} bytes asked for, the device has {self.capacity}")
+            raise AdmissionError(f"the session asks for {quota} bytes, and the device has {self.capacity}")
         self._accounts[account] = _Account(account, tenant, self.capacity if quota is None else quota)
 
     def close(self, account: str) -> int:
-        """End an account and free all it has. Returns the bytes that it held; 0 if there is none of that name."""
+        """Close an account and free its blocks. Returns the bytes that it held; 0 if the name is unknown."""
         known = self._accounts.get(account)
         if known is None:
             return 0
@@ -159,15 +164,18 @@ class Pool:
     # -- blocks ------------------------------------------------------------------------------------------------------
 
     def allocate(self, account: str, nbytes: int) -> int:
-        """The offset of a new block of at least `nbytes` bytes. A block of none has an offset of its own, too.
+        """The offset of a new block of at least `nbytes` bytes. A block of 0 bytes also has its own offset.
 
         Raises:
-            OutOfMemoryError: over the account's quota, or no extent is large enough. The message says who holds what.
-            BindingError: no such account, or a negative size.
+            OutOfMemoryError: the account's quota is exceeded, or no free extent is large enough. The message says which session
+                holds how much.
+            BindingError: the account is unknown, or the size is negative.
         """
         owner = self._accounts.get(account)
         if owner is None or nbytes < 0:
-            raise BindingError(f"{nbytes} bytes for account {account!r}, which is {'open' if owner else 'not open'}")
+            raise BindingError(
+                f"cannot allocate {nbytes} bytes for account {account!r}: {'negative size' if owner else 'it is not open'}"
+            )
         size = (nbytes + self._mask) & ~self._mask or self.alignment  # `rounded`, without the call
         if owner.held + size > owner.quota:
             raise OutOfMemoryError(self._over_quota(owner, nbytes))
@@ -197,10 +205,10 @@ class Pool:
         return offset
 
     def free(self, offset: int) -> None:
-        """Give a block back.
+        """Free a block.
 
         Raises:
-            BindingError: no block begins there.
+            BindingError: no block begins at this offset.
         """
         owner = self._owners.pop(offset, None)
         if owner is None:
@@ -222,10 +230,10 @@ class Pool:
             self._dissolve(slab)
 
     def move(self, offset: int, account: str) -> None:
-        """A block belongs to another account from now on, whatever that one's quota.
+        """Move a block to another account, whatever the quota of that account.
 
         Raises:
-            BindingError: no block begins there, or no such account.
+            BindingError: no block begins at this offset, or the account is unknown.
         """
         before, after = self._owners.get(offset), self._accounts.get(account)
         if before is None or after is None:
@@ -237,18 +245,18 @@ class Pool:
             owner.held += sign * found[1]
 
     def compact(self) -> dict[int, int]:
-        """Put all blocks at the start, in their order, so that all free bytes are one extent.
+        """Move all blocks to the start, in their order, so that the free bytes are one extent.
 
         Returns:
-            Where each block that moved is now, by where it was. Bytes move only where addresses mean something: to a runtime
-            whose blocks are memory of their own, or that maps pages, an offset is a name.
+            The new offset of each moved block, by its old offset. No bytes are copied: for a runtime whose blocks have memory of
+                their own, or that maps pages, an offset is only a name.
         """
         self._reclaim()
         slabs = {slab.offset: slab for partial in self._partial for slab in partial.values()}
         slabs |= {s.offset: s for a in self._accounts.values() for _, _, s in a.blocks.values() if s is not None}
         large = [(o, n) for a in self._accounts.values() for o, (_, n, s) in a.blocks.items() if s is None]
         extents = sorted(large + [(s.offset, s.size * s.slots) for s in slabs.values()])
-        shifts: list[tuple[int, int]] = []  # (first byte of an extent, by how much it moves down), in order
+        shifts: list[tuple[int, int]] = []  # (start of an extent, bytes by which it moves down), in order
         end = 0
         for offset, size in extents:
             shifts.append((offset, offset - end))
@@ -273,7 +281,7 @@ class Pool:
             self._insert(end, self.capacity - end)
         return moved
 
-    # -- what is where -----------------------------------------------------------------------------------------------
+    # -- queries -----------------------------------------------------------------------------------------------------
 
     @property
     def free_bytes(self) -> int:
@@ -285,7 +293,7 @@ class Pool:
         return self._owners[offset].blocks[offset][1]
 
     def requested(self, offset: int) -> int:
-        """Bytes that were asked for with the block at `offset`."""
+        """Requested bytes of the block at `offset`."""
         return self._owners[offset].blocks[offset][0]
 
     def rounded(self, nbytes: int) -> int:
@@ -304,7 +312,7 @@ class Pool:
         )
 
     def holdings(self) -> list[Holding]:
-        """Every account, the one that holds most first."""
+        """All accounts, the largest first."""
         found = [
             Holding(a.name, a.tenant, a.requested, a.held, len(a.blocks), a.quota) for a in self._accounts.values()
         ]
@@ -314,7 +322,7 @@ class Pool:
         """One account.
 
         Raises:
-            BindingError: there is none of that name.
+            BindingError: the name is unknown.
         """
         a = self._accounts.get(account)
         if a is None:
@@ -338,7 +346,9 @@ class Pool:
         )
 
     def _no_room(self, owner: _Account, nbytes: int) -> str:
-        """Sessions of other tenants are counted, not named: nobody learns who else is there."""
+        """The message for a pool without room. It names sessions of the same tenant only; sessions of other tenants are summed
+        up, so that a tenant does not learn which sessions exist.
+        """
         facts = self.facts()
         said = [
             f"CUDA out of memory. Tried to allocate {_size(nbytes)}. {self.name} has a total capacity of "
@@ -357,7 +367,7 @@ class Pool:
     # -- slabs -------------------------------------------------------------------------------------------------------
 
     def _slab_for(self, size: int) -> _Slab | None:
-        """A slab with a free slot of `size` bytes; a new one if there is none, as large as there is room for."""
+        """A slab with a free slot of `size` bytes. If there is no such slab, a new one, as large as possible."""
         units = size >> self._unit
         partial = self._partial[units]
         for slab in partial.values():
@@ -376,7 +386,7 @@ class Pool:
         return slab
 
     def _reclaim(self) -> bool:
-        """Dissolve the slabs that are kept for later; whether there were any."""
+        """Dissolve the empty slabs that are kept for later. Returns whether there were any."""
         spare = [slab for partial in self._partial for slab in partial.values() if slab.free == slab.full]
         for slab in spare:
             self._dissolve(slab)
@@ -390,13 +400,15 @@ class Pool:
     # -- free extents ------------------------------------------------------------------------------------------------
 
     def _bin(self, size: int) -> int:
-        """The bin of extents of `size` bytes: eight per power of two, in order of size."""
+        """The bin for extents of `size` bytes. There are eight bins per power of two, in order of size."""
         units = size >> self._unit
         power = units.bit_length()
         return units if power <= 3 else (power - 3 << 3) + (units >> power - 4)
 
     def _take(self, size: int) -> int:
-        """The lowest of the smallest free extents with `size` bytes; -1 if there is none."""
+        """Take `size` bytes from the smallest sufficient free extent, at the lowest address among equals. Returns -1 if no extent
+        is sufficient.
+        """
         number = self._bin(size)
         content = self._bins[number]
         at = bisect_left(content, size << _SHIFT)
@@ -419,7 +431,7 @@ class Pool:
         return offset
 
     def _give(self, offset: int, size: int) -> None:
-        """An extent is free: it joins its free neighbours."""
+        """Add a free extent, and merge it with its free neighbours."""
         before = self._ends.get(offset)
         after = self._free.get(offset + size)
         if before is not None:

@@ -1,4 +1,4 @@
-"""Why memory cannot be had, in words: what was asked for, what is free, and who holds what."""
+"""Builds the message of a failed allocation: what was requested, what is free, and which sessions hold the memory."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ def shortage(
     quota: int | None,
     held: int,
 ) -> str:
-    """Why so many bytes cannot be had. Other tenants' sessions are only counted together.
+    """The message of a failed allocation. Sessions of other tenants are only summed up.
 
     Args:
         pool: the device's blocks.
-        book: what is shared.
-        accounts: of all sessions.
-        account: who asks.
-        nbytes: what for.
-        quota: the session's, where that is what it would break.
-        held: what counts towards it.
+        book: shared contents.
+        accounts: accounts of all sessions.
+        account: account of the session that allocates.
+        nbytes: requested bytes.
+        quota: the session's quota, if the allocation exceeds it; else None.
+        held: bytes that count towards the quota.
     """
     facts = pool.facts()
     said = [f"CUDA out of memory. Tried to allocate {_size(nbytes)}."]

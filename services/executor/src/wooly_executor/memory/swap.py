@@ -1,13 +1,13 @@
-"""Who must leave the device so that an allocation fits, and who may come at all. Functions of what they are told.
+"""Decides which sessions leave the device for an allocation, and which sessions are admitted. Pure functions.
 
-The policy (`choose`): a large allocation leaves the reserve free, if sessions can leave for it. *Eligible* is a session that is
-resident, may be swapped, has been idle long enough, and whose leaving frees memory that there is room for elsewhere. Those of P0
-go only when no other eligible one is left. Within each of these two groups whoever was chosen longest ago goes first (those
-never chosen before all others), so that none goes twice while another eligible one did not go in between. Only bytes that become
-free count: content of a session that stays, stays. What has a copy elsewhere already is dropped; all else goes to pinned host
-memory while its budget lasts, then to disk.
+The eviction policy (`choose`): a large allocation leaves the reserve free, if sessions can be swapped out for it. A session is
+*eligible* if it is resident and swappable, has been idle long enough, and there is space elsewhere for the memory that it frees.
+P0 sessions are victims only if no other session is eligible. Within these two groups, the session that was least recently a
+victim goes first, and sessions that never were go before all others. So no session is a victim twice before every other eligible
+session was one. Only bytes that become free count: content that a remaining session shares stays. Content with a clean copy
+elsewhere is dropped. Other content goes to pinned host memory up to its budget, then to disk.
 
-The law of admission (`admit`): every session that is let in can be resident beside all those that cannot be swapped.
+The law of admission (`admit`): each admitted session can be resident together with all sessions that cannot be swapped.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ MINUTE_NS = 60 * 1_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What an operator may set.
+    """The policy, as an operator sets it.
 
     Attributes:
         reserve: bytes that a large allocation leaves free.
-        large: an allocation of this many bytes is a large one. Smaller ones may use the reserve: it is there for them.
-        idle_ns: how long a session must have been idle before it may be swapped out.
+        large: minimum bytes of a large allocation. Smaller allocations may use the reserve.
+        idle_ns: minimum idle time before a session may be swapped out, in ns.
     """
 
     reserve: int = 2 * GIB
@@ -42,10 +42,11 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Bytes on the device, held by one session or shared by several.
+    """Bytes on the device that one session holds, or several sessions share.
 
     Attributes:
-        clean: an equal copy is in host memory or on disk already.
+        nbytes: size.
+        clean: an equal copy is in host memory or on disk.
     """
 
     nbytes: int
@@ -57,11 +58,12 @@ class Resident:
     """A session whose memory is on the device.
 
     Attributes:
-        priority: 0 (highest) to 4.
-        idle_since: when it last had work queued or running, ns; None while it has, or is the one that allocates.
-        contents: what it holds, by key into the contents.
-        swappable: it may be swapped out at all.
-        chosen: the number of the choice at which it was last a victim, 0 if it never was.
+        session: session id.
+        priority: class, 0 (highest) to 4.
+        idle_since: when it last had work, in ns; None: it has work, or is the session that allocates.
+        contents: keys of its contents.
+        swappable: it may be swapped out.
+        chosen: number of the last decision that made it a victim; 0: it never was one.
     """
 
     session: str
@@ -74,7 +76,7 @@ class Resident:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Bytes free on the device, and what is left of the budgets for pinned host memory and disk."""
+    """Free bytes of the device, and of the budgets of pinned host memory and disk."""
 
     device: int
     host: int
@@ -82,16 +84,16 @@ class Room:
 
 
 class Place(Enum):
-    """Where content goes that leaves the device."""
+    """The place to which content moves when it leaves the device."""
 
     HOST = "host"
     DISK = "disk"
-    NOWHERE = "nowhere"  # a clean copy exists
+    NOWHERE = "nowhere"  # a clean copy exists, so the bytes are dropped
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One content leaves, with its last holder."""
+    """The move of one content, with its last holder."""
 
     content: int
     nbytes: int
@@ -104,10 +106,10 @@ class SwapPlan:
 
     Attributes:
         victims: sessions to swap out, in this order.
-        moves: the contents that leave with them. What a victim shares with a session that stays is not among them.
+        moves: contents that leave with the victims. Content that a remaining session shares stays.
         freed: bytes that become free.
-        short: bytes by which the allocation will not fit whatever is done; nobody is swapped out then.
-        reserve_short: bytes by which the reserve cannot be kept.
+        short: bytes that are missing even after all possible evictions; then no session is swapped out.
+        reserve_short: bytes that are missing to keep the reserve.
     """
 
     victims: tuple[str, ...] = ()
@@ -125,10 +127,10 @@ def choose(
     contents: Mapping[int, Content],
     policy: Policy = Policy(),
 ) -> SwapPlan:
-    """Who leaves before `nbytes` are allocated at the time `now` (ns).
+    """Choose the victims for an allocation of `nbytes` at the time `now` (ns).
 
-    `residents` are all sessions on the device, also the one that allocates: what a session that is not listed holds would count
-    as nobody's.
+    `residents` must list all sessions on the device, also the session that allocates. Otherwise shared content would count as
+    free when one of its sessions leaves.
     """
     residents = list(residents)
     wanted = nbytes + (policy.reserve if nbytes >= policy.large else 0) - room.device
@@ -142,7 +144,7 @@ def choose(
         mine = sorted(key for key in set(r.contents) if holders[key] == 1 and contents[key].nbytes)
         placed, host_then, disk_then = _place(mine, contents, host, disk)
         if placed is None:
-            continue  # there is no room for what it would leave behind: it stays, and so does what others share with it
+            continue  # no space elsewhere: the session stays, and so does the content that it shares
         host, disk = host_then, disk_then
         moves += placed
         freed += sum(move.nbytes for move in placed)
@@ -159,7 +161,9 @@ def choose(
 
 
 def _in_order(residents: Iterable[Resident], now: int, policy: Policy) -> list[Resident]:
-    """Who may go, in the order in which they go: P0 last, then by turns, then the least urgent, then the longest idle."""
+    """The eligible sessions in the order of eviction: P0 last, then least recently a victim, then lowest class, then longest
+    idle.
+    """
     may = [
         (r.priority == 0, r.chosen, -r.priority, r.idle_since, r.session, r)
         for r in residents
@@ -171,7 +175,7 @@ def _in_order(residents: Iterable[Resident], now: int, policy: Policy) -> list[R
 def _place(
     keys: Iterable[int], contents: Mapping[int, Content], host: int, disk: int
 ) -> tuple[list[Move] | None, int, int]:
-    """Where each content goes, and what is left of the budgets; None if there is no room for one of them."""
+    """The place of each content, and the remaining budgets. None instead of the moves if a content has no place."""
     moves = []
     for key in keys:
         content = contents[key]
@@ -191,11 +195,11 @@ def _place(
 
 
 def admit(asked: Commitment, granted: Iterable[Commitment], capacity: int, percent: int) -> None:
-    """Whether a session may come to a device of `capacity` bytes that is overcommitted by `percent` (20: up to 120 % of it).
+    """Check that a session may be admitted to a device of `capacity` bytes, overcommitted by `percent` (20: up to 120 % of it).
 
     Raises:
-        AdmissionError: it may not; the message has the numbers.
-        ValueError: the percentage is not one from 0 to 1000.
+        AdmissionError: the session is refused. The message has the numbers.
+        ValueError: the percentage is not between 0 and 1000.
     """
     why = refusal(asked.nbytes, asked.swappable, promises(granted), capacity, percent)
     if why:

@@ -1,14 +1,16 @@
-"""The device's memory as the device loop sees it: who may begin, who must wait for room, who leaves for whom, who shares what.
+"""The device's memory as the device loop sees it: admission of sessions and programs, waiting for room, eviction, sharing.
 
-The pure parts (`memory`) decide; this carries out, with the `mover` for what takes long. A session's memory is
+The pure modules in `memory` decide. This package carries out, with the `mover` for long copies. The residence of a session's
+memory:
 
-    HERE --idle, and another needs the room--> LEAVING --> AWAY --its turn comes--> COMING --> HERE
+    HERE --idle, and another session needs room--> LEAVING --> AWAY --its turn comes--> COMING --> HERE
 
-A session that is LEAVING comes back at once when it has work: nothing was taken from it yet. A program is submitted to the
-dispatch core when there is room for it, or alone: then the core is told that the session's memory is not there, and asks for it
-when its turn comes. So whoever lacks memory is passed over, in the order of classes, and nobody else waits.
+A session in LEAVING returns to HERE at once when it has work, because its memory is not yet freed. A program is submitted to the
+dispatch core if there is room for it, or alone. In the second case the core is told that the session's memory is not there. The
+core then passes the session over, in the order of classes, and asks for the memory when the session's turn comes. Other sessions
+do not wait.
 
-Owned by the device loop's thread.
+The device loop's thread owns this package.
 """
 
 from wooly_executor.vram.settings import SwapSettings

@@ -1,4 +1,4 @@
-"""Where every byte of a device is, and whose: as its sessions and the cluster are told, and as it is proven."""
+"""Reports where every byte of a device is and which session has it, for sessions and for the cluster, and checks the sums."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from wooly_executor.flow import Residence
 from wooly_executor.memory.accounts import Account
 from wooly_executor.memory.swap import Place
 from wooly_executor.session import Session
-from wooly_executor.stowage import Stowage
+from wooly_executor.swap_space import SwapSpace
 from wooly_executor.vram.residents import Residents
 from wooly_executor.vram.swapping import Swapping
 
 
 def stats_of(session: Session, residents: Residents) -> dict[str, int]:
-    """What a session may know of its memory. Bytes."""
+    """The figures that a session may know of its memory, in bytes."""
     ledger, account = residents.ledger, session.holdings.account
     held, part = ledger.pool.held(session.id), ledger.book.bears(session.id)
     others = sum(
@@ -36,26 +36,28 @@ def stats_of(session: Session, residents: Residents) -> dict[str, int]:
     }
 
 
-def check(residents: Residents, stowage: Stowage) -> None:
-    """Prove that the accounts, the bytes on the device and the copies elsewhere tell one story.
+def check(residents: Residents, swap_space: SwapSpace) -> None:
+    """Check that the accounts, the bytes on the device and the copies elsewhere agree.
 
     Raises:
-        AssertionError: they do not.
+        AssertionError: they disagree.
     """
     ledger, contents, sessions = residents.ledger, residents.contents, list(residents.sessions.values())
     ledger.check()
     coming = any(s.flow.residence is Residence.COMING for s in sessions)
     for store in ledger.stores():
-        assert store in contents.here or coming, f"store {store} has a block and no bytes"
-    assert set(contents.here) <= set(ledger.stores()), "bytes without a block"
+        assert store in contents.here or coming, f"store {store} has a block but no bytes"
+    assert set(contents.here) <= set(ledger.stores()), "the device has bytes of stores that have no block"
     moving = [s.holdings.job for s in sessions if s.holdings.job is not None]
     if not moving:
         copies = [*contents.copies.values(), *[c for s in sessions for c in s.holdings.copies.values()]]
-        for place, used in stowage.used.items():
-            assert used >= sum(c.nbytes for c in copies if c.place is place), f"copies in {place} that nobody pays for"
+        for place, used in swap_space.used.items():
+            assert used >= sum(c.nbytes for c in copies if c.place is place), (
+                f"{place} has copies that are on no budget"
+            )
     for session in sessions:
         away = session.flow.residence in (Residence.AWAY, Residence.COMING)
-        assert away or not session.holdings.copies, f"{session.id} is here and has copies elsewhere"
+        assert away or not session.holdings.copies, f"{session.id} is on the device but has copies elsewhere"
         if session.flow.residence is Residence.HERE:
             for buffer, store in session.holdings.account.shared.items():
                 base = session.buffers[buffer].base
@@ -63,8 +65,8 @@ def check(residents: Residents, stowage: Stowage) -> None:
                 assert base is None or base.untyped_storage().data_ptr() == known.untyped_storage().data_ptr()
 
 
-def state_of(residents: Residents, stowage: Stowage, swapping: Swapping, overcommit_percent: int) -> MemoryState:
-    """Where every byte of the device is, and whose."""
+def state_of(residents: Residents, swap_space: SwapSpace, swapping: Swapping, overcommit_percent: int) -> MemoryState:
+    """Where every byte of the device is, and which session has it."""
     facts, promised = residents.ledger.facts(), promises(residents.commitments())
     sessions = [_memory_of(s, residents) for s in residents.sessions.values()]
     pins = [_pinned(pin, residents) for pin in residents.pins.accounts.values()]
@@ -75,10 +77,10 @@ def state_of(residents: Residents, stowage: Stowage, swapping: Swapping, overcom
         slots=facts.slots,
         reserve=facts.reserve,
         free=facts.free,
-        host=stowage.used[Place.HOST],
-        host_budget=stowage.used[Place.HOST] + stowage.free(Place.HOST),
-        disk=stowage.used[Place.DISK],
-        disk_budget=stowage.used[Place.DISK] + stowage.free(Place.DISK),
+        host=swap_space.used[Place.HOST],
+        host_budget=swap_space.used[Place.HOST] + swap_space.free(Place.HOST),
+        disk=swap_space.used[Place.DISK],
+        disk_budget=swap_space.used[Place.DISK] + swap_space.free(Place.DISK),
         overcommit_percent=overcommit_percent,
         fixed=promised.fixed,
         movable=promised.movable,
@@ -90,7 +92,7 @@ def state_of(residents: Residents, stowage: Stowage, swapping: Swapping, overcom
 
 
 def _memory_of(session: Session, residents: Residents) -> SessionMemory:
-    host, disk = residents.stowed(session)
+    host, disk = residents.swapped_bytes(session)
     return SessionMemory(
         session_id=session.id,
         tenant=session.holdings.account.tenant,

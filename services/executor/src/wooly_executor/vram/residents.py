@@ -1,4 +1,4 @@
-"""The sessions of a device and what of its memory they have, were promised and could give up."""
+"""The sessions of a device: the memory that each has, was promised, and could give up."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from wooly_executor.flow import Residence
 from wooly_executor.frames import Frame
 from wooly_executor.memory.ledger import Ledger
 from wooly_executor.memory.swap import Place, Policy
-from wooly_executor.pins import Pins
+from wooly_executor.pinned_weights import PinnedWeights
 from wooly_executor.session import Session
 
 
 class Residents:
-    """Who is on one device.
+    """The sessions of one device.
 
     Args:
         ledger: the accounts.
-        policy: reserve, what a large allocation is, how long a session must be idle.
+        policy: the reserve, the size of a large allocation, the required idle time.
         dispatch: knows the sessions' classes.
-        contents: what they share.
-        pins: what stays without them.
-        clock: monotonic ns.
+        contents: shared contents.
+        pins: pinned weights.
+        clock: returns monotonic ns.
 
     Attributes:
         sessions: by id.
-        leaving: bytes that will be free when those who leave have left.
-        due: there may be room, or somebody to leave, that was not there before.
+        leaving: bytes that become free when the sessions in LEAVING have left.
+        due: there may be new room, or a new victim, so `arrange` has work.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Residents:
         policy: Policy,
         dispatch: Dispatch,
         contents: Contents,
-        pins: Pins,
+        pins: PinnedWeights,
         clock: Callable[[], int],
     ) -> None:
         self.ledger, self.policy, self.contents, self.pins, self.clock = ledger, policy, contents, pins, clock
@@ -54,22 +54,22 @@ class Residents:
         return found.policy.priority if found is not None else 2
 
     def idle_since(self, session: Session) -> int | None:
-        """Since when nothing of a session runs; who waits for memory does nothing either."""
+        """Since when the session has been idle, monotonic ns; None: it works. A session that waits for memory counts as idle."""
         return session.holdings.lacking or session.holdings.idle_since
 
     def commitments(self) -> list[Commitment]:
-        """What every session was promised; what is pinned stays, and counts as such."""
+        """The promises to all sessions. Pinned weights count as promises that cannot be swapped."""
         found = [Commitment(s.id, s.holdings.promised, s.holdings.swappable) for s in self.sessions.values()]
         return found + [Commitment(p.name, self.ledger.book.has(p.name), False) for p in self.pins.accounts.values()]
 
-    def hopeful(self, session: Session, need: int) -> bool:
-        """Whether a program that does not fit could have room if all others that may leave did."""
+    def can_make_room(self, session: Session, need: int) -> bool:
+        """Whether `need` bytes would be free for a session if all other swappable sessions left."""
         if session.id not in self._dispatch.state.sessions:
-            return False  # frames in the order of their arrival: nobody can be passed over
+            return False  # in order of arrival, no session can be passed over
         return self.room_without_others(session) >= need
 
     def room_without_others(self, session: Session) -> int:
-        """Bytes that would be free if all others that may leave did."""
+        """Bytes that would be free if all other swappable sessions left."""
         room = self.ledger.spare + self.leaving
         for other in self.sessions.values():
             if (
@@ -83,20 +83,20 @@ class Residents:
         return room
 
     def promise(self, session: Session, head: Frame | None, nbytes: int) -> None:
-        """Set room aside for the run that a session begins with."""
+        """Reserve memory for the run at the head of a session's queue."""
         if head is not None and nbytes and not head.reserved:
             self.ledger.reserve_for(session.holdings.account, nbytes)
             head.reserved = nbytes
 
-    def drop_workspaces(self, but: Session) -> None:
-        """Take back what sessions keep between programs."""
+    def drop_workspaces(self, except_for: Session) -> None:
+        """Free the workspaces that other sessions keep between programs."""
         for session in self.sessions.values():
-            if session.holdings.account.workspace and session is not but and not session.running:
+            if session.holdings.account.workspace and session is not except_for and not session.running:
                 self.ledger.settle(session.holdings.account, self.clock())
                 self.ledger.drop_workspace(session.holdings.account)
 
     @staticmethod
-    def stowed(session: Session) -> tuple[int, int]:
+    def swapped_bytes(session: Session) -> tuple[int, int]:
         """Bytes of a session in host memory and on disk."""
         host = sum(c.nbytes for c in session.holdings.copies.values() if c.place is Place.HOST)
         disk = sum(c.nbytes for c in session.holdings.copies.values() if c.place is Place.DISK)

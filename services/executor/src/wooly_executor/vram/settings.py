@@ -1,4 +1,4 @@
-"""What an operator may set of swapping."""
+"""Settings of swapping, for operators."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from wooly_executor.memory.swap import Policy
 
 @dataclass(frozen=True, slots=True)
 class SwapSettings:
-    """What an operator may set. Memory in bytes.
+    """Settings of swapping. Memory in bytes.
 
     Attributes:
-        policy: reserve, what a large allocation is, how long a session must be idle.
+        policy: the reserve, the size of a large allocation, the required idle time.
         host: budget of pinned host memory.
         disk: budget of disk.
-        folder: where swap files are.
-        patience_ns: how long an allocation waits at least for others to become idle before it fails; otherwise as long as they
-            must have been idle, since whoever has not been idle by then is not going to be.
+        folder: folder of the swap files.
+        patience_ns: minimum time for which an allocation waits for other sessions to become idle before it fails. The policy's
+            idle time applies if it is longer, because a session that is not idle after it will probably stay busy.
     """
 
     policy: Policy = field(default_factory=Policy)

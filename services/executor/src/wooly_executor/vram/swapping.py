@@ -1,4 +1,4 @@
-"""A session's memory on its way out of the device and back."""
+"""Copies the memory of sessions off the device and back."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ from wooly_executor.flow import Residence, Signal, note
 from wooly_executor.memory.swap import Place
 from wooly_executor.mover import Job, Loading, LoadJob, Mover, SaveJob, Saving
 from wooly_executor.session import Session
-from wooly_executor.stowage import Pages, Stowage
+from wooly_executor.swap_space import Pages, SwapSpace
 from wooly_executor.vram.residents import Residents
 
 log = logging.getLogger("wooly.executor")
 
 
 class Swapping:
-    """Takes sessions' memory out, and brings it back.
+    """Swaps sessions out and in.
 
     Args:
-        residents: whose memory.
-        stowage: where it goes.
-        pages: the device's memory, to be used again.
-        mover: what copies it.
-        dispatch: is told whose memory is away.
-        call: has a function run in the device loop's thread; from any thread.
+        residents: the sessions.
+        swap_space: holds the copies.
+        pages: the device's memory for reuse.
+        mover: copies the bytes.
+        dispatch: is told when a session's memory has left.
+        call: runs a function in the device loop's thread; any thread may use it.
 
     Attributes:
-        swapped_out: how often a session left.
-        swapped_in: how often one came back.
+        swapped_out: number of swap-outs.
+        swapped_in: number of swap-ins.
     """
 
     def __init__(
         self,
         residents: Residents,
-        stowage: Stowage,
+        swap_space: SwapSpace,
         pages: Pages,
         mover: Mover,
         dispatch: Dispatch,
         call: Callable[[Callable[[], None]], Any],
     ) -> None:
-        self._residents, self._stowage, self._pages, self._mover = residents, stowage, pages, mover
+        self._residents, self._swap_space, self._pages, self._mover = residents, swap_space, pages, mover
         self._dispatch, self._call = dispatch, call
         self._ledger, self._contents = residents.ledger, residents.contents
         self.swapped_out = self.swapped_in = 0
@@ -52,47 +52,57 @@ class Swapping:
     # -- out ---------------------------------------------------------------------------------------------------------
 
     def leave(self, session: Session, blocks: list[tuple[tuple[str, int], Tensor, Place, int]], urgency: int) -> None:
-        """Have a session's memory copied elsewhere. Per block: its key, its bytes, where to, how many."""
+        """Start to swap a session out.
+
+        Args:
+            session: the victim.
+            blocks: per block: key, bytes, target place, size.
+            urgency: class of the session that needs the room.
+        """
         file = None
         if any(to is Place.DISK for _, _, to, _ in blocks):
             try:
-                file = self._stowage.open()
+                file = self._swap_space.open()
             except OSError as e:
-                log.warning("session %s stays: nothing can be swapped to disk: %s", session.id, e)
-                self._stowage.full(Place.DISK)
+                log.warning(
+                    "session %s stays on the device, because no swap file can be created: %s; check WOOLY_EXECUTOR_SWAP_DIR",
+                    session.id,
+                    e,
+                )
+                self._swap_space.full(Place.DISK)
                 self._residents.due = True
                 return
-        pieces = [Saving(key, source, self._stowage.take(to, n, file)) for key, source, to, n in blocks]
+        pieces = [Saving(key, source, self._swap_space.take(to, n, file)) for key, source, to, n in blocks]
         note(session.flow, Signal.LEAVING)
         session.holdings.leaving_bytes = self._ledger.pool.held(session.id)
         self._residents.leaving += session.holdings.leaving_bytes
 
         def left(job: Job, error: Exception | None) -> None:
-            self._call(lambda: self._left(session, job, error))
+            self._call(lambda: self._saved(session, job, error))
 
         session.holdings.job = SaveJob(urgency, left, pieces=pieces)
         self._mover.submit(session.holdings.job)
 
     def stay(self, session: Session) -> None:
-        """A session that leaves has work: it has lost nothing yet, and stays."""
+        """Cancel the swap-out of a session that has work. Its memory is still on the device."""
         if session.holdings.job is not None:
             session.holdings.job.cancelled = True
         note(session.flow, Signal.STAYED)
         self._residents.leaving -= session.holdings.leaving_bytes
         session.holdings.leaving_bytes = 0
 
-    def _left(self, session: Session, job: Job, error: Exception | None) -> None:
+    def _saved(self, session: Session, job: Job, error: Exception | None) -> None:
         assert isinstance(job, SaveJob)
         if session.holdings.job is job:
             session.holdings.job = None
         if session.flow.residence is Residence.LEAVING:
             self._residents.leaving -= session.holdings.leaving_bytes
             session.holdings.leaving_bytes = 0
-        if session.holdings.buried or job.cancelled or error is not None:
+        if session.holdings.closed or job.cancelled or error is not None:
             for piece in job.pieces:
-                self._stowage.drop(piece.copy)
-            if session.holdings.buried:
-                self.bury(session)
+                self._swap_space.drop(piece.copy)
+            if session.holdings.closed:
+                self.release(session)
             elif error is not None and not job.cancelled:
                 note(session.flow, Signal.STAYED)
                 self._failed_to_leave(session, error)
@@ -109,7 +119,7 @@ class Swapping:
         self._residents.due = True
 
     def _keep_copies(self, session: Session, job: SaveJob) -> None:
-        """The copies are the session's memory from now on; what it had on the device is free."""
+        """Make the copies the session's memory, and free its memory on the device."""
         account = session.holdings.account
         saved = {piece.key: piece for piece in job.pieces}
         more = [
@@ -121,11 +131,11 @@ class Swapping:
                 if key in account.own:
                     session.holdings.copies[key] = piece.copy
                 else:
-                    self._stowage.drop(piece.copy)
+                    self._swap_space.drop(piece.copy)
             elif key in self._contents.here and key not in self._contents.copies:
                 self._contents.copies[key] = piece.copy
             else:
-                self._stowage.drop(piece.copy)
+                self._swap_space.drop(piece.copy)
         for buffer in account.own:
             known = session.buffers.get(buffer)
             if known is not None:
@@ -135,34 +145,34 @@ class Swapping:
         for buffer in account.shared:
             session.buffers[buffer].base = session.buffers[buffer].view = None
         for leaving in self._ledger.swap_out(account, self._residents.clock()):
-            if leaving.store in more:  # whoever shared it has gone since: it follows
+            if leaving.store in more:  # the last other sharer has left meanwhile, so this content leaves, too
                 self._contents.orphan(leaving)
             else:
                 self._pages.give(self._contents.here.pop(leaving.store))
 
     def _failed_to_leave(self, session: Session, error: Exception) -> None:
-        log.warning("session %s stays: it could not be swapped out: %s", session.id, error)
+        log.warning("session %s stays on the device, because it could not be swapped out: %s", session.id, error)
         if isinstance(error, OSError):
-            self._stowage.full(Place.DISK)
+            self._swap_space.full(Place.DISK)
 
-    def bury(self, session: Session) -> None:
-        """A session is over, and nobody touches its memory any more: it is free."""
-        self._contents.departed(self._ledger.close(session.holdings.account, self._residents.clock()))
+    def release(self, session: Session) -> None:
+        """Free the memory of a session that has ended, when no job uses it any more."""
+        self._contents.drop_released(self._ledger.close(session.holdings.account, self._residents.clock()))
         for copy in session.holdings.copies.values():
-            self._stowage.drop(copy)
+            self._swap_space.drop(copy)
         session.holdings.copies.clear()
         self._residents.due = True
 
     # -- in ----------------------------------------------------------------------------------------------------------
 
     def bring(self, session: Session, stores: Iterable[int], urgency: int, then: Callable[[Session], None]) -> None:
-        """Have a session's memory copied back to where it has room now.
+        """Start to swap a session in, to the blocks that the ledger has given it.
 
         Args:
-            session: whose.
-            stores: contents that it shares and that have room again, too.
-            urgency: its class.
-            then: called when it is back.
+            session: the session.
+            stores: shared contents that must also be brought back.
+            urgency: class of the session.
+            then: called when the memory is back.
         """
         note(session.flow, Signal.COMING)
         pieces = [Loading(("own", b), copy) for b, copy in session.holdings.copies.items()]
@@ -172,18 +182,18 @@ class Swapping:
         ]
 
         def came(job: Job, error: Exception | None) -> None:
-            self._call(lambda: self._came(session, job, error, then))
+            self._call(lambda: self._loaded(session, job, error, then))
 
         session.holdings.job = LoadJob(urgency, came, pieces=pieces, pages=self._pages)
         self._mover.submit(session.holdings.job)
 
-    def _came(self, session: Session, job: Job, error: Exception | None, then: Callable[[Session], None]) -> None:
+    def _loaded(self, session: Session, job: Job, error: Exception | None, then: Callable[[Session], None]) -> None:
         assert isinstance(job, LoadJob)
         session.holdings.job = None
-        if session.holdings.buried:
-            self.bury(session)
+        if session.holdings.closed:
+            self.release(session)
             return
-        self._take_up(session, job, error)
+        self._install_loaded(session, job, error)
         note(session.flow, Signal.ARRIVED)
         session.holdings.idle_since = None if session.flow.inbox.frames else self._residents.clock()
         self.swapped_in += 1
@@ -192,8 +202,8 @@ class Swapping:
         log.info("session %s is back: %d bytes", session.id, job.moved)
         then(session)
 
-    def _take_up(self, session: Session, job: LoadJob, error: Exception | None) -> None:
-        """What was copied back is the session's memory; what was lost on the way poisons its buffers."""
+    def _install_loaded(self, session: Session, job: LoadJob, error: Exception | None) -> None:
+        """Make the copied bytes the session's memory. Bytes that were lost poison their buffers."""
         lost: dict[int, str] = {}
         for piece in job.pieces:
             kind, key = piece.key
@@ -201,16 +211,16 @@ class Swapping:
                 known = session.buffers[key]
                 known.base, known.view = piece.target, None
                 if piece.target is None:
-                    known.poison = piece.lost or f"it could not be brought back from where it was swapped to: {error}"
+                    known.poison = piece.lost or f"the buffer was swapped out and could not be copied back: {error}"
             elif piece.target is not None:
                 self._contents.here.setdefault(key, piece.target)
             else:
-                lost[key] = piece.lost or f"it could not be brought back from where it was swapped to: {error}"
+                lost[key] = piece.lost or f"the buffer was swapped out and could not be copied back: {error}"
         for buffer, store in session.holdings.account.shared.items():
             known = session.buffers[buffer]
             known.base, known.view = self._contents.here.get(store), None
             if known.base is None:
-                known.poison = lost.get(store, "its content is lost")
+                known.poison = lost.get(store, "the buffer's shared content was lost while it was swapped out")
         for copy in session.holdings.copies.values():
-            self._stowage.drop(copy)
+            self._swap_space.drop(copy)
         session.holdings.copies.clear()

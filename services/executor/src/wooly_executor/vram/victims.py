@@ -1,4 +1,4 @@
-"""Who leaves when others need their memory: the policy's answer, and having them go."""
+"""Evicts sessions when others need memory: asks the policy for victims and swaps them out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from wooly_executor.flow import Residence
 from wooly_executor.memory.accounts import Account
 from wooly_executor.memory.swap import Content, Place, Policy, Resident, Room, SwapPlan, choose
 from wooly_executor.session import Session
-from wooly_executor.stowage import Stowage
+from wooly_executor.swap_space import SwapSpace
 from wooly_executor.vram.residents import Residents
 from wooly_executor.vram.swapping import Swapping
 
@@ -24,9 +24,9 @@ class _Choice(NamedTuple):
     """The policy's answer.
 
     Attributes:
-        plan: who leaves, and what goes where.
-        owners: whose own buffer each of the plan's negative contents is.
-        eligible: who had been idle for long enough.
+        plan: the victims, and where their contents go.
+        owners: session and buffer of each own buffer; its key is negative.
+        eligible: sessions that have been idle for long enough.
     """
 
     plan: SwapPlan
@@ -35,36 +35,36 @@ class _Choice(NamedTuple):
 
 
 class Victims:
-    """Makes room by having sessions leave.
+    """Makes room by evicting sessions.
 
     Args:
-        residents: of whom they are.
-        swapping: takes their memory out.
-        stowage: says how much has room elsewhere.
+        residents: the sessions.
+        swapping: swaps victims out.
+        swap_space: knows the free budgets.
     """
 
-    def __init__(self, residents: Residents, swapping: Swapping, stowage: Stowage) -> None:
-        self._here, self._swapping, self._stowage = residents, swapping, stowage
+    def __init__(self, residents: Residents, swapping: Swapping, swap_space: SwapSpace) -> None:
+        self._here, self._swapping, self._swap_space = residents, swapping, swap_space
         self._ledger, self._contents = residents.ledger, residents.contents
         self._choices = 0
 
-    def make_room(self, need: int, for_whom: Session, now: int) -> bool:
-        """Have others leave so that there will be `need` bytes for a session; whether there are any that can."""
-        return self._carry_out(self._choose(need, for_whom, now, self._here.policy), for_whom)
+    def make_room(self, need: int, requester: Session, now: int) -> bool:
+        """Evict sessions so that `need` bytes become free for a session. Returns False if no eviction can achieve this."""
+        return self._carry_out(self._choose(need, requester, now, self._here.policy), requester)
 
-    def restore_reserve(self, for_whom: Session, now: int) -> bool:
-        """Have others leave for the reserve that a large allocation of a session took; whether there are any that can."""
+    def restore_reserve(self, requester: Session, now: int) -> bool:
+        """Evict sessions to restore the reserve that a large allocation used. Returns False if no eviction can achieve this."""
         policy = self._here.policy
-        return self._carry_out(self._choose(0, for_whom, now, Policy(policy.reserve, 0, policy.idle_ns)), for_whom)
+        return self._carry_out(self._choose(0, requester, now, Policy(policy.reserve, 0, policy.idle_ns)), requester)
 
-    def _choose(self, need: int, for_whom: Session, now: int, policy: Policy) -> _Choice:
+    def _choose(self, need: int, requester: Session, now: int, policy: Policy) -> _Choice:
         ledger, residents, owners, may = self._ledger, [], {}, []
         contents: dict[int, Content] = {}
         for session in self._here.sessions.values():
             if session.flow.residence is not Residence.HERE:
                 continue
             account = session.holdings.account
-            busy = session is for_whom or session.holdings.job is not None or session.flow.lent
+            busy = session is requester or session.holdings.job is not None or session.flow.lent
             idle = None if busy else self._here.idle_since(session)
             keys = self._shared(account, contents)
             eligible = session.holdings.swappable and idle is not None and now - idle >= policy.idle_ns
@@ -80,30 +80,35 @@ class Victims:
             residents.append(Resident(session.id, priority, idle, tuple(keys), swappable, session.holdings.chosen))
         for pin in self._here.pins.accounts.values():
             residents.append(Resident(pin.name, 4, None, tuple(self._shared(pin, contents)), False))
-        free = self._stowage.free
+        free = self._swap_space.free
         room = Room(ledger.spare + self._here.leaving, free(Place.HOST), free(Place.DISK))
         return _Choice(choose(need, now, room, residents, contents, policy), owners, may)
 
     def _shared(self, account: Account, contents: dict[int, Content]) -> list[int]:
-        """The contents that an account shares, each once; enters them into `contents`."""
+        """The contents that an account shares, each once. Adds them to `contents`."""
         stores = [*dict.fromkeys(account.shared.values())]
         for store in stores:
             contents[store] = Content(self._ledger.store_bytes(store), store in self._contents.copies)
         return stores
 
-    def _carry_out(self, choice: _Choice, for_whom: Session) -> bool:
+    def _carry_out(self, choice: _Choice, requester: Session) -> bool:
         plan, owners, eligible = choice
         if plan.short or not plan.victims:
             return False
         rest = [name for name in eligible if name not in plan.victims]
-        log.info("room for %s: %s leave; %s could have", for_whom.id, self._named(plan.victims), self._named(rest))
-        sessions, urgency = self._here.sessions, self._here.priority(for_whom)
+        log.info(
+            "session %s needs memory; victims: %s; also eligible: %s",
+            requester.id,
+            self._named(plan.victims),
+            self._named(rest),
+        )
+        sessions, urgency = self._here.sessions, self._here.priority(requester)
         left: dict[str, list[tuple[tuple[str, int], Tensor, Place, int]]] = {name: [] for name in plan.victims}
         for move in plan.moves:
             if move.content < 0:
                 session, buffer = owners[move.content]
                 base = session.buffers[buffer].base
-                if base is not None:  # what failed to be computed has no bytes
+                if base is not None:  # a poisoned buffer has no bytes
                     nbytes = session.buffers[buffer].nbytes
                     left[session.id].append((("own", buffer), flat(base, nbytes), move.to, nbytes))
             elif move.to is not Place.NOWHERE:
@@ -118,4 +123,4 @@ class Victims:
 
     def _named(self, names: Iterable[str]) -> str:
         here = self._here
-        return ", ".join([f"{name} (P{here.priority(here.sessions[name])})" for name in names]) or "nobody else"
+        return ", ".join([f"{name} (P{here.priority(here.sessions[name])})" for name in names]) or "none"

@@ -1,4 +1,4 @@
-"""What the device loop asks of a device's memory: whether a session may come, a program begin, a buffer be written."""
+"""The device's memory, for the device loop: whether a session may open, a program may begin, a buffer may be written."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from wooly_executor.memory.accounts import Account
 from wooly_executor.memory.book import Scope
 from wooly_executor.memory.ledger import Ledger
 from wooly_executor.memory.swap import Policy, admit
+from wooly_executor.memory_samples import MemorySample, MemorySamples
 from wooly_executor.mover import PIECE, Mover
-from wooly_executor.pins import Pins
+from wooly_executor.pinned_weights import PinnedWeights
 from wooly_executor.post import Post
 from wooly_executor.programs import ReadyProgram
 from wooly_executor.runtime.device import HOST, TorchDevice
-from wooly_executor.samples import Sample, Samples
 from wooly_executor.session import Session
-from wooly_executor.stowage import Pages, Stowage
+from wooly_executor.swap_space import Pages, SwapSpace
 from wooly_executor.vram.figures import check, state_of, stats_of
 from wooly_executor.vram.residents import Residents
 from wooly_executor.vram.settings import SwapSettings
@@ -34,11 +34,11 @@ from wooly_executor.vram.swapping import Swapping
 from wooly_executor.vram.victims import Victims
 from wooly_executor.vram.waiting import Waiting
 
-#: The reserve is at most this share of the device.
+#: Maximum reserve, as a fraction of the device: one part in so many.
 RESERVE_SHARE = 8
-#: Memory that was swapped and is kept to be used again, as a share of the device's, or of the budget of locked memory.
+#: Memory that is kept for reuse, as a fraction of the device, or of the budget of locked host memory: one part in so many.
 PAGES_SHARE = 4
-#: How often a reserve that could not be kept is tried again, ns.
+#: Minimum time, in ns, between two attempts to restore the reserve.
 RETRY_NS = 100_000_000
 #: Members of enumerations on the way of every run: looked up on its class, a member costs as much as a call.
 _HERE = Residence.HERE
@@ -49,13 +49,13 @@ class Vram:
     """The memory of one device.
 
     Args:
-        capacity: bytes.
-        dispatch: which sessions it may pass over.
-        settings: of swapping.
-        call: has a function run in the device loop's thread; from any thread.
-        post: where sessions are told what has come.
-        clock: monotonic ns.
-        device: whose memory it is.
+        capacity: bytes of the device.
+        dispatch: knows which sessions the core can pass over.
+        settings: settings of swapping.
+        call: runs a function in the device loop's thread; any thread may use it.
+        post: queue of events of sessions.
+        clock: returns monotonic ns.
+        device: the device.
     """
 
     def __init__(
@@ -74,19 +74,19 @@ class Vram:
         self.ledger = Ledger(capacity, reserve=reserve)
         self.clock = clock
         self.overcommit_percent = 0
-        # where host memory is locked, what is kept of it counts against its own budget, and files need some to go through
+        # if host memory is locked, kept pages count against its budget, and copies to files need a few pages
         kept = capacity // PAGES_SHARE if device.host else max(settings.host // PAGES_SHARE, 2 * PIECE)
         host = Pages(kept, device.host_memory)
-        pages = host if device.host else Pages(0, device.empty)  # torch keeps what it has of a GPU's memory
-        self.stowage = Stowage(settings.host, settings.disk, settings.folder, host, in_place=device.host)
+        pages = host if device.host else Pages(0, device.empty)  # torch itself reuses a GPU's memory
+        self.swap_space = SwapSpace(settings.host, settings.disk, settings.folder, host, in_place=device.host)
         self.mover = Mover(device)
-        self.contents = Contents(self.ledger, self.stowage, self.mover, clock, call, self._changed, post)
-        self._samples = Samples(self.ledger, clock)
-        self.pins = Pins(self.ledger, self.contents, self._samples, clock)
+        self.contents = Contents(self.ledger, self.swap_space, self.mover, clock, call, self._changed, post)
+        self._samples = MemorySamples(self.ledger, clock)
+        self.pins = PinnedWeights(self.ledger, self.contents, self._samples, clock)
         self._residents = Residents(self.ledger, policy, dispatch, self.contents, self.pins, clock)
         self._sessions = self._residents.sessions
-        self._swapping = Swapping(self._residents, self.stowage, pages, self.mover, dispatch, call)
-        self._victims = Victims(self._residents, self._swapping, self.stowage)
+        self._swapping = Swapping(self._residents, self.swap_space, pages, self.mover, dispatch, call)
+        self._victims = Victims(self._residents, self._swapping, self.swap_space)
         patience = max(policy.idle_ns, settings.patience_ns)
         self._waiting = Waiting(self._residents, self._victims, self._swapping, dispatch, patience, post)
         self._dispatch = dispatch
@@ -103,7 +103,7 @@ class Vram:
         return self._residents.due
 
     def _changed(self) -> None:
-        """There is room that was not there before."""
+        """Note that memory has become free."""
         if self._waiting.wants:
             self._residents.due = True
 
@@ -114,42 +114,42 @@ class Vram:
     # -- sessions ----------------------------------------------------------------------------------------------------
 
     def open(self, session_id: str, tenant: str, scope: Scope, *, swappable: bool, promised: int) -> Holdings:
-        """What a session that is opened holds: nothing yet. `enter` follows."""
+        """Create the empty holdings of a new session. `enter` follows."""
         now = self.clock()
         account = self.ledger.open(session_id, tenant=tenant, scope=scope, now=now)
         self._samples.open(account, now)
         return Holdings(account, swappable, promised, idle_since=now)
 
     def enter(self, session: Session) -> None:
-        """A session is open."""
+        """Register a session that is open."""
         self._sessions[session.id] = session
 
     def borne(self, account: Account, now: int) -> tuple[int, int]:
-        """What an account bears of the device's memory now, and has borne: bytes, and bytes times ns."""
+        """The device memory that an account is charged for: bytes now, and the integral in bytes times ns."""
         bearing = self.ledger.bearing(account, now)
         return bearing.own + bearing.shared, bearing.own_byte_ns + bearing.shared_byte_ns
 
     def close(self, session: Session) -> None:
-        """A session is over, wherever its memory was."""
+        """Free the memory of a session that has ended, on the device and elsewhere."""
         if self._sessions.pop(session.id, None) is None:
             return
         self._waiting.wants.pop(session.id, None)
-        self._samples.close(session.holdings.account, self._residents.stowed(session))
+        self._samples.close(session.holdings.account, self._residents.swapped_bytes(session))
         for job in session.holdings.sealing.values():
             job.cancel()
         session.holdings.sealing.clear()
-        session.holdings.buried = True
+        session.holdings.closed = True
         if session.holdings.job is not None:
-            session.holdings.job.cancelled = True  # its blocks are free when nobody touches them any more
+            session.holdings.job.cancelled = True  # its blocks become free when the job has ended
         else:
-            self._swapping.bury(session)
+            self._swapping.release(session)
         self._residents.due = True
 
     def quota(self, session_id: str, required: int | None, swappable: bool) -> int:
-        """What a session that asks for so much, or for nothing in particular, may have.
+        """The quota of a new session that declares `required` bytes, or None.
 
         Raises:
-            AdmissionError: it may not come; the message has the numbers.
+            AdmissionError: the session is refused. The message has the numbers.
         """
         commitments = self._residents.commitments()
         admit(Commitment(session_id, required or 0, swappable), commitments, self.capacity, self.overcommit_percent)
@@ -163,9 +163,11 @@ class Vram:
     # -- programs ----------------------------------------------------------------------------------------------------
 
     def admit(self, session: Session, frame: Frame, ready: ReadyProgram | None) -> bool:
-        """Whether a run of a program may be submitted to the dispatch core. If not, try again after the runs before it."""
+        """Whether a run may be submitted to the dispatch core now. If not, the caller tries again when the runs before it have
+        ended.
+        """
         if ready is None:
-            return True  # that is an error of its own
+            return True  # the run fails later with its own error
         need = ready.room
         if session.holdings.guarded:
             need += self.ledger.cost_of_writing(session.holdings.account, _written(frame, ready.written))
@@ -191,7 +193,7 @@ class Vram:
         if session.flow.inbox.submitted:
             return False
         if session.held_bytes + peak > session.quota:
-            return True  # it fails by itself, and nobody need leave for it
+            return True  # the run exceeds its quota and will fail, so no session need leave
         ledger, now = self.ledger, self.clock()
         if ledger.spare - need < self.policy.reserve:
             self._residents.drop_workspaces(session)
@@ -202,7 +204,7 @@ class Vram:
                 self._retry = now + RETRY_NS
                 self._victims.restore_reserve(session, now)
             return True
-        if not self._residents.hopeful(session, need):
+        if not self._residents.can_make_room(session, need):
             return True
         frame.need = need
         session.holdings.lacking = now
@@ -210,19 +212,19 @@ class Vram:
         return True
 
     def begun(self, session: Session, frame: Frame) -> None:
-        """A run begins: what was promised to it is its own to take."""
+        """Release the reservation of a run that begins: the run allocates this memory now."""
         if frame.reserved:
             self.ledger.unreserve(session.holdings.account, frame.reserved)
             frame.reserved = 0
 
     def idle(self, session: Session) -> None:
-        """A session has nothing more to do."""
+        """Note that a session has no more work."""
         session.holdings.idle_since = self.clock()
         if self._waiting.wants:
             self._residents.due = True
 
     def present(self, session: Session) -> bool:
-        """Whether the session's memory can be read and written now; if not, it is asked for, and MEMORY_CAME posted then."""
+        """Whether the session's memory is on the device. If not, the memory is requested, and the event MEMORY_CAME follows."""
         if session.flow.residence is _LEAVING:
             self._swapping.stay(session)
         if session.flow.residence is _HERE:
@@ -233,7 +235,7 @@ class Vram:
     def writable(self, session: Session, buffer: int) -> bool:
         """Whether the client may write a buffer now.
 
-        If not, its session's memory or room for a copy is asked for, and MEMORY_CAME posted then.
+        If not, the session's memory or room for a copy is requested, and the event MEMORY_CAME follows.
         """
         if not self.present(session):
             return False
@@ -256,7 +258,7 @@ class Vram:
     # -- buffers -----------------------------------------------------------------------------------------------------
 
     def free(self, session: Session, buffers: Iterable[int]) -> None:
-        """Some buffers are no more; those that are not known are ignored."""
+        """Free buffers. Unknown ids are ignored."""
         ledger, account = self.ledger, session.holdings.account
         own, give_back = account.own, ledger.pool.free
         now = self.clock()
@@ -268,58 +270,60 @@ class Vram:
                 give_back(offset)
                 if plain:
                     continue
-            self._free_unusual(session, buffer, now)
+            self._free_shared_or_away(session, buffer, now)
 
-    def _free_unusual(self, session: Session, buffer: int, now: int) -> None:
-        """What is to be done where a buffer is shared, about to be, or away."""
+    def _free_shared_or_away(self, session: Session, buffer: int, now: int) -> None:
+        """Free a buffer that may be shared, in hashing, or swapped out."""
         session.holdings.guarded.discard(buffer)
         job = session.holdings.sealing.pop(buffer, None)
         if job is not None:
             job.cancel()
         copy = session.holdings.copies.pop(buffer, None)
         if copy is not None:
-            self.stowage.drop(copy)
+            self.swap_space.drop(copy)
         found = self.ledger.free(session.holdings.account, buffer, now)
         if found:
-            self.contents.departed(found)
+            self.contents.drop_released(found)
 
-    # -- who comes and who leaves ------------------------------------------------------------------------------------
+    # -- requests for memory -----------------------------------------------------------------------------------------
 
     def ask(self, session_id: str) -> None:
-        """The dispatch core wants a session's memory: its turn has come."""
+        """Request a session's memory, because its turn in the dispatch core has come."""
         session = self._sessions.get(session_id)
         if session is not None:
             self._waiting.ask(session)
 
     def timeout(self) -> float | None:
-        """Seconds until somebody may have become idle for long enough that another waits for; None: nobody waits."""
+        """Seconds until `arrange` should run again, because a session may have become eligible as a victim. None: no session
+        waits.
+        """
         return self._waiting.timeout()
 
     def arrange(self) -> None:
-        """See to those whose memory is asked for, the most urgent first."""
+        """Serve the sessions that wait for memory, the highest class first."""
         self._waiting.arrange()
 
     # -- figures -----------------------------------------------------------------------------------------------------
 
     def stats(self, session: Session) -> dict[str, int]:
-        """What a session may know of its memory. Bytes."""
+        """The figures that a session may know of its memory, in bytes."""
         return stats_of(session, self._residents)
 
     def check(self) -> None:
-        """Prove that the accounts, the bytes on the device and the copies elsewhere tell one story.
+        """Check that the accounts, the bytes on the device and the copies elsewhere agree.
 
         Raises:
-            AssertionError: they do not.
+            AssertionError: they disagree.
         """
-        check(self._residents, self.stowage)
+        check(self._residents, self.swap_space)
 
     def state(self) -> MemoryState:
-        """Where every byte of the device is, and whose."""
-        return state_of(self._residents, self.stowage, self._swapping, self.overcommit_percent)
+        """Where every byte of the device is, and which session has it."""
+        return state_of(self._residents, self.swap_space, self._swapping, self.overcommit_percent)
 
-    def samples(self) -> list[Sample]:
-        """What every session and pin bore since it was last asked, those that ended included."""
-        sessions = [(s.holdings.account, self._residents.stowed(s)) for s in self._sessions.values()]
+    def samples(self) -> list[MemorySample]:
+        """The charges of every session and pin since the last call, closed ones included."""
+        sessions = [(s.holdings.account, self._residents.swapped_bytes(s)) for s in self._sessions.values()]
         return self._samples.take([*sessions, *[(pin, (0, 0)) for pin in self.pins.accounts.values()]])
 
 
@@ -327,5 +331,5 @@ def _written(frame: Frame, slots: frozenset[int]) -> list[int]:
     try:
         bindings = unpack_run(frame.payload).bindings
     except Exception:
-        return []  # that is an error of its own
+        return []  # the run fails later with its own error
     return [bindings[slot] for slot in slots if slot < len(bindings)]

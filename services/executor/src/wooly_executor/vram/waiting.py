@@ -1,4 +1,4 @@
-"""Sessions whose memory is asked for, or who wait for room: each is given it in its turn, or told that there is none."""
+"""The queue of sessions that wait for memory. Each session gets memory in its turn, or its request fails."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from wooly_executor.vram.victims import Victims
 
 @dataclass(eq=False, slots=True)
 class Want:
-    """A session whose memory is asked for.
+    """A request for a session's memory.
 
     Attributes:
-        since: when it was, ns.
-        priority: its class.
-        tried: the reserve was tried for.
+        session: the session.
+        since: time of the request, in ns.
+        priority: class of the session.
+        tried: it was already tried to keep the reserve for this request.
     """
 
     session: Session
@@ -32,18 +33,18 @@ class Want:
 
 
 class Waiting:
-    """Who waits for memory of a device.
+    """The requests for memory of a device.
 
     Args:
-        residents: who is there.
-        victims: who leaves for others.
-        swapping: brings sessions back.
-        dispatch: is told whose memory has come.
-        patience_ns: how long an allocation waits for others to become idle before it fails.
-        post: where it is told what has come.
+        residents: the sessions.
+        victims: evicts sessions.
+        swapping: swaps sessions in.
+        dispatch: is told when a session's memory is there.
+        patience_ns: time for which an allocation waits for other sessions to become idle before it fails.
+        post: queue of events of sessions.
 
     Attributes:
-        wants: by session.
+        wants: requests by session.
     """
 
     def __init__(
@@ -62,19 +63,21 @@ class Waiting:
         self._wake: int | None = None
 
     def ask(self, session: Session) -> None:
-        """A session's memory is wanted."""
+        """Request a session's memory."""
         if session.id not in self.wants and session.flow.residence is not Residence.COMING:
             self.wants[session.id] = Want(session, self._clock(), self._residents.priority(session))
             self._residents.due = True
 
     def timeout(self) -> float | None:
-        """Seconds until somebody may have become idle for long enough that another waits for; None: nobody waits."""
+        """Seconds until `arrange` should run again, because a session may have become eligible as a victim. None: no session
+        waits.
+        """
         if self._wake is None:
             return None
         return max(0.0, (self._wake - self._clock()) / 1e9)
 
     def arrange(self) -> None:
-        """See to those whose memory is asked for, the most urgent first."""
+        """Serve the requests, the highest class first."""
         self._residents.due = False
         self._wake = None
         now = self._clock()
@@ -83,7 +86,9 @@ class Waiting:
                 return
 
     def _serve(self, want: Want, now: int) -> bool:
-        """Grant what is wanted, or make room for it. True: the room that comes is for this one, and nobody after it."""
+        """Grant a request, or make room for it. Returns True if memory that becomes free is for this request, so that later
+        requests must wait.
+        """
         session, ledger = want.session, self._ledger
         head = session.flow.run
         extra = head.need if head is not None else session.holdings.writing
@@ -105,11 +110,11 @@ class Waiting:
         if session.flow.residence is Residence.HERE and now - session.holdings.lacking >= self._patience:
             self._give_up(want)
             return False
-        self._sleep(session, now)
+        self._schedule_wake(session, now)
         return False
 
-    def _sleep(self, session: Session, now: int) -> None:
-        """Look again when somebody will have been idle for long enough."""
+    def _schedule_wake(self, session: Session, now: int) -> None:
+        """Set the time at which another session will have been idle for long enough."""
         times = [session.holdings.lacking + self._patience] if session.flow.residence is Residence.HERE else []
         for other in self._residents.sessions.values():
             if other is not session and other.holdings.swappable and other.flow.residence is Residence.HERE:
@@ -121,15 +126,15 @@ class Waiting:
             self._wake = wake if self._wake is None else min(self._wake, wake)
 
     def _give_up(self, want: Want) -> None:
-        """Whoever may leave has had the time to: the allocation fails."""
+        """Fail a request. All sessions that could leave have had the time to do so."""
         session = want.session
         del self.wants[session.id]
         session.holdings.lacking = 0
         session.holdings.given_up = bool(session.holdings.writing)
-        self._there(session)
+        self._resume(session)
 
-    def _there(self, session: Session) -> None:
-        """What a session waited for has come, or will not: it goes on."""
+    def _resume(self, session: Session) -> None:
+        """Let a session go on after its request was granted or has failed."""
         if session.holdings.writing:
             self._post.add(session, Signal.MEMORY_CAME)
         else:
@@ -144,12 +149,12 @@ class Waiting:
             del self.wants[session.id]
             session.holdings.lacking = 0
             self._residents.promise(session, head, promised)
-            self._there(session)
+            self._resume(session)
             return False
         try:
             stores = ledger.swap_in(session.holdings.account, self._clock())
-        except OutOfMemoryError:  # there is room, but not in pieces that are large enough
-            self._sleep(session, self._clock())
+        except OutOfMemoryError:  # enough bytes are free, but not in large enough extents
+            self._schedule_wake(session, self._clock())
             return False
         del self.wants[session.id]
         if ledger.spare >= promised:
@@ -158,20 +163,20 @@ class Waiting:
         return False
 
     def _arrived(self, session: Session) -> None:
-        """A session's memory is back: its next program can begin, or waits for its own room."""
+        """Continue a session whose memory is back. Its next program begins, or waits for its own room."""
         if self._next_has_room(session):
             self._dispatch.swapped_in(session)
         else:
             session.holdings.lacking = self._clock()
-            self._dispatch.swapped_out(session)  # it will be asked for again, for what its next program needs
+            self._dispatch.swapped_out(session)  # the core will ask again, for the room of the next program
         self._post.add(session, Signal.MEMORY_CAME)
 
     def _next_has_room(self, session: Session) -> bool:
-        """Whether the run that waits, which may have come after its session was asked for, has what it needs."""
+        """Whether the run at the head of the queue has its memory. The run may have arrived after the request."""
         head = session.flow.run
         if head is None or not head.need or head.reserved:
             return True
         if self._ledger.spare >= head.need:
             self._residents.promise(session, head, head.need)
             return True
-        return not self._residents.hopeful(session, head.need)
+        return not self._residents.can_make_room(session, head.need)

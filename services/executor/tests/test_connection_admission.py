@@ -1,4 +1,4 @@
-"""Who may enter: one client per session, whatever comes at once, and nobody whose session ended meanwhile."""
+"""Tests of the admission of connections: one client per session, and none after the session has ended."""
 
 import os
 import socket
@@ -7,7 +7,7 @@ import threading
 import pytest
 from wooly_bus.channel import ChannelClient, ChannelServer, Connected, Guest
 from wooly_bus.channel.token import SharedPass
-from wooly_executor.entrance import Entrance, TurnedAwayError
+from wooly_executor.connection_admission import ConnectionAdmission, HelloRefusedError
 from wooly_testkit import forks
 from wooly_wis.frames import PROTOCOL, Kind, pack_json, unpack_json
 
@@ -17,7 +17,7 @@ def hello(session_id="a", token="secret", **more):
 
 
 class Slow:
-    """A pass whose check waits until all who try are inside it."""
+    """A pass whose check waits until all clients are inside it."""
 
     def __init__(self, n):
         self.barrier = threading.Barrier(n)
@@ -26,15 +26,15 @@ class Slow:
         self.barrier.wait(30)
 
 
-def test_pass_shown_by_many_at_once_lets_one_in():
-    entrance, slow = Entrance(), Slow(8)
+def test_admission_many_hellos_with_one_pass_admits_one():
+    entrance, slow = ConnectionAdmission(), Slow(8)
     entrance.open("a", slow)
     outcomes = []
 
     def enter():
         try:
             outcomes.append(entrance.check(hello()).entry is slow)
-        except TurnedAwayError as e:
+        except HelloRefusedError as e:
             outcomes.append(str(e))
 
     threads = [threading.Thread(target=enter) for _ in range(8)]
@@ -43,37 +43,37 @@ def test_pass_shown_by_many_at_once_lets_one_in():
     for thread in threads:
         thread.join()
     assert outcomes.count(True) == 1
-    assert outcomes.count("the session has its client already; a token opens one channel") == 7
+    assert outcomes.count("the session already has a client; a token opens one channel only") == 7
 
 
-def test_session_that_closes_while_its_pass_is_checked_lets_nobody_in():
+def test_admission_session_closed_during_the_check_refuses_the_hello():
     class Closing:
         def check(self, shown):
             entrance.close("a")
             entrance.open("a", SharedPass("another"))
 
-    entrance = Entrance()
+    entrance = ConnectionAdmission()
     entrance.open("a", Closing())
-    with pytest.raises(TurnedAwayError, match="not open here"):
+    with pytest.raises(HelloRefusedError, match="not open here"):
         entrance.check(hello())
     assert entrance.check(hello(token="another")).session_id == "a"
 
 
-def test_refused_hello_does_not_use_the_pass_up():
-    entrance = Entrance()
+def test_admission_refused_hello_leaves_the_pass_usable():
+    entrance = ConnectionAdmission()
     entrance.open("a", SharedPass("secret"))
     for wrong in (hello(token="other"), hello("b"), hello(jit="fast"), hello(protocol=99), bytearray(b"[]")):
-        with pytest.raises(TurnedAwayError):
+        with pytest.raises(HelloRefusedError):
             entrance.check(wrong)
     found = entrance.check(hello(jit="full", trace="t"))
     assert (found.session_id, found.jit, found.trace) == ("a", "full", "t")
 
 
-def test_guest_whose_session_closed_on_its_way_to_the_device_is_told(device, wis):
-    """Closed, and opened again under the same name: the guest was let in at another session than the present one."""
+def test_admission_session_reopened_after_the_check_refuses_the_client(device, wis):
+    """The session is closed and opened again under the same name, so the client was admitted to an older session."""
     entry = SharedPass("secret")
     device.call(lambda: device.loop.sessions.open("a", entry, None))
-    admitted = device.loop.entrance.check(hello())
+    admitted = device.loop.admission.check(hello())
     device.call(lambda: device.loop.sessions.close("a", "closed by a test"))
     device.admit("a")
     near, far = socket.socketpair()
@@ -89,8 +89,8 @@ def test_guest_whose_session_closed_on_its_way_to_the_device_is_told(device, wis
     rightful.close()
 
 
-def test_hello_costs_the_device_s_thread_no_signature(device, wis):
-    """The pass is checked in the acceptor's thread."""
+def test_admission_signature_is_verified_outside_the_devices_thread(device, wis):
+    """The acceptor's thread checks the pass."""
     checked = []
 
     class Watched:
@@ -103,7 +103,7 @@ def test_hello_costs_the_device_s_thread_no_signature(device, wis):
     client.close()
 
 
-def test_job_s_own_socket_enters_as_any_other(device):
+def test_admission_local_socket_of_a_job_is_checked(device):
     device.admit("a")
     near, far = socket.socketpair()
     device.loop.acceptor.adopt(far, "job")
@@ -122,8 +122,8 @@ sys.exit(main(["--standalone", "--token", "t", "--runtime", "torch_cpu", "--list
 """
 
 
-def test_executor_whose_acceptor_dies_ends(tmp_path):
-    """It would hold its sessions and let nobody in; whoever supervises it starts another."""
+def test_executor_acceptor_failed_exits_with_status_4(tmp_path):
+    """Without its acceptor, an executor would keep its sessions but admit no clients. The supervisor starts another executor."""
     (tmp_path / "with_a_dead_acceptor.py").write_text(WITH_A_DEAD_ACCEPTOR)
     env = os.environ | {"OMP_NUM_THREADS": "1", "WOOLY_EXECUTOR_STATE_DIR": str(tmp_path)}
     options = {"like": "wooly_executor", "cwd": tmp_path, "env": env}
@@ -131,7 +131,7 @@ def test_executor_whose_acceptor_dies_ends(tmp_path):
     assert ran.returncode == 4 and "ZeroDivisionError" in ran.stderr, ran.stderr
 
 
-def test_server_takes_guests_between_two_polls():
+def test_server_connection_admitted_between_polls_is_served():
     server, (near, far) = ChannelServer(), socket.socketpair()
     far.setblocking(False)
     threading.Thread(target=server.enter, args=(Guest(far, "g", 7),)).start()

@@ -1,6 +1,6 @@
-"""Where memory lies that is not on the device: pinned host memory and disk, each with a budget.
+"""Memory outside the device for swapped-out data: pinned host memory and disk, each with a budget.
 
-Files have no name: the kernel deletes them when nobody has them open any more, however the executor ended.
+Swap files have no name, so the kernel deletes them when the executor ends for any reason.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from wooly_executor.errors import LostCopyError
 from wooly_executor.memory.swap import Place
 from wooly_executor.runtime.device import HOST
 
-#: Bytes from which on memory is kept to be used again.
+#: Minimum size, in bytes, of memory that is kept for reuse.
 WORTH = 1 << 20
 
 
 class Pages:
-    """Memory that was touched before: the kernel hands out fresh pages ten times slower than they are copied to.
+    """Reuses host memory. The kernel hands out new pages ten times slower than memory can be copied to old ones.
 
-    Any thread may take and give.
+    Any thread may call `take` and `give`.
 
     Args:
-        limit: bytes that are kept at most.
-        fresh: makes a flat tensor of so many bytes.
+        limit: maximum bytes that are kept.
+        fresh: allocates a flat tensor of this many bytes.
     """
 
     def __init__(self, limit: int, fresh: Callable[[int], Tensor] = HOST.host_memory) -> None:
         self._limit = limit
         self._fresh = fresh
-        self._kept: list[tuple[int, int, Tensor]] = []  # (bytes, age, memory), by bytes
+        self._kept: list[tuple[int, int, Tensor]] = []  # (bytes, age, memory), sorted by bytes
         self._bytes = self._age = 0
         self._lock = threading.Lock()
 
     def take(self, nbytes: int) -> Tensor:
-        """Memory of so many bytes, with anything in it."""
+        """Memory of this many bytes, with undefined content."""
         if nbytes >= WORTH:
             with self._lock:
                 at = bisect_left(self._kept, (nbytes,))
@@ -52,7 +52,7 @@ class Pages:
         return self._fresh(nbytes)
 
     def give(self, memory: Tensor) -> None:
-        """Nobody else uses this memory any more."""
+        """Return memory that nothing else uses any more."""
         whole = whole_of(memory)
         size = len(whole)
         if size < WORTH or size > self._limit:
@@ -73,7 +73,7 @@ def whole_of(memory: Tensor) -> Tensor:
 
 
 class SwapFile:
-    """A file of several copies, closed with the last of them."""
+    """A file with several copies. It is closed with its last copy."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -88,7 +88,7 @@ class SwapFile:
         return at
 
     def drop(self) -> None:
-        """One copy fewer."""
+        """Remove one copy."""
         self._copies -= 1
         if not self._copies:
             self._file.close()
@@ -97,7 +97,7 @@ class SwapFile:
         """Write all of `data`.
 
         Raises:
-            OSError: the disk is full, or broken.
+            OSError: the disk is full or has failed.
         """
         done = 0
         while done < len(data):
@@ -107,28 +107,28 @@ class SwapFile:
         """Fill `into`.
 
         Raises:
-            LostCopyError: the file has less than was written.
+            LostCopyError: the file cannot be read, or is shorter than what was written.
         """
         done = 0
         while done < len(into):
             try:
                 n = os.preadv(self._file.fileno(), [into[done:]], at + done)
             except OSError as e:
-                raise LostCopyError(f"memory that was swapped to disk cannot be read: {e}") from e
+                raise LostCopyError(f"memory that was swapped to disk cannot be read back: {e}") from e
             if not n:
-                raise LostCopyError(f"memory that was swapped to disk is lost: its file ends at byte {at + done}")
+                raise LostCopyError(f"memory that was swapped to disk is lost: the swap file ends at byte {at + done}")
             done += n
 
 
 class Copy:
-    """A copy of one block.
+    """A copy of one block outside the device.
 
     Args:
-        place: in host memory or on disk.
-        nbytes: its size.
-        pages: host memory.
-        file: where, on disk.
-        in_place: the device's memory is the host's: files are written from it and read into it.
+        place: host memory or disk.
+        nbytes: size of the block.
+        pages: host memory for reuse.
+        file: the swap file, for a copy on disk.
+        in_place: the device's memory is host memory, so that files are written from it and read into it directly.
     """
 
     __slots__ = ("_at", "_host", "_in_place", "_pages", "file", "nbytes", "place")
@@ -141,10 +141,10 @@ class Copy:
         self._at = file.place(nbytes) if file is not None else 0
 
     def save(self, source: Tensor, start: int, stop: int) -> None:
-        """Take bytes from the device; into host memory they are on their way until the device is waited for.
+        """Copy bytes from the device. A copy to host memory is complete only after the device has been waited for.
 
         Raises:
-            OSError: the disk is full, or broken.
+            OSError: the disk is full or has failed.
         """
         if self.file is not None:
             part = source[start:stop]
@@ -157,10 +157,10 @@ class Copy:
         self._host[start:stop].copy_(source[start:stop], non_blocking=True)
 
     def load(self, target: Tensor, start: int, stop: int) -> None:
-        """Bring bytes to the device; from host memory they are on their way until the device is waited for.
+        """Copy bytes to the device. A copy from host memory is complete only after the device has been waited for.
 
         Raises:
-            LostCopyError: they are gone.
+            LostCopyError: the bytes are lost.
         """
         if self.file is not None:
             part = target[start:stop]
@@ -170,7 +170,7 @@ class Copy:
                 part.copy_(host)
             self._done_with(host)
         elif self._host is None:
-            raise LostCopyError("memory that was swapped out is lost")
+            raise LostCopyError("memory that was swapped out is lost: its copy in host memory was never written")
         else:
             target[start:stop].copy_(self._host[start:stop], non_blocking=True)
 
@@ -179,7 +179,7 @@ class Copy:
             self._pages.give(staged)
 
     def forget(self) -> None:
-        """Let go of the bytes."""
+        """Release the bytes of the copy."""
         if self._host is not None:
             self._pages.give(self._host)
         self._host = None
@@ -188,14 +188,14 @@ class Copy:
             self.file = None
 
 
-class Stowage:
-    """The budgets. Owned by the device loop's thread.
+class SwapSpace:
+    """The budgets of host memory and disk. The device loop's thread owns it.
 
     Args:
-        host: bytes of host memory.
-        disk: bytes of disk.
-        folder: where the files are.
-        pages: host memory to use again.
+        host: budget of host memory, in bytes.
+        disk: budget of disk, in bytes.
+        folder: folder of the swap files.
+        pages: host memory for reuse.
         in_place: see `Copy`.
     """
 
@@ -209,11 +209,11 @@ class Stowage:
         self._folder = folder
 
     def free(self, place: Place) -> int:
-        """Bytes left of a budget."""
+        """Free bytes of a budget."""
         return max(0, self._budget[place] - self.used[place])
 
     def open(self) -> SwapFile:
-        """A file for copies.
+        """Create a swap file.
 
         Raises:
             OSError: the folder cannot be used.
@@ -221,15 +221,15 @@ class Stowage:
         return SwapFile(self._folder)
 
     def take(self, place: Place, nbytes: int, file: SwapFile | None) -> Copy:
-        """A place for a copy; on disk, in `file`."""
+        """Reserve space for a copy; on disk, in `file`."""
         self.used[place] += nbytes
         return Copy(place, nbytes, self.pages, file if place is Place.DISK else None, self._in_place)
 
     def drop(self, copy: Copy) -> None:
-        """A copy is not needed any more."""
+        """Release a copy that is no longer needed."""
         self.used[copy.place] -= copy.nbytes
         copy.forget()
 
     def full(self, place: Place) -> None:
-        """The place has no room for more than is there now, whatever its budget."""
+        """Reduce the budget to what is used now, because the place has no more room."""
         self._budget[place] = self.used[place]

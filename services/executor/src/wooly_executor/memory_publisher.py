@@ -1,6 +1,7 @@
-"""What sessions bore of the device's memory, on its way to JetStream: for metering, in order, none lost while NATS is away.
+"""Publishes to JetStream how much device memory each session is charged for. Metering reads these messages in order.
 
-What waits for NATS is bounded by adding stretches of a session together: integrals add up, so no byte of any moment is lost.
+Nothing is lost while NATS is away. The samples of a session are added together meanwhile, so that the queue has at most one
+sample per session. Integrals are additive, so the sum stays exact.
 """
 
 from __future__ import annotations
@@ -16,22 +17,22 @@ from wooly_bus.streams import StreamError, ensure_stream, publish
 from wooly_wis.messages import MemoryBorne
 
 from wooly_executor.device_loop import DeviceLoop
-from wooly_executor.samples import Sample
+from wooly_executor.memory_samples import MemorySample
 
 log = logging.getLogger("wooly.executor")
 PERIOD_S = 1.0
-#: A session that bears nothing is only mentioned so often.
+#: Minimum time, in ns, between two messages of a session that is charged for no memory.
 _QUIET_NS = 60_000_000_000
 _US = 1000
 
 
-class BornePublisher:
-    """Publishes for one executor, for ever.
+class MemoryPublisher:
+    """Publishes the memory samples of one executor until cancelled.
 
     Args:
-        js: where to.
-        loop: whose.
-        executor_id: its name.
+        js: the JetStream context.
+        loop: the device loop.
+        executor_id: id of the executor.
     """
 
     def __init__(self, js: JetStreamContext, loop: DeviceLoop, executor_id: str) -> None:
@@ -39,27 +40,28 @@ class BornePublisher:
         self._event = contracts.EXECUTOR_MEMORY_BORNE.at(executor_id)
         self._run = str(time.time_ns())
         self._ready = False
-        self._waiting: dict[str, Sample] = {}
-        self._sent: dict[str, tuple[int, int, int]] = {}  # session -> sequence, ns*bytes left over: own, shared
+        self._waiting: dict[str, MemorySample] = {}
+        # by session: sequence number, then the remainders (byte-ns) of own and of shared memory
+        self._sent: dict[str, tuple[int, int, int]] = {}
         self._complaint = ""
 
     async def run(self) -> None:
-        """Publish, until cancelled."""
+        """Publish every `PERIOD_S` seconds until cancelled."""
         while True:
             try:
                 await self.publish()
                 self._complaint = ""
             except StreamError as e:
                 if str(e) != self._complaint:
-                    log.warning("what memory was borne is not published: %s", e)
+                    log.warning("cannot publish the memory charges of sessions: %s; they are kept and sent later", e)
                 self._complaint, self._ready = str(e), False
             await asyncio.sleep(PERIOD_S)
 
     async def publish(self) -> None:
-        """Publish everything so far.
+        """Publish all samples taken so far.
 
         Raises:
-            StreamError: not all of it could be; it is kept.
+            StreamError: a sample could not be published. The samples are kept.
         """
         for sample in await asyncio.wrap_future(self._loop.call(self._loop.vram.samples)):
             before = self._waiting.get(sample.session)
@@ -80,12 +82,12 @@ class BornePublisher:
             if sample.last:
                 del self._sent[sample.session]
 
-    def _quiet(self, sample: Sample) -> bool:
-        """Whether it can wait: nothing was borne, and the session goes on."""
+    def _quiet(self, sample: MemorySample) -> bool:
+        """Whether a sample can wait: it charges no memory, and the session goes on."""
         bears = sample.own_byte_ns or sample.shared_byte_ns or sample.own or sample.shared
         return not bears and not sample.last and sample.to_ns - sample.from_ns < _QUIET_NS
 
-    def _message(self, sample: Sample) -> MemoryBorne:
+    def _message(self, sample: MemorySample) -> MemoryBorne:
         sequence, own, shared = self._sent.get(sample.session, (0, 0, 0))
         return MemoryBorne(
             executor_id=self._id,
@@ -105,8 +107,8 @@ class BornePublisher:
         )
 
 
-def added(first: Sample, then: Sample) -> Sample:
-    """Two stretches of one session, one after the other, as one."""
+def added(first: MemorySample, then: MemorySample) -> MemorySample:
+    """Combine two consecutive samples of one session."""
     return replace(
         then,
         from_ns=first.from_ns,

@@ -1,7 +1,7 @@
-"""Who may enter: the open sessions' passes, and the check of a hello against them.
+"""Admits connections: checks a hello against the passes of the open sessions.
 
-The device's thread says which sessions are open; the acceptor's thread checks what strangers show, signatures included. A pass
-lets one connection in, whatever comes at the same time.
+The device's thread opens and closes sessions here. The acceptor's thread checks hellos, including signatures. A pass admits one
+connection, even if several arrive at the same time.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from wooly_executor.frames import Failure
 from wooly_executor.tiers import Jit
 
 
-class TurnedAwayError(ProtocolError):
-    """A hello opens no channel; the message says why."""
+class HelloRefusedError(ProtocolError):
+    """A hello was refused. The message says why."""
 
     code = "executor.turned_away"
 
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """What a client may say of itself, checked.
+    """The checked content of a hello.
 
     Attributes:
-        session_id: its session.
-        entry: the pass that let it in.
-        jit: which kernels it wants: "0", "exact" or "full".
-        trace: the `traceparent` that it names, unchecked.
+        session_id: id of the client's session.
+        entry: the pass that admitted the client.
+        jit: the kernels that the client wants: "0", "exact" or "full".
+        trace: the client's `traceparent`, not checked.
     """
 
     session_id: str
@@ -42,59 +42,62 @@ class Hello:
     trace: Any
 
 
-class Entrance:
+class ConnectionAdmission:
     """The passes of the open sessions. Any thread may call it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._passes: dict[str, Pass] = {}
-        self._taken: set[str] = set()
+        self._connected: set[str] = set()
 
     def open(self, session_id: str, entry: Pass) -> None:
-        """Let one client in at a session."""
+        """Admit one client to a session."""
         with self._lock:
             self._passes[session_id] = entry
-            self._taken.discard(session_id)
+            self._connected.discard(session_id)
 
     def close(self, session_id: str) -> None:
-        """Let nobody in there any more."""
+        """Admit no client to a session any more."""
         with self._lock:
             self._passes.pop(session_id, None)
-            self._taken.discard(session_id)
+            self._connected.discard(session_id)
 
     def check(self, payload: bytearray) -> Hello:
-        """What a hello says, if its client may enter; nobody else may from then on.
+        """Check a hello. If it is valid, the session's pass is used up.
 
         Raises:
-            TurnedAwayError: it may not.
+            HelloRefusedError: the hello is not valid.
         """
         try:
             said = unpack_json(payload)
             if said.get("protocol") != PROTOCOL:
-                raise ProtocolError(f"protocol {said.get('protocol')!r:.100} is not spoken here, {PROTOCOL} is")
+                raise ProtocolError(
+                    f"the client's protocol is {said.get('protocol')!r:.100}, the executor's is {PROTOCOL}; "
+                    "install the same version of Wooly"
+                )
             jit = said.get("jit", "exact")
             if jit not in ("0", "exact", "full"):
-                raise ProtocolError(f"WOOLYAI_JIT={jit!r:.100} is not known here; 0, exact and full are")
+                raise ProtocolError(f"WOOLYAI_JIT={jit!r:.100} is unknown; use 0, exact or full")
             session_id = str(said.get("session_id"))
             with self._lock:
                 entry = self._passes.get(session_id)
             if entry is None:
                 raise ProtocolError("the session is not open here")
             entry.check(str(said.get("token")))  # outside of the lock: it may verify a signature
-            self._take(session_id, entry)
+            self._connect(session_id, entry)
         except (ProtocolError, DecodeError, ValueError) as e:
-            raise TurnedAwayError(str(e)) from e
+            raise HelloRefusedError(str(e)) from e
         return Hello(session_id, entry, jit, said.get("trace"))
 
-    def _take(self, session_id: str, entry: Pass) -> None:
+    def _connect(self, session_id: str, entry: Pass) -> None:
         with self._lock:
             if self._passes.get(session_id) is not entry:
                 raise ProtocolError("the session is not open here")
-            if session_id in self._taken:
-                raise ProtocolError("the session has its client already; a token opens one channel")
-            self._taken.add(session_id)
+            if session_id in self._connected:
+                raise ProtocolError("the session already has a client; a token opens one channel only")
+            self._connected.add(session_id)
 
 
 def refusal(code: str, message: str) -> tuple[int, bytes]:
-    """The frame that tells a stranger why it may not enter: kind and payload."""
+    """The frame that tells a client why its hello was refused: kind and payload."""
     return Kind.ERROR, pack_json(Failure(code, message, 1, None).to_json())

@@ -1,18 +1,18 @@
-"""What sessions bore, on its way to JetStream: in order, added up while NATS is away, every byte of every moment once."""
+"""Tests of the publisher of memory charges: the order of samples, and sums while NATS is away."""
 
 import asyncio
 from types import SimpleNamespace
 
 import pytest
 from wooly_bus.streams import StreamError
-from wooly_executor import borne
-from wooly_executor.borne import BornePublisher
-from wooly_executor.samples import Sample
+from wooly_executor import memory_publisher
+from wooly_executor.memory_publisher import MemoryPublisher
+from wooly_executor.memory_samples import MemorySample
 
 
 def sample(sequence, start, end, own, *, session="s", last=False, shared=0):
     elapsed = end - start
-    return Sample(session, "t", sequence, start, end, own, shared, own * elapsed, shared * elapsed, 0, 0, last)
+    return MemorySample(session, "t", sequence, start, end, own, shared, own * elapsed, shared * elapsed, 0, 0, last)
 
 
 @pytest.fixture
@@ -38,10 +38,10 @@ def publisher(monkeypatch):
         found, state.samples = state.samples, []
         return found
 
-    monkeypatch.setattr(borne, "publish", publish)
-    monkeypatch.setattr(borne, "ensure_stream", ensure)
+    monkeypatch.setattr(memory_publisher, "publish", publish)
+    monkeypatch.setattr(memory_publisher, "ensure_stream", ensure)
     loop = SimpleNamespace(call=call, vram=SimpleNamespace(samples=samples))
-    return BornePublisher(None, loop, "gpu-0"), state, sent
+    return MemoryPublisher(None, loop, "gpu-0"), state, sent
 
 
 def step(made, samples):
@@ -53,15 +53,15 @@ def step(made, samples):
     return True
 
 
-def test_stretches_follow_each_other_with_numbers_of_their_own(publisher):
+def test_publisher_consecutive_samples_get_consecutive_numbers(publisher):
     step(publisher, [sample(1, 0, 1500, 7)])
     step(publisher, [sample(2, 1500, 2000, 7, last=True)])
     (first_id, first), (last_id, last) = publisher[2]
     assert (first.sequence, last.sequence, last.last) == (1, 2, True) and first_id != last_id
-    assert first.own_byte_us + last.own_byte_us == 7 * 2000 // 1000  # rounded, and yet nothing is lost
+    assert first.own_byte_us + last.own_byte_us == 7 * 2000 // 1000  # rounded down, but the remainder is carried over
 
 
-def test_what_could_not_be_sent_is_added_up(publisher):
+def test_publisher_without_nats_adds_samples_up(publisher):
     publisher[1].away = True
     assert not step(publisher, [sample(1, 0, 1_000_000, 10)])
     assert not step(publisher, [sample(2, 1_000_000, 2_000_000, 30)])
@@ -72,7 +72,7 @@ def test_what_could_not_be_sent_is_added_up(publisher):
     assert event.own_byte_us == 10_000 + 30_000
 
 
-def test_session_that_bears_nothing_is_mentioned_now_and_then_and_at_its_end(publisher):
+def test_publisher_session_without_charges_is_reported_rarely_and_at_its_end(publisher):
     step(publisher, [sample(1, 0, 1_000_000_000, 0)])
     assert publisher[2] == []
     step(publisher, [sample(2, 1_000_000_000, 61_000_000_000, 0)])

@@ -1,34 +1,34 @@
-"""When compiling is let in: looks at a device that a test says is busy, at times that a test says."""
+"""Tests of the throttle for compilations, with a fake device and a fake clock."""
 
 import asyncio
 
 import pytest
-from wooly_executor.leisure import EXPECTED_S, LOOK_S, MOST_S, QUIET_LOOKS, WORTH, Leisure
+from wooly_executor.compile_throttle import CHECK_S, COST_FACTOR, EXPECTED_S, IDLE_CHECKS, MAX_COST_S, CompileThrottle
 
-ENOUGH_NS = int(WORTH * EXPECTED_S * 1e9)
+ENOUGH_NS = int(COST_FACTOR * EXPECTED_S * 1e9)
 
 
 class Device:
-    """What the looks see."""
+    """A fake device whose load and clock the test sets."""
 
     def __init__(self):
         self.busy_ns, self.at, self.occupied = 0, 0.0, False
-        self.leisure = Leisure(lambda: self.busy_ns, lambda: self.occupied, lambda: self.at)
+        self.throttle = CompileThrottle(lambda: self.busy_ns, lambda: self.occupied, lambda: self.at)
         self.done = []
 
     def look(self, share=0.0, times=1):
-        """Time passes, of which the device is busy for a share, and it is looked at."""
+        """Advance the clock, with the device busy for a share of the time, and check the throttle."""
         for _ in range(times):
-            self.at += LOOK_S
-            self.busy_ns += int(share * LOOK_S * 1e9)
-            self.leisure.look()
+            self.at += CHECK_S
+            self.busy_ns += int(share * CHECK_S * 1e9)
+            self.throttle.check()
 
     async def compile(self, name, taken_ns=0):
-        """Somebody who waits for his turn, and keeps it until the test says."""
+        """Request a permit, and hold it until the test releases it."""
         go_on = asyncio.Event()
 
         async def work():
-            async with self.leisure.spell(lambda: taken_ns):
+            async with self.throttle.permit(lambda: taken_ns):
                 self.done.append(name)
                 await go_on.wait()
 
@@ -47,7 +47,7 @@ async def device():
     return Device()
 
 
-async def test_leisure_busy_device_lets_nobody_in(device):
+async def test_throttle_busy_device_gives_no_permit(device):
     task, _ = await device.compile("a")
     device.look(0.3, times=50)
     await settled()
@@ -55,9 +55,9 @@ async def test_leisure_busy_device_lets_nobody_in(device):
     task.cancel()
 
 
-async def test_leisure_idle_device_lets_one_in_after_some_looks(device):
+async def test_throttle_idle_device_gives_one_permit_after_some_checks(device):
     task, go_on = await device.compile("a")
-    device.look(0.01, times=QUIET_LOOKS - 1)
+    device.look(0.01, times=IDLE_CHECKS - 1)
     await settled()
     assert device.done == []
     device.look(0.01)
@@ -67,17 +67,17 @@ async def test_leisure_idle_device_lets_one_in_after_some_looks(device):
     await task
 
 
-async def test_leisure_work_in_between_begins_the_looks_anew(device):
+async def test_throttle_work_between_checks_restarts_the_count(device):
     task, _ = await device.compile("a")
     for _ in range(5):
-        device.look(0.0, times=QUIET_LOOKS - 1)
+        device.look(0.0, times=IDLE_CHECKS - 1)
         device.look(0.5)
     await settled()
     assert device.done == []
     task.cancel()
 
 
-async def test_leisure_one_long_operation_is_no_idleness(device):
+async def test_throttle_one_long_operation_does_not_count_as_idle(device):
     task, _ = await device.compile("a")
     device.occupied = True
     device.look(0.0, times=50)
@@ -86,7 +86,7 @@ async def test_leisure_one_long_operation_is_no_idleness(device):
     task.cancel()
 
 
-async def test_leisure_programs_that_took_enough_are_let_in_beside_a_busy_device(device):
+async def test_throttle_busy_device_gives_a_permit_when_programs_have_used_enough_time(device):
     cold, _ = await device.compile("cold", ENOUGH_NS // 4)
     device.look(1.0, times=5)
     await settled()
@@ -95,7 +95,7 @@ async def test_leisure_programs_that_took_enough_are_let_in_beside_a_busy_device
     device.look(1.0)
     await settled()
     assert device.done == ["hot"]
-    device.at += EXPECTED_S  # all that both took is spent
+    device.at += EXPECTED_S  # the credit of both programs is spent
     go_on.set()
     await hot
     device.look(1.0, times=5)
@@ -104,9 +104,9 @@ async def test_leisure_programs_that_took_enough_are_let_in_beside_a_busy_device
     cold.cancel()
 
 
-async def test_leisure_what_is_compiled_while_the_device_idles_costs_nobody_anything(device):
+async def test_throttle_permit_on_an_idle_device_spends_no_credit(device):
     idle, go_on = await device.compile("idle", 1)
-    device.look(0.0, times=QUIET_LOOKS)
+    device.look(0.0, times=IDLE_CHECKS)
     await settled()
     device.at += EXPECTED_S
     go_on.set()
@@ -118,23 +118,23 @@ async def test_leisure_what_is_compiled_while_the_device_idles_costs_nobody_anyt
     hot.cancel()
 
 
-async def test_leisure_learns_what_compiling_takes(device):
-    """One took nearly no time, so the next is let in sooner; what one takes beyond that, the next ones must have taken more."""
+async def test_throttle_measured_compilations_change_the_expected_cost(device):
+    """A quick compilation lowers the expected cost, so the next permit comes sooner. A slow one raises it again."""
     first, go_on = await device.compile("first", ENOUGH_NS)
     device.look(1.0)
     await settled()
     go_on.set()
     await first
     expected = EXPECTED_S * 3 / 4
-    second, go_on = await device.compile("second", int(WORTH * expected * 1e9))
+    second, go_on = await device.compile("second", int(COST_FACTOR * expected * 1e9))
     device.look(1.0)
     await settled()
     assert device.done == ["first", "second"]
-    device.at += 100 * MOST_S  # nobody answered for long, which says little of compiling
+    device.at += 100 * MAX_COST_S  # the compiler was away; this says little about the cost of compiling
     go_on.set()
     await second
-    owed, expected = WORTH * (MOST_S - expected), expected + (MOST_S - expected) / 4
-    enough = int((owed + WORTH * expected) * 1e9)
+    owed, expected = COST_FACTOR * (MAX_COST_S - expected), expected + (MAX_COST_S - expected) / 4
+    enough = int((owed + COST_FACTOR * expected) * 1e9)
     third, _ = await device.compile("third", enough - 10)
     device.look(1.0, times=5)
     await settled()
@@ -147,10 +147,10 @@ async def test_leisure_learns_what_compiling_takes(device):
     fourth.cancel()
 
 
-async def test_leisure_lets_in_one_at_a_time_that_which_took_most_first(device):
+async def test_throttle_several_requests_get_one_permit_at_a_time_largest_first(device):
     made = {name: await device.compile(name, ns) for name, ns in (("a", 1), ("b", 3), ("c", 2))}
     for expected in (["b"], ["b", "c"], ["b", "c", "a"]):
-        device.look(0.0, times=2 * QUIET_LOOKS)
+        device.look(0.0, times=2 * IDLE_CHECKS)
         await settled()
         assert device.done == expected
         task, go_on = made[expected[-1]]
@@ -158,26 +158,26 @@ async def test_leisure_lets_in_one_at_a_time_that_which_took_most_first(device):
         await task
 
 
-async def test_leisure_who_gives_up_holds_nobody_up(device):
+async def test_throttle_cancelled_request_releases_its_permit(device):
     waiting, _ = await device.compile("waiting", 2)
     inside, _ = await device.compile("inside", 3)
-    device.look(0.0, times=QUIET_LOOKS)
+    device.look(0.0, times=IDLE_CHECKS)
     await settled()
     assert device.done == ["inside"]
     for task in (waiting, inside):
         task.cancel()
     await asyncio.gather(waiting, inside, return_exceptions=True)
     last, go_on = await device.compile("last")
-    device.look(0.0, times=QUIET_LOOKS)
+    device.look(0.0, times=IDLE_CHECKS)
     await settled()
     assert device.done == ["inside", "last"]
     go_on.set()
     await last
 
 
-async def test_leisure_looks_by_itself_while_somebody_waits(device, monkeypatch):
-    monkeypatch.setattr("wooly_executor.leisure.LOOK_S", 0.0)
-    looking = asyncio.create_task(device.leisure.run())
+async def test_throttle_run_checks_the_device_while_a_request_waits(device, monkeypatch):
+    monkeypatch.setattr("wooly_executor.compile_throttle.CHECK_S", 0.0)
+    looking = asyncio.create_task(device.throttle.run())
     device.at = 1.0
     task, go_on = await device.compile("a")
     for _ in range(100):

@@ -1,8 +1,8 @@
-"""How fast a core is: against its best, or against a reference; looks are few, and one that was disturbed counts little."""
+"""Tests of the measurement of a core's speed, with and without a reference."""
 
 import pytest
 from pydantic import ValidationError
-from wooly_executor.pace import EVERY_NS, FULL, Pace
+from wooly_executor.core_speed import EVERY_NS, FULL, CoreSpeed
 from wooly_executor.settings import ExecutorSettings
 
 
@@ -13,37 +13,37 @@ def after(pace, *measured):
 
 
 def begun(reference=None, ns=10_000):
-    pace = Pace(reference)
+    pace = CoreSpeed(reference)
     pace.begin()
-    # as if it had found out this
+    # as if `begin` had measured this
     pace.mean_ns = pace._best = float(ns)
     pace.measured(ns)
     return pace
 
 
-def test_core_at_its_best_has_the_full_pace_and_a_slower_one_less():
+def test_speed_without_reference_is_relative_to_the_best_time():
     pace = begun()
     assert pace.ppm == FULL
     assert after(pace, *[20_000] * 200) == pytest.approx(FULL / 2, rel=0.001)
     assert after(pace, *[10_000] * 200) == pytest.approx(FULL, rel=0.001)
-    assert after(pace, *[5_000] * 200) == FULL  # it has a new best
+    assert after(pace, *[5_000] * 200) == FULL  # this is the new best time
     assert after(pace, *[10_000] * 200) == pytest.approx(FULL / 2, rel=0.001)
 
 
-def test_against_a_reference_a_faster_core_has_more():
+def test_speed_core_faster_than_the_reference_exceeds_full():
     assert begun(20_000).ppm == 2 * FULL
     assert begun(5_000).ppm == FULL // 2
 
 
-def test_one_disturbed_look_counts_little_and_the_pace_is_never_nothing():
+def test_speed_disturbed_measurement_has_little_effect():
     pace = begun()
     assert after(pace, 10**9) > FULL * 0.8
     assert after(pace, *[10**12] * 1000) == 1
 
 
-def test_it_looks_now_and_then(monkeypatch):
+def test_speed_is_measured_once_per_interval_of_device_time(monkeypatch):
     pace, looks = begun(), []
-    monkeypatch.setattr(Pace, "look", lambda self: looks.append(1))
+    monkeypatch.setattr(CoreSpeed, "look", lambda self: looks.append(1))
     for _ in range(10):
         pace.worked(EVERY_NS // 4)
     assert len(looks) == 2
@@ -51,8 +51,8 @@ def test_it_looks_now_and_then(monkeypatch):
     assert len(looks) == 3
 
 
-def test_what_it_measures_is_a_pace():
-    pace = Pace()
+def test_speed_real_core_gives_a_positive_pace():
+    pace = CoreSpeed()
     pace.begin()
     for _ in range(100):
         pace.look()

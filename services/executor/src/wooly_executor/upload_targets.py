@@ -1,4 +1,4 @@
-"""Where data of clients lands: straight in the buffer that it is meant for."""
+"""Finds the memory that receives a client's WRITE: usually the bytes of the buffer itself (zero-copy receive)."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from wooly_executor.runtime.device import TorchDevice
 from wooly_executor.session import Session
 from wooly_executor.vram import Vram
 
-#: Where bytes go that are taken off the wire and dropped, of all sessions: written, never read. No page of it is there before.
+#: Receives the bytes of refused writes, of all sessions. It is written and never read. The system allocates its pages on first
+#: use.
 _DROPPED = memoryview(mmap.mmap(-1, MAX_FRAME))
 
 
-class Landing:
-    """Names the memory for what clients upload.
+class UploadTargets:
+    """Finds the target of each upload.
 
     Args:
-        device: where it goes.
-        vram: whether it may be written now.
+        device: the device that holds the buffers.
+        vram: knows whether a buffer may be written now.
         runs: has the sessions' buffers.
     """
 
@@ -32,17 +33,19 @@ class Landing:
         self._device, self._vram, self._runs = device, vram, runs
 
     def sink(self, conn: Connection, prefix: bytes, nbytes: int) -> memoryview | None:
-        """Where `nbytes` of a WRITE belong. None: not yet, as something before it is not done.
+        """The memory that receives the `nbytes` of a WRITE. None: the client must wait until earlier frames are done.
 
         Args:
-            prefix: the frame's head.
+            conn: the client's connection.
+            prefix: the head of the frame: buffer and offset.
+            nbytes: number of data bytes.
 
         Raises:
-            ProtocolError: the client has not said who it is.
+            ProtocolError: the client has not sent a hello.
         """
         session: Session | None = conn.owner
         if session is None:
-            raise ProtocolError("data before the hello")
+            raise ProtocolError("the client sent data before its hello")
         buffer, offset = WRITE_HEAD.unpack(prefix)
         if not session.flow.quiet:
             note(session.flow, Signal.UPLOAD_WAITS)
@@ -53,12 +56,12 @@ class Landing:
         session.holdings.idle_since = None
         try:
             memory = self._runs.memory(session, buffer, offset, nbytes, writing=True)
-            into, session.landing = self._device.landing(memory)
+            into, session.finish_upload = self._device.landing(memory)
         except ContextLostError:
             raise
         except ExecutorError as e:
             session.fail(e.code, str(e), 0)
-            return _DROPPED[:nbytes]  # the failure is kept
+            return _DROPPED[:nbytes]  # the session keeps the failure for its next answer
         except (RuntimeError, MemoryError) as e:
             session.fail(OutOfMemoryError.code, str(e), 0)
             return _DROPPED[:nbytes]
@@ -66,8 +69,8 @@ class Landing:
         return into
 
 
-def land(session: Session) -> None:
-    """Bring what was received to the device."""
-    bring, session.landing = session.landing, None
+def finish_upload(session: Session) -> None:
+    """Copy received bytes from host memory to the device, if they were not received there directly."""
+    bring, session.finish_upload = session.finish_upload, None
     if bring is not None:
         bring()
