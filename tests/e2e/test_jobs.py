@@ -235,7 +235,7 @@ def test_sessions_and_jobs_are_in_one_list(stack, tmp_path):
     assert [(t["state"], t["reason"]) for t in listed[:1]] == [("completed", "closed by its client")]
     table = run("tasks", "--limit", "3", stack=stack).stdout
     assert re.search("session|job", table) and "state" in table
-    assert "there is no task nobody" in run("logs", "nobody", stack=stack, code=1).stderr
+    assert "task nobody does not exist" in run("logs", "nobody", stack=stack, code=1).stderr
     assert "completed" in run("tasks", "cancel", listed[0]["task_id"], stack=stack).stdout
     assert "not a state" in run("tasks", "--state", "odd", stack=stack, code=1).stderr
 
@@ -264,7 +264,7 @@ def test_job_that_fails_on_the_device_says_what_and_is_not_tried_again(stack, tm
     assert report["state"] == "failed" and "out of range" in report["reason"], report
     assert task(stack, report["task_id"])["attempt"] == 1
     report = json.loads(run(*submit, "--vram", "1", stack=stack, code=1).stdout)
-    assert report["state"] == "failed" and "1 were asked for" in report["reason"]
+    assert report["state"] == "failed" and "but the task requests 1" in report["reason"]
 
 
 KERNELS = '''

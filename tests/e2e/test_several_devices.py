@@ -151,7 +151,7 @@ def test_session_over_two_executors_lists_both_parts_and_leaves_both(stack, tmp_
 def test_more_devices_than_executors_is_refused_with_both_numbers(stack, tmp_path):
     done = run("run", script(tmp_path, "print('never')"), stack=stack, WOOLYAI_GPU_COUNT="3")
     assert done.returncode == 1 and "never" not in done.stdout
-    assert "3 devices were asked for, and 2 executors are alive" in done.stderr and "wooly up --gpus 3" in done.stderr
+    assert "3 devices were requested, but only 2 executors are alive" in done.stderr and "wooly up --gpus 3" in done.stderr
 
 
 def test_nodes_show_every_executor_with_its_share_of_the_host(stack):

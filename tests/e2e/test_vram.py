@@ -238,7 +238,7 @@ def test_more_than_may_be_promised_is_refused_with_the_numbers(stack, client):
     client(REQUIRED_VRAM=60 * MIB, SWAP_FROM_VRAM=0)
     done = wooly(stack, "run", "-q", "-m", "this", REQUIRED_VRAM=str(40 * MIB), SWAP_FROM_VRAM="0")
     assert done.returncode == 1
-    assert f"{36 * MIB} bytes beside what cannot be swapped out, {40 * MIB} were asked for" in done.stderr
+    assert f"{36 * MIB} bytes next to the memory that cannot be swapped out, but the task requests {40 * MIB}" in done.stderr
 
 
 def test_what_sessions_bear_is_published_without_gaps(stack, client):

@@ -1,4 +1,4 @@
-"""REST: every route by hand in this process, all of them fuzzed against a router's process, access by tokens."""
+"""REST: calls of every route in this process, and access by tokens."""
 
 import asyncio
 import contextlib
@@ -38,7 +38,7 @@ EMPTY = encode_module(Module((), (), (), (), ()))
 
 @pytest.fixture
 def rest(rig):
-    """`async with rest("a") as (rig, client)`; `auth="tokens"` asks for them."""
+    """`async with rest("a") as (rig, client)`; `auth="tokens"` requires tokens."""
     with start_nats_server() as url:
 
         @contextlib.asynccontextmanager
@@ -66,7 +66,7 @@ async def told(http, method, path, status=200, **more):
 
 
 @pytest.mark.on_both
-async def test_config_has_defaults_and_keeps_what_is_written(rest):
+async def test_config_keeps_written_values_and_defaults(rest):
     async with rest() as (_, http):
         assert (await told(http, "GET", "config"))["default_vram_overcommit_percent"] == 0
         changed = await told(http, "PUT", "config", json={"default_vram_overcommit_percent": 1000, "job_attempts": 2})
@@ -79,7 +79,7 @@ async def test_config_has_defaults_and_keeps_what_is_written(rest):
         assert [e["action"] for e in (await told(http, "GET", "audit"))["entries"]] == ["config.write"] * 2
 
 
-async def test_first_overcommit_comes_from_the_environment_until_it_is_configured(rest, monkeypatch, tmp_path):
+async def test_overcommit_before_configuration_comes_from_environment(rest, monkeypatch, tmp_path):
     from wooly_router.settings import RouterSettings
 
     monkeypatch.setenv("CONTROLLER_DEFAULT_VRAM_OVERCOMMIT_PERCENT", "35")
@@ -97,7 +97,7 @@ async def test_first_overcommit_comes_from_the_environment_until_it_is_configure
 
 
 @pytest.mark.on_both
-async def test_node_is_configured_cordoned_and_drained(rest):
+async def test_node_routes_configure_cordon_and_drain(rest):
     async with rest("a", "b") as (r, http):
         (node,) = (await told(http, "GET", "nodes"))["nodes"]
         assert (node["node_id"], node["state"], node["overcommit_vram_percent"]) == ("host", "active", None)
@@ -119,7 +119,7 @@ async def test_node_is_configured_cordoned_and_drained(rest):
 
 
 @pytest.mark.on_both
-async def test_groups_are_made_changed_and_dissolved(rest):
+async def test_group_routes_create_change_and_delete(rest):
     async with rest("a") as (_, http):
         made = await told(http, "PUT", "groups/fast", json={"description": "d", "nodes": ["host", "later"]})
         assert made["nodes"] == ["host", "later"] and (await told(http, "GET", "nodes/host"))["groups"] == ["fast"]
@@ -130,7 +130,7 @@ async def test_groups_are_made_changed_and_dissolved(rest):
 
 
 @pytest.mark.on_both
-async def test_task_is_created_listed_prioritized_and_cancelled(rest):
+async def test_task_routes_create_list_prioritize_and_cancel(rest):
     async with rest() as (r, http):
         blob = await told(http, "POST", "blobs", 201, content=EMPTY)
         assert blob == {"digest": module_digest(EMPTY).hex(), "nbytes": len(EMPTY)}
@@ -164,7 +164,7 @@ async def test_task_is_created_listed_prioritized_and_cancelled(rest):
         assert (await told(http, "GET", "tasks/nobody", 404))["code"] == "router.no_task"
 
 
-async def test_history_and_audit_are_read_back(rest):
+async def test_history_and_audit_return_stored_entries(rest):
     async with rest() as (r, http):
         await r.actor.world.nodes.sample([Sample(float(t), "a", "host", 0.5, 0.25, 1, 2, 3) for t in (10, 20)])
         (sample,) = (await told(http, "GET", "metrics/history", params={"since": 15}))["samples"]
@@ -177,7 +177,7 @@ async def test_history_and_audit_are_read_back(rest):
 
 
 @pytest.mark.on_both
-async def test_history_comes_in_steps(rest):
+async def test_history_with_step_returns_one_sample_per_step(rest):
     async with rest() as (r, http):
         await r.actor.world.nodes.sample([Sample(float(t), "a", "host", t / 100, 0.0, t, 2, 3) for t in (10, 20, 30)])
         found = (await told(http, "GET", "metrics/history", params={"step": 20}))["samples"]
@@ -186,7 +186,7 @@ async def test_history_comes_in_steps(rest):
 
 
 @pytest.mark.on_both
-async def test_tasks_are_counted_over_time(rest):
+async def test_task_history_counts_tasks_over_time(rest):
     async with rest("a") as (r, http):
         await r.open()
         r.clock.now += 10
@@ -214,7 +214,7 @@ async def test_overview_counts_nodes_and_tasks_by_state(rest):
         ]
 
 
-async def test_figures_of_devices_come_from_the_scheduler_page_by_page(rest):
+async def test_gpu_metrics_are_read_from_scheduler_in_pages(rest):
     async with rest() as (r, http):
         assert (await told(http, "GET", "metrics/gpus", 404))["code"] == "router.no_scheduler"
         scheduler = ServiceApp("scheduler", r.url)
@@ -230,7 +230,7 @@ async def test_figures_of_devices_come_from_the_scheduler_page_by_page(rest):
         assert [g["executor_id"] for g in found] == ["a", "b", "c"]
 
 
-async def test_credits_are_asked_of_metering_each_tenant_s_for_itself(rest):
+async def test_credits_are_read_from_metering_within_own_tenant(rest):
     asked = []
 
     async def show(request):
@@ -262,7 +262,7 @@ async def test_credits_are_asked_of_metering_each_tenant_s_for_itself(rest):
 
 
 @pytest.mark.on_both
-async def test_every_error_has_one_shape(rest):
+async def test_errors_have_one_format(rest):
     async with rest() as (r, http):
         await told(http, "GET", "nothing", 404)
         await told(http, "DELETE", "config", 405)
@@ -292,7 +292,7 @@ def routes(api):
     return [(m.upper(), p) for p, methods in schema.items() for m in methods if p.startswith("/api/v1")]
 
 
-async def test_without_a_valid_token_no_route_answers(rest):
+async def test_routes_without_valid_token_are_refused(rest):
     async with rest("a", auth="tokens") as (r, http):
         every = routes(r.api)
         assert len(every) > 20
@@ -313,7 +313,7 @@ async def test_without_a_valid_token_no_route_answers(rest):
         assert (await http.get("http://127.0.0.1/healthz")).status_code == 200
 
 
-async def test_roles_and_scopes_bound_what_a_token_may(rest):
+async def test_token_rights_are_limited_by_role_and_scopes(rest):
     async with rest("a", auth="tokens") as (r, http):
         _, admin = await token_for(r, "ops", "admin")
         _, operator = await token_for(r, "ops", "operator")
@@ -336,7 +336,7 @@ async def test_roles_and_scopes_bound_what_a_token_may(rest):
         }
 
 
-#: Every route, and whether it is closed to an operator: what tenants put in and get out, and what lets one act as a tenant.
+#: Every route, and whether it is closed to operators: a tenant's data and the means to act as a tenant are closed.
 CLOSED_TO_OPERATORS = {
     ("POST", "/api/v1/blobs"),
     ("GET", "/api/v1/blobs/{digest}"),
@@ -351,7 +351,7 @@ CLOSED_TO_OPERATORS = {
 OPEN_TO_OPERATORS = {
     ("GET", "/api/v1/audit"),
     ("GET", "/api/v1/config"),
-    ("POST", "/api/v1/credentials"),  # of its own tenant, without blobs
+    ("POST", "/api/v1/credentials"),  # for the operator's own tenant, without blobs
     ("GET", "/api/v1/credits"),
     ("GET", "/api/v1/credits/plans"),
     ("GET", "/api/v1/credits/statements/{tenant}"),
@@ -360,7 +360,7 @@ OPEN_TO_OPERATORS = {
     ("DELETE", "/api/v1/groups/{name}"),
     ("POST", "/api/v1/login"),
     ("DELETE", "/api/v1/login"),
-    ("POST", "/api/v1/login/code"),  # of its own
+    ("POST", "/api/v1/login/code"),  # a code of the operator's own
     ("GET", "/api/v1/me"),
     ("GET", "/api/v1/nodes"),
     ("GET", "/api/v1/nodes/{node_id}"),
@@ -372,7 +372,7 @@ OPEN_TO_OPERATORS = {
     ("GET", "/api/v1/metrics/tasks"),
     ("GET", "/api/v1/sessions"),
     ("GET", "/api/v1/tasks"),
-    ("POST", "/api/v1/tasks"),  # for its own tenant
+    ("POST", "/api/v1/tasks"),  # for the operator's own tenant
     ("GET", "/api/v1/tasks/{task_id}"),
     ("POST", "/api/v1/tasks/{task_id}/cancel"),
     ("PUT", "/api/v1/tasks/{task_id}/priority"),
@@ -388,7 +388,7 @@ BODIES = {
 }
 
 
-async def test_every_route_is_open_or_closed_to_operators_as_the_table_says(rest, tmp_path):
+async def test_routes_for_operators_match_the_table(rest, tmp_path):
     async with rest("a", auth="tokens") as (r, http):
         assert set(routes(r.api)) == CLOSED_TO_OPERATORS | OPEN_TO_OPERATORS
         _, theirs = await token_for(r, "victim", "user")
@@ -421,7 +421,7 @@ async def test_every_route_is_open_or_closed_to_operators_as_the_table_says(rest
 
 
 @pytest.mark.on_both
-async def test_tenant_neither_sees_nor_touches_what_is_another_s(rest):
+async def test_tenant_cannot_read_or_change_other_tenants(rest):
     async with rest("a", auth="tokens") as (r, http):
         _, mine = await token_for(r, "mine", "user")
         _, yours = await token_for(r, "yours", "user")
@@ -454,7 +454,7 @@ async def test_tenant_neither_sees_nor_touches_what_is_another_s(rest):
         assert {t["tenant"] for t in (await told(http, "GET", "tasks", headers=operator))["tasks"]} == {"mine", "yours"}
 
 
-async def test_memory_of_other_tenants_has_no_names(rest):
+async def test_node_memory_of_other_tenants_is_anonymous(rest):
     async with rest("a", auth="tokens") as (r, http):
         _, mine = await token_for(r, "mine", "user")
         _, operator = await token_for(r, "ops", "operator")
@@ -471,7 +471,7 @@ async def test_memory_of_other_tenants_has_no_names(rest):
             assert "theirs" in (await http.get(path, headers=operator)).text
 
 
-async def test_browser_s_cookie_opens_what_its_token_opens_and_changes_only_for_pages_of_ours(rest):
+async def test_cookie_has_rights_of_token_and_changes_need_page_header(rest):
     async with rest("a", auth="tokens") as (r, http):
         token, head = await token_for(r, "ops", "operator")
         secret = head["Authorization"][7:]
@@ -500,14 +500,14 @@ async def test_browser_s_cookie_opens_what_its_token_opens_and_changes_only_for_
         await told(http, "GET", "nodes", 401)
 
 
-async def test_without_tokens_a_login_is_not_needed_and_leaves_nothing(rest):
+async def test_login_without_required_tokens_sets_no_cookie(rest):
     async with rest() as (_, http):
         assert (await told(http, "GET", "me"))["auth"] == "open"
         answer = await http.post("login", json={"token": "anything"})
         assert answer.status_code == 200 and "set-cookie" not in answer.headers
 
 
-async def test_permission_for_opaque_kernels_is_an_administrator_s_to_give_and_goes_with_the_session(rest):
+async def test_opaque_kernels_are_permitted_by_administrators_per_session(rest):
     async with rest("a", auth="tokens") as (r, http):
         _, admin = await token_for(r, "ops", "admin")
         _, user = await token_for(r, "mine", "user")
@@ -527,7 +527,7 @@ async def test_permission_for_opaque_kernels_is_an_administrator_s_to_give_and_g
 
 
 @pytest.mark.on_both
-async def test_token_is_made_shown_once_and_revoked(rest):
+async def test_token_secret_is_shown_once_and_revoked_token_is_refused(rest):
     async with rest(auth="tokens") as (r, http):
         _, admin = await token_for(r, "ops", "admin")
         await told(http, "PUT", "tenants/new", json={"description": "d"}, headers=admin)
@@ -547,7 +547,7 @@ async def test_token_is_made_shown_once_and_revoked(rest):
         await told(http, "POST", "tenants/new/tokens", 422, json={"scopes": ["all:all"]}, headers=admin)
 
 
-async def test_rate_is_limited_per_caller(rest):
+async def test_rate_limit_applies_per_caller(rest):
     async with rest(rate=3.0, auth="tokens") as (r, http):
         _, first = await token_for(r, "a", "user")
         statuses = [(await http.get("tasks", headers=first)).status_code for _ in range(5)]
@@ -558,7 +558,7 @@ async def test_rate_is_limited_per_caller(rest):
         assert error.status_code == 401
 
 
-def test_buckets_refill_and_are_each_caller_s_own():
+def test_buckets_refill_and_are_separate_per_caller():
     now = [0.0]
     buckets = Buckets(2.0, 4.0, lambda: now[0])
     assert [buckets.take("a") for _ in range(5)] == [True] * 4 + [False] and buckets.take("b")
@@ -568,15 +568,15 @@ def test_buckets_refill_and_are_each_caller_s_own():
     assert sum(buckets.take("a") for _ in range(10)) == 4
 
 
-async def test_blobs_of_rest_are_those_of_nats(rest):
+async def test_blobs_over_rest_are_readable_over_nats(rest):
     async with rest() as (r, http):
         name = await BlobStore(r.app.jetstream(), "default").put(b"hello")
         assert (await http.get(f"blobs/{name}")).content == b"hello"
 
 
 @pytest.mark.on_both
-async def test_over_nats_a_token_s_tenant_is_who_it_is(rest):
-    """Sessions, jobs and questions about tasks by messages: the tenant comes from the token, whatever the message says."""
+async def test_nats_request_with_token_acts_for_tenant_of_token(rest):
+    """Sessions, jobs and requests about tasks over NATS: the tenant comes from the token, whatever the message says."""
     async with rest("a", auth="tokens") as (r, _):
         _, mine = await token_for(r, "mine", "user")
         _, yours = await token_for(r, "yours", "user")
@@ -648,11 +648,11 @@ async def test_over_nats_a_token_s_tenant_is_who_it_is(rest):
         ("https://evil.example", "wooly.example", "tokens", False),
     ],
 )
-def test_page_of_another_origin_may_not_call(origin, host, auth, allowed):
+def test_from_elsewhere_refuses_other_origins(origin, host, auth, allowed):
     assert (from_elsewhere(origin, host, auth) == "") is allowed
 
 
-async def test_foreign_origin_is_refused_on_every_route(rest):
+async def test_routes_called_from_other_origin_are_refused(rest):
     async with rest() as (r, http):
         for method, path in routes(r.api):
             answer = await http.request(method, f"http://127.0.0.1{path}", headers={"Origin": "http://evil.example"})
@@ -660,7 +660,7 @@ async def test_foreign_origin_is_refused_on_every_route(rest):
         await told(http, "POST", "tasks/x/cancel", 403, headers={"Origin": "http://evil.example"})
 
 
-async def test_credentials_are_made_where_the_router_has_the_key(rest, tmp_path):
+async def test_credentials_are_issued_with_signing_key(rest, tmp_path):
     async with rest() as (r, http):
         error = await told(http, "POST", "credentials", 409, json={})
         assert error["code"] == "router.no_credentials" and "WOOLY_ROUTER_SIGNING_KEY" in error["message"]
@@ -672,5 +672,5 @@ async def test_credentials_are_made_where_the_router_has_the_key(rest, tmp_path)
         assert (await told(http, "POST", "credentials", 201, json={"tenant": "acme"}))["tenant"] == "acme"
         for wrong in ({"expires_in_s": 0}, {"role": "operator"}, {"tenant": "a/b"}, {"more": 1}):
             await told(http, "POST", "credentials", 422, json=wrong)
-        # Nobody proved to be an administrator here.
+        # Without required tokens, no caller is a proven administrator.
         assert (await told(http, "POST", "credentials", 403, json={"role": "admin"}))["code"] == "router.forbidden"

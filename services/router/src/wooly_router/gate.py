@@ -111,7 +111,7 @@ class Gate:
             return _OWNER
         found = await self.world.tenants.by_hash(secret_hash) if secret_hash else None
         if found is None or not found[0].valid(self.clock()) or found[1].disabled:
-            raise RefusedError("router.unauthorized", "a valid token is required")
+            raise RefusedError("router.unauthorized", "a valid token is needed")
         token = found[0]
         may = ROLES[token.role]
         if token.scopes:

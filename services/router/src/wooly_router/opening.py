@@ -206,7 +206,7 @@ class Opening:
         if not alive:
             raise RefusedError(
                 "router.no_executor",
-                "no executor is alive; start one with `wooly up`, or with `python -m wooly_executor` on a machine "
+                "no executor is registered; start one with `wooly up`, or with `python -m wooly_executor` on a machine "
                 "that has the device",
                 retryable=True,
             )
