@@ -111,7 +111,7 @@ def test_every_page_is_reached_by_keyboard_and_named(visit, cluster):
         page.locator("main table, main .card").first.wait_for()
         assert page.evaluate(ACCESSIBLE) == [], name
     page.goto(f"{cluster.url}/ui/#/no/such")
-    page.get_by_text("There is no such page.").wait_for()
+    page.get_by_text("This page does not exist.").wait_for()
 
 
 def test_root_leads_to_the_pages_and_assets_are_ours_alone(visit, cluster):
@@ -243,10 +243,10 @@ def test_tasks_are_found_opened_and_cancelled(visit, cluster):
     assert "priority=0" in page.url
     page.get_by_role("combobox", name="Class", exact=True).first.select_option("all")
     page.get_by_role("checkbox", name="cancelled").check()
-    page.get_by_text("No task is like that.").wait_for()
+    page.get_by_text("No task matches.").wait_for()
     page.get_by_role("checkbox", name="cancelled").uncheck()
     page.locator(".detail").get_by_label("Class").select_option("P1")
-    page.get_by_text("find-low.py is of class P1 now").wait_for()
+    page.get_by_text("find-low.py is now in class P1").wait_for()
     assert cluster.rest("GET", f"tasks/{low}")["task"]["priority"] == 1
     page.get_by_role("button", name="Cancel…").click()
     page.get_by_role("dialog", name="Cancel find-low.py?").wait_for()
@@ -265,7 +265,7 @@ def test_tasks_are_found_opened_and_cancelled(visit, cluster):
 
 def test_what_others_do_is_seen_without_asking(visit, cluster):
     page = visit("#/tasks?text=live-")
-    page.get_by_text("No task is like that.").wait_for()
+    page.get_by_text("No task matches.").wait_for()
     page.locator("#live", has_text="live").wait_for()
     task = cluster.open("live-one.py")
     row(page, "live-one.py").get_by_text("started").wait_for()
@@ -289,7 +289,7 @@ def test_node_is_drained_by_click_and_others_see_it(visit, cluster):
     here.get_by_role("button", name="Activate node-b").click()
     here.get_by_text("active", exact=True).wait_for()
     here.get_by_role("button", name="Overcommit of node-b").click()
-    page.get_by_label("Percent of VRAM").fill("40")
+    page.get_by_label("VRAM that may be promised").fill("40")
     page.get_by_role("button", name="Save").click()
     here.get_by_text("overcommit 40 %, its own").wait_for()
     cluster.rest("PUT", "nodes/node-b/config", json={"overcommit_vram_percent": None})
@@ -309,7 +309,7 @@ def test_nodes_show_whose_memory_it_is(visit, cluster):
     cells = here.get_by_role("row").filter(has_text=task).inner_text()
     assert "mapped" in cells and "4.0 GiB" in cells
     page.get_by_role("searchbox").fill("no such")
-    page.get_by_text("No node is like that.").wait_for()
+    page.get_by_text("No node matches.").wait_for()
 
 
 def test_group_is_made_changed_and_dissolved(visit, cluster):
@@ -358,13 +358,13 @@ def test_credits_are_shown_and_a_budget_is_set(visit, cluster):
     page.get_by_role("table", name="Credits by model").wait_for()
     page.get_by_role("searchbox", name="Tenant").fill("nobody")
     page.keyboard.press("Enter")
-    page.get_by_text("Nothing has been booked yet.").wait_for()
+    page.get_by_text("No usage has been booked yet.").wait_for()
 
 
 def test_settings_are_changed_and_a_token_is_made(visit, cluster):
     page = visit("#/settings")
     page.get_by_label("VRAM overcommit, percent").fill("25")
-    page.get_by_label("Figures are kept, days").fill("2")
+    page.get_by_label("Retention of metrics, days").fill("2")
     page.get_by_role("button", name="Save").click()
     page.get_by_text("The settings are saved").wait_for()
     config = cluster.rest("GET", "config")
@@ -377,7 +377,7 @@ def test_settings_are_changed_and_a_token_is_made(visit, cluster):
     page.get_by_role("dialog").get_by_label("Name").fill("ci")
     page.get_by_role("button", name="Create").click()
     assert page.get_by_role("textbox", name="Secret").input_value().startswith("wooly")
-    page.get_by_role("button", name="I have kept it").click()
+    page.get_by_role("button", name="I have saved it").click()
     page.get_by_role("button", name="newcomer", exact=True).click()
     page.get_by_role("button", name="Revoke ci").click()
     page.get_by_role("dialog").get_by_role("button", name="Revoke").click()
@@ -445,7 +445,7 @@ def test_browser_logs_in_with_a_token_that_pages_cannot_read(visit, guarded):
         bare = page.context.request.put(f"{url}/api/v1/nodes/node-a/state", data={"state": "draining"})
         assert bare.status == 403 and http.get("nodes/node-a").json()["wish"] == "active"
         go(page, "Traces")
-        page.get_by_text("WOOLY_TRACES=router makes services tell the router of theirs").wait_for()
+        page.get_by_text("set WOOLY_TRACES=router for all services first").wait_for()
         go(page, "Nodes")
         page.get_by_role("button", name="Log out").click()
         token.fill(made["secret"])
