@@ -72,7 +72,7 @@ def _named(status, relation):
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_page_links_lead_to_files_and_headings(page):
+def test_page_links_point_to_existing_files_and_headings(page):
     path = PAGES[page]
     for target in re.findall(r"\]\(([^()\s]+)\)", _prose(path.read_text())):
         if re.match(r"[a-z][a-z+.-]*:", target):
@@ -92,12 +92,12 @@ def test_page_links_lead_to_files_and_headings(page):
         ("# A\n```sh\n# not a heading\n```\n", {"a"}),
     ],
 )
-def test_anchors_of_headings_are_those_of_github(tmp_path, text, anchors):
+def test_anchors_follow_github_rule(tmp_path, text, anchors):
     (tmp_path / "page.md").write_text(text)
     assert _anchors(tmp_path / "page.md") == anchors
 
 
-def test_readme_length_is_bounded():
+def test_readme_is_within_length_limit():
     assert len((ROOT / "README.md").read_text().splitlines()) <= README_LINES
 
 
@@ -106,7 +106,7 @@ def test_decision_numbers_are_consecutive_and_unique():
 
 
 @pytest.mark.parametrize("name", DECISIONS)
-def test_decision_form_is_title_status_context_decision_consequences(name):
+def test_decision_has_title_status_context_decision_consequences(name):
     text = DECISIONS[name].read_text()
     assert len(text.splitlines()) <= DECISION_LINES
     title = re.match(r"# (\d{4})\. (.+)\n\nStatus: ", text)
@@ -119,7 +119,7 @@ def test_decision_form_is_title_status_context_decision_consequences(name):
 
 
 @pytest.mark.parametrize("name", DECISIONS)
-def test_decision_status_is_mutual(name):
+def test_decision_status_is_confirmed_by_other_decision(name):
     status_of = _script("decisions").status_of
     number, status = int(name[:4]), status_of(DECISIONS[name].read_text())
     assert status.startswith(("accepted", "superseded by"))
@@ -134,12 +134,12 @@ def test_decision_status_is_mutual(name):
             assert number in _named(answer, there), f"ADR {other} does not answer: {answer}"
 
 
-def test_decision_index_is_that_of_the_records():
+def test_decision_index_matches_records():
     """If this fails: make docs."""
     assert (ROOT / "docs/adr/index.md").read_text() == _script("decisions").page()
 
 
-def test_decisions_that_the_repository_names_exist():
+def test_decisions_named_in_repository_exist():
     unknown = []
     for path in _tracked("*.py", "*.md", "*.toml", "*.txt", "*.yaml", "*.yml", "*.sh", "*.js", "*.c", "Makefile"):
         for number in re.findall(r"\bADRs? (\d+)", path.read_text()):
@@ -189,5 +189,5 @@ def test_site_navigation_names_every_page_once():
         ("guides/jobs.md", "[a](https://example.org/b) [c](#d)", "[a](https://example.org/b) [c](#d)"),
     ],
 )
-def test_site_links_lead_from_page_to_page(page, text, there):
+def test_site_links_are_rewritten_between_pages(page, text, there):
     assert _script("site_hooks").translated(text, page) == there

@@ -82,7 +82,7 @@ def sources(distribution):
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS, ids=lambda p: p.name)
-def test_private_names_of_others_are_in_their_file(distribution):
+def test_foreign_private_names_are_in_one_file(distribution):
     trees = sources(distribution)
     own = defined(trees.values())
     found = []
@@ -95,7 +95,7 @@ def test_private_names_of_others_are_in_their_file(distribution):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_private_names_file_is_one_per_distribution(name):
+def test_private_names_have_one_file_per_distribution(name):
     for distribution in DISTRIBUTIONS:
         assert len(list(distribution.glob(f"src/**/{name}"))) <= 1, distribution
 

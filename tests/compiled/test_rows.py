@@ -125,7 +125,7 @@ def raw(t):
 
 
 @pytest.mark.parametrize("n", list(params()))
-def test_kernel_agrees_with_the_definition(n):
+def test_kernel_equals_definition(n):
     if isinstance(found := planned(n), str):
         pytest.skip(found)
     tape, inputs, results, plan = found

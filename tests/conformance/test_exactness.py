@@ -30,7 +30,7 @@ def local():
 
 # Every one of a few trainings shows a rule that is broken; a race that is lost seldom is for the slow ones.
 @pytest.mark.parametrize("times", [4, pytest.param(60, marks=pytest.mark.slow)])
-def test_trainings_give_the_cpus_losses_every_time(cuda, local, times):
+def test_repeated_trainings_equal_cpu_losses(cuda, local, times):
     spec = importlib.util.spec_from_file_location("training", PROGRAM)
     training = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(training)
@@ -40,7 +40,7 @@ def test_trainings_give_the_cpus_losses_every_time(cuda, local, times):
 
 
 @pytest.mark.slow
-def test_long_way_gives_the_same_numbers_with_the_same_waits(local):
+def test_slow_link_gives_same_numbers_and_waits(local):
     with executor_process() as near:
         loopback = client(near.endpoints[0], near.token)
     with executor_process() as far, delay_proxy(far.endpoints[0], 0.010) as endpoint:

@@ -60,7 +60,7 @@ def architectures():
 
 
 @pytest.mark.parametrize("name", list(architectures()))
-def test_model_equals_the_cpu_bit_for_bit(cuda, name):
+def test_model_equals_cpu_bitwise(cuda, name):
     architecture = ARCHITECTURES[name]
     theirs = architecture.build()
     ours = copy.deepcopy(theirs).to(cuda)
@@ -81,7 +81,7 @@ def test_model_equals_the_cpu_bit_for_bit(cuda, name):
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_every_way_of_attention_equals_the_cpu(cuda, attention):
+def test_attention_implementations_equal_cpu(cuda, attention):
     theirs = ARCHITECTURES["qwen3"].build(attn_implementation=attention)
     inputs = ARCHITECTURES["qwen3"].inputs()
     mine = results(copy.deepcopy(theirs).to(cuda), inputs, cuda)
@@ -89,7 +89,7 @@ def test_every_way_of_attention_equals_the_cpu(cuda, attention):
         assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
 
 
-def test_training_with_dropout_depends_on_the_seed_alone(cuda):
+def test_training_with_dropout_depends_only_on_seed(cuda):
     model = ARCHITECTURES["bert"].build().to(cuda).train()
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
@@ -103,7 +103,7 @@ def test_training_with_dropout_depends_on_the_seed_alone(cuda):
     assert loss(1) == loss(1) != loss(2)
 
 
-def test_families_of_the_matrix():
+def test_architectures_cover_all_families():
     families = {a.family for a in ARCHITECTURES.values()}
     assert families == {ARCHITECTURES[name].family for name in QUICK}
     assert families == {"decoder", "encoder", "encoder-decoder", "vision", "speech", "experts", "state space"}

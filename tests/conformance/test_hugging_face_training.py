@@ -128,7 +128,7 @@ def options():
 
 
 @pytest.mark.parametrize("options", list(options()))
-def test_trainer_gives_the_cpus_losses_and_weights(train, options):
+def test_trainer_equals_cpu_losses_and_weights(train, options):
     ours = train(**options)
     found = history(ours), history(ours, "grad_norm"), ours.evaluate()["eval_loss"]
     theirs = train("cpu", **options)
@@ -163,7 +163,7 @@ def test_trainer_compiles_the_model(train):
     assert history(train(torch_compile=True)) == history(train())
 
 
-def test_trainer_resumes_as_if_it_had_not_stopped(train, tmp_path):
+def test_trainer_after_resume_equals_uninterrupted_run(train, tmp_path):
     def model():
         made = ARCHITECTURES["gpt2"].build()
         for module in made.modules():
@@ -182,7 +182,7 @@ def test_trainer_resumes_as_if_it_had_not_stopped(train, tmp_path):
     assert_same_weights(resumed.model, whole.model)
 
 
-def test_trainer_predicts_and_generates_as_on_the_cpu(cuda, fresh, tmp_path):
+def test_trainer_predictions_equal_cpu(cuda, fresh, tmp_path):
     from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, set_seed
 
     def run(device):
@@ -242,7 +242,7 @@ def loop(fresh, device, model=None, precision="no", accumulate=1, save=None):
     ("precision", "accumulate"),
     [("no", 1), ("bf16", 2), *(pytest.param(*both, marks=pytest.mark.slow) for both in (("no", 2), ("bf16", 1)))],
 )
-def test_accelerate_gives_the_cpus_losses_norms_and_weights(cuda, fresh, precision, accumulate):
+def test_accelerate_equals_cpu_losses_norms_and_weights(cuda, fresh, precision, accumulate):
     ours, accelerator, mine = loop(fresh, "cuda", precision=precision, accumulate=accumulate)
     assert accelerator.device.type == "cuda" and accelerator.num_processes == 1
     theirs, _, other = loop(fresh, "cpu", precision=precision, accumulate=accumulate)
@@ -250,7 +250,7 @@ def test_accelerate_gives_the_cpus_losses_norms_and_weights(cuda, fresh, precisi
     assert_same_weights(mine, other)
 
 
-def test_accelerate_scales_gradients_of_float16(cuda, fresh):
+def test_accelerate_with_float16_scales_gradients(cuda, fresh):
     exact, _, _ = loop(fresh, "cuda")
     seen, accelerator, _ = loop(fresh, "cuda", precision="fp16")
     assert accelerator.scaler.get_scale() >= 65536
@@ -270,7 +270,7 @@ def test_accelerate_saves_and_loads_its_state(cuda, fresh, tmp_path):
     assert torch.equal(torch.rand(4, device="cuda"), numbers)  # the generator's state was saved, too
 
 
-def test_accelerate_tries_smaller_batches_when_memory_is_short(cuda):
+def test_accelerate_without_memory_tries_smaller_batches(cuda):
     from accelerate.utils import find_executable_batch_size
 
     tried = []
@@ -305,7 +305,7 @@ LORA = [
 
 
 @pytest.mark.parametrize("options", LORA)
-def test_lora_trains_saves_loads_and_merges_as_on_the_cpu(cuda, fresh, tmp_path, options):
+def test_lora_train_save_load_and_merge_equal_cpu(cuda, fresh, tmp_path, options):
     from peft import PeftModel
 
     ours, _, mine = loop(fresh, "cuda", adapted(**options))
@@ -334,7 +334,7 @@ def test_lora_trains_saves_loads_and_merges_as_on_the_cpu(cuda, fresh, tmp_path,
 
 
 @pytest.mark.parametrize("start", ["gaussian", "pissa", "olora"])
-def test_lora_on_a_model_that_is_on_the_device_begins_with_its_weights(cuda, start):
+def test_lora_on_device_model_starts_with_its_weights(cuda, start):
     from peft import LoraConfig, get_peft_model
 
     base = ARCHITECTURES["llama"].build().to("cuda").eval()

@@ -51,7 +51,7 @@ def losses(device, model, optimizer, steps, loss_of):
     ],
     ids=["sgd", "adam", "adamw-amsgrad", "rmsprop"],
 )
-def test_digits_training_loss_curve_equals_the_cpu(cuda, make):
+def test_digits_training_equals_cpu_losses(cuda, make):
     from sklearn.datasets import load_digits
 
     data = load_digits()
@@ -109,7 +109,7 @@ def train_conv(device, model, steps=10):
     return losses(device, model, optimizer, steps, lambda m, _: F.cross_entropy(m(x), y))
 
 
-def test_conv_net_with_batch_norm_and_max_pool_trains_as_on_the_cpu(cuda):
+def test_conv_net_with_batch_norm_trains_as_on_cpu(cuda):
     ours, theirs = on("cuda", conv_net()), conv_net()
     curve, expected = train_conv("cuda", ours), train_conv("cpu", theirs)
     assert torch.equal(curve, expected) and curve[-1] < curve[0]
@@ -120,7 +120,7 @@ def test_conv_net_with_batch_norm_and_max_pool_trains_as_on_the_cpu(cuda):
         assert torch.equal(ours.eval()(x.to("cuda")).cpu(), theirs.eval()(x))
 
 
-def test_conv_net_channels_last_trains_as_on_the_cpu(cuda):
+def test_conv_net_channels_last_trains_as_on_cpu(cuda):
     def train(device):
         model = on(device, conv_net()).to(memory_format=torch.channels_last)
         return train_conv(device, model), model
@@ -131,7 +131,7 @@ def test_conv_net_channels_last_trains_as_on_the_cpu(cuda):
     assert_same_state(ours, theirs)
 
 
-def test_conv_net_with_dropout_is_the_same_for_the_same_seed_only(cuda):
+def test_conv_net_with_dropout_depends_only_on_seed(cuda):
     def train(seed):
         model = on("cuda", conv_net(dropout=0.5))
         torch.cuda.manual_seed(seed)
@@ -143,7 +143,7 @@ def test_conv_net_with_dropout_is_the_same_for_the_same_seed_only(cuda):
     assert not torch.equal(first, other)
 
 
-def test_dropout_in_evaluation_mode_equals_the_cpu(cuda):
+def test_dropout_in_evaluation_equals_cpu(cuda):
     model = conv_net(dropout=0.5).eval()
     x, _ = images()
     with torch.no_grad():
@@ -167,7 +167,7 @@ class Tagger(nn.Module):
 @pytest.mark.parametrize(
     "options", [{}, {"num_layers": 2, "bidirectional": True}], ids=["plain", "two-layers-both-ways"]
 )
-def test_lstm_trains_as_on_the_cpu(cuda, options):
+def test_lstm_trains_as_on_cpu(cuda, options):
     torch.manual_seed(3)
     model = Tagger(**options)
     tokens, classes = torch.randint(0, 50, (8, 12)), torch.randint(0, 7, (8, 12))

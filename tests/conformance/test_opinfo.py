@@ -7,13 +7,13 @@ pytestmark = pytest.mark.connected
 INEXCUSABLE = ("crash", "wrong")
 
 
-def test_list_excuses_neither_crashes_nor_wrong_numbers(conformance):
+def test_exceptions_list_has_no_crashes_or_wrong_numbers(conformance):
     assert [line for line in conformance("opinfo").listed() if line[3] in INEXCUSABLE] == []
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(5400)
-def test_whole_database_equals_the_cpu(conformance, report):
+def test_database_equals_cpu_except_listed(conformance, report):
     """A quarter of an hour on two cores. 99.92 % pass: the CPU's bits, strides and errors. Nothing is merely close to them."""
     opinfo = conformance("opinfo")
     rows = opinfo.sweep(workers=2)

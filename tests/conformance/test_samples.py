@@ -34,7 +34,7 @@ def sampled():
 @pytest.mark.parametrize(
     ("database", "things", "kinds"), [("opinfo", 100, 30), ("modules", 25, 10), ("optimizers", 10, 15)]
 )
-def test_sample_of_a_database_equals_the_cpu(conformance, sampled, database, things, kinds):
+def test_database_sample_equals_cpu(conformance, sampled, database, things, kinds):
     rows = sampled[database]
     assert len({row["op"] for row in rows}) > things
     assert len({(row["variant"], row["dtype"]) for row in rows}) > kinds

@@ -39,13 +39,13 @@ def test_compose_file_is_valid(profile):
 
 
 @pytest.mark.parametrize("secret", SECRETS)
-def test_compose_asks_for_secrets(secret):
+def test_compose_without_secret_is_refused(secret):
     need_compose()
     refused = compose("config", "-q", check=False, **{secret: ""})
     assert refused.returncode and "setup.sh" in refused.stderr
 
 
-def test_setup_makes_secrets_once_and_tells_what_clients_need(tmp_path):
+def test_setup_creates_secrets_once_and_prints_client_settings(tmp_path):
     script = tmp_path / "setup.sh"
     script.write_text((COMPOSE / "setup.sh").read_text())
     said = [subprocess.run(["sh", script], check=True, capture_output=True, text=True).stdout for _ in range(2)]
@@ -74,7 +74,7 @@ def keys_as_compose_makes_them(folder):
 
 
 @pytest.mark.connected
-def test_stack_with_the_keys_of_compose_runs_scripts_and_jobs_with_a_token_alone(tmp_path):
+def test_stack_with_compose_keys_runs_scripts_and_jobs_with_token(tmp_path):
     """The processes of compose without containers: its commands, configurations and environments."""
     from wooly_testkit.nats import nats_server
 
@@ -140,7 +140,7 @@ def services():
     return yaml.safe_load((COMPOSE / "compose.yaml").read_text())["services"]
 
 
-def test_variables_of_compose_are_settings_of_services():
+def test_compose_variables_are_service_settings():
     from .test_chart import settings_of
 
     seen = set()
@@ -153,13 +153,13 @@ def test_variables_of_compose_are_settings_of_services():
     assert seen == {"ROUTER", "SCHEDULER", "METERING", "COMPILER", "EXECUTOR"}
 
 
-def test_services_of_ours_may_do_little():
+def test_compose_services_have_minimal_rights():
     for name, service in services().items():
         if "wooly-" in service["image"] and name != "init-volumes":
             assert service["read_only"] and service["cap_drop"] == ["ALL"] and service["init"]
 
 
-def test_each_dockerfile_is_built_by_the_script_and_does_not_run_as_root():
+def test_dockerfiles_are_built_by_script_and_not_root():
     script = (ROOT / "deploy" / "docker" / "build.sh").read_text()
     files = sorted((ROOT / "deploy" / "docker").glob("*.Dockerfile"))
     assert len(files) == 10
@@ -190,7 +190,7 @@ def build():
 @pytest.mark.connected
 @pytest.mark.slow
 @pytest.mark.parametrize("channel", ["direct", "tunnel"])
-def test_client_may_run_a_script_and_speak_for_no_service(channel, tmp_path):
+def test_client_user_runs_script_but_cannot_act_as_service(channel, tmp_path):
     """NATS with the users of the chart without keys; the services, and a client with the client's rights."""
     from wooly_testkit.nats import nats_server
 
@@ -284,7 +284,7 @@ def stack(tmp_path_factory):
 @pytest.mark.docker
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("channel", ["direct", "tunnel"])
-def test_script_outside_runs_on_the_stack(stack, channel):
+def test_script_outside_containers_runs_on_stack(stack, channel):
     _, env = stack
     argv = [sys.executable, "-m", "wooly", "run", str(ROOT / "examples" / "train_digits.py")]
     ran = subprocess.run(
@@ -309,7 +309,7 @@ print("done", flush=True)
 
 @pytest.mark.docker
 @pytest.mark.timeout(900)
-def test_three_nats_servers_carry_on_without_one(tmp_path):
+def test_three_nats_servers_without_one_continue(tmp_path):
     need_compose()
     host, files = "127.0.0.8", ("compose.yaml", *(["local.yaml"] if os.environ.get("WOOLY_COMPOSE_LOCAL") else []))
 
@@ -338,7 +338,7 @@ def test_three_nats_servers_carry_on_without_one(tmp_path):
 
 @pytest.mark.docker
 @pytest.mark.timeout(900)
-def test_restarts_of_control_services_lose_no_session(stack, tmp_path):
+def test_restart_of_control_services_keeps_sessions(stack, tmp_path):
     run, env = stack
     two = {"WOOLY_REST_PORTS": "8420-8421"}
     run("up", "-d", "--wait", "--scale", "router=2", **two)
@@ -358,7 +358,7 @@ def test_restarts_of_control_services_lose_no_session(stack, tmp_path):
 
 @pytest.mark.docker
 @pytest.mark.timeout(900)
-def test_restarts_of_every_service_lose_no_job(stack, tmp_path):
+def test_restart_of_every_service_keeps_jobs(stack, tmp_path):
     run, env = stack
 
     def wooly(*argv):
@@ -383,7 +383,7 @@ def test_restarts_of_every_service_lose_no_job(stack, tmp_path):
 
 
 @pytest.mark.docker
-def test_images_are_small_and_run_as_nobody(stack):
+def test_images_are_small_and_do_not_run_as_root(stack):
     def inspect(name):
         argv = ["docker", "image", "inspect", name, "--format", "{{.Size}} {{.Config.User}}"]
         size, user = subprocess.run(argv, capture_output=True, text=True, check=True).stdout.split(" ", 1)

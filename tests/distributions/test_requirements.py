@@ -44,7 +44,7 @@ def names(requirements):
 
 
 @pytest.mark.parametrize("distribution", ALL.values(), ids=ALL)
-def test_distribution_requires_every_package_that_it_imports(distribution):
+def test_distribution_requires_all_imported_packages(distribution):
     missing = set()
     for found in distribution.imports:
         if found.package in sys.stdlib_module_names or found.package == distribution.package:
@@ -63,14 +63,14 @@ def test_distribution_requires_every_package_that_it_imports(distribution):
 
 
 @pytest.mark.parametrize("distribution", ALL.values(), ids=ALL)
-def test_distribution_asks_for_the_extras_whose_modules_it_imports(distribution):
+def test_distribution_requires_extras_of_imported_modules(distribution):
     asked = {(canonicalize_name(r.name), extra) for r in distribution.required for extra in r.extras}
     needed = {extra_of(found.module) for found in distribution.imports if found.package != distribution.package}
     assert needed - {None} <= asked
 
 
 @pytest.mark.parametrize("distribution", ALL.values(), ids=ALL)
-def test_distribution_has_the_version_of_the_release_and_requires_it_of_ours(distribution):
+def test_distribution_pins_release_version(distribution):
     made = ProjectMetadata(str(distribution.folder), PluginManager())
     assert made.core.version == VERSION
     extras = [r for rs in made.core.optional_dependencies.values() for r in rs]
@@ -84,7 +84,7 @@ DOCKERFILES = [p for p in sorted((ROOT / "deploy/docker").glob("*.Dockerfile")) 
 
 
 @pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda p: p.name)
-def test_image_is_built_from_all_distributions_that_it_needs(dockerfile):
+def test_image_copies_all_required_distributions(dockerfile):
     """Wooly's distributions are on no index, so pip cannot build an image if the Dockerfile leaves one out."""
     text = dockerfile.read_text()
     by_folder = {d.folder.relative_to(ROOT).as_posix(): d for d in ALL.values()}
@@ -111,14 +111,14 @@ def test_image_is_built_from_all_distributions_that_it_needs(dockerfile):
         ],
     ],
 )
-def test_image_has_the_languages_of_kernels(image, languages):
+def test_image_contains_kernel_languages(image, languages):
     text = (ROOT / f"deploy/docker/{image}.Dockerfile").read_text()
     assert languages == {
         name for name in ("wooly-cuda-c", "wooly-triton") if f" ./libs/{name.removeprefix('wooly-')} " in text
     }
 
 
-def test_reasons_for_missing_requirements_are_for_imports_that_exist():
+def test_listed_missing_requirements_are_imported():
     imported = {(d.name, found.package) for d in ALL.values() for found in d.imports}
     spoken_of = {
         (d.name, word)
@@ -129,7 +129,7 @@ def test_reasons_for_missing_requirements_are_for_imports_that_exist():
     assert LOOKED_FOR.keys() <= imported | spoken_of
 
 
-def test_client_says_the_version_of_the_release():
+def test_client_reports_release_version():
     assert wooly.__version__ == VERSION
 
 
@@ -141,5 +141,5 @@ def test_client_says_the_version_of_the_release():
         ("docs/guides/install.md", r"wooly-client:(\d[\w.]*)"),
     ],
 )
-def test_file_names_the_version_of_the_release(path, pattern):
+def test_file_contains_release_version(path, pattern):
     assert set(re.findall(pattern, (ROOT / path).read_text(), re.M)) == {VERSION}

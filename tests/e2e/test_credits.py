@@ -75,7 +75,7 @@ def until(condition, seconds=60):
     return found
 
 
-def test_run_ends_with_its_bill_which_the_ledger_has(stack, tmp_path):
+def test_run_prints_bill_that_matches_ledger(stack, tmp_path):
     script = tmp_path / "dream.py"
     script.write_text(RUN)
     done = wooly(stack, "run", str(script), TENANT="acme")
@@ -120,7 +120,7 @@ class Worker:
         self.process.communicate()
 
 
-def test_hard_limit_stops_a_tenant_with_an_error_and_nothing_is_lost(stack, tmp_path):
+def test_hard_limit_holds_tenant_and_loses_no_work(stack, tmp_path):
     worker, other = Worker(stack, tmp_path / "w.py", "spender"), Worker(stack, tmp_path / "o.py", "saver")
     try:
         assert wooly(stack, "credits", "budget", "spender", "--hard", "20").returncode == 0
@@ -168,7 +168,7 @@ async def _journalled(stack):
         await connection.close()
 
 
-def test_executor_that_is_killed_bills_what_its_journal_has_and_begins_anew(stack, tmp_path):
+def test_killed_executor_is_billed_by_its_journal(stack, tmp_path):
     worker = Worker(stack, tmp_path / "k.py", "killed")
     try:
         for _ in range(20):

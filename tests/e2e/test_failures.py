@@ -88,7 +88,7 @@ def states(cluster):
 
 
 @pytest.mark.parametrize("part", ["device", "journal"])
-def test_part_of_an_executor_that_fails_ends_it_and_sessions_go_elsewhere(cluster, alice, part):
+def test_executor_with_failed_part_ends_and_sessions_move(cluster, alice, part):
     fault = cluster.folder / f"fault-{part}"
     for name in "ab":  # only the one that will fail is there to be chosen
         cluster.kill(name)
@@ -121,7 +121,7 @@ def test_part_of_an_executor_that_fails_ends_it_and_sessions_go_elsewhere(cluste
     print(f"{part}: ended after {ended:.2f} s, failed over after {failed_over:.2f} s")
 
 
-def test_executor_that_is_told_to_stop_says_so_and_its_sessions_end_with_that_reason(cluster, alice):
+def test_stopped_executor_ends_sessions_with_reason(cluster, alice):
     for name in "ab":
         cluster.kill(name)
     cluster.start("a")
@@ -138,7 +138,7 @@ def test_executor_that_is_told_to_stop_says_so_and_its_sessions_end_with_that_re
 
 
 @pytest.mark.parametrize("how", ["SIGTERM", "SIGKILL"])
-def test_executor_that_ends_before_a_client_reaches_it_costs_the_client_nothing(cluster, alice, how):
+def test_executor_ending_before_connect_is_replaced(cluster, alice, how):
     for name in "ab":
         cluster.kill(name)
         cluster.start(name)

@@ -93,7 +93,7 @@ def wait_for(stack, name, *states):
     return found
 
 
-def test_job_s_results_are_the_cpu_s_bit_for_bit(stack, classifier, tmp_path):
+def test_job_results_equal_cpu_bitwise(stack, classifier, tmp_path):
     folder, _, scores = classifier
     done = run(
         "submit", folder / "job.wism", "-i", f"x={folder / 'x.npy'}", "-o", tmp_path / "out", "--json", stack=stack
@@ -108,7 +108,7 @@ def test_job_s_results_are_the_cpu_s_bit_for_bit(stack, classifier, tmp_path):
     assert found["kind"] == "job" and found["placement"]["why"] == "here" and found["name"] == "job"
 
 
-def test_wrong_inputs_are_refused_before_anything_is_sent(stack, classifier, tmp_path):
+def test_submit_with_wrong_inputs_is_refused_unsent(stack, classifier, tmp_path):
     folder, x, _ = classifier
     np.save(tmp_path / "y.npy", x[:3])
     module = folder / "job.wism"
@@ -119,7 +119,7 @@ def test_wrong_inputs_are_refused_before_anything_is_sent(stack, classifier, tmp
     assert "not what its name stands for" in run("submit", tmp_path / "bad.wism", stack=stack, code=1).stderr
 
 
-def test_what_needs_an_answer_cannot_be_exported(tmp_path):
+def test_export_of_script_that_reads_values_is_refused(tmp_path):
     path = tmp_path / "refused.py"
     path.write_text(
         """
@@ -153,7 +153,7 @@ print([t.name for t in made.module.inputs], [o.tensor.name for o in made.module.
     assert done.stdout == "['a', 'b'] ['s.0', 's.1']\n"
 
 
-def test_example_in_plain_nats_py_reads_its_result(stack, classifier, tmp_path):
+def test_nats_py_example_reads_its_result(stack, classifier, tmp_path):
     pytest.importorskip("nkeys", reason="nats-py signs in with it")
     _, x, scores = classifier
     module = run("export", f"{ROOT / 'examples/job.py'}:build", "--blobs", tmp_path / "job").stdout.strip()
@@ -169,7 +169,7 @@ def test_example_in_plain_nats_py_reads_its_result(stack, classifier, tmp_path):
     assert len([line for line in code.splitlines() if line.strip()]) <= 22
 
 
-def test_job_is_run_once_though_it_is_sent_often(stack, classifier):
+def test_job_sent_several_times_runs_once(stack, classifier):
     folder, x, _ = classifier
     name = f"job-{hashlib.sha256(os.urandom(8)).hexdigest()[:16]}"
 
@@ -189,7 +189,7 @@ def test_job_is_run_once_though_it_is_sent_often(stack, classifier):
     assert task(stack, name)["attempt"] == 1
 
 
-def test_killed_executor_s_job_is_run_by_another(stack, slow_module):
+def test_job_of_killed_executor_runs_on_another(stack, slow_module):
     name = run("submit", slow_module / "slow.wism", "-i", f"x={slow_module / 'x.npy'}", stack=stack).stdout.strip()
     found = wait_for(stack, name, "started")
     (victim,) = found["executors"]
@@ -201,7 +201,7 @@ def test_killed_executor_s_job_is_run_by_another(stack, slow_module):
     assert re.search("lost|does not have it", story[2]["reason"])
 
 
-def test_cancel_and_deadline_stop_what_runs(stack, slow_module):
+def test_cancel_and_deadline_stop_running_jobs(stack, slow_module):
     wait_for_executors(stack, 2)
     submit = ["submit", slow_module / "slow.wism", "-i", f"x={slow_module / 'x.npy'}"]
     cancelled = run(*submit, stack=stack).stdout.strip()
@@ -227,7 +227,7 @@ def wait_for_executors(stack, count):
         time.sleep(0.2)
 
 
-def test_sessions_and_jobs_are_in_one_list(stack, tmp_path):
+def test_tasks_list_has_sessions_and_jobs(stack, tmp_path):
     path = tmp_path / "s.py"
     path.write_text("import torch; print(torch.ones(2, device='cuda').sum().item())")
     run("run", "-q", path, stack=stack)
@@ -240,7 +240,7 @@ def test_sessions_and_jobs_are_in_one_list(stack, tmp_path):
     assert "not a state" in run("tasks", "--state", "odd", stack=stack, code=1).stderr
 
 
-def test_job_that_fails_on_the_device_says_what_and_is_not_tried_again(stack, tmp_path):
+def test_job_failing_on_device_reports_error_without_retry(stack, tmp_path):
     path = tmp_path / "bad.py"
     path.write_text(
         "import torch\n"
@@ -293,7 +293,7 @@ def build():
 '''
 
 
-def test_kernels_of_the_script_travel_in_its_module(stack, tmp_path):
+def test_export_includes_kernels_of_script(stack, tmp_path):
     pytest.importorskip("triton", reason="Triton is not installed")
     (tmp_path / "kernels.py").write_text(KERNELS)
     x = np.arange(100, dtype=np.float32)

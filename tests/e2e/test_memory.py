@@ -64,14 +64,14 @@ def assert_nothing_piled_up(found):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("read_every", [50, 0], ids=["reading", "never-reading"])
-def test_training_of_two_thousand_steps_keeps_its_books_short(read_every):
+def test_training_of_2000_steps_keeps_containers_small(read_every):
     assert_nothing_piled_up(train(2000, 500, read_every))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("read_every", [100, 0], ids=["reading", "never-reading"])
-def test_training_of_a_hundred_thousand_steps_does_not_grow(read_every, capsys):
+def test_training_of_100000_steps_does_not_grow(read_every, capsys):
     found = train(100_000, 5000, read_every)
     assert_nothing_piled_up(found)
     for side in ("client_rss", "executor_rss"):

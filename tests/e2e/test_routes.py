@@ -81,7 +81,7 @@ def test_training_through_nats_equals_the_cpu(run, figures):
 
 
 @pytest.mark.parametrize("channel", ["auto", "direct"])
-def test_certificate_that_is_not_trusted_ends_the_attempt(run, channel):
+def test_untrusted_certificate_fails_without_fallback(run, channel):
     """Although a tunnel would do: it has the same cure as in every case, and no other way is taken."""
     done = run(WOOLYAI_CHANNEL=channel, WOOLYAI_PLAINTEXT="1")
     assert done.returncode == 1 and done.stdout == ""
@@ -91,7 +91,7 @@ def test_certificate_that_is_not_trusted_ends_the_attempt(run, channel):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["executor-0", "nats"])
-def test_tunnel_that_breaks_is_a_clear_error_and_nothing_hangs(tmp_path, victim):
+def test_broken_tunnel_reports_error_and_does_not_hang(tmp_path, victim):
     own = forks.start_stack(tmp_path / "own", ephemeral=True)
     path = tmp_path / "script.py"
     path.write_text(

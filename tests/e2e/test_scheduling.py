@@ -79,7 +79,7 @@ class Tenant:
         return self.process.communicate(timeout=60)
 
 
-def test_sessions_are_admitted_refused_steered_and_audited_and_the_scheduler_may_die(stack, tmp_path):
+def test_scheduler_admits_refuses_steers_audits_and_may_die(stack, tmp_path):
     declared = {"SERVICE_MS": "50", "INTERVAL_MS": "1000", "PRIORITY": "0"}
     first = Tenant(stack, tmp_path / "a.py", TENANT="acme", LATENCY_OBJECTIVE_MS="90", **declared)
     training = Tenant(stack, tmp_path / "b.py", TENANT="blue", PRIORITY="3", WEIGHT="2")

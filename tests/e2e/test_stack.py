@@ -48,7 +48,7 @@ def script(tmp_path, text):
     return str(path)
 
 
-def test_digits_example_trains_to_the_same_losses_as_the_cpu(stack, tmp_path):
+def test_digits_example_equals_cpu_losses(stack, tmp_path):
     ours = soon("run", ROOT / "examples/train_digits.py", "--epochs", "1", stack=stack)
     assert ours.returncode == 0, ours.stderr
     source = (ROOT / "examples/train_digits.py").read_text()
@@ -73,7 +73,7 @@ def test_lora_example_learns_to_count(stack):
     assert "right: 100%" in done.stdout and "counts 60 61 62 63 0 1 2 3" in done.stdout
 
 
-def test_run_starts_a_stack_of_its_own_and_leaves_nothing(tmp_path):
+def test_run_without_stack_starts_one_and_cleans_up(tmp_path):
     before = {p.pid for p in psutil.process_iter() if "wooly" in " ".join(_argv(p))}
     text = "import sys, torch; print((torch.ones(3, device='cuda') + 1).sum().item(), 'torch._dynamo' in sys.modules)"
     done = run("run", script(tmp_path, text), env={"XDG_STATE_HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path)})
@@ -103,7 +103,7 @@ def _argv(process):
         pytest.param("forkserver", 2, marks=pytest.mark.slow),
     ],
 )
-def test_spawned_processes_have_sessions_of_their_own(stack, tmp_path, method, children):
+def test_spawned_processes_have_separate_sessions(stack, tmp_path, method, children):
     path = script(
         tmp_path,
         f"""
@@ -130,7 +130,7 @@ def test_spawned_processes_have_sessions_of_their_own(stack, tmp_path, method, c
     assert left == []
 
 
-def test_script_error_keeps_its_traceback_and_exit_code(stack, tmp_path):
+def test_script_error_keeps_traceback_and_exit_code(stack, tmp_path):
     done = soon(
         "run", script(tmp_path, "import torch\ntorch.zeros(2, device='cuda')\nraise KeyError('mine')"), stack=stack
     )
@@ -150,7 +150,7 @@ def test_script_sees_its_own_arguments_and_main(stack, tmp_path):
     assert done.stdout == "mod __main__ ['a']\n", done.stderr
 
 
-def test_error_of_the_last_operation_is_not_lost(stack, tmp_path):
+def test_error_of_last_operation_is_reported(stack, tmp_path):
     path = script(
         tmp_path, "import torch\nt = torch.zeros(3, device='cuda')\nt.index_select(0, torch.tensor([9], device='cuda'))"
     )
@@ -158,13 +158,13 @@ def test_error_of_the_last_operation_is_not_lost(stack, tmp_path):
     assert done.returncode == 1 and "index out of range" in done.stderr and "script.py:3" in done.stderr
 
 
-def test_no_controller_is_said_with_what_to_start(tmp_path):
+def test_run_without_controller_fails_with_remedy(tmp_path):
     path = script(tmp_path, "print('never')")
     done = soon("run", path, env={"WOOLYAI_CONTROLLER_URL": "nats://127.0.0.1:9"})
     assert done.returncode == 1 and "wooly up" in done.stderr and "never" not in done.stdout
 
 
-def test_no_executor_is_said_with_what_to_start(nats_server, tmp_path):
+def test_run_without_executor_fails_with_remedy(nats_server, tmp_path):
     env = os.environ | {
         "WOOLY_ROUTER_NATS_URL": nats_server,
         "WOOLY_ROUTER_STATE_DIR": str(tmp_path),
@@ -182,7 +182,7 @@ def test_no_executor_is_said_with_what_to_start(nats_server, tmp_path):
     assert done.returncode == 1 and "no executor is registered" in done.stderr and "wooly up" in done.stderr
 
 
-def test_killed_executor_is_a_clear_error_and_nothing_hangs(stack, tmp_path):
+def test_killed_executor_reports_error_and_does_not_hang(stack, tmp_path):
     path = script(
         tmp_path,
         """
@@ -202,7 +202,7 @@ def test_killed_executor_is_a_clear_error_and_nothing_hangs(stack, tmp_path):
 
 
 @pytest.mark.slow
-def test_frozen_executor_is_a_clear_error_and_a_busy_one_is_waited_for(tmp_path, monkeypatch):
+def test_frozen_executor_fails_and_busy_executor_is_awaited(tmp_path, monkeypatch):
     monkeypatch.setenv("WOOLY_ROUTER_LEASE_S", "4")
     own = start_stack(tmp_path / "own", ephemeral=True)
     try:
@@ -248,13 +248,13 @@ def test_nodes_and_status_in_json_and_rest(stack):
         assert json.load(answer) == {"status": "ok", "executors": 1}
 
 
-def test_doctor_passes_on_a_running_stack(stack):
+def test_doctor_on_running_stack_passes(stack):
     done = soon("doctor", "--json", stack=stack)
     assert done.returncode == 0, done.stdout + done.stderr
     assert all(c["ok"] for c in json.loads(done.stdout)["checks"])
 
 
-def test_doctor_counts_fallbacks_of_a_script(stack, tmp_path):
+def test_doctor_counts_fallbacks_of_script(stack, tmp_path):
     clean = script(tmp_path, "import torch; x = torch.randn(5, device='cuda'); print(x.softmax(0).sum().item())")
     done = soon("doctor", "--fallbacks", "--json", clean, stack=stack)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -276,7 +276,7 @@ def test_doctor_counts_fallbacks_of_a_script(stack, tmp_path):
     assert json.loads(done.stdout.splitlines()[-1])["fallbacks"] == {"aten.mul.Tensor": 1}
 
 
-def test_session_is_listed_while_it_runs_and_gone_after(stack, tmp_path):
+def test_session_is_listed_only_while_it_runs(stack, tmp_path):
     path = script(tmp_path, "import torch, time; torch.zeros(2, device='cuda').cpu(); print('up', flush=True); input()")
     env = environment(stack, None)
     client = Forked("wooly", "run", path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
@@ -294,7 +294,7 @@ def _sessions(stack):
     return stack.request("GET", "sessions")["sessions"]
 
 
-def test_up_twice_is_refused_a_crash_is_mended_and_down_stops_everything(tmp_path):
+def test_up_twice_is_refused_crash_is_repaired_and_down_stops_all(tmp_path):
     env = {"XDG_STATE_HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path)}
     assert soon("down", env=env).stdout == "no stack was running\n"
     assert run("up", env=env).returncode == 0
@@ -318,7 +318,7 @@ def test_up_twice_is_refused_a_crash_is_mended_and_down_stops_everything(tmp_pat
     assert soon("status", "--json", env=env).returncode == 1
 
 
-def test_interrupt_while_a_stack_starts_leaves_nothing(tmp_path):
+def test_interrupt_during_start_cleans_up(tmp_path):
     env = {"XDG_STATE_HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path)}
     starting = subprocess.Popen(
         [*WOOLY, "up"],
@@ -359,7 +359,7 @@ print(len(seen), seen.pop())
 """
 
 
-def test_program_that_runs_often_becomes_a_plan_that_top_and_disasm_show(stack, tmp_path):
+def test_frequent_program_becomes_plan_in_top_and_disasm(stack, tmp_path):
     path, programs = tmp_path / "hot.py", tmp_path / "programs"
     path.write_text(HOT)
     programs.mkdir()
@@ -384,7 +384,7 @@ def test_program_that_runs_often_becomes_a_plan_that_top_and_disasm_show(stack, 
     pytest.fail("no program has a kernel")
 
 
-def test_disasm_of_passes_without_a_compiler_says_what_to_start(tmp_path):
+def test_disasm_without_compiler_fails_with_remedy(tmp_path):
     (tmp_path / "empty.wis").write_bytes(encode_program(Program((), ())))
     with start_nats_server() as url:
         told = soon("disasm", "--passes", tmp_path / "empty.wis", env={"WOOLYAI_CONTROLLER_URL": url})

@@ -135,7 +135,7 @@ def script(tmp_path):
 
 
 @pytest.mark.parametrize("channel", ["direct", pytest.param("tunnel", marks=pytest.mark.slow)])
-def test_script_runs_with_a_token_alone_and_longer_than_its_credentials(alice, script, channel):
+def test_script_with_token_outlives_its_credentials(alice, script, channel):
     argv = ["run", str(script), str(CREDENTIALS_S * 2)]
     ran = forks.run("wooly", *argv, env=alice.env(CHANNEL=channel), timeout=100)
     assert ran.returncode == 0 and "done" in ran.stdout, ran.stderr
@@ -145,7 +145,7 @@ def test_script_runs_with_a_token_alone_and_longer_than_its_credentials(alice, s
 
 
 @pytest.mark.parametrize("token", ["", "wooly_wrong"])
-def test_script_without_a_valid_token_is_told_so(alice, script, token):
+def test_script_without_valid_token_reports_error(alice, script, token):
     ran = forks.run("wooly", "run", str(script), "1", env=alice.env(CREDENTIAL=token), timeout=100)
     assert ran.returncode != 0 and "gives no credentials: a valid token is needed" in ran.stderr
 
@@ -153,7 +153,7 @@ def test_script_without_a_valid_token_is_told_so(alice, script, token):
 # -- listing and cancelling ---------------------------------------------------------------------------------------------
 
 
-def test_tasks_of_another_are_not_listed(alice, bob, opened):
+def test_tasks_of_other_tenant_are_not_listed(alice, bob, opened):
     mine = alice.ask(contracts.ROUTER_TASK_LIST, TasksRequest()).tasks
     assert opened.session_id in [t.task_id for t in mine] and {t.tenant for t in mine} == {"alice"}
     theirs = bob.ask(contracts.ROUTER_TASK_LIST, TasksRequest()).tasks
@@ -164,7 +164,7 @@ def test_tasks_of_another_are_not_listed(alice, bob, opened):
     assert bob.cluster.rest("GET", "tasks?tenant=alice", token=bob.token) == "router.forbidden"
 
 
-def test_task_of_another_is_not_shown_nor_cancelled_nor_moved(alice, bob, opened):
+def test_task_of_other_tenant_cannot_be_read_or_changed(alice, bob, opened):
     task = TaskRequest(task_id=opened.session_id)
     refused("router.no_task", bob, contracts.ROUTER_TASK_GET, task)
     refused("router.no_task", bob, contracts.ROUTER_TASK_CANCEL, task)
@@ -179,14 +179,14 @@ def test_task_of_another_is_not_shown_nor_cancelled_nor_moved(alice, bob, opened
     assert alice.ask(contracts.ROUTER_TASK_GET, task).task.state == "started"
 
 
-def test_session_is_not_renewed_nor_ended_by_another_who_knows_its_token(alice, bob, opened):
+def test_session_token_is_useless_to_other_tenant(alice, bob, opened):
     known = {"session_id": opened.session_id, "token": opened.token}
     refused("router.no_session", bob, contracts.ROUTER_SESSION_RENEW, RenewSessionRequest(**known))
     refused("router.no_session", bob, contracts.ROUTER_SESSION_CLOSE, CloseSessionRequest(**known))
     assert alice.ask(contracts.ROUTER_SESSION_RENEW, RenewSessionRequest(**known)).lease_s > 0
 
 
-def test_session_of_another_is_not_steered_and_a_hold_is_not_lifted(alice, bob, opened):
+def test_session_of_other_tenant_cannot_be_steered(alice, bob, opened):
     steer = SteerSessionRequest(session_id=opened.session_id, suspended=True)
     refused("scheduler.no_session", bob, contracts.SCHEDULER_SESSION_STEER, steer)
     assert alice.ask(contracts.SCHEDULER_SESSION_STEER, steer).suspended
@@ -195,7 +195,7 @@ def test_session_of_another_is_not_steered_and_a_hold_is_not_lifted(alice, bob, 
         refused("scheduler.forbidden", alice, contracts.SCHEDULER_SESSION_STEER, own)
 
 
-def test_devices_are_listed_without_sessions_of_another(alice, bob, opened):
+def test_devices_are_listed_without_other_sessions(alice, bob, opened):
     def listed(tenant):
         gpus = tenant.ask(contracts.SCHEDULER_GPU_LIST, GpusRequest()).gpus
         nodes = tenant.ask(contracts.ROUTER_NODE_LIST, NodesRequest()).nodes
@@ -206,7 +206,7 @@ def test_devices_are_listed_without_sessions_of_another(alice, bob, opened):
     assert not any(opened.session_id in found for found in listed(bob))
 
 
-def test_metering_s_own_rest_asks_for_the_same_tokens(cluster, alice, bob):
+def test_metering_rest_requires_same_tokens(cluster, alice, bob):
     port = cluster.folder / "metering" / "metering.port"
     cluster.wait(lambda: port.exists() and port.read_text())
 
@@ -234,7 +234,7 @@ def test_metering_s_own_rest_asks_for_the_same_tokens(cluster, alice, bob):
     cluster.wait(lambda: get("", made["secret"]) == "router.unauthorized")
 
 
-def test_credits_of_another_are_not_shown(alice, bob):
+def test_credits_of_other_tenant_are_refused(alice, bob):
     show = contracts.METERING_CREDITS_SHOW
     alice.cluster.wait(lambda: alice.ask(show, credits.CreditsRequest()).rows)
     reply = bob.ask(show, credits.CreditsRequest())
@@ -245,7 +245,7 @@ def test_credits_of_another_are_not_shown(alice, bob):
 # -- speaking and hearing -----------------------------------------------------------------------------------------------
 
 
-def test_client_names_no_tenant_but_its_own(alice, bob):
+def test_client_naming_other_tenant_is_refused(alice, bob):
     client = ClientFacts(host="h", pid=1, program="forged.py")
     request = OpenSessionRequest(tenant="alice", client=client)
     refused("router.forbidden", bob, contracts.ROUTER_SESSION_OPEN, request)
@@ -255,7 +255,7 @@ def test_client_names_no_tenant_but_its_own(alice, bob):
     bob.close(opened)
 
 
-async def test_server_lets_nobody_speak_for_another(alice, bob):
+async def test_nats_refuses_publishing_for_other_tenant(alice, bob):
     opening = OpenSessionRequest(client=ClientFacts(host="h", pid=1, program="forged.py"))
     asked = [rpc for rpc in contracts.RPCS.values() if isinstance(rpc, Rpc) and rpc.scope is not None]
     assert len(asked) > 10
@@ -288,7 +288,7 @@ async def test_server_lets_nobody_speak_for_another(alice, bob):
     assert "forged.py" not in names
 
 
-async def test_nobody_hears_replies_or_tasks_of_another(alice, bob):
+async def test_nats_refuses_subscribing_to_other_tenant(alice, bob):
     heard = []
 
     async def hear(message):
@@ -325,7 +325,7 @@ async def test_nobody_hears_replies_or_tasks_of_another(alice, bob):
 # -- data channels ------------------------------------------------------------------------------------------------------
 
 
-def test_channel_of_another_is_not_opened(alice, bob, opened):
+def test_channel_of_other_tenant_is_refused(alice, bob, opened):
     theirs = bob.open()
     try:
         for shown in (theirs.parts[0].token, theirs.token, opened.token, ""):
@@ -342,7 +342,7 @@ def test_channel_of_another_is_not_opened(alice, bob, opened):
         bob.close(theirs)
 
 
-def test_buffers_of_another_are_not_read(alice, bob, script):
+def test_buffers_of_other_tenant_are_not_readable(alice, bob, script):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with Forked("wooly", "run", str(script), "60", env=alice.env(), **pipes) as hers:
         killing = threading.Timer(100, hers.kill)
@@ -363,7 +363,7 @@ def test_buffers_of_another_are_not_read(alice, bob, script):
             hers.kill()
 
 
-async def test_tunnel_is_opened_for_ones_own_session_alone(alice, bob):
+async def test_tunnel_for_session_of_other_tenant_is_refused(alice, bob):
     opened, theirs = await asyncio.to_thread(alice.open), await asyncio.to_thread(bob.open)
     try:
         held = Credentials.parse(theirs.credentials)
@@ -425,7 +425,7 @@ def her_job(tenants, classifier, tmp_path_factory):
     return json.loads(tenants[0].wooly(*argv)), out
 
 
-def test_tenant_submits_follows_and_reads_a_job_with_its_token_alone(alice, her_job, classifier):
+def test_job_with_token_only_is_submitted_followed_and_read(alice, her_job, classifier):
     report, out = her_job
     assert report["state"] == "completed", report
     assert np.load(out / "scores.npy").tobytes() == classifier[2]["hers"].tobytes()
@@ -439,7 +439,7 @@ def test_tenant_submits_follows_and_reads_a_job_with_its_token_alone(alice, her_
     assert "completed" in alice.wooly("tasks", "cancel", report["task_id"])
 
 
-def test_example_in_plain_nats_py_needs_a_token_alone(bob, classifier):
+def test_nats_py_example_needs_only_a_token(bob, classifier):
     pytest.importorskip("nkeys", reason="nats-py signs in with it")
     folder, module, results = classifier
     me = folder / "bob.json"
@@ -450,7 +450,7 @@ def test_example_in_plain_nats_py_needs_a_token_alone(bob, classifier):
     assert f"scores f32 [32, 10] {results['x'].tobytes()[:16].hex()}" in ran.stdout and "completed" in ran.stdout
 
 
-def test_job_of_another_is_not_seen_cancelled_or_sent_again(alice, bob, her_job, classifier):
+def test_job_of_other_tenant_cannot_be_read_or_changed(alice, bob, her_job, classifier):
     name = her_job[0]["task_id"]
     ask = TaskRequest(task_id=name)
     for rpc in (contracts.ROUTER_TASK_GET, contracts.ROUTER_TASK_CANCEL):
@@ -463,7 +463,7 @@ def test_job_of_another_is_not_seen_cancelled_or_sent_again(alice, bob, her_job,
     assert alice.story(name) == ["pending", "started", "completed"]
 
 
-def test_blobs_of_another_are_not_read_put_or_used(alice, bob, her_job, classifier):
+def test_blobs_of_other_tenant_cannot_be_used(alice, bob, her_job, classifier):
     for output in her_job[0]["outputs"]:
         assert AskedBlobs(alice.control).get(output["digest"], output["nbytes"])
         ask = GetBlobRequest(digest=output["digest"])
@@ -481,7 +481,7 @@ def test_blobs_of_another_are_not_read_put_or_used(alice, bob, her_job, classifi
     assert found.state == "failed" and "there is no blob" in found.reason
 
 
-def test_blob_is_kept_if_it_is_what_its_name_says_and_not_too_large(cluster):
+def test_blob_with_wrong_digest_or_size_is_refused(cluster):
     dave = Tenant(cluster, "dave")
     about = {"digest": name_of(b"abc"), "nbytes": 3, "upload": "v" * 32, "data": base64.b64encode(b"abc").decode()}
     for code, changes in (
@@ -505,7 +505,7 @@ def test_blob_is_kept_if_it_is_what_its_name_says_and_not_too_large(cluster):
     dave.control.close()
 
 
-async def test_tenant_hears_what_becomes_of_its_jobs_and_of_nobody_elses(alice, bob, classifier):
+async def test_job_events_go_to_own_tenant_only(alice, bob, classifier):
     module = AskedBlobs(bob.control).put((classifier[0] / "job" / classifier[1]).read_bytes())
     heard = {"alice": [], "bob": []}
     told = asyncio.Event()
@@ -530,7 +530,7 @@ async def test_tenant_hears_what_becomes_of_its_jobs_and_of_nobody_elses(alice, 
     assert {e["task_id"] for e in heard["bob"]} == {job.job_id} and heard["alice"] == []
 
 
-def test_job_that_was_acknowledged_survives_the_router(alice, cluster, classifier):
+def test_acknowledged_job_survives_router(alice, cluster, classifier):
     """Killed after the acknowledgement, before any executor has the job; sent again to the next router, it is one task."""
     folder, module, _ = classifier
     blobs = AskedBlobs(alice.control)
@@ -559,7 +559,7 @@ def test_job_that_was_acknowledged_survives_the_router(alice, cluster, classifie
 # -- credentials --------------------------------------------------------------------------------------------------------
 
 
-def test_token_gives_credentials_of_its_own_tenant_and_role_alone(cluster, alice, bob):
+def test_credentials_have_tenant_and_role_of_token(cluster, alice, bob):
     assert alice.held.tenant == "alice" and alice.held.role == "user"
     for body in ({"tenant": "alice"}, {"role": "admin"}):
         assert cluster.rest("POST", "credentials", body, bob.token) == "router.forbidden"
@@ -572,7 +572,7 @@ def test_token_gives_credentials_of_its_own_tenant_and_role_alone(cluster, alice
     assert "credentials.create" in actions
 
 
-def test_credentials_end_with_their_token_and_no_later_than_they_may(cluster):
+def test_credentials_expire_with_their_token(cluster):
     token = cluster.rest("POST", "tenants/bob/tokens", {"expires_in_s": 3})
     made = cluster.rest("POST", "credentials", {}, token["secret"])
     assert made["expires_at"] <= token["expires_at"]
@@ -580,7 +580,7 @@ def test_credentials_end_with_their_token_and_no_later_than_they_may(cluster):
     assert long["expires_at"] <= time.time() + CREDENTIALS_S
 
 
-def test_scopes_of_a_token_are_those_of_its_credentials(cluster):
+def test_credentials_have_scopes_of_token(cluster):
     token = cluster.rest("POST", "tenants/bob/tokens", {"scopes": ["tasks:read"]})["secret"]
     text = cluster.rest("POST", "credentials", {}, token)["credentials"]
     control = ControlClient(Access(cluster.nats_url, lambda: Credentials.parse(text)))
@@ -593,7 +593,7 @@ def test_scopes_of_a_token_are_those_of_its_credentials(cluster):
         control.close()
 
 
-def test_revoked_token_gives_no_credentials_and_a_disabled_tenants_are_refused(cluster):
+def test_revoked_token_and_disabled_tenant_are_refused(cluster):
     carol = Tenant(cluster, "carol")
     try:
         assert carol.ask(contracts.ROUTER_TASK_LIST, TasksRequest()).tasks == ()

@@ -136,7 +136,7 @@ out = api.session_stats()["bytes_sent"] - before
 SUM = "out = model.weight.double().sum().item()"
 
 
-def test_second_load_sends_nothing_and_is_paid_for_together(stack, client):
+def test_second_load_of_weights_sends_nothing_and_shares_cost(stack, client):
     first = client(DEDUP="tenant", TENANT="acme")
     assert first.do(LOAD) > 16 * MIB
     until(stack, lambda m: m["contents"] == 16 * MIB)
@@ -169,7 +169,7 @@ LOGITS = "out = model(torch.arange(5, device='cuda')[None]).logits.double().sum(
 
 
 @pytest.mark.slow
-def test_pretrained_model_is_shared_without_special_steps(tmp_path):
+def test_pretrained_model_is_shared_automatically(tmp_path):
     """On a device of 4 GiB: transformers takes 1.2 GiB of any for granted."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -192,7 +192,7 @@ def test_pretrained_model_is_shared_without_special_steps(tmp_path):
 
 
 @pytest.mark.slow
-def test_weights_kept_ahead_of_time_are_not_sent(stack, client, tmp_path):
+def test_pinned_weights_are_not_sent(stack, client, tmp_path):
     import torch
     from safetensors.torch import save_file
 
@@ -215,7 +215,7 @@ def test_weights_kept_ahead_of_time_are_not_sent(stack, client, tmp_path):
     assert user.do(SUM) == total
 
 
-def test_sessions_outgrow_the_device_and_all_finish(stack, client):
+def test_sessions_larger_than_device_are_swapped_and_finish(stack, client):
     """Three of 40 MiB on 96: 150 % of it promised less a little; they take turns, one of them partly on disk."""
     clients = [client(REQUIRED_VRAM=46 * MIB, TENANT=f"t{n}") for n in range(3)]
     for n, each in enumerate(clients):
@@ -234,14 +234,17 @@ def test_sessions_outgrow_the_device_and_all_finish(stack, client):
         assert clients[n].do("out = x[7].item()") == n + 3
 
 
-def test_more_than_may_be_promised_is_refused_with_the_numbers(stack, client):
+def test_request_beyond_overcommit_is_refused_with_numbers(stack, client):
     client(REQUIRED_VRAM=60 * MIB, SWAP_FROM_VRAM=0)
     done = wooly(stack, "run", "-q", "-m", "this", REQUIRED_VRAM=str(40 * MIB), SWAP_FROM_VRAM="0")
     assert done.returncode == 1
-    assert f"{36 * MIB} bytes next to the memory that cannot be swapped out, but the task requests {40 * MIB}" in done.stderr
+    assert (
+        f"{36 * MIB} bytes next to the memory that cannot be swapped out, but the task requests {40 * MIB}"
+        in done.stderr
+    )
 
 
-def test_what_sessions_bear_is_published_without_gaps(stack, client):
+def test_borne_memory_is_published_without_gaps(stack, client):
     """As metering will read it: for each session stretches one after the other, the last of them marked."""
     each = client(TENANT="metered")
     each.do("x = torch.zeros(20 << 18, device='cuda'); torch.cuda.synchronize()")
@@ -268,7 +271,7 @@ def test_what_sessions_bear_is_published_without_gaps(stack, client):
     assert steady.own_byte_us <= steady.own * (steady.to_ns - steady.from_ns) // 1000 + 1
 
 
-def test_out_of_memory_is_cudas_error_and_says_who_holds_what(stack, client):
+def test_out_of_memory_raises_cuda_error_with_holders(stack, client):
     holder, asker = client(SWAP_FROM_VRAM=0, TENANT="a"), client(SWAP_FROM_VRAM=0, TENANT="b")
     holder.do("x = torch.zeros(60 << 18, device='cuda'); torch.cuda.synchronize()")
     said = asker.do("torch.zeros(50 << 18, device='cuda').sum().item()")

@@ -50,7 +50,7 @@ def only(*patterns):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_some_cases_equal_the_truth(tmp_path):
+def test_check_with_equal_cases_passes(tmp_path):
     options = ["operators", "facade", "--samples", "2", *only("add", "softmax*", "linalg.svd")]
     status, said, found = check(*options, *only("device", "memory", "streams", "random", "files"), folder=tmp_path)
     assert status == 0, said
@@ -61,7 +61,7 @@ def test_some_cases_equal_the_truth(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_wrong_numbers_and_crashes_are_told(tmp_path):
+def test_check_reports_wrong_numbers_and_crashes(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(SABOTAGE)
     options = ["operators", "--samples", "1", *only("add", "mm", "neg")]
     status, said, found = check(*options, path=[tmp_path], folder=tmp_path)
@@ -86,7 +86,7 @@ def test_list_is_sorted_and_every_line_has_a_reason():
         assert truth in ("any", "cpu", "cuda") and ":" in where and outcome and reason.strip(), line
 
 
-def test_script_names_what_is_missing(tmp_path):
+def test_check_script_names_missing_parts(tmp_path):
     def said(*options, **environment):
         done = subprocess.run(
             [str(HERE / "run.sh"), *options], capture_output=True, text=True, env=os.environ | environment
@@ -104,7 +104,7 @@ def test_script_names_what_is_missing(tmp_path):
 
 
 @pytest.mark.slow
-def test_rows_of_scripts_kernels_can_be_made_without_a_gpu(tmp_path, monkeypatch):
+def test_speed_rows_of_kernels_work_without_gpu(tmp_path, monkeypatch):
     """In CUDA C, on the CPU's runtime: what launches them on a GPU is then only the runtime and Triton."""
     pytest.importorskip("pyopencl", reason="kernels run through OpenCL: pip install 'pyopencl[pocl]'")
     pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
@@ -124,7 +124,7 @@ def test_rows_of_scripts_kernels_can_be_made_without_a_gpu(tmp_path, monkeypatch
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_every_case_equals_the_truth_or_is_listed(tmp_path):
+def test_check_of_all_cases_has_only_listed_differences(tmp_path):
     status, said, found = check(folder=tmp_path)
     assert status == 0, said
     assert len(found["rows"]) == 7

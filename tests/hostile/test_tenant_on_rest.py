@@ -35,7 +35,7 @@ def cluster(tmp_path_factory):
 # -- class and weight ------------------------------------------------------------------------------------------------
 
 
-def test_tenant_gets_no_job_nor_class_above_its_ceilings_and_does_not_raise_them(cluster, bob):
+def test_job_and_class_above_ceilings_are_refused(cluster, bob):
     for wanted in ({"priority": 0}, {"priority": 1}, {"weight": 101}, {"gpu_mode": "exclusive"}):
         assert cluster.rest("POST", "tasks", {"module": "0" * 64, **wanted}, bob.token) == "router.above_ceiling"
     opened = bob.open()
@@ -53,7 +53,7 @@ def test_tenant_gets_no_job_nor_class_above_its_ceilings_and_does_not_raise_them
 # -- the role of who runs the cluster --------------------------------------------------------------------------------
 
 
-def test_operator_reads_no_tenants_blobs_and_is_no_tenant(cluster, alice):
+def test_operator_cannot_read_blobs_or_act_as_tenant(cluster, alice):
     data = b"weights of alice's"
     head = {"Authorization": f"Bearer {alice.token}", "Content-Type": "application/octet-stream"}
     put = urllib.request.Request(f"{cluster.url}/api/v1/blobs", data, head, method="POST")
@@ -93,7 +93,7 @@ def one_long_operator(rows):
     return encode_program(Program(forms, body))
 
 
-def test_cancel_of_a_session_whose_operator_still_runs_says_so_until_it_has_ended(cluster, bob):
+def test_cancel_with_running_operator_reports_it_until_end(cluster, bob):
     opened = bob.open()
     channel, _ = enter(opened)
     program = one_long_operator(1400)
@@ -157,7 +157,7 @@ def hostile_module(programs, forms=0):
     return encode_module(Module((encode_program(program),) * programs, (), (), (), ()))
 
 
-def test_bodies_are_refused_beyond_the_limit_of_their_route(cluster, alice, bob):
+def test_body_beyond_route_limit_is_refused(cluster, alice, bob):
     status, answer, _ = told(cluster, "POST", "tasks", bob.token, b" " * (2 << 20))
     assert (status, answer["code"]) == (413, "router.too_large") and "1048576" in answer["message"]
     for body in (b"[" * 500_000, json.dumps({"module": "x", "inputs": [{}] * 200_000}).encode()):
@@ -165,7 +165,7 @@ def test_bodies_are_refused_beyond_the_limit_of_their_route(cluster, alice, bob)
     assert told(cluster, "GET", "tasks", alice.token)[0] == 200
 
 
-def test_event_streams_of_one_tenant_leave_those_of_others(cluster, alice, bob):
+def test_event_streams_of_tenant_are_limited(cluster, alice, bob):
     with contextlib.ExitStack() as held:
         for _ in range(3):
             assert held.enter_context(asked(cluster, "GET", "events", bob.token)).status == 200
@@ -176,7 +176,7 @@ def test_event_streams_of_one_tenant_leave_those_of_others(cluster, alice, bob):
             assert held.enter_context(asked(cluster, "GET", "events", token)).status == 200
 
 
-def test_sessions_of_one_tenant_are_counted_over_all_that_ask_at_once(cluster, alice, bob):
+def test_session_limit_holds_for_concurrent_opens(cluster, alice, bob):
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(lambda _: _opened(bob), range(8)))
     opened = [a for a in answers if not isinstance(a, str)]
@@ -197,7 +197,7 @@ def _opened(tenant):
         return str(e)
 
 
-def test_jobs_of_one_tenant_that_wait_have_a_limit_and_so_has_their_rate(cluster, alice, bob):
+def test_waiting_jobs_and_submission_rate_are_limited(cluster, alice, bob):
     module, answers = blob(cluster, bob, EMPTY), []
 
     def refusals(limit):
@@ -222,7 +222,7 @@ def test_jobs_of_one_tenant_that_wait_have_a_limit_and_so_has_their_rate(cluster
         assert told(cluster, "POST", f"tasks/{task}/cancel", bob.token, {})[0] == 200
 
 
-def test_module_that_takes_long_to_check_holds_nobody_else_up(cluster, alice, bob):
+def test_slow_module_check_delays_no_other_tenant(cluster, alice, bob):
     module = blob(cluster, bob, hostile_module(1000, 40))
     hers = blob(cluster, alice, EMPTY)
     answers = []
@@ -248,14 +248,14 @@ def test_module_that_takes_long_to_check_holds_nobody_else_up(cluster, alice, bo
             assert ('wooly_module_check_seconds_total{tenant="bob"}' in text) is shown
 
 
-def test_module_of_too_many_nodes_or_bytes_fails_with_the_limit_and_the_cure(cluster, bob):
+def test_module_beyond_limits_fails_with_limit_and_remedy(cluster, bob):
     module = blob(cluster, bob, hostile_module(MAX_NODES + 1))
     status, answer, _ = told(cluster, "POST", "tasks", bob.token, {"module": module})
     assert status == 201 and answer["task"]["state"] == "failed"
     assert str(MAX_NODES) in answer["task"]["reason"] and "split it" in answer["task"]["reason"]
 
 
-def test_blobs_put_at_the_same_time_stay_within_what_a_tenant_may_keep(cluster, alice, carol):
+def test_blob_quota_holds_for_concurrent_uploads(cluster, alice, carol):
     with ThreadPoolExecutor(4) as pool:
         answers = list(
             pool.map(lambda i: told(cluster, "POST", "blobs", carol.token, bytes([i]) * (3 << 20)), range(8))

@@ -64,7 +64,7 @@ def on(*tensors):
 
 
 @pytest.mark.parametrize(("dtype", "name"), [(torch.float16, "__half"), (torch.bfloat16, "__nv_bfloat16")])
-def test_numbers_of_16_bits_are_rounded_as_torch_rounds_them(dtype, name):
+def test_16_bit_numbers_are_rounded_as_in_torch(dtype, name):
     n = 300
     x, y = torch.randn(n).to(dtype), (torch.randn(n) * 3).to(dtype)
     out, wide = torch.zeros(8, n, dtype=dtype, device="cuda"), torch.zeros(n, device="cuda")
@@ -77,7 +77,7 @@ def test_numbers_of_16_bits_are_rounded_as_torch_rounds_them(dtype, name):
     assert torch.equal(wide.cpu(), x.float() + (x > y))
 
 
-def test_conversions_are_exact_to_the_last_bit():
+def test_conversions_equal_torch_bitwise():
     x = torch.cat(
         [
             torch.randn(400) * 10 ** torch.linspace(-9, 6, 400),
@@ -98,7 +98,7 @@ def test_conversions_are_exact_to_the_last_bit():
     assert once.tolist() == [1 + 2.0**-10, 1.0, -1 - 2.0**-10, 3.0]
 
 
-def test_pairs_of_halves():
+def test_half2_operations():
     x = torch.randn(64).half()
     out = torch.zeros(64, dtype=torch.float16, device="cuda")
     wooly.cuda_kernel(CONVERT, "pairs")((1, 1, 1), (32, 1, 1), [*on(x), out, 32])
@@ -106,7 +106,7 @@ def test_pairs_of_halves():
     assert torch.equal(out.cpu(), want)
 
 
-def test_folds_of_a_warp():
+def test_warp_reductions():
     x = torch.randint(-1000, 1000, (64,), dtype=torch.int32)
     h = torch.randn(64).half()
     out, moved = (

@@ -67,7 +67,7 @@ def build(worker):
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.slow
-def test_triton_kernels_build_with_their_checks(gpu, build, name, target):
+def test_triton_kernels_build_with_guards(gpu, build, name, target):
     text = captured(name)
     entry, args = signature(text)
     code = build(request(text, target))
@@ -123,7 +123,7 @@ def operands(name):
 
 @pytest.mark.parametrize("name", ["add", "softmax", "matmul", "layer norm", "dropout", "attention", "grouped gemm"])
 @pytest.mark.slow
-def test_guards_leave_results_alone_and_keep_what_is_beyond(gpu, name):
+def test_guards_keep_results_and_protect_other_memory(gpu, name):
     text = captured(name)
     grid, values, out = operands(name)
     entry, args = signature(text)
@@ -142,6 +142,6 @@ def test_guards_leave_results_alone_and_keep_what_is_beyond(gpu, name):
     assert status[1] & 7 == 2 and places[status[1] >> 3].startswith("tt.store in line")
 
 
-def test_kernels_are_where_the_check_of_a_gpu_looks_for_them():
+def test_kernels_are_found_by_gpu_check():
     script = Path(__file__).parents[1] / "gpu" / "run.sh"
     assert "PYTHONPATH=tests/kernels" in script.read_text()

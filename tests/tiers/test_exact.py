@@ -54,7 +54,7 @@ def cases():
 
 
 @pytest.mark.parametrize(("row", "numbers", "dtypes"), list(cases()))
-def test_exact_kernel_has_the_librarys_bits(compiled, sample, row, numbers, dtypes):
+def test_exact_kernel_equals_library_bitwise(compiled, sample, row, numbers, dtypes):
     run = 0
     for dtype in dtypes:
         try:
@@ -90,7 +90,7 @@ def _line(program):
 
 
 @pytest.mark.parametrize("exponent", [1, 2, 3, -0.5, -1, -2, 2.0])
-def test_powers_that_are_exact_have_the_librarys_bits(compiled, sample, exponent):
+def test_exact_powers_equal_library_bitwise(compiled, sample, exponent):
     for dtype in FLOATS:
         t = Tape()
         x = t.input(dtype, *SIZES)
@@ -100,7 +100,7 @@ def test_powers_that_are_exact_have_the_librarys_bits(compiled, sample, exponent
 
 
 @pytest.mark.parametrize("source", DTYPES)
-def test_exact_conversions_have_the_librarys_bits(compiled, sample, source):
+def test_exact_conversions_equal_library_bitwise(compiled, sample, source):
     for target in DTYPES if source in QUICK else QUICK:
         t = Tape()
         x = t.input(source, *SIZES)
@@ -110,7 +110,7 @@ def test_exact_conversions_have_the_librarys_bits(compiled, sample, source):
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=lambda d: d.label)
-def test_sums_by_index_have_the_librarys_bits(compiled, sample, dtype):
+def test_index_sums_equal_library_bitwise(compiled, sample, dtype):
     """The gradient of an embedding: rows that come often, that do not count, that there are not."""
     rows, width, tokens = 5600, 96, (5, 200)  # a gradient that is large enough for a kernel to be a gain
     for padding, kind in ((-1, DType.I64), (3, DType.I64), (3, DType.I32)):

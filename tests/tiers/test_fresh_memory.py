@@ -67,7 +67,7 @@ def contents(inputs, slots):
 
 @pytest.mark.parametrize("mode", ["exact", "full"])
 @pytest.mark.parametrize("write", [chain, rows, losses], ids=lambda f: f.__name__)
-def test_what_a_plan_leaves_does_not_depend_on_fresh_memory(compiled, write, mode):
+def test_plan_results_do_not_depend_on_old_memory_contents(compiled, write, mode):
     tape = Tape()
     inputs = write(tape)
     program, slots = tape.program()

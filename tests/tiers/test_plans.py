@@ -78,7 +78,7 @@ def given_to(tape, inputs, sample):
 
 @given(made=tapes())
 @PER_EXAMPLE
-def test_exact_plan_of_any_program_has_the_librarys_bits(compiled, sample, made):
+def test_exact_plan_of_random_program_equals_library_bitwise(compiled, sample, made):
     tape, inputs = made
     program, contents = given_to(tape, inputs, sample)
     if not program.body:
@@ -96,7 +96,7 @@ def test_exact_plan_of_any_program_has_the_librarys_bits(compiled, sample, made)
 
 @given(made=tapes(operations=SMOOTH[:7], dtypes=(F32,)))
 @PER_EXAMPLE
-def test_full_plan_is_as_close_to_the_library_as_its_functions_are(compiled, made):
+def test_full_plan_equals_library_within_tolerance(compiled, made):
     tape, inputs = made
     generator = torch.Generator().manual_seed(1)
     program, contents = given_to(tape, inputs, lambda dtype, n, seed: torch.rand(n, generator=generator) + 0.5)
@@ -136,7 +136,7 @@ def cut(program, params, at):
 
 @given(made=tapes(), where=st.floats(0.1, 0.9))
 @PER_EXAMPLE
-def test_full_plans_have_the_same_bits_wherever_a_program_is_cut(compiled, sample, bits, made, where):
+def test_full_plan_of_program_split_anywhere_has_same_bits(compiled, sample, bits, made, where):
     tape, inputs = made
     program, contents = given_to(tape, inputs, sample)
     if len(program.body) < 2:
@@ -171,7 +171,7 @@ def perceptron(rows):
 
 
 @pytest.mark.parametrize("rows", [8, 40, 300])
-def test_products_have_the_same_bits_wherever_a_program_is_cut(compiled, bits, rows):
+def test_products_of_program_split_anywhere_have_same_bits(compiled, bits, rows):
     """In mode `full`: of few rows and of many, which other routines multiply, with their biases in kernels and not."""
     tape, program, contents = perceptron(rows)
     whole, _ = compiled.plan(program, tape.params, "full")
@@ -187,7 +187,7 @@ def test_products_have_the_same_bits_wherever_a_program_is_cut(compiled, bits, r
 
 
 @pytest.mark.parametrize("rows", [40, 300])
-def test_products_of_exact_plans_are_the_librarys(compiled, rows):
+def test_products_of_exact_plans_use_library(compiled, rows):
     tape, program, contents = perceptron(rows)
     exact, _ = compiled.plan(program, tape.params, "exact")
     tier0 = compiled.run(compiled.ready(program).prepared, contents, tape.params)
@@ -227,7 +227,7 @@ def training():
     return t, (p, g, m)
 
 
-def test_switch_at_every_step_gives_the_same_bits(compiled, bits):
+def test_switch_to_plan_at_any_step_gives_same_bits(compiled, bits):
     tape, inputs = training()
     program, slots = tape.program()
     contents = {
@@ -261,7 +261,7 @@ def test_switch_at_every_step_gives_the_same_bits(compiled, bits):
 # -- failures ------------------------------------------------------------------------------------------------------------
 
 
-def test_failing_step_of_a_plan_poisons_what_it_and_later_ones_should_have_written(compiled):
+def test_plan_with_failing_step_poisons_later_results(compiled):
     t = Tape()
     x, index = t.input(F32, ROWS, COLUMNS), t.input(I64, 4)
     y = t.op("add", t.op("mul", x, 2.0), 1.0)
@@ -278,7 +278,7 @@ def test_failing_step_of_a_plan_poisons_what_it_and_later_ones_should_have_writt
     assert left[slots[y.slot]] == tier0[0][slots[y.slot]] and left[slots[x.slot]] == tier0[0][slots[x.slot]]
 
 
-def test_plan_on_poisoned_memory_reports_why_it_is(compiled):
+def test_plan_on_poisoned_memory_reports_original_error(compiled):
     tape, inputs = training()
     program, slots = tape.program()
     prepared, _ = compiled.plan(program, tape.params, "exact")
@@ -291,7 +291,7 @@ def test_plan_on_poisoned_memory_reports_why_it_is(compiled):
         assert buffers[slots[inputs[0].slot]].poison == "lost to an earlier failure"
 
 
-def test_results_are_counted_by_who_makes_them(compiled):
+def test_results_are_counted_by_source(compiled):
     tape, _ = training()
     program, _ = tape.program()
     prepared, plan = compiled.plan(program, tape.params, "exact")
@@ -299,7 +299,7 @@ def test_results_are_counted_by_who_makes_them(compiled):
     assert (prepared.by_kernel, prepared.by_library) == (by_kernels, 12 - by_kernels) and by_kernels >= 8
 
 
-def test_index_out_of_range_fails_as_in_the_library(compiled):
+def test_plan_with_index_out_of_range_fails_as_library(compiled):
     """The kernel reads nothing beyond its arrays, says whose index it was, and the run fails as tier 0 would."""
     t = Tape()
     w, i = t.input(DType.F32, 300, 512), t.input(DType.I64, 200)

@@ -12,7 +12,7 @@ from wooly_router.ui import STATIC
 ROUTER = Path(__file__).parents[2] / "services/router"
 
 
-def test_wheel_has_every_page_and_no_other_place_is_named(tmp_path):
+def test_wheel_contains_all_pages_and_no_external_address(tmp_path):
     pytest.importorskip("hatchling", reason="hatchling, which builds the wheel, is not installed")
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
     subprocess.run(build, cwd=ROUTER, check=True, capture_output=True)

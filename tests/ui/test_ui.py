@@ -93,7 +93,7 @@ def row(page, text):
     return page.get_by_role("row").filter(has_text=text)
 
 
-def test_every_page_is_reached_by_keyboard_and_named(visit, cluster):
+def test_pages_are_reachable_by_keyboard(visit, cluster):
     cluster.open("reached.py", tenant="acme")
     page = visit(expected=[ABSENT])
     heading(page, "Dashboard")
@@ -114,7 +114,7 @@ def test_every_page_is_reached_by_keyboard_and_named(visit, cluster):
     page.get_by_text("This page does not exist.").wait_for()
 
 
-def test_root_leads_to_the_pages_and_assets_are_ours_alone(visit, cluster):
+def test_root_redirects_and_assets_are_local(visit, cluster):
     asked = []
     page = visit("nothing-yet.svg", expected=[ABSENT])
     page.on("request", lambda r: asked.append(r.url))
@@ -124,7 +124,7 @@ def test_root_leads_to_the_pages_and_assets_are_ours_alone(visit, cluster):
     assert all(url.startswith(cluster.url) for url in asked)
 
 
-def test_policy_lets_nothing_run_that_is_not_served_here(visit, cluster):
+def test_content_policy_blocks_injected_scripts(visit, cluster):
     answer = httpx.get(f"{cluster.url}/ui/", trust_env=False)
     policy = answer.headers["content-security-policy"]
     assert "default-src 'none'" in policy and "script-src 'self';" in policy and "unsafe" not in policy
@@ -147,7 +147,7 @@ def test_policy_lets_nothing_run_that_is_not_served_here(visit, cluster):
     assert page.evaluate("() => window.ran") is None
 
 
-def test_text_from_elsewhere_is_text(visit, cluster):
+def test_foreign_text_is_not_markup(visit, cluster):
     name = '<img src=x onerror="window.hacked=1"><script>window.hacked=2</script>'
     task = cluster.open(name, tenant="<u>beta</u>")
     cluster.rest("POST", f"tasks/{task}/cancel", json={"reason": "<b onmouseover=alert(1)>"})
@@ -172,7 +172,7 @@ def test_text_from_elsewhere_is_text(visit, cluster):
         cluster.rest("DELETE", "groups/<s>g")
 
 
-def test_theme_follows_the_system_until_one_is_chosen(visit):
+def test_theme_follows_system_until_chosen(visit):
     page = visit("#/settings", color_scheme="dark")
     heading(page, "Settings")
 
@@ -196,7 +196,7 @@ def test_theme_follows_the_system_until_one_is_chosen(visit):
     assert shown("light") == light and button.inner_text() == "Theme: system"
 
 
-def test_dashboard_shows_figures_and_charts_that_move(visit, cluster):
+def test_dashboard_shows_live_numbers_and_charts(visit, cluster):
     cluster.open("moving.py")
     cluster.devices[0].utilization = 0.5
     page = visit()
@@ -224,7 +224,7 @@ def test_dashboard_shows_figures_and_charts_that_move(visit, cluster):
     cluster.devices[0].utilization = 0.5
 
 
-def test_tasks_are_found_opened_and_cancelled(visit, cluster):
+def test_tasks_page_finds_opens_and_cancels_tasks(visit, cluster):
     low, high = cluster.open("find-low.py", priority=4, tenant="acme"), cluster.open("find-high.py", priority=0)
     page = visit("#/tasks?text=find-")
     opened = page.get_by_role("button", name="find-low.py")
@@ -263,7 +263,7 @@ def test_tasks_are_found_opened_and_cancelled(visit, cluster):
     page.get_by_role("button", name="find-low.py").wait_for(state="detached")
 
 
-def test_what_others_do_is_seen_without_asking(visit, cluster):
+def test_tasks_page_shows_changes_without_reload(visit, cluster):
     page = visit("#/tasks?text=live-")
     page.get_by_text("No task matches.").wait_for()
     page.locator("#live", has_text="live").wait_for()
@@ -273,7 +273,7 @@ def test_what_others_do_is_seen_without_asking(visit, cluster):
     row(page, "live-one.py").get_by_text("cancelled").wait_for()
 
 
-def test_node_is_drained_by_click_and_others_see_it(visit, cluster):
+def test_nodes_page_drains_node_and_other_pages_update(visit, cluster):
     page, other = visit("#/nodes"), visit("#/nodes")
     theirs = other.get_by_role("region", name="Node node-b")
     theirs.get_by_role("button", name="Drain node-b").wait_for()
@@ -295,7 +295,7 @@ def test_node_is_drained_by_click_and_others_see_it(visit, cluster):
     cluster.rest("PUT", "nodes/node-b/config", json={"overcommit_vram_percent": None})
 
 
-def test_nodes_show_whose_memory_it_is(visit, cluster):
+def test_nodes_page_shows_owners_of_memory(visit, cluster):
     task = cluster.open("memory.py", tenant="mapped")
     node = cluster.rest("GET", f"tasks/{task}")["task"]["nodes"][0]
     page = visit("#/nodes")
@@ -312,7 +312,7 @@ def test_nodes_show_whose_memory_it_is(visit, cluster):
     page.get_by_text("No node matches.").wait_for()
 
 
-def test_group_is_made_changed_and_dissolved(visit, cluster):
+def test_groups_page_creates_changes_and_dissolves_group(visit, cluster):
     page = visit("#/groups")
     page.get_by_role("button", name="New group…").click()
     dialog = page.get_by_role("dialog", name="New group")
@@ -343,7 +343,7 @@ def test_group_is_made_changed_and_dissolved(visit, cluster):
     assert cluster.rest("GET", "groups")["groups"] == []
 
 
-def test_credits_are_shown_and_a_budget_is_set(visit, cluster):
+def test_credits_page_shows_credits_and_sets_budget(visit, cluster):
     page = visit("#/credits")
     page.locator(".tile", has_text="Spent").get_by_text("1.750").wait_for()
     assert "llama" in row(page, "<i>run</i>").inner_text()
@@ -361,7 +361,7 @@ def test_credits_are_shown_and_a_budget_is_set(visit, cluster):
     page.get_by_text("No usage has been booked yet.").wait_for()
 
 
-def test_settings_are_changed_and_a_token_is_made(visit, cluster):
+def test_settings_page_changes_settings_and_creates_token(visit, cluster):
     page = visit("#/settings")
     page.get_by_label("VRAM overcommit, percent").fill("25")
     page.get_by_label("Retention of metrics, days").fill("2")
@@ -384,7 +384,7 @@ def test_settings_are_changed_and_a_token_is_made(visit, cluster):
     page.get_by_role("table", name="Tokens of newcomer").get_by_text("revoked", exact=True).wait_for()
 
 
-def test_permission_of_a_tenant_is_shown_given_and_taken_back(visit, cluster):
+def test_settings_page_grants_and_withdraws_permission(visit, cluster):
     cluster.rest("PUT", "tenants/careful", json={})
     page = visit("#/settings")
     row = page.get_by_role("row", name=re.compile("^careful "))
@@ -400,7 +400,7 @@ def test_permission_of_a_tenant_is_shown_given_and_taken_back(visit, cluster):
         assert tenant["opaque_kernels"] is allowed and not tenant["disabled"]
 
 
-def test_ceilings_of_a_tenant_are_shown_and_set(visit, cluster):
+def test_settings_page_shows_and_sets_ceilings(visit, cluster):
     cluster.rest("PUT", "tenants/bounded", json={"class_ceiling": 3, "weight_ceiling": 50, "exclusive": False})
     page = visit("#/settings")
     row = page.get_by_role("row", name=re.compile("^bounded "))
@@ -420,7 +420,7 @@ def test_ceilings_of_a_tenant_are_shown_and_set(visit, cluster):
     assert (tenant["class_ceiling"], tenant["weight_ceiling"], tenant["exclusive"]) == (0, 2000, True)
 
 
-def test_browser_logs_in_with_a_token_that_pages_cannot_read(visit, guarded):
+def test_login_with_token_hides_token_from_scripts(visit, guarded):
     url = guarded.url
     admin = (guarded.directory / "owner.token").read_text()
     head = {"Authorization": f"Bearer {admin}"}
@@ -459,7 +459,7 @@ def test_browser_logs_in_with_a_token_that_pages_cannot_read(visit, guarded):
     assert page.context.cookies()[0]["value"] == made["secret"]
 
 
-def test_owner_of_a_local_stack_logs_in_by_a_code_that_opens_once_and_stays_nowhere(guarded, visit):
+def test_login_with_owner_code_is_valid_once_and_leaves_no_trace(guarded, visit):
     url, owner = guarded.url, (guarded.directory / "owner.token").read_text()
     head = {"Authorization": f"Bearer {owner}"}
     code = httpx.post(f"{url}/api/v1/login/code", headers=head, trust_env=False).json()["code"]
@@ -488,7 +488,7 @@ def at_widths(page):
         yield width
 
 
-def test_narrow_windows_hold_every_page(visit, cluster):
+def test_pages_fit_narrow_windows(visit, cluster):
     task = cluster.open("a-script-with-a-rather-long-name-in-a-folder/train_everything.py", tenant="narrow-tenant")
     cluster.rest(
         "PUT", "groups/narrow", json={"description": "of phones " * 8, "nodes": ["node-x", "node-y", "node-z"]}
@@ -529,7 +529,7 @@ def test_narrow_windows_hold_every_page(visit, cluster):
         cluster.rest("DELETE", "groups/narrow")
 
 
-def test_texts_stand_out_in_both_themes(visit, cluster):
+def test_texts_have_contrast_in_both_themes(visit, cluster):
     cluster.rest("POST", f"tasks/{cluster.open('faint.py', priority=0)}/cancel")
     page = visit(expected=[ABSENT])
 
@@ -550,7 +550,7 @@ def test_texts_stand_out_in_both_themes(visit, cluster):
     assert_texts_stand_out("a dialog")
 
 
-def test_keys_reach_everything_and_where_they_are_is_seen(visit, cluster):
+def test_keyboard_reaches_all_controls_with_visible_focus(visit, cluster):
     cluster.open("keys.py")
     page = visit("#/tasks?text=keys", expected=[ABSENT])
     page.get_by_role("button", name="keys.py").focus()
@@ -597,7 +597,7 @@ SPANS = [
 ]
 
 
-def test_trace_is_a_waterfall(visit, cluster):
+def test_trace_page_draws_waterfall(visit, cluster):
     """Against the contract of the endpoints, answered by the test."""
     begin = 1_700_000_000_000_000_000
     spans = [
@@ -634,7 +634,7 @@ def test_trace_is_a_waterfall(visit, cluster):
     page.get_by_text("1 spans in 1 services").wait_for()
 
 
-def test_trace_of_a_task_is_drawn_as_rest_tells_it(visit, cluster, waterfall):
+def test_trace_page_of_task_matches_rest(visit, cluster, waterfall):
     """What the router recorded itself, and under it what other services handed over."""
     task = cluster.open("drawn.py")
 
@@ -672,7 +672,7 @@ def test_trace_of_a_task_is_drawn_as_rest_tells_it(visit, cluster, waterfall):
     assert {"router", "executor", "metering"} <= {r["service"] for r in waterfall.rows(page)}
 
 
-def test_router_that_is_away_is_waited_for(visit, cluster):
+def test_page_without_router_reconnects(visit, cluster):
     url = cluster.router("short")
     page = visit("#/tasks", url=url, expected=["ERR_", "Failed to load"])
     page.locator("#live", has_text="live").wait_for()

@@ -47,10 +47,10 @@ def traced(tmp_path_factory):
         running.stop()
 
 
-# `test_trace_of_a_task_is_drawn_as_rest_tells_it` shows the pages and the router, `tests/e2e/test_traces.py` shows which spans
+# `test_trace_page_of_task_matches_rest` shows the pages and the router, `tests/e2e/test_traces.py` shows which spans
 # there are. This test adds a whole local stack in front of the browser.
 @pytest.mark.slow
-def test_session_is_a_waterfall_of_all_services(traced, browser, waterfall):
+def test_waterfall_of_session_has_all_services(traced, browser, waterfall):
     running, task, read = traced
     url = running.rest_url
     page = browser.new_page(viewport={"width": 1280, "height": 900})

@@ -456,9 +456,9 @@ async def test_open_that_is_refused_stores_failed_task_with_reason(rig):
 
 async def test_open_without_group_avoids_grouped_nodes(rig):
     async with rig("a") as r:
-        assert "none of the groups g" in str(await refusal(r.open(node_groups=("g",))))
+        assert "not in any of the groups g" in str(await refusal(r.open(node_groups=("g",))))
         await r.actor.world.nodes.put_group(GroupRecord("g", "", 0.0, ("host",)))
-        assert "kept for the group g" in str(await refusal(r.open()))
+        assert "reserved for the group g" in str(await refusal(r.open()))
         assert names(await r.open(node_groups=("x", "g"))) == ["a"]
 
 
