@@ -1,4 +1,4 @@
-"""What `make lint` must refuse in our source: whatever makes code of bytes."""
+"""`make lint` refuses every construct in our source that executes bytes as code."""
 
 import subprocess
 import sys

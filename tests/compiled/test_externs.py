@@ -1,4 +1,4 @@
-"""Library operators that have kernels agree with the library: losses, gradients of normalisations, tests, ranges, indexing."""
+"""Kernels of library operators agree with the library: losses, gradients of normalisations, tests, ranges, indexing."""
 
 import math
 
@@ -29,7 +29,7 @@ def classes(n, below):
 
 
 def check(tape, inputs, results, *, kernels=None):
-    """The program's kernels and the library leave the same in its results."""
+    """Check that the program's kernels and the library give the same results."""
     program, slots = tape.program()
     plan = compile_program(program, checks=True, params=tape.params)
     assert not [s for s in plan.steps if isinstance(s, LibraryStep)]
@@ -122,7 +122,7 @@ SHAPES = [
 
 
 def statistics(t, channels):
-    """Inputs for what a channel has: weight, bias, running mean, running variance."""
+    """Inputs per channel: weight, bias, running mean, running variance."""
     names = [t.input(F32, channels) for _ in range(4)]
     values = [rand(channels), rand(channels + 1)[1:].contiguous(), rand(channels), rand(channels).abs() + 0.5]
     return names, list(zip(names, values, strict=True))
@@ -174,7 +174,7 @@ def test_gradients_of_batch_norm(sizes, training, wanted):
 
 
 def test_gradient_of_rms_norm_from_single_instructions():
-    """d/dx of w * x * rsqrt(mean(x*x) + eps), as autograd writes it."""
+    """d/dx of w * x * rsqrt(mean(x*x) + eps), in the instructions that autograd records."""
     t = Tape()
     x, w, g = t.input(F32, 8, 96), t.input(F32, 96), t.input(F32, 8, 96)
     r = t.op("rsqrt", t.op("add", t.op("mean", t.op("mul", x, x), (-1,), True), 1e-6))
@@ -206,7 +206,7 @@ def test_isin_with_several_sizes(among):
 
 
 def test_concatenation_parts_are_computed_in_place(agree_on_rotation):
-    """A rotation, as attention has it: cat(-x2, x1) * sin + x * cos."""
+    """The rotation in attention: cat(-x2, x1) * sin + x * cos."""
     check(*agree_on_rotation)
 
 
@@ -250,7 +250,7 @@ def test_gradient_of_embedding_is_summed_by_index(padding, tokens, width):
         "aten.embedding_dense_backward.default", grad, index, 11, padding, False, results=[(F32, (11, width))]
     )
     where = classes(math.prod(tokens), 11).view(tokens)
-    where.view(-1)[0] = 11  # it counts nowhere, as in the library
+    where.view(-1)[0] = 11  # the padding index is ignored, as in the library
     check(t, [(grad, rand(*tokens, width)), (index, where)], [g], kernels=1)
 
 

@@ -1,4 +1,4 @@
-"""The AsyncAPI document says what the table of contracts says, in the layout of AsyncAPI 3.0."""
+"""The AsyncAPI document matches the table of contracts, in the layout of AsyncAPI 3.0."""
 
 import re
 import sys
@@ -41,7 +41,7 @@ def resolved(document, reference):
 
 
 def message_of(document, operation_message):
-    """The message that an operation names by way of its channel."""
+    """The message of an operation, found through its channel."""
     return resolved(document, resolved(document, operation_message["$ref"])["$ref"])
 
 

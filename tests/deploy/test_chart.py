@@ -1,4 +1,4 @@
-"""The chart: linted, rendered with many values, every object valid, and what it says of services is what they understand."""
+"""The Helm chart: linted and rendered with many values; every object is valid, and services understand their settings."""
 
 import copy
 import functools
@@ -17,7 +17,7 @@ from wooly_bus import web
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "deploy" / "helm" / "wooly"
-#: Kinds that no schema of Kubernetes' own knows: the operator's, checked against its CRDs, and the Prometheus operator's.
+#: Kinds without a schema in Kubernetes: the operator's (checked against its CRDs), and the Prometheus operator's.
 FILES_OF_KEYS = {"nats.conf", "service.creds", "signing.seed", "channel.seed", "channel.public"}
 OWN = {"ClusterGPUPolicy", "ServiceMonitor"}
 
@@ -72,7 +72,7 @@ OPEN = "everyone who reaches this address is administrator"
 
 
 def rendered(values):
-    """All objects of a release called `w` in namespace `ns`."""
+    """All objects of a release `w` in the namespace `ns`."""
     if "keysSecret" not in values:
         values = {"openToNetwork": OPEN, **values}
     return copy.deepcopy(_rendered(json.dumps(values)))
@@ -114,19 +114,19 @@ def crds():
     return [yaml.safe_load(path.read_text()) for path in sorted((CHART / "crds").iterdir())]
 
 
-#: The schemas of Kubernetes have megabytes: each is read once.
+#: Kubernetes's schemas are megabytes large, so each is read once.
 kubernetes_validate.utils.schema_contents = functools.cache(kubernetes_validate.utils.schema_contents)
 
 
 def check(obj):
-    """Strictly: unknown fields are errors too."""
+    """Validate strictly: unknown fields are errors, too."""
     _check(json.dumps(obj, sort_keys=True))
 
 
 @functools.cache
 def _check(text):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # its own, about its resources
+        warnings.simplefilter("ignore")  # the library's own warnings about its resources
         kubernetes_validate.validate(json.loads(text), "1.35", strict=True)
 
 
@@ -191,7 +191,7 @@ def test_operator_status_matches_crd():
     schema = next(c for c in crds() if c["spec"]["names"]["kind"] == "NodeGPUStatus")["spec"]["versions"][0]["schema"]
     properties = schema["openAPIV3Schema"]["properties"]["status"]
     jsonschema.validate(dict(status), properties)
-    # An API server drops fields that the schema does not name.
+    # An API server drops fields that are not in the schema.
     assert set(status) == set(properties["properties"])
     assert set(status["gpus"][0]) == set(properties["properties"]["gpus"]["items"]["properties"])
 
@@ -225,7 +225,7 @@ def test_containers_have_minimal_rights(objects):
 
 
 def settings_of(service):
-    """Variables that a service reads, and how to read them."""
+    """The variables that a service reads, and how to parse them."""
     from wooly_bus.health import HealthSettings
     from wooly_compiler.settings import CompilerSettings
     from wooly_executor.settings import ExecutorSettings
@@ -246,7 +246,7 @@ def settings_of(service):
 
 
 def test_container_variables_are_service_settings(objects, monkeypatch):
-    """A slip in a name would be ignored by the service; a wrong value would end it."""
+    """A service would ignore a misspelled name, and would end at a wrong value."""
     seen = 0
     for container in containers(objects):
         for service in ("ROUTER", "SCHEDULER", "METERING", "COMPILER", "EXECUTOR", "OPERATOR", "HEALTH"):
@@ -365,7 +365,7 @@ def test_metrics_of_all_tenants_require_token_with_tenants():
     assert "metrics-token" in credentials["data"]
     (monitor,) = of_kind(objects, "ServiceMonitor")
     assert [e["authorization"]["credentials"] for e in monitor["spec"]["endpoints"]] == [shown]
-    (free,) = of_kind(rendered(monitored), "ServiceMonitor")  # everybody is an administrator there
+    (free,) = of_kind(rendered(monitored), "ServiceMonitor")  # without tokens, every caller is an administrator
     assert "authorization" not in free["spec"]["endpoints"][0]
 
 
@@ -373,7 +373,7 @@ def test_dashboard_queries_exported_metrics():
     from wooly_metering.exporter import CreditsCollector
     from wooly_scheduler.exporter import families
 
-    # Both make all families before they look at what there is.
+    # Both services define all metric families, even without any values.
     ledger = SimpleNamespace(by_tenant=dict, budgets=list)
     metering = SimpleNamespace(reader=ledger, entries=0, duplicates=0, quarantined=0)
     exported = {

@@ -1,4 +1,4 @@
-"""The compose stack: its file always, the stack itself where there is a Docker engine."""
+"""The compose stack: its file in every run, the running stack if a Docker engine exists."""
 
 import contextlib
 import json
@@ -55,20 +55,22 @@ def test_setup_creates_secrets_once_and_prints_client_settings(tmp_path):
     assert (tmp_path / ".env").stat().st_mode & 0o777 == 0o600
     kept = dict(line.split("=", 1) for line in (tmp_path / ".env").read_text().splitlines() if not line.startswith("#"))
     assert set(SECRETS) <= set(kept)
-    (tmp_path / ".env").write_text("WOOLY_DATABASE_PASSWORD=old\nWOOLY_HOST=h\n")  # of a stack that had passwords
+    (tmp_path / ".env").write_text(
+        "WOOLY_DATABASE_PASSWORD=old\nWOOLY_HOST=h\n"
+    )  # from an earlier version with passwords
     subprocess.run(["sh", script], check=True, capture_output=True)
     text = (tmp_path / ".env").read_text()
     assert "WOOLY_DATABASE_PASSWORD=old" in text and "WOOLY_ADMIN_TOKEN=wooly_" in text
 
 
 def keys_as_compose_makes_them(folder):
-    """What init-keys does, in a folder in place of its volumes."""
+    """Do the work of init-keys, in a folder instead of its volumes."""
     service = services()["init-keys"]
     (command,) = service["command"]
     for volume in service["volumes"]:
         (folder / volume.split(":")[0]).mkdir()
     command = re.sub(r"(?<![\w/])/(keys[\w-]*)", rf"{folder}/\1", command)
-    for _ in range(2):  # at each start
+    for _ in range(2):  # it runs at each start
         python = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         subprocess.run([*service["entrypoint"], command], check=True, env={**os.environ, "PATH": python}, timeout=60)
 
@@ -125,7 +127,7 @@ def test_stack_with_compose_keys_runs_scripts_and_jobs_with_token(tmp_path):
 
 
 def _job(client, folder):
-    """What `wooly submit` says of a job of a few milliseconds."""
+    """The output of `wooly submit` for a job of a few milliseconds."""
     (folder / "work.py").write_text(WORK.replace("400", "4"))
     np.save(folder / "x.npy", np.eye(600, dtype=np.float32))
     export = ["export", folder / "work.py:build", "-o", folder / "work.wism"]
@@ -175,7 +177,7 @@ def test_dockerfiles_are_built_by_script_and_not_root():
     assert '"$name.Dockerfile"' in script
 
 
-#: Seconds of one core.
+#: CPU time in seconds on one core.
 WORK = """
 import torch
 def build():
@@ -191,7 +193,7 @@ def build():
 @pytest.mark.slow
 @pytest.mark.parametrize("channel", ["direct", "tunnel"])
 def test_client_user_runs_script_but_cannot_act_as_service(channel, tmp_path):
-    """NATS with the users of the chart without keys; the services, and a client with the client's rights."""
+    """NATS with the users of the chart without keys, the services, and a client with a client's rights."""
     from wooly_testkit.nats import nats_server
 
     users = (ROOT / "deploy" / "helm" / "wooly" / "files" / "users.conf").read_text()
@@ -230,7 +232,7 @@ def test_client_user_runs_script_but_cannot_act_as_service(channel, tmp_path):
         subprocess.run([sys.executable, "-c", FORGE, inner, forbidden], check=True, capture_output=True, timeout=60)
 
 
-#: Exits with 0 if the server lets this user publish there.
+#: A script that exits with 0 if the server lets this user publish.
 FORGE = """
 import asyncio, sys, nats
 errors = []
@@ -247,7 +249,7 @@ sys.exit(1 if errors else 0)
 
 
 def _patient(argv, env):
-    """`wooly ARGV` until it succeeds: services may still be starting."""
+    """Run `wooly ARGV` until it succeeds, because services may still be starting."""
     until = time.monotonic() + 240
     while True:
         ran = forks.run("wooly", *argv, env=env, timeout=100)
@@ -257,13 +259,13 @@ def _patient(argv, env):
 
 
 def client_of(host):
-    """What a client needs."""
+    """The environment of a client."""
     return {"WOOLYAI_CONTROLLER_URL": f"http://{host}:8420", "WOOLYAI_CREDENTIAL": SECRETS["WOOLY_ADMIN_TOKEN"]}
 
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory):
-    """The stack of images that `make compose-test` built, on an address of its own. Yields (compose, address)."""
+    """The stack of images from `make compose-test`, with its own address. Yields (compose, address)."""
     need_compose()
     host = "127.0.0.9"
     home = tmp_path_factory.mktemp("home")
@@ -294,7 +296,7 @@ def test_script_outside_containers_runs_on_stack(stack, channel):
     assert "local-cpu" in ran.stdout + ran.stderr
 
 
-#: Steps that each need the executor's answer, so that what happens between them is noticed.
+#: Steps that each wait for the executor, so that a failure between them is noticed.
 STEPS = """
 import sys, time, torch
 x = torch.ones(64, 64, device="cuda")
@@ -350,9 +352,9 @@ def test_restart_of_control_services_keeps_sessions(stack, tmp_path):
             assert line, "the script ended"
         for name in [*run("ps", "-q", "router").stdout.split(), *run("ps", "-q", "scheduler").stdout.split()]:
             subprocess.run(["docker", "restart", name], check=True, capture_output=True)
-            run("up", "-d", "--wait", "--no-recreate", "--scale", "router=2", **two)  # one after the other
+            run("up", "-d", "--wait", "--no-recreate", "--scale", "router=2", **two)  # one restart after the other
         rest = client.communicate(timeout=300)[0]
-    run("up", "-d", "--wait", "--scale", "router=1")  # a new one: the one that stays may have had the second's port
+    run("up", "-d", "--wait", "--scale", "router=1")  # a new router: the remaining one may have the second one's port
     assert client.returncode == 0 and "done" in rest, rest
 
 
@@ -389,7 +391,7 @@ def test_images_are_small_and_do_not_run_as_root(stack):
         size, user = subprocess.run(argv, capture_output=True, text=True, check=True).stdout.split(" ", 1)
         return int(size), user.strip()
 
-    base, _ = inspect("wooly-python")  # somebody else's, for the most part
+    base, _ = inspect("wooly-python")  # mostly a third-party image
     for name in ("router", "scheduler", "metering", "operator"):
         size, user = inspect(f"wooly-{name}:0.1.0")
         assert size - base <= 110e6 and user == "10001:10001", (name, size - base, user)

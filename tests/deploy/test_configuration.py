@@ -1,4 +1,4 @@
-"""The configuration reference says what the settings models say."""
+"""The configuration reference matches the settings models."""
 
 import re
 import sys

@@ -1,4 +1,4 @@
-"""The kustomize bases: what the chart says, valid, and complete."""
+"""The kustomize bases match the chart, are valid and complete."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Slurm's prolog: what a reservation becomes."""
+"""Slurm's prolog translates a reservation into settings."""
 
 import subprocess
 from pathlib import Path
@@ -10,7 +10,7 @@ GIB = 1 << 30
 
 
 def exported(tmp_path, config="", **environment):
-    """The variables that Slurm would set, and what it would print."""
+    """The variables that the prolog would set, and its output."""
     path = tmp_path / "slurm.conf"
     path.write_text(config)
     env = {"PATH": "/usr/bin:/bin", "WOOLY_SLURM_CONFIG": str(path), **environment}

@@ -1,4 +1,4 @@
-"""Each distribution declares a requirement for every package that it imports, and an image installs all that it needs."""
+"""Each distribution requires every package that it imports, and each image installs everything that it needs."""
 
 import importlib.metadata
 import re
@@ -13,14 +13,14 @@ from packaging.utils import canonicalize_name
 
 from tests.distributions.distributions import ALL, ROOT, VERSION
 
-#: Modules that need an extra of their distribution: name of the distribution, prefix of the module, extra.
+#: Modules that need an extra: name of the distribution, prefix of the module, extra.
 OF_EXTRAS = (
     ("wooly-bus", "wooly_bus.http_listener", "http"),
     ("wooly-bus", "wooly_bus.http_front", "http"),
     ("wooly-dispatch", "wooly_dispatch.simulate.report", "simulate"),
     ("wooly", "wooly.triton_capture", "triton"),
 )
-#: Packages that a distribution looks for at run time and can do without; each with the reason why no requirement names it.
+#: Optional packages that a distribution looks for at run time; each with the reason why no requirement names it.
 LOOKED_FOR = {
     ("wooly-compiler", "cuda"): "NVRTC's bindings, for NVIDIA's chips alone: toolchains.missing names them",
     ("wooly-compiler", "hip"): "hipRTC's bindings, for AMD's chips alone: likewise",
@@ -35,7 +35,7 @@ PROVIDERS |= {d.package: {d.name} for d in ALL.values()}
 
 
 def extra_of(module):
-    """The distribution and the extra that a module of ours needs; None for any other module."""
+    """The distribution and the extra that one of our modules needs; None for other modules."""
     return next(((d, extra) for d, prefix, extra in OF_EXTRAS if f"{module}.".startswith(f"{prefix}.")), None)
 
 
@@ -59,7 +59,7 @@ def test_distribution_requires_all_imported_packages(distribution):
             declared |= {n for rs in distribution.extras.values() for n in names(rs)}
         if not PROVIDERS.get(found.package, set()) & declared:
             missing.add(f"{found.importer}:{found.line} imports {found.package}")
-    assert not missing, f"{distribution.folder}/pyproject.toml requires no distribution that has these packages"
+    assert not missing, f"{distribution.folder}/pyproject.toml has no requirement with these packages"
 
 
 @pytest.mark.parametrize("distribution", ALL.values(), ids=ALL)
@@ -85,7 +85,7 @@ DOCKERFILES = [p for p in sorted((ROOT / "deploy/docker").glob("*.Dockerfile")) 
 
 @pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda p: p.name)
 def test_image_copies_all_required_distributions(dockerfile):
-    """Wooly's distributions are on no index, so pip cannot build an image if the Dockerfile leaves one out."""
+    """No index has Wooly's distributions, so pip cannot build an image if the Dockerfile leaves one out."""
     text = dockerfile.read_text()
     by_folder = {d.folder.relative_to(ROOT).as_posix(): d for d in ALL.values()}
     installed = {by_folder[f].name for f in re.findall(r"[ ']\./([\w/-]+)", text)}

@@ -1,4 +1,4 @@
-"""The wheels of `make dist`, installed into virtual environments that have nothing but what the wheels require."""
+"""The wheels of `make dist`, installed into virtual environments with only the wheels' requirements."""
 
 import json
 import subprocess
@@ -9,9 +9,9 @@ from tests.distributions.distributions import ALL, VERSION
 from tests.distributions.environments import build_wheels, clean_variables, install, make_environment
 from tests.distributions.test_requirements import extra_of
 
-#: Making an environment, and a stack in it, takes half a minute of a processor: on a busy machine several.
+#: Timeout in seconds. An environment and a stack in it take half a minute, and several minutes on a busy machine.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-#: Imports all modules that are named on its standard input, and prints where the first was found.
+#: Imports all modules that its standard input names, and prints the file of the first one.
 IMPORT = "import importlib, sys; print([importlib.import_module(m) for m in sys.stdin.read().split()][0].__file__)"
 
 
@@ -25,7 +25,7 @@ def test_wheels_exist_for_all_distributions(wheels):
 
 
 def modules(distribution):
-    """The modules that an import loads: those of no extra, and no scripts (`__main__`, migrations of databases)."""
+    """The modules that an import loads, without modules of extras and scripts (`__main__`, migrations)."""
     source = distribution.folder / "src"
     found = [
         ".".join(p.relative_to(source).with_suffix("").parts).removesuffix(".__init__") for p in distribution.sources()
@@ -44,7 +44,7 @@ def test_wheel_modules_import_with_only_their_requirements(name, wheels, tmp_pat
 
 
 def doctor(python, folder):
-    """The checks of `wooly doctor` by name: whether each is well, and what it says."""
+    """The checks of `wooly doctor` by name: the verdict, and the message."""
     command = [str(python.with_name("wooly")), "doctor", "--json"]
     told = subprocess.run(command, capture_output=True, text=True, env=clean_variables(folder), cwd=folder)
     assert told.stdout, told.stderr

@@ -1,4 +1,4 @@
-"""The attacker is a tenant with its own credentials, on NATS."""
+"""The attacker is a tenant with its own NATS credentials."""
 
 import contextlib
 import json
@@ -40,7 +40,7 @@ def _refused(code, act, *ask, **wanted):
 
 
 def test_request_above_ceilings_is_refused_on_every_subject(cluster, bob):
-    """Defaults of a router that asks for tokens: P2, weight 100, no device to itself."""
+    """Default ceilings with required tokens: P2, weight 100, no exclusive device."""
     above = ({"priority": 0}, {"priority": 1}, {"weight": 101}, {"weight": 1 << 20}, {"gpu_mode": "exclusive"})
     for wanted in above:
         assert "wooly tenants set bob" in _refused("router.above_ceiling", bob.open, **wanted)
@@ -86,7 +86,7 @@ def test_lowered_ceiling_lowers_running_session(cluster, bob):
 
 
 def _seen(tenant):
-    """The sessions of a tenant's that the scheduler follows."""
+    """The tenant's sessions that the scheduler follows."""
     gpus = tenant.ask(contracts.SCHEDULER_GPU_LIST, GpusRequest()).gpus
     return [s.session_id for gpu in gpus for s in gpu.sessions]
 
@@ -103,7 +103,7 @@ def tunnel(tenant, opened):
 
 
 def enter(tenant, opened):
-    """A welcome client of a session, through a tunnel."""
+    """A client of a session that was admitted through a tunnel."""
     channel = ChannelClient(tunnel(tenant, opened))
     hello = {"protocol": PROTOCOL, "session_id": opened.session_id, "token": opened.parts[0].token}
     channel.send(Kind.HELLO, pack_json(hello))
@@ -143,7 +143,7 @@ def test_third_tunnel_of_session_is_refused(bob):
 
 
 def sent_raw(tenant, rpc, data):
-    """The code with which a request that is no message of ours is refused."""
+    """Send a malformed request. Returns the code of the refusal."""
 
     class Raw(Message):
         def model_dump_json(self, **_):
@@ -190,7 +190,7 @@ def test_request_flood_of_tenant_leaves_room_for_others(alice, bob):
         opened = alice.open()
         assert alice.ask(contracts.ROUTER_TASK_LIST, TasksRequest(limit=1)).tasks
         assert alice.close(opened).closed
-        while sum(asked) == before:  # the flood went on meanwhile, and goes on
+        while sum(asked) == before:  # the flood continues during this
             stop.wait(0.01)
     finally:
         stop.set()

@@ -26,7 +26,7 @@ EMPTY = encode_module(Module((), (), (), (), ()))
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    """Tight limits, so that little is needed to reach them."""
+    """A cluster with tight limits, which are quickly reached."""
     router = {"TENANT_SESSIONS": "5", "TENANT_JOBS": "10", "TENANT_STREAMS": "3", "TENANT_OPENS": "8"}
     with contextlib.ExitStack() as stack:
         yield Cluster(tmp_path_factory.mktemp("tight"), stack, router=router)
@@ -74,14 +74,14 @@ def test_operator_cannot_read_blobs_or_act_as_tenant(cluster, alice):
         )
     with error.value:
         assert error.value.code == 403
-    assert cluster.rest("GET", "nodes", token=operator)["nodes"], "what runs the cluster stays open to it"
+    assert cluster.rest("GET", "nodes", token=operator)["nodes"], "an operator must still be able to run the cluster"
 
 
 # -- cancelled, and still running ----------------------------------------------------------------------------------------
 
 
 def one_long_operator(rows):
-    """A program that is one call of the library, which nothing interrupts: the exponential of a matrix."""
+    """A program with one library call that cannot be interrupted: the exponential of a matrix."""
     matrix = View(DType.F32, (rows, rows), (rows, 1))
     attrs = (("args", (OperandRef(0),)), ("name", "aten.linalg_matrix_exp.default"))
     forms = (
@@ -101,7 +101,7 @@ def test_cancel_with_running_operator_reports_it_until_end(cluster, bob):
     before = executor.cpu_times().user
     channel.send(Kind.DEFINE, program)
     channel.send(Kind.RUN, pack_run(digest(program), [1, 2], b"", []))
-    cluster.wait(lambda: executor.cpu_times().user > before + 0.2)  # all of that is the operator
+    cluster.wait(lambda: executor.cpu_times().user > before + 0.2)  # only the operator uses this time
     task = cluster.rest("POST", f"tasks/{opened.session_id}/cancel", {"reason": "enough"}, bob.token)["task"]
     assert task["state"] == "cancelled"
     assert task["reason"].startswith("enough; one operator still runs on executor "), task["reason"]
@@ -120,7 +120,7 @@ def test_cancel_with_running_operator_reports_it_until_end(cluster, bob):
 
 @contextlib.contextmanager
 def asked(cluster, method, path, token, body=None):
-    """The answer, still open; a body may be bytes, or what becomes JSON."""
+    """The open response of a request. A body may be bytes or a value for JSON."""
     data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
     connection = http.client.HTTPConnection(urlsplit(cluster.url).netloc, timeout=PATIENCE_S)
     try:
@@ -132,9 +132,9 @@ def asked(cluster, method, path, token, body=None):
 
 
 def told(cluster, method, path, token, body=None):
-    """(status, JSON, seconds after which to try again) of an answer."""
+    """(status, JSON, seconds until a retry) of a response."""
     with asked(cluster, method, path, token, body) as answer:
-        assert answer.headers.get_content_type() == "application/json", "a stream has no end that could be read"
+        assert answer.headers.get_content_type() == "application/json", "the response must not be an endless stream"
         return answer.status, json.loads(answer.read() or b"null"), answer.headers.get("Retry-After")
 
 
@@ -145,12 +145,12 @@ def blob(cluster, tenant, data):
 
 
 def waiting_job(module):
-    """A job that waits: no node is in its group."""
+    """A job that keeps waiting: no node is in its group."""
     return {"module": module, "node_groups": ["nowhere"]}
 
 
 def hostile_module(programs, forms=0):
-    """A module that takes long to check, lawful up to the limits: many programs, each of many different forms."""
+    """A valid module that takes long to check: many programs at the limits, each with many different forms."""
     takes = [View(DType.U8, (nbytes + 1,), (1,)) for nbytes in range(forms)]
     body = tuple([Instruction(i, (i,)) for i in range(forms)])
     program = Program(tuple([Form("alloc", (Operand(Role.OUT, view),)) for view in takes]), body)
@@ -186,7 +186,7 @@ def test_session_limit_holds_for_concurrent_opens(cluster, alice, bob):
     assert alice.close(hers).closed
     for one in opened:
         assert bob.close(one).closed
-    assert bob.close(bob.open()).closed  # what is closed counts no more
+    assert bob.close(bob.open()).closed  # closed sessions do not count
 
 
 def _opened(tenant):
@@ -204,7 +204,7 @@ def test_waiting_jobs_and_submission_rate_are_limited(cluster, alice, bob):
         return [(a["code"], after) for status, a, after in answers if status == 429 and limit in a["message"]]
 
     def submit(_):
-        for _ in range(25):  # in all more than both limits allow, on any machine
+        for _ in range(25):  # more than both limits allow, on any machine
             answers.append(told(cluster, "POST", "tasks", bob.token, waiting_job(module)))
             if refusals("WOOLY_ROUTER_TENANT_JOBS") and refusals("WOOLY_ROUTER_TENANT_OPENS"):
                 return
@@ -237,7 +237,7 @@ def test_slow_module_check_delays_no_other_tenant(cluster, alice, bob):
             assert told(cluster, "GET", path, alice.token)[0] == 200
         assert told(cluster, "POST", "tasks", alice.token, waiting_job(hers))[0] == 201
         assert alice.close(alice.open()).closed
-        assert submitting.is_alive()  # all of that while the module was looked at
+        assert submitting.is_alive()  # throughout the check of the module
     finally:
         submitting.join(PATIENCE_S)
     (status, answer, _) = answers[0]

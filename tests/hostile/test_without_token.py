@@ -1,4 +1,4 @@
-"""The attacker is without a token: it reaches the ports, and has nothing else."""
+"""The attacker has no token and can only reach the ports."""
 
 import contextlib
 import http.client
@@ -57,7 +57,7 @@ ASKED = (
         "/api/v1/credits/entries",
     ),
 )
-#: Run by another user: opens every file below a folder and connects to every socket; prints what it could.
+#: A script that runs as another user: it opens every file below a folder, connects to every socket, and prints its successes.
 READS = """
 import os, socket, sys
 os.setgroups([]), os.setgid(65534), os.setuid(65534)
@@ -80,7 +80,7 @@ for path, folders, names in os.walk(sys.argv[1]):
 
 @pytest.fixture(scope="module")
 def local():
-    """A local stack in a folder that its owner left open to all, with a session of theirs."""
+    """A local stack in a folder that its owner left open to all users, with a session of the owner."""
     folder = Path(tempfile.mkdtemp(prefix="wooly-open-"))
     folder.chmod(0o755)
     before = os.umask(0o022)
@@ -100,7 +100,7 @@ def local():
 
 
 def ports_of(stack):
-    """Everything that the processes of a stack listen on, by port."""
+    """The listening ports of a stack's processes, by port."""
     listening = {}
     for name, pid in stack.services.items():
         for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
@@ -112,7 +112,7 @@ def ports_of(stack):
 
 
 def asked(port, path, headers):
-    """(status, body) of one request; (0, what came) from what does not speak HTTP."""
+    """(status, body) of one request; (0, received bytes) from a server that does not speak HTTP."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
     try:
         connection.request("GET", path, headers=headers)
@@ -129,7 +129,7 @@ def test_ports_of_local_stack_refuse_other_user(local):
     assert {"nats", "router", "scheduler", "metering"} <= set(ports.values())
     owner = {"Authorization": f"Bearer {local.token}"}
     deadline = time.monotonic() + 60
-    shown = set()  # with the token all of this can be seen: without it nothing
+    shown = set()  # with the token all of this is visible, without it nothing
     while len(shown) < 2 and time.monotonic() < deadline:
         for port, name in ports.items():
             for path in ("/metrics", "/api/v1/tasks"):
@@ -147,7 +147,7 @@ def test_ports_of_local_stack_refuse_other_user(local):
                 status, body = asked(port, path, headers)
                 assert b"victim" not in body and b"secret-script" not in body, (name, path)
                 if path.startswith("/api/v1/") and name == "router":
-                    assert status == 401, (name, path, status)  # of paths that are not there, too
+                    assert status == 401, (name, path, status)  # also for paths that do not exist
     for port, name in ports.items():
         if name == "router":
             request = urllib.request.Request(f"http://127.0.0.1:{port}/api/v1/login/code", b"{}", {}, method="POST")
@@ -160,7 +160,7 @@ def test_files_and_sockets_of_local_stack_are_private(local):
     open_ = [(str(p), oct(p.lstat().st_mode)) for p in found if stat.S_IMODE(p.lstat().st_mode) & 0o077]
     assert open_ == [] and len(found) > 30
     if os.geteuid() == 0:
-        local.state_dir.chmod(0o755)  # even so
+        local.state_dir.chmod(0o755)  # even with an open folder
         argv = [sys.executable, "-c", READS, str(local.state_dir)]
         told = subprocess.run(argv, capture_output=True, text=True, cwd="/")
         assert (told.returncode, told.stdout, told.stderr) == (0, "", "True\n")
@@ -202,7 +202,7 @@ def test_login_address_is_valid_once_and_not_logged(local):
 
 # -- the executor's TLS port -----------------------------------------------------------------------------------------------
 
-#: Without an optimizer of PyTorch's, whose import takes longer than all the rest.
+#: A training without a PyTorch optimizer, whose import would take most of the time.
 TRAINING = """
 import torch
 torch.manual_seed(0)
@@ -244,7 +244,7 @@ def synced(channel):
 
 
 def test_resets_during_handshake_end_no_session(opened, port, carol, certificates, tmp_path):
-    """20 of them, at the wrong moment, ended the device's thread once."""
+    """Regression test: 20 resets at the wrong moment used to end the device thread."""
     inside, welcome = enter(opened)
     assert welcome.kind == Kind.WELCOME
     for n in range(600):
@@ -265,7 +265,7 @@ def test_resets_during_handshake_end_no_session(opened, port, carol, certificate
 
 
 def test_half_open_connections_do_not_block_clients(opened, port, certificates):
-    """More of them than the executor has places for strangers, some of which send a byte now and then."""
+    """More half-open connections than the executor's limit for strangers. Some of them send a byte now and then."""
     held = [knock(port) for _ in range(400)]
     for sock in held[::7]:
         with contextlib.suppress(OSError):
@@ -303,7 +303,7 @@ def test_invalid_first_frame_is_refused_with_reason(opened, port, certificates, 
 
 
 PATIENCE_S = 30
-#: HTTP ports of the cluster: the service, its file with the port, what everybody may read there.
+#: HTTP ports of the cluster: the service, the file with its port, a public path.
 PORTS = {
     "router": ("router/router.port", "/healthz"),
     "metering": ("metering/metering.port", "/healthz"),
@@ -316,7 +316,7 @@ def port_of(cluster, service):
 
 
 def rss(process):
-    """Bytes of a process's memory."""
+    """The resident memory of a process, in bytes."""
     return int(Path(f"/proc/{process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
@@ -325,7 +325,7 @@ def descriptors(process):
 
 
 def answer(sock):
-    """(status, code) of the answer to what was sent on a connection."""
+    """(status, code) of the answer on a connection."""
     raw = b""
     while b"\r\n\r\n" not in raw:
         part = sock.recv(65536)
@@ -344,7 +344,7 @@ def head(path, *more):
 
 @contextlib.contextmanager
 def flood(port, count, sent=b""):
-    """`count` connections on which `sent` was sent, and nothing more is."""
+    """Open `count` connections that send only `sent`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     try:
@@ -364,7 +364,7 @@ def test_body_of_200_mib_is_refused_unread(cluster):
         sock.sendall(head("/api/v1/tasks", f"content-length: {200 << 20}"))
         assert answer(sock) == (401, "router.unauthorized")
         sent = 0
-        with contextlib.suppress(ConnectionError):  # it is cut long before
+        with contextlib.suppress(ConnectionError):  # the server closes the connection long before
             while sent < 200 << 20:
                 sock.sendall(bytes(1 << 20))
                 sent += 1 << 20

@@ -1,7 +1,7 @@
 # ruff: noqa: E501 (sources in one line)
-"""Kernels in CUDA C through the whole stack: parsed here without a GPU, run on PoCL, equal to torch on the CPU.
+"""Kernels in CUDA C through the whole stack: parsed without a GPU, run on PoCL, compared with torch on the CPU.
 
-What only moves numbers, counts, or adds once is equal; sums in another order are within 1e-5.
+Kernels that move or count numbers, or add once, give equal results. Sums in another order are within 1e-5.
 """
 
 import re

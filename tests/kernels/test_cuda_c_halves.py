@@ -1,5 +1,5 @@
 # ruff: noqa: E501 (sources in one line)
-"""Half precision, bfloat16 and what threads of a warp fold, in CUDA C on PoCL, against torch on the CPU."""
+"""Half precision, bfloat16 and warp reductions in CUDA C on PoCL, compared with torch on the CPU."""
 
 import pytest
 import torch
@@ -123,7 +123,7 @@ def test_warp_reductions():
             both, any_, odd = both & v, any_ | v, odd ^ v
         wanted = [sum(values), min(values), max(values), both, any_, odd]
         assert [row.unique().tolist() for row in part[:6]] == [[v] for v in wanted]
-        rest = [v - 4 * int(v / 4) for v in values]  # as C has it
+        rest = [v - 4 * int(v / 4) for v in values]  # with the truncation of C
         masks = [sum((rest[k] == r) << k for k in range(32)) for r in rest]
         assert [m & 0xFFFFFFFF for m in part[6].tolist()] == masks
         assert part[7].unique().tolist() == [sum(values[:16])]

@@ -1,5 +1,5 @@
 # ruff: noqa: E501 (sources in one line)
-"""Kernels in CUDA C that never end, on the executor's runtime: each is told to, and the device goes on."""
+"""Endless kernels in CUDA C on the executor's runtime: each is stopped, and the device continues."""
 
 import functools
 

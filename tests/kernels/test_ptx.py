@@ -1,4 +1,4 @@
-"""Kernels as PTX, from the client's side: captured like others, refused by an executor whose tenant may not launch them."""
+"""PTX kernels from the client's side: captured like other kernels, refused by an executor without the tenant's permission."""
 
 import pytest
 import torch

@@ -1,7 +1,7 @@
-"""Triton's kernels through the whole stack: captured here without a GPU, lowered, run on PoCL, compared with torch on the CPU.
+"""Triton kernels through the whole stack: captured without a GPU, lowered, run on PoCL, compared with torch on the CPU.
 
-Tolerances: what only moves numbers or adds once is equal; sums in another order and functions within 1e-5 of float32's largest
-value, products of half precision within one unit in the last place of the result.
+Tolerances: kernels that move numbers or add once give equal results. Sums in another order, and functions, are within 1e-5 of
+float32's largest value; products in half precision are within one unit in the last place of the result.
 """
 
 import math
@@ -79,7 +79,7 @@ def test_layer_norm_with_backward_through_autograd():
 
 
 def philox_uniform(seed, n):
-    """Triton's `tl.rand`: ten rounds of Philox-4x32 with the counter (i, 0, 0, 0), its first word as a number of [0, 1)."""
+    """Triton's `tl.rand`: ten rounds of Philox-4x32 with the counter (i, 0, 0, 0); the first word, scaled to [0, 1)."""
     mask = (1 << 32) - 1
     found = []
     for i in range(n):
@@ -344,7 +344,7 @@ def test_read_only_arguments_survive_failed_launch():
 
 
 def texts_written():
-    """Of kernels that were launched here: the parameters through which they write."""
+    """For kernels launched in this test: the parameters through which they write."""
     from wooly.triton_capture.writes import written
 
     for function in (

@@ -1,6 +1,6 @@
-"""What Triton's language offers, operation by operation: lowered and run on PoCL, compared with torch on the CPU.
+"""Operations of Triton's language, one by one: lowered, run on PoCL, compared with torch on the CPU.
 
-What is not offered is an error that names the operation.
+An unsupported operation is an error that names it.
 """
 
 import pytest
@@ -260,7 +260,7 @@ def extremes_kernel(x_ptr, out_ptr, N: tl.constexpr):
 
 def test_extremes_and_standard_library_functions():
     x = torch.rand(64) + 0.5
-    x[[7, 40]] = 9.0  # the first of equals
+    x[[7, 40]] = 9.0  # the first of two equal values
     out = torch.empty(8 + 128, device="cuda")
     extremes_kernel[(1,)](x.to("cuda"), out, N=64)
     got, xor = out.cpu(), 0

@@ -1,4 +1,4 @@
-"""What `exact` says has the library's bits has them, on all sorts of bits; every row of the op table is asked."""
+"""Kernels marked `exact` give the library's bits on numbers of all kinds. Every row of the op table is tested."""
 
 import pytest
 import torch
@@ -15,12 +15,12 @@ from wooly_wis.plan import KernelStep
 FLOATS = (DType.F32, DType.F64, DType.F16, DType.BF16)
 DTYPES = (*FLOATS, DType.I64, DType.I32, DType.I16, DType.I8, DType.U8, DType.BOOL)
 QUICK = (DType.F32,)  # the others are slow: each builds a kernel
-SIZES = (16, 16411)  # many groups and a tail of the library's vectors: kernels of small tensors are no gain
+SIZES = (16, 16411)  # many groups and a tail of the library's vectors; small tensors do not get kernels
 CONSTANTS = {"dims": (-1,), "dim": -1, "keepdim": True, "sizes": (SIZES[1],)}
 
 
 def written(row, dtype, numbers, sample):
-    """A tape on which the row is used twice, so that it is worth a kernel."""
+    """A tape that uses the row twice, so that a kernel is worthwhile."""
     t, contents = Tape(), {}
     args = []
     for k, arg in enumerate(row.args):
@@ -76,7 +76,7 @@ def _same(compiled, tape, contents):
     if not any(isinstance(s, KernelStep) for s in plan.steps):
         return 0
     before = compiled.run(compiled.ready(program).prepared, contents, tape.params)
-    if before[1] is not None:  # the library does not take this dtype
+    if before[1] is not None:  # the library does not support this dtype
         return 0
     assert compiled.run(prepared, contents, tape.params) == before
     return 1
@@ -111,8 +111,8 @@ def test_exact_conversions_equal_library_bitwise(compiled, sample, source):
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=lambda d: d.label)
 def test_index_sums_equal_library_bitwise(compiled, sample, dtype):
-    """The gradient of an embedding: rows that come often, that do not count, that there are not."""
-    rows, width, tokens = 5600, 96, (5, 200)  # a gradient that is large enough for a kernel to be a gain
+    """The gradient of an embedding: with repeated rows, ignored rows and missing rows."""
+    rows, width, tokens = 5600, 96, (5, 200)  # large enough for a kernel
     for padding, kind in ((-1, DType.I64), (3, DType.I64), (3, DType.I32)):
         t = Tape()
         grad, index = t.input(dtype, *tokens, width), t.input(kind, *tokens)

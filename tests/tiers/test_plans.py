@@ -1,4 +1,4 @@
-"""A program as it is and as a plan: the same bits where promised, whenever the switch is made and wherever programs are cut."""
+"""A program at tier 0 and as a plan has the same bits where this is promised, for every switch point and every split."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from wooly_wis.plan import KernelStep
 from wooly_wis.program import Instruction, Program
 
 F32, BF16, I64, I32, BOOL = DType.F32, DType.BF16, DType.I64, DType.I32, DType.BOOL
-#: Large enough that a kernel in place of two calls is a gain.
+#: Large enough that a kernel is faster than two library calls.
 ROWS, COLUMNS = 16, 8209
 EXACT = ("neg", "abs", "reciprocal", "rsqrt", "relu", "sign", "floor", "isnan", "logical_not")
 SMOOTH = ("exp", "tanh", "erf", "sigmoid", "silu", "gelu", "sin", "cos", "sqrt")
@@ -30,7 +30,7 @@ PER_EXAMPLE = settings(
 
 @st.composite
 def tapes(draw, operations=EXACT + SMOOTH, dtypes=(F32, F32, BF16, I64, I32, BOOL)):
-    """A tape, and which kinds of tensor it is given."""
+    """A tape, and the kinds of its input tensors."""
     t = Tape()
     shapes = [(ROWS, COLUMNS), (ROWS, COLUMNS), (COLUMNS,), (ROWS, 1)]
     live = [t.input(draw(st.sampled_from(dtypes)), *shapes[0])]
@@ -84,11 +84,11 @@ def test_exact_plan_of_random_program_equals_library_bitwise(compiled, sample, m
     if not program.body:
         return
     before = compiled.run(compiled.ready(program).prepared, contents, tape.params)
-    if before[1] is not None:  # the library does not take it, and says so
+    if before[1] is not None:  # the library does not support this, and the plan reports it
         return
     prepared, _ = compiled.plan(program, tape.params, "exact")
     assert compiled.run(prepared, contents, tape.params) == before
-    for _ in range(3):  # until its library steps are put together
+    for _ in range(3):  # repeated until the library steps are combined
         assert compiled.run(prepared, contents, tape.params) == before
     edges = range(1, len(program.body), 2)
     assert compiled.run(prepared, contents, tape.params, edges) == before
@@ -119,7 +119,7 @@ def test_full_plan_equals_library_within_tolerance(compiled, made):
 
 
 def cut(program, params, at):
-    """Two programs that are this one; for each its params, and the whole's slot per slot."""
+    """Split a program in two. Returns the parts with their params, and the slot of the whole for each slot of a part."""
     found, used = [], 0
     for body in (program.body[:at], program.body[at:]):
         forms, slots, mine = {}, {}, []
@@ -155,7 +155,7 @@ def test_full_plan_of_program_split_anywhere_has_same_bits(compiled, sample, bit
 
 
 def perceptron(rows):
-    """Two products with what goes between them: with a bias each, as `linear` and as `addmm`."""
+    """Two products with operations in between, with a bias each, as `linear` and as `addmm`."""
     t = Tape()
     x, w, b, v, c = (t.input(F32, *s) for s in [(rows, 256), (384, 256), (384,), (384, 256), (256,)])
     h = t.op("linear", x, w, b)
@@ -172,7 +172,7 @@ def perceptron(rows):
 
 @pytest.mark.parametrize("rows", [8, 40, 300])
 def test_products_of_program_split_anywhere_have_same_bits(compiled, bits, rows):
-    """In mode `full`: of few rows and of many, which other routines multiply, with their biases in kernels and not."""
+    """In mode `full`: few and many rows (the library uses different routines), with biases inside and outside of kernels."""
     tape, program, contents = perceptron(rows)
     whole, _ = compiled.plan(program, tape.params, "full")
     expected = compiled.run(whole, contents, tape.params)
@@ -202,7 +202,7 @@ def test_products_of_exact_plans_use_library(compiled, rows):
 
 
 def training():
-    """A step of an optimizer, with state that goes on from step to step."""
+    """An optimizer step with state from step to step."""
     t = Tape()
     p, g, m = (t.input(F32, ROWS, COLUMNS) for _ in range(3))
     t.op("mul", m, 0.9, into=m)
@@ -300,7 +300,7 @@ def test_results_are_counted_by_source(compiled):
 
 
 def test_plan_with_index_out_of_range_fails_as_library(compiled):
-    """The kernel reads nothing beyond its arrays, says whose index it was, and the run fails as tier 0 would."""
+    """The kernel stays inside its arrays and reports the wrong index, and the run fails as at tier 0."""
     t = Tape()
     w, i = t.input(DType.F32, 300, 512), t.input(DType.I64, 200)
     y = t.op("embedding", w, i)
