@@ -1,4 +1,7 @@
-"""Two devices against the CPU. Run by `test_several_devices.py` in a process of its own, for a process has one session."""
+"""Two devices compared with the CPU.
+
+`test_several_devices.py` runs this in its own process, because a process has one session.
+"""
 
 import copy
 import os
@@ -154,7 +157,7 @@ def test_memory_is_counted_per_device():
     assert [torch.cuda.memory_allocated(i) for i in (0, 1)] == before
     assert torch.cuda.memory_stats("cuda:1")["allocated_bytes.all.current"] == before[1]
     free, total = torch.cuda.mem_get_info(1)
-    assert before[1] <= total - free <= before[1] + (4 << 20)  # rounded blocks, a workspace
+    assert before[1] <= total - free <= before[1] + (4 << 20)  # rounding of blocks, and a workspace
 
 
 def test_buffer_ids_differ_per_device():
@@ -287,7 +290,7 @@ def test_copies_in_both_directions_do_not_deadlock():
 
 
 def train(first, second, make, steps=8):
-    """A model cut over two devices; losses, gradients and parameters on the host."""
+    """Train a model that is split over two devices. Returns losses, gradients and parameters on the host."""
     torch.manual_seed(3)
     head = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten()).to(first)
     tail = nn.Sequential(nn.Linear(144, 20), nn.GELU(), nn.LayerNorm(20), nn.Linear(20, 5)).to(second)
@@ -572,7 +575,7 @@ def test_operator_on_second_device_equals_cpu(op, monkeypatch):
         warnings.simplefilter("ignore")
         samples = opinfo.samples_of(op, "function", torch.float32, requires, 4)
         outcomes = [o for s in samples for o in opinfo.results_of(s, "function", "cuda:1", requires)]
-    # Strides are compared on one device; here, values and places are.
+    # Another test compares strides on one device; this test compares values and devices.
     assert outcomes and all(outcome in ("pass", "layout") for outcome, _ in outcomes), outcomes
 
 

@@ -1,4 +1,4 @@
-"""Hugging Face's architectures: forward, loss and all gradients on the device are the CPU's, bit for bit, for every one."""
+"""For each of Hugging Face's architectures, forward, loss and all gradients on the device equal the CPU's in every bit."""
 
 import copy
 import sys
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.connected
 
 
 def tensors(output):
-    """All tensors of a model's output, those of its caches too, on the host."""
+    """All tensors of a model's output on the host, including its caches."""
     values = dict(output)
     caches = [v for v in values.values() if hasattr(v, "layers")]
     flat = tree_flatten([values, [[vars(layer) for layer in c.layers] for c in caches]])[0]
@@ -23,7 +23,7 @@ def tensors(output):
 
 
 def results(model, inputs, device):
-    """What a model gives in evaluation, in training, and all of its gradients."""
+    """A model's results in evaluation and in training, and all of its gradients."""
     inputs = tree_map(lambda v: v.to(device) if isinstance(v, torch.Tensor) else v, inputs)
     with torch.no_grad():
         evaluated = tensors(model.eval()(**inputs))
@@ -36,8 +36,8 @@ def results(model, inputs, device):
     return [loss.detach().cpu(), *evaluated], tensors(output), gradients
 
 
-#: Each family, and models that compute in a way of their own (relative positions, convolutions, experts, states). The slow
-#: ones are variations of these.
+#: One model per family, and models with special computations (relative positions, convolutions, experts, states). The slow ones
+#: are variations of these.
 QUICK = {
     "llama",
     "gpt2",
@@ -77,7 +77,7 @@ def test_model_equals_cpu_bitwise(cuda, name):
     assert [name for name, g in other[2].items() if not torch.equal(mine[2][name], g)] == []
     assert any(g.any() for g in other[2].values())
     unlike = [name for name, t in theirs.state_dict().items() if not torch.equal(ours.state_dict()[name].cpu(), t)]
-    assert unlike == []  # what training keeps in buffers
+    assert unlike == []  # buffers that training changes
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])

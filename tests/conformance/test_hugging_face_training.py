@@ -1,4 +1,4 @@
-"""Trainer, Accelerate and PEFT on the device: losses and weights are the CPU's, bit for bit, where the arithmetic is the same."""
+"""Trainer, Accelerate and PEFT on the device: if the arithmetic is the same, losses and weights equal the CPU's in every bit."""
 
 import copy
 import gc
@@ -21,7 +21,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module", autouse=True)
 def little_garbage():
-    """Trainer and Accelerate collect garbage at every turn: what is imported by now is none, and is not looked through."""
+    """Speed up Trainer and Accelerate, which collect garbage often: objects imported so far are excluded from the search."""
     import accelerate
     import peft
     import transformers
@@ -35,7 +35,7 @@ def little_garbage():
 
 @pytest.fixture(autouse=True)
 def fresh():
-    """Accelerate keeps one state for the process: its first user's device and precision."""
+    """Reset Accelerate's state of the process, which its first user sets (device and precision)."""
     from accelerate.state import AcceleratorState, GradientState
 
     def reset():
@@ -48,7 +48,7 @@ def fresh():
 
 
 def sequences(count=24):
-    """Numbers that count up from somewhere: soon learnt."""
+    """Sequences of numbers that count up, which a model learns fast."""
     starts = torch.randint(3, 90, (count,), generator=torch.Generator().manual_seed(11)).tolist()
     rows = [(torch.arange(12) + start) % 90 + 3 for start in starts]
     return [{"input_ids": row, "labels": row.clone()} for row in rows]
@@ -65,7 +65,7 @@ def assert_same_weights(ours, theirs):
 
 @pytest.fixture
 def train(cuda, fresh, tmp_path):
-    """Trains a small model by a `Trainer`, which it gives."""
+    """Trains a small model with a `Trainer`, and returns the trainer."""
     from transformers import Trainer, TrainingArguments, set_seed
     from transformers.utils import logging
 
@@ -118,7 +118,8 @@ OPTIONS = {
 }
 
 
-#: The slow ones add Trainer's way to ask: Accelerate's loop accumulates below, `optimizers.py` has fused ones and schedules.
+#: The slow ones add Trainer's options: Accelerate's loop tests accumulation below, `optimizers.py` tests fused optimizers and
+#: schedules.
 QUICK = {"plain", "checkpointing"}
 
 
@@ -140,7 +141,7 @@ def test_trainer_equals_cpu_losses_and_weights(train, options):
 BOTH = {"gradient_accumulation_steps": 2, "gradient_checkpointing": True}
 
 
-# What bfloat16 gives is compared with the CPU bit for bit below.
+# Another test below compares bfloat16 with the CPU in every bit.
 @pytest.mark.parametrize("precision", ["fp16", pytest.param("bf16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("more", [{}, pytest.param(BOTH, marks=pytest.mark.slow)], ids=["plain", "both"])
 def test_trainer_learns_in_mixed_precision(train, precision, more):
@@ -158,7 +159,7 @@ def test_trainer_with_bfloat16_equals_the_cpu(train):
     assert history(train(bf16=True)) == history(train("cpu", bf16=True))
 
 
-@pytest.mark.slow  # that a compiled training is the same is shown where `torch.compile` is; this adds Trainer's way to ask for it
+@pytest.mark.slow  # other tests show that a compiled training is the same; this one adds Trainer's option for it
 def test_trainer_compiles_the_model(train):
     assert history(train(torch_compile=True)) == history(train())
 
@@ -212,7 +213,7 @@ def test_trainer_predictions_equal_cpu(cuda, fresh, tmp_path):
 
 
 def loop(fresh, device, model=None, precision="no", accumulate=1, save=None):
-    """The training loop of Accelerate's guide: norms and losses, and its parts."""
+    """The training loop of Accelerate's guide. Returns norms and losses, and the parts of the loop."""
     from accelerate import Accelerator
 
     fresh()
@@ -299,7 +300,7 @@ def adapted(**options):
 
 LORA = [
     pytest.param({}, id="plain"),
-    pytest.param({"use_rslora": True}, id="rank stabilised", marks=pytest.mark.slow),  # another factor
+    pytest.param({"use_rslora": True}, id="rank stabilised", marks=pytest.mark.slow),  # another scaling factor
     pytest.param({"use_dora": True}, id="weight decomposed"),
 ]
 

@@ -1,4 +1,4 @@
-"""What people do with a model of Hugging Face's that lies in a folder: load it onto the device, generate, save it again."""
+"""Common uses of a Hugging Face model in a folder: load it onto the device, generate, save it again."""
 
 import copy
 import sys
@@ -39,7 +39,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def local(tmp_path_factory, tokenizer):
-    """A model, the folder that it is in, and the folder where it is in several files."""
+    """A model, its folder, and a folder with the same model in several files."""
     folder = tmp_path_factory.mktemp("model")
     model = ARCHITECTURES["llama"].build(tie_word_embeddings=True).eval()
     for name, size in (("whole", "5GB"), ("sharded", "20KB")):
@@ -62,7 +62,7 @@ def logits(model):
 
 PARTS = ("model.embed_tokens", "model.layers", "model.norm", "model.rotary_emb", "lm_head")
 MAPS = ["cuda", 0, "auto", {"": 0}, dict.fromkeys(PARTS, 0)]
-#: Other words for the same.
+#: Other names of the same device.
 MORE_MAPS = ["cuda:0", {"": "cuda"}, torch.device("cuda"), "balanced", "sequential"]
 
 
@@ -162,7 +162,7 @@ def test_accelerate_offload_runs_too_large_model(cuda, local, how, tmp_path):
 
 
 def both(name, **options):
-    """What `generate` of one architecture gives on the device and on the host."""
+    """Results of `generate` of one architecture on the device and on the host."""
     architecture = ARCHITECTURES[name]
     theirs = architecture.build().eval()
     ours = copy.deepcopy(theirs).to("cuda")
@@ -176,10 +176,10 @@ def both(name, **options):
     return run(ours), run(theirs)
 
 
-#: Each has a cache of a kind of its own. The slow ones add models whose caches are of these kinds.
+#: Each has another kind of cache. The slow ones add models with the same kinds of caches.
 GENERATORS = ("llama", "gemma2", "mamba", "t5")
 MORE_GENERATORS = ("gpt2", "bloom", "mixtral", "jamba", "bart", "whisper")
-#: The two lengths that tests give are not those of the models' own defaults, which `generate` remarks on.
+#: `generate` warns that these two lengths differ from the model's defaults.
 NOISE = pytest.mark.filterwarnings("ignore::UserWarning:transformers", "ignore::FutureWarning")
 
 
@@ -216,7 +216,7 @@ def test_static_cache_compiles_and_equals_cpu_tokens(cuda, name):
     ours = copy.deepcopy(theirs).to("cuda")
     counters.clear()
     found = ours.generate(PROMPT.to("cuda"), **LENGTH, do_sample=False, cache_implementation="static")
-    assert counters["stats"]["unique_graphs"] > 0  # generation compiles the step for one token, on CUDA only
+    assert counters["stats"]["unique_graphs"] > 0  # generation compiles the one-token step, on CUDA only
     assert torch.equal(found.cpu(), theirs.generate(PROMPT, **LENGTH, do_sample=False))
     torch._dynamo.reset()
 
@@ -278,7 +278,7 @@ def test_pipeline_equals_cpu_text(cuda, local, where):
 
     prompts, options = ["w1 w5 w9", "w3"], {**LENGTH, "do_sample": False, "batch_size": 2}
     ours = pipeline("text-generation", model=str(local[2]), **({} if where is None else {"device": where}))
-    assert ours.device.type == ours.model.device.type == "cuda"  # also where nothing is said: that is what CUDA gives
+    assert ours.device.type == ours.model.device.type == "cuda"  # also by default, as on CUDA
     theirs = pipeline("text-generation", model=str(local[2]), device="cpu")
     assert ours(prompts, **options) == theirs(prompts, **options)
 
@@ -291,7 +291,7 @@ def test_late_stop_check_does_not_change_results(cuda, local, sampling):
     options = {"max_new_tokens": 16, "pad_token_id": 0, "do_sample": sampling}
     model = loaded(local[1], device_map="cuda")
     free = model.generate(PROMPT.to("cuda"), **options, eos_token_id=None).tolist()
-    ends = sorted({row[12] for row in free})  # each sequence ends in the middle, one before the other or not
+    ends = sorted({row[12] for row in free})  # each sequence ends in the middle, at the same step or not
     link = attached_links()[0]
 
     def run():
@@ -309,9 +309,9 @@ def test_late_stop_check_does_not_change_results(cuda, local, sampling):
     finally:
         generation.activate()
     assert direct[0].shape[1] < 21 and all(torch.equal(a, b) for a, b in zip(late[:3], direct[:3], strict=True))
-    assert late[3] <= direct[3] + 2  # an answer per token either way, and nobody waits for the last
+    assert late[3] <= direct[3] + 2  # one answer per token in both cases, without a wait for the last one
     if not sampling:
         assert torch.equal(late[0], local[0].generate(PROMPT, **options, eos_token_id=ends))
-    # Where the cache is given back, it must not have seen a step too many.
+    # A returned cache must not contain an additional step.
     kept = model.generate(PROMPT.to("cuda"), **options, eos_token_id=ends, return_dict_in_generate=True)
     assert kept.past_key_values.get_seq_length() == kept.sequences.shape[1] - 1

@@ -1,6 +1,6 @@
-"""Whole models, trained and run on the device and on the local CPU: every number is the same, bit for bit.
+"""Whole models, trained and run on the device and on the local CPU: every number is equal in every bit.
 
-Models of Hugging Face's are the matter of `test_hugging_face_models`.
+`test_hugging_face_models` tests the models of Hugging Face.
 """
 
 import copy
@@ -18,7 +18,7 @@ def on(device, model):
 
 
 def assert_same_state(ours, theirs):
-    """Parameters, buffers and gradients of two models are equal."""
+    """Check that parameters, buffers and gradients of two models are equal."""
     mine, other = ours.state_dict(), theirs.state_dict()
     assert mine.keys() == other.keys()
     assert [name for name in other if not torch.equal(mine[name].cpu(), other[name])] == []
@@ -29,7 +29,7 @@ def assert_same_state(ours, theirs):
 
 
 def losses(device, model, optimizer, steps, loss_of):
-    """Train `model` in place and give the loss of every step, read once at the end."""
+    """Train `model` in place and return the loss of every step, read once at the end."""
     seen = []
     for step in range(steps):
         loss = loss_of(model, step)
@@ -40,7 +40,7 @@ def losses(device, model, optimizer, steps, loss_of):
     return torch.stack(seen).cpu()
 
 
-# Optimizers one by one are the matter of `test_optimizers`.
+# `test_optimizers` tests single optimizers.
 @pytest.mark.parametrize(
     "make",
     [
@@ -98,7 +98,7 @@ def conv_net(dropout=0.0):
 
 
 def images():
-    own = torch.Generator().manual_seed(2)  # not the default one, whose seed is the device's too
+    own = torch.Generator().manual_seed(2)  # not the default generator, whose seed the device uses, too
     return torch.randn(16, 3, 16, 16, generator=own), torch.randint(0, 5, (16,), generator=own)
 
 
@@ -151,7 +151,7 @@ def test_dropout_in_evaluation_equals_cpu(cuda):
 
 
 class Tagger(nn.Module):
-    """Embedding, LSTM, and a class per token."""
+    """An embedding, an LSTM, and a class per token."""
 
     def __init__(self, **options):
         super().__init__()

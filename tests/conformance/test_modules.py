@@ -1,4 +1,4 @@
-"""PyTorch's module database on the device, against the CPU, all of it. What differs is in `modules_exceptions.txt`."""
+"""PyTorch's complete module database on the device, compared with the CPU. `modules_exceptions.txt` lists the differences."""
 
 import pytest
 

@@ -1,4 +1,7 @@
-"""PyTorch's optimizer database on the device, against the CPU, all of it. What differs is in `optimizers_exceptions.txt`."""
+"""PyTorch's complete optimizer database on the device, compared with the CPU.
+
+`optimizers_exceptions.txt` lists the differences.
+"""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Runs the tests of `several_devices.py`, whose session has two devices, in a process of their own."""
+"""Runs the tests of `several_devices.py`, whose session has two devices, in a separate process."""
 
 import subprocess
 import sys

@@ -1,4 +1,7 @@
-"""A part of a service that fails takes its process with it, at once, and others take over: nothing of a cluster is half alive."""
+"""If a part of a service fails, its whole process ends at once, and other processes take over.
+
+No service continues half alive.
+"""
 
 import contextlib
 import json
@@ -14,7 +17,7 @@ from wooly_testkit.cluster import Cluster, Tenant, enter
 from wooly_wis.messages import TaskRequest
 
 pytestmark = pytest.mark.connected
-#: An executor that works until the file exists: then its device's thread, or its journal, meets a fault of our own code.
+#: An executor that works until a file exists. Then its device thread, or its journal, meets a fault in our own code.
 FAULTY = """
 import os, sys
 from wooly_executor import app, device_loop, journal
@@ -32,7 +35,7 @@ else:
     journal.JournalPublisher.publish = faulty(journal.JournalPublisher.publish)
 sys.exit(app.main())
 """
-#: A script whose executor ends after the session was opened, before it is reached.
+#: A script whose executor ends after the session was opened and before the client connects.
 LATE = """
 import json, os, signal, sys, time
 import torch
@@ -59,7 +62,7 @@ api._connect = late
 api.enable()
 print(torch.ones(3, device="cuda").sum().item(), api._attached.parts[0].executor_id)
 """
-#: Seconds that the end of a process takes at most (1 s) on a machine that others use, too.
+#: Maximum time of a process's end, in seconds: 1 s, and reserve for a machine with other work.
 ENDED_S = 4.0
 FAILED_OVER_S = 10.0
 
@@ -90,7 +93,7 @@ def states(cluster):
 @pytest.mark.parametrize("part", ["device", "journal"])
 def test_executor_with_failed_part_ends_and_sessions_move(cluster, alice, part):
     fault = cluster.folder / f"fault-{part}"
-    for name in "ab":  # only the one that will fail is there to be chosen
+    for name in "ab":  # only the executor that will fail is available
         cluster.kill(name)
     path = os.pathsep.join((str(cluster.folder), os.environ.get("PYTHONPATH", "")))
     cluster.start("a", "faulty_executor", FAULT=str(fault), FAULTY=part, PYTHONPATH=path)

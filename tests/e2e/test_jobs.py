@@ -41,7 +41,7 @@ def run(*argv, stack=None, code=0, **options):
 
 @pytest.fixture(scope="module")
 def classifier(tmp_path_factory):
-    """The example's module, its input, and what the CPU makes of it."""
+    """The example's module, its input, and the CPU's results."""
     import torch
 
     folder = tmp_path_factory.mktemp("job")
@@ -58,7 +58,7 @@ def classifier(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def slow_module(tmp_path_factory):
-    """A module that runs for long enough to be killed: many products of one matrix."""
+    """A module that runs long enough to be killed: many products of one matrix."""
     folder = tmp_path_factory.mktemp("slow")
     (folder / "slow.py").write_text(
         "import torch\n"
@@ -75,7 +75,7 @@ def slow_module(tmp_path_factory):
 
 
 def task(stack, name):
-    """A task that was submitted: it is there once a router has taken it in."""
+    """A submitted task, after a router has accepted it."""
     deadline = time.monotonic() + 30
     while True:
         try:
@@ -154,7 +154,7 @@ print([t.name for t in made.module.inputs], [o.tensor.name for o in made.module.
 
 
 def test_nats_py_example_reads_its_result(stack, classifier, tmp_path):
-    pytest.importorskip("nkeys", reason="nats-py signs in with it")
+    pytest.importorskip("nkeys", reason="nats-py needs it for authentication")
     _, x, scores = classifier
     module = run("export", f"{ROOT / 'examples/job.py'}:build", "--blobs", tmp_path / "job").stdout.strip()
     assert (tmp_path / "job" / module).exists()

@@ -1,4 +1,4 @@
-"""Services as forks of their supervisor: each is as if `python -m` had started it."""
+"""Services as forks of their supervisor: each behaves as if `python -m` had started it."""
 
 import subprocess
 import sys

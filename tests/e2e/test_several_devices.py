@@ -1,4 +1,4 @@
-"""Several devices as a user meets them: a stack with an executor for each, sessions over them, and the loss of one."""
+"""Several devices from a user's view: a stack with one executor per device, sessions over them, the loss of an executor."""
 
 import json
 import os
@@ -82,7 +82,7 @@ def test_session_prefers_executor_with_its_weights(stack, tmp_path):
     until(lambda: not sessions(stack))
     places = {}
     for dedup in ("off", "tenant"):
-        time.sleep(2.5)  # until heartbeats say that both are idle
+        time.sleep(2.5)  # until heartbeats report both devices as idle
         done = run("run", "-q", str(path), "load", stack=stack, WOOLYAI_DEDUP=dedup)
         assert done.returncode == 0, done.stderr
         places[dedup] = tasks()[0]
@@ -193,7 +193,7 @@ def test_up_with_two_gpus_runs_two_executors(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("used", [0, 1])
 def test_killed_executor_ends_session_and_is_named(tmp_path, used):
-    """The script works on cuda:`used` only, and the executor of cuda:1 dies."""
+    """The script uses only cuda:`used`, and the executor of cuda:1 dies."""
     own = start_stack(tmp_path / "own", ephemeral=True, gpus=2)
     try:
         path = script(

@@ -1,6 +1,6 @@
-"""The whole stack as a user meets it: real nats-server, router, executor and client processes.
+"""The whole stack from a user's view: real nats-server, router, executor and client processes.
 
-Tests of how a process starts, or of what it imports, start a fresh one (`run`); all others use a fork (`soon`).
+Tests of a process's start or imports start a fresh process (`run`). All others use a fork (`soon`).
 """
 
 import json
@@ -38,7 +38,7 @@ def run(*argv, stack=None, env=None, timeout=120, **options):
 
 
 def soon(*argv, stack=None, env=None, **options):
-    """As `run`, by a fork."""
+    """Like `run`, but in a fork."""
     return forks.run("wooly", *map(str, argv), env=environment(stack, env), timeout=120, **options)
 
 
@@ -78,7 +78,7 @@ def test_run_without_stack_starts_one_and_cleans_up(tmp_path):
     text = "import sys, torch; print((torch.ones(3, device='cuda') + 1).sum().item(), 'torch._dynamo' in sys.modules)"
     done = run("run", script(tmp_path, text), env={"XDG_STATE_HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path)})
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "6.0 False\n"  # and did not load what only compiling needs
+    assert done.stdout == "6.0 False\n"  # modules that only compiling needs are not loaded
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         left = {p.pid for p in psutil.process_iter() if f"{tmp_path}" in " ".join(_argv(p))} - before
@@ -99,7 +99,7 @@ def _argv(process):
     ("method", "children"),
     [
         ("spawn", 1),
-        pytest.param("spawn", 2, marks=pytest.mark.slow),  # each imports PyTorch anew
+        pytest.param("spawn", 2, marks=pytest.mark.slow),  # each process imports PyTorch again
         pytest.param("forkserver", 2, marks=pytest.mark.slow),
     ],
 )
@@ -124,7 +124,7 @@ def test_spawned_processes_have_separate_sessions(stack, tmp_path, method, child
     done = soon("run", "-q", path, stack=stack)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == f"{[(0, 3.0, 'cuda:0'), (1, 6.0, 'cuda:0')][:children]} 2.0"
-    deadline = time.monotonic() + 10  # the children closed theirs; the router gives those that just vanish a moment
+    deadline = time.monotonic() + 10  # the router waits a moment before it ends sessions of vanished children
     while (left := _sessions(stack)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert left == []
@@ -328,7 +328,7 @@ def test_interrupt_during_start_cleans_up(tmp_path):
         env=environment(None, env),
         preexec_fn=lambda: signal.signal(
             signal.SIGINT, signal.SIG_DFL
-        ),  # as at a terminal, also where tests run in the background
+        ),  # as in a terminal, even if the tests run in the background
     )
     file = tmp_path / "wooly/stack.json"
     deadline = time.monotonic() + 60
@@ -336,7 +336,7 @@ def test_interrupt_during_start_cleans_up(tmp_path):
         assert starting.poll() is None and time.monotonic() < deadline
         time.sleep(0.01)
     supervisor = psutil.Process(json.loads(file.read_text())["supervisor"]["pid"])
-    supervisor.suspend()  # so that it is still starting, however fast it is
+    supervisor.suspend()  # so that it is still starting, on any machine
     refused = soon("up", env=env)
     assert refused.returncode == 1 and "started in" in refused.stderr.replace("\n", " ")
     assert json.loads(soon("status", "--json", env=env).stdout)["state"] == "starting"
@@ -364,7 +364,7 @@ def test_frequent_program_becomes_plan_in_top_and_disasm(stack, tmp_path):
     path.write_text(HOT)
     programs.mkdir()
     printed = set()
-    for _ in range(20):  # the compiler takes as long as it takes; the results are those of always
+    for _ in range(20):  # the compiler takes its time; the results are always the same
         done = soon("run", "-q", path, stack=stack, env={"WOOLYAI_PROGRAMS_DIR": str(programs)})
         assert done.returncode == 0, done.stderr
         printed.add(done.stdout)
@@ -375,7 +375,9 @@ def test_frequent_program_becomes_plan_in_top_and_disasm(stack, tmp_path):
         pytest.fail(f"nothing ran as a kernel: {shown['work']}")
     assert len(printed) == 1 and printed.pop().startswith("1 (")
     assert "instructions: generated kernels" in soon("top", "--once", stack=stack).stdout
-    for program in sorted(programs.iterdir(), key=lambda p: -p.stat().st_size):  # the largest may have the set-up in it
+    for program in sorted(
+        programs.iterdir(), key=lambda p: -p.stat().st_size
+    ):  # the largest program may include the set-up
         told = soon("disasm", "--passes", "--jit", "exact", program, stack=stack)
         assert told.returncode == 0, told.stderr
         assert told.stdout.startswith("; program\nwis 1\n") and "; after lower\n" in told.stdout

@@ -1,7 +1,7 @@
-"""Two tenants on one cluster that asks for tokens: none can hear, speak for, read, cancel or list what is the other's.
+"""Two tenants on a cluster that requires tokens: neither can receive, impersonate, read, cancel or list anything of the other.
 
-Real nats-server, router, scheduler, metering and executor; credentials as REST gives them. What the server forbids it is asked to
-do, and what services would have to refuse reaches them.
+Real nats-server, router, scheduler, metering and executor; credentials from REST. The tests try what the NATS server must
+forbid, and send to services what the services must refuse.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ from wooly_wis.messages import (
 )
 
 pytestmark = pytest.mark.connected
-#: Seconds for which credentials of REST hold here, so that a session outlives them.
+#: Lifetime, in seconds, of credentials from REST in this cluster, so that a session outlives them.
 CREDENTIALS_S = 6
 ROOT = Path(__file__).parents[2]
 
@@ -83,7 +83,7 @@ def bob(tenants):
 
 @pytest.fixture
 def opened(alice):
-    """A session of Alice's."""
+    """A session of Alice."""
     session = alice.open()
     yield session
     alice.close(session)
@@ -97,7 +97,7 @@ def refused(code, tenant, *ask):
 
 @contextlib.asynccontextmanager
 async def connected(tenant):
-    """Yields a connection of a tenant's and the errors that the server told it."""
+    """Yields a tenant's connection, and the errors that the server reported to it."""
     errors, client = [], Client()
 
     async def error(e):
@@ -114,7 +114,7 @@ async def connected(tenant):
 # -- what a tenant can --------------------------------------------------------------------------------------------------
 
 
-#: Holds a tensor and asks for it now and then, until it is told to end.
+#: A script that holds a tensor and reads it now and then, until it is told to end.
 SCRIPT = """
 import sys, time, torch
 secret = torch.full((1024,), 42.0, device="cuda")
@@ -211,7 +211,7 @@ def test_metering_rest_requires_same_tokens(cluster, alice, bob):
     cluster.wait(lambda: port.exists() and port.read_text())
 
     def get(path, token):
-        """The answer, or the code with which it was refused."""
+        """The response, or the code of its refusal."""
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         request = urllib.request.Request(f"http://127.0.0.1:{port.read_text()}/api/v1/credits{path}", headers=headers)
         try:
@@ -316,7 +316,7 @@ async def test_nats_refuses_subscribing_to_other_tenant(alice, bob):
         await hers.flush()
         opened = await asyncio.to_thread(alice.open)
         await asyncio.to_thread(alice.close, opened)
-        await asyncio.wait_for(changed.wait(), 20)  # she hears of it, so there was something to hear
+        await asyncio.wait_for(changed.wait(), 20)  # Alice receives the event, so the event exists
         await client.flush()
     assert len(errors) == len(patterns) and all("permissions violation" in e.lower() for e in errors)
     assert heard == []
@@ -333,7 +333,7 @@ def test_channel_of_other_tenant_is_refused(alice, bob, opened):
             assert answer.kind == Kind.ERROR and b"executor.turned_away" in answer.payload
             channel.close()
         channel, answer = enter(opened)
-        assert answer.kind == Kind.WELCOME  # it is there, for who may
+        assert answer.kind == Kind.WELCOME  # the session exists, for its owner
         again, answer = enter(opened)
         assert answer.kind == Kind.ERROR and b"has its client already" in answer.payload
         again.close()
@@ -348,11 +348,11 @@ def test_buffers_of_other_tenant_are_not_readable(alice, bob, script):
         killing = threading.Timer(100, hers.kill)
         killing.start()
         try:
-            assert hers.stdout.readline() == "ready 43008.0\n"  # her buffers are there while he looks for them
+            assert hers.stdout.readline() == "ready 43008.0\n"  # Alice's buffers exist during Bob's search
             theirs = bob.open()
             channel, answer = enter(theirs)
             assert answer.kind == Kind.WELCOME
-            for number in range(64):  # ids are small numbers of each session's own, eight apart per device
+            for number in range(64):  # ids are small numbers of each session, eight apart per device
                 channel.send(Kind.READ, READ_HEAD.pack(number, 0, 4096))
                 answer = channel.recv(20)
                 assert answer.kind == Kind.ERROR and bytes(42) not in bytes(answer.payload), number
@@ -396,7 +396,7 @@ async def test_tunnel_for_session_of_other_tenant_is_refused(alice, bob):
 
 @pytest.fixture(scope="module")
 def classifier(cluster, tmp_path_factory):
-    """A folder with the example's module and two inputs, the module's digest, and what the CPU makes of each input."""
+    """A folder with the example's module and two inputs, the module's digest, and the CPU's result for each input."""
     import torch
 
     folder = tmp_path_factory.mktemp("job")
@@ -418,7 +418,7 @@ def classifier(cluster, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def her_job(tenants, classifier, tmp_path_factory):
-    """What the command line made of a job of alice's: its report, and where its results are."""
+    """A job of Alice through the command line: its report, and the place of its results."""
     folder, _, _ = classifier
     out = tmp_path_factory.mktemp("out")
     argv = ("submit", folder / "job.wism", "-i", f"x={folder / 'hers.npy'}", "-o", out, "--json")
@@ -471,10 +471,10 @@ def test_blobs_of_other_tenant_cannot_be_used(alice, bob, her_job, classifier):
         refused("router.forbidden", bob, contracts.ROUTER_BLOB_GET, ask.model_copy(update={"tenant": "alice"}))
     secret = AskedBlobs(alice.control).put(b"known to alice alone")
     about = {"digest": secret, "nbytes": 20, "upload": "u" * 32}
-    # That it is there is not said either: who asks must send it.
+    # The answer does not reveal that the blob exists: the client must send it.
     assert not bob.ask(contracts.ROUTER_BLOB_PUT, PutBlobRequest(**about)).kept
     refused("router.forbidden", bob, contracts.ROUTER_BLOB_PUT, PutBlobRequest(**about, tenant="alice"))
-    # As a job's module or input it is not found.
+    # As a job's module or input, the blob is not found.
     job = SubmitJob(job_id=f"job-{time.time_ns()}", module=secret)
     bob.ask(contracts.ROUTER_JOB_SUBMIT, job)
     found = bob.ask(contracts.ROUTER_TASK_GET, TaskRequest(task_id=job.job_id)).task
@@ -523,7 +523,7 @@ async def test_job_events_go_to_own_tenant_only(alice, bob, classifier):
         await his.subscribe(contracts.ROUTER_TASK_CHANGED.at("bob").subject, cb=hear("bob"))
         await hers.flush()
         await his.flush()
-        job = SubmitJob(job_id=f"job-{time.time_ns()}", module=module)  # without its input it ends at once
+        job = SubmitJob(job_id=f"job-{time.time_ns()}", module=module)  # without its input the job ends at once
         await asyncio.to_thread(bob.ask, contracts.ROUTER_JOB_SUBMIT, job)
         await asyncio.wait_for(told.wait(), 30)
         await hers.flush()
@@ -531,7 +531,10 @@ async def test_job_events_go_to_own_tenant_only(alice, bob, classifier):
 
 
 def test_acknowledged_job_survives_router(alice, cluster, classifier):
-    """Killed after the acknowledgement, before any executor has the job; sent again to the next router, it is one task."""
+    """The router is killed after the acknowledgement, before an executor has the job.
+
+    Sent again to the next router, it is one task.
+    """
     folder, module, _ = classifier
     blobs = AskedBlobs(alice.control)
     for path in (folder / "job").iterdir():
@@ -539,7 +542,7 @@ def test_acknowledged_job_survives_router(alice, cluster, classifier):
     x = blobs.put((folder / "x.bin").read_bytes())
     names = [f"job-{time.time_ns()}-{i}" for i in range(3)]
     jobs = [SubmitJob(job_id=n, module=module, inputs=(Blob(name="x", digest=x),)) for n in names]
-    cluster.processes["x"].send_signal(signal.SIGSTOP)  # so that nothing is executed before
+    cluster.processes["x"].send_signal(signal.SIGSTOP)  # so that nothing runs before the kill
     try:
         for job in jobs:
             alice.ask(contracts.ROUTER_JOB_SUBMIT, job)
@@ -564,7 +567,7 @@ def test_credentials_have_tenant_and_role_of_token(cluster, alice, bob):
     for body in ({"tenant": "alice"}, {"role": "admin"}):
         assert cluster.rest("POST", "credentials", body, bob.token) == "router.forbidden"
     assert cluster.rest("POST", "credentials", {"tenant": "bob"}, bob.token)["tenant"] == "bob"
-    made = cluster.rest("POST", "credentials", {"tenant": "bob"})  # the administrator
+    made = cluster.rest("POST", "credentials", {"tenant": "bob"})  # the administrator's request
     assert (made["tenant"], made["role"]) == ("bob", "user")
     assert cluster.rest("POST", "credentials", {})["role"] == "admin"
     assert cluster.rest("POST", "credentials", {}, "wooly_nobody") == "router.unauthorized"

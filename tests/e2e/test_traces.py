@@ -1,4 +1,4 @@
-"""One trace from a script or a job through every service that took part, as users meet it."""
+"""One trace from a script or a job through every service that takes part, from a user's view."""
 
 import http.server
 import json
@@ -41,7 +41,7 @@ def rest(stack, path):
 
 
 def trace_with(stack, task_id, *names):
-    """A task's trace, by name of span, once these are in it."""
+    """A task's trace, by name of span, as soon as these spans exist."""
     deadline = time.monotonic() + 30
     while True:
         try:
@@ -59,7 +59,7 @@ def trace_with(stack, task_id, *names):
 
 
 def is_one_tree(spans, top):
-    """Whether every span is under the one called `top`."""
+    """Whether every span is a descendant of the span `top`."""
     parents = {s["span_id"]: s["parent_id"] for s in spans}
     (root,) = [s["span_id"] for s in spans if s["name"] == top]
     for span_id in parents:

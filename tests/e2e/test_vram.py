@@ -1,4 +1,4 @@
-"""Sharing a device's memory through the whole stack: real clients that load the same weights, die, outgrow the device."""
+"""Sharing a device's memory through the whole stack: real clients that load the same weights, die, or exceed the device."""
 
 import asyncio
 import contextlib
@@ -30,7 +30,7 @@ EXECUTOR = {
     "WOOLY_EXECUTOR_SWAP_DISK": str(512 * MIB),
     "CONTROLLER_DEFAULT_VRAM_OVERCOMMIT_PERCENT": "50",
 }
-#: A client that does as it is told, a line of Python at a time, and prints the value of `out`.
+#: A client that executes commands, one line of Python each, and prints the value of `out`.
 WORK = """
 import json, sys, torch, wooly
 from wooly import api
@@ -120,7 +120,7 @@ def memory(stack):
 def until(stack, condition, seconds=60):
     deadline = time.monotonic() + seconds
     while not condition(found := memory(stack)):
-        assert time.monotonic() < deadline, f"it did not come: {found}"
+        assert time.monotonic() < deadline, f"the condition did not become true: {found}"
         time.sleep(0.05)
     return found
 
@@ -145,10 +145,10 @@ def test_second_load_of_weights_sends_nothing_and_shares_cost(stack, client):
     assert stranger.do(LOAD) > 16 * MIB
     total = first.do(SUM)
     assert second.do(SUM) == total == stranger.do(SUM)
-    # One of them writes: the other keeps its weights.
+    # One client writes: the other keeps its weights.
     assert second.do("torch.nn.init.zeros_(model.weight); out = model.weight.abs().sum().item()") == 0
     assert first.do(SUM) == total
-    # One dies: the other keeps them, too.
+    # One client dies: the other keeps its weights, too.
     third = client(DEDUP="tenant", TENANT="acme")
     assert third.do(LOAD) < 16 * MIB // 100
     first.process.send_signal(signal.SIGKILL)
@@ -170,7 +170,7 @@ LOGITS = "out = model(torch.arange(5, device='cuda')[None]).logits.double().sum(
 
 @pytest.mark.slow
 def test_pretrained_model_is_shared_automatically(tmp_path):
-    """On a device of 4 GiB: transformers takes 1.2 GiB of any for granted."""
+    """On a device of 4 GiB, because transformers always reserves 1.2 GiB."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -216,7 +216,7 @@ def test_pinned_weights_are_not_sent(stack, client, tmp_path):
 
 
 def test_sessions_larger_than_device_are_swapped_and_finish(stack, client):
-    """Three of 40 MiB on 96: 150 % of it promised less a little; they take turns, one of them partly on disk."""
+    """Three sessions of 40 MiB on 96 MiB: almost 150 % are promised. The sessions take turns; one of them is partly on disk."""
     clients = [client(REQUIRED_VRAM=46 * MIB, TENANT=f"t{n}") for n in range(3)]
     for n, each in enumerate(clients):
         assert each.do(f"x = torch.full((40 << 18,), {n + 1}.0, device='cuda'); out = x[-1].item()") == n + 1
@@ -245,7 +245,7 @@ def test_request_beyond_overcommit_is_refused_with_numbers(stack, client):
 
 
 def test_borne_memory_is_published_without_gaps(stack, client):
-    """As metering will read it: for each session stretches one after the other, the last of them marked."""
+    """The stream as metering reads it: contiguous intervals per session, with a mark at the last one."""
     each = client(TENANT="metered")
     each.do("x = torch.zeros(20 << 18, device='cuda'); torch.cuda.synchronize()")
     time.sleep(2.5)

@@ -1,4 +1,4 @@
-"""The web UI in a real browser, against a router's process: every page, by mouse and by keyboard."""
+"""The web UI in a real browser, with a router's process: every page, by mouse and by keyboard."""
 
 import contextlib
 import json
@@ -12,7 +12,7 @@ from wooly_wis.traces import SpanRecord
 pytestmark = [pytest.mark.connected, pytest.mark.timeout(120)]
 PAGES = ["Dashboard", "Tasks", "Nodes", "Groups", "Credits", "Traces", "Settings"]
 ABSENT = "status of 404"
-#: What a page must be for whoever cannot see it or has no mouse; a list of what is wrong.
+#: Accessibility rules for users who cannot see or have no mouse; returns the violations.
 ACCESSIBLE = """() => {
   const wrong = [];
   const say = (e, what) => wrong.push(`${what}: ${e.outerHTML.slice(0, 120)}`);
@@ -36,7 +36,7 @@ ACCESSIBLE = """() => {
   return wrong;
 }"""
 
-#: Texts that stand out too little from what is behind them (WCAG AA: 4.5, large ones 3).
+#: Texts with too little contrast to their background (WCAG AA: 4.5, large texts 3).
 FAINT = """() => {
   const rgb = (text) => text.match(/[\\d.]+/g).map(Number);
   const over = ([r, g, b, a = 1], under) => [r, g, b].map((c, i) => c * a + under[i] * (1 - a));
@@ -63,7 +63,7 @@ FAINT = """() => {
   }
   return [...faint];
 }"""
-#: What sticks out of the window to the side, unless something scrolls it.
+#: Elements that extend beyond the window's sides, unless they can be scrolled.
 WIDE = """() => {
   const width = document.documentElement.clientWidth;
   if (document.documentElement.scrollWidth <= width) return [];
@@ -107,7 +107,7 @@ def test_pages_are_reachable_by_keyboard(visit, cluster):
         page.keyboard.press("Enter")
         heading(page, name)
         assert page.title() == f"{name} – Wooly" and link.get_attribute("aria-current") == "page"
-        assert name == "Dashboard" or page.locator(":focus").inner_text() == name  # where reading goes on
+        assert name == "Dashboard" or page.locator(":focus").inner_text() == name  # focus moves to the heading
         page.locator("main table, main .card").first.wait_for()
         assert page.evaluate(ACCESSIBLE) == [], name
     page.goto(f"{cluster.url}/ui/#/no/such")
@@ -136,7 +136,7 @@ def test_content_policy_blocks_injected_scripts(visit, cluster):
     with pytest.raises(Exception, match="TrustedHTML"):
         page.evaluate("() => { document.body.innerHTML = '<b>x</b>'; }")
     for script in ("b.setAttribute('onclick', 'window.ran = 1')", "b.append(document.createElement('script'))"):
-        with contextlib.suppress(sync_error()):  # refused where it is made, or where it would run
+        with contextlib.suppress(sync_error()):  # refused when it is created or when it would run
             page.evaluate(f"""() => {{
               const b = document.createElement("button");
               {script};
@@ -206,7 +206,7 @@ def test_dashboard_shows_live_numbers_and_charts(visit, cluster):
     chart.wait_for()
     assert chart.locator("path.line").count() == 2
     cluster.devices[0].utilization = 1.0
-    page.locator(".tile", has_text="Utilization").get_by_text("75 %").wait_for()  # nobody has reloaded
+    page.locator(".tile", has_text="Utilization").get_by_text("75 %").wait_for()  # without a reload
     page.get_by_role("meter", name="Utilization of gpu-a").and_(page.locator("[aria-valuenow='100']")).wait_for()
     page.get_by_role("img", name=re.compile("now 75 %")).focus()
     page.keyboard.press("ArrowLeft")
@@ -234,7 +234,7 @@ def test_tasks_page_finds_opens_and_cancels_tasks(visit, cluster):
     story = page.locator(".story")
     story.wait_for()
     assert opened.get_attribute("aria-expanded") == "true"
-    assert page.locator(":focus").inner_text() == "find-low.py"  # drawn anew, and still where it was
+    assert page.locator(":focus").inner_text() == "find-low.py"  # the row was drawn again and kept the focus
     assert story.locator("li").count() == 2 and "started" in story.inner_text()
     assert "gpu-" in page.get_by_role("table", name="Points of the chosen devices").inner_text()
     page.get_by_role("combobox", name="Class", exact=True).first.select_option("P0")
@@ -441,7 +441,7 @@ def test_login_with_token_hides_token_from_scripts(visit, guarded):
         assert cookie["httpOnly"] and cookie["sameSite"] == "Strict" and cookie["path"] == "/api/v1"
         assert page.evaluate("() => document.cookie") == "" and admin not in page.content()
         assert admin not in page.evaluate("() => JSON.stringify([localStorage, sessionStorage, location.href])")
-        # What another site could send with the cookie, were it not strict: no header of ours
+        # A strict cookie: another site's request would have the cookie, but not our header
         bare = page.context.request.put(f"{url}/api/v1/nodes/node-a/state", data={"state": "draining"})
         assert bare.status == 403 and http.get("nodes/node-a").json()["wish"] == "active"
         go(page, "Traces")
@@ -455,7 +455,7 @@ def test_login_with_token_hides_token_from_scripts(visit, guarded):
         assert page.get_by_role("button", name="Drain node-a").count() == 0
         http.delete(f"tenants/acme/tokens/{made['id']}").raise_for_status()
         page.evaluate("() => { location.hash = '#/groups'; }")
-        token.wait_for()  # the next question is refused
+        token.wait_for()  # the next request is refused
     assert page.context.cookies()[0]["value"] == made["secret"]
 
 
@@ -467,7 +467,7 @@ def test_login_with_owner_code_is_valid_once_and_leaves_no_trace(guarded, visit)
     page.get_by_role("heading", name="Dashboard").wait_for()
     assert "login" not in page.url and code not in page.content()
     page.go_back()
-    assert page.url == "about:blank", "the code does not lie in the history"
+    assert page.url == "about:blank", "the code must not be in the history"
     page.go_forward()
     page.get_by_role("heading", name="Dashboard").wait_for()
     (cookie,) = page.context.cookies()
@@ -481,7 +481,7 @@ WIDTHS = (390, 768)
 
 
 def at_widths(page):
-    """The window as narrow as a phone's, then as a tablet's."""
+    """Set the window's width to that of a phone, then of a tablet."""
     for width in WIDTHS:
         page.set_viewport_size({"width": width, "height": 844})
         page.wait_for_function("w => document.documentElement.clientWidth === w", arg=width)
@@ -512,7 +512,7 @@ def test_pages_fit_narrow_windows(visit, cluster):
         page.locator(".story li").first.wait_for()
         for width in at_widths(page):
             assert page.evaluate(WIDE) == [], width
-            # What a phone's row leaves out is in what it opens
+            # A phone's row omits some columns; the row's details show them
             assert "narrow-tenant" in page.locator(".detail").inner_text()
             for reached in (page.get_by_role("button", name="Cancel…"), page.locator(".detail").get_by_label("Class")):
                 box = reached.bounding_box()
@@ -564,7 +564,9 @@ def test_keyboard_reaches_all_controls_with_visible_focus(visit, cluster):
       return [e.outerHTML.slice(0, 80), style.outlineStyle !== "none" && parseFloat(style.outlineWidth) >= 2];
     }"""
     page.evaluate("() => document.activeElement.blur()")
-    for _ in range(70):  # once around: it begins where it was, and goes over the window's own controls to the top
+    for _ in range(
+        70
+    ):  # one full cycle, from the current element over the browser's own controls to the top of the page
         page.keyboard.press("Tab")
         found = page.evaluate(reached)
         assert found is None or found[1], found[0]
@@ -577,7 +579,7 @@ def test_keyboard_reaches_all_controls_with_visible_focus(visit, cluster):
     page.keyboard.press("Enter")
     dialog = page.get_by_role("dialog", name="New group")
     dialog.wait_for()
-    for _ in range(10):  # no key leads to what is behind it
+    for _ in range(10):  # the keyboard cannot leave the dialog
         assert page.evaluate(
             "() => document.activeElement === document.body || !!document.activeElement.closest('dialog')"
         )
@@ -598,7 +600,7 @@ SPANS = [
 
 
 def test_trace_page_draws_waterfall(visit, cluster):
-    """Against the contract of the endpoints, answered by the test."""
+    """The test itself answers the requests, by the contract of the endpoints."""
     begin = 1_700_000_000_000_000_000
     spans = [
         {"span_id": i, "parent_id": p, "name": n, "service": s, "start_ns": begin + a * 10**6, "end_ns": begin + b * 10**6,
@@ -635,11 +637,11 @@ def test_trace_page_draws_waterfall(visit, cluster):
 
 
 def test_trace_page_of_task_matches_rest(visit, cluster, waterfall):
-    """What the router recorded itself, and under it what other services handed over."""
+    """The router's own spans, and spans that other services published."""
     task = cluster.open("drawn.py")
 
     def read(name):
-        with contextlib.suppress(httpx.HTTPStatusError):  # nothing has come yet
+        with contextlib.suppress(httpx.HTTPStatusError):  # no spans have arrived yet
             found = cluster.rest("GET", f"tasks/{task}/trace")
             return found if any(s["name"] == name for s in found["spans"]) else None
         return None
@@ -678,5 +680,5 @@ def test_page_without_router_reconnects(visit, cluster):
     page.locator("#live", has_text="live").wait_for()
     process = cluster._routers[-1]
     process.terminate()
-    assert process.wait(10) == 0  # an open page does not keep it
+    assert process.wait(10) == 0  # an open page does not delay the router's end
     page.locator("#live", has_text="reconnecting").wait_for()
