@@ -134,7 +134,7 @@ def test_stopped_executor_ends_sessions_with_reason(cluster, alice):
     cluster.processes["a"].terminate()
     assert cluster.processes["a"].wait(60) == 0
     cluster.wait(lambda: alice.story(opened.session_id)[-1] == "failed")
-    assert "executor a ends: it was told to stop" in cluster.log("router")
+    assert "executor a is ending: it was told to stop" in cluster.log("router")
     last = alice.ask(contracts.ROUTER_TASK_GET, TaskRequest(task_id=opened.session_id)).story[-1]
     assert last.reason == "executor a is lost: it was told to stop"
     channel.close()

@@ -1,4 +1,4 @@
-"""The check of a real GPU, tried where there is none: the truth is the CPU's, and what CUDA is known to answer."""
+"""The check for real GPUs, tested without a GPU: the truth is the CPU, and CUDA's known answers."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import pytest
 pytestmark = pytest.mark.connected
 HERE = Path(__file__).parent
 
-#: What Python runs first in every process of a check: the executor multiplies wrongly, the client dies of a negated float32.
+#: Python runs this first in every process of a check: the executor multiplies wrongly, and the client crashes at neg(float32).
 SABOTAGE = """
 import sys
 
@@ -31,7 +31,7 @@ if any(a.endswith("worker.py") for a in argv) and "ours" in argv:
 
 
 def check(*options, path=(), folder):
-    """(exit status, what was printed, the JSON)."""
+    """(exit status, output, the JSON)."""
     file = folder / "found.json"
     paths = [*map(str, path), str(HERE.parent / "conformance"), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
@@ -69,7 +69,7 @@ def test_check_reports_wrong_numbers_and_crashes(tmp_path):
     outcomes = {d["case"]: d["outcome"] for d in found["differences"]}
     assert outcomes.pop("mm/float32/0") == "values"
     assert outcomes.pop("neg/float32/0") == "crash"
-    assert {case.split("/")[0] for case in outcomes} <= {"mm"}  # the others are right, also after the crash
+    assert {case.split("/")[0] for case in outcomes} <= {"mm"}  # other cases are right, even after the crash
     (row,) = found["rows"]
     assert row["different"] == len(found["differences"]) and row["same"] >= 5
     assert "operators:mm/float32/0 values: result: differs by up to" in said
@@ -105,7 +105,7 @@ def test_check_script_names_missing_parts(tmp_path):
 
 @pytest.mark.slow
 def test_speed_rows_of_kernels_work_without_gpu(tmp_path, monkeypatch):
-    """In CUDA C, on the CPU's runtime: what launches them on a GPU is then only the runtime and Triton."""
+    """In CUDA C, on the CPU's runtime. Only the runtime and Triton differ on a GPU."""
     pytest.importorskip("pyopencl", reason="kernels run through OpenCL: pip install 'pyopencl[pocl]'")
     pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
     for folder in (HERE.parent / "kernels", HERE):

@@ -47,7 +47,7 @@ def test_grant_within_ceilings_is_unchanged(ceilings, wish, found):
     ("ceilings", "wish", "words"),
     [
         (MODEST, Wish(0), ["class P2 or a lower one", "P0 was requested", "--class-ceiling 0"]),
-        (Ceilings(4, 1, True), Wish(2), ["may have class P4,", "--class-ceiling 2"]),
+        (Ceilings(4, 1, True), Wish(2), ["may use class P4,", "--class-ceiling 2"]),
         (MODEST, Wish(4, 101), ["at most 100", "101", "--weight-ceiling 101"]),
         (MODEST, Wish(exclusive=True), ["use a device exclusively", "--exclusive"]),
     ],
