@@ -10,7 +10,7 @@ from wooly_bus.app import CONCURRENT_REQUESTS, ServiceApp
 from wooly_bus.channel.token import SignedPass
 from wooly_bus.errors import RefusedError
 from wooly_router import advice, executors, opening
-from wooly_router.actor import ABANDONED_S, FRESH_S
+from wooly_router.actor import ABANDONED_S, NEW_SESSION_S
 from wooly_router.opening import HEARTBEAT_GRACE_S, OPEN_BUDGET_S
 from wooly_router.state.nodes import GroupRecord
 from wooly_router.state.tasks import PartRecord
@@ -376,7 +376,7 @@ async def test_duties_with_failing_database_continue(rig, monkeypatch, caplog):
 async def test_reconcile_session_missing_on_executor_ends_unless_new(rig):
     async with rig("a") as r:
         old = await r.open()
-        r.clock.now += FRESH_S + 0.1
+        r.clock.now += NEW_SESSION_S + 0.1
         await r.beat()
         fresh = await r.open()
         await r.actor.on_heartbeat(r.executors[0].heartbeat(sessions=()))
@@ -710,7 +710,7 @@ async def test_close_and_lapse_of_two_devices_reach_both_executors(rig):
 async def test_loss_of_one_part_ends_session_on_other_executors(rig, how):
     async with rig("a", "b", "c") as r:
         opened, other = await r.open(gpu_count=3), await r.open()
-        r.clock.now += FRESH_S + 0.1
+        r.clock.now += NEW_SESSION_S + 0.1
         del r.executors[1].sessions[opened.session_id]
         if how == "restarted":
             await r.beat()

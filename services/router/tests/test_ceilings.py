@@ -5,7 +5,7 @@ import contextlib
 import pytest
 from wooly_bus import contracts
 from wooly_bus.errors import RefusedError
-from wooly_router.core.ceilings import MODEST, UNLIMITED, Ceilings, Grant, Refusal, Wish, grant, overridden
+from wooly_router.core.ceilings import RESTRICTED, UNLIMITED, Ceilings, Grant, Refusal, Wish, grant, overridden
 from wooly_router.gate import Caller
 from wooly_router.settings import RouterSettings
 from wooly_router.state.tasks import TaskRecord
@@ -27,9 +27,9 @@ HEX = "0" * 64
 @pytest.mark.parametrize(
     ("ceilings", "wish", "found"),
     [
-        (MODEST, Wish(), Grant(2, 1)),
-        (MODEST, Wish(4, 100), Grant(4, 100)),
-        (MODEST, Wish(2, exclusive=False), Grant(2, 1)),
+        (RESTRICTED, Wish(), Grant(2, 1)),
+        (RESTRICTED, Wish(4, 100), Grant(4, 100)),
+        (RESTRICTED, Wish(2, exclusive=False), Grant(2, 1)),
         (UNLIMITED, Wish(0, 1 << 20, True), Grant(0, 1 << 20)),
         (
             Ceilings(4, 1, False),
@@ -46,10 +46,10 @@ def test_grant_within_ceilings_is_unchanged(ceilings, wish, found):
 @pytest.mark.parametrize(
     ("ceilings", "wish", "words"),
     [
-        (MODEST, Wish(0), ["class P2 or a lower one", "P0 was requested", "--class-ceiling 0"]),
+        (RESTRICTED, Wish(0), ["class P2 or a lower one", "P0 was requested", "--class-ceiling 0"]),
         (Ceilings(4, 1, True), Wish(2), ["may use class P4,", "--class-ceiling 2"]),
-        (MODEST, Wish(4, 101), ["at most 100", "101", "--weight-ceiling 101"]),
-        (MODEST, Wish(exclusive=True), ["use a device exclusively", "--exclusive"]),
+        (RESTRICTED, Wish(4, 101), ["at most 100", "101", "--weight-ceiling 101"]),
+        (RESTRICTED, Wish(exclusive=True), ["use a device exclusively", "--exclusive"]),
     ],
 )
 def test_grant_above_ceiling_is_refused_with_remedy(ceilings, wish, words):
@@ -63,13 +63,13 @@ def test_wish_with_default_class_has_no_class():
 
 
 def test_overridden_prefers_own_values_even_zero_or_false():
-    assert overridden(MODEST, None, None, None) == MODEST
-    assert overridden(MODEST, 0, None, True) == Ceilings(0, 100, True)
+    assert overridden(RESTRICTED, None, None, None) == RESTRICTED
+    assert overridden(RESTRICTED, 0, None, True) == Ceilings(0, 100, True)
     assert overridden(UNLIMITED, None, 7, False) == Ceilings(0, 7, False)
 
 
 def test_default_ceilings_with_required_tokens_are_modest(tmp_path):
-    assert RouterSettings(state_dir=tmp_path, auth="tokens").ceilings() == MODEST
+    assert RouterSettings(state_dir=tmp_path, auth="tokens").ceilings() == RESTRICTED
     assert RouterSettings(state_dir=tmp_path).ceilings() == UNLIMITED
     given = {"default_class_ceiling": 1, "default_weight_ceiling": 9, "default_exclusive": True}
     assert RouterSettings(state_dir=tmp_path, auth="tokens", **given).ceilings() == Ceilings(1, 9, True)

@@ -95,7 +95,7 @@ async def test_follower_that_is_too_slow_gets_resync(rig):
     async with rig("a") as r:
         hub = Hub(r.actor)
         slow = hub.join(caller())
-        for i in range(events.WAITING + 1):
+        for i in range(events.MAX_QUEUED_EVENTS + 1):
             slow.tell("tasks", {"changed": [i]})
         assert slow.queue.qsize() == 1 and names(slow) == {"resync"}
         hub.leave(slow)
@@ -151,7 +151,7 @@ async def test_stream_requires_token_and_ends_with_token(rig, monkeypatch):
     from wooly_router.rest.api import create_api
     from wooly_router.state.tenants import TenantRecord
 
-    monkeypatch.setattr(events, "KEEP_S", 0.05)
+    monkeypatch.setattr(events, "RECHECK_S", 0.05)
     async with rig("a", auth="tokens") as r:
         api = create_api(r.actor, r.desk, Access(r.actor.gate, Buckets(1000.0, 1000.0)), r.traces)
         transport = httpx.ASGITransport(api)

@@ -280,7 +280,7 @@ async def test_job_of_dead_router_is_started_by_next_router(rig_on):
         await r.jobs.round()
         assert await state(r) == "pending" and (await r.tasks.get("job-0001")).parts
         r.jobs._start = start
-        r.clock.now += jobs_module.HANDING_S + 1
+        r.clock.now += jobs_module.START_CONFIRM_S + 1
         await r.beat()
         await r.jobs.round()
         r.clock.now += 3

@@ -7,7 +7,7 @@ import pytest
 from wooly_bus.errors import RefusedError
 from wooly_bus.web import Buckets
 from wooly_router import owner as module
-from wooly_router.owner import BROWSER_S, CODE_S, MOST, Owner
+from wooly_router.owner import BROWSER_S, CODE_S, MAX_SECRETS, Owner
 from wooly_router.rest.access import COOKIE, PAGE_HEADER, Access
 from wooly_router.rest.api import create_api
 from wooly_router.settings import RouterSettings
@@ -127,7 +127,7 @@ async def test_nats_request_without_token_is_owner_and_bad_token_is_refused(rest
 
 def test_owner_keeps_bounded_number_of_hashed_codes():
     owner = Owner(TOKEN, lambda: 0.0)
-    codes = [owner.code() for _ in range(MOST + 5)]
+    codes = [owner.code() for _ in range(MAX_SECRETS + 5)]
     assert owner.log_in(codes[0]) is None and owner.log_in(codes[-1]) is not None
     kept = str(vars(owner)) + str(vars(owner._codes)) + str(vars(owner._browsers))
     assert not any(secret in kept for secret in (TOKEN, *codes)) and hash_of(codes[-2]) in kept

@@ -52,14 +52,14 @@ from wooly_router.tenants import TenantActor
 
 log = logging.getLogger("wooly.router")
 #: Seconds in which a client whose connection broke may still report that it closed its session.
-ORDERLY_S = 0.5
+CLOSE_GRACE_S = 0.5
 #: Maximum number of renewals at a time. Each may wait for a silent executor, and must not delay the renewals of other sessions.
-RENEWALS = 4096
+MAX_RENEWALS = 4096
 #: Seconds between two writes of renewed leases: far less than a third of a lease.
 LEASES_EVERY_S = 0.5
 #: Age in seconds up to which a session may be missing in a heartbeat: the heartbeat may have been sent before the session
 #: opened.
-FRESH_S = 5.0
+NEW_SESSION_S = 5.0
 #: Age in seconds from which a session that is still opening belongs to a router that has ended.
 ABANDONED_S = 2 * OPEN_BUDGET_S
 #: Seconds between two checks whether the last operator of a cancelled task has ended.
@@ -108,12 +108,12 @@ class RouterActor:
         self._renewing: set[str] = set()
         self.client_nats_url = settings.client_nats_url or shown(settings.nats_url)
         app.serve(contracts.ROUTER_SESSION_OPEN, self.on_open_session)
-        app.serve(contracts.ROUTER_SESSION_RENEW, self.on_renew_session, at_once=RENEWALS)
+        app.serve(contracts.ROUTER_SESSION_RENEW, self.on_renew_session, at_once=MAX_RENEWALS)
         app.serve(contracts.ROUTER_SESSION_CLOSE, self.on_close_session)
         app.serve(contracts.ROUTER_NODE_LIST, self.on_nodes)
         app.serve(contracts.ROUTER_TOKEN_CHECK, self.on_check_token)
         app.serve_tenants(contracts.ROUTER_SESSION_OPEN, self.on_open_tenants)
-        app.serve_tenants(contracts.ROUTER_SESSION_RENEW, self.on_renew_tenants, at_once=RENEWALS)
+        app.serve_tenants(contracts.ROUTER_SESSION_RENEW, self.on_renew_tenants, at_once=MAX_RENEWALS)
         app.serve_tenants(contracts.ROUTER_SESSION_CLOSE, self.on_close_tenants)
         app.serve_tenants(contracts.ROUTER_NODE_LIST, self.on_nodes_of)
         app.listen(contracts.EXECUTOR_NODE_HEARTBEAT, self.on_heartbeat)
@@ -172,7 +172,7 @@ class RouterActor:
             raise RefusedError("router.no_session", f"session {session_id} belongs to another client")
         return await self.world.tasks.get(session_id)
 
-    async def _must_be_of(self, session_id: str, tenant: str) -> None:
+    async def _check_owner(self, session_id: str, tenant: str) -> None:
         """Check that a session, if it exists, belongs to this tenant: the session's token alone is not enough.
 
         Raises:
@@ -185,12 +185,12 @@ class RouterActor:
     async def on_renew_tenants(self, request: RenewSessionRequest, tenant: str) -> RenewSessionReply:
         """Renew the lease of a tenant's session."""
         await self.gate.of_tenant(tenant, None)
-        await self._must_be_of(request.session_id, tenant)
+        await self._check_owner(request.session_id, tenant)
         return await self.on_renew_session(request)
 
     async def on_close_tenants(self, request: CloseSessionRequest, tenant: str) -> CloseSessionReply:
         """Close a tenant's session."""
-        await self._must_be_of(request.session_id, tenant)
+        await self._check_owner(request.session_id, tenant)
         return await self.on_close_session(request)
 
     async def on_renew_session(self, request: RenewSessionRequest) -> RenewSessionReply:
@@ -202,7 +202,7 @@ class RouterActor:
         """
         record = await self._open(request.session_id, request.token)
         if record is None:
-            raise RefusedError("router.no_session", await self._why_over(request.session_id))
+            raise RefusedError("router.no_session", await self._reason_of_end(request.session_id))
         if record.id in self._renewing:
             raise RefusedError(
                 "router.renewing", f"the lease of session {record.id} is being renewed already", retryable=True
@@ -257,7 +257,7 @@ class RouterActor:
             if self._prolonged.get(session_id) == until:
                 del self._prolonged[session_id]
 
-    async def _why_over(self, session_id: str) -> str:
+    async def _reason_of_end(self, session_id: str) -> str:
         task = await self.world.tasks.get(session_id)
         if task is None or task.kind != "session":
             return f"session {session_id} is not open"
@@ -276,10 +276,10 @@ class RouterActor:
         async with self.world.database.writing() as s:
             ended = await self.world.tasks.move(s, record.id, state, reason, self.clock())
         if ended:
-            await self.let_go(record, record.id, reason)
+            await self.close_on_executors(record, record.id, reason)
         return ended
 
-    async def let_go(self, record: TaskRecord, session_id: str, reason: str) -> None:
+    async def close_on_executors(self, record: TaskRecord, session_id: str, reason: str) -> None:
         """Close a task's session on its executors.
 
         If operators still run there, the task's story says so until they have ended.
@@ -308,9 +308,9 @@ class RouterActor:
             closing = self.executors.close(others, record.id, f"it ended on executor {executor_id}")
             start_errand(closing, f"closing of session {record.id}")
 
-    async def _lose_soon(self, record: TaskRecord, executor_id: str, reason: str) -> None:
+    async def _lose_after_grace(self, record: TaskRecord, executor_id: str, reason: str) -> None:
         """End a lost session after a delay: a client that exits may still report its close, and that report comes first."""
-        await asyncio.sleep(ORDERLY_S)
+        await asyncio.sleep(CLOSE_GRACE_S)
         await self.lose_part(record, executor_id, reason)
 
     # -- nodes -------------------------------------------------------------------------------------------------------
@@ -352,7 +352,7 @@ class RouterActor:
         if record is not None and record.kind == "session" and record.state == "started":
             if event.reason:
                 why = f"it ended on executor {event.executor_id}: {event.reason}"
-                start_errand(self._lose_soon(record, event.executor_id, why), f"end of session {record.id}")
+                start_errand(self._lose_after_grace(record, event.executor_id, why), f"end of session {record.id}")
             else:
                 await self.lose_part(record, event.executor_id, "closed by its client", "completed")
 
@@ -399,7 +399,7 @@ class RouterActor:
             return f"executor {executor_id} is lost: {ended}"
         if now - heard > LOST_AFTER_S:
             return f"executor {executor_id} is lost: no heartbeat for {now - heard:.0f} s"
-        if now - since <= FRESH_S or self.registry.heard(executor_id) is None:
+        if now - since <= NEW_SESSION_S or self.registry.heard(executor_id) is None:
             return ""
         return "" if self.registry.has(executor_id, session_id) else f"executor {executor_id} does not have it"
 

@@ -28,9 +28,9 @@ from wooly_router.settings import RouterSettings
 
 log = logging.getLogger("wooly.router")
 #: Maximum number of tenants whose buckets are remembered.
-BUCKETS = 1000
+MAX_BUCKETS = 1000
 #: Maximum number of finished uploads that are read back for verification at the same time.
-AT_ONCE = 2
+MAX_CHECKS = 2
 #: Seconds for which a measured bucket size is used.
 SIZE_S = 1.0
 
@@ -69,7 +69,7 @@ class TenantBlobs:
         store = self._stores.get(tenant) or BlobStore(self._app.jetstream(), tenant, most=self._most)
         self._stores[tenant] = store
         self._stores.move_to_end(tenant)
-        if len(self._stores) > BUCKETS:
+        if len(self._stores) > MAX_BUCKETS:
             _, old = self._stores.popitem(last=False)
             self._held.pop(old.bucket, None)
         return store
@@ -141,7 +141,7 @@ class BlobActor:
 
     def __init__(self, app: ServiceApp, gate: Gate, blobs: TenantBlobs, blob_bytes: int) -> None:
         self._gate, self._blobs, self._blob_bytes = gate, blobs, blob_bytes
-        self._turn = asyncio.Semaphore(AT_ONCE)
+        self._turn = asyncio.Semaphore(MAX_CHECKS)
         app.serve_tenants(contracts.ROUTER_BLOB_PUT, self.on_put_blob)
         app.serve_tenants(contracts.ROUTER_BLOB_GET, self.on_get_blob)
 

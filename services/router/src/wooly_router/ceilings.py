@@ -28,7 +28,7 @@ from wooly_router.state.world import World
 
 log = logging.getLogger("wooly.router")
 #: The error code of every refusal because of a ceiling.
-ABOVE = "router.above_ceiling"
+ABOVE_CEILING_CODE = "router.above_ceiling"
 
 
 class CeilingActor:
@@ -63,7 +63,7 @@ class CeilingActor:
         unbound = caller is not None and self._gate.is_administrator(caller)
         found = grant(tenant, UNLIMITED if unbound else await self.of(tenant), wish)
         if isinstance(found, Refusal):
-            raise RefusedError(ABOVE, found.message)
+            raise RefusedError(ABOVE_CEILING_CODE, found.message)
         return found
 
     async def on_check_ceiling(self, request: CheckCeilingRequest) -> CheckCeilingReply:

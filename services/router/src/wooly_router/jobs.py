@@ -34,7 +34,7 @@ from wooly_wis.messages import (
 )
 
 from wooly_router.actor import RouterActor
-from wooly_router.ceilings import ABOVE
+from wooly_router.ceilings import ABOVE_CEILING_CODE
 from wooly_router.core.ceilings import Wish
 from wooly_router.core.cluster import ClusterConfig, overcommit_of
 from wooly_router.core.placement import as_record, summary
@@ -51,11 +51,11 @@ log = logging.getLogger("wooly.router")
 #: Prefix of a job's reason while the job waits for credits.
 OVER_BUDGET = "waits for credits: "
 #: Submitted jobs that are examined at the same time; seconds before the job of a tenant at a limit is examined again.
-COMMANDS_AT_ONCE, LIMITED_S = 16, 5.0
+COMMANDS_AT_ONCE, LIMIT_RETRY_S = 16, 5.0
 #: Seconds for an executor to confirm a job that it was asked to run. After that, the router that asked it counts as dead.
-HANDING_S = 15.0
+START_CONFIRM_S = 15.0
 #: Seconds for which an executor may not report a job that it runs: its end report may be on its way.
-MISSING_S = 5.0
+MISSING_GRACE_S = 5.0
 #: Seconds for which metering's answer about a tenant's budget is used, and minimum wait of a job whose tenant has no budget
 #: left.
 BUDGET_S = 2.0
@@ -63,9 +63,9 @@ OVER_BUDGET_S = 3 * BUDGET_S
 #: Maximum number of concurrent budget requests to metering.
 BUDGETS_AT_ONCE = 16
 #: Maximum number of jobs that one round starts.
-AT_ONCE = 64
+MAX_STARTS = 64
 #: Maximum number of waiting jobs whose reason one round updates, from the front of the queue.
-NOTED = 200
+MAX_REASON_UPDATES = 200
 
 
 class JobActor:
@@ -121,7 +121,7 @@ class JobActor:
                 await self._submit_command(job.model_copy(update={"tenant": tenant, "credential": ""}), caller)
             await taken.done()
         except LimitError as e:  # it stays in the queue: an acknowledged submission becomes a task
-            await taken.later(max(e.retry_s, LIMITED_S))
+            await taken.later(max(e.retry_s, LIMIT_RETRY_S))
         except (EnvelopeError, RefusedError) as e:
             log.warning("a submitted job is dropped, because it is malformed or not permitted: %s", e)
             await taken.done()
@@ -134,7 +134,7 @@ class JobActor:
         try:
             await self.on_submit_job(job, caller)
         except RefusedError as e:
-            if e.code != ABOVE:
+            if e.code != ABOVE_CEILING_CODE:
                 raise
             await self._submit(job, f"{e.code}: {e}")
 
@@ -198,7 +198,7 @@ class JobActor:
 
     async def _take_in(self, job: SubmitJob, task: TaskRecord, refusal: str) -> TaskRecord:
         if not refusal:
-            task, refusal = await self._examined(job, task)
+            task, refusal = await self._check_module(job, task)
         # Of jobs that arrive at the same time, each counts those before it.
         async with self._world.database.deciding() as s:
             if (known := await self._tasks.get(job.job_id, s)) is not None:
@@ -211,7 +211,7 @@ class JobActor:
         self._changed.set()
         return task
 
-    async def _examined(self, job: SubmitJob, task: TaskRecord) -> tuple[TaskRecord, str]:
+    async def _check_module(self, job: SubmitJob, task: TaskRecord) -> tuple[TaskRecord, str]:
         """Check the job's module.
 
         Returns the job with the memory that the module needs, and the reason why it can never run (or "").
@@ -257,7 +257,7 @@ class JobActor:
         if task is None or task.kind != "job" or task.attempt != ended.attempt:
             return False
         if ended.state == "lost":
-            return await self._again(task, f"lost on {ended.executor_id}: {ended.reason}")
+            return await self._retry_attempt(task, f"lost on {ended.executor_id}: {ended.reason}")
         outputs = [o.model_dump(mode="json", exclude={"schema_version"}) for o in ended.outputs]
         with step("router", "end_job", _trace(task), task_id=task.id, attempt=ended.attempt, state=ended.state):
             return await self._end_attempt(task, ended, outputs)
@@ -274,7 +274,7 @@ class JobActor:
         self._changed.set()
         return moved
 
-    async def _again(self, task: TaskRecord, reason: str) -> bool:
+    async def _retry_attempt(self, task: TaskRecord, reason: str) -> bool:
         """Handle a lost attempt: retry the job after a back-off, or fail it after the last attempt."""
         now = self._router.clock()
         config, _ = await self._world.settings()
@@ -321,7 +321,7 @@ class JobActor:
             ended = await self._tasks.move(s, task.id, state, reason, self._router.clock())
         if ended:
             self._changed.set()
-            await self._router.let_go(task, session_of(task), reason)
+            await self._router.close_on_executors(task, session_of(task), reason)
         return ended
 
     async def watch(self) -> None:
@@ -334,12 +334,12 @@ class JobActor:
                     continue
                 key = (task.id, task.attempt)
                 missing[key] = self._missing.get(key, now)
-                if "is lost" in reason or now - missing[key] > MISSING_S:
-                    await self._again(task, reason)
+                if "is lost" in reason or now - missing[key] > MISSING_GRACE_S:
+                    await self._retry_attempt(task, reason)
         self._missing = missing
         for task in await self._tasks.in_states("pending", kind="job"):
             if task.parts and is_due(task.retry_at or 0.0, now):
-                await self._again(task, "the router that was starting it has ended")
+                await self._retry_attempt(task, "the router that was starting it has ended")
 
     async def place(self) -> None:
         """Start the jobs that fit, in the queue's order."""
@@ -365,18 +365,18 @@ class JobActor:
                 record = as_record(waiting.want, placement)
                 if not placement.gpus:
                     reason = f"waits: {summary(placement.waits)}"
-                    if task.reason != reason[:4096] and noted < NOTED:
+                    if task.reason != reason[:4096] and noted < MAX_REASON_UPDATES:
                         noted += 1
                         await self._tasks.note_waiting(s, task.id, record, reason)
                     continue
-                if len(chosen) == AT_ONCE:
+                if len(chosen) == MAX_STARTS:
                     self._changed.set()
                     break
                 (gpu,) = placement.gpus
                 changes: dict[str, Any] = {
                     "placement": record,
                     "attempt": task.attempt + 1,
-                    "retry_at": now + HANDING_S,
+                    "retry_at": now + START_CONFIRM_S,
                 }
                 await self._tasks.take_devices(s, task.id, [PartRecord(gpu.executor_id, gpu.node)], **changes)
                 started = replace(task, parts=(PartRecord(gpu.executor_id, gpu.node),), **changes)
@@ -405,7 +405,7 @@ class JobActor:
         noted = 0
         for task in tasks:
             reason = f"{OVER_BUDGET}{over_budget[task.tenant]}"
-            if task.reason == reason[:4096] or noted == NOTED:
+            if task.reason == reason[:4096] or noted == MAX_REASON_UPDATES:
                 continue
             noted += 1
             begins = not task.reason.startswith(OVER_BUDGET)  # the amount in the reason may still change
@@ -450,7 +450,7 @@ class JobActor:
             await self._app.request(contracts.EXECUTOR_JOB_RUN.at(executor_id), request, timeout=EXECUTOR_TIMEOUT_S)
         except BusError as e:
             log.warning("executor %s did not start job %s: %s", executor_id, task.id, e)
-            await self._again(task, f"executor {executor_id} did not start it: {e}")
+            await self._retry_attempt(task, f"executor {executor_id} did not start it: {e}")
             return
         async with self._world.database.writing() as s:
             started = await self._tasks.move(

@@ -27,9 +27,9 @@ from wooly_router.settings import RouterSettings
 
 log = logging.getLogger("wooly.router")
 #: Maximum number of remembered check results: many jobs use the same module.
-REMEMBERED = 1000
+MAX_RESULTS = 1000
 #: Maximum number of tenants whose checking time is counted.
-TENANTS = 10_000
+MAX_TENANTS = 10_000
 
 
 class ModuleCheckError(WisError):
@@ -117,14 +117,14 @@ class ModuleChecks:
         self._charge(tenant, found["cpu_ns"])
         checked = Checked(found["peak"]) if "peak" in found else Checked(refusal=f"{found['code']}: {found['message']}")
         self._known[tenant, name] = checked
-        if len(self._known) > REMEMBERED:
+        if len(self._known) > MAX_RESULTS:
             self._known.popitem(last=False)
         return checked
 
     def _charge(self, tenant: str, ns: int) -> None:
         self.spent_ns[tenant] = self.spent_ns.get(tenant, 0) + ns
         self.spent_ns.move_to_end(tenant)
-        if len(self.spent_ns) > TENANTS:
+        if len(self.spent_ns) > MAX_TENANTS:
             self.spent_ns.popitem(last=False)
 
     # -- turns -------------------------------------------------------------------------------------------------------

@@ -155,7 +155,7 @@ class Opening:
                     silent -= {part.executor_id for part in reply.parts}
                     return reply.model_copy(update={"trace_id": trace_id})
                 if self._clock() > until:
-                    raise _none_took_it(failed)
+                    raise _no_host(failed)
         except BaseException as e:
             async with self._world.database.writing() as s:
                 await self._world.tasks.move(
@@ -227,7 +227,7 @@ class Opening:
             if not placement.gpus:
                 waits = {n: why for n, why in placement.waits.items() if n in alive}
                 if want.gpu_count == 1 and failed and not waits.keys() - failed.keys():
-                    raise _none_took_it(failed)
+                    raise _no_host(failed)
                 why = _no_fit(want, len(alive), placement.fitting, waits, failed)
                 kind = TakenError if Pool(pool.gpus()).place(want).gpus else RefusedError
                 raise kind("router.no_fit", why, retryable=True)
@@ -403,7 +403,7 @@ def _no_fit(want: Want, alive: int, fitting: int, waits: Mapping[str, str], fail
     return f"{want.gpu_count} devices were requested, but only {fitting} of {alive} executors can take one: {reasons}"
 
 
-def _none_took_it(failed: dict[str, BusError]) -> RefusedError:
+def _no_host(failed: dict[str, BusError]) -> RefusedError:
     """Explain why no executor hosts a session: an executor's own refusal, if there is one."""
     for error in failed.values():
         if isinstance(error, RefusedError):

@@ -17,7 +17,7 @@ CODE_S = 300.0
 #: Seconds for which a browser stays logged in: a working day. The token itself is never stored in a cookie.
 BROWSER_S = 12 * 3600.0
 #: Maximum number of valid codes, and of logged-in browsers. Beyond it, the oldest ends.
-MOST = 32
+MAX_SECRETS = 32
 
 
 class _Tickets:
@@ -30,7 +30,7 @@ class _Tickets:
     def make(self) -> str:
         secret = SECRET_PREFIX + secrets.token_urlsafe(32)
         self._until[hash_of(secret)] = self._clock() + self._lasts_s
-        while len(self._until) > MOST:
+        while len(self._until) > MAX_SECRETS:
             self._until.popitem(last=False)
         return secret
 

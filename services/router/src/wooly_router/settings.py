@@ -17,7 +17,7 @@ from wooly_bus.channel.tls import server_context
 from wooly_bus.credentials import CredentialsError, Issuer
 from wooly_bus.keys import Key
 
-from wooly_router.core.ceilings import MODEST, UNLIMITED, Ceilings, overridden
+from wooly_router.core.ceilings import RESTRICTED, UNLIMITED, Ceilings, overridden
 from wooly_router.core.cluster import ClusterConfig
 from wooly_router.owner import Owner
 
@@ -189,7 +189,7 @@ class RouterSettings(BaseSettings):
 
     def ceilings(self) -> Ceilings:
         """Return the ceilings of a tenant without own values."""
-        usual = MODEST if self.auth == "tokens" else UNLIMITED
+        usual = RESTRICTED if self.auth == "tokens" else UNLIMITED
         return overridden(usual, self.default_class_ceiling, self.default_weight_ceiling, self.default_exclusive)
 
     def cluster(self) -> ClusterConfig:

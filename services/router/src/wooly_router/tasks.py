@@ -38,9 +38,9 @@ class TaskActor:
     def __init__(self, app: ServiceApp, router: RouterActor, jobs: JobActor) -> None:
         self._app, self._router, self.jobs = app, router, jobs
         self._tasks = router.world.tasks
-        app.serve(contracts.ROUTER_TASK_LIST, self._let_in(self.on_tasks, "tasks:read"))
-        app.serve(contracts.ROUTER_TASK_GET, self._let_in(self.on_task, "tasks:read"))
-        cancel = self._let_in(self.on_cancel_task, "tasks:write")
+        app.serve(contracts.ROUTER_TASK_LIST, self._authorized(self.on_tasks, "tasks:read"))
+        app.serve(contracts.ROUTER_TASK_GET, self._authorized(self.on_task, "tasks:read"))
+        cancel = self._authorized(self.on_cancel_task, "tasks:write")
         app.serve(contracts.ROUTER_TASK_CANCEL, cancel)
         app.serve(contracts.ROUTER_TASK_PRIORITIZE, self._on_prioritize)
         app.serve_tenants(contracts.ROUTER_TASK_LIST, self._of_tenant(self.on_tasks))
@@ -48,7 +48,7 @@ class TaskActor:
         app.serve_tenants(contracts.ROUTER_TASK_CANCEL, self._of_tenant(self.on_cancel_task))
         app.serve_tenants(contracts.ROUTER_TASK_PRIORITIZE, self._on_prioritize_of)
 
-    def _let_in(self, handler: Callable[[Q], Awaitable[R]], scope: str) -> Callable[[Q], Awaitable[R]]:
+    def _authorized(self, handler: Callable[[Q], Awaitable[R]], scope: str) -> Callable[[Q], Awaitable[R]]:
         """Wrap a handler: check the caller's scope, and limit the request to the tasks that the caller sees."""
 
         async def check(request: Q) -> R:

@@ -29,7 +29,7 @@ class Ceilings:
 
 
 #: The default ceilings of an installation that requires tokens, until an administrator changes them.
-MODEST = Ceilings(DEFAULT_CLASS, 100, False)
+RESTRICTED = Ceilings(DEFAULT_CLASS, 100, False)
 #: The ceilings of an installation where every caller is an administrator.
 UNLIMITED = Ceilings(0, 1 << 20, True)
 

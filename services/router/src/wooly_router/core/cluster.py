@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from pydantic import BaseModel, ConfigDict, Field
 from wooly_wis.messages import ExecutorHeartbeat
 
-from wooly_router.core.placement import NOBODY, Gpu
+from wooly_router.core.placement import EMPTY, Gpu
 from wooly_router.core.queue import Patience
 from wooly_router.core.registry import Registry
 
@@ -99,7 +99,7 @@ def _gpu(
         total=heartbeat.device.total_memory,
         vendor=heartbeat.device.vendor,
         arch=heartbeat.device.arch,
-        groups=NOBODY if node is None else node.groups,
+        groups=EMPTY if node is None else node.groups,
         overcommit=overcommit_of(node, config),
         state=wish if alive else "lost",
         utilization=round(1000 * heartbeat.utilization),

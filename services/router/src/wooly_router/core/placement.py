@@ -23,11 +23,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from itertools import islice
 
-PER_SESSION = 500
-RESIDENT = 1000
-NOBODY: frozenset[str] = frozenset()
+POINTS_PER_SESSION = 500
+RESIDENT_POINTS = 1000
+EMPTY: frozenset[str] = frozenset()
 #: Maximum number of devices in an answer that explains why each device was rejected.
-REASONS = 64
+MAX_REASONS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +47,12 @@ class Gpu:
     total: int
     vendor: str = ""
     arch: str = ""
-    groups: frozenset[str] = NOBODY
+    groups: frozenset[str] = EMPTY
     overcommit: int = 0
     state: str = "active"
     utilization: int = 0
     starvation: int = 0
-    weights: frozenset[str] = NOBODY
+    weights: frozenset[str] = EMPTY
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Want:
     vendor: str = ""
     arch: str = ""
     weights: tuple[str, ...] = ()
-    barred: frozenset[str] = NOBODY
+    barred: frozenset[str] = EMPTY
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class Placement:
     Attributes:
         here: the cost of each chosen device, by component.
         next_best: the next cheapest device and its cost, if one was examined.
-        waits: if no device was chosen, the reason for each rejected device: the first `REASONS` of them, by id.
+        waits: if no device was chosen, the reason for each rejected device: the first `MAX_REASONS` of them, by id.
         fitting: if too few devices fit, how many did.
     """
 
@@ -146,7 +146,7 @@ def fits(want: Want, gpu: Gpu, load: Load) -> bool:
     """Tell whether the device can take one part of the task. `unfit` gives the reason in words."""
     if gpu.state != "active" or load.exclusive or (want.exclusive and load.sessions):
         return False
-    if gpu.executor_id in want.barred or not _grouped(want, gpu) or not _kind(want, gpu):
+    if gpu.executor_id in want.barred or not _fits_groups(want, gpu) or not _fits_kind(want, gpu):
         return False
     asked = want.required_vram
     if asked is None:
@@ -158,11 +158,11 @@ def fits(want: Want, gpu: Gpu, load: Load) -> bool:
     return load.fixed + load.movable + asked <= gpu.total + gpu.total * gpu.overcommit // 100
 
 
-def _grouped(want: Want, gpu: Gpu) -> bool:
+def _fits_groups(want: Want, gpu: Gpu) -> bool:
     return not gpu.groups if not want.groups else not gpu.groups.isdisjoint(want.groups)
 
 
-def _kind(want: Want, gpu: Gpu) -> bool:
+def _fits_kind(want: Want, gpu: Gpu) -> bool:
     return (not want.vendor or want.vendor == gpu.vendor) and (not want.arch or want.arch == gpu.arch)
 
 
@@ -174,11 +174,11 @@ def unfit(want: Want, gpu: Gpu, load: Load) -> str:
         return f"is {gpu.state}"
     if gpu.executor_id in want.barred:
         return "did not take the task in an earlier attempt"
-    if not _grouped(want, gpu):
+    if not _fits_groups(want, gpu):
         if want.groups:
             return f"is not in any of the groups {', '.join(want.groups)}"
         return f"is reserved for the group{'s' * (len(gpu.groups) > 1)} {', '.join(sorted(gpu.groups))}"
-    if not _kind(want, gpu):
+    if not _fits_kind(want, gpu):
         return (
             f"is {gpu.vendor} {gpu.arch}".rstrip() + f", but the task requests {f'{want.vendor} {want.arch}'.strip()}"
         )
@@ -202,13 +202,13 @@ def unfit(want: Want, gpu: Gpu, load: Load) -> str:
 def cost_of(gpu: Gpu, load: Load) -> int:
     """Return the cost of a device in points, without the part that depends on the task."""
     promised = min(1000, 1000 * (load.fixed + load.movable) // max(gpu.total, 1))
-    return PER_SESSION * load.sessions + gpu.utilization + gpu.starvation + promised // 2
+    return POINTS_PER_SESSION * load.sessions + gpu.utilization + gpu.starvation + promised // 2
 
 
 def _saved(want: Want, gpu: Gpu) -> int:
     if not want.weights or not gpu.weights:
         return 0
-    return RESIDENT * sum(w in gpu.weights for w in want.weights) // len(want.weights)
+    return RESIDENT_POINTS * sum(w in gpu.weights for w in want.weights) // len(want.weights)
 
 
 class Pool:
@@ -277,7 +277,7 @@ class Pool:
     def _cost(self, gpu: Gpu) -> int:
         return cost_of(gpu, self.load(gpu.executor_id))
 
-    def place(self, want: Want, held: Collection[str] = NOBODY) -> Placement:
+    def place(self, want: Want, held: Collection[str] = EMPTY) -> Placement:
         """Choose devices for one task. It claims nothing.
 
         Args:
@@ -295,7 +295,7 @@ class Pool:
         if chosen:
             here = {g.executor_id: self._explain(want, g) for g in chosen}
             return Placement(tuple(chosen), here, next_best=after)
-        placement = Placement(waits=self._why_not(want, held), fitting=fitting)
+        placement = Placement(waits=self._rejections(want, held), fitting=fitting)
         if not held:
             self._refused[want] = placement
         return placement
@@ -354,7 +354,7 @@ class Pool:
         load = self.load(gpu.executor_id)
         promised = min(1000, 1000 * (load.fixed + load.movable) // max(gpu.total, 1))
         parts = {
-            "sessions": PER_SESSION * load.sessions,
+            "sessions": POINTS_PER_SESSION * load.sessions,
             "utilization": gpu.utilization,
             "starvation": gpu.starvation,
             "promised": promised // 2,
@@ -362,7 +362,7 @@ class Pool:
         }
         return {k: v for k, v in parts.items() if v} | {"cost": sum(parts.values())}
 
-    def _why_not(self, want: Want, held: Collection[str]) -> dict[str, str]:
+    def _rejections(self, want: Want, held: Collection[str]) -> dict[str, str]:
         reasons = {}
         for gpu in self._by_id:
             why = unfit(want, gpu, self.load(gpu.executor_id))
@@ -370,7 +370,7 @@ class Pool:
                 why = "is held for a task that has waited longer"
             if why:
                 reasons[gpu.executor_id] = why
-                if len(reasons) == REASONS:
+                if len(reasons) == MAX_REASONS:
                     break
         return reasons
 

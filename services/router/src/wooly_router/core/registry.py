@@ -9,7 +9,7 @@ from wooly_wis.messages import ExecutorHeartbeat, MemoryState, NodeInfo
 LOST_AFTER_S = 5.0
 FORGOTTEN_AFTER_S = 3600.0
 #: Maximum number of sessions whose memory a listing shows per executor.
-LISTED = 50
+MAX_LISTED_SESSIONS = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class Registry:
 def _listed(heartbeat: ExecutorHeartbeat) -> MemoryState | None:
     """Return the memory with only the sessions that use most of it: a listing of many executors must stay small."""
     memory = heartbeat.memory
-    if memory is None or len(memory.sessions) <= LISTED:
+    if memory is None or len(memory.sessions) <= MAX_LISTED_SESSIONS:
         return memory
     most = sorted(memory.sessions, key=lambda s: (-s.own - s.shared - s.host - s.disk, s.session_id))
-    return memory.model_copy(update={"sessions": tuple(most[:LISTED])})
+    return memory.model_copy(update={"sessions": tuple(most[:MAX_LISTED_SESSIONS])})

@@ -30,7 +30,7 @@ COST_BYTES = 16 << 10
 #: Cost of a login for its address's rate, in requests: a page logs in once, an attacker who guesses tokens often.
 LOGIN_COST = 40.0
 #: Maximum number of tokens that are remembered as valid: they are not slowed down by wrong guesses from the same address.
-PROVED = 10_000
+MAX_VALID_TOKENS = 10_000
 
 
 class Access:
@@ -43,7 +43,7 @@ class Access:
 
     def __init__(self, gate: Gate, buckets: Buckets) -> None:
         self._gate, self._buckets = gate, buckets
-        self._proved: OrderedDict[str, None] = OrderedDict()
+        self._valid_tokens: OrderedDict[str, None] = OrderedDict()
         self.auth = gate.auth
 
     @property
@@ -55,7 +55,7 @@ class Access:
         """Admit a request by its headers; see `wooly_bus.http_front`.
 
         Raises:
-            RefusedError: see `refuse_others`, `secret_of` and `caller`.
+            RefusedError: see `refuse_other_origins`, `secret_of` and `caller`.
         """
         cost = 1.0 if rule.streamed else 1.0 + nbytes / COST_BYTES
         address = request.client.host if request.client else ""
@@ -63,11 +63,11 @@ class Access:
             if self._gate.auth == "tokens":
                 self._take(f"from {address}", cost)
             return None
-        self.refuse_others(request)
+        self.refuse_other_origins(request)
         caller = await self.caller(secret_of(request), address, cost)
         return Known(caller, caller.tenant)
 
-    def refuse_others(self, request: Request) -> None:
+    def refuse_other_origins(self, request: Request) -> None:
         """Refuse requests from pages of other origins.
 
         Raises:
@@ -85,7 +85,7 @@ class Access:
                 requests.
         """
         name = hash_of(secret)
-        if self._gate.auth == "tokens" and name not in self._proved:
+        if self._gate.auth == "tokens" and name not in self._valid_tokens:
             self._take(f"from {address}", 1.0)  # slows down guessing of secrets
         caller = await self.proved(secret, address)
         self._take(caller.actor, cost)
@@ -103,12 +103,12 @@ class Access:
         try:
             caller = await self._gate.caller(secret, address)
         except RefusedError:
-            self._proved.pop(name, None)
+            self._valid_tokens.pop(name, None)
             raise
-        self._proved[name] = None
-        self._proved.move_to_end(name)
-        if len(self._proved) > PROVED:
-            self._proved.popitem(last=False)
+        self._valid_tokens[name] = None
+        self._valid_tokens.move_to_end(name)
+        if len(self._valid_tokens) > MAX_VALID_TOKENS:
+            self._valid_tokens.popitem(last=False)
         return caller
 
     async def still(self, secret: str, address: str) -> Caller:

@@ -39,18 +39,18 @@ from wooly_router.state.tasks import TaskGlance
 log = logging.getLogger("wooly.router")
 router = APIRouter()
 #: Seconds between two polls of the database.
-EVERY_S = 1.0
+POLL_S = 1.0
 #: Number of devices per second of the interval between metrics events: more devices mean a longer interval.
-GPUS_A_SECOND = 100
+GPUS_PER_SECOND = 100
 #: Seconds between two checks of a follower's token; also the interval of keep-alive comments.
-KEEP_S = 15.0
+RECHECK_S = 15.0
 #: Maximum number of events that wait for one follower.
-WAITING = 64
+MAX_QUEUED_EVENTS = 64
 #: Reciprocal of the share of streams that is reserved: one eighth of a router's streams is reserved for operators and
 #: administrators.
-OPERATORS_SHARE = 8
+RESERVED_SHARE = 8
 #: Maximum number of changed tasks or nodes in one event.
-NAMED = 200
+MAX_NAMED_CHANGES = 200
 
 
 @dataclass(eq=False, slots=True)
@@ -58,7 +58,7 @@ class Follower:
     """A client that follows events."""
 
     caller: Caller
-    queue: asyncio.Queue[str | None] = field(default_factory=lambda: asyncio.Queue(WAITING))
+    queue: asyncio.Queue[str | None] = field(default_factory=lambda: asyncio.Queue(MAX_QUEUED_EVENTS))
 
     def tell(self, event: str, data: Any) -> None:
         """Queue an event for this client. If the queue is full, it is emptied, and the client gets `resync`."""
@@ -83,7 +83,7 @@ class _Seen:
 class Hub:
     """Polls for changes while clients follow, and sends events."""
 
-    def __init__(self, actor: RouterActor, every_s: float = EVERY_S) -> None:
+    def __init__(self, actor: RouterActor, every_s: float = POLL_S) -> None:
         self._actor, self._every_s = actor, every_s
         self._limits = actor.limits
         self._followers: set[Follower] = set()
@@ -102,7 +102,7 @@ class Hub:
         if caller.tenant is not None:
             mine = len([f for f in self._followers if f.caller.tenant == caller.tenant])
             self._limits.check(caller.tenant, "event streams on this router", mine, "tenant_streams", "close one")
-            most -= max(most // OPERATORS_SHARE, 1)
+            most -= max(most // RESERVED_SHARE, 1)
             held = len([f for f in self._followers if f.caller.tenant is not None])
         if held >= most or len(self._followers) >= self._limits.streams:
             whose = "all tenants together" if caller.tenant is not None else "all callers together"
@@ -138,12 +138,12 @@ class Hub:
             try:
                 gpus = live(self._actor)
                 if time.monotonic() >= due:
-                    due = time.monotonic() + self._every_s * (len(gpus) // GPUS_A_SECOND)
-                    self._tell(
+                    due = time.monotonic() + self._every_s * (len(gpus) // GPUS_PER_SECOND)
+                    self._send(
                         "metrics", {"at": self._actor.clock(), "gpus": [g.model_dump() for g in gpus]}, "metrics:read"
                     )
                 since, looked = looked - 5 * self._every_s, self._actor.clock()
-                seen = await self._look(since)
+                seen = await self._poll(since)
                 if before is not None:
                     self._compare(before, seen)
                 before = seen
@@ -151,7 +151,7 @@ class Hub:
                 log.exception("events cannot be sent; trying again")
             await asyncio.sleep(self._every_s)
 
-    async def _look(self, since: float) -> _Seen:
+    async def _poll(self, since: float) -> _Seen:
         world = self._actor.world
         config, records = await world.settings()
         devices: dict[str, list[tuple[str, str]]] = {}
@@ -170,18 +170,18 @@ class Hub:
             if "tasks:read" in follower.caller.may:
                 mine = [c for tenant, c in changed if follower.caller.tenant in (None, tenant)]
                 if mine:
-                    follower.tell("tasks", {"changed": mine[:NAMED]})
+                    follower.tell("tasks", {"changed": mine[:MAX_NAMED_CHANGES]})
         if before.nodes != seen.nodes:
             names = [
                 n for n in sorted(before.nodes.keys() | seen.nodes.keys()) if before.nodes.get(n) != seen.nodes.get(n)
             ]
-            self._tell("nodes", {"changed": names[:NAMED]}, "nodes:read")
+            self._send("nodes", {"changed": names[:MAX_NAMED_CHANGES]}, "nodes:read")
         if before.groups != seen.groups:
-            self._tell("groups", {}, "groups:read")
+            self._send("groups", {}, "groups:read")
         if before.config != seen.config:
-            self._tell("config", {}, "config:read")
+            self._send("config", {}, "config:read")
 
-    def _tell(self, event: str, data: Any, scope: str) -> None:
+    def _send(self, event: str, data: Any, scope: str) -> None:
         for follower in self._followers:
             if scope in follower.caller.may:
                 follower.tell(event, data)
@@ -208,12 +208,12 @@ async def events(
             asked = time.monotonic()
             while True:
                 try:
-                    item = await asyncio.wait_for(follower.queue.get(), KEEP_S)
+                    item = await asyncio.wait_for(follower.queue.get(), RECHECK_S)
                 except TimeoutError:
                     item = ": still there\n\n"
                 if item is None:
                     return
-                if time.monotonic() - asked >= KEEP_S:
+                if time.monotonic() - asked >= RECHECK_S:
                     asked = time.monotonic()
                     follower.caller = await access.still(secret, address)
                 yield item

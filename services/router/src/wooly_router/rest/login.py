@@ -30,7 +30,7 @@ async def me(request: Request, caller: Annotated[Caller, Depends(admitted)]) -> 
 async def login(request: Request, response: Response, body: LoginBody) -> Me:
     """Log a browser in: its requests carry the token in a cookie until the browser closes, logs out, or the token ends."""
     access: Access = request.app.state.access
-    access.refuse_others(request)
+    access.refuse_other_origins(request)
     access.take_login(request)
     of_browser = access.owner.log_in(body.token) if access.owner is not None else None
     secret = of_browser or body.token

@@ -22,7 +22,7 @@ Time = Annotated[float, Query(ge=0, le=1e12, allow_inf_nan=False)]
 #: Timeout of the scheduler's answer, in seconds.
 TIMEOUT_S = 2.0
 #: Maximum number of points in one answer about tasks.
-COUNTS = 10_000
+MAX_COUNTS = 10_000
 
 
 def live(actor: RouterActor) -> list[LiveGpu]:
@@ -85,7 +85,7 @@ async def tasks_history(
     At most 10,000 points, none of them in the future.
     """
     actor: RouterActor = request.app.state.actor
-    until = min(actor.clock() if until is None else until, actor.clock(), since + COUNTS * step)
+    until = min(actor.clock() if until is None else until, actor.clock(), since + MAX_COUNTS * step)
     found = await actor.world.tasks.activity(since, until, step, caller.tenant) if until > since else []
     return TaskHistory(counts=[TaskCount(at=at, waiting=w, running=r) for at, w, r in found])
 

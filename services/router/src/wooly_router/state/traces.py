@@ -18,7 +18,7 @@ from wooly_router.state.tables import SpanRow, TraceRow, TraceTaskRow
 #: Name of the attribute with a span's owner: the span is not kept in a trace of another tenant.
 OWNER = "tenant"
 #: Maximum number of traces that one transaction removes.
-AT_ONCE = 100
+MAX_REMOVED = 100
 
 
 class TraceStore:
@@ -106,7 +106,7 @@ class TraceStore:
         await s.execute(update(TraceRow).where(TraceRow.id == trace_id).values(changes))
 
     async def forget(self, before: float, most: int) -> int:
-        """Remove traces that began before a time, and the oldest ones beyond `most`; at most `AT_ONCE`.
+        """Remove traces that began before a time, and the oldest ones beyond `most`; at most `MAX_REMOVED`.
 
         Returns the number removed.
         """
@@ -116,7 +116,7 @@ class TraceStore:
             old = TraceRow.begun_at < before
             condition = old if edge is None else or_(old, TraceRow.begun_at <= edge)
             gone = list(
-                await s.scalars(select(TraceRow.id).where(condition).order_by(TraceRow.begun_at).limit(AT_ONCE))
+                await s.scalars(select(TraceRow.id).where(condition).order_by(TraceRow.begun_at).limit(MAX_REMOVED))
             )
             for table in (SpanRow, TraceTaskRow):
                 await s.execute(delete(table).where(table.trace_id.in_(gone)))
