@@ -55,9 +55,8 @@ def test_setup_creates_secrets_once_and_prints_client_settings(tmp_path):
     assert (tmp_path / ".env").stat().st_mode & 0o777 == 0o600
     kept = dict(line.split("=", 1) for line in (tmp_path / ".env").read_text().splitlines() if not line.startswith("#"))
     assert set(SECRETS) <= set(kept)
-    (tmp_path / ".env").write_text(
-        "WOOLY_DATABASE_PASSWORD=old\nWOOLY_HOST=h\n"
-    )  # from an earlier version with passwords
+    # From an earlier version with passwords.
+    (tmp_path / ".env").write_text("WOOLY_DATABASE_PASSWORD=old\nWOOLY_HOST=h\n")
     subprocess.run(["sh", script], check=True, capture_output=True)
     text = (tmp_path / ".env").read_text()
     assert "WOOLY_DATABASE_PASSWORD=old" in text and "WOOLY_ADMIN_TOKEN=wooly_" in text

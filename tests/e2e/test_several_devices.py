@@ -71,9 +71,8 @@ def test_session_prefers_executor_with_its_weights(stack, tmp_path):
     with Forked(
         "wooly", "run", "-q", waits, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(stack)
     ) as other:
-        assert (
-            other.stdout.readline() == "here\n"
-        )  # it has the first of two equal executors, so that the model gets the second
+        # It has the first of two equal executors, so that the model gets the second.
+        assert other.stdout.readline() == "here\n"
         done = run("run", "-q", str(path), "pin", stack=stack, WOOLYAI_DEDUP="tenant")
         assert done.returncode == 0, done.stderr
         other.communicate("\n")

@@ -375,9 +375,8 @@ def test_frequent_program_becomes_plan_in_top_and_disasm(stack, tmp_path):
         pytest.fail(f"nothing ran as a kernel: {shown['work']}")
     assert len(printed) == 1 and printed.pop().startswith("1 (")
     assert "instructions: generated kernels" in soon("top", "--once", stack=stack).stdout
-    for program in sorted(
-        programs.iterdir(), key=lambda p: -p.stat().st_size
-    ):  # the largest program may include the set-up
+    # The largest program may include the set-up.
+    for program in sorted(programs.iterdir(), key=lambda p: -p.stat().st_size):
         told = soon("disasm", "--passes", "--jit", "exact", program, stack=stack)
         assert told.returncode == 0, told.stderr
         assert told.stdout.startswith("; program\nwis 1\n") and "; after lower\n" in told.stdout

@@ -174,10 +174,11 @@ def test_neighbour_of_saturating_p0_keeps_share(cluster, bob, carol, sessions):
         before = [c.runs for c in clients]
         cluster.wait(lambda: sum(c.runs for c in clients[:-1]) - sum(before[:-1]) >= 200)
         his, hers = sum(c.runs for c in clients[:-1]) - sum(before[:-1]), clients[-1].runs - before[-1]
+        # Half of the fair share: runs are counted, not measured.
         assert hers >= 0.5 * his / (1.5 * sessions), (
             his,
             hers,
-        )  # half of the fair share: runs are counted, not measured
+        )
     finally:
         for client in clients:
             client.end()

@@ -564,9 +564,8 @@ def test_keyboard_reaches_all_controls_with_visible_focus(visit, cluster):
       return [e.outerHTML.slice(0, 80), style.outlineStyle !== "none" && parseFloat(style.outlineWidth) >= 2];
     }"""
     page.evaluate("() => document.activeElement.blur()")
-    for _ in range(
-        70
-    ):  # one full cycle, from the current element over the browser's own controls to the top of the page
+    # One full cycle, from the current element over the browser's own controls to the top of the page.
+    for _ in range(70):
         page.keyboard.press("Tab")
         found = page.evaluate(reached)
         assert found is None or found[1], found[0]

@@ -207,9 +207,8 @@ async def test_renewal_during_database_writes_counts_at_once(rig):
         opened = await r.open()
         request = RenewSessionRequest(session_id=opened.session_id, token=opened.token)
         async with r.tasks.database.deciding():
-            others = [
-                asyncio.create_task(r.tasks.prolong({str(n): 1.0})) for n in range(50)
-            ]  # more than the pool has connections
+            # More tasks than the pool has connections.
+            others = [asyncio.create_task(r.tasks.prolong({str(n): 1.0})) for n in range(50)]
             await asyncio.sleep(0.05)
             r.clock.now += 8
             async with asyncio.timeout(10):

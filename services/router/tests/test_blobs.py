@@ -26,8 +26,7 @@ async def test_duties_round_removes_abandoned_uploads_of_all_tenants(rig):
             await duties.round()
             assert [(await s.held())[0] < 1000 for s in stores] == [True, True]
             assert await stores[0].get(kept, 5) == b"whole"
-            await stores[0].append(
-                "v" * 32, 0, b"y" * 1000, 0
-            )  # a bucket without uploads is examined again after a new piece
+            # A bucket without uploads is examined again after a new piece.
+            await stores[0].append("v" * 32, 0, b"y" * 1000, 0)
             await uploads.drop()
             assert (await stores[0].held())[0] < 1000

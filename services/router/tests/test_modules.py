@@ -101,9 +101,8 @@ async def test_check_of_known_or_running_module_is_not_repeated(held):
     assert (await twice[1]).peak == 5
     assert (await checks.check(store, "bob", "m")).peak == 5
     assert store.read == len(process.asked) == 1
-    other = asyncio.create_task(
-        checks.check(store, "alice", "m")
-    )  # so that a tenant cannot learn what another tenant submitted
+    # So that a tenant cannot learn what another tenant submitted.
+    other = asyncio.create_task(checks.check(store, "alice", "m"))
     await until(lambda: len(process.asked) == 2)
     process.release.release()
     await other

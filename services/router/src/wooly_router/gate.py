@@ -146,9 +146,8 @@ class Gate:
         Raises:
             RefusedError: see `caller`; or the token lacks the scope, or belongs to another tenant.
         """
-        if (
-            self.owner is not None and not credential
-        ):  # only the owner's NATS keys may publish on a subject without a tenant
+        # Only the owner's NATS keys may publish on a subject without a tenant.
+        if self.owner is not None and not credential:
             caller = _OWNER
         else:
             caller = await self.caller(credential, "nats")

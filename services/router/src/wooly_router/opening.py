@@ -132,9 +132,8 @@ class Opening:
     async def _open_task(
         self, request: OpenSessionRequest, task: TaskRecord, until: float, trace_id: str
     ) -> OpenSessionReply:
-        async with (
-            self._world.database.deciding() as s
-        ):  # each of several simultaneous requests counts the ones before it
+        # Each of several simultaneous requests counts the ones before it.
+        async with self._world.database.deciding() as s:
             held = await self._world.tasks.count(s, task.tenant, "session", "pending", "started")
             self._limits.check(task.tenant, "open sessions", held, "tenant_sessions", "close one first")
             await self._world.tasks.add(s, task)
