@@ -95,12 +95,12 @@ def test_check_script_names_missing_parts(tmp_path):
 
     assert said("--wheels", str(tmp_path), "--truth", "cpu") == (
         2,
-        f"gpu check: there are no wheels in {tmp_path}: collect them with 'make gpu-wheels' where there is a network\n",
+        f"gpu check: there are no wheels in {tmp_path}: collect them with 'make gpu-wheels' on a machine with a network\n",
     )
     assert said("--python", "/no/such/python")[0] == 2
     status, text = said("--python", sys.executable, CUDA_VISIBLE_DEVICES="")
     assert status == 2 and "--truth cpu" in text
-    assert said("--truth", "tpu") == (2, "gpu check: --truth is cuda or cpu, not 'tpu'\n")
+    assert said("--truth", "tpu") == (2, "gpu check: --truth must be cuda or cpu, not 'tpu'\n")
 
 
 @pytest.mark.slow
