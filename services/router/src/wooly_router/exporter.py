@@ -21,7 +21,7 @@ class ModuleCollector(Collector):
         """Return the current values."""
         spent = CounterMetricFamily(
             "wooly_module_check_seconds",
-            "Processor time that the modules of a tenant's jobs took to be decoded and checked.",
+            "Processor time for decoding and checking the modules of a tenant's jobs.",
             labels=("tenant",),
         )
         for tenant, ns in sorted(self._checks.spent_ns.items()):
@@ -39,7 +39,7 @@ class SpanCollector(Collector):
         """Return the current values."""
         yield CounterMetricFamily("wooly_spans_kept", "Spans that were kept.", value=self._traces.kept)
         dropped = CounterMetricFamily(
-            "wooly_spans_dropped", "Spans that were not kept, and why.", labels=("service", "reason")
+            "wooly_spans_dropped", "Dropped spans, by service and reason.", labels=("service", "reason")
         )
         for (service, reason), count in sorted(self._traces.dropped.items()):
             dropped.add_metric((service, reason), count)

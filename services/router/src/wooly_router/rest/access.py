@@ -143,7 +143,7 @@ class Access:
         await self._gate.world.audit.add(record)
 
 
-bearer = HTTPBearer(auto_error=False, description="An API token of a tenant's.")
+bearer = HTTPBearer(auto_error=False, description="An API token of a tenant.")
 
 
 async def admitted(
