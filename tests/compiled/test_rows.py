@@ -45,7 +45,7 @@ def values(sizes, dtype, generator):
     return (found * 7).to(TORCH_DTYPE[dtype]) if dtype.kind in ("int", "uint") else (found - 0.9).to(TORCH_DTYPE[dtype])
 
 
-def written(row, dtype, constants=MappingProxyType({}), sizes=(5, 37)):
+def tape_of(row, dtype, constants=MappingProxyType({}), sizes=(5, 37)):
     """A tape with one call of the row, its inputs and its results."""
     t, inputs, args = Tape(), [], []
     own = OTHER.get(row.opcode, {})
@@ -95,7 +95,7 @@ def params():
 def planned(n):
     """The tape, inputs, results and plan of a case, or the reason why it has none."""
     try:
-        tape, inputs, results = written(CASES[n][0], CASES[n][1], *CASES[n][2:])
+        tape, inputs, results = tape_of(CASES[n][0], CASES[n][1], *CASES[n][2:])
     except RuleError:
         return "the row does not support this dtype"
     plan = compile_program(tape.program()[0], checks=True)
@@ -105,7 +105,7 @@ def planned(n):
 
 
 @functools.cache
-def built(group):
+def kernels_of(group):
     """The kernels of a group of cases."""
     found = [planned(n) for n in range(group * TOGETHER, min((group + 1) * TOGETHER, len(CASES)))]
     return build([f[-1] for f in found if not isinstance(f, str)])
@@ -134,7 +134,7 @@ def test_kernel_equals_definition(n):
     if buffers is None:
         pytest.skip("the library does not support this dtype")
     memory = {slots[x.slot]: raw(v) for x, v in inputs}
-    LocalRun(plan, built=built(n // TOGETHER)).run(memory, tape.params)
+    LocalRun(plan, built=kernels_of(n // TOGETHER)).run(memory, tape.params)
     for x in results:
         want = buffers[slots[x.slot]].base
         want = torch.empty(0, dtype=TORCH_DTYPE[x.view.dtype]).set_(
@@ -155,7 +155,7 @@ def test_most_rows_have_a_kernel():
     for row in TABLE.values():
         if row.family in FAMILIES:
             try:
-                tape, _, _ = written(row, DType.F32)
+                tape, _, _ = tape_of(row, DType.F32)
             except RuleError:
                 continue
             if any(isinstance(s, LibraryStep) for s in compile_program(tape.program()[0], checks=True).steps):

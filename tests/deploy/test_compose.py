@@ -120,7 +120,7 @@ def test_stack_with_compose_keys_runs_scripts_and_jobs_with_token(tmp_path):
         refused = forks.run("wooly", "run", str(script), env=client, timeout=100)
         assert refused.returncode and "a valid token is needed" in refused.stderr
         client["WOOLYAI_CREDENTIAL"] = SECRETS["WOOLY_ADMIN_TOKEN"]
-        assert "sum 48.0" in _patient(["run", str(script)], client).stdout
+        assert "sum 48.0" in _run_until_success(["run", str(script)], client).stdout
         report = json.loads(_job(client, tmp_path))
         assert report["state"] == "completed" and report["files"], report
 
@@ -221,7 +221,7 @@ def test_client_user_runs_script_but_cannot_act_as_service(channel, tmp_path):
         script = tmp_path / "script.py"
         script.write_text("import torch\nprint('sum', (torch.ones(4, 4, device='cuda') * 3).sum().item())\n")
         client = {**env, "WOOLYAI_CONTROLLER_URL": outer, "WOOLYAI_CHANNEL": channel, "HOME": str(tmp_path)}
-        ran = _patient(["run", str(script)], client)
+        ran = _run_until_success(["run", str(script)], client)
         assert "sum 48.0" in ran.stdout
         report = json.loads(_job(client, tmp_path))
         assert report["state"] == "completed" and report["files"]
@@ -247,7 +247,7 @@ sys.exit(1 if errors else 0)
 """
 
 
-def _patient(argv, env):
+def _run_until_success(argv, env):
     """Run `wooly ARGV` until it succeeds, because services may still be starting."""
     until = time.monotonic() + 240
     while True:
@@ -329,9 +329,9 @@ def test_three_nats_servers_without_one_continue(tmp_path):
         env = {**os.environ, **client_of(host), "HOME": str(tmp_path)}
         script = tmp_path / "script.py"
         script.write_text("import torch\nprint('sum', torch.ones(4, 4, device='cuda').sum().item())\n")
-        assert "sum 16.0" in _patient(["run", str(script)], env).stdout
+        assert "sum 16.0" in _run_until_success(["run", str(script)], env).stdout
         run("kill", "nats-2")
-        assert "sum 16.0" in _patient(["run", str(script)], env).stdout
+        assert "sum 16.0" in _run_until_success(["run", str(script)], env).stdout
     finally:
         print(run("logs", "--tail", "30", check=False).stdout)
         run("down", "--volumes", "--timeout", "5", check=False)
@@ -363,7 +363,7 @@ def test_restart_of_every_service_keeps_jobs(stack, tmp_path):
     run, env = stack
 
     def wooly(*argv):
-        return _patient(list(map(str, argv)), env).stdout
+        return _run_until_success(list(map(str, argv)), env).stdout
 
     (tmp_path / "work.py").write_text(WORK)
     wooly("export", f"{tmp_path / 'work.py'}:build", "-o", tmp_path / "work.wism")

@@ -1,6 +1,6 @@
 """The whole stack from a user's view: real nats-server, router, executor and client processes.
 
-Tests of a process's start or imports start a fresh process (`run`). All others use a fork (`soon`).
+Tests of a process's start or imports start a fresh process (`run`). All others use a fork (`run_in_fork`).
 """
 
 import json
@@ -37,7 +37,7 @@ def run(*argv, stack=None, env=None, timeout=120, **options):
     return subprocess.run([*WOOLY, *argv], capture_output=True, text=True, env=env, timeout=timeout, **options)
 
 
-def soon(*argv, stack=None, env=None, **options):
+def run_in_fork(*argv, stack=None, env=None, **options):
     """Like `run`, but in a fork."""
     return forks.run("wooly", *map(str, argv), env=environment(stack, env), timeout=120, **options)
 
@@ -49,7 +49,7 @@ def script(tmp_path, text):
 
 
 def test_digits_example_equals_cpu_losses(stack, tmp_path):
-    ours = soon("run", ROOT / "examples/train_digits.py", "--epochs", "1", stack=stack)
+    ours = run_in_fork("run", ROOT / "examples/train_digits.py", "--epochs", "1", stack=stack)
     assert ours.returncode == 0, ours.stderr
     source = (ROOT / "examples/train_digits.py").read_text()
     local = source.replace('device = "cuda"', 'device = "cpu"').replace("torch.cuda.get_device_name()", "'cpu'")
@@ -62,7 +62,7 @@ def test_digits_example_equals_cpu_losses(stack, tmp_path):
 
     assert figures(ours.stdout) == figures(theirs.stdout) and "test accuracy" in ours.stdout
     assert "local-0" in ours.stderr and "operations" in ours.stderr and "wooly top" in ours.stderr
-    listed = soon("tasks", "--json", stack=stack).stdout
+    listed = run_in_fork("tasks", "--json", stack=stack).stdout
     assert str(ROOT / "examples/train_digits.py") in {t["name"] for t in json.loads(listed)["tasks"]}
 
 
@@ -121,7 +121,7 @@ def test_spawned_processes_have_separate_sessions(stack, tmp_path, method, child
             print(sorted(answers.get() for _ in range({children})), mine.sum().item())
         """,
     )
-    done = soon("run", "-q", path, stack=stack)
+    done = run_in_fork("run", "-q", path, stack=stack)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == f"{[(0, 3.0, 'cuda:0'), (1, 6.0, 'cuda:0')][:children]} 2.0"
     deadline = time.monotonic() + 10  # the router waits a moment before it ends sessions of vanished children
@@ -131,22 +131,22 @@ def test_spawned_processes_have_separate_sessions(stack, tmp_path, method, child
 
 
 def test_script_error_keeps_traceback_and_exit_code(stack, tmp_path):
-    done = soon(
+    done = run_in_fork(
         "run", script(tmp_path, "import torch\ntorch.zeros(2, device='cuda')\nraise KeyError('mine')"), stack=stack
     )
     assert done.returncode == 1
     assert "KeyError: 'mine'" in done.stderr and 'script.py", line 3' in done.stderr
     assert "runpy" not in done.stderr and "wooly/cli" not in done.stderr
-    assert soon("run", script(tmp_path, "import sys; sys.exit(7)"), stack=stack).returncode == 7
-    assert soon("run", script(tmp_path, "import sys; sys.exit('words')"), stack=stack).returncode == 1
+    assert run_in_fork("run", script(tmp_path, "import sys; sys.exit(7)"), stack=stack).returncode == 7
+    assert run_in_fork("run", script(tmp_path, "import sys; sys.exit('words')"), stack=stack).returncode == 1
 
 
 def test_script_sees_its_own_arguments_and_main(stack, tmp_path):
     path = script(tmp_path, "import sys; print(__name__, sys.argv[1:], sys.path[0])")
-    done = soon("run", path, "--epochs", "3", "-m", "x", stack=stack)
+    done = run_in_fork("run", path, "--epochs", "3", "-m", "x", stack=stack)
     assert done.stdout == f"__main__ ['--epochs', '3', '-m', 'x'] {tmp_path}\n"
     (tmp_path / "mod.py").write_text("import sys; print('mod', __name__, sys.argv[1:])")
-    done = soon("run", "-m", "mod", "a", stack=stack, cwd=tmp_path)
+    done = run_in_fork("run", "-m", "mod", "a", stack=stack, cwd=tmp_path)
     assert done.stdout == "mod __main__ ['a']\n", done.stderr
 
 
@@ -154,13 +154,13 @@ def test_error_of_last_operation_is_reported(stack, tmp_path):
     path = script(
         tmp_path, "import torch\nt = torch.zeros(3, device='cuda')\nt.index_select(0, torch.tensor([9], device='cuda'))"
     )
-    done = soon("run", path, stack=stack)
+    done = run_in_fork("run", path, stack=stack)
     assert done.returncode == 1 and "index out of range" in done.stderr and "script.py:3" in done.stderr
 
 
 def test_run_without_controller_fails_with_remedy(tmp_path):
     path = script(tmp_path, "print('never')")
-    done = soon("run", path, env={"WOOLYAI_CONTROLLER_URL": "nats://127.0.0.1:9"})
+    done = run_in_fork("run", path, env={"WOOLYAI_CONTROLLER_URL": "nats://127.0.0.1:9"})
     assert done.returncode == 1 and "wooly up" in done.stderr and "never" not in done.stdout
 
 
@@ -175,7 +175,7 @@ def test_run_without_executor_fails_with_remedy(nats_server, tmp_path):
         deadline = time.monotonic() + 30
         while not (tmp_path / "router.port").exists() and time.monotonic() < deadline:
             time.sleep(0.05)
-        done = soon("run", script(tmp_path, ""), env={"WOOLYAI_CONTROLLER_URL": nats_server})
+        done = run_in_fork("run", script(tmp_path, ""), env={"WOOLYAI_CONTROLLER_URL": nats_server})
     finally:
         router.terminate()
         router.wait(10)
@@ -239,9 +239,9 @@ def test_frozen_executor_fails_and_busy_executor_is_awaited(tmp_path, monkeypatc
 
 
 def test_nodes_and_status_in_json_and_rest(stack):
-    nodes = json.loads(soon("nodes", "--json", stack=stack).stdout)["nodes"]
+    nodes = json.loads(run_in_fork("nodes", "--json", stack=stack).stdout)["nodes"]
     assert [n["executor_id"] for n in nodes] == ["local-0"] and nodes[0]["state"] == "alive"
-    status = json.loads(soon("status", "--json", stack=stack).stdout)
+    status = json.loads(run_in_fork("status", "--json", stack=stack).stdout)
     assert status["state"] == "up"
     assert stack.request("GET", "nodes")["nodes"][0]["gpus"][0]["executor_id"] == "local-0"
     with urllib.request.urlopen(f"{stack.rest_url}/healthz") as answer:
@@ -249,14 +249,14 @@ def test_nodes_and_status_in_json_and_rest(stack):
 
 
 def test_doctor_on_running_stack_passes(stack):
-    done = soon("doctor", "--json", stack=stack)
+    done = run_in_fork("doctor", "--json", stack=stack)
     assert done.returncode == 0, done.stdout + done.stderr
     assert all(c["ok"] for c in json.loads(done.stdout)["checks"])
 
 
 def test_doctor_counts_fallbacks_of_script(stack, tmp_path):
     clean = script(tmp_path, "import torch; x = torch.randn(5, device='cuda'); print(x.softmax(0).sum().item())")
-    done = soon("doctor", "--fallbacks", "--json", clean, stack=stack)
+    done = run_in_fork("doctor", "--fallbacks", "--json", clean, stack=stack)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     assert (
@@ -271,7 +271,7 @@ def test_doctor_counts_fallbacks_of_script(stack, tmp_path):
         print(torch.ops.forced.double(torch.ones(2, device="cuda")).tolist())
         """,
     )
-    done = soon("doctor", "--fallbacks", "--json", forced, stack=stack)
+    done = run_in_fork("doctor", "--fallbacks", "--json", forced, stack=stack)
     assert done.returncode == 1, done.stdout + done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["fallbacks"] == {"aten.mul.Tensor": 1}
 
@@ -296,14 +296,14 @@ def _sessions(stack):
 
 def test_up_twice_is_refused_crash_is_repaired_and_down_stops_all(tmp_path):
     env = {"XDG_STATE_HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path)}
-    assert soon("down", env=env).stdout == "no stack was running\n"
+    assert run_in_fork("down", env=env).stdout == "no stack was running\n"
     assert run("up", env=env).returncode == 0
     try:
-        again = soon("up", env=env)
+        again = run_in_fork("up", env=env)
         assert again.returncode == 1 and "runs in" in again.stderr.replace("\n", " ")
         with pytest.raises(StackError):
             start_stack(tmp_path / "wooly")
-        assert "local-0" in soon("status", env=env).stdout
+        assert "local-0" in run_in_fork("status", env=env).stdout
         first = read_stack(tmp_path / "wooly").services["router"]
         os.kill(first, signal.SIGKILL)
         deadline = time.monotonic() + 20
@@ -312,10 +312,10 @@ def test_up_twice_is_refused_crash_is_repaired_and_down_stops_all(tmp_path):
             time.sleep(0.1)
         processes = [psutil.Process(pid) for pid in read_stack(tmp_path / "wooly").services.values()]
     finally:
-        assert soon("down", env=env).stdout == "stack is down\n"
+        assert run_in_fork("down", env=env).stdout == "stack is down\n"
     gone, alive = psutil.wait_procs(processes, 5)
     assert not alive and len(gone) == 6  # NATS, router, executor, scheduler, compiler, metering
-    assert soon("status", "--json", env=env).returncode == 1
+    assert run_in_fork("status", "--json", env=env).returncode == 1
 
 
 def test_interrupt_during_start_cleans_up(tmp_path):
@@ -337,15 +337,15 @@ def test_interrupt_during_start_cleans_up(tmp_path):
         time.sleep(0.01)
     supervisor = psutil.Process(json.loads(file.read_text())["supervisor"]["pid"])
     supervisor.suspend()  # so that it is still starting, on any machine
-    refused = soon("up", env=env)
+    refused = run_in_fork("up", env=env)
     assert refused.returncode == 1 and "started in" in refused.stderr.replace("\n", " ")
-    assert json.loads(soon("status", "--json", env=env).stdout)["state"] == "starting"
+    assert json.loads(run_in_fork("status", "--json", env=env).stdout)["state"] == "starting"
     starting.send_signal(signal.SIGINT)
     supervisor.resume()
     _, errors = starting.communicate(timeout=60)
     assert starting.returncode != 0 and "Traceback" not in errors
     assert psutil.wait_procs([supervisor], 10)[1] == [] and not file.exists()
-    assert soon("down", env=env).stdout == "no stack was running\n"
+    assert run_in_fork("down", env=env).stdout == "no stack was running\n"
 
 
 HOT = """
@@ -365,19 +365,19 @@ def test_frequent_program_becomes_plan_in_top_and_disasm(stack, tmp_path):
     programs.mkdir()
     printed = set()
     for _ in range(20):  # the compiler takes its time; the results are always the same
-        done = soon("run", "-q", path, stack=stack, env={"WOOLYAI_PROGRAMS_DIR": str(programs)})
+        done = run_in_fork("run", "-q", path, stack=stack, env={"WOOLYAI_PROGRAMS_DIR": str(programs)})
         assert done.returncode == 0, done.stderr
         printed.add(done.stdout)
-        shown = json.loads(soon("top", "--json", stack=stack).stdout)["gpus"][0]
+        shown = json.loads(run_in_fork("top", "--json", stack=stack).stdout)["gpus"][0]
         if shown["work"]["kernel_instructions"]:
             break
     else:
         pytest.fail(f"nothing ran as a kernel: {shown['work']}")
     assert len(printed) == 1 and printed.pop().startswith("1 (")
-    assert "instructions: generated kernels" in soon("top", "--once", stack=stack).stdout
+    assert "instructions: generated kernels" in run_in_fork("top", "--once", stack=stack).stdout
     # The largest program may include the set-up.
     for program in sorted(programs.iterdir(), key=lambda p: -p.stat().st_size):
-        told = soon("disasm", "--passes", "--jit", "exact", program, stack=stack)
+        told = run_in_fork("disasm", "--passes", "--jit", "exact", program, stack=stack)
         assert told.returncode == 0, told.stderr
         assert told.stdout.startswith("; program\nwis 1\n") and "; after lower\n" in told.stdout
         if "kernel k_" in told.stdout:
@@ -388,5 +388,5 @@ def test_frequent_program_becomes_plan_in_top_and_disasm(stack, tmp_path):
 def test_disasm_without_compiler_fails_with_remedy(tmp_path):
     (tmp_path / "empty.wis").write_bytes(encode_program(Program((), ())))
     with start_nats_server() as url:
-        told = soon("disasm", "--passes", tmp_path / "empty.wis", env={"WOOLYAI_CONTROLLER_URL": url})
+        told = run_in_fork("disasm", "--passes", tmp_path / "empty.wis", env={"WOOLYAI_CONTROLLER_URL": url})
     assert told.returncode == 1 and "no compiler is connected to it; start one with `wooly up`" in told.stderr

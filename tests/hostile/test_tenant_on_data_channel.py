@@ -377,18 +377,18 @@ def additions(forms, first):
     return encode_program(Program(tuple(found), tuple(body)))
 
 
-def entered(tenant, nbytes=1 << 20):
+def session_with_buffer(tenant, nbytes=1 << 20):
     """A tenant's session with one buffer, number 1."""
     channel, answer = enter(tenant.open())
     assert answer.kind == Kind.WELCOME
     raw = allocates(nbytes)
     channel.send(Kind.DEFINE, raw)
     channel.send(Kind.RUN, pack_run(digest(raw), [1], b"", []))
-    assert works(channel)
+    assert answers_correctly(channel)
     return channel
 
 
-def works(channel):
+def answers_correctly(channel):
     """Whether a session answers with the contents of its buffer."""
     channel.send(Kind.READ, READ_HEAD.pack(1, 0, 8))
     into = bytearray(8)
@@ -445,21 +445,21 @@ def floods(kind):
 
 @pytest.mark.parametrize("kind", ["reads", "stats", "pins", "offers", "small definitions", "sources", "lost writes"])
 def test_flood_without_reading_is_bounded(cluster, alice, bob, kind):
-    victim, attacker = entered(alice), entered(bob)
+    victim, attacker = session_with_buffer(alice), session_with_buffer(bob)
     before = resident(cluster)
     sending = Flood(attacker, floods(kind)).thread
-    assert works(victim)
+    assert answers_correctly(victim)
     assert resident(cluster) - before < 200 << 20
     attacker.abort()
     sending.join(20)
     attacker.close()
-    assert works(victim)
+    assert answers_correctly(victim)
     victim.close()
 
 
 @pytest.mark.parametrize("name", ["", "x" * 129, "a\r\nNats-Rollup: all", "\ud800"])
 def test_pin_with_malformed_name_is_refused(cluster, alice, bob, name):
-    victim = entered(alice)
+    victim = session_with_buffer(alice)
     attacker, _ = enter(bob.open(dedup="tenant"))
     raw, data = allocates(4096), os.urandom(4096)
 
@@ -476,21 +476,21 @@ def test_pin_with_malformed_name_is_refused(cluster, alice, bob, name):
     cluster.wait(lambda: not answer(Kind.STATS)["sealing"])
     assert "no name for weights" in answer(Kind.PIN, pack_json({"do": "add", "name": name}))["error"]
     assert answer(Kind.PIN, pack_json({"do": "add", "name": "weights"})) == {"bytes": 4096}
-    assert works(victim)
+    assert answers_correctly(victim)
     assert answer(Kind.PIN, pack_json({"do": "remove", "name": "weights"})) == {"removed": True}
     attacker.close()
     victim.close()
 
 
 def test_maximal_definition_does_not_delay_others(cluster, alice, bob):
-    victim, attacker = entered(alice), entered(bob)
+    victim, attacker = session_with_buffer(alice), session_with_buffer(bob)
     before = resident(cluster)
     attacker.send(Kind.DEFINE, additions(6000, 1_000_000))
     attacker.send(Kind.SYNC)
     times = []
     for _ in range(20):
         begun = time.monotonic()
-        assert works(victim)
+        assert answers_correctly(victim)
         times.append(time.monotonic() - begun)
     assert max(times) < 2.0  # in the device thread it would take seconds
     assert attacker.recv(60).kind == Kind.RESULT
@@ -500,11 +500,11 @@ def test_maximal_definition_does_not_delay_others(cluster, alice, bob):
 
 
 def test_definitions_beyond_the_limits_are_refused(cluster, bob):
-    attacker = entered(bob)
+    attacker = session_with_buffer(bob)
     raw = bytearray(allocates(8))
     for what in (bytes(raw) + bytes(8 << 20), raw[:4] + struct.pack("<II", 1 << 20, 0) + bytes(4 << 20)):
         attacker.send(Kind.DEFINE, bytes(what))
         attacker.send(Kind.SYNC)
         assert attacker.recv(20).kind == Kind.ERROR
-    assert works(attacker)
+    assert answers_correctly(attacker)
     attacker.close()

@@ -119,7 +119,7 @@ def test_cancel_with_running_operator_reports_it_until_end(cluster, bob):
 
 
 @contextlib.contextmanager
-def asked(cluster, method, path, token, body=None):
+def send_request(cluster, method, path, token, body=None):
     """The open response of a request. A body may be bytes or a value for JSON."""
     data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
     connection = http.client.HTTPConnection(urlsplit(cluster.url).netloc, timeout=PATIENCE_S)
@@ -131,15 +131,15 @@ def asked(cluster, method, path, token, body=None):
         connection.close()
 
 
-def told(cluster, method, path, token, body=None):
+def response_of(cluster, method, path, token, body=None):
     """(status, JSON, seconds until a retry) of a response."""
-    with asked(cluster, method, path, token, body) as answer:
+    with send_request(cluster, method, path, token, body) as answer:
         assert answer.headers.get_content_type() == "application/json", "the response must not be an endless stream"
         return answer.status, json.loads(answer.read() or b"null"), answer.headers.get("Retry-After")
 
 
 def blob(cluster, tenant, data):
-    status, answer, _ = told(cluster, "POST", "blobs", tenant.token, data)
+    status, answer, _ = response_of(cluster, "POST", "blobs", tenant.token, data)
     assert status == 201, answer
     return answer["digest"]
 
@@ -158,22 +158,22 @@ def hostile_module(programs, forms=0):
 
 
 def test_body_beyond_route_limit_is_refused(cluster, alice, bob):
-    status, answer, _ = told(cluster, "POST", "tasks", bob.token, b" " * (2 << 20))
+    status, answer, _ = response_of(cluster, "POST", "tasks", bob.token, b" " * (2 << 20))
     assert (status, answer["code"]) == (413, "router.too_large") and "1048576" in answer["message"]
     for body in (b"[" * 500_000, json.dumps({"module": "x", "inputs": [{}] * 200_000}).encode()):
-        assert told(cluster, "POST", "tasks", bob.token, body)[0] in (400, 422)
-    assert told(cluster, "GET", "tasks", alice.token)[0] == 200
+        assert response_of(cluster, "POST", "tasks", bob.token, body)[0] in (400, 422)
+    assert response_of(cluster, "GET", "tasks", alice.token)[0] == 200
 
 
 def test_event_streams_of_tenant_are_limited(cluster, alice, bob):
     with contextlib.ExitStack() as held:
         for _ in range(3):
-            assert held.enter_context(asked(cluster, "GET", "events", bob.token)).status == 200
-        status, answer, _ = told(cluster, "GET", "events", bob.token)
+            assert held.enter_context(send_request(cluster, "GET", "events", bob.token)).status == 200
+        status, answer, _ = response_of(cluster, "GET", "events", bob.token)
         assert (status, answer["code"]) == (429, "router.limit")
         assert "3 event streams" in answer["message"] and "WOOLY_ROUTER_TENANT_STREAMS" in answer["message"]
         for token in (alice.token, cluster.token):
-            assert held.enter_context(asked(cluster, "GET", "events", token)).status == 200
+            assert held.enter_context(send_request(cluster, "GET", "events", token)).status == 200
 
 
 def test_session_limit_holds_for_concurrent_opens(cluster, alice, bob):
@@ -205,7 +205,7 @@ def test_waiting_jobs_and_submission_rate_are_limited(cluster, alice, bob):
 
     def submit(_):
         for _ in range(25):  # more than both limits allow, on any machine
-            answers.append(told(cluster, "POST", "tasks", bob.token, waiting_job(module)))
+            answers.append(response_of(cluster, "POST", "tasks", bob.token, waiting_job(module)))
             if refusals("WOOLY_ROUTER_TENANT_JOBS") and refusals("WOOLY_ROUTER_TENANT_OPENS"):
                 return
 
@@ -217,9 +217,9 @@ def test_waiting_jobs_and_submission_rate_are_limited(cluster, alice, bob):
     assert {code for code, _ in refusals("WOOLY_ROUTER_TENANT_JOBS")} == {"router.limit"}
     assert set(refusals("WOOLY_ROUTER_TENANT_OPENS")) == {("router.limit", "1")}
     hers = blob(cluster, alice, EMPTY)
-    assert told(cluster, "POST", "tasks", alice.token, waiting_job(hers))[0] == 201
+    assert response_of(cluster, "POST", "tasks", alice.token, waiting_job(hers))[0] == 201
     for task in made:
-        assert told(cluster, "POST", f"tasks/{task}/cancel", bob.token, {})[0] == 200
+        assert response_of(cluster, "POST", f"tasks/{task}/cancel", bob.token, {})[0] == 200
 
 
 def test_slow_module_check_delays_no_other_tenant(cluster, alice, bob):
@@ -228,21 +228,23 @@ def test_slow_module_check_delays_no_other_tenant(cluster, alice, bob):
     answers = []
 
     def submit():
-        answers.append(told(cluster, "POST", "tasks", bob.token, {"job_id": "job-of-bob", **waiting_job(module)}))
+        answers.append(
+            response_of(cluster, "POST", "tasks", bob.token, {"job_id": "job-of-bob", **waiting_job(module)})
+        )
 
     submitting = threading.Thread(target=submit)
     submitting.start()
     try:
         for path in ("me", "tasks", "overview"):
-            assert told(cluster, "GET", path, alice.token)[0] == 200
-        assert told(cluster, "POST", "tasks", alice.token, waiting_job(hers))[0] == 201
+            assert response_of(cluster, "GET", path, alice.token)[0] == 200
+        assert response_of(cluster, "POST", "tasks", alice.token, waiting_job(hers))[0] == 201
         assert alice.close(alice.open()).closed
         assert submitting.is_alive()  # throughout the check of the module
     finally:
         submitting.join(PATIENCE_S)
     (status, answer, _) = answers[0]
     assert status == 201, answer
-    assert told(cluster, "POST", "tasks/job-of-bob/cancel", bob.token, {})[0] == 200
+    assert response_of(cluster, "POST", "tasks/job-of-bob/cancel", bob.token, {})[0] == 200
     for token, shown in ((cluster.token, True), (alice.token, False)):
         with http_text(cluster.url + "/metrics", token) as text:
             assert ('wooly_module_check_seconds_total{tenant="bob"}' in text) is shown
@@ -250,7 +252,7 @@ def test_slow_module_check_delays_no_other_tenant(cluster, alice, bob):
 
 def test_module_beyond_limits_fails_with_limit_and_remedy(cluster, bob):
     module = blob(cluster, bob, hostile_module(MAX_NODES + 1))
-    status, answer, _ = told(cluster, "POST", "tasks", bob.token, {"module": module})
+    status, answer, _ = response_of(cluster, "POST", "tasks", bob.token, {"module": module})
     assert status == 201 and answer["task"]["state"] == "failed"
     assert str(MAX_NODES) in answer["task"]["reason"] and "split it" in answer["task"]["reason"]
 
@@ -258,7 +260,7 @@ def test_module_beyond_limits_fails_with_limit_and_remedy(cluster, bob):
 def test_blob_quota_holds_for_concurrent_uploads(cluster, alice, carol):
     with ThreadPoolExecutor(4) as pool:
         answers = list(
-            pool.map(lambda i: told(cluster, "POST", "blobs", carol.token, bytes([i]) * (3 << 20)), range(8))
+            pool.map(lambda i: response_of(cluster, "POST", "blobs", carol.token, bytes([i]) * (3 << 20)), range(8))
         )
     kept = [a["nbytes"] for status, a, _ in answers if status == 201]
     refused = {(status, a["code"]) for status, a, _ in answers if status != 201}

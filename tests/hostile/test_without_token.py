@@ -111,7 +111,7 @@ def ports_of(stack):
     return listening
 
 
-def asked(port, path, headers):
+def get_response(port, path, headers):
     """(status, body) of one request; (0, received bytes) from a server that does not speak HTTP."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
     try:
@@ -133,7 +133,7 @@ def test_ports_of_local_stack_refuse_other_user(local):
     while len(shown) < 2 and time.monotonic() < deadline:
         for port, name in ports.items():
             for path in ("/metrics", "/api/v1/tasks"):
-                _, body = asked(port, path, owner)
+                _, body = get_response(port, path, owner)
                 shown |= {name} & {"router", "scheduler"} if b"victim" in body else set()
     assert shown == {"router", "scheduler"}
     for headers in (
@@ -144,7 +144,7 @@ def test_ports_of_local_stack_refuse_other_user(local):
     ):
         for port, name in ports.items():
             for path in ASKED:
-                status, body = asked(port, path, headers)
+                status, body = get_response(port, path, headers)
                 assert b"victim" not in body and b"secret-script" not in body, (name, path)
                 if path.startswith("/api/v1/") and name == "router":
                     assert status == 401, (name, path, status)  # also for paths that do not exist
@@ -234,7 +234,7 @@ def port(opened):
     return next(e for e in map(Endpoint.parse, part.endpoints) if e.scheme == "tls")
 
 
-def knock(port):
+def connect_to(port):
     return socket.create_connection((port.host, port.port), 30)
 
 
@@ -248,7 +248,7 @@ def test_resets_during_handshake_end_no_session(opened, port, carol, certificate
     inside, welcome = enter(opened)
     assert welcome.kind == Kind.WELCOME
     for n in range(600):
-        sock = knock(port)
+        sock = connect_to(port)
         with contextlib.suppress(OSError):
             sock.sendall((b"", b"\x16\x03\x01\x02\x00\x01", b"GET / HTTP/1.1\r\n\r\n")[n % 3])
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -266,7 +266,7 @@ def test_resets_during_handshake_end_no_session(opened, port, carol, certificate
 
 def test_half_open_connections_do_not_block_clients(opened, port, certificates):
     """More half-open connections than the executor's limit for strangers. Some of them send a byte now and then."""
-    held = [knock(port) for _ in range(400)]
+    held = [connect_to(port) for _ in range(400)]
     for sock in held[::7]:
         with contextlib.suppress(OSError):
             sock.send(b"\x16")
@@ -290,7 +290,7 @@ def test_half_open_connections_do_not_block_clients(opened, port, certificates):
     ids=["oversize hello", "run first", "no json", "deep json"],
 )
 def test_invalid_first_frame_is_refused_with_reason(opened, port, certificates, frame):
-    with client_context(certificates.authority).wrap_socket(knock(port), server_hostname="localhost") as sock:
+    with client_context(certificates.authority).wrap_socket(connect_to(port), server_hostname="localhost") as sock:
         sock.sendall(frame)
         said = b""
         with contextlib.suppress(OSError):
@@ -315,7 +315,7 @@ def port_of(cluster, service):
     return int((cluster.folder / PORTS[service][0]).read_text())
 
 
-def rss(process):
+def resident_bytes(process):
     """The resident memory of a process, in bytes."""
     return int(Path(f"/proc/{process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
@@ -359,7 +359,7 @@ def flood(port, count, sent=b""):
 
 
 def test_body_of_200_mib_is_refused_unread(cluster):
-    before = rss(cluster.processes["router"])
+    before = resident_bytes(cluster.processes["router"])
     with socket.create_connection(("127.0.0.1", port_of(cluster, "router")), PATIENCE_S) as sock:
         sock.sendall(head("/api/v1/tasks", f"content-length: {200 << 20}"))
         assert answer(sock) == (401, "router.unauthorized")
@@ -373,7 +373,7 @@ def test_body_of_200_mib_is_refused_unread(cluster):
     with socket.create_connection(("127.0.0.1", port_of(cluster, "router")), PATIENCE_S) as sock:
         sock.sendall(head("/api/v1/login", "transfer-encoding: chunked") + b"100000\r\n" + bytes(1 << 20))
         assert answer(sock) == (413, "router.too_large")
-    assert rss(cluster.processes["router"]) < before + (64 << 20)
+    assert resident_bytes(cluster.processes["router"]) < before + (64 << 20)
 
 
 @pytest.mark.parametrize("service", PORTS)

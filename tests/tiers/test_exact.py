@@ -19,7 +19,7 @@ SIZES = (16, 16411)  # many groups and a tail of the library's vectors; small te
 CONSTANTS = {"dims": (-1,), "dim": -1, "keepdim": True, "sizes": (SIZES[1],)}
 
 
-def written(row, dtype, numbers, sample):
+def tape_of(row, dtype, numbers, sample):
     """A tape that uses the row twice, so that a kernel is worthwhile."""
     t, contents = Tape(), {}
     args = []
@@ -58,7 +58,7 @@ def test_exact_kernel_equals_library_bitwise(compiled, sample, row, numbers, dty
     run = 0
     for dtype in dtypes:
         try:
-            tape, contents = written(row, dtype, numbers, sample)
+            tape, contents = tape_of(row, dtype, numbers, sample)
         except (RuleError, KeyError):
             continue
         run += _same(compiled, tape, contents)

@@ -70,7 +70,7 @@ def tapes(draw, operations=EXACT + SMOOTH, dtypes=(F32, F32, BF16, I64, I32, BOO
     return t, inputs
 
 
-def given_to(tape, inputs, sample):
+def inputs_of(tape, inputs, sample):
     program, slots = tape.program()
     contents = {slots[x.slot]: sample(x.view.dtype, x.view.numel, x.slot) for x in inputs if x.slot in slots}
     return program, contents
@@ -80,7 +80,7 @@ def given_to(tape, inputs, sample):
 @PER_EXAMPLE
 def test_exact_plan_of_random_program_equals_library_bitwise(compiled, sample, made):
     tape, inputs = made
-    program, contents = given_to(tape, inputs, sample)
+    program, contents = inputs_of(tape, inputs, sample)
     if not program.body:
         return
     before = compiled.run(compiled.ready(program).prepared, contents, tape.params)
@@ -99,7 +99,7 @@ def test_exact_plan_of_random_program_equals_library_bitwise(compiled, sample, m
 def test_full_plan_equals_library_within_tolerance(compiled, made):
     tape, inputs = made
     generator = torch.Generator().manual_seed(1)
-    program, contents = given_to(tape, inputs, lambda dtype, n, seed: torch.rand(n, generator=generator) + 0.5)
+    program, contents = inputs_of(tape, inputs, lambda dtype, n, seed: torch.rand(n, generator=generator) + 0.5)
     if not program.body:
         return
     prepared, _ = compiled.plan(program, tape.params, "full")
@@ -138,7 +138,7 @@ def cut(program, params, at):
 @PER_EXAMPLE
 def test_full_plan_of_program_split_anywhere_has_same_bits(compiled, sample, bits, made, where):
     tape, inputs = made
-    program, contents = given_to(tape, inputs, sample)
+    program, contents = inputs_of(tape, inputs, sample)
     if len(program.body) < 2:
         return
     whole, _ = compiled.plan(program, tape.params, "full")

@@ -314,7 +314,7 @@ async def test_renewal_of_session_lost_by_executor_ends_session(rig):
         assert await r.sessions() == []
 
 
-async def haunt(r, session_id, keep=True):
+async def add_silent_part(r, session_id, keep=True):
     """Give a session a part on an executor that does not answer, in addition to its own part or instead of it."""
     async with r.tasks.database.writing() as s:
         parts = (await r.tasks.get(session_id, s)).parts if keep else ()
@@ -324,7 +324,7 @@ async def haunt(r, session_id, keep=True):
 async def test_renewal_with_dead_executor_is_retryable(rig):
     async with rig("a") as r:
         opened = await r.open()
-        await haunt(r, opened.session_id, keep=False)
+        await add_silent_part(r, opened.session_id, keep=False)
         error = await refusal(
             r.actor.on_renew_session(RenewSessionRequest(session_id=opened.session_id, token=opened.token))
         )
@@ -442,7 +442,7 @@ async def test_two_routers_on_one_database_give_exclusive_device_once(rig):
         for o in opened:
             await other.on_renew_session(RenewSessionRequest(session_id=o.session_id, token=o.token))
             assert (await r.actor.on_close_session(CloseSessionRequest(session_id=o.session_id, token=o.token))).closed
-        assert has(r) == [[], []]
+        assert sessions_by_executor(r) == [[], []]
 
 
 @pytest.mark.on_both
@@ -590,7 +590,7 @@ def names(opened):
     return [p.executor_id for p in opened.parts]
 
 
-def has(r):
+def sessions_by_executor(r):
     """The sessions of each executor."""
     return [sorted(e.sessions) for e in r.executors]
 
@@ -609,7 +609,7 @@ async def test_open_of_two_devices_uses_two_executors_and_one_token(rig):
             "unix:///tmp/a.sock",
             "unix:///tmp/b.sock",
         ]
-        assert has(r) == [[first.session_id], [first.session_id], []]
+        assert sessions_by_executor(r) == [[first.session_id], [first.session_id], []]
         hosted = [e.sessions[first.session_id] for e in r.executors[:2]]
         assert {h.token for h in hosted} == {first.token} and {h.quota for h in hosted} == {600}
         assert [p.executor_id for p in (await r.tasks.get(first.session_id)).parts] == ["a", "b"]
@@ -629,7 +629,7 @@ async def test_open_of_more_devices_than_executors_is_refused_with_numbers(rig):
         assert "3 devices were requested, but only 2 executors are alive" in str(error) and "wooly up --gpus 3" in str(
             error
         )
-        assert has(r) == [[], []] and await r.sessions() == []
+        assert sessions_by_executor(r) == [[], []] and await r.sessions() == []
 
 
 async def test_open_of_two_devices_with_one_refusal_opens_nothing(rig):
@@ -640,7 +640,7 @@ async def test_open_of_two_devices_with_one_refusal_opens_nothing(rig):
             error.code == "router.no_fit" and "1 of 2 executors can take one" in str(error) and "b: full" in str(error)
         )
         ((session_id, reason),) = r.executors[0].closed
-        assert has(r) == [[], []] and "another executor" in reason
+        assert sessions_by_executor(r) == [[], []] and "another executor" in reason
         assert await r.sessions() == []
         assert (await r.tasks.get(session_id)).state == "failed"
         r.executors[1].refuse = None
@@ -651,7 +651,7 @@ async def test_open_of_two_devices_with_dead_executor_uses_others_and_cleans_up(
     async with rig("a", "b") as r:
         await r.actor.on_heartbeat(r.executors[0].heartbeat(executor_id="0-dead"))
         opened = await r.open(gpu_count=2)
-        assert names(opened) == ["a", "b"] and has(r) == [[opened.session_id]] * 2
+        assert names(opened) == ["a", "b"] and sessions_by_executor(r) == [[opened.session_id]] * 2
         assert len(r.executors[0].closed) == 1
 
 
@@ -661,7 +661,7 @@ async def test_open_concurrent_exclusive_pairs_never_share_a_device(rig):
             *[r.open(gpu_count=2, gpu_mode="exclusive") for _ in range(3)], return_exceptions=True
         )
         assert sum(not isinstance(a, Exception) for a in answers) == 1
-        assert sorted(len(s) for s in has(r)) == [0, 1, 1]
+        assert sorted(len(s) for s in sessions_by_executor(r)) == [0, 1, 1]
 
 
 async def test_renewal_of_two_devices_reaches_both_executors(rig):
@@ -675,7 +675,7 @@ async def test_renewal_of_two_devices_reaches_both_executors(rig):
         r.executors[1].sessions.clear()
         error = await refusal(r.actor.on_renew_session(request))
         assert error.code == "router.no_session" and "executor b" in str(error)
-        await eventually(lambda: has(r) == [[], []])
+        await eventually(lambda: sessions_by_executor(r) == [[], []])
         assert r.executors[0].closed == [(opened.session_id, "it ended on executor b")]
         assert await r.sessions() == []
 
@@ -684,7 +684,7 @@ async def test_renewal_with_one_silent_executor_fails_by_name(rig):
     async with rig("a") as r:
         opened = await r.open()
         lease = await r.tasks.lease(opened.session_id)
-        await haunt(r, opened.session_id)
+        await add_silent_part(r, opened.session_id)
         r.clock.now += 5
         request = RenewSessionRequest(session_id=opened.session_id, token=opened.token)
         error = await refusal(r.actor.on_renew_session(request))
@@ -701,7 +701,7 @@ async def test_close_and_lapse_of_two_devices_reach_both_executors(rig):
         assert await r.actor.lapse() == 1
         for executor in r.executors:
             assert [s for s, _ in executor.closed] == [first.session_id, second.session_id]
-        assert has(r) == [[], []]
+        assert sessions_by_executor(r) == [[], []]
 
 
 @pytest.mark.parametrize("how", ["restarted", "closed"])
@@ -716,7 +716,7 @@ async def test_loss_of_one_part_ends_session_on_other_executors(rig, how):
             await r.actor.reconcile()
         else:
             await r.actor.on_session_closed(SessionClosed(session_id=opened.session_id, executor_id="b"))
-        await eventually(lambda: has(r) == [[other.session_id], [], []])
+        await eventually(lambda: sessions_by_executor(r) == [[other.session_id], [], []])
         assert r.executors[2].closed == [(opened.session_id, "it ended on executor b")] and r.executors[1].closed == []
         assert await r.sessions() == [other.session_id]
 

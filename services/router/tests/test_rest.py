@@ -56,7 +56,7 @@ def rest(rig):
         yield make
 
 
-async def told(http, method, path, status=200, **more):
+async def call_rest(http, method, path, status=200, **more):
     answer = await http.request(method, path, **more)
     assert answer.status_code == status, answer.text
     content = answer.json() if answer.content else None
@@ -68,15 +68,19 @@ async def told(http, method, path, status=200, **more):
 @pytest.mark.on_both
 async def test_config_keeps_written_values_and_defaults(rest):
     async with rest() as (_, http):
-        assert (await told(http, "GET", "config"))["default_vram_overcommit_percent"] == 0
-        changed = await told(http, "PUT", "config", json={"default_vram_overcommit_percent": 1000, "job_attempts": 2})
+        assert (await call_rest(http, "GET", "config"))["default_vram_overcommit_percent"] == 0
+        changed = await call_rest(
+            http, "PUT", "config", json={"default_vram_overcommit_percent": 1000, "job_attempts": 2}
+        )
         assert (changed["default_vram_overcommit_percent"], changed["job_attempts"]) == (1000, 2)
-        assert (await told(http, "PUT", "config", json={"job_attempts": 3}))["default_vram_overcommit_percent"] == 1000
+        assert (await call_rest(http, "PUT", "config", json={"job_attempts": 3}))[
+            "default_vram_overcommit_percent"
+        ] == 1000
         for bad in (-1, 1001, "x", None, 1.5):
-            await told(http, "PUT", "config", 422, json={"default_vram_overcommit_percent": bad})
-        error = await told(http, "PUT", "config", 422, json={"no_such": 1})
+            await call_rest(http, "PUT", "config", 422, json={"default_vram_overcommit_percent": bad})
+        error = await call_rest(http, "PUT", "config", 422, json={"no_such": 1})
         assert error["code"] == "http.invalid" and "no_such" in error["message"]
-        assert [e["action"] for e in (await told(http, "GET", "audit"))["entries"]] == ["config.write"] * 2
+        assert [e["action"] for e in (await call_rest(http, "GET", "audit"))["entries"]] == ["config.write"] * 2
 
 
 async def test_overcommit_before_configuration_comes_from_environment(rest, monkeypatch, tmp_path):
@@ -86,11 +90,11 @@ async def test_overcommit_before_configuration_comes_from_environment(rest, monk
     defaults = RouterSettings(state_dir=tmp_path).cluster()
     async with rest() as (r, http):
         r.actor.world.defaults = defaults
-        assert (await told(http, "GET", "config"))["default_vram_overcommit_percent"] == 35
-        await told(http, "PUT", "config", json={"job_attempts": 2})
-        assert (await told(http, "GET", "config"))["default_vram_overcommit_percent"] == 35
-        await told(http, "PUT", "config", json={"default_vram_overcommit_percent": 0})
-        assert (await told(http, "GET", "config"))["default_vram_overcommit_percent"] == 0
+        assert (await call_rest(http, "GET", "config"))["default_vram_overcommit_percent"] == 35
+        await call_rest(http, "PUT", "config", json={"job_attempts": 2})
+        assert (await call_rest(http, "GET", "config"))["default_vram_overcommit_percent"] == 35
+        await call_rest(http, "PUT", "config", json={"default_vram_overcommit_percent": 0})
+        assert (await call_rest(http, "GET", "config"))["default_vram_overcommit_percent"] == 0
     monkeypatch.setenv("CONTROLLER_DEFAULT_VRAM_OVERCOMMIT_PERCENT", "1001")
     with pytest.raises(ValueError, match="1000"):
         RouterSettings(state_dir=tmp_path)
@@ -99,80 +103,80 @@ async def test_overcommit_before_configuration_comes_from_environment(rest, monk
 @pytest.mark.on_both
 async def test_node_routes_configure_cordon_and_drain(rest):
     async with rest("a", "b") as (r, http):
-        (node,) = (await told(http, "GET", "nodes"))["nodes"]
+        (node,) = (await call_rest(http, "GET", "nodes"))["nodes"]
         assert (node["node_id"], node["state"], node["overcommit_vram_percent"]) == ("host", "active", None)
         assert [g["executor_id"] for g in node["gpus"]] == ["a", "b"]
-        await told(http, "PUT", "config", json={"default_vram_overcommit_percent": 50})
+        await call_rest(http, "PUT", "config", json={"default_vram_overcommit_percent": 50})
         for given, effective in ((0, 0), (20, 20), (None, 50)):
-            node = await told(http, "PUT", "nodes/host/config", json={"overcommit_vram_percent": given})
+            node = await call_rest(http, "PUT", "nodes/host/config", json={"overcommit_vram_percent": given})
             assert (node["overcommit_vram_percent"], node["effective_overcommit_vram_percent"]) == (given, effective)
-        await told(http, "PUT", "nodes/host/config", 422, json={})
-        await told(http, "PUT", "nodes/host/config", 422, json={"overcommit_vram_percent": 1001})
-        await told(http, "PUT", "nodes/other/config", 404, json={"overcommit_vram_percent": 1})
+        await call_rest(http, "PUT", "nodes/host/config", 422, json={})
+        await call_rest(http, "PUT", "nodes/host/config", 422, json={"overcommit_vram_percent": 1001})
+        await call_rest(http, "PUT", "nodes/other/config", 404, json={"overcommit_vram_percent": 1})
         opened = await r.open()
-        assert (await told(http, "PUT", "nodes/host/state", json={"state": "draining"}))["state"] == "draining"
+        assert (await call_rest(http, "PUT", "nodes/host/state", json={"state": "draining"}))["state"] == "draining"
         await r.actor.end(await r.tasks.get(opened.session_id), "completed", "")
-        assert (await told(http, "GET", "nodes/host"))["state"] == "drained"
-        assert (await told(http, "PUT", "nodes/host/state", json={"state": "cordoned"}))["state"] == "cordoned"
+        assert (await call_rest(http, "GET", "nodes/host"))["state"] == "drained"
+        assert (await call_rest(http, "PUT", "nodes/host/state", json={"state": "cordoned"}))["state"] == "cordoned"
         r.clock.now += 6
-        assert (await told(http, "GET", "nodes/host"))["state"] == "lost"
+        assert (await call_rest(http, "GET", "nodes/host"))["state"] == "lost"
 
 
 @pytest.mark.on_both
 async def test_group_routes_create_change_and_delete(rest):
     async with rest("a") as (_, http):
-        made = await told(http, "PUT", "groups/fast", json={"description": "d", "nodes": ["host", "later"]})
-        assert made["nodes"] == ["host", "later"] and (await told(http, "GET", "nodes/host"))["groups"] == ["fast"]
-        assert (await told(http, "PUT", "groups/fast", json={}))["nodes"] == []
-        assert [g["name"] for g in (await told(http, "GET", "groups"))["groups"]] == ["fast"]
-        await told(http, "DELETE", "groups/fast", 204)
-        await told(http, "DELETE", "groups/fast", 404)
+        made = await call_rest(http, "PUT", "groups/fast", json={"description": "d", "nodes": ["host", "later"]})
+        assert made["nodes"] == ["host", "later"] and (await call_rest(http, "GET", "nodes/host"))["groups"] == ["fast"]
+        assert (await call_rest(http, "PUT", "groups/fast", json={}))["nodes"] == []
+        assert [g["name"] for g in (await call_rest(http, "GET", "groups"))["groups"]] == ["fast"]
+        await call_rest(http, "DELETE", "groups/fast", 204)
+        await call_rest(http, "DELETE", "groups/fast", 404)
 
 
 @pytest.mark.on_both
 async def test_task_routes_create_list_prioritize_and_cancel(rest):
     async with rest() as (r, http):
-        blob = await told(http, "POST", "blobs", 201, content=EMPTY)
+        blob = await call_rest(http, "POST", "blobs", 201, content=EMPTY)
         assert blob == {"digest": module_digest(EMPTY).hex(), "nbytes": len(EMPTY)}
         assert (await http.get(f"blobs/{blob['digest']}")).content == EMPTY
-        await told(http, "GET", f"blobs/{'0' * 64}", 404)
+        await call_rest(http, "GET", f"blobs/{'0' * 64}", 404)
         body = {"module": blob["digest"], "noswap": 1, "name": "mine", "required_vram": 5, "job_id": "job-0001"}
-        made = await told(http, "POST", "tasks", 201, json=body)
+        made = await call_rest(http, "POST", "tasks", 201, json=body)
         assert made["task"]["noswap"] == 1 and made["task"]["state"] == "pending" and len(made["story"]) == 1
-        assert (await told(http, "POST", "tasks", 201, json=body))["task"]["task_id"] == "job-0001"
-        await told(http, "POST", "tasks", 422, json=body | {"noswap": 2})
-        assert (await told(http, "POST", "tasks", 409, json=body | {"tenant": "u"}))["code"] == "router.id_taken"
-        assert (await told(http, "PUT", "tasks/job-0001/priority", json={"priority": 0}))["task"]["priority"] == 0
+        assert (await call_rest(http, "POST", "tasks", 201, json=body))["task"]["task_id"] == "job-0001"
+        await call_rest(http, "POST", "tasks", 422, json=body | {"noswap": 2})
+        assert (await call_rest(http, "POST", "tasks", 409, json=body | {"tenant": "u"}))["code"] == "router.id_taken"
+        assert (await call_rest(http, "PUT", "tasks/job-0001/priority", json={"priority": 0}))["task"]["priority"] == 0
         for _ in range(4):
             r.clock.now += 1
-            await told(http, "POST", "tasks", 201, json={"module": blob["digest"], "noswap": 0})
-        page = await told(http, "GET", "tasks", params={"limit": 3, "state": ["pending", "started"]})
-        rest_of = await told(http, "GET", "tasks", params={"limit": 3, "after": page["next"]})
+            await call_rest(http, "POST", "tasks", 201, json={"module": blob["digest"], "noswap": 0})
+        page = await call_rest(http, "GET", "tasks", params={"limit": 3, "state": ["pending", "started"]})
+        rest_of = await call_rest(http, "GET", "tasks", params={"limit": 3, "after": page["next"]})
         assert (
             len(page["tasks"]) == 3
             and [t["task_id"] for t in rest_of["tasks"]][-1] == "job-0001"
             and not rest_of["next"]
         )
-        assert [t["name"] for t in (await told(http, "GET", "tasks", params={"text": "min"}))["tasks"]] == ["mine"]
-        await told(http, "GET", "tasks", 422, params={"state": "odd"})
-        assert (await told(http, "GET", "tasks", 422, params={"after": "odd"}))["code"] == "router.bad_cursor"
-        ended = await told(http, "POST", "tasks/job-0001/cancel", json={"reason": "enough"})
+        assert [t["name"] for t in (await call_rest(http, "GET", "tasks", params={"text": "min"}))["tasks"]] == ["mine"]
+        await call_rest(http, "GET", "tasks", 422, params={"state": "odd"})
+        assert (await call_rest(http, "GET", "tasks", 422, params={"after": "odd"}))["code"] == "router.bad_cursor"
+        ended = await call_rest(http, "POST", "tasks/job-0001/cancel", json={"reason": "enough"})
         assert (ended["task"]["state"], ended["task"]["reason"]) == ("cancelled", "enough")
-        assert (await told(http, "PUT", "tasks/job-0001/priority", 409, json={"priority": 1}))[
+        assert (await call_rest(http, "PUT", "tasks/job-0001/priority", 409, json={"priority": 1}))[
             "code"
         ] == "router.task_ended"
-        assert (await told(http, "GET", "tasks/nobody", 404))["code"] == "router.no_task"
+        assert (await call_rest(http, "GET", "tasks/nobody", 404))["code"] == "router.no_task"
 
 
 async def test_history_and_audit_return_stored_entries(rest):
     async with rest() as (r, http):
         await r.actor.world.nodes.sample([Sample(float(t), "a", "host", 0.5, 0.25, 1, 2, 3) for t in (10, 20)])
-        (sample,) = (await told(http, "GET", "metrics/history", params={"since": 15}))["samples"]
+        (sample,) = (await call_rest(http, "GET", "metrics/history", params={"since": 15}))["samples"]
         assert (sample["at"], sample["starvation"], sample["memory_total"]) == (20.0, 0.25, 2)
         for i in range(3):
             await r.actor.world.audit.add(AuditRecord(1.0, "me", "t", "x", str(i), {}))
-        first = (await told(http, "GET", "audit", params={"limit": 2}))["entries"]
-        rest_of = (await told(http, "GET", "audit", params={"before": first[-1]["id"]}))["entries"]
+        first = (await call_rest(http, "GET", "audit", params={"limit": 2}))["entries"]
+        rest_of = (await call_rest(http, "GET", "audit", params={"before": first[-1]["id"]}))["entries"]
         assert [e["target"] for e in first + rest_of] == ["2", "1", "0"]
 
 
@@ -180,9 +184,9 @@ async def test_history_and_audit_return_stored_entries(rest):
 async def test_history_with_step_returns_one_sample_per_step(rest):
     async with rest() as (r, http):
         await r.actor.world.nodes.sample([Sample(float(t), "a", "host", t / 100, 0.0, t, 2, 3) for t in (10, 20, 30)])
-        found = (await told(http, "GET", "metrics/history", params={"step": 20}))["samples"]
+        found = (await call_rest(http, "GET", "metrics/history", params={"step": 20}))["samples"]
         assert [(s["at"], s["utilization"], s["memory_used"]) for s in found] == [(0.0, 0.1, 10), (20.0, 0.25, 30)]
-        await told(http, "GET", "metrics/history", 422, params={"step": 9})
+        await call_rest(http, "GET", "metrics/history", 422, params={"step": 9})
 
 
 @pytest.mark.on_both
@@ -190,15 +194,15 @@ async def test_task_history_counts_tasks_over_time(rest):
     async with rest("a") as (r, http):
         await r.open()
         r.clock.now += 10
-        found = (await told(http, "GET", "metrics/tasks", params={"since": 999_990, "step": 5}))["counts"]
+        found = (await call_rest(http, "GET", "metrics/tasks", params={"since": 999_990, "step": 5}))["counts"]
         assert [(c["at"], c["waiting"], c["running"]) for c in found] == [
             (999_995.0, 0, 0),
             (1_000_000.0, 0, 0),
             (1_000_005.0, 0, 1),
             (1_000_010.0, 0, 1),
         ]
-        assert (await told(http, "GET", "metrics/tasks", params={"since": 2e6}))["counts"] == []
-        await told(http, "GET", "metrics/tasks", 422)
+        assert (await call_rest(http, "GET", "metrics/tasks", params={"since": 2e6}))["counts"] == []
+        await call_rest(http, "GET", "metrics/tasks", 422)
 
 
 @pytest.mark.on_both
@@ -206,7 +210,7 @@ async def test_overview_counts_nodes_and_tasks_by_state(rest):
     async with rest("a", "b") as (r, http):
         await r.open()
         r.actor.world.starvation = {"a": 250}
-        found = await told(http, "GET", "overview")
+        found = await call_rest(http, "GET", "overview")
         assert (found["nodes"], found["tasks"]) == ({"active": 1}, {"started": 1})
         assert [(g["executor_id"], g["starvation"], g["memory_total"]) for g in found["gpus"]] == [
             ("a", 0.25, 1000),
@@ -216,7 +220,7 @@ async def test_overview_counts_nodes_and_tasks_by_state(rest):
 
 async def test_gpu_metrics_are_read_from_scheduler_in_pages(rest):
     async with rest() as (r, http):
-        assert (await told(http, "GET", "metrics/gpus", 404))["code"] == "router.no_scheduler"
+        assert (await call_rest(http, "GET", "metrics/gpus", 404))["code"] == "router.no_scheduler"
         scheduler = ServiceApp("scheduler", r.url)
 
         async def page(request):
@@ -226,7 +230,7 @@ async def test_gpu_metrics_are_read_from_scheduler_in_pages(rest):
 
         scheduler.serve(contracts.SCHEDULER_GPU_LIST, page)
         async with scheduler.running():
-            found = (await told(http, "GET", "metrics/gpus"))["gpus"]
+            found = (await call_rest(http, "GET", "metrics/gpus"))["gpus"]
         assert [g["executor_id"] for g in found] == ["a", "b", "c"]
 
 
@@ -245,35 +249,35 @@ async def test_credits_are_read_from_metering_within_own_tenant(rest):
         _, operator = await token_for(r, "ops", "operator")
         _, mine = await token_for(r, "mine", "user")
         for path in ("credits", "credits/plans", "credits/statements/ops"):
-            assert (await told(http, "GET", path, 404, headers=admin))["code"] == "router.no_metering"
+            assert (await call_rest(http, "GET", path, 404, headers=admin))["code"] == "router.no_metering"
         metering = ServiceApp("metering", r.url)
         metering.serve(contracts.METERING_CREDITS_SHOW, show)
         metering.serve(contracts.METERING_BUDGET_SET, budget)
         async with metering.running():
-            assert (await told(http, "GET", "credits", headers=mine))["vram_ucr"] == 4
-            await told(http, "GET", "credits", headers=operator, params={"tenant": "x"})
-            await told(http, "GET", "credits", 403, headers=mine, params={"tenant": "yours"})
-            await told(http, "GET", "credits/statements/yours", 403, headers=mine)
+            assert (await call_rest(http, "GET", "credits", headers=mine))["vram_ucr"] == 4
+            await call_rest(http, "GET", "credits", headers=operator, params={"tenant": "x"})
+            await call_rest(http, "GET", "credits", 403, headers=mine, params={"tenant": "yours"})
+            await call_rest(http, "GET", "credits/statements/yours", 403, headers=mine)
             assert asked == ["mine", "x"]
             for headers, status in ((mine, 403), (operator, 403), (admin, 200)):
-                await told(http, "PUT", "credits/budgets/mine", status, json={"hard_ucr": 5}, headers=headers)
-            await told(http, "PUT", "credits/budgets/mine", 422, json={"hard_ucr": -1}, headers=admin)
-        assert "budget.set" in [e["action"] for e in (await told(http, "GET", "audit", headers=admin))["entries"]]
+                await call_rest(http, "PUT", "credits/budgets/mine", status, json={"hard_ucr": 5}, headers=headers)
+            await call_rest(http, "PUT", "credits/budgets/mine", 422, json={"hard_ucr": -1}, headers=admin)
+        assert "budget.set" in [e["action"] for e in (await call_rest(http, "GET", "audit", headers=admin))["entries"]]
 
 
 @pytest.mark.on_both
 async def test_errors_have_one_format(rest):
     async with rest() as (r, http):
-        await told(http, "GET", "nothing", 404)
-        await told(http, "DELETE", "config", 405)
-        await told(http, "PUT", "config", 422, content=b"{")
+        await call_rest(http, "GET", "nothing", 404)
+        await call_rest(http, "DELETE", "config", 405)
+        await call_rest(http, "PUT", "config", 422, content=b"{")
         await r.actor.world.database._engine.dispose()
 
         async def broken(s=None):
             raise RuntimeError("secret detail")
 
         r.actor.world.config.read = broken
-        error = await told(http, "GET", "config", 500)
+        error = await call_rest(http, "GET", "config", 500)
         assert error["code"] == "internal" and "secret detail" not in error["message"] and error["retryable"]
 
 
@@ -322,14 +326,14 @@ async def test_token_rights_are_limited_by_role_and_scopes(rest):
         _, widened = await token_for(r, "t", "user", ("tasks:read", "config:write"))
         config = {"job_attempts": 2}
         for headers, status in ((admin, 200), (operator, 403), (user, 403), (widened, 403)):
-            await told(http, "PUT", "config", status, json=config, headers=headers)
+            await call_rest(http, "PUT", "config", status, json=config, headers=headers)
         for headers, status in ((operator, 200), (user, 403)):
-            await told(http, "PUT", "nodes/host/state", status, json={"state": "active"}, headers=headers)
-            await told(http, "GET", "audit", status, headers=headers)
+            await call_rest(http, "PUT", "nodes/host/state", status, json={"state": "active"}, headers=headers)
+            await call_rest(http, "GET", "audit", status, headers=headers)
         for headers, status in ((admin, 200), (operator, 403), (user, 403)):
-            await told(http, "GET", "tenants", status, headers=headers)
-        await told(http, "GET", "tasks", headers=narrow)
-        await told(http, "POST", "blobs", 403, content=b"x", headers=narrow)
+            await call_rest(http, "GET", "tenants", status, headers=headers)
+        await call_rest(http, "GET", "tasks", headers=narrow)
+        await call_rest(http, "POST", "blobs", 403, content=b"x", headers=narrow)
         assert ROLES["user"] < ROLES["admin"] > ROLES["operator"] and not ROLES["operator"] & {
             "blobs:read",
             "blobs:write",
@@ -393,10 +397,10 @@ async def test_routes_for_operators_match_the_table(rest, tmp_path):
         assert set(routes(r.api)) == CLOSED_TO_OPERATORS | OPEN_TO_OPERATORS
         _, theirs = await token_for(r, "victim", "user")
         _, operator = await token_for(r, "ops", "operator")
-        digest = (await told(http, "POST", "blobs", 201, content=EMPTY, headers=theirs))["digest"]
+        digest = (await call_rest(http, "POST", "blobs", 201, content=EMPTY, headers=theirs))["digest"]
         places = {"name": "victim", "tenant": "victim", "digest": digest, "token_id": "t"}
         for method, path in sorted(CLOSED_TO_OPERATORS):
-            error = await told(
+            error = await call_rest(
                 http,
                 method,
                 path.removeprefix("/api/v1/").format(**places),
@@ -406,14 +410,14 @@ async def test_routes_for_operators_match_the_table(rest, tmp_path):
             )
             assert error["code"] == "router.forbidden", path
         for tenant in ("victim", "ops"):
-            await told(http, "GET", f"blobs/{digest}", 403, params={"tenant": tenant}, headers=operator)
-        error = await told(
+            await call_rest(http, "GET", f"blobs/{digest}", 403, params={"tenant": tenant}, headers=operator)
+        error = await call_rest(
             http, "POST", "tasks", 403, json={"module": digest, "noswap": 0, "tenant": "victim"}, headers=operator
         )
         assert error["code"] == "router.forbidden" and not await r.tasks.in_states("pending")
         r.actor.issuer = make_authority(tmp_path / "keys").issuer()
-        await told(http, "POST", "credentials", 403, json={"tenant": "victim"}, headers=operator)
-        made = await told(http, "POST", "credentials", 201, json={}, headers=operator)
+        await call_rest(http, "POST", "credentials", 403, json={"tenant": "victim"}, headers=operator)
+        made = await call_rest(http, "POST", "credentials", 201, json={}, headers=operator)
         held = Credentials.parse(made["credentials"])
         blobs = [rpc.for_tenant("ops") for rpc in (contracts.ROUTER_BLOB_GET, contracts.ROUTER_BLOB_PUT)]
         assert (made["tenant"], made["role"]) == ("ops", "user") and held.permissions.publish
@@ -426,32 +430,35 @@ async def test_tenant_cannot_read_or_change_other_tenants(rest):
         _, mine = await token_for(r, "mine", "user")
         _, yours = await token_for(r, "yours", "user")
         _, operator = await token_for(r, "ops", "operator")
-        digest = (await told(http, "POST", "blobs", 201, content=EMPTY, headers=mine))["digest"]
-        made = await told(http, "POST", "tasks", 201, json={"module": digest, "noswap": 0}, headers=mine)
+        digest = (await call_rest(http, "POST", "blobs", 201, content=EMPTY, headers=mine))["digest"]
+        made = await call_rest(http, "POST", "tasks", 201, json={"module": digest, "noswap": 0}, headers=mine)
         name, session = made["task"]["task_id"], (await r.open(credential=mine["Authorization"][7:])).session_id
         assert made["task"]["tenant"] == "mine"
         for task in (name, session):
-            assert (await told(http, "GET", f"tasks/{task}", headers=mine))["task"]["task_id"] == task
+            assert (await call_rest(http, "GET", f"tasks/{task}", headers=mine))["task"]["task_id"] == task
             for method, path, body in (
                 ("GET", f"tasks/{task}", None),
                 ("POST", f"tasks/{task}/cancel", {}),
                 ("PUT", f"tasks/{task}/priority", {"priority": 0}),
             ):
-                error = await told(http, method, path, 404, json=body, headers=yours)
-                assert error == await told(
+                error = await call_rest(http, method, path, 404, json=body, headers=yours)
+                assert error == await call_rest(
                     http, method, path.replace(task, "no-such-task"), 404, json=body, headers=yours
                 ) | {"message": error["message"]}
-        assert (await told(http, "GET", "tasks", headers=yours))["tasks"] == []
-        assert (await told(http, "GET", "sessions", headers=yours))["sessions"] == []
-        await told(http, "GET", "tasks", 403, params={"tenant": "mine"}, headers=yours)
-        await told(http, "GET", f"blobs/{digest}", 404, headers=yours)
-        await told(http, "GET", f"blobs/{digest}", 403, params={"tenant": "mine"}, headers=yours)
-        await told(http, "POST", "tasks", 403, json={"module": digest, "tenant": "mine"}, headers=yours)
-        stolen = await told(http, "POST", "tasks", 201, json={"module": digest}, headers=yours)
+        assert (await call_rest(http, "GET", "tasks", headers=yours))["tasks"] == []
+        assert (await call_rest(http, "GET", "sessions", headers=yours))["sessions"] == []
+        await call_rest(http, "GET", "tasks", 403, params={"tenant": "mine"}, headers=yours)
+        await call_rest(http, "GET", f"blobs/{digest}", 404, headers=yours)
+        await call_rest(http, "GET", f"blobs/{digest}", 403, params={"tenant": "mine"}, headers=yours)
+        await call_rest(http, "POST", "tasks", 403, json={"module": digest, "tenant": "mine"}, headers=yours)
+        stolen = await call_rest(http, "POST", "tasks", 201, json={"module": digest}, headers=yours)
         assert stolen["task"]["state"] == "failed" and "bus.blob_missing" in stolen["task"]["reason"]
-        await told(http, "POST", "tasks", 409, json={"module": digest, "job_id": name}, headers=yours)
+        await call_rest(http, "POST", "tasks", 409, json={"module": digest, "job_id": name}, headers=yours)
         assert (await r.tasks.get(name)).state == "pending" and session in await r.sessions()
-        assert {t["tenant"] for t in (await told(http, "GET", "tasks", headers=operator))["tasks"]} == {"mine", "yours"}
+        assert {t["tenant"] for t in (await call_rest(http, "GET", "tasks", headers=operator))["tasks"]} == {
+            "mine",
+            "yours",
+        }
 
 
 async def test_node_memory_of_other_tenants_is_anonymous(rest):
@@ -475,8 +482,8 @@ async def test_cookie_has_rights_of_token_and_changes_need_page_header(rest):
     async with rest("a", auth="tokens") as (r, http):
         token, head = await token_for(r, "ops", "operator")
         secret = head["Authorization"][7:]
-        await told(http, "POST", "login", 401, json={"token": "guess"})
-        await told(http, "POST", "login", 403, json={"token": secret}, headers={"Origin": "http://evil.example"})
+        await call_rest(http, "POST", "login", 401, json={"token": "guess"})
+        await call_rest(http, "POST", "login", 403, json={"token": secret}, headers={"Origin": "http://evil.example"})
         assert not http.cookies
         answer = await http.post("login", json={"token": secret})
         assert answer.json()["own"] == "ops" and answer.json()["tenant"] is None and secret not in answer.text
@@ -484,25 +491,25 @@ async def test_cookie_has_rights_of_token_and_changes_need_page_header(rest):
         assert (
             "httponly" in cookie and "samesite=strict" in cookie and "path=/api/v1" in cookie and "secure" not in cookie
         )
-        assert (await told(http, "GET", "me"))["actor"] == f"token:{token.id}"
+        assert (await call_rest(http, "GET", "me"))["actor"] == f"token:{token.id}"
         state, ours = {"state": "cordoned"}, {"x-wooly-page": "1"}
-        await told(http, "PUT", "nodes/host/state", 403, json=state)
-        await told(http, "PUT", "nodes/host/state", json=state, headers=ours)
-        await told(http, "PUT", "config", 403, json={}, headers=ours)
-        await told(http, "DELETE", "login", 403)
-        await told(http, "DELETE", "login", 204, headers=ours)
+        await call_rest(http, "PUT", "nodes/host/state", 403, json=state)
+        await call_rest(http, "PUT", "nodes/host/state", json=state, headers=ours)
+        await call_rest(http, "PUT", "config", 403, json={}, headers=ours)
+        await call_rest(http, "DELETE", "login", 403)
+        await call_rest(http, "DELETE", "login", 204, headers=ours)
         assert not http.cookies
-        await told(http, "GET", "me", 401)
+        await call_rest(http, "GET", "me", 401)
         secured = await http.post("https://127.0.0.1/api/v1/login", json={"token": secret})
         assert "secure" in secured.headers["set-cookie"].lower()
         await r.actor.world.tenants.revoke("ops", token.id, r.clock.now)
         http.cookies.set("wooly_token", secret)
-        await told(http, "GET", "nodes", 401)
+        await call_rest(http, "GET", "nodes", 401)
 
 
 async def test_login_without_required_tokens_sets_no_cookie(rest):
     async with rest() as (_, http):
-        assert (await told(http, "GET", "me"))["auth"] == "open"
+        assert (await call_rest(http, "GET", "me"))["auth"] == "open"
         answer = await http.post("login", json={"token": "anything"})
         assert answer.status_code == 200 and "set-cookie" not in answer.headers
 
@@ -517,12 +524,14 @@ async def test_opaque_kernels_are_permitted_by_administrators_per_session(rest):
             return r.executors[0].sessions[opened.session_id].opaque_kernels
 
         assert not await hosted()
-        await told(http, "PUT", "tenants/mine", 403, json={"opaque_kernels": True}, headers=user)
-        assert (await told(http, "PUT", "tenants/mine", json={"opaque_kernels": True}, headers=admin))["opaque_kernels"]
+        await call_rest(http, "PUT", "tenants/mine", 403, json={"opaque_kernels": True}, headers=user)
+        assert (await call_rest(http, "PUT", "tenants/mine", json={"opaque_kernels": True}, headers=admin))[
+            "opaque_kernels"
+        ]
         assert await hosted()
-        kept = await told(http, "PUT", "tenants/mine", json={"description": "of others"}, headers=admin)
+        kept = await call_rest(http, "PUT", "tenants/mine", json={"description": "of others"}, headers=admin)
         assert kept["opaque_kernels"] and await hosted()
-        await told(http, "PUT", "tenants/mine", json={"opaque_kernels": False}, headers=admin)
+        await call_rest(http, "PUT", "tenants/mine", json={"opaque_kernels": False}, headers=admin)
         assert not await hosted()
 
 
@@ -530,21 +539,21 @@ async def test_opaque_kernels_are_permitted_by_administrators_per_session(rest):
 async def test_token_secret_is_shown_once_and_revoked_token_is_refused(rest):
     async with rest(auth="tokens") as (r, http):
         _, admin = await token_for(r, "ops", "admin")
-        await told(http, "PUT", "tenants/new", json={"description": "d"}, headers=admin)
-        made = await told(
+        await call_rest(http, "PUT", "tenants/new", json={"description": "d"}, headers=admin)
+        made = await call_rest(
             http, "POST", "tenants/new/tokens", 201, json={"name": "ci", "expires_in_s": 60}, headers=admin
         )
         theirs = {"Authorization": f"Bearer {made['secret']}"}
-        await told(http, "GET", "tasks", headers=theirs)
+        await call_rest(http, "GET", "tasks", headers=theirs)
         listed = await http.get("tenants/new/tokens", headers=admin)
         assert listed.json()["tokens"][0]["id"] == made["id"] and made["secret"] not in listed.text
         logged = await http.get("audit", headers=admin)
         assert made["id"] in logged.text and made["secret"] not in logged.text
-        await told(http, "DELETE", f"tenants/new/tokens/{made['id']}", 204, headers=admin)
-        await told(http, "GET", "tasks", 401, headers=theirs)
-        await told(http, "DELETE", f"tenants/new/tokens/{made['id']}", 404, headers=admin)
-        await told(http, "POST", "tenants/no/tokens", 404, json={}, headers=admin)
-        await told(http, "POST", "tenants/new/tokens", 422, json={"scopes": ["all:all"]}, headers=admin)
+        await call_rest(http, "DELETE", f"tenants/new/tokens/{made['id']}", 204, headers=admin)
+        await call_rest(http, "GET", "tasks", 401, headers=theirs)
+        await call_rest(http, "DELETE", f"tenants/new/tokens/{made['id']}", 404, headers=admin)
+        await call_rest(http, "POST", "tenants/no/tokens", 404, json={}, headers=admin)
+        await call_rest(http, "POST", "tenants/new/tokens", 422, json={"scopes": ["all:all"]}, headers=admin)
 
 
 async def test_rate_limit_applies_per_caller(rest):
@@ -657,20 +666,20 @@ async def test_routes_called_from_other_origin_are_refused(rest):
         for method, path in routes(r.api):
             answer = await http.request(method, f"http://127.0.0.1{path}", headers={"Origin": "http://evil.example"})
             assert answer.status_code in (403, 422), (method, path)
-        await told(http, "POST", "tasks/x/cancel", 403, headers={"Origin": "http://evil.example"})
+        await call_rest(http, "POST", "tasks/x/cancel", 403, headers={"Origin": "http://evil.example"})
 
 
 async def test_credentials_are_issued_with_signing_key(rest, tmp_path):
     async with rest() as (r, http):
-        error = await told(http, "POST", "credentials", 409, json={})
+        error = await call_rest(http, "POST", "credentials", 409, json={})
         assert error["code"] == "router.no_credentials" and "WOOLY_ROUTER_SIGNING_KEY" in error["message"]
         r.actor.issuer = make_authority(tmp_path / "keys").issuer()
-        made = await told(http, "POST", "credentials", 201, json={"expires_in_s": 60})
+        made = await call_rest(http, "POST", "credentials", 201, json={"expires_in_s": 60})
         assert (made["tenant"], made["role"], made["nats_url"]) == ("default", "user", "nats://127.0.0.1:4222")
         held = Credentials.parse(made["credentials"])
         assert held.tenant == "default" and held.expires_at == made["expires_at"] <= r.clock.now + 60
-        assert (await told(http, "POST", "credentials", 201, json={"tenant": "acme"}))["tenant"] == "acme"
+        assert (await call_rest(http, "POST", "credentials", 201, json={"tenant": "acme"}))["tenant"] == "acme"
         for wrong in ({"expires_in_s": 0}, {"role": "operator"}, {"tenant": "a/b"}, {"more": 1}):
-            await told(http, "POST", "credentials", 422, json=wrong)
+            await call_rest(http, "POST", "credentials", 422, json=wrong)
         # Without required tokens, no caller is a proven administrator.
-        assert (await told(http, "POST", "credentials", 403, json={"role": "admin"}))["code"] == "router.forbidden"
+        assert (await call_rest(http, "POST", "credentials", 403, json={"role": "admin"}))["code"] == "router.forbidden"

@@ -54,7 +54,7 @@ OVER_BUDGET = "waits for credits: "
 COMMANDS_AT_ONCE, LIMIT_RETRY_S = 16, 5.0
 #: Seconds for an executor to confirm a job that it was asked to run. After that, the router that asked it counts as dead.
 START_CONFIRM_S = 15.0
-#: Seconds for which an executor may not report a job that it runs: its end report may be on its way.
+#: Grace period, in seconds, for a job that its executor's heartbeats do not list: its end report may be on its way.
 MISSING_GRACE_S = 5.0
 #: Seconds for which metering's answer about a tenant's budget is used, and minimum wait of a job whose tenant has no budget
 #: left.
@@ -384,7 +384,7 @@ class JobActor:
         await asyncio.gather(*[self._start(task, executor, percent, config) for task, executor, _, percent in chosen])
 
     async def _over_budget(self, tenants: Collection[str]) -> dict[str, str]:
-        """Return those of some tenants that may start nothing, with the reason."""
+        """Return the tenants, of those given, that may start nothing, each with the reason."""
         now, turn = self._router.clock(), asyncio.Semaphore(BUDGETS_AT_ONCE)
         self._budgets = {t: known for t, known in self._budgets.items() if t in tenants and now - known[0] < BUDGET_S}
 

@@ -48,8 +48,8 @@ log = logging.getLogger("wooly.router")
 OPEN_BUDGET_S = 15.0
 #: Seconds after its start for which a router without any known executor waits for the first heartbeat.
 HEARTBEAT_GRACE_S = 2.0
-#: Seconds for which an opening client waits for a device that other sessions use. A script that has just ended counts until its
-#: executor has released the memory and reported it, and the next script may ask sooner.
+#: Seconds for which an opening client waits for a device that other sessions use. A script that has just ended still counts until
+#: its executor has released the memory and reported it, and the next script may ask sooner.
 LEAVING_S = 2.0
 LEAVING_PAUSE_S = 0.4
 

@@ -40,7 +40,7 @@ log = logging.getLogger("wooly.router")
 router = APIRouter()
 #: Seconds between two polls of the database.
 POLL_S = 1.0
-#: Number of devices per second of the interval between metrics events: more devices mean a longer interval.
+#: Each further group of this many devices adds one second to the interval between metrics events.
 GPUS_PER_SECOND = 100
 #: Seconds between two checks of a follower's token; also the interval of keep-alive comments.
 RECHECK_S = 15.0
