@@ -1,4 +1,4 @@
-"""Rules of the documentation: decisions have their form, references exist, links lead somewhere, the README is short."""
+"""Rules of the documentation: form of decisions, valid references, working links, length of the README."""
 
 import importlib.util
 import re
@@ -10,12 +10,12 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).parents[1]
-#: The longest README and the longest decision, in lines: both are read in one sitting.
+#: Maximum length of the README and of a decision, in lines, so that each can be read in one sitting.
 README_LINES, DECISION_LINES = 200, 40
 
 
 def _tracked(*patterns):
-    """Files of the repository: those that git knows, and new ones that it does not ignore."""
+    """Files of the repository: tracked files, and new files that git does not ignore."""
     listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *patterns]
     found = subprocess.run(listing, cwd=ROOT, capture_output=True, check=True).stdout.decode().split("\0")
     return [ROOT / name for name in sorted(filter(None, found)) if (ROOT / name).is_file()]
@@ -27,14 +27,14 @@ NUMBERS = {int(name[:4]): name for name in DECISIONS}
 
 
 def _prose(text):
-    """Markdown without its code: what looks like a link or a heading there is none."""
+    """Markdown without code blocks, whose text may look like a link or a heading."""
     text = re.sub(r"^( *)(```+|~~~+)[^\n]*\n.*?^\1\2[ ]*$", "", text, flags=re.DOTALL | re.MULTILINE)
     return re.sub(r"(`+)(?!`).*?(?<!`)\1(?!`)", lambda code: "c" * len(code[0]), text, flags=re.DOTALL)
 
 
 @cache
 def _anchors(path):
-    """The anchors of a page's headings, by the rule of GitHub, which `mkdocs.yml` asks the site for, too."""
+    """The anchors of a page's headings, by GitHub's rule. `mkdocs.yml` uses the same rule for the site."""
     text = re.sub(r"^( *)(```+|~~~+)[^\n]*\n.*?^\1\2[ ]*$", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
     found = set()
     for heading in re.findall(r"^#{1,6} +(.+?) *#*$", text, re.MULTILINE):
@@ -54,7 +54,7 @@ def _slug(title):
 
 
 def _script(name):
-    """A script of the documentation as a module."""
+    """Import a script of the documentation as a module."""
     spec = importlib.util.spec_from_file_location(f"wooly_docs_{name}", ROOT / f"docs/{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -62,7 +62,7 @@ def _script(name):
 
 
 def _named(status, relation):
-    """Numbers of the decisions to which a status states a relation."""
+    """Numbers of the decisions to which a status has a relation."""
     return {
         int(number)
         for clause in re.split(r"; ", status)
@@ -72,17 +72,19 @@ def _named(status, relation):
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_page_links_lead_to_files_and_headings(page):
+def test_page_links_point_to_existing_files_and_headings(page):
     path = PAGES[page]
     for target in re.findall(r"\]\(([^()\s]+)\)", _prose(path.read_text())):
         if re.match(r"[a-z][a-z+.-]*:", target):
             continue
         name, _, fragment = target.partition("#")
         there = (path.parent / name).resolve() if name else path
-        assert there.exists(), f"{target}: no such file"
-        assert there.is_relative_to(ROOT), f"{target}: outside of the repository"
+        assert there.exists(), f"{target}: this file does not exist"
+        assert there.is_relative_to(ROOT), f"{target}: this file is outside of the repository"
         if fragment:
-            assert fragment in _anchors(there), f"{target}: no such heading; there are {sorted(_anchors(there))}"
+            assert fragment in _anchors(there), (
+                f"{target}: this heading does not exist; the page has {sorted(_anchors(there))}"
+            )
 
 
 @pytest.mark.parametrize(
@@ -92,12 +94,12 @@ def test_page_links_lead_to_files_and_headings(page):
         ("# A\n```sh\n# not a heading\n```\n", {"a"}),
     ],
 )
-def test_anchors_of_headings_are_those_of_github(tmp_path, text, anchors):
+def test_anchors_follow_github_rule(tmp_path, text, anchors):
     (tmp_path / "page.md").write_text(text)
     assert _anchors(tmp_path / "page.md") == anchors
 
 
-def test_readme_length_is_bounded():
+def test_readme_is_within_length_limit():
     assert len((ROOT / "README.md").read_text().splitlines()) <= README_LINES
 
 
@@ -106,20 +108,20 @@ def test_decision_numbers_are_consecutive_and_unique():
 
 
 @pytest.mark.parametrize("name", DECISIONS)
-def test_decision_form_is_title_status_context_decision_consequences(name):
+def test_decision_has_title_status_context_decision_consequences(name):
     text = DECISIONS[name].read_text()
     assert len(text.splitlines()) <= DECISION_LINES
     title = re.match(r"# (\d{4})\. (.+)\n\nStatus: ", text)
-    assert title, "the first lines are `# NNNN. Title`, nothing, `Status: …`"
-    assert name == f"{title[1]}-{_slug(title[2])}.md", "the file is named after the title"
+    assert title, "the first lines must be `# NNNN. Title`, an empty line, `Status: …`"
+    assert name == f"{title[1]}-{_slug(title[2])}.md", "the file must be named after the title"
     assert re.findall(r"^#+ .+$", text, re.MULTILINE)[1:] == ["## Context", "## Decision", "## Consequences"]
-    assert re.search(r"^## Decision\n\n?> \S", text, re.MULTILINE), "a decision begins with one sentence as a quotation"
+    assert re.search(r"^## Decision\n\n?> \S", text, re.MULTILINE), "a decision must begin with one quoted sentence"
     for part in re.split(r"^## .+$", text, flags=re.MULTILINE)[1:]:
         assert part.strip()
 
 
 @pytest.mark.parametrize("name", DECISIONS)
-def test_decision_status_is_mutual(name):
+def test_decision_status_is_confirmed_by_other_decision(name):
     status_of = _script("decisions").status_of
     number, status = int(name[:4]), status_of(DECISIONS[name].read_text())
     assert status.startswith(("accepted", "superseded by"))
@@ -131,15 +133,15 @@ def test_decision_status_is_mutual(name):
     ):
         for other in _named(status, here):
             answer = status_of(DECISIONS[NUMBERS[other]].read_text())
-            assert number in _named(answer, there), f"ADR {other} does not answer: {answer}"
+            assert number in _named(answer, there), f"ADR {other} does not have the reverse relation: {answer}"
 
 
-def test_decision_index_is_that_of_the_records():
+def test_decision_index_matches_records():
     """If this fails: make docs."""
     assert (ROOT / "docs/adr/index.md").read_text() == _script("decisions").page()
 
 
-def test_decisions_that_the_repository_names_exist():
+def test_decisions_named_in_repository_exist():
     unknown = []
     for path in _tracked("*.py", "*.md", "*.toml", "*.txt", "*.yaml", "*.yml", "*.sh", "*.js", "*.c", "Makefile"):
         for number in re.findall(r"\bADRs? (\d+)", path.read_text()):
@@ -152,14 +154,14 @@ def test_decisions_that_the_repository_names_exist():
 
 
 class _Navigation(yaml.SafeLoader):
-    """Reads mkdocs.yml without mkdocs: tags of Python become nothing."""
+    """Reads mkdocs.yml without mkdocs: Python tags become None."""
 
 
 _Navigation.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: None)
 
 
 def _pages_of(navigation):
-    """The pages that a part of the navigation names."""
+    """The pages in a part of the navigation."""
     if isinstance(navigation, str):
         return [navigation]
     parts = navigation.values() if isinstance(navigation, dict) else navigation
@@ -167,7 +169,7 @@ def _pages_of(navigation):
 
 
 def test_site_navigation_names_every_page_once():
-    named = _pages_of(yaml.load((ROOT / "mkdocs.yml").read_text(), _Navigation)["nav"])  # a SafeLoader
+    named = _pages_of(yaml.load((ROOT / "mkdocs.yml").read_text(), _Navigation)["nav"])  # _Navigation is a SafeLoader
     decisions = [f"adr/{name}" for name in DECISIONS]
     assert sorted(named + decisions) == sorted(_script("site_hooks").page_of(page) for page in PAGES)
 
@@ -189,5 +191,5 @@ def test_site_navigation_names_every_page_once():
         ("guides/jobs.md", "[a](https://example.org/b) [c](#d)", "[a](https://example.org/b) [c](#d)"),
     ],
 )
-def test_site_links_lead_from_page_to_page(page, text, there):
+def test_site_links_are_rewritten_between_pages(page, text, there):
     assert _script("site_hooks").translated(text, page) == there

@@ -1,4 +1,4 @@
-"""What `make lint` must refuse in our source: whatever makes code of bytes."""
+"""`make lint` refuses every construct in our source that executes bytes as code."""
 
 import subprocess
 import sys
@@ -26,7 +26,7 @@ REFUSED = [
 @pytest.mark.parametrize(
     "folder", ["libs/wis/src", "services/router/src", "deploy/local/src", "bench", "examples", "docs"]
 )
-def test_lint_refuses_what_makes_code_of_bytes(folder):
+def test_lint_refuses_code_that_executes_bytes(folder):
     told = subprocess.run(
         [sys.executable, "-m", "ruff", "check", "--output-format=concise", "--stdin-filename", f"{folder}/x.py", "-"],
         input="\n".join(line for line, _ in REFUSED), capture_output=True, text=True, cwd=ROOT,
@@ -36,7 +36,7 @@ def test_lint_refuses_what_makes_code_of_bytes(folder):
         assert not rule or any(f" {rule} " in one for one in found), (line, told)
 
 
-def test_exceptions_to_that_give_their_reason_in_the_line():
+def test_lint_exceptions_give_a_reason():
     listed = subprocess.run(
         ["git", "grep", "-nE", "noqa: (S102|S301|S302|S307|TID251)", "--", "*.py"],
         capture_output=True, text=True, cwd=ROOT,

@@ -1,7 +1,7 @@
-"""Private names of PyTorch and CPython are used in one file per distribution, so that a new release is checked there.
+"""Private names of PyTorch and CPython are used in one file per distribution, so that a new release needs checks only there.
 
-A private name begins with one underscore. It is foreign where it is imported from PyTorch or the standard library, or where an
-attribute of that name is read that no source of the distribution defines.
+A private name begins with one underscore. It is foreign if it is imported from PyTorch or the standard library, or if no source
+of the distribution defines an attribute of this name.
 """
 
 import ast
@@ -12,18 +12,18 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 DISTRIBUTIONS = sorted(p.parent for p in ROOT.glob("*/*/src"))
-#: The one file for private names of PyTorch, and the one for those of CPython.
+#: The file for PyTorch's private names, and the file for CPython's.
 FILES = ("torch_private.py", "python_private.py")
-#: Folders for the private names of Triton, which has no other place for what they do.
+#: Folders that may use Triton's private names, because Triton has no public names for the same purpose.
 TRITON = ("services/intercept/src/wooly/triton_capture", "libs/triton/src/wooly_triton")
-#: Names with an underscore that their documentation describes: named tuples, SQLAlchemy's rows, os.
+#: Documented names with an underscore: of named tuples, of SQLAlchemy's rows, of os.
 DOCUMENTED = {"_asdict", "_fields", "_make", "_mapping", "_replace", "_exit"}
-#: Attributes that a class inherits from a library that is neither PyTorch nor CPython, by the file that reads them.
+#: Inherited attributes of other libraries than PyTorch and CPython, by the file that reads them.
 INHERITED = {
     "libs/bus/src/wooly_bus/app.py": {"self._connection_kwargs"},  # FastStream's broker
     "libs/bus/src/wooly_bus/nats_client.py": {"self._current_server"},  # nats-py's client
 }
-#: Objects whose attributes are operators by name, of which many begin with an underscore.
+#: Objects whose attributes are operators; many operator names begin with an underscore.
 OPERATORS = {"aten", "mkldnn", "prims", "ops"}
 PACKAGES = {"torch"} | sys.stdlib_module_names
 
@@ -33,7 +33,7 @@ def is_private(name):
 
 
 def defined(trees):
-    """All names that the sources give to something: functions, classes, variables, attributes, slots."""
+    """All names that the sources define: functions, classes, variables, attributes, slots."""
     found = set()
     for tree in trees:
         for node in ast.walk(tree):
@@ -48,7 +48,7 @@ def defined(trees):
 
 
 def parts_of(node):
-    """The names of a chain of attributes, the first name first; an expression at its beginning is empty."""
+    """The names in a chain of attributes, first name first. A leading expression counts as an empty name."""
     parts = []
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)
@@ -82,7 +82,7 @@ def sources(distribution):
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS, ids=lambda p: p.name)
-def test_private_names_of_others_are_in_their_file(distribution):
+def test_foreign_private_names_are_in_one_file(distribution):
     trees = sources(distribution)
     own = defined(trees.values())
     found = []
@@ -95,7 +95,7 @@ def test_private_names_of_others_are_in_their_file(distribution):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_private_names_file_is_one_per_distribution(name):
+def test_private_names_have_one_file_per_distribution(name):
     for distribution in DISTRIBUTIONS:
         assert len(list(distribution.glob(f"src/**/{name}"))) <= 1, distribution
 

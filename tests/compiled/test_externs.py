@@ -1,4 +1,4 @@
-"""Library operators that have kernels agree with the library: losses, gradients of normalisations, tests, ranges, indexing."""
+"""Kernels of library operators agree with the library: losses, gradients of normalisations, tests, ranges, indexing."""
 
 import math
 
@@ -29,7 +29,7 @@ def classes(n, below):
 
 
 def check(tape, inputs, results, *, kernels=None):
-    """The program's kernels and the library leave the same in its results."""
+    """Check that the program's kernels and the library give the same results."""
     program, slots = tape.program()
     plan = compile_program(program, checks=True, params=tape.params)
     assert not [s for s in plan.steps if isinstance(s, LibraryStep)]
@@ -122,7 +122,7 @@ SHAPES = [
 
 
 def statistics(t, channels):
-    """Inputs for what a channel has: weight, bias, running mean, running variance."""
+    """Inputs per channel: weight, bias, running mean, running variance."""
     names = [t.input(F32, channels) for _ in range(4)]
     values = [rand(channels), rand(channels + 1)[1:].contiguous(), rand(channels), rand(channels).abs() + 0.5]
     return names, list(zip(names, values, strict=True))
@@ -130,7 +130,7 @@ def statistics(t, channels):
 
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("sizes", SHAPES, ids=str)
-def test_batch_norm_trains_and_moves_its_running_statistics(sizes, affine):
+def test_batch_norm_in_training_updates_running_statistics(sizes, affine):
     t, n = Tape(), sizes[1]
     x = t.input(F32, *sizes)
     (w, b, mean, var), inputs = statistics(t, n)
@@ -145,7 +145,7 @@ def test_batch_norm_trains_and_moves_its_running_statistics(sizes, affine):
 
 
 @pytest.mark.parametrize("sizes", SHAPES, ids=str)
-def test_batch_norm_by_its_running_statistics(sizes):
+def test_batch_norm_in_evaluation_uses_running_statistics(sizes):
     t, n = Tape(), sizes[1]
     x = t.input(F32, *sizes)
     names, inputs = statistics(t, n)
@@ -173,8 +173,8 @@ def test_gradients_of_batch_norm(sizes, training, wanted):
     check(t, inputs, outs, kernels=1)
 
 
-def test_gradient_of_rms_norm_of_single_instructions():
-    """d/dx of w * x * rsqrt(mean(x*x) + eps), as autograd writes it."""
+def test_gradient_of_rms_norm_from_single_instructions():
+    """d/dx of w * x * rsqrt(mean(x*x) + eps), in the instructions that autograd records."""
     t = Tape()
     x, w, g = t.input(F32, 8, 96), t.input(F32, 96), t.input(F32, 8, 96)
     r = t.op("rsqrt", t.op("add", t.op("mean", t.op("mul", x, x), (-1,), True), 1e-6))
@@ -189,7 +189,7 @@ def test_gradient_of_rms_norm_of_single_instructions():
 @pytest.mark.parametrize("name", ["any", "all"])
 @pytest.mark.parametrize("dtype", [BOOL, F32], ids=lambda d: d.label)
 @pytest.mark.parametrize("dim", [0, -1])
-def test_truths_along_one_dimension(name, dtype, dim):
+def test_any_and_all_along_one_dimension(name, dtype, dim):
     t = Tape()
     a = t.input(dtype, 6, 8)
     (y,) = t.extern(f"aten.{name}.dim", a, dim, results=[(BOOL, (8,) if dim == 0 else (6,))])
@@ -197,7 +197,7 @@ def test_truths_along_one_dimension(name, dtype, dim):
 
 
 @pytest.mark.parametrize("among", [(), (1,), (2, 3)], ids=str)
-def test_membership(among):
+def test_isin_with_several_sizes(among):
     t = Tape()
     a, b = t.input(I64, 4, 9), t.input(I64, *among)
     (y,) = t.extern("aten.isin.Tensor_Tensor", a, b, results=[(BOOL, (4, 9))])
@@ -205,8 +205,8 @@ def test_membership(among):
     check(t, [(a, classes(36, 9).view(4, 9)), (b, classes(n, 9).view(among))], [y])
 
 
-def test_parts_of_a_concatenation_are_computed_where_they_stay(agree_on_rotation):
-    """A rotation, as attention has it: cat(-x2, x1) * sin + x * cos."""
+def test_concatenation_parts_are_computed_in_place(agree_on_rotation):
+    """The rotation in attention: cat(-x2, x1) * sin + x * cos."""
     check(*agree_on_rotation)
 
 
@@ -221,7 +221,7 @@ def agree_on_rotation():
     return t, [(x, rand(2, 4, 8, 16)), (c, rand(8, 16)), (s, rand(16, 8).view(8, 16))], [y]
 
 
-def test_empty_tensor_among_the_parts_counts_for_nothing():
+def test_concatenation_ignores_empty_part():
     t = Tape()
     a, b = t.input(F32, 0), t.input(F32, 2, 3, 5).seen((2, 3, 4), (15, 5, 1))
     form = t.op("concat", (b, b), 1)
@@ -231,7 +231,7 @@ def test_empty_tensor_among_the_parts_counts_for_nothing():
 
 @pytest.mark.parametrize("sizes", [(9, 130), (64, 8), (1, 5)], ids=str)
 @pytest.mark.parametrize("opcode", ["argmax", "argmin"])
-def test_place_of_an_extreme_is_that_of_the_first_and_of_not_a_number(sizes, opcode):
+def test_argmax_and_argmin_return_first_extreme_and_nan(sizes, opcode):
     t = Tape()
     a = t.input(F32, *sizes)
     places = [t.op(opcode, a, dim) for dim in (0, 1, None)]
@@ -243,18 +243,18 @@ def test_place_of_an_extreme_is_that_of_the_first_and_of_not_a_number(sizes, opc
 
 @pytest.mark.parametrize("padding", [-1, 2])
 @pytest.mark.parametrize(("tokens", "width"), [((7, 40), 300), ((64,), 1), ((1, 3), 37)], ids=str)
-def test_gradient_of_an_embedding_is_summed_by_index(padding, tokens, width):
+def test_gradient_of_embedding_is_summed_by_index(padding, tokens, width):
     t = Tape()
     grad, index = t.input(F32, *tokens, width), t.input(I64, *tokens)
     (g,) = t.extern(
         "aten.embedding_dense_backward.default", grad, index, 11, padding, False, results=[(F32, (11, width))]
     )
     where = classes(math.prod(tokens), 11).view(tokens)
-    where.view(-1)[0] = 11  # it counts nowhere, as in the library
+    where.view(-1)[0] = 11  # the padding index is ignored, as in the library
     check(t, [(grad, rand(*tokens, width)), (index, where)], [g], kernels=1)
 
 
-def test_gradient_of_an_embedding_in_strides_is_summed_by_index():
+def test_gradient_of_strided_embedding_is_summed_by_index():
     t = Tape()
     grad = t.input(F32, 6, 5, 40).seen((5, 6, 20), (40, 200, 2))
     index = t.input(I64, 6, 5).seen((5, 6), (1, 5))
@@ -262,7 +262,7 @@ def test_gradient_of_an_embedding_in_strides_is_summed_by_index():
     check(t, [(grad, rand(6, 5, 40)), (index, classes(30, 4).view(6, 5))], [g], kernels=1)
 
 
-def test_sums_by_index_are_a_kernel_of_their_own():
+def test_index_sum_is_a_separate_kernel():
     t = Tape()
     grad, index = t.input(F32, 64, 32), t.input(I64, 64)
     scaled = t.op("mul", grad, 2.0)
@@ -271,7 +271,7 @@ def test_sums_by_index_are_a_kernel_of_their_own():
     check(t, [(grad, rand(64, 32)), (index, classes(64, 64))], [g, y], kernels=3)
 
 
-def test_remainders_have_the_sign_of_the_divisor():
+def test_remainder_has_sign_of_divisor():
     t = Tape()
     a, b = t.input(I64, 5), t.input(I64, 5)
     y = t.op("remainder", a, b)

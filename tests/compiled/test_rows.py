@@ -1,4 +1,4 @@
-"""Every row of the op table with a generated kernel agrees with its definition: floats within a bound, the rest exactly."""
+"""Every op table row with a generated kernel agrees with its definition: floats within a tolerance, other types exactly."""
 
 import functools
 from types import MappingProxyType
@@ -22,7 +22,7 @@ DTYPES = (DType.F32, DType.F64, DType.BF16, DType.F16, DType.I64, DType.I32, DTy
 QUICK = (DType.F32, DType.I64)
 CONSTANTS = {"dims": (-1,), "dim": -1, "keepdim": True, "sizes": (37,)}
 SHAPES = {"b": (37,), "mask": (5, 1), "weight": (37,), "bias": (37,), "mean": (5, 1)}
-#: Where rows of movement and indexing differ.
+#: Shapes for rows that move or index data, if they differ from the default.
 OTHER = {
     "concat": {"dim": 1},
     "tril": {"diagonal": 1},
@@ -31,7 +31,7 @@ OTHER = {
     "gather": {"dim": 1, "index": (5, 20)},
     "embedding": {"weight": (5, 37), "index": (2, 3), "padding": -1},
 }
-#: Relative to the largest result: a few roundings of the type, of f32 for those that are computed there.
+#: Tolerance relative to the largest result: a few roundings of the dtype, or of f32 for dtypes that are computed in f32.
 BOUND = {DType.F32: 4e-6, DType.F64: 1e-12, DType.BF16: 1e-2, DType.F16: 2e-3}
 
 
@@ -45,7 +45,7 @@ def values(sizes, dtype, generator):
     return (found * 7).to(TORCH_DTYPE[dtype]) if dtype.kind in ("int", "uint") else (found - 0.9).to(TORCH_DTYPE[dtype])
 
 
-def written(row, dtype, constants=MappingProxyType({}), sizes=(5, 37)):
+def tape_of(row, dtype, constants=MappingProxyType({}), sizes=(5, 37)):
     """A tape with one call of the row, its inputs and its results."""
     t, inputs, args = Tape(), [], []
     own = OTHER.get(row.opcode, {})
@@ -71,7 +71,7 @@ def written(row, dtype, constants=MappingProxyType({}), sizes=(5, 37)):
 
 
 ROWS = [(row, dtype, {}, (5, 37)) for dtype in DTYPES for row in TABLE.values() if row.family in FAMILIES]
-#: Rows are neighbours in memory when the first dimension is folded: a point is a block of columns, or a row with steps.
+#: A reduction over the first dimension: neighbouring rows are contiguous, so a point is a block of columns or a strided row.
 FOLDS = [
     (row, DType.F32, {"dims": dims, "dim": 0, "keepdim": False}, sizes)
     for row in TABLE.values()
@@ -81,7 +81,7 @@ FOLDS = [
     for sizes in ((300, 24), (5, 37))
 ]
 CASES = ROWS + FOLDS
-#: Cases whose kernels are built as one program: PoCL takes most of a build for what comes before the first kernel.
+#: Number of cases per program: most of PoCL's build time passes before the first kernel of a program.
 TOGETHER = 20
 
 
@@ -93,11 +93,11 @@ def params():
 
 @functools.cache
 def planned(n):
-    """Tape, inputs, results and plan of a case; or why there is none."""
+    """The tape, inputs, results and plan of a case, or the reason why it has none."""
     try:
-        tape, inputs, results = written(CASES[n][0], CASES[n][1], *CASES[n][2:])
+        tape, inputs, results = tape_of(CASES[n][0], CASES[n][1], *CASES[n][2:])
     except RuleError:
-        return "the row does not take this dtype"
+        return "the row does not support this dtype"
     plan = compile_program(tape.program()[0], checks=True)
     if any(isinstance(s, LibraryStep) for s in plan.steps):
         return "the library's"
@@ -105,7 +105,7 @@ def planned(n):
 
 
 @functools.cache
-def built(group):
+def kernels_of(group):
     """The kernels of a group of cases."""
     found = [planned(n) for n in range(group * TOGETHER, min((group + 1) * TOGETHER, len(CASES)))]
     return build([f[-1] for f in found if not isinstance(f, str)])
@@ -125,16 +125,16 @@ def raw(t):
 
 
 @pytest.mark.parametrize("n", list(params()))
-def test_kernel_agrees_with_the_definition(n):
+def test_kernel_equals_definition(n):
     if isinstance(found := planned(n), str):
         pytest.skip(found)
     tape, inputs, results, plan = found
     _, slots = tape.program()
     buffers, _ = by_definition(tape, inputs)
     if buffers is None:
-        pytest.skip("the library does not take this dtype")
+        pytest.skip("the library does not support this dtype")
     memory = {slots[x.slot]: raw(v) for x, v in inputs}
-    LocalRun(plan, built=built(n // TOGETHER)).run(memory, tape.params)
+    LocalRun(plan, built=kernels_of(n // TOGETHER)).run(memory, tape.params)
     for x in results:
         want = buffers[slots[x.slot]].base
         want = torch.empty(0, dtype=TORCH_DTYPE[x.view.dtype]).set_(
@@ -150,15 +150,15 @@ def test_kernel_agrees_with_the_definition(n):
 
 
 def test_most_rows_have_a_kernel():
-    """Counted for f32: what is missing is named, so that a row does not fall to the library unseen."""
+    """Counted for f32. Rows without a kernel are listed by name, so that no row loses its kernel unnoticed."""
     missing = set()
     for row in TABLE.values():
         if row.family in FAMILIES:
             try:
-                tape, _, _ = written(row, DType.F32)
+                tape, _, _ = tape_of(row, DType.F32)
             except RuleError:
                 continue
             if any(isinstance(s, LibraryStep) for s in compile_program(tape.program()[0], checks=True).steps):
                 missing.add(row.opcode)
-    bits = {"bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not"}  # not of floating point
+    bits = {"bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not"}  # not defined for floating point
     assert not missing - bits

@@ -1,6 +1,6 @@
-"""Small models of Hugging Face's architectures: configurations, and inputs that bring a loss out of each.
+"""Small models of Hugging Face's architectures: their configurations, and inputs that give each a loss.
 
-Every model is made from its configuration alone; what it has of dropout is set to zero.
+Every model is created from its configuration only. Its dropout rates are zero.
 """
 
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 VOCABULARY = 96
-#: For most decoders and encoders.
+#: Options of most decoders and encoders.
 SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -22,7 +22,7 @@ SIZES = {
     "pad_token_id": 0,
 }
 GROUPED = SIZES | {"num_key_value_heads": 2}
-#: The names of GPT-2's line.
+#: Option names of the GPT-2 family.
 GPT = {
     "vocab_size": VOCABULARY,
     "n_embd": 32,
@@ -32,7 +32,7 @@ GPT = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-#: The names of BART's line.
+#: Option names of the BART family.
 BART = {
     "vocab_size": VOCABULARY,
     "d_model": 32,
@@ -77,7 +77,7 @@ def _normal(*shape, seed=7):
 
 
 def _mask():
-    """The second of two sequences is shorter."""
+    """A mask in which the second of two sequences is shorter."""
     mask = torch.ones(2, 12, dtype=torch.long)
     mask[1, 9:] = 0
     return mask
@@ -142,7 +142,7 @@ def unlabelled():
 
 
 def pointed():
-    """A picture's places first, then words."""
+    """Pixel positions first, then words."""
     return (
         causal()
         | {"input_ids": _pictured(16, 20), "attention_mask": torch.ones(2, 20, dtype=torch.long)}
@@ -166,10 +166,10 @@ class Architecture:
 
     Attributes:
         model: its class in `transformers`.
-        config: that of its configuration.
-        options: what the configuration is told.
+        config: the class of its configuration.
+        options: arguments of the configuration.
         inputs: makes the keyword arguments of `forward`.
-        family: what the issue calls it.
+        family: name of its family.
     """
 
     family: str
@@ -179,7 +179,7 @@ class Architecture:
     inputs: Any = causal
 
     def build(self, **more):
-        """A model with weights from one seed."""
+        """Build the model, with weights from a fixed seed."""
         import transformers
 
         config = getattr(transformers, self.config)(**self.options | more)
@@ -196,7 +196,7 @@ class Architecture:
 
 
 def _parts(config):
-    """A configuration and those inside it."""
+    """A configuration and its nested configurations."""
     from transformers import PreTrainedConfig
 
     yield config

@@ -1,13 +1,13 @@
-"""What the conformance programs share: moving samples to the device, comparing what comes out with the CPU, telling errors apart.
+"""Shared by the conformance programs: move samples to the device, compare results with the CPU, classify errors.
 
-A result is the same if dtype, shape, strides and every bit of every element are, NaN for NaN. Outcomes:
+Two results are the same if dtype, shape, strides and every bit of every element are equal, NaNs included. Outcomes:
 
 =============  =========================================================================================================
 pass           the same; or the same exception, type and message, at the call
-late           the CPU's message, reported at the next wait: the error hangs on the tensors' contents
+late           the CPU's message, raised at the next wait: the error depends on the contents of tensors
 skip           nothing to compare (the sample does not apply to this variant)
 varies         the CPU's own results differ from run to run
-close          within PyTorch's tolerance for the dtype, not bit for bit
+close          within PyTorch's tolerance for the dtype, but not equal in every bit
 layout         the same values with other strides, or a copy where the CPU gives a view
 wrong          other values, shape or dtype
 unsupported    NotImplementedError where the CPU computes
@@ -32,24 +32,28 @@ from torch.nn.modules import linear_cross_entropy_options
 from torch.utils._pytree import tree_flatten, tree_map
 
 FINE = ("pass", "skip", "varies")
-#: From best to worst: what a sample that shows several is counted as.
+#: Outcomes from best to worst. A sample with several outcomes counts as the worst of them.
 ORDER = ("pass", "close", "layout", "wrong")
 
 
-#: What PyTorch computes in another way for each type of device, with tolerances, relative and absolute, between these ways: it
-#: picks an accumulation policy by the device's type. Told to take the CPU's (`cpus_policy`) the device must give the CPU's bits.
+#: Operators that PyTorch computes differently per device type, because it picks an accumulation policy by type; with the
+#: relative and absolute tolerance between these policies. With the CPU's policy (`cpus_policy`) the device must give the CPU's
+#: bits.
 BY_DEVICE_TYPE = {
     "nn.functional.linear_cross_entropy.chunked": (0.05, 0.02),
     "nn.functional.linear_cross_entropy.chunked_none": (0.05, 0.02),
     "nn.LinearCrossEntropyLoss": (0.05, 0.05),
 }
-#: Differences that are still `close`, relative and absolute, where PyTorch's usual ones for the dtype do not fit.
-WIDER = {"linalg.householder_product": (1e-3, 1e-3)}  # PyTorch's own, for complex64
+#: Wider tolerances for `close`, relative and absolute, where PyTorch's usual ones for the dtype are too small.
+WIDER = {"linalg.householder_product": (1e-3, 1e-3)}  # PyTorch's own tolerance for complex64
 _unit = {"op": ""}
 
 
 def to(value, device, requires_grad=False):
-    """`value` with every tensor on `device`: same strides, same surroundings in memory, same conjugate and negative bits."""
+    """Copy `value` with every tensor moved to `device`:
+
+    same strides, same storage around it, same conjugate and negative bits.
+    """
 
     def move(t):
         if not isinstance(t, torch.Tensor):
@@ -66,11 +70,11 @@ def _move(t, device):
     if t.is_neg():
         return torch._neg_view(_move(torch._neg_view(t), device))
     if t.device.type != "cpu":
-        return t  # a sample's own choice
+        return t  # the sample chose this device itself
     if t.layout is not torch.strided or t._is_zerotensor():
         return t.to(device, copy=True)
     if t.untyped_storage().nbytes() != t.numel() * t.element_size():
-        # A window on a larger storage: what lies around it belongs to the sample.
+        # A view of a larger storage: the bytes around the view belong to the sample.
         whole = torch.empty(0, dtype=t.dtype).set_(t.untyped_storage()).to(device, copy=True)
         return whole.as_strided(t.shape, t.stride(), t.storage_offset())
     return t.to(device, copy=True)
@@ -81,7 +85,7 @@ def tensors(value):
 
 
 def _host(t):
-    """Plain host values of a strided or sparse tensor."""
+    """The plain host values of a strided or sparse tensor."""
     t = t.detach()
     if t.layout is not torch.strided:
         t = t.to_dense()
@@ -115,7 +119,7 @@ def _bits(t):
 
 
 def compare_values(x, y):
-    """Outcome and detail for two host tensors of one dtype and shape."""
+    """Outcome and detail for two host tensors of the same dtype and shape."""
     if torch.equal(_bits(x), _bits(y)):
         return "pass", ""
     rtol, atol = _tolerances(y.dtype)
@@ -139,7 +143,7 @@ def compare_values(x, y):
 
 
 def compare(ours, theirs, *, values=True, strides=True):
-    """Outcome and detail for two results of any structure. With `values` off (random numbers) only their kind counts."""
+    """Outcome and detail for two results of any structure. With `values` off (random numbers) only dtypes and shapes count."""
     flat_a, flat_b = tree_flatten(ours)[0], tree_flatten(theirs)[0]
     if len(flat_a) != len(flat_b):
         return "wrong", f"{len(flat_a)} results, {len(flat_b)} on the CPU"
@@ -167,12 +171,12 @@ def _compare_one(a, b, values, strides):
 
 
 def _same_strides(a, b):
-    """Strides of dimensions of one element, and of tensors without any, say nothing."""
+    """Strides of dimensions with one element, and of empty tensors, are ignored."""
     return b.numel() == 0 or all(x == y or n <= 1 for x, y, n in zip(a.stride(), b.stride(), b.shape, strict=True))
 
 
 def views_of(results, arguments):
-    """For every result, which of the arguments' storages it lies in, and where."""
+    """For every result, the argument whose storage it shares, and its offset."""
     storages = [t.untyped_storage().data_ptr() if t.layout is torch.strided else None for t in tensors(arguments)]
     found = []
     for t in tensors(results):
@@ -185,14 +189,14 @@ def views_of(results, arguments):
 
 
 def same_error(ours, theirs):
-    """Whether an exception on the device is the one that the CPU raises."""
+    """Whether an exception on the device equals the CPU's exception."""
     if not isinstance(ours, type(theirs)) and type(ours).__name__ != type(theirs).__name__:
         return False
     return wording(ours) == wording(theirs)
 
 
 def wording(error):
-    """An exception's message, without what names the device."""
+    """An exception's message without the names of devices."""
     text = str(error).split("\nException raised from")[0]
     text = text.replace("torch.cuda.", "torch.")
     text = re.sub(r"\bwooly(\w+)Type\b", r"torch.\1Tensor", text)
@@ -213,7 +217,7 @@ def compare_errors(call, theirs, results=None):
             return "pass", ""
         if isinstance(ours, NotImplementedError):
             if isinstance(theirs, NotImplementedError) and "Could not run" in str(theirs):
-                return "pass", ""  # there is no such kernel on either side
+                return "pass", ""  # neither side has such a kernel
             return "unsupported", one_line(ours)
         if wording(theirs) and wording(theirs) in wording(ours) and "failed on the remote device" in str(ours):
             return "late", one_line(ours)
@@ -238,7 +242,7 @@ def failure(error):
 
 @contextlib.contextmanager
 def cpus_policy():
-    """Let `linear_cross_entropy` accumulate on the device in the way that it chooses on the CPU."""
+    """Let `linear_cross_entropy` accumulate on the device with the CPU's policy."""
     kept = dict(linear_cross_entropy_options._AUTO_DEFAULTS)
     chosen = {("cuda", dtype): policy for (kind, dtype), policy in kept.items() if kind == "cpu"}
     linear_cross_entropy_options._AUTO_DEFAULTS.update(chosen)
@@ -251,7 +255,7 @@ def cpus_policy():
 def by_either_policy(name, check):
     """Outcome and detail of `check()`.
 
-    What PyTorch computes by the device's type must be right within tolerance, and the CPU's way bit for bit.
+    An operator with a policy per device type must be within tolerance, and with the CPU's policy equal in every bit.
     """
     own = check()
     if name not in BY_DEVICE_TYPE or own[0] != "close":
@@ -261,7 +265,7 @@ def by_either_policy(name, check):
 
 
 def settle():
-    """Wait for the device; an error that still waited to be reported is the answer."""
+    """Wait for the device; returns a deferred error, if one was pending."""
     try:
         torch.cuda.synchronize()
     except Exception as e:
@@ -270,7 +274,7 @@ def settle():
 
 
 def quietly(call):
-    """`call()`, with its warnings' first lines beside its result."""
+    """Run `call()`. Returns its result and the first lines of its warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         result = call()
@@ -278,10 +282,10 @@ def quietly(call):
 
 
 class Report:
-    """Prints one JSON line per unit (what is checked, in which variant, for which dtype), with its counts.
+    """Prints one JSON line with counts per unit (item, variant, dtype).
 
     Args:
-        executor: its process, where its death ends this one.
+        executor: the executor's process; if it dies, this process ends, too.
     """
 
     def __init__(self, executor=None):
@@ -296,7 +300,7 @@ class Report:
     def add(self, outcome, detail, sample):
         if outcome not in FINE and self._executor is not None and self._executor.poll() is not None:
             sys.stdout.flush()
-            os._exit(1)  # the executor died: whoever started this program counts a crash of this unit
+            os._exit(1)  # the executor died: the parent process counts a crash of this unit
         self._counts[outcome] += 1
         if outcome not in FINE:
             self._details.setdefault(outcome, f"sample {sample}: {detail}")
@@ -307,12 +311,12 @@ class Report:
 
 
 def program(units, run_unit, name_of):
-    """Work through units: attach a fresh executor, take the options that `sweep` in the conftest gives.
+    """Process units: start a fresh executor, and accept the options of `sweep` in the conftest.
 
     Args:
         units: (index, thing, variant, dtype) in a fixed order.
-        run_unit: called with the report, a unit, the device and the most samples to take.
-        name_of: what a thing is called.
+        run_unit: called with the report, a unit, the device and the maximum number of samples.
+        name_of: returns the name of a thing.
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("--part", type=int, default=0)
@@ -321,7 +325,7 @@ def program(units, run_unit, name_of):
     parser.add_argument("--only", action="append", default=[], help="names")
     parser.add_argument("--variant", action="append", default=[])
     parser.add_argument("--dtype", action="append", default=[])
-    parser.add_argument("--samples", type=int, default=None, help="at most so many per unit")
+    parser.add_argument("--samples", type=int, default=None, help="maximum number of samples per unit")
     options = parser.parse_args()
     from wooly import api
     from wooly_testkit.executor import executor_process

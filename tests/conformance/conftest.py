@@ -1,4 +1,4 @@
-"""How the conformance programs are run, and how their results are held against the lists of exceptions."""
+"""Runs the conformance programs and compares their results with the lists of exceptions."""
 
 import json
 import os
@@ -17,11 +17,11 @@ FINE = ("pass", "skip", "varies")
 class Conformance:
     """One program and its list of exceptions.
 
-    The list has a line ``name variant dtype outcome: reason`` for everything that does not pass; `comparison` names the outcomes.
-    The list may only shrink: what fails and is not on it is an error, and so is a line that passes.
+    The list has a line ``name variant dtype outcome: reason`` for everything that does not pass; `comparison` defines the
+    outcomes. The list may only shrink: a failure that is not listed is an error, and so is a listed line that passes.
 
     Args:
-        name: of the program, without ``.py``.
+        name: name of the program, without ``.py``.
     """
 
     def __init__(self, name):
@@ -44,9 +44,9 @@ class Conformance:
         return found
 
     def sweep(self, workers):
-        """The rows that the program prints; that many processes share the work.
+        """The rows that the program prints. `workers` processes share the work.
 
-        A process that dies is a `crash` of the unit at which it was; another one goes on behind it.
+        If a process dies, its current unit counts as `crash`, and another process continues after it.
         """
         with ThreadPoolExecutor(workers) as pool:
             found = pool.map(lambda n: self._rows(n, workers), range(workers))
@@ -84,7 +84,7 @@ class Conformance:
 
 
 def failures(rows):
-    """(name, variant, dtype, outcome) of everything that does not pass, with one sample's detail."""
+    """(name, variant, dtype, outcome) of everything that does not pass, each with the detail of one sample."""
     return {
         (row["op"].replace(" ", "_"), row["variant"], row["dtype"], outcome): row["details"].get(outcome, "")
         for row in rows
@@ -94,7 +94,7 @@ def failures(rows):
 
 
 def counts(rows, *keys):
-    """Samples by outcome, for each value of some keys of the rows."""
+    """Numbers of samples by outcome, for each combination of some keys of the rows."""
     found = {}
     for row in rows:
         found.setdefault(tuple(row[k] for k in keys), Counter()).update(row["counts"])
@@ -102,19 +102,19 @@ def counts(rows, *keys):
 
 
 def table(rows, *keys):
-    """`counts` as lines to print."""
+    """`counts` as printable lines."""
     return "\n".join(f"  {' '.join(k):24} {dict(v)}" for k, v in sorted(counts(rows, *keys).items()))
 
 
 @pytest.fixture
 def conformance():
-    """`Conformance` by program name."""
+    """Makes a `Conformance` for a program name."""
     return Conformance
 
 
 @pytest.fixture
 def report(capsys):
-    """Prints counts past pytest's capture, and gives the total by outcome."""
+    """Prints counts in spite of pytest's capture, and returns the total by outcome."""
 
     def show(title, rows):
         total = counts(rows).get((), Counter())

@@ -1,11 +1,11 @@
 """Runs every module of PyTorch's own module database on the device and on the CPU.
 
-A program like `opinfo`: one JSON line per unit (module, variant, dtype) with its counts by outcome. Variants:
+Like `opinfo`, it prints one JSON line with counts by outcome per unit (module, variant, dtype). Variants:
 
 train, eval    forward and backward of all inputs: results, gradients of inputs and parameters, buffers afterwards
-noncontiguous  the same in training with gaps in the inputs' memory
-state          made there, moved there and back, copied, pickled, saved and loaded: the same module
-errors         what the database says must fail: the same exception
+noncontiguous  the same in training, with gaps in the inputs' memory
+state          created on the device, moved there and back, copied, pickled, saved and loaded: the same module
+errors         error cases of the database: the same exception
 """
 
 import copy
@@ -36,7 +36,7 @@ RANDOM = (
 
 
 def units():
-    """(index, module, variant, dtype) of everything there is."""
+    """(index, module, variant, dtype) of all units."""
     found = []
     for info in module_db:
         for dtype in DTYPES:
@@ -57,7 +57,7 @@ def inputs_of(info, dtype, training):
 
 
 def make(info, given, dtype, training):
-    """The module on the CPU, with the same parameters every time."""
+    """Create the module on the CPU, with the same parameters every time."""
     torch.manual_seed(1)
     m = info.module_cls(*given.constructor_input.args, **given.constructor_input.kwargs).to(dtype)
     return m.train(training)
@@ -77,7 +77,7 @@ def is_random(m):
 
 
 def step(m, arguments):
-    """Forward and backward: results, gradients of inputs and parameters, and the state afterwards."""
+    """Forward and backward. Returns results, gradients of inputs and parameters, and the final state."""
     args, kwargs = arguments
     results, _ = quietly(lambda: m(*args, **kwargs))
     outs = [t for t in tensors(results) if t.requires_grad]
@@ -99,7 +99,7 @@ def check_step(info, given, dtype, training, device, change):
     mine, theirs = to(arguments, device, True), to(arguments, "cpu", True)
     there = copy.deepcopy(m).to(device)
     if info.is_lazy:
-        # The first call makes the parameters, of random numbers: from here on both have the CPU's.
+        # The first call creates random parameters. From here on, both sides have the CPU's parameters.
         for module, (args, kwargs) in ((m, to(arguments, "cpu")), (there, to(arguments, device))):
             module(*args, **kwargs)
         there.load_state_dict(m.state_dict())
@@ -121,9 +121,9 @@ def check_step(info, given, dtype, training, device, change):
 
 
 def check_state(info, given, dtype, device):
-    """The module made there, moved, copied and stored."""
+    """Check the module after creation on the device, moving, copying and storing."""
     if info.is_lazy:
-        return "skip", ""  # there is no state yet
+        return "skip", ""  # no state exists yet
     m = make(info, given, dtype, True)
     state = m.state_dict()
     try:
@@ -176,7 +176,7 @@ def check_state(info, given, dtype, device):
 
 
 def check_error(info, given, device):
-    """A constructor or a call that must fail."""
+    """Check a constructor or a call that must fail."""
     sample = given.module_error_input
     arguments = (sample.forward_input.args, sample.forward_input.kwargs) if sample.forward_input else None
 

@@ -1,19 +1,19 @@
 """Compares every operator of PyTorch's own operator database with the CPU, in every way that it can be called.
 
-Run as a program it works through a range of operators and prints one JSON line per *unit*: operator, variant and dtype, with its
-counts by outcome (`comparison` names them). A crash, here or of the executor, ends only this process; whoever started it knows
-at which unit.
+As a program, it processes a range of operators and prints one JSON line per *unit* (operator, variant and dtype), with counts by
+outcome (see `comparison`). A crash, of this process or of the executor, ends only this process; the parent process knows the
+unit.
 
 Variants:
 
-function       the samples as they are; gradients where the operator has them; views are views
+function       the samples unchanged; gradients if the operator has them; views are views
 noncontiguous  the same with gaps in memory
 method         as a method of the tensor
 inplace        the in-place method, on a copy of the input, with gradients
 out            `out=` of the right size, empty, of another size, with gaps, of another dtype: values, warnings, errors
 conj, neg      inputs with the conjugate or the negative bit
-errors         what the database says must fail: the same exception at the call
-dtypes         dtypes that the operator does not take: likewise
+errors         error cases of the database: the same exception at the call
+dtypes         dtypes that the operator does not support: the same exception at the call
 """
 
 from itertools import islice
@@ -78,7 +78,7 @@ RANDOM = {
 UNDEFINED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
 
 
-#: Operators that are functions of `torch`, by that name: called as a user would, whatever stands there by then.
+#: Operators that are functions of `torch` with this name. The test looks the function up at the call, like a user.
 NAMED = {id(op) for op in op_db if op.op is getattr(torch, op.name, None)}
 
 
@@ -91,7 +91,7 @@ def key(op):
 
 
 def units():
-    """(index, operator, variant, dtype) of everything there is, in a fixed order."""
+    """(index, operator, variant, dtype) of all units, in a fixed order."""
     found = []
     for op in op_db:
         for dtype in DTYPES:
@@ -119,7 +119,7 @@ def units():
 
 
 class Sample:
-    """One call of the database, ready to be made on either side."""
+    """One call of the database, which can be made on either side."""
 
     def __init__(self, op, sample):
         self.op = op
@@ -131,13 +131,13 @@ class Sample:
         """Input, args and kwargs on `device`."""
         first, args, kwargs = to(self.parts, device, requires)
         if key(self.op) == "tensor_split":
-            args = self.parts[1]  # CUDA, too, wants the indices on the host
+            args = self.parts[1]  # CUDA requires the indices on the host, too
         if "device" in kwargs:
             kwargs["device"] = device
         return first, args, kwargs
 
     def changed(self, change):
-        """The same sample with `change` done to its input's tensors."""
+        """The same sample, with `change` applied to the tensors of its input."""
         twin = Sample.__new__(Sample)
         twin.__dict__.update(self.__dict__)
         twin.parts = (tree_map(change, self.parts[0]), *self.parts[1:])
@@ -170,11 +170,11 @@ def check(sample, device, function, requires, prepare=lambda first: first):
     """One call, forward and backward.
 
     Args:
-        sample: what to call with.
-        device: where.
-        function: what to call.
-        requires: whether gradients are wanted.
-        prepare: what to do to the input before the call, for example copy it.
+        sample: the arguments.
+        device: the device.
+        function: the called function.
+        requires: whether to compute gradients.
+        prepare: applied to the input before the call, for example a copy.
     """
 
     def call(arguments):
@@ -198,7 +198,7 @@ def check(sample, device, function, requires, prepare=lambda first: first):
         try:
             grads_a = gradients(expected, a, seeds)
         except Exception:
-            return found  # forward only: the CPU has no backward here
+            return found  # forward only: the CPU has no backward for this
         grads_b = gradients(got, b, to(seeds, device))
         if [g is None for g in grads_b] != [g is None for g in grads_a]:
             return "wrong", "a gradient is missing"
@@ -218,7 +218,7 @@ def check_inplace(sample, device, requires):
 
 
 def _outs(kind, expected):
-    """Host `out=` tensors of one kind for these results, filled so that what is not written shows."""
+    """Host `out=` tensors of one kind for these results, filled so that unwritten elements are visible."""
 
     def one(t):
         t = t.detach()
@@ -240,7 +240,7 @@ OUT_KINDS = ("right", "empty", "other size", "gaps", "other dtype")
 
 
 def check_out(sample, device):
-    """All kinds of `out=`; the worst outcome is the sample's."""
+    """Check all kinds of `out=`. The sample's outcome is the worst of them."""
     op = sample.op
     a = sample.on("cpu")
     try:
@@ -264,7 +264,7 @@ def _check_out(sample, device, kind, outs):
         result, said = call(a, out_a)
     except Exception as theirs:
         if "failed to match any schema" in str(theirs):
-            return "skip", ""  # there is no such out=
+            return "skip", ""  # this out= variant does not exist
         found = compare_errors(lambda: call(b, out_b), theirs)
         return found[0], f"out= {kind}: {found[1]}"
     try:
@@ -315,7 +315,7 @@ def samples_of(op, variant, dtype, requires, limit):
 
 
 def results_of(sample, variant, device, requires):
-    """Outcomes of one sample in one variant."""
+    """The outcomes of one sample in one variant."""
     op = sample.op
     if variant == "out":
         return check_out(sample, device)
@@ -327,7 +327,7 @@ def results_of(sample, variant, device, requires):
 
 
 def repeats(sample, requires):
-    """Whether the CPU itself gives the same bits every time (LAPACK's least squares do not)."""
+    """Whether the CPU itself gives the same bits every time (LAPACK's least squares does not)."""
 
     def once():
         arguments = sample.on("cpu", requires)
@@ -340,7 +340,7 @@ def repeats(sample, requires):
 
     first, kept = once(), []
     for n in range(100):
-        kept.append(torch.empty(1 + 7 * n))  # so that memory lies elsewhere each time
+        kept.append(torch.empty(1 + 7 * n))  # so that addresses differ each time
         again = once()
         if compare(again, first)[0] != "pass":
             return False

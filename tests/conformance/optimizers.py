@@ -1,15 +1,15 @@
 """Runs every optimizer of PyTorch's own optimizer database on the device and on the CPU.
 
-A program like `opinfo`: one JSON line per unit (optimizer, variant, dtype) with its counts by outcome. Every configuration of the
+Like `opinfo`, it prints one JSON line with counts by outcome per unit (optimizer, variant, dtype). Every configuration of the
 database takes `STEPS` steps. Variants:
 
-forloop, foreach, fused, differentiable   the implementation asked for: losses, parameters and the optimizer's state afterwards
-capturable                                what PyTorch keeps for devices: compared with the same code let loose on the CPU
+forloop, foreach, fused, differentiable   this implementation: losses, parameters and the optimizer's final state
+capturable                                PyTorch reserves this option for devices: the CPU runs the same code for comparison
 groups                                    two groups of parameters, one of them with its own step size
 complex                                   complex parameters
 scheduler                                 with each of the optimizer's schedulers
-state                                     the state travels through state_dict, from the CPU and back, and into a file
-errors                                    what the database says must fail: the same exception
+state                                     the state passes through state_dict, from the CPU and back, and through a file
+errors                                    error cases of the database: the same exception
 """
 
 import copy
@@ -37,7 +37,7 @@ FLAGS = ("foreach", "fused", "differentiable")
 
 
 def units():
-    """(index, optimizer, variant, dtype) of everything there is."""
+    """(index, optimizer, variant, dtype) of all units."""
     found = []
     for info in optim_db:
         for dtype in ("float32", "float64"):
@@ -57,7 +57,7 @@ def units():
 
 
 def let_capturable_run_anywhere():
-    """PyTorch keeps `capturable` for devices; its code runs on the CPU all the same."""
+    """Allow `capturable` on the CPU. PyTorch reserves it for devices, but its code runs on the CPU, too."""
     for name, module in list(sys.modules.items()):
         if name.startswith("torch.optim.") and hasattr(module, "_get_capturable_supported_devices"):
             module._get_capturable_supported_devices = lambda *a, **k: ["cpu", "cuda", "wooly"]
@@ -71,7 +71,7 @@ def parameters(info, dtype):
 
 
 def adjusted(info, variant, kwargs):
-    """Keyword arguments of a configuration for a variant; None where it does not apply."""
+    """Keyword arguments of a configuration for a variant; None if it does not apply."""
     kwargs = dict(kwargs)
     if variant in FLAGS:
         kwargs |= {flag: flag == variant for flag in FLAGS if flag in info.supported_impls}
@@ -85,14 +85,17 @@ def adjusted(info, variant, kwargs):
 
 
 def as_chosen_on_a_device(info, kwargs):
-    """On a device PyTorch takes the foreach implementation unless told otherwise; on the CPU one has to ask for it."""
+    """On a device PyTorch uses the foreach implementation by default. On the CPU it must be requested."""
     if info.name != "Adafactor" and "foreach" in info.supported_impls and not any(flag in kwargs for flag in FLAGS):
         return kwargs | {"foreach": True}
     return kwargs
 
 
 def train(info, variant, kwargs, dtype, where, scheduler=None, switch=False):
-    """Losses, parameters and state after some steps. With `switch` the optimizer is made anew half way from its state."""
+    """Losses, parameters and state after some steps.
+
+    With `switch`, the optimizer is recreated from its state after half of them.
+    """
     source = torch.complex64 if variant == "complex" else dtype
     params = [to(p, where).requires_grad_() for p in parameters(info, source)]
     torch.manual_seed(4)
@@ -196,7 +199,7 @@ def run_unit(report, unit, device, limit):
             continue
         if variant == "scheduler":
             schedulers = info.scheduler_inputs
-            if limit is not None:  # one of them, for every unit another
+            if limit is not None:  # one of the samples, a different one for every unit
                 schedulers = [schedulers[index % len(schedulers)]]
             for makers in schedulers:
                 makers = makers if isinstance(makers, (list, tuple)) else [makers]

@@ -3,7 +3,7 @@
 Importing PyTorch's test databases takes longer than running the sample, so the three share one import.
 
 Run: python sample.py ENDPOINT TOKEN
-It prints `{"database": NAME}` before the lines that the program of this name prints.
+It prints `{"database": NAME}` before the lines of the program with this name.
 """
 
 import json
@@ -12,8 +12,8 @@ import warnings
 
 import torch
 
-#: Of each database: one of how many units is taken, and how many samples of it. The first are primes: every variant and dtype
-#: has its turn, each time of another operator.
+#: By database: the sample takes one of this many units, and this many samples of it. The step widths are primes, so that every
+#: variant and dtype occurs, each time with another operator.
 SAMPLE = {"opinfo": (83, 2), "modules": (37, 2), "optimizers": (7, 1)}
 
 

@@ -1,4 +1,7 @@
-"""Two devices against the CPU. Run by `test_several_devices.py` in a process of its own, for a process has one session."""
+"""Two devices compared with the CPU.
+
+`test_several_devices.py` runs this in its own process, because a process has one session.
+"""
 
 import copy
 import os
@@ -61,12 +64,12 @@ def at(device, *tensors):
         lambda d: nn.Parameter(torch.ones(2, device=d)).detach(),
     ],
 )
-def test_what_is_made_on_a_device_is_there(device, make):
+def test_factories_create_tensors_on_given_device(device, make):
     made = make(device)
     assert at(device, made) and torch.equal(made.cpu(), make("cpu"))
 
 
-def test_current_device_is_what_cuda_alone_means():
+def test_cuda_without_index_is_current_device():
     x, y = torch.ones(2, device="cuda:0"), torch.ones(2, device="cuda:1")
     assert torch.cuda.current_device() == 0
     with torch.cuda.device(1):
@@ -98,7 +101,7 @@ def test_current_device_is_what_cuda_alone_means():
     assert at("cuda:1", y.cuda(1)) and at("cuda:0", y.cuda(0), y.cuda())
 
 
-def test_current_device_belongs_to_a_thread():
+def test_current_device_is_per_thread():
     seen = []
     with torch.cuda.device(1):
         thread = threading.Thread(target=lambda: seen.append(torch.ones(1, device="cuda").get_device()))
@@ -129,12 +132,12 @@ def test_device_context_of_the_second_device(context):
         lambda: nn.Linear(1, 1).to("cuda:2"),
     ],
 )
-def test_device_that_does_not_exist_is_cuda_s_error(use):
+def test_missing_device_raises_cuda_error(use):
     with pytest.raises(RuntimeError, match="CUDA error: invalid device ordinal"):
         use()
 
 
-def test_facts_are_per_device():
+def test_device_properties_are_per_device():
     assert torch.cuda.device_count() == 2 and not torch.cuda.can_device_access_peer(0, 1)
     for device in (0, 1, "cuda:1", torch.device("cuda", 0)):
         assert torch.cuda.get_device_name(device).endswith("(WOOLY)")
@@ -154,10 +157,10 @@ def test_memory_is_counted_per_device():
     assert [torch.cuda.memory_allocated(i) for i in (0, 1)] == before
     assert torch.cuda.memory_stats("cuda:1")["allocated_bytes.all.current"] == before[1]
     free, total = torch.cuda.mem_get_info(1)
-    assert before[1] <= total - free <= before[1] + (4 << 20)  # rounded blocks, a workspace
+    assert before[1] <= total - free <= before[1] + (4 << 20)  # rounding of blocks, and a workspace
 
 
-def test_ids_of_devices_never_meet():
+def test_buffer_ids_differ_per_device():
     a, b = (torch.ones(1, device=d) for d in BOTH)
     ids = [storage.address_of(t) >> storage.ID_SHIFT for t in (a, b)]
     assert [i & storage.DEVICE_MASK for i in ids] == [0, 1]
@@ -185,7 +188,7 @@ def test_ids_of_devices_never_meet():
         (lambda x, y: x[y > 0], 0, 1),
     ],
 )
-def test_operands_on_two_devices_are_pytorch_s_error(use, first, second):
+def test_operands_on_two_devices_raise_pytorch_error(use, first, second):
     x, y = torch.ones(2, 2, device="cuda:0"), torch.ones(2, 2, device="cuda:1")
     words = f"Expected all tensors to be on the same device, but found at least two devices, cuda:{first} and cuda:{second}!"
     for _ in range(2):
@@ -193,7 +196,7 @@ def test_operands_on_two_devices_are_pytorch_s_error(use, first, second):
             use(x, y)
 
 
-def test_host_operands_are_refused_by_name_and_host_numbers_taken():
+def test_host_tensors_are_refused_and_host_scalars_accepted():
     y = torch.ones(2, device="cuda:1")
     with pytest.raises(RuntimeError, match="at least two devices, cuda:1 and cpu!"):
         torch.ones(2) + y
@@ -251,7 +254,7 @@ def test_copy_into_a_view_of_another_device_converts_and_broadcasts():
     assert torch.equal(ours.cpu(), torch.arange(12.0, dtype=torch.float64).expand(8, 12))
 
 
-def test_copy_of_more_than_one_piece_is_whole():
+def test_copy_larger_than_one_piece_is_complete():
     host = torch.randint(-(1 << 31), 1 << 31, (5 << 20,), dtype=torch.int32)
     assert host.nbytes > 16 << 20 > MIRROR_ITEM_LIMIT
     assert torch.equal(host.to("cuda:1").to("cuda:0").cpu(), host)
@@ -266,7 +269,7 @@ def test_small_copy_of_an_unchanged_tensor_is_read_once():
     assert t.to("cuda:0").sum().item() == 10
 
 
-def test_threads_copying_both_ways_do_not_wait_for_each_other():
+def test_copies_in_both_directions_do_not_deadlock():
     found = []
 
     def work(source, target, value):
@@ -287,7 +290,7 @@ def test_threads_copying_both_ways_do_not_wait_for_each_other():
 
 
 def train(first, second, make, steps=8):
-    """A model cut over two devices; losses, gradients and parameters on the host."""
+    """Train a model that is split over two devices. Returns losses, gradients and parameters on the host."""
     torch.manual_seed(3)
     head = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten()).to(first)
     tail = nn.Sequential(nn.Linear(144, 20), nn.GELU(), nn.LayerNorm(20), nn.Linear(20, 5)).to(second)
@@ -316,14 +319,14 @@ def train(first, second, make, steps=8):
     ids=["sgd", "adam", "adamw-foreach"],
 )
 @pytest.mark.parametrize(("first", "second"), [BOTH, BOTH[::-1], ["cuda:1", "cuda:1"]])
-def test_model_cut_over_two_devices_trains_as_on_the_cpu(first, second, make):
+def test_model_over_two_devices_trains_as_on_cpu(first, second, make):
     ours, theirs = train(first, second, make), train("cpu", "cpu", make)
     assert ours[0] == theirs[0]
     for a, b in zip(ours[1] + ours[2], theirs[1] + theirs[2], strict=True):
         assert torch.equal(a, b)
 
 
-def test_backward_in_a_thread_of_the_user_works_on_both_devices():
+def test_backward_in_user_thread_works_on_both_devices():
     host = torch.randn(4, 4)
     found = {}
 
@@ -348,7 +351,7 @@ def test_backward_in_a_thread_of_the_user_works_on_both_devices():
     assert torch.equal(found["second"].cpu(), 2 * host)
 
 
-def test_compiled_function_runs_where_its_arguments_are():
+def test_compiled_function_runs_on_device_of_arguments():
     function = torch.compile(lambda x: (x * 2).relu() + 1)
     across = torch.compile(lambda x: (x.to("cuda:1") * 3).to("cuda:0") + x)
     host = torch.randn(5)
@@ -361,7 +364,7 @@ def test_compiled_function_runs_where_its_arguments_are():
 
 
 @pytest.mark.parametrize("device", BOTH)
-def test_streams_and_events_belong_to_a_device(device):
+def test_streams_and_events_are_per_device(device):
     other = torch.cuda.Stream("cuda:1")
     assert other.device == torch.device("cuda:1") and torch.cuda.Stream(device).device == torch.device(device)
     with torch.cuda.stream(other):
@@ -375,7 +378,7 @@ def test_streams_and_events_belong_to_a_device(device):
 
 @pytest.mark.parametrize("device", BOTH)
 @pytest.mark.parametrize("kind", [nn.GRU, nn.RNN, nn.LSTM])
-def test_whole_operators_have_gradients_on_their_device(kind, device):
+def test_recurrent_layers_have_gradients_on_their_device(kind, device):
     torch.manual_seed(0)
     local = kind(3, 4, num_layers=2)
     remote = kind(3, 4, num_layers=2)
@@ -390,7 +393,7 @@ def test_whole_operators_have_gradients_on_their_device(kind, device):
         remote(x.to(BOTH[device == BOTH[0]]))
 
 
-def test_whole_operator_draws_from_its_own_device():
+def test_recurrent_layer_uses_generator_of_its_device():
     torch.manual_seed(0)
     net = nn.GRU(3, 4, num_layers=2, dropout=0.5).to("cuda:1")
     x = torch.ones(5, 2, 3, device="cuda:1")
@@ -402,7 +405,7 @@ def test_whole_operator_draws_from_its_own_device():
 
 
 @pytest.mark.parametrize("device", BOTH)
-def test_autocast_and_refused_calls_are_of_the_device(device):
+def test_autocast_and_refused_calls_work_per_device(device):
     a = torch.randn(4, 4)
     with torch.autocast("cuda", torch.bfloat16):
         made = a.to(device) @ a.to(device)
@@ -440,7 +443,7 @@ def test_forked_process_is_refused_on_both_devices():
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_model_of_a_folder_is_spread_over_both(tmp_path):
+def test_model_from_folder_is_spread_over_both_devices(tmp_path):
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -489,7 +492,7 @@ def test_random_numbers_are_per_device():
     assert mixed[1] == both[1] and mixed[0] != both[0]
 
 
-def test_error_of_an_operation_waits_on_its_own_device():
+def test_deferred_error_is_raised_on_its_device():
     bad = torch.zeros(3, device="cuda:1").index_select(0, torch.tensor([9], device="cuda:1"))
     torch.cuda.synchronize(0)
     with pytest.raises(RuntimeError, match=r"index out of range(.|\n)*several_devices.py"):
@@ -515,7 +518,7 @@ def test_data_parallel_over_one_device_is_the_module(index):
     assert torch.equal(y.cpu(), expected)
 
 
-def test_compiled_functions_over_both_devices_do_not_wait_for_each_other():
+def test_compiled_functions_on_both_devices_do_not_deadlock():
     found = []
 
     def work(source, target):
@@ -534,7 +537,7 @@ def test_compiled_functions_over_both_devices_do_not_wait_for_each_other():
     assert len(found) == 20 and all(ours == theirs for ours, theirs in found)
 
 
-def test_wrappers_over_several_devices_are_refused_with_what_to_do():
+def test_parallel_wrappers_are_refused_with_remedy():
     module = nn.Linear(2, 2).to("cuda:0")
     x = torch.ones(2, 2, device="cuda:0")
     for use in (
@@ -559,7 +562,7 @@ OPERATORS = [
 
 
 @pytest.mark.parametrize("op", [op for op in opinfo.op_db if opinfo.key(op) in OPERATORS], ids=opinfo.key)
-def test_operator_on_the_second_device_equals_the_cpu_and_stays_there(op, monkeypatch):
+def test_operator_on_second_device_equals_cpu(op, monkeypatch):
     compare = opinfo.compare
 
     def placed(ours, theirs, **options):
@@ -572,11 +575,11 @@ def test_operator_on_the_second_device_equals_the_cpu_and_stays_there(op, monkey
         warnings.simplefilter("ignore")
         samples = opinfo.samples_of(op, "function", torch.float32, requires, 4)
         outcomes = [o for s in samples for o in opinfo.results_of(s, "function", "cuda:1", requires)]
-    # Strides are compared on one device; here, values and places are.
+    # Another test compares strides on one device; this test compares values and devices.
     assert outcomes and all(outcome in ("pass", "layout") for outcome, _ in outcomes), outcomes
 
 
-def test_statistics_are_of_all_devices_and_of_each():
+def test_statistics_exist_per_device_and_in_total():
     stats = api.session_stats()
     assert [d["executor_id"] for d in stats["devices"]] == ["A", "B"]
     for name in ("operations", "programs", "bytes_sent", "syncs"):

@@ -1,4 +1,4 @@
-"""The same numbers every time, and over any distance; a longer way costs no more waits."""
+"""Results are the same every time, and over any distance. A slower link causes no additional waits."""
 
 import importlib.util
 import json
@@ -24,13 +24,13 @@ def client(*argv):
 
 @pytest.fixture(scope="module")
 def local():
-    """What the CPU computes without any of this."""
+    """The results of the CPU without Wooly."""
     return client()
 
 
-# Every one of a few trainings shows a rule that is broken; a race that is lost seldom is for the slow ones.
+# A broken rule shows in each of a few trainings. A rare race needs the many trainings of the slow tests.
 @pytest.mark.parametrize("times", [4, pytest.param(60, marks=pytest.mark.slow)])
-def test_trainings_give_the_cpus_losses_every_time(cuda, local, times):
+def test_repeated_trainings_equal_cpu_losses(cuda, local, times):
     spec = importlib.util.spec_from_file_location("training", PROGRAM)
     training = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(training)
@@ -40,7 +40,7 @@ def test_trainings_give_the_cpus_losses_every_time(cuda, local, times):
 
 
 @pytest.mark.slow
-def test_long_way_gives_the_same_numbers_with_the_same_waits(local):
+def test_slow_link_gives_same_numbers_and_waits(local):
     with executor_process() as near:
         loopback = client(near.endpoints[0], near.token)
     with executor_process() as far, delay_proxy(far.endpoints[0], 0.010) as endpoint:
@@ -48,6 +48,6 @@ def test_long_way_gives_the_same_numbers_with_the_same_waits(local):
     for found in (loopback, distant):
         assert found["losses"] == local["losses"]
         assert found["chain"] == local["chain"]
-        # One wait for each number that is read, none for anything else: the 1,000 adds wait once, for their sum.
+        # One wait per number that is read, and no other wait: the 1,000 adds wait once, for their sum.
         assert found["waits"] == [len(local["losses"]), 1]
-        assert found["bytes_sent"] < DEFAULT_WINDOW  # nor was a send held back by the window
+        assert found["bytes_sent"] < DEFAULT_WINDOW  # the window delayed no send

@@ -1,4 +1,4 @@
-"""Hugging Face's architectures: forward, loss and all gradients on the device are the CPU's, bit for bit, for every one."""
+"""For each of Hugging Face's architectures, forward, loss and all gradients on the device equal the CPU's in every bit."""
 
 import copy
 import sys
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.connected
 
 
 def tensors(output):
-    """All tensors of a model's output, those of its caches too, on the host."""
+    """All tensors of a model's output on the host, including its caches."""
     values = dict(output)
     caches = [v for v in values.values() if hasattr(v, "layers")]
     flat = tree_flatten([values, [[vars(layer) for layer in c.layers] for c in caches]])[0]
@@ -23,7 +23,7 @@ def tensors(output):
 
 
 def results(model, inputs, device):
-    """What a model gives in evaluation, in training, and all of its gradients."""
+    """A model's results in evaluation and in training, and all of its gradients."""
     inputs = tree_map(lambda v: v.to(device) if isinstance(v, torch.Tensor) else v, inputs)
     with torch.no_grad():
         evaluated = tensors(model.eval()(**inputs))
@@ -36,8 +36,8 @@ def results(model, inputs, device):
     return [loss.detach().cpu(), *evaluated], tensors(output), gradients
 
 
-#: Each family, and models that compute in a way of their own (relative positions, convolutions, experts, states). The slow
-#: ones are variations of these.
+#: One model per family, and models with special computations (relative positions, convolutions, experts, states). The slow ones
+#: are variations of these.
 QUICK = {
     "llama",
     "gpt2",
@@ -60,7 +60,7 @@ def architectures():
 
 
 @pytest.mark.parametrize("name", list(architectures()))
-def test_model_equals_the_cpu_bit_for_bit(cuda, name):
+def test_model_equals_cpu_bitwise(cuda, name):
     architecture = ARCHITECTURES[name]
     theirs = architecture.build()
     ours = copy.deepcopy(theirs).to(cuda)
@@ -77,11 +77,11 @@ def test_model_equals_the_cpu_bit_for_bit(cuda, name):
     assert [name for name, g in other[2].items() if not torch.equal(mine[2][name], g)] == []
     assert any(g.any() for g in other[2].values())
     unlike = [name for name, t in theirs.state_dict().items() if not torch.equal(ours.state_dict()[name].cpu(), t)]
-    assert unlike == []  # what training keeps in buffers
+    assert unlike == []  # buffers that training changes
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_every_way_of_attention_equals_the_cpu(cuda, attention):
+def test_attention_implementations_equal_cpu(cuda, attention):
     theirs = ARCHITECTURES["qwen3"].build(attn_implementation=attention)
     inputs = ARCHITECTURES["qwen3"].inputs()
     mine = results(copy.deepcopy(theirs).to(cuda), inputs, cuda)
@@ -89,7 +89,7 @@ def test_every_way_of_attention_equals_the_cpu(cuda, attention):
         assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
 
 
-def test_training_with_dropout_depends_on_the_seed_alone(cuda):
+def test_training_with_dropout_depends_only_on_seed(cuda):
     model = ARCHITECTURES["bert"].build().to(cuda).train()
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
@@ -103,7 +103,7 @@ def test_training_with_dropout_depends_on_the_seed_alone(cuda):
     assert loss(1) == loss(1) != loss(2)
 
 
-def test_families_of_the_matrix():
+def test_architectures_cover_all_families():
     families = {a.family for a in ARCHITECTURES.values()}
     assert families == {ARCHITECTURES[name].family for name in QUICK}
     assert families == {"decoder", "encoder", "encoder-decoder", "vision", "speech", "experts", "state space"}

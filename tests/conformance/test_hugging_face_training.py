@@ -1,4 +1,4 @@
-"""Trainer, Accelerate and PEFT on the device: losses and weights are the CPU's, bit for bit, where the arithmetic is the same."""
+"""Trainer, Accelerate and PEFT on the device: if the arithmetic is the same, losses and weights equal the CPU's in every bit."""
 
 import copy
 import gc
@@ -21,7 +21,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module", autouse=True)
 def little_garbage():
-    """Trainer and Accelerate collect garbage at every turn: what is imported by now is none, and is not looked through."""
+    """Speed up Trainer and Accelerate, which collect garbage often: objects imported so far are excluded from the search."""
     import accelerate
     import peft
     import transformers
@@ -35,7 +35,7 @@ def little_garbage():
 
 @pytest.fixture(autouse=True)
 def fresh():
-    """Accelerate keeps one state for the process: its first user's device and precision."""
+    """Reset Accelerate's state of the process, which its first user sets (device and precision)."""
     from accelerate.state import AcceleratorState, GradientState
 
     def reset():
@@ -48,7 +48,7 @@ def fresh():
 
 
 def sequences(count=24):
-    """Numbers that count up from somewhere: soon learnt."""
+    """Sequences of numbers that count up, which a model learns fast."""
     starts = torch.randint(3, 90, (count,), generator=torch.Generator().manual_seed(11)).tolist()
     rows = [(torch.arange(12) + start) % 90 + 3 for start in starts]
     return [{"input_ids": row, "labels": row.clone()} for row in rows]
@@ -65,7 +65,7 @@ def assert_same_weights(ours, theirs):
 
 @pytest.fixture
 def train(cuda, fresh, tmp_path):
-    """Trains a small model by a `Trainer`, which it gives."""
+    """Trains a small model with a `Trainer`, and returns the trainer."""
     from transformers import Trainer, TrainingArguments, set_seed
     from transformers.utils import logging
 
@@ -118,7 +118,8 @@ OPTIONS = {
 }
 
 
-#: The slow ones add Trainer's way to ask: Accelerate's loop accumulates below, `optimizers.py` has fused ones and schedules.
+#: The slow ones add Trainer's options: Accelerate's loop tests accumulation below, `optimizers.py` tests fused optimizers and
+#: schedules.
 QUICK = {"plain", "checkpointing"}
 
 
@@ -128,7 +129,7 @@ def options():
 
 
 @pytest.mark.parametrize("options", list(options()))
-def test_trainer_gives_the_cpus_losses_and_weights(train, options):
+def test_trainer_equals_cpu_losses_and_weights(train, options):
     ours = train(**options)
     found = history(ours), history(ours, "grad_norm"), ours.evaluate()["eval_loss"]
     theirs = train("cpu", **options)
@@ -140,7 +141,7 @@ def test_trainer_gives_the_cpus_losses_and_weights(train, options):
 BOTH = {"gradient_accumulation_steps": 2, "gradient_checkpointing": True}
 
 
-# What bfloat16 gives is compared with the CPU bit for bit below.
+# Another test below compares bfloat16 with the CPU in every bit.
 @pytest.mark.parametrize("precision", ["fp16", pytest.param("bf16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("more", [{}, pytest.param(BOTH, marks=pytest.mark.slow)], ids=["plain", "both"])
 def test_trainer_learns_in_mixed_precision(train, precision, more):
@@ -158,12 +159,12 @@ def test_trainer_with_bfloat16_equals_the_cpu(train):
     assert history(train(bf16=True)) == history(train("cpu", bf16=True))
 
 
-@pytest.mark.slow  # that a compiled training is the same is shown where `torch.compile` is; this adds Trainer's way to ask for it
+@pytest.mark.slow  # other tests show that a compiled training is the same; this one adds Trainer's option for it
 def test_trainer_compiles_the_model(train):
     assert history(train(torch_compile=True)) == history(train())
 
 
-def test_trainer_resumes_as_if_it_had_not_stopped(train, tmp_path):
+def test_trainer_after_resume_equals_uninterrupted_run(train, tmp_path):
     def model():
         made = ARCHITECTURES["gpt2"].build()
         for module in made.modules():
@@ -182,7 +183,7 @@ def test_trainer_resumes_as_if_it_had_not_stopped(train, tmp_path):
     assert_same_weights(resumed.model, whole.model)
 
 
-def test_trainer_predicts_and_generates_as_on_the_cpu(cuda, fresh, tmp_path):
+def test_trainer_predictions_equal_cpu(cuda, fresh, tmp_path):
     from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, set_seed
 
     def run(device):
@@ -212,7 +213,7 @@ def test_trainer_predicts_and_generates_as_on_the_cpu(cuda, fresh, tmp_path):
 
 
 def loop(fresh, device, model=None, precision="no", accumulate=1, save=None):
-    """The training loop of Accelerate's guide: norms and losses, and its parts."""
+    """The training loop of Accelerate's guide. Returns norms and losses, and the parts of the loop."""
     from accelerate import Accelerator
 
     fresh()
@@ -242,7 +243,7 @@ def loop(fresh, device, model=None, precision="no", accumulate=1, save=None):
     ("precision", "accumulate"),
     [("no", 1), ("bf16", 2), *(pytest.param(*both, marks=pytest.mark.slow) for both in (("no", 2), ("bf16", 1)))],
 )
-def test_accelerate_gives_the_cpus_losses_norms_and_weights(cuda, fresh, precision, accumulate):
+def test_accelerate_equals_cpu_losses_norms_and_weights(cuda, fresh, precision, accumulate):
     ours, accelerator, mine = loop(fresh, "cuda", precision=precision, accumulate=accumulate)
     assert accelerator.device.type == "cuda" and accelerator.num_processes == 1
     theirs, _, other = loop(fresh, "cpu", precision=precision, accumulate=accumulate)
@@ -250,7 +251,7 @@ def test_accelerate_gives_the_cpus_losses_norms_and_weights(cuda, fresh, precisi
     assert_same_weights(mine, other)
 
 
-def test_accelerate_scales_gradients_of_float16(cuda, fresh):
+def test_accelerate_with_float16_scales_gradients(cuda, fresh):
     exact, _, _ = loop(fresh, "cuda")
     seen, accelerator, _ = loop(fresh, "cuda", precision="fp16")
     assert accelerator.scaler.get_scale() >= 65536
@@ -270,7 +271,7 @@ def test_accelerate_saves_and_loads_its_state(cuda, fresh, tmp_path):
     assert torch.equal(torch.rand(4, device="cuda"), numbers)  # the generator's state was saved, too
 
 
-def test_accelerate_tries_smaller_batches_when_memory_is_short(cuda):
+def test_accelerate_without_memory_tries_smaller_batches(cuda):
     from accelerate.utils import find_executable_batch_size
 
     tried = []
@@ -299,13 +300,13 @@ def adapted(**options):
 
 LORA = [
     pytest.param({}, id="plain"),
-    pytest.param({"use_rslora": True}, id="rank stabilised", marks=pytest.mark.slow),  # another factor
+    pytest.param({"use_rslora": True}, id="rank stabilised", marks=pytest.mark.slow),  # another scaling factor
     pytest.param({"use_dora": True}, id="weight decomposed"),
 ]
 
 
 @pytest.mark.parametrize("options", LORA)
-def test_lora_trains_saves_loads_and_merges_as_on_the_cpu(cuda, fresh, tmp_path, options):
+def test_lora_train_save_load_and_merge_equal_cpu(cuda, fresh, tmp_path, options):
     from peft import PeftModel
 
     ours, _, mine = loop(fresh, "cuda", adapted(**options))
@@ -334,7 +335,7 @@ def test_lora_trains_saves_loads_and_merges_as_on_the_cpu(cuda, fresh, tmp_path,
 
 
 @pytest.mark.parametrize("start", ["gaussian", "pissa", "olora"])
-def test_lora_on_a_model_that_is_on_the_device_begins_with_its_weights(cuda, start):
+def test_lora_on_device_model_starts_with_its_weights(cuda, start):
     from peft import LoraConfig, get_peft_model
 
     base = ARCHITECTURES["llama"].build().to("cuda").eval()

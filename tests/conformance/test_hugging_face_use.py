@@ -1,4 +1,4 @@
-"""What people do with a model of Hugging Face's that lies in a folder: load it onto the device, generate, save it again."""
+"""Common uses of a Hugging Face model in a folder: load it onto the device, generate, save it again."""
 
 import copy
 import sys
@@ -39,7 +39,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def local(tmp_path_factory, tokenizer):
-    """A model, the folder that it is in, and the folder where it is in several files."""
+    """A model, its folder, and a folder with the same model in several files."""
     folder = tmp_path_factory.mktemp("model")
     model = ARCHITECTURES["llama"].build(tie_word_embeddings=True).eval()
     for name, size in (("whole", "5GB"), ("sharded", "20KB")):
@@ -62,7 +62,7 @@ def logits(model):
 
 PARTS = ("model.embed_tokens", "model.layers", "model.norm", "model.rotary_emb", "lm_head")
 MAPS = ["cuda", 0, "auto", {"": 0}, dict.fromkeys(PARTS, 0)]
-#: Other words for the same.
+#: Other names of the same device.
 MORE_MAPS = ["cuda:0", {"": "cuda"}, torch.device("cuda"), "balanced", "sequential"]
 
 
@@ -71,7 +71,7 @@ def slow(values):
 
 
 @pytest.mark.parametrize("where", [*MAPS, *slow(MORE_MAPS)], ids=lambda w: str(w)[:20])
-def test_folder_loads_onto_the_device(cuda, local, where):
+def test_load_of_folder_to_device_equals_host(cuda, local, where):
     model, whole, sharded = local
     expected = logits(model)
     for folder in (whole, sharded):
@@ -82,14 +82,14 @@ def test_folder_loads_onto_the_device(cuda, local, where):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, "float16", "auto"], ids=str)
-def test_folder_loads_in_the_dtype_asked_for(cuda, local, dtype):
+def test_load_of_folder_uses_requested_dtype(cuda, local, dtype):
     _, _, folder = local
     ours, theirs = loaded(folder, device_map="cuda", dtype=dtype), loaded(folder, dtype=dtype)
     assert ours.dtype is theirs.dtype
     assert torch.equal(logits(ours), logits(theirs))
 
 
-def test_loading_needs_no_more_memory_than_the_model(cuda, local):
+def test_load_uses_no_more_memory_than_the_model(cuda, local):
     _, _, folder = local
     torch.cuda.synchronize()
     start = torch.cuda.memory_allocated()
@@ -100,7 +100,7 @@ def test_loading_needs_no_more_memory_than_the_model(cuda, local):
     assert torch.cuda.max_memory_allocated() - start < 2 * size
 
 
-def test_map_is_made_from_the_memory_that_the_device_has(cuda, local):
+def test_device_map_follows_device_memory(cuda, local):
     _, _, folder = local
     free, total = torch.cuda.mem_get_info()
     assert 0 < free <= total == torch.cuda.get_device_properties(0).total_memory
@@ -111,7 +111,7 @@ def test_map_is_made_from_the_memory_that_the_device_has(cuda, local):
 
 
 @pytest.mark.parametrize("place", ["cpu", "disk"])
-def test_layers_that_stay_elsewhere_are_brought_for_their_turn(cuda, local, place, tmp_path):
+def test_offloaded_layers_are_loaded_when_used(cuda, local, place, tmp_path):
     model, whole, _ = local
     where = dict.fromkeys(PARTS, 0) | {"model.layers.0": place, "model.layers.1": 0}
     del where["model.layers"]
@@ -120,7 +120,7 @@ def test_layers_that_stay_elsewhere_are_brought_for_their_turn(cuda, local, plac
     assert torch.equal(logits(found), logits(model))
 
 
-def test_model_saved_from_the_device_is_the_same_files(cuda, local, tmp_path):
+def test_save_from_device_writes_same_files(cuda, local, tmp_path):
     _, _, folder = local
     loaded(folder, device_map="cuda").save_pretrained(tmp_path / "ours", max_shard_size="20KB")
     loaded(folder).save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
@@ -150,7 +150,7 @@ def dispatched(model):
 
 
 @pytest.mark.parametrize("how", [offloaded_to_host, offloaded_to_disk, dispatched])
-def test_accelerates_ways_to_run_a_model_that_does_not_fit(cuda, local, how, tmp_path):
+def test_accelerate_offload_runs_too_large_model(cuda, local, how, tmp_path):
     model = copy.deepcopy(local[0])
     how(model, tmp_path) if how is offloaded_to_disk else how(model)
     with torch.no_grad():
@@ -162,7 +162,7 @@ def test_accelerates_ways_to_run_a_model_that_does_not_fit(cuda, local, how, tmp
 
 
 def both(name, **options):
-    """What `generate` of one architecture gives on the device and on the host."""
+    """Results of `generate` of one architecture on the device and on the host."""
     architecture = ARCHITECTURES[name]
     theirs = architecture.build().eval()
     ours = copy.deepcopy(theirs).to("cuda")
@@ -176,23 +176,23 @@ def both(name, **options):
     return run(ours), run(theirs)
 
 
-#: Each has a cache of a kind of its own. The slow ones add models whose caches are of these kinds.
+#: Each has another kind of cache. The slow ones add models with the same kinds of caches.
 GENERATORS = ("llama", "gemma2", "mamba", "t5")
 MORE_GENERATORS = ("gpt2", "bloom", "mixtral", "jamba", "bart", "whisper")
-#: The two lengths that tests give are not those of the models' own defaults, which `generate` remarks on.
+#: `generate` warns that these two lengths differ from the model's defaults.
 NOISE = pytest.mark.filterwarnings("ignore::UserWarning:transformers", "ignore::FutureWarning")
 
 
 @NOISE
 @pytest.mark.parametrize("name", [*GENERATORS, *slow(MORE_GENERATORS)])
-def test_greedy_generation_gives_the_cpus_tokens(cuda, name):
+def test_greedy_generation_equals_cpu_tokens(cuda, name):
     ours, theirs = both(name, do_sample=False)
     assert ours.is_cuda and torch.equal(ours.cpu(), theirs)
 
 
 @NOISE
 @pytest.mark.parametrize("name", ["llama", "t5", *slow(["mixtral", "mamba", "whisper"])])
-def test_beam_search_gives_the_cpus_tokens_and_scores(cuda, name):
+def test_beam_search_equals_cpu_tokens_and_scores(cuda, name):
     more = {"num_return_sequences": 2, "return_dict_in_generate": True, "output_scores": True}
     ours, theirs = both(name, do_sample=False, num_beams=3, **more)
     assert torch.equal(ours.sequences.cpu(), theirs.sequences)
@@ -201,7 +201,7 @@ def test_beam_search_gives_the_cpus_tokens_and_scores(cuda, name):
 
 @NOISE
 @pytest.mark.parametrize("name", ["llama", *slow(["t5"])])
-def test_penalties_and_forbidden_words_give_the_cpus_tokens(cuda, name):
+def test_penalties_and_forbidden_words_equal_cpu_tokens(cuda, name):
     ours, theirs = both(name, do_sample=False, repetition_penalty=1.3, no_repeat_ngram_size=2, bad_words_ids=[[7], [9]])
     assert torch.equal(ours.cpu(), theirs)
 
@@ -209,20 +209,20 @@ def test_penalties_and_forbidden_words_give_the_cpus_tokens(cuda, name):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @NOISE
 @pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.slow), "bart"])
-def test_static_cache_compiles_and_gives_the_cpus_tokens(cuda, name):
+def test_static_cache_compiles_and_equals_cpu_tokens(cuda, name):
     torch._dynamo.reset()
     architecture = ARCHITECTURES[name]
     theirs = architecture.build().eval()
     ours = copy.deepcopy(theirs).to("cuda")
     counters.clear()
     found = ours.generate(PROMPT.to("cuda"), **LENGTH, do_sample=False, cache_implementation="static")
-    assert counters["stats"]["unique_graphs"] > 0  # generation compiles the step for one token, on CUDA only
+    assert counters["stats"]["unique_graphs"] > 0  # generation compiles the one-token step, on CUDA only
     assert torch.equal(found.cpu(), theirs.generate(PROMPT, **LENGTH, do_sample=False))
     torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("beams", [1, *slow([2])])
-def test_sampling_depends_on_the_seed_alone(cuda, local, beams):
+def test_sampling_depends_only_on_seed(cuda, local, beams):
     model = loaded(local[1], device_map="cuda")
 
     def sample(seed):
@@ -236,7 +236,7 @@ def test_sampling_depends_on_the_seed_alone(cuda, local, beams):
     assert all(0 <= token < VOCABULARY for row in first for token in row)
 
 
-def test_sampled_words_follow_the_probabilities(cuda, local):
+def test_samples_follow_the_probabilities(cuda, local):
     model = loaded(local[1], device_map="cuda")
     with torch.no_grad():
         likely = model(PROMPT[:1].to("cuda")).logits[0, -1].mul(4).softmax(-1).cpu()
@@ -248,7 +248,7 @@ def test_sampled_words_follow_the_probabilities(cuda, local):
 
 
 @pytest.mark.parametrize("helper", ["prompt", "model"])
-def test_assisted_generation_gives_the_cpus_tokens(cuda, local, helper):
+def test_assisted_generation_equals_cpu_tokens(cuda, local, helper):
     def run(device):
         model = loaded(local[1], device_map=device)
         guess = {"prompt_lookup_num_tokens": 2} if helper == "prompt" else {"assistant_model": copy.deepcopy(model)}
@@ -257,7 +257,7 @@ def test_assisted_generation_gives_the_cpus_tokens(cuda, local, helper):
     assert torch.equal(run("cuda"), run("cpu"))
 
 
-def test_streamed_words_are_those_of_the_whole(cuda, local, tokenizer):
+def test_streamed_words_equal_complete_text(cuda, local, tokenizer):
     from transformers import TextIteratorStreamer
 
     model = loaded(local[1], device_map="cuda")
@@ -273,25 +273,25 @@ def test_streamed_words_are_those_of_the_whole(cuda, local, tokenizer):
 
 
 @pytest.mark.parametrize("where", ["cuda", None, *slow([0, "cuda:0", torch.device("cuda")])], ids=str)
-def test_pipeline_gives_the_cpus_text(cuda, local, where):
+def test_pipeline_equals_cpu_text(cuda, local, where):
     from transformers import pipeline
 
     prompts, options = ["w1 w5 w9", "w3"], {**LENGTH, "do_sample": False, "batch_size": 2}
     ours = pipeline("text-generation", model=str(local[2]), **({} if where is None else {"device": where}))
-    assert ours.device.type == ours.model.device.type == "cuda"  # also where nothing is said: that is what CUDA gives
+    assert ours.device.type == ours.model.device.type == "cuda"  # also by default, as on CUDA
     theirs = pipeline("text-generation", model=str(local[2]), device="cpu")
     assert ours(prompts, **options) == theirs(prompts, **options)
 
 
 @pytest.mark.parametrize("sampling", [False, True], ids=["greedy", "sampling"])
-def test_stop_is_asked_one_step_late_and_changes_nothing(cuda, local, sampling):
+def test_late_stop_check_does_not_change_results(cuda, local, sampling):
     from transformers.generation import utils
     from wooly.facade import generation
 
     options = {"max_new_tokens": 16, "pad_token_id": 0, "do_sample": sampling}
     model = loaded(local[1], device_map="cuda")
     free = model.generate(PROMPT.to("cuda"), **options, eos_token_id=None).tolist()
-    ends = sorted({row[12] for row in free})  # each sequence ends in the middle, one before the other or not
+    ends = sorted({row[12] for row in free})  # each sequence ends in the middle, at the same step or not
     link = attached_links()[0]
 
     def run():
@@ -309,9 +309,9 @@ def test_stop_is_asked_one_step_late_and_changes_nothing(cuda, local, sampling):
     finally:
         generation.activate()
     assert direct[0].shape[1] < 21 and all(torch.equal(a, b) for a, b in zip(late[:3], direct[:3], strict=True))
-    assert late[3] <= direct[3] + 2  # an answer per token either way, and nobody waits for the last
+    assert late[3] <= direct[3] + 2  # one answer per token in both cases, without a wait for the last one
     if not sampling:
         assert torch.equal(late[0], local[0].generate(PROMPT, **options, eos_token_id=ends))
-    # Where the cache is given back, it must not have seen a step too many.
+    # A returned cache must not contain an additional step.
     kept = model.generate(PROMPT.to("cuda"), **options, eos_token_id=ends, return_dict_in_generate=True)
     assert kept.past_key_values.get_seq_length() == kept.sequences.shape[1] - 1

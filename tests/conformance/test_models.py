@@ -1,6 +1,6 @@
-"""Whole models, trained and run on the device and on the local CPU: every number is the same, bit for bit.
+"""Whole models, trained and run on the device and on the local CPU: every number is equal in every bit.
 
-Models of Hugging Face's are the matter of `test_hugging_face_models`.
+`test_hugging_face_models` tests the models of Hugging Face.
 """
 
 import copy
@@ -18,7 +18,7 @@ def on(device, model):
 
 
 def assert_same_state(ours, theirs):
-    """Parameters, buffers and gradients of two models are equal."""
+    """Check that parameters, buffers and gradients of two models are equal."""
     mine, other = ours.state_dict(), theirs.state_dict()
     assert mine.keys() == other.keys()
     assert [name for name in other if not torch.equal(mine[name].cpu(), other[name])] == []
@@ -29,7 +29,7 @@ def assert_same_state(ours, theirs):
 
 
 def losses(device, model, optimizer, steps, loss_of):
-    """Train `model` in place and give the loss of every step, read once at the end."""
+    """Train `model` in place and return the loss of every step, read once at the end."""
     seen = []
     for step in range(steps):
         loss = loss_of(model, step)
@@ -40,7 +40,7 @@ def losses(device, model, optimizer, steps, loss_of):
     return torch.stack(seen).cpu()
 
 
-# Optimizers one by one are the matter of `test_optimizers`.
+# `test_optimizers` tests single optimizers.
 @pytest.mark.parametrize(
     "make",
     [
@@ -51,7 +51,7 @@ def losses(device, model, optimizer, steps, loss_of):
     ],
     ids=["sgd", "adam", "adamw-amsgrad", "rmsprop"],
 )
-def test_digits_training_loss_curve_equals_the_cpu(cuda, make):
+def test_digits_training_equals_cpu_losses(cuda, make):
     from sklearn.datasets import load_digits
 
     data = load_digits()
@@ -98,7 +98,7 @@ def conv_net(dropout=0.0):
 
 
 def images():
-    own = torch.Generator().manual_seed(2)  # not the default one, whose seed is the device's too
+    own = torch.Generator().manual_seed(2)  # not the default generator, whose seed the device uses, too
     return torch.randn(16, 3, 16, 16, generator=own), torch.randint(0, 5, (16,), generator=own)
 
 
@@ -109,7 +109,7 @@ def train_conv(device, model, steps=10):
     return losses(device, model, optimizer, steps, lambda m, _: F.cross_entropy(m(x), y))
 
 
-def test_conv_net_with_batch_norm_and_max_pool_trains_as_on_the_cpu(cuda):
+def test_conv_net_with_batch_norm_trains_as_on_cpu(cuda):
     ours, theirs = on("cuda", conv_net()), conv_net()
     curve, expected = train_conv("cuda", ours), train_conv("cpu", theirs)
     assert torch.equal(curve, expected) and curve[-1] < curve[0]
@@ -120,7 +120,7 @@ def test_conv_net_with_batch_norm_and_max_pool_trains_as_on_the_cpu(cuda):
         assert torch.equal(ours.eval()(x.to("cuda")).cpu(), theirs.eval()(x))
 
 
-def test_conv_net_channels_last_trains_as_on_the_cpu(cuda):
+def test_conv_net_channels_last_trains_as_on_cpu(cuda):
     def train(device):
         model = on(device, conv_net()).to(memory_format=torch.channels_last)
         return train_conv(device, model), model
@@ -131,7 +131,7 @@ def test_conv_net_channels_last_trains_as_on_the_cpu(cuda):
     assert_same_state(ours, theirs)
 
 
-def test_conv_net_with_dropout_is_the_same_for_the_same_seed_only(cuda):
+def test_conv_net_with_dropout_depends_only_on_seed(cuda):
     def train(seed):
         model = on("cuda", conv_net(dropout=0.5))
         torch.cuda.manual_seed(seed)
@@ -143,7 +143,7 @@ def test_conv_net_with_dropout_is_the_same_for_the_same_seed_only(cuda):
     assert not torch.equal(first, other)
 
 
-def test_dropout_in_evaluation_mode_equals_the_cpu(cuda):
+def test_dropout_in_evaluation_equals_cpu(cuda):
     model = conv_net(dropout=0.5).eval()
     x, _ = images()
     with torch.no_grad():
@@ -151,7 +151,7 @@ def test_dropout_in_evaluation_mode_equals_the_cpu(cuda):
 
 
 class Tagger(nn.Module):
-    """Embedding, LSTM, and a class per token."""
+    """An embedding, an LSTM, and a class per token."""
 
     def __init__(self, **options):
         super().__init__()
@@ -167,7 +167,7 @@ class Tagger(nn.Module):
 @pytest.mark.parametrize(
     "options", [{}, {"num_layers": 2, "bidirectional": True}], ids=["plain", "two-layers-both-ways"]
 )
-def test_lstm_trains_as_on_the_cpu(cuda, options):
+def test_lstm_trains_as_on_cpu(cuda, options):
     torch.manual_seed(3)
     model = Tagger(**options)
     tokens, classes = torch.randint(0, 50, (8, 12)), torch.randint(0, 7, (8, 12))

@@ -1,4 +1,4 @@
-"""PyTorch's module database on the device, against the CPU, all of it. What differs is in `modules_exceptions.txt`."""
+"""PyTorch's complete module database on the device, compared with the CPU. `modules_exceptions.txt` lists the differences."""
 
 import pytest
 
@@ -7,7 +7,7 @@ pytestmark = pytest.mark.connected
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_whole_database_equals_the_cpu(conformance, report):
+def test_database_equals_cpu_except_listed(conformance, report):
     modules = conformance("modules")
     rows = modules.sweep(workers=2)
     total = report("module database", rows)

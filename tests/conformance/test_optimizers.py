@@ -1,4 +1,7 @@
-"""PyTorch's optimizer database on the device, against the CPU, all of it. What differs is in `optimizers_exceptions.txt`."""
+"""PyTorch's complete optimizer database on the device, compared with the CPU.
+
+`optimizers_exceptions.txt` lists the differences.
+"""
 
 import pytest
 
@@ -7,7 +10,7 @@ pytestmark = pytest.mark.connected
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_whole_database_equals_the_cpu(conformance, report):
+def test_database_equals_cpu_except_listed(conformance, report):
     optimizers = conformance("optimizers")
     rows = optimizers.sweep(workers=2)
     total = report("optimizer database", rows)

@@ -1,6 +1,6 @@
-"""A sample of PyTorch's databases of operators, modules and optimizers on the device, against the CPU.
+"""A sample of PyTorch's databases of operators, modules and optimizers on the device, compared with the CPU.
 
-All of each is the matter of the slow tests of `test_opinfo`, `test_modules` and `test_optimizers`.
+The slow tests of `test_opinfo`, `test_modules` and `test_optimizers` cover the complete databases.
 """
 
 import json
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.connected
 
 @pytest.fixture(scope="module")
 def sampled():
-    """Rows by database. What ends the program or the executor fails the tests."""
+    """Rows by database. A crash of the program or the executor fails the tests."""
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     with executor_process(start=forks.Forked) as running:
         argv = [running.endpoints[0], running.token]
@@ -34,7 +34,7 @@ def sampled():
 @pytest.mark.parametrize(
     ("database", "things", "kinds"), [("opinfo", 100, 30), ("modules", 25, 10), ("optimizers", 10, 15)]
 )
-def test_sample_of_a_database_equals_the_cpu(conformance, sampled, database, things, kinds):
+def test_database_sample_equals_cpu(conformance, sampled, database, things, kinds):
     rows = sampled[database]
     assert len({row["op"] for row in rows}) > things
     assert len({(row["variant"], row["dtype"]) for row in rows}) > kinds

@@ -1,4 +1,4 @@
-"""Runs the tests of `several_devices.py`, whose session has two devices, in a process of their own."""
+"""Runs the tests of `several_devices.py`, whose session has two devices, in a separate process."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ FOLDER = Path(__file__).parent
 @pytest.mark.slow
 @pytest.mark.connected
 @pytest.mark.timeout(300)
-def test_everything_works_on_two_devices():
+def test_suite_on_two_devices_passes():
     options = ["-q", "-p", "no:xdist", "-p", "no:cacheprovider", "--import-mode=prepend", "--tb=short"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, str(FOLDER / "several_devices.py")], capture_output=True, text=True

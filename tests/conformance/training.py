@@ -1,4 +1,4 @@
-"""A short training and a chain of adds as a client process of its own, over the endpoint it is told. Prints one line of JSON.
+"""A short training and a chain of adds, in a separate client process with a given endpoint. Prints one line of JSON.
 
 Run: python training.py ENDPOINT TOKEN   (without arguments: the same on the local CPU)
 """
@@ -13,7 +13,7 @@ STEPS = 50
 
 
 def train(device):
-    """Losses of `STEPS` steps of SGD with momentum, each read as it comes."""
+    """Losses of `STEPS` steps of SGD with momentum, each read at once."""
     generator = torch.Generator().manual_seed(0)
     sizes = [(32, 20), (32,), (5, 32), (5,)]
     weights = [(torch.randn(size, generator=generator) * 0.3).to(device).requires_grad_() for size in sizes]

@@ -1,4 +1,4 @@
-"""The AsyncAPI document says what the table of contracts says, in the layout of AsyncAPI 3.0."""
+"""The AsyncAPI document matches the table of contracts, in the layout of AsyncAPI 3.0."""
 
 import re
 import sys
@@ -41,16 +41,16 @@ def resolved(document, reference):
 
 
 def message_of(document, operation_message):
-    """The message that an operation names by way of its channel."""
+    """The message of an operation, found through its channel."""
     return resolved(document, resolved(document, operation_message["$ref"])["$ref"])
 
 
-def test_document_is_that_of_the_table():
+def test_asyncapi_document_matches_contracts():
     """If this fails: make docs."""
     assert (REFERENCE / "asyncapi.yaml").read_text() == asyncapi.page()
 
 
-def test_document_has_the_layout_of_asyncapi_3(document):
+def test_asyncapi_document_has_version_3_layout(document):
     read = ApplicationSchema.model_validate(document)
     assert read.asyncapi == "3.0.0" and set(read.operations) < set(read.channels)
     assert all(operation.action.value in ("send", "receive") for operation in read.operations.values())
@@ -59,7 +59,7 @@ def test_document_has_the_layout_of_asyncapi_3(document):
     assert all(resolved(document, reference) is not None for reference in found)
 
 
-def test_every_contract_is_an_operation_with_its_messages(document):
+def test_contracts_are_operations_with_messages(document):
     operations = document["operations"]
     for name, rpc in contracts.RPCS.items():
         wanted = [] if rpc.tenants_only else [name]
@@ -83,7 +83,7 @@ def test_every_contract_is_an_operation_with_its_messages(document):
         )
 
 
-def test_channel_belongs_to_an_operation_and_says_what_its_parameters_are(document):
+def test_channels_have_operation_and_described_parameters(document):
     channels = document["channels"]
     assert set(channels) - set(document["operations"]) == {asyncapi.REPLIES}
     for name, channel in channels.items():
@@ -95,7 +95,7 @@ def test_channel_belongs_to_an_operation_and_says_what_its_parameters_are(docume
     assert len(addresses) == len(set(addresses))
 
 
-def test_schemas_are_of_draft_7_and_take_what_services_send(document):
+def test_schemas_are_draft_7_and_accept_sent_messages(document):
     schemas = document["components"]["schemas"]
     assert len(schemas) > 90
     for schema in schemas.values():

@@ -1,4 +1,4 @@
-"""The chart: linted, rendered with many values, every object valid, and what it says of services is what they understand."""
+"""The Helm chart: linted and rendered with many values; every object is valid, and services understand their settings."""
 
 import copy
 import functools
@@ -17,7 +17,7 @@ from wooly_bus import web
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "deploy" / "helm" / "wooly"
-#: Kinds that no schema of Kubernetes' own knows: the operator's, checked against its CRDs, and the Prometheus operator's.
+#: Kinds without a schema in Kubernetes: the operator's (checked against its CRDs), and the Prometheus operator's.
 FILES_OF_KEYS = {"nats.conf", "service.creds", "signing.seed", "channel.seed", "channel.public"}
 OWN = {"ClusterGPUPolicy", "ServiceMonitor"}
 
@@ -72,7 +72,7 @@ OPEN = "everyone who reaches this address is administrator"
 
 
 def rendered(values):
-    """All objects of a release called `w` in namespace `ns`."""
+    """All objects of a release `w` in the namespace `ns`."""
     if "keysSecret" not in values:
         values = {"openToNetwork": OPEN, **values}
     return copy.deepcopy(_rendered(json.dumps(values)))
@@ -114,30 +114,30 @@ def crds():
     return [yaml.safe_load(path.read_text()) for path in sorted((CHART / "crds").iterdir())]
 
 
-#: The schemas of Kubernetes have megabytes: each is read once.
+#: Kubernetes's schemas are megabytes large, so each is read once.
 kubernetes_validate.utils.schema_contents = functools.cache(kubernetes_validate.utils.schema_contents)
 
 
 def check(obj):
-    """Strictly: unknown fields are errors too."""
+    """Validate strictly: unknown fields are errors, too."""
     _check(json.dumps(obj, sort_keys=True))
 
 
 @functools.cache
 def _check(text):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # its own, about its resources
+        warnings.simplefilter("ignore")  # the library's own warnings about its resources
         kubernetes_validate.validate(json.loads(text), "1.35", strict=True)
 
 
-def test_chart_is_clean():
+def test_chart_passes_helm_lint():
     findings = helm.lint(str(CHART))
     assert findings["errors"] == []
     assert [m for m in findings["messages"] if m["severity"] > 1] == []
 
 
 @pytest.mark.parametrize("said", ["", "true"])
-def test_open_rest_on_the_network_must_be_said_in_words(said):
+def test_chart_with_open_rest_requires_confirmation(said):
     with pytest.raises(Exception, match="REST asks nobody for a token: set keysSecret"):
         rendered({"openToNetwork": said})
     env = {e["name"]: e.get("value") for c in containers(rendered({})) for e in c["env"]}
@@ -146,7 +146,7 @@ def test_open_rest_on_the_network_must_be_said_in_words(said):
     assert not any("OPEN_TO_NETWORK" in name for name in keyed)
 
 
-def test_every_object_is_valid(objects):
+def test_objects_match_kubernetes_schemas(objects):
     for obj in objects:
         if obj["kind"] not in OWN:
             check(obj)
@@ -155,7 +155,7 @@ def test_every_object_is_valid(objects):
     assert len(ids) == len(set(ids))
 
 
-def test_crds_are_valid_and_what_the_operator_watches():
+def test_crds_are_valid_and_watched_by_operator():
     from wooly_operator.core import names
 
     for crd in crds():
@@ -167,7 +167,7 @@ def test_crds_are_valid_and_what_the_operator_watches():
         assert crd["spec"]["names"]["plural"] in handlers + client
 
 
-def test_objects_of_ours_fit_their_crds():
+def test_custom_objects_match_their_crds():
     import jsonschema
     from wooly_operator.core.objects import cluster_policy
 
@@ -179,7 +179,7 @@ def test_objects_of_ours_fit_their_crds():
         jsonschema.validate({**policy, "spec": {"defaultVramOvercommitPercent": 1001}}, schemas["ClusterGPUPolicy"])
 
 
-def test_status_that_the_operator_writes_fits_its_crd():
+def test_operator_status_matches_crd():
     import jsonschema
     from wooly_operator.core.fleet import FleetDevice, KubernetesNode
     from wooly_operator.core.plan import World, WriteStatus, plan
@@ -191,12 +191,12 @@ def test_status_that_the_operator_writes_fits_its_crd():
     schema = next(c for c in crds() if c["spec"]["names"]["kind"] == "NodeGPUStatus")["spec"]["versions"][0]["schema"]
     properties = schema["openAPIV3Schema"]["properties"]["status"]
     jsonschema.validate(dict(status), properties)
-    # An API server drops fields that the schema does not name.
+    # An API server drops fields that are not in the schema.
     assert set(status) == set(properties["properties"])
     assert set(status["gpus"][0]) == set(properties["properties"]["gpus"]["items"]["properties"])
 
 
-def test_wrong_values_are_refused():
+def test_chart_with_wrong_values_is_refused():
     with helm.Chart.load(str(CHART)) as chart:
         for wrong in (
             {"controller": {"clusterOvercommitPercent": 1001}},
@@ -208,7 +208,7 @@ def test_wrong_values_are_refused():
                 chart.validate_schema(wrong)
 
 
-def test_containers_may_do_little(objects):
+def test_containers_have_minimal_rights(objects):
     for pod in pods(objects):
         assert pod["securityContext"]["runAsNonRoot"] and pod["securityContext"]["runAsUser"] > 0
         operator = pod.get("serviceAccountName")
@@ -225,7 +225,7 @@ def test_containers_may_do_little(objects):
 
 
 def settings_of(service):
-    """Variables that a service reads, and how to read them."""
+    """The variables that a service reads, and how to parse them."""
     from wooly_bus.health import HealthSettings
     from wooly_compiler.settings import CompilerSettings
     from wooly_executor.settings import ExecutorSettings
@@ -245,8 +245,8 @@ def settings_of(service):
     }[service]
 
 
-def test_variables_of_containers_are_settings_of_services(objects, monkeypatch):
-    """A slip in a name would be ignored by the service; a wrong value would end it."""
+def test_container_variables_are_service_settings(objects, monkeypatch):
+    """A service would ignore a misspelled name, and would end at a wrong value."""
     seen = 0
     for container in containers(objects):
         for service in ("ROUTER", "SCHEDULER", "METERING", "COMPILER", "EXECUTOR", "OPERATOR", "HEALTH"):
@@ -268,7 +268,7 @@ def test_variables_of_containers_are_settings_of_services(objects, monkeypatch):
     assert seen >= 4
 
 
-def test_one_executor_for_each_gpu():
+def test_chart_has_one_executor_per_gpu():
     sets = of_kind(rendered(VALUES["everything"]), "DaemonSet")
     assert [s["metadata"]["name"] for s in sets] == ["w-executor-h100", "w-executor-cpu"]
     gpus = sets[0]["spec"]["template"]["spec"]["containers"]
@@ -280,14 +280,14 @@ def test_one_executor_for_each_gpu():
     assert len(mounts) == len(set(mounts)) == len(sets[0]["spec"]["template"]["spec"]["volumes"])
 
 
-def test_overcommit_of_the_values_reaches_the_router_and_the_policy():
+def test_overcommit_value_is_set_in_router_and_policy():
     objects = rendered({"controller": {"clusterOvercommitPercent": 55}})
     env = {e["name"]: e.get("value") for c in containers(objects) for e in c["env"]}
     assert env["CONTROLLER_DEFAULT_VRAM_OVERCOMMIT_PERCENT"] == "55"
     assert of_kind(objects, "ClusterGPUPolicy")[0]["spec"] == {"defaultVramOvercommitPercent": 55}
 
 
-def test_secrets_are_only_where_they_are_meant_to_be(objects):
+def test_secrets_are_in_expected_objects_only(objects):
     made = of_kind(objects, "Secret")
     keys = {k for s in made for k in s["data"]}
     for container in containers(objects):
@@ -300,7 +300,7 @@ def test_secrets_are_only_where_they_are_meant_to_be(objects):
             assert not re.search("PASSWORD$", entry["name"]) or reference or entry["value"].startswith('"$(')
 
 
-def test_keys_are_where_they_are_needed_and_nowhere_else():
+def test_keys_are_mounted_only_where_needed():
     objects = rendered(VALUES["keys"])
     wanted = {
         "w-nats": {"nats.conf"},
@@ -322,7 +322,7 @@ def test_keys_are_where_they_are_needed_and_nowhere_else():
     assert env["WOOLY_ROUTER_AUTH"]["value"] == "tokens" and env["WOOLY_NATS_CREDS"]["value"].endswith("service.creds")
 
 
-def test_selectors_of_services_budgets_and_policies_find_pods(objects):
+def test_selectors_match_pods(objects):
     labels = [
         o["spec"]["template"]["metadata"]["labels"] for o in of_kind(objects, "Deployment", "StatefulSet", "DaemonSet")
     ]
@@ -340,7 +340,7 @@ def test_selectors_of_services_budgets_and_policies_find_pods(objects):
         assert found(obj["spec"]["podSelector"].get("matchLabels", {}))
 
 
-def test_admission_asks_only_about_our_pods_and_at_the_handlers():
+def test_admission_webhooks_select_our_pods_and_handlers():
     handlers = (ROOT / "deploy/operator/src/wooly_operator/handlers.py").read_text()
     hooks = of_kind(rendered({}), "MutatingWebhookConfiguration", "ValidatingWebhookConfiguration")
     assert len(hooks) == 2
@@ -350,7 +350,7 @@ def test_admission_asks_only_about_our_pods_and_at_the_handlers():
         assert hook["clientConfig"]["caBundle"]
 
 
-def test_figures_of_all_tenants_ask_for_a_token_where_tenants_are_told_apart():
+def test_metrics_of_all_tenants_require_token_with_tenants():
     monitored = {"metrics": {"serviceMonitor": {"enabled": True}}}
     objects = rendered({"keysSecret": "wooly-keys", **monitored})
     guarded = {}
@@ -365,15 +365,15 @@ def test_figures_of_all_tenants_ask_for_a_token_where_tenants_are_told_apart():
     assert "metrics-token" in credentials["data"]
     (monitor,) = of_kind(objects, "ServiceMonitor")
     assert [e["authorization"]["credentials"] for e in monitor["spec"]["endpoints"]] == [shown]
-    (free,) = of_kind(rendered(monitored), "ServiceMonitor")  # everybody is an administrator there
+    (free,) = of_kind(rendered(monitored), "ServiceMonitor")  # without tokens, every caller is an administrator
     assert "authorization" not in free["spec"]["endpoints"][0]
 
 
-def test_dashboard_asks_for_metrics_that_are_exported():
+def test_dashboard_queries_exported_metrics():
     from wooly_metering.exporter import CreditsCollector
     from wooly_scheduler.exporter import families
 
-    # Both make all families before they look at what there is.
+    # Both services define all metric families, even without any values.
     ledger = SimpleNamespace(by_tenant=dict, budgets=list)
     metering = SimpleNamespace(reader=ledger, entries=0, duplicates=0, quarantined=0)
     exported = {
@@ -387,7 +387,7 @@ def test_dashboard_asks_for_metrics_that_are_exported():
 
 
 @pytest.mark.parametrize("name", ["chart", "chart with keys", "single.conf", "cluster.conf"])
-def test_nats_takes_its_configuration(name, tmp_path):
+def test_nats_accepts_rendered_configuration(name, tmp_path):
     import subprocess
     import sysconfig
 
@@ -410,7 +410,7 @@ def test_nats_takes_its_configuration(name, tmp_path):
     assert ran.returncode == 0, ran.stderr
 
 
-def test_services_keep_traces_where_the_chart_says_so():
+def test_traces_are_kept_as_configured_in_chart():
     def keepers(values):
         found = {}
         for o in of_kind(rendered(values), "Deployment", "StatefulSet", "DaemonSet"):

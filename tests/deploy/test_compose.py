@@ -1,4 +1,4 @@
-"""The compose stack: its file always, the stack itself where there is a Docker engine."""
+"""The compose stack: its file in every run, the running stack if a Docker engine exists."""
 
 import contextlib
 import json
@@ -39,13 +39,13 @@ def test_compose_file_is_valid(profile):
 
 
 @pytest.mark.parametrize("secret", SECRETS)
-def test_compose_asks_for_secrets(secret):
+def test_compose_without_secret_is_refused(secret):
     need_compose()
     refused = compose("config", "-q", check=False, **{secret: ""})
     assert refused.returncode and "setup.sh" in refused.stderr
 
 
-def test_setup_makes_secrets_once_and_tells_what_clients_need(tmp_path):
+def test_setup_creates_secrets_once_and_prints_client_settings(tmp_path):
     script = tmp_path / "setup.sh"
     script.write_text((COMPOSE / "setup.sh").read_text())
     said = [subprocess.run(["sh", script], check=True, capture_output=True, text=True).stdout for _ in range(2)]
@@ -55,26 +55,27 @@ def test_setup_makes_secrets_once_and_tells_what_clients_need(tmp_path):
     assert (tmp_path / ".env").stat().st_mode & 0o777 == 0o600
     kept = dict(line.split("=", 1) for line in (tmp_path / ".env").read_text().splitlines() if not line.startswith("#"))
     assert set(SECRETS) <= set(kept)
-    (tmp_path / ".env").write_text("WOOLY_DATABASE_PASSWORD=old\nWOOLY_HOST=h\n")  # of a stack that had passwords
+    # From an earlier version with passwords.
+    (tmp_path / ".env").write_text("WOOLY_DATABASE_PASSWORD=old\nWOOLY_HOST=h\n")
     subprocess.run(["sh", script], check=True, capture_output=True)
     text = (tmp_path / ".env").read_text()
     assert "WOOLY_DATABASE_PASSWORD=old" in text and "WOOLY_ADMIN_TOKEN=wooly_" in text
 
 
 def keys_as_compose_makes_them(folder):
-    """What init-keys does, in a folder in place of its volumes."""
+    """Do the work of init-keys, in a folder instead of its volumes."""
     service = services()["init-keys"]
     (command,) = service["command"]
     for volume in service["volumes"]:
         (folder / volume.split(":")[0]).mkdir()
     command = re.sub(r"(?<![\w/])/(keys[\w-]*)", rf"{folder}/\1", command)
-    for _ in range(2):  # at each start
+    for _ in range(2):  # it runs at each start
         python = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         subprocess.run([*service["entrypoint"], command], check=True, env={**os.environ, "PATH": python}, timeout=60)
 
 
 @pytest.mark.connected
-def test_stack_with_the_keys_of_compose_runs_scripts_and_jobs_with_a_token_alone(tmp_path):
+def test_stack_with_compose_keys_runs_scripts_and_jobs_with_token(tmp_path):
     """The processes of compose without containers: its commands, configurations and environments."""
     from wooly_testkit.nats import nats_server
 
@@ -119,13 +120,13 @@ def test_stack_with_the_keys_of_compose_runs_scripts_and_jobs_with_a_token_alone
         refused = forks.run("wooly", "run", str(script), env=client, timeout=100)
         assert refused.returncode and "a valid token is needed" in refused.stderr
         client["WOOLYAI_CREDENTIAL"] = SECRETS["WOOLY_ADMIN_TOKEN"]
-        assert "sum 48.0" in _patient(["run", str(script)], client).stdout
+        assert "sum 48.0" in _run_until_success(["run", str(script)], client).stdout
         report = json.loads(_job(client, tmp_path))
         assert report["state"] == "completed" and report["files"], report
 
 
 def _job(client, folder):
-    """What `wooly submit` says of a job of a few milliseconds."""
+    """The output of `wooly submit` for a job of a few milliseconds."""
     (folder / "work.py").write_text(WORK.replace("400", "4"))
     np.save(folder / "x.npy", np.eye(600, dtype=np.float32))
     export = ["export", folder / "work.py:build", "-o", folder / "work.wism"]
@@ -140,7 +141,7 @@ def services():
     return yaml.safe_load((COMPOSE / "compose.yaml").read_text())["services"]
 
 
-def test_variables_of_compose_are_settings_of_services():
+def test_compose_variables_are_service_settings():
     from .test_chart import settings_of
 
     seen = set()
@@ -153,13 +154,13 @@ def test_variables_of_compose_are_settings_of_services():
     assert seen == {"ROUTER", "SCHEDULER", "METERING", "COMPILER", "EXECUTOR"}
 
 
-def test_services_of_ours_may_do_little():
+def test_compose_services_have_minimal_rights():
     for name, service in services().items():
         if "wooly-" in service["image"] and name != "init-volumes":
             assert service["read_only"] and service["cap_drop"] == ["ALL"] and service["init"]
 
 
-def test_each_dockerfile_is_built_by_the_script_and_does_not_run_as_root():
+def test_dockerfiles_are_built_by_script_and_not_root():
     script = (ROOT / "deploy" / "docker" / "build.sh").read_text()
     files = sorted((ROOT / "deploy" / "docker").glob("*.Dockerfile"))
     assert len(files) == 10
@@ -175,7 +176,7 @@ def test_each_dockerfile_is_built_by_the_script_and_does_not_run_as_root():
     assert '"$name.Dockerfile"' in script
 
 
-#: Seconds of one core.
+#: CPU time in seconds on one core.
 WORK = """
 import torch
 def build():
@@ -190,8 +191,8 @@ def build():
 @pytest.mark.connected
 @pytest.mark.slow
 @pytest.mark.parametrize("channel", ["direct", "tunnel"])
-def test_client_may_run_a_script_and_speak_for_no_service(channel, tmp_path):
-    """NATS with the users of the chart without keys; the services, and a client with the client's rights."""
+def test_client_user_runs_script_but_cannot_act_as_service(channel, tmp_path):
+    """NATS with the users of the chart without keys, the services, and a client with a client's rights."""
     from wooly_testkit.nats import nats_server
 
     users = (ROOT / "deploy" / "helm" / "wooly" / "files" / "users.conf").read_text()
@@ -220,7 +221,7 @@ def test_client_may_run_a_script_and_speak_for_no_service(channel, tmp_path):
         script = tmp_path / "script.py"
         script.write_text("import torch\nprint('sum', (torch.ones(4, 4, device='cuda') * 3).sum().item())\n")
         client = {**env, "WOOLYAI_CONTROLLER_URL": outer, "WOOLYAI_CHANNEL": channel, "HOME": str(tmp_path)}
-        ran = _patient(["run", str(script)], client)
+        ran = _run_until_success(["run", str(script)], client)
         assert "sum 48.0" in ran.stdout
         report = json.loads(_job(client, tmp_path))
         assert report["state"] == "completed" and report["files"]
@@ -230,7 +231,7 @@ def test_client_may_run_a_script_and_speak_for_no_service(channel, tmp_path):
         subprocess.run([sys.executable, "-c", FORGE, inner, forbidden], check=True, capture_output=True, timeout=60)
 
 
-#: Exits with 0 if the server lets this user publish there.
+#: A script that exits with 0 if the server lets this user publish.
 FORGE = """
 import asyncio, sys, nats
 errors = []
@@ -246,8 +247,8 @@ sys.exit(1 if errors else 0)
 """
 
 
-def _patient(argv, env):
-    """`wooly ARGV` until it succeeds: services may still be starting."""
+def _run_until_success(argv, env):
+    """Run `wooly ARGV` until it succeeds, because services may still be starting."""
     until = time.monotonic() + 240
     while True:
         ran = forks.run("wooly", *argv, env=env, timeout=100)
@@ -257,13 +258,13 @@ def _patient(argv, env):
 
 
 def client_of(host):
-    """What a client needs."""
+    """The environment of a client."""
     return {"WOOLYAI_CONTROLLER_URL": f"http://{host}:8420", "WOOLYAI_CREDENTIAL": SECRETS["WOOLY_ADMIN_TOKEN"]}
 
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory):
-    """The stack of images that `make compose-test` built, on an address of its own. Yields (compose, address)."""
+    """The stack of images from `make compose-test`, with its own address. Yields (compose, address)."""
     need_compose()
     host = "127.0.0.9"
     home = tmp_path_factory.mktemp("home")
@@ -284,7 +285,7 @@ def stack(tmp_path_factory):
 @pytest.mark.docker
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("channel", ["direct", "tunnel"])
-def test_script_outside_runs_on_the_stack(stack, channel):
+def test_script_outside_containers_runs_on_stack(stack, channel):
     _, env = stack
     argv = [sys.executable, "-m", "wooly", "run", str(ROOT / "examples" / "train_digits.py")]
     ran = subprocess.run(
@@ -294,7 +295,7 @@ def test_script_outside_runs_on_the_stack(stack, channel):
     assert "local-cpu" in ran.stdout + ran.stderr
 
 
-#: Steps that each need the executor's answer, so that what happens between them is noticed.
+#: Steps that each wait for the executor, so that a failure between them is noticed.
 STEPS = """
 import sys, time, torch
 x = torch.ones(64, 64, device="cuda")
@@ -309,7 +310,7 @@ print("done", flush=True)
 
 @pytest.mark.docker
 @pytest.mark.timeout(900)
-def test_three_nats_servers_carry_on_without_one(tmp_path):
+def test_three_nats_servers_without_one_continue(tmp_path):
     need_compose()
     host, files = "127.0.0.8", ("compose.yaml", *(["local.yaml"] if os.environ.get("WOOLY_COMPOSE_LOCAL") else []))
 
@@ -328,9 +329,9 @@ def test_three_nats_servers_carry_on_without_one(tmp_path):
         env = {**os.environ, **client_of(host), "HOME": str(tmp_path)}
         script = tmp_path / "script.py"
         script.write_text("import torch\nprint('sum', torch.ones(4, 4, device='cuda').sum().item())\n")
-        assert "sum 16.0" in _patient(["run", str(script)], env).stdout
+        assert "sum 16.0" in _run_until_success(["run", str(script)], env).stdout
         run("kill", "nats-2")
-        assert "sum 16.0" in _patient(["run", str(script)], env).stdout
+        assert "sum 16.0" in _run_until_success(["run", str(script)], env).stdout
     finally:
         print(run("logs", "--tail", "30", check=False).stdout)
         run("down", "--volumes", "--timeout", "5", check=False)
@@ -338,7 +339,7 @@ def test_three_nats_servers_carry_on_without_one(tmp_path):
 
 @pytest.mark.docker
 @pytest.mark.timeout(900)
-def test_restarts_of_control_services_lose_no_session(stack, tmp_path):
+def test_restart_of_control_services_keeps_sessions(stack, tmp_path):
     run, env = stack
     two = {"WOOLY_REST_PORTS": "8420-8421"}
     run("up", "-d", "--wait", "--scale", "router=2", **two)
@@ -350,19 +351,19 @@ def test_restarts_of_control_services_lose_no_session(stack, tmp_path):
             assert line, "the script ended"
         for name in [*run("ps", "-q", "router").stdout.split(), *run("ps", "-q", "scheduler").stdout.split()]:
             subprocess.run(["docker", "restart", name], check=True, capture_output=True)
-            run("up", "-d", "--wait", "--no-recreate", "--scale", "router=2", **two)  # one after the other
+            run("up", "-d", "--wait", "--no-recreate", "--scale", "router=2", **two)  # one restart after the other
         rest = client.communicate(timeout=300)[0]
-    run("up", "-d", "--wait", "--scale", "router=1")  # a new one: the one that stays may have had the second's port
+    run("up", "-d", "--wait", "--scale", "router=1")  # a new router: the remaining one may have the second one's port
     assert client.returncode == 0 and "done" in rest, rest
 
 
 @pytest.mark.docker
 @pytest.mark.timeout(900)
-def test_restarts_of_every_service_lose_no_job(stack, tmp_path):
+def test_restart_of_every_service_keeps_jobs(stack, tmp_path):
     run, env = stack
 
     def wooly(*argv):
-        return _patient(list(map(str, argv)), env).stdout
+        return _run_until_success(list(map(str, argv)), env).stdout
 
     (tmp_path / "work.py").write_text(WORK)
     wooly("export", f"{tmp_path / 'work.py'}:build", "-o", tmp_path / "work.wism")
@@ -383,13 +384,13 @@ def test_restarts_of_every_service_lose_no_job(stack, tmp_path):
 
 
 @pytest.mark.docker
-def test_images_are_small_and_run_as_nobody(stack):
+def test_images_are_small_and_do_not_run_as_root(stack):
     def inspect(name):
         argv = ["docker", "image", "inspect", name, "--format", "{{.Size}} {{.Config.User}}"]
         size, user = subprocess.run(argv, capture_output=True, text=True, check=True).stdout.split(" ", 1)
         return int(size), user.strip()
 
-    base, _ = inspect("wooly-python")  # somebody else's, for the most part
+    base, _ = inspect("wooly-python")  # mostly a third-party image
     for name in ("router", "scheduler", "metering", "operator"):
         size, user = inspect(f"wooly-{name}:0.1.0")
         assert size - base <= 110e6 and user == "10001:10001", (name, size - base, user)

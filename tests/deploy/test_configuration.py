@@ -1,4 +1,4 @@
-"""The configuration reference says what the settings models say."""
+"""The configuration reference matches the settings models."""
 
 import re
 import sys
@@ -9,17 +9,17 @@ sys.path.insert(0, str(DOCS / "reference"))
 import configuration  # noqa: E402
 
 
-def test_reference_is_that_of_the_models():
+def test_configuration_reference_matches_models():
     """If this fails: make docs."""
     assert (DOCS / "reference" / "configuration.md").read_text() == configuration.page()
 
 
-def test_every_process_is_in_it():
+def test_configuration_reference_has_all_processes():
     titles = {title for title, _, _ in configuration.models()}
     assert {"client", "router", "scheduler", "executor", "operator", "every service"} <= titles
 
 
-def test_variables_that_the_documentation_names_exist():
+def test_variables_named_in_documentation_exist():
     known = {
         configuration.variable(model, name, field)
         for _, _, model in configuration.models()

@@ -1,4 +1,4 @@
-"""The kustomize bases: what the chart says, valid, and complete."""
+"""The kustomize bases match the chart, are valid and complete."""
 
 import sys
 from pathlib import Path
@@ -13,7 +13,7 @@ sys.path.insert(0, str(K8S))
 import render  # noqa: E402
 
 
-def test_bases_are_those_of_the_chart():
+def test_bases_match_the_chart():
     """If this fails: make manifests."""
     wanted = dict(render.bases())
     for path, text in wanted.items():
@@ -25,7 +25,7 @@ def test_bases_are_those_of_the_chart():
 @pytest.mark.parametrize(
     "base", ["base", "operator", "monitoring", "executors-cpu", "executors-cuda", "executors-rocm"]
 )
-def test_base_is_valid_and_its_kustomization_names_its_files(base):
+def test_base_is_valid_and_kustomization_lists_its_files(base):
     folder = K8S / base
     kustomization = yaml.safe_load((folder / "kustomization.yaml").read_text())
     assert sorted(p.name for p in folder.iterdir()) == sorted([*kustomization["resources"], "kustomization.yaml"])
@@ -37,7 +37,7 @@ def test_base_is_valid_and_its_kustomization_names_its_files(base):
         assert obj["kind"] != "Secret"
 
 
-def test_example_names_bases_that_exist_and_images_that_are_used():
+def test_example_refers_to_existing_bases_and_used_images():
     example = yaml.safe_load((K8S / "example" / "kustomization.yaml").read_text())
     text = ""
     for name in example["resources"]:

@@ -1,4 +1,4 @@
-"""Slurm's prolog: what a reservation becomes."""
+"""Slurm's prolog translates a reservation into settings."""
 
 import subprocess
 from pathlib import Path
@@ -10,7 +10,7 @@ GIB = 1 << 30
 
 
 def exported(tmp_path, config="", **environment):
-    """The variables that Slurm would set, and what it would print."""
+    """The variables that the prolog would set, and its output."""
     path = tmp_path / "slurm.conf"
     path.write_text(config)
     env = {"PATH": "/usr/bin:/bin", "WOOLY_SLURM_CONFIG": str(path), **environment}
@@ -33,16 +33,16 @@ def exported(tmp_path, config="", **environment):
     ],
 )
 @pytest.mark.parametrize("variable", ["SLURM_JOB_GRES", "SLURM_STEP_GRES"])
-def test_reservation_becomes_required_vram(tmp_path, variable, gres):
+def test_reservation_sets_required_vram(tmp_path, variable, gres):
     assert exported(tmp_path, **{variable: gres}) == ({"WOOLYAI_REQUIRED_VRAM": str(8 * GIB)}, [])
 
 
 @pytest.mark.parametrize("gres", ["", "gpu:8", "other_wooly_vram:8", "wooly_vram_x:8"])
-def test_job_without_the_resource_stays_as_it_is(tmp_path, gres):
+def test_job_without_reservation_is_unchanged(tmp_path, gres):
     assert exported(tmp_path, SLURM_JOB_GRES=gres) == ({}, [])
 
 
-def test_job_may_ask_for_less_than_it_reserved(tmp_path):
+def test_job_with_smaller_request_keeps_it(tmp_path):
     less = exported(tmp_path, SLURM_JOB_GRES="wooly_vram:8", WOOLYAI_REQUIRED_VRAM="1000")
     assert less == ({"WOOLYAI_REQUIRED_VRAM": "1000"}, [])
 
@@ -55,7 +55,7 @@ def test_job_may_ask_for_less_than_it_reserved(tmp_path):
         ("wooly_vram:0", "", "nothing"),
     ],
 )
-def test_wrong_wishes_are_told_and_end_the_script(tmp_path, gres, wanted, word):
+def test_prolog_with_wrong_request_reports_error(tmp_path, gres, wanted, word):
     from pydantic import ValidationError
     from wooly.settings import Settings
 
@@ -65,7 +65,7 @@ def test_wrong_wishes_are_told_and_end_the_script(tmp_path, gres, wanted, word):
         Settings(required_vram=variables["WOOLYAI_REQUIRED_VRAM"])
 
 
-def test_cluster_says_where_the_controller_is_unless_the_job_does(tmp_path):
+def test_controller_address_of_job_overrides_cluster(tmp_path):
     config = "WOOLYAI_CONTROLLER_URL=nats://control:4222\nWOOLYAI_NODE_GROUPS=slurm\n"
     variables, _ = exported(tmp_path, config)
     assert variables == {"WOOLYAI_CONTROLLER_URL": "nats://control:4222", "WOOLYAI_NODE_GROUPS": "slurm"}

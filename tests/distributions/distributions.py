@@ -21,10 +21,10 @@ class Import:
     """One import in a source file.
 
     Attributes:
-        importer: the module whose source has it.
-        line: where in that source.
-        module: what is imported.
-        always: whether loading the importer runs it.
+        importer: the module that imports.
+        line: line number in its source.
+        module: the imported module.
+        always: whether loading the importer runs the import.
     """
 
     importer: str
@@ -43,8 +43,8 @@ class Distribution:
 
     Attributes:
         folder: the folder.
-        name: what pip calls the distribution.
-        package: what Python imports.
+        name: name of the distribution for pip.
+        package: name of the Python package.
         required: its requirements.
         extras: the requirements of each extra.
     """
@@ -60,7 +60,7 @@ class Distribution:
 
     @functools.cached_property
     def imports(self) -> list[Import]:
-        """All imports of its sources, and the modules that `importlib.import_module` is given as a literal."""
+        """All imports of its sources, including literal arguments of `importlib.import_module`."""
         return [found for path in self.sources() for found in _imports(path, self.folder / "src")]
 
 
@@ -92,7 +92,7 @@ def _read(path: Path) -> Distribution:
     return Distribution(path.parent, canonicalize_name(found["project"]["name"]), package, required, extras)
 
 
-#: All of them, by name.
+#: All distributions, by name.
 ALL = {
     d.name: d
     for d in [_read(p) for g in ("libs", "services", "deploy") for p in sorted(ROOT.glob(f"{g}/*/pyproject.toml"))]

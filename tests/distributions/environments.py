@@ -1,9 +1,9 @@
-"""Virtual environments with the wheels of this repository and nothing but what these require.
+"""Virtual environments with this repository's wheels and only the distributions that the wheels require.
 
-Nothing is downloaded. Distributions of others are links to those of the environment that runs the tests: all that the wheels
-require, directly or not, and no other. pip resolves as usual, without an index: a requirement that neither a wheel nor a link
-satisfies is an error of pip, and the import of a package that no requirement names fails. So these environments prove that the
-requirements are complete; the versions are those of the environment that runs the tests.
+Nothing is downloaded. Distributions from elsewhere are links to the environment that runs the tests: exactly those that the
+wheels require, directly or indirectly. pip resolves without an index, so an unsatisfied requirement is an error. An import of a
+package that no requirement names fails, too. So these environments prove that the requirements are complete. The versions are
+those of the environment that runs the tests.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.distributions.distributions import ALL
 
 
 def build_wheels(folder: Path) -> dict[str, Path]:
-    """A wheel of each distribution, by its name, as `make dist` builds them."""
+    """Build a wheel of each distribution, as `make dist` does. Returns the wheels by name."""
     command = [
         sys.executable,
         "-m",
@@ -41,15 +41,15 @@ def build_wheels(folder: Path) -> dict[str, Path]:
 
 
 def make_environment(folder: Path, wheels: dict[str, Path], *wanted: str) -> Path:
-    """A virtual environment with these distributions, installed by pip from the wheels.
+    """Create a virtual environment with these distributions, installed by pip from the wheels.
 
     Args:
-        folder: where it is made.
-        wheels: by name.
+        folder: folder of the environment.
+        wheels: wheels by name.
         wanted: requirements, such as ``wooly[triton]``.
 
     Returns:
-        Its interpreter.
+        The interpreter of the environment.
     """
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     python = folder / "bin" / "python"
@@ -66,7 +66,7 @@ def install(python: Path, wheels: dict[str, Path], *wanted: str) -> None:
 
 
 def clean_variables(folder: Path) -> dict[str, str]:
-    """Variables of a process in such an environment: nothing of the checkout, and a home folder of its own."""
+    """Environment variables of a process in such an environment: none of the checkout's, and a separate home folder."""
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -81,7 +81,7 @@ def clean_variables(folder: Path) -> dict[str, str]:
 
 
 def _of_others(wheels: dict[str, Path], wanted: tuple[str, ...]) -> set[str]:
-    """Names of all distributions of others that these require, directly or not."""
+    """Names of all distributions from elsewhere that these require, directly or indirectly."""
     found: set[str] = set()
     seen: set[tuple[str, str]] = set()
     waiting = [Requirement(w) for w in wanted]
@@ -109,7 +109,7 @@ def _requirements(wheels: dict[str, Path], name: str) -> list[str]:
 
 
 def _link(names: set[str], environment: Path) -> None:
-    """Link the files of distributions into an environment; whole folders, where one distribution has all of a folder."""
+    """Link the files of distributions into an environment. A folder that belongs to one distribution is linked as a whole."""
     (packages,) = environment.glob("lib/python*/site-packages")
     installed = {canonicalize_name(d.name): d for d in importlib.metadata.distributions()}
     files = {n: [f for f in d.files or () if f.parts[0] != "__pycache__"] for n, d in installed.items()}
@@ -127,6 +127,6 @@ def _link(names: set[str], environment: Path) -> None:
 
 
 def _link_program(program: Path, environment: Path) -> None:
-    """Link a program that is no script: scripts would run in the environment that they were made for."""
+    """Link a binary program. Scripts are not linked, because they would run in their original environment."""
     if program.parent.name == "bin" and program.read_bytes()[:2] != b"#!":
         (environment / "bin" / program.name).symlink_to(program)

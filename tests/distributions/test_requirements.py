@@ -1,4 +1,4 @@
-"""Each distribution declares a requirement for every package that it imports, and an image installs all that it needs."""
+"""Each distribution requires every package that it imports, and each image installs everything that it needs."""
 
 import importlib.metadata
 import re
@@ -13,13 +13,13 @@ from packaging.utils import canonicalize_name
 
 from tests.distributions.distributions import ALL, ROOT, VERSION
 
-#: Modules that need an extra of their distribution: name of the distribution, prefix of the module, extra.
+#: Modules that need an extra: name of the distribution, prefix of the module, extra.
 OF_EXTRAS = (
     ("wooly-bus", "wooly_bus.http_listener", "http"),
     ("wooly-bus", "wooly_bus.http_front", "http"),
     ("wooly", "wooly.triton_capture", "triton"),
 )
-#: Packages that a distribution looks for at run time and can do without; each with the reason why no requirement names it.
+#: Optional packages that a distribution looks for at run time; each with the reason why no requirement names it.
 LOOKED_FOR = {
     ("wooly-compiler", "cuda"): "NVRTC's bindings, for NVIDIA's chips alone: toolchains.missing names them",
     ("wooly-compiler", "hip"): "hipRTC's bindings, for AMD's chips alone: likewise",
@@ -34,7 +34,7 @@ PROVIDERS |= {d.package: {d.name} for d in ALL.values()}
 
 
 def extra_of(module):
-    """The distribution and the extra that a module of ours needs; None for any other module."""
+    """The distribution and the extra that one of our modules needs; None for other modules."""
     return next(((d, extra) for d, prefix, extra in OF_EXTRAS if f"{module}.".startswith(f"{prefix}.")), None)
 
 
@@ -43,7 +43,7 @@ def names(requirements):
 
 
 @pytest.mark.parametrize("distribution", ALL.values(), ids=ALL)
-def test_distribution_requires_every_package_that_it_imports(distribution):
+def test_distribution_requires_all_imported_packages(distribution):
     missing = set()
     for found in distribution.imports:
         if found.package in sys.stdlib_module_names or found.package == distribution.package:
@@ -58,18 +58,18 @@ def test_distribution_requires_every_package_that_it_imports(distribution):
             declared |= {n for rs in distribution.extras.values() for n in names(rs)}
         if not PROVIDERS.get(found.package, set()) & declared:
             missing.add(f"{found.importer}:{found.line} imports {found.package}")
-    assert not missing, f"{distribution.folder}/pyproject.toml requires no distribution that has these packages"
+    assert not missing, f"{distribution.folder}/pyproject.toml has no requirement with these packages"
 
 
 @pytest.mark.parametrize("distribution", ALL.values(), ids=ALL)
-def test_distribution_asks_for_the_extras_whose_modules_it_imports(distribution):
+def test_distribution_requires_extras_of_imported_modules(distribution):
     asked = {(canonicalize_name(r.name), extra) for r in distribution.required for extra in r.extras}
     needed = {extra_of(found.module) for found in distribution.imports if found.package != distribution.package}
     assert needed - {None} <= asked
 
 
 @pytest.mark.parametrize("distribution", ALL.values(), ids=ALL)
-def test_distribution_has_the_version_of_the_release_and_requires_it_of_ours(distribution):
+def test_distribution_pins_release_version(distribution):
     made = ProjectMetadata(str(distribution.folder), PluginManager())
     assert made.core.version == VERSION
     extras = [r for rs in made.core.optional_dependencies.values() for r in rs]
@@ -83,8 +83,8 @@ DOCKERFILES = [p for p in sorted((ROOT / "deploy/docker").glob("*.Dockerfile")) 
 
 
 @pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda p: p.name)
-def test_image_is_built_from_all_distributions_that_it_needs(dockerfile):
-    """Wooly's distributions are on no index, so pip cannot build an image if the Dockerfile leaves one out."""
+def test_image_copies_all_required_distributions(dockerfile):
+    """No index has Wooly's distributions, so pip cannot build an image if the Dockerfile leaves one out."""
     text = dockerfile.read_text()
     by_folder = {d.folder.relative_to(ROOT).as_posix(): d for d in ALL.values()}
     installed = {by_folder[f].name for f in re.findall(r"[ ']\./([\w/-]+)", text)}
@@ -110,14 +110,14 @@ def test_image_is_built_from_all_distributions_that_it_needs(dockerfile):
         ],
     ],
 )
-def test_image_has_the_languages_of_kernels(image, languages):
+def test_image_contains_kernel_languages(image, languages):
     text = (ROOT / f"deploy/docker/{image}.Dockerfile").read_text()
     assert languages == {
         name for name in ("wooly-cuda-c", "wooly-triton") if f" ./libs/{name.removeprefix('wooly-')} " in text
     }
 
 
-def test_reasons_for_missing_requirements_are_for_imports_that_exist():
+def test_listed_missing_requirements_are_imported():
     imported = {(d.name, found.package) for d in ALL.values() for found in d.imports}
     spoken_of = {
         (d.name, word)
@@ -128,7 +128,7 @@ def test_reasons_for_missing_requirements_are_for_imports_that_exist():
     assert LOOKED_FOR.keys() <= imported | spoken_of
 
 
-def test_client_says_the_version_of_the_release():
+def test_client_reports_release_version():
     assert wooly.__version__ == VERSION
 
 
@@ -140,5 +140,5 @@ def test_client_says_the_version_of_the_release():
         ("docs/guides/install.md", r"wooly-client:(\d[\w.]*)"),
     ],
 )
-def test_file_names_the_version_of_the_release(path, pattern):
+def test_file_contains_release_version(path, pattern):
     assert set(re.findall(pattern, (ROOT / path).read_text(), re.M)) == {VERSION}

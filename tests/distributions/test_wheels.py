@@ -1,4 +1,4 @@
-"""The wheels of `make dist`, installed into virtual environments that have nothing but what the wheels require."""
+"""The wheels of `make dist`, installed into virtual environments with only the wheels' requirements."""
 
 import json
 import subprocess
@@ -9,9 +9,9 @@ from tests.distributions.distributions import ALL, VERSION
 from tests.distributions.environments import build_wheels, clean_variables, install, make_environment
 from tests.distributions.test_requirements import extra_of
 
-#: Making an environment, and a stack in it, takes half a minute of a processor: on a busy machine several.
+#: Timeout in seconds. An environment and a stack in it take half a minute, and several minutes on a busy machine.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-#: Imports all modules that are named on its standard input, and prints where the first was found.
+#: Imports all modules that its standard input names, and prints the file of the first one.
 IMPORT = "import importlib, sys; print([importlib.import_module(m) for m in sys.stdin.read().split()][0].__file__)"
 
 
@@ -20,12 +20,12 @@ def wheels(tmp_path_factory):
     return build_wheels(tmp_path_factory.mktemp("wheels"))
 
 
-def test_every_distribution_has_a_wheel_of_the_release(wheels):
+def test_wheels_exist_for_all_distributions(wheels):
     assert {w.name for w in wheels.values()} == {f"{n.replace('-', '_')}-{VERSION}-py3-none-any.whl" for n in ALL}
 
 
 def modules(distribution):
-    """The modules that an import loads: those of no extra, and no scripts (`__main__`, migrations of databases)."""
+    """The modules that an import loads, without modules of extras and scripts (`__main__`, migrations)."""
     source = distribution.folder / "src"
     found = [
         ".".join(p.relative_to(source).with_suffix("").parts).removesuffix(".__init__") for p in distribution.sources()
@@ -34,7 +34,7 @@ def modules(distribution):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_every_module_of_a_wheel_imports_with_only_its_requirements_installed(name, wheels, tmp_path):
+def test_wheel_modules_import_with_only_their_requirements(name, wheels, tmp_path):
     python = make_environment(tmp_path / "env", wheels, name)
     command, every = [str(python), "-I", "-c", IMPORT], modules(ALL[name])
     variables = clean_variables(tmp_path)
@@ -44,14 +44,14 @@ def test_every_module_of_a_wheel_imports_with_only_its_requirements_installed(na
 
 
 def doctor(python, folder):
-    """The checks of `wooly doctor` by name: whether each is well, and what it says."""
+    """The checks of `wooly doctor` by name: the verdict, and the message."""
     command = [str(python.with_name("wooly")), "doctor", "--json"]
     told = subprocess.run(command, capture_output=True, text=True, env=clean_variables(folder), cwd=folder)
     assert told.stdout, told.stderr
     return {c["check"]: (c["ok"], c["detail"]) for c in json.loads(told.stdout)["checks"]}
 
 
-def test_doctor_of_a_client_without_a_stack_fails_on_the_checks_that_need_one(wheels, tmp_path):
+def test_doctor_without_stack_fails_only_checks_that_need_it(wheels, tmp_path):
     found = doctor(make_environment(tmp_path / "env", wheels, "wooly"), tmp_path)
     assert {name for name, (ok, _) in found.items() if not ok} == {"controller", "executor", "round trip"}
     assert {"python", "torch", "configuration"} <= found.keys() and "WOOLYAI_CONTROLLER_URL" in found["controller"][1]
@@ -67,7 +67,7 @@ print("after", x.sum().item())
 """
 
 
-def test_client_with_a_local_stack_runs_and_a_kernel_in_cuda_c_needs_its_distribution(wheels, tmp_path):
+def test_client_without_cuda_c_runs_and_refuses_cuda_c_kernel(wheels, tmp_path):
     python = make_environment(tmp_path / "env", wheels, "wooly", "wooly-local")
     found = doctor(python, tmp_path)
     assert all(ok for ok, _ in found.values()) and "round trip" in found, found

@@ -1,1 +1,1 @@
-"""Tests of the whole stack. A package, so that a fixture can live as long as its modules are run."""
+"""Tests of the whole stack. They are a package, so that a fixture can live as long as its modules run."""

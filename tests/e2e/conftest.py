@@ -1,6 +1,6 @@
-"""Stacks that several modules share: to start one takes seconds of a core.
+"""Stacks that several modules share, because starting a stack takes seconds of CPU time.
 
-A test finds its stack at rest: every service is there, and no session is open. Services compute with one thread.
+A test gets a stack at rest: all services run, and no session is open. Services compute with one thread.
 """
 
 import time
@@ -12,12 +12,12 @@ from wooly_local.stack import read_stack
 from wooly_testkit import forks
 from wooly_wis.messages import CloseSessionRequest
 
-#: Seconds that a stack may take on a busy machine to replace what was killed.
+#: Seconds that a stack may take on a busy machine to restart a killed service.
 PATIENCE_S = 60.0
 
 
 def _stack(tmp_path_factory, gpus):
-    # What other runs have compiled is not there: a test that looks at the compiler finds it at work.
+    # Earlier artifacts are not used, so a test that watches the compiler sees it work.
     own = {"OMP_NUM_THREADS": "1", "WOOLY_COMPILER_STATE_DIR": str(tmp_path_factory.mktemp("compiler"))}
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("WOOLY_TRACES", raising=False)
@@ -39,11 +39,11 @@ def _two_devices(tmp_path_factory):
 
 
 def _at_rest(stack, gpus):
-    """The stack as it is now, once it is as a new one."""
+    """Wait until the stack is as if it had just started, and return its state."""
     deadline = time.monotonic() + PATIENCE_S
     while True:
         found = read_stack(stack.state_dir)
-        there = found is not None and len(found.services) == 5 + gpus  # the compiler comes last, after seconds
+        there = found is not None and len(found.services) == 5 + gpus  # the compiler starts last, after seconds
         if there and not found.request("GET", "sessions")["sessions"]:
             break
         assert time.monotonic() < deadline, found
@@ -67,5 +67,5 @@ def stack(_one_device):
 
 @pytest.fixture
 def pair(_two_devices):
-    """A stack with two devices, each with an executor of its own."""
+    """A stack with two devices, each with its own executor."""
     return _at_rest(_two_devices, 2)

@@ -1,6 +1,6 @@
-"""A small training, long enough to show what grows. Prints one line of JSON: memory and container sizes, early and at the end.
+"""A small training that is long enough to show leaks. Prints a line of JSON: memory and container sizes, early and at the end.
 
-Run: python long_training.py ENDPOINT TOKEN EXECUTOR_PID STEPS WARM_UP READ_EVERY   (READ_EVERY 0: nothing is read until the end)
+Run: python long_training.py ENDPOINT TOKEN EXECUTOR_PID STEPS WARM_UP READ_EVERY   (READ_EVERY 0: read nothing until the end)
 """
 
 import collections
@@ -17,7 +17,7 @@ SIZED = (list, dict, set, collections.deque)
 
 
 def containers():
-    """Length of every container that the client keeps for the life of the process or session, by name."""
+    """The length of every container that the client keeps for the life of the process or session, by name."""
     attached = api._attached
     device, link = attached.device, attached.link
     owners = {
@@ -38,7 +38,7 @@ def containers():
 
 
 def measure(executor):
-    """What both sides hold now, when everything recorded has run."""
+    """Memory and container sizes of both sides, after everything recorded has run."""
     gc.collect()
     torch.cuda.synchronize()
     return {
@@ -62,14 +62,14 @@ def main():
     y = torch.arange(8).to("cuda") % 4
     found, peak = {}, {}
     for step in range(1, steps + 1):
-        x = torch.randn(8, 16).to("cuda")  # nothing can be learnt from it, so that the loss stays what it is
+        x = torch.randn(8, 16).to("cuda")  # random data, so that the model cannot learn and the loss stays constant
         loss = nn.functional.cross_entropy(model(x), y)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         if read_every and step % read_every == 0:
             assert 0 < loss.item() < 10
-            assert len((model[0].bias > -10).nonzero()) == 32  # a shape that only the far side knows
+            assert len((model[0].bias > -10).nonzero()) == 32  # a shape that only the executor knows
         if step % 50 == 25:
             peak = {name: max(n, peak.get(name, 0)) for name, n in containers().items()}
         if step == warm_up:

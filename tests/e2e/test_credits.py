@@ -1,4 +1,4 @@
-"""Credits in a real stack: a run's bill, what the device was busy, budgets that stop and let go, an executor that is killed."""
+"""Credits in a real stack: the bill of a run, usage of the device, budgets that hold and release, a killed executor."""
 
 import asyncio
 import contextlib
@@ -31,7 +31,7 @@ for _ in range(100):
     x = torch.tanh(x @ x)
 print(x.sum().item())
 """
-#: Works while lines come; says what it computed, or what it was told.
+#: A script that works for each input line, and prints its result or the error that it got.
 WORK = """
 import sys, torch
 x = torch.zeros(1, device="cuda")
@@ -62,7 +62,7 @@ def credits(stack, *arguments):
 
 
 def booked(stack, tenant=""):
-    """What metering says, if it is there."""
+    """Metering's totals, if metering answers."""
     with contextlib.suppress(BusError):
         return ask(stack, contracts.METERING_CREDITS_SHOW, CreditsRequest(tenant=tenant))
 
@@ -75,7 +75,7 @@ def until(condition, seconds=60):
     return found
 
 
-def test_run_ends_with_its_bill_which_the_ledger_has(stack, tmp_path):
+def test_run_prints_bill_that_matches_ledger(stack, tmp_path):
     script = tmp_path / "dream.py"
     script.write_text(RUN)
     done = wooly(stack, "run", str(script), TENANT="acme")
@@ -86,7 +86,7 @@ def test_run_ends_with_its_bill_which_the_ledger_has(stack, tmp_path):
     (row,) = reply["rows"]
     assert (row["model"], row["tenant"], row["ended"]) == ("dream.py", "acme", True)
     assert row["core_ns"] >= row["gpu_ns"] > 0 and row["runs"] > 0
-    assert 0 < row["core_ucr"] <= row["core_ns"]  # less where the machine is busy: its cores are slower then
+    assert 0 < row["core_ucr"] <= row["core_ns"]  # lower on a busy machine, whose cores are slower
     assert row["flops"] >= 100 * 2 * 300**3 and row["moved_bytes"] > 100 * 4 * 300**2
     assert f"{row['core_ns'] / 1e9:.3f} core seconds" in bill
     assert reply["core_ucr"] == row["core_ucr"] and reply["quarantined"] == 0
@@ -120,7 +120,7 @@ class Worker:
         self.process.communicate()
 
 
-def test_hard_limit_stops_a_tenant_with_an_error_and_nothing_is_lost(stack, tmp_path):
+def test_hard_limit_holds_tenant_and_loses_no_work(stack, tmp_path):
     worker, other = Worker(stack, tmp_path / "w.py", "spender"), Worker(stack, tmp_path / "o.py", "saver")
     try:
         assert wooly(stack, "credits", "budget", "spender", "--hard", "20").returncode == 0
@@ -144,7 +144,7 @@ def test_hard_limit_stops_a_tenant_with_an_error_and_nothing_is_lost(stack, tmp_
         raised = wooly(stack, "credits", "budget", "spender", "--hard", "1000000")
         assert raised.returncode == 0 and "suspended" not in raised.stdout
         assert wooly(stack, "run", str(script), TENANT="spender").stdout == "3.0\n"
-        # what was submitted while it was held has run: nothing of it was lost or done twice
+        # The work that was submitted during the hold has run exactly once.
         assert worker.ask("look") == f"value {float(done)}\n"
     finally:
         worker.close()
@@ -152,7 +152,7 @@ def test_hard_limit_stops_a_tenant_with_an_error_and_nothing_is_lost(stack, tmp_
 
 
 async def _journalled(stack):
-    """Core time by session, as the journals in the stream have it."""
+    """Core time by session, from the journals in the stream."""
     connection = await nats.connect(stack.nats_url, user_credentials=str(stack.creds))
     found, of = Counter(), {}
     try:
@@ -168,13 +168,13 @@ async def _journalled(stack):
         await connection.close()
 
 
-def test_executor_that_is_killed_bills_what_its_journal_has_and_begins_anew(stack, tmp_path):
+def test_killed_executor_is_billed_by_its_journal(stack, tmp_path):
     worker = Worker(stack, tmp_path / "k.py", "killed")
     try:
         for _ in range(20):
             worker.ask("work")
         before = until(lambda: [r for r in booked(stack, "killed").rows if r.runs >= 20])
-        worker.process.stdin.write("work\n" * 3000)  # it is at work when it is killed
+        worker.process.stdin.write("work\n" * 3000)  # the executor is busy when it is killed
         worker.process.stdin.flush()
         time.sleep(1.3)
         os.kill(read_stack(stack.state_dir).services["executor-0"], signal.SIGKILL)

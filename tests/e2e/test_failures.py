@@ -1,4 +1,7 @@
-"""A part of a service that fails takes its process with it, at once, and others take over: nothing of a cluster is half alive."""
+"""If a part of a service fails, its whole process ends at once, and other processes take over.
+
+No service continues half alive.
+"""
 
 import contextlib
 import json
@@ -14,7 +17,7 @@ from wooly_testkit.cluster import Cluster, Tenant, enter
 from wooly_wis.messages import TaskRequest
 
 pytestmark = pytest.mark.connected
-#: An executor that works until the file exists: then its device's thread, or its journal, meets a fault of our own code.
+#: An executor that works until a file exists. Then its device thread, or its journal, meets a fault in our own code.
 FAULTY = """
 import os, sys
 from wooly_executor import app, device_loop, journal
@@ -32,7 +35,7 @@ else:
     journal.JournalPublisher.publish = faulty(journal.JournalPublisher.publish)
 sys.exit(app.main())
 """
-#: A script whose executor ends after the session was opened, before it is reached.
+#: A script whose executor ends after the session was opened and before the client connects.
 LATE = """
 import json, os, signal, sys, time
 import torch
@@ -59,7 +62,7 @@ api._connect = late
 api.enable()
 print(torch.ones(3, device="cuda").sum().item(), api._attached.parts[0].executor_id)
 """
-#: Seconds that the end of a process takes at most (1 s) on a machine that others use, too.
+#: Maximum time of a process's end, in seconds: 1 s, and reserve for a machine with other work.
 ENDED_S = 4.0
 FAILED_OVER_S = 10.0
 
@@ -88,9 +91,9 @@ def states(cluster):
 
 
 @pytest.mark.parametrize("part", ["device", "journal"])
-def test_part_of_an_executor_that_fails_ends_it_and_sessions_go_elsewhere(cluster, alice, part):
+def test_executor_with_failed_part_ends_and_sessions_move(cluster, alice, part):
     fault = cluster.folder / f"fault-{part}"
-    for name in "ab":  # only the one that will fail is there to be chosen
+    for name in "ab":  # only the executor that will fail is available
         cluster.kill(name)
     path = os.pathsep.join((str(cluster.folder), os.environ.get("PYTHONPATH", "")))
     cluster.start("a", "faulty_executor", FAULT=str(fault), FAULTY=part, PYTHONPATH=path)
@@ -121,7 +124,7 @@ def test_part_of_an_executor_that_fails_ends_it_and_sessions_go_elsewhere(cluste
     print(f"{part}: ended after {ended:.2f} s, failed over after {failed_over:.2f} s")
 
 
-def test_executor_that_is_told_to_stop_says_so_and_its_sessions_end_with_that_reason(cluster, alice):
+def test_stopped_executor_ends_sessions_with_reason(cluster, alice):
     for name in "ab":
         cluster.kill(name)
     cluster.start("a")
@@ -131,14 +134,14 @@ def test_executor_that_is_told_to_stop_says_so_and_its_sessions_end_with_that_re
     cluster.processes["a"].terminate()
     assert cluster.processes["a"].wait(60) == 0
     cluster.wait(lambda: alice.story(opened.session_id)[-1] == "failed")
-    assert "executor a ends: it received a signal to stop" in cluster.log("router")
+    assert "executor a is ending: it received a signal to stop" in cluster.log("router")
     last = alice.ask(contracts.ROUTER_TASK_GET, TaskRequest(task_id=opened.session_id)).story[-1]
     assert last.reason == "executor a is lost: it received a signal to stop"
     channel.close()
 
 
 @pytest.mark.parametrize("how", ["SIGTERM", "SIGKILL"])
-def test_executor_that_ends_before_a_client_reaches_it_costs_the_client_nothing(cluster, alice, how):
+def test_executor_ending_before_connect_is_replaced(cluster, alice, how):
     for name in "ab":
         cluster.kill(name)
         cluster.start(name)

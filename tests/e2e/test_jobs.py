@@ -41,7 +41,7 @@ def run(*argv, stack=None, code=0, **options):
 
 @pytest.fixture(scope="module")
 def classifier(tmp_path_factory):
-    """The example's module, its input, and what the CPU makes of it."""
+    """The example's module, its input, and the CPU's results."""
     import torch
 
     folder = tmp_path_factory.mktemp("job")
@@ -58,7 +58,7 @@ def classifier(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def slow_module(tmp_path_factory):
-    """A module that runs for long enough to be killed: many products of one matrix."""
+    """A module that runs long enough to be killed: many products of one matrix."""
     folder = tmp_path_factory.mktemp("slow")
     (folder / "slow.py").write_text(
         "import torch\n"
@@ -75,7 +75,7 @@ def slow_module(tmp_path_factory):
 
 
 def task(stack, name):
-    """A task that was submitted: it is there once a router has taken it in."""
+    """A submitted task, after a router has accepted it."""
     deadline = time.monotonic() + 30
     while True:
         try:
@@ -93,7 +93,7 @@ def wait_for(stack, name, *states):
     return found
 
 
-def test_job_s_results_are_the_cpu_s_bit_for_bit(stack, classifier, tmp_path):
+def test_job_results_equal_cpu_bitwise(stack, classifier, tmp_path):
     folder, _, scores = classifier
     done = run(
         "submit", folder / "job.wism", "-i", f"x={folder / 'x.npy'}", "-o", tmp_path / "out", "--json", stack=stack
@@ -108,7 +108,7 @@ def test_job_s_results_are_the_cpu_s_bit_for_bit(stack, classifier, tmp_path):
     assert found["kind"] == "job" and found["placement"]["why"] == "here" and found["name"] == "job"
 
 
-def test_wrong_inputs_are_refused_before_anything_is_sent(stack, classifier, tmp_path):
+def test_submit_with_wrong_inputs_is_refused_unsent(stack, classifier, tmp_path):
     folder, x, _ = classifier
     np.save(tmp_path / "y.npy", x[:3])
     module = folder / "job.wism"
@@ -122,7 +122,7 @@ def test_wrong_inputs_are_refused_before_anything_is_sent(stack, classifier, tmp
     )
 
 
-def test_what_needs_an_answer_cannot_be_exported(tmp_path):
+def test_export_of_script_that_reads_values_is_refused(tmp_path):
     path = tmp_path / "refused.py"
     path.write_text(
         """
@@ -156,8 +156,8 @@ print([t.name for t in made.module.inputs], [o.tensor.name for o in made.module.
     assert done.stdout == "['a', 'b'] ['s.0', 's.1']\n"
 
 
-def test_example_in_plain_nats_py_reads_its_result(stack, classifier, tmp_path):
-    pytest.importorskip("nkeys", reason="nats-py signs in with it")
+def test_nats_py_example_reads_its_result(stack, classifier, tmp_path):
+    pytest.importorskip("nkeys", reason="nats-py needs it for authentication")
     _, x, scores = classifier
     module = run("export", f"{ROOT / 'examples/job.py'}:build", "--blobs", tmp_path / "job").stdout.strip()
     assert (tmp_path / "job" / module).exists()
@@ -172,7 +172,7 @@ def test_example_in_plain_nats_py_reads_its_result(stack, classifier, tmp_path):
     assert len([line for line in code.splitlines() if line.strip()]) <= 22
 
 
-def test_job_is_run_once_though_it_is_sent_often(stack, classifier):
+def test_job_sent_several_times_runs_once(stack, classifier):
     folder, x, _ = classifier
     name = f"job-{hashlib.sha256(os.urandom(8)).hexdigest()[:16]}"
 
@@ -192,7 +192,7 @@ def test_job_is_run_once_though_it_is_sent_often(stack, classifier):
     assert task(stack, name)["attempt"] == 1
 
 
-def test_killed_executor_s_job_is_run_by_another(stack, slow_module):
+def test_job_of_killed_executor_runs_on_another(stack, slow_module):
     name = run("submit", slow_module / "slow.wism", "-i", f"x={slow_module / 'x.npy'}", stack=stack).stdout.strip()
     found = wait_for(stack, name, "started")
     (victim,) = found["executors"]
@@ -204,7 +204,7 @@ def test_killed_executor_s_job_is_run_by_another(stack, slow_module):
     assert re.search("lost|does not have it", story[2]["reason"])
 
 
-def test_cancel_and_deadline_stop_what_runs(stack, slow_module):
+def test_cancel_and_deadline_stop_running_jobs(stack, slow_module):
     wait_for_executors(stack, 2)
     submit = ["submit", slow_module / "slow.wism", "-i", f"x={slow_module / 'x.npy'}"]
     cancelled = run(*submit, stack=stack).stdout.strip()
@@ -230,7 +230,7 @@ def wait_for_executors(stack, count):
         time.sleep(0.2)
 
 
-def test_sessions_and_jobs_are_in_one_list(stack, tmp_path):
+def test_tasks_list_has_sessions_and_jobs(stack, tmp_path):
     path = tmp_path / "s.py"
     path.write_text("import torch; print(torch.ones(2, device='cuda').sum().item())")
     run("run", "-q", path, stack=stack)
@@ -238,12 +238,12 @@ def test_sessions_and_jobs_are_in_one_list(stack, tmp_path):
     assert [(t["state"], t["reason"]) for t in listed[:1]] == [("completed", "closed by its client")]
     table = run("tasks", "--limit", "3", stack=stack).stdout
     assert re.search("session|job", table) and "state" in table
-    assert "there is no task nobody" in run("logs", "nobody", stack=stack, code=1).stderr
+    assert "task nobody does not exist" in run("logs", "nobody", stack=stack, code=1).stderr
     assert "completed" in run("tasks", "cancel", listed[0]["task_id"], stack=stack).stdout
     assert "not a state" in run("tasks", "--state", "odd", stack=stack, code=1).stderr
 
 
-def test_job_that_fails_on_the_device_says_what_and_is_not_tried_again(stack, tmp_path):
+def test_job_failing_on_device_reports_error_without_retry(stack, tmp_path):
     path = tmp_path / "bad.py"
     path.write_text(
         "import torch\n"
@@ -267,7 +267,7 @@ def test_job_that_fails_on_the_device_says_what_and_is_not_tried_again(stack, tm
     assert report["state"] == "failed" and "out of range" in report["reason"], report
     assert task(stack, report["task_id"])["attempt"] == 1
     report = json.loads(run(*submit, "--vram", "1", stack=stack, code=1).stdout)
-    assert report["state"] == "failed" and "1 were asked for" in report["reason"]
+    assert report["state"] == "failed" and "but the task requests 1" in report["reason"]
 
 
 KERNELS = '''
@@ -296,7 +296,7 @@ def build():
 '''
 
 
-def test_kernels_of_the_script_travel_in_its_module(stack, tmp_path):
+def test_export_includes_kernels_of_script(stack, tmp_path):
     pytest.importorskip("triton", reason="Triton is not installed")
     (tmp_path / "kernels.py").write_text(KERNELS)
     x = np.arange(100, dtype=np.float32)

@@ -1,4 +1,7 @@
-"""Nothing grows while a training goes on: not the buffers over there, not the books kept here, not either process."""
+"""Nothing grows during a training:
+
+neither buffers on the device, nor the client's containers, nor the memory of both processes.
+"""
 
 import json
 import subprocess
@@ -14,12 +17,12 @@ pytestmark = pytest.mark.connected
 PROGRAM = Path(__file__).with_name("long_training.py")
 MIB = 1 << 20
 
-#: Containers that may fill up to a limit of their own after the warm-up.
+#: Containers that may grow up to their own limit after the warm-up.
 LIMITED = {
-    "recorder._sent": PROGRAMS_KEPT,  # the timer cuts programs at any place
+    "recorder._sent": PROGRAMS_KEPT,  # the timer ends programs at varying places
     "link._inflight": 2 * RUNS_REMEMBERED,
 }
-#: What one step records and sends comes and goes: bounded by the size of a program and by how far the client runs ahead.
+#: Data of one step is released again. It is bounded by the size of a program and by how far the client runs ahead.
 PASSING = {
     "recorder.words": 2000,
     "recorder.bind": 1000,
@@ -48,7 +51,7 @@ def assert_nothing_piled_up(found):
     early, end = found["early"], found["end"]
     assert end["live"] == early["live"] and end["live"][0] > 0
     assert end["remote"]["programs"] > early["remote"]["programs"]
-    # What is live here, and what the last frees have not told yet, is what is held there.
+    # The device holds the client's live buffers, and those whose last frees were not sent yet.
     for name in ("buffers", "bytes"):
         assert end["remote"][name] == early["remote"][name]
     assert end["remote"]["buffers"] == end["live"][0]
@@ -64,14 +67,14 @@ def assert_nothing_piled_up(found):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("read_every", [50, 0], ids=["reading", "never-reading"])
-def test_training_of_two_thousand_steps_keeps_its_books_short(read_every):
+def test_training_of_2000_steps_keeps_containers_small(read_every):
     assert_nothing_piled_up(train(2000, 500, read_every))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("read_every", [100, 0], ids=["reading", "never-reading"])
-def test_training_of_a_hundred_thousand_steps_does_not_grow(read_every, capsys):
+def test_training_of_100000_steps_does_not_grow(read_every, capsys):
     found = train(100_000, 5000, read_every)
     assert_nothing_piled_up(found)
     for side in ("client_rss", "executor_rss"):

@@ -1,4 +1,4 @@
-"""Services as forks of their supervisor: each is as if `python -m` had started it."""
+"""Services as forks of their supervisor: each behaves as if `python -m` had started it."""
 
 import subprocess
 import sys
@@ -45,7 +45,7 @@ service.stop()
 """
 
 
-def test_fork_is_as_a_process_of_its_own(tmp_path):
+def test_forked_service_behaves_like_started_process(tmp_path):
     (tmp_path / "some_service.py").write_text(textwrap.dedent(SERVICE))
     (tmp_path / "supervisor.py").write_text(textwrap.dedent(SUPERVISOR))
     done = subprocess.run(
@@ -70,7 +70,7 @@ def test_fork_is_as_a_process_of_its_own(tmp_path):
 
 
 @pytest.mark.parametrize(("ephemeral", "durable"), [(True, "0"), (False, "1")])
-def test_databases_of_a_stack_are_as_durable_as_the_stack(tmp_path, ephemeral, durable):
+def test_databases_have_durability_of_stack(tmp_path, ephemeral, durable):
     supervisor = Supervisor(tmp_path, 1, ephemeral=ephemeral)
     told = supervisor._router(tmp_path).env | supervisor._metering(tmp_path).env
     assert (told["WOOLY_ROUTER_DURABLE"], told["WOOLY_METERING_DURABLE"]) == (durable, durable)

@@ -1,4 +1,4 @@
-"""Ways from the client to an executor that is not on its host: TLS, and through NATS where there is no route."""
+"""Connections from the client to an executor on another host: TLS, and a tunnel through NATS if no route exists."""
 
 import os
 import signal
@@ -34,7 +34,7 @@ def certificates(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def stack(certificates, tmp_path_factory):
-    """A stack whose executor listens with TLS alone."""
+    """A stack whose executor listens only with TLS."""
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("WOOLY_EXECUTOR_LISTEN", "tls://localhost:0")
         environment.setenv("WOOLY_EXECUTOR_TLS_CERT", str(certificates.certificate))
@@ -46,7 +46,7 @@ def stack(certificates, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def figures(tmp_path_factory):
-    """What the training prints on the CPU."""
+    """The output of the training on the CPU."""
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(TRAINING).replace("DEVICE", "'cpu'")],
         capture_output=True,
@@ -57,7 +57,7 @@ def figures(tmp_path_factory):
 
 @pytest.fixture
 def run(stack, tmp_path):
-    """Runs the training as a user would, with the settings given."""
+    """Runs the training like a user, with the given settings."""
     path = tmp_path / "script.py"
     path.write_text(textwrap.dedent(TRAINING).replace("DEVICE", "'cuda'"))
     clean = {k: v for k, v in os.environ.items() if not k.startswith("WOOLYAI_")}
@@ -81,8 +81,8 @@ def test_training_through_nats_equals_the_cpu(run, figures):
 
 
 @pytest.mark.parametrize("channel", ["auto", "direct"])
-def test_certificate_that_is_not_trusted_ends_the_attempt(run, channel):
-    """Although a tunnel would do: it has the same cure as in every case, and no other way is taken."""
+def test_untrusted_certificate_fails_without_fallback(run, channel):
+    """Even if a tunnel would work: the error names the same remedy in every case, and no other connection is tried."""
     done = run(WOOLYAI_CHANNEL=channel, WOOLYAI_PLAINTEXT="1")
     assert done.returncode == 1 and done.stdout == ""
     assert "failed, and no other endpoint is tried, because this could be an attack" in done.stderr
@@ -91,7 +91,7 @@ def test_certificate_that_is_not_trusted_ends_the_attempt(run, channel):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["executor-0", "nats"])
-def test_tunnel_that_breaks_is_a_clear_error_and_nothing_hangs(tmp_path, victim):
+def test_broken_tunnel_reports_error_and_does_not_hang(tmp_path, victim):
     own = forks.start_stack(tmp_path / "own", ephemeral=True)
     path = tmp_path / "script.py"
     path.write_text(

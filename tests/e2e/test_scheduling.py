@@ -1,4 +1,4 @@
-"""The scheduler in a real stack: it audits a real executor, admits, refuses, steers, dies and comes back."""
+"""The scheduler in a real stack: it audits a real executor, admits, refuses and steers sessions, dies and restarts."""
 
 import contextlib
 import json
@@ -35,7 +35,7 @@ def wooly(stack, *arguments):
 
 
 def gpu(stack):
-    """What the scheduler says of the device, if it is there and says anything."""
+    """The scheduler's state of the device, if the scheduler answers."""
     with contextlib.suppress(BusError):
         found = ask(stack, contracts.SCHEDULER_GPU_LIST, GpusRequest()).gpus
         return found[0].model_dump(mode="json") if found else None
@@ -50,7 +50,7 @@ def until(condition, seconds=60):
 
 
 class Tenant:
-    """A script that works when it is told to."""
+    """A script that works on command."""
 
     def __init__(self, stack, path, **settings):
         path.write_text(WORK)
@@ -79,7 +79,7 @@ class Tenant:
         return self.process.communicate(timeout=60)
 
 
-def test_sessions_are_admitted_refused_steered_and_audited_and_the_scheduler_may_die(stack, tmp_path):
+def test_scheduler_admits_refuses_steers_audits_and_may_die(stack, tmp_path):
     declared = {"SERVICE_MS": "50", "INTERVAL_MS": "1000", "PRIORITY": "0"}
     first = Tenant(stack, tmp_path / "a.py", TENANT="acme", LATENCY_OBJECTIVE_MS="90", **declared)
     training = Tenant(stack, tmp_path / "b.py", TENANT="blue", PRIORITY="3", WEIGHT="2")
@@ -117,7 +117,7 @@ def test_sessions_are_admitted_refused_steered_and_audited_and_the_scheduler_may
         before = gpu(stack)
         old = read_stack(stack.state_dir).services["scheduler"]
         os.kill(old, signal.SIGKILL)
-        assert first.work() and training.work(), "the executor carries on with the last policy"
+        assert first.work() and training.work(), "the executor continues with the last policy"
         until(lambda: read_stack(stack.state_dir).services.get("scheduler") not in (None, old))
         after = until(lambda: (found := gpu(stack)) and found["entries"] > before["entries"] and found)
         assert (after["violations"], after["lost"], after["journal"]) == (0, "", before["journal"])

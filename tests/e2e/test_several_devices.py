@@ -1,4 +1,4 @@
-"""Several devices as a user meets them: a stack with an executor for each, sessions over them, and the loss of one."""
+"""Several devices from a user's view: a stack with one executor per device, sessions over them, the loss of an executor."""
 
 import json
 import os
@@ -55,7 +55,7 @@ KEEPS = """
 """
 
 
-def test_session_goes_to_the_executor_that_has_its_weights_and_says_so(stack, tmp_path):
+def test_session_prefers_executor_with_its_weights(stack, tmp_path):
     def tasks():
         return stack.request("GET", "tasks?text=weights.py")["tasks"]
 
@@ -71,9 +71,8 @@ def test_session_goes_to_the_executor_that_has_its_weights_and_says_so(stack, tm
     with Forked(
         "wooly", "run", "-q", waits, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(stack)
     ) as other:
-        assert (
-            other.stdout.readline() == "here\n"
-        )  # it has the first of two equal executors, so that the model gets the second
+        # It has the first of two equal executors, so that the model gets the second.
+        assert other.stdout.readline() == "here\n"
         done = run("run", "-q", str(path), "pin", stack=stack, WOOLYAI_DEDUP="tenant")
         assert done.returncode == 0, done.stderr
         other.communicate("\n")
@@ -82,7 +81,7 @@ def test_session_goes_to_the_executor_that_has_its_weights_and_says_so(stack, tm
     until(lambda: not sessions(stack))
     places = {}
     for dedup in ("off", "tenant"):
-        time.sleep(2.5)  # until heartbeats say that both are idle
+        time.sleep(2.5)  # until heartbeats report both devices as idle
         done = run("run", "-q", str(path), "load", stack=stack, WOOLYAI_DEDUP=dedup)
         assert done.returncode == 0, done.stderr
         places[dedup] = tasks()[0]
@@ -113,7 +112,7 @@ PIPELINE = """
 """
 
 
-def test_model_split_over_two_executors_trains_as_on_the_cpu(stack, tmp_path):
+def test_model_over_two_executors_trains_as_on_cpu(stack, tmp_path):
     local = subprocess.run(
         [sys.executable, script(tmp_path, PIPELINE.replace("DEVICES", "'cpu', 'cpu'"))], capture_output=True, text=True
     )
@@ -125,7 +124,7 @@ def test_model_split_over_two_executors_trains_as_on_the_cpu(stack, tmp_path):
     assert "cuda:0 local-" in ours.stderr and "cuda:1 local-" in ours.stderr
 
 
-def test_session_over_two_executors_lists_both_parts_and_leaves_both(stack, tmp_path):
+def test_session_over_two_executors_lists_and_releases_both(stack, tmp_path):
     path = script(tmp_path, "import torch; torch.ones(2, device='cuda:1').cpu(); print('up', flush=True); input()")
     client = Forked(
         "wooly",
@@ -148,13 +147,15 @@ def test_session_over_two_executors_lists_both_parts_and_leaves_both(stack, tmp_
     assert sessions(stack) == []
 
 
-def test_more_devices_than_executors_is_refused_with_both_numbers(stack, tmp_path):
+def test_request_for_too_many_devices_is_refused_with_numbers(stack, tmp_path):
     done = run("run", script(tmp_path, "print('never')"), stack=stack, WOOLYAI_GPU_COUNT="3")
     assert done.returncode == 1 and "never" not in done.stdout
-    assert "3 devices were asked for, and 2 executors are alive" in done.stderr and "wooly up --gpus 3" in done.stderr
+    assert (
+        "3 devices were requested, but only 2 executors are alive" in done.stderr and "wooly up --gpus 3" in done.stderr
+    )
 
 
-def test_nodes_show_every_executor_with_its_share_of_the_host(stack):
+def test_nodes_show_executors_with_share_of_host(stack):
     nodes = json.loads(run("nodes", "--json", stack=stack).stdout)["nodes"]
     assert [(n["executor_id"], n["state"]) for n in nodes] == [("local-0", "alive"), ("local-1", "alive")]
     share = host.memory() // 2
@@ -162,7 +163,7 @@ def test_nodes_show_every_executor_with_its_share_of_the_host(stack):
 
 
 @pytest.mark.slow
-def test_run_without_a_stack_starts_as_many_executors_as_asked_for(tmp_path):
+def test_run_without_stack_starts_requested_executors(tmp_path):
     path = script(
         tmp_path,
         "import torch\nprint(torch.cuda.device_count(), [torch.ones(3, device=f'cuda:{i}').sum().item() for i in (0, 1)])",
@@ -173,7 +174,7 @@ def test_run_without_a_stack_starts_as_many_executors_as_asked_for(tmp_path):
 
 
 @pytest.mark.slow
-def test_up_with_two_gpus_runs_two_executors_that_status_shows(tmp_path):
+def test_up_with_two_gpus_runs_two_executors(tmp_path):
     variables = {"XDG_STATE_HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path)}
     try:
         assert run("up", "--gpus", "2", **variables).returncode == 0
@@ -190,8 +191,8 @@ def test_up_with_two_gpus_runs_two_executors_that_status_shows(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("used", [0, 1])
-def test_killed_executor_ends_the_session_on_the_other_and_is_named(tmp_path, used):
-    """The script works on cuda:`used` only, and the executor of cuda:1 dies."""
+def test_killed_executor_ends_session_and_is_named(tmp_path, used):
+    """The script uses only cuda:`used`, and the executor of cuda:1 dies."""
     own = start_stack(tmp_path / "own", ephemeral=True, gpus=2)
     try:
         path = script(

@@ -1,6 +1,6 @@
-"""The whole stack as a user meets it: real nats-server, router, executor and client processes.
+"""The whole stack from a user's view: real nats-server, router, executor and client processes.
 
-Tests of how a process starts, or of what it imports, start a fresh one (`run`); all others use a fork (`soon`).
+Tests of a process's start or imports start a fresh process (`run`). All others use a fork (`run_in_fork`).
 """
 
 import json
@@ -37,8 +37,8 @@ def run(*argv, stack=None, env=None, timeout=120, **options):
     return subprocess.run([*WOOLY, *argv], capture_output=True, text=True, env=env, timeout=timeout, **options)
 
 
-def soon(*argv, stack=None, env=None, **options):
-    """As `run`, by a fork."""
+def run_in_fork(*argv, stack=None, env=None, **options):
+    """Like `run`, but in a fork."""
     return forks.run("wooly", *map(str, argv), env=environment(stack, env), timeout=120, **options)
 
 
@@ -48,8 +48,8 @@ def script(tmp_path, text):
     return str(path)
 
 
-def test_digits_example_trains_to_the_same_losses_as_the_cpu(stack, tmp_path):
-    ours = soon("run", ROOT / "examples/train_digits.py", "--epochs", "1", stack=stack)
+def test_digits_example_equals_cpu_losses(stack, tmp_path):
+    ours = run_in_fork("run", ROOT / "examples/train_digits.py", "--epochs", "1", stack=stack)
     assert ours.returncode == 0, ours.stderr
     source = (ROOT / "examples/train_digits.py").read_text()
     local = source.replace('device = "cuda"', 'device = "cpu"').replace("torch.cuda.get_device_name()", "'cpu'")
@@ -62,7 +62,7 @@ def test_digits_example_trains_to_the_same_losses_as_the_cpu(stack, tmp_path):
 
     assert figures(ours.stdout) == figures(theirs.stdout) and "test accuracy" in ours.stdout
     assert "local-0" in ours.stderr and "operations" in ours.stderr and "wooly top" in ours.stderr
-    listed = soon("tasks", "--json", stack=stack).stdout
+    listed = run_in_fork("tasks", "--json", stack=stack).stdout
     assert str(ROOT / "examples/train_digits.py") in {t["name"] for t in json.loads(listed)["tasks"]}
 
 
@@ -73,12 +73,12 @@ def test_lora_example_learns_to_count(stack):
     assert "right: 100%" in done.stdout and "counts 60 61 62 63 0 1 2 3" in done.stdout
 
 
-def test_run_starts_a_stack_of_its_own_and_leaves_nothing(tmp_path):
+def test_run_without_stack_starts_one_and_cleans_up(tmp_path):
     before = {p.pid for p in psutil.process_iter() if "wooly" in " ".join(_argv(p))}
     text = "import sys, torch; print((torch.ones(3, device='cuda') + 1).sum().item(), 'torch._dynamo' in sys.modules)"
     done = run("run", script(tmp_path, text), env={"XDG_STATE_HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path)})
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "6.0 False\n"  # and did not load what only compiling needs
+    assert done.stdout == "6.0 False\n"  # modules that only compiling needs are not loaded
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         left = {p.pid for p in psutil.process_iter() if f"{tmp_path}" in " ".join(_argv(p))} - before
@@ -99,11 +99,11 @@ def _argv(process):
     ("method", "children"),
     [
         ("spawn", 1),
-        pytest.param("spawn", 2, marks=pytest.mark.slow),  # each imports PyTorch anew
+        pytest.param("spawn", 2, marks=pytest.mark.slow),  # each process imports PyTorch again
         pytest.param("forkserver", 2, marks=pytest.mark.slow),
     ],
 )
-def test_spawned_processes_have_sessions_of_their_own(stack, tmp_path, method, children):
+def test_spawned_processes_have_separate_sessions(stack, tmp_path, method, children):
     path = script(
         tmp_path,
         f"""
@@ -121,50 +121,50 @@ def test_spawned_processes_have_sessions_of_their_own(stack, tmp_path, method, c
             print(sorted(answers.get() for _ in range({children})), mine.sum().item())
         """,
     )
-    done = soon("run", "-q", path, stack=stack)
+    done = run_in_fork("run", "-q", path, stack=stack)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == f"{[(0, 3.0, 'cuda:0'), (1, 6.0, 'cuda:0')][:children]} 2.0"
-    deadline = time.monotonic() + 10  # the children closed theirs; the router gives those that just vanish a moment
+    deadline = time.monotonic() + 10  # the router waits a moment before it ends sessions of vanished children
     while (left := _sessions(stack)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert left == []
 
 
-def test_script_error_keeps_its_traceback_and_exit_code(stack, tmp_path):
-    done = soon(
+def test_script_error_keeps_traceback_and_exit_code(stack, tmp_path):
+    done = run_in_fork(
         "run", script(tmp_path, "import torch\ntorch.zeros(2, device='cuda')\nraise KeyError('mine')"), stack=stack
     )
     assert done.returncode == 1
     assert "KeyError: 'mine'" in done.stderr and 'script.py", line 3' in done.stderr
     assert "runpy" not in done.stderr and "wooly/cli" not in done.stderr
-    assert soon("run", script(tmp_path, "import sys; sys.exit(7)"), stack=stack).returncode == 7
-    assert soon("run", script(tmp_path, "import sys; sys.exit('words')"), stack=stack).returncode == 1
+    assert run_in_fork("run", script(tmp_path, "import sys; sys.exit(7)"), stack=stack).returncode == 7
+    assert run_in_fork("run", script(tmp_path, "import sys; sys.exit('words')"), stack=stack).returncode == 1
 
 
 def test_script_sees_its_own_arguments_and_main(stack, tmp_path):
     path = script(tmp_path, "import sys; print(__name__, sys.argv[1:], sys.path[0])")
-    done = soon("run", path, "--epochs", "3", "-m", "x", stack=stack)
+    done = run_in_fork("run", path, "--epochs", "3", "-m", "x", stack=stack)
     assert done.stdout == f"__main__ ['--epochs', '3', '-m', 'x'] {tmp_path}\n"
     (tmp_path / "mod.py").write_text("import sys; print('mod', __name__, sys.argv[1:])")
-    done = soon("run", "-m", "mod", "a", stack=stack, cwd=tmp_path)
+    done = run_in_fork("run", "-m", "mod", "a", stack=stack, cwd=tmp_path)
     assert done.stdout == "mod __main__ ['a']\n", done.stderr
 
 
-def test_error_of_the_last_operation_is_not_lost(stack, tmp_path):
+def test_error_of_last_operation_is_reported(stack, tmp_path):
     path = script(
         tmp_path, "import torch\nt = torch.zeros(3, device='cuda')\nt.index_select(0, torch.tensor([9], device='cuda'))"
     )
-    done = soon("run", path, stack=stack)
+    done = run_in_fork("run", path, stack=stack)
     assert done.returncode == 1 and "index out of range" in done.stderr and "script.py:3" in done.stderr
 
 
-def test_no_controller_is_said_with_what_to_start(tmp_path):
+def test_run_without_controller_fails_with_remedy(tmp_path):
     path = script(tmp_path, "print('never')")
-    done = soon("run", path, env={"WOOLYAI_CONTROLLER_URL": "nats://127.0.0.1:9"})
+    done = run_in_fork("run", path, env={"WOOLYAI_CONTROLLER_URL": "nats://127.0.0.1:9"})
     assert done.returncode == 1 and "wooly up" in done.stderr and "never" not in done.stdout
 
 
-def test_no_executor_is_said_with_what_to_start(nats_server, tmp_path):
+def test_run_without_executor_fails_with_remedy(nats_server, tmp_path):
     env = os.environ | {
         "WOOLY_ROUTER_NATS_URL": nats_server,
         "WOOLY_ROUTER_STATE_DIR": str(tmp_path),
@@ -175,14 +175,14 @@ def test_no_executor_is_said_with_what_to_start(nats_server, tmp_path):
         deadline = time.monotonic() + 30
         while not (tmp_path / "router.port").exists() and time.monotonic() < deadline:
             time.sleep(0.05)
-        done = soon("run", script(tmp_path, ""), env={"WOOLYAI_CONTROLLER_URL": nats_server})
+        done = run_in_fork("run", script(tmp_path, ""), env={"WOOLYAI_CONTROLLER_URL": nats_server})
     finally:
         router.terminate()
         router.wait(10)
     assert done.returncode == 1 and "no executor is registered" in done.stderr and "wooly up" in done.stderr
 
 
-def test_killed_executor_is_a_clear_error_and_nothing_hangs(stack, tmp_path):
+def test_killed_executor_reports_error_and_does_not_hang(stack, tmp_path):
     path = script(
         tmp_path,
         """
@@ -202,7 +202,7 @@ def test_killed_executor_is_a_clear_error_and_nothing_hangs(stack, tmp_path):
 
 
 @pytest.mark.slow
-def test_frozen_executor_is_a_clear_error_and_a_busy_one_is_waited_for(tmp_path, monkeypatch):
+def test_frozen_executor_fails_and_busy_executor_is_awaited(tmp_path, monkeypatch):
     monkeypatch.setenv("WOOLY_ROUTER_LEASE_S", "4")
     own = start_stack(tmp_path / "own", ephemeral=True)
     try:
@@ -239,24 +239,24 @@ def test_frozen_executor_is_a_clear_error_and_a_busy_one_is_waited_for(tmp_path,
 
 
 def test_nodes_and_status_in_json_and_rest(stack):
-    nodes = json.loads(soon("nodes", "--json", stack=stack).stdout)["nodes"]
+    nodes = json.loads(run_in_fork("nodes", "--json", stack=stack).stdout)["nodes"]
     assert [n["executor_id"] for n in nodes] == ["local-0"] and nodes[0]["state"] == "alive"
-    status = json.loads(soon("status", "--json", stack=stack).stdout)
+    status = json.loads(run_in_fork("status", "--json", stack=stack).stdout)
     assert status["state"] == "up"
     assert stack.request("GET", "nodes")["nodes"][0]["gpus"][0]["executor_id"] == "local-0"
     with urllib.request.urlopen(f"{stack.rest_url}/healthz") as answer:
         assert json.load(answer) == {"status": "ok", "executors": 1}
 
 
-def test_doctor_passes_on_a_running_stack(stack):
-    done = soon("doctor", "--json", stack=stack)
+def test_doctor_on_running_stack_passes(stack):
+    done = run_in_fork("doctor", "--json", stack=stack)
     assert done.returncode == 0, done.stdout + done.stderr
     assert all(c["ok"] for c in json.loads(done.stdout)["checks"])
 
 
-def test_doctor_counts_fallbacks_of_a_script(stack, tmp_path):
+def test_doctor_counts_fallbacks_of_script(stack, tmp_path):
     clean = script(tmp_path, "import torch; x = torch.randn(5, device='cuda'); print(x.softmax(0).sum().item())")
-    done = soon("doctor", "--fallbacks", "--json", clean, stack=stack)
+    done = run_in_fork("doctor", "--fallbacks", "--json", clean, stack=stack)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     assert (
@@ -271,12 +271,12 @@ def test_doctor_counts_fallbacks_of_a_script(stack, tmp_path):
         print(torch.ops.forced.double(torch.ones(2, device="cuda")).tolist())
         """,
     )
-    done = soon("doctor", "--fallbacks", "--json", forced, stack=stack)
+    done = run_in_fork("doctor", "--fallbacks", "--json", forced, stack=stack)
     assert done.returncode == 1, done.stdout + done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["fallbacks"] == {"aten.mul.Tensor": 1}
 
 
-def test_session_is_listed_while_it_runs_and_gone_after(stack, tmp_path):
+def test_session_is_listed_only_while_it_runs(stack, tmp_path):
     path = script(tmp_path, "import torch, time; torch.zeros(2, device='cuda').cpu(); print('up', flush=True); input()")
     env = environment(stack, None)
     client = Forked("wooly", "run", path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
@@ -294,16 +294,16 @@ def _sessions(stack):
     return stack.request("GET", "sessions")["sessions"]
 
 
-def test_up_twice_is_refused_a_crash_is_mended_and_down_stops_everything(tmp_path):
+def test_up_twice_is_refused_crash_is_repaired_and_down_stops_all(tmp_path):
     env = {"XDG_STATE_HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path)}
-    assert soon("down", env=env).stdout == "no stack was running\n"
+    assert run_in_fork("down", env=env).stdout == "no stack was running\n"
     assert run("up", env=env).returncode == 0
     try:
-        again = soon("up", env=env)
+        again = run_in_fork("up", env=env)
         assert again.returncode == 1 and "runs in" in again.stderr.replace("\n", " ")
         with pytest.raises(StackError):
             start_stack(tmp_path / "wooly")
-        assert "local-0" in soon("status", env=env).stdout
+        assert "local-0" in run_in_fork("status", env=env).stdout
         first = read_stack(tmp_path / "wooly").services["router"]
         os.kill(first, signal.SIGKILL)
         deadline = time.monotonic() + 20
@@ -312,13 +312,13 @@ def test_up_twice_is_refused_a_crash_is_mended_and_down_stops_everything(tmp_pat
             time.sleep(0.1)
         processes = [psutil.Process(pid) for pid in read_stack(tmp_path / "wooly").services.values()]
     finally:
-        assert soon("down", env=env).stdout == "stack is down\n"
+        assert run_in_fork("down", env=env).stdout == "stack is down\n"
     gone, alive = psutil.wait_procs(processes, 5)
     assert not alive and len(gone) == 6  # NATS, router, executor, scheduler, compiler, metering
-    assert soon("status", "--json", env=env).returncode == 1
+    assert run_in_fork("status", "--json", env=env).returncode == 1
 
 
-def test_interrupt_while_a_stack_starts_leaves_nothing(tmp_path):
+def test_interrupt_during_start_cleans_up(tmp_path):
     env = {"XDG_STATE_HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path)}
     starting = subprocess.Popen(
         [*WOOLY, "up"],
@@ -328,7 +328,7 @@ def test_interrupt_while_a_stack_starts_leaves_nothing(tmp_path):
         env=environment(None, env),
         preexec_fn=lambda: signal.signal(
             signal.SIGINT, signal.SIG_DFL
-        ),  # as at a terminal, also where tests run in the background
+        ),  # as in a terminal, even if the tests run in the background
     )
     file = tmp_path / "wooly/stack.json"
     deadline = time.monotonic() + 60
@@ -336,16 +336,16 @@ def test_interrupt_while_a_stack_starts_leaves_nothing(tmp_path):
         assert starting.poll() is None and time.monotonic() < deadline
         time.sleep(0.01)
     supervisor = psutil.Process(json.loads(file.read_text())["supervisor"]["pid"])
-    supervisor.suspend()  # so that it is still starting, however fast it is
-    refused = soon("up", env=env)
+    supervisor.suspend()  # so that it is still starting, on any machine
+    refused = run_in_fork("up", env=env)
     assert refused.returncode == 1 and "started in" in refused.stderr.replace("\n", " ")
-    assert json.loads(soon("status", "--json", env=env).stdout)["state"] == "starting"
+    assert json.loads(run_in_fork("status", "--json", env=env).stdout)["state"] == "starting"
     starting.send_signal(signal.SIGINT)
     supervisor.resume()
     _, errors = starting.communicate(timeout=60)
     assert starting.returncode != 0 and "Traceback" not in errors
     assert psutil.wait_procs([supervisor], 10)[1] == [] and not file.exists()
-    assert soon("down", env=env).stdout == "no stack was running\n"
+    assert run_in_fork("down", env=env).stdout == "no stack was running\n"
 
 
 HOT = """
@@ -359,24 +359,25 @@ print(len(seen), seen.pop())
 """
 
 
-def test_program_that_runs_often_becomes_a_plan_that_top_and_disasm_show(stack, tmp_path):
+def test_frequent_program_becomes_plan_in_top_and_disasm(stack, tmp_path):
     path, programs = tmp_path / "hot.py", tmp_path / "programs"
     path.write_text(HOT)
     programs.mkdir()
     printed = set()
-    for _ in range(20):  # the compiler takes as long as it takes; the results are those of always
-        done = soon("run", "-q", path, stack=stack, env={"WOOLYAI_PROGRAMS_DIR": str(programs)})
+    for _ in range(20):  # the compiler takes its time; the results are always the same
+        done = run_in_fork("run", "-q", path, stack=stack, env={"WOOLYAI_PROGRAMS_DIR": str(programs)})
         assert done.returncode == 0, done.stderr
         printed.add(done.stdout)
-        shown = json.loads(soon("top", "--json", stack=stack).stdout)["gpus"][0]
+        shown = json.loads(run_in_fork("top", "--json", stack=stack).stdout)["gpus"][0]
         if shown["work"]["kernel_instructions"]:
             break
     else:
         pytest.fail(f"nothing ran as a kernel: {shown['work']}")
     assert len(printed) == 1 and printed.pop().startswith("1 (")
-    assert "instructions: generated kernels" in soon("top", "--once", stack=stack).stdout
-    for program in sorted(programs.iterdir(), key=lambda p: -p.stat().st_size):  # the largest may have the set-up in it
-        told = soon("disasm", "--passes", "--jit", "exact", program, stack=stack)
+    assert "instructions: generated kernels" in run_in_fork("top", "--once", stack=stack).stdout
+    # The largest program may include the set-up.
+    for program in sorted(programs.iterdir(), key=lambda p: -p.stat().st_size):
+        told = run_in_fork("disasm", "--passes", "--jit", "exact", program, stack=stack)
         assert told.returncode == 0, told.stderr
         assert told.stdout.startswith("; program\nwis 1\n") and "; after lower\n" in told.stdout
         if "kernel k_" in told.stdout:
@@ -384,10 +385,10 @@ def test_program_that_runs_often_becomes_a_plan_that_top_and_disasm_show(stack, 
     pytest.fail("no program has a kernel")
 
 
-def test_disasm_of_passes_without_a_compiler_says_what_to_start(tmp_path):
+def test_disasm_without_compiler_fails_with_remedy(tmp_path):
     (tmp_path / "empty.wis").write_bytes(encode_program(Program((), ())))
     with start_nats_server() as url:
-        told = soon("disasm", "--passes", tmp_path / "empty.wis", env={"WOOLYAI_CONTROLLER_URL": url})
+        told = run_in_fork("disasm", "--passes", tmp_path / "empty.wis", env={"WOOLYAI_CONTROLLER_URL": url})
     assert (
         told.returncode == 1 and "the service compiler is not connected to it; start it with `wooly up`" in told.stderr
     )

@@ -1,7 +1,7 @@
-"""Two tenants on one cluster that asks for tokens: none can hear, speak for, read, cancel or list what is the other's.
+"""Two tenants on a cluster that requires tokens: neither can receive, impersonate, read, cancel or list anything of the other.
 
-Real nats-server, router, scheduler, metering and executor; credentials as REST gives them. What the server forbids it is asked to
-do, and what services would have to refuse reaches them.
+Real nats-server, router, scheduler, metering and executor; credentials from REST. The tests try what the NATS server must
+forbid, and send to services what the services must refuse.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ from wooly_wis.messages import (
 )
 
 pytestmark = pytest.mark.connected
-#: Seconds for which credentials of REST hold here, so that a session outlives them.
+#: Lifetime, in seconds, of credentials from REST in this cluster, so that a session outlives them.
 CREDENTIALS_S = 6
 ROOT = Path(__file__).parents[2]
 
@@ -83,7 +83,7 @@ def bob(tenants):
 
 @pytest.fixture
 def opened(alice):
-    """A session of Alice's."""
+    """A session of Alice."""
     session = alice.open()
     yield session
     alice.close(session)
@@ -97,7 +97,7 @@ def refused(code, tenant, *ask):
 
 @contextlib.asynccontextmanager
 async def connected(tenant):
-    """Yields a connection of a tenant's and the errors that the server told it."""
+    """Yields a tenant's connection, and the errors that the server reported to it."""
     errors, client = [], Client()
 
     async def error(e):
@@ -114,7 +114,7 @@ async def connected(tenant):
 # -- what a tenant can --------------------------------------------------------------------------------------------------
 
 
-#: Holds a tensor and asks for it now and then, until it is told to end.
+#: A script that holds a tensor and reads it now and then, until it is told to end.
 SCRIPT = """
 import sys, time, torch
 secret = torch.full((1024,), 42.0, device="cuda")
@@ -135,7 +135,7 @@ def script(tmp_path):
 
 
 @pytest.mark.parametrize("channel", ["direct", pytest.param("tunnel", marks=pytest.mark.slow)])
-def test_script_runs_with_a_token_alone_and_longer_than_its_credentials(alice, script, channel):
+def test_script_with_token_outlives_its_credentials(alice, script, channel):
     argv = ["run", str(script), str(CREDENTIALS_S * 2)]
     ran = forks.run("wooly", *argv, env=alice.env(CHANNEL=channel), timeout=100)
     assert ran.returncode == 0 and "done" in ran.stdout, ran.stderr
@@ -145,7 +145,7 @@ def test_script_runs_with_a_token_alone_and_longer_than_its_credentials(alice, s
 
 
 @pytest.mark.parametrize("token", ["", "wooly_wrong"])
-def test_script_without_a_valid_token_is_told_so(alice, script, token):
+def test_script_without_valid_token_reports_error(alice, script, token):
     ran = forks.run("wooly", "run", str(script), "1", env=alice.env(CREDENTIAL=token), timeout=100)
     assert ran.returncode != 0 and "does not issue credentials: a valid token is needed" in ran.stderr
 
@@ -153,7 +153,7 @@ def test_script_without_a_valid_token_is_told_so(alice, script, token):
 # -- listing and cancelling ---------------------------------------------------------------------------------------------
 
 
-def test_tasks_of_another_are_not_listed(alice, bob, opened):
+def test_tasks_of_other_tenant_are_not_listed(alice, bob, opened):
     mine = alice.ask(contracts.ROUTER_TASK_LIST, TasksRequest()).tasks
     assert opened.session_id in [t.task_id for t in mine] and {t.tenant for t in mine} == {"alice"}
     theirs = bob.ask(contracts.ROUTER_TASK_LIST, TasksRequest()).tasks
@@ -164,7 +164,7 @@ def test_tasks_of_another_are_not_listed(alice, bob, opened):
     assert bob.cluster.rest("GET", "tasks?tenant=alice", token=bob.token) == "router.forbidden"
 
 
-def test_task_of_another_is_not_shown_nor_cancelled_nor_moved(alice, bob, opened):
+def test_task_of_other_tenant_cannot_be_read_or_changed(alice, bob, opened):
     task = TaskRequest(task_id=opened.session_id)
     refused("router.no_task", bob, contracts.ROUTER_TASK_GET, task)
     refused("router.no_task", bob, contracts.ROUTER_TASK_CANCEL, task)
@@ -179,14 +179,14 @@ def test_task_of_another_is_not_shown_nor_cancelled_nor_moved(alice, bob, opened
     assert alice.ask(contracts.ROUTER_TASK_GET, task).task.state == "started"
 
 
-def test_session_is_not_renewed_nor_ended_by_another_who_knows_its_token(alice, bob, opened):
+def test_session_token_is_useless_to_other_tenant(alice, bob, opened):
     known = {"session_id": opened.session_id, "token": opened.token}
     refused("router.no_session", bob, contracts.ROUTER_SESSION_RENEW, RenewSessionRequest(**known))
     refused("router.no_session", bob, contracts.ROUTER_SESSION_CLOSE, CloseSessionRequest(**known))
     assert alice.ask(contracts.ROUTER_SESSION_RENEW, RenewSessionRequest(**known)).lease_s > 0
 
 
-def test_session_of_another_is_not_steered_and_a_hold_is_not_lifted(alice, bob, opened):
+def test_session_of_other_tenant_cannot_be_steered(alice, bob, opened):
     steer = SteerSessionRequest(session_id=opened.session_id, suspended=True)
     refused("scheduler.no_session", bob, contracts.SCHEDULER_SESSION_STEER, steer)
     assert alice.ask(contracts.SCHEDULER_SESSION_STEER, steer).suspended
@@ -195,7 +195,7 @@ def test_session_of_another_is_not_steered_and_a_hold_is_not_lifted(alice, bob, 
         refused("scheduler.forbidden", alice, contracts.SCHEDULER_SESSION_STEER, own)
 
 
-def test_devices_are_listed_without_sessions_of_another(alice, bob, opened):
+def test_devices_are_listed_without_other_sessions(alice, bob, opened):
     def listed(tenant):
         gpus = tenant.ask(contracts.SCHEDULER_GPU_LIST, GpusRequest()).gpus
         nodes = tenant.ask(contracts.ROUTER_NODE_LIST, NodesRequest()).nodes
@@ -206,12 +206,12 @@ def test_devices_are_listed_without_sessions_of_another(alice, bob, opened):
     assert not any(opened.session_id in found for found in listed(bob))
 
 
-def test_metering_s_own_rest_asks_for_the_same_tokens(cluster, alice, bob):
+def test_metering_rest_requires_same_tokens(cluster, alice, bob):
     port = cluster.folder / "metering" / "metering.port"
     cluster.wait(lambda: port.exists() and port.read_text())
 
     def get(path, token):
-        """The answer, or the code with which it was refused."""
+        """The response, or the code of its refusal."""
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         request = urllib.request.Request(f"http://127.0.0.1:{port.read_text()}/api/v1/credits{path}", headers=headers)
         try:
@@ -234,7 +234,7 @@ def test_metering_s_own_rest_asks_for_the_same_tokens(cluster, alice, bob):
     cluster.wait(lambda: get("", made["secret"]) == "router.unauthorized")
 
 
-def test_credits_of_another_are_not_shown(alice, bob):
+def test_credits_of_other_tenant_are_refused(alice, bob):
     show = contracts.METERING_CREDITS_SHOW
     alice.cluster.wait(lambda: alice.ask(show, credits.CreditsRequest()).rows)
     reply = bob.ask(show, credits.CreditsRequest())
@@ -245,7 +245,7 @@ def test_credits_of_another_are_not_shown(alice, bob):
 # -- speaking and hearing -----------------------------------------------------------------------------------------------
 
 
-def test_client_names_no_tenant_but_its_own(alice, bob):
+def test_client_naming_other_tenant_is_refused(alice, bob):
     client = ClientFacts(host="h", pid=1, program="forged.py")
     request = OpenSessionRequest(tenant="alice", client=client)
     refused("router.forbidden", bob, contracts.ROUTER_SESSION_OPEN, request)
@@ -255,7 +255,7 @@ def test_client_names_no_tenant_but_its_own(alice, bob):
     bob.close(opened)
 
 
-async def test_server_lets_nobody_speak_for_another(alice, bob):
+async def test_nats_refuses_publishing_for_other_tenant(alice, bob):
     opening = OpenSessionRequest(client=ClientFacts(host="h", pid=1, program="forged.py"))
     asked = [rpc for rpc in contracts.RPCS.values() if isinstance(rpc, Rpc) and rpc.scope is not None]
     assert len(asked) > 10
@@ -288,7 +288,7 @@ async def test_server_lets_nobody_speak_for_another(alice, bob):
     assert "forged.py" not in names
 
 
-async def test_nobody_hears_replies_or_tasks_of_another(alice, bob):
+async def test_nats_refuses_subscribing_to_other_tenant(alice, bob):
     heard = []
 
     async def hear(message):
@@ -316,7 +316,7 @@ async def test_nobody_hears_replies_or_tasks_of_another(alice, bob):
         await hers.flush()
         opened = await asyncio.to_thread(alice.open)
         await asyncio.to_thread(alice.close, opened)
-        await asyncio.wait_for(changed.wait(), 20)  # she hears of it, so there was something to hear
+        await asyncio.wait_for(changed.wait(), 20)  # Alice receives the event, so the event exists
         await client.flush()
     assert len(errors) == len(patterns) and all("permissions violation" in e.lower() for e in errors)
     assert heard == []
@@ -325,7 +325,7 @@ async def test_nobody_hears_replies_or_tasks_of_another(alice, bob):
 # -- data channels ------------------------------------------------------------------------------------------------------
 
 
-def test_channel_of_another_is_not_opened(alice, bob, opened):
+def test_channel_of_other_tenant_is_refused(alice, bob, opened):
     theirs = bob.open()
     try:
         for shown in (theirs.parts[0].token, theirs.token, opened.token, ""):
@@ -333,7 +333,7 @@ def test_channel_of_another_is_not_opened(alice, bob, opened):
             assert answer.kind == Kind.ERROR and b"executor.turned_away" in answer.payload
             channel.close()
         channel, answer = enter(opened)
-        assert answer.kind == Kind.WELCOME  # it is there, for who may
+        assert answer.kind == Kind.WELCOME  # the session exists, for its owner
         again, answer = enter(opened)
         assert answer.kind == Kind.ERROR and b"already has a client" in answer.payload
         again.close()
@@ -342,17 +342,17 @@ def test_channel_of_another_is_not_opened(alice, bob, opened):
         bob.close(theirs)
 
 
-def test_buffers_of_another_are_not_read(alice, bob, script):
+def test_buffers_of_other_tenant_are_not_readable(alice, bob, script):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with Forked("wooly", "run", str(script), "60", env=alice.env(), **pipes) as hers:
         killing = threading.Timer(100, hers.kill)
         killing.start()
         try:
-            assert hers.stdout.readline() == "ready 43008.0\n"  # her buffers are there while he looks for them
+            assert hers.stdout.readline() == "ready 43008.0\n"  # Alice's buffers exist during Bob's search
             theirs = bob.open()
             channel, answer = enter(theirs)
             assert answer.kind == Kind.WELCOME
-            for number in range(64):  # ids are small numbers of each session's own, eight apart per device
+            for number in range(64):  # ids are small numbers of each session, eight apart per device
                 channel.send(Kind.READ, READ_HEAD.pack(number, 0, 4096))
                 answer = channel.recv(20)
                 assert answer.kind == Kind.ERROR and bytes(42) not in bytes(answer.payload), number
@@ -363,7 +363,7 @@ def test_buffers_of_another_are_not_read(alice, bob, script):
             hers.kill()
 
 
-async def test_tunnel_is_opened_for_ones_own_session_alone(alice, bob):
+async def test_tunnel_for_session_of_other_tenant_is_refused(alice, bob):
     opened, theirs = await asyncio.to_thread(alice.open), await asyncio.to_thread(bob.open)
     try:
         held = Credentials.parse(theirs.credentials)
@@ -396,7 +396,7 @@ async def test_tunnel_is_opened_for_ones_own_session_alone(alice, bob):
 
 @pytest.fixture(scope="module")
 def classifier(cluster, tmp_path_factory):
-    """A folder with the example's module and two inputs, the module's digest, and what the CPU makes of each input."""
+    """A folder with the example's module and two inputs, the module's digest, and the CPU's result for each input."""
     import torch
 
     folder = tmp_path_factory.mktemp("job")
@@ -418,14 +418,14 @@ def classifier(cluster, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def her_job(tenants, classifier, tmp_path_factory):
-    """What the command line made of a job of alice's: its report, and where its results are."""
+    """A job of Alice through the command line: its report, and the place of its results."""
     folder, _, _ = classifier
     out = tmp_path_factory.mktemp("out")
     argv = ("submit", folder / "job.wism", "-i", f"x={folder / 'hers.npy'}", "-o", out, "--json")
     return json.loads(tenants[0].wooly(*argv)), out
 
 
-def test_tenant_submits_follows_and_reads_a_job_with_its_token_alone(alice, her_job, classifier):
+def test_job_with_token_only_is_submitted_followed_and_read(alice, her_job, classifier):
     report, out = her_job
     assert report["state"] == "completed", report
     assert np.load(out / "scores.npy").tobytes() == classifier[2]["hers"].tobytes()
@@ -439,7 +439,7 @@ def test_tenant_submits_follows_and_reads_a_job_with_its_token_alone(alice, her_
     assert "completed" in alice.wooly("tasks", "cancel", report["task_id"])
 
 
-def test_example_in_plain_nats_py_needs_a_token_alone(bob, classifier):
+def test_nats_py_example_needs_only_a_token(bob, classifier):
     pytest.importorskip("nkeys", reason="nats-py signs in with it")
     folder, module, results = classifier
     me = folder / "bob.json"
@@ -450,7 +450,7 @@ def test_example_in_plain_nats_py_needs_a_token_alone(bob, classifier):
     assert f"scores f32 [32, 10] {results['x'].tobytes()[:16].hex()}" in ran.stdout and "completed" in ran.stdout
 
 
-def test_job_of_another_is_not_seen_cancelled_or_sent_again(alice, bob, her_job, classifier):
+def test_job_of_other_tenant_cannot_be_read_or_changed(alice, bob, her_job, classifier):
     name = her_job[0]["task_id"]
     ask = TaskRequest(task_id=name)
     for rpc in (contracts.ROUTER_TASK_GET, contracts.ROUTER_TASK_CANCEL):
@@ -463,7 +463,7 @@ def test_job_of_another_is_not_seen_cancelled_or_sent_again(alice, bob, her_job,
     assert alice.story(name) == ["pending", "started", "completed"]
 
 
-def test_blobs_of_another_are_not_read_put_or_used(alice, bob, her_job, classifier):
+def test_blobs_of_other_tenant_cannot_be_used(alice, bob, her_job, classifier):
     for output in her_job[0]["outputs"]:
         assert AskedBlobs(alice.control).get(output["digest"], output["nbytes"])
         ask = GetBlobRequest(digest=output["digest"])
@@ -471,17 +471,17 @@ def test_blobs_of_another_are_not_read_put_or_used(alice, bob, her_job, classifi
         refused("router.forbidden", bob, contracts.ROUTER_BLOB_GET, ask.model_copy(update={"tenant": "alice"}))
     secret = AskedBlobs(alice.control).put(b"known to alice alone")
     about = {"digest": secret, "nbytes": 20, "upload": "u" * 32}
-    # That it is there is not said either: who asks must send it.
+    # The answer does not reveal that the blob exists: the client must send it.
     assert not bob.ask(contracts.ROUTER_BLOB_PUT, PutBlobRequest(**about)).kept
     refused("router.forbidden", bob, contracts.ROUTER_BLOB_PUT, PutBlobRequest(**about, tenant="alice"))
-    # As a job's module or input it is not found.
+    # As a job's module or input, the blob is not found.
     job = SubmitJob(job_id=f"job-{time.time_ns()}", module=secret)
     bob.ask(contracts.ROUTER_JOB_SUBMIT, job)
     found = bob.ask(contracts.ROUTER_TASK_GET, TaskRequest(task_id=job.job_id)).task
     assert found.state == "failed" and "has no blob" in found.reason
 
 
-def test_blob_is_kept_if_it_is_what_its_name_says_and_not_too_large(cluster):
+def test_blob_with_wrong_digest_or_size_is_refused(cluster):
     dave = Tenant(cluster, "dave")
     about = {"digest": name_of(b"abc"), "nbytes": 3, "upload": "v" * 32, "data": base64.b64encode(b"abc").decode()}
     for code, changes in (
@@ -505,7 +505,7 @@ def test_blob_is_kept_if_it_is_what_its_name_says_and_not_too_large(cluster):
     dave.control.close()
 
 
-async def test_tenant_hears_what_becomes_of_its_jobs_and_of_nobody_elses(alice, bob, classifier):
+async def test_job_events_go_to_own_tenant_only(alice, bob, classifier):
     module = AskedBlobs(bob.control).put((classifier[0] / "job" / classifier[1]).read_bytes())
     heard = {"alice": [], "bob": []}
     told = asyncio.Event()
@@ -523,15 +523,18 @@ async def test_tenant_hears_what_becomes_of_its_jobs_and_of_nobody_elses(alice, 
         await his.subscribe(contracts.ROUTER_TASK_CHANGED.at("bob").subject, cb=hear("bob"))
         await hers.flush()
         await his.flush()
-        job = SubmitJob(job_id=f"job-{time.time_ns()}", module=module)  # without its input it ends at once
+        job = SubmitJob(job_id=f"job-{time.time_ns()}", module=module)  # without its input the job ends at once
         await asyncio.to_thread(bob.ask, contracts.ROUTER_JOB_SUBMIT, job)
         await asyncio.wait_for(told.wait(), 30)
         await hers.flush()
     assert {e["task_id"] for e in heard["bob"]} == {job.job_id} and heard["alice"] == []
 
 
-def test_job_that_was_acknowledged_survives_the_router(alice, cluster, classifier):
-    """Killed after the acknowledgement, before any executor has the job; sent again to the next router, it is one task."""
+def test_acknowledged_job_survives_router(alice, cluster, classifier):
+    """The router is killed after the acknowledgement, before an executor has the job.
+
+    Sent again to the next router, it is one task.
+    """
     folder, module, _ = classifier
     blobs = AskedBlobs(alice.control)
     for path in (folder / "job").iterdir():
@@ -539,7 +542,7 @@ def test_job_that_was_acknowledged_survives_the_router(alice, cluster, classifie
     x = blobs.put((folder / "x.bin").read_bytes())
     names = [f"job-{time.time_ns()}-{i}" for i in range(3)]
     jobs = [SubmitJob(job_id=n, module=module, inputs=(Blob(name="x", digest=x),)) for n in names]
-    cluster.processes["x"].send_signal(signal.SIGSTOP)  # so that nothing is executed before
+    cluster.processes["x"].send_signal(signal.SIGSTOP)  # so that nothing runs before the kill
     try:
         for job in jobs:
             alice.ask(contracts.ROUTER_JOB_SUBMIT, job)
@@ -559,12 +562,12 @@ def test_job_that_was_acknowledged_survives_the_router(alice, cluster, classifie
 # -- credentials --------------------------------------------------------------------------------------------------------
 
 
-def test_token_gives_credentials_of_its_own_tenant_and_role_alone(cluster, alice, bob):
+def test_credentials_have_tenant_and_role_of_token(cluster, alice, bob):
     assert alice.held.tenant == "alice" and alice.held.role == "user"
     for body in ({"tenant": "alice"}, {"role": "admin"}):
         assert cluster.rest("POST", "credentials", body, bob.token) == "router.forbidden"
     assert cluster.rest("POST", "credentials", {"tenant": "bob"}, bob.token)["tenant"] == "bob"
-    made = cluster.rest("POST", "credentials", {"tenant": "bob"})  # the administrator
+    made = cluster.rest("POST", "credentials", {"tenant": "bob"})  # the administrator's request
     assert (made["tenant"], made["role"]) == ("bob", "user")
     assert cluster.rest("POST", "credentials", {})["role"] == "admin"
     assert cluster.rest("POST", "credentials", {}, "wooly_nobody") == "router.unauthorized"
@@ -572,7 +575,7 @@ def test_token_gives_credentials_of_its_own_tenant_and_role_alone(cluster, alice
     assert "credentials.create" in actions
 
 
-def test_credentials_end_with_their_token_and_no_later_than_they_may(cluster):
+def test_credentials_expire_with_their_token(cluster):
     token = cluster.rest("POST", "tenants/bob/tokens", {"expires_in_s": 3})
     made = cluster.rest("POST", "credentials", {}, token["secret"])
     assert made["expires_at"] <= token["expires_at"]
@@ -580,7 +583,7 @@ def test_credentials_end_with_their_token_and_no_later_than_they_may(cluster):
     assert long["expires_at"] <= time.time() + CREDENTIALS_S
 
 
-def test_scopes_of_a_token_are_those_of_its_credentials(cluster):
+def test_credentials_have_scopes_of_token(cluster):
     token = cluster.rest("POST", "tenants/bob/tokens", {"scopes": ["tasks:read"]})["secret"]
     text = cluster.rest("POST", "credentials", {}, token)["credentials"]
     control = ControlClient(Access(cluster.nats_url, lambda: Credentials.parse(text)))
@@ -593,7 +596,7 @@ def test_scopes_of_a_token_are_those_of_its_credentials(cluster):
         control.close()
 
 
-def test_revoked_token_gives_no_credentials_and_a_disabled_tenants_are_refused(cluster):
+def test_revoked_token_and_disabled_tenant_are_refused(cluster):
     carol = Tenant(cluster, "carol")
     try:
         assert carol.ask(contracts.ROUTER_TASK_LIST, TasksRequest()).tasks == ()

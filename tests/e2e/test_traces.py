@@ -1,4 +1,4 @@
-"""One trace from a script or a job through every service that took part, as users meet it."""
+"""One trace from a script or a job through every service that takes part, from a user's view."""
 
 import http.server
 import json
@@ -41,7 +41,7 @@ def rest(stack, path):
 
 
 def trace_with(stack, task_id, *names):
-    """A task's trace, by name of span, once these are in it."""
+    """A task's trace, by name of span, as soon as these spans exist."""
     deadline = time.monotonic() + 30
     while True:
         try:
@@ -59,7 +59,7 @@ def trace_with(stack, task_id, *names):
 
 
 def is_one_tree(spans, top):
-    """Whether every span is under the one called `top`."""
+    """Whether every span is a descendant of the span `top`."""
     parents = {s["span_id"]: s["parent_id"] for s in spans}
     (root,) = [s["span_id"] for s in spans if s["name"] == top]
     for span_id in parents:
@@ -70,7 +70,7 @@ def is_one_tree(spans, top):
     return True
 
 
-def test_script_is_one_trace_from_its_process_to_its_bill(stack, tmp_path):
+def test_script_has_one_trace_from_process_to_bill(stack, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     run(stack, "run", "-q", script)
@@ -111,7 +111,7 @@ def test_script_is_one_trace_from_its_process_to_its_bill(stack, tmp_path):
     assert kept >= len(spans)
 
 
-def test_job_is_one_trace_from_its_submitter_to_its_end(stack, tmp_path):
+def test_job_has_one_trace_from_submission_to_end(stack, tmp_path):
     run(stack, "export", f"{ROOT / 'examples/job.py'}:build", "-o", tmp_path / "job.wism")
     np.save(tmp_path / "x.npy", np.zeros((32, 64), np.float32))
     done = run(stack, "submit", tmp_path / "job.wism", "-i", f"x={tmp_path / 'x.npy'}", "--wait", "--json")
@@ -132,7 +132,7 @@ def test_job_is_one_trace_from_its_submitter_to_its_end(stack, tmp_path):
     assert found["router.end_job"]["attributes"]["state"] == "completed"
 
 
-def test_script_that_fails_on_the_device_has_a_trace_that_says_so(stack, tmp_path):
+def test_failing_script_has_trace_with_error(stack, tmp_path):
     script = tmp_path / "bad.py"
     script.write_text(
         "import torch\ntorch.zeros(3, device='cuda').index_select(0, torch.tensor([9], device='cuda')).sum().item()"
@@ -145,14 +145,14 @@ def test_script_that_fails_on_the_device_has_a_trace_that_says_so(stack, tmp_pat
     assert "index out of range" in run(stack, "trace", task_id)
 
 
-def test_no_trace_is_said_so(stack):
+def test_missing_trace_reports_error(stack):
     env = os.environ | stack.client_env
     done = forks.run("wooly", "trace", "nobody", env=env, timeout=60)
     assert done.returncode == 1 and "task nobody has no trace" in done.stderr.replace("\n", " ")
 
 
 @pytest.mark.slow
-def test_collector_hears_the_same_trace_of_client_and_services(tmp_path):
+def test_collector_receives_trace_of_client_and_services(tmp_path):
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http.trace_exporter")
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 

@@ -1,4 +1,4 @@
-"""Sharing a device's memory through the whole stack: real clients that load the same weights, die, outgrow the device."""
+"""Sharing a device's memory through the whole stack: real clients that load the same weights, die, or exceed the device."""
 
 import asyncio
 import contextlib
@@ -30,7 +30,7 @@ EXECUTOR = {
     "WOOLY_EXECUTOR_SWAP_DISK": str(512 * MIB),
     "CONTROLLER_DEFAULT_VRAM_OVERCOMMIT_PERCENT": "50",
 }
-#: A client that does as it is told, a line of Python at a time, and prints the value of `out`.
+#: A client that executes commands, one line of Python each, and prints the value of `out`.
 WORK = """
 import json, sys, torch, wooly
 from wooly import api
@@ -120,7 +120,7 @@ def memory(stack):
 def until(stack, condition, seconds=60):
     deadline = time.monotonic() + seconds
     while not condition(found := memory(stack)):
-        assert time.monotonic() < deadline, f"it did not come: {found}"
+        assert time.monotonic() < deadline, f"the condition did not become true: {found}"
         time.sleep(0.05)
     return found
 
@@ -136,7 +136,7 @@ out = api.session_stats()["bytes_sent"] - before
 SUM = "out = model.weight.double().sum().item()"
 
 
-def test_second_load_sends_nothing_and_is_paid_for_together(stack, client):
+def test_second_load_of_weights_sends_nothing_and_shares_cost(stack, client):
     first = client(DEDUP="tenant", TENANT="acme")
     assert first.do(LOAD) > 16 * MIB
     until(stack, lambda m: m["contents"] == 16 * MIB)
@@ -145,10 +145,10 @@ def test_second_load_sends_nothing_and_is_paid_for_together(stack, client):
     assert stranger.do(LOAD) > 16 * MIB
     total = first.do(SUM)
     assert second.do(SUM) == total == stranger.do(SUM)
-    # One of them writes: the other keeps its weights.
+    # One client writes: the other keeps its weights.
     assert second.do("torch.nn.init.zeros_(model.weight); out = model.weight.abs().sum().item()") == 0
     assert first.do(SUM) == total
-    # One dies: the other keeps them, too.
+    # One client dies: the other keeps its weights, too.
     third = client(DEDUP="tenant", TENANT="acme")
     assert third.do(LOAD) < 16 * MIB // 100
     first.process.send_signal(signal.SIGKILL)
@@ -169,8 +169,8 @@ LOGITS = "out = model(torch.arange(5, device='cuda')[None]).logits.double().sum(
 
 
 @pytest.mark.slow
-def test_pretrained_model_is_shared_without_special_steps(tmp_path):
-    """On a device of 4 GiB: transformers takes 1.2 GiB of any for granted."""
+def test_pretrained_model_is_shared_automatically(tmp_path):
+    """On a device of 4 GiB, because transformers always reserves 1.2 GiB."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -192,7 +192,7 @@ def test_pretrained_model_is_shared_without_special_steps(tmp_path):
 
 
 @pytest.mark.slow
-def test_weights_kept_ahead_of_time_are_not_sent(stack, client, tmp_path):
+def test_pinned_weights_are_not_sent(stack, client, tmp_path):
     import torch
     from safetensors.torch import save_file
 
@@ -215,8 +215,8 @@ def test_weights_kept_ahead_of_time_are_not_sent(stack, client, tmp_path):
     assert user.do(SUM) == total
 
 
-def test_sessions_outgrow_the_device_and_all_finish(stack, client):
-    """Three of 40 MiB on 96: 150 % of it promised less a little; they take turns, one of them partly on disk."""
+def test_sessions_larger_than_device_are_swapped_and_finish(stack, client):
+    """Three sessions of 40 MiB on 96 MiB: almost 150 % are promised. The sessions take turns; one of them is partly on disk."""
     clients = [client(REQUIRED_VRAM=46 * MIB, TENANT=f"t{n}") for n in range(3)]
     for n, each in enumerate(clients):
         assert each.do(f"x = torch.full((40 << 18,), {n + 1}.0, device='cuda'); out = x[-1].item()") == n + 1
@@ -234,15 +234,18 @@ def test_sessions_outgrow_the_device_and_all_finish(stack, client):
         assert clients[n].do("out = x[7].item()") == n + 3
 
 
-def test_more_than_may_be_promised_is_refused_with_the_numbers(stack, client):
+def test_request_beyond_overcommit_is_refused_with_numbers(stack, client):
     client(REQUIRED_VRAM=60 * MIB, SWAP_FROM_VRAM=0)
     done = wooly(stack, "run", "-q", "-m", "this", REQUIRED_VRAM=str(40 * MIB), SWAP_FROM_VRAM="0")
     assert done.returncode == 1
-    assert f"{36 * MIB} bytes beside what cannot be swapped out, {40 * MIB} were asked for" in done.stderr
+    assert (
+        f"{36 * MIB} bytes next to the memory that cannot be swapped out, but the task requests {40 * MIB}"
+        in done.stderr
+    )
 
 
-def test_what_sessions_bear_is_published_without_gaps(stack, client):
-    """As metering will read it: for each session stretches one after the other, the last of them marked."""
+def test_borne_memory_is_published_without_gaps(stack, client):
+    """The stream as metering reads it: contiguous intervals per session, with a mark at the last one."""
     each = client(TENANT="metered")
     each.do("x = torch.zeros(20 << 18, device='cuda'); torch.cuda.synchronize()")
     time.sleep(2.5)
@@ -268,7 +271,7 @@ def test_what_sessions_bear_is_published_without_gaps(stack, client):
     assert steady.own_byte_us <= steady.own * (steady.to_ns - steady.from_ns) // 1000 + 1
 
 
-def test_out_of_memory_is_cudas_error_and_says_who_holds_what(stack, client):
+def test_out_of_memory_raises_cuda_error_with_holders(stack, client):
     holder, asker = client(SWAP_FROM_VRAM=0, TENANT="a"), client(SWAP_FROM_VRAM=0, TENANT="b")
     holder.do("x = torch.zeros(60 << 18, device='cuda'); torch.cuda.synchronize()")
     said = asker.do("torch.zeros(50 << 18, device='cuda').sum().item()")

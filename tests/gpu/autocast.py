@@ -1,4 +1,4 @@
-"""Mixed precision: the types that every operator of CUDA's cast lists, and some of none, gives under float16 and bfloat16."""
+"""Mixed precision: result dtypes of every operator in CUDA's cast lists, and of some others, under float16 and bfloat16."""
 
 import contextlib
 import itertools
@@ -31,7 +31,7 @@ def cases(selection):
 
 @contextlib.contextmanager
 def casting(lower, fake):
-    """`torch.autocast`; without a GPU, what it does where there is one."""
+    """`torch.autocast`; without a GPU, its effect on a machine with a GPU."""
     if not fake:
         with torch.autocast("cuda", lower):
             yield
@@ -46,9 +46,9 @@ def casting(lower, fake):
 
 
 def dtypes(name, pair, lower, device, fake):
-    """Types of the call's results, or that it is refused.
+    """The dtypes of the call's results, or the refusal.
 
-    CUDA's casts are in CPU builds, too: without a GPU they are asked on fake tensors.
+    CPU builds contain CUDA's casts, too. Without a GPU, fake tensors show them.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())

@@ -1,7 +1,7 @@
-"""What a section is made of: cases, and which of them a process takes.
+"""The cases of a section, and the selection of cases for a process.
 
-A section is a module of this folder with a function ``cases(selection)`` that yields the same cases, by the same names, on both
-sides. It may ask neither Wooly nor torch.cuda outside of a case.
+A section is a module of this folder. Its function ``cases(selection)`` yields the same cases, with the same names, on both
+sides. Outside of a case, a section must not use Wooly or torch.cuda.
 """
 
 import fnmatch
@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-#: In the order in which they are printed. A further section is a module of this name here, and a line in this table. True: it has
+#: Sections in the order of the output. A further section is a module with this name in this folder, and a line in this table.
+#: True: the section has enough work for several processes per side.
 #: work enough for several processes a side.
 SECTIONS = {
     "operators": True,
@@ -30,7 +31,7 @@ UNKNOWN = object()
 
 @dataclass(frozen=True)
 class Raises:
-    """What CUDA is known to raise: the exception's type and its text (a whole line of it)."""
+    """An exception that CUDA is known to raise: its type and its text (one whole line)."""
 
     type: str
     text: str
@@ -38,17 +39,17 @@ class Raises:
 
 @dataclass(frozen=True)
 class Case:
-    """One thing that is done on both sides.
+    """One action that both sides perform.
 
     Attributes:
-        name: a group, a slash, and what tells it from the group's others.
-        run: does it on the device of this name ("cuda", or "cpu" for the truth of the CPU) and answers what is compared: tensors,
-            numbers, strings, in lists and dictionaries.
-        inputs: what it is done to: the sides must agree on it.
-        known: for what the CPU cannot be asked: CUDA's answer as we know it. With a GPU at hand, it is checked as well.
-        tolerances: dtype to (relative, absolute), where the usual ones do not fit.
-        kind_only: the values are random or a matter of taste, and only dtypes and shapes count.
-        exact_text: an exception's wording counts, not only its type and what sort of complaint it is.
+        name: the group, a slash, and a name inside the group.
+        run: performs the action on the device with this name ("cuda", or "cpu" for the truth of the CPU) and returns what is
+            compared: tensors, numbers and strings, in lists and dictionaries.
+        inputs: the inputs of the action; both sides must have the same ones.
+        known: CUDA's known answer, for actions that the CPU cannot perform. With a GPU, it is checked as well.
+        tolerances: (relative, absolute) by dtype, if the usual ones do not fit.
+        kind_only: only dtypes and shapes are compared, because the values are random or arbitrary.
+        exact_text: the exact text of an exception is compared, not only its type and topic.
     """
 
     name: str
@@ -66,12 +67,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Selection:
-    """Which groups of cases a process takes, and how many samples of each.
+    """The groups of cases that a process runs, and the number of samples of each.
 
     Attributes:
         truth: "cuda" or "cpu".
         side: "truth" or "ours".
-        samples: at most so many per group and dtype, where a section has any number of them.
+        samples: maximum number of samples per group and dtype, in sections with arbitrarily many.
         only: patterns of groups; empty: all.
         part, parts: this process takes every `parts`-th group.
     """
@@ -94,7 +95,7 @@ class Selection:
         return not self.only or any(fnmatch.fnmatchcase(group, pattern) for pattern in self.only)
 
 
-#: What a complaint is about, where two libraries word it in their own ways.
+#: Topics of error messages, for errors that two libraries word differently.
 COMPLAINTS = {
     "no kernel for the dtype": r"not (currently )?(implemented|supported) for|unsupported|(does not|not currently) support",
     "several devices": r"same device|on cpu|on cuda|at least two devices|different devices",
@@ -106,7 +107,7 @@ COMPLAINTS = {
 
 
 def complaint(text):
-    """What sort of complaint an exception's text is: the first that fits, or its first words."""
+    """The topic of an exception's text: the first matching topic, or the text's first words."""
     for kind, pattern in COMPLAINTS.items():
         if re.search(pattern, text, flags=re.IGNORECASE):
             return kind

@@ -1,7 +1,7 @@
-"""Runs the sections on both sides, compares, and prints the table. `run.sh` prepares the machine and starts this.
+"""Runs the sections on both sides, compares them, and prints the table. `run.sh` prepares the machine and starts this script.
 
-Exit status: 0, everything is as CUDA has it or is listed in `differences.txt`; 1, something is not, or a listed difference does
-not happen any more; 2, the check could not be run. Modules of `tests/conformance` must be on the path.
+Exit status: 0, every case is as on CUDA or listed in `differences.txt`; 1, a case is not, or a listed difference no longer
+happens; 2, the check could not run. The modules of `tests/conformance` must be on the path.
 """
 
 import argparse
@@ -35,9 +35,9 @@ _SHOWN = 200
 
 @dataclass(frozen=True)
 class Listed:
-    """A line ``truth section:pattern outcome: reason`` of the list: a difference that is known, and why it is there.
+    """A line ``truth section:pattern outcome: reason`` of the list: a known difference and its reason.
 
-    `truth` is cuda, cpu or any; `pattern` is of case names, as in a shell. The list may only shrink.
+    `truth` is cuda, cpu or any; `pattern` matches case names like a shell pattern. The list may only shrink.
     """
 
     truth: str
@@ -71,7 +71,7 @@ def listed():
 
 
 class Task:
-    """One side of one section, or of a part of it, until all its cases are done."""
+    """One side of a section, or of a part of a section, until all its cases are finished."""
 
     def __init__(self, options, folder, section, side, part, parts):
         self._out = folder / f"{section}-{side}-{part}"
@@ -84,7 +84,7 @@ class Task:
         self._argv += [word for pattern in options.only for word in ("--only", pattern)]
         self._environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
         if side == "ours" or options.truth == "cpu":
-            # Where "cuda" is ours there is no GPU, as on its users' machines.
+            # A machine of Wooly's users has no GPU, so our side sees none.
             self._environment[VISIBLE] = os.environ.get("CUDA_VISIBLE_DEVICES", "")
             self._environment["CUDA_VISIBLE_DEVICES"] = ""
 
@@ -92,10 +92,10 @@ class Task:
         return read(self._out.with_suffix(".records"))
 
     def run(self):
-        """Start the process, again after every crash, until it comes to its end.
+        """Start the process, and restart it after every crash, until all cases are finished.
 
         Raises:
-            RuntimeError: it ends without having done anything.
+            RuntimeError: the process ends without finishing a case.
         """
         died = ""
         while True:
@@ -107,7 +107,7 @@ class Task:
             in_a_case = self._out.with_suffix(".current").exists()
             if status != AGAIN and (len(self.results()) == before and not in_a_case):
                 raise RuntimeError(
-                    f"{self.section} ({self.side}) ends at once, {died}:\n{self.log.read_text()[-4000:]}"
+                    f"{self.section} ({self.side}) ended before its first case, {died}:\n{self.log.read_text()[-4000:]}"
                 )
 
     def _once(self, died):
@@ -135,7 +135,7 @@ def _ending(status):
 
 
 def run_sections(options, folder):
-    """Every section's tasks, done."""
+    """Run the tasks of every section."""
     tasks = []
     for section in options.sections:
         parts = max(1, options.jobs // 2) if SECTIONS[section] else 1
@@ -149,7 +149,7 @@ def run_sections(options, folder):
 
 
 def compare_section(section, tasks, options, lines):
-    """(row of the table, differences) of one section, from its tasks' results."""
+    """The table's row and the differences of one section, from the results of its tasks."""
     sides = {"truth": {}, "ours": {}}
     for task in tasks:
         if task.section == section:
@@ -183,7 +183,7 @@ def compare_section(section, tasks, options, lines):
 
 def table(rows):
     """The table as text."""
-    head = ("section", "cases", *_COUNTED, "listed", "worst deviation (1 = all that is allowed)")
+    head = ("section", "cases", *_COUNTED, "listed", "worst deviation (1 = the tolerance)")
     body = [
         (r["section"], *(str(r[c]) for c in ("cases", *_COUNTED, "listed")), f"{r['worst']:.2g} {r['worst_case']}")
         for r in rows
@@ -199,10 +199,10 @@ def table(rows):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("sections", nargs="*", metavar="section", help=f"of {', '.join(SECTIONS)}; none: all")
+    parser.add_argument("sections", nargs="*", metavar="section", help=f"one of {', '.join(SECTIONS)}; default: all")
     parser.add_argument("--truth", choices=("cuda", "cpu"), default="cuda", help="cpu: try the check without a GPU")
     parser.add_argument(
-        "--runtime", choices=("cpu", "cuda"), default="cpu", help="where our side computes; cuda: on the GPU, too"
+        "--runtime", choices=("cpu", "cuda"), default="cpu", help="device on which our side computes; cuda: the GPU"
     )
     parser.add_argument("--json", type=Path, help="write rows and differences to this file")
     parser.add_argument("--samples", type=int, default=SAMPLES, help=f"per operator and dtype ({SAMPLES})")
@@ -214,12 +214,12 @@ def main():
     options.sections = options.sections or list(SECTIONS)
     unknown = set(options.sections) - set(SECTIONS)
     if unknown:
-        parser.error(f"no section {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
+        parser.error(f"unknown section {', '.join(sorted(unknown))}; choose from {', '.join(SECTIONS)}")
     lines = listed()
     if options.truth == "cuda" and not torch.cuda.is_available():
         print("torch sees no GPU; --truth cpu tries the check without one", file=sys.stderr)
         return 2
-    truth = torch.cuda.get_device_name() if options.truth == "cuda" else "the CPU, and what CUDA is known to answer"
+    truth = torch.cuda.get_device_name() if options.truth == "cuda" else "the CPU, and CUDA's known answers"
     print(f"torch {torch.__version__}, Python {platform.python_version()}; truth: {truth}", flush=True)
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="wooly-gpu-") as folder:
@@ -240,7 +240,7 @@ def main():
 
 
 def report(options, rows, differences, lines):
-    """Print everything; the exit status."""
+    """Print rows and differences. Returns the exit status."""
     print("\n" + table(rows))
     new = [d for d in differences if d["reason"] is None]
     for d in new[:_SHOWN]:
@@ -254,11 +254,9 @@ def report(options, rows, differences, lines):
         )
     excluded = sum(len(r["excluded"]) for r in rows)
     if excluded:
-        print(
-            f"left out: {excluded} cases that end in a device-side assert on CUDA, which ends the whole program there"
-        )
+        print(f"left out: {excluded} cases that end the program on CUDA with a device-side assert")
     gone = []
-    # the list is of an executor that computes on the CPU: on a GPU, less may differ
+    # the list is for an executor that computes on the CPU: on a GPU, fewer cases may differ
     if not options.only and options.samples >= SAMPLES and options.runtime == "cpu":
         gone = [
             line
@@ -267,11 +265,11 @@ def report(options, rows, differences, lines):
         ]
     for line in gone:
         print(
-            f"listed, but does not happen: {line.truth} {line.section}:{line.pattern} {line.outcome}: take it off the list"
+            f"listed, but no longer happens: {line.truth} {line.section}:{line.pattern} {line.outcome}: remove it from the list"
         )
     empty = [r["section"] for r in rows if not r["cases"]]
     if empty:
-        print(f"no case was run in {', '.join(empty)}")
+        print(f"no case ran in {', '.join(empty)}")
     wrong = bool(new or gone or empty)
     print("DIFFERENT" if wrong else "as CUDA")
     return int(wrong)

@@ -1,4 +1,4 @@
-"""`torch.compile`: what it gives on our device, against CUDA without it, which needs no compiler on the machine."""
+"""`torch.compile`: results on our device, compared with uncompiled CUDA, which needs no compiler on the machine."""
 
 import torch
 from cases import Case
@@ -17,7 +17,7 @@ def cases(selection):
 
 
 def run(function, gradients, device, compiles):
-    """Three calls, the last of another size, with gradients of the inputs and the parameters."""
+    """Three calls, the last with another size; with gradients of the inputs and the parameters."""
     torch.manual_seed(0)
     torch._dynamo.reset()
     model = function().to(device)
@@ -37,7 +37,7 @@ def run(function, gradients, device, compiles):
 
 
 class Breaks(nn.Module):
-    """A value is read on the way, and decides."""
+    """A model that reads a value in the middle and branches on it."""
 
     def forward(self, x):
         x = torch.sin(x)

@@ -1,4 +1,4 @@
-"""Trains a small convolutional network on made digits and prints its losses as JSON. Ordinary PyTorch."""
+"""Trains a small convolutional network on generated digits and prints its losses as JSON. Ordinary PyTorch."""
 
 import argparse
 import json
@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 def made(count):
-    """Noisy pictures of ten shapes of 8×8, and which shape each is of."""
+    """Noisy images of ten shapes of 8×8, and the shape of each."""
     shapes = (torch.rand(10, 1, 8, 8) > 0.5).float()
     labels = torch.arange(count) % 10
     return shapes[labels] + torch.randn(count, 1, 8, 8) * 0.3, labels

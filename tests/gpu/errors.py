@@ -1,7 +1,8 @@
-"""What must fail: the operators' own error cases of PyTorch's database, and the mistakes that people make.
+"""Cases that must fail: error cases of PyTorch's operator database, and common mistakes.
 
-Cases whose error CUDA only finds inside a kernel (an index out of range, say) end in a device-side assert there, after which the
-program's CUDA context answers nothing any more. There is nothing to compare in them; ours name the error and live on.
+Some errors CUDA only finds inside a kernel, for example an index out of range. They end in a device-side assert, after which
+the program's CUDA context no longer works. These cases cannot be compared. On our device they raise an error that names the
+problem, and the process continues.
 """
 
 from itertools import islice
@@ -36,7 +37,7 @@ def cases(selection):
             yield Case(f"{key(op)}/{n}", run)
 
 
-#: How CUDA words it, with the argument's name, depends on the kernel that finds it first.
+#: CUDA's wording, with the argument's name, depends on the kernel that finds the error first.
 _ON_THE_HOST = Raises("RuntimeError", "Expected all tensors to be on the same device, but got weight is on cpu")
 
 
@@ -45,7 +46,7 @@ def _weight_on_the_host(device):
 
 
 def _on(make):
-    """A case that calls `make` with a function that moves to the device."""
+    """A case that calls `make` with a function that moves tensors to the device."""
     return lambda device: make(lambda *shape, **kwargs: to(torch.ones(*shape, **kwargs), device))
 
 

@@ -1,6 +1,6 @@
-"""What scripts ask of `torch.cuda`, tensors, generators and files: names, types, words, and what must hold between them.
+"""The use of `torch.cuda`, tensors, generators and files by scripts: names, types, texts, and the relations between them.
 
-Every case says what CUDA answers, for the CPU cannot be asked; with a GPU at hand that is checked, too.
+Every case states CUDA's answer, because the CPU cannot give it. With a GPU, the answer is checked, too.
 """
 
 import copy
@@ -15,7 +15,7 @@ _CASES = []
 
 
 def case(name, known, **kwargs):
-    """A decorator: the function is a case of which CUDA's answer is known."""
+    """A decorator: the function is a case with a known answer of CUDA."""
 
     def add(function):
         _CASES.append(Case(name, function, known=known, exact_text=True, **kwargs))
@@ -33,7 +33,7 @@ def _kind(value):
 
 
 def _raised(call):
-    """Type and first line of what a call raises."""
+    """The type and first line of the exception that a call raises."""
     try:
         call()
     except Exception as e:
@@ -85,22 +85,22 @@ def _(device):
     return [bool(torch.cuda.get_arch_list()), _kind(torch.cuda.get_arch_list())]
 
 
-@case("device/properties of one that is not there", Raises("AssertionError", "Invalid device id"))
+@case("device/properties of a missing device", Raises("AssertionError", "Invalid device id"))
 def _(device):
     torch.cuda.get_device_properties(99)
 
 
-@case("device/set one that is not there", Raises("AcceleratorError", "CUDA error: invalid device ordinal"))
+@case("device/set a missing device", Raises("AcceleratorError", "CUDA error: invalid device ordinal"))
 def _(device):
     torch.cuda.set_device(99)
 
 
-@case("device/tensor on one that is not there", Raises("AcceleratorError", "CUDA error: invalid device ordinal"))
+@case("device/tensor on a missing device", Raises("AcceleratorError", "CUDA error: invalid device ordinal"))
 def _(device):
     torch.zeros(1, device="cuda:99")
 
 
-@case("device/move to one that is not there", Raises("AcceleratorError", "CUDA error: invalid device ordinal"))
+@case("device/move to a missing device", Raises("AcceleratorError", "CUDA error: invalid device ordinal"))
 def _(device):
     torch.zeros(1).to("cuda:99")
 
@@ -262,7 +262,7 @@ def _(device):
     torch.cuda.Event(enable_timing=True).elapsed_time(torch.cuda.Event(enable_timing=True))
 
 
-@case("streams/event that nobody recorded is done", [True, True])
+@case("streams/unrecorded event is done", [True, True])
 def _(device):
     e = torch.cuda.Event()
     return [e.query(), e.synchronize() is None]
@@ -481,7 +481,7 @@ def _(device):
     return [a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr(), torch.stack([a[0], b[1]])]
 
 
-@case("files/to a device that is not there", ["RuntimeError", True])
+@case("files/to a missing device", ["RuntimeError", True])
 def _(device):
     kind, text = _raised(lambda: _through_a_file(torch.ones(2, device="cuda"), map_location="cuda:7"))
     return [kind, text.startswith("Attempting to deserialize object on CUDA device 7 but torch.cuda.device_count() is")]

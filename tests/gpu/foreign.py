@@ -1,7 +1,7 @@
-"""Kernels that people write themselves, on the executor's CUDA runtime: each against the same launched directly, and torch.
+"""Foreign kernels on the executor's CUDA runtime: each compared with a direct launch, and with torch.
 
-Triton launches one of its kernels here as it would anywhere; the text that it compiled is then what the executor is given.
-Modules of `tests/kernels` must be on the path.
+Triton launches one of its kernels in the usual way; the executor then gets the text that Triton compiled. The modules of
+`tests/kernels` must be on the path.
 """
 
 import statistics
@@ -42,20 +42,20 @@ C_SCALARS = {int: DType.I64, float: DType.F64, bool: DType.BOOL}
 
 
 class Kernel:
-    """One launch: what the executor is given, and the same done directly."""
+    """One launch: the executor's inputs, and a direct launch."""
 
     def __init__(self, source, entry, grid, block, given, options, direct, wanted, near=(1e-5, 1e-6), clear=()):
         self.source, self.entry, self.grid, self.block = source, entry, grid, block
-        #: Tensors, and (dtype, number).
+        #: Arguments: tensors, and (dtype, number).
         self.given, self.options = given, options
         self.direct, self.wanted, self.near = direct, wanted, near
-        #: What is 0 before a launch.
+        #: Tensors that are set to 0 before a launch.
         self.clear = [*clear, *[out for out, _ in wanted]]
 
     def program(self, *, unchecked, windows):
         """The program of one launch, its sources, and the tensors that its slots are bound to.
 
-        `windows`: (elements, first) of tensors of which it is given only so much, by their number.
+        `windows`: by argument number, (elements, first) of the part of a tensor that the launch gets.
         """
         raw = encode_source(self.source)
         tensors = [g for g in self.given if isinstance(g, torch.Tensor)]
@@ -73,7 +73,7 @@ class Kernel:
 
 
 def triton_kernel(jit, grid, values, constants, wanted, near=(1e-5, 1e-6), num_warps=4, clear=()):
-    """A launch of one of Triton's kernels."""
+    """A launch of a Triton kernel."""
 
     def direct():
         return jit[grid](*values, **constants, num_warps=num_warps)
@@ -107,7 +107,7 @@ def c_kernel(text, entry, grid, block, values, wanted, near=(0, 0), shared=0):
 
 
 def kernels(device):
-    """Names, and what makes each launch."""
+    """The kernels by name, each with the function that makes its launch."""
     import cuda_kernels
     import triton_kernels as t
     from triton import cdiv
@@ -168,7 +168,7 @@ def kernels(device):
         x = randn(1 << 22)
         out = torch.empty_like(x)
         values = (x, out, 1 << 22, 0.5, 7)
-        # which elements are kept is Triton's own random numbers' business: those that are, are doubled
+        # Triton's random numbers decide which elements are kept; the kept ones are doubled
         wanted = [(out, lambda: torch.where(out != 0, 2 * x, 0.0))]
         return triton_kernel(t.dropout_kernel, (cdiv(1 << 22, 512),), values, {"BLOCK": 512}, wanted)
 
@@ -224,19 +224,19 @@ def kernels(device):
 
 
 def prepared(gpu, kernel, *, unchecked=False, windows=None):
-    """What runs a kernel on the runtime, compiled, with the buffers that it runs on."""
+    """Compile a kernel for the runtime. Returns the prepared program and its buffers."""
     program, sources, tensors = kernel.program(unchecked=unchecked, windows=windows or {})
     ready = ProgramStore(gpu.runtime).define(encode_program(program), sources, Author("", opaque=True))
     for made in ready.kernels:
         done = threading.Event()
         if made.then(done.set):
-            assert done.wait(300), "it is not compiled within 300 s"
+            assert done.wait(300), "the kernel was not compiled within 300 s"
     buffers = {k: Buffer(t.nbytes, t.view(-1).view(torch.uint8)) for k, t in enumerate(tensors)}
     return ready.prepared, buffers, tensors
 
 
 def check(gpu, names=()):
-    """Every kernel once: right, or an error. Returns what failed."""
+    """Run every kernel once and check its results. Returns the failures."""
     failed = []
     for name, make in kernels(gpu.device).items():
         if names and name not in names:
@@ -258,7 +258,7 @@ def check(gpu, names=()):
 
 
 def speed(gpu, device_ns, settle, timed):
-    """Rows: kernel, ours with checks, ours without, launched directly, in us."""
+    """Rows: kernel, time with guards, without guards, and of a direct launch, in us."""
     rows = []
     print(f"  {'':24} {'ours us':>9} {'unchecked':>9} {'direct us':>9} {'x direct':>8}")
     for name, make in kernels(gpu.device).items():
@@ -290,26 +290,26 @@ def speed(gpu, device_ns, settle, timed):
 
 
 def walls(gpu):
-    """What a kernel must not do is an error of its launch, and nothing of the device's."""
+    """Forbidden accesses of a kernel fail its launch only; the device continues."""
     import triton_kernels as t
 
     n = 1 << 12
     x, memory = torch.ones(16 * 1024, device=gpu.device), torch.zeros(16 * 1024, device=gpu.device)
     kernel = triton_kernel(t.add_kernel, (16,), (x, x, memory, 16 * 1024), {"BLOCK": 1024}, [])
     memory.zero_()
-    ran, buffers, _ = prepared(gpu, kernel, windows={2: (n, n)})  # the second quarter of it
+    ran, buffers, _ = prepared(gpu, kernel, windows={2: (n, n)})  # only the second quarter
     try:
         gpu.run(ran, buffers)
     except AssertionError as e:
         assert "beyond the buffer that the launch was given" in str(e), e
     else:
-        raise AssertionError("nothing was said of stores out of bounds")
+        raise AssertionError("stores out of bounds raised no error")
     assert not memory[:n].any() and not memory[2 * n :].any(), "memory that the launch was not given was written"
     assert torch.equal(memory[n : 2 * n], torch.full((n,), 2.0, device=gpu.device))
 
 
 def time_limit(gpu):
-    """A loop without an end is told to end, and the device goes on."""
+    """An endless loop is stopped, and the device continues."""
     kernel = Kernel(
         Source("ttir", ENDLESS), "spin", (1, 1, 1), (1, 1, 1), [torch.zeros(4, device=gpu.device)], {}, None, []
     )
@@ -320,7 +320,7 @@ def time_limit(gpu):
     except AssertionError as e:
         assert "kernel spin on a grid of 1, 1, 1: stopped because it took more than 1 s" in str(e), e
     else:
-        raise AssertionError("it has ended by itself")
+        raise AssertionError("the endless loop ended by itself")
     finally:
         gpu.runtime.kernel_s = limit
     assert torch.ones(2, device=gpu.device).sum().item() == 2

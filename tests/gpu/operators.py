@@ -29,7 +29,7 @@ def cases(selection):
 
 
 def samples(op, dtype, limit):
-    """The database's first samples; of a dtype that the operator does not take, one, if any can be made."""
+    """The database's first samples; for an unsupported dtype one sample, if the database can make one."""
     torch.manual_seed(0)
     claimed = dtype in op.dtypes
     try:
@@ -37,7 +37,7 @@ def samples(op, dtype, limit):
             islice(op.sample_inputs("cpu", dtype, requires_grad=claimed and grows(op, dtype)), limit if claimed else 1)
         )
     except Exception:
-        return []  # there is nothing to call it with
+        return []  # the database has no sample for this dtype
     made = []
     for sample in found:
         one = Sample(op, sample)
@@ -47,14 +47,14 @@ def samples(op, dtype, limit):
 
 
 def grows(op, dtype):
-    """Whether gradients are asked for. The CPU's claims are the same on both sides; CUDA's depend on the GPU that is there."""
+    """Whether to compute gradients. Both sides use the CPU's claims, because CUDA's depend on the GPU."""
     return op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
 
 
 def call(op, dtype, sample, device):
     first, args, kwargs = sample.on(device, True)
     result = function_of(op)(first, *args, **kwargs)
-    # What a library may choose (signs of singular vectors, say) is taken out of the comparison, as the database does it.
+    # The database hides results that a library may choose freely, such as signs of singular vectors.
     comparable = sample.comparable(result)
     if sample.random or key(op) in RANDOM | UNDEFINED or not grows(op, dtype):
         return {"result": comparable}
@@ -71,7 +71,7 @@ def call(op, dtype, sample, device):
 
 
 def expectations(op):
-    """What PyTorch itself expects when it compares CUDA with the CPU: tolerances, and whether the values are alike at all."""
+    """PyTorch's own expectations for CUDA and the CPU: tolerances, and whether the values are comparable at all."""
     tolerances, alike = {}, True
     for decorator in op.decorators:
         inside = [decorator]

@@ -1,4 +1,4 @@
-"""Results on their way from the process that got them to the one that compares: plain tensors, numbers and strings in a file."""
+"""Results that one process writes and another one compares: plain tensors, numbers and strings in a file."""
 
 import io
 import struct
@@ -11,7 +11,7 @@ _LENGTH = struct.Struct("<Q")
 
 
 def plain(value):
-    """`value` made of host tensors, numbers, strings, None, lists and dictionaries alone. Waits for the device."""
+    """`value` as host tensors, numbers, strings, None, lists and dictionaries only. Waits for the device."""
     if isinstance(value, torch.Tensor):
         t = value.detach()
         t = t.to_dense() if t.layout is not torch.strided else t
@@ -32,7 +32,7 @@ def plain(value):
 
 
 def digest(value):
-    """A number that tells inputs apart."""
+    """A number that differs for different inputs."""
     found = 0
     for leaf in tree_flatten(value)[0]:
         if isinstance(leaf, torch.Tensor):
@@ -53,7 +53,7 @@ def append(path, records):
 
 
 def read(path):
-    """All records of a file, by name. The end of a process that was killed while it wrote is left out."""
+    """All records of a file, by name. A record that a killed process left incomplete is ignored."""
     found = {}
     if not path.exists():
         return found

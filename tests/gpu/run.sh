@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Holds what "cuda" means with Wooly against a real GPU: one command for a machine with an NVIDIA GPU, Python and torch.
+# Compares "cuda" under Wooly with a real GPU: one command for a machine with an NVIDIA GPU, Python and torch.
 # Needs no network if it is given a folder of wheels (`make gpu-wheels` collects them). Leaves nothing behind.
 set -euo pipefail
 
@@ -8,13 +8,13 @@ usage() {
 usage: tests/gpu/run.sh [--wheels DIR] [--python PY] [--truth cuda|cpu] [--json FILE]
                         [--samples N] [--jobs N] [--only PATTERN]... [--runtime cpu|cuda] [section...]
 
-  --wheels DIR     take dependencies from this folder, not from the network (default: .gpu-wheels, where there is one)
-  --python PY      an interpreter that has torch (default: the first of python3.12, python3.11, python3, python that has)
-  --runtime cuda   Wooly's side computes on the GPU, too: through the executor's CUDA runtime (default: on the CPU)
-  --truth cpu      try the check where there is no GPU
-  --json FILE      write the rows and all differences there
+  --wheels DIR     take dependencies from this folder, not from the network (default: .gpu-wheels, if it exists)
+  --python PY      an interpreter with torch (default: the first of python3.12, python3.11, python3, python with torch)
+  --runtime cuda   Wooly's side computes on the GPU, too, with the executor's CUDA runtime (default: on the CPU)
+  --truth cpu      try the check without a GPU
+  --json FILE      write the rows and all differences to FILE
   --samples N      samples per operator and dtype
-  --jobs N         processes at a time
+  --jobs N         number of parallel processes
   --only PATTERN   groups of cases, such as 'mm' or 'nn.functional.*'
   section          operators autocast training facade errors compiled script, or runtime, or runtime:NAME with NAME of
                    facts bytes_to_and_fro library kernels interop complaints arguments events graphs
@@ -33,7 +33,7 @@ while (($#)); do
     case $1 in
         -h | --help) usage; exit 0 ;;
         --wheels | --python | --truth | --json | --samples | --jobs | --only | --runtime)
-            (($# > 1)) || fail "$1 needs a value; --help says which"
+            (($# > 1)) || fail "$1 needs a value; see --help"
             case $1 in
                 --wheels) wheels=$2 ;;
                 --python) python=$2 ;;
@@ -43,16 +43,16 @@ while (($#)); do
             esac
             shift 2
             ;;
-        -*) fail "there is no option $1; --help lists them" ;;
+        -*) fail "unknown option $1; see --help" ;;
         runtime) only_runtime+=(all); all=0; shift ;;
         runtime:*) only_runtime+=("$1"); runtime+=("${1#runtime:}"); all=0; shift ;;
         *) options+=("$1"); all=0; shift ;;
     esac
 done
-[[ $truth == cuda || $truth == cpu ]] || fail "--truth is cuda or cpu, not '$truth'"
+[[ $truth == cuda || $truth == cpu ]] || fail "--truth must be cuda or cpu, not '$truth'"
 [[ -n $wheels || ! -d $root/.gpu-wheels ]] || wheels=$root/.gpu-wheels
 if [[ -n $wheels ]]; then
-    compgen -G "$wheels/*.whl" >/dev/null || fail "there are no wheels in $wheels: collect them with 'make gpu-wheels' where there is a network"
+    compgen -G "$wheels/*.whl" >/dev/null || fail "there are no wheels in $wheels: collect them with 'make gpu-wheels' on a machine with a network"
     wheels=$(cd "$wheels" && pwd)
 fi
 
@@ -64,8 +64,8 @@ has_torch() {
     "$1" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torch") is None)' 2>/dev/null
 }
 if [[ -n $python ]]; then
-    command -v "$python" >/dev/null || fail "there is no interpreter '$python'"
-    fits "$python" || fail "$python is $("$python" --version 2>&1); Python 3.11 or 3.12 is needed"
+    command -v "$python" >/dev/null || fail "the interpreter '$python' does not exist"
+    fits "$python" || fail "$python is $("$python" --version 2>&1); Python 3.11 or 3.12 is required"
     has_torch "$python" || fail "$python has no torch: install it there, or name another interpreter with --python"
 else
     for candidate in python3.12 python3.11 python3 python; do
@@ -74,7 +74,7 @@ else
             break
         fi
     done
-    [[ -n $python ]] || fail "none of python3.12, python3.11, python3 and python is Python 3.11 or 3.12 with torch: name one with --python"
+    [[ -n $python ]] || fail "no Python 3.11 or 3.12 with torch was found (python3.12, python3.11, python3, python): name one with --python"
 fi
 python=$("$python" -c 'import sys; print(sys.executable)')
 "$python" - "$truth" <<'PY' || exit 2
@@ -90,10 +90,10 @@ except Exception as e:
     fail(f"{sys.executable} has a torch that cannot be imported: {type(e).__name__}: {e}")
 version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 if not (2, 11) <= version <= (2, 13):
-    print(f"gpu check: torch {torch.__version__}; Wooly is checked against 2.11 to 2.13", file=sys.stderr)
+    print(f"gpu check: torch {torch.__version__}; Wooly is tested with 2.11 to 2.13", file=sys.stderr)
 if sys.argv[1] == "cuda":
     if torch.version.cuda is None:
-        fail(f"torch {torch.__version__} is a build without CUDA: install one with it, or try the check with --truth cpu")
+        fail(f"torch {torch.__version__} is a build without CUDA: install a build with CUDA, or try the check with --truth cpu")
     if not torch.cuda.is_available():
         fail(f"torch {torch.__version__} (CUDA {torch.version.cuda}) sees no GPU: does nvidia-smi show one, is CUDA_VISIBLE_DEVICES "
              "set, is the driver recent enough? Or try the check with --truth cpu")
@@ -103,20 +103,20 @@ if sys.argv[1] == "cuda":
         fail(f"the GPU does not compute: {type(e).__name__}: {str(e).splitlines()[0]}")
 PY
 
-# -- an environment of its own on top of the interpreter's ----------------------------------------------------------------
+# -- a new environment on top of the interpreter's ----------------------------------------------------------------------
 work=$(mktemp -d "${TMPDIR:-/tmp}/wooly-gpu-env.XXXXXX")
 trap 'rm -rf "$work"' EXIT
 unset PYTHONPATH PYTHONHOME
 "$python" -m venv --without-pip "$work/env" || fail "cannot make a virtual environment with $python"
 ours=$work/env/bin/python
-# Not --system-site-packages: where the interpreter is in a virtual environment itself, those are not its own.
+# Not --system-site-packages: if the interpreter is in a virtual environment, that option would skip its packages.
 "$python" -c 'import site; print("\n".join(site.getsitepackages()))' > \
     "$("$ours" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/of-the-machine.pth"
 "$python" -m pip --version >/dev/null 2>&1 || fail "$python has no pip: install it (on Debian or Ubuntu: apt-get install python3-pip)"
 pip() {
     "$python" -m pip --python "$ours" --quiet --disable-pip-version-check "$@"
 }
-# torch and what comes with it are the machine's.
+# torch and its dependencies come from the machine.
 grep -vE '^(torch|numpy|scipy)==' "$root/constraints.txt" >"$work/constraints.txt"
 source=(-c "$work/constraints.txt")
 [[ -z $wheels ]] || source+=(--no-index --find-links "$wheels")
@@ -128,7 +128,7 @@ pip install --no-index --no-deps --no-build-isolation --no-cache-dir \
     fail "Wooly's own packages could not be installed from $root"
 
 # -- the check ------------------------------------------------------------------------------------------------------------
-# Sections of the CUDA runtime (runtime, or runtime:NAME) are another script's; what fails in one hides nothing of the other.
+# Another script runs the sections of the CUDA runtime (runtime, or runtime:NAME), even if the first script fails.
 status=0
 if ((! ${#only_runtime[@]})); then
     PYTHONPATH=tests/conformance "$ours" tests/gpu/check.py --truth "$truth" ${options[@]+"${options[@]}"} || status=$?

@@ -1,6 +1,6 @@
-"""The executor's CUDA runtime in this process: each section by itself, then how fast it is. `run.sh` starts this.
+"""The executor's CUDA runtime in this process: each section by itself, then a benchmark. `run.sh` starts this script.
 
-Exit status: 0, every section is right; 1, one is not (its traceback is printed, the others go on); 2, no CUDA runtime.
+Exit status: 0, every section is right; 1, a section is wrong (its traceback is printed, the others run); 2, no CUDA runtime.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from wooly_wis.codec import encode_program
 from wooly_wis.dtypes import DType
 
 F32, I64 = DType.F32, DType.I64
-#: Runs that settle what a program's steps are, and capture its graphs.
+#: Warm-up runs, after which a program's steps are fixed and its graphs are captured.
 SETTLE, TIMED = 40, 30
 
 
@@ -47,7 +47,7 @@ class Gpu:
         return self.store.define(encode_program(program)).prepared
 
     def plan(self, program, params):
-        """The program as generated kernels, built by NVRTC for this chip."""
+        """The program as generated kernels, built by NVRTC for this GPU."""
         ready, target = self.store.define(encode_program(program)), self.runtime.target()
         plan = compile_program(program, params=list(params), checks=True, biases=True)
         codes = []
@@ -59,11 +59,11 @@ class Gpu:
         return self.runtime.load(artifact, program, ready.facts)
 
     def buffers(self, contents, slots):
-        """`contents`: by the slots of the tape; `slots`: what these are in the program."""
+        """Buffers for `contents` (by the tape's slots); `slots` maps them to the program's slots."""
         return {slots[s]: Buffer(t.nbytes, t.to(self.device, copy=True)) for s, t in contents.items()}
 
     def run(self, prepared, buffers, params=()):
-        """Ns on the device; raises what failed."""
+        """Run a program. Returns the device time in ns; raises the failure of a step."""
         n = prepared.program.n_slots
         for slot in [s for s in buffers if prepared.facts.slot_alloc[s] is not None]:
             del buffers[slot]
@@ -116,7 +116,7 @@ def layer_norm(rows=8192, columns=1024):
 
 
 def adamw(n=10_000_000):
-    """One step on a flat parameter, as PyTorch's formula has it (bias corrections are numbers of the run)."""
+    """One step on a flat parameter, by PyTorch's formula (the bias corrections are params)."""
     t = Tape()
     p, g, m, v = (t.input(F32, n) for _ in range(4))
     t.op("mul", p, 1 - 1e-3 * 1e-2, into=p)
@@ -181,21 +181,21 @@ def bytes_to_and_fro(gpu):
 
 
 def library(gpu):
-    """Tier 0 against torch.cuda itself: the same operators, so the same bits."""
+    """Tier 0 compared with torch.cuda: the same operators, so the same bits."""
     for name, make in SMALL.items():
         t, y, given, eager, _ = make()
         program, slots = t.program()
         buffers = gpu.buffers(given, slots)
         wanted = [x.to(gpu.device, copy=True) for x in given.values()]
         gpu.run(gpu.tier0(program), buffers, t.params)
-        if name == "adamw":  # torch contracts here, the program has one operator after the other
+        if name == "adamw":  # torch contracts operations here, the program has single operators
             torch.testing.assert_close(result(buffers, slots, y), eager(*wanted))
         else:
             assert torch.equal(result(buffers, slots, y), eager(*wanted)), name
 
 
 def kernels(gpu):
-    """Generated kernels on the library's memory and stream, with tier 0's results."""
+    """Generated kernels on the library's memory and stream give tier 0's results."""
     for make in SMALL.values():
         t, y, given, eager, _ = make()
         program, slots = t.program()
@@ -207,7 +207,7 @@ def kernels(gpu):
 
 
 def interop(gpu):
-    """A product of the library's between kernels of ours, in one run and one stream."""
+    """A library product between our kernels, in one run and on one stream."""
     t = Tape()
     x, w = t.input(F32, 64, 48), t.input(F32, 48, 32)
     y = t.op("relu", t.op("matmul", t.op("exp", x), w))
@@ -222,7 +222,7 @@ def interop(gpu):
 
 
 def complaints(gpu):
-    """An index out of range is an error of its instruction, and nothing of the device's: of our kernels, and of the library."""
+    """An index out of range fails its instruction but not the device, in our kernels and in the library."""
     t = Tape()
     w, i = t.input(F32, 5, 3), t.input(I64, 4)
     y = t.op("embedding", w, i)
@@ -240,7 +240,7 @@ def complaints(gpu):
 
 
 def graphs(gpu):
-    """Steady programs are replayed, with the results that they had before."""
+    """Steady programs are replayed as graphs, with the same results as before."""
     t = Tape()
     x = t.input(F32, 128, 128)
     held = x
@@ -259,12 +259,12 @@ def graphs(gpu):
             seen.append(buffers[slots[0]].base.clone())
         replayed = gpu.runtime.graphs.replayed - before
         print(f"  {replayed} replays; {times[10] / 1e3:.0f} us before, {times[-1] / 1e3:.0f} us after")
-        assert replayed, "nothing was replayed: were addresses not the same from run to run?"
+        assert replayed, "no graph was replayed: addresses probably changed from run to run"
         assert all(torch.equal(s, seen[0]) for s in seen)
 
 
 def events(gpu):
-    """The runtime's clock is the device's: what it says of a known delay, and what a mark costs."""
+    """The runtime's clock is the device's clock: its value for a known delay, and the cost of a mark."""
     x = torch.randn(4096, 4096, device=gpu.device)
     for _ in range(3):
         x @ x
@@ -288,7 +288,7 @@ def events(gpu):
 
 
 def arguments(gpu):
-    """The driver says of every kernel what parameters it has: `load` holds that against what is packed."""
+    """`load` compares the driver's list of a kernel's parameters with the packed arguments."""
     from wooly_executor.errors import OperationError
 
     t, *_ = gelu(8, 8)
@@ -304,17 +304,17 @@ def arguments(gpu):
     except OperationError as e:
         print(f"  {e}")
     else:
-        print("  (this driver does not tell parameters: it is from before CUDA 12.4)")
+        print("  (this driver does not list parameters: it is older than CUDA 12.4)")
 
 
 def foreign_kernels(gpu):
-    """The well-known kernels of `tests/kernels`, as scripts bring them: right against torch."""
+    """The kernels of `tests/kernels`, compared with torch."""
     failed = foreign.check(gpu)
     assert not failed, ", ".join(failed)
 
 
 def foreign_walls(gpu):
-    """Scripts' kernels touch nothing but what they are given, and end."""
+    """Foreign kernels access only their own arguments, and end in time."""
     foreign.walls(gpu)
     foreign.time_limit(gpu)
 
@@ -341,7 +341,7 @@ SECTIONS = {
 
 
 def device_ns(call):
-    """Median device time of a call, of `TIMED` after some that warm up."""
+    """Median device time of `TIMED` calls, after some warm-up calls."""
     found = []
     for k in range(TIMED + 10):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -355,7 +355,7 @@ def device_ns(call):
 
 
 def speed(gpu):
-    """Rows: program, ours, eager, inductor in us; ratios; share of the card's bandwidth that a copy reaches."""
+    """Rows: program, ours, eager, inductor in us; ratios; share of the bandwidth of a copy."""
     large = torch.empty(256 << 20, dtype=torch.uint8, device=gpu.device)
     other = torch.empty_like(large)
     copied = 2 * large.nbytes / device_ns(lambda: other.copy_(large))  # bytes per ns
@@ -400,12 +400,14 @@ def speed(gpu):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("sections", nargs="*", metavar="section", help=f"of {', '.join(SECTIONS)}, speed; none: all")
+    parser.add_argument(
+        "sections", nargs="*", metavar="section", help=f"one of {', '.join(SECTIONS)}, speed; default: all"
+    )
     parser.add_argument("--json", type=Path, help="write verdicts and rows to this file")
     options = parser.parse_args()
     unknown = set(options.sections) - {*SECTIONS, "speed"}
     if unknown:
-        parser.error(f"no section {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}, speed")
+        parser.error(f"unknown section {', '.join(sorted(unknown))}; choose from {', '.join(SECTIONS)}, speed")
     try:
         gpu = Gpu()
     except MissingDriverError as e:

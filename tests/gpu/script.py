@@ -1,4 +1,4 @@
-"""A training script from end to end as a user runs it: `python digits.py` with CUDA, `wooly run digits.py` without."""
+"""A whole training script as a user runs it: `python digits.py` with CUDA, `wooly run digits.py` without."""
 
 import json
 import os
@@ -15,7 +15,7 @@ _SCRIPT = Path(__file__).with_name("digits.py")
 
 def cases(selection):
     if selection.takes("digits"):
-        # Losses of AdamW drift apart from rounding alone; a wrong gradient or step is far beyond this.
+        # AdamW's losses differ by rounding alone; a wrong gradient or step differs far more than this tolerance.
         allowed = {torch.float32: (5e-2, 2e-2), torch.float64: (5e-2, 2e-2)}
         yield Case("digits/three epochs", lambda device: run(device, selection.side), tolerances=allowed)
 

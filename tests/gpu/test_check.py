@@ -1,4 +1,4 @@
-"""The check of a real GPU, tried where there is none: the truth is the CPU's, and what CUDA is known to answer."""
+"""The check for real GPUs, tested without a GPU: the truth is the CPU, and CUDA's known answers."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import pytest
 pytestmark = pytest.mark.connected
 HERE = Path(__file__).parent
 
-#: What Python runs first in every process of a check: the executor multiplies wrongly, the client dies of a negated float32.
+#: Python runs this first in every process of a check: the executor multiplies wrongly, and the client crashes at neg(float32).
 SABOTAGE = """
 import sys
 
@@ -31,7 +31,7 @@ if any(a.endswith("worker.py") for a in argv) and "ours" in argv:
 
 
 def check(*options, path=(), folder):
-    """(exit status, what was printed, the JSON)."""
+    """(exit status, output, the JSON)."""
     file = folder / "found.json"
     paths = [*map(str, path), str(HERE.parent / "conformance"), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
@@ -50,7 +50,7 @@ def only(*patterns):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_some_cases_equal_the_truth(tmp_path):
+def test_check_with_equal_cases_passes(tmp_path):
     options = ["operators", "facade", "--samples", "2", *only("add", "softmax*", "linalg.svd")]
     status, said, found = check(*options, *only("device", "memory", "streams", "random", "files"), folder=tmp_path)
     assert status == 0, said
@@ -61,7 +61,7 @@ def test_some_cases_equal_the_truth(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_wrong_numbers_and_crashes_are_told(tmp_path):
+def test_check_reports_wrong_numbers_and_crashes(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(SABOTAGE)
     options = ["operators", "--samples", "1", *only("add", "mm", "neg")]
     status, said, found = check(*options, path=[tmp_path], folder=tmp_path)
@@ -69,7 +69,7 @@ def test_wrong_numbers_and_crashes_are_told(tmp_path):
     outcomes = {d["case"]: d["outcome"] for d in found["differences"]}
     assert outcomes.pop("mm/float32/0") == "values"
     assert outcomes.pop("neg/float32/0") == "crash"
-    assert {case.split("/")[0] for case in outcomes} <= {"mm"}  # the others are right, also after the crash
+    assert {case.split("/")[0] for case in outcomes} <= {"mm"}  # other cases are right, even after the crash
     (row,) = found["rows"]
     assert row["different"] == len(found["differences"]) and row["same"] >= 5
     assert "operators:mm/float32/0 values: result: differs by up to" in said
@@ -86,7 +86,7 @@ def test_list_is_sorted_and_every_line_has_a_reason():
         assert truth in ("any", "cpu", "cuda") and ":" in where and outcome and reason.strip(), line
 
 
-def test_script_names_what_is_missing(tmp_path):
+def test_check_script_names_missing_parts(tmp_path):
     def said(*options, **environment):
         done = subprocess.run(
             [str(HERE / "run.sh"), *options], capture_output=True, text=True, env=os.environ | environment
@@ -95,17 +95,17 @@ def test_script_names_what_is_missing(tmp_path):
 
     assert said("--wheels", str(tmp_path), "--truth", "cpu") == (
         2,
-        f"gpu check: there are no wheels in {tmp_path}: collect them with 'make gpu-wheels' where there is a network\n",
+        f"gpu check: there are no wheels in {tmp_path}: collect them with 'make gpu-wheels' on a machine with a network\n",
     )
     assert said("--python", "/no/such/python")[0] == 2
     status, text = said("--python", sys.executable, CUDA_VISIBLE_DEVICES="")
     assert status == 2 and "--truth cpu" in text
-    assert said("--truth", "tpu") == (2, "gpu check: --truth is cuda or cpu, not 'tpu'\n")
+    assert said("--truth", "tpu") == (2, "gpu check: --truth must be cuda or cpu, not 'tpu'\n")
 
 
 @pytest.mark.slow
-def test_rows_of_scripts_kernels_can_be_made_without_a_gpu(tmp_path, monkeypatch):
-    """In CUDA C, on the CPU's runtime: what launches them on a GPU is then only the runtime and Triton."""
+def test_speed_rows_of_kernels_work_without_gpu(tmp_path, monkeypatch):
+    """In CUDA C, on the CPU's runtime. Only the runtime and Triton differ on a GPU."""
     pytest.importorskip("pyopencl", reason="kernels run through OpenCL: pip install 'pyopencl[pocl]'")
     pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
     for folder in (HERE.parent / "kernels", HERE):
@@ -124,7 +124,7 @@ def test_rows_of_scripts_kernels_can_be_made_without_a_gpu(tmp_path, monkeypatch
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_every_case_equals_the_truth_or_is_listed(tmp_path):
+def test_check_of_all_cases_has_only_listed_differences(tmp_path):
     status, said, found = check(folder=tmp_path)
     assert status == 0, said
     assert len(found["rows"]) == 7

@@ -139,7 +139,7 @@ NETWORKS = {"mlp": _mlp, "convolutions": _convolutions, "attention": Attends, "l
 
 
 def train(make, low, device):
-    """Losses of some steps of AdamW with clipped gradients, mixed precision and scaling where `low` is not float32."""
+    """Losses of some AdamW steps with clipped gradients; with mixed precision and scaling if `low` is not float32."""
     torch.manual_seed(0)
     model = make().to(device)
     x, y = torch.randn(32, 16).to(device), torch.randint(0, 5, (32,)).to(device)

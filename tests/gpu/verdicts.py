@@ -1,19 +1,19 @@
-"""Holds what "cuda" answers here against what CUDA answers.
+"""Compares the answers of "cuda" under Wooly with CUDA's answers.
 
-Outcomes, and the columns of the table that they are counted in:
+Outcomes, and the columns of the table in which they count:
 
 ===========  ===========  =============================================================================================
 same         same         the same bits; or the same exception
-close        close        floating numbers within the dtype's tolerance
+close        close        floating-point numbers within the dtype's tolerance
 unsupported  unsupported  NotImplementedError, or no kernel for the dtype, where CUDA computes
-values       different    numbers beyond the tolerance, other integers, other words
+values       different    numbers beyond the tolerance, other integers, other texts
 kind         different    another dtype, shape or structure
 raises       different    another exception where CUDA computes
 refused      different    a result where CUDA raises
-message      different    an exception where CUDA raises one, too, but of another type or about something else
+message      different    an exception where CUDA raises one, too, but of another type or topic
 crash        different    a process died or hung
-known        different    CUDA does not answer what the section says that it does
-inputs       different    the sides did not do the same thing: a fault of the section
+known        different    CUDA's answer is not the one that the section states
+inputs       different    the sides had different inputs: a fault of the section
 ===========  ===========  =============================================================================================
 """
 
@@ -25,8 +25,8 @@ from cases import COMPLAINTS, complaint
 from comparison import wording
 
 COLUMNS = {"same": "same", "close": "close", "unsupported": "unsupported"}
-#: Relative and absolute. PyTorch's own comparison of whole operators on both devices allows 1e-3 for float32; other libraries
-#: sum in other orders, and an exponential of theirs may be an ulp or two off.
+#: Relative and absolute tolerance. PyTorch's own comparison of whole operators on both devices allows 1e-3 for float32. Other
+#: libraries sum in another order, and their exponential may differ by one or two units in the last place.
 TOLERANCES = {
     torch.float16: (1e-2, 1e-2),
     torch.bfloat16: (5e-2, 5e-2),
@@ -36,18 +36,18 @@ TOLERANCES = {
     torch.complex64: (1e-3, 1e-3),
     torch.complex128: (1e-6, 1e-6),
 }
-#: What a case ends in that leaves nothing to compare: it ends CUDA's context, and with it the program.
+#: Errors after which nothing can be compared: they end CUDA's context, and with it the program.
 ASSERTED = "device-side assert"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of one case.
+    """The verdict on one case.
 
     Attributes:
-        outcome: as above.
-        detail: for people.
-        deviation: the largest difference between floating numbers, as a share of what is allowed.
+        outcome: see above.
+        detail: a text for the report.
+        deviation: the largest difference between floating-point numbers, as a share of the tolerance.
     """
 
     outcome: str
@@ -56,7 +56,7 @@ class Verdict:
 
 
 def judge(theirs, ours):
-    """The verdict on two records of one case; None where nothing can be compared."""
+    """The verdict on two records of one case; None if they cannot be compared."""
     for side, record in (("CUDA", theirs), ("ours", ours)):
         if record is None:
             return Verdict("inputs", f"{side} does not have this case")
@@ -67,7 +67,7 @@ def judge(theirs, ours):
     if "inputs" in theirs and "inputs" in ours and theirs["inputs"] != ours["inputs"]:
         return Verdict("inputs", "the sides' inputs differ")
     if "known" in theirs and (wrong := _judge(theirs["known"] | {"name": ""}, theirs)).outcome not in ("same", "close"):
-        return Verdict("known", f"the section takes CUDA to answer otherwise: {wrong.detail}")
+        return Verdict("known", f"the section states another answer of CUDA: {wrong.detail}")
     return _judge(theirs, ours)
 
 
@@ -90,19 +90,19 @@ def _line(kind, text):
 
 def _errors(theirs, ours, exact):
     a, b = wording(theirs[1]), wording(ours[1])
-    if "CUDA error" in theirs[1]:  # what follows is advice on debugging kernels
+    if "CUDA error" in theirs[1]:  # the rest is advice on debugging kernels
         a, b = a.splitlines()[0], b.splitlines()[0]
     if theirs[0] == ours[0] and (a == b or (not exact and complaint(a) == complaint(b))):
         return Verdict("same")
     if ours[2] and theirs[2]:
-        return Verdict("same")  # there is no such kernel on either side
+        return Verdict("same")  # neither side has such a kernel
     if ours[2]:
         return Verdict("unsupported", f"{_line(*ours[:2])} / CUDA: {_line(*theirs[:2])}")
     return Verdict("message", f"{_line(*ours[:2])} / CUDA: {_line(*theirs[:2])}")
 
 
 def _values(theirs, ours, tolerances, kind_only, path):
-    """The worst verdict in two trees of one structure."""
+    """The worst verdict in two trees of the same structure."""
     if type(theirs) is not type(ours):
         return Verdict("kind", f"{path or 'result'} is a {type(ours).__name__}, CUDA's a {type(theirs).__name__}")
     if isinstance(theirs, dict):
@@ -153,9 +153,9 @@ def _tensors(theirs, ours, tolerances, at):
         return Verdict("same")
     finite = a.isfinite() & b.isfinite()
     if not torch.equal(a[~finite].nan_to_num(), b[~finite].nan_to_num()) or not torch.equal(a.isnan(), b.isnan()):
-        return Verdict("values", f"{at}infinite or NaN in other places", math.inf)
+        return Verdict("values", f"{at}infinities or NaNs in other positions", math.inf)
     difference = (a[finite] - b[finite]).abs()
     share = difference / (absolute + relative * a[finite].abs()).clamp_min(1e-300)
     deviation = share.max().item()
-    detail = f"{at}differs by up to {difference.max().item():.3g}, {deviation:.2g} of what is allowed"
+    detail = f"{at}differs by up to {difference.max().item():.3g}, {deviation:.2g} of the tolerance"
     return Verdict("close" if deviation <= 1 else "values", detail, deviation)

@@ -1,7 +1,7 @@
-"""One side of one section, or of a part of it: does its cases and writes what came of them. `check` starts it.
+"""Runs the cases of one side of a section, or of a part of it, and writes the results. `check` starts this script.
 
-Started again after a crash, it counts the case that it died in as one and goes on after it. An error that CUDA does not recover
-from ends the process, too: the next one has a context of its own.
+After a crash it is started again. Then it counts the case of the crash as one result and continues after it. An error from
+which CUDA does not recover ends the process, too; the next process has a new context.
 """
 
 import argparse
@@ -17,9 +17,9 @@ import torch
 from cases import UNKNOWN, Raises, Selection
 from records import append, digest, plain, read
 
-#: Exit status of a process whose CUDA context is beyond use.
+#: Exit status of a process whose CUDA context no longer works.
 AGAIN = 75
-#: Which GPUs an executor of ours may see, where the client may see none.
+#: GPUs that our executor may see; the client sees none.
 VISIBLE = "GPU_CHECK_VISIBLE_DEVICES"
 _FLUSH_EVERY_S = 2.0
 
@@ -31,7 +31,7 @@ def our_device(runtime):
     from wooly_testkit.executor import executor_process
 
     if runtime == "cuda":
-        # what `check` took away from the client
+        # `check` hides these from the client
         visible = {"CUDA_VISIBLE_DEVICES": os.environ.get(VISIBLE) or None}
         started = executor_process(runtime="cuda", threads=1, environment=visible)
     else:
@@ -49,12 +49,12 @@ def settle(device):
 
 
 def do(case, device, by_heart):
-    """The record of one case.
+    """Run one case and return its record.
 
     Args:
-        case: to be done.
-        device: where.
-        by_heart: take what CUDA is known to answer, where that is written down.
+        case: the case.
+        device: the device.
+        by_heart: use CUDA's known answer, if the case states one.
     """
     record = {"name": case.name, "kind_only": case.kind_only, "exact_text": case.exact_text}
     record["tolerances"] = {str(dtype): list(pair) for dtype, pair in case.tolerances.items()}
@@ -77,13 +77,13 @@ def do(case, device, by_heart):
         record.pop("value", None)
         record["error"] = [type(e).__name__, str(e)[:2000], isinstance(e, NotImplementedError)]
         with contextlib.suppress(Exception):
-            settle(device)  # what else went wrong belongs to this case
+            settle(device)  # further errors belong to this case
     record["seconds"] = time.perf_counter() - started
     return record
 
 
 def beyond_use(device):
-    """Whether CUDA's context answers nothing but its last error."""
+    """Whether CUDA's context only repeats its last error."""
     try:
         torch.zeros(1, device=device).item()
     except Exception:
@@ -101,11 +101,11 @@ def main():
     parser.add_argument("--part", type=int, default=0)
     parser.add_argument("--parts", type=int, default=1)
     parser.add_argument("--only", action="append", default=[])
-    parser.add_argument("--runtime", choices=("cpu", "cuda"), default="cpu", help="where our side computes")
+    parser.add_argument("--runtime", choices=("cpu", "cuda"), default="cpu", help="device on which our side computes")
     parser.add_argument("--died", default="", help="how the process before this one ended")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    # The truth is float32, not TF32; and it is the same every time.
+    # The truth is float32, not TF32, and deterministic.
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cudnn.deterministic = True
     selection = Selection(
@@ -131,7 +131,7 @@ def main():
             current.write_text(case.name)
             record = do(case, device, selection.from_fakes)
             new.append(record)
-            # an executor of ours whose context is lost has ended, too
+            # an executor of ours ends when its context is lost
             lost = options.side == "ours" and options.runtime == "cuda" and "error" in record
             broken = (lost or "CUDA error" in record.get("error", ("", ""))[1]) and beyond_use(device)
             if broken or time.monotonic() - flushed > _FLUSH_EVERY_S:

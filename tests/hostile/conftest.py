@@ -1,8 +1,8 @@
-"""A cluster with three tenants: Alice is the victim, Bob the attacker, Carol an innocent neighbour.
+"""A cluster with three tenants: Alice is the victim, Bob the attacker, Carol an uninvolved neighbour.
 
-Real nats-server with keys, router that asks for tokens, scheduler, metering, executor; attackers have what such a person has, and
-nothing else. One module per kind of attacker. All modules of one test process share one cluster, except those that need other
-settings: they have a fixture `cluster` of their own.
+It has a real nats-server with keys, a router that requires tokens, a scheduler, metering and an executor. An attacker has only
+what such an attacker would have in practice. There is one module per kind of attacker. All modules of a test process share one
+cluster, except modules that need other settings: these have their own fixture `cluster`.
 """
 
 import contextlib
@@ -14,13 +14,13 @@ from wooly_testkit.cluster import Cluster, Tenant
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
-    """Of the shared cluster's keys, sockets and logs."""
+    """The folder of the shared cluster's keys, sockets and logs."""
     return tmp_path_factory.mktemp("cluster")
 
 
 @pytest.fixture(scope="session")
 def certificates(folder):
-    """Of the shared cluster's executor."""
+    """The certificates of the shared cluster's executor."""
     return make_certificates(folder, "localhost")
 
 
@@ -44,7 +44,7 @@ def cluster(shared):
 
 @pytest.fixture(scope="module")
 def tenants(cluster):
-    made = {"alice": Tenant(cluster, "alice", class_ceiling=0)}  # who may be in a hurry, unlike the others
+    made = {"alice": Tenant(cluster, "alice", class_ceiling=0)}  # Alice may use the highest class, unlike the others
     made |= {name: Tenant(cluster, name) for name in ("bob", "carol")}
     yield made
     for tenant in made.values():

@@ -30,12 +30,12 @@ pytestmark = pytest.mark.connected
 # -- the device held -----------------------------------------------------------------------------------------------------
 
 LEASE_S = 1.5
-#: Rows of a matrix whose exponential takes a core about three leases: one call of the library, which nothing interrupts.
+#: Rows of a matrix whose exponential takes a core about three leases: one library call, which cannot be interrupted.
 ROWS = 2000
 
 
 def long_operator():
-    """A program that is one long operator on a matrix of ones."""
+    """A program with one long operator on a matrix of ones."""
     nbytes = ROWS * ROWS * 4
     matrix = View(DType.F32, (ROWS, ROWS), (ROWS, 1), 0)
     attrs = (("args", (OperandRef(0),)), ("kwargs", ()), ("name", "aten.linalg_matrix_exp.default"))
@@ -49,7 +49,7 @@ def long_operator():
 
 
 class Renewing:
-    """Renews a session's lease as a client does, and notes what goes wrong."""
+    """Renews a session's lease like a client, and records errors."""
 
     def __init__(self, tenant, opened):
         self.errors = []
@@ -73,7 +73,7 @@ class Renewing:
                 self.errors.append(str(e))
 
 
-def test_holding_the_device_for_several_leases_ends_nobodys_session(tmp_path):
+def test_long_operator_ends_no_other_session(tmp_path):
     with contextlib.ExitStack() as stack:
         cluster = Cluster(tmp_path, stack, router={"LEASE_S": str(LEASE_S)})
         alice, bob, carol = (Tenant(cluster, name) for name in ("alice", "bob", "carol"))
@@ -86,14 +86,14 @@ def test_holding_the_device_for_several_leases_ends_nobodys_session(tmp_path):
         program = long_operator()
         attacker.send(Kind.DEFINE, program)
         attacker.send(Kind.RUN, pack_run(digest(program), [1, 2], b"", []))
-        with ThreadPoolExecutor(4) as pool:  # and others ask for what needs the device
+        with ThreadPoolExecutor(4) as pool:  # meanwhile, other clients request work from the device
             opening = [pool.submit(carol.open) for _ in range(3)]
             until = time.monotonic() + 2 * LEASE_S
             while time.monotonic() < until:
                 assert alice.story(opened.session_id)[-1] == "started", renewing.errors
                 time.sleep(LEASE_S / 4)
             for other in opening:
-                with contextlib.suppress(BusError):  # the device may be away for longer than a client waits
+                with contextlib.suppress(BusError):  # the device may be busy for longer than a client's timeout
                     carol.close(other.result())
         victim.send(Kind.SYNC)
         assert victim.recv(60).kind == Kind.RESULT
@@ -104,9 +104,9 @@ def test_holding_the_device_for_several_leases_ends_nobodys_session(tmp_path):
 
 # -- class and weight ------------------------------------------------------------------------------------------------
 
-#: Floats of the buffer that a run fills, and how often: some milliseconds.
+#: Floats in the buffer that a run fills, and repetitions: a run takes some milliseconds.
 FLOATS, TIMES = 1 << 20, 12
-#: Runs between two answers, and batches of these under way: there is always one more to run.
+#: Runs per answer, and batches of them in flight: a further run is always waiting.
 BATCH, AHEAD = 4, 3
 
 
@@ -125,7 +125,7 @@ def _work():
 
 
 class Saturating:
-    """A client that always has runs queued; `runs` are those that were answered for."""
+    """A client that always has queued runs; `runs` counts those that were answered."""
 
     def __init__(self, opened):
         self.channel, welcome = enter(opened)
@@ -162,8 +162,8 @@ class Saturating:
 
 
 @pytest.mark.parametrize("sessions", [1, 2])
-def test_neighbour_of_a_saturating_p0_that_declares_nothing_keeps_a_share(cluster, bob, carol, sessions):
-    """Of the device 20 % are P0's; the rest is shared. Carol's are to be 40 % of all runs beside one session of bob's."""
+def test_neighbour_of_saturating_p0_keeps_share(cluster, bob, carol, sessions):
+    """P0 gets 20 % of the device, and the rest is shared. Next to one session of bob, carol should get 40 % of all runs."""
     cluster.rest("PUT", "tenants/bob", {"class_ceiling": 0})
     opened = [(bob, bob.open(priority=0)) for _ in range(sessions)] + [(carol, carol.open())]
     clients = [Saturating(session) for _, session in opened]
@@ -174,7 +174,11 @@ def test_neighbour_of_a_saturating_p0_that_declares_nothing_keeps_a_share(cluste
         before = [c.runs for c in clients]
         cluster.wait(lambda: sum(c.runs for c in clients[:-1]) - sum(before[:-1]) >= 200)
         his, hers = sum(c.runs for c in clients[:-1]) - sum(before[:-1]), clients[-1].runs - before[-1]
-        assert hers >= 0.5 * his / (1.5 * sessions), (his, hers)  # half of what is fair: runs are counted, not measured
+        # Half of the fair share: runs are counted, not measured.
+        assert hers >= 0.5 * his / (1.5 * sessions), (
+            his,
+            hers,
+        )
     finally:
         for client in clients:
             client.end()
@@ -187,7 +191,7 @@ def test_neighbour_of_a_saturating_p0_that_declares_nothing_keeps_a_share(cluste
 
 
 def reduction_of_one_number(opcode, rows, columns, dims, kept):
-    """A program that reduces a matrix of which memory holds one element: the rest is a stride of 0."""
+    """A program that reduces a matrix with one element in memory: all strides are 0."""
     results = View(DType.F32, (kept,) if kept else (), (1,) if kept else ())
     matrix = View(DType.F32, (rows, columns), (0, 0))
     forms = (
@@ -203,7 +207,7 @@ def reduction_of_one_number(opcode, rows, columns, dims, kept):
     return encode_program(Program(forms, body))
 
 
-def test_sum_of_four_billion_elements_out_of_four_bytes_is_refused_with_the_numbers(bob):
+def test_huge_sum_over_stride_zero_is_refused_with_numbers(bob):
     channel, _ = enter(bob.open())
     program = reduction_of_one_number("sum", 1 << 16, 1 << 16, (0, 1), 0)
     channel.send(Kind.DEFINE, program)
@@ -215,7 +219,7 @@ def test_sum_of_four_billion_elements_out_of_four_bytes_is_refused_with_the_numb
     channel.close()
 
 
-def test_large_instruction_is_split_so_that_others_go_on_and_it_ends_with_its_session(alice, bob):
+def test_large_instruction_is_split_and_ends_with_session(alice, bob):
     victim, _ = enter(alice.open())
     opened = bob.open()
     attacker, _ = enter(opened)
@@ -233,7 +237,7 @@ def test_large_instruction_is_split_so_that_others_go_on_and_it_ends_with_its_se
 
     assert [step(k) for k in range(5)] == [Kind.RESULT] * 5
     bob.close(opened)
-    # Had it been one call of the library, it would have ended before the victim's steps, and answered.
+    # As a single library call, it would have finished and answered before the victim's steps.
     with pytest.raises(ChannelClosedError, match="closed by"):
         attacker.recv(60)
     assert step(5) == Kind.RESULT
@@ -261,7 +265,7 @@ class Talk:
         self.tenant.close(self.opened)
 
     def run(self, forms, bindings, frees=()):
-        """Run a program of one instruction per form, on slots in order; `bindings` are per form. Returns the answer."""
+        """Run a program with one instruction per form, with slots in order; `bindings` are per form. Returns the answer."""
         slots = {buffer: k for k, buffer in enumerate(dict.fromkeys(b for each in bindings for b in each))}
         body = [Instruction(k, tuple([slots[b] for b in each])) for k, each in enumerate(bindings)]
         raw = encode_program(Program(tuple(forms), tuple(body)))
@@ -272,7 +276,7 @@ class Talk:
         return json.loads(bytes(frame.payload))
 
     def put(self, buffer, data):
-        """A new buffer with these bytes."""
+        """Create a buffer with these bytes."""
         self.run([alloc(len(data))], [[buffer]])
         self.channel.send(Kind.WRITE, WRITE_HEAD.pack(buffer, 0), data)
 
@@ -305,19 +309,19 @@ def talks(alice, bob):
 
 
 def keep_and_free(talk, nbytes, times=64):
-    """Alice's secret lies in memory, and then it does not: her buffers are freed."""
+    """Write Alice's secret to memory, and free her buffers."""
     for k in range(100, 100 + times):
         talk.put(k, (SECRET * (nbytes // len(SECRET) + 1))[:nbytes])
     talk.run([alloc(4)], [[99]], frees=range(99, 100 + times))
 
 
-def test_unwritten_part_of_log_alpha_shows_nobodys_memory(talks):
+def test_unwritten_log_alpha_reveals_no_memory(talks):
     alice, bob = talks
     shapes = dense(DType.F32, STEPS, BATCH, CLASSES), dense(DType.I64, BATCH, LABELS)
     bob.put(1, struct.pack("<f", -1.5) * shapes[0].numel)
     bob.put(2, struct.pack("<q", 1) * shapes[1].numel)
     loss, log_alpha = dense(DType.F32, BATCH), dense(DType.F32, BATCH, STEPS, 2 * LABELS + 1)
-    args = (*REFS[:2], (12, 3, 2, 1), (LABELS, 1, 1, 0), 0, True)  # nearly all lies beyond these lengths
+    args = (*REFS[:2], (12, 3, 2, 1), (LABELS, 1, 1, 0), 0, True)  # nearly all of the result is beyond these lengths
     ctc = call("aten._ctc_loss.default", shapes, (loss, log_alpha), args)
     for _ in range(3):
         keep_and_free(alice, log_alpha.end)
@@ -328,7 +332,7 @@ def test_unwritten_part_of_log_alpha_shows_nobodys_memory(talks):
         bob.run([alloc(4)], [[5]], frees=[3, 4, 5])
 
 
-def test_workspace_of_a_recurrent_layer_shows_nobodys_memory(talks):
+def test_workspace_of_recurrent_layer_reveals_no_memory(talks):
     alice, bob = talks
     steps, batch, width, hidden = 20, 8, 16, 32
     sizes = [
@@ -356,13 +360,13 @@ def flat(dtype, n):
 
 
 def allocates(nbytes):
-    """The definition of a program that makes one buffer."""
+    """The definition of a program that allocates one buffer."""
     form = Form("alloc", (Operand(Role.OUT, flat(DType.U8, nbytes)),))
     return encode_program(Program((form,), (Instruction(0, (0,)),)))
 
 
 def additions(forms, first):
-    """The definition of a program of so many forms that nobody has sent before."""
+    """The definition of a new program with this many forms."""
     attrs = (("args", (OperandRef(0), OperandRef(1))), ("kwargs", ()), ("name", "aten.add_.Tensor"))
     found = [Form("alloc", (Operand(Role.OUT, flat(DType.U8, 1 << 25)),))]
     body = [Instruction(0, (0,)), Instruction(0, (1,))]
@@ -373,32 +377,32 @@ def additions(forms, first):
     return encode_program(Program(tuple(found), tuple(body)))
 
 
-def entered(tenant, nbytes=1 << 20):
-    """A session of a tenant that has one buffer, number 1."""
+def session_with_buffer(tenant, nbytes=1 << 20):
+    """A tenant's session with one buffer, number 1."""
     channel, answer = enter(tenant.open())
     assert answer.kind == Kind.WELCOME
     raw = allocates(nbytes)
     channel.send(Kind.DEFINE, raw)
     channel.send(Kind.RUN, pack_run(digest(raw), [1], b"", []))
-    assert works(channel)
+    assert answers_correctly(channel)
     return channel
 
 
-def works(channel):
-    """Whether a session answers with what its buffer holds."""
+def answers_correctly(channel):
+    """Whether a session answers with the contents of its buffer."""
     channel.send(Kind.READ, READ_HEAD.pack(1, 0, 8))
     into = bytearray(8)
     return channel.recv_data(memoryview(into), Kind.DATA) is None and not any(into)
 
 
 def resident(cluster):
-    """Bytes of memory that the executor has now."""
+    """The executor's resident memory, in bytes."""
     pages = Path(f"/proc/{cluster.processes['x'].pid}/statm").read_text().split()[1]
     return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 class Flood:
-    """Sends frames until the executor takes no more, or ends the session; for a second at most."""
+    """Sends frames for a second, or until the executor accepts no more or ends the session."""
 
     def __init__(self, channel, frames):
         self.sent, self._channel, self._frames = 0, channel, frames
@@ -420,7 +424,7 @@ class Flood:
 
 
 def floods(kind):
-    """Frames of an attacker, for ever."""
+    """An endless sequence of an attacker's frames."""
     read = READ_HEAD.pack(1, 0, 64 << 10)
     for k in itertools.count():
         if kind == "reads":
@@ -440,22 +444,22 @@ def floods(kind):
 
 
 @pytest.mark.parametrize("kind", ["reads", "stats", "pins", "offers", "small definitions", "sources", "lost writes"])
-def test_flood_without_reading_takes_little_memory_and_hurts_nobody(cluster, alice, bob, kind):
-    victim, attacker = entered(alice), entered(bob)
+def test_flood_without_reading_is_bounded(cluster, alice, bob, kind):
+    victim, attacker = session_with_buffer(alice), session_with_buffer(bob)
     before = resident(cluster)
     sending = Flood(attacker, floods(kind)).thread
-    assert works(victim)
+    assert answers_correctly(victim)
     assert resident(cluster) - before < 200 << 20
     attacker.abort()
     sending.join(20)
     attacker.close()
-    assert works(victim)
+    assert answers_correctly(victim)
     victim.close()
 
 
 @pytest.mark.parametrize("name", ["", "x" * 129, "a\r\nNats-Rollup: all", "\ud800"])
-def test_model_whose_name_cannot_be_told_to_others_is_not_pinned_and_ends_nothing(cluster, alice, bob, name):
-    victim = entered(alice)
+def test_pin_with_malformed_name_is_refused(cluster, alice, bob, name):
+    victim = session_with_buffer(alice)
     attacker, _ = enter(bob.open(dedup="tenant"))
     raw, data = allocates(4096), os.urandom(4096)
 
@@ -472,23 +476,23 @@ def test_model_whose_name_cannot_be_told_to_others_is_not_pinned_and_ends_nothin
     cluster.wait(lambda: not answer(Kind.STATS)["sealing"])
     assert "not a valid name for weights" in answer(Kind.PIN, pack_json({"do": "add", "name": name}))["error"]
     assert answer(Kind.PIN, pack_json({"do": "add", "name": "weights"})) == {"bytes": 4096}
-    assert works(victim)
+    assert answers_correctly(victim)
     assert answer(Kind.PIN, pack_json({"do": "remove", "name": "weights"})) == {"removed": True}
     attacker.close()
     victim.close()
 
 
-def test_maximal_definition_is_taken_in_while_others_work(cluster, alice, bob):
-    victim, attacker = entered(alice), entered(bob)
+def test_maximal_definition_does_not_delay_others(cluster, alice, bob):
+    victim, attacker = session_with_buffer(alice), session_with_buffer(bob)
     before = resident(cluster)
     attacker.send(Kind.DEFINE, additions(6000, 1_000_000))
     attacker.send(Kind.SYNC)
     times = []
     for _ in range(20):
         begun = time.monotonic()
-        assert works(victim)
+        assert answers_correctly(victim)
         times.append(time.monotonic() - begun)
-    assert max(times) < 2.0  # in the device's thread it took all of them: seconds
+    assert max(times) < 2.0  # in the device thread it would take seconds
     assert attacker.recv(60).kind == Kind.RESULT
     assert resident(cluster) - before < 200 << 20
     victim.close()
@@ -496,11 +500,11 @@ def test_maximal_definition_is_taken_in_while_others_work(cluster, alice, bob):
 
 
 def test_definitions_beyond_the_limits_are_refused(cluster, bob):
-    attacker = entered(bob)
+    attacker = session_with_buffer(bob)
     raw = bytearray(allocates(8))
     for what in (bytes(raw) + bytes(8 << 20), raw[:4] + struct.pack("<II", 1 << 20, 0) + bytes(4 << 20)):
         attacker.send(Kind.DEFINE, bytes(what))
         attacker.send(Kind.SYNC)
         assert attacker.recv(20).kind == Kind.ERROR
-    assert works(attacker)
+    assert answers_correctly(attacker)
     attacker.close()

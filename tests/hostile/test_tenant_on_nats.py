@@ -1,4 +1,4 @@
-"""The attacker is a tenant with its own credentials, on NATS."""
+"""The attacker is a tenant with its own NATS credentials."""
 
 import contextlib
 import json
@@ -39,8 +39,8 @@ def _refused(code, act, *ask, **wanted):
     return str(error.value)
 
 
-def test_tenant_gets_no_class_weight_or_device_above_its_ceilings_by_any_subject(cluster, bob):
-    """Defaults of a router that asks for tokens: P2, weight 100, no device to itself."""
+def test_request_above_ceilings_is_refused_on_every_subject(cluster, bob):
+    """Default ceilings with required tokens: P2, weight 100, no exclusive device."""
     above = ({"priority": 0}, {"priority": 1}, {"weight": 101}, {"weight": 1 << 20}, {"gpu_mode": "exclusive"})
     for wanted in above:
         assert "wooly tenants set bob" in _refused("router.above_ceiling", bob.open, **wanted)
@@ -63,7 +63,7 @@ def test_tenant_gets_no_class_weight_or_device_above_its_ceilings_by_any_subject
     bob.close(opened)
 
 
-def test_tenant_neither_asks_for_nor_changes_ceilings_itself(bob):
+def test_ceilings_cannot_be_read_or_changed_by_tenant(bob):
     asks = [
         (contracts.ROUTER_TENANT_SET, SetTenantRequest(tenant="bob", class_ceiling=0, credential=bob.token)),
         (contracts.ROUTER_CEILING_CHECK, CheckCeilingRequest(tenant="alice")),
@@ -73,7 +73,7 @@ def test_tenant_neither_asks_for_nor_changes_ceilings_itself(bob):
             assert not bob.held.permissions.may_publish(published), message
 
 
-def test_lowered_ceiling_brings_a_running_session_of_the_tenants_down(cluster, bob):
+def test_lowered_ceiling_lowers_running_session(cluster, bob):
     cluster.rest("PUT", "tenants/bob", {"class_ceiling": 0, "weight_ceiling": 5000})
     opened = bob.open(priority=0, weight=5000)
     changed = cluster.rest("PUT", "tenants/bob", {"class_ceiling": 2, "weight_ceiling": 100})
@@ -86,7 +86,7 @@ def test_lowered_ceiling_brings_a_running_session_of_the_tenants_down(cluster, b
 
 
 def _seen(tenant):
-    """The sessions of a tenant's that the scheduler follows."""
+    """The tenant's sessions that the scheduler follows."""
     gpus = tenant.ask(contracts.SCHEDULER_GPU_LIST, GpusRequest()).gpus
     return [s.session_id for gpu in gpus for s in gpu.sessions]
 
@@ -103,7 +103,7 @@ def tunnel(tenant, opened):
 
 
 def enter(tenant, opened):
-    """A welcome client of a session, through a tunnel."""
+    """A client of a session that was admitted through a tunnel."""
     channel = ChannelClient(tunnel(tenant, opened))
     hello = {"protocol": PROTOCOL, "session_id": opened.session_id, "token": opened.parts[0].token}
     channel.send(Kind.HELLO, pack_json(hello))
@@ -111,7 +111,7 @@ def enter(tenant, opened):
     return channel
 
 
-def test_tunnels_of_one_tenant_leave_places_for_others(alice, bob):
+def test_tunnels_of_tenant_are_limited(alice, bob):
     with contextlib.ExitStack() as ends:
 
         def opened_by(tenant):
@@ -132,7 +132,7 @@ def test_tunnels_of_one_tenant_leave_places_for_others(alice, bob):
         assert innocent.recv(60).kind == Kind.RESULT
 
 
-def test_session_opens_no_third_tunnel(bob):
+def test_third_tunnel_of_session_is_refused(bob):
     opened = bob.open()
     with contextlib.ExitStack() as ends:
         ends.callback(bob.close, opened)
@@ -143,7 +143,7 @@ def test_session_opens_no_third_tunnel(bob):
 
 
 def sent_raw(tenant, rpc, data):
-    """The code with which a request that is no message of ours is refused."""
+    """Send a malformed request. Returns the code of the refusal."""
 
     class Raw(Message):
         def model_dump_json(self, **_):
@@ -164,12 +164,12 @@ def sent_raw(tenant, rpc, data):
         (contracts.ROUTER_TRACE_ADD, {"task_id": "a", "spans": [{}] * 200_000}),
     ],
 )
-def test_message_with_a_great_many_mistakes_is_refused_at_the_first(alice, bob, rpc, fields):
+def test_message_with_many_errors_reports_the_first(alice, bob, rpc, fields):
     assert sent_raw(bob, rpc, json.dumps(fields)) == "bus.envelope"
     assert alice.ask(contracts.ROUTER_TASK_LIST, TasksRequest(limit=1)).tasks is not None
 
 
-def test_flood_of_requests_of_one_tenant_leaves_room_for_another_s(alice, bob):
+def test_request_flood_of_tenant_leaves_room_for_others(alice, bob):
     stop, asked, codes = threading.Event(), [0] * 48, set()
 
     def flood(number):
@@ -190,7 +190,7 @@ def test_flood_of_requests_of_one_tenant_leaves_room_for_another_s(alice, bob):
         opened = alice.open()
         assert alice.ask(contracts.ROUTER_TASK_LIST, TasksRequest(limit=1)).tasks
         assert alice.close(opened).closed
-        while sum(asked) == before:  # the flood went on meanwhile, and goes on
+        while sum(asked) == before:  # the flood continues during this
             stop.wait(0.01)
     finally:
         stop.set()

@@ -26,7 +26,7 @@ EMPTY = encode_module(Module((), (), (), (), ()))
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    """Tight limits, so that little is needed to reach them."""
+    """A cluster with tight limits, which are quickly reached."""
     router = {"TENANT_SESSIONS": "5", "TENANT_JOBS": "10", "TENANT_STREAMS": "3", "TENANT_OPENS": "8"}
     with contextlib.ExitStack() as stack:
         yield Cluster(tmp_path_factory.mktemp("tight"), stack, router=router)
@@ -35,7 +35,7 @@ def cluster(tmp_path_factory):
 # -- class and weight ------------------------------------------------------------------------------------------------
 
 
-def test_tenant_gets_no_job_nor_class_above_its_ceilings_and_does_not_raise_them(cluster, bob):
+def test_job_and_class_above_ceilings_are_refused(cluster, bob):
     for wanted in ({"priority": 0}, {"priority": 1}, {"weight": 101}, {"gpu_mode": "exclusive"}):
         assert cluster.rest("POST", "tasks", {"module": "0" * 64, **wanted}, bob.token) == "router.above_ceiling"
     opened = bob.open()
@@ -53,7 +53,7 @@ def test_tenant_gets_no_job_nor_class_above_its_ceilings_and_does_not_raise_them
 # -- the role of who runs the cluster --------------------------------------------------------------------------------
 
 
-def test_operator_reads_no_tenants_blobs_and_is_no_tenant(cluster, alice):
+def test_operator_cannot_read_blobs_or_act_as_tenant(cluster, alice):
     data = b"weights of alice's"
     head = {"Authorization": f"Bearer {alice.token}", "Content-Type": "application/octet-stream"}
     put = urllib.request.Request(f"{cluster.url}/api/v1/blobs", data, head, method="POST")
@@ -74,14 +74,14 @@ def test_operator_reads_no_tenants_blobs_and_is_no_tenant(cluster, alice):
         )
     with error.value:
         assert error.value.code == 403
-    assert cluster.rest("GET", "nodes", token=operator)["nodes"], "what runs the cluster stays open to it"
+    assert cluster.rest("GET", "nodes", token=operator)["nodes"], "an operator must still be able to run the cluster"
 
 
 # -- cancelled, and still running ----------------------------------------------------------------------------------------
 
 
 def one_long_operator(rows):
-    """A program that is one call of the library, which nothing interrupts: the exponential of a matrix."""
+    """A program with one library call that cannot be interrupted: the exponential of a matrix."""
     matrix = View(DType.F32, (rows, rows), (rows, 1))
     attrs = (("args", (OperandRef(0),)), ("name", "aten.linalg_matrix_exp.default"))
     forms = (
@@ -93,7 +93,7 @@ def one_long_operator(rows):
     return encode_program(Program(forms, body))
 
 
-def test_cancel_of_a_session_whose_operator_still_runs_says_so_until_it_has_ended(cluster, bob):
+def test_cancel_with_running_operator_reports_it_until_end(cluster, bob):
     opened = bob.open()
     channel, _ = enter(opened)
     program = one_long_operator(1400)
@@ -101,7 +101,7 @@ def test_cancel_of_a_session_whose_operator_still_runs_says_so_until_it_has_ende
     before = executor.cpu_times().user
     channel.send(Kind.DEFINE, program)
     channel.send(Kind.RUN, pack_run(digest(program), [1, 2], b"", []))
-    cluster.wait(lambda: executor.cpu_times().user > before + 0.2)  # all of that is the operator
+    cluster.wait(lambda: executor.cpu_times().user > before + 0.2)  # only the operator uses this time
     task = cluster.rest("POST", f"tasks/{opened.session_id}/cancel", {"reason": "enough"}, bob.token)["task"]
     assert task["state"] == "cancelled"
     assert task["reason"].startswith("enough; one operator still runs on executor "), task["reason"]
@@ -119,8 +119,8 @@ def test_cancel_of_a_session_whose_operator_still_runs_says_so_until_it_has_ende
 
 
 @contextlib.contextmanager
-def asked(cluster, method, path, token, body=None):
-    """The answer, still open; a body may be bytes, or what becomes JSON."""
+def send_request(cluster, method, path, token, body=None):
+    """The open response of a request. A body may be bytes or a value for JSON."""
     data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
     connection = http.client.HTTPConnection(urlsplit(cluster.url).netloc, timeout=PATIENCE_S)
     try:
@@ -131,52 +131,52 @@ def asked(cluster, method, path, token, body=None):
         connection.close()
 
 
-def told(cluster, method, path, token, body=None):
-    """(status, JSON, seconds after which to try again) of an answer."""
-    with asked(cluster, method, path, token, body) as answer:
-        assert answer.headers.get_content_type() == "application/json", "a stream has no end that could be read"
+def response_of(cluster, method, path, token, body=None):
+    """(status, JSON, seconds until a retry) of a response."""
+    with send_request(cluster, method, path, token, body) as answer:
+        assert answer.headers.get_content_type() == "application/json", "the response must not be an endless stream"
         return answer.status, json.loads(answer.read() or b"null"), answer.headers.get("Retry-After")
 
 
 def blob(cluster, tenant, data):
-    status, answer, _ = told(cluster, "POST", "blobs", tenant.token, data)
+    status, answer, _ = response_of(cluster, "POST", "blobs", tenant.token, data)
     assert status == 201, answer
     return answer["digest"]
 
 
 def waiting_job(module):
-    """A job that waits: no node is in its group."""
+    """A job that keeps waiting: no node is in its group."""
     return {"module": module, "node_groups": ["nowhere"]}
 
 
 def hostile_module(programs, forms=0):
-    """A module that takes long to check, lawful up to the limits: many programs, each of many different forms."""
+    """A valid module that takes long to check: many programs at the limits, each with many different forms."""
     takes = [View(DType.U8, (nbytes + 1,), (1,)) for nbytes in range(forms)]
     body = tuple([Instruction(i, (i,)) for i in range(forms)])
     program = Program(tuple([Form("alloc", (Operand(Role.OUT, view),)) for view in takes]), body)
     return encode_module(Module((encode_program(program),) * programs, (), (), (), ()))
 
 
-def test_bodies_are_refused_beyond_the_limit_of_their_route(cluster, alice, bob):
-    status, answer, _ = told(cluster, "POST", "tasks", bob.token, b" " * (2 << 20))
+def test_body_beyond_route_limit_is_refused(cluster, alice, bob):
+    status, answer, _ = response_of(cluster, "POST", "tasks", bob.token, b" " * (2 << 20))
     assert (status, answer["code"]) == (413, "router.too_large") and "1048576" in answer["message"]
     for body in (b"[" * 500_000, json.dumps({"module": "x", "inputs": [{}] * 200_000}).encode()):
-        assert told(cluster, "POST", "tasks", bob.token, body)[0] in (400, 422)
-    assert told(cluster, "GET", "tasks", alice.token)[0] == 200
+        assert response_of(cluster, "POST", "tasks", bob.token, body)[0] in (400, 422)
+    assert response_of(cluster, "GET", "tasks", alice.token)[0] == 200
 
 
-def test_event_streams_of_one_tenant_leave_those_of_others(cluster, alice, bob):
+def test_event_streams_of_tenant_are_limited(cluster, alice, bob):
     with contextlib.ExitStack() as held:
         for _ in range(3):
-            assert held.enter_context(asked(cluster, "GET", "events", bob.token)).status == 200
-        status, answer, _ = told(cluster, "GET", "events", bob.token)
+            assert held.enter_context(send_request(cluster, "GET", "events", bob.token)).status == 200
+        status, answer, _ = response_of(cluster, "GET", "events", bob.token)
         assert (status, answer["code"]) == (429, "router.limit")
         assert "3 event streams" in answer["message"] and "WOOLY_ROUTER_TENANT_STREAMS" in answer["message"]
         for token in (alice.token, cluster.token):
-            assert held.enter_context(asked(cluster, "GET", "events", token)).status == 200
+            assert held.enter_context(send_request(cluster, "GET", "events", token)).status == 200
 
 
-def test_sessions_of_one_tenant_are_counted_over_all_that_ask_at_once(cluster, alice, bob):
+def test_session_limit_holds_for_concurrent_opens(cluster, alice, bob):
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(lambda _: _opened(bob), range(8)))
     opened = [a for a in answers if not isinstance(a, str)]
@@ -186,7 +186,7 @@ def test_sessions_of_one_tenant_are_counted_over_all_that_ask_at_once(cluster, a
     assert alice.close(hers).closed
     for one in opened:
         assert bob.close(one).closed
-    assert bob.close(bob.open()).closed  # what is closed counts no more
+    assert bob.close(bob.open()).closed  # closed sessions do not count
 
 
 def _opened(tenant):
@@ -197,15 +197,15 @@ def _opened(tenant):
         return str(e)
 
 
-def test_jobs_of_one_tenant_that_wait_have_a_limit_and_so_has_their_rate(cluster, alice, bob):
+def test_waiting_jobs_and_submission_rate_are_limited(cluster, alice, bob):
     module, answers = blob(cluster, bob, EMPTY), []
 
     def refusals(limit):
         return [(a["code"], after) for status, a, after in answers if status == 429 and limit in a["message"]]
 
     def submit(_):
-        for _ in range(25):  # in all more than both limits allow, on any machine
-            answers.append(told(cluster, "POST", "tasks", bob.token, waiting_job(module)))
+        for _ in range(25):  # more than both limits allow, on any machine
+            answers.append(response_of(cluster, "POST", "tasks", bob.token, waiting_job(module)))
             if refusals("WOOLY_ROUTER_TENANT_JOBS") and refusals("WOOLY_ROUTER_TENANT_OPENS"):
                 return
 
@@ -217,48 +217,50 @@ def test_jobs_of_one_tenant_that_wait_have_a_limit_and_so_has_their_rate(cluster
     assert {code for code, _ in refusals("WOOLY_ROUTER_TENANT_JOBS")} == {"router.limit"}
     assert set(refusals("WOOLY_ROUTER_TENANT_OPENS")) == {("router.limit", "1")}
     hers = blob(cluster, alice, EMPTY)
-    assert told(cluster, "POST", "tasks", alice.token, waiting_job(hers))[0] == 201
+    assert response_of(cluster, "POST", "tasks", alice.token, waiting_job(hers))[0] == 201
     for task in made:
-        assert told(cluster, "POST", f"tasks/{task}/cancel", bob.token, {})[0] == 200
+        assert response_of(cluster, "POST", f"tasks/{task}/cancel", bob.token, {})[0] == 200
 
 
-def test_module_that_takes_long_to_check_holds_nobody_else_up(cluster, alice, bob):
+def test_slow_module_check_delays_no_other_tenant(cluster, alice, bob):
     module = blob(cluster, bob, hostile_module(1000, 40))
     hers = blob(cluster, alice, EMPTY)
     answers = []
 
     def submit():
-        answers.append(told(cluster, "POST", "tasks", bob.token, {"job_id": "job-of-bob", **waiting_job(module)}))
+        answers.append(
+            response_of(cluster, "POST", "tasks", bob.token, {"job_id": "job-of-bob", **waiting_job(module)})
+        )
 
     submitting = threading.Thread(target=submit)
     submitting.start()
     try:
         for path in ("me", "tasks", "overview"):
-            assert told(cluster, "GET", path, alice.token)[0] == 200
-        assert told(cluster, "POST", "tasks", alice.token, waiting_job(hers))[0] == 201
+            assert response_of(cluster, "GET", path, alice.token)[0] == 200
+        assert response_of(cluster, "POST", "tasks", alice.token, waiting_job(hers))[0] == 201
         assert alice.close(alice.open()).closed
-        assert submitting.is_alive()  # all of that while the module was looked at
+        assert submitting.is_alive()  # throughout the check of the module
     finally:
         submitting.join(PATIENCE_S)
     (status, answer, _) = answers[0]
     assert status == 201, answer
-    assert told(cluster, "POST", "tasks/job-of-bob/cancel", bob.token, {})[0] == 200
+    assert response_of(cluster, "POST", "tasks/job-of-bob/cancel", bob.token, {})[0] == 200
     for token, shown in ((cluster.token, True), (alice.token, False)):
         with http_text(cluster.url + "/metrics", token) as text:
             assert ('wooly_module_check_seconds_total{tenant="bob"}' in text) is shown
 
 
-def test_module_of_too_many_nodes_or_bytes_fails_with_the_limit_and_the_cure(cluster, bob):
+def test_module_beyond_limits_fails_with_limit_and_remedy(cluster, bob):
     module = blob(cluster, bob, hostile_module(MAX_NODES + 1))
-    status, answer, _ = told(cluster, "POST", "tasks", bob.token, {"module": module})
+    status, answer, _ = response_of(cluster, "POST", "tasks", bob.token, {"module": module})
     assert status == 201 and answer["task"]["state"] == "failed"
     assert str(MAX_NODES) in answer["task"]["reason"] and "split it" in answer["task"]["reason"]
 
 
-def test_blobs_put_at_the_same_time_stay_within_what_a_tenant_may_keep(cluster, alice, carol):
+def test_blob_quota_holds_for_concurrent_uploads(cluster, alice, carol):
     with ThreadPoolExecutor(4) as pool:
         answers = list(
-            pool.map(lambda i: told(cluster, "POST", "blobs", carol.token, bytes([i]) * (3 << 20)), range(8))
+            pool.map(lambda i: response_of(cluster, "POST", "blobs", carol.token, bytes([i]) * (3 << 20)), range(8))
         )
     kept = [a["nbytes"] for status, a, _ in answers if status == 201]
     refused = {(status, a["code"]) for status, a, _ in answers if status != 201}

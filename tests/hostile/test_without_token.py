@@ -1,4 +1,4 @@
-"""The attacker is without a token: it reaches the ports, and has nothing else."""
+"""The attacker has no token and can only reach the ports."""
 
 import contextlib
 import http.client
@@ -57,7 +57,7 @@ ASKED = (
         "/api/v1/credits/entries",
     ),
 )
-#: Run by another user: opens every file below a folder and connects to every socket; prints what it could.
+#: A script that runs as another user: it opens every file below a folder, connects to every socket, and prints its successes.
 READS = """
 import os, socket, sys
 os.setgroups([]), os.setgid(65534), os.setuid(65534)
@@ -80,7 +80,7 @@ for path, folders, names in os.walk(sys.argv[1]):
 
 @pytest.fixture(scope="module")
 def local():
-    """A local stack in a folder that its owner left open to all, with a session of theirs."""
+    """A local stack in a folder that its owner left open to all users, with a session of the owner."""
     folder = Path(tempfile.mkdtemp(prefix="wooly-open-"))
     folder.chmod(0o755)
     before = os.umask(0o022)
@@ -100,7 +100,7 @@ def local():
 
 
 def ports_of(stack):
-    """Everything that the processes of a stack listen on, by port."""
+    """The listening ports of a stack's processes, by port."""
     listening = {}
     for name, pid in stack.services.items():
         for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
@@ -111,8 +111,8 @@ def ports_of(stack):
     return listening
 
 
-def asked(port, path, headers):
-    """(status, body) of one request; (0, what came) from what does not speak HTTP."""
+def get_response(port, path, headers):
+    """(status, body) of one request; (0, received bytes) from a server that does not speak HTTP."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
     try:
         connection.request("GET", path, headers=headers)
@@ -124,16 +124,16 @@ def asked(port, path, headers):
         connection.close()
 
 
-def test_other_user_gets_nothing_from_any_port_of_a_local_stack(local):
+def test_ports_of_local_stack_refuse_other_user(local):
     ports = ports_of(local)
     assert {"nats", "router", "scheduler", "metering"} <= set(ports.values())
     owner = {"Authorization": f"Bearer {local.token}"}
     deadline = time.monotonic() + 60
-    shown = set()  # with the token all of this can be seen: without it nothing
+    shown = set()  # with the token all of this is visible, without it nothing
     while len(shown) < 2 and time.monotonic() < deadline:
         for port, name in ports.items():
             for path in ("/metrics", "/api/v1/tasks"):
-                _, body = asked(port, path, owner)
+                _, body = get_response(port, path, owner)
                 shown |= {name} & {"router", "scheduler"} if b"victim" in body else set()
     assert shown == {"router", "scheduler"}
     for headers in (
@@ -144,10 +144,10 @@ def test_other_user_gets_nothing_from_any_port_of_a_local_stack(local):
     ):
         for port, name in ports.items():
             for path in ASKED:
-                status, body = asked(port, path, headers)
+                status, body = get_response(port, path, headers)
                 assert b"victim" not in body and b"secret-script" not in body, (name, path)
                 if path.startswith("/api/v1/") and name == "router":
-                    assert status == 401, (name, path, status)  # of paths that are not there, too
+                    assert status == 401, (name, path, status)  # also for paths that do not exist
     for port, name in ports.items():
         if name == "router":
             request = urllib.request.Request(f"http://127.0.0.1:{port}/api/v1/login/code", b"{}", {}, method="POST")
@@ -155,19 +155,19 @@ def test_other_user_gets_nothing_from_any_port_of_a_local_stack(local):
                 urllib.request.urlopen(request, timeout=10)
 
 
-def test_other_user_reads_no_file_and_reaches_no_socket_of_a_local_stack(local):
+def test_files_and_sockets_of_local_stack_are_private(local):
     found = [path for path in local.state_dir.rglob("*") if not path.is_symlink()]
     open_ = [(str(p), oct(p.lstat().st_mode)) for p in found if stat.S_IMODE(p.lstat().st_mode) & 0o077]
     assert open_ == [] and len(found) > 30
     if os.geteuid() == 0:
-        local.state_dir.chmod(0o755)  # even so
+        local.state_dir.chmod(0o755)  # even with an open folder
         argv = [sys.executable, "-c", READS, str(local.state_dir)]
         told = subprocess.run(argv, capture_output=True, text=True, cwd="/")
         assert (told.returncode, told.stdout, told.stderr) == (0, "", "True\n")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a folder to another user")
-def test_folder_of_another_user_is_no_stacks_and_nothing_is_written_through_its_links(tmp_path):
+def test_folder_of_other_user_is_refused_and_links_are_not_followed(tmp_path):
     victim, trap = tmp_path / "victim", tmp_path / "trap"
     victim.write_text("not to be emptied")
     trap.mkdir(mode=0o755)
@@ -178,7 +178,7 @@ def test_folder_of_another_user_is_no_stacks_and_nothing_is_written_through_its_
     assert victim.read_text() == "not to be emptied"
 
 
-def test_address_of_the_pages_logs_one_browser_in_once_and_stands_in_no_log(local):
+def test_login_address_is_valid_once_and_not_logged(local):
     address = local.ui_url()
     code = address.rpartition("/")[2]
     assert address == f"{local.rest_url}/ui/#/login/{code}" and len(code) > 40
@@ -202,7 +202,7 @@ def test_address_of_the_pages_logs_one_browser_in_once_and_stands_in_no_log(loca
 
 # -- the executor's TLS port -----------------------------------------------------------------------------------------------
 
-#: Without an optimizer of PyTorch's, whose import takes longer than all the rest.
+#: A training without a PyTorch optimizer, whose import would take most of the time.
 TRAINING = """
 import torch
 torch.manual_seed(0)
@@ -234,7 +234,7 @@ def port(opened):
     return next(e for e in map(Endpoint.parse, part.endpoints) if e.scheme == "tls")
 
 
-def knock(port):
+def connect_to(port):
     return socket.create_connection((port.host, port.port), 30)
 
 
@@ -243,12 +243,12 @@ def synced(channel):
     return channel.recv(60).kind == Kind.RESULT
 
 
-def test_resets_in_every_state_of_a_handshake_end_nobodys_session(opened, port, carol, certificates, tmp_path):
-    """20 of them, at the wrong moment, ended the device's thread once."""
+def test_resets_during_handshake_end_no_session(opened, port, carol, certificates, tmp_path):
+    """Regression test: 20 resets at the wrong moment used to end the device thread."""
     inside, welcome = enter(opened)
     assert welcome.kind == Kind.WELCOME
     for n in range(600):
-        sock = knock(port)
+        sock = connect_to(port)
         with contextlib.suppress(OSError):
             sock.sendall((b"", b"\x16\x03\x01\x02\x00\x01", b"GET / HTTP/1.1\r\n\r\n")[n % 3])
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -264,9 +264,9 @@ def test_resets_in_every_state_of_a_handshake_end_nobodys_session(opened, port, 
     assert ran.returncode == 0 and "trained True" in ran.stdout, ran.stderr
 
 
-def test_half_open_connections_keep_no_client_out(opened, port, certificates):
-    """More of them than the executor has places for strangers, some of which send a byte now and then."""
-    held = [knock(port) for _ in range(400)]
+def test_half_open_connections_do_not_block_clients(opened, port, certificates):
+    """More half-open connections than the executor's limit for strangers. Some of them send a byte now and then."""
+    held = [connect_to(port) for _ in range(400)]
     for sock in held[::7]:
         with contextlib.suppress(OSError):
             sock.send(b"\x16")
@@ -289,8 +289,8 @@ def test_half_open_connections_keep_no_client_out(opened, port, certificates):
     ],
     ids=["oversize hello", "run first", "no json", "deep json"],
 )
-def test_first_frame_of_anything_is_refused_in_words(opened, port, certificates, frame):
-    with client_context(certificates.authority).wrap_socket(knock(port), server_hostname="localhost") as sock:
+def test_invalid_first_frame_is_refused_with_reason(opened, port, certificates, frame):
+    with client_context(certificates.authority).wrap_socket(connect_to(port), server_hostname="localhost") as sock:
         sock.sendall(frame)
         said = b""
         with contextlib.suppress(OSError):
@@ -303,7 +303,7 @@ def test_first_frame_of_anything_is_refused_in_words(opened, port, certificates,
 
 
 PATIENCE_S = 30
-#: HTTP ports of the cluster: the service, its file with the port, what everybody may read there.
+#: HTTP ports of the cluster: the service, the file with its port, a public path.
 PORTS = {
     "router": ("router/router.port", "/healthz"),
     "metering": ("metering/metering.port", "/healthz"),
@@ -315,8 +315,8 @@ def port_of(cluster, service):
     return int((cluster.folder / PORTS[service][0]).read_text())
 
 
-def rss(process):
-    """Bytes of a process's memory."""
+def resident_bytes(process):
+    """The resident memory of a process, in bytes."""
     return int(Path(f"/proc/{process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
@@ -325,7 +325,7 @@ def descriptors(process):
 
 
 def answer(sock):
-    """(status, code) of the answer to what was sent on a connection."""
+    """(status, code) of the answer on a connection."""
     raw = b""
     while b"\r\n\r\n" not in raw:
         part = sock.recv(65536)
@@ -344,7 +344,7 @@ def head(path, *more):
 
 @contextlib.contextmanager
 def flood(port, count, sent=b""):
-    """`count` connections on which `sent` was sent, and nothing more is."""
+    """Open `count` connections that send only `sent`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     try:
@@ -358,13 +358,13 @@ def flood(port, count, sent=b""):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_body_of_200_mib_is_refused_before_it_is_read(cluster):
-    before = rss(cluster.processes["router"])
+def test_body_of_200_mib_is_refused_unread(cluster):
+    before = resident_bytes(cluster.processes["router"])
     with socket.create_connection(("127.0.0.1", port_of(cluster, "router")), PATIENCE_S) as sock:
         sock.sendall(head("/api/v1/tasks", f"content-length: {200 << 20}"))
         assert answer(sock) == (401, "router.unauthorized")
         sent = 0
-        with contextlib.suppress(ConnectionError):  # it is cut long before
+        with contextlib.suppress(ConnectionError):  # the server closes the connection long before
             while sent < 200 << 20:
                 sock.sendall(bytes(1 << 20))
                 sent += 1 << 20
@@ -373,11 +373,11 @@ def test_body_of_200_mib_is_refused_before_it_is_read(cluster):
     with socket.create_connection(("127.0.0.1", port_of(cluster, "router")), PATIENCE_S) as sock:
         sock.sendall(head("/api/v1/login", "transfer-encoding: chunked") + b"100000\r\n" + bytes(1 << 20))
         assert answer(sock) == (413, "router.too_large")
-    assert rss(cluster.processes["router"]) < before + (64 << 20)
+    assert resident_bytes(cluster.processes["router"]) < before + (64 << 20)
 
 
 @pytest.mark.parametrize("service", PORTS)
-def test_two_thousand_connections_shut_nobody_else_out(cluster, service):
+def test_two_thousand_connections_do_not_block_others(cluster, service):
     _, path = PORTS[service]
     for sent in (b"", head("/api/v1/login", "x: y")[:-4]):
         with flood(port_of(cluster, service), 1000, sent):
@@ -387,7 +387,7 @@ def test_two_thousand_connections_shut_nobody_else_out(cluster, service):
             assert descriptors(cluster.processes[service]) < 600
 
 
-def test_full_table_of_descriptors_shuts_no_operator_out_and_ends_nothing(cluster, alice):
+def test_full_descriptor_table_leaves_access_for_operator(cluster, alice):
     router = cluster.processes["router"]
     usual = resource.prlimit(router.pid, resource.RLIMIT_NOFILE)
     resource.prlimit(router.pid, resource.RLIMIT_NOFILE, (descriptors(router) + 20, usual[1]))
@@ -401,7 +401,7 @@ def test_full_table_of_descriptors_shuts_no_operator_out_and_ends_nothing(cluste
     assert alice.close(alice.open()).closed
 
 
-def test_guessing_tokens_slows_the_guesser_and_nobody_who_has_one(cluster, alice):
+def test_token_guessing_slows_only_the_guesser(cluster, alice):
     assert cluster.rest("GET", "me", token=alice.token)["tenant"] == "alice"
     refused = set()
     stop = threading.Event()

@@ -1,4 +1,4 @@
-"""Well-known kernels in CUDA C, and one with much of the language."""
+"""Well-known kernels in CUDA C, and a kernel that uses many features of the language."""
 
 ADD = """
 extern "C" __global__ void add(const float* a, const float* b, float* c, int n) {
@@ -153,7 +153,7 @@ __global__ void many(float4* v, float* out, double d, bool yes, long long wide) 
 
 
 def every_function(vendors=True):
-    """A kernel that calls everything which the reference page names; functions that are the vendor's library's only if asked."""
+    """A kernel that calls every function in the reference page; functions of the vendor's library only if `vendors`."""
     from wooly_cuda_c.printing import builtins
     from wooly_cuda_c.syntax.words import VECTOR_TYPES
 

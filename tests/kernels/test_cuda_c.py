@@ -1,7 +1,7 @@
 # ruff: noqa: E501 (sources in one line)
-"""Kernels in CUDA C through the whole stack: parsed here without a GPU, run on PoCL, equal to torch on the CPU.
+"""Kernels in CUDA C through the whole stack: parsed without a GPU, run on PoCL, compared with torch on the CPU.
 
-What only moves numbers, counts, or adds once is equal; sums in another order are within 1e-5.
+Kernels that move or count numbers, or add once, give equal results. Sums in another order are within 1e-5.
 """
 
 import re
@@ -29,7 +29,7 @@ def groups(n, threads):
 
 
 @pytest.mark.parametrize("compile_kernel", [wooly.cuda_kernel, lambda *a: torch.cuda._compile_kernel(*a)])
-def test_vector_add_is_torchs(compile_kernel):
+def test_vector_add_equals_torch(compile_kernel):
     add = compile_kernel(ADD, "add")
     x, y = torch.randn(4999), torch.randn(4999)
     a, b = on(x, y)
@@ -53,14 +53,14 @@ def test_tree_reduction_with_dynamic_shared_memory():
     torch.testing.assert_close(out.cpu().sum(), x.sum(), rtol=1e-5, atol=1e-4)
 
 
-def test_exchanges_within_warps():
+def test_warp_shuffles():
     x = torch.randn(5, 1000)
     out = torch.zeros(5, device="cuda")
     wooly.cuda_kernel(WARPS, "row_sums")((5, 1, 1), (256, 1, 1), [*on(x), out, 1000])
     torch.testing.assert_close(out.cpu(), x.sum(1), rtol=1e-5, atol=1e-4)
 
 
-def test_votes_of_warps_and_blocks():
+def test_warp_and_block_votes():
     x = torch.randint(-9, 9, (64,), dtype=torch.int32)
     bits, counts = torch.zeros(2, dtype=torch.int32, device="cuda"), torch.zeros(4, dtype=torch.int32, device="cuda")
     wooly.cuda_kernel(WARPS, "votes")((1, 1, 1), (64, 1, 1), [*on(x), bits, counts])
@@ -77,7 +77,7 @@ def test_votes_of_warps_and_blocks():
         ("scale<long long, 3, true>", torch.int64, -3),
     ],
 )
-def test_template_is_instantiated_by_its_name(name, dtype, by):
+def test_template_is_instantiated_by_name(name, dtype, by):
     x = (torch.randn(1000) * 10).to(dtype)
     (a,) = on(x)
     y = torch.empty_like(a)
@@ -105,7 +105,7 @@ def test_matmul_with_shared_tiles():
     torch.testing.assert_close(c.cpu(), a @ b, rtol=1e-5, atol=1e-5)
 
 
-def test_much_of_the_language():
+def test_kernel_with_many_language_features():
     v, out = torch.arange(4.0), torch.zeros(20)
     out[:2] = torch.tensor([1.0, 2.0])
     v, out = on(v, out)
@@ -156,7 +156,7 @@ def test_autograd_function_with_kernels():
 # -- errors ----------------------------------------------------------------------------------------------------------------
 
 
-def test_an_index_out_of_range_names_kernel_line_and_argument():
+def test_index_out_of_range_names_kernel_line_and_argument():
     (a,) = on(torch.ones(8))
     neighbour = torch.ones(8, device="cuda")
     wild = wooly.cuda_kernel("__global__ void wild(float* a, int n) {\n  a[threadIdx.x + n] = 7.f;\n}", "wild")
@@ -167,7 +167,7 @@ def test_an_index_out_of_range_names_kernel_line_and_argument():
     assert torch.equal(neighbour.cpu(), torch.ones(8))
 
 
-def test_a_source_that_is_not_understood_fails_where_it_is_compiled():
+def test_source_with_error_fails_at_compile_call():
     with pytest.raises(RuntimeError, match=r"Kernel compilation failed:\nline 2: expected '\)', found"):
         torch.cuda._compile_kernel("__global__ void f(float* a) {\n a[0] = (1;\n}", "f")
     with pytest.raises(RuntimeError, match="the source has no kernel g; it has f"):
@@ -178,7 +178,7 @@ def test_a_source_that_is_not_understood_fails_where_it_is_compiled():
         torch.cuda._compile_kernel(ADD, "add", nvcc_options=["-O3"])
 
 
-def test_what_the_far_side_refuses_names_the_line():
+def test_source_refused_by_compiler_names_line():
     (a,) = on(torch.ones(8))
     f = wooly.cuda_kernel("__global__ void f(float* a) {\n  float* p = (float*)12345;\n  *p = 1;\n}", "f")
     f((1, 1, 1), (1, 1, 1), [a])
@@ -186,7 +186,7 @@ def test_what_the_far_side_refuses_names_the_line():
         a.cpu()
 
 
-def test_arguments_are_held_against_the_signature():
+def test_arguments_that_do_not_match_signature_are_refused():
     add = wooly.cuda_kernel(ADD, "add")
     a, b, c = on(torch.ones(8), torch.ones(8), torch.zeros(8))
     one = (1, 1, 1)

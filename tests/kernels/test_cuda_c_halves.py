@@ -1,5 +1,5 @@
 # ruff: noqa: E501 (sources in one line)
-"""Half precision, bfloat16 and what threads of a warp fold, in CUDA C on PoCL, against torch on the CPU."""
+"""Half precision, bfloat16 and warp reductions in CUDA C on PoCL, compared with torch on the CPU."""
 
 import pytest
 import torch
@@ -64,7 +64,7 @@ def on(*tensors):
 
 
 @pytest.mark.parametrize(("dtype", "name"), [(torch.float16, "__half"), (torch.bfloat16, "__nv_bfloat16")])
-def test_numbers_of_16_bits_are_rounded_as_torch_rounds_them(dtype, name):
+def test_16_bit_numbers_are_rounded_as_in_torch(dtype, name):
     n = 300
     x, y = torch.randn(n).to(dtype), (torch.randn(n) * 3).to(dtype)
     out, wide = torch.zeros(8, n, dtype=dtype, device="cuda"), torch.zeros(n, device="cuda")
@@ -77,7 +77,7 @@ def test_numbers_of_16_bits_are_rounded_as_torch_rounds_them(dtype, name):
     assert torch.equal(wide.cpu(), x.float() + (x > y))
 
 
-def test_conversions_are_exact_to_the_last_bit():
+def test_conversions_equal_torch_bitwise():
     x = torch.cat(
         [
             torch.randn(400) * 10 ** torch.linspace(-9, 6, 400),
@@ -98,7 +98,7 @@ def test_conversions_are_exact_to_the_last_bit():
     assert once.tolist() == [1 + 2.0**-10, 1.0, -1 - 2.0**-10, 3.0]
 
 
-def test_pairs_of_halves():
+def test_half2_operations():
     x = torch.randn(64).half()
     out = torch.zeros(64, dtype=torch.float16, device="cuda")
     wooly.cuda_kernel(CONVERT, "pairs")((1, 1, 1), (32, 1, 1), [*on(x), out, 32])
@@ -106,7 +106,7 @@ def test_pairs_of_halves():
     assert torch.equal(out.cpu(), want)
 
 
-def test_folds_of_a_warp():
+def test_warp_reductions():
     x = torch.randint(-1000, 1000, (64,), dtype=torch.int32)
     h = torch.randn(64).half()
     out, moved = (
@@ -123,7 +123,7 @@ def test_folds_of_a_warp():
             both, any_, odd = both & v, any_ | v, odd ^ v
         wanted = [sum(values), min(values), max(values), both, any_, odd]
         assert [row.unique().tolist() for row in part[:6]] == [[v] for v in wanted]
-        rest = [v - 4 * int(v / 4) for v in values]  # as C has it
+        rest = [v - 4 * int(v / 4) for v in values]  # with the truncation of C
         masks = [sum((rest[k] == r) << k for k in range(32)) for r in rest]
         assert [m & 0xFFFFFFFF for m in part[6].tolist()] == masks
         assert part[7].unique().tolist() == [sum(values[:16])]

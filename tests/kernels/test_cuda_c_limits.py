@@ -1,5 +1,5 @@
 # ruff: noqa: E501 (sources in one line)
-"""Kernels in CUDA C that never end, on the executor's runtime: each is told to, and the device goes on."""
+"""Endless kernels in CUDA C on the executor's runtime: each is stopped, and the device continues."""
 
 import functools
 
@@ -58,7 +58,7 @@ __global__ void f(int* a) { """
 
 
 @pytest.mark.parametrize("what", ENDLESS)
-def test_an_endless_kernel_is_ended(what, launch):
+def test_endless_kernel_is_stopped(what, launch):
     memory = np.zeros(64, np.int32)
     with pytest.raises(OperationError, match=r"took more than 0.05 s \(WOOLY_EXECUTOR_KERNEL_S\)"):
         launch(HEAD + ENDLESS[what] + " }", memory, block=(8, 1, 1))
@@ -67,7 +67,7 @@ def test_an_endless_kernel_is_ended(what, launch):
     assert memory.tolist() == list(range(64))
 
 
-def test_more_blocks_than_there_is_time_for_are_ended(launch):
+def test_kernel_with_too_many_blocks_is_stopped(launch):
     memory = np.zeros(64, np.int32)
     text = "__global__ void f(int* a) { for (int i = 0; i < 512; i++) a[i % 64] ^= i; }"
     with pytest.raises(OperationError, match="took more than"):

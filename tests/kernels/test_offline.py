@@ -1,7 +1,7 @@
-"""What the executor's GPU runtimes launch, built for chips that are not here: checks and all, for each of the well-known kernels.
+"""The texts that the executor's GPU runtimes launch, built with all guards for GPUs that are not present.
 
-Nobody runs it here. That the checks leave a kernel's results alone, and keep it from what it was not given, is seen on the
-CPU, which runs the text that goes to the GPU.
+The tests do not run the built code. Other tests run the same text on the CPU. They show that the guards keep a kernel's results
+and block accesses out of bounds.
 """
 
 from pathlib import Path
@@ -60,14 +60,14 @@ def worker(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def build(worker):
-    """Builds as an executor has it done."""
+    """Builds in the same way as an executor."""
     return lambda asked: decode_code(worker.ask(asked, asked["target"], "kernel"), "n")
 
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.slow
-def test_triton_kernels_build_with_their_checks(gpu, build, name, target):
+def test_triton_kernels_build_with_guards(gpu, build, name, target):
     text = captured(name)
     entry, args = signature(text)
     code = build(request(text, target))
@@ -90,7 +90,7 @@ _DTYPE = {"f32": DType.F32, "i32": DType.I32, "i64": DType.I64}
 
 
 def run_guarded(text, grid, values, lengths=None):
-    """Run a text with guards as a CPU runs any, with what a GPU's launch would be given; the status words."""
+    """Run a text with guards on the CPU, with the arguments of a launch on a GPU. Returns the status words."""
     made = guarded(text)
     entry, args = signature(made.text)
     status = torch.zeros(8, dtype=torch.int32, device="cuda")
@@ -104,7 +104,7 @@ def run_guarded(text, grid, values, lengths=None):
 
 
 def operands(name):
-    """What a kernel is launched on, and its grid."""
+    """The arguments and the grid of a kernel."""
     torch.manual_seed(0)
     x, y = torch.randn(64, 64, device="cuda"), torch.randn(64, 64, device="cuda")
     w, b = torch.randn(64, device="cuda"), torch.randn(64, device="cuda")
@@ -123,7 +123,7 @@ def operands(name):
 
 @pytest.mark.parametrize("name", ["add", "softmax", "matmul", "layer norm", "dropout", "attention", "grouped gemm"])
 @pytest.mark.slow
-def test_guards_leave_results_alone_and_keep_what_is_beyond(gpu, name):
+def test_guards_keep_results_and_protect_other_memory(gpu, name):
     text = captured(name)
     grid, values, out = operands(name)
     entry, args = signature(text)
@@ -137,11 +137,11 @@ def test_guards_leave_results_alone_and_keep_what_is_beyond(gpu, name):
     assert torch.equal(out, wanted) and status[1] == 0
     out.zero_()
     (k,) = [k for k, v in enumerate(values) if v is out]
-    status, places = run_guarded(text, grid, values, {k: 33 * 4})  # of the result, 33 elements are its own
+    status, places = run_guarded(text, grid, values, {k: 33 * 4})  # 33 elements of the result are in bounds
     assert torch.equal(out.view(-1)[:33], wanted.view(-1)[:33]) and not out.view(-1)[33:].any()
     assert status[1] & 7 == 2 and places[status[1] >> 3].startswith("tt.store in line")
 
 
-def test_kernels_are_where_the_check_of_a_gpu_looks_for_them():
+def test_kernels_are_found_by_gpu_check():
     script = Path(__file__).parents[1] / "gpu" / "run.sh"
     assert "PYTHONPATH=tests/kernels" in script.read_text()

@@ -1,4 +1,4 @@
-"""Kernels as PTX, from the client's side: captured like others, refused by an executor whose tenant may not launch them."""
+"""PTX kernels from the client's side: captured like other kernels, refused by an executor without the tenant's permission."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ ADD = """.version 8.0
 """
 
 
-def test_without_the_permission_a_launch_fails_and_says_who_gives_it(gpu):
+def test_launch_without_permission_fails_with_remedy(gpu):
     x = torch.zeros(4, device="cuda")
     wooly.ptx_kernel(ADD, "add")((1, 1, 1), (32, 1, 1), [x, 4, 0.5])
     with pytest.raises(RemoteOperationError, match=r"permission opaque_kernels.*ask an administrator for it"):
@@ -34,7 +34,7 @@ def test_without_the_permission_a_launch_fails_and_says_who_gives_it(gpu):
         ([1, torch.zeros(1), 2.0], "parameter 1 is a u32, but argument 1 is a tensor"),
     ],
 )
-def test_arguments_that_do_not_fit_are_refused_where_they_are_given(gpu, args, message):
+def test_ptx_arguments_that_do_not_match_are_refused(gpu, args, message):
     with pytest.raises(ValueError, match=message):
         wooly.ptx_kernel(ADD, "add")(args=args)
 
@@ -42,6 +42,6 @@ def test_arguments_that_do_not_fit_are_refused_where_they_are_given(gpu, args, m
 @pytest.mark.parametrize(
     ("text", "message"), [("", "does not contain .entry add"), (".entry add(.param .texref t) {}", "parameters")]
 )
-def test_a_text_without_the_kernel_is_refused(text, message):
+def test_ptx_text_without_kernel_is_refused(text, message):
     with pytest.raises(RuntimeError, match=message):
         wooly.ptx_kernel(text, "add")

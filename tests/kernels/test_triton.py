@@ -1,7 +1,7 @@
-"""Triton's kernels through the whole stack: captured here without a GPU, lowered, run on PoCL, compared with torch on the CPU.
+"""Triton kernels through the whole stack: captured without a GPU, lowered, run on PoCL, compared with torch on the CPU.
 
-Tolerances: what only moves numbers or adds once is equal; sums in another order and functions within 1e-5 of float32's largest
-value, products of half precision within one unit in the last place of the result.
+Tolerances: kernels that move numbers or add once give equal results. Sums in another order, and functions, are within 1e-5 of
+float32's largest value; products in half precision are within one unit in the last place of the result.
 """
 
 import math
@@ -29,13 +29,13 @@ def on(*tensors):
     return [t.to("cuda") for t in tensors]
 
 
-def test_vector_add_is_torchs():
+def test_vector_add_equals_torch():
     x, y = torch.randn(4999), torch.randn(4999)
     assert torch.equal(kernels.add(*on(x, y)).cpu(), x + y)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.int8, torch.int16, torch.int64])
-def test_one_kernel_has_a_text_for_each_signature(dtype):
+def test_kernel_has_one_text_per_signature(dtype):
     x, y = [(torch.randn(1500) * 50).to(dtype) for _ in range(2)]
     assert torch.equal(kernels.add(*on(x, y)).cpu(), x + y)
 
@@ -79,7 +79,7 @@ def test_layer_norm_with_backward_through_autograd():
 
 
 def philox_uniform(seed, n):
-    """Triton's `tl.rand`: ten rounds of Philox-4x32 with the counter (i, 0, 0, 0), its first word as a number of [0, 1)."""
+    """Triton's `tl.rand`: ten rounds of Philox-4x32 with the counter (i, 0, 0, 0); the first word, scaled to [0, 1)."""
     mask = (1 << 32) - 1
     found = []
     for i in range(n):
@@ -93,7 +93,7 @@ def philox_uniform(seed, n):
     return torch.tensor(found, dtype=torch.float64)
 
 
-def test_dropout_draws_the_numbers_of_its_seed():
+def test_dropout_depends_on_seed():
     x = torch.randn(1000)
     got = kernels.dropout(*on(x), 0.4, 123).cpu()
     keep = philox_uniform(123, 1000) > 0.4
@@ -167,7 +167,7 @@ def shapes_kernel(x_ptr, out_ptr, N: tl.constexpr):
     tl.store(out_ptr + 6 * N + n, tl.gather(x, (n * 7) % N, 0))
 
 
-def test_shapes_scans_sorts_and_gathers():
+def test_shape_scan_sort_and_gather_operations():
     x = torch.randn(64)
     (d,) = on(x)
     out = torch.empty(7, 64, device="cuda")
@@ -239,7 +239,7 @@ def atomics_kernel(x_ptr, out_ptr, floats_ptr, n, BLOCK: tl.constexpr):
     tl.atomic_add(floats_ptr, tl.sum(x, 0).to(tl.float32))
 
 
-def test_atomics_of_programs_that_run_side_by_side():
+def test_atomics_of_parallel_programs():
     x = torch.randint(0, 16, (5000,)).int()
     (d,) = on(x)
     out, total = torch.zeros(18, dtype=torch.int32, device="cuda"), torch.zeros(1, device="cuda")
@@ -267,7 +267,7 @@ def early_kernel(x_ptr, n, limit):
     tl.store(x_ptr + i, steps)
 
 
-def test_loops_conditions_and_an_early_return():
+def test_loops_conditions_and_early_return():
     def steps(value):
         count = 0
         while value != 1:
@@ -285,7 +285,7 @@ def shift_kernel(x_ptr, N: tl.constexpr):
     tl.store(x_ptr + n + 1, tl.load(x_ptr + n))
 
 
-def test_a_block_is_read_before_it_is_written():
+def test_block_is_read_before_written():
     x = torch.arange(65.0)
     (d,) = on(x)
     shift_kernel[(1,)](d, N=64)
@@ -295,7 +295,7 @@ def test_a_block_is_read_before_it_is_written():
 # -- capture -------------------------------------------------------------------------------------------------------------
 
 
-def test_programs_are_the_same_whatever_numbers_a_launch_is_given(device):
+def test_launches_with_other_numbers_share_one_program(device):
     from wooly import api
 
     x, y = on(torch.randn(2048), torch.randn(2048))
@@ -315,7 +315,7 @@ def test_programs_are_the_same_whatever_numbers_a_launch_is_given(device):
         assert torch.equal(out[:n].cpu(), (x + y)[:n].cpu())
 
 
-def test_the_text_that_travels_names_no_vendor():
+def test_sent_text_names_no_vendor():
     import tests.kernels.triton_kernels as k
 
     x, y = on(torch.randn(100), torch.randn(100))
@@ -326,7 +326,7 @@ def test_the_text_that_travels_names_no_vendor():
     assert not re.search(r"cuda|nvidia|nvvm|amd|hip|rocm|sm_\d|gfx", text, re.IGNORECASE)
 
 
-def test_what_is_only_read_is_known_and_outlives_a_failed_launch():
+def test_read_only_arguments_survive_failed_launch():
     x = torch.randn(64, 64)
     a, b = on(x, x)
     kernels.matmul(a, b)
@@ -344,7 +344,7 @@ def test_what_is_only_read_is_known_and_outlives_a_failed_launch():
 
 
 def texts_written():
-    """Of kernels that were launched here: the parameters through which they write."""
+    """For kernels launched in this test: the parameters through which they write."""
     from wooly.triton_capture.writes import written
 
     for function in (
@@ -355,7 +355,7 @@ def texts_written():
             yield kernel.name, written(kernel.asm["ttir"].decode(), kernel.name)
 
 
-def test_a_tensor_of_the_host_is_refused():
+def test_launch_with_host_tensor_is_refused():
     x = torch.randn(16)
     (d,) = on(x)
     with pytest.raises(ValueError, match="cannot be accessed"):
@@ -375,7 +375,7 @@ def wild_kernel(x_ptr, offset, READ: tl.constexpr):
 
 @pytest.mark.parametrize("offset", [64, -1, 1 << 40, -(1 << 62)])
 @pytest.mark.parametrize("read", [True, False])
-def test_an_access_beyond_the_buffer_is_an_error_and_touches_nothing(offset, read):
+def test_access_out_of_bounds_fails_and_changes_nothing(offset, read):
     neighbours = [torch.zeros(64, device="cuda") for _ in range(3)]
     wild_kernel[(1,)](neighbours[1], offset, READ=read)
     with pytest.raises(
@@ -386,14 +386,14 @@ def test_an_access_beyond_the_buffer_is_an_error_and_touches_nothing(offset, rea
     assert all(not t.any() for t in (neighbours[0], neighbours[2]))
 
 
-def test_masked_off_elements_touch_nothing():
+def test_masked_elements_are_not_accessed():
     x, out = on(torch.arange(10.0), torch.full((10,), 7.0))
     kernels.add_kernel[(1,)](x, x, out, 10, BLOCK=1024)
     torch.cuda.synchronize()
     assert out.tolist() == [2.0 * i for i in range(10)]
 
 
-def test_a_view_shows_the_kernel_what_begins_there():
+def test_view_argument_starts_at_its_offset():
     x = torch.zeros(64, device="cuda")
     wild_kernel[(1,)](x[32:], 31, READ=False)
     assert x.tolist() == [0.0] * 63 + [1.0]
@@ -415,7 +415,7 @@ def assembly_kernel(x_ptr, N: tl.constexpr):
     tl.store(x_ptr + n, y)
 
 
-def test_what_cannot_be_lowered_is_named():
+def test_unsupported_operation_is_named():
     x = torch.zeros(16, device="cuda")
     made_kernel[(1,)](x, 1 << 40)
     with pytest.raises(RemoteOperationError, match=r"tt\.int_to_ptr .* is not part of a buffer"):
@@ -433,14 +433,14 @@ def asserting_kernel(x_ptr):
     tl.device_assert(tl.load(x_ptr) > 0, "not positive")
 
 
-def test_a_failed_assertion_fails_the_launch():
+def test_failed_device_assertion_fails_launch():
     x = torch.zeros(1, device="cuda")
     asserting_kernel[(1,)](x, debug=True)
     with pytest.raises(RemoteOperationError, match="not positive"):
         torch.cuda.synchronize()
 
 
-def test_what_failed_leaves_the_device_as_it_was():
+def test_device_works_after_failed_launch():
     x, y = on(torch.ones(8), torch.ones(8))
     assert torch.equal(kernels.add(x, y).cpu(), torch.full((8,), 2.0))
     assert math.isclose(kernels.add(x, y).sum().item(), 16.0)

@@ -1,6 +1,6 @@
-"""What Triton's language offers, operation by operation: lowered and run on PoCL, compared with torch on the CPU.
+"""Operations of Triton's language, one by one: lowered, run on PoCL, compared with torch on the CPU.
 
-What is not offered is an error that names the operation.
+An unsupported operation is an error that names it.
 """
 
 import pytest
@@ -37,14 +37,14 @@ def cast(x, dtype):
 
 
 @pytest.mark.parametrize("small", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_every_small_float_is_read_as_torch_reads_it(small):
+def test_small_floats_are_decoded_as_in_torch(small):
     x = torch.arange(256, dtype=torch.uint8).view(small)
     for wide in (torch.float32, torch.float16, torch.bfloat16):
         assert torch.equal(cast(x, wide).nan_to_num(1234.0), x.to(wide).nan_to_num(1234.0))
 
 
 @pytest.mark.parametrize("small", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_small_floats_are_rounded_to_the_nearest_and_stay_finite(small):
+def test_small_floats_round_to_nearest_and_saturate(small):
     most = torch.finfo(small).max
     x = torch.cat(
         [torch.randn(400) * 10 ** torch.linspace(-8, 2, 400), torch.arange(256, dtype=torch.uint8).view(small).float()]
@@ -97,7 +97,7 @@ def half_kernel(x_ptr, y_ptr, out_ptr, N: tl.constexpr):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_halves_are_rounded_after_each_operation(dtype):
+def test_halves_round_after_each_operation(dtype):
     x, y = torch.randn(256).to(dtype), torch.randn(256).to(dtype)
     out = torch.empty(4, 256, dtype=dtype, device="cuda")
     half_kernel[(1,)](*on(x, y), out, N=256)
@@ -147,7 +147,7 @@ def order_kernel(x_ptr, out_ptr, N: tl.constexpr):
         pytest.param(torch.int16, marks=pytest.mark.slow),
     ],
 )
-def test_orders(dtype):
+def test_sort_topk_and_flip(dtype):
     x = (torch.randn(64) * 100).to(dtype)
     out = torch.zeros(4, 64, dtype=dtype, device="cuda")
     order_kernel[(1,)](x.to("cuda"), out, N=64)
@@ -222,7 +222,7 @@ def fold_kernel(x_ptr, y_ptr, out_ptr, M: tl.constexpr, N: tl.constexpr):
     tl.store(out_ptr + 2 * M + N + M * N + at, back)
 
 
-def test_folds_and_scans_of_several_values():
+def test_reductions_and_scans_of_tuples():
     x, y = torch.rand(8, 32), torch.randn(8, 32)
     out = torch.empty(2 * 8 + 32 + 2 * 256, device="cuda")
     fold_kernel[(1,)](*on(x, y), out, M=8, N=32)
@@ -258,9 +258,9 @@ def extremes_kernel(x_ptr, out_ptr, N: tl.constexpr):
     tl.store(out_ptr + 8 + N + n, tl.sigmoid(x))
 
 
-def test_extremes_and_what_the_standard_library_builds():
+def test_extremes_and_standard_library_functions():
     x = torch.rand(64) + 0.5
-    x[[7, 40]] = 9.0  # the first of equals
+    x[[7, 40]] = 9.0  # the first of two equal values
     out = torch.empty(8 + 128, device="cuda")
     extremes_kernel[(1,)](x.to("cuda"), out, N=64)
     got, xor = out.cpu(), 0
@@ -348,7 +348,7 @@ def cas_kernel(out_ptr, seen_ptr):
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_one_program_wins_an_exchange(dtype):
+def test_compare_and_swap_succeeds_in_one_program(dtype):
     out, seen = torch.zeros(1, dtype=dtype, device="cuda"), torch.zeros(8, dtype=dtype, device="cuda")
     cas_kernel[(8,)](out, seen)
     won = out.item()
@@ -411,7 +411,7 @@ def carried_kernel(x_ptr, out_ptr, n, N: tl.constexpr):
     tl.store(out_ptr + 3 * N + at, c + s)
 
 
-def test_what_a_loop_carries_changes_at_once():
+def test_loop_carried_values_update_together():
     x = torch.randn(64)
     out = torch.empty(4, 64, device="cuda")
     carried_kernel[(1,)](x.to("cuda"), out, 5, N=64)
@@ -429,7 +429,7 @@ def moved_kernel(x_ptr, by, n, N: tl.constexpr):
 
 
 @pytest.mark.parametrize(("by", "n"), [(0, 64), (1, 64), (64, 64), (3, 50), (0, 50)])
-def test_all_of_a_block_is_loaded_before_any_of_it_is_stored(by, n):
+def test_block_is_loaded_completely_before_store(by, n):
     x = torch.randn(200)
     there = x.to("cuda")
     moved_kernel[(1,)](there[70:], by, n, N=64)
@@ -445,7 +445,7 @@ def print_kernel(x_ptr, n):
     tl.store(x_ptr, 7.0)
 
 
-def test_prints_are_left_out_and_assertions_name_the_place():
+def test_prints_are_removed_and_assertions_name_their_place():
     x = torch.zeros(1, device="cuda")
     print_kernel[(1,)](x, 1, debug=True)
     assert x.item() == 7.0
@@ -471,7 +471,7 @@ def library_kernel(x_ptr, y_ptr, out_ptr, N: tl.constexpr):
     tl.store(out_ptr + 5 * N + n, tl.extra.libdevice.isnan(x / 0 * 0).to(tl.float32))
 
 
-def test_functions_of_the_vendors_libraries_by_neutral_names():
+def test_vendor_library_functions_have_neutral_names():
     x, y = torch.randn(128), torch.randn(128)
     out = torch.empty(6, 128, device="cuda")
     compiled = library_kernel[(1,)](*on(x, y), out, N=128)
@@ -497,7 +497,7 @@ def scaled_kernel(a_ptr, s_ptr, out_ptr):
     tl.store(out_ptr + i[:, None] * 32 + k[None, :], tl.dot_scaled(a, s, "e4m3", a, s, "e4m3"))
 
 
-def test_what_is_not_offered_is_named():
+def test_missing_operation_is_named():
     a = torch.zeros(32, 32, dtype=torch.uint8, device="cuda")
     out = torch.zeros(32, 32, device="cuda")
     scaled_kernel[(1,)](a, a, out)

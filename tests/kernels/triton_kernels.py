@@ -1,4 +1,4 @@
-"""Kernels in Triton that the tests and the benchmark launch: our own versions of what everybody writes."""
+"""Triton kernels for the tests and the benchmark: our own versions of common kernels."""
 
 import torch
 import triton
@@ -210,7 +210,7 @@ def attention(q, k, v, causal):
 def grouped_gemm_kernel(
     a_ptr, b_ptr, c_ptr, offsets_ptr, groups, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
 ):
-    """A fixed number of programs takes all tiles of all groups in turn."""
+    """A fixed number of programs takes turns at all tiles of all groups."""
     tile, last = tl.program_id(0), 0
     for g in range(groups):
         first, end = tl.load(offsets_ptr + g), tl.load(offsets_ptr + g + 1)

@@ -1,4 +1,4 @@
-"""Programs as tier 0 and as plans, side by side, with the code that the compiler's worker makes."""
+"""Programs at tier 0 and as plans, side by side, with code from the compiler's worker."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from wooly_wis.codec import encode_program
 
 
 class Compiled:
-    """The worker, and a runtime that takes what it makes."""
+    """The compiler's worker, and a runtime that runs its artifacts."""
 
     def __init__(self, folder):
         self.worker = WorkerProcess(module="wooly_compiler.worker", arguments=(str(folder),))
@@ -30,7 +30,7 @@ class Compiled:
         return self.store.define(encode_program(program))
 
     def artifact(self, program, params, mode):
-        """Bytes of an artifact, and its key."""
+        """The bytes of an artifact, and its key."""
         key = key_of(program, self.target, mode, params)
         request = {
             "what": "artifact",
@@ -44,14 +44,14 @@ class Compiled:
         return self.worker.ask(request, key.target, "a test's program"), key
 
     def plan(self, program, params, mode):
-        """The plan as the executor runs it; and as it was read."""
+        """A plan as the executor runs it, and the decoded plan."""
         data, key = self.artifact(program, params, mode)
         ready = self.ready(program)
         artifact = decode_artifact(data, key, version(), program, ready.facts)
         return self.runtime.load(artifact, program, ready.facts), artifact.plan
 
     def run(self, prepared, contents, params, edges=()):
-        """Bytes of each slot that is left, or how it failed. `contents`: a tensor per slot that is bound from outside."""
+        """The bytes of each remaining slot, or the failure. `contents`: a tensor per slot that is bound from outside."""
         buffers = {slot: Buffer(t.nbytes, t.clone()) for slot, t in contents.items()}
         n = prepared.program.n_slots
         with torch.inference_mode():
@@ -66,7 +66,7 @@ class Compiled:
 
 
 def as_bytes(base, nbytes):
-    """The bytes of a buffer; not-a-numbers are all the same one."""
+    """The bytes of a buffer, with all NaNs replaced by one NaN."""
     storage = base.untyped_storage()
     flat = torch.empty(0, dtype=base.dtype).set_(storage, 0, (nbytes // base.element_size(),), (1,)).clone()
     if flat.is_floating_point():
@@ -84,7 +84,7 @@ def compiled():
 
 
 def _sample(dtype, numel, seed):
-    """All sorts of numbers of a type: any bits, ordinary ones, special ones."""
+    """Numbers of a dtype: random bits, ordinary values, special values."""
     rng, kind = np.random.default_rng(seed), TORCH_DTYPE[dtype]
     if kind is torch.bool:
         return torch.from_numpy(rng.integers(0, 2, numel).astype(bool))

@@ -1,4 +1,4 @@
-"""What `exact` says has the library's bits has them, on all sorts of bits; every row of the op table is asked."""
+"""Kernels marked `exact` give the library's bits on numbers of all kinds. Every row of the op table is tested."""
 
 import pytest
 import torch
@@ -15,12 +15,12 @@ from wooly_wis.plan import KernelStep
 FLOATS = (DType.F32, DType.F64, DType.F16, DType.BF16)
 DTYPES = (*FLOATS, DType.I64, DType.I32, DType.I16, DType.I8, DType.U8, DType.BOOL)
 QUICK = (DType.F32,)  # the others are slow: each builds a kernel
-SIZES = (16, 16411)  # many groups and a tail of the library's vectors: kernels of small tensors are no gain
+SIZES = (16, 16411)  # many groups and a tail of the library's vectors; small tensors do not get kernels
 CONSTANTS = {"dims": (-1,), "dim": -1, "keepdim": True, "sizes": (SIZES[1],)}
 
 
-def written(row, dtype, numbers, sample):
-    """A tape on which the row is used twice, so that it is worth a kernel."""
+def tape_of(row, dtype, numbers, sample):
+    """A tape that uses the row twice, so that a kernel is worthwhile."""
     t, contents = Tape(), {}
     args = []
     for k, arg in enumerate(row.args):
@@ -54,11 +54,11 @@ def cases():
 
 
 @pytest.mark.parametrize(("row", "numbers", "dtypes"), list(cases()))
-def test_exact_kernel_has_the_librarys_bits(compiled, sample, row, numbers, dtypes):
+def test_exact_kernel_equals_library_bitwise(compiled, sample, row, numbers, dtypes):
     run = 0
     for dtype in dtypes:
         try:
-            tape, contents = written(row, dtype, numbers, sample)
+            tape, contents = tape_of(row, dtype, numbers, sample)
         except (RuleError, KeyError):
             continue
         run += _same(compiled, tape, contents)
@@ -76,7 +76,7 @@ def _same(compiled, tape, contents):
     if not any(isinstance(s, KernelStep) for s in plan.steps):
         return 0
     before = compiled.run(compiled.ready(program).prepared, contents, tape.params)
-    if before[1] is not None:  # the library does not take this dtype
+    if before[1] is not None:  # the library does not support this dtype
         return 0
     assert compiled.run(prepared, contents, tape.params) == before
     return 1
@@ -90,7 +90,7 @@ def _line(program):
 
 
 @pytest.mark.parametrize("exponent", [1, 2, 3, -0.5, -1, -2, 2.0])
-def test_powers_that_are_exact_have_the_librarys_bits(compiled, sample, exponent):
+def test_exact_powers_equal_library_bitwise(compiled, sample, exponent):
     for dtype in FLOATS:
         t = Tape()
         x = t.input(dtype, *SIZES)
@@ -100,7 +100,7 @@ def test_powers_that_are_exact_have_the_librarys_bits(compiled, sample, exponent
 
 
 @pytest.mark.parametrize("source", DTYPES)
-def test_exact_conversions_have_the_librarys_bits(compiled, sample, source):
+def test_exact_conversions_equal_library_bitwise(compiled, sample, source):
     for target in DTYPES if source in QUICK else QUICK:
         t = Tape()
         x = t.input(source, *SIZES)
@@ -110,9 +110,9 @@ def test_exact_conversions_have_the_librarys_bits(compiled, sample, source):
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=lambda d: d.label)
-def test_sums_by_index_have_the_librarys_bits(compiled, sample, dtype):
-    """The gradient of an embedding: rows that come often, that do not count, that there are not."""
-    rows, width, tokens = 5600, 96, (5, 200)  # a gradient that is large enough for a kernel to be a gain
+def test_index_sums_equal_library_bitwise(compiled, sample, dtype):
+    """The gradient of an embedding: with repeated rows, ignored rows and missing rows."""
+    rows, width, tokens = 5600, 96, (5, 200)  # large enough for a kernel
     for padding, kind in ((-1, DType.I64), (3, DType.I64), (3, DType.I32)):
         t = Tape()
         grad, index = t.input(dtype, *tokens, width), t.input(kind, *tokens)

@@ -1,4 +1,4 @@
-"""No byte that a plan leaves depends on what its memory held before: results of kernels and the library, and unwritten parts."""
+"""Results of a plan never depend on old memory contents: results of kernels, of the library, and unwritten parts."""
 
 import sys
 from pathlib import Path
@@ -17,12 +17,12 @@ import patterns  # noqa: E402
 sys.path.remove(str(HOSTILE))
 
 F32, BF16, I64, BOOL = DType.F32, DType.BF16, DType.I64, DType.BOOL
-#: Not a multiple of any vector or chunk, and large enough that a kernel in place of two calls is a gain.
+#: Not a multiple of a vector or chunk size, and large enough that a kernel is faster than two library calls.
 ROWS, COLUMNS = 17, 8209
 
 
 def chain(t):
-    """Temporaries of several dtypes, some freed on the way; a part of a result is written alone."""
+    """Temporaries of several dtypes, some freed on the way; only a part of one result is written."""
     x, y = t.input(F32, ROWS, COLUMNS), t.input(F32, COLUMNS)
     a = t.op("mul", t.op("add", x, y), 2.0)
     b = t.copy(t.op("lt", a, y), BF16)
@@ -34,7 +34,7 @@ def chain(t):
 
 
 def rows(t):
-    """Folds, normalisation, a triangle, rows that an index picks."""
+    """Reductions, normalisation, a triangle, rows selected by an index."""
     x, w, k = t.input(F32, ROWS, COLUMNS), t.input(F32, COLUMNS), t.input(I64, 5)
     t.ops("layer_norm", x, (COLUMNS,), w, w, 1e-5)
     t.op("abs", t.op("mul", t.op("add", x, w), 2.0))
@@ -46,7 +46,7 @@ def rows(t):
 
 
 def losses(t):
-    """A step of the library between kernels, which leaves a part of its second result unwritten."""
+    """A library step between kernels that leaves a part of its second result unwritten."""
     x, y = t.input(F32, 24, 40, 200), t.input(I64, 40, 6)
     lengths = (tuple([24, 7, 3, 24] * 10), tuple([6, 2, 1, 0] * 10))
     p = t.op("log_softmax", t.op("mul", t.op("add", x, 1.0), 0.5), 2)
@@ -67,7 +67,7 @@ def contents(inputs, slots):
 
 @pytest.mark.parametrize("mode", ["exact", "full"])
 @pytest.mark.parametrize("write", [chain, rows, losses], ids=lambda f: f.__name__)
-def test_what_a_plan_leaves_does_not_depend_on_fresh_memory(compiled, write, mode):
+def test_plan_results_do_not_depend_on_old_memory_contents(compiled, write, mode):
     tape = Tape()
     inputs = write(tape)
     program, slots = tape.program()
@@ -77,8 +77,8 @@ def test_what_a_plan_leaves_does_not_depend_on_fresh_memory(compiled, write, mod
     if write is losses:
         assert any(isinstance(step, LibraryStep) for step in plan.steps)
     else:
-        assert any(isinstance(step, AllocStep) and not step.zero for step in plan.steps)  # of which this test is
-    for _ in range(3):  # also when its library steps are put together
+        assert any(isinstance(step, AllocStep) and not step.zero for step in plan.steps)  # the case under test
+    for _ in range(3):  # repeated until the library steps are combined
         zero_fill.value = True
         try:
             expected = compiled.run(prepared, given, tape.params)

@@ -1,4 +1,4 @@
-"""A program as it is and as a plan: the same bits where promised, whenever the switch is made and wherever programs are cut."""
+"""A program at tier 0 and as a plan has the same bits where this is promised, for every switch point and every split."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from wooly_wis.plan import KernelStep
 from wooly_wis.program import Instruction, Program
 
 F32, BF16, I64, I32, BOOL = DType.F32, DType.BF16, DType.I64, DType.I32, DType.BOOL
-#: Large enough that a kernel in place of two calls is a gain.
+#: Large enough that a kernel is faster than two library calls.
 ROWS, COLUMNS = 16, 8209
 EXACT = ("neg", "abs", "reciprocal", "rsqrt", "relu", "sign", "floor", "isnan", "logical_not")
 SMOOTH = ("exp", "tanh", "erf", "sigmoid", "silu", "gelu", "sin", "cos", "sqrt")
@@ -30,7 +30,7 @@ PER_EXAMPLE = settings(
 
 @st.composite
 def tapes(draw, operations=EXACT + SMOOTH, dtypes=(F32, F32, BF16, I64, I32, BOOL)):
-    """A tape, and which kinds of tensor it is given."""
+    """A tape, and the kinds of its input tensors."""
     t = Tape()
     shapes = [(ROWS, COLUMNS), (ROWS, COLUMNS), (COLUMNS,), (ROWS, 1)]
     live = [t.input(draw(st.sampled_from(dtypes)), *shapes[0])]
@@ -70,7 +70,7 @@ def tapes(draw, operations=EXACT + SMOOTH, dtypes=(F32, F32, BF16, I64, I32, BOO
     return t, inputs
 
 
-def given_to(tape, inputs, sample):
+def inputs_of(tape, inputs, sample):
     program, slots = tape.program()
     contents = {slots[x.slot]: sample(x.view.dtype, x.view.numel, x.slot) for x in inputs if x.slot in slots}
     return program, contents
@@ -78,17 +78,17 @@ def given_to(tape, inputs, sample):
 
 @given(made=tapes())
 @PER_EXAMPLE
-def test_exact_plan_of_any_program_has_the_librarys_bits(compiled, sample, made):
+def test_exact_plan_of_random_program_equals_library_bitwise(compiled, sample, made):
     tape, inputs = made
-    program, contents = given_to(tape, inputs, sample)
+    program, contents = inputs_of(tape, inputs, sample)
     if not program.body:
         return
     before = compiled.run(compiled.ready(program).prepared, contents, tape.params)
-    if before[1] is not None:  # the library does not take it, and says so
+    if before[1] is not None:  # the library does not support this, and the plan reports it
         return
     prepared, _ = compiled.plan(program, tape.params, "exact")
     assert compiled.run(prepared, contents, tape.params) == before
-    for _ in range(3):  # until its library steps are put together
+    for _ in range(3):  # repeated until the library steps are combined
         assert compiled.run(prepared, contents, tape.params) == before
     edges = range(1, len(program.body), 2)
     assert compiled.run(prepared, contents, tape.params, edges) == before
@@ -96,10 +96,10 @@ def test_exact_plan_of_any_program_has_the_librarys_bits(compiled, sample, made)
 
 @given(made=tapes(operations=SMOOTH[:7], dtypes=(F32,)))
 @PER_EXAMPLE
-def test_full_plan_is_as_close_to_the_library_as_its_functions_are(compiled, made):
+def test_full_plan_equals_library_within_tolerance(compiled, made):
     tape, inputs = made
     generator = torch.Generator().manual_seed(1)
-    program, contents = given_to(tape, inputs, lambda dtype, n, seed: torch.rand(n, generator=generator) + 0.5)
+    program, contents = inputs_of(tape, inputs, lambda dtype, n, seed: torch.rand(n, generator=generator) + 0.5)
     if not program.body:
         return
     prepared, _ = compiled.plan(program, tape.params, "full")
@@ -119,7 +119,7 @@ def test_full_plan_is_as_close_to_the_library_as_its_functions_are(compiled, mad
 
 
 def cut(program, params, at):
-    """Two programs that are this one; for each its params, and the whole's slot per slot."""
+    """Split a program in two. Returns the parts with their params, and the slot of the whole for each slot of a part."""
     found, used = [], 0
     for body in (program.body[:at], program.body[at:]):
         forms, slots, mine = {}, {}, []
@@ -136,9 +136,9 @@ def cut(program, params, at):
 
 @given(made=tapes(), where=st.floats(0.1, 0.9))
 @PER_EXAMPLE
-def test_full_plans_have_the_same_bits_wherever_a_program_is_cut(compiled, sample, bits, made, where):
+def test_full_plan_of_program_split_anywhere_has_same_bits(compiled, sample, bits, made, where):
     tape, inputs = made
-    program, contents = given_to(tape, inputs, sample)
+    program, contents = inputs_of(tape, inputs, sample)
     if len(program.body) < 2:
         return
     whole, _ = compiled.plan(program, tape.params, "full")
@@ -155,7 +155,7 @@ def test_full_plans_have_the_same_bits_wherever_a_program_is_cut(compiled, sampl
 
 
 def perceptron(rows):
-    """Two products with what goes between them: with a bias each, as `linear` and as `addmm`."""
+    """Two products with operations in between, with a bias each, as `linear` and as `addmm`."""
     t = Tape()
     x, w, b, v, c = (t.input(F32, *s) for s in [(rows, 256), (384, 256), (384,), (384, 256), (256,)])
     h = t.op("linear", x, w, b)
@@ -171,8 +171,8 @@ def perceptron(rows):
 
 
 @pytest.mark.parametrize("rows", [8, 40, 300])
-def test_products_have_the_same_bits_wherever_a_program_is_cut(compiled, bits, rows):
-    """In mode `full`: of few rows and of many, which other routines multiply, with their biases in kernels and not."""
+def test_products_of_program_split_anywhere_have_same_bits(compiled, bits, rows):
+    """In mode `full`: few and many rows (the library uses different routines), with biases inside and outside of kernels."""
     tape, program, contents = perceptron(rows)
     whole, _ = compiled.plan(program, tape.params, "full")
     expected = compiled.run(whole, contents, tape.params)
@@ -187,7 +187,7 @@ def test_products_have_the_same_bits_wherever_a_program_is_cut(compiled, bits, r
 
 
 @pytest.mark.parametrize("rows", [40, 300])
-def test_products_of_exact_plans_are_the_librarys(compiled, rows):
+def test_products_of_exact_plans_use_library(compiled, rows):
     tape, program, contents = perceptron(rows)
     exact, _ = compiled.plan(program, tape.params, "exact")
     tier0 = compiled.run(compiled.ready(program).prepared, contents, tape.params)
@@ -202,7 +202,7 @@ def test_products_of_exact_plans_are_the_librarys(compiled, rows):
 
 
 def training():
-    """A step of an optimizer, with state that goes on from step to step."""
+    """An optimizer step with state from step to step."""
     t = Tape()
     p, g, m = (t.input(F32, ROWS, COLUMNS) for _ in range(3))
     t.op("mul", m, 0.9, into=m)
@@ -227,7 +227,7 @@ def training():
     return t, (p, g, m)
 
 
-def test_switch_at_every_step_gives_the_same_bits(compiled, bits):
+def test_switch_to_plan_at_any_step_gives_same_bits(compiled, bits):
     tape, inputs = training()
     program, slots = tape.program()
     contents = {
@@ -261,7 +261,7 @@ def test_switch_at_every_step_gives_the_same_bits(compiled, bits):
 # -- failures ------------------------------------------------------------------------------------------------------------
 
 
-def test_failing_step_of_a_plan_poisons_what_it_and_later_ones_should_have_written(compiled):
+def test_plan_with_failing_step_poisons_later_results(compiled):
     t = Tape()
     x, index = t.input(F32, ROWS, COLUMNS), t.input(I64, 4)
     y = t.op("add", t.op("mul", x, 2.0), 1.0)
@@ -278,7 +278,7 @@ def test_failing_step_of_a_plan_poisons_what_it_and_later_ones_should_have_writt
     assert left[slots[y.slot]] == tier0[0][slots[y.slot]] and left[slots[x.slot]] == tier0[0][slots[x.slot]]
 
 
-def test_plan_on_poisoned_memory_reports_why_it_is(compiled):
+def test_plan_on_poisoned_memory_reports_original_error(compiled):
     tape, inputs = training()
     program, slots = tape.program()
     prepared, _ = compiled.plan(program, tape.params, "exact")
@@ -291,7 +291,7 @@ def test_plan_on_poisoned_memory_reports_why_it_is(compiled):
         assert buffers[slots[inputs[0].slot]].poison == "lost to an earlier failure"
 
 
-def test_results_are_counted_by_who_makes_them(compiled):
+def test_results_are_counted_by_source(compiled):
     tape, _ = training()
     program, _ = tape.program()
     prepared, plan = compiled.plan(program, tape.params, "exact")
@@ -299,8 +299,8 @@ def test_results_are_counted_by_who_makes_them(compiled):
     assert (prepared.by_kernel, prepared.by_library) == (by_kernels, 12 - by_kernels) and by_kernels >= 8
 
 
-def test_index_out_of_range_fails_as_in_the_library(compiled):
-    """The kernel reads nothing beyond its arrays, says whose index it was, and the run fails as tier 0 would."""
+def test_plan_with_index_out_of_range_fails_as_library(compiled):
+    """The kernel stays inside its arrays and reports the wrong index, and the run fails as at tier 0."""
     t = Tape()
     w, i = t.input(DType.F32, 300, 512), t.input(DType.I64, 200)
     y = t.op("embedding", w, i)

@@ -1,4 +1,4 @@
-"""A router with fake devices, and a browser in front of it."""
+"""A router with fake devices, and a browser that opens its pages."""
 
 import asyncio
 import contextlib
@@ -39,7 +39,7 @@ GIB = 1 << 30
 OWNER = "wooly_" + "o" * 43
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
 FLAGS += ["--disable-sync", "--no-first-run"]
-#: Every row as it is drawn: name, service, depth, left and right edge of its bar (shares of the whole), duration.
+#: Every drawn row: name, service, depth, left and right edge of its bar (as shares of the width), duration.
 ROWS = """() => [...document.querySelectorAll(".waterfall button.span")].map((row) => {
   const bar = row.querySelector(".bar").style;
   const left = parseFloat(bar.left);
@@ -56,7 +56,7 @@ ROWS = """() => [...document.querySelectorAll(".waterfall button.span")].map((ro
 
 
 class Device:
-    """An executor that takes sessions and says what it is told to."""
+    """A fake executor that accepts sessions and reports the values that a test sets."""
 
     def __init__(self, app, name, node):
         self.app, self.name, self.node = app, name, node
@@ -100,7 +100,7 @@ class Device:
 
 
 class Cluster:
-    """Fake devices, scheduler and metering on a real NATS, in a thread of their own; a real router beside them."""
+    """Fake devices, scheduler and metering on a real NATS, in a thread of their own; and a real router."""
 
     def __init__(self, nats, directory, **env):
         self.nats, self.directory, self._env = nats, directory, env
@@ -169,7 +169,7 @@ class Cluster:
         return self.budgets[request.tenant]
 
     def router(self, name, **env):
-        """The URL of one more router, in a state folder of that name, once it knows the devices."""
+        """Start another router with its own state folder; returns its URL as soon as it knows the devices."""
         directory = self.directory / name
         known = {
             "WOOLY_ROUTER_NATS_URL": self.nats,
@@ -189,12 +189,12 @@ class Cluster:
         raise AssertionError("the router did not come up")
 
     def record(self, service, *spans):
-        """Hand over spans as that service does."""
+        """Publish spans like this service."""
         message = SpansRecorded(service=service, spans=spans)
         self.call(self._app.publish(contracts.SERVICE_SPAN_RECORDED.at(service), message))
 
     def open(self, program, **wanted):
-        """A session; its id."""
+        """Open a session; returns its id."""
         request = OpenSessionRequest(client=ClientFacts(host="laptop", pid=1, program=program), **wanted)
         reply = self._app.request(contracts.ROUTER_SESSION_OPEN, request, timeout=10)
         return self.call(reply).session_id
@@ -207,11 +207,11 @@ class Cluster:
 
 @pytest.fixture(scope="module")
 def browser():
-    """A headless Chromium, or the reason why there is none."""
+    """A headless Chromium; the test is skipped without one."""
     sync = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     binary = shutil.which("chromium") or shutil.which("chromium-browser")
     if binary is None:
-        pytest.skip("there is no Chromium here; on Debian: make browser")
+        pytest.skip("Chromium is not installed; on Debian: make browser")
     with sync.sync_playwright() as playwright:
         running = playwright.chromium.launch(executable_path=binary, args=FLAGS)
         yield running
@@ -220,14 +220,14 @@ def browser():
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    """A router without tokens that keeps traces, two nodes with a device each."""
+    """A router without required tokens that keeps traces, and two nodes with a device each."""
     with start_nats_server() as nats, Cluster(nats, tmp_path_factory.mktemp("ui"), WOOLY_TRACES="router") as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory):
-    """The same with tokens, one of them the owner's, and without traces."""
+    """A router with required tokens, one of them the owner's, and without traces."""
     directory = tmp_path_factory.mktemp("guarded")
     (directory / "owner.token").write_text(OWNER)
     keys = {"WOOLY_ROUTER_AUTH": "tokens", "WOOLY_ROUTER_OWNER_TOKEN": str(directory / "owner.token")}
@@ -237,7 +237,7 @@ def guarded(tmp_path_factory):
 
 @pytest.fixture
 def visit(browser, cluster):
-    """`visit("#/tasks")` opens a page; what the browser complains about fails the test."""
+    """`visit("#/tasks")` opens a page. Errors that the browser reports fail the test."""
     complaints = []
     with contextlib.ExitStack() as stack:
 
@@ -263,14 +263,14 @@ def visit(browser, cluster):
 
 
 class Waterfall:
-    """What a trace's page draws, against its spans."""
+    """Compares the page of a trace with the trace's spans."""
 
     def rows(self, page):
-        """Every row of the page as it is drawn: `ROWS`."""
+        """Every row of the page as it is drawn: see `ROWS`."""
         return page.evaluate(ROWS)
 
     def expected(self, spans):
-        """(span, depth): each followed by what it caused, in the order of beginning."""
+        """(span, depth): each span is followed by its children, in the order of start times."""
         known = {s["span_id"] for s in spans}
 
         def nested(parent, depth):
@@ -283,7 +283,7 @@ class Waterfall:
         return list(nested(None, 0))
 
     def assert_is(self, rows, spans):
-        """These rows are these spans: nested, in order, their bars where their times are."""
+        """Check that the rows show these spans: nested, in order, with bars at their times."""
         expected = self.expected(spans)
         told = [(s["name"], s["service"], depth) for s, depth in expected]
         assert [(r["name"], r["service"], r["depth"]) for r in rows] == told
@@ -300,5 +300,5 @@ class Waterfall:
 
 @pytest.fixture
 def waterfall():
-    """What compares a trace's page with its spans."""
+    """Compares the page of a trace with the trace's spans."""
     return Waterfall()

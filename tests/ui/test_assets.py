@@ -1,4 +1,4 @@
-"""The pages are in the router's wheel: whoever installs it needs nothing else."""
+"""The router's wheel contains the pages, so an installation needs nothing else."""
 
 import re
 import subprocess
@@ -12,7 +12,7 @@ from wooly_router.ui import STATIC
 ROUTER = Path(__file__).parents[2] / "services/router"
 
 
-def test_wheel_has_every_page_and_no_other_place_is_named(tmp_path):
+def test_wheel_contains_all_pages_and_no_external_address(tmp_path):
     pytest.importorskip("hatchling", reason="hatchling, which builds the wheel, is not installed")
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
     subprocess.run(build, cwd=ROUTER, check=True, capture_output=True)
@@ -24,7 +24,7 @@ def test_wheel_has_every_page_and_no_other_place_is_named(tmp_path):
     assert found == served and {"index.html", "app.css", "main.js", "pages/tasks.js"} <= set(found)
     for name, content in found.items():
         text = content.decode()
-        # XML's names look like addresses, and are none
+        # XML namespaces look like addresses, but are not
         assert not re.findall(r"https?://(?!www\.w3\.org/(?:2000/svg|1999/xhtml))\S+", text), name
         for module in re.findall(r'(?:^import .* from |import\()"([^"\n]+)"', text, re.M):
             there = (STATIC / name).parent / module

@@ -1,4 +1,4 @@
-"""The web UI in a real browser, against a router's process: every page, by mouse and by keyboard."""
+"""The web UI in a real browser, with a router's process: every page, by mouse and by keyboard."""
 
 import contextlib
 import json
@@ -12,7 +12,7 @@ from wooly_wis.traces import SpanRecord
 pytestmark = [pytest.mark.connected, pytest.mark.timeout(120)]
 PAGES = ["Dashboard", "Tasks", "Nodes", "Groups", "Credits", "Traces", "Settings"]
 ABSENT = "status of 404"
-#: What a page must be for whoever cannot see it or has no mouse; a list of what is wrong.
+#: Accessibility rules for users who cannot see or have no mouse; returns the violations.
 ACCESSIBLE = """() => {
   const wrong = [];
   const say = (e, what) => wrong.push(`${what}: ${e.outerHTML.slice(0, 120)}`);
@@ -36,7 +36,7 @@ ACCESSIBLE = """() => {
   return wrong;
 }"""
 
-#: Texts that stand out too little from what is behind them (WCAG AA: 4.5, large ones 3).
+#: Texts with too little contrast to their background (WCAG AA: 4.5, large texts 3).
 FAINT = """() => {
   const rgb = (text) => text.match(/[\\d.]+/g).map(Number);
   const over = ([r, g, b, a = 1], under) => [r, g, b].map((c, i) => c * a + under[i] * (1 - a));
@@ -63,7 +63,7 @@ FAINT = """() => {
   }
   return [...faint];
 }"""
-#: What sticks out of the window to the side, unless something scrolls it.
+#: Elements that extend beyond the window's sides, unless they can be scrolled.
 WIDE = """() => {
   const width = document.documentElement.clientWidth;
   if (document.documentElement.scrollWidth <= width) return [];
@@ -93,7 +93,7 @@ def row(page, text):
     return page.get_by_role("row").filter(has_text=text)
 
 
-def test_every_page_is_reached_by_keyboard_and_named(visit, cluster):
+def test_pages_are_reachable_by_keyboard(visit, cluster):
     cluster.open("reached.py", tenant="acme")
     page = visit(expected=[ABSENT])
     heading(page, "Dashboard")
@@ -107,14 +107,14 @@ def test_every_page_is_reached_by_keyboard_and_named(visit, cluster):
         page.keyboard.press("Enter")
         heading(page, name)
         assert page.title() == f"{name} – Wooly" and link.get_attribute("aria-current") == "page"
-        assert name == "Dashboard" or page.locator(":focus").inner_text() == name  # where reading goes on
+        assert name == "Dashboard" or page.locator(":focus").inner_text() == name  # focus moves to the heading
         page.locator("main table, main .card").first.wait_for()
         assert page.evaluate(ACCESSIBLE) == [], name
     page.goto(f"{cluster.url}/ui/#/no/such")
-    page.get_by_text("There is no such page.").wait_for()
+    page.get_by_text("This page does not exist.").wait_for()
 
 
-def test_root_leads_to_the_pages_and_assets_are_ours_alone(visit, cluster):
+def test_root_redirects_and_assets_are_local(visit, cluster):
     asked = []
     page = visit("nothing-yet.svg", expected=[ABSENT])
     page.on("request", lambda r: asked.append(r.url))
@@ -124,7 +124,7 @@ def test_root_leads_to_the_pages_and_assets_are_ours_alone(visit, cluster):
     assert all(url.startswith(cluster.url) for url in asked)
 
 
-def test_policy_lets_nothing_run_that_is_not_served_here(visit, cluster):
+def test_content_policy_blocks_injected_scripts(visit, cluster):
     answer = httpx.get(f"{cluster.url}/ui/", trust_env=False)
     policy = answer.headers["content-security-policy"]
     assert "default-src 'none'" in policy and "script-src 'self';" in policy and "unsafe" not in policy
@@ -136,7 +136,7 @@ def test_policy_lets_nothing_run_that_is_not_served_here(visit, cluster):
     with pytest.raises(Exception, match="TrustedHTML"):
         page.evaluate("() => { document.body.innerHTML = '<b>x</b>'; }")
     for script in ("b.setAttribute('onclick', 'window.ran = 1')", "b.append(document.createElement('script'))"):
-        with contextlib.suppress(sync_error()):  # refused where it is made, or where it would run
+        with contextlib.suppress(sync_error()):  # refused when it is created or when it would run
             page.evaluate(f"""() => {{
               const b = document.createElement("button");
               {script};
@@ -147,7 +147,7 @@ def test_policy_lets_nothing_run_that_is_not_served_here(visit, cluster):
     assert page.evaluate("() => window.ran") is None
 
 
-def test_text_from_elsewhere_is_text(visit, cluster):
+def test_foreign_text_is_not_markup(visit, cluster):
     name = '<img src=x onerror="window.hacked=1"><script>window.hacked=2</script>'
     task = cluster.open(name, tenant="<u>beta</u>")
     cluster.rest("POST", f"tasks/{task}/cancel", json={"reason": "<b onmouseover=alert(1)>"})
@@ -172,7 +172,7 @@ def test_text_from_elsewhere_is_text(visit, cluster):
         cluster.rest("DELETE", "groups/<s>g")
 
 
-def test_theme_follows_the_system_until_one_is_chosen(visit):
+def test_theme_follows_system_until_chosen(visit):
     page = visit("#/settings", color_scheme="dark")
     heading(page, "Settings")
 
@@ -196,7 +196,7 @@ def test_theme_follows_the_system_until_one_is_chosen(visit):
     assert shown("light") == light and button.inner_text() == "Theme: system"
 
 
-def test_dashboard_shows_figures_and_charts_that_move(visit, cluster):
+def test_dashboard_shows_live_numbers_and_charts(visit, cluster):
     cluster.open("moving.py")
     cluster.devices[0].utilization = 0.5
     page = visit()
@@ -206,7 +206,7 @@ def test_dashboard_shows_figures_and_charts_that_move(visit, cluster):
     chart.wait_for()
     assert chart.locator("path.line").count() == 2
     cluster.devices[0].utilization = 1.0
-    page.locator(".tile", has_text="Utilization").get_by_text("75 %").wait_for()  # nobody has reloaded
+    page.locator(".tile", has_text="Utilization").get_by_text("75 %").wait_for()  # without a reload
     page.get_by_role("meter", name="Utilization of gpu-a").and_(page.locator("[aria-valuenow='100']")).wait_for()
     page.get_by_role("img", name=re.compile("now 75 %")).focus()
     page.keyboard.press("ArrowLeft")
@@ -224,7 +224,7 @@ def test_dashboard_shows_figures_and_charts_that_move(visit, cluster):
     cluster.devices[0].utilization = 0.5
 
 
-def test_tasks_are_found_opened_and_cancelled(visit, cluster):
+def test_tasks_page_finds_opens_and_cancels_tasks(visit, cluster):
     low, high = cluster.open("find-low.py", priority=4, tenant="acme"), cluster.open("find-high.py", priority=0)
     page = visit("#/tasks?text=find-")
     opened = page.get_by_role("button", name="find-low.py")
@@ -234,7 +234,7 @@ def test_tasks_are_found_opened_and_cancelled(visit, cluster):
     story = page.locator(".story")
     story.wait_for()
     assert opened.get_attribute("aria-expanded") == "true"
-    assert page.locator(":focus").inner_text() == "find-low.py"  # drawn anew, and still where it was
+    assert page.locator(":focus").inner_text() == "find-low.py"  # the row was drawn again and kept the focus
     assert story.locator("li").count() == 2 and "started" in story.inner_text()
     assert "gpu-" in page.get_by_role("table", name="Points of the chosen devices").inner_text()
     page.get_by_role("combobox", name="Class", exact=True).first.select_option("P0")
@@ -243,10 +243,10 @@ def test_tasks_are_found_opened_and_cancelled(visit, cluster):
     assert "priority=0" in page.url
     page.get_by_role("combobox", name="Class", exact=True).first.select_option("all")
     page.get_by_role("checkbox", name="cancelled").check()
-    page.get_by_text("No task is like that.").wait_for()
+    page.get_by_text("No task matches.").wait_for()
     page.get_by_role("checkbox", name="cancelled").uncheck()
     page.locator(".detail").get_by_label("Class").select_option("P1")
-    page.get_by_text("find-low.py is of class P1 now").wait_for()
+    page.get_by_text("find-low.py is now in class P1").wait_for()
     assert cluster.rest("GET", f"tasks/{low}")["task"]["priority"] == 1
     page.get_by_role("button", name="Cancel…").click()
     page.get_by_role("dialog", name="Cancel find-low.py?").wait_for()
@@ -263,9 +263,9 @@ def test_tasks_are_found_opened_and_cancelled(visit, cluster):
     page.get_by_role("button", name="find-low.py").wait_for(state="detached")
 
 
-def test_what_others_do_is_seen_without_asking(visit, cluster):
+def test_tasks_page_shows_changes_without_reload(visit, cluster):
     page = visit("#/tasks?text=live-")
-    page.get_by_text("No task is like that.").wait_for()
+    page.get_by_text("No task matches.").wait_for()
     page.locator("#live", has_text="live").wait_for()
     task = cluster.open("live-one.py")
     row(page, "live-one.py").get_by_text("started").wait_for()
@@ -273,7 +273,7 @@ def test_what_others_do_is_seen_without_asking(visit, cluster):
     row(page, "live-one.py").get_by_text("cancelled").wait_for()
 
 
-def test_node_is_drained_by_click_and_others_see_it(visit, cluster):
+def test_nodes_page_drains_node_and_other_pages_update(visit, cluster):
     page, other = visit("#/nodes"), visit("#/nodes")
     theirs = other.get_by_role("region", name="Node node-b")
     theirs.get_by_role("button", name="Drain node-b").wait_for()
@@ -289,13 +289,13 @@ def test_node_is_drained_by_click_and_others_see_it(visit, cluster):
     here.get_by_role("button", name="Activate node-b").click()
     here.get_by_text("active", exact=True).wait_for()
     here.get_by_role("button", name="Overcommit of node-b").click()
-    page.get_by_label("Percent of VRAM").fill("40")
+    page.get_by_label("VRAM that may be promised").fill("40")
     page.get_by_role("button", name="Save").click()
     here.get_by_text("overcommit 40 %, its own").wait_for()
     cluster.rest("PUT", "nodes/node-b/config", json={"overcommit_vram_percent": None})
 
 
-def test_nodes_show_whose_memory_it_is(visit, cluster):
+def test_nodes_page_shows_owners_of_memory(visit, cluster):
     task = cluster.open("memory.py", tenant="mapped")
     node = cluster.rest("GET", f"tasks/{task}")["task"]["nodes"][0]
     page = visit("#/nodes")
@@ -309,10 +309,10 @@ def test_nodes_show_whose_memory_it_is(visit, cluster):
     cells = here.get_by_role("row").filter(has_text=task).inner_text()
     assert "mapped" in cells and "4.0 GiB" in cells
     page.get_by_role("searchbox").fill("no such")
-    page.get_by_text("No node is like that.").wait_for()
+    page.get_by_text("No node matches.").wait_for()
 
 
-def test_group_is_made_changed_and_dissolved(visit, cluster):
+def test_groups_page_creates_changes_and_dissolves_group(visit, cluster):
     page = visit("#/groups")
     page.get_by_role("button", name="New group…").click()
     dialog = page.get_by_role("dialog", name="New group")
@@ -343,7 +343,7 @@ def test_group_is_made_changed_and_dissolved(visit, cluster):
     assert cluster.rest("GET", "groups")["groups"] == []
 
 
-def test_credits_are_shown_and_a_budget_is_set(visit, cluster):
+def test_credits_page_shows_credits_and_sets_budget(visit, cluster):
     page = visit("#/credits")
     page.locator(".tile", has_text="Spent").get_by_text("1.750").wait_for()
     assert "llama" in row(page, "<i>run</i>").inner_text()
@@ -358,13 +358,13 @@ def test_credits_are_shown_and_a_budget_is_set(visit, cluster):
     page.get_by_role("table", name="Credits by model").wait_for()
     page.get_by_role("searchbox", name="Tenant").fill("nobody")
     page.keyboard.press("Enter")
-    page.get_by_text("Nothing has been booked yet.").wait_for()
+    page.get_by_text("No usage has been booked yet.").wait_for()
 
 
-def test_settings_are_changed_and_a_token_is_made(visit, cluster):
+def test_settings_page_changes_settings_and_creates_token(visit, cluster):
     page = visit("#/settings")
     page.get_by_label("VRAM overcommit, percent").fill("25")
-    page.get_by_label("Figures are kept, days").fill("2")
+    page.get_by_label("Retention of metrics, days").fill("2")
     page.get_by_role("button", name="Save").click()
     page.get_by_text("The settings are saved").wait_for()
     config = cluster.rest("GET", "config")
@@ -377,14 +377,14 @@ def test_settings_are_changed_and_a_token_is_made(visit, cluster):
     page.get_by_role("dialog").get_by_label("Name").fill("ci")
     page.get_by_role("button", name="Create").click()
     assert page.get_by_role("textbox", name="Secret").input_value().startswith("wooly")
-    page.get_by_role("button", name="I have kept it").click()
+    page.get_by_role("button", name="I have saved it").click()
     page.get_by_role("button", name="newcomer", exact=True).click()
     page.get_by_role("button", name="Revoke ci").click()
     page.get_by_role("dialog").get_by_role("button", name="Revoke").click()
     page.get_by_role("table", name="Tokens of newcomer").get_by_text("revoked", exact=True).wait_for()
 
 
-def test_permission_of_a_tenant_is_shown_given_and_taken_back(visit, cluster):
+def test_settings_page_grants_and_withdraws_permission(visit, cluster):
     cluster.rest("PUT", "tenants/careful", json={})
     page = visit("#/settings")
     row = page.get_by_role("row", name=re.compile("^careful "))
@@ -400,7 +400,7 @@ def test_permission_of_a_tenant_is_shown_given_and_taken_back(visit, cluster):
         assert tenant["opaque_kernels"] is allowed and not tenant["disabled"]
 
 
-def test_ceilings_of_a_tenant_are_shown_and_set(visit, cluster):
+def test_settings_page_shows_and_sets_ceilings(visit, cluster):
     cluster.rest("PUT", "tenants/bounded", json={"class_ceiling": 3, "weight_ceiling": 50, "exclusive": False})
     page = visit("#/settings")
     row = page.get_by_role("row", name=re.compile("^bounded "))
@@ -420,7 +420,7 @@ def test_ceilings_of_a_tenant_are_shown_and_set(visit, cluster):
     assert (tenant["class_ceiling"], tenant["weight_ceiling"], tenant["exclusive"]) == (0, 2000, True)
 
 
-def test_browser_logs_in_with_a_token_that_pages_cannot_read(visit, guarded):
+def test_login_with_token_hides_token_from_scripts(visit, guarded):
     url = guarded.url
     admin = (guarded.directory / "owner.token").read_text()
     head = {"Authorization": f"Bearer {admin}"}
@@ -441,11 +441,11 @@ def test_browser_logs_in_with_a_token_that_pages_cannot_read(visit, guarded):
         assert cookie["httpOnly"] and cookie["sameSite"] == "Strict" and cookie["path"] == "/api/v1"
         assert page.evaluate("() => document.cookie") == "" and admin not in page.content()
         assert admin not in page.evaluate("() => JSON.stringify([localStorage, sessionStorage, location.href])")
-        # What another site could send with the cookie, were it not strict: no header of ours
+        # A strict cookie: another site's request would have the cookie, but not our header
         bare = page.context.request.put(f"{url}/api/v1/nodes/node-a/state", data={"state": "draining"})
         assert bare.status == 403 and http.get("nodes/node-a").json()["wish"] == "active"
         go(page, "Traces")
-        page.get_by_text("WOOLY_TRACES=router makes services tell the router of theirs").wait_for()
+        page.get_by_text("set WOOLY_TRACES=router for all services first").wait_for()
         go(page, "Nodes")
         page.get_by_role("button", name="Log out").click()
         token.fill(made["secret"])
@@ -455,11 +455,11 @@ def test_browser_logs_in_with_a_token_that_pages_cannot_read(visit, guarded):
         assert page.get_by_role("button", name="Drain node-a").count() == 0
         http.delete(f"tenants/acme/tokens/{made['id']}").raise_for_status()
         page.evaluate("() => { location.hash = '#/groups'; }")
-        token.wait_for()  # the next question is refused
+        token.wait_for()  # the next request is refused
     assert page.context.cookies()[0]["value"] == made["secret"]
 
 
-def test_owner_of_a_local_stack_logs_in_by_a_code_that_opens_once_and_stays_nowhere(guarded, visit):
+def test_login_with_owner_code_is_valid_once_and_leaves_no_trace(guarded, visit):
     url, owner = guarded.url, (guarded.directory / "owner.token").read_text()
     head = {"Authorization": f"Bearer {owner}"}
     code = httpx.post(f"{url}/api/v1/login/code", headers=head, trust_env=False).json()["code"]
@@ -467,7 +467,7 @@ def test_owner_of_a_local_stack_logs_in_by_a_code_that_opens_once_and_stays_nowh
     page.get_by_role("heading", name="Dashboard").wait_for()
     assert "login" not in page.url and code not in page.content()
     page.go_back()
-    assert page.url == "about:blank", "the code does not lie in the history"
+    assert page.url == "about:blank", "the code must not be in the history"
     page.go_forward()
     page.get_by_role("heading", name="Dashboard").wait_for()
     (cookie,) = page.context.cookies()
@@ -481,14 +481,14 @@ WIDTHS = (390, 768)
 
 
 def at_widths(page):
-    """The window as narrow as a phone's, then as a tablet's."""
+    """Set the window's width to that of a phone, then of a tablet."""
     for width in WIDTHS:
         page.set_viewport_size({"width": width, "height": 844})
         page.wait_for_function("w => document.documentElement.clientWidth === w", arg=width)
         yield width
 
 
-def test_narrow_windows_hold_every_page(visit, cluster):
+def test_pages_fit_narrow_windows(visit, cluster):
     task = cluster.open("a-script-with-a-rather-long-name-in-a-folder/train_everything.py", tenant="narrow-tenant")
     cluster.rest(
         "PUT", "groups/narrow", json={"description": "of phones " * 8, "nodes": ["node-x", "node-y", "node-z"]}
@@ -512,7 +512,7 @@ def test_narrow_windows_hold_every_page(visit, cluster):
         page.locator(".story li").first.wait_for()
         for width in at_widths(page):
             assert page.evaluate(WIDE) == [], width
-            # What a phone's row leaves out is in what it opens
+            # A phone's row omits some columns; the row's details show them
             assert "narrow-tenant" in page.locator(".detail").inner_text()
             for reached in (page.get_by_role("button", name="Cancel…"), page.locator(".detail").get_by_label("Class")):
                 box = reached.bounding_box()
@@ -529,7 +529,7 @@ def test_narrow_windows_hold_every_page(visit, cluster):
         cluster.rest("DELETE", "groups/narrow")
 
 
-def test_texts_stand_out_in_both_themes(visit, cluster):
+def test_texts_have_contrast_in_both_themes(visit, cluster):
     cluster.rest("POST", f"tasks/{cluster.open('faint.py', priority=0)}/cancel")
     page = visit(expected=[ABSENT])
 
@@ -550,7 +550,7 @@ def test_texts_stand_out_in_both_themes(visit, cluster):
     assert_texts_stand_out("a dialog")
 
 
-def test_keys_reach_everything_and_where_they_are_is_seen(visit, cluster):
+def test_keyboard_reaches_all_controls_with_visible_focus(visit, cluster):
     cluster.open("keys.py")
     page = visit("#/tasks?text=keys", expected=[ABSENT])
     page.get_by_role("button", name="keys.py").focus()
@@ -564,7 +564,8 @@ def test_keys_reach_everything_and_where_they_are_is_seen(visit, cluster):
       return [e.outerHTML.slice(0, 80), style.outlineStyle !== "none" && parseFloat(style.outlineWidth) >= 2];
     }"""
     page.evaluate("() => document.activeElement.blur()")
-    for _ in range(70):  # once around: it begins where it was, and goes over the window's own controls to the top
+    # One full cycle, from the current element over the browser's own controls to the top of the page.
+    for _ in range(70):
         page.keyboard.press("Tab")
         found = page.evaluate(reached)
         assert found is None or found[1], found[0]
@@ -577,7 +578,7 @@ def test_keys_reach_everything_and_where_they_are_is_seen(visit, cluster):
     page.keyboard.press("Enter")
     dialog = page.get_by_role("dialog", name="New group")
     dialog.wait_for()
-    for _ in range(10):  # no key leads to what is behind it
+    for _ in range(10):  # the keyboard cannot leave the dialog
         assert page.evaluate(
             "() => document.activeElement === document.body || !!document.activeElement.closest('dialog')"
         )
@@ -597,8 +598,8 @@ SPANS = [
 ]
 
 
-def test_trace_is_a_waterfall(visit, cluster):
-    """Against the contract of the endpoints, answered by the test."""
+def test_trace_page_draws_waterfall(visit, cluster):
+    """The test itself answers the requests, by the contract of the endpoints."""
     begin = 1_700_000_000_000_000_000
     spans = [
         {"span_id": i, "parent_id": p, "name": n, "service": s, "start_ns": begin + a * 10**6, "end_ns": begin + b * 10**6,
@@ -634,12 +635,12 @@ def test_trace_is_a_waterfall(visit, cluster):
     page.get_by_text("1 spans in 1 services").wait_for()
 
 
-def test_trace_of_a_task_is_drawn_as_rest_tells_it(visit, cluster, waterfall):
-    """What the router recorded itself, and under it what other services handed over."""
+def test_trace_page_of_task_matches_rest(visit, cluster, waterfall):
+    """The router's own spans, and spans that other services published."""
     task = cluster.open("drawn.py")
 
     def read(name):
-        with contextlib.suppress(httpx.HTTPStatusError):  # nothing has come yet
+        with contextlib.suppress(httpx.HTTPStatusError):  # no spans have arrived yet
             found = cluster.rest("GET", f"tasks/{task}/trace")
             return found if any(s["name"] == name for s in found["spans"]) else None
         return None
@@ -672,11 +673,11 @@ def test_trace_of_a_task_is_drawn_as_rest_tells_it(visit, cluster, waterfall):
     assert {"router", "executor", "metering"} <= {r["service"] for r in waterfall.rows(page)}
 
 
-def test_router_that_is_away_is_waited_for(visit, cluster):
+def test_page_without_router_reconnects(visit, cluster):
     url = cluster.router("short")
     page = visit("#/tasks", url=url, expected=["ERR_", "Failed to load"])
     page.locator("#live", has_text="live").wait_for()
     process = cluster._routers[-1]
     process.terminate()
-    assert process.wait(10) == 0  # an open page does not keep it
+    assert process.wait(10) == 0  # an open page does not delay the router's end
     page.locator("#live", has_text="reconnecting").wait_for()

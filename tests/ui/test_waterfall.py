@@ -1,4 +1,4 @@
-"""A real session's trace in a real browser: what client, router, scheduler and executor did, nested and in order."""
+"""A real session's trace in a real browser: spans of client, router, scheduler and executor, nested and in order."""
 
 import os
 import re
@@ -30,7 +30,7 @@ NAMES = {
 
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory):
-    """(REST, the task's id, what reads its spans) of a session that ran and ended on a local stack."""
+    """(REST, the task's id, a function that reads its spans) of a session that ran and ended on a local stack."""
     folder = tmp_path_factory.mktemp("traced")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
@@ -47,10 +47,10 @@ def traced(tmp_path_factory):
         running.stop()
 
 
-# `test_trace_of_a_task_is_drawn_as_rest_tells_it` shows the pages and the router, `tests/e2e/test_traces.py` shows which spans
-# there are. This test adds a whole local stack in front of the browser.
+# `test_trace_page_of_task_matches_rest` tests pages and router; `tests/e2e/test_traces.py` tests which spans exist. This test
+# adds a whole local stack behind the browser.
 @pytest.mark.slow
-def test_session_is_a_waterfall_of_all_services(traced, browser, waterfall):
+def test_waterfall_of_session_has_all_services(traced, browser, waterfall):
     running, task, read = traced
     url = running.rest_url
     page = browser.new_page(viewport={"width": 1280, "height": 900})
@@ -58,11 +58,11 @@ def test_session_is_a_waterfall_of_all_services(traced, browser, waterfall):
     page.on("pageerror", lambda e: complaints.append(str(e)))
     page.goto(running.ui_url())
     page.get_by_role("heading", name="Dashboard").wait_for()
-    assert "login" not in page.url, "the code leaves the address"
+    assert "login" not in page.url, "the code must be removed from the address"
     page.goto(f"{url}/ui/#/traces")
     page.get_by_role("row").filter(has_text=task).get_by_role("link", name="small.py").click()
     deadline = time.monotonic() + 60
-    while True:  # spans come for a while after the session has ended: drawn is what there was before and is there after
+    while True:  # spans arrive for a while after the session's end: compare spans that existed before and after drawing
         spans = read()
         page.reload()
         page.locator(".waterfall .text").first.wait_for()

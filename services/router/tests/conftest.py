@@ -1,4 +1,4 @@
-"""What router tests share: a hand-driven clock, an executor that is a few lines, a router in this process."""
+"""Shared fixtures of the router's tests: a manual clock, a fake executor, a router in this process."""
 
 import asyncio
 import contextlib
@@ -44,7 +44,7 @@ class Clock:
 
 
 class FakeExecutor:
-    """Takes sessions like an executor, and remembers."""
+    """Takes sessions like an executor, and records the requests."""
 
     def __init__(self, app, name):
         self.app, self.name = app, name
@@ -112,7 +112,7 @@ class AlwaysLeader:
 
 @dataclasses.dataclass
 class Rig:
-    """A router and executors on one connection."""
+    """A router and fake executors on one NATS connection."""
 
     app: ServiceApp
     actor: RouterActor
@@ -131,11 +131,11 @@ class Rig:
         return self.actor.world.tasks
 
     async def sessions(self):
-        """Ids of the open ones, oldest first."""
+        """The ids of the open sessions, oldest first."""
         return [t.id for t in await self.tasks.in_states("started", kind="session")]
 
     def another(self):
-        """A second router on the same database and NATS, that is asked by its methods only."""
+        """A second router on the same database and NATS; the test calls its methods directly."""
         other = RouterActor(
             self.actor.settings, ServiceApp("other", self.app.url), self.actor.world, self.actor.gate, self.clock
         )
@@ -163,18 +163,18 @@ def sqlite_url(folder):
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def stored_url(request, copy_of_schema):
-    """A database with our tables, of each kind that the router works with."""
+    """A database with our tables, of each supported kind."""
     return copy_of_schema(request.param)
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def database_url(request, tmp_path):
-    """An empty database, of each kind that the router works with."""
+    """An empty database, of each supported kind."""
     return request.getfixturevalue("postgres").database() if request.param == "postgresql" else sqlite_url(tmp_path)
 
 
 def pytest_generate_tests(metafunc):
-    """What runs on a router's state runs on both databases; on PostgreSQL in the quick tests where it says `on_both`."""
+    """Run tests with router state on both databases. On PostgreSQL, only tests with `on_both` are quick; the others are slow."""
     if "backend" in metafunc.fixturenames:
         quick = metafunc.definition.get_closest_marker("on_both") is not None
         other = pytest.param("postgresql", marks=() if quick else pytest.mark.slow)
@@ -183,13 +183,13 @@ def pytest_generate_tests(metafunc):
 
 @pytest.fixture
 def backend(request):
-    """The kind of database that a test runs on."""
+    """The kind of database of the test."""
     return request.param
 
 
 @pytest.fixture(scope="session")
 def schema(postgres):
-    """A database with our tables, which others are copied from."""
+    """A PostgreSQL database with our tables, from which others are copied."""
     url = postgres.database()
     migrate(url)
     return make_url(url).database
@@ -197,7 +197,7 @@ def schema(postgres):
 
 @pytest.fixture(scope="session")
 def schema_file(tmp_path_factory):
-    """The same of SQLite."""
+    """An SQLite file with our tables, from which others are copied."""
     url = RouterSettings(state_dir=tmp_path_factory.mktemp("schema")).database()
     migrate(url)
     return make_url(url).database
@@ -205,7 +205,7 @@ def schema_file(tmp_path_factory):
 
 @pytest.fixture
 def copy_of_schema(request, tmp_path):
-    """`copy_of_schema("sqlite")`: the URL of a new database with our tables. To migrate takes as long as most tests."""
+    """`copy_of_schema("sqlite")` returns the URL of a new database with our tables. Copying is much faster than migrating."""
 
     def make(backend):
         if backend == "postgresql":
@@ -224,9 +224,9 @@ def settings(tmp_path, backend, copy_of_schema):
 
 @pytest.fixture
 def rig(nats_server, settings, monkeypatch):
-    """`async with rig("a", "b") as r`: a router with executors of these names, which have been heard of.
+    """`async with rig("a", "b") as r`: a router with executors of these names, which have sent heartbeats.
 
-    It waits for nobody who may be leaving a device, so that refusals come at once.
+    The router does not wait for sessions that may be ending, so that refusals come at once.
     """
     monkeypatch.setattr(opening, "LEAVING_S", 0.0)
 
@@ -253,7 +253,7 @@ def rig(nats_server, settings, monkeypatch):
 
 @pytest.fixture
 def beating_executor(nats_server):
-    """`async with beating_executor("a") as e`: an executor on a connection of its own, with heartbeats."""
+    """`async with beating_executor("a") as e`: an executor with its own connection, which sends heartbeats."""
 
     @contextlib.asynccontextmanager
     async def make(name):

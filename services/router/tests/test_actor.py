@@ -1,4 +1,4 @@
-"""The router's actor over a real nats-server: opening, renewing, closing, lapsing, restarts, silent executors."""
+"""The router's actor on a real nats-server: opening, renewing, closing and lapsing sessions, restarts, silent executors."""
 
 import asyncio
 import contextlib
@@ -10,7 +10,7 @@ from wooly_bus.app import CONCURRENT_REQUESTS, ServiceApp
 from wooly_bus.channel.token import SignedPass
 from wooly_bus.errors import RefusedError
 from wooly_router import advice, executors, opening
-from wooly_router.actor import ABANDONED_S, FRESH_S
+from wooly_router.actor import ABANDONED_S, NEW_SESSION_S
 from wooly_router.opening import HEARTBEAT_GRACE_S, OPEN_BUDGET_S
 from wooly_router.state.nodes import GroupRecord
 from wooly_router.state.tasks import PartRecord
@@ -37,7 +37,7 @@ async def refusal(work):
 
 
 @pytest.mark.on_both
-async def test_open_asks_the_executor_and_remembers(rig):
+async def test_open_hosts_session_on_executor_and_stores_it(rig):
     async with rig("a") as r:
         opened = await r.open(tenant="t", priority=1, required_vram=10)
         hosted = r.executors[0].sessions[opened.session_id]
@@ -53,7 +53,7 @@ async def test_open_asks_the_executor_and_remembers(rig):
         assert record.placement["why"] == "here" and "cost" in record.placement["here"]["a"]
 
 
-async def test_open_without_an_executor_names_the_cure(rig):
+async def test_open_without_executor_is_refused_with_remedy(rig):
     async with rig() as r:
         r.clock.now += HEARTBEAT_GRACE_S
         error = await refusal(r.open())
@@ -61,7 +61,7 @@ async def test_open_without_an_executor_names_the_cure(rig):
         assert "wooly up" in str(error) and "python -m wooly_executor" in str(error)
 
 
-async def test_open_right_after_the_start_waits_for_the_first_heartbeat(rig):
+async def test_open_after_router_start_waits_for_first_heartbeat(rig):
     async with rig() as r:
         opening = asyncio.create_task(r.open())
         await asyncio.sleep(0.1)
@@ -76,7 +76,7 @@ async def test_open_right_after_the_start_waits_for_the_first_heartbeat(rig):
         assert (await opening).parts[0].executor_id == "a"
 
 
-async def test_open_after_five_silent_seconds_is_refused(rig):
+async def test_open_with_executor_silent_for_five_seconds_is_refused(rig):
     async with rig("a") as r:
         r.clock.now += 5.1
         assert (await refusal(r.open())).code == "router.no_executor"
@@ -84,14 +84,14 @@ async def test_open_after_five_silent_seconds_is_refused(rig):
         assert (await r.open()).parts[0].executor_id == "a"
 
 
-async def test_open_spreads_sessions_also_when_asked_at_once(rig):
+async def test_open_concurrent_requests_spread_over_executors(rig):
     async with rig("a", "b") as r:
         opened = await asyncio.gather(*[r.open() for _ in range(6)])
         assert sorted(o.parts[0].executor_id for o in opened) == ["a", "a", "a", "b", "b", "b"]
 
 
 @pytest.mark.on_both
-async def test_exclusive_device_is_given_once_also_when_asked_at_once(rig):
+async def test_open_concurrent_exclusive_requests_get_device_once(rig):
     async with rig("a") as r:
         answers = await asyncio.gather(*[r.open(gpu_mode="exclusive") for _ in range(4)], return_exceptions=True)
         assert sum(not isinstance(a, Exception) for a in answers) == 1
@@ -100,7 +100,7 @@ async def test_exclusive_device_is_given_once_also_when_asked_at_once(rig):
 
 
 @pytest.mark.on_both
-async def test_reserved_memory_is_not_promised_twice(rig):
+async def test_open_with_memory_reserved_by_another_session_is_refused(rig):
     async with rig("a") as r:
         opened = await r.open(required_vram=600)
         assert "400 bytes unreserved" in str(await refusal(r.open(required_vram=600)))
@@ -109,7 +109,7 @@ async def test_reserved_memory_is_not_promised_twice(rig):
 
 
 @pytest.mark.on_both
-async def test_open_waits_a_moment_for_a_session_that_leaves_the_device(rig, monkeypatch):
+async def test_open_on_full_device_waits_for_ending_session(rig, monkeypatch):
     async with rig("a") as r:
         monkeypatch.setattr(opening, "LEAVING_S", 60.0)
         before = await r.open(gpu_mode="exclusive")
@@ -120,7 +120,7 @@ async def test_open_waits_a_moment_for_a_session_that_leaves_the_device(rig, mon
         assert names(await after) == ["a"]
 
 
-async def test_open_that_no_end_of_a_session_makes_room_for_is_refused_at_once(rig, monkeypatch):
+async def test_open_larger_than_empty_device_is_refused_at_once(rig, monkeypatch):
     async with rig("a") as r:
         monkeypatch.setattr(opening, "LEAVING_S", 60.0)
         await r.open(required_vram=600)
@@ -128,7 +128,7 @@ async def test_open_that_no_end_of_a_session_makes_room_for_is_refused_at_once(r
             assert "400 bytes unreserved" in str(await refusal(r.open(required_vram=1200)))
 
 
-async def test_open_passes_over_executors_that_are_dead_or_refuse(rig):
+async def test_open_with_dead_or_refusing_executors_uses_another(rig):
     async with rig("a", "b", "c") as r:
         await r.actor.on_heartbeat(r.executors[0].heartbeat(executor_id="0-dead"))
         r.executors[0].refuse = RefusedError("executor.admission", "full")
@@ -139,7 +139,7 @@ async def test_open_passes_over_executors_that_are_dead_or_refuse(rig):
         assert (error.code, str(error), error.retryable) == ("executor.admission", "full", True)
 
 
-async def test_open_on_nothing_but_dead_executors_says_so(rig):
+async def test_open_with_only_dead_executors_is_refused_by_name(rig):
     async with rig("a") as r:
         ghost = r.executors[0].heartbeat(executor_id="ghost")
         r.clock.now += 5.1
@@ -148,7 +148,7 @@ async def test_open_on_nothing_but_dead_executors_says_so(rig):
         assert error.code == "router.executor_silent" and "ghost" in str(error)
 
 
-async def test_frozen_executor_holds_up_nobody_else(rig, monkeypatch):
+async def test_open_with_frozen_executor_does_not_delay_other_opens(rig, monkeypatch):
     monkeypatch.setattr(executors, "EXECUTOR_TIMEOUT_S", 1.0)
     async with rig("b") as r:
         mine = await r.open()
@@ -166,7 +166,7 @@ async def test_frozen_executor_holds_up_nobody_else(rig, monkeypatch):
         await subscription.unsubscribe()
 
 
-async def test_executor_that_was_held_up_is_asked_again_for_the_same(rig, monkeypatch):
+async def test_open_with_delayed_executor_asks_it_again(rig, monkeypatch):
     monkeypatch.setattr(executors, "EXECUTOR_TIMEOUT_S", 0.2)
     async with rig("a") as r:
         r.executors[0].held_up = 2
@@ -176,7 +176,7 @@ async def test_executor_that_was_held_up_is_asked_again_for_the_same(rig, monkey
         assert len(asked) == 3 and len({(ask.session_id, ask.token) for ask in asked}) == 1
 
 
-async def test_executor_that_stays_silent_is_told_of_in_time(rig, monkeypatch):
+async def test_open_with_silent_executor_is_refused_before_client_timeout(rig, monkeypatch):
     monkeypatch.setattr(executors, "EXECUTOR_TIMEOUT_S", 0.2)
     async with rig("a") as r:
         r.executors[0].held_up = 1000
@@ -189,7 +189,7 @@ async def test_executor_that_stays_silent_is_told_of_in_time(rig, monkeypatch):
         assert error.code == "router.executor_silent" and "executor a" in str(error)
 
 
-async def test_renewal_moves_the_lease_and_wants_the_token(rig):
+async def test_renewal_with_token_extends_lease_and_without_is_refused(rig):
     async with rig("a") as r:
         opened = await r.open()
         r.clock.now += 5
@@ -201,24 +201,25 @@ async def test_renewal_moves_the_lease_and_wants_the_token(rig):
             assert (await refusal(r.actor.on_renew_session(request))).code == "router.no_session"
 
 
-async def test_renewal_waits_for_nobody_who_writes_and_counts_before_it_is_written(rig):
-    """With thousands of jobs in the queue, a round of placement has the database for seconds."""
+async def test_renewal_during_database_writes_counts_at_once(rig):
+    """With thousands of jobs in the queue, a round of placement holds the database for seconds."""
     async with rig("a") as r:
         opened = await r.open()
         request = RenewSessionRequest(session_id=opened.session_id, token=opened.token)
         async with r.tasks.database.deciding():
-            others = [asyncio.create_task(r.tasks.prolong({str(n): 1.0})) for n in range(50)]  # more than connections
+            # More tasks than the pool has connections.
+            others = [asyncio.create_task(r.tasks.prolong({str(n): 1.0})) for n in range(50)]
             await asyncio.sleep(0.05)
             r.clock.now += 8
             async with asyncio.timeout(10):
                 await r.actor.on_renew_session(request)
-        r.clock.now += 8  # beyond the lease that is written down
+        r.clock.now += 8  # beyond the stored end of the lease
         await r.beat()
         assert await r.actor.lapse() == 0 and await r.sessions() == [opened.session_id]
         await asyncio.gather(*others)
 
 
-async def test_renewal_beside_another_of_the_same_session_takes_up_no_place(rig, monkeypatch):
+async def test_renewal_concurrent_for_same_session_is_refused(rig, monkeypatch):
     async with rig("a") as r:
         opened, answered = await r.open(), asyncio.Event()
         renew = r.executors[0].on_renew
@@ -237,7 +238,7 @@ async def test_renewal_beside_another_of_the_same_session_takes_up_no_place(rig,
         assert (await first).lease_s == 9.0 and (await r.actor.on_renew_session(request)).lease_s == 9.0
 
 
-async def test_renewals_of_one_tenant_who_waits_for_a_silent_executor_keep_no_others_waiting(rig, monkeypatch):
+async def test_renewals_waiting_for_silent_executor_do_not_delay_other_tenants(rig, monkeypatch):
     monkeypatch.setattr(executors, "EXECUTOR_TIMEOUT_S", 20.0)
     async with rig("a") as r:
         held = asyncio.Event()
@@ -254,7 +255,7 @@ async def test_renewals_of_one_tenant_who_waits_for_a_silent_executor_keep_no_ot
         async def found(session_id, token):
             return dataclasses.replace(record, id=session_id)
 
-        monkeypatch.setattr(r.actor, "_open", found)  # so many sessions are open
+        monkeypatch.setattr(r.actor, "_open", found)  # so that all these sessions are open
         waiting = []
         for n in range(CONCURRENT_REQUESTS + 6):
             request = RenewSessionRequest(session_id=f"s{n}", token="t")
@@ -268,12 +269,12 @@ async def test_renewals_of_one_tenant_who_waits_for_a_silent_executor_keep_no_ot
         await asyncio.gather(*waiting)
 
 
-async def test_executor_that_says_that_it_ends_loses_its_sessions_at_once(rig):
+async def test_executor_that_reports_its_end_loses_sessions_at_once(rig):
     async with rig("a", "b") as r:
         opened = await r.open()
         name = opened.parts[0].executor_id
         executor = next(e for e in r.executors if e.name == name)
-        await r.actor.on_heartbeat(executor.heartbeat(pid=2, ending="of another process of that name"))
+        await r.actor.on_heartbeat(executor.heartbeat(pid=2, ending="of another process with that name"))
         assert await r.actor.reconcile() == 0
         await r.actor.on_heartbeat(executor.heartbeat(ending="the device's thread ended unexpectedly", sessions=()))
         assert await r.actor.reconcile() == 1
@@ -284,16 +285,16 @@ async def test_executor_that_says_that_it_ends_loses_its_sessions_at_once(rig):
         )
         again = await r.open()
         assert again.parts[0].executor_id != name
-        await r.actor.on_heartbeat(executor.heartbeat(pid=3, sessions=()))  # whoever supervises it started another
+        await r.actor.on_heartbeat(executor.heartbeat(pid=3, sessions=()))  # a supervisor started a new process
         states = {n.executor_id: n.state for n in (await r.actor.on_nodes(NodesRequest())).nodes}
         assert states == {"a": "alive", "b": "alive"}
 
 
-async def test_executor_that_was_too_slow_to_take_a_session_is_told_to_let_it_go(rig, monkeypatch):
+async def test_executor_that_hosted_too_late_is_told_to_close(rig, monkeypatch):
     monkeypatch.setattr(executors, "EXECUTOR_TIMEOUT_S", 0.2)
     async with rig("a", "b") as r:
         for executor in r.executors:
-            executor.held_up = 1  # each is silent once: the first one that is asked again takes it
+            executor.held_up = 1  # each executor is silent once; the first one that is asked again answers
         (taken,) = (await r.open()).parts
         (other,) = [e for e in r.executors if e.name != taken.executor_id]
         async with asyncio.timeout(10):
@@ -304,7 +305,7 @@ async def test_executor_that_was_too_slow_to_take_a_session_is_told_to_let_it_go
         assert len(await r.sessions()) == 1
 
 
-async def test_renewal_of_what_the_executor_lost_ends_the_session(rig):
+async def test_renewal_of_session_lost_by_executor_ends_session(rig):
     async with rig("a") as r:
         opened = await r.open()
         r.executors[0].sessions.clear()
@@ -313,24 +314,24 @@ async def test_renewal_of_what_the_executor_lost_ends_the_session(rig):
         assert await r.sessions() == []
 
 
-async def haunt(r, session_id, keep=True):
-    """Give a session a part on an executor that does not answer, beside its own or instead."""
+async def add_silent_part(r, session_id, keep=True):
+    """Give a session a part on an executor that does not answer, in addition to its own part or instead of it."""
     async with r.tasks.database.writing() as s:
         parts = (await r.tasks.get(session_id, s)).parts if keep else ()
         await r.tasks.take_devices(s, session_id, (*parts, PartRecord("ghost", "n")))
 
 
-async def test_renewal_on_a_dead_executor_is_retryable(rig):
+async def test_renewal_with_dead_executor_is_retryable(rig):
     async with rig("a") as r:
         opened = await r.open()
-        await haunt(r, opened.session_id, keep=False)
+        await add_silent_part(r, opened.session_id, keep=False)
         error = await refusal(
             r.actor.on_renew_session(RenewSessionRequest(session_id=opened.session_id, token=opened.token))
         )
         assert error.code == "router.executor_lost" and error.retryable
 
 
-async def test_close_tells_the_executor_and_twice_is_no_error(rig):
+async def test_close_twice_closes_on_executor_without_error(rig):
     async with rig("a") as r:
         opened = await r.open()
         request = CloseSessionRequest(session_id=opened.session_id, token=opened.token)
@@ -342,7 +343,7 @@ async def test_close_tells_the_executor_and_twice_is_no_error(rig):
 
 
 @pytest.mark.on_both
-async def test_lapsed_lease_ends_the_session_and_tells_the_executor(rig):
+async def test_lapse_of_lease_ends_session_on_executor(rig):
     async with rig("a") as r:
         first, second = await r.open(), await r.open()
         r.clock.now += 8
@@ -355,7 +356,7 @@ async def test_lapsed_lease_ends_the_session_and_tells_the_executor(rig):
 
 
 @pytest.mark.on_both
-async def test_duties_outlive_a_failing_database(rig, monkeypatch, caplog):
+async def test_duties_with_failing_database_continue(rig, monkeypatch, caplog):
     async with rig("a") as r:
         calls = []
 
@@ -371,10 +372,10 @@ async def test_duties_outlive_a_failing_database(rig, monkeypatch, caplog):
         task.cancel()
 
 
-async def test_executor_without_an_old_session_ends_it_but_not_a_fresh_one(rig):
+async def test_reconcile_session_missing_on_executor_ends_unless_new(rig):
     async with rig("a") as r:
         old = await r.open()
-        r.clock.now += FRESH_S + 0.1
+        r.clock.now += NEW_SESSION_S + 0.1
         await r.beat()
         fresh = await r.open()
         await r.actor.on_heartbeat(r.executors[0].heartbeat(sessions=()))
@@ -383,7 +384,7 @@ async def test_executor_without_an_old_session_ends_it_but_not_a_fresh_one(rig):
         assert [e.state for e in story] == ["pending", "started", "failed"] and "does not have it" in story[-1].reason
 
 
-async def test_sessions_of_a_lost_executor_fail_within_ten_seconds(rig):
+async def test_reconcile_lost_executor_fails_its_sessions_within_ten_seconds(rig):
     async with rig("a", "b") as r:
         mine, pair = await r.open(), await r.open(gpu_count=2)
         await r.beat()
@@ -401,7 +402,7 @@ async def test_sessions_of_a_lost_executor_fail_within_ten_seconds(rig):
         assert error.code == "router.no_session"
 
 
-async def test_router_that_has_just_started_waits_to_hear_of_executors(rig):
+async def test_reconcile_after_router_start_waits_for_heartbeats(rig):
     async with rig("a") as r:
         opened = await r.open()
         r.actor.registry.forget("a")
@@ -413,7 +414,7 @@ async def test_router_that_has_just_started_waits_to_hear_of_executors(rig):
         assert await r.actor.reconcile() == 0 and await r.sessions() == [opened.session_id]
 
 
-async def test_session_that_a_dead_router_was_opening_is_ended(rig):
+async def test_lapse_of_session_opened_by_dead_router_ends_it(rig):
     async with rig("a") as r:
         opened = await r.open()
         async with r.tasks.database.writing() as s:
@@ -422,12 +423,12 @@ async def test_session_that_a_dead_router_was_opening_is_ended(rig):
         r.clock.now += ABANDONED_S + 1
         await r.tasks.prolong_all(r.clock.now + 9)
         assert await r.actor.lapse() == 1 and (await r.tasks.get("half")).state == "failed"
-        assert r.executors[0].closed == [("half", "the router that was opening it is gone")]
+        assert r.executors[0].closed == [("half", "the router that was opening it has ended")]
 
 
 @pytest.mark.on_both
-async def test_routers_share_everything_and_promise_nothing_twice(rig):
-    """Two routers on one database, asked at once: an exclusive device is given once; either renews and closes."""
+async def test_two_routers_on_one_database_give_exclusive_device_once(rig):
+    """Two routers on one database, asked at the same time, give an exclusive device once. Either router renews and closes."""
     async with rig("a", "b") as r:
         other = r.another()
         await r.beat()
@@ -441,27 +442,27 @@ async def test_routers_share_everything_and_promise_nothing_twice(rig):
         for o in opened:
             await other.on_renew_session(RenewSessionRequest(session_id=o.session_id, token=o.token))
             assert (await r.actor.on_close_session(CloseSessionRequest(session_id=o.session_id, token=o.token))).closed
-        assert has(r) == [[], []]
+        assert sessions_by_executor(r) == [[], []]
 
 
 @pytest.mark.on_both
-async def test_refused_session_is_a_failed_task_that_says_why(rig):
+async def test_open_that_is_refused_stores_failed_task_with_reason(rig):
     async with rig("a") as r:
         await refusal(r.open(required_vram=10**6))
         (task,) = await r.tasks.in_states("failed")
-        assert "1000 bytes unreserved, 1000000 were asked for" in task.reason and task.parts == ()
+        assert "1000 bytes unreserved, but the task requests 1000000" in task.reason and task.parts == ()
 
 
-async def test_grouped_node_leaves_the_common_pool(rig):
+async def test_open_without_group_avoids_grouped_nodes(rig):
     async with rig("a") as r:
-        assert "none of the groups g" in str(await refusal(r.open(node_groups=("g",))))
+        assert "not in any of the groups g" in str(await refusal(r.open(node_groups=("g",))))
         await r.actor.world.nodes.put_group(GroupRecord("g", "", 0.0, ("host",)))
-        assert "kept for the group g" in str(await refusal(r.open()))
+        assert "reserved for the group g" in str(await refusal(r.open()))
         assert names(await r.open(node_groups=("x", "g"))) == ["a"]
 
 
 @pytest.mark.parametrize("wish", ["cordoned", "draining"])
-async def test_node_that_is_to_take_nothing_new_keeps_what_it_has(rig, wish):
+async def test_cordoned_or_draining_node_keeps_sessions_and_takes_no_new_ones(rig, wish):
     async with rig("a") as r:
         opened = await r.open()
         await r.duties().keep_nodes()
@@ -475,7 +476,7 @@ async def test_node_that_is_to_take_nothing_new_keeps_what_it_has(rig, wish):
 
 
 @pytest.mark.on_both
-async def test_overcommit_of_cluster_and_node_reaches_placement_and_executor(rig):
+async def test_overcommit_of_cluster_and_node_is_used_by_placement_and_executor(rig):
     async with rig("a") as r:
         await r.duties().keep_nodes()
         world = r.actor.world
@@ -500,7 +501,7 @@ async def test_overcommit_of_cluster_and_node_reaches_placement_and_executor(rig
         assert {first.session_id, second.session_id} == set(r.executors[0].sessions)
 
 
-async def test_executor_s_news_of_an_end_is_taken(rig):
+async def test_session_closed_event_ends_session(rig):
     async with rig("a") as r:
         opened = await r.open()
         event = SessionClosed(session_id=opened.session_id, executor_id="a", reason="the device is on fire")
@@ -519,11 +520,11 @@ async def test_executor_s_news_of_an_end_is_taken(rig):
 
 
 @pytest.mark.on_both
-async def test_session_goes_where_what_the_last_of_its_model_shared_lies(rig):
+async def test_open_prefers_executor_with_contents_of_last_session_of_model(rig):
     names = tuple(digit * 64 for digit in "123")
 
     async def run(r, **wanted):
-        """A session that shares these contents; where it ran, and why there."""
+        """Run a session that shares these contents. Returns its executor and the placement's reasons."""
         opened = await r.open(**wanted)
         await r.actor.on_close_session(CloseSessionRequest(session_id=opened.session_id, token=opened.token))
         task = await r.tasks.get(opened.session_id)
@@ -534,7 +535,7 @@ async def test_session_goes_where_what_the_last_of_its_model_shared_lies(rig):
     async with rig("a", "b") as r:
         await r.actor.on_heartbeat(r.executors[1].heartbeat(weights=(*names, "4" * 64)))
         shares = {"tenant": "x", "dedup": "tenant"}
-        assert await run(r, **shares) == ("a", {"a": {"cost": 0}})  # nothing is known of it yet
+        assert await run(r, **shares) == ("a", {"a": {"cost": 0}})  # no contents are known yet
         assert await run(r, **shares) == ("b", {"b": {"resident": -1000, "cost": -1000}})
         for other in ({"tenant": "y"}, {"dedup": "shared"}, {"dedup": "off"}, {"model": "llama"}):
             assert (await run(r, **shares | other))[0] == "a"
@@ -544,7 +545,7 @@ async def test_session_goes_where_what_the_last_of_its_model_shared_lies(rig):
         assert (await run(r, **shares))[0] == "a"
 
 
-async def test_tenant_whose_credits_are_spent_gets_no_session_and_is_told_why(rig, nats_server):
+async def test_open_for_tenant_without_credits_is_refused_with_reason(rig, nats_server):
     metering = ServiceApp("metering", nats_server)
 
     async def on_check(request):
@@ -552,7 +553,7 @@ async def test_tenant_whose_credits_are_spent_gets_no_session_and_is_told_why(ri
 
     metering.serve(contracts.METERING_BUDGET_CHECK, on_check)
     async with rig("a") as r:
-        assert await r.open(tenant="poor")  # nobody knows of budgets
+        assert await r.open(tenant="poor")  # metering does not run yet
         async with metering.running():
             with pytest.raises(RefusedError, match="5 of 4 were spent") as caught:
                 await r.open(tenant="poor")
@@ -564,7 +565,7 @@ async def test_tenant_whose_credits_are_spent_gets_no_session_and_is_told_why(ri
         ) == 2
 
 
-async def test_restarted_router_gives_sessions_a_whole_lease(rig):
+async def test_resume_gives_sessions_a_full_lease(rig):
     async with rig("a") as r:
         opened = await r.open()
         r.clock.now += 100
@@ -573,7 +574,7 @@ async def test_restarted_router_gives_sessions_a_whole_lease(rig):
         await r.actor.on_renew_session(RenewSessionRequest(session_id=opened.session_id, token=opened.token))
 
 
-async def test_nodes_tell_who_is_lost(rig):
+async def test_nodes_mark_lost_executors(rig):
     async with rig("a", "b") as r:
         r.clock.now += 6
         await r.actor.on_heartbeat(r.executors[1].heartbeat(utilization=0.5, memory_used=7))
@@ -589,8 +590,8 @@ def names(opened):
     return [p.executor_id for p in opened.parts]
 
 
-def has(r):
-    """Per executor, the sessions that it has."""
+def sessions_by_executor(r):
+    """The sessions of each executor."""
     return [sorted(e.sessions) for e in r.executors]
 
 
@@ -601,62 +602,69 @@ async def eventually(condition):
         await asyncio.sleep(0.01)
 
 
-async def test_open_of_two_devices_takes_an_executor_for_each_and_one_token(rig):
+async def test_open_of_two_devices_uses_two_executors_and_one_token(rig):
     async with rig("a", "b", "c") as r:
         first = await r.open(gpu_count=2, required_vram=600)
         assert names(first) == ["a", "b"] and [p.endpoints[0] for p in first.parts] == [
             "unix:///tmp/a.sock",
             "unix:///tmp/b.sock",
         ]
-        assert has(r) == [[first.session_id], [first.session_id], []]
+        assert sessions_by_executor(r) == [[first.session_id], [first.session_id], []]
         hosted = [e.sessions[first.session_id] for e in r.executors[:2]]
         assert {h.token for h in hosted} == {first.token} and {h.quota for h in hosted} == {600}
         assert [p.executor_id for p in (await r.tasks.get(first.session_id)).parts] == ["a", "b"]
         assert names(await r.open(gpu_count=2)) == ["c", "a"]
         error = await refusal(r.open(gpu_count=2, required_vram=600))
-        assert error.code == "router.no_fit" and "2 devices were asked for, and 1 of 3 executors fit" in str(error)
+        assert (
+            error.code == "router.no_fit"
+            and "2 devices were requested, but only 1 of 3 executors can take one" in str(error)
+        )
         assert "a has 400 bytes unreserved" in str(error) and "b has 400 bytes unreserved" in str(error)
 
 
-async def test_open_of_more_devices_than_executors_says_both_numbers(rig):
+async def test_open_of_more_devices_than_executors_is_refused_with_numbers(rig):
     async with rig("a", "b") as r:
         error = await refusal(r.open(gpu_count=3))
         assert error.code == "router.too_few" and error.retryable
-        assert "3 devices were asked for, and 2 executors are alive" in str(error) and "wooly up --gpus 3" in str(error)
-        assert has(r) == [[], []] and await r.sessions() == []
+        assert "3 devices were requested, but only 2 executors are alive" in str(error) and "wooly up --gpus 3" in str(
+            error
+        )
+        assert sessions_by_executor(r) == [[], []] and await r.sessions() == []
 
 
-async def test_open_of_two_devices_is_all_or_nothing(rig):
+async def test_open_of_two_devices_with_one_refusal_opens_nothing(rig):
     async with rig("a", "b") as r:
         r.executors[1].refuse = RefusedError("executor.admission", "full")
         error = await refusal(r.open(gpu_count=2))
-        assert error.code == "router.no_fit" and "1 of 2 executors fit" in str(error) and "b: full" in str(error)
+        assert (
+            error.code == "router.no_fit" and "1 of 2 executors can take one" in str(error) and "b: full" in str(error)
+        )
         ((session_id, reason),) = r.executors[0].closed
-        assert has(r) == [[], []] and "another executor" in reason
+        assert sessions_by_executor(r) == [[], []] and "another executor" in reason
         assert await r.sessions() == []
         assert (await r.tasks.get(session_id)).state == "failed"
         r.executors[1].refuse = None
         assert names(await r.open(gpu_count=2)) == ["a", "b"]
 
 
-async def test_open_of_two_devices_passes_over_the_dead_and_leaves_nothing_behind(rig):
+async def test_open_of_two_devices_with_dead_executor_uses_others_and_cleans_up(rig):
     async with rig("a", "b") as r:
         await r.actor.on_heartbeat(r.executors[0].heartbeat(executor_id="0-dead"))
         opened = await r.open(gpu_count=2)
-        assert names(opened) == ["a", "b"] and has(r) == [[opened.session_id]] * 2
+        assert names(opened) == ["a", "b"] and sessions_by_executor(r) == [[opened.session_id]] * 2
         assert len(r.executors[0].closed) == 1
 
 
-async def test_exclusive_pairs_asked_at_once_never_share(rig):
+async def test_open_concurrent_exclusive_pairs_never_share_a_device(rig):
     async with rig("a", "b", "c") as r:
         answers = await asyncio.gather(
             *[r.open(gpu_count=2, gpu_mode="exclusive") for _ in range(3)], return_exceptions=True
         )
         assert sum(not isinstance(a, Exception) for a in answers) == 1
-        assert sorted(len(s) for s in has(r)) == [0, 1, 1]
+        assert sorted(len(s) for s in sessions_by_executor(r)) == [0, 1, 1]
 
 
-async def test_renewal_reaches_every_part(rig):
+async def test_renewal_of_two_devices_reaches_both_executors(rig):
     async with rig("a", "b") as r:
         opened = await r.open(gpu_count=2)
         request = RenewSessionRequest(session_id=opened.session_id, token=opened.token)
@@ -667,16 +675,16 @@ async def test_renewal_reaches_every_part(rig):
         r.executors[1].sessions.clear()
         error = await refusal(r.actor.on_renew_session(request))
         assert error.code == "router.no_session" and "executor b" in str(error)
-        await eventually(lambda: has(r) == [[], []])
+        await eventually(lambda: sessions_by_executor(r) == [[], []])
         assert r.executors[0].closed == [(opened.session_id, "it ended on executor b")]
         assert await r.sessions() == []
 
 
-async def test_renewal_with_one_silent_executor_names_it_and_moves_no_lease(rig):
+async def test_renewal_with_one_silent_executor_fails_by_name(rig):
     async with rig("a") as r:
         opened = await r.open()
         lease = await r.tasks.lease(opened.session_id)
-        await haunt(r, opened.session_id)
+        await add_silent_part(r, opened.session_id)
         r.clock.now += 5
         request = RenewSessionRequest(session_id=opened.session_id, token=opened.token)
         error = await refusal(r.actor.on_renew_session(request))
@@ -684,7 +692,7 @@ async def test_renewal_with_one_silent_executor_names_it_and_moves_no_lease(rig)
         assert (await r.tasks.lease(opened.session_id)).lease_until == lease.lease_until
 
 
-async def test_close_and_lapse_reach_every_part(rig):
+async def test_close_and_lapse_of_two_devices_reach_both_executors(rig):
     async with rig("a", "b") as r:
         first = await r.open(gpu_count=2)
         await r.actor.on_close_session(CloseSessionRequest(session_id=first.session_id, token=first.token))
@@ -693,22 +701,22 @@ async def test_close_and_lapse_reach_every_part(rig):
         assert await r.actor.lapse() == 1
         for executor in r.executors:
             assert [s for s, _ in executor.closed] == [first.session_id, second.session_id]
-        assert has(r) == [[], []]
+        assert sessions_by_executor(r) == [[], []]
 
 
 @pytest.mark.parametrize("how", ["restarted", "closed"])
 @pytest.mark.on_both
-async def test_lost_part_ends_the_session_on_the_others(rig, how):
+async def test_loss_of_one_part_ends_session_on_other_executors(rig, how):
     async with rig("a", "b", "c") as r:
         opened, other = await r.open(gpu_count=3), await r.open()
-        r.clock.now += FRESH_S + 0.1
+        r.clock.now += NEW_SESSION_S + 0.1
         del r.executors[1].sessions[opened.session_id]
         if how == "restarted":
             await r.beat()
             await r.actor.reconcile()
         else:
             await r.actor.on_session_closed(SessionClosed(session_id=opened.session_id, executor_id="b"))
-        await eventually(lambda: has(r) == [[other.session_id], [], []])
+        await eventually(lambda: sessions_by_executor(r) == [[other.session_id], [], []])
         assert r.executors[2].closed == [(opened.session_id, "it ended on executor b")] and r.executors[1].closed == []
         assert await r.sessions() == [other.session_id]
 
@@ -717,7 +725,7 @@ async def test_lost_part_ends_the_session_on_the_others(rig, how):
 
 
 class FakeScheduler:
-    """Answers admissions as told, by executor."""
+    """A scheduler with fixed answers to admission requests, by executor."""
 
     def __init__(self, app, answers):
         self.answers, self.asked = answers, []
@@ -733,7 +741,7 @@ class FakeScheduler:
 
 @contextlib.asynccontextmanager
 async def scheduler_on(url, **answers):
-    """A scheduler on a server of its own with the router, because admission has one subject for all."""
+    """A scheduler and a router on their own NATS server, because all schedulers share one admission subject."""
     app = ServiceApp("scheduler", url)
     scheduler = FakeScheduler(app, answers)
     async with app.running():
@@ -742,7 +750,7 @@ async def scheduler_on(url, **answers):
 
 @pytest.fixture
 def own_rig(rig, monkeypatch):
-    monkeypatch.setattr(advice, "SCHEDULER_TIMEOUT_S", 10.0)  # it answers, on a busy machine too
+    monkeypatch.setattr(advice, "SCHEDULER_TIMEOUT_S", 10.0)  # long enough for an answer on a busy machine
     with start_nats_server() as url:
 
         @contextlib.asynccontextmanager
@@ -757,7 +765,7 @@ ADMITTED = AdmitSessionReply(admitted=True, policy=SessionPolicy(priority=1, wei
 REFUSED = AdmitSessionReply(admitted=False, reason="GPU a: P0 session x (t) would answer in 3 ms", missed_by_ns=1)
 
 
-async def test_session_is_hosted_with_the_policy_that_the_scheduler_gave(own_rig):
+async def test_open_hosts_with_policy_of_scheduler(own_rig):
     async with own_rig("a", a=ADMITTED) as (r, scheduler):
         opened = await r.open(tenant="t", priority=1, weight=2, service_ns=5, objective_ns=9, interval_ns=70)
         assert r.executors[0].sessions[opened.session_id].policy == ADMITTED.policy
@@ -775,7 +783,7 @@ async def test_session_is_hosted_with_the_policy_that_the_scheduler_gave(own_rig
         )
 
 
-async def test_refused_session_goes_elsewhere_or_is_told_why(own_rig):
+async def test_open_refused_by_scheduler_uses_other_executor_or_fails_with_reason(own_rig):
     async with own_rig("a", "b", a=REFUSED, b=ADMITTED) as (r, _):
         assert (await r.open()).parts[0].executor_id == "b"
         assert r.executors[0].sessions == {}
@@ -786,14 +794,14 @@ async def test_refused_session_goes_elsewhere_or_is_told_why(own_rig):
         assert r.executors[0].sessions == {}
 
 
-async def test_scheduler_that_cannot_say_holds_nobody_up(own_rig):
+async def test_open_with_failing_scheduler_is_admitted(own_rig):
     async with own_rig("a", a=RefusedError("scheduler.behind", "replaying", retryable=True)) as (r, _):
         opened = await r.open(priority=0, objective_ns=7)
         policy = r.executors[0].sessions[opened.session_id].policy
         assert policy == SessionPolicy(priority=0, objective_ns=7)
 
 
-async def test_session_is_held_to_what_it_declares_also_where_no_scheduler_answers(rig):
+async def test_open_without_scheduler_uses_declared_limits(rig):
     async with rig("a") as r:
         opened = await r.open(priority=0, service_ns=20, objective_ns=50, interval_ns=100)
         policy = r.executors[0].sessions[opened.session_id].policy

@@ -1,4 +1,4 @@
-"""Blobs in pieces: what is given up does not count against its tenant for long."""
+"""Blobs in pieces: abandoned uploads do not count against their tenant for long."""
 
 import pytest
 from wooly_bus.blobs import BlobStore
@@ -9,7 +9,7 @@ pytestmark = pytest.mark.connected
 
 
 @pytest.mark.on_both
-async def test_abandoned_uploads_of_all_tenants_are_removed_in_the_leaders_round(rig):
+async def test_duties_round_removes_abandoned_uploads_of_all_tenants(rig):
     with start_nats_server() as url:
         async with rig(url=url) as r:
             js = r.app.jetstream()
@@ -19,13 +19,14 @@ async def test_abandoned_uploads_of_all_tenants_are_removed_in_the_leaders_round
                 await store.append("u" * 32, 0, b"x" * 1000, 0)
                 assert (await store.held())[0] > 1000
             duties, uploads = r.duties(), AbandonedUploads(r.app, 0.0)
-            await duties.round()  # they may be going on
+            await duties.round()  # these uploads may still be in progress
             assert [(await s.held())[0] > 1000 for s in stores] == [True, True]
             duties._uploads = uploads
             r.clock.now += 3600
             await duties.round()
             assert [(await s.held())[0] < 1000 for s in stores] == [True, True]
             assert await stores[0].get(kept, 5) == b"whole"
-            await stores[0].append("v" * 32, 0, b"y" * 1000, 0)  # a bucket that was clean is looked at again
+            # A bucket without uploads is examined again after a new piece.
+            await stores[0].append("v" * 32, 0, b"y" * 1000, 0)
             await uploads.drop()
             assert (await stores[0].held())[0] < 1000

@@ -1,11 +1,11 @@
-"""What tenants may have: the rule, and every way by which something gets a class, a weight or a device to itself."""
+"""Ceilings of tenants: the rule, and every path on which a session or job gets a class, a weight or an exclusive device."""
 
 import contextlib
 
 import pytest
 from wooly_bus import contracts
 from wooly_bus.errors import RefusedError
-from wooly_router.core.ceilings import MODEST, UNLIMITED, Ceilings, Grant, Refusal, Wish, grant, overridden
+from wooly_router.core.ceilings import RESTRICTED, UNLIMITED, Ceilings, Grant, Refusal, Wish, grant, overridden
 from wooly_router.gate import Caller
 from wooly_router.settings import RouterSettings
 from wooly_router.state.tasks import TaskRecord
@@ -27,45 +27,49 @@ HEX = "0" * 64
 @pytest.mark.parametrize(
     ("ceilings", "wish", "found"),
     [
-        (MODEST, Wish(), Grant(2, 1)),
-        (MODEST, Wish(4, 100), Grant(4, 100)),
-        (MODEST, Wish(2, exclusive=False), Grant(2, 1)),
+        (RESTRICTED, Wish(), Grant(2, 1)),
+        (RESTRICTED, Wish(4, 100), Grant(4, 100)),
+        (RESTRICTED, Wish(2, exclusive=False), Grant(2, 1)),
         (UNLIMITED, Wish(0, 1 << 20, True), Grant(0, 1 << 20)),
-        (Ceilings(4, 1, False), Wish(), Grant(4, 1)),  # who asks for no class gets the highest that there is for it
+        (
+            Ceilings(4, 1, False),
+            Wish(),
+            Grant(4, 1),
+        ),  # a request without a class gets the highest class that the ceiling allows
         (Ceilings(0, 1, False), Wish(), Grant(2, 1)),
     ],
 )
-def test_wish_within_the_ceilings_is_granted_as_it_is(ceilings, wish, found):
+def test_grant_within_ceilings_is_unchanged(ceilings, wish, found):
     assert grant("bob", ceilings, wish) == found
 
 
 @pytest.mark.parametrize(
     ("ceilings", "wish", "words"),
     [
-        (MODEST, Wish(0), ["class P2 or a lower one", "P0 was asked for", "--class-ceiling 0"]),
-        (Ceilings(4, 1, True), Wish(2), ["may have class P4,", "--class-ceiling 2"]),
-        (MODEST, Wish(4, 101), ["at most 100", "101", "--weight-ceiling 101"]),
-        (MODEST, Wish(exclusive=True), ["a device to itself", "--exclusive"]),
+        (RESTRICTED, Wish(0), ["class P2 or a lower one", "P0 was requested", "--class-ceiling 0"]),
+        (Ceilings(4, 1, True), Wish(2), ["may use class P4,", "--class-ceiling 2"]),
+        (RESTRICTED, Wish(4, 101), ["at most 100", "101", "--weight-ceiling 101"]),
+        (RESTRICTED, Wish(exclusive=True), ["use a device exclusively", "--exclusive"]),
     ],
 )
-def test_wish_above_a_ceiling_is_refused_with_what_to_do(ceilings, wish, words):
+def test_grant_above_ceiling_is_refused_with_remedy(ceilings, wish, words):
     found = grant("bob", ceilings, wish)
     assert isinstance(found, Refusal) and all(w in found.message for w in [*words, "wooly tenants set bob"])
 
 
-def test_default_class_in_a_message_is_no_wish():
+def test_wish_with_default_class_has_no_class():
     assert Wish.of_start(2, 5, "shared") == Wish(None, 5, False)
     assert Wish.of_start(1, 1, "exclusive") == Wish(1, 1, True)
 
 
-def test_own_ceilings_go_before_the_defaults_also_where_they_are_zero_or_no():
-    assert overridden(MODEST, None, None, None) == MODEST
-    assert overridden(MODEST, 0, None, True) == Ceilings(0, 100, True)
+def test_overridden_prefers_own_values_even_zero_or_false():
+    assert overridden(RESTRICTED, None, None, None) == RESTRICTED
+    assert overridden(RESTRICTED, 0, None, True) == Ceilings(0, 100, True)
     assert overridden(UNLIMITED, None, 7, False) == Ceilings(0, 7, False)
 
 
-def test_defaults_of_a_router_are_modest_where_it_asks_for_tokens(tmp_path):
-    assert RouterSettings(state_dir=tmp_path, auth="tokens").ceilings() == MODEST
+def test_default_ceilings_with_required_tokens_are_modest(tmp_path):
+    assert RouterSettings(state_dir=tmp_path, auth="tokens").ceilings() == RESTRICTED
     assert RouterSettings(state_dir=tmp_path).ceilings() == UNLIMITED
     given = {"default_class_ceiling": 1, "default_weight_ceiling": 9, "default_exclusive": True}
     assert RouterSettings(state_dir=tmp_path, auth="tokens", **given).ceilings() == Ceilings(1, 9, True)
@@ -82,21 +86,21 @@ def refused(words):
 
 
 async def tenant(r, name, role="user", **ceilings):
-    """A tenant, and the secret of a token of its."""
+    """Create a tenant. Returns the secret of its token."""
     await r.actor.world.tenants.add(TenantRecord(name, 0.0, **ceilings))
     return (await r.actor.world.tenants.add_token(name, "t", role, r.clock()))[1]
 
 
 ABOVE = [
-    ({"priority": 0}, "P0 was asked for"),
-    ({"priority": 1}, "P1 was asked for"),
-    ({"weight": 1 << 20}, "1048576 was asked for"),
-    ({"gpu_mode": "exclusive"}, "to itself"),
+    ({"priority": 0}, "P0 was requested"),
+    ({"priority": 1}, "P1 was requested"),
+    ({"weight": 1 << 20}, "1048576 was requested"),
+    ({"gpu_mode": "exclusive"}, "exclusively"),
 ]
 
 
 @pytest.mark.parametrize(("wanted", "words"), ABOVE)
-async def test_session_above_a_ceiling_is_not_opened_by_any_way(rig, wanted, words):
+async def test_open_above_ceiling_is_refused_on_every_path(rig, wanted, words):
     async with rig("a", auth="tokens") as r:
         bob = await tenant(r, "bob")
         with refused(words):
@@ -110,7 +114,7 @@ async def test_session_above_a_ceiling_is_not_opened_by_any_way(rig, wanted, wor
         assert hosted.priority == wanted.get("priority", 2)
 
 
-async def test_session_that_asks_for_no_class_gets_its_tenants_highest(rig):
+async def test_open_without_class_respects_class_ceiling(rig):
     async with rig("a", auth="tokens") as r:
         low = await tenant(r, "low", class_ceiling=4)
         opened = await r.open(credential=low)
@@ -120,19 +124,19 @@ async def test_session_that_asks_for_no_class_gets_its_tenants_highest(rig):
         ).priority == 4
 
 
-async def test_administrator_is_not_bound_and_an_operator_is(rig):
+async def test_ceilings_bind_operators_but_not_administrators(rig):
     async with rig("a", auth="tokens") as r:
         await tenant(r, "bob")
         admin, operator = [await tenant(r, f"{role}s", role) for role in ("admin", "operator")]
         opened = await r.open(credential=admin, tenant="bob", priority=0, weight=1 << 20)
         assert (await r.tasks.get(opened.session_id)).tenant == "bob"
-        with refused("tenant operators may have"):
+        with refused("tenant operators may use"):
             await r.open(credential=operator, priority=0)
-        with pytest.raises(RefusedError, match="acts for no other"):
+        with pytest.raises(RefusedError, match="cannot act for tenant"):
             await r.open(credential=operator, tenant="bob")
 
 
-async def test_ceilings_of_a_named_tenant_hold_also_where_nobody_is_asked_for_a_token(rig):
+async def test_ceilings_without_required_tokens_bind_named_tenants(rig):
     async with rig("a") as r:
         await tenant(r, "batch", class_ceiling=3)
         with refused("class P3"):
@@ -146,7 +150,7 @@ def job(name, **more):
 
 
 @pytest.mark.parametrize(("wanted", "words"), ABOVE)
-async def test_job_above_a_ceiling_is_refused_and_one_that_nobody_waits_for_has_failed(rig, wanted, words):
+async def test_job_above_ceiling_is_refused_or_failed(rig, wanted, words):
     async with rig("a", auth="tokens") as r:
         bob = await tenant(r, "bob")
         with refused(words):
@@ -158,13 +162,13 @@ async def test_job_above_a_ceiling_is_refused_and_one_that_nobody_waits_for_has_
         assert failed.state == "failed" and "router.above_ceiling" in failed.reason and words in failed.reason
 
 
-async def test_task_is_given_a_class_up_to_its_tenants_ceiling_and_any_by_an_administrator(rig):
+async def test_prioritize_above_ceiling_is_for_administrators_only(rig):
     async with rig("a", auth="tokens") as r:
         bob, admin = await tenant(r, "bob"), await tenant(r, "admins", "admin")
         name = (await r.open(credential=bob)).session_id
-        with refused("P0 was asked for"):
+        with refused("P0 was requested"):
             await r.desk._on_prioritize(PrioritizeTaskRequest(task_id=name, priority=0, credential=bob))
-        with refused("P1 was asked for"):
+        with refused("P1 was requested"):
             await r.desk._on_prioritize_of(PrioritizeTaskRequest(task_id=name, priority=1), "bob")
         assert (await r.tasks.get(name)).priority == 2
         await r.desk._on_prioritize(PrioritizeTaskRequest(task_id=name, priority=4, credential=bob))
@@ -173,7 +177,7 @@ async def test_task_is_given_a_class_up_to_its_tenants_ceiling_and_any_by_an_adm
         assert (await r.tasks.get(name)).priority == 0
 
 
-async def test_other_services_hear_what_a_tenant_may_have(rig):
+async def test_ceiling_check_answers_other_services(rig):
     async with rig(auth="tokens") as r:
         await tenant(r, "bob", weight_ceiling=5)
 
@@ -191,7 +195,7 @@ async def test_other_services_hear_what_a_tenant_may_have(rig):
 NOBODY = Caller("test", None, "admins", frozenset())
 
 
-async def test_lowered_ceiling_brings_down_what_runs_and_what_waits(rig):
+async def test_lowered_ceiling_lowers_running_and_waiting_tasks(rig):
     async with rig("a", auth="tokens") as r:
         mine, lighter, yours = [
             (await r.open(credential=await tenant(r, name, class_ceiling=0, weight_ceiling=1000), **wanted)).session_id
@@ -214,7 +218,7 @@ async def test_lowered_ceiling_brings_down_what_runs_and_what_waits(rig):
         assert (waiting.priority, waiting.spec["weight"]) == (2, 50)
 
 
-async def test_what_waits_for_a_device_to_itself_shares_one_once_its_tenant_may_not_have_it(rig):
+async def test_withdrawn_exclusive_permission_makes_waiting_tasks_shared(rig):
     async with rig("a", auth="tokens") as r:
         await tenant(r, "bob", exclusive=True)
         async with r.actor.world.database.writing() as s:
@@ -223,18 +227,18 @@ async def test_what_waits_for_a_device_to_itself_shares_one_once_its_tenant_may_
                 await r.tasks.add(s, task)
         await r.actor.tenants.put(NOBODY, "bob", TenantChange(exclusive=False))
         modes = [(await r.tasks.get(name)).gpu_mode for name in ("job-00001", "job-00002")]
-        assert modes == ["shared", "exclusive"], "a device that a task has to itself stays so until the task ends"
+        assert modes == ["shared", "exclusive"], "a running task keeps its exclusive device until it ends"
 
 
-async def test_silent_executor_keeps_no_ceiling_from_being_lowered(rig):
+async def test_lowered_ceiling_with_refusing_executor_is_stored(rig):
     async with rig("a", auth="tokens") as r:
         opened = await r.open(credential=await tenant(r, "bob", class_ceiling=0), priority=0)
-        del r.executors[0].policies[opened.session_id]  # it refuses: it knows no such session
+        del r.executors[0].policies[opened.session_id]  # the executor refuses, because it does not know the session
         changed = await r.actor.tenants.put(NOBODY, "bob", TenantChange(class_ceiling=2))
         assert changed.class_ceiling == 2 and (await r.tasks.get(opened.session_id)).priority == 2
 
 
-async def test_tenants_are_listed_and_changed_by_administrators_alone_and_the_rest_of_one_stays(rig):
+async def test_tenant_change_is_for_administrators_and_keeps_other_fields(rig):
     async with rig(auth="tokens") as r:
         admin, operator = await tenant(r, "admins", "admin"), await tenant(r, "ops", "operator")
         bob = await tenant(r, "bob")

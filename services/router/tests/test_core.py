@@ -1,4 +1,4 @@
-"""The router's decisions: registry, placement, queue, states of tasks, without any I/O."""
+"""The router's decisions without any I/O: registry, placement, queue, states of tasks."""
 
 import dataclasses
 import itertools
@@ -39,7 +39,7 @@ def chosen(want, gpus, claims=(), held=()):
 # -- registry --------------------------------------------------------------------------------------------------------
 
 
-def test_executor_is_lost_after_silence_and_comes_back():
+def test_registry_silent_executor_is_lost_until_next_heartbeat():
     registry = Registry()
     assert registry.hear(beat(sessions=("s",)), 0.0) and not registry.hear(beat(), 1.0)
     assert [e.executor_id for e in registry.alive(1.0 + LOST_AFTER_S)] == ["a"]
@@ -51,7 +51,7 @@ def test_executor_is_lost_after_silence_and_comes_back():
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(0, 2)), max_size=40))
-def test_registry_lists_exactly_what_was_heard_lately(gaps):
+def test_registry_lists_executors_with_recent_heartbeats(gaps):
     registry, last, now = Registry(), {}, 0.0
     for name, gap in gaps:
         now += gap
@@ -64,7 +64,7 @@ def test_registry_lists_exactly_what_was_heard_lately(gaps):
         }
 
 
-def test_devices_are_heartbeats_and_wishes_and_settings_together():
+def test_gpus_of_combines_heartbeats_nodes_and_settings():
     registry = Registry()
     for b in (beat("a", utilization=0.25, weights=("0" * 64,)), beat("b", node="m"), beat("c", node="o")):
         registry.hear(b, 0.0 if b.node == "o" else 9.0)
@@ -74,7 +74,7 @@ def test_devices_are_heartbeats_and_wishes_and_settings_together():
     assert (b.state, b.overcommit, b.groups) == ("draining", 0, {"g"}) and c.state == "lost"
 
 
-def test_written_settings_come_before_defaults_and_unknown_ones_are_passed_over():
+def test_configured_prefers_written_settings_and_ignores_unknown():
     defaults = ClusterConfig(default_vram_overcommit_percent=20)
     assert configured(defaults, {}).default_vram_overcommit_percent == 20
     assert (
@@ -93,31 +93,36 @@ TAKEN = Load(1, 0, 20, 0)
 @pytest.mark.parametrize(
     ("want", "device", "load", "reason"),
     [
-        (Want(required_vram=81), gpu(), TAKEN, "has 80 bytes unreserved, 81 were asked for"),
+        (Want(required_vram=81), gpu(), TAKEN, "has 80 bytes unreserved, but the task requests 81"),
         (Want(required_vram=111), gpu(overcommit=30), TAKEN, "has 110 bytes unreserved (100 overcommitted by 30 %)"),
-        (Want(required_vram=90), gpu(overcommit=30), TAKEN, "has 80 bytes beside what cannot be swapped out"),
+        (
+            Want(required_vram=90),
+            gpu(overcommit=30),
+            TAKEN,
+            "has 80 bytes next to the memory that cannot be swapped out",
+        ),
         (
             Want(required_vram=50, swappable=False),
             gpu(overcommit=30),
             Load(1, 0, 0, 60, [60]),
-            "has 40 bytes beside the largest",
+            "has 40 bytes next to the largest",
         ),
-        (Want(groups=("g", "h")), gpu(groups=frozenset("x")), IDLE, "is in none of the groups g, h"),
-        (Want(), gpu(groups=frozenset("yx")), IDLE, "is kept for the groups x, y"),
-        (Want(vendor="amd"), gpu(vendor="nvidia", arch="sm_90"), IDLE, "is nvidia sm_90, amd was asked for"),
-        (Want(arch="sm_80"), gpu(vendor="nvidia", arch="sm_90"), IDLE, "is nvidia sm_90, sm_80 was asked for"),
+        (Want(groups=("g", "h")), gpu(groups=frozenset("x")), IDLE, "is not in any of the groups g, h"),
+        (Want(), gpu(groups=frozenset("yx")), IDLE, "is reserved for the groups x, y"),
+        (Want(vendor="amd"), gpu(vendor="nvidia", arch="sm_90"), IDLE, "is nvidia sm_90, but the task requests amd"),
+        (Want(arch="sm_80"), gpu(vendor="nvidia", arch="sm_90"), IDLE, "is nvidia sm_90, but the task requests sm_80"),
         (Want(), gpu(), Load(1, 1), "is held exclusively by another session"),
-        (Want(exclusive=True), gpu(), Load(1), "has sessions, an exclusive device was asked for"),
+        (Want(exclusive=True), gpu(), Load(1), "has sessions, but the task requests an exclusive device"),
         (Want(), gpu(state="lost"), IDLE, "is lost"),
         (Want(), gpu(state="draining"), IDLE, "is draining"),
-        (Want(barred=frozenset("a")), gpu(), IDLE, "did not take it before"),
+        (Want(barred=frozenset("a")), gpu(), IDLE, "did not take the task in an earlier attempt"),
     ],
 )
-def test_device_that_does_not_fit_says_why(want, device, load, reason):
+def test_unfit_device_returns_reason(want, device, load, reason):
     assert not fits(want, device, load) and unfit(want, device, load).startswith(reason)
 
 
-def test_overcommit_lets_swappable_tasks_in_beyond_the_memory_and_no_others():
+def test_fits_with_overcommit_admits_only_swappable_tasks():
     assert chosen(Want(required_vram=60), [gpu(overcommit=20)], [Claim("a", 60)]) == ["a"]
     assert chosen(Want(required_vram=60, swappable=False), [gpu(overcommit=20)], [Claim("a", 60)]) == []
     assert chosen(Want(required_vram=61), [gpu(overcommit=20)], [Claim("a", 60)]) == []
@@ -165,14 +170,14 @@ claims_strategy = st.lists(
 
 
 def law(total, overcommit, claims):
-    """The executor's law of admission, over everything that is promised."""
+    """The executor's admission rule, over all claims."""
     fixed = sum(c.required_vram or 0 for c in claims if not c.swappable)
     movable = [c.required_vram or 0 for c in claims if c.swappable]
     return fixed + max(movable, default=0) <= total and fixed + sum(movable) <= total + total * overcommit // 100
 
 
 @given(gpus_strategy, st.lists(wants_strategy, max_size=20))
-def test_whatever_is_placed_obeys_the_law_of_admission(gpus, wants):
+def test_placement_obeys_admission_rule(gpus, wants):
     pool, held = Pool(gpus), {g.executor_id: [] for g in gpus}
     for want in wants:
         for claim in claims_of(want, [g.executor_id for g in pool.place(want).gpus]):
@@ -185,7 +190,7 @@ def test_whatever_is_placed_obeys_the_law_of_admission(gpus, wants):
 
 
 def least(want, gpus, pool):
-    """By trying everything, what placement must choose; see the module's docstring."""
+    """The cheapest choice, found by trying all choices; see the docstring of the module under test."""
     able = [g for g in gpus if fits(want, g, pool.load(g.executor_id))]
 
     def cost(g):
@@ -195,7 +200,7 @@ def least(want, gpus, pool):
     best = None
     for subset in itertools.combinations(able, want.gpu_count):
         nodes = {g.node for g in subset}
-        # One node if there is one; then the worst of its devices costs least, and so on down.
+        # One node if one node is enough; then the most expensive of its devices is as cheap as possible, and so on down.
         key = (len(nodes), sorted([cost(g) for g in subset], reverse=True))
         if best is None or key < best[0]:
             best = key, subset
@@ -203,7 +208,7 @@ def least(want, gpus, pool):
 
 
 @given(gpus_strategy, wants_strategy, claims_strategy)
-def test_placement_is_the_best_of_all_choices(gpus, want, claims):
+def test_placement_equals_exhaustive_search(gpus, want, claims):
     pool = Pool(gpus, claims)
     placement, best = pool.place(want), least(want, gpus, pool)
     if best is None:
@@ -223,7 +228,7 @@ def test_placement_is_the_best_of_all_choices(gpus, want, claims):
 
 
 @given(gpus_strategy, wants_strategy, claims_strategy, st.randoms())
-def test_placement_depends_on_no_order(gpus, want, claims, rng):
+def test_placement_of_shuffled_devices_is_the_same(gpus, want, claims, rng):
     shuffled, mixed = gpus[:], claims[:]
     rng.shuffle(shuffled)
     rng.shuffle(mixed)
@@ -231,7 +236,7 @@ def test_placement_depends_on_no_order(gpus, want, claims, rng):
 
 
 @given(gpus_strategy, claims_strategy, st.lists(wants_strategy, max_size=6))
-def test_pool_after_claims_and_releases_is_as_new(gpus, claims, wants):
+def test_pool_after_claims_and_releases_is_unchanged(gpus, claims, wants):
     there = {g.executor_id for g in gpus}
     claims = [c for c in claims if c.executor_id in there]
     pool = Pool(gpus)
@@ -247,21 +252,21 @@ def test_pool_after_claims_and_releases_is_as_new(gpus, claims, wants):
 # -- score -----------------------------------------------------------------------------------------------------------
 
 
-def test_placement_prefers_few_sessions_then_little_use_starvation_and_promises():
+def test_placement_prefers_few_sessions_then_low_load():
     gpus = [gpu("a", utilization=100), gpu("b", utilization=900), gpu("c", utilization=500)]
     assert chosen(Want(), gpus, [Claim("a")]) == ["c"] and chosen(Want(), gpus) == ["a"]
     assert chosen(Want(), [gpu("a", starvation=10), gpu("b")]) == ["b"]
     assert chosen(Want(), [gpu("a"), gpu("b")], [Claim("a", 50), Claim("b", 10)]) == ["b"]
 
 
-def test_placement_goes_where_the_weights_are_unless_that_is_far_busier():
+def test_placement_prefers_resident_weights_unless_device_is_busy():
     gpus = [gpu("a"), gpu("b", weights=frozenset("w"))]
     assert chosen(Want(weights=("w",)), gpus, [Claim("b")]) == ["b"]
     assert chosen(Want(weights=("w",)), gpus, [Claim("b")] * 3) == ["a"]
     assert chosen(Want(weights=("w", "v")), gpus, [Claim("b")] * 2) == ["a"]
 
 
-def test_of_two_equal_devices_the_one_with_the_weights_is_chosen_and_says_so():
+def test_placement_of_equal_devices_chooses_resident_weights():
     gpus, want = [gpu("a"), gpu("b", weights=frozenset("wv"))], Want(weights=("w", "v", "u", "t"))
     assert as_record(want, Pool(gpus).place(want)) == {
         "why": "here",
@@ -270,7 +275,7 @@ def test_of_two_equal_devices_the_one_with_the_weights_is_chosen_and_says_so():
     }
 
 
-def test_placement_keeps_its_reasons():
+def test_placement_record_has_reasons():
     want = Want(required_vram=10)
     here = Pool([gpu("a", utilization=30), gpu("b"), gpu("c", state="lost")], [Claim("b", 50)]).place(want)
     assert as_record(want, here) == {
@@ -281,12 +286,12 @@ def test_placement_keeps_its_reasons():
     waiting = Pool([gpu("a", total=5), gpu("c", state="lost")]).place(want)
     assert as_record(want, waiting) == {
         "why": "waiting",
-        "waits": {"a": "has 5 bytes unreserved, 10 were asked for", "c": "is lost"},
+        "waits": {"a": "has 5 bytes unreserved, but the task requests 10", "c": "is lost"},
         "fitting": 0,
     }
 
 
-def test_several_devices_come_from_one_node_or_from_the_fewest():
+def test_placement_of_several_devices_uses_fewest_nodes():
     gpus = [
         gpu("a1", node="a"),
         gpu("b1", utilization=900, node="b"),
@@ -314,17 +319,17 @@ def placed(queue, gpus, now=0.0, claims=()):
     return {w.task_id: [g.executor_id for g in p.gpus] for w, p in plan(queue, Pool(gpus, claims), now)}
 
 
-def test_queue_goes_by_class_then_age_then_id():
+def test_queue_orders_by_class_age_and_id():
     queue = [waits("d", 2, 1.0), waits("c", 2, 0.0), waits("b", 1, 5.0), waits("a", 2, 1.0)]
     assert [w.task_id for w in in_order(queue, 5.0, Patience())] == ["b", "c", "a", "d"]
-    # a class for every ten minutes of waiting, and no further than P0
+    # a task rises one class per ten minutes of waiting, up to P0
     assert [w.task_id for w in in_order([waits("old", 4, 0.0), waits("new", 2, 1500.0)], 1800.0, Patience())] == [
         "old",
         "new",
     ]
 
 
-def test_queue_gives_each_what_those_before_it_left():
+def test_plan_counts_claims_of_earlier_tasks():
     assert placed([waits("big", vram=90), waits("small", since=1.0, vram=50)], [gpu("a"), gpu("b", total=60)]) == {
         "big": ["a"],
         "small": ["b"],
@@ -332,7 +337,7 @@ def test_queue_gives_each_what_those_before_it_left():
     assert placed([waits("x", vram=60), waits("y", since=1.0, vram=60)], [gpu("a")]) == {"x": ["a"], "y": []}
 
 
-def test_small_task_overtakes_a_big_one_that_waits_but_not_for_ever():
+def test_plan_lets_small_tasks_overtake_until_patience_ends():
     queue = [waits("big", vram=90), waits("small", since=1.0, vram=10)]
     claims, gpus = [Claim("a", 50)], [gpu("a")]
     assert placed(queue, gpus, 29.0, claims) == {"big": [], "small": ["a"]}
@@ -343,10 +348,10 @@ def test_small_task_overtakes_a_big_one_that_waits_but_not_for_ever():
         and held_devices(queue, Pool(gpus, claims), 29.0) == frozenset()
     )
     (_, (_, small)) = plan(queue, Pool(gpus, claims), 30.0)
-    assert small.waits == {"a": "is kept for a task that has waited longer"}
+    assert small.waits == {"a": "is held for a task that has waited longer"}
 
 
-def test_nothing_is_held_for_a_task_that_no_device_could_take_or_that_is_not_due():
+def test_plan_holds_nothing_for_impossible_or_postponed_tasks():
     gpus, small = [gpu("a")], waits("small", since=1.0, vram=10)
     assert placed([waits("huge", vram=200), small], gpus, 99.0)["small"] == ["a"]
     later = dataclasses.replace(waits("later", vram=90), not_before=150.0)
@@ -354,8 +359,8 @@ def test_nothing_is_held_for_a_task_that_no_device_could_take_or_that_is_not_due
 
 
 @given(st.integers(0, 2**32), st.integers(1, 3))
-def test_no_task_starves_behind_smaller_ones(seed, devices):
-    """Small tasks of the highest class come for ever; the big one of the lowest gets its devices in bounded time."""
+def test_plan_with_endless_small_tasks_starts_big_task_in_bounded_time(seed, devices):
+    """Small tasks of the highest class arrive without end. The big task of the lowest class gets its devices in bounded time."""
     import random
 
     rng = random.Random(seed)
@@ -363,7 +368,7 @@ def test_no_task_starves_behind_smaller_ones(seed, devices):
     gpus = [gpu(f"g{i}", node=f"n{i}") for i in range(devices)]
     big = waits("big", 4, 0.0, 100, gpu_count=devices)
     running, queue, now = [], [big], 0.0
-    # its ageing to P0, its patience, and the longest that anything runs, twice for what was placed just before it was first
+    # the time to age to P0, the patience, and twice the longest run time: some tasks start just before the big task is first
     for now in range(4 * 10 + 5 + 2 * 8 + 2):
         running = [(end, c) for end, c in running if end > now]
         queue += [waits(f"s{now}.{i}", 0, float(now), rng.randint(5, 40)) for i in range(3 * devices)]
@@ -381,7 +386,7 @@ def test_no_task_starves_behind_smaller_ones(seed, devices):
 
 
 @given(gpus_strategy, st.lists(wants_strategy, max_size=8), st.floats(0, 100))
-def test_planned_tasks_fit_together(gpus, wants, now):
+def test_plan_result_fits_memory(gpus, wants, now):
     queue = [Waiting(f"t{i}", i % 5, float(i), w) for i, w in enumerate(wants)]
     pool = Pool(gpus)
     decisions = plan(queue, pool, now)
@@ -399,11 +404,11 @@ def test_planned_tasks_fit_together(gpus, wants, now):
 # -- states ----------------------------------------------------------------------------------------------------------
 
 
-def test_states_end_and_only_jobs_that_started_can_be_pending_again():
+def test_transitions_end_and_only_started_returns_to_pending():
     assert set(ENDED) == {"completed", "failed", "cancelled"} and sources("pending") == ("started",)
     assert set(sources("cancelled")) == {"pending", "started"} and sources("completed") == ("started",)
     assert all(after <= TRANSITIONS.keys() for after in TRANSITIONS.values())
 
 
-def test_backoff_doubles_to_a_limit():
+def test_backoff_doubles_up_to_limit():
     assert [backoff_s(n) for n in (1, 2, 3)] == [1.0, 2.0, 4.0] and backoff_s(1000) == RETRY_LIMIT_S

@@ -1,4 +1,4 @@
-"""Events: who hears of what, and what becomes of those who are slow, shut out, or still there at the end."""
+"""Events: which client receives which event, and the fate of slow, refused and last followers."""
 
 import asyncio
 import contextlib
@@ -24,12 +24,12 @@ def caller(tenant=None, role="admin", may=None):
 
 @contextlib.asynccontextmanager
 async def following(rig, *callers):
-    """Followers of a hub that has looked once."""
+    """Followers of a hub that has polled once."""
     hub = Hub(rig.actor, every_s=0.02)
     followers = [hub.join(c) for c in callers]
     await asyncio.sleep(0)
     begun = hub.join(caller())
-    while begun.queue.qsize() < 2:  # figures come before and after the first look
+    while begun.queue.qsize() < 2:  # metrics come before and after the first poll
         await asyncio.sleep(0.01)
     hub.leave(begun)
     try:
@@ -40,7 +40,7 @@ async def following(rig, *callers):
 
 
 async def hear(follower, name):
-    """The data of the next event of that name."""
+    """The data of the next event with that name."""
     async with asyncio.timeout(10):
         while True:
             event, _, data = (await follower.queue.get()).partition("\n")
@@ -49,11 +49,11 @@ async def hear(follower, name):
 
 
 def names(follower):
-    """The events that wait."""
+    """The names of the waiting events."""
     return {follower.queue.get_nowait().partition("\n")[0][7:] for _ in range(follower.queue.qsize())}
 
 
-async def test_changes_are_told_with_what_changed(rig):
+async def test_events_name_the_changes(rig):
     async with rig("a") as r, following(r, caller()) as (me,):
         figures = await hear(me, "metrics")
         assert [g["executor_id"] for g in figures["gpus"]] == ["a"] and figures["at"] == r.clock.now
@@ -61,7 +61,7 @@ async def test_changes_are_told_with_what_changed(rig):
         assert {c["task_id"] for c in (await hear(me, "tasks"))["changed"]} == {opened.session_id}
         await r.actor.world.tasks.set_priority(opened.session_id, 0)
         assert (await hear(me, "tasks"))["changed"] == [{"task_id": opened.session_id, "state": "started"}]
-        r.clock.now += 60  # so that it is not new when it ends
+        r.clock.now += 60  # so that the task is not new when it ends
         await r.beat()
         seen = 0
         while seen < 3:
@@ -79,7 +79,7 @@ async def test_changes_are_told_with_what_changed(rig):
         assert (await hear(me, "nodes"))["changed"] == ["host"]  # lost
 
 
-async def test_tenant_hears_of_its_own_tasks_and_scopes_bound_the_rest(rig):
+async def test_events_for_tenant_have_own_tasks_and_respect_scopes(rig):
     async with rig("a") as r:
         callers = caller("mine", "user"), caller("yours", "user"), caller(may=["metrics:read"]), caller()
         async with following(r, *callers) as (mine, yours, figures, everybody):
@@ -91,23 +91,23 @@ async def test_tenant_hears_of_its_own_tasks_and_scopes_bound_the_rest(rig):
             assert names(yours) == set() and names(figures) == {"metrics"}
 
 
-async def test_slow_follower_is_told_to_read_anew(rig):
+async def test_follower_that_is_too_slow_gets_resync(rig):
     async with rig("a") as r:
         hub = Hub(r.actor)
         slow = hub.join(caller())
-        for i in range(events.WAITING + 1):
+        for i in range(events.MAX_QUEUED_EVENTS + 1):
             slow.tell("tasks", {"changed": [i]})
         assert slow.queue.qsize() == 1 and names(slow) == {"resync"}
         hub.leave(slow)
 
 
-async def test_tenant_follows_so_many_streams_and_leaves_some_to_others_and_to_operators(rig, settings):
+async def test_streams_of_tenant_are_limited_and_leave_room_for_others(rig, settings):
     settings.tenant_streams, settings.streams = 3, 8
     async with rig("a") as r:
         hub = Hub(r.actor)
         bobs = [hub.join(caller("bob", "user")) for _ in range(3)]
         with pytest.raises(
-            RefusedError, match=r"bob has 3 event streams .* may have 3 \(WOOLY_ROUTER_TENANT_STREAMS\)"
+            RefusedError, match=r"bob has 3 event streams .* the limit is 3 \(WOOLY_ROUTER_TENANT_STREAMS\)"
         ):
             hub.join(caller("bob", "user"))
         others = [hub.join(caller(name, "user")) for name in ("alice", "carol", "alice", "carol")]
@@ -126,7 +126,7 @@ async def test_tenant_follows_so_many_streams_and_leaves_some_to_others_and_to_o
             hub.leave(follower)
 
 
-async def test_nobody_is_looked_for_when_nobody_follows(rig):
+async def test_hub_without_followers_does_not_poll(rig):
     async with rig("a") as r:
         hub = Hub(r.actor, every_s=0.01)
         first, second = hub.join(caller()), hub.join(caller())
@@ -144,14 +144,14 @@ async def test_nobody_is_looked_for_when_nobody_follows(rig):
         hub.leave(again)
 
 
-async def test_stream_needs_a_token_and_ends_with_it(rig, monkeypatch):
-    """By the application itself: httpx's transport would wait for an end that streams do not have."""
+async def test_stream_requires_token_and_ends_with_token(rig, monkeypatch):
+    """Calls the application directly: httpx's transport would wait for the end of the stream."""
     from wooly_bus.web import Buckets
     from wooly_router.rest.access import Access
     from wooly_router.rest.api import create_api
     from wooly_router.state.tenants import TenantRecord
 
-    monkeypatch.setattr(events, "KEEP_S", 0.05)
+    monkeypatch.setattr(events, "RECHECK_S", 0.05)
     async with rig("a", auth="tokens") as r:
         api = create_api(r.actor, r.desk, Access(r.actor.gate, Buckets(1000.0, 1000.0)), r.traces)
         transport = httpx.ASGITransport(api)
@@ -171,7 +171,7 @@ async def test_stream_needs_a_token_and_ends_with_it(rig, monkeypatch):
             assert not api.state.hub._followers
 
 
-async def test_stream_whose_client_left_before_it_began_is_followed_no_more(rig):
+async def test_stream_with_client_gone_before_start_is_released(rig):
     async with rig("a") as r:
         api = create_api(r.actor, r.desk, Access(r.actor.gate, Buckets(100.0, 100.0)), r.traces)
         came = [{"type": "http.request", "body": b"", "more_body": False}]

@@ -1,4 +1,4 @@
-"""Jobs over a real nats-server: taken in, placed, tried again, ended, told. The executors are a few lines each."""
+"""Jobs on a real nats-server: submission, placement, retries, ends, events. The executors are small fakes."""
 
 import asyncio
 import contextlib
@@ -33,7 +33,7 @@ OUTPUT = JobOutput(name="y", dtype="f32", sizes=(2,), digest="0" * 64, nbytes=8)
 
 @pytest.fixture
 def rig_on(rig):
-    """A rig on a nats-server of its own: the queues have one name for all."""
+    """A rig on its own nats-server, because all queues have the same names."""
     with start_nats_server() as url:
 
         @contextlib.asynccontextmanager
@@ -70,7 +70,7 @@ def ended(r, executor=0, state="completed", **changes):
 
 
 @pytest.mark.on_both
-async def test_job_is_placed_run_and_ended_with_its_results(rig_on):
+async def test_job_runs_and_ends_with_results(rig_on):
     async with rig_on("a") as r:
         await r.jobs.on_submit_job(job(r, priority=3, noswap=True, name="mine"))
         assert await state(r) == "pending"
@@ -93,7 +93,7 @@ async def test_job_is_placed_run_and_ended_with_its_results(rig_on):
 
 
 @pytest.mark.on_both
-async def test_job_that_comes_twice_is_one_task(rig_on):
+async def test_job_submitted_twice_is_one_task(rig_on):
     async with rig_on("a") as r:
         await asyncio.gather(*[r.jobs.on_submit_job(job(r)) for _ in range(5)])
         await r.jobs.on_submit_job(job(r, priority=0))
@@ -103,7 +103,7 @@ async def test_job_that_comes_twice_is_one_task(rig_on):
         assert stranger.tenant == "t" and len(await r.tasks.in_states("started")) == 1
 
 
-async def test_job_that_cannot_be_read_or_run_fails_with_the_reason(rig_on):
+async def test_job_with_bad_module_fails_with_reason(rig_on):
     async with rig_on("a") as r:
         store = BlobStore(r.app.jetstream(), "t")
         for name, module, why in (
@@ -117,13 +117,13 @@ async def test_job_that_cannot_be_read_or_run_fails_with_the_reason(rig_on):
 
 
 @pytest.mark.on_both
-async def test_job_waits_and_says_why_until_there_is_room(rig_on):
+async def test_job_without_room_waits_with_reason(rig_on):
     async with rig_on("a") as r:
         mine = await r.open(required_vram=950)
         await r.jobs.on_submit_job(job(r))
         await r.jobs.round()
         task = await r.tasks.get("job-0001")
-        assert task.state == "pending" and "a has 50 bytes unreserved, 100 were asked for" in task.reason
+        assert task.state == "pending" and "a has 50 bytes unreserved, but the task requests 100" in task.reason
         assert task.placement["why"] == "waiting"
         await r.actor.end(await r.tasks.get(mine.session_id), "completed", "")
         await r.jobs.round()
@@ -131,7 +131,7 @@ async def test_job_waits_and_says_why_until_there_is_room(rig_on):
 
 
 @pytest.mark.on_both
-async def test_job_of_a_tenant_over_its_limit_waits_in_the_queue_until_that_is_raised(rig_on):
+async def test_job_of_tenant_over_budget_waits_for_credits(rig_on):
     async with rig_on("a") as r:
         spent = {"t": "5 of 4 were spent"}
         metering = ServiceApp("metering", r.app.url)
@@ -154,9 +154,9 @@ async def test_job_of_a_tenant_over_its_limit_waits_in_the_queue_until_that_is_r
             ]
             await r.beat()
             await r.jobs.round()
-            assert await r.open(tenant="rich", required_vram=1)  # the device is not held for it
+            assert await r.open(tenant="rich", required_vram=1)  # the device is not held for the job over budget
             await r.actor.end((await r.tasks.in_states("started", kind="session"))[0], "completed", "")
-            spent["t"] = "6 of 4 were spent"  # by what ran before
+            spent["t"] = "6 of 4 were spent"  # by earlier sessions
             r.clock.now += 3
             await r.beat()
             await r.jobs.round()
@@ -169,7 +169,7 @@ async def test_job_of_a_tenant_over_its_limit_waits_in_the_queue_until_that_is_r
             assert await state(r) == "started" and len(r.executors[0].jobs) == 1
 
 
-async def test_job_goes_where_its_group_is(rig_on):
+async def test_job_with_group_runs_on_grouped_node(rig_on):
     async with rig_on("a") as r:
         await r.jobs.on_submit_job(job(r, node_groups=("g",)))
         await r.jobs.round()
@@ -180,7 +180,7 @@ async def test_job_goes_where_its_group_is(rig_on):
 
 
 @pytest.mark.on_both
-async def test_jobs_are_started_by_class_then_age(rig_on):
+async def test_jobs_start_by_class_and_age(rig_on):
     async with rig_on("a") as r:
         for i, priority in enumerate((4, 2, 2, 0)):
             r.clock.now += 0.001
@@ -189,7 +189,7 @@ async def test_jobs_are_started_by_class_then_age(rig_on):
         assert sorted(j.task_id for j in r.executors[0].jobs) == ["job-0001", "job-0003"]
 
 
-async def test_session_may_not_take_what_is_held_for_a_job_that_waited_long(rig_on):
+async def test_open_on_device_held_for_waiting_job_is_refused(rig_on):
     async with rig_on("a") as r:
         small = await r.open(required_vram=100)
         await r.jobs.on_submit_job(job(r, required_vram=1000))
@@ -197,13 +197,13 @@ async def test_session_may_not_take_what_is_held_for_a_job_that_waited_long(rig_
         r.clock.now += 31
         await r.tasks.prolong_all(r.clock.now + 9)
         await r.beat()
-        with pytest.raises(RefusedError, match="kept for a task that has waited longer"):
+        with pytest.raises(RefusedError, match="held for a task that has waited longer"):
             await r.open(required_vram=100)
         assert small.session_id in await r.sessions()
 
 
 @pytest.mark.parametrize("how", ["silent", "restarted", "reported"])
-async def test_lost_attempt_is_tried_again_later_and_elsewhere_within_ten_seconds(rig_on, how):
+async def test_job_with_lost_attempt_is_retried_elsewhere_within_ten_seconds(rig_on, how):
     async with rig_on("a", "b") as r:
         await r.jobs.on_submit_job(job(r))
         await r.jobs.round()
@@ -221,7 +221,7 @@ async def test_lost_attempt_is_tried_again_later_and_elsewhere_within_ten_second
             await r.jobs.round()
         assert r.clock.now - begun <= (15 if how == "restarted" else 10)
         assert r.executors[1].jobs[0].attempt == 2 and await story(r) == ["pending", "started", "pending", "started"]
-        # what the first attempt says now changes nothing
+        # a late report about the first attempt changes nothing
         late = ended(r, 1)
         assert not await r.jobs.on_job_ended(late.model_copy(update={"attempt": 1, "executor_id": "a"}))
         assert await state(r) == "started" and await r.jobs.on_job_ended(late) and await state(r) == "completed"
@@ -229,7 +229,7 @@ async def test_lost_attempt_is_tried_again_later_and_elsewhere_within_ten_second
 
 
 @pytest.mark.on_both
-async def test_job_is_given_up_after_its_attempts(rig_on):
+async def test_job_after_last_attempt_fails(rig_on):
     async with rig_on("a") as r:
         await r.jobs.on_submit_job(job(r, attempts=2))
         for _ in range(2):
@@ -238,11 +238,11 @@ async def test_job_is_given_up_after_its_attempts(rig_on):
             r.clock.now += 4
             await r.beat()
         task = await r.tasks.get("job-0001")
-        assert task.state == "failed" and "pulled the plug; that was attempt 2 of 2" in task.reason
+        assert task.state == "failed" and "pulled the plug; this was attempt 2 of 2" in task.reason
         assert len(r.executors[0].jobs) == 2
 
 
-async def test_executor_that_refuses_is_asked_again_later(rig_on):
+async def test_job_refused_by_executor_is_retried_later(rig_on):
     async with rig_on("a") as r:
         r.executors[0].refuse = RefusedError("executor.starting", "just a moment", retryable=True)
         await r.jobs.on_submit_job(job(r))
@@ -258,7 +258,7 @@ async def test_executor_that_refuses_is_asked_again_later(rig_on):
 
 
 @pytest.mark.on_both
-async def test_report_that_comes_before_the_answer_counts(rig_on):
+async def test_job_report_before_executor_answer_counts(rig_on):
     async with rig_on("a") as r:
         await r.jobs.on_submit_job(job(r))
         start = r.jobs._start
@@ -272,7 +272,7 @@ async def test_report_that_comes_before_the_answer_counts(rig_on):
         assert await state(r) == "completed" and len(await story(r)) == 3
 
 
-async def test_what_a_dead_router_was_starting_is_started_by_the_next(rig_on):
+async def test_job_of_dead_router_is_started_by_next_router(rig_on):
     async with rig_on("a") as r:
         await r.jobs.on_submit_job(job(r))
         start = r.jobs._start
@@ -280,7 +280,7 @@ async def test_what_a_dead_router_was_starting_is_started_by_the_next(rig_on):
         await r.jobs.round()
         assert await state(r) == "pending" and (await r.tasks.get("job-0001")).parts
         r.jobs._start = start
-        r.clock.now += jobs_module.HANDING_S + 1
+        r.clock.now += jobs_module.START_CONFIRM_S + 1
         await r.beat()
         await r.jobs.round()
         r.clock.now += 3
@@ -288,8 +288,8 @@ async def test_what_a_dead_router_was_starting_is_started_by_the_next(rig_on):
         assert await state(r) == "started" and r.executors[0].jobs[0].attempt == 2
 
 
-@pytest.mark.parametrize("wrong_for", ["a lost attempt", "a start that nobody finishes"])
-async def test_what_was_put_off_by_a_clock_that_was_an_hour_ahead_is_not_put_off_for_an_hour(rig_on, wrong_for):
+@pytest.mark.parametrize("wrong_for", ["a lost attempt", "a start without a confirmation"])
+async def test_job_postponed_by_wrong_clock_is_retried_soon(rig_on, wrong_for):
     async with rig_on("a") as r:
         start = r.jobs._start
         if wrong_for == "a lost attempt":
@@ -314,7 +314,7 @@ async def test_what_was_put_off_by_a_clock_that_was_an_hour_ahead_is_not_put_off
         assert await state(r) == "started" and r.executors[0].jobs[-1].attempt == 2
 
 
-async def test_deadline_ends_a_job_whether_it_waits_or_runs(rig_on):
+async def test_job_past_deadline_fails_in_queue_and_on_executor(rig_on):
     async with rig_on("a") as r:
         await r.jobs.on_submit_job(job(r, "job-wait", deadline_s=5, required_vram=5000))
         await r.jobs.on_submit_job(job(r, "job-run1", deadline_s=5))
@@ -328,11 +328,11 @@ async def test_deadline_ends_a_job_whether_it_waits_or_runs(rig_on):
         await r.jobs.round()
         for name in ("job-wait", "job-run1"):
             assert await state(r, name) == "failed" and "deadline of 5 s" in (await r.tasks.get(name)).reason
-        assert r.executors[0].closed == [("job-run1-1", "its deadline of 5 s is over")]
+        assert r.executors[0].closed == [("job-run1-1", "its deadline of 5 s has passed")]
 
 
 @pytest.mark.on_both
-async def test_cancelled_job_stays_so(rig_on):
+async def test_job_after_cancel_stays_cancelled(rig_on):
     async with rig_on("a") as r:
         desk = r.desk
         await r.jobs.on_submit_job(job(r))
@@ -345,7 +345,7 @@ async def test_cancelled_job_stays_so(rig_on):
         assert (await desk.on_cancel_task(TaskRequest(task_id="job-0001"))).task.reason == "no need"
 
 
-async def test_sessions_are_tasks_that_can_be_listed_and_cancelled(rig_on):
+async def test_sessions_are_listed_and_cancelled_as_tasks(rig_on):
     async with rig_on("a") as r:
         desk = r.desk
         opened = await r.open(tenant="t")
@@ -363,16 +363,16 @@ async def test_sessions_are_tasks_that_can_be_listed_and_cancelled(rig_on):
         assert len(pages) == len(set(pages)) == 5 and pages[-1] in ("job-0001", opened.session_id)
         assert {t.tenant for t in (await desk.on_tasks(TasksRequest(tenant="t"))).tasks} == {"t"}
         assert len((await desk.on_tasks(TasksRequest(kind="session", states=("started",)))).tasks) == 4
-        with pytest.raises(RefusedError, match="not the `next`"):
+        with pytest.raises(RefusedError, match="not a valid cursor"):
             await desk.on_tasks(TasksRequest(after="x"))
         for wrong in ({"task_id": "nobody"}, {"task_id": opened.session_id, "tenant": "u"}):
-            with pytest.raises(RefusedError, match="there is no task"):
+            with pytest.raises(RefusedError, match="does not exist"):
                 await desk.on_cancel_task(TaskRequest(**wrong))
         assert (await desk.on_cancel_task(TaskRequest(task_id=opened.session_id))).task.state == "cancelled"
         assert r.executors[0].closed == [(opened.session_id, "cancelled on request")]
 
 
-async def test_waiting_job_of_another_class_goes_first(rig_on):
+async def test_prioritize_waiting_job_moves_it_forward(rig_on):
     async with rig_on("a") as r:
         desk = r.desk
         for i in range(2):
@@ -385,8 +385,8 @@ async def test_waiting_job_of_another_class_goes_first(rig_on):
 
 
 @pytest.mark.on_both
-async def test_queue_and_events_survive_the_router_and_repeat_nothing(rig_on):
-    """Commands and reports through JetStream, twice each; a second router tells what the first did not."""
+async def test_queue_and_events_after_router_change_are_processed_once(rig_on):
+    """Commands and reports arrive through JetStream, each twice. A second router publishes what the first one did not."""
     async with rig_on("a") as r:
         js = r.app.jetstream()
         takers = [asyncio.create_task(t) for t in (r.jobs.take_commands(), r.jobs.take_reports())]
@@ -436,7 +436,7 @@ async def until(condition):
     raise AssertionError
 
 
-def test_session_of_a_job_is_another_at_each_attempt():
+def test_session_of_job_differs_per_attempt():
     from wooly_router.state.tasks import TaskRecord
 
     task = TaskRecord(id="j", kind="job", tenant="t", created_at=0.0, attempt=2)

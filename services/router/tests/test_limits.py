@@ -1,4 +1,4 @@
-"""Limits of each tenant, on both databases: which one was reached is said, and a neighbour has its own."""
+"""Limits of each tenant, on both databases: the error names the reached limit, and other tenants are not affected."""
 
 import asyncio
 
@@ -16,14 +16,14 @@ EMPTY = encode_module(Module((), (), (), (), ()))
 
 
 def refusals(answers, setting):
-    """How many of some answers are refusals that name a setting; all others must be none."""
+    """Count the refusals that name a setting. All other answers must be successes."""
     refused = [a for a in answers if isinstance(a, BaseException)]
     assert all(isinstance(a, RefusedError) and a.code == "router.limit" and setting in str(a) for a in refused), refused
     return len(refused)
 
 
 @pytest.mark.on_both
-async def test_open_sessions_of_a_tenant_are_counted_by_all_routers_together(rig, settings):
+async def test_session_limit_of_tenant_counts_over_all_routers(rig, settings):
     settings.tenant_sessions = 3
     async with rig("a") as r:
         other = r.another()
@@ -38,7 +38,7 @@ async def test_open_sessions_of_a_tenant_are_counted_by_all_routers_together(rig
 
 
 @pytest.mark.on_both
-async def test_waiting_jobs_of_a_tenant_have_a_limit_and_a_job_sent_again_is_no_other(rig, settings):
+async def test_job_limit_of_tenant_ignores_repeated_submission(rig, settings):
     settings.tenant_jobs = 3
     with start_nats_server() as url:
         async with rig(url=url) as r:
@@ -57,7 +57,7 @@ async def test_waiting_jobs_of_a_tenant_have_a_limit_and_a_job_sent_again_is_no_
             assert (await job(9, "bob")).state == "pending"
 
 
-def test_opens_of_a_tenant_have_a_rate(settings):
+def test_open_rate_of_tenant_is_limited(settings):
     settings.tenant_opens = 2.0
     limits = Limits(settings)
     for _ in range(8):
@@ -68,7 +68,7 @@ def test_opens_of_a_tenant_have_a_rate(settings):
     limits.begin("alice")
 
 
-async def test_blobs_and_jobs_of_a_tenant_stop_at_what_it_may_keep(rig, settings):
+async def test_blob_quota_of_tenant_refuses_blobs_and_jobs(rig, settings):
     settings.tenant_blob_bytes, settings.tenant_blob_pieces = 4000, 8
     with start_nats_server() as url:
         async with rig(url=url) as r:
@@ -91,8 +91,8 @@ async def test_blobs_and_jobs_of_a_tenant_stop_at_what_it_may_keep(rig, settings
                 await r.jobs.on_submit_job(SubmitJob(job_id="job-0001", tenant="carol", module=module))
 
 
-async def test_job_counts_once_against_the_rate_of_its_tenant(rig, settings):
-    settings.tenant_opens = 0.25  # one at once
+async def test_job_submission_counts_once_against_rate(rig, settings):
+    settings.tenant_opens = 0.25  # a burst of one
     with start_nats_server() as url:
         async with rig(url=url) as r:
             module = await BlobStore(r.app.jetstream(), "bob").put(EMPTY)

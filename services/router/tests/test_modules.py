@@ -1,4 +1,4 @@
-"""Modules of jobs: checked in processes beside the router, in turns of tenants, within limits."""
+"""Checks of modules: in separate processes, with turns of tenants and limits."""
 
 import asyncio
 import threading
@@ -19,7 +19,7 @@ PATIENCE_S = 30
 
 
 class Held:
-    """Stands for a process: answers when told."""
+    """A fake process that answers when the test lets it."""
 
     def __init__(self):
         self.asked, self.release = [], threading.Semaphore(0)
@@ -34,7 +34,7 @@ class Held:
 
 
 class Store:
-    """A bucket in which every blob is."""
+    """A fake bucket in which every blob exists."""
 
     def __init__(self):
         self.read = 0
@@ -49,7 +49,7 @@ class Store:
 
 @pytest.fixture
 def held(tmp_path):
-    """Checks with one process, which waits, and room for two more of a tenant's."""
+    """Checks with one fake process that waits, and a queue of two modules per tenant."""
     checks = ModuleChecks(RouterSettings(state_dir=tmp_path, module_workers=1, module_queue=2))
     process = Held()
     checks._idle = checks._all = [process]
@@ -63,7 +63,7 @@ async def until(condition):
             await asyncio.sleep(0.01)
 
 
-async def test_tenants_take_turns_however_many_modules_one_of_them_has(held):
+async def test_check_of_several_tenants_takes_turns(held):
     checks, process = held
     asking = [asyncio.create_task(checks.check(Store(), "bob", f"bob-{i}")) for i in range(3)]
     await until(lambda: process.asked)
@@ -79,11 +79,11 @@ async def test_tenants_take_turns_however_many_modules_one_of_them_has(held):
     assert {f.peak for f in found} == {5} and checks.spent_ns == {"bob": 21, "alice": 7}
 
 
-async def test_modules_of_one_tenant_that_wait_have_a_limit(held):
+async def test_check_beyond_tenant_queue_is_refused(held):
     checks, process = held
     asking = [asyncio.create_task(checks.check(Store(), "bob", f"{i}")) for i in range(3)]
     await until(lambda: process.asked and len(checks._waiting["bob"]) == 2)
-    with pytest.raises(LimitError, match=r"2 modules that wait .* may have 2 \(WOOLY_ROUTER_MODULE_QUEUE\)"):
+    with pytest.raises(LimitError, match=r"2 modules that wait .* the limit is 2 \(WOOLY_ROUTER_MODULE_QUEUE\)"):
         await checks.check(Store(), "bob", "3")
     for _ in range(4):
         process.release.release()
@@ -91,23 +91,24 @@ async def test_modules_of_one_tenant_that_wait_have_a_limit(held):
     await asyncio.gather(*asking)
 
 
-async def test_submission_that_is_sent_again_joins_the_first_and_a_known_module_is_not_checked_anew(held):
+async def test_check_of_known_or_running_module_is_not_repeated(held):
     checks, process = held
     store = Store()
     twice = [asyncio.create_task(checks.check(store, "bob", "m")) for _ in range(2)]
     await until(lambda: process.asked)
-    twice[0].cancel()  # whoever asked first is gone; the other one still waits
+    twice[0].cancel()  # the first client has disconnected; the second one still waits
     process.release.release()
     assert (await twice[1]).peak == 5
     assert (await checks.check(store, "bob", "m")).peak == 5
     assert store.read == len(process.asked) == 1
-    other = asyncio.create_task(checks.check(store, "alice", "m"))  # nobody learns what others submitted
+    # So that a tenant cannot learn what another tenant submitted.
+    other = asyncio.create_task(checks.check(store, "alice", "m"))
     await until(lambda: len(process.asked) == 2)
     process.release.release()
     await other
 
 
-async def test_module_that_takes_too_long_or_too_much_is_one_refusal_and_the_next_is_checked(rig, settings):
+async def test_check_beyond_time_or_memory_is_refused_and_next_succeeds(rig, settings):
     settings.module_s = 3.0
     slow = encode_module(Module((), (), (), (), (Load(0, 0),) * MAX_MODULE_STEPS))
     async with rig() as r:
@@ -121,15 +122,13 @@ async def test_module_that_takes_too_long_or_too_much_is_one_refusal_and_the_nex
         assert checks.spent_ns["bob"] >= 0.05e9
         for process in checks._all:
             process._limits = type(process._limits)(seconds=PATIENCE_S)
-        again = await checks.check(
-            store, "bob", module_digest(slow).hex()
-        )  # the machine had too much to do: that is over
+        again = await checks.check(store, "bob", module_digest(slow).hex())  # the overload of the machine has ended
         assert "loads source 0, but the module has 0" in again.refusal
         other = await store.put(encode_module(Module((), (), (), (), (Load(1, 1),))))
         assert "loads source 1, but the module has 0" in (await checks.check(store, "bob", other)).refusal
 
 
-def test_module_beyond_its_limits_is_refused_before_it_is_decoded():
+def test_module_beyond_size_limits_is_refused_before_decoding():
     empty = encode_program(Program((), ()))
     with pytest.raises(DecodeError, match=f"{MAX_NODES + 1} nodes .* the limit is {MAX_NODES}; record fewer steps"):
         decode_module(encode_module(Module((empty,) * (MAX_NODES + 1), (), (), (), ())))

@@ -1,4 +1,4 @@
-"""The owner of a local stack: a token in a file, codes that let one browser in once."""
+"""The owner of a local stack: a token in a file, and codes that log in one browser once."""
 
 import contextlib
 
@@ -7,7 +7,7 @@ import pytest
 from wooly_bus.errors import RefusedError
 from wooly_bus.web import Buckets
 from wooly_router import owner as module
-from wooly_router.owner import BROWSER_S, CODE_S, MOST, Owner
+from wooly_router.owner import BROWSER_S, CODE_S, MAX_SECRETS, Owner
 from wooly_router.rest.access import COOKIE, PAGE_HEADER, Access
 from wooly_router.rest.api import create_api
 from wooly_router.settings import RouterSettings
@@ -19,7 +19,7 @@ TOKEN = "wooly_" + "o" * 43
 
 @pytest.fixture
 def rest(rig):
-    """A router that has an owner, and what makes clients of its REST, each with cookies of its own."""
+    """A router with an owner, and a function that makes REST clients, each with its own cookies."""
     with start_nats_server() as url:
 
         @contextlib.asynccontextmanager
@@ -47,7 +47,7 @@ async def code(client):
         return answer.json()["code"]
 
 
-async def test_token_of_the_owner_is_an_administrators_of_the_default_tenant(rest):
+async def test_owner_token_is_administrator_of_default_tenant(rest):
     async with rest() as (_r, client):
         async with client(TOKEN) as http:
             me = (await http.get("/me")).json()
@@ -58,7 +58,7 @@ async def test_token_of_the_owner_is_an_administrators_of_the_default_tenant(res
             assert (await http.get("/nodes")).status_code == 401 == (await http.post("/login/code")).status_code
 
 
-async def test_code_lets_one_browser_in_and_no_second_one(rest):
+async def test_login_code_is_valid_once(rest):
     async with rest() as (_r, client):
         shown = await code(client)
         async with client() as first, client() as second, client(shown) as bearer:
@@ -70,7 +70,7 @@ async def test_code_lets_one_browser_in_and_no_second_one(rest):
             assert first.cookies[COOKIE] not in (shown, TOKEN)
 
 
-async def test_code_and_browser_end_with_time_and_a_browser_by_logging_out(rest):
+async def test_login_code_and_browser_expire_and_logout_ends_browser(rest):
     async with rest() as (r, client):
         shown = await code(client)
         r.clock.now += CODE_S
@@ -80,7 +80,7 @@ async def test_code_and_browser_end_with_time_and_a_browser_by_logging_out(rest)
             await browser.post("/login", json={"token": await code(client)})
             await other.post("/login", json={"token": TOKEN})
             stolen = browser.cookies[COOKIE]
-            assert other.cookies[COOKIE] != TOKEN, "the token itself never lies in a cookie"
+            assert other.cookies[COOKIE] != TOKEN, "the token itself must not be in a cookie"
             assert (await browser.delete("/login")).status_code == 204
             assert (await browser.get("/me", headers={"Cookie": f"{COOKIE}={stolen}"})).status_code == 401
             assert (await other.get("/me")).status_code == 200
@@ -88,7 +88,7 @@ async def test_code_and_browser_end_with_time_and_a_browser_by_logging_out(rest)
             assert (await other.get("/me")).status_code == 401
 
 
-async def test_tenants_make_no_codes_and_log_in_with_their_own_tokens(rest):
+async def test_login_code_for_tenant_is_refused_and_token_login_works(rest):
     async with rest() as (r, client):
         await r.actor.world.tenants.add(TenantRecord("bob", 0.0))
         _, secret = await r.actor.world.tenants.add_token("bob", "t", "admin", 0.0)
@@ -100,19 +100,19 @@ async def test_tenants_make_no_codes_and_log_in_with_their_own_tokens(rest):
             assert browser.cookies[COOKIE] == secret
 
 
-async def test_codes_cannot_be_guessed_at_more_than_the_callers_rate(rest):
+async def test_login_guesses_are_rate_limited(rest):
     async with rest(rate=5.0) as (_, client), client() as browser:
         told = [(await browser.post("/login", json={"token": f"wooly_{n}"})).status_code for n in range(10)]
         assert told[0] == 401 and told[-1] == 429
 
 
-async def test_login_is_possible_where_it_costs_all_that_its_address_may_ask(rest):
+async def test_login_with_low_rate_limit_succeeds(rest):
     async with rest(rate=5.0) as (_, client), client() as browser:
         assert (await browser.post("/login", json={"token": TOKEN})).status_code == 200
         assert (await browser.get("/me")).status_code == 200
 
 
-async def test_nats_without_a_tenant_is_the_owners_and_a_shown_token_is_asked(rest):
+async def test_nats_request_without_token_is_owner_and_bad_token_is_refused(rest):
     async with rest() as (r, _):
         gate = r.actor.gate
         caller = await gate.over_nats("", "acme", "tasks:write")
@@ -125,15 +125,15 @@ async def test_nats_without_a_tenant_is_the_owners_and_a_shown_token_is_asked(re
             await gate.over_nats("", None, "tasks:read")
 
 
-def test_memory_of_codes_is_bounded_and_keeps_no_secret():
+def test_owner_keeps_bounded_number_of_hashed_codes():
     owner = Owner(TOKEN, lambda: 0.0)
-    codes = [owner.code() for _ in range(MOST + 5)]
+    codes = [owner.code() for _ in range(MAX_SECRETS + 5)]
     assert owner.log_in(codes[0]) is None and owner.log_in(codes[-1]) is not None
     kept = str(vars(owner)) + str(vars(owner._codes)) + str(vars(owner._browsers))
     assert not any(secret in kept for secret in (TOKEN, *codes)) and hash_of(codes[-2]) in kept
 
 
-def test_owners_file_without_a_token_is_refused(tmp_path):
+def test_owner_file_without_token_is_refused(tmp_path):
     path = tmp_path / "owner.token"
     path.write_text("short\n")
     with pytest.raises(OSError, match="has no token of at least 32 characters"):

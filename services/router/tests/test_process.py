@@ -1,4 +1,4 @@
-"""`python -m wooly_router` as a process: requests, REST, restart, signals, bad starts."""
+"""`python -m wooly_router` as a process: requests, REST, restart, signals, failing starts."""
 
 import asyncio
 import contextlib
@@ -34,7 +34,7 @@ REQUEST = OpenSessionRequest(client=ClientFacts(host="h", pid=1, program="train.
 
 @pytest.fixture
 def start_router(nats_server, tmp_path):
-    """Starts routers on one state directory; ends them with the test."""
+    """Starts routers on one state directory, and ends them after the test."""
     running = []
 
     def start(**env):
@@ -61,7 +61,7 @@ def start_router(nats_server, tmp_path):
 
 
 async def rest_of(tmp_path, name="router"):
-    """The REST address of the router, once it serves."""
+    """Wait until the router serves REST, and return its address."""
     port_file = tmp_path / name / "router.port"
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
@@ -88,9 +88,7 @@ async def client_of(url):
         yield ask
 
 
-async def test_router_process_serves_and_a_restarted_one_keeps_sessions(
-    nats_server, tmp_path, start_router, beating_executor
-):
+async def test_router_after_restart_keeps_sessions(nats_server, tmp_path, start_router, beating_executor):
     process = start_router()
     async with beating_executor("a") as executor, client_of(nats_server) as ask:
         url = await rest_of(tmp_path)
@@ -118,7 +116,7 @@ async def test_router_process_serves_and_a_restarted_one_keeps_sessions(
         assert executor.sessions == {}
 
 
-async def test_lease_that_nobody_renews_lapses(nats_server, tmp_path, start_router, beating_executor):
+async def test_lease_without_renewal_lapses(nats_server, tmp_path, start_router, beating_executor):
     start_router(WOOLY_ROUTER_LEASE_S="0.5")
     async with beating_executor("a") as executor, client_of(nats_server) as ask:
         await rest_of(tmp_path)
@@ -134,7 +132,7 @@ async def test_lease_that_nobody_renews_lapses(nats_server, tmp_path, start_rout
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_signal_ends_the_router_in_order(tmp_path, start_router, beating_executor, number):
+async def test_router_on_signal_ends_cleanly(tmp_path, start_router, beating_executor, number):
     process = start_router()
     async with beating_executor("a"):
         await rest_of(tmp_path)
@@ -144,7 +142,7 @@ async def test_signal_ends_the_router_in_order(tmp_path, start_router, beating_e
     assert not (tmp_path / "router" / "router.port").exists()
 
 
-async def test_state_is_for_its_user_only(tmp_path, start_router, beating_executor):
+async def test_state_folder_of_router_is_private(tmp_path, start_router, beating_executor):
     start_router()
     async with beating_executor("a"):
         await rest_of(tmp_path)
@@ -152,21 +150,21 @@ async def test_state_is_for_its_user_only(tmp_path, start_router, beating_execut
         assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0
 
 
-async def test_taken_port_is_a_clear_error(start_router):
+async def test_router_with_port_in_use_reports_error(start_router):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         process = start_router(WOOLY_ROUTER_HTTP_PORT=str(taken.getsockname()[1]))
         _, log = await ended(process, 30)
     assert process.returncode == 1 and "Address already in use" in log and "Traceback" not in log
 
 
-async def test_bad_database_and_bad_setting_are_clear_errors(start_router):
+async def test_router_with_bad_database_or_setting_reports_error(start_router):
     for env in ({"WOOLY_ROUTER_DATABASE_URL": "sqlite+aiosqlite:////no/such/dir/x"}, {"WOOLY_ROUTER_LEASE_S": "-1"}):
         process = start_router(**env)
         _, log = await ended(process, 30)
         assert process.returncode == 1 and "the router ends" in log and "Traceback" not in log
 
 
-async def test_nobody_answers_once_the_router_is_gone(nats_server, tmp_path, start_router, beating_executor):
+async def test_request_after_router_ended_has_no_responder(nats_server, tmp_path, start_router, beating_executor):
     process = start_router()
     async with beating_executor("a"), client_of(nats_server) as ask:
         await rest_of(tmp_path)
@@ -176,10 +174,10 @@ async def test_nobody_answers_once_the_router_is_gone(nats_server, tmp_path, sta
             await ask(contracts.ROUTER_NODE_LIST, NodesRequest())
 
 
-async def test_of_two_routers_on_one_database_either_serves_and_the_second_takes_over(
+async def test_second_router_on_one_database_serves_and_takes_over(
     nats_server, tmp_path, start_router, beating_executor
 ):
-    """Sessions opened while both live outlast the leader's death; leases go on being watched by the one that is left."""
+    """Sessions that opened while both routers ran survive the leader's death. The remaining router watches their leases."""
     first = start_router(WOOLY_ROUTER_LEASE_S="3")
     async with beating_executor("a") as executor, client_of(nats_server) as ask:
         await rest_of(tmp_path)
@@ -204,8 +202,8 @@ async def test_of_two_routers_on_one_database_either_serves_and_the_second_takes
         assert {why for _, why in executor.closed} == {"the session's lease lapsed"}
 
 
-async def test_router_that_wants_tokens_makes_the_first_one(tmp_path, start_router, beating_executor):
-    for _ in range(2):  # and no second one at its second start
+async def test_router_requiring_tokens_creates_first_token(tmp_path, start_router, beating_executor):
+    for _ in range(2):  # no second token at its second start
         process = start_router(WOOLY_ROUTER_AUTH="tokens")
         async with beating_executor("a"):
             url = await rest_of(tmp_path)
@@ -221,7 +219,7 @@ async def test_router_that_wants_tokens_makes_the_first_one(tmp_path, start_rout
         await ended(process)
 
 
-async def test_router_that_was_given_the_first_tokens_takes_those(tmp_path, start_router, beating_executor):
+async def test_router_with_configured_first_tokens_uses_them(tmp_path, start_router, beating_executor):
     given = {"ADMIN_TOKEN": "wooly_" + "1" * 40, "OPERATOR_TOKEN": "wooly_" + "2" * 40}
     start_router(WOOLY_ROUTER_AUTH="tokens", **{f"WOOLY_ROUTER_{name}": token for name, token in given.items()})
     async with beating_executor("a"):
@@ -235,7 +233,7 @@ async def test_router_that_was_given_the_first_tokens_takes_those(tmp_path, star
             assert (await http.get("/tenants", headers=operator)).status_code == 403
 
 
-async def test_open_router_on_the_network_does_not_start_unless_it_is_said_in_words(tmp_path, start_router):
+async def test_open_router_on_network_starts_only_with_confirmation(tmp_path, start_router):
     for host, said in (("0.0.0.0", ""), ("", "yes"), ("::", "true"), ("192.0.2.1", "1")):
         process = start_router(WOOLY_ROUTER_HTTP_HOST=host or "myself", WOOLY_ROUTER_OPEN_TO_NETWORK=said)
         _, log = await asyncio.to_thread(process.communicate, timeout=60)
@@ -256,10 +254,10 @@ async def listening(folder):
         await asyncio.sleep(0.02)
 
 
-async def test_state_of_a_router_is_for_its_user_alone(tmp_path, start_router):
+async def test_existing_state_files_become_private(tmp_path, start_router):
     folder = tmp_path / "router"
     folder.mkdir(mode=0o755)
-    (folder / "router.sqlite").touch(mode=0o644)  # as an earlier version made it
+    (folder / "router.sqlite").touch(mode=0o644)  # as an earlier version created it
     start_router(WOOLY_ROUTER_AUTH="tokens")
     await listening(folder)
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
@@ -267,7 +265,7 @@ async def test_state_of_a_router_is_for_its_user_alone(tmp_path, start_router):
     assert all(not mode & 0o077 for mode in modes.values()), modes
 
 
-async def test_command_lists_shows_and_sets_tenants_for_administrators(
+async def test_tenants_command_lists_shows_and_sets_for_administrators(
     tmp_path, start_router, beating_executor, nats_server
 ):
     admin = "wooly_" + "1" * 40
@@ -300,7 +298,7 @@ async def test_command_lists_shows_and_sets_tenants_for_administrators(
         assert code == 1 and "a valid token is needed" in said
 
 
-async def test_rest_speaks_tls_where_it_has_a_certificate(start_router, tmp_path):
+async def test_rest_with_certificate_serves_tls(start_router, tmp_path):
     files = make_certificates(tmp_path, "localhost")
     start_router(WOOLY_ROUTER_TLS_CERT=str(files.certificate), WOOLY_ROUTER_TLS_KEY=str(files.key))
     port_file = tmp_path / "router" / "router.port"
@@ -334,7 +332,7 @@ async def test_rest_speaks_tls_where_it_has_a_certificate(start_router, tmp_path
         ({"WOOLY_NATS_CREDS": "/missing.creds"}, "cannot read /missing.creds"),
     ],
 )
-def test_router_with_a_key_or_certificate_that_cannot_be_used_says_so(start_router, settings, why):
+def test_router_with_bad_key_or_certificate_reports_error(start_router, settings, why):
     process = start_router(**settings)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 1 and why in said and "Traceback" not in said

@@ -1,4 +1,4 @@
-"""The tables on SQLite and PostgreSQL alike: migrations up and down with rows in them, tasks, nodes, tenants, config, audit."""
+"""The tables on SQLite and PostgreSQL: migrations with rows in both directions, tasks, nodes, tenants, config, audit."""
 
 import asyncio
 import json
@@ -55,7 +55,7 @@ async def move(store, *args, **kwargs):
 # -- migrations ------------------------------------------------------------------------------------------------------
 
 
-def test_migrations_make_exactly_the_models(database_url):
+def test_migrations_on_empty_database_create_the_models(database_url):
     migrate(database_url)
     engine = engine_of(database_url)
     with engine.connect() as connection:
@@ -63,13 +63,13 @@ def test_migrations_make_exactly_the_models(database_url):
     engine.dispose()
 
 
-def test_migrating_twice_changes_nothing(database_url):
+def test_migrate_twice_changes_nothing(database_url):
     migrate(database_url)
     migrate(database_url)
 
 
 @pytest.mark.parametrize("statements", [3, 9, 15, 25])
-def test_migration_that_is_broken_off_leaves_the_schema_of_before(database_url, statements):
+def test_migration_when_interrupted_keeps_old_schema(database_url, statements):
     left = [statements]
 
     def break_off(*_):
@@ -87,7 +87,7 @@ def test_migration_that_is_broken_off_leaves_the_schema_of_before(database_url, 
     migrate(database_url)
 
 
-def test_every_migration_up_and_down_keeps_open_sessions(database_url):
+def test_migrations_up_and_down_keep_open_sessions(database_url):
     engine = engine_of(database_url)
 
     def rows(query):
@@ -109,7 +109,7 @@ def test_every_migration_up_and_down_keeps_open_sessions(database_url):
     ]
     assert rows("SELECT * FROM leases") == [("s", "t", 10.0)]
     assert rows("SELECT executor_id FROM task_parts ORDER BY position") == [("a",), ("b",)]
-    with engine.begin() as connection:  # what has no place in the older schema is dropped with it
+    with engine.begin() as connection:  # rows that the older schema cannot hold are dropped
         connection.execute(
             text(
                 "INSERT INTO tasks (id, kind, tenant, name, client_host, state, reason, priority, gpu_mode, noswap, wants, "
@@ -150,7 +150,7 @@ def test_every_migration_up_and_down_keeps_open_sessions(database_url):
 
 
 @pytest.mark.parametrize(("durable", "synchronous"), [(True, 2), (False, 0)])
-async def test_commits_wait_for_the_disk_where_the_database_is_durable(tmp_path, durable, synchronous):
+async def test_database_when_durable_syncs_commits_to_disk(tmp_path, durable, synchronous):
     database = Database(f"sqlite+aiosqlite:///{tmp_path}/x.sqlite", durable=durable)
     async with database.writing() as s:
         assert (await s.execute(text("PRAGMA synchronous"))).scalar() == synchronous
@@ -160,7 +160,7 @@ async def test_commits_wait_for_the_disk_where_the_database_is_durable(tmp_path,
 # -- tasks -----------------------------------------------------------------------------------------------------------
 
 
-async def test_tasks_survive_a_new_store(tasks, stored_url):
+async def test_tasks_in_new_store_are_unchanged(tasks, stored_url):
     rows = [
         task("1", created_at=2.0, required_vram=BIG, gpu_mode="exclusive", noswap=True, priority=0),
         task("2", "c b", name="ü" * 1024, wants={"gpu_count": 2, "groups": ["g"], "weights": ["d"], "barred": ["z"]}),
@@ -177,14 +177,14 @@ async def test_tasks_survive_a_new_store(tasks, stored_url):
     await again.database.close()
 
 
-async def test_task_is_added_once(tasks):
+async def test_add_with_existing_id_is_refused(tasks):
     await put(tasks, task("1"))
     async with tasks.database.writing() as s:
         assert not await tasks.add(s, task("1", name="other"))
     assert (await tasks.get("1")).name == "" and len(await tasks.story("1")) == 1
 
 
-async def test_state_moves_forward_only_and_tells_its_story(tasks):
+async def test_move_allows_listed_transitions_and_writes_story(tasks):
     await put(tasks, task("1"))
     assert not await move(tasks, "1", "completed", "", 2.0)
     assert await move(tasks, "1", "started", "on a", 2.0, attempt=0)
@@ -203,7 +203,7 @@ async def test_state_moves_forward_only_and_tells_its_story(tasks):
     assert not await move(tasks, "nobody", "started", "", 5.0)
 
 
-async def test_of_two_who_move_a_task_at_once_one_does(tasks):
+async def test_move_concurrent_succeeds_once(tasks):
     await put(tasks, task("1"))
     moved = await asyncio.gather(
         *[move(tasks, "1", "started", f"by {i}", 2.0, only_from=["pending"]) for i in range(8)]
@@ -211,7 +211,7 @@ async def test_of_two_who_move_a_task_at_once_one_does(tasks):
     assert sum(moved) == 1 and len(await tasks.story("1")) == 2
 
 
-async def test_task_that_is_pending_again_holds_nothing(tasks):
+async def test_move_back_to_pending_releases_devices(tasks):
     await put(tasks, task("1", "a"))
     await move(tasks, "1", "started", "", 2.0)
     async with tasks.database.writing() as s:
@@ -223,7 +223,7 @@ async def test_task_that_is_pending_again_holds_nothing(tasks):
     assert await tasks.lease("1") is None and (await tasks.get("1")).waiting().not_before == 5.0
 
 
-async def test_ended_task_remembers_where_it_ran_and_claims_nothing(tasks):
+async def test_move_to_end_keeps_parts_and_releases_claims(tasks):
     await put(tasks, task("1", "a"))
     await move(tasks, "1", "failed", "why", 2.0)
     async with tasks.database.reading() as s:
@@ -231,7 +231,7 @@ async def test_ended_task_remembers_where_it_ran_and_claims_nothing(tasks):
     assert (await tasks.get("1")).parts == (PartRecord("a", "n"),)
 
 
-async def test_leases_move_and_lapse(tasks):
+async def test_leases_are_extended_and_lapse(tasks):
     await put(tasks, task("1"), task("2"))
     async with tasks.database.writing() as s:
         await tasks.set_lease(s, Lease("1", "t", 5.0))
@@ -244,7 +244,7 @@ async def test_leases_move_and_lapse(tasks):
     assert await tasks.lease("1") == Lease("1", "t", 30.0) and await tasks.lease("3") is None
 
 
-async def test_list_filters_and_pages(tasks):
+async def test_page_applies_filters_and_cursor(tasks):
     await put(
         tasks,
         *[
@@ -274,7 +274,7 @@ async def test_list_filters_and_pages(tasks):
     }
 
 
-async def test_old_tasks_are_forgotten(tasks):
+async def test_forget_ended_removes_old_tasks(tasks):
     await put(tasks, task("1", "a"), task("2"), task("3"))
     await move(tasks, "1", "failed", "", 2.0)
     await move(tasks, "2", "failed", "", 8.0)
@@ -282,15 +282,15 @@ async def test_old_tasks_are_forgotten(tasks):
     assert [await tasks.get(i) is None for i in "123"] == [True, False, False] and await tasks.story("1") == []
 
 
-async def test_priority_changes_until_the_end(tasks):
+async def test_set_priority_of_ended_task_is_refused(tasks):
     await put(tasks, task("1"))
     assert await tasks.set_priority("1", 4) and (await tasks.get("1")).priority == 4
     await move(tasks, "1", "failed", "", 2.0)
     assert not await tasks.set_priority("1", 0) and not await tasks.set_priority("2", 0)
 
 
-async def test_decisions_of_several_routers_follow_one_another(tasks, stored_url):
-    """Each reads all claims and adds one if there are fewer than three: never a fourth."""
+async def test_deciding_in_several_routers_is_serial(tasks, stored_url):
+    """Each transaction reads all claims and adds one if there are fewer than three. There must never be a fourth."""
     others = [tasks, *[TaskStore(Database(stored_url)) for _ in range(3)]]
 
     async def decide(number):
@@ -307,7 +307,7 @@ async def test_decisions_of_several_routers_follow_one_another(tasks, stored_url
         await other.database.close()
 
 
-async def test_transaction_that_fails_changes_nothing(tasks):
+async def test_transaction_when_failed_changes_nothing(tasks):
     with pytest.raises(RuntimeError):
         async with tasks.database.writing() as s:
             await tasks.add(s, task("1"))
@@ -315,7 +315,7 @@ async def test_transaction_that_fails_changes_nothing(tasks):
     assert await tasks.get("1") is None
 
 
-async def test_what_a_run_brought_is_the_last_word_of_its_tenant_and_kind(database):
+async def test_brought_store_returns_contents_of_last_run(database):
     store = BroughtStore(database)
     assert await store.of("x", "llama", "tenant") == []
     await asyncio.gather(*[store.remember("x", "llama", "tenant", [str(i)], float(i)) for i in range(4)])
@@ -332,7 +332,7 @@ async def test_what_a_run_brought_is_the_last_word_of_its_tenant_and_kind(databa
 # -- nodes -----------------------------------------------------------------------------------------------------------
 
 
-async def test_nodes_keep_what_operators_wish_across_heartbeats(database):
+async def test_nodes_after_heartbeat_keep_operator_settings(database):
     store = NodeStore(database)
     gpu = GpuRecord("a-0", "a", {"name": "d", "total_memory": BIG}, 1.0)
     await store.see([gpu, GpuRecord("a-1", "a", {}, 1.0)])
@@ -349,7 +349,7 @@ async def test_nodes_keep_what_operators_wish_across_heartbeats(database):
     assert await store.forget_gpu("a-0") and await store.nodes() == {} and not await store.forget_gpu("a-0")
 
 
-async def test_groups_may_name_nodes_that_are_yet_to_come(database):
+async def test_groups_with_unknown_nodes_are_stored(database):
     store = NodeStore(database)
     assert await store.put_group(GroupRecord("g", "fast", 1.0, ("b", "a", "a")))
     assert not await store.put_group(GroupRecord("g", "faster", 2.0, ("b",)))
@@ -361,7 +361,7 @@ async def test_groups_may_name_nodes_that_are_yet_to_come(database):
     assert (await store.nodes())["b"].groups == {"h"}
 
 
-async def test_history_has_what_was_sampled_in_the_span(database):
+async def test_history_returns_samples_of_time_span(database):
     store = NodeStore(database)
     samples = [Sample(float(t), e, "n", 0.5, 0.25, BIG, BIG, t) for t in range(4) for e in "ab"]
     await store.sample(samples)
@@ -371,7 +371,7 @@ async def test_history_has_what_was_sampled_in_the_span(database):
     assert await store.history(0.0, 9.0) == samples[4:]
 
 
-async def test_activity_counts_who_waited_and_ran_at_the_end_of_every_step(database):
+async def test_activity_counts_waiting_and_running_tasks_per_step(database):
     store = TaskStore(database)
     spans = {"a": (5, 10, 35), "b": (12, 31, None), "c": (15, None, 25), "d": (2, 3, 4), "e": (41, None, None)}
     for name, (made, began, ended) in spans.items():
@@ -393,7 +393,7 @@ async def test_activity_counts_who_waited_and_ran_at_the_end_of_every_step(datab
     assert await store.activity(44.0, 50.0, 4) == [truth(48), truth(50)]
 
 
-async def test_history_in_steps_has_means_of_shares_and_the_most_memory(database):
+async def test_means_return_mean_shares_and_maximum_memory(database):
     store = NodeStore(database)
     await store.sample([Sample(float(t), e, "n", t / 100, 0.5, t, BIG, 1) for t in range(0, 60, 10) for e in "ab"])
     found = await store.means(10.0, 60.0, 30)
@@ -404,7 +404,7 @@ async def test_history_in_steps_has_means_of_shares_and_the_most_memory(database
     assert len(await store.means(0.0, 60.0, 30, limit=3)) == 3
 
 
-async def test_glance_has_what_lives_and_what_is_new(tasks):
+async def test_glance_returns_live_and_new_tasks(tasks):
     await put(tasks, task("old", created_at=1.0), task("new", created_at=9.0), task("runs", created_at=1.0, priority=3))
     for name in ("old", "new"):
         assert await move(tasks, name, "failed", "no", 9.5)
@@ -414,7 +414,7 @@ async def test_glance_has_what_lives_and_what_is_new(tasks):
 # -- tenants, config, audit ------------------------------------------------------------------------------------------
 
 
-async def test_token_is_known_by_its_secret_of_which_only_the_hash_is_kept(database, stored_url):
+async def test_token_is_found_by_hash_and_secret_is_not_stored(database, stored_url):
     store = TenantStore(database)
     assert await store.add(TenantRecord("x", 1.0)) and not await store.add(TenantRecord("x", 2.0))
     token, secret = await store.add_token("x", "ci", "user", 1.0, ("tasks:read",), expires_at=9.0)
@@ -439,7 +439,7 @@ async def test_token_is_known_by_its_secret_of_which_only_the_hash_is_kept(datab
     ).exclusive
 
 
-async def test_ended_tasks_and_other_tenants_stay_where_a_tenant_is_brought_down(database):
+async def test_bring_down_changes_only_live_tasks_of_the_tenant(database):
     store = TaskStore(database)
     spec = {"weight": 90}
     for name, tenant in (("mine", "x"), ("over", "x"), ("yours", "y")):
@@ -456,7 +456,7 @@ async def test_ended_tasks_and_other_tenants_stay_where_a_tenant_is_brought_down
     }
 
 
-async def test_config_is_all_or_nothing_and_null_is_a_value(database):
+async def test_config_write_is_atomic_and_stores_null(database):
     store = ConfigStore(database)
     assert await store.read() == {}
     await store.write({"a": 1, "b": None}, 1.0, "me")
@@ -467,7 +467,7 @@ async def test_config_is_all_or_nothing_and_null_is_a_value(database):
     assert await store.read() == {"a": [2], "b": None}
 
 
-async def test_audit_is_read_from_the_newest(database):
+async def test_audit_page_is_newest_first(database):
     log = AuditLog(database)
     for i in range(5):
         await log.add(AuditRecord(float(i), "me", "xy"[i % 2], "config.put", f"t{i}", {"i": i}))

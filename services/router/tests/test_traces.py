@@ -1,4 +1,4 @@
-"""Traces that a router keeps: whose they are, their bounds, what is forgotten, who may read and add."""
+"""Traces of the router: owners, limits, removal, and who may read and add spans."""
 
 import httpx
 import pytest
@@ -38,7 +38,7 @@ async def ids(store, trace_id=A, tenant=None):
     return [int(s.span_id, 16) for s in await store.spans(trace_id, tenant) or ()]
 
 
-async def test_spans_of_a_task_s_trace_are_kept_and_others_are_not(store):
+async def test_store_keeps_spans_of_task_traces_only(store):
     assert await store.bind(A, "t1", "x", "train.py", 1.0)
     assert await store.add(
         [("router", span(2, start=30, end=45)), ("client", span(1, error=True)), ("router", span(3, B))]
@@ -53,7 +53,7 @@ async def test_spans_of_a_task_s_trace_are_kept_and_others_are_not(store):
     assert (await store.spans(A, None))[1].attributes == {"n": 3}
 
 
-async def test_trace_is_its_first_tenant_s(store):
+async def test_trace_belongs_to_tenant_of_first_task(store):
     assert await store.bind(A, "t1", "x", "", 1.0) and await store.bind(A, "t2", "x", "", 2.0)
     assert not await store.bind(A, "t3", "y", "", 3.0)
     assert [await store.of_task(t, None) for t in ("t1", "t2", "t3")] == [A, A, None]
@@ -69,7 +69,7 @@ async def test_trace_is_its_first_tenant_s(store):
     assert await store.recent("y", 9) == [] and len(await store.recent("x", 9)) == 1
 
 
-async def test_trace_has_bounds(store, monkeypatch):
+async def test_trace_beyond_its_limit_drops_spans(store, monkeypatch):
     monkeypatch.setattr(state_traces, "MAX_TRACE_SPANS", 5)
     await store.bind(A, "t", "x", "", 1.0)
     assert await store.add([("router", span(i)) for i in range(1, 4)]) == (0, 0)
@@ -77,7 +77,7 @@ async def test_trace_has_bounds(store, monkeypatch):
     assert await ids(store) == [1, 2, 3, 4, 5]
 
 
-async def test_old_traces_and_those_beyond_the_count_are_forgotten(store):
+async def test_forget_removes_old_and_surplus_traces(store):
     for i in range(1, 8):
         await store.bind(f"{i:032x}", f"t{i}", "x", "", float(i))
         await store.add([("router", span(1, f"{i:032x}"))])
@@ -104,14 +104,14 @@ def task(name="t1", tenant="x"):
     return TaskRecord(id=name, kind="session", tenant=tenant, created_at=5.0, name="train.py")
 
 
-async def test_task_is_in_its_asker_s_trace(store, recorded):
+async def test_trace_of_task_with_client_trace_continues_it(store, recorded):
     with trace.get_tracer("t").start_as_current_span("asking") as asking:
         async with trace_of(store, task()) as parent:
             assert trace.get_current_span() is asking
     assert parent.split("-")[1] == await store.of_task("t1", "x") and len(recorded) == 1
 
 
-async def test_task_of_nobody_s_trace_begins_one(store, recorded):
+async def test_trace_of_task_without_client_trace_is_new(store, recorded):
     async with trace_of(store, task()) as parent:
         pass
     (root,) = recorded.take()
@@ -119,7 +119,7 @@ async def test_task_of_nobody_s_trace_begins_one(store, recorded):
     assert parent == f"00-{root.trace_id}-{root.span_id}-01"
 
 
-async def test_another_tenant_s_trace_is_not_entered(store, recorded):
+async def test_trace_of_task_with_trace_of_other_tenant_is_new(store, recorded):
     with trace.get_tracer("t").start_as_current_span("asking") as asking:
         async with trace_of(store, task("t1", "x")) as mine:
             pass
@@ -132,7 +132,7 @@ async def test_another_tenant_s_trace_is_not_entered(store, recorded):
     assert await store.recent("x", 9) == [] and [t.task_id for t in await store.recent("y", 9)] == ["t2"]
 
 
-async def test_trace_that_is_not_sampled_stays_so(store, recorded):
+async def test_trace_of_task_with_unsampled_trace_is_not_recorded(store, recorded):
     unsampled = trace.NonRecordingSpan(trace.SpanContext(1, 1, is_remote=True))
     with trace.use_span(unsampled):
         async with trace_of(store, task()) as parent:
@@ -144,7 +144,7 @@ async def test_trace_that_is_not_sampled_stays_so(store, recorded):
 
 
 @pytest.mark.connected
-async def test_spans_come_from_services_and_from_a_task_s_own_tenant(rig):
+async def test_spans_from_services_and_own_tenant_are_accepted(rig):
     async with rig(auth="tokens") as r:
         tenants, traces = r.actor.world.tenants, r.traces
         secrets = {}
@@ -175,7 +175,7 @@ async def test_spans_come_from_services_and_from_a_task_s_own_tenant(rig):
 
 
 @pytest.mark.connected
-async def test_flood_of_spans_fills_no_memory(rig, monkeypatch):
+async def test_spans_beyond_queue_limit_are_dropped(rig, monkeypatch):
     monkeypatch.setattr("wooly_router.traces.QUEUE_SPANS", 10)
     async with rig() as r:
         await r.traces.on_spans(SpansRecorded(service="executor", spans=tuple([span(i) for i in range(1, 26)])))
@@ -183,7 +183,7 @@ async def test_flood_of_spans_fills_no_memory(rig, monkeypatch):
 
 
 @pytest.mark.connected
-async def test_flood_of_a_tenants_spans_displaces_none_of_others(rig, monkeypatch):
+async def test_spans_of_flooding_tenant_displace_no_other_spans(rig, monkeypatch):
     monkeypatch.setattr("wooly_router.traces.QUEUE_SPANS", 16)
     async with rig(auth="tokens") as r:
         tenants, asks = r.actor.world.tenants, {}
@@ -198,12 +198,12 @@ async def test_flood_of_a_tenants_spans_displaces_none_of_others(rig, monkeypatc
         await r.traces.on_spans(SpansRecorded(service="executor", spans=tuple([span(i) for i in range(20, 28)])))
         await r.traces.write()
         kept = {name: len(await ids(r.traces.store, a.spans[0].trace_id)) for name, a in asks.items()}
-        assert kept == {"bob": 4 + 8, "dave": 4, "alice": 0}, "bob's own, and all of the executor's"
+        assert kept == {"bob": 4 + 8, "dave": 4, "alice": 0}, "all spans of bob and of the executor"
         assert (await r.traces.on_add_spans(asks["alice"])).taken == 4
 
 
 @pytest.mark.connected
-async def test_long_trace_is_read_in_pages(rig, monkeypatch):
+async def test_trace_with_many_spans_is_read_in_pages(rig, monkeypatch):
     async with rig() as r:
         await r.traces.store.bind(A, "t", "x", "", 1.0)
         await r.traces.store.add([("executor", span(i, start=i, end=i)) for i in range(1, 300)])
@@ -214,7 +214,7 @@ async def test_long_trace_is_read_in_pages(rig, monkeypatch):
 
 
 @pytest.mark.connected
-async def test_rest_shows_traces_to_those_whose_they_are(rig):
+async def test_rest_shows_traces_to_own_tenant_only(rig):
     async with rig(auth="tokens") as r:
         tenants, http = r.actor.world.tenants, {}
         api = create_api(r.actor, r.desk, Access(r.actor.gate, Buckets(1000, 1000)), r.traces)
@@ -271,7 +271,7 @@ async def test_rest_shows_traces_to_those_whose_they_are(rig):
 
 
 @pytest.mark.connected
-async def test_database_that_is_away_costs_spans_and_nothing_else(rig):
+async def test_spans_without_database_are_dropped_and_counted(rig):
     async with rig() as r:
         actor: TraceActor = r.traces
         await actor.on_spans(SpansRecorded(service="executor", spans=(span(1),)))

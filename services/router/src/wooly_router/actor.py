@@ -1,7 +1,7 @@
-"""The router's actor: hears of executors, asks the pure core where sessions go, talks to executors, keeps sessions as tasks.
+"""The router's actor: receives heartbeats, opens, renews and closes sessions, and stores sessions as tasks.
 
-It decides in the database's turns (`Database.deciding`), so that several routers promise nothing twice; it waits for executors
-outside of them, so that a frozen executor stops nobody but itself.
+Decisions are made in `Database.deciding`, so that several routers never promise the same memory twice. The actor waits for
+executors outside of these transactions, so that a frozen executor delays only its own sessions.
 """
 
 from __future__ import annotations
@@ -51,29 +51,30 @@ from wooly_router.state.world import World
 from wooly_router.tenants import TenantActor
 
 log = logging.getLogger("wooly.router")
-#: Seconds in which a client whose connection broke may still say that it closed its session.
-ORDERLY_S = 0.5
-#: Renewals in work at a time. Each may wait for an executor that is silent, and must not keep those of other sessions waiting.
-RENEWALS = 4096
-#: Seconds between two writes of the leases that were prolonged since: far below a third of a lease.
+#: Seconds in which a client whose connection broke may still report that it closed its session.
+CLOSE_GRACE_S = 0.5
+#: Maximum number of renewals at a time. Each may wait for a silent executor, and must not delay the renewals of other sessions.
+MAX_RENEWALS = 4096
+#: Seconds between two writes of renewed leases: far less than a third of a lease.
 LEASES_EVERY_S = 0.5
-#: A session younger than this may be missing in a heartbeat that was on its way when it was opened.
-FRESH_S = 5.0
-#: A session that is still being opened after this long belongs to a router that died.
+#: Age in seconds up to which a session may be missing in a heartbeat: the heartbeat may have been sent before the session
+#: opened.
+NEW_SESSION_S = 5.0
+#: Age in seconds from which a session that is still opening belongs to a router that has ended.
 ABANDONED_S = 2 * OPEN_BUDGET_S
-#: Seconds between two looks whether the last operator of a cancelled task has ended.
+#: Seconds between two checks whether the last operator of a cancelled task has ended.
 RELEASE_S = 1.0
 
 
 class RouterActor:
-    """Owns the registry of executors, and the sessions of those who ask this router.
+    """Owns the registry of executors, and the sessions of the clients that ask this router.
 
     Args:
         settings: lease length.
         app: the connection to NATS.
-        world: what all routers share.
-        gate: who may ask.
-        clock: seconds since the epoch; leases outlive the process.
+        world: the state that all routers share.
+        gate: authorizes callers.
+        clock: returns seconds since the epoch, because leases outlive the process.
     """
 
     def __init__(
@@ -102,17 +103,17 @@ class RouterActor:
             settings, world, self.registry, self.executors, self.advice, self.issuer, clock, self.limits
         )
         self.credentials_s = settings.credentials_s
-        #: Leases that were prolonged and are not written down yet, and sessions whose lease is being prolonged.
+        #: Leases that were renewed but are not written yet, and sessions whose lease is being renewed.
         self._prolonged: dict[str, float] = {}
         self._renewing: set[str] = set()
         self.client_nats_url = settings.client_nats_url or shown(settings.nats_url)
         app.serve(contracts.ROUTER_SESSION_OPEN, self.on_open_session)
-        app.serve(contracts.ROUTER_SESSION_RENEW, self.on_renew_session, at_once=RENEWALS)
+        app.serve(contracts.ROUTER_SESSION_RENEW, self.on_renew_session, at_once=MAX_RENEWALS)
         app.serve(contracts.ROUTER_SESSION_CLOSE, self.on_close_session)
         app.serve(contracts.ROUTER_NODE_LIST, self.on_nodes)
         app.serve(contracts.ROUTER_TOKEN_CHECK, self.on_check_token)
         app.serve_tenants(contracts.ROUTER_SESSION_OPEN, self.on_open_tenants)
-        app.serve_tenants(contracts.ROUTER_SESSION_RENEW, self.on_renew_tenants, at_once=RENEWALS)
+        app.serve_tenants(contracts.ROUTER_SESSION_RENEW, self.on_renew_tenants, at_once=MAX_RENEWALS)
         app.serve_tenants(contracts.ROUTER_SESSION_CLOSE, self.on_close_tenants)
         app.serve_tenants(contracts.ROUTER_NODE_LIST, self.on_nodes_of)
         app.listen(contracts.EXECUTOR_NODE_HEARTBEAT, self.on_heartbeat)
@@ -120,11 +121,11 @@ class RouterActor:
 
     @property
     def bus(self) -> ServiceApp:
-        """The connection to NATS, for who asks other services."""
+        """The connection to NATS, for requests to other services."""
         return self._app
 
     async def on_check_token(self, request: CheckTokenRequest) -> CheckTokenReply:
-        """Who shows a token to another service."""
+        """Tell another service which caller a token belongs to."""
         caller = await self.gate.of_hash(request.secret_hash, "nats")
         return CheckTokenReply(
             actor=caller.actor,
@@ -135,13 +136,13 @@ class RouterActor:
         )
 
     async def resume(self) -> None:
-        """Take over the sessions of routers before: while none was there, no client could renew its lease."""
+        """Extend all leases at the start: while no router ran, no client could renew its lease."""
         await self.world.tasks.prolong_all(self.clock() + self.settings.lease_s)
 
     # -- opening -----------------------------------------------------------------------------------------------------
 
     async def on_open_session(self, request: OpenSessionRequest) -> OpenSessionReply:
-        """Open a session for who shows a token, or anybody where none is asked for."""
+        """Open a session for the owner of the token in the request, or for anybody if no token is required."""
         caller = await self.gate.over_nats(request.credential, request.tenant, "tasks:write")
         return await self._open_for(caller, self.gate.makes_for(caller, request.tenant), request)
 
@@ -159,7 +160,7 @@ class RouterActor:
     # -- living ------------------------------------------------------------------------------------------------------
 
     async def _open(self, session_id: str, token: str) -> TaskRecord | None:
-        """An open session, if there is one.
+        """Return an open session; None if it is not open.
 
         Raises:
             RefusedError: the token is not the session's.
@@ -168,40 +169,40 @@ class RouterActor:
         if lease is None:
             return None
         if not _same(lease.token, token):
-            raise RefusedError("router.no_session", f"session {session_id} is not yours")
+            raise RefusedError("router.no_session", f"session {session_id} belongs to another client")
         return await self.world.tasks.get(session_id)
 
-    async def _must_be_of(self, session_id: str, tenant: str) -> None:
-        """A session that there is must be this tenant's: its token alone does not do.
+    async def _check_owner(self, session_id: str, tenant: str) -> None:
+        """Check that a session, if it exists, belongs to this tenant: the session's token alone is not enough.
 
         Raises:
-            RefusedError: it is another's.
+            RefusedError: the session belongs to another tenant.
         """
         record = await self.world.tasks.get(session_id)
         if record is not None and record.tenant != tenant:
-            raise RefusedError("router.no_session", f"session {session_id} is not yours")
+            raise RefusedError("router.no_session", f"session {session_id} belongs to another client")
 
     async def on_renew_tenants(self, request: RenewSessionRequest, tenant: str) -> RenewSessionReply:
-        """Prolong a lease of a tenant's."""
+        """Renew the lease of a tenant's session."""
         await self.gate.of_tenant(tenant, None)
-        await self._must_be_of(request.session_id, tenant)
+        await self._check_owner(request.session_id, tenant)
         return await self.on_renew_session(request)
 
     async def on_close_tenants(self, request: CloseSessionRequest, tenant: str) -> CloseSessionReply:
-        """End a session of a tenant's."""
-        await self._must_be_of(request.session_id, tenant)
+        """Close a tenant's session."""
+        await self._check_owner(request.session_id, tenant)
         return await self.on_close_session(request)
 
     async def on_renew_session(self, request: RenewSessionRequest) -> RenewSessionReply:
-        """Prolong a lease, on all executors of the session and here.
+        """Renew a lease, on all executors of the session and in this router.
 
         Raises:
-            RefusedError: there is no such session, an executor of it is silent, or the lease is being prolonged already: a
-                client that asks often takes up no more of the requests in work than one that does not.
+            RefusedError: the session does not exist, one of its executors is silent, or its lease is already being renewed. The
+                last case keeps a client that asks often from using up the concurrent renewals.
         """
         record = await self._open(request.session_id, request.token)
         if record is None:
-            raise RefusedError("router.no_session", await self._why_over(request.session_id))
+            raise RefusedError("router.no_session", await self._reason_of_end(request.session_id))
         if record.id in self._renewing:
             raise RefusedError(
                 "router.renewing", f"the lease of session {record.id} is being renewed already", retryable=True
@@ -219,7 +220,7 @@ class RouterActor:
         problems: list[tuple[str, BaseException]] = []
         for name, answer in zip(names, answers, strict=True):
             if isinstance(answer, RefusedError) and answer.code == "executor.no_session":
-                await self.lose_part(record, name, f"executor {name} has it no more")
+                await self.lose_part(record, name, f"executor {name} no longer has it")
                 raise RefusedError("router.no_session", f"executor {name}: {answer}") from answer
             if isinstance(answer, BaseException):
                 problems.append((name, answer))
@@ -235,7 +236,10 @@ class RouterActor:
         return RenewSessionReply(lease_s=min(leases))
 
     async def keep_leases(self) -> None:
-        """Write down leases that were prolonged, for ever. No renewal waits for it: others may have the database for long."""
+        """Write renewed leases until cancelled.
+
+        Renewals do not wait for this: other transactions may hold the database for long.
+        """
         while True:
             await asyncio.sleep(LEASES_EVERY_S)
             try:
@@ -244,7 +248,7 @@ class RouterActor:
                 log.warning("leases cannot be written: %s; trying again", e)
 
     async def write_leases(self) -> None:
-        """Write down the leases that were prolonged so far."""
+        """Write the leases that were renewed so far."""
         if not self._prolonged:
             return
         leases = dict(self._prolonged)
@@ -253,14 +257,14 @@ class RouterActor:
             if self._prolonged.get(session_id) == until:
                 del self._prolonged[session_id]
 
-    async def _why_over(self, session_id: str) -> str:
+    async def _reason_of_end(self, session_id: str) -> str:
         task = await self.world.tasks.get(session_id)
         if task is None or task.kind != "session":
             return f"session {session_id} is not open"
         return f"session {session_id} is not open: it is {task.state}" + (f" ({task.reason})" if task.reason else "")
 
     async def on_close_session(self, request: CloseSessionRequest) -> CloseSessionReply:
-        """End a session at its client's wish. Closing twice is no error."""
+        """Close a session on request of its client. A second close is not an error."""
         record = await self._open(request.session_id, request.token)
         if record is None:
             return CloseSessionReply(closed=False)
@@ -268,15 +272,18 @@ class RouterActor:
         return CloseSessionReply(closed=True)
 
     async def end(self, record: TaskRecord, state: str, reason: str) -> bool:
-        """End a running session, here and on its executors. False if it has ended already."""
+        """End a running session, here and on its executors. Returns False if it has ended already."""
         async with self.world.database.writing() as s:
             ended = await self.world.tasks.move(s, record.id, state, reason, self.clock())
         if ended:
-            await self.let_go(record, record.id, reason)
+            await self.close_on_executors(record, record.id, reason)
         return ended
 
-    async def let_go(self, record: TaskRecord, session_id: str, reason: str) -> None:
-        """Have a task's executors let its session go, and tell in its story what still runs, until nothing does."""
+    async def close_on_executors(self, record: TaskRecord, session_id: str, reason: str) -> None:
+        """Close a task's session on its executors.
+
+        If operators still run there, the task's story says so until they have ended.
+        """
         running = await self.executors.close([p.executor_id for p in record.parts], session_id, reason)
         if running:
             await self.world.tasks.amend(record.id, still_running(reason, running), self.clock())
@@ -284,7 +291,7 @@ class RouterActor:
             start_errand(waiting, f"waiting for the last operator of {record.id}")
 
     async def _await_release(self, record: TaskRecord, session_id: str, reason: str, running: dict[str, float]) -> None:
-        """Ask again until no operator of an ended task runs any more."""
+        """Repeat the close until no operator of an ended task runs."""
         begun = self.clock()
         while running:
             await asyncio.sleep(RELEASE_S)
@@ -293,7 +300,7 @@ class RouterActor:
         await self.world.tasks.amend(record.id, reason, now, f"its last operator ended, {now - begun:.1f} s later")
 
     async def lose_part(self, record: TaskRecord, executor_id: str, reason: str, state: str = "failed") -> None:
-        """One executor has the session no more: it is over, and the others are told while whoever calls goes on."""
+        """End a session that one executor has lost. The other executors are told in the background."""
         others = [p.executor_id for p in record.parts if p.executor_id != executor_id]
         async with self.world.database.writing() as s:
             lost = await self.world.tasks.move(s, record.id, state, reason, self.clock(), only_from=["started"])
@@ -301,9 +308,9 @@ class RouterActor:
             closing = self.executors.close(others, record.id, f"it ended on executor {executor_id}")
             start_errand(closing, f"closing of session {record.id}")
 
-    async def _lose_soon(self, record: TaskRecord, executor_id: str, reason: str) -> None:
-        """A client that leaves breaks its connection and says so to us: what it says comes first, if it comes."""
-        await asyncio.sleep(ORDERLY_S)
+    async def _lose_after_grace(self, record: TaskRecord, executor_id: str, reason: str) -> None:
+        """End a lost session after a delay: a client that exits may still report its close, and that report comes first."""
+        await asyncio.sleep(CLOSE_GRACE_S)
         await self.lose_part(record, executor_id, reason)
 
     # -- nodes -------------------------------------------------------------------------------------------------------
@@ -321,21 +328,21 @@ class RouterActor:
         return NodesReply(nodes=tuple(found))
 
     async def on_nodes_of(self, request: NodesRequest, tenant: str) -> NodesReply:
-        """List all executors, with what a tenant may know of them: nothing of others' sessions."""
+        """List all executors as a tenant may see them: without other tenants' sessions."""
         await self.gate.of_tenant(tenant, None)
         reply = await self.on_nodes(request)
         found = [n.model_copy(update={"memory": n.memory and n.memory.of_tenant(tenant)}) for n in reply.nodes]
         return NodesReply(nodes=tuple(found))
 
     async def on_heartbeat(self, heartbeat: ExecutorHeartbeat) -> None:
-        """An executor lives."""
+        """Record a heartbeat."""
         if self.registry.hear(heartbeat, self.clock()):
-            log.info("executor %s (%s) is there", heartbeat.executor_id, heartbeat.device.name)
+            log.info("executor %s (%s) is alive", heartbeat.executor_id, heartbeat.device.name)
         elif heartbeat.ending:
-            log.warning("executor %s ends: %s", heartbeat.executor_id, heartbeat.ending)
+            log.warning("executor %s is ending: %s", heartbeat.executor_id, heartbeat.ending)
 
     async def on_session_closed(self, event: SessionClosed) -> None:
-        """An executor ended its part of a session, and with it the session."""
+        """End a session, because an executor ended its part of it."""
         record = await self.world.tasks.get(event.session_id)
         brings = None if record is None else record.wants.get("brings")
         if record is not None and brings and event.contents:
@@ -345,14 +352,14 @@ class RouterActor:
         if record is not None and record.kind == "session" and record.state == "started":
             if event.reason:
                 why = f"it ended on executor {event.executor_id}: {event.reason}"
-                start_errand(self._lose_soon(record, event.executor_id, why), f"end of session {record.id}")
+                start_errand(self._lose_after_grace(record, event.executor_id, why), f"end of session {record.id}")
             else:
                 await self.lose_part(record, event.executor_id, "closed by its client", "completed")
 
     # -- duties of the leader ----------------------------------------------------------------------------------------
 
     async def lapse(self) -> int:
-        """End sessions whose lease is over, or that were never opened. Returns how many ended."""
+        """End sessions whose lease is over, or that were never opened. Returns the number of ended sessions."""
         now = self.clock()
         self.registry.forget_old(now)
         await self.write_leases()
@@ -362,11 +369,14 @@ class RouterActor:
         )
         for record in await self.world.tasks.in_states("pending", kind="session"):
             if now - record.created_at > ABANDONED_S:
-                ended.append(await self.end(record, "failed", "the router that was opening it is gone"))
+                ended.append(await self.end(record, "failed", "the router that was opening it has ended"))
         return sum(ended)
 
     async def reconcile(self) -> int:
-        """End sessions that an executor of theirs does not have (it was restarted), or whose executor is lost; how many."""
+        """End sessions that one of their executors does not have (after a restart), or whose executor is lost.
+
+        Returns the number of these.
+        """
         now, count = self.clock(), 0
         for record in await self.world.tasks.in_states("started", kind="session"):
             for part in record.parts:
@@ -379,17 +389,17 @@ class RouterActor:
         return count
 
     def missing(self, executor_id: str, session_id: str, since: float) -> str:
-        """Why an executor cannot be serving a session that it took at a time; empty if it can.
+        """Explain why an executor cannot have a session that it took at time `since`; empty if it can.
 
-        A router that has just started gives executors as long to be heard of as it takes to lose one.
+        For `LOST_AFTER_S` after its own start, a router does not count silent executors as lost.
         """
         now = self.clock()
         heard = max(self.registry.heard(executor_id) or 0.0, self._started)
         if ended := self.registry.ended(executor_id):
             return f"executor {executor_id} is lost: {ended}"
         if now - heard > LOST_AFTER_S:
-            return f"executor {executor_id} is lost: nothing was heard of it for {now - heard:.0f} s"
-        if now - since <= FRESH_S or self.registry.heard(executor_id) is None:
+            return f"executor {executor_id} is lost: no heartbeat for {now - heard:.0f} s"
+        if now - since <= NEW_SESSION_S or self.registry.heard(executor_id) is None:
             return ""
         return "" if self.registry.has(executor_id, session_id) else f"executor {executor_id} does not have it"
 

@@ -1,4 +1,4 @@
-"""What other services say before something is started: metering of the tenant's budget, the scheduler of admission."""
+"""Asks other services before a session or job starts: metering about the tenant's budget, the scheduler about admission."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from wooly_wis.credits import CheckBudgetRequest
 from wooly_wis.messages import AdmitSessionReply, AdmitSessionRequest, SessionPolicy
 
 log = logging.getLogger("wooly.router")
-#: Seconds that the scheduler has for an answer; without it sessions are opened as they ask to be.
+#: Timeout of the scheduler's answer, in seconds. Without an answer, sessions open as they request.
 SCHEDULER_TIMEOUT_S = 0.5
-#: Seconds that metering has for one; without it nobody's budget is looked at.
+#: Timeout of metering's answer, in seconds. Without an answer, the budget is not checked.
 METERING_TIMEOUT_S = 0.5
 
 
 class Advice:
-    """Asks, and goes on where nobody answers.
+    """Asks other services, and continues without an answer.
 
     Args:
         app: the connection to NATS.
@@ -30,21 +30,21 @@ class Advice:
         self._app = app
 
     async def over_budget(self, tenant: str) -> str:
-        """Why a tenant may start nothing: it has spent its hard limit. Empty: it may.
+        """Explain why a tenant may start nothing: it has reached the hard limit of its budget. Empty: it may.
 
-        Without an answer it may, too: metering holds its sessions as soon as it can.
+        Without an answer from metering, the tenant may start: metering holds its sessions as soon as it runs again.
         """
         ask = CheckBudgetRequest(tenant=tenant)
         try:
             reply = await self._app.request(contracts.METERING_BUDGET_CHECK, ask, timeout=METERING_TIMEOUT_S)
         except BusError as e:
             if not isinstance(e, NoResponderError):
-                log.warning("nobody says whether %s has credits left: %s", tenant, e)
+                log.warning("the budget of tenant %s is not checked, because metering does not answer: %s", tenant, e)
             return ""
         return reply.refusal
 
     async def admit(self, ask: AdmitSessionRequest) -> AdmitSessionReply:
-        """What the scheduler says; where there is none, everything is admitted, and held to what it declares."""
+        """Ask the scheduler for admission. Without an answer, the session is admitted with the limits that it declares."""
         try:
             return await self._app.request(contracts.SCHEDULER_SESSION_ADMIT, ask, timeout=SCHEDULER_TIMEOUT_S)
         except BusError as e:

@@ -1,4 +1,4 @@
-"""Wires the router's process: settings, database, NATS, REST."""
+"""Connects the parts of the router's process: settings, database, NATS, REST."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from wooly_router.tasks import TaskActor
 from wooly_router.traces import TraceActor
 
 log = logging.getLogger("wooly.router")
-#: Seconds that answers of REST have to be finished when the router ends.
+#: Seconds for which the router finishes REST answers when it ends.
 LAST_ANSWERS_S = 3.0
 
 
@@ -47,7 +47,7 @@ async def serve(settings: RouterSettings) -> None:
 
     Raises:
         BusConnectError: NATS does not answer.
-        OSError: the REST port is taken.
+        OSError: the REST port is in use.
         SQLAlchemyError: the database does not answer.
     """
     world = World(Database(settings.database(), durable=settings.durable), settings.cluster())
@@ -98,7 +98,7 @@ async def serve(settings: RouterSettings) -> None:
 
 
 def _first_tenant(now: float) -> TenantRecord:
-    """The administrators' own tenant: nothing of what they run is bound."""
+    """Make the administrators' own tenant: no ceiling limits it."""
     most = UNLIMITED
     return TenantRecord(
         "admin",
@@ -111,11 +111,14 @@ def _first_tenant(now: float) -> TenantRecord:
 
 
 async def first_token(settings: RouterSettings, world: World, now: float) -> None:
-    """Where tokens are asked for and there is no tenant yet: an administrator's, as given, or in a file for our user alone."""
+    """Make the first administrator's token, if tokens are required and no tenant exists.
+
+    It is the configured token, or a random token in a file that only our user can read.
+    """
     if settings.auth != "tokens" or settings.owner_token is not None or await world.tenants.all():
         return
     if not await world.tenants.add(_first_tenant(now)):
-        return  # another router did it
+        return  # another router made the tenant
     if settings.operator_token is not None:
         given = settings.operator_token.get_secret_value()
         await world.tenants.add_token("admin", "operator", "operator", now, secret=given)
@@ -131,7 +134,7 @@ async def first_token(settings: RouterSettings, world: World, now: float) -> Non
 
 @contextlib.asynccontextmanager
 async def _rest(server: HttpServer, listener: socket.socket) -> AsyncIterator[Work]:
-    """Serve REST inside the block. Yields what goes on for as long; at the end of the block, answers are finished."""
+    """Serve REST inside the block. Yields the server's work; at the end of the block, pending answers are finished."""
     http = asyncio.create_task(server.serve(sockets=[listener]))
 
     async def served() -> None:

@@ -1,6 +1,6 @@
-"""Blobs of tenants, whose credentials have no JetStream: put and read in pieces, each a request that any router answers.
+"""Blobs of tenants without JetStream: clients put and read them in pieces, and any router answers the request for a piece.
 
-What a tenant stores goes to its own bucket and comes back to its own inbox. Where an upload stands is in JetStream alone.
+A tenant's data goes to its own bucket and returns to its own inbox. Only JetStream stores how far an upload is.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from wooly_router.limits import LimitError
 from wooly_router.settings import RouterSettings
 
 log = logging.getLogger("wooly.router")
-#: Tenants whose buckets are remembered.
-BUCKETS = 1000
-#: Uploads that are read back at once.
-AT_ONCE = 2
-#: Seconds for which a bucket's size is believed.
+#: Maximum number of tenants whose buckets are remembered.
+MAX_BUCKETS = 1000
+#: Maximum number of finished uploads that are read back for verification at the same time.
+MAX_CHECKS = 2
+#: Seconds for which a measured bucket size is used.
 SIZE_S = 1.0
 
 
 @dataclass(slots=True)
 class _Held:
-    """What a bucket had at a time, and what uploads that began and pieces that came since will add."""
+    """The measured size of a bucket, and what started uploads and received pieces have added since."""
 
     at: float
     nbytes: int
@@ -47,7 +47,7 @@ class _Held:
 
 
 class TenantBlobs:
-    """The buckets of all tenants, and what each tenant may keep in its own; over NATS and REST alike.
+    """The buckets of all tenants, and their quotas; for NATS and REST.
 
     Args:
         app: the connection to NATS.
@@ -57,30 +57,32 @@ class TenantBlobs:
     def __init__(self, app: ServiceApp, settings: RouterSettings) -> None:
         self._app, self._settings = app, settings
         self._bytes, self._pieces = settings.tenant_blob_bytes, settings.tenant_blob_pieces
-        #: What JetStream enforces, for all routers and whoever puts: a little more, for results of jobs that run already.
+        #: The limit that JetStream enforces over all routers. It is an eighth higher, to leave room for results of running
+        #: jobs.
         self._most = self._pieces + self._pieces // 8 or -1
         self._stores: OrderedDict[str, BlobStore] = OrderedDict()
         self._held: dict[str, _Held] = {}
         self._transfers: Counter[str] = Counter()
 
     def store(self, tenant: str) -> BlobStore:
-        """A tenant's bucket."""
+        """Return a tenant's bucket."""
         store = self._stores.get(tenant) or BlobStore(self._app.jetstream(), tenant, most=self._most)
         self._stores[tenant] = store
         self._stores.move_to_end(tenant)
-        if len(self._stores) > BUCKETS:
+        if len(self._stores) > MAX_BUCKETS:
             _, old = self._stores.popitem(last=False)
             self._held.pop(old.bucket, None)
         return store
 
     async def room_for(self, tenant: str, nbytes: int, *, begins: bool) -> None:
-        """Whether a tenant may put so many bytes more, by what its bucket had within the last second and what came since.
+        """Check that a tenant may put `nbytes` more, based on the bucket's size within the last second and on later additions.
 
-        All that an upload will take counts when it begins, so that several at the same time do not count on the same room; its
-        pieces are counted again as they come, by themselves. Several routers may together let in what comes within a second.
+        An upload counts with its full size when it begins, so that simultaneous uploads do not use the same room. Its pieces
+        are counted again, separately, as they arrive. Several routers together may exceed the quota by what arrives within a
+        second.
 
         Raises:
-            LimitError: it may not.
+            LimitError: the quota would be exceeded.
         """
         if not self._bytes and not self._pieces:
             return
@@ -95,8 +97,8 @@ class TenantBlobs:
         ):
             if limit and kept + more > limit:
                 raise LimitError(
-                    f"tenant {tenant} keeps {kept} {what} already, of {limit} that it may (WOOLY_ROUTER_{setting}), and "
-                    f"{more} more were to come; blobs go {KEPT_S / 86400:.0f} days after they were put"
+                    f"tenant {tenant} keeps {kept} of {limit} {what} (WOOLY_ROUTER_{setting}), and {more} more would exceed "
+                    f"the quota; blobs are removed {KEPT_S / 86400:.0f} days after they were put"
                 )
         if begins:
             held.begun += nbytes
@@ -106,16 +108,16 @@ class TenantBlobs:
 
     @contextlib.contextmanager
     def transfer(self, tenant: str) -> Iterator[None]:
-        """One blob of a tenant's is put or read over REST inside the block.
+        """Count one blob transfer of a tenant over REST inside the block.
 
         Raises:
-            LimitError: so many are under way.
+            LimitError: the tenant has reached its limit of transfers.
         """
         most = self._settings.tenant_transfers
         if self._transfers[tenant] >= most:
             raise LimitError(
-                f"tenant {tenant} puts or reads {self._transfers[tenant]} blobs over REST on this router, and may {most} at a "
-                "time (WOOLY_ROUTER_TENANT_TRANSFERS); wait for one of them",
+                f"tenant {tenant} puts or reads {self._transfers[tenant]} blobs over REST on this router, and the limit is "
+                f"{most} at a time (WOOLY_ROUTER_TENANT_TRANSFERS); wait for one of them",
                 retry_s=1.0,
             )
         self._transfers[tenant] += 1
@@ -132,28 +134,33 @@ class BlobActor:
 
     Args:
         app: the connection to NATS.
-        gate: who may ask.
+        gate: authorizes callers.
         blobs: the tenants' buckets.
-        blob_bytes: the largest blob.
+        blob_bytes: the largest blob, in bytes.
     """
 
     def __init__(self, app: ServiceApp, gate: Gate, blobs: TenantBlobs, blob_bytes: int) -> None:
         self._gate, self._blobs, self._blob_bytes = gate, blobs, blob_bytes
-        self._turn = asyncio.Semaphore(AT_ONCE)
+        self._turn = asyncio.Semaphore(MAX_CHECKS)
         app.serve_tenants(contracts.ROUTER_BLOB_PUT, self.on_put_blob)
         app.serve_tenants(contracts.ROUTER_BLOB_GET, self.on_get_blob)
 
     async def on_put_blob(self, request: PutBlobRequest, tenant: str) -> PutBlobReply:
-        """Take a piece of a blob; see `PutBlobRequest`."""
+        """Store a piece of a blob; see `PutBlobRequest`."""
         own = (await self._gate.of_tenant(tenant, request.tenant)).own
         store = self._blobs.store(own)
         if request.nbytes > self._blob_bytes:
-            raise RefusedError("router.too_large", f"a blob has at most {self._blob_bytes} bytes")
+            raise RefusedError(
+                "router.too_large",
+                f"the blob has {request.nbytes} bytes, and the limit is {self._blob_bytes} (WOOLY_ROUTER_BLOB_BYTES)",
+            )
         data = _bytes(request.data)
         whole, reached = not request.offset and len(data) == request.nbytes, request.offset + len(data)
         if len(data) > PIECE_BYTES or reached > request.nbytes:
             raise RefusedError(
-                "router.bad_blob", f"a piece has at most {PIECE_BYTES} bytes, all of them {request.nbytes}"
+                "router.bad_blob",
+                f"the piece of {len(data)} bytes at offset {request.offset} is too large: a piece has at most {PIECE_BYTES} "
+                f"bytes, and the blob has {request.nbytes}",
             )
         if (not request.offset or reached == request.nbytes) and await store.has(request.digest, request.nbytes):
             return PutBlobReply(kept=True)
@@ -161,7 +168,7 @@ class BlobActor:
         await self._blobs.room_for(own, taken, begins=not request.offset)
         if whole:
             if name_of(data) != request.digest:
-                raise RefusedError("bus.blob_corrupt", f"what was sent is not what {request.digest[:16]}… stands for")
+                raise RefusedError("bus.blob_corrupt", f"the data does not match its digest {request.digest[:16]}…")
             await store.put(data)
             return PutBlobReply(kept=True)
         if not data:
@@ -176,27 +183,27 @@ class BlobActor:
         return PutBlobReply(kept=True, after=after)
 
     async def on_get_blob(self, request: GetBlobRequest, tenant: str) -> GetBlobReply:
-        """Give a piece of a blob."""
+        """Return a piece of a blob."""
         store = self._blobs.store((await self._gate.of_tenant(tenant, request.tenant)).own)
         size, data, after = await store.piece(request.digest, request.after)
         return GetBlobReply(nbytes=size, data=base64.b64encode(data).decode(), after=after)
 
 
 class AbandonedUploads:
-    """Removes what was uploaded in part and given up: it counts for its tenant as long as it is there.
+    """Removes abandoned uploads, because they count against their tenant's quota.
 
     Args:
         app: the connection to NATS.
-        idle_s: seconds after the last piece of an upload.
+        idle_s: seconds without a new piece after which an upload is abandoned.
     """
 
     def __init__(self, app: ServiceApp, idle_s: float) -> None:
         self._app, self._idle_s = app, idle_s
-        #: Per bucket without any upload, its last message when it was looked at: nothing has come since.
+        #: By bucket without unfinished uploads, its last message at the last check. If it is unchanged, the bucket is skipped.
         self._clean: dict[str, int] = {}
 
     async def drop(self) -> None:
-        """Remove what is there now. What JetStream does not answer for is looked at the next time."""
+        """Remove abandoned uploads. If JetStream does not answer, the next call tries again."""
         js = self._app.jetstream()
         try:
             for bucket, last in (await buckets(js)).items():
@@ -207,11 +214,11 @@ class AbandonedUploads:
                 else:
                     self._clean[bucket] = last
         except StreamError as e:
-            log.warning("uploads that were given up stay for now: %s", e)
+            log.warning("abandoned uploads could not be removed: %s; trying again later", e)
 
 
 def _bytes(text: str) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
     except (ValueError, binascii.Error) as e:
-        raise RefusedError("router.bad_blob", "data is base64") from e
+        raise RefusedError("router.bad_blob", "the field data is not valid base64") from e

@@ -1,7 +1,7 @@
-"""Enforces what tenants may have: asked before anything gets a class or a weight, and when a tenant's ceilings are lowered.
+"""Enforces tenants' ceilings: before a session or job gets a class or a weight, and when an administrator lowers a ceiling.
 
-The only place of the router that knows how a tenant, a caller and the installation's defaults become ceilings; the rule itself is
-`core.ceilings`. Administrators who proved to be such are not bound: they could raise the ceilings as well.
+Only this module knows how tenant, caller and the installation's defaults determine the ceilings. The rule itself is in
+`core.ceilings`. Ceilings do not bind administrators with a token: an administrator could raise the ceilings as well.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from wooly_router.state.tenants import TenantRecord
 from wooly_router.state.world import World
 
 log = logging.getLogger("wooly.router")
-#: The code of every refusal for the sake of a ceiling.
-ABOVE = "router.above_ceiling"
+#: The error code of every refusal because of a ceiling.
+ABOVE_CEILING_CODE = "router.above_ceiling"
 
 
 class CeilingActor:
-    """What tenants may have.
+    """Applies the ceilings of tenants.
 
     Args:
         app: the connection to NATS.
         world: tenants and tasks.
-        gate: tells administrators from others.
-        defaults: the ceilings of a tenant that has none of its own.
+        gate: tells administrators from other callers.
+        defaults: the ceilings of a tenant without own values.
     """
 
     def __init__(self, app: ServiceApp, world: World, gate: Gate, defaults: Ceilings) -> None:
@@ -46,37 +46,38 @@ class CeilingActor:
         app.serve(contracts.ROUTER_CEILING_CHECK, self.on_check_ceiling)
 
     async def of(self, tenant: str) -> Ceilings:
-        """A tenant's ceilings; the defaults of one that nobody made."""
+        """Return a tenant's ceilings; the defaults for a tenant without a record."""
         found = await self._world.tenants.get(tenant)
         return self._defaults if found is None else self.of_record(found)
 
     def of_record(self, tenant: TenantRecord) -> Ceilings:
-        """A tenant's ceilings: its own, and the defaults where it has none."""
+        """Return a tenant's ceilings: its own values, and the defaults where it has no own value."""
         return overridden(self._defaults, tenant.class_ceiling, tenant.weight_ceiling, tenant.exclusive)
 
     async def granted(self, tenant: str, wish: Wish, caller: Caller | None = None) -> Grant:
-        """What a tenant gets. `caller`: who asks for it; an administrator gets what is asked for.
+        """Decide what a tenant gets. `caller`: the caller that asks; an administrator gets everything that it asks for.
 
         Raises:
-            RefusedError: it is above a ceiling of the tenant's; code `router.above_ceiling`.
+            RefusedError: the wish is above a ceiling of the tenant; code `router.above_ceiling`.
         """
         unbound = caller is not None and self._gate.is_administrator(caller)
         found = grant(tenant, UNLIMITED if unbound else await self.of(tenant), wish)
         if isinstance(found, Refusal):
-            raise RefusedError(ABOVE, found.message)
+            raise RefusedError(ABOVE_CEILING_CODE, found.message)
         return found
 
     async def on_check_ceiling(self, request: CheckCeilingRequest) -> CheckCeilingReply:
-        """Another service is asked to treat a tenant's session otherwise."""
+        """Answer another service that asks whether it may change a session's class or weight."""
         found = grant(request.tenant, await self.of(request.tenant), Wish(request.priority, request.weight))
         return CheckCeilingReply(refusal=found.message if isinstance(found, Refusal) else "")
 
     # -- lowering ----------------------------------------------------------------------------------------------------
 
     async def enforce(self, tenant: str) -> None:
-        """Bring a tenant's tasks down to its ceilings: those that wait in the queue, those that run on their executors.
+        """Lower a tenant's tasks to its ceilings: waiting tasks in the queue, running tasks on their executors.
 
-        Executors are told directly, so that it needs no scheduler. A device that a session has to itself stays so until it ends.
+        The router asks the executors directly, so that this works without a scheduler. A session that has a device to itself
+        keeps it until the session ends.
         """
         ceilings = await self.of(tenant)
         await self._world.tasks.bring_down(tenant, ceilings.priority, ceilings.weight, exclusive=ceilings.exclusive)
@@ -92,7 +93,7 @@ class CeilingActor:
             if (priority, weight) != (policy.priority, policy.weight):
                 await self._steer(executor_id, as_it_is.model_copy(update={"priority": priority, "weight": weight}))
         except BusError as e:
-            log.warning("session %s on executor %s may be above its tenant's ceilings: %s", session_id, executor_id, e)
+            log.warning("session %s on executor %s may exceed its tenant's ceilings: %s", session_id, executor_id, e)
 
     async def _steer(self, executor_id: str, request: SteerSessionRequest) -> SteerSessionReply:
         rpc = contracts.EXECUTOR_SESSION_STEER.at(executor_id)

@@ -1,4 +1,4 @@
-"""What one router at a time does for all of them: ends what is over, keeps nodes and their history, forgets what is old."""
+"""The duties of the leading router for all routers: it ends what is over, maintains nodes and their history, removes old data."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ log = logging.getLogger("wooly.router")
 EVERY_S = 1.0
 #: Seconds between two samples of every device.
 SAMPLE_S = 10.0
-#: Seconds between two looks for what is old, or was given up.
+#: Seconds between two searches for old data and abandoned uploads.
 FORGET_S = 300.0
 
 
 class Duties:
-    """The leader's round. Everything it changes is conditional on the state that it saw, so a second leader harms nothing."""
+    """The leader's periodic work.
+
+    Every change is conditional on the state that the leader saw, so a second leader does no harm.
+    """
 
     def __init__(self, app: ServiceApp, actor: RouterActor, jobs: JobActor, leadership: Leadership) -> None:
         self._app, self._actor, self._jobs, self._leadership = app, actor, jobs, leadership
@@ -33,7 +36,7 @@ class Duties:
         self._due: dict[str, float] = {}
 
     async def run(self, every_s: float = EVERY_S) -> None:
-        """Rounds, for ever. A database that is away for a while is no reason to end."""
+        """Run rounds until cancelled. A database that is unreachable for a while does not end the loop."""
         while True:
             await self._jobs.wait(every_s)
             try:
@@ -44,12 +47,12 @@ class Duties:
                 log.exception("a round of the leader's duties failed; trying again")
 
     async def round(self) -> None:
-        """Everything that is due."""
+        """Do all work that is due."""
         await self.keep_nodes()
         await self._actor.lapse()
         await self._actor.reconcile()
         await self._jobs.round()
-        if not self._leadership.alone:  # there is JetStream
+        if not self._leadership.alone:  # JetStream is available
             await self._jobs.tell()
             if self._is_due("uploads", FORGET_S):
                 await self._uploads.drop()
@@ -66,7 +69,7 @@ class Duties:
         return True
 
     async def listen_to_scheduler(self) -> None:
-        """How starved every device is; every router needs it to place sessions."""
+        """Read the starvation of every device from the scheduler. Every router needs it to place sessions."""
         if not self._is_due("starvation", 2 * EVERY_S):
             return
         found: dict[str, int] = {}
@@ -79,11 +82,11 @@ class Duties:
                 more = reply.more and bool(reply.gpus)
                 after = reply.gpus[-1].executor_id if reply.gpus else ""
         except BusError:
-            found = {}  # without a scheduler nobody knows
+            found = {}  # without a scheduler, starvation is unknown
         self._actor.world.starvation = found
 
     async def keep_nodes(self) -> None:
-        """New devices and changed facts at once; when each was heard of, with the samples."""
+        """Store new devices and changed facts at once, and the times of heartbeats once a minute."""
         registry, changed = self._actor.registry, []
         for heartbeat in registry.all():
             facts = heartbeat.device.model_dump(exclude={"schema_version"})
@@ -100,7 +103,7 @@ class Duties:
             self._kept |= {g.executor_id: g for g in changed}
 
     async def sample(self) -> None:
-        """One more point of the history of every device that lives."""
+        """Store one sample of every device that is alive."""
         actor = self._actor
         now = actor.clock()
         starvation = actor.world.starvation
@@ -121,7 +124,7 @@ class Duties:
         )
 
     async def forget(self) -> None:
-        """Drop tasks, what they brought, samples and traces that are older, or more, than configured."""
+        """Drop old tasks, remembered contents, samples and traces, and traces beyond the configured number."""
         world, now = self._actor.world, self._actor.clock()
         config, _ = await world.settings()
         await world.nodes.forget_samples(now - config.history_retention_s)

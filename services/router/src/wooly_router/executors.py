@@ -1,4 +1,4 @@
-"""What the router asks of executors about a session: to take its part of it, and to let it go."""
+"""The router's requests to executors about a session: to host it, to renew its lease, to close it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from wooly_wis.messages import (
 )
 
 log = logging.getLogger("wooly.router")
-#: Seconds that one executor has for an answer.
+#: Timeout of one executor's answer, in seconds.
 EXECUTOR_TIMEOUT_S = 2.0
 
 
 class Executors:
-    """Speaks to executors, to all of a session's at once.
+    """Sends requests to all executors of a session at the same time.
 
     Args:
         app: the connection to NATS.
@@ -35,7 +35,7 @@ class Executors:
     async def host(
         self, requests: Sequence[tuple[str, HostSessionRequest]], timeout_s: float
     ) -> list[HostSessionReply | BaseException]:
-        """Have executors take a session. Per executor, its answer or what went wrong."""
+        """Ask executors to host a session. Returns the answer or the error of each executor."""
         timeout = max(0.2, min(EXECUTOR_TIMEOUT_S, timeout_s))
         return await asyncio.gather(
             *[
@@ -48,7 +48,7 @@ class Executors:
     async def renew(
         self, names: Sequence[str], request: RenewSessionRequest
     ) -> list[RenewSessionReply | BaseException]:
-        """Prolong a session's lease on executors. Per executor, its answer or what went wrong."""
+        """Renew a session's lease on executors. Returns the answer or the error of each executor."""
         return await asyncio.gather(
             *[
                 self._app.request(contracts.EXECUTOR_SESSION_RENEW.at(name), request, timeout=EXECUTOR_TIMEOUT_S)
@@ -58,10 +58,11 @@ class Executors:
         )
 
     async def close(self, executor_ids: list[str], session_id: str, reason: str) -> dict[str, float]:
-        """Have executors let a session go. One that does not answer is left to the session's lease there.
+        """Ask executors to close a session. If an executor does not answer, the end of the lease closes the session there.
 
         Returns:
-            Executors on whose device an operator of it still runs, and for how many seconds by now.
+            By executor, the seconds for which an operator of the session still runs there. Executors without such an operator
+            are missing.
         """
 
         async def close_one(executor_id: str) -> float:
@@ -72,8 +73,8 @@ class Executors:
                     timeout=EXECUTOR_TIMEOUT_S,
                 )
             except BusError as e:
-                # Its own lease ends the session there if the executor still lives.
-                log.warning("executor %s was not told that %s ended: %s", executor_id, session_id, e)
+                # The end of the lease closes the session on this executor, if the executor still lives.
+                log.warning("executor %s could not be told that session %s ended: %s", executor_id, session_id, e)
                 return 0.0
             return reply.running_s
 

@@ -1,4 +1,4 @@
-"""The router's own figures in Prometheus's text: what became of spans, and what tenants' modules took to check."""
+"""The router's own metrics in Prometheus's text format: spans, and the time to check tenants' modules."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from wooly_router.traces import TraceActor
 
 
 class ModuleCollector(Collector):
-    """Reads `ModuleChecks` when asked."""
+    """Reads the metrics of `ModuleChecks` when Prometheus collects them."""
 
     def __init__(self, checks: ModuleChecks) -> None:
         self._checks = checks
 
     def collect(self) -> Iterator[CounterMetricFamily]:
-        """The figures now."""
+        """Return the current values."""
         spent = CounterMetricFamily(
             "wooly_module_check_seconds",
-            "Processor time that the modules of a tenant's jobs took to be decoded and checked.",
+            "Processor time for decoding and checking the modules of a tenant's jobs.",
             labels=("tenant",),
         )
         for tenant, ns in sorted(self._checks.spent_ns.items()):
@@ -30,16 +30,16 @@ class ModuleCollector(Collector):
 
 
 class SpanCollector(Collector):
-    """Reads a `TraceActor` when asked."""
+    """Reads the metrics of a `TraceActor` when Prometheus collects them."""
 
     def __init__(self, traces: TraceActor) -> None:
         self._traces = traces
 
     def collect(self) -> Iterator[CounterMetricFamily]:
-        """The figures now."""
+        """Return the current values."""
         yield CounterMetricFamily("wooly_spans_kept", "Spans that were kept.", value=self._traces.kept)
         dropped = CounterMetricFamily(
-            "wooly_spans_dropped", "Spans that were not kept, and why.", labels=("service", "reason")
+            "wooly_spans_dropped", "Dropped spans, by service and reason.", labels=("service", "reason")
         )
         for (service, reason), count in sorted(self._traces.dropped.items()):
             dropped.add_metric((service, reason), count)

@@ -1,4 +1,4 @@
-"""Who may ask for what, over REST and over NATS: tokens become tenants, roles and scopes. Knows tokens by their hashes alone."""
+"""Authorization, over REST and over NATS: maps tokens to tenants, roles and scopes. It knows tokens by their hashes only."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from wooly_router.owner import Owner
 from wooly_router.state.tenants import Role, hash_of
 from wooly_router.state.world import World
 
-#: What each role may read (r) and write (w), by area. A token's scopes, where it has any, take from it.
-#:
-#: The rule behind the table: `user` acts for one tenant, and every area shows it that tenant's part alone. `operator` runs the
-#: cluster: it sees all tenants' tasks, traces and credits, by name, size, time and state, and may cancel tasks or give them
-#: another class. What tenants put in and get out (blobs: modules, constants, inputs, results) and what lets one act as a tenant
-#: (its tokens, its credentials, jobs in its name) is for the tenant itself and for `admin`.
+#: What each role may read (r) and write (w), by area. The scopes of a token can only reduce its role's rights. The rule behind
+#: the table: `user` acts for one tenant and sees only that tenant's part of each area. `operator` runs the cluster: it sees the
+#: tasks, traces and credits of all tenants (names, sizes, times, states), and may cancel tasks or change their class. The data
+#: of a tenant (blobs: modules, constants, inputs, results) and the means to act as a tenant (its tokens, its credentials, jobs
+#: in its name) are reserved for the tenant itself and for `admin`.
 TABLE: dict[str, dict[Role, str]] = {
     "tasks": {
         "user": "rw",
         "operator": "rw",
         "admin": "rw",
-    },  # and sessions, traces; in its own name only, but for admin
+    },  # also sessions and traces; only `admin` may act in another tenant's name
     "blobs": {"user": "rw", "operator": "", "admin": "rw"},
     "nodes": {"user": "r", "operator": "rw", "admin": "rw"},
     "groups": {"user": "r", "operator": "rw", "admin": "rw"},
@@ -40,20 +39,20 @@ ROLES: dict[Role, frozenset[str]] = {
     for role in ("user", "operator", "admin")
 }
 SCOPES = tuple(sorted(ROLES["admin"]))
-#: The tenant of those who name none.
+#: The tenant of a request that names no tenant.
 DEFAULT_TENANT = "default"
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Somebody who was let in.
+    """An authorized caller.
 
     Attributes:
-        actor: for the audit log.
-        tenant: whose tasks they see; None: everybody's.
-        own: the tenant that what they make belongs to.
+        actor: name in the audit log.
+        tenant: the tenant whose tasks the caller sees; None: all tenants.
+        own: the tenant that owns everything that the caller creates.
         may: scopes.
-        until: when this ends, in seconds since the epoch; None: not by itself.
+        until: expiry, in seconds since the epoch; None: no expiry.
     """
 
     actor: str
@@ -64,7 +63,7 @@ class Caller:
 
     @property
     def acts_for_all(self) -> bool:
-        """Whether they may do for any tenant what that tenant may: see `TABLE`."""
+        """Tell whether the caller may act for any tenant with that tenant's rights: see `TABLE`."""
         return "tenants:write" in self.may
 
 
@@ -72,13 +71,14 @@ _OWNER = Caller("owner", None, DEFAULT_TENANT, ROLES["admin"])
 
 
 class Gate:
-    """Lets callers in.
+    """Authorizes callers.
 
     Args:
         world: tokens.
-        auth: "open": everybody is an administrator (for a stack that listens on loopback only); "tokens": who shows one.
-        clock: seconds since the epoch.
-        owner: of a local stack, whose NATS has keys that only its owner can read; None: there is no such person.
+        auth: "open": every caller is an administrator (for a stack that listens on loopback only); "tokens": a token is
+            required.
+        clock: returns seconds since the epoch.
+        owner: the owner of a local stack, whose NATS has keys that only the owner can read; None: no such person.
     """
 
     def __init__(
@@ -87,19 +87,20 @@ class Gate:
         self.world, self.auth, self.clock, self.owner = world, auth, clock, owner
 
     def is_administrator(self, caller: Caller) -> bool:
-        """Whether a caller proved to be one; where nobody is asked for a token, nobody did."""
+        """Tell whether the caller proved with a token that it is an administrator. Without required tokens, no caller did."""
         return self.auth == "tokens" and caller.acts_for_all
 
     async def caller(self, secret: str, address: str) -> Caller:
-        """Who has this secret.
+        """Return the caller with this secret.
 
         Raises:
-            RefusedError: nobody, it has ended, or its tenant is disabled; the answer does not say which.
+            RefusedError: the secret is unknown or has ended, or its tenant is disabled. The error does not say which, so that
+                it reveals nothing.
         """
         return await self.of_hash(hash_of(secret) if secret else "", address)
 
     async def of_hash(self, secret_hash: str, address: str) -> Caller:
-        """Who has the secret of this hash; empty: none was shown. As `caller`.
+        """Return the caller whose secret has this hash; empty: the request showed no secret.
 
         Raises:
             RefusedError: see `caller`.
@@ -119,33 +120,34 @@ class Gate:
         return Caller(f"token:{token.id}", tenant, token.tenant, may, token.expires_at)
 
     async def of_tenant(self, tenant: str, claimed: str | None) -> Caller:
-        """Who sent a message by a NATS user of that tenant's: NATS says so. What they may, its permissions have let through.
+        """Return the caller behind a message from a tenant's NATS user.
+
+        NATS has verified the tenant, and its permissions let the message through.
 
         Raises:
-            RefusedError: the tenant is disabled or gone, or the message is about another.
+            RefusedError: the tenant is disabled or unknown, or the message names another tenant.
         """
         found = await self.world.tenants.get(tenant)
         unknown = self.auth == "tokens" and self.owner is None
         if found.disabled if found is not None else unknown:
-            raise RefusedError("router.unauthorized", f"tenant {tenant} may not ask any more")
+            raise RefusedError("router.unauthorized", f"tenant {tenant} is disabled or unknown")
         if claimed not in (None, DEFAULT_TENANT, tenant):
-            raise RefusedError("router.forbidden", f"these credentials are not of tenant {claimed}, but of {tenant}")
+            raise RefusedError("router.forbidden", f"these credentials belong to tenant {tenant}, not to {claimed}")
         return Caller(f"nats:{tenant}", tenant, tenant, ROLES["user"])
 
     async def over_nats(self, credential: str, claimed: str | None, scope: str) -> Caller:
-        """Who sent a message, with the tenant that it is about as `own`.
+        """Return the caller behind a NATS message, with the tenant of the message as `own`.
 
         Args:
             credential: a token's secret.
             claimed: the tenant that the message names.
-            scope: what it needs.
+            scope: the scope that the message requires.
 
         Raises:
-            RefusedError: see `caller`; or the token may not do it, or not for that tenant.
+            RefusedError: see `caller`; or the token lacks the scope, or belongs to another tenant.
         """
-        if (
-            self.owner is not None and not credential
-        ):  # only the owner's keys of NATS may publish where no tenant is named
+        # Only the owner's NATS keys may publish on a subject without a tenant.
+        if self.owner is not None and not credential:
             caller = _OWNER
         else:
             caller = await self.caller(credential, "nats")
@@ -153,18 +155,18 @@ class Gate:
             raise RefusedError("router.forbidden", f"this token does not have the scope {scope}")
         named = claimed if self.auth == "open" or caller is _OWNER or claimed != DEFAULT_TENANT else None
         if caller.tenant is not None and named not in (None, caller.tenant):
-            raise RefusedError("router.forbidden", f"this token is not one of tenant {named}")
+            raise RefusedError("router.forbidden", f"this token does not belong to tenant {named}")
         own = named if named is not None and caller.acts_for_all else caller.own
         return Caller(caller.actor, caller.tenant or claimed, own, caller.may)
 
     def makes_for(self, caller: Caller, claimed: str) -> str:
-        """The tenant that a session or a job belongs to which this caller starts, who says that it is for `claimed`.
+        """Return the tenant that owns the session or job that this caller starts. `claimed`: the tenant that the request names.
 
         Raises:
-            RefusedError: it is for another tenant than the caller's, and only administrators act for others.
+            RefusedError: the request names another tenant than the caller's, and the caller is not an administrator.
         """
         if claimed in (DEFAULT_TENANT, caller.own) or caller.acts_for_all:
             return caller.own
         raise RefusedError(
-            "router.forbidden", f"this token is one of tenant {caller.own}, and acts for no other ({claimed})"
+            "router.forbidden", f"this token belongs to tenant {caller.own} and cannot act for tenant {claimed}"
         )

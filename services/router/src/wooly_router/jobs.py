@@ -1,7 +1,7 @@
-"""Jobs: taken from the queue of commands, placed, given to executors, ended by their reports, told as events.
+"""Jobs: read from the queue of commands, placed, started on executors, ended by the executors' reports, published as events.
 
-A job that was acknowledged is in the database. Its attempts are numbered; whatever an executor says of another attempt than the
-present one changes nothing, so that of several executions one is recorded.
+A job whose submission is acknowledged is in the database. Attempts are numbered. A report about another attempt than the
+current one changes nothing, so only one of several executions counts.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from wooly_wis.messages import (
 )
 
 from wooly_router.actor import RouterActor
-from wooly_router.ceilings import ABOVE
+from wooly_router.ceilings import ABOVE_CEILING_CODE
 from wooly_router.core.ceilings import Wish
 from wooly_router.core.cluster import ClusterConfig, overcommit_of
 from wooly_router.core.placement import as_record, summary
@@ -48,40 +48,44 @@ from wooly_router.state.tasks import PartRecord, TaskRecord, session_of
 from wooly_router.traces import trace_of
 
 log = logging.getLogger("wooly.router")
-#: How the reason of a job begins that waits for credits.
+#: Prefix of a job's reason while the job waits for credits.
 OVER_BUDGET = "waits for credits: "
-#: Jobs of that queue that are looked at at once, and seconds after which one comes again whose tenant has reached a limit.
-COMMANDS_AT_ONCE, LIMITED_S = 16, 5.0
-#: Seconds in which an executor that took a job must be told so again, or the router that asked it is gone.
-HANDING_S = 15.0
-#: Seconds for which an executor may be without a job that it took: its report may be on its way.
-MISSING_S = 5.0
-#: Seconds for which what metering said of a tenant's budget holds, and for which its jobs then wait at least.
+#: Submitted jobs that are examined at the same time; seconds before the job of a tenant at a limit is examined again.
+COMMANDS_AT_ONCE, LIMIT_RETRY_S = 16, 5.0
+#: Seconds for an executor to confirm a job that it was asked to run. After that, the router that asked it counts as dead.
+START_CONFIRM_S = 15.0
+#: Grace period, in seconds, for a job that its executor's heartbeats do not list: its end report may be on its way.
+MISSING_GRACE_S = 5.0
+#: Seconds for which metering's answer about a tenant's budget is used, and minimum wait of a job whose tenant has no budget
+#: left.
 BUDGET_S = 2.0
 OVER_BUDGET_S = 3 * BUDGET_S
-#: Tenants whose budgets are asked for at once.
+#: Maximum number of concurrent budget requests to metering.
 BUDGETS_AT_ONCE = 16
-#: Jobs started in one round.
-AT_ONCE = 64
-#: Waiting jobs, the first of the queue, whose reason is brought up to date in one round.
-NOTED = 200
+#: Maximum number of jobs that one round starts.
+MAX_STARTS = 64
+#: Maximum number of waiting jobs whose reason one round updates, from the front of the queue.
+MAX_REASON_UPDATES = 200
 
 
 class JobActor:
-    """The jobs of the cluster. Any router takes them in; the leader places and watches them."""
+    """The jobs of the cluster. Any router accepts them; the leader places and watches them."""
 
     def __init__(self, app: ServiceApp, router: RouterActor) -> None:
         self._app, self._router = app, router
         self._tasks, self._world = router.world.tasks, router.world
         self._missing: dict[tuple[str, int], float] = {}
-        #: Per tenant with waiting jobs: when its budget was asked for, and why it may start nothing.
+        #: By tenant with waiting jobs: the time of the last budget request, and the reason why the tenant may start nothing.
         self._budgets: dict[str, tuple[float, str]] = {}
         self._changed = asyncio.Event()
         self.modules = ModuleChecks(router.settings)
         app.serve_tenants(contracts.ROUTER_JOB_SUBMIT, self.on_submit_tenants)
 
     async def prepare(self) -> None:
-        """Have what submitters expect to be there: the queue, the events, the default tenant's blobs. Until JetStream has it."""
+        """Create what submitters need: the command queue, the event stream, the default tenant's blob store.
+
+        Repeats until JetStream answers.
+        """
         complaint = ""
         while True:
             try:
@@ -91,18 +95,18 @@ class JobActor:
                 return
             except StreamError as e:
                 if str(e) != complaint:
-                    log.warning("no jobs can be taken: %s; trying again", e)
+                    log.warning("jobs cannot be accepted yet: %s; trying again", e)
                 complaint = str(e)
                 await asyncio.sleep(2.0)
 
     # -- taking in ---------------------------------------------------------------------------------------------------
 
     async def take_commands(self) -> None:
-        """Take in what is submitted, for ever."""
+        """Accept submitted jobs until cancelled."""
         await self.prepare()
         turn, working = asyncio.Semaphore(COMMANDS_AT_ONCE), set[asyncio.Task[None]]()
         async for taken in take(self._app.jetstream(), contracts.ROUTER_JOB_COMMAND, "router"):
-            await turn.acquire()  # the module of one job may take long; those of others are looked at meanwhile
+            await turn.acquire()  # the module of one job may take long; other jobs are examined meanwhile
             task = start_errand(self._take_command(taken), "a submitted job")
             working.add(task)
             task.add_done_callback(working.discard)
@@ -116,57 +120,57 @@ class JobActor:
                 tenant = self._router.gate.makes_for(caller, job.tenant)
                 await self._submit_command(job.model_copy(update={"tenant": tenant, "credential": ""}), caller)
             await taken.done()
-        except LimitError as e:  # it waits in the queue: what was acknowledged will be a task
-            await taken.later(max(e.retry_s, LIMITED_S))
+        except LimitError as e:  # it stays in the queue: an acknowledged submission becomes a task
+            await taken.later(max(e.retry_s, LIMIT_RETRY_S))
         except (EnvelopeError, RefusedError) as e:
-            log.warning("a job that cannot be read, or is nobody's, is dropped: %s", e)
+            log.warning("a submitted job is dropped, because it is malformed or not permitted: %s", e)
             await taken.done()
         except Exception:
-            log.exception("a job could not be taken in; it comes again")
+            log.exception("a submitted job could not be accepted; it will be retried")
             await taken.later(2.0)
 
     async def _submit_command(self, job: SubmitJob, caller: Caller) -> None:
-        """Take in a job whose submitter waits for no answer: what is refused to others is a job that failed."""
+        """Accept a job whose submitter does not wait for an answer. If a ceiling refuses it, it becomes a failed job."""
         try:
             await self.on_submit_job(job, caller)
         except RefusedError as e:
-            if e.code != ABOVE:
+            if e.code != ABOVE_CEILING_CODE:
                 raise
             await self._submit(job, f"{e.code}: {e}")
 
     async def on_submit_tenants(self, job: SubmitJob, tenant: str) -> SubmitJobReply:
-        """Take in a job of a tenant's NATS user: it is in the database before this is answered."""
+        """Accept a job from a tenant's NATS user. The job is in the database before the answer."""
         caller = await self._router.gate.of_tenant(tenant, job.tenant)
         task = await self.on_submit_job(job.model_copy(update={"tenant": caller.own, "credential": ""}), caller)
         if task.tenant != caller.own:
-            raise RefusedError("router.id_taken", f"{job.job_id} is not free; take another, at random")
+            raise RefusedError("router.id_taken", f"job id {job.job_id} is already in use; choose a random id")
         return SubmitJobReply(job_id=task.id)
 
     async def on_submit_job(self, job: SubmitJob, caller: Caller | None = None) -> TaskRecord:
-        """A job is pending once this returns; one that can never run has failed, with the reason. Again, it changes nothing.
+        """Accept a job. Afterwards it is pending, or it has failed because it can never run. A second call changes nothing.
 
-        `caller`: who submits it; an administrator is not bound by its tenant's ceilings.
+        `caller`: the submitter; ceilings do not bind an administrator.
 
         Raises:
-            RefusedError: it asks for more than its tenant may have.
-            LimitError: its tenant has too many that wait, or submits too fast.
-            StreamError: its module cannot be looked at now.
+            RefusedError: the job asks for more than its tenant may have.
+            LimitError: too many jobs of the tenant wait, or the tenant submits too fast.
+            StreamError: the module cannot be read now.
         """
         known = await self._tasks.get(job.job_id)
         if known is not None:
             if known.tenant != job.tenant:
-                log.warning("job %s of %s is dropped: the id is another tenant's", job.job_id, job.tenant)
+                log.warning("job %s of %s is dropped: a job of another tenant has this id", job.job_id, job.tenant)
             return known
         self._router.limits.begin(job.tenant)
-        async with self._world.database.reading() as s:  # before its module is fetched and checked
+        async with self._world.database.reading() as s:  # before the module is fetched and checked
             await self._room_for(s, job.tenant)
-        await self._router.blobs.room_for(job.tenant, 0, begins=True)  # what it computes will be blobs
+        await self._router.blobs.room_for(job.tenant, 0, begins=True)  # its results will be blobs
         wish = Wish.of_start(job.priority, job.weight, job.gpu_mode)
         granted = await self._router.ceilings.granted(job.tenant, wish, caller)
         return await self._submit(job.model_copy(update={"priority": granted.priority, "weight": granted.weight}))
 
     async def _submit(self, job: SubmitJob, refusal: str = "") -> TaskRecord:
-        """Write a job down: as pending, or, with a `refusal`, as failed."""
+        """Store a job: as pending or, with a `refusal`, as failed."""
         now = self._router.clock()
         task = TaskRecord(
             id=job.job_id,
@@ -194,8 +198,8 @@ class JobActor:
 
     async def _take_in(self, job: SubmitJob, task: TaskRecord, refusal: str) -> TaskRecord:
         if not refusal:
-            task, refusal = await self._examined(job, task)
-        # Of jobs that come at the same time, each counts those before it.
+            task, refusal = await self._check_module(job, task)
+        # Of jobs that arrive at the same time, each counts those before it.
         async with self._world.database.deciding() as s:
             if (known := await self._tasks.get(job.job_id, s)) is not None:
                 return known
@@ -207,8 +211,11 @@ class JobActor:
         self._changed.set()
         return task
 
-    async def _examined(self, job: SubmitJob, task: TaskRecord) -> tuple[TaskRecord, str]:
-        """The job with the memory that its module needs, and why it can never run; empty: it can."""
+    async def _check_module(self, job: SubmitJob, task: TaskRecord) -> tuple[TaskRecord, str]:
+        """Check the job's module.
+
+        Returns the job with the memory that the module needs, and the reason why it can never run (or "").
+        """
         try:
             checked = await self.modules.check(self._router.blobs.store(job.tenant), job.tenant, job.module)
         except (BlobMissingError, BlobCorruptError) as e:
@@ -216,45 +223,48 @@ class JobActor:
         return replace(task, required_vram=task.required_vram or max(checked.peak, 1)), checked.refusal
 
     async def _room_for(self, s: AsyncSession, tenant: str) -> None:
-        """Whether a tenant may have one more job that waits.
+        """Check that a tenant may have one more waiting job.
 
         Raises:
             LimitError: it may not.
         """
         waiting = await self._tasks.count(s, tenant, "job", "pending")
         self._router.limits.check(
-            tenant, "jobs that wait", waiting, "tenant_jobs", "wait for some of them, or cancel them"
+            tenant, "waiting jobs", waiting, "tenant_jobs", "wait for some of them, or cancel them"
         )
 
     # -- ending ------------------------------------------------------------------------------------------------------
 
     async def take_reports(self) -> None:
-        """Take in how attempts ended, for ever."""
+        """Record how attempts ended, until cancelled."""
         async for taken in take(self._app.jetstream(), contracts.EXECUTOR_JOB_ENDED, "router"):
             try:
                 await self.on_job_ended(taken.payload())
                 await taken.done()
             except EnvelopeError as e:
-                log.warning("a report that cannot be read is dropped: %s", e)
+                log.warning("a malformed job report is dropped: %s", e)
                 await taken.done()
             except Exception:
-                log.exception("a report could not be taken in; it comes again")
+                log.exception("a job report could not be recorded; it will be retried")
                 await taken.later(2.0)
 
     async def on_job_ended(self, ended: JobEnded) -> bool:
-        """An attempt ended. False if it is not the present one, or the job has ended: then nothing changes."""
+        """Record the end of an attempt.
+
+        Returns False, and changes nothing, if the attempt is not the current one or the job has ended.
+        """
         task = await self._tasks.get(ended.task_id)
         if task is None or task.kind != "job" or task.attempt != ended.attempt:
             return False
         if ended.state == "lost":
-            return await self._again(task, f"lost on {ended.executor_id}: {ended.reason}")
+            return await self._retry_attempt(task, f"lost on {ended.executor_id}: {ended.reason}")
         outputs = [o.model_dump(mode="json", exclude={"schema_version"}) for o in ended.outputs]
         with step("router", "end_job", _trace(task), task_id=task.id, attempt=ended.attempt, state=ended.state):
             return await self._end_attempt(task, ended, outputs)
 
     async def _end_attempt(self, task: TaskRecord, ended: JobEnded, outputs: list[dict[str, Any]]) -> bool:
         async with self._world.database.writing() as s:
-            if task.state == "pending":  # it ended before we heard that it was taken
+            if task.state == "pending":  # its end arrived before the answer of its executor
                 await self._tasks.move(
                     s, task.id, "started", f"on {ended.executor_id}", self._router.clock(), attempt=task.attempt
                 )
@@ -264,14 +274,14 @@ class JobActor:
         self._changed.set()
         return moved
 
-    async def _again(self, task: TaskRecord, reason: str) -> bool:
-        """An attempt was lost: another one a little later, where it fits then, or the end."""
+    async def _retry_attempt(self, task: TaskRecord, reason: str) -> bool:
+        """Handle a lost attempt: retry the job after a back-off, or fail it after the last attempt."""
         now = self._router.clock()
         config, _ = await self._world.settings()
         allowed = (task.spec or {}).get("attempts") or config.job_attempts
         async with self._world.database.writing() as s:
             if task.attempt >= allowed:
-                why = f"{reason}; that was attempt {task.attempt} of {allowed}"
+                why = f"{reason}; this was attempt {task.attempt} of {allowed}"
                 moved = await self._tasks.move(s, task.id, "failed", why, now, attempt=task.attempt)
             elif task.state == "started":
                 retry = now + backoff_s(task.attempt)
@@ -285,7 +295,7 @@ class JobActor:
     # -- duties of the leader ----------------------------------------------------------------------------------------
 
     async def wait(self, timeout_s: float) -> None:
-        """Until there may be something to place or tell, at most `timeout_s` seconds."""
+        """Wait until something may have changed, at most `timeout_s` seconds."""
         try:
             await asyncio.wait_for(self._changed.wait(), timeout_s)
         except TimeoutError:
@@ -293,29 +303,29 @@ class JobActor:
         self._changed.clear()
 
     async def round(self) -> None:
-        """Everything that is due."""
+        """Do all periodic work that is due."""
         await self.expire()
         await self.watch()
         await self.place()
 
     async def expire(self) -> None:
-        """Fail jobs whose deadline is over."""
+        """Fail jobs that have passed their deadline."""
         now = self._router.clock()
         for task in await self._tasks.in_states("pending", "started", kind="job"):
             if task.deadline_at is not None and now > task.deadline_at:
-                await self.end(task, "failed", f"its deadline of {task.deadline_at - task.created_at:g} s is over")
+                await self.end(task, "failed", f"its deadline of {task.deadline_at - task.created_at:g} s has passed")
 
     async def end(self, task: TaskRecord, state: str, reason: str) -> bool:
-        """End a job from outside, and its execution. False if it has ended already."""
+        """End a job and its execution. Returns False if it has ended already."""
         async with self._world.database.writing() as s:
             ended = await self._tasks.move(s, task.id, state, reason, self._router.clock())
         if ended:
             self._changed.set()
-            await self._router.let_go(task, session_of(task), reason)
+            await self._router.close_on_executors(task, session_of(task), reason)
         return ended
 
     async def watch(self) -> None:
-        """Try jobs again whose executor is lost, or has them no more, or never answered."""
+        """Retry jobs whose executor is lost, no longer has them, or never answered."""
         now, missing = self._router.clock(), {}
         for task in await self._tasks.in_states("started", kind="job"):
             for part in task.parts:
@@ -324,15 +334,15 @@ class JobActor:
                     continue
                 key = (task.id, task.attempt)
                 missing[key] = self._missing.get(key, now)
-                if "is lost" in reason or now - missing[key] > MISSING_S:
-                    await self._again(task, reason)
+                if "is lost" in reason or now - missing[key] > MISSING_GRACE_S:
+                    await self._retry_attempt(task, reason)
         self._missing = missing
         for task in await self._tasks.in_states("pending", kind="job"):
             if task.parts and is_due(task.retry_at or 0.0, now):
-                await self._again(task, "the router that was starting it is gone")
+                await self._retry_attempt(task, "the router that was starting it has ended")
 
     async def place(self) -> None:
-        """Start what fits, in the queue's order."""
+        """Start the jobs that fit, in the queue's order."""
         router, now = self._router, self._router.clock()
         if not router.registry.alive(now):
             return
@@ -348,24 +358,25 @@ class JobActor:
             config, nodes, pool = await self._world.pool(s, router.registry, now)
             waiting_tasks = [t.waiting() for t in queue.values()]
             noted = 0
-            # In a thread: with thousands in the queue it takes seconds, in which heartbeats must be heard.
+            # In a thread: with thousands of jobs in the queue it takes seconds, in which the event loop must receive
+            # heartbeats.
             for waiting, placement in await asyncio.to_thread(plan, waiting_tasks, pool, now, config.patience()):
                 task = queue[waiting.task_id]
                 record = as_record(waiting.want, placement)
                 if not placement.gpus:
                     reason = f"waits: {summary(placement.waits)}"
-                    if task.reason != reason[:4096] and noted < NOTED:
+                    if task.reason != reason[:4096] and noted < MAX_REASON_UPDATES:
                         noted += 1
                         await self._tasks.note_waiting(s, task.id, record, reason)
                     continue
-                if len(chosen) == AT_ONCE:
+                if len(chosen) == MAX_STARTS:
                     self._changed.set()
                     break
                 (gpu,) = placement.gpus
                 changes: dict[str, Any] = {
                     "placement": record,
                     "attempt": task.attempt + 1,
-                    "retry_at": now + HANDING_S,
+                    "retry_at": now + START_CONFIRM_S,
                 }
                 await self._tasks.take_devices(s, task.id, [PartRecord(gpu.executor_id, gpu.node)], **changes)
                 started = replace(task, parts=(PartRecord(gpu.executor_id, gpu.node),), **changes)
@@ -373,7 +384,7 @@ class JobActor:
         await asyncio.gather(*[self._start(task, executor, percent, config) for task, executor, _, percent in chosen])
 
     async def _over_budget(self, tenants: Collection[str]) -> dict[str, str]:
-        """Those of some tenants that may start nothing, with the reason."""
+        """Return the tenants, of those given, that may start nothing, each with the reason."""
         now, turn = self._router.clock(), asyncio.Semaphore(BUDGETS_AT_ONCE)
         self._budgets = {t: known for t, known in self._budgets.items() if t in tenants and now - known[0] < BUDGET_S}
 
@@ -385,16 +396,19 @@ class JobActor:
         return {t: why for t, (_, why) in self._budgets.items() if why}
 
     async def _hold_back(self, tasks: list[TaskRecord], over_budget: dict[str, str], s: AsyncSession) -> None:
-        """Keep jobs in the queue, passed over and with nothing held for them, until their tenants may start something again."""
+        """Keep jobs of tenants without budget in the queue.
+
+        The queue skips them and holds no devices for them until the tenant may start jobs again.
+        """
         later = self._router.clock() + OVER_BUDGET_S
         await self._tasks.postpone(s, [t.id for t in tasks if (t.retry_at or 0.0) < later - BUDGET_S], later)
         noted = 0
         for task in tasks:
             reason = f"{OVER_BUDGET}{over_budget[task.tenant]}"
-            if task.reason == reason[:4096] or noted == NOTED:
+            if task.reason == reason[:4096] or noted == MAX_REASON_UPDATES:
                 continue
             noted += 1
-            begins = not task.reason.startswith(OVER_BUDGET)  # what is spent may still change
+            begins = not task.reason.startswith(OVER_BUDGET)  # the amount in the reason may still change
             await self._tasks.note_waiting(s, task.id, {}, reason, tell_at=self._router.clock() if begins else None)
 
     async def _start(self, task: TaskRecord, executor_id: str, percent: int, config: ClusterConfig) -> None:
@@ -435,8 +449,8 @@ class JobActor:
             )
             await self._app.request(contracts.EXECUTOR_JOB_RUN.at(executor_id), request, timeout=EXECUTOR_TIMEOUT_S)
         except BusError as e:
-            log.warning("executor %s did not take job %s: %s", executor_id, task.id, e)
-            await self._again(task, f"executor {executor_id} did not take it: {e}")
+            log.warning("executor %s did not start job %s: %s", executor_id, task.id, e)
+            await self._retry_attempt(task, f"executor {executor_id} did not start it: {e}")
             return
         async with self._world.database.writing() as s:
             started = await self._tasks.move(
@@ -455,7 +469,7 @@ class JobActor:
     # -- telling -----------------------------------------------------------------------------------------------------
 
     async def tell(self) -> int:
-        """Publish every step of every task's story that was not published yet. Returns how many."""
+        """Publish every unpublished step of every task's story. Returns the number of published steps."""
         steps = await self._tasks.untold()
         if not steps:
             return 0
@@ -478,7 +492,7 @@ class JobActor:
                 await publish(js, contracts.ROUTER_TASK_CHANGED.at(task.tenant), event, id=f"{task.id}:{step.number}")
                 told.append((task.id, step.number))
         except StreamError as e:
-            log.warning("what becomes of tasks is not published: %s; trying again", e)
+            log.warning("task events cannot be published: %s; trying again", e)
         await self._tasks.tell(told)
         return len(told)
 

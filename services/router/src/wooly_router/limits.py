@@ -1,6 +1,8 @@
-"""What one tenant may have at a time, and how fast it may ask for more. Whoever reaches a limit is told which, with its figures.
+"""The limits of one tenant: how much it may have at a time, and how fast it may ask for more.
 
-Counts are of the database that all routers share; rates are one router's.
+An error names the limit and the numbers.
+
+Counts come from the database that all routers share. Rates are per router.
 """
 
 from __future__ import annotations
@@ -12,10 +14,10 @@ from wooly_router.settings import RouterSettings
 
 
 class LimitError(RefusedError):
-    """A limit of a tenant's is reached.
+    """A tenant has reached a limit.
 
     Attributes:
-        retry_s: seconds after which it may be tried again; 0: something else must end before.
+        retry_s: seconds after which the request may be retried; 0: another session or job must end before.
     """
 
     def __init__(self, message: str, *, code: str = "router.limit", retry_s: float = 0.0) -> None:
@@ -32,33 +34,33 @@ class Limits:
         self._begun = Buckets(settings.tenant_opens, 4 * settings.tenant_opens)
 
     def check(self, tenant: str, what: str, count: int, setting: str, cure: str) -> None:
-        """Whether a tenant that has `count` may have one more.
+        """Check that a tenant with `count` of something may have one more.
 
         Args:
-            tenant: whose.
-            what: is counted, in the plural.
-            count: how many there are.
-            setting: the field of `RouterSettings` that limits them.
-            cure: what its client can do.
+            tenant: name of the tenant.
+            what: the counted things, in the plural.
+            count: how many the tenant has.
+            setting: the field of `RouterSettings` with the limit.
+            cure: what the tenant's client can do.
 
         Raises:
-            LimitError: it may not.
+            LimitError: the limit is reached.
         """
         limit = getattr(self._settings, setting)
         if count >= limit:
             raise LimitError(
-                f"tenant {tenant} has {count} {what}, and may have {limit} (WOOLY_ROUTER_{setting.upper()}); {cure}"
+                f"tenant {tenant} has {count} {what}, and the limit is {limit} (WOOLY_ROUTER_{setting.upper()}); {cure}"
             )
 
     def begin(self, tenant: str) -> None:
-        """A tenant opens a session or submits a job.
+        """Count one more opened session or submitted job of a tenant.
 
         Raises:
-            LimitError: it does so too often.
+            LimitError: the tenant does this too often.
         """
         if not self._begun.take(tenant):
             raise LimitError(
-                f"tenant {tenant} opens sessions and submits jobs too fast: {self._begun.rate:g} a second on average, four "
-                "times as many at once (WOOLY_ROUTER_TENANT_OPENS); wait a second",
+                f"tenant {tenant} opens sessions and submits jobs too fast: the limit is {self._begun.rate:g} per second on "
+                "average, and four times as many in a burst (WOOLY_ROUTER_TENANT_OPENS); wait a second",
                 retry_s=1.0,
             )

@@ -1,6 +1,6 @@
-"""`python -m wooly_router.module_worker BYTES`: decodes and checks jobs' modules, in a process with limits; see `modules`.
+"""`python -m wooly_router.module_worker BYTES`: decodes and checks jobs' modules in a process with limits; see `modules`.
 
-What a module does to this process it does to nobody else: it is killed when a module takes too long, and another is started.
+A harmful module harms only this process: if a module takes too long, the process is killed and another one starts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from wooly_wis.module import ModuleError, check_module, decode_module
 
 
 def check(request: dict[str, Any]) -> bytes:
-    """What is to be said of the module in the file `path`: JSON with `peak` bytes, or `code` and `message`; `cpu_ns` it took."""
+    """Check the module in the file `path`.
+
+    Returns JSON: `peak` in bytes, or `code` and `message`; and the processor time `cpu_ns`.
+    """
     began = time.process_time_ns()
     found: dict[str, Any]
     try:
@@ -25,7 +28,10 @@ def check(request: dict[str, Any]) -> bytes:
     except WisError as e:
         found = {"code": e.code, "message": str(e)[:4096]}
     except (MemoryError, RecursionError) as e:
-        found = {"code": ModuleError.code, "message": f"it takes too much memory to be checked ({type(e).__name__})"}
+        found = {
+            "code": ModuleError.code,
+            "message": f"the module needs too much memory to be checked ({type(e).__name__})",
+        }
     return json.dumps(found | {"cpu_ns": time.process_time_ns() - began}).encode()
 
 

@@ -1,7 +1,7 @@
-"""Looks at the modules that jobs bring: fetched into a file, decoded and checked by processes beside the router.
+"""Checks the modules of jobs: fetches a module into a file, and lets a separate process decode and check it.
 
-A stranger made the module, and to decode it takes as long as its maker likes: nothing of it is read here. Tenants take turns at
-the processes and have one at a time; what each took is counted.
+Modules are untrusted, and decoding one can take arbitrarily long, so this process reads nothing of them. Tenants take turns at
+the checking processes and use one at a time; the time of each tenant is counted.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from wooly_router.limits import LimitError
 from wooly_router.settings import RouterSettings
 
 log = logging.getLogger("wooly.router")
-#: Modules whose check is remembered: jobs of one module come again and again.
-REMEMBERED = 1000
-#: Tenants whose time is counted.
-TENANTS = 10_000
+#: Maximum number of remembered check results: many jobs use the same module.
+MAX_RESULTS = 1000
+#: Maximum number of tenants whose checking time is counted.
+MAX_TENANTS = 10_000
 
 
 class ModuleCheckError(WisError):
-    """A module could not be checked: it took too long, or ended the process."""
+    """A module could not be checked: the check took too long, or the process ended."""
 
     code = "router.module_check"
 
@@ -45,17 +45,18 @@ class _Process(WorkerProcess):
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What is known of a module: bytes that its buffers have at once, or why it cannot run (`code: message`)."""
+    """The result of a check: bytes that the module's buffers use at the same time, or why it cannot run (`code: message`)."""
 
     peak: int = 0
     refusal: str = ""
 
 
 class ModuleChecks:
-    """The processes, and who waits for one.
+    """The checking processes, and the queue of modules for them.
 
     Attributes:
-        spent_ns: processor time that the modules of each tenant took; of one that took too long, all the time that it had.
+        spent_ns: processor time of each tenant's modules, in nanoseconds. A module that took too long counts with its full time
+            limit.
     """
 
     def __init__(self, settings: RouterSettings) -> None:
@@ -71,24 +72,24 @@ class ModuleChecks:
         self.spent_ns: OrderedDict[str, int] = OrderedDict()
 
     async def check(self, store: BlobStore, tenant: str, name: str) -> Checked:
-        """What is to be said of the module that is the tenant's blob `name`.
+        """Check the module that is the tenant's blob `name`.
 
         Raises:
-            LimitError: too many modules of this tenant's wait.
-            BlobMissingError: there is no such blob.
+            LimitError: too many modules of this tenant wait.
+            BlobMissingError: the blob does not exist.
             StreamError: JetStream does not answer.
         """
         size, key = await store.size(name), (tenant, name)
         if size > MAX_MODULE_BYTES:
             return Checked(
-                refusal=f"{ModuleError.code}: a module has at most {MAX_MODULE_BYTES} bytes, and this one {size}; keep "
+                refusal=f"{ModuleError.code}: the module has {size} bytes, and the limit is {MAX_MODULE_BYTES}; keep "
                 "constants out of its programs, or split it into several jobs"
             )
         if key in self._known:
             self._known.move_to_end(key)
             return self._known[key]
         task = self._running.get(key)
-        if task is None:  # a submission that is sent again joins the first
+        if task is None:  # a repeated submission joins the running check
             task = self._running[key] = asyncio.create_task(self._checked(store, tenant, name))
             task.add_done_callback(lambda _: self._running.pop(key, None))
         return await asyncio.shield(task)
@@ -106,7 +107,9 @@ class ModuleChecks:
                 )
                 try:
                     found = json.loads(await work)
-                except ModuleCheckError as e:  # maybe the machine had too much to do: another time it may be checked
+                except (
+                    ModuleCheckError
+                ) as e:  # not remembered: the machine may be overloaded, and a later check may succeed
                     self._charge(tenant, time.monotonic_ns() - began)
                     return Checked(refusal=f"{e.code}: {e}")
         finally:
@@ -114,25 +117,25 @@ class ModuleChecks:
         self._charge(tenant, found["cpu_ns"])
         checked = Checked(found["peak"]) if "peak" in found else Checked(refusal=f"{found['code']}: {found['message']}")
         self._known[tenant, name] = checked
-        if len(self._known) > REMEMBERED:
+        if len(self._known) > MAX_RESULTS:
             self._known.popitem(last=False)
         return checked
 
     def _charge(self, tenant: str, ns: int) -> None:
         self.spent_ns[tenant] = self.spent_ns.get(tenant, 0) + ns
         self.spent_ns.move_to_end(tenant)
-        if len(self.spent_ns) > TENANTS:
+        if len(self.spent_ns) > MAX_TENANTS:
             self.spent_ns.popitem(last=False)
 
     # -- turns -------------------------------------------------------------------------------------------------------
 
     async def _turn(self, tenant: str) -> _Process:
-        """A process, once it is this tenant's turn."""
+        """Wait for this tenant's turn and return a process."""
         queue, most = self._waiting.setdefault(tenant, deque()), self._settings.module_queue
         if len(queue) >= most:
             raise LimitError(
-                f"tenant {tenant} has {len(queue)} modules that wait to be checked by this router, and may have {most} "
-                "(WOOLY_ROUTER_MODULE_QUEUE); submit again when some of them are taken in",
+                f"tenant {tenant} has {len(queue)} modules that wait to be checked by this router, and the limit is {most} "
+                "(WOOLY_ROUTER_MODULE_QUEUE); submit again when some of them are checked",
                 retry_s=2.0,
             )
         turn: asyncio.Future[_Process] = asyncio.get_running_loop().create_future()
@@ -151,7 +154,7 @@ class ModuleChecks:
         self._next()
 
     def _next(self) -> None:
-        """Give processes that idle to those who wait: one to each tenant, first to the tenant whose last turn is longest ago."""
+        """Give idle processes to waiting tenants: one to each, and first to the tenant with the oldest last turn."""
         for tenant in list(self._waiting):
             queue = self._waiting[tenant]
             while queue and queue[0].done():  # cancelled

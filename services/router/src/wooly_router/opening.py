@@ -1,4 +1,8 @@
-"""Opens sessions: places each of its devices on another executor, the best that answer and do not refuse; all or none."""
+"""Opens sessions.
+
+Each device of a session goes to another executor: the best executors that answer and do not refuse. A session opens on all of
+its devices or on none.
+"""
 
 from __future__ import annotations
 
@@ -39,33 +43,33 @@ from wooly_router.state.world import World
 from wooly_router.traces import trace_of
 
 log = logging.getLogger("wooly.router")
-#: Seconds after which an opening client is answered in any case; it waits a little longer itself. Executors that were silent
-#: are asked again within them: a host that swaps, or writes much, may hold one up for longer than one answer may take.
+#: Deadline for the answer to an opening client, in seconds; the client itself waits a little longer. Within it, silent
+#: executors are asked again: a host that swaps or writes much can delay an executor for longer than `EXECUTOR_TIMEOUT_S`.
 OPEN_BUDGET_S = 15.0
-#: Seconds after its start in which a router that knows no executor waits for the first heartbeat.
+#: Seconds after its start for which a router without any known executor waits for the first heartbeat.
 HEARTBEAT_GRACE_S = 2.0
-#: Seconds that an opening client waits for a device that others have: a script that has just ended counts as there until its
-#: executor has let go of its memory and said so, and the next one may ask sooner.
+#: Seconds for which an opening client waits for a device that other sessions use. A script that has just ended still counts until
+#: its executor has released the memory and reported it, and the next script may ask sooner.
 LEAVING_S = 2.0
 LEAVING_PAUSE_S = 0.4
 
 
 class TakenError(RefusedError):
-    """A session fits nowhere as long as those are there that are there now."""
+    """A session does not fit next to the sessions that run now."""
 
 
 class Opening:
     """Opens sessions.
 
     Args:
-        settings: lease length; the keys of the installation.
-        world: what all routers share.
-        registry: the executors that were heard of.
-        executors: asks them to take sessions.
-        advice: asks other services before.
-        issuer: signs NATS credentials for sessions; None: NATS asks for none.
-        clock: seconds since the epoch.
-        limits: of each tenant.
+        settings: lease length; keys of the installation.
+        world: the state that all routers share.
+        registry: the known executors.
+        executors: asks executors to host sessions.
+        advice: asks metering and the scheduler first.
+        issuer: signs NATS credentials for sessions; None: NATS requires none.
+        clock: returns seconds since the epoch.
+        limits: the limits of each tenant.
     """
 
     def __init__(
@@ -86,10 +90,10 @@ class Opening:
         self._started = clock()
 
     async def open(self, request: OpenSessionRequest) -> OpenSessionReply:
-        """Open a session for the tenant that `request` names.
+        """Open a session for the tenant in `request`.
 
         Raises:
-            RefusedError: it cannot be opened now; the message says why, with the numbers.
+            RefusedError: the session cannot be opened now; the message gives the reason with numbers.
         """
         self._limits.begin(request.tenant)
         until = self._clock() + OPEN_BUDGET_S
@@ -120,7 +124,7 @@ class Opening:
             return await self._open_task(request, task, until, trace_id)
 
     async def _expected(self, request: OpenSessionRequest) -> list[str]:
-        """The contents that a session will probably share: those that the tenant's last one of this model did."""
+        """Return the contents that a session will probably share: those that the tenant's last session of this model shared."""
         if request.dedup == "off":
             return []
         return await self._world.brought.of(request.tenant, _model(request), request.dedup)
@@ -128,7 +132,8 @@ class Opening:
     async def _open_task(
         self, request: OpenSessionRequest, task: TaskRecord, until: float, trace_id: str
     ) -> OpenSessionReply:
-        async with self._world.database.deciding() as s:  # of opens at the same time, each counts those before it
+        # Each of several simultaneous requests counts the ones before it.
+        async with self._world.database.deciding() as s:
             held = await self._world.tasks.count(s, task.tenant, "session", "pending", "started")
             self._limits.check(task.tenant, "open sessions", held, "tenant_sessions", "close one first")
             await self._world.tasks.add(s, task)
@@ -149,7 +154,7 @@ class Opening:
                     silent -= {part.executor_id for part in reply.parts}
                     return reply.model_copy(update={"trace_id": trace_id})
                 if self._clock() > until:
-                    raise _none_took_it(failed)
+                    raise _no_host(failed)
         except BaseException as e:
             async with self._world.database.writing() as s:
                 await self._world.tasks.move(
@@ -157,7 +162,7 @@ class Opening:
                 )
             raise
         finally:
-            if silent:  # they may take the session yet, for nobody
+            if silent:  # they may still host the session, which nobody uses
                 closing = self._executors.close(sorted(silent), task.id, "it was opened elsewhere, or not at all")
                 start_errand(closing, f"closing of session {task.id}")
 
@@ -168,9 +173,10 @@ class Opening:
     async def _choose_again(
         self, task: TaskRecord, failed: dict[str, BusError], until: float
     ) -> tuple[tuple[ExecutorHeartbeat, ...], tuple[int, ...]]:
-        """Choose among those that have not failed.
+        """Choose among the executors that have not failed.
 
-        Where none is left, among those that were only silent, too; where others have them, again for `LEAVING_S`.
+        If no executor is left, silent executors are tried again. If other sessions use all devices, the choice is repeated for
+        `LEAVING_S`.
         """
         leaving = time.monotonic() + LEAVING_S
         while True:
@@ -189,7 +195,10 @@ class Opening:
     async def _choose(
         self, task: TaskRecord, failed: dict[str, BusError]
     ) -> tuple[tuple[ExecutorHeartbeat, ...], tuple[int, ...]]:
-        """Executors and the overcommit in force on each, with the session's claims on them noted: the next choice sees them."""
+        """Choose executors, and the overcommit percentage in force on each.
+
+        The claims are stored, so the next choice counts them.
+        """
         now = self._clock()
         want = replace(task.want(), barred=frozenset(failed))
         alive = {e.executor_id: e for e in self._registry.alive(now)}
@@ -204,7 +213,7 @@ class Opening:
             have = "1 executor is alive" if len(alive) == 1 else f"{len(alive)} executors are alive"
             raise RefusedError(
                 "router.too_few",
-                f"{want.gpu_count} devices were asked for, and {have}, one device each; start more (`wooly up --gpus "
+                f"{want.gpu_count} devices were requested, but only {have}, with one device each; start more (`wooly up --gpus "
                 f"{want.gpu_count}` for a local stack), or ask for fewer (WOOLYAI_GPU_COUNT)",
                 retryable=True,
             )
@@ -217,7 +226,7 @@ class Opening:
             if not placement.gpus:
                 waits = {n: why for n, why in placement.waits.items() if n in alive}
                 if want.gpu_count == 1 and failed and not waits.keys() - failed.keys():
-                    raise _none_took_it(failed)
+                    raise _no_host(failed)
                 why = _no_fit(want, len(alive), placement.fitting, waits, failed)
                 kind = TakenError if Pool(pool.gpus()).place(want).gpus else RefusedError
                 raise kind("router.no_fit", why, retryable=True)
@@ -238,7 +247,10 @@ class Opening:
         until: float,
         failed: dict[str, BusError],
     ) -> OpenSessionReply | None:
-        """Have every executor take its part. None if one did not: it is in `failed` then, and the others have let go."""
+        """Ask every executor to host its part.
+
+        Returns None if one refuses: `failed` names it, and the other executors have closed their parts.
+        """
         policies = await self._admit_all(request, task.id, executors, percents, failed)
         if policies is None:
             return None
@@ -299,7 +311,10 @@ class Opening:
         answers: Sequence[HostSessionReply | BaseException],
         failed: dict[str, BusError],
     ) -> tuple[list[SessionPart], BaseException | None]:
-        """The parts that were taken; who did not is in `failed`. The second: the first answer that nobody expected."""
+        """Return the hosted parts, and the first unexpected answer.
+
+        Executors that refused or did not answer are added to `failed`.
+        """
         parts: list[SessionPart] = []
         unexpected: BaseException | None = None
         for executor, answer in zip(executors, answers, strict=True):
@@ -324,10 +339,10 @@ class Opening:
         return parts, unexpected
 
     async def _start(self, session_id: str, token: str, names: list[str]) -> None:
-        """All executors have taken it: the session lives from now on.
+        """Mark the session as started: all executors host it.
 
         Raises:
-            RefusedError: it was cancelled meanwhile.
+            RefusedError: the session was cancelled meanwhile.
         """
         now = self._clock()
         async with self._world.database.writing() as s:
@@ -346,7 +361,7 @@ class Opening:
         percents: tuple[int, ...],
         failed: dict[str, BusError],
     ) -> list[SessionPolicy | None] | None:
-        """The session's policy on each executor. None if the scheduler refuses one: it is in `failed` then."""
+        """Return the session's policy on each executor. None if the scheduler refuses one: it is in `failed` then."""
         asks = [
             AdmitSessionRequest(
                 session_id=session_id,
@@ -374,25 +389,25 @@ class Opening:
 
 
 def _model(request: OpenSessionRequest) -> str:
-    """What a session runs: as its client calls it, or the program's file."""
+    """Return the model of a session: the name that the client gave, or the file name of the program."""
     return request.model or request.client.program.replace("\\", "/").rpartition("/")[2][:256]
 
 
 def _no_fit(want: Want, alive: int, fitting: int, waits: Mapping[str, str], failed: Mapping[str, BusError]) -> str:
-    """Why a session fits nowhere, with the numbers."""
+    """Explain with numbers why a session does not fit."""
     others = summary({n: why for n, why in waits.items() if n not in failed})
     reasons = "; ".join(([others] if others else []) + [f"{n}: {e}" for n, e in failed.items()])
     if want.gpu_count == 1:
-        return f"no executor fits: {reasons}"
-    return f"{want.gpu_count} devices were asked for, and {fitting} of {alive} executors fit: {reasons}"
+        return f"no executor can take the session: {reasons}"
+    return f"{want.gpu_count} devices were requested, but only {fitting} of {alive} executors can take one: {reasons}"
 
 
-def _none_took_it(failed: dict[str, BusError]) -> RefusedError:
-    """Why no executor took a session: its own refusal if there is one."""
+def _no_host(failed: dict[str, BusError]) -> RefusedError:
+    """Explain why no executor hosts a session: an executor's own refusal, if there is one."""
     for error in failed.values():
         if isinstance(error, RefusedError):
             return RefusedError(error.code, str(error), retryable=error.retryable)
     names = ", ".join(failed)
     return RefusedError(
-        "router.executor_silent", f"executor {names} is registered but does not answer; see its log", retryable=True
+        "router.executor_silent", f"executor {names} is alive but does not answer; see its log", retryable=True
     )

@@ -1,7 +1,7 @@
-"""The owner of a local stack: the token in their file, codes with which a browser logs in once, and the browsers that did.
+"""The owner of a local stack: the token in the owner's file, codes for the login of a browser, and browsers that are logged in.
 
-Only the owner's user can read the file, so whoever shows the token is the owner: administrator of everything, with tasks of the
-tenant `default`. A code and a browser's secret live in this process's memory and end with it; what is kept of each is a hash.
+Only the owner's user can read the file. So a caller that shows the token is the owner: an administrator, whose tasks belong to
+the tenant `default`. Codes and browser secrets exist only in the memory of this process, as hashes, and end with the process.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from collections.abc import Callable
 
 from wooly_router.state.tenants import SECRET_PREFIX, hash_of
 
-#: Seconds for which a code that was printed lets a browser in: time enough to click it, too little to find it in a scroll-back.
+#: Seconds for which a printed code is valid: long enough to click it, too short to find it later in a terminal's history.
 CODE_S = 300.0
-#: Seconds for which a browser stays logged in: a working day, and the token itself never lies in a cookie.
+#: Seconds for which a browser stays logged in: a working day. The token itself is never stored in a cookie.
 BROWSER_S = 12 * 3600.0
-#: Codes, and browsers, that are valid at once; the oldest end first.
-MOST = 32
+#: Maximum number of valid codes, and of logged-in browsers. Beyond it, the oldest ends.
+MAX_SECRETS = 32
 
 
 class _Tickets:
-    """Hashes of secrets, each valid until its time."""
+    """Hashes of secrets. Each secret is valid until its time."""
 
     def __init__(self, lasts_s: float, clock: Callable[[], float]) -> None:
         self._lasts_s, self._clock = lasts_s, clock
@@ -30,7 +30,7 @@ class _Tickets:
     def make(self) -> str:
         secret = SECRET_PREFIX + secrets.token_urlsafe(32)
         self._until[hash_of(secret)] = self._clock() + self._lasts_s
-        while len(self._until) > MOST:
+        while len(self._until) > MAX_SECRETS:
             self._until.popitem(last=False)
         return secret
 
@@ -42,11 +42,11 @@ class _Tickets:
 
 
 class Owner:
-    """Who started this router for themselves.
+    """The user who started this router.
 
     Args:
         token: the secret in the owner's file.
-        clock: seconds since the epoch.
+        clock: returns seconds since the epoch.
     """
 
     def __init__(self, token: str, clock: Callable[[], float]) -> None:
@@ -54,15 +54,15 @@ class Owner:
         self._codes, self._browsers = _Tickets(CODE_S, clock), _Tickets(BROWSER_S, clock)
 
     def knows(self, secret_hash: str) -> bool:
-        """Whether a secret of this hash is the owner's: the token, or that of a browser which logged in. A code is not."""
+        """Tell whether this hash belongs to the owner's token or to a logged-in browser. A code does not count."""
         return secret_hash == self._token_hash or self._browsers.valid(secret_hash)
 
     def code(self) -> str:
-        """A code for one login."""
+        """Make a code for one login."""
         return self._codes.make()
 
     def log_in(self, shown: str) -> str | None:
-        """A browser's secret for a code, which ends with that, or for the token; None if it is neither."""
+        """Return a new browser secret for a code or the token; None if `shown` is neither. A code is used up."""
         shown_hash = hash_of(shown)
         if self._codes.valid(shown_hash):
             self._codes.end(shown_hash)
@@ -71,5 +71,5 @@ class Owner:
         return self._browsers.make()
 
     def log_out(self, secret: str) -> None:
-        """End a browser's secret."""
+        """Make a browser's secret invalid."""
         self._browsers.end(hash_of(secret))

@@ -17,11 +17,11 @@ from wooly_bus.channel.tls import server_context
 from wooly_bus.credentials import CredentialsError, Issuer
 from wooly_bus.keys import Key
 
-from wooly_router.core.ceilings import MODEST, UNLIMITED, Ceilings, overridden
+from wooly_router.core.ceilings import RESTRICTED, UNLIMITED, Ceilings, overridden
 from wooly_router.core.cluster import ClusterConfig
 from wooly_router.owner import Owner
 
-#: Characters that a token which somebody chose has at least: random ones are not guessed then.
+#: Minimum length, in characters, of a token that a person chose: a random token of this length cannot be guessed.
 MIN_TOKEN = 32
 
 
@@ -31,68 +31,66 @@ def _state_dir() -> Path:
 
 
 class RouterSettings(BaseSettings):
-    """What a router needs to know. Times in seconds.
+    """The settings of a router. Times in seconds.
 
     Attributes:
-        nats_url: where NATS is.
+        nats_url: address of NATS.
         database_url: an SQLAlchemy URL (`sqlite+aiosqlite:///…`, `postgresql+psycopg://…`); empty: SQLite in `state_dir`.
-        durable: whether a commit waits for the disk, where the database is SQLite: what was acknowledged survives a power cut. 0
-            is for stacks that end with their run; a killed router loses nothing either way.
-        state_dir: files of this router; only its user may read them, for they hold session tokens.
-        http_host: where REST listens.
-        http_port: 0 takes any free port; the one taken is written to `state_dir`/router.port.
-        lease_s: how long a session lives without a word from its client.
-        auth: "open": whoever reaches REST may do everything; "tokens": it asks for a tenant's API token. The first one, an
-            administrator's,
-            is written to `state_dir`/admin.token, unless `admin_token` is given.
-        admin_token: the first administrator's token, for who wants to know it beforehand: made at the first start, while there
-            is no tenant. At least 32 characters, random.
-        operator_token: likewise, one with the role `operator`; empty: none is made.
-        owner_token: file with a token that is always an administrator's, of the tenant `default`: that of a local stack's owner,
-            whose NATS has keys that nobody else can read. With it, browsers log in by codes
-            (`POST /api/v1/login/code`).
-        open_to_network: where `auth` is "open" and `http_host` is not a loopback address, this must be "everyone who reaches this
-            address is administrator", or the router does not start.
-        channel_key: file with the seed of the key that signs what clients show at data channels (`python -m wooly_bus.authority`
-            makes one); without, each router has its own, which executors take from whoever may open sessions on them.
+        durable: whether an SQLite commit waits for the disk, so that acknowledged data survives a power cut. 0 is for stacks
+            that end with their run. A killed router loses nothing in either case.
+        state_dir: files of this router. Only its user may read them, because they contain session tokens.
+        http_host: address on which REST listens.
+        http_port: port of REST; 0 takes any free port. The router writes its port to `state_dir`/router.port.
+        lease_s: how long a session lives without a renewal from its client.
+        auth: "open": every client that reaches REST may do everything; "tokens": REST requires a tenant's API token. The first
+            token, an administrator's, is written to `state_dir`/admin.token, unless `admin_token` is given.
+        admin_token: the first administrator's token, if it must be known beforehand. It is made at the first start, while no
+            tenant exists. At least 32 characters, random.
+        operator_token: a first token with the role `operator`, made in the same way; empty: none is made.
+        owner_token: file with a token that is always an administrator's, of the tenant `default`: the token of a local stack's
+            owner, whose NATS has keys that nobody else can read. With it, browsers log in by codes (`POST /api/v1/login/code`).
+        open_to_network: if `auth` is "open" and `http_host` is not a loopback address, this must be "everyone who reaches this
+            address is administrator"; otherwise the router does not start.
+        channel_key: file with the seed of the key that signs the tokens of data channels (`python -m wooly_bus.authority` makes
+            one); empty: each router makes its own key, and executors accept it from any client that may open sessions on them.
         signing_key: file with the seed of the key that signs NATS credentials (`python -m wooly_bus.authority` makes it); with
-            it, REST and opened sessions give such credentials. `WOOLY_NATS_CREDS` must be of the same account.
-        credentials_s: for how long those of REST hold; clients renew them.
-        session_credentials_s: for how long those of a session hold, with which it opens tunnels through NATS: as long as such a
-            session can last.
-        client_nats_url: where clients are told that NATS is; empty: `nats_url`.
+            it, REST and opened sessions issue such credentials. `WOOLY_NATS_CREDS` must belong to the same account.
+        credentials_s: lifetime of NATS credentials from REST; clients renew them.
+        session_credentials_s: lifetime of a session's NATS credentials, with which it opens tunnels through NATS: the longest
+            time that such a session can last.
+        client_nats_url: address of NATS that clients are told; empty: `nats_url`.
         tls_cert: PEM file with the certificate of REST; empty: REST is not encrypted.
-        tls_key: PEM file with its private key; empty: in the same file.
-        blob_bytes: the largest blob that tenants may put over NATS, where they have no JetStream of their own.
-        tenant_blob_bytes: bytes of blobs, results of jobs among them, beyond which a tenant may put no more; 0: no limit. No
-            job is taken in then either, for its results would be blobs.
-        tenant_blob_pieces: pieces of blobs beyond which a tenant may put no more; 0: no limit. A blob has one more than it has
-            times 512 KiB. NATS keeps an index of them in memory, and itself refuses what goes an eighth beyond.
-        tenant_sessions: sessions that one tenant may have open, or be opening, at a time.
-        tenant_jobs: jobs of one tenant that may wait at a time.
-        tenant_opens: sessions opened and jobs submitted a second by one tenant, on average, on one router; four times as many at
-            once.
-        tenant_requests: requests over NATS of one tenant that one router works on at a time, per kind of request; 32 times as
-            many renewals. Further ones are refused.
-        tenant_streams: event streams that one tenant may follow on one router.
-        tenant_transfers: blobs that one tenant may put or read over REST at a time, on one router.
-        streams: event streams of one router in all; one in eight is for operators and administrators alone.
-        module_s: seconds that a job's module may take to be decoded and checked, in a process beside the router.
-        module_memory: bytes of address space of that process.
-        module_workers: such processes; a tenant has one of them at a time.
-        module_queue: jobs of one tenant that may wait for one on one router.
-        upload_idle_s: a blob's upload over NATS that no piece came for in this time is given up: its pieces are removed, and
-            count no more.
-        rate_limit: requests a second that one caller of REST may make on average; four times as many at once.
-        traces_kept: traces that are kept at most, where any are (WOOLY_TRACES); the oldest go first.
+        tls_key: PEM file with the certificate's private key; empty: the key is in `tls_cert`.
+        blob_bytes: size limit, in bytes, of a blob that a tenant without its own JetStream puts over NATS.
+        tenant_blob_bytes: quota, in bytes, of a tenant's blobs, including results of jobs; 0: no limit. A tenant above it can
+            put no blob, and submit no job, because results are blobs.
+        tenant_blob_pieces: quota of a tenant's blob pieces; 0: no limit. A blob has one piece per 512 KiB, and one more. NATS
+            keeps an index of the pieces in memory; it refuses pieces beyond the quota plus an eighth.
+        tenant_sessions: maximum number of sessions of one tenant that are open or opening at a time.
+        tenant_jobs: maximum number of waiting jobs of one tenant.
+        tenant_opens: opened sessions and submitted jobs per second of one tenant, on average, on one router; four times as many
+            in a burst.
+        tenant_requests: maximum number of concurrent NATS requests of one tenant on one router, per kind of request; 32 times
+            as many renewals. More are refused.
+        tenant_streams: maximum number of event streams of one tenant on one router.
+        tenant_transfers: maximum number of concurrent blob transfers of one tenant over REST, on one router.
+        streams: maximum number of event streams on one router; one eighth is reserved for operators and administrators.
+        module_s: time limit for decoding and checking a job's module, in a separate process.
+        module_memory: limit of that process's address space, in bytes.
+        module_workers: number of such processes; a tenant uses one of them at a time.
+        module_queue: maximum number of jobs of one tenant that wait for such a process on one router.
+        upload_idle_s: time without a new piece after which an upload over NATS counts as abandoned. Its pieces are removed and
+            no longer count.
+        rate_limit: REST requests per second of one caller, on average; four times as many in a burst.
+        traces_kept: maximum number of kept traces, if the router keeps traces (WOOLY_TRACES); the oldest are removed first.
         trace_retention_s: how long a trace is kept.
-        default_class_ceiling: the highest class (0 the highest, 4 the lowest) of what a tenant runs that has no ceiling of its
-            own. Without: 2 where tokens are asked for, 0 where everybody is an administrator.
-        default_weight_ceiling: likewise, the largest weight; without, 100 or 2^20.
-        default_exclusive: likewise, whether they may have a device to themselves; without, no or yes.
+        default_class_ceiling: class ceiling of a tenant without its own (0 is the highest class, 4 the lowest). Default: 2 if
+            tokens are required, 0 if every caller is an administrator.
+        default_weight_ceiling: weight ceiling of a tenant without its own. Default: 100 if tokens are required, otherwise 2^20.
+        default_exclusive: whether a tenant without its own setting may use a device exclusively. Default: no if tokens are
+            required, otherwise yes.
         default_vram_overcommit_percent: `CONTROLLER_DEFAULT_VRAM_OVERCOMMIT_PERCENT`; in force until the cluster's setting of
-            that name is
-            configured once.
+            that name is changed for the first time.
     """
 
     model_config = SettingsConfigDict(env_prefix="WOOLY_ROUTER_", populate_by_name=True, env_ignore_empty=True)
@@ -142,19 +140,19 @@ class RouterSettings(BaseSettings):
     )
 
     def channel_signer(self) -> Key:
-        """What signs the tokens of data channels.
+        """Return the key that signs the tokens of data channels.
 
         Raises:
-            KeyFormatError: the file has no such key.
-            OSError: it cannot be read.
+            KeyFormatError: the file contains no such key.
+            OSError: the file cannot be read.
         """
         return Key.new("cluster") if self.channel_key is None else Key.read(self.channel_key.read_text(), "cluster")
 
     def owner(self, clock: Callable[[], float]) -> Owner | None:
-        """Whose router this is, if it is one person's.
+        """Return the owner of this router; None if it belongs to no single person.
 
         Raises:
-            OSError: the file cannot be read, or has no token of at least 32 characters.
+            OSError: the file cannot be read, or its token has fewer than 32 characters.
         """
         if self.owner_token is None:
             return None
@@ -166,38 +164,40 @@ class RouterSettings(BaseSettings):
         return Owner(token, clock)
 
     def tls(self) -> ssl.SSLContext | None:
-        """What REST shows; None: it is not encrypted.
+        """Return the TLS context of REST; None: REST is not encrypted.
 
         Raises:
-            ChannelTlsError: certificate and key cannot be used.
+            ChannelTlsError: certificate or key cannot be used.
         """
         return None if self.tls_cert is None else server_context(self.tls_cert, self.tls_key)
 
     def issuer(self) -> Issuer | None:
-        """What makes NATS credentials, if anything does.
+        """Return the issuer of NATS credentials; None if no signing key is configured.
 
         Raises:
-            BusError: there is no such key, or the router has no credentials itself.
-            OSError: the key's file cannot be read.
+            BusError: the file contains no such key, or the router has no NATS credentials itself.
+            OSError: the key file cannot be read.
         """
         if self.signing_key is None:
             return None
         creds = NatsSettings().creds
         if creds is None:
-            raise CredentialsError("WOOLY_ROUTER_SIGNING_KEY is set, but the router has no WOOLY_NATS_CREDS itself")
+            raise CredentialsError(
+                "WOOLY_ROUTER_SIGNING_KEY is set, but WOOLY_NATS_CREDS is not, and the router needs both: set WOOLY_NATS_CREDS"
+            )
         return read_issuer(self.signing_key, creds)
 
     def ceilings(self) -> Ceilings:
-        """The ceilings of a tenant that has none of its own."""
-        usual = MODEST if self.auth == "tokens" else UNLIMITED
+        """Return the ceilings of a tenant without own values."""
+        usual = RESTRICTED if self.auth == "tokens" else UNLIMITED
         return overridden(usual, self.default_class_ceiling, self.default_weight_ceiling, self.default_exclusive)
 
     def cluster(self) -> ClusterConfig:
-        """What the cluster's settings are until somebody changes them."""
+        """Return the cluster's settings as they are until an operator changes them."""
         return ClusterConfig(default_vram_overcommit_percent=self.default_vram_overcommit_percent)
 
     def database(self) -> str:
-        """The database's URL; SQLite in the state directory unless configured."""
+        """Return the database's URL; SQLite in the state directory, unless configured."""
         if self.database_url:
             return self.database_url
         path = str(self.state_dir / "router.sqlite")

@@ -1,4 +1,4 @@
-"""Tasks as people see them: lists, stories, cancelling, other classes. Answers over NATS; REST asks here too."""
+"""Tasks for users: lists, stories, cancelling, changing the class. It answers over NATS, and REST calls it, too."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ R = TypeVar("R", TasksReply, TaskReply)
 
 
 class TaskActor:
-    """Everybody's tasks."""
+    """Answers requests about tasks."""
 
     def __init__(self, app: ServiceApp, router: RouterActor, jobs: JobActor) -> None:
         self._app, self._router, self.jobs = app, router, jobs
         self._tasks = router.world.tasks
-        app.serve(contracts.ROUTER_TASK_LIST, self._let_in(self.on_tasks, "tasks:read"))
-        app.serve(contracts.ROUTER_TASK_GET, self._let_in(self.on_task, "tasks:read"))
-        cancel = self._let_in(self.on_cancel_task, "tasks:write")
+        app.serve(contracts.ROUTER_TASK_LIST, self._authorized(self.on_tasks, "tasks:read"))
+        app.serve(contracts.ROUTER_TASK_GET, self._authorized(self.on_task, "tasks:read"))
+        cancel = self._authorized(self.on_cancel_task, "tasks:write")
         app.serve(contracts.ROUTER_TASK_CANCEL, cancel)
         app.serve(contracts.ROUTER_TASK_PRIORITIZE, self._on_prioritize)
         app.serve_tenants(contracts.ROUTER_TASK_LIST, self._of_tenant(self.on_tasks))
@@ -48,8 +48,8 @@ class TaskActor:
         app.serve_tenants(contracts.ROUTER_TASK_CANCEL, self._of_tenant(self.on_cancel_task))
         app.serve_tenants(contracts.ROUTER_TASK_PRIORITIZE, self._on_prioritize_of)
 
-    def _let_in(self, handler: Callable[[Q], Awaitable[R]], scope: str) -> Callable[[Q], Awaitable[R]]:
-        """The handler, for those who may; of a request that is about the tasks that they see."""
+    def _authorized(self, handler: Callable[[Q], Awaitable[R]], scope: str) -> Callable[[Q], Awaitable[R]]:
+        """Wrap a handler: check the caller's scope, and limit the request to the tasks that the caller sees."""
 
         async def check(request: Q) -> R:
             caller = await self._router.gate.over_nats(request.credential, request.tenant, scope)
@@ -58,7 +58,7 @@ class TaskActor:
         return check
 
     def _of_tenant(self, handler: Callable[[Q], Awaitable[R]]) -> Callable[[Q, str], Awaitable[R]]:
-        """The handler, for a tenant's NATS users."""
+        """Wrap a handler for a tenant's NATS users."""
 
         async def check(request: Q, tenant: str) -> R:
             caller = await self._router.gate.of_tenant(tenant, request.tenant)
@@ -75,7 +75,7 @@ class TaskActor:
         return await self.on_prioritize_task(_seen_by(request, caller), caller)
 
     async def on_tasks(self, request: TasksRequest) -> TasksReply:
-        """A page of tasks, newest first."""
+        """Return a page of tasks, newest first."""
         chosen = TaskFilter(
             tenant=request.tenant,
             states=request.states,
@@ -90,7 +90,7 @@ class TaskActor:
         return TasksReply(tasks=tuple([info(t) for t in found]), next=after)
 
     async def on_task(self, request: TaskRequest) -> TaskReply:
-        """One task and its story."""
+        """Return one task and its story."""
         task = await self._get(request.task_id, request.tenant)
         story = await self._tasks.story(task.id)
         steps = [
@@ -100,7 +100,7 @@ class TaskActor:
         return TaskReply(task=info(task), story=tuple(steps))
 
     async def on_cancel_task(self, request: TaskRequest) -> TaskReply:
-        """End a task. One that has ended already stays as it ended."""
+        """End a task. A task that has already ended does not change."""
         task = await self._get(request.task_id, request.tenant)
         reason = request.reason or "cancelled on request"
         if task.kind == "job":
@@ -110,26 +110,26 @@ class TaskActor:
         return await self.on_task(request)
 
     async def on_prioritize_task(self, request: PrioritizeTaskRequest, caller: Caller | None = None) -> TaskReply:
-        """Give a task another class: in the queue, and on its devices where the scheduler can be asked to.
+        """Change a task's class, in the queue and, if a scheduler answers, on its devices.
 
-        `caller`: who asks; an administrator is not bound by the ceiling of the task's tenant.
+        `caller`: the caller that asks; the ceiling of the task's tenant does not bind an administrator.
         """
         task = await self._get(request.task_id, request.tenant)
         await self._router.ceilings.granted(task.tenant, Wish(request.priority), caller)
         if not await self._tasks.set_priority(task.id, request.priority):
-            raise RefusedError("router.task_ended", f"task {task.id} is {task.state}")
+            raise RefusedError(
+                "router.task_ended", f"the class of task {task.id} cannot change: the task is already {task.state}"
+            )
         if task.state == "started":
             steer = SteerSessionRequest(session_id=session_of(task), priority=request.priority)
-            with contextlib.suppress(
-                BusError
-            ):  # it runs on in its old class, and is in the new one if it is tried again
+            with contextlib.suppress(BusError):  # it continues in its old class; a new attempt gets the new class
                 await self._app.request(contracts.SCHEDULER_SESSION_STEER, steer, timeout=STEER_TIMEOUT_S)
         return await self.on_task(TaskRequest(task_id=task.id))
 
     async def _get(self, task_id: str, tenant: str | None) -> TaskRecord:
         task = await self._tasks.get(task_id)
         if task is None or (tenant is not None and task.tenant != tenant):
-            raise RefusedError("router.no_task", f"there is no task {task_id}")
+            raise RefusedError("router.no_task", f"task {task_id} does not exist")
         return task
 
 
@@ -146,11 +146,11 @@ def _cursor(text: str) -> tuple[float, str] | None:
             return float(at), last
     except ValueError:
         pass
-    raise RefusedError("router.bad_cursor", f"{text!r} is not the `next` of a page of tasks")
+    raise RefusedError("router.bad_cursor", f"{text!r} is not a valid cursor: pass the field `next` of the last page")
 
 
 def info(task: TaskRecord) -> TaskInfo:
-    """A task for people."""
+    """Return a task for display."""
     want = task.want()
     return TaskInfo(
         task_id=task.id,

@@ -1,4 +1,4 @@
-"""Tenants as administrators see them: listed, made, changed. Answers over NATS; REST asks here too."""
+"""Tenants for administrators: list, create, change. It answers over NATS, and REST calls it, too."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from wooly_router.state.world import World
 
 
 class TenantActor:
-    """Everybody's limits, for administrators.
+    """Manages tenants for administrators.
 
     Args:
         app: the connection to NATS.
-        world: tenants, and the log of who changed what.
-        gate: who may ask.
+        world: tenants, and the audit log.
+        gate: authorizes callers.
         ceilings: the limits in force.
     """
 
@@ -32,24 +32,26 @@ class TenantActor:
         app.serve(contracts.ROUTER_TENANT_SET, self.on_set_tenant)
 
     async def on_tenants(self, request: TenantsRequest) -> TenantsReply:
-        """All tenants."""
+        """Return all tenants."""
         await self._gate.over_nats(request.credential, None, "tenants:read")
         return TenantsReply(tenants=tuple(await self.all()))
 
     async def on_set_tenant(self, request: SetTenantRequest) -> TenantInfo:
-        """Make a tenant, or change one."""
+        """Create or change a tenant."""
         caller = await self._gate.over_nats(request.credential, None, "tenants:write")
         if any(c == "/" or ord(c) < 32 or ord(c) == 127 for c in request.tenant):
-            raise RefusedError("router.bad_value", f"{request.tenant!r} has a slash or a control character")
+            raise RefusedError(
+                "router.bad_value", f"the tenant name {request.tenant!r} contains a slash or a control character"
+            )
         changes = request.model_dump(exclude={"schema_version", "tenant", "credential"})
         return await self.put(caller, request.tenant, TenantChange(**changes))
 
     async def all(self) -> list[TenantInfo]:
-        """All tenants, by name."""
+        """Return all tenants, by name."""
         return [self._info(t) for t in await self._world.tenants.all()]
 
     async def put(self, caller: Caller, name: str, change: TenantChange) -> TenantInfo:
-        """Make a tenant, or change one; what runs above a ceiling that is lowered is brought down."""
+        """Create or change a tenant. If a ceiling is lowered, running sessions and jobs above it are lowered to it."""
         made = await self._world.tenants.put(name, self._gate.clock(), change)
         if any(limit is not None for limit in (change.class_ceiling, change.weight_ceiling, change.exclusive)):
             await self._ceilings.enforce(name)

@@ -1,7 +1,7 @@
-"""Traces: where those of tasks begin, who may add to them, and who may read them.
+"""Traces of tasks: where a trace begins, who may add spans to it, and who may read it.
 
-Spans come from services by messages that nobody waits for; they are written in batches. A trace belongs to the tenant whose
-task was the first in it: a client that names another tenant's gets a new one.
+Services send spans in messages that no sender waits for; spans are written in batches. A trace belongs to the tenant of its
+first task. If a client names another tenant's trace, its task gets a new trace.
 """
 
 from __future__ import annotations
@@ -36,20 +36,23 @@ from wooly_router.state.traces import OWNER, TraceStore
 from wooly_router.state.world import World
 
 log = logging.getLogger("wooly.router")
-#: Seconds between two batches that are written.
+#: Seconds between two writes of spans.
 WRITE_S = 0.3
-#: Spans of one reply: what a message carries.
+#: Maximum number of spans in one reply, because a message has a limited size.
 PAGE = 256
-#: Of the spans that wait to be written, those of one tenant's clients, and of all clients: one in so many. Whoever sends more
-#: loses its own, and none of a service or of another tenant.
+#: Shares of the queue of unwritten spans: a quarter for the clients of one tenant, and a half for all clients. A client that
+#: sends more loses its own spans, but no span of a service or of another tenant.
 TENANTS_SHARE, CLIENTS_SHARE = 4, 2
 
 
 @contextlib.asynccontextmanager
 async def trace_of(store: TraceStore, task: TaskRecord, name: str = "") -> AsyncIterator[str]:
-    """The trace of a task that somebody asks for is current in the block. Yields its `traceparent`, empty where none is recorded.
+    """Make the trace of a requested task the current trace in the block.
 
-    It is its asker's (called `name`, or as the task); a new one where they have none, or name one that is another tenant's.
+    Yields its `traceparent`, empty if the trace is not recorded.
+
+    The trace is the client's own (named `name`, or as the task). If the client has no trace, or names one of another tenant, it
+    is a new trace.
     """
     current = trace.get_current_span().get_span_context()
     if current.is_valid and not current.trace_flags.sampled:
@@ -59,7 +62,7 @@ async def trace_of(store: TraceStore, task: TaskRecord, name: str = "") -> Async
     if asked and (not store.keeps or await _bind(store, asked, task, name)):
         yield asked
         return
-    if asked:  # so that nobody's spans are in a trace of another's
+    if asked:  # marks the span's owner: it is not kept in another tenant's trace
         trace.get_current_span().set_attribute(OWNER, task.tenant)
     attributes = {"task_id": task.id}
     with tracer("router").start_as_current_span(f"router.{task.kind}", Context(), attributes=attributes) as root:
@@ -74,12 +77,12 @@ async def _bind(store: TraceStore, parent: str, task: TaskRecord, name: str) -> 
 
 
 class TraceActor:
-    """Keeps spans and shows them.
+    """Stores spans and returns them.
 
     Attributes:
-        kept: spans that were taken so far.
-        dropped: spans that were not, by service and reason: `sender` (it had to drop them), `unknown` (of no trace that is kept),
-            `full` (their trace is), `queue` (they came faster than they are written), `database`.
+        kept: number of stored spans.
+        dropped: number of dropped spans, by service and reason: `sender` (the sender dropped them), `unknown` (their trace is
+            not kept), `full` (their trace has reached its limit), `queue` (they came faster than they are written), `database`.
     """
 
     def __init__(self, app: ServiceApp, world: World, gate: Gate) -> None:
@@ -87,7 +90,7 @@ class TraceActor:
         self.kept = 0
         self.dropped: Counter[tuple[str, str]] = Counter()
         self._world, self._gate = world, gate
-        #: Service, span, and of a client's its tenant; and how many there are of each tenant's.
+        #: Service, span and, for a client's span, its tenant; below, the number of waiting client spans by tenant.
         self._waiting: deque[tuple[str, SpanRecord, str]] = deque()
         self._of_clients: Counter[str] = Counter()
         if self.store.keeps:
@@ -102,13 +105,13 @@ class TraceActor:
     # -- taking in ---------------------------------------------------------------------------------------------------
 
     async def on_spans(self, message: SpansRecorded) -> None:
-        """A service recorded spans."""
+        """Take spans from a service."""
         if message.dropped:
             self.dropped[message.service, "sender"] += message.dropped
         self._take(message.service, message.spans)
 
     async def on_add_spans(self, request: AddSpansRequest) -> AddSpansReply:
-        """A client recorded spans of a task of its own tenant's."""
+        """Take spans from a client, for a task of its own tenant."""
         caller = await self._gate.over_nats(request.credential, request.tenant, "tasks:write")
         return await self._add(request, caller)
 
@@ -137,7 +140,7 @@ class TraceActor:
         return min(len(spans), room)
 
     async def run(self) -> None:
-        """Write what came, for ever."""
+        """Write waiting spans until cancelled."""
         try:
             while True:
                 await asyncio.sleep(WRITE_S)
@@ -146,7 +149,7 @@ class TraceActor:
             await self.write()
 
     async def write(self) -> None:
-        """Write what came. What cannot be written is dropped: a database that is away must not fill the memory."""
+        """Write the waiting spans. If the database does not answer, spans are dropped, so that memory stays bounded."""
         while self._waiting:
             batch = [self._waiting.popleft() for _ in range(min(512, len(self._waiting)))]
             self._of_clients -= Counter([tenant for service, _, tenant in batch if service == "client"])
@@ -154,7 +157,7 @@ class TraceActor:
             try:
                 unknown, full = await self.store.add(spans)
             except SQLAlchemyError as e:
-                log.warning("%d spans could not be kept: %s", len(spans), type(e).__name__)
+                log.warning("%d spans are dropped, because the database failed: %s", len(spans), type(e).__name__)
                 self.dropped["router", "database"] += len(spans)
                 continue
             self.kept += len(spans) - unknown - full
@@ -181,11 +184,11 @@ class TraceActor:
         return await self.on_traces(request.model_copy(update={"tenant": caller.tenant, "credential": ""}))
 
     async def on_traces(self, request: TracesRequest) -> TracesReply:
-        """Recent traces of those that a tenant sees (None: all), newest first."""
+        """Return recent traces that a tenant may see (None: all traces), newest first."""
         return TracesReply(traces=tuple(await self.store.recent(request.tenant, request.limit)))
 
     async def on_trace(self, request: TraceRequest, most: int = PAGE) -> TraceReply:
-        """A page of one trace's spans."""
+        """Return a page of one trace's spans."""
         trace_id = request.trace_id
         if request.task_id is not None:
             trace_id = await self.store.of_task(request.task_id, request.tenant)
@@ -194,7 +197,9 @@ class TraceActor:
             found = await self.store.spans(trace_id, request.tenant, request.offset, most + 1)
         if trace_id is None or found is None:
             what = (
-                f"task {request.task_id} has no trace" if request.task_id else f"there is no trace {request.trace_id}"
+                f"task {request.task_id} has no trace"
+                if request.task_id
+                else f"trace {request.trace_id} does not exist"
             )
             raise _no_trace(what)
         return TraceReply(trace_id=trace_id, spans=tuple(found[:most]), more=len(found) > most)
@@ -203,5 +208,5 @@ class TraceActor:
 def _no_trace(what: str) -> RefusedError:
     return RefusedError(
         "router.no_trace",
-        f"{what} here; traces are kept where WOOLY_TRACES=router is set, for a while (`wooly up` does)",
+        f"{what}; the router keeps traces for a limited time, if WOOLY_TRACES=router is set (`wooly up` sets it)",
     )

@@ -1,1 +1,1 @@
-"""What the router decides: pure functions and plain state. Time and ids come in as arguments."""
+"""The router's decisions as pure functions and plain state. Time and ids are arguments."""

@@ -1,4 +1,4 @@
-"""The devices as placement sees them: heartbeats, what operators wish of nodes, and the cluster's settings together. Pure."""
+"""The devices that placement can choose from: heartbeats, node settings and cluster settings together. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from pydantic import BaseModel, ConfigDict, Field
 from wooly_wis.messages import ExecutorHeartbeat
 
-from wooly_router.core.placement import NOBODY, Gpu
+from wooly_router.core.placement import EMPTY, Gpu
 from wooly_router.core.queue import Patience
 from wooly_router.core.registry import Registry
 
@@ -16,16 +16,17 @@ DAY_S = 86400.0
 
 
 class ClusterConfig(BaseModel):
-    """Settings of the cluster. Operators change them while it runs.
+    """Settings of the cluster. Operators can change them at run time.
 
     Attributes:
-        default_vram_overcommit_percent: how much memory of a device may be promised beyond what it has, where its node has no
-            number of its own.
-        queue_patience_s: how long a waiting task is overtaken by later ones that fit before devices are held for it.
-        queue_aging_s: how long a waiting task takes to rise by a class in the queue.
-        job_attempts: how often a job is tried whose executors are lost.
-        task_retention_s: how long ended tasks are remembered.
-        history_retention_s: how long samples of devices are kept.
+        default_vram_overcommit_percent: how much device memory may be promised beyond the physical memory, in percent; for
+            nodes without their own value.
+        queue_patience_s: seconds for which later tasks may overtake a waiting task; after that, devices are held for the
+            waiting task.
+        queue_aging_s: seconds of waiting after which a task rises by one class in the queue.
+        job_attempts: number of attempts of a job whose executors are lost.
+        task_retention_s: seconds for which ended tasks are kept.
+        history_retention_s: seconds for which samples of devices are kept.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -38,18 +39,18 @@ class ClusterConfig(BaseModel):
     history_retention_s: float = Field(default=7 * DAY_S, ge=60, le=3650 * DAY_S, allow_inf_nan=False)
 
     def patience(self) -> Patience:
-        """What of it the queue goes by."""
+        """Return the settings that the queue uses."""
         return Patience(self.queue_patience_s, self.queue_aging_s)
 
 
 def configured(defaults: ClusterConfig, written: Mapping[str, Any]) -> ClusterConfig:
-    """The settings in force: what was written, else the defaults. Names that this version does not know are passed over."""
+    """Return the settings in force: the written values, and the defaults for the others. Unknown names are ignored."""
     known = {k: v for k, v in written.items() if k in ClusterConfig.model_fields}
     return ClusterConfig(**defaults.model_dump() | known)
 
 
 class NodeSettings(Protocol):
-    """What an administrator has set for a node."""
+    """The settings of a node that an administrator has set."""
 
     @property
     def wish(self) -> str: ...
@@ -60,7 +61,7 @@ class NodeSettings(Protocol):
 
 
 def overcommit_of(node: NodeSettings | None, config: ClusterConfig) -> int:
-    """The percentage in force on a node (None: one that nobody configured)."""
+    """Return the overcommit percentage in force on a node (None: a node without a record)."""
     percent = None if node is None else node.overcommit_vram_percent
     return config.default_vram_overcommit_percent if percent is None else percent
 
@@ -72,14 +73,14 @@ def gpus_of(
     now: float,
     starvation: Mapping[str, int] | None = None,
 ) -> list[Gpu]:
-    """All devices that were heard of lately enough to be known, with their state.
+    """Return all known devices with their state. Devices that are silent for too long are no longer known.
 
     Args:
         registry: heartbeats.
-        nodes: records by node .
+        nodes: node records, by node id.
         config: settings in force.
-        now: seconds, of the registry's clock.
-        starvation: permille by executor, where the scheduler told it.
+        now: seconds, on the registry's clock.
+        starvation: starvation in permille, by executor; only for executors that the scheduler reports.
     """
     alive = {h.executor_id for h in registry.alive(now)}
     return [
@@ -98,7 +99,7 @@ def _gpu(
         total=heartbeat.device.total_memory,
         vendor=heartbeat.device.vendor,
         arch=heartbeat.device.arch,
-        groups=NOBODY if node is None else node.groups,
+        groups=EMPTY if node is None else node.groups,
         overcommit=overcommit_of(node, config),
         state=wish if alive else "lost",
         utilization=round(1000 * heartbeat.utilization),

@@ -1,15 +1,18 @@
-"""Which devices get a task: filter, then score. Pure: the same pool and the same wish always give the same choice, with its
-reasons.
+"""Chooses devices for a task: filter, then score.
 
-**Filter.** A device takes a task if it is active (not lost, cordoned or draining), is in one of the groups asked for (or in
-none, where none is asked for), is of the vendor and architecture asked for, is not held exclusively (nor has sessions, where it
-is wanted exclusively), and has the memory. Memory follows the executor's law of admission: everything promised fits into the
-capacity and its overcommit, and whatever runs fits beside all that cannot be swapped out.
+Pure: the same pool and the same request always give the same choice and the same reasons.
 
-**Score.** Of those that fit the least cost wins, in points: 500 a session, utilization and starvation in permille, half a point
-for each permille of memory that is promised, 1,000 off where all the weights that the task brings are there already (executors
-tell what lies in their memory; what a session will bring is what the last one of its tenant and model shared). Ties go by id.
-Several devices are taken from the node whose worst chosen device costs least; where no node has enough, from the fewest nodes.
+**Filter.** A device can take a task if all of these hold: the device is active (not lost, cordoned or draining); it is in one
+of the requested groups (or in no group, if the task requests none); it has the requested vendor and architecture; no other task
+uses it exclusively, and it has no sessions if the task wants it exclusively; it has enough memory. The memory rule is the
+executor's admission rule: all promised memory fits into the capacity plus overcommit, and a running task fits next to all
+memory that cannot be swapped out.
+
+**Score.** The device with the lowest cost wins. The cost in points is: 500 per session, utilization and starvation in permille,
+and half a point per permille of promised memory. It is 1,000 points lower if all weights of the task are already on the device.
+(Executors report the contents of their memory. The expected weights of a session are the contents that the last session of the
+same tenant and model shared.) Devices of equal cost are ordered by id. A task with several devices goes to the node whose most
+expensive chosen device is cheapest. If no node has enough devices, the task goes to as few nodes as possible.
 """
 
 from __future__ import annotations
@@ -20,22 +23,23 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from itertools import islice
 
-PER_SESSION = 500
-RESIDENT = 1000
-NOBODY: frozenset[str] = frozenset()
-#: Devices of which it is said why they were passed over.
-REASONS = 64
+POINTS_PER_SESSION = 500
+RESIDENT_POINTS = 1000
+EMPTY: frozenset[str] = frozenset()
+#: Maximum number of devices in an answer that explains why each device was rejected.
+MAX_REASONS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A device that may be chosen. Memory in bytes, shares in permille.
+    """A device that placement may choose. Memory in bytes, shares in permille.
 
     Attributes:
-        groups: of its node; a device in a group takes only tasks that ask for the group.
-        overcommit: percent of its memory that may be promised beyond it.
-        state: "active", or why it takes nothing new: "lost", "cordoned", "draining".
-        weights: contents that lie in its memory and could be shared, named with who may (`wooly_bus.contents.name_in_circle`).
+        groups: the groups of its node. A device in a group takes only tasks that request the group.
+        overcommit: percentage of its memory that may be promised beyond its capacity.
+        state: "active", or the reason why it takes no new task: "lost", "cordoned", "draining".
+        weights: contents in its memory that a task could share, as names with their sharing domain
+            (`wooly_bus.contents.name_in_circle`).
     """
 
     executor_id: str
@@ -43,21 +47,21 @@ class Gpu:
     total: int
     vendor: str = ""
     arch: str = ""
-    groups: frozenset[str] = NOBODY
+    groups: frozenset[str] = EMPTY
     overcommit: int = 0
     state: str = "active"
     utilization: int = 0
     starvation: int = 0
-    weights: frozenset[str] = NOBODY
+    weights: frozenset[str] = EMPTY
 
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """What a task asks for. `required_vram`: bytes on each device; None: whatever there is.
+    """The devices that a task requests. `required_vram`: bytes on each device; None: no fixed amount.
 
     Attributes:
-        weights: contents that it will probably share, named as those of `Gpu`.
-        barred: devices that must not be chosen: those that this task was lost on or that refused it.
+        weights: contents that the task will probably share, named as in `Gpu.weights`.
+        barred: devices that must not be chosen, because this task was lost there or they refused it.
     """
 
     gpu_count: int = 1
@@ -68,12 +72,12 @@ class Want:
     vendor: str = ""
     arch: str = ""
     weights: tuple[str, ...] = ()
-    barred: frozenset[str] = NOBODY
+    barred: frozenset[str] = EMPTY
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What one task, running or being started, takes of one device. Memory in bytes."""
+    """The part of one device that a running or starting task uses. Memory in bytes."""
 
     executor_id: str
     required_vram: int | None = None
@@ -83,7 +87,10 @@ class Claim:
 
 @dataclass(slots=True)
 class Load:
-    """What all tasks take of one device: what can be swapped out (`movable`, sizes in order) and what cannot."""
+    """The sum of all claims on one device.
+
+    `movable` memory can be swapped out (`sizes`: its parts, sorted); `fixed` memory cannot.
+    """
 
     sessions: int = 0
     exclusive: int = 0
@@ -92,7 +99,7 @@ class Load:
     sizes: list[int] = field(default_factory=list)
 
     def add(self, claim: Claim) -> None:
-        """One task more."""
+        """Add the claim of a task."""
         size = claim.required_vram or 0
         self.sessions += 1
         self.exclusive += claim.exclusive
@@ -103,7 +110,7 @@ class Load:
             self.fixed += size
 
     def remove(self, claim: Claim) -> None:
-        """One task less."""
+        """Remove the claim of a task."""
         size = claim.required_vram or 0
         self.sessions -= 1
         self.exclusive -= claim.exclusive
@@ -119,13 +126,13 @@ IDLE = Load()
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The choice: a device for each one asked for, or none.
+    """The result of a placement: all requested devices, or no device.
 
     Attributes:
-        here: why each chosen device: its cost, by what it consists of.
-        next_best: the device that would have been chosen otherwise and its cost, where one was seen.
-        waits: where none was chosen, why devices were passed over: the first `REASONS` of them, by id.
-        fitting: where too few could take a part, how many could.
+        here: the cost of each chosen device, by component.
+        next_best: the next cheapest device and its cost, if one was examined.
+        waits: if no device was chosen, the reason for each rejected device: the first `MAX_REASONS` of them, by id.
+        fitting: if too few devices fit, how many did.
     """
 
     gpus: tuple[Gpu, ...] = ()
@@ -136,10 +143,10 @@ class Placement:
 
 
 def fits(want: Want, gpu: Gpu, load: Load) -> bool:
-    """Whether the device can take one of the task's parts; `unfit` says why not, in words."""
+    """Tell whether the device can take one part of the task. `unfit` gives the reason in words."""
     if gpu.state != "active" or load.exclusive or (want.exclusive and load.sessions):
         return False
-    if gpu.executor_id in want.barred or not _grouped(want, gpu) or not _kind(want, gpu):
+    if gpu.executor_id in want.barred or not _fits_groups(want, gpu) or not _fits_kind(want, gpu):
         return False
     asked = want.required_vram
     if asked is None:
@@ -151,63 +158,65 @@ def fits(want: Want, gpu: Gpu, load: Load) -> bool:
     return load.fixed + load.movable + asked <= gpu.total + gpu.total * gpu.overcommit // 100
 
 
-def _grouped(want: Want, gpu: Gpu) -> bool:
+def _fits_groups(want: Want, gpu: Gpu) -> bool:
     return not gpu.groups if not want.groups else not gpu.groups.isdisjoint(want.groups)
 
 
-def _kind(want: Want, gpu: Gpu) -> bool:
+def _fits_kind(want: Want, gpu: Gpu) -> bool:
     return (not want.vendor or want.vendor == gpu.vendor) and (not want.arch or want.arch == gpu.arch)
 
 
 def unfit(want: Want, gpu: Gpu, load: Load) -> str:
-    """Why the device cannot take one of the task's parts, in words; empty if it can."""
+    """Explain in words why the device cannot take one part of the task; empty if it can."""
     if fits(want, gpu, load):
         return ""
     if gpu.state != "active":
         return f"is {gpu.state}"
     if gpu.executor_id in want.barred:
-        return "did not take it before"
-    if not _grouped(want, gpu):
+        return "did not take the task in an earlier attempt"
+    if not _fits_groups(want, gpu):
         if want.groups:
-            return f"is in none of the groups {', '.join(want.groups)}"
-        return f"is kept for the group{'s' * (len(gpu.groups) > 1)} {', '.join(sorted(gpu.groups))}"
-    if not _kind(want, gpu):
-        return f"is {gpu.vendor} {gpu.arch}".rstrip() + f", {f'{want.vendor} {want.arch}'.strip()} was asked for"
+            return f"is not in any of the groups {', '.join(want.groups)}"
+        return f"is reserved for the group{'s' * (len(gpu.groups) > 1)} {', '.join(sorted(gpu.groups))}"
+    if not _fits_kind(want, gpu):
+        return (
+            f"is {gpu.vendor} {gpu.arch}".rstrip() + f", but the task requests {f'{want.vendor} {want.arch}'.strip()}"
+        )
     if load.exclusive:
         return "is held exclusively by another session"
     if want.exclusive and load.sessions:
-        return "has sessions, an exclusive device was asked for"
+        return "has sessions, but the task requests an exclusive device"
     asked, promised = want.required_vram or 0, load.fixed + load.movable
     limit = gpu.total + gpu.total * gpu.overcommit // 100
     if promised + asked > limit:
         of = f" ({gpu.total} overcommitted by {gpu.overcommit} %)" if gpu.overcommit else ""
-        return f"has {max(limit - promised, 0)} bytes unreserved{of}, {asked} were asked for"
+        return f"has {max(limit - promised, 0)} bytes unreserved{of}, but the task requests {asked}"
     if load.fixed + asked > gpu.total:
-        return f"has {gpu.total - load.fixed} bytes beside what cannot be swapped out, {asked} were asked for"
+        return f"has {gpu.total - load.fixed} bytes next to the memory that cannot be swapped out, but the task requests {asked}"
     return (
-        f"has {max(gpu.total - load.fixed - load.sizes[-1], 0)} bytes beside the largest task that can be swapped out, "
-        f"and {asked} were asked for that cannot"
+        f"has {max(gpu.total - load.fixed - load.sizes[-1], 0)} bytes next to the largest task that can be swapped out, "
+        f"but the task requests {asked} bytes that cannot be swapped out"
     )
 
 
 def cost_of(gpu: Gpu, load: Load) -> int:
-    """Points of a device, without what depends on the task."""
+    """Return the cost of a device in points, without the part that depends on the task."""
     promised = min(1000, 1000 * (load.fixed + load.movable) // max(gpu.total, 1))
-    return PER_SESSION * load.sessions + gpu.utilization + gpu.starvation + promised // 2
+    return POINTS_PER_SESSION * load.sessions + gpu.utilization + gpu.starvation + promised // 2
 
 
 def _saved(want: Want, gpu: Gpu) -> int:
     if not want.weights or not gpu.weights:
         return 0
-    return RESIDENT * sum(w in gpu.weights for w in want.weights) // len(want.weights)
+    return RESIDENT_POINTS * sum(w in gpu.weights for w in want.weights) // len(want.weights)
 
 
 class Pool:
-    """Devices in the order of their cost, with what is claimed of them. Changes by `claim` and `release` alone.
+    """Devices in the order of their cost, with the claims on them. Only `claim` and `release` change a pool.
 
     Args:
-        gpus: all devices, each id once.
-        claims: what tasks take of them; claims on devices that are not there count nothing.
+        gpus: all devices; ids are unique.
+        claims: the claims of all tasks; claims on unknown devices are ignored.
     """
 
     def __init__(self, gpus: Iterable[Gpu], claims: Iterable[Claim] = ()) -> None:
@@ -217,7 +226,8 @@ class Pool:
         for claim in claims:
             if claim.executor_id in self._gpus:
                 self._loads.setdefault(claim.executor_id, Load()).add(claim)
-        #: Active devices by cost, apart by what whole tasks are refused for: kind, groups, whether anything runs there.
+        #: Active devices by cost. There is one list per vendor, architecture, groups and "idle", because a task can reject a
+        #: whole list.
         self._orders: dict[tuple[str, str, frozenset[str], bool], list[tuple[int, str]]] = {}
         self._holders: dict[str, set[str]] = {}
         for gpu in self._gpus.values():
@@ -233,7 +243,7 @@ class Pool:
         return len(self._gpus)
 
     def load(self, executor_id: str) -> Load:
-        """What is claimed of a device. Not to be changed."""
+        """Return the claims on a device. The caller must not change them."""
         return self._loads.get(executor_id, IDLE)
 
     def gpus(self) -> Sequence[Gpu]:
@@ -241,11 +251,11 @@ class Pool:
         return self._by_id
 
     def claim(self, claim: Claim) -> None:
-        """A task takes its part of a device."""
+        """Add the claim of a task on a device."""
         self._change(claim, Load.add)
 
     def release(self, claim: Claim) -> None:
-        """A task has left a device."""
+        """Remove the claim of a task that has left a device."""
         self._change(claim, Load.remove)
         self._refused.clear()
 
@@ -267,12 +277,12 @@ class Pool:
     def _cost(self, gpu: Gpu) -> int:
         return cost_of(gpu, self.load(gpu.executor_id))
 
-    def place(self, want: Want, held: Collection[str] = NOBODY) -> Placement:
-        """Choose for one task, and claim nothing.
+    def place(self, want: Want, held: Collection[str] = EMPTY) -> Placement:
+        """Choose devices for one task. It claims nothing.
 
         Args:
-            want: what it asks for.
-            held: devices kept for tasks that come before it.
+            want: the request of the task.
+            held: devices that are held for tasks before it in the queue.
         """
         known = self._refused.get(want) if not held else None
         if known is not None:
@@ -285,13 +295,13 @@ class Pool:
         if chosen:
             here = {g.executor_id: self._explain(want, g) for g in chosen}
             return Placement(tuple(chosen), here, next_best=after)
-        placement = Placement(waits=self._why_not(want, held), fitting=fitting)
+        placement = Placement(waits=self._rejections(want, held), fitting=fitting)
         if not held:
             self._refused[want] = placement
         return placement
 
     def _fitting(self, want: Want, held: Collection[str]) -> Iterator[tuple[int, Gpu]]:
-        """What fits, cheapest first, weights not considered."""
+        """Yield the devices that fit, cheapest first, without regard to weights."""
         orders = [
             order
             for (vendor, arch, groups, idle), order in self._orders.items()
@@ -307,7 +317,7 @@ class Pool:
                 yield cost, gpu
 
     def _ranked(self, want: Want, held: Collection[str]) -> Iterator[tuple[int, str]]:
-        """What fits, cheapest for this task first."""
+        """Yield the devices that fit, cheapest for this task first, with regard to weights."""
         holders = {e for w in want.weights for e in self._holders.get(w, ())}
         near = [self._gpus[e] for e in holders if e not in held and fits(want, self._gpus[e], self.load(e))]
         first = sorted([(self._cost(g) - _saved(want, g), g.executor_id) for g in near])
@@ -344,7 +354,7 @@ class Pool:
         load = self.load(gpu.executor_id)
         promised = min(1000, 1000 * (load.fixed + load.movable) // max(gpu.total, 1))
         parts = {
-            "sessions": PER_SESSION * load.sessions,
+            "sessions": POINTS_PER_SESSION * load.sessions,
             "utilization": gpu.utilization,
             "starvation": gpu.starvation,
             "promised": promised // 2,
@@ -352,27 +362,27 @@ class Pool:
         }
         return {k: v for k, v in parts.items() if v} | {"cost": sum(parts.values())}
 
-    def _why_not(self, want: Want, held: Collection[str]) -> dict[str, str]:
+    def _rejections(self, want: Want, held: Collection[str]) -> dict[str, str]:
         reasons = {}
         for gpu in self._by_id:
             why = unfit(want, gpu, self.load(gpu.executor_id))
             if not why and gpu.executor_id in held:
-                why = "is kept for a task that has waited longer"
+                why = "is held for a task that has waited longer"
             if why:
                 reasons[gpu.executor_id] = why
-                if len(reasons) == REASONS:
+                if len(reasons) == MAX_REASONS:
                     break
         return reasons
 
 
 def summary(waits: Mapping[str, str], shown: int = 8) -> str:
-    """Why a task fits nowhere, in one line with the numbers; at most `shown` devices by name."""
+    """Explain in one line why no device fits, with numbers; at most `shown` devices are named."""
     reasons = [f"{name} {why}" for name, why in waits.items()]
     return "; ".join(reasons[:shown]) + (f"; and {len(reasons) - shown} more" if len(reasons) > shown else "")
 
 
 def as_record(want: Want, placement: Placement) -> dict[str, object]:
-    """What is kept of a placement with its task: "why here", or "why waiting"."""
+    """Return the part of a placement that is stored with its task: "why here", or "why waiting"."""
     if placement.gpus:
         record: dict[str, object] = {"why": "here", "here": {k: dict(v) for k, v in placement.here.items()}}
         if placement.next_best is not None:

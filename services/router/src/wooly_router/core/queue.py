@@ -1,9 +1,10 @@
-"""The queue of tasks that fit nowhere yet: by class, then by age. Pure.
+"""The queue of tasks that do not fit on any device yet: by class, then by age. Pure.
 
-Who comes later may go first where it fits and the one before does not, but not for ever. A task that has waited for `patience_s`
-has devices *held*: as many as it needs, those that could take it when empty and are the least promised now; nothing behind it in
-the queue is placed there. Each `aging_s` of waiting raises a task by a class in this queue (not on the device), so that a stream
-of higher classes does not keep it out either. Thus it waits no longer than its patience, its ageing, and what already runs.
+A later task may overtake an earlier task that does not fit, but not without end. When a task has waited for `patience_s`, the
+queue *holds* devices for it: as many as the task needs, of those that could take it when empty, the least promised first. No
+task behind it in the queue is placed there. Each `aging_s` of waiting raises a task by one class in this queue (not on the
+device), so that a stream of tasks of higher classes cannot block it. So the waiting time is limited by patience, aging and the
+tasks that already run.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class Waiting:
     """A task in the queue. Times in seconds.
 
     Attributes:
-        since: when it was submitted.
+        since: time at which the task was submitted.
         not_before: earliest time of its next attempt.
     """
 
@@ -33,19 +34,19 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """When a waiting task has devices held for it, and how long it takes to rise by a class. Seconds."""
+    """When devices are held for a waiting task, and how long the task takes to rise by one class. Seconds."""
 
     patience_s: float = 30.0
     aging_s: float = 600.0
 
 
 def claims_of(want: Want, executor_ids: Iterable[str]) -> list[Claim]:
-    """What a task takes of its devices."""
+    """Return the claims of a task on its devices."""
     return [Claim(e, want.required_vram, want.exclusive, want.swappable) for e in executor_ids]
 
 
 def in_order(queue: Iterable[Waiting], now: float, patience: Patience) -> list[Waiting]:
-    """The queue, first come first."""
+    """Sort the queue: the next task comes first."""
     return sorted(queue, key=lambda w: (_rank(w, now, patience), w.since, w.task_id))
 
 
@@ -56,20 +57,25 @@ def _rank(waiting: Waiting, now: float, patience: Patience) -> int:
 def plan(
     queue: Iterable[Waiting], pool: Pool, now: float, patience: Patience = Patience()
 ) -> list[tuple[Waiting, Placement]]:
-    """Where each task of the queue goes now, or why it waits, in the queue's order. The pool has the claims afterwards.
+    """Decide where each task of the queue starts now, or why it waits; in the queue's order.
+
+    Afterwards the pool has the new claims.
 
     Args:
-        queue: tasks, in any order; those whose `not_before` is to come are passed over, and nothing is held for them.
+        queue: tasks in any order. Tasks whose `not_before` is in the future are skipped, and no device is held for them.
         pool: the devices.
         now: seconds.
-        patience: how long a task is overtaken.
+        patience: how long later tasks may overtake a task.
     """
     return _plan(queue, pool, now, patience)[0]
 
 
 def held_devices(queue: Iterable[Waiting], pool: Pool, now: float, patience: Patience = Patience()) -> frozenset[str]:
-    """The devices that nothing new may be placed on, for the sake of tasks that wait. The pool has the others' claims."""
-    patient = [w for w in queue if now - w.since >= patience.patience_s]  # nothing is held for the others
+    """Return the devices on which no new task may be placed, because waiting tasks need them.
+
+    The pool already has the claims of the other tasks.
+    """
+    patient = [w for w in queue if now - w.since >= patience.patience_s]  # no device is held for the others
     return _plan(patient, pool, now, patience)[1]
 
 
@@ -78,7 +84,8 @@ def _plan(
 ) -> tuple[list[tuple[Waiting, Placement]], frozenset[str]]:
     decisions: list[tuple[Waiting, Placement]] = []
     held: set[str] = set()
-    refused: dict[Want, Placement] = {}  # claims and holds only grow here: what was refused once stays so
+    # Claims and holds only grow here, so a request that was refused once stays refused.
+    refused: dict[Want, Placement] = {}
     for waiting in in_order(queue, now, patience):
         if not is_due(waiting.not_before, now):
             continue
@@ -95,7 +102,7 @@ def _plan(
 
 
 def _hold(want: Want, pool: Pool, held: set[str]) -> list[str]:
-    """Devices for a task, to be kept until it fits; none if it could not run on an empty cluster."""
+    """Hold devices for a task until it fits. Empty if the task could not run even on an empty cluster."""
     able = [g for g in pool.gpus() if g.executor_id not in held and fits(want, g, IDLE)]
     if len(able) < want.gpu_count:
         return []

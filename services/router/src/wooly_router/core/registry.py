@@ -1,4 +1,4 @@
-"""The registry of executors, fed by heartbeats. No clock, no I/O: every method is told the time in seconds."""
+"""The registry of executors, filled by heartbeats. It has no clock and no I/O: each method takes the time in seconds."""
 
 from __future__ import annotations
 
@@ -8,36 +8,37 @@ from wooly_wis.messages import ExecutorHeartbeat, MemoryState, NodeInfo
 
 LOST_AFTER_S = 5.0
 FORGOTTEN_AFTER_S = 3600.0
-#: Sessions whose memory a listing shows.
-LISTED = 50
+#: Maximum number of sessions whose memory a listing shows per executor.
+MAX_LISTED_SESSIONS = 50
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The last that was heard of an executor. `ended`: why its process ended, if it said so."""
+    """The last heartbeat of an executor. `ended`: the reason why its process ended, if the executor reported one."""
 
     heartbeat: ExecutorHeartbeat
     at: float
     ended: str = ""
 
     def lives(self, now: float) -> bool:
-        """Whether it is to be given work."""
+        """Tell whether the executor may get work."""
         return not self.ended and now - self.at <= LOST_AFTER_S
 
 
 class Registry:
-    """All executors that were heard of."""
+    """All executors that have sent a heartbeat."""
 
     def __init__(self) -> None:
         self._seen: dict[str, Seen] = {}
 
     def hear(self, heartbeat: ExecutorHeartbeat, now: float) -> bool:
-        """Take in a heartbeat. True if the executor was not known, or lost, before, and lives now."""
+        """Record a heartbeat. Returns True if the executor is alive now and was unknown or lost before."""
         before = self._seen.get(heartbeat.executor_id)
         if not heartbeat.ending:
             self._seen[heartbeat.executor_id] = Seen(heartbeat, now)
             return before is None or not before.lives(now)
-        # Its successor may have been heard of before: then the last word of the old process says nothing of the executor.
+        # The new process of this executor may have sent a heartbeat before: then the last heartbeat of the old process changes
+        # nothing.
         if before is not None and before.heartbeat.pid == heartbeat.pid:
             self._seen[heartbeat.executor_id] = Seen(before.heartbeat, before.at, heartbeat.ending)
         return False
@@ -49,34 +50,34 @@ class Registry:
                 del self._seen[executor_id]
 
     def alive(self, now: float) -> list[ExecutorHeartbeat]:
-        """Executors heard of within the last five seconds that did not say that they end, by id."""
+        """Return the executors with a heartbeat in the last five seconds that did not report their end, by id."""
         return [s.heartbeat for _, s in sorted(self._seen.items()) if s.lives(now)]
 
     def all(self) -> list[ExecutorHeartbeat]:
-        """The last word of everybody who was not forgotten, by id."""
+        """Return the last heartbeat of every known executor, by id."""
         return [s.heartbeat for _, s in sorted(self._seen.items())]
 
     def heard(self, executor_id: str) -> float | None:
-        """When an executor was last heard of."""
+        """Return the time of an executor's last heartbeat; None for an unknown executor."""
         seen = self._seen.get(executor_id)
         return None if seen is None else seen.at
 
     def ended(self, executor_id: str) -> str:
-        """Why an executor's process has ended; empty if it did not say that it does."""
+        """Return the reason why an executor's process has ended; empty if the executor reported none."""
         seen = self._seen.get(executor_id)
         return "" if seen is None else seen.ended
 
     def has(self, executor_id: str, session_id: str) -> bool:
-        """Whether an executor said last that it has a session."""
+        """Tell whether an executor's last heartbeat lists a session."""
         seen = self._seen.get(executor_id)
         return seen is not None and session_id in seen.heartbeat.sessions
 
     def forget(self, executor_id: str) -> None:
-        """Drop one that will not come back."""
+        """Drop an executor that will not return."""
         self._seen.pop(executor_id, None)
 
     def nodes(self, now: float) -> tuple[NodeInfo, ...]:
-        """Everything known, for people."""
+        """List all known executors, for display."""
         return tuple(
             NodeInfo(
                 executor_id=k,
@@ -95,9 +96,9 @@ class Registry:
 
 
 def _listed(heartbeat: ExecutorHeartbeat) -> MemoryState | None:
-    """Its memory with the sessions that have most of it: a listing of many executors must stay small."""
+    """Return the memory with only the sessions that use most of it: a listing of many executors must stay small."""
     memory = heartbeat.memory
-    if memory is None or len(memory.sessions) <= LISTED:
+    if memory is None or len(memory.sessions) <= MAX_LISTED_SESSIONS:
         return memory
     most = sorted(memory.sessions, key=lambda s: (-s.own - s.shared - s.host - s.disk, s.session_id))
-    return memory.model_copy(update={"sessions": tuple(most[:LISTED])})
+    return memory.model_copy(update={"sessions": tuple(most[:MAX_LISTED_SESSIONS])})

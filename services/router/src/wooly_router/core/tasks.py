@@ -1,4 +1,4 @@
-"""The life of a task: its states, which may follow which, and when it is tried again. Pure."""
+"""The life of a task: its states, the transitions between them, and the times of retries. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 State = Literal["pending", "started", "completed", "failed", "cancelled"]
 Kind = Literal["session", "job"]
 
-#: What may follow. A job whose executor was lost is pending again.
+#: The states that may follow each state. A job whose executor is lost becomes pending again.
 TRANSITIONS: dict[str, frozenset[str]] = {
     "pending": frozenset({"started", "failed", "cancelled"}),
     "started": frozenset({"pending", "completed", "failed", "cancelled"}),
@@ -17,38 +17,39 @@ TRANSITIONS: dict[str, frozenset[str]] = {
     "cancelled": frozenset(),
 }
 ENDED = frozenset(s for s, after in TRANSITIONS.items() if not after)
-#: Seconds before the second attempt; each further one waits twice as long, to a limit.
+#: Back-off before the second attempt, in seconds. It doubles with each further attempt, up to `RETRY_LIMIT_S`.
 RETRY_S = 1.0
 RETRY_LIMIT_S = 60.0
-#: No task is told to wait for so long before it is looked at again, even by a router whose clock is a little ahead.
+#: Upper bound of every wait before a task is examined again, in seconds. Twice the back-off limit: a router's clock may be
+#: ahead.
 LONGEST_WAIT_S = 2 * RETRY_LIMIT_S
 
 
 def sources(state: str) -> tuple[str, ...]:
-    """The states that may come before `state`."""
+    """Return the states from which a task may enter `state`."""
     return tuple(s for s, after in TRANSITIONS.items() if state in after)
 
 
 def is_due(at: float, now: float) -> bool:
-    """Whether the time at which a task is to be looked at again has come.
+    """Tell whether the time has come to examine a task again.
 
-    Routers share these times, and the clock of one may have been wrong: one that lies further ahead than any wait is long was
-    written by such a clock, and holds nothing back.
+    Routers share these times, and the clock of one router may have been wrong. A time further ahead than the longest wait comes
+    from such a clock, and delays nothing.
     """
     return at <= now or at > now + LONGEST_WAIT_S
 
 
 def backoff_s(attempt: int) -> float:
-    """Seconds to wait after the attempt of this number (from 1) was lost."""
+    """Return the seconds to wait after attempt `attempt` (from 1) was lost."""
     return float(min(RETRY_S * 2.0 ** min(attempt - 1, 32), RETRY_LIMIT_S))
 
 
 def still_running(reason: str, running: Mapping[str, float]) -> str:
-    """Why a task ended, and the operators of it that no executor can stop.
+    """Extend the reason why a task ended by its operators that still run and that no executor can stop.
 
     Args:
-        reason: why it ended.
-        running: per executor, for how many seconds its operator has run.
+        reason: why the task ended.
+        running: seconds for which the operator has run, by executor.
     """
     said = ", ".join([f"on executor {name} for {seconds:.1f} s so far" for name, seconds in running.items()])
     return f"{reason}; one operator still runs {said}: it holds the device, and is billed, until it ends"

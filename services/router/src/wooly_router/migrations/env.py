@@ -1,4 +1,4 @@
-"""Alembic's entry: runs migrations on the URL that the caller configured, through a synchronous engine."""
+"""Alembic's entry point: runs migrations on the caller's URL, through a synchronous engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from wooly_router.state.tables import Base
 
 
 def run() -> None:
-    """Migrate in one transaction: who is killed in it leaves the schema of before. Routers that start together take turns."""
+    """Migrate in one transaction, so that a killed process leaves the old schema. Routers that start together take turns."""
     url = make_url(context.config.get_main_option("sqlalchemy.url") or "")
     if url.drivername == "sqlite+aiosqlite":
         url = url.set(drivername="sqlite")
@@ -32,7 +32,7 @@ def run() -> None:
 
 
 def _leave_transactions_to_us(connection: Any, _: Any) -> None:
-    """Python's driver would begin one at the first row that is written, behind changes of the schema."""
+    """Turn off the driver's own transactions: Python's driver would begin one at the first row, after changes of the schema."""
     connection.isolation_level = None
     connection.execute("PRAGMA journal_mode=WAL")  # kept in the file: readers do not wait for the writer
 

@@ -1,1 +1,1 @@
-"""REST under /api/v1: for people, scripts and probes. Decides nothing: it asks the actors and the stores."""
+"""REST under /api/v1, for users, scripts and probes. It makes no decisions: it calls the actors and the stores."""

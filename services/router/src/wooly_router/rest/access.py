@@ -1,4 +1,4 @@
-"""Who calls over REST, at which rate, and what they may; what they changed."""
+"""Access over REST: authentication, rate limits, scopes, and the audit log."""
 
 from __future__ import annotations
 
@@ -21,41 +21,41 @@ from wooly_router.state.tenants import hash_of
 Area = Literal["tasks", "nodes", "groups", "config", "tenants", "metrics", "audit", "blobs", "credits"]
 Verb = Literal["read", "write"]
 
-#: Holds a browser's token (see `login`).
+#: Name of the cookie with a browser's token (see `login`).
 COOKIE = "wooly_token"
-#: A header that pages of ours send with what changes something: those of others cannot, without asking us first.
+#: Header that our pages send with every change. A browser lets pages of other origins send it only if this router allows it.
 PAGE_HEADER = "x-wooly-page"
-#: Bytes of a body that cost as much of a caller's rate as one request more: they are parsed where others wait.
+#: Body bytes that cost as much of a caller's rate as one request, because parsing a body delays other requests.
 COST_BYTES = 16 << 10
-#: What a login costs of its address's rate: requests. Pages log in once, guessers often.
+#: Cost of a login for its address's rate, in requests: a page logs in once, an attacker who guesses tokens often.
 LOGIN_COST = 40.0
-#: Tokens that are remembered as valid: whoever shows one is not held up by others who guess from the same address.
-PROVED = 10_000
+#: Maximum number of tokens that are remembered as valid: they are not slowed down by wrong guesses from the same address.
+MAX_VALID_TOKENS = 10_000
 
 
 class Access:
-    """Lets callers of REST in, at their rate, and keeps the audit log.
+    """Admits callers of REST within their rates, and writes the audit log.
 
     Args:
-        gate: who they are.
-        buckets: rates.
+        gate: authorizes callers.
+        buckets: rate limits.
     """
 
     def __init__(self, gate: Gate, buckets: Buckets) -> None:
         self._gate, self._buckets = gate, buckets
-        self._proved: OrderedDict[str, None] = OrderedDict()
+        self._valid_tokens: OrderedDict[str, None] = OrderedDict()
         self.auth = gate.auth
 
     @property
     def owner(self) -> Owner | None:
-        """Of a local stack; None: there is no such person."""
+        """The owner of a local stack; None: no such person."""
         return self._gate.owner
 
     async def admit(self, request: Request, nbytes: int, rule: Rule) -> Known | None:
-        """Let a request in by its head; see `wooly_bus.http_front`.
+        """Admit a request by its headers; see `wooly_bus.http_front`.
 
         Raises:
-            RefusedError: see `refuse_others`, `secret_of` and `caller`.
+            RefusedError: see `refuse_other_origins`, `secret_of` and `caller`.
         """
         cost = 1.0 if rule.streamed else 1.0 + nbytes / COST_BYTES
         address = request.client.host if request.client else ""
@@ -63,53 +63,56 @@ class Access:
             if self._gate.auth == "tokens":
                 self._take(f"from {address}", cost)
             return None
-        self.refuse_others(request)
+        self.refuse_other_origins(request)
         caller = await self.caller(secret_of(request), address, cost)
         return Known(caller, caller.tenant)
 
-    def refuse_others(self, request: Request) -> None:
-        """Let no page of another origin's in.
+    def refuse_other_origins(self, request: Request) -> None:
+        """Refuse requests from pages of other origins.
 
         Raises:
-            RefusedError: one sends this; see `from_elsewhere`.
+            RefusedError: such a page sent the request; see `from_elsewhere`.
         """
         why = from_elsewhere(request.headers.get("origin", ""), request.headers.get("host", ""), self.auth)
         if why:
             raise RefusedError("router.forbidden", why)
 
     async def caller(self, secret: str, address: str, cost: float = 1.0) -> Caller:
-        """Who calls.
+        """Return the caller of a request.
 
         Raises:
-            RefusedError: no valid token, or too many requests of this caller's, or from this address where tokens are asked for.
+            RefusedError: the token is not valid, or this caller, or this address if tokens are required, sends too many
+                requests.
         """
         name = hash_of(secret)
-        if self._gate.auth == "tokens" and name not in self._proved:
-            self._take(f"from {address}", 1.0)  # so that secrets are not guessed
+        if self._gate.auth == "tokens" and name not in self._valid_tokens:
+            self._take(f"from {address}", 1.0)  # slows down guessing of secrets
         caller = await self.proved(secret, address)
         self._take(caller.actor, cost)
         return caller
 
     async def proved(self, secret: str, address: str) -> Caller:
-        """Who has a secret for which its address has paid: requests that show it cost its address nothing from now on.
+        """Return the caller with a secret that was paid for by its address.
+
+        Later requests with the secret cost the address nothing.
 
         Raises:
-            RefusedError: no valid token.
+            RefusedError: the token is not valid.
         """
         name = hash_of(secret)
         try:
             caller = await self._gate.caller(secret, address)
         except RefusedError:
-            self._proved.pop(name, None)
+            self._valid_tokens.pop(name, None)
             raise
-        self._proved[name] = None
-        self._proved.move_to_end(name)
-        if len(self._proved) > PROVED:
-            self._proved.popitem(last=False)
+        self._valid_tokens[name] = None
+        self._valid_tokens.move_to_end(name)
+        if len(self._valid_tokens) > MAX_VALID_TOKENS:
+            self._valid_tokens.popitem(last=False)
         return caller
 
     async def still(self, secret: str, address: str) -> Caller:
-        """Who calls, on a connection that was let in before.
+        """Return the caller of a connection that was admitted before.
 
         Raises:
             RefusedError: the token has ended.
@@ -117,10 +120,10 @@ class Access:
         return await self._gate.caller(secret, address)
 
     def take_login(self, request: Request) -> None:
-        """One login more from this address.
+        """Count one login from this address.
 
         Raises:
-            RefusedError: too many.
+            RefusedError: too many logins.
         """
         if self._gate.auth == "tokens":
             self._take(f"from {request.client.host if request.client else ''}", LOGIN_COST)
@@ -128,50 +131,52 @@ class Access:
     def _take(self, name: str, cost: float) -> None:
         if not self._buckets.take(name, cost):
             raise LimitError(
-                f"too many requests {'' if name.startswith('from') else 'of '}{name}: on average "
-                f"{self._buckets.rate:g} a second are answered (WOOLY_ROUTER_RATE_LIMIT); slow down",
+                f"too many requests {'' if name.startswith('from') else 'of '}{name}: the limit is "
+                f"{self._buckets.rate:g} per second on average (WOOLY_ROUTER_RATE_LIMIT); send fewer requests",
                 code="router.too_many",
                 retry_s=1.0,
             )
 
     async def log(self, caller: Caller, action: str, target: str, **detail: object) -> None:
-        """Somebody changed something."""
+        """Add an entry to the audit log."""
         record = AuditRecord(self._gate.clock(), caller.actor, caller.own, action, target[:255], dict(detail))
         await self._gate.world.audit.add(record)
 
 
-bearer = HTTPBearer(auto_error=False, description="An API token of a tenant's.")
+bearer = HTTPBearer(auto_error=False, description="An API token of a tenant.")
 
 
 async def admitted(
     request: Request, credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)]
 ) -> Caller:
-    """A dependency: the caller, whom `Access.admit` let in before the body was read. `credentials` is for the documentation."""
+    """A dependency: the caller that `Access.admit` admitted before the body was read. `credentials` is for the OpenAPI schema."""
     caller: Caller = request.state.caller
     return caller
 
 
 def secret_of(request: Request) -> str:
-    """What a request shows, in the header or, from a browser, in the cookie; empty if nothing.
+    """Return the secret of a request, from the header or, for a browser, from the cookie; empty if it has none.
 
     Raises:
-        RefusedError: a browser changes something, and no page of ours had it do so.
+        RefusedError: the request uses a cookie to change something, but does not come from our pages.
     """
     scheme, _, shown = request.headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer" and shown.strip():
         return shown.strip()
     secret = request.cookies.get(COOKIE, "")
     if secret and request.method not in ("GET", "HEAD") and PAGE_HEADER not in request.headers:
-        raise RefusedError("router.forbidden", f"a change that a cookie vouches for needs the header {PAGE_HEADER}")
+        raise RefusedError(
+            "router.forbidden", f"a change that is authenticated by a cookie needs the header {PAGE_HEADER}"
+        )
     return secret
 
 
 def needs(area: Area, verb: Verb) -> Callable[..., Awaitable[Caller]]:
-    """A dependency: the caller, who may do this in that area."""
+    """Make a dependency: the caller, which must have the scope `area:verb`."""
 
     async def check(caller: Annotated[Caller, Depends(admitted)]) -> Caller:
         if f"{area}:{verb}" not in caller.may:
-            raise RefusedError("router.forbidden", f"this token may not {verb} {area}")
+            raise RefusedError("router.forbidden", f"this token does not have the scope {area}:{verb}")
         return caller
 
     return check

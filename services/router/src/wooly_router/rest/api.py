@@ -1,4 +1,4 @@
-"""The application: routes, documentation, one shape for every error."""
+"""The REST application: routes, documentation, and one format for every error."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from wooly_router.tasks import TaskActor
 from wooly_router.traces import TraceActor
 
 log = logging.getLogger("wooly.router")
-#: The status of a refusal, by its code; any other is a conflict with the state of things.
+#: The HTTP status of a refusal, by its code. Other codes mean a conflict with the current state (409).
 STATUS = {
     "router.unauthorized": 401,
     "router.forbidden": 403,
@@ -48,7 +48,7 @@ STATUS = {
     "router.too_many": 429,
     "router.limit": 429,
 }
-#: Bytes of the body of a request that shows no token.
+#: Maximum size, in bytes, of the body of a request without a token.
 LOGIN_BYTES = 4096
 _PROBLEMS: dict[int | str, dict[str, Any]] = {
     status: {"model": Problem} for status in (400, 401, 403, 404, 405, 409, 413, 422, 429, 500, 503)
@@ -56,7 +56,7 @@ _PROBLEMS: dict[int | str, dict[str, Any]] = {
 
 
 def create_api(actor: RouterActor, desk: TaskActor, access: Access, tracing: TraceActor) -> FastAPI:
-    """The application."""
+    """Make the application."""
     api = FastAPI(
         title="Wooly controller", version=version("wooly-router"), responses=_PROBLEMS, docs_url=None, redoc_url=None
     )
@@ -78,7 +78,7 @@ def create_api(actor: RouterActor, desk: TaskActor, access: Access, tracing: Tra
 
     @api.get("/metrics", include_in_schema=False)
     async def figures(request: Request) -> Response:
-        try:  # tenants' names are for those alone who may read figures
+        try:  # only callers that may read metrics see tenants' names
             caller = await access.still(secret_of(request), request.client.host if request.client else "")
             registry = named if "metrics:read" in caller.may else free
         except RefusedError:
@@ -102,7 +102,7 @@ def create_api(actor: RouterActor, desk: TaskActor, access: Access, tracing: Tra
 
 
 def refusal(error: BusError) -> JSONResponse:
-    """What a refused caller is answered."""
+    """Make the response to a refused request."""
     if isinstance(error, RefusedError):
         status = STATUS.get(error.code, 409)
     else:
@@ -114,7 +114,7 @@ def refusal(error: BusError) -> JSONResponse:
 
 
 def _answer_errors(api: FastAPI) -> None:
-    """Give every error the one shape, and a status."""
+    """Give every error the same format, and a status."""
 
     @api.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:

@@ -1,4 +1,4 @@
-"""Config, nodes, groups, audit."""
+"""Cluster settings, nodes, groups and the audit log."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _world(request: Request) -> World:
 
 @router.get("/config")
 async def read_config(request: Request, caller: Annotated[Caller, Depends(needs("config", "read"))]) -> ClusterConfig:
-    """The settings in force."""
+    """Return the settings in force."""
     return (await _world(request).settings())[0]
 
 
@@ -48,7 +48,7 @@ async def read_config(request: Request, caller: Annotated[Caller, Depends(needs(
 async def write_config(
     request: Request, config: ClusterConfig, caller: Annotated[Caller, Depends(needs("config", "write"))]
 ) -> ClusterConfig:
-    """Change the settings that are given; the others stay."""
+    """Change the given settings; the others stay."""
     access: Access = request.app.state.access
     given = config.model_dump(include=config.model_fields_set)
     await _world(request).config.write(given, request.app.state.actor.clock(), caller.actor)
@@ -60,7 +60,7 @@ async def write_config(
 
 
 async def nodes_of(request: Request, tenant: str | None = None) -> list[Node]:
-    """All nodes. To a caller of one tenant, the sessions of others show as one without a name."""
+    """Return all nodes. A caller of one tenant sees all sessions of other tenants as one session without a name."""
     world, actor = _world(request), request.app.state.actor
     config, records = await world.settings()
     gpus: dict[str, list[NodeInfo]] = {}
@@ -95,7 +95,7 @@ async def nodes_of(request: Request, tenant: str | None = None) -> list[Node]:
 
 
 def seen_by(info: NodeInfo, tenant: str | None) -> NodeInfo:
-    """A device as a caller may see it, who sees one tenant's sessions (None: all)."""
+    """Return a device as a caller sees it that sees one tenant's sessions (None: all sessions)."""
     if tenant is None or info.memory is None:
         return info
     mine = [s for s in info.memory.sessions if s.tenant == tenant]
@@ -110,7 +110,7 @@ async def _node(request: Request, node_id: str, tenant: str | None = None) -> No
     for node in await nodes_of(request, tenant):
         if node.node_id == node_id:
             return node
-    raise RefusedError("router.no_node", f"there is no node {node_id}")
+    raise RefusedError("router.no_node", f"node {node_id} does not exist")
 
 
 @router.get("/nodes")
@@ -131,10 +131,10 @@ async def get_node(
 async def configure_node(
     request: Request, node_id: NodeId, body: NodeConfig, caller: Annotated[Caller, Depends(needs("nodes", "write"))]
 ) -> Node:
-    """How much of a node's memory may be promised beyond it. Counts for what is placed from now on."""
+    """Set how much of a node's memory may be promised beyond its capacity. It applies to new placements."""
     access: Access = request.app.state.access
     if not await _world(request).nodes.set_overcommit(node_id, body.overcommit_vram_percent):
-        raise RefusedError("router.no_node", f"there is no node {node_id}")
+        raise RefusedError("router.no_node", f"node {node_id} does not exist")
     await access.log(caller, "node.configure", node_id, overcommit_vram_percent=body.overcommit_vram_percent)
     return await _node(request, node_id)
 
@@ -146,7 +146,7 @@ async def set_node_state(
     """Cordon or drain a node, or let it take tasks again."""
     access: Access = request.app.state.access
     if not await _world(request).nodes.set_wish(node_id, body.state):
-        raise RefusedError("router.no_node", f"there is no node {node_id}")
+        raise RefusedError("router.no_node", f"node {node_id} does not exist")
     await access.log(caller, "node.state", node_id, state=body.state)
     return await _node(request, node_id)
 
@@ -170,7 +170,7 @@ async def list_groups(request: Request, caller: Annotated[Caller, Depends(needs(
 async def put_group(
     request: Request, name: PathName, body: GroupBody, caller: Annotated[Caller, Depends(needs("groups", "write"))]
 ) -> Group:
-    """Make a group, or change it to be so. Its nodes leave the common pool."""
+    """Create or replace a group. Its nodes leave the common pool."""
     world, access = _world(request), request.app.state.access
     record = GroupRecord(name, body.description, request.app.state.actor.clock(), tuple(body.nodes))
     await world.nodes.put_group(record)
@@ -183,10 +183,10 @@ async def put_group(
 async def delete_group(
     request: Request, name: PathName, caller: Annotated[Caller, Depends(needs("groups", "write"))]
 ) -> Response:
-    """Dissolve a group."""
+    """Delete a group."""
     access: Access = request.app.state.access
     if not await _world(request).nodes.remove_group(name):
-        raise RefusedError("router.no_group", f"there is no group {name}")
+        raise RefusedError("router.no_group", f"group {name} does not exist")
     await access.log(caller, "group.delete", name)
     return Response(status_code=204)
 
@@ -201,6 +201,6 @@ async def audit(
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     before: Annotated[int | None, Query(ge=1, lt=1 << 63)] = None,
 ) -> AuditPage:
-    """Who changed what."""
+    """Return the audit log: who changed what."""
     found = await _world(request).audit.page(limit, before)
     return AuditPage(entries=[AuditEntry(**{f: getattr(r, f) for f in AuditEntry.model_fields}) for r in found])

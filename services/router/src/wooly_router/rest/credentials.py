@@ -1,4 +1,4 @@
-"""NATS credentials for who shows an API token: short-lived, for their tenant, with what the token may."""
+"""Issues short-lived NATS credentials to the holder of an API token: for the token's tenant, with the token's rights."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ router = APIRouter()
 async def create_credentials(
     request: Request, body: CredentialsBody, caller: Annotated[Caller, Depends(admitted)]
 ) -> NatsCredentials:
-    """Credentials for NATS. Ask again before they end."""
+    """Issue credentials for NATS. Request new ones before they expire."""
     actor: RouterActor = request.app.state.actor
     access: Access = request.app.state.access
     if actor.issuer is None:
         raise RefusedError(
-            "router.no_credentials", "this router makes no NATS credentials: WOOLY_ROUTER_SIGNING_KEY is not set"
+            "router.no_credentials",
+            "this router issues no NATS credentials, because WOOLY_ROUTER_SIGNING_KEY is not set",
         )
-    # Who may do everything because nobody is asked for a token is still nobody to whom JetStream is handed out.
+    # Without required tokens every caller is an administrator, but did not prove it, and does not get access to JetStream.
     proved = access.auth == "tokens" and caller.tenant is None and caller.may == ROLES["admin"]
     tenant = body.tenant or caller.own
     if tenant != caller.own and not caller.acts_for_all:
-        raise RefusedError("router.forbidden", "this token gets credentials of its own tenant only")
+        raise RefusedError("router.forbidden", f"this token can only get credentials of its own tenant, {caller.own}")
     if body.role == "admin" and not proved:
-        raise RefusedError("router.forbidden", "an administrator's token is needed for an administrator's credentials")
+        raise RefusedError("router.forbidden", "administrator credentials require an administrator's token")
     role = body.role or ("admin" if proved and body.tenant is None else "user")
     now = actor.clock()
     ends = min(

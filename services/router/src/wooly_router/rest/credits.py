@@ -1,4 +1,4 @@
-"""Credits, as metering tells them over NATS; its own REST has the rest (prices, corrections, quarantine)."""
+"""Credits, which metering reports over NATS. Metering's own REST has the rest (prices, corrections, quarantine)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ router = APIRouter(prefix="/credits")
 Of = Annotated[str, Query(max_length=128, pattern=r"^[^\x00]*$")]
 Moment = Annotated[int, Query(ge=0, lt=1 << 62)]
 Reader = Annotated[Caller, Depends(needs("credits", "read"))]
-#: Seconds that metering has for an answer.
+#: Timeout of metering's answer, in seconds.
 TIMEOUT_S = 5.0
 
 
@@ -37,12 +37,14 @@ async def _ask(request: Request, rpc: Rpc[Q, R], message: Q) -> R:
     try:
         return await bus.request(rpc, message, timeout=TIMEOUT_S)
     except NoResponderError as e:
-        raise RefusedError("router.no_metering", "no metering service answers here", retryable=True) from e
+        raise RefusedError("router.no_metering", "no metering service answers; start metering", retryable=True) from e
 
 
 def _tenant(caller: Caller, asked: str) -> str:
     if caller.tenant is not None and asked not in ("", caller.tenant):
-        raise RefusedError("router.forbidden", "this token sees the credits of its own tenant only")
+        raise RefusedError(
+            "router.forbidden", f"this token can only read the credits of its own tenant, {caller.tenant}"
+        )
     return caller.tenant or asked
 
 
@@ -72,7 +74,7 @@ async def plans(request: Request, caller: Reader) -> PlansReply:
 
 @router.get("/statements/{tenant}")
 async def statements(request: Request, caller: Reader, tenant: PathName, after: Moment = 0) -> StatementsReply:
-    """A tenant's statements after number `after`."""
+    """A tenant's statements with numbers above `after`."""
     ask = StatementsRequest(tenant=_tenant(caller, tenant), after=after)
     return await _ask(request, contracts.METERING_STATEMENT_LIST, ask)
 
@@ -84,7 +86,7 @@ async def set_budget(
     body: BudgetBody,
     caller: Annotated[Caller, Depends(needs("credits", "write"))],
 ) -> BudgetState:
-    """A tenant's budget from now on."""
+    """Set a tenant's budget."""
     access: Access = request.app.state.access
     ask = SetBudgetRequest(tenant=_tenant(caller, tenant), **body.model_dump())
     state = await _ask(request, contracts.METERING_BUDGET_SET, ask)

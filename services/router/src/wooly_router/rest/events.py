@@ -1,13 +1,13 @@
-"""Server-sent events: what changes, told to whoever follows, while somebody does.
+"""Server-sent events: the router tells pages what changed, and looks for changes only while a page is open.
 
-Every router looks at the database that all of them share, so it does not matter which of them made a change. Events say what to
-read anew; only figures of devices come with them.
+Every router polls the shared database, so any router may make a change. An event names what to read again; only metrics events
+contain data.
 
-    metrics  every second (oftener than devices are sampled): {"at", "gpus": [LiveGpu …]}
-    tasks    {"changed": [{"task_id", "state"}…]}: made, moved, of another class; a state of null: ended
+    metrics  every second (more often than samples): {"at", "gpus": [LiveGpu …]}
+    tasks    {"changed": [{"task_id", "state"}…]}: created, moved, or in another class; the state null: ended
     nodes    {"changed": [node ids]}
     groups, config  {}
-    resync   whoever follows was too slow: read everything anew
+    resync   the client was too slow: it must read everything again
 """
 
 from __future__ import annotations
@@ -38,29 +38,30 @@ from wooly_router.state.tasks import TaskGlance
 
 log = logging.getLogger("wooly.router")
 router = APIRouter()
-#: Seconds between two looks.
-EVERY_S = 1.0
-#: Devices above which figures come more seldom: a second more for each so many.
-GPUS_A_SECOND = 100
-#: Seconds after which somebody who follows is asked again who they are, and hears that we are still there.
-KEEP_S = 15.0
-#: Events that may wait for one follower.
-WAITING = 64
-#: Of the streams that one router may have, those that tenants leave to operators and administrators: one in so many.
-OPERATORS_SHARE = 8
-#: Changed tasks that one event names.
-NAMED = 200
+#: Seconds between two polls of the database.
+POLL_S = 1.0
+#: Each further group of this many devices adds one second to the interval between metrics events.
+GPUS_PER_SECOND = 100
+#: Seconds between two checks of a follower's token; also the interval of keep-alive comments.
+RECHECK_S = 15.0
+#: Maximum number of events that wait for one follower.
+MAX_QUEUED_EVENTS = 64
+#: Reciprocal of the share of streams that is reserved: one eighth of a router's streams is reserved for operators and
+#: administrators.
+RESERVED_SHARE = 8
+#: Maximum number of changed tasks or nodes in one event.
+MAX_NAMED_CHANGES = 200
 
 
 @dataclass(eq=False, slots=True)
 class Follower:
-    """Somebody who follows."""
+    """A client that follows events."""
 
     caller: Caller
-    queue: asyncio.Queue[str | None] = field(default_factory=lambda: asyncio.Queue(WAITING))
+    queue: asyncio.Queue[str | None] = field(default_factory=lambda: asyncio.Queue(MAX_QUEUED_EVENTS))
 
     def tell(self, event: str, data: Any) -> None:
-        """Let it hear an event; one that is too slow loses what waits, and is told so."""
+        """Queue an event for this client. If the queue is full, it is emptied, and the client gets `resync`."""
         try:
             self.queue.put_nowait(_framed(event, data))
         except asyncio.QueueFull:
@@ -71,7 +72,7 @@ class Follower:
 
 @dataclass(slots=True)
 class _Seen:
-    """What was there at the last look."""
+    """The state of the last poll."""
 
     tasks: dict[str, TaskGlance]
     nodes: dict[str, Any]
@@ -80,9 +81,9 @@ class _Seen:
 
 
 class Hub:
-    """Looks for changes while somebody follows, and tells them."""
+    """Polls for changes while clients follow, and sends events."""
 
-    def __init__(self, actor: RouterActor, every_s: float = EVERY_S) -> None:
+    def __init__(self, actor: RouterActor, every_s: float = POLL_S) -> None:
         self._actor, self._every_s = actor, every_s
         self._limits = actor.limits
         self._followers: set[Follower] = set()
@@ -90,24 +91,24 @@ class Hub:
         self._closed = False
 
     def join(self, caller: Caller) -> Follower:
-        """Somebody begins to follow.
+        """Add a client that follows events.
 
         Raises:
-            RefusedError: too many do.
+            RefusedError: too many clients follow.
         """
         if self._closed:
-            raise RefusedError("router.too_many", "this router ends", retryable=True)
+            raise RefusedError("router.too_many", "this router is shutting down; connect again", retryable=True)
         most, held = self._limits.streams, len(self._followers)
         if caller.tenant is not None:
             mine = len([f for f in self._followers if f.caller.tenant == caller.tenant])
             self._limits.check(caller.tenant, "event streams on this router", mine, "tenant_streams", "close one")
-            most -= max(most // OPERATORS_SHARE, 1)
+            most -= max(most // RESERVED_SHARE, 1)
             held = len([f for f in self._followers if f.caller.tenant is not None])
         if held >= most or len(self._followers) >= self._limits.streams:
             whose = "all tenants together" if caller.tenant is not None else "all callers together"
             raise LimitError(
-                f"{whose} follow this router's events {held} times, and may {most} times (WOOLY_ROUTER_STREAMS); "
-                "try again, or ask another router",
+                f"{whose} follow this router's events {held} times, and the limit is {most} (WOOLY_ROUTER_STREAMS); "
+                "try again later, or connect to another router",
                 retry_s=15.0,
             )
         follower = Follower(caller)
@@ -117,14 +118,14 @@ class Hub:
         return follower
 
     def leave(self, follower: Follower) -> None:
-        """It follows no more."""
+        """Remove a client."""
         self._followers.discard(follower)
         if not self._followers and self._watching is not None:
             self._watching.cancel()
             self._watching = None
 
     def close(self) -> None:
-        """The router ends: so do all streams."""
+        """End all streams, because the router ends."""
         self._closed = True
         for follower in list(self._followers):
             with contextlib.suppress(asyncio.QueueFull):
@@ -137,20 +138,20 @@ class Hub:
             try:
                 gpus = live(self._actor)
                 if time.monotonic() >= due:
-                    due = time.monotonic() + self._every_s * (len(gpus) // GPUS_A_SECOND)
-                    self._tell(
+                    due = time.monotonic() + self._every_s * (len(gpus) // GPUS_PER_SECOND)
+                    self._send(
                         "metrics", {"at": self._actor.clock(), "gpus": [g.model_dump() for g in gpus]}, "metrics:read"
                     )
                 since, looked = looked - 5 * self._every_s, self._actor.clock()
-                seen = await self._look(since)
+                seen = await self._poll(since)
                 if before is not None:
                     self._compare(before, seen)
                 before = seen
             except Exception:
-                log.exception("events cannot be told; trying again")
+                log.exception("events cannot be sent; trying again")
             await asyncio.sleep(self._every_s)
 
-    async def _look(self, since: float) -> _Seen:
+    async def _poll(self, since: float) -> _Seen:
         world = self._actor.world
         config, records = await world.settings()
         devices: dict[str, list[tuple[str, str]]] = {}
@@ -169,18 +170,18 @@ class Hub:
             if "tasks:read" in follower.caller.may:
                 mine = [c for tenant, c in changed if follower.caller.tenant in (None, tenant)]
                 if mine:
-                    follower.tell("tasks", {"changed": mine[:NAMED]})
+                    follower.tell("tasks", {"changed": mine[:MAX_NAMED_CHANGES]})
         if before.nodes != seen.nodes:
             names = [
                 n for n in sorted(before.nodes.keys() | seen.nodes.keys()) if before.nodes.get(n) != seen.nodes.get(n)
             ]
-            self._tell("nodes", {"changed": names[:NAMED]}, "nodes:read")
+            self._send("nodes", {"changed": names[:MAX_NAMED_CHANGES]}, "nodes:read")
         if before.groups != seen.groups:
-            self._tell("groups", {}, "groups:read")
+            self._send("groups", {}, "groups:read")
         if before.config != seen.config:
-            self._tell("config", {}, "config:read")
+            self._send("config", {}, "config:read")
 
-    def _tell(self, event: str, data: Any, scope: str) -> None:
+    def _send(self, event: str, data: Any, scope: str) -> None:
         for follower in self._followers:
             if scope in follower.caller.may:
                 follower.tell(event, data)
@@ -190,12 +191,12 @@ def _framed(event: str, data: Any) -> str:
     return f"event: {event}\ndata: {json.dumps(data, separators=(',', ':'))}\n\n"
 
 
-@router.get("/events", include_in_schema=False)  # a stream has no end that a client of the schema could wait for
+@router.get("/events", include_in_schema=False)  # a stream has no end, so schema-based clients cannot read it
 async def events(
     request: Request,
     caller: Annotated[Caller, Depends(admitted)],
 ) -> Response:
-    """Follow what changes."""
+    """Send events about changes."""
     hub: Hub = request.app.state.hub
     access: Access = request.app.state.access
     secret, address = secret_of(request), request.client.host if request.client else ""
@@ -207,16 +208,16 @@ async def events(
             asked = time.monotonic()
             while True:
                 try:
-                    item = await asyncio.wait_for(follower.queue.get(), KEEP_S)
+                    item = await asyncio.wait_for(follower.queue.get(), RECHECK_S)
                 except TimeoutError:
                     item = ": still there\n\n"
                 if item is None:
                     return
-                if time.monotonic() - asked >= KEEP_S:
+                if time.monotonic() - asked >= RECHECK_S:
                     asked = time.monotonic()
                     follower.caller = await access.still(secret, address)
                 yield item
-        except RefusedError:  # its token has ended
+        except RefusedError:  # the token has ended
             return
 
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}

@@ -1,4 +1,4 @@
-"""Answers that hold something while they are sent: a place among those who follow events, one of a tenant's transfers."""
+"""Responses that hold a resource while they are sent: an event stream of the router, or a blob transfer of a tenant."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from starlette.types import Receive, Scope, Send
 
 
 class HeldStream(StreamingResponse):
-    """A stream that gives back what it holds when it is over, also where it never began.
+    """A streaming response that releases its resource at its end, even if it never started.
 
-    A client that leaves before the first byte ends the answer before the iterator has run a line: a `finally` in there would
-    not run either.
+    If a client disconnects before the first byte, the response ends before the iterator runs. A `finally` inside the iterator
+    would not run either.
 
     Args:
-        content: what is sent.
-        release: gives it back.
-        media_type: of the content.
-        headers: of the answer.
+        content: the body.
+        release: releases the resource.
+        media_type: media type of the body.
+        headers: headers of the response.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class HeldStream(StreamingResponse):
         self._release = release
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it."""
+        """Send the response."""
         try:
             await super().__call__(scope, receive, send)
         finally:

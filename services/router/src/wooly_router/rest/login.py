@@ -1,4 +1,4 @@
-"""Browsers: an API token becomes a cookie that pages cannot read, because `EventSource` sends no headers."""
+"""Login of browsers: an API token becomes a cookie that scripts of pages cannot read, because `EventSource` sends no headers."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ def _me(caller: Caller, auth: Literal["open", "tokens"]) -> Me:
 
 @router.get("/me")
 async def me(request: Request, caller: Annotated[Caller, Depends(admitted)]) -> Me:
-    """Who calls, and what they may."""
+    """Return the caller and the caller's scopes."""
     access: Access = request.app.state.access
     return _me(caller, access.auth)
 
 
 @router.post("/login")
 async def login(request: Request, response: Response, body: LoginBody) -> Me:
-    """Let a browser in: its requests carry the token in a cookie until it is closed, logged out, or the token ends."""
+    """Log a browser in: its requests carry the token in a cookie until the browser closes, logs out, or the token ends."""
     access: Access = request.app.state.access
-    access.refuse_others(request)
+    access.refuse_other_origins(request)
     access.take_login(request)
     of_browser = access.owner.log_in(body.token) if access.owner is not None else None
     secret = of_browser or body.token
@@ -44,16 +44,18 @@ async def login(request: Request, response: Response, body: LoginBody) -> Me:
 
 @router.post("/login/code", status_code=201)
 async def login_code(request: Request, caller: Annotated[Caller, Depends(admitted)]) -> LoginCode:
-    """A code for one login of a browser, for the owner of a local stack: `wooly status` prints the address with one."""
+    """Make a code for one login of a browser by the owner of a local stack. `wooly status` prints an address with such a code."""
     access: Access = request.app.state.access
     if access.owner is None or caller.actor != "owner":
-        raise RefusedError("router.forbidden", "only the owner of a local stack logs a browser in by a code")
+        raise RefusedError(
+            "router.forbidden", "only the owner of a local stack can get a login code: use the owner's token"
+        )
     return LoginCode(code=access.owner.code(), expires_in_s=CODE_S)
 
 
 @router.delete("/login", status_code=204)
 async def logout(request: Request, caller: Annotated[Caller, Depends(admitted)]) -> Response:
-    """Let the browser forget its token. An API token itself goes on; a secret that a login made ends."""
+    """Log a browser out: its cookie is deleted. An API token stays valid; a secret that a login made ends."""
     access: Access = request.app.state.access
     if access.owner is not None:
         access.owner.log_out(request.cookies.get(COOKIE, ""))

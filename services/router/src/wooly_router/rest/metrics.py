@@ -1,4 +1,4 @@
-"""What devices do: now, as the scheduler audits it, and what they did."""
+"""Metrics of devices: current values, the scheduler's audit, and the history."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from wooly_router.rest.models import GpuFigures, History, LiveGpu, Overview, Sam
 
 router = APIRouter()
 Time = Annotated[float, Query(ge=0, le=1e12, allow_inf_nan=False)]
-#: Seconds that the scheduler has for an answer.
+#: Timeout of the scheduler's answer, in seconds.
 TIMEOUT_S = 2.0
-#: Times of one answer about tasks.
-COUNTS = 10_000
+#: Maximum number of points in one answer about tasks.
+MAX_COUNTS = 10_000
 
 
 def live(actor: RouterActor) -> list[LiveGpu]:
-    """All devices that live, by id."""
+    """Return all devices that are alive, by id."""
     starvation = actor.world.starvation
     return [
         LiveGpu(
@@ -44,7 +44,7 @@ def live(actor: RouterActor) -> list[LiveGpu]:
 
 @router.get("/overview")
 async def overview(request: Request, caller: Annotated[Caller, Depends(needs("nodes", "read"))]) -> Overview:
-    """The cluster in a few numbers. Tasks are counted for those who may read them."""
+    """The cluster in a few numbers. Only callers that may read tasks get counts of tasks."""
     actor: RouterActor = request.app.state.actor
     nodes: Counter[str] = Counter(n.state for n in await nodes_of(request, caller.tenant))
     tasks = await actor.world.tasks.counts(caller.tenant) if "tasks:read" in caller.may else {}
@@ -60,9 +60,9 @@ async def history(
     executor_id: Annotated[str | None, Query(min_length=1, max_length=128, pattern=r"^[^\x00]*$")] = None,
     step: Annotated[int | None, Query(ge=10, le=86400)] = None,
 ) -> History:
-    """What devices did and held in a span of time: every ten seconds, or every `step` seconds.
+    """Return the history of devices in a time span: one sample per ten seconds, or per `step` seconds.
 
-    Of each step, shares are means, and memory and sessions the most that there was.
+    In each step, shares are means, and memory and sessions are maxima.
     """
     nodes = request.app.state.actor.world.nodes
     if step is None:
@@ -80,9 +80,12 @@ async def tasks_history(
     until: Time | None = None,
     step: Annotated[int, Query(ge=1, le=86400)] = 60,
 ) -> TaskHistory:
-    """How many tasks waited and ran at the end of every `step` seconds of a span; at most 10,000 of them, ended by now."""
+    """Return how many tasks waited and ran at the end of every `step` seconds of a span.
+
+    At most 10,000 points, none of them in the future.
+    """
     actor: RouterActor = request.app.state.actor
-    until = min(actor.clock() if until is None else until, actor.clock(), since + COUNTS * step)
+    until = min(actor.clock() if until is None else until, actor.clock(), since + MAX_COUNTS * step)
     found = await actor.world.tasks.activity(since, until, step, caller.tenant) if until > since else []
     return TaskHistory(counts=[TaskCount(at=at, waiting=w, running=r) for at, w, r in found])
 
@@ -98,7 +101,7 @@ async def gpus(request: Request, caller: Annotated[Caller, Depends(needs("metric
         try:
             reply = await bus.request(contracts.SCHEDULER_GPU_LIST, ask, timeout=TIMEOUT_S)
         except NoResponderError as e:
-            raise RefusedError("router.no_scheduler", "no scheduler answers here", retryable=True) from e
+            raise RefusedError("router.no_scheduler", "no scheduler answers; start a scheduler", retryable=True) from e
         found += reply.gpus
         more = reply.more and bool(reply.gpus)
     return GpuFigures(gpus=found)

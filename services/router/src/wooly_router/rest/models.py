@@ -1,4 +1,4 @@
-"""The shapes of REST that are not those of messages."""
+"""The models of REST that are not message models."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ assert set(SCOPES) == set(Scope.__args__)  # type: ignore[attr-defined]
 
 
 class Body(BaseModel):
-    """Base of what is sent to us: nothing extra."""
+    """Base of request bodies: unknown fields are an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class Problem(BaseModel):
-    """The one shape of an error."""
+    """The format of every error."""
 
     code: str
     message: str
@@ -44,22 +44,23 @@ class Health(BaseModel):
 
 
 class LoginBody(Body):
-    """An API token's secret; or the code of a local stack's owner, which is valid once."""
+    """The secret of an API token, or the one-time code of a local stack's owner."""
 
     token: str = Field(default="", max_length=256)
 
 
 class LoginCode(BaseModel):
-    """A code that lets one browser in, once, as the owner of a local stack."""
+    """A code that logs in one browser, once, as the owner of a local stack."""
 
     code: str
     expires_in_s: float
 
 
 class Me(BaseModel):
-    """Who calls.
+    """The caller.
 
-    `auth`: whether tokens are asked for; `tenant`: whose tasks they see, null: everybody's; `own`: whose what they make is.
+    `auth`: whether tokens are required. `tenant`: the tenant whose tasks the caller sees; null: all tenants. `own`: the tenant
+    that owns what the caller creates.
     """
 
     auth: Literal["open", "tokens"]
@@ -70,19 +71,28 @@ class Me(BaseModel):
 
 
 class NodeConfig(Body):
-    """How much of a node's memory may be promised beyond it, in percent; null inherits the cluster's, 0 forces none."""
+    """A node's overcommit percentage: memory that may be promised beyond its capacity.
+
+    null inherits the cluster's value, 0 means none.
+    """
 
     overcommit_vram_percent: Annotated[int, Field(ge=0, le=1000)] | None
 
 
 class NodeState(Body):
-    """What is wanted of a node: active; cordoned: takes nothing new; draining: so, and `drained` says when nothing runs there."""
+    """The wanted state of a node.
+
+    active: takes tasks. cordoned: takes no new tasks. draining: cordoned, and `drained` once no task runs.
+    """
 
     state: Literal["active", "cordoned", "draining"]
 
 
 class Node(BaseModel):
-    """A machine with its devices. `overcommit_vram_percent` is its own, `effective_overcommit_vram_percent` the one in force."""
+    """A machine with its devices.
+
+    `overcommit_vram_percent` is its own value, `effective_overcommit_vram_percent` the value in force.
+    """
 
     node_id: str
     state: Literal["active", "cordoned", "draining", "drained", "lost"]
@@ -101,14 +111,14 @@ class NodeList(BaseModel):
 
 
 class GroupBody(Body):
-    """A group's nodes; a node that nobody has heard of yet may be among them."""
+    """A group's nodes. Nodes that are still unknown are allowed."""
 
     description: Text = ""
     nodes: list[NodeId] = Field(default=[], max_length=10_000)
 
 
 class Group(BaseModel):
-    """A named set of nodes, which take only tasks that ask for one of their groups."""
+    """A named set of nodes that take only tasks that request one of their groups."""
 
     name: str
     description: str
@@ -136,14 +146,14 @@ class TaskDetail(BaseModel):
 
 
 class TaskList(BaseModel):
-    """A page of tasks. With a `next`, ask again with it as `after`."""
+    """A page of tasks. If `next` is not empty, pass it as `after` to get the next page."""
 
     tasks: list[Task]
     next: str
 
 
 class TaskBody(Body):
-    """A job to run; as `SubmitJob`. Module and inputs are blobs."""
+    """A job to run, as in `SubmitJob`. Module and inputs are blobs."""
 
     job_id: JobId | None = None
     tenant: Name | None = None
@@ -163,26 +173,26 @@ class TaskBody(Body):
 
 
 class CancelBody(Body):
-    """Why."""
+    """The reason of a cancellation."""
 
     reason: Text = ""
 
 
 class PriorityBody(Body):
-    """Another class."""
+    """The new class of a task."""
 
     priority: int = Field(ge=0, le=4)
 
 
 class BlobInfo(BaseModel):
-    """A blob that is kept."""
+    """A stored blob."""
 
     digest: str
     nbytes: int
 
 
 class PartInfo(BaseModel):
-    """Who serves one device of a session."""
+    """The executor and node of one device of a session."""
 
     executor_id: str
     node: str
@@ -208,11 +218,12 @@ class SessionList(BaseModel):
 
 
 class TenantBody(Body):
-    """A tenant, or what is to change of one: what is null or missing stays as it is.
+    """A tenant, or a change of a tenant: fields that are null or missing do not change.
 
-    `disabled`: it can do nothing. `opaque_kernels`: it may launch kernels whose loads and stores executors cannot check (PTX).
-    `class_ceiling`: the highest class that its sessions and jobs may have, 0 the highest of all, 4 the lowest; `weight_ceiling`:
-    their largest weight inside a class; `exclusive`: they may have a device to themselves. Without: the router's defaults.
+    `disabled`: the tenant can do nothing. `opaque_kernels`: it may launch kernels whose loads and stores executors cannot check
+    (PTX). `class_ceiling`: the highest class of its sessions and jobs (0 is the highest of all, 4 the lowest).
+    `weight_ceiling`: their largest weight inside a class. `exclusive`: whether they may use a device exclusively. The router
+    has defaults for these three.
     """
 
     description: Text | None = None
@@ -224,7 +235,7 @@ class TenantBody(Body):
 
 
 class Tenant(BaseModel):
-    """Somebody who may have tasks, with the ceilings in force: see `TenantBody`."""
+    """An account that may have tasks, with the ceilings in force: see `TenantBody`."""
 
     name: str
     description: str
@@ -237,10 +248,12 @@ class Tenant(BaseModel):
 
 
 class CredentialsBody(Body):
-    """NATS credentials. Without more: of the caller's own tenant, for as long as may be, with all that the token may.
+    """A request for NATS credentials.
 
-    `role`: `user` for a tenant's client, `admin` for who runs the cluster; without, the caller's own. `tenant`: another than the
-    caller's, for who may see all. `expires_in_s`: sooner than they would end.
+    By default: of the caller's own tenant, with the longest lifetime and all rights of the token.
+
+    `role`: `user` for a tenant's client, `admin` for an operator of the cluster; null: the caller's own role. `tenant`: another
+    tenant; only for callers that see all tenants. `expires_in_s`: a shorter lifetime.
     """
 
     role: Literal["admin", "user"] | None = None
@@ -249,9 +262,9 @@ class CredentialsBody(Body):
 
 
 class NatsCredentials(BaseModel):
-    """Credentials, as they are written into a `.creds` file, and where they are to be shown. Times in seconds since the epoch.
+    """NATS credentials in the format of a `.creds` file, and the address of NATS. Times in seconds since the epoch.
 
-    `inbox`: under which replies are heard with them; what clients of NATS call the prefix of inboxes.
+    `inbox`: the inbox prefix of NATS clients with these credentials, under which they receive replies.
     """
 
     credentials: str
@@ -269,7 +282,7 @@ class TenantList(BaseModel):
 
 
 class TokenBody(Body):
-    """A new token. Without scopes it may all that its role may; without `expires_in_s` it does not end by itself."""
+    """A new token. Without scopes it has all rights of its role; without `expires_in_s` it does not expire."""
 
     name: Text = ""
     role: Literal["admin", "operator", "user"] = "user"
@@ -291,7 +304,7 @@ class Token(BaseModel):
 
 
 class NewToken(Token):
-    """A token as it was made: the only time that its secret is shown."""
+    """A new token. Its secret is not shown again."""
 
     secret: str
 
@@ -303,7 +316,7 @@ class TokenList(BaseModel):
 
 
 class SampleInfo(BaseModel):
-    """One device at one time. Shares from 0 to 1, memory in bytes."""
+    """The metrics of one device at one time. Shares are from 0 to 1, memory is in bytes."""
 
     at: float
     executor_id: str
@@ -316,13 +329,13 @@ class SampleInfo(BaseModel):
 
 
 class History(BaseModel):
-    """What devices did and held, oldest first; at most 10,000 samples."""
+    """Samples of devices, oldest first; at most 10,000."""
 
     samples: list[SampleInfo]
 
 
 class TaskCount(BaseModel):
-    """How many tasks waited and ran at one time."""
+    """The numbers of waiting and running tasks at one time."""
 
     at: float
     waiting: int
@@ -330,13 +343,13 @@ class TaskCount(BaseModel):
 
 
 class TaskHistory(BaseModel):
-    """How many tasks waited and ran, oldest first."""
+    """The numbers of waiting and running tasks over time, oldest first."""
 
     counts: list[TaskCount]
 
 
 class LiveGpu(BaseModel):
-    """One device now. Shares from 0 to 1, memory in bytes; `starvation` is null where no scheduler tells it."""
+    """One device now. Shares are from 0 to 1, memory is in bytes; `starvation` is null if no scheduler reports it."""
 
     executor_id: str
     node_id: str
@@ -348,7 +361,7 @@ class LiveGpu(BaseModel):
 
 
 class Overview(BaseModel):
-    """The cluster now. Nodes and tasks are counted by state; tasks are those that the caller sees."""
+    """The cluster now. Nodes and tasks are counted by state; only tasks that the caller sees count."""
 
     at: float
     nodes: dict[str, int]
@@ -357,13 +370,13 @@ class Overview(BaseModel):
 
 
 class GpuFigures(BaseModel):
-    """Devices and their sessions as the scheduler audits them."""
+    """Devices and their sessions, from the scheduler's audit."""
 
     gpus: list[GpuState]
 
 
 class BudgetBody(Body):
-    """A tenant's budget in micro-credits, per period; null: no such limit. Past the hard one its sessions are suspended."""
+    """A tenant's budget per period, in micro-credits; null: no limit. Above the hard limit, its sessions are suspended."""
 
     period: Literal["total", "month", "day"] = "total"
     soft_ucr: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
@@ -371,7 +384,7 @@ class BudgetBody(Body):
 
 
 class AuditEntry(BaseModel):
-    """Who did what to what."""
+    """An entry of the audit log: who changed what."""
 
     id: int
     at: float
@@ -383,7 +396,7 @@ class AuditEntry(BaseModel):
 
 
 class AuditPage(BaseModel):
-    """The newest entries first. Ask again with the last id as `before`."""
+    """A page of the audit log, newest first. Pass the last id as `before` to get the next page."""
 
     entries: list[AuditEntry]
 
@@ -395,7 +408,7 @@ class TraceList(BaseModel):
 
 
 class Trace(BaseModel):
-    """A trace's spans in the order in which they began. The parent of one may not be there: it has not ended, or is lost."""
+    """A trace's spans in the order in which they began. A span's parent may be missing: it has not ended, or is lost."""
 
     trace_id: str
     spans: list[SpanInfo]

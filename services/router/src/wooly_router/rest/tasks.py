@@ -40,7 +40,7 @@ from wooly_router.tasks import TaskActor
 
 router = APIRouter()
 OfTenant = Annotated[str | None, Query(min_length=1, max_length=128, pattern=r"^[^\x00]*$")]
-#: Bytes of a blob that may be sent over REST; larger ones go over NATS.
+#: Maximum size, in bytes, of a blob over REST; larger blobs go over NATS.
 BLOB_BYTES = 64 << 20
 
 
@@ -53,11 +53,11 @@ def _detail(reply: TaskReply) -> TaskDetail:
 
 
 def _ask(caller: Caller, task_id: str, reason: str = "") -> TaskRequest:
-    """The question for a task; an id that none can have is one that is not there."""
+    """Make the request for a task. A malformed id cannot exist."""
     try:
         return TaskRequest(task_id=task_id, tenant=caller.tenant, reason=reason)
     except ValueError as e:
-        raise RefusedError("router.no_task", "there is no such task") from e
+        raise RefusedError("router.no_task", "this task does not exist") from e
 
 
 @router.get("/tasks")
@@ -76,7 +76,7 @@ async def list_tasks(
     """Tasks, newest first, a page at a time."""
     desk: TaskActor = request.app.state.desk
     if caller.tenant is not None and tenant not in (None, caller.tenant):
-        raise RefusedError("router.forbidden", "this token sees the tasks of its own tenant only")
+        raise RefusedError("router.forbidden", f"this token can only read the tasks of its own tenant, {caller.tenant}")
     reply = await desk.on_tasks(
         TasksRequest(
             tenant=caller.tenant or tenant,
@@ -96,18 +96,18 @@ async def list_tasks(
 async def create_task(
     request: Request, body: TaskBody, caller: Annotated[Caller, Depends(needs("tasks", "write"))]
 ) -> TaskDetail:
-    """Submit a job. Sent again with the same `job_id`, it changes nothing."""
+    """Submit a job. A second request with the same `job_id` changes nothing."""
     desk: TaskActor = request.app.state.desk
     access: Access = request.app.state.access
     tenant = body.tenant or caller.own
     if tenant != caller.own and not caller.acts_for_all:
-        raise RefusedError("router.forbidden", "this token submits for its own tenant only")
+        raise RefusedError("router.forbidden", f"this token can only submit jobs for its own tenant, {caller.own}")
     fields = body.model_dump(exclude={"job_id", "tenant", "noswap"})
     job_id = body.job_id or f"job-{secrets.token_hex(8)}"
     job = SubmitJob(job_id=job_id, tenant=tenant, noswap=bool(body.noswap), **fields)
     task = await desk.jobs.on_submit_job(job, caller)
     if task.tenant != tenant:
-        raise RefusedError("router.id_taken", f"{job_id} is not free; leave it out to get one")
+        raise RefusedError("router.id_taken", f"job id {job_id} is already in use; leave it out to get a new one")
     await access.log(caller, "task.create", task.id, module=body.module)
     return _detail(await desk.on_task(TaskRequest(task_id=task.id)))
 
@@ -116,7 +116,7 @@ async def create_task(
 async def get_task(
     request: Request, task_id: str, caller: Annotated[Caller, Depends(needs("tasks", "read"))]
 ) -> TaskDetail:
-    """One task, its story, and why it is where it is."""
+    """One task, its story, and the reason for its placement."""
     desk: TaskActor = request.app.state.desk
     return _detail(await desk.on_task(_ask(caller, task_id)))
 
@@ -128,7 +128,7 @@ async def cancel_task(
     caller: Annotated[Caller, Depends(needs("tasks", "write"))],
     body: CancelBody = CancelBody(),  # noqa: B008  # frozen
 ) -> TaskDetail:
-    """End a task. One that has ended already stays as it ended."""
+    """Cancel a task. A task that has already ended does not change."""
     desk: TaskActor = request.app.state.desk
     access: Access = request.app.state.access
     reply = await desk.on_cancel_task(_ask(caller, task_id, body.reason))
@@ -140,7 +140,7 @@ async def cancel_task(
 async def prioritize_task(
     request: Request, task_id: str, body: PriorityBody, caller: Annotated[Caller, Depends(needs("tasks", "write"))]
 ) -> TaskDetail:
-    """Give a task another class, in the queue and on its devices."""
+    """Change a task's class, in the queue and on its devices."""
     desk: TaskActor = request.app.state.desk
     access: Access = request.app.state.access
     ask = _ask(caller, task_id)
@@ -187,7 +187,7 @@ async def list_sessions(request: Request, caller: Annotated[Caller, Depends(need
 async def put_blob(
     request: Request, caller: Annotated[Caller, Depends(needs("blobs", "write"))], tenant: OfTenant = None
 ) -> BlobInfo:
-    """Keep the body as a blob of the tenant's: a module, a constant, an input. At most 64 MiB; larger ones go over NATS."""
+    """Store the body as a blob of the tenant: a module, a constant or an input. At most 64 MiB; larger blobs go over NATS."""
     own, blobs = _whose(caller, tenant), _blobs(request)
     said = int(request.headers.get("content-length", 0))
     with blobs.transfer(own):
@@ -214,12 +214,14 @@ async def get_blob(
     caller: Annotated[Caller, Depends(needs("blobs", "read"))],
     tenant: OfTenant = None,
 ) -> Response:
-    """A blob of the tenant's, at most 64 MiB."""
+    """Return a blob of the tenant, at most 64 MiB."""
     own, blobs = _whose(caller, tenant), _blobs(request)
     store = blobs.store(own)
     size = await store.size(digest)
     if size > BLOB_BYTES:
-        raise RefusedError("router.too_large", f"a blob over REST has at most {BLOB_BYTES} bytes")
+        raise RefusedError(
+            "router.too_large", f"the blob has {size} bytes, above REST's limit of {BLOB_BYTES}; use NATS"
+        )
     held = contextlib.ExitStack()
     held.enter_context(blobs.transfer(own))
     headers = {"Content-Length": str(size)}
@@ -233,5 +235,5 @@ def _blobs(request: Request) -> TenantBlobs:
 
 def _whose(caller: Caller, tenant: str | None) -> str:
     if caller.tenant is not None and tenant not in (None, caller.tenant):
-        raise RefusedError("router.forbidden", "this token reaches the blobs of its own tenant only")
+        raise RefusedError("router.forbidden", "this token can only read and write the blobs of its own tenant")
     return tenant or caller.own

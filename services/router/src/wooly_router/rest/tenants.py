@@ -49,7 +49,7 @@ def _token(record: TokenRecord) -> Token:
 async def _must(request: Request, name: str) -> TenantRecord:
     found = await _store(request).get(name)
     if found is None:
-        raise RefusedError("router.no_tenant", f"there is no tenant {name}")
+        raise RefusedError("router.no_tenant", f"tenant {name} does not exist")
     return found
 
 
@@ -63,7 +63,10 @@ async def list_tenants(request: Request, caller: Annotated[Caller, Depends(needs
 async def put_tenant(
     request: Request, name: PathName, body: TenantBody, caller: Annotated[Caller, Depends(needs("tenants", "write"))]
 ) -> Tenant:
-    """Make a tenant, or change one: what is not given stays as it is. What runs above a ceiling is brought down to it."""
+    """Create or change a tenant; missing fields do not change.
+
+    Running sessions and jobs above a new ceiling are lowered to it.
+    """
     return _tenant(await _desk(request).put(caller, name, TenantChange(**body.model_dump())))
 
 
@@ -80,7 +83,7 @@ async def list_tokens(
 async def create_token(
     request: Request, name: PathName, body: TokenBody, caller: Annotated[Caller, Depends(needs("tenants", "write"))]
 ) -> NewToken:
-    """A new token. Its secret is shown here and never again."""
+    """Create a token. Its secret is shown only here."""
     access: Access = request.app.state.access
     await _must(request, name)
     now = request.app.state.actor.clock()
@@ -95,9 +98,9 @@ async def create_token(
 async def revoke_token(
     request: Request, name: PathName, token_id: PathName, caller: Annotated[Caller, Depends(needs("tenants", "write"))]
 ) -> Response:
-    """End a token at once."""
+    """Revoke a token at once."""
     access: Access = request.app.state.access
     if not await _store(request).revoke(name, token_id, request.app.state.actor.clock()):
-        raise RefusedError("router.no_token", f"tenant {name} has no such token that is valid")
+        raise RefusedError("router.no_token", f"tenant {name} has no valid token {token_id}")
     await access.log(caller, "token.revoke", token_id, tenant=name)
     return Response(status_code=204)

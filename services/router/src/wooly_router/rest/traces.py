@@ -1,4 +1,4 @@
-"""Traces, and how many spans were kept and lost."""
+"""Traces of tasks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def get_trace(
 async def get_task_trace(
     request: Request, task_id: str, caller: Annotated[Caller, Depends(needs("tasks", "read"))]
 ) -> Trace:
-    """The trace that a task is in."""
+    """The trace of a task."""
     return await _trace(request, caller, task_id=task_id)
 
 
@@ -50,7 +50,7 @@ async def _trace(request: Request, caller: Caller, **which: str) -> Trace:
     traces: TraceActor = request.app.state.traces
     try:
         ask = TraceRequest(tenant=caller.tenant, **which)  # type: ignore[arg-type]
-    except ValueError as e:  # an id that none can have is one that is not there
-        raise RefusedError("router.no_trace", "there is no such trace") from e
+    except ValueError as e:  # a malformed id cannot exist
+        raise RefusedError("router.no_trace", "this trace does not exist") from e
     reply = await traces.on_trace(ask, MAX_TRACE_SPANS)
     return Trace(trace_id=reply.trace_id, spans=list(reply.spans))

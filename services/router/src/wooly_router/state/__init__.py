@@ -1,1 +1,1 @@
-"""What the controller remembers, in SQLAlchemy: SQLite embedded, PostgreSQL in production. Decides nothing."""
+"""The controller's state in SQLAlchemy: SQLite by default, PostgreSQL in production. The stores make no decisions."""

@@ -1,4 +1,4 @@
-"""Settings of the cluster that an operator changes while it runs, and the log of who did what."""
+"""Cluster settings that an operator changes at run time, and the audit log."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from wooly_router.state.tables import AuditRow, ConfigRow
 
 @dataclass(frozen=True, slots=True)
 class AuditRecord:
-    """Who did what to what."""
+    """One entry of the audit log: who changed what, and when."""
 
     at: float
     actor: str
@@ -27,39 +27,39 @@ class AuditRecord:
 
 
 class ConfigStore:
-    """What was configured, by name. What was never configured is not here: its default is the caller's."""
+    """The changed cluster settings, by name. Defaults are not stored here; the caller has them."""
 
     def __init__(self, database: Database) -> None:
         self.database = database
 
     async def read(self, s: AsyncSession | None = None) -> dict[str, Any]:
-        """Everything that was configured."""
+        """Return all changed settings."""
         if s is None:
             async with self.database.reading() as s:
                 return await self.read(s)
         return {r.name: r.value for r in await s.scalars(select(ConfigRow).order_by(ConfigRow.name))}
 
     async def write(self, values: Mapping[str, Any], now: float, by: str) -> None:
-        """Configure. All of it or nothing."""
+        """Store settings: all of them or none."""
         async with self.database.writing() as s:
             for name, value in values.items():
                 await s.merge(ConfigRow(name=name, value=value, updated_at=now, updated_by=by))
 
 
 class AuditLog:
-    """Rows are added and never changed."""
+    """The audit log. Rows are added and never changed."""
 
     def __init__(self, database: Database) -> None:
         self.database = database
 
     async def add(self, record: AuditRecord) -> None:
-        """One row more; its id is given by the database."""
+        """Add an entry; the database assigns its id."""
         values = {f: getattr(record, f) for f in AuditRecord.__slots__ if f != "id"}
         async with self.database.writing() as s:
             s.add(AuditRow(**values))
 
     async def page(self, limit: int, before: int | None = None, tenant: str | None = None) -> list[AuditRecord]:
-        """The newest rows first, from before an id on."""
+        """Return the newest entries before an id, newest first."""
         query = select(AuditRow).order_by(AuditRow.id.desc()).limit(limit)
         if before is not None:
             query = query.where(AuditRow.id < before)

@@ -1,4 +1,4 @@
-"""The connection to the database: migrations, and three kinds of transaction."""
+"""The database connection: migrations, and three kinds of transactions."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from sqlalchemy import Connection, event, make_url, text
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 
-#: The key of PostgreSQL's advisory lock around decisions that read all claims before they add one ("wooly").
+#: Key of PostgreSQL's advisory lock for transactions that read all claims before they add one (the bytes of "wooly").
 PLACEMENT_LOCK = 0x776F6F6C79
-#: Both have ON CONFLICT, and no type in common that says so.
+#: The INSERT constructs with ON CONFLICT. SQLAlchemy has no common type for them.
 _INSERT: dict[str, Any] = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
-#: Seconds that a writer waits for another one (SQLite has one at a time).
+#: Seconds that a writer waits for another writer (SQLite allows one at a time).
 BUSY_S = 30.0
 
 
@@ -30,12 +30,15 @@ def _config(url: str) -> Config:
 
 
 def migrate(url: str, revision: str = "head") -> None:
-    """Bring the database at `url` up to a schema, the newest by default (blocking). Several routers may do so at once."""
+    """Migrate the database at `url` to a schema, by default the newest (blocking).
+
+    Several routers may call this at the same time.
+    """
     command.upgrade(_config(url), revision)
 
 
 def revert(url: str, revision: str) -> None:
-    """Bring the database at `url` back to an earlier schema (blocking)."""
+    """Migrate the database at `url` back to an earlier schema (blocking)."""
     command.downgrade(_config(url), revision)
 
 
@@ -44,7 +47,7 @@ class Database:
 
     Args:
         url: an async SQLAlchemy URL (`sqlite+aiosqlite:///…`, `postgresql+psycopg://…`).
-        durable: whether a commit waits for SQLite's disk: what was acknowledged survives a power cut.
+        durable: whether an SQLite commit waits for the disk, so that acknowledged data survives a power cut.
     """
 
     def __init__(self, url: str, *, durable: bool = True) -> None:
@@ -58,25 +61,28 @@ class Database:
 
             event.listen(self._engine.sync_engine, "connect", connected)
             event.listen(self._engine.sync_engine, "begin", _begin_sqlite)
-        # Who waits for another writer must not keep a connection meanwhile: readers would find none left.
+        # A writer waits for its turn before it takes a connection, so that waiting writers leave connections for readers.
         self._turn, self._decision = asyncio.Lock(), asyncio.Lock()
         self._reading = async_sessionmaker(self._engine, expire_on_commit=False)
         writer = self._engine.execution_options(wooly_begin="BEGIN IMMEDIATE")
         self._writing = async_sessionmaker(writer, expire_on_commit=False)
 
     def reading(self) -> AsyncSession:
-        """A transaction that changes nothing: `async with db.reading() as s`."""
+        """Begin a transaction that changes nothing: `async with db.reading() as s`."""
         return self._reading()
 
     @contextlib.asynccontextmanager
     async def writing(self) -> AsyncIterator[AsyncSession]:
-        """A transaction that is committed at the end of the block, or undone where the block raises."""
+        """Begin a transaction that is committed at the end of the block, or rolled back if the block raises."""
         async with self._turn if self._sqlite else contextlib.nullcontext(), self._writing.begin() as session:
             yield session
 
     @contextlib.asynccontextmanager
     async def deciding(self) -> AsyncIterator[AsyncSession]:
-        """`writing`, of which one is open at a time in all routers: what it reads stays true until it is committed."""
+        """Begin a writing transaction. All routers together have one such transaction at a time.
+
+        So everything that it reads stays true until its commit.
+        """
         async with self._turn if self._sqlite else self._decision, self._writing.begin() as session:
             if not self._sqlite:
                 await session.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": PLACEMENT_LOCK})
@@ -88,7 +94,7 @@ class Database:
 
 
 def _tune_sqlite(connection: Any, synchronous: str) -> None:
-    """Transactions begin where we say (`_begin_sqlite`), not at the first write."""
+    """Turn off the driver's own transactions: they begin in `_begin_sqlite`, not at the first write."""
     connection.isolation_level = None
     cursor = connection.cursor()
     cursor.execute(f"PRAGMA synchronous={synchronous}")
@@ -101,5 +107,5 @@ def _begin_sqlite(connection: Connection) -> None:
 
 
 def insert_of(s: AsyncSession, table: Any) -> Any:
-    """An INSERT that has ON CONFLICT, of the kind of database that the session is on."""
+    """Return an INSERT with ON CONFLICT for the session's kind of database."""
     return _INSERT[s.get_bind().dialect.name](table)

@@ -1,4 +1,4 @@
-"""Nodes, their devices and groups: what an operator wishes of them, and what was last heard of them."""
+"""Nodes, their devices and groups: the states that operators set, and the last facts from heartbeats."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Wish = Literal["active", "cordoned", "draining"]
 
 @dataclass(frozen=True, slots=True)
 class NodeRecord:
-    """A machine. `wish`: what its operator wants of it; `overcommit_vram_percent`: None inherits the cluster's."""
+    """A machine. `wish`: the state that its operator set; `overcommit_vram_percent`: None inherits the cluster's value."""
 
     id: str
     wish: Wish = "active"
@@ -28,7 +28,7 @@ class NodeRecord:
 
 @dataclass(frozen=True, slots=True)
 class GpuRecord:
-    """A device as it was last described. `facts`: of `DeviceFacts`."""
+    """A device with the facts of its last heartbeat. `facts`: the fields of `DeviceFacts`."""
 
     executor_id: str
     node_id: str
@@ -48,7 +48,7 @@ class GroupRecord:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One device at one time. Shares from 0 to 1, memory in bytes."""
+    """The metrics of one device at one time. Shares are from 0 to 1, memory is in bytes."""
 
     at: float
     executor_id: str
@@ -69,7 +69,7 @@ class NodeStore:
     # -- nodes and devices -------------------------------------------------------------------------------------------
 
     async def see(self, gpus: Iterable[GpuRecord]) -> None:
-        """Keep what heartbeats told: new nodes and devices, changed facts, when each was heard of."""
+        """Store what heartbeats report: new nodes and devices, changed facts, and the time of each device's last heartbeat."""
         async with self.database.writing() as s:
             for gpu in sorted(gpus, key=lambda g: g.executor_id):
                 if await s.get(NodeRow, gpu.node_id) is None:
@@ -102,17 +102,17 @@ class NodeStore:
         return found | {n: NodeRecord(n, groups=frozenset(g)) for n, g in groups.items() if n not in found}
 
     async def gpus(self) -> list[GpuRecord]:
-        """All devices that were ever heard of and not forgotten, by id."""
+        """Return all known devices, by id."""
         async with self.database.reading() as s:
             rows = await s.scalars(select(GpuRow).order_by(GpuRow.executor_id))
             return [GpuRecord(r.executor_id, r.node_id, r.facts, r.last_seen) for r in rows]
 
     async def set_wish(self, node_id: str, wish: Wish) -> bool:
-        """What is wanted of a node. False if it was never heard of."""
+        """Set the state that an operator wants for a node. Returns False if the node is unknown."""
         return await self._set(node_id, wish=wish)
 
     async def set_overcommit(self, node_id: str, percent: int | None) -> bool:
-        """How much of the node's memory may be promised beyond it; None: as the cluster's. False if it was never heard of."""
+        """Set a node's overcommit percentage; None inherits the cluster's. Returns False if the node is unknown."""
         return await self._set(node_id, overcommit_vram_percent=percent)
 
     async def _set(self, node_id: str, **values: Any) -> bool:
@@ -121,7 +121,10 @@ class NodeStore:
             return found.first() is not None
 
     async def forget_gpu(self, executor_id: str) -> bool:
-        """Drop a device that will not come back, and its node with the last one. False if it is not known."""
+        """Drop a device that will not return; with its last device, a node is dropped, too.
+
+        Returns False if the device is unknown.
+        """
         async with self.database.writing() as s:
             row = await s.get(GpuRow, executor_id)
             if row is None:
@@ -147,7 +150,7 @@ class NodeStore:
             return [GroupRecord(r.name, r.description, r.created_at, tuple(members.get(r.name, ()))) for r in rows]
 
     async def put_group(self, group: GroupRecord) -> bool:
-        """Make a group, or change it to be so. True if it is new."""
+        """Create or replace a group. Returns True if the group is new."""
         async with self.database.writing() as s:
             row = await s.get(GroupRow, group.name)
             if row is None:
@@ -160,7 +163,7 @@ class NodeStore:
             return row is None
 
     async def remove_group(self, name: str) -> bool:
-        """Dissolve a group; its nodes are in the common pool again, unless they are in another. False if there is none."""
+        """Delete a group. Nodes without another group return to the common pool. Returns False if the group does not exist."""
         async with self.database.writing() as s:
             await s.execute(delete(MemberRow).where(MemberRow.group_name == name))
             gone = await s.execute(delete(GroupRow).where(GroupRow.name == name).returning(GroupRow.name))
@@ -169,7 +172,7 @@ class NodeStore:
     # -- history -----------------------------------------------------------------------------------------------------
 
     async def sample(self, samples: Iterable[Sample]) -> None:
-        """Keep what devices did and held. Of two at one time and device, the first is kept."""
+        """Store samples. If two samples have the same time and device, the first one is kept."""
         async with self.database.writing() as s:
             found = {(sample.at, sample.executor_id): sample for sample in reversed(list(samples))}
             times = select(SampleRow.at, SampleRow.executor_id).where(SampleRow.at.in_({at for at, _ in found}))
@@ -179,7 +182,7 @@ class NodeStore:
     async def history(
         self, since: float, until: float, executor_id: str | None = None, limit: int = 10_000
     ) -> list[Sample]:
-        """What was kept of a span of time, oldest first."""
+        """Return the samples of a time span, oldest first."""
         query = select(SampleRow).where(SampleRow.at >= since, SampleRow.at < until)
         if executor_id is not None:
             query = query.where(SampleRow.executor_id == executor_id)
@@ -190,11 +193,11 @@ class NodeStore:
     async def means(
         self, since: float, until: float, step: int, executor_id: str | None = None, limit: int = 10_000
     ) -> list[Sample]:
-        """What was kept of a span of time, one sample per device and `step` seconds, named by their first, oldest first.
+        """Return one sample per device and `step` seconds of a time span, oldest first. Its time is the first second of its step.
 
-        Shares are means; memory and sessions are the most that there was.
+        Shares are means. Memory and sessions are maxima.
         """
-        width = literal(step, literal_execute=True)  # as text: a parameter is not the same expression twice
+        width = literal(step, literal_execute=True)  # as text: two parameters would not count as the same expression
         bucket = (cast(SampleRow.at, BigInteger) // width).label("bucket")
         query = (
             select(
@@ -218,7 +221,7 @@ class NodeStore:
             return [Sample(float(row[0] * step), *row[1:]) for row in await s.execute(query)]
 
     async def forget_samples(self, before: float) -> None:
-        """Drop what is older."""
+        """Drop older samples."""
         async with self.database.writing() as s:
             await s.execute(delete(SampleRow).where(SampleRow.at < before))
 

@@ -1,4 +1,4 @@
-"""The tables. Times are seconds since the epoch, sizes bytes; names are keys where people choose them."""
+"""The database tables. Times are in seconds since the epoch, sizes in bytes. Names that people choose are keys."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Base(DeclarativeBase):
 
 
 class TaskRow(Base):
-    """A session or a job, from its request to long after its end.
+    """A session or a job, from its request until its retention ends.
 
-    `tenant` is no foreign key: a controller that authenticates nobody takes any name. `wants` is what placement reads, `spec`
-    what a job is to do, `placement` why it is where it is, or why it waits.
+    `tenant` is not a foreign key, because a controller without authentication accepts any name. `wants` is the input of
+    placement; `spec` describes a job's work; `placement` explains the choice of the devices, or the waiting.
     """
 
     __tablename__ = "tasks"
@@ -65,7 +65,7 @@ class TaskRow(Base):
 
 
 class PartRow(Base):
-    """One device of a task: `position` is its index there."""
+    """One device of a task; `position` is its index in the task."""
 
     __tablename__ = "task_parts"
 
@@ -76,7 +76,7 @@ class PartRow(Base):
 
 
 class LeaseRow(Base):
-    """What keeps an open session open: its client's token, and until when it must be heard of again."""
+    """The lease of an open session: its client's token, and the time by which the client must renew it."""
 
     __tablename__ = "leases"
 
@@ -86,7 +86,7 @@ class LeaseRow(Base):
 
 
 class TaskEventRow(Base):
-    """One step of a task's story. `told`: it was published as an event."""
+    """One step of a task's story. `told`: the step was published as an event."""
 
     __tablename__ = "task_events"
 
@@ -103,7 +103,7 @@ class TaskEventRow(Base):
 
 
 class NodeRow(Base):
-    """A machine that was heard of, or that somebody configured before it came. `wish`: active, cordoned or draining."""
+    """A machine that sent a heartbeat or that an operator configured in advance. `wish`: active, cordoned or draining."""
 
     __tablename__ = "nodes"
 
@@ -114,7 +114,7 @@ class NodeRow(Base):
 
 
 class GpuRow(Base):
-    """A device of a node, as its executor last described it."""
+    """A device of a node, with the facts of its executor's last heartbeat."""
 
     __tablename__ = "gpus"
 
@@ -125,7 +125,7 @@ class GpuRow(Base):
 
 
 class GroupRow(Base):
-    """A named set of nodes that take only tasks that ask for it."""
+    """A named set of nodes that take only tasks that request the group."""
 
     __tablename__ = "groups"
 
@@ -135,7 +135,7 @@ class GroupRow(Base):
 
 
 class MemberRow(Base):
-    """A node is in a group. The node may not have been heard of yet."""
+    """Membership of a node in a group. The node may still be unknown."""
 
     __tablename__ = "group_members"
 
@@ -144,7 +144,7 @@ class MemberRow(Base):
 
 
 class TenantRow(Base):
-    """Somebody who may have tasks."""
+    """An account that may have tasks."""
 
     __tablename__ = "tenants"
 
@@ -159,7 +159,7 @@ class TenantRow(Base):
 
 
 class TokenRow(Base):
-    """An API token: only the SHA-256 of its secret is kept. `scopes`: what it may, of what its role may."""
+    """An API token; only the SHA-256 of its secret is stored. `scopes` restrict the rights of its role."""
 
     __tablename__ = "tokens"
 
@@ -177,7 +177,7 @@ class TokenRow(Base):
 
 
 class ConfigRow(Base):
-    """A setting of the cluster that somebody changed."""
+    """A cluster setting that an operator changed."""
 
     __tablename__ = "config"
 
@@ -188,7 +188,7 @@ class ConfigRow(Base):
 
 
 class AuditRow(Base):
-    """Who did what to what. Rows are added and never changed."""
+    """An entry of the audit log: who changed what. Rows are added and never changed."""
 
     __tablename__ = "audit"
 
@@ -202,7 +202,7 @@ class AuditRow(Base):
 
 
 class SampleRow(Base):
-    """One device at one time: what it did and held. Kept for the history of metrics."""
+    """The metrics of one device at one time, for the history."""
 
     __tablename__ = "samples"
 
@@ -217,7 +217,7 @@ class SampleRow(Base):
 
 
 class BroughtRow(Base):
-    """Which contents a tenant's last run of something shared, by `name_in_circle`; `name`: a model, or a job's module."""
+    """Contents (`name_in_circle`) that a tenant's last run shared. `name`: the run's model or module."""
 
     __tablename__ = "brought"
 
@@ -229,7 +229,7 @@ class BroughtRow(Base):
 
 
 class TraceRow(Base):
-    """A trace that is kept. Its tenant is whose task was the first in it; times of spans are nanoseconds since the epoch."""
+    """A kept trace. Its tenant is the tenant of its first task. Times of spans are in nanoseconds since the epoch."""
 
     __tablename__ = "traces"
 
@@ -245,7 +245,7 @@ class TraceRow(Base):
 
 
 class TraceTaskRow(Base):
-    """In which trace a task is. A trace may outlive its tasks, and have several."""
+    """The trace of a task. A trace may have several tasks and may outlive them."""
 
     __tablename__ = "trace_tasks"
 
@@ -254,7 +254,7 @@ class TraceTaskRow(Base):
 
 
 class SpanRow(Base):
-    """One span."""
+    """One span of a trace."""
 
     __tablename__ = "spans"
 

@@ -1,4 +1,7 @@
-"""Tasks with their devices, leases and stories. Every change of state is conditional: who comes second changes nothing."""
+"""Tasks with their devices, leases and stories.
+
+Every change of state is conditional, so a change that comes too late has no effect.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,13 @@ from wooly_router.core.tasks import ENDED, Kind, sources
 from wooly_router.state.database import Database
 from wooly_router.state.tables import LeaseRow, PartRow, TaskEventRow, TaskRow
 
-#: Longest reason that is kept, in characters.
+#: Maximum length of a stored reason, in characters.
 REASON_CHARS = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class PartRecord:
-    """Who serves one device of a task."""
+    """The executor and node of one device of a task."""
 
     executor_id: str
     node: str
@@ -31,7 +34,7 @@ class PartRecord:
 
 @dataclass(frozen=True, slots=True)
 class TaskRecord:
-    """A task, detached from the database; its parts are its devices, in order. Columns as in `TaskRow`."""
+    """A task, detached from the database. `parts` are its devices, in order. The other fields are as in `TaskRow`."""
 
     id: str
     kind: Kind
@@ -57,7 +60,7 @@ class TaskRecord:
     parts: tuple[PartRecord, ...] = ()
 
     def want(self) -> Want:
-        """What placement reads."""
+        """Return the input of placement."""
         more = self.wants
         return Want(
             gpu_count=int(more.get("gpu_count", 1)),
@@ -72,18 +75,18 @@ class TaskRecord:
         )
 
     def waiting(self) -> Waiting:
-        """The task as the queue sees it."""
+        """Return the task as an entry of the queue."""
         return Waiting(self.id, self.priority, self.created_at, self.want(), self.retry_at or 0.0)
 
 
 def session_of(task: TaskRecord) -> str:
-    """The session that a task is on its executors: its own, or of a job that of the present attempt."""
+    """Return the id of a task's session on its executors: the task's id; for a job, also the number of the current attempt."""
     return f"{task.id}-{task.attempt}" if task.kind == "job" else task.id
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """What keeps an open session open."""
+    """The lease of an open session."""
 
     task_id: str
     token: str
@@ -111,7 +114,7 @@ class TaskGlance(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TaskFilter:
-    """Which tasks a list has; what is None does not count. `text` is looked for in ids and names."""
+    """A filter for lists of tasks; fields with None match everything. `text` is searched in ids and names."""
 
     tenant: str | None = None
     states: tuple[str, ...] = ()
@@ -121,7 +124,7 @@ class TaskFilter:
     text: str | None = None
 
     def conditions(self) -> list[ColumnElement[bool]]:
-        """The filter in SQL."""
+        """Return the filter as SQL conditions."""
         found: list[ColumnElement[bool]] = []
         if self.tenant is not None:
             found.append(TaskRow.tenant == self.tenant)
@@ -141,7 +144,7 @@ class TaskFilter:
 
 
 class TaskStore:
-    """All tasks. Methods that take a session `s` are part of their caller's transaction."""
+    """All tasks. Methods with a session `s` run inside the caller's transaction."""
 
     def __init__(self, database: Database) -> None:
         self.database = database
@@ -149,7 +152,7 @@ class TaskStore:
     # -- changes -----------------------------------------------------------------------------------------------------
 
     async def add(self, s: AsyncSession, task: TaskRecord) -> bool:
-        """A new task, with the first line of its story. False if its id is taken."""
+        """Add a task, with the first line of its story. Returns False if its id is in use."""
         if await s.get(TaskRow, task.id) is not None:
             return False
         try:
@@ -158,7 +161,7 @@ class TaskStore:
         except IntegrityError:
             if await s.get(TaskRow, task.id) is None:
                 raise
-            return False  # another router, or another message, was quicker
+            return False  # another router or another message added the task first
         await self._tell(s, task.id, task.created_at, task.state, task.reason)
         return True
 
@@ -174,12 +177,12 @@ class TaskStore:
         only_from: Iterable[str] = (),
         **changes: Any,
     ) -> bool:
-        """Change a task's state. False, and no change, if it is in none that may come before, or at another attempt.
+        """Change a task's state. Returns False, without a change, if the task is in a wrong state or at another attempt.
 
         Args:
-            attempt: the attempt that this is about; None where it does not matter.
-            only_from: states that it must be in, where not all that may come before will do.
-            changes: other columns to set with it.
+            attempt: the attempt that the change is about; None: any attempt.
+            only_from: the states from which the change is allowed; empty: all states that may come before `state`.
+            changes: other columns to set in the same statement.
         """
         allowed = tuple(only_from) or sources(state)
         condition = and_(TaskRow.id == task_id, TaskRow.state.in_(allowed))
@@ -215,12 +218,12 @@ class TaskStore:
         await s.execute(insert(TaskEventRow).values(values))
 
     async def is_at(self, s: AsyncSession, task_id: str, state: str, attempt: int) -> bool:
-        """Whether a task is in a state and at an attempt; it stays so until the transaction ends."""
+        """Tell whether a task is in a state and at an attempt. The row stays locked until the transaction ends."""
         query = select(TaskRow.id).where(TaskRow.id == task_id, TaskRow.state == state, TaskRow.attempt == attempt)
         return await s.scalar(query.with_for_update()) is not None
 
     async def take_devices(self, s: AsyncSession, task_id: str, parts: Sequence[PartRecord], **changes: Any) -> None:
-        """Give a task other devices than before, and set columns with it."""
+        """Replace a task's devices, and set columns in the same transaction."""
         await s.execute(delete(PartRow).where(PartRow.task_id == task_id))
         s.add_all(
             [PartRow(task_id=task_id, position=i, executor_id=p.executor_id, node=p.node) for i, p in enumerate(parts)]
@@ -229,7 +232,10 @@ class TaskStore:
             await s.execute(update(TaskRow).where(TaskRow.id == task_id).values(changes))
 
     async def amend(self, task_id: str, reason: str, at: float, told: str = "") -> None:
-        """Say more of why a task ended; `told`: in its story, where that is to be another text."""
+        """Replace the reason of an ended task and add a step to its story.
+
+        `told`: the text of this step, if it is not `reason`.
+        """
         condition = and_(TaskRow.id == task_id, TaskRow.state.in_(ENDED))
         async with self.database.writing() as s:
             changed = await s.execute(
@@ -240,24 +246,24 @@ class TaskStore:
                 await self._tell(s, task_id, at, state, told or reason)
 
     async def set_lease(self, s: AsyncSession, lease: Lease) -> None:
-        """An open session begins to have a lease."""
+        """Add the lease of an open session."""
         s.add(LeaseRow(task_id=lease.task_id, token=lease.token, lease_until=lease.lease_until))
 
     async def set_priority(self, task_id: str, priority: int) -> bool:
-        """Give a task another class, unless it has ended."""
+        """Change a task's class, unless the task has ended."""
         condition = and_(TaskRow.id == task_id, TaskRow.state.not_in(ENDED))
         async with self.database.writing() as s:
             found = await s.execute(update(TaskRow).where(condition).values(priority=priority).returning(TaskRow.id))
             return found.first() is not None
 
     async def bring_down(self, tenant: str, priority: int, weight: int, *, exclusive: bool) -> None:
-        """Let no task of a tenant's that has not ended have a higher class than this, and no job of its a larger weight.
+        """Lower the class of a tenant's tasks, and the weight of its jobs, unless they have ended.
 
         Args:
-            tenant: whose.
-            priority: the highest class.
-            weight: the largest weight.
-            exclusive: whether what waits may get a device to itself; otherwise it is going to share one.
+            tenant: name of the tenant.
+            priority: the highest allowed class.
+            weight: the largest allowed weight.
+            exclusive: whether waiting tasks may get a device to themselves; if not, they will share one.
         """
         query = select(TaskRow).where(TaskRow.tenant == tenant, TaskRow.state.not_in(ENDED))
         async with self.database.writing() as s:
@@ -271,7 +277,7 @@ class TaskStore:
     async def note_waiting(
         self, s: AsyncSession, task_id: str, placement: dict[str, Any], reason: str, tell_at: float | None = None
     ) -> None:
-        """Why a pending task waits; with a time it is a step of its story."""
+        """Store why a pending task waits. With `tell_at`, it is also a step of the task's story."""
         noted = await s.execute(
             update(TaskRow)
             .where(TaskRow.id == task_id, TaskRow.state == "pending")
@@ -282,14 +288,14 @@ class TaskStore:
             await self._tell(s, task_id, tell_at, "pending", reason)
 
     async def postpone(self, s: AsyncSession, task_ids: Collection[str], until: float) -> None:
-        """Jobs of the queue are passed over until then."""
+        """Let the queue skip some jobs until a time."""
         ids = list(task_ids)
-        for i in range(0, len(ids), 500):  # a statement has so many parameters at most
+        for i in range(0, len(ids), 500):  # a statement has a limited number of parameters
             chosen = and_(TaskRow.id.in_(ids[i : i + 500]), TaskRow.state == "pending")
             await s.execute(update(TaskRow).where(chosen).values(retry_at=until))
 
     async def forget_ended(self, before: float) -> int:
-        """Drop what ended before a time. Returns how many tasks that were."""
+        """Drop tasks that ended before a time, at most 1,000. Returns their number."""
         async with self.database.writing() as s:
             old = list(await s.scalars(select(TaskRow.id).where(TaskRow.ended_at < before).limit(1000)))
             for table in (PartRow, TaskEventRow):
@@ -300,26 +306,26 @@ class TaskStore:
     # -- leases ------------------------------------------------------------------------------------------------------
 
     async def lease(self, task_id: str) -> Lease | None:
-        """The lease of an open session."""
+        """Return the lease of an open session."""
         async with self.database.reading() as s:
             row = await s.get(LeaseRow, task_id)
             return None if row is None else Lease(row.task_id, row.token, row.lease_until)
 
     async def lapsed(self, now: float) -> list[str]:
-        """The sessions whose lease is over."""
+        """Return the sessions whose lease is over."""
         async with self.database.reading() as s:
             return list(await s.scalars(select(LeaseRow.task_id).where(LeaseRow.lease_until < now)))
 
     async def prolong(self, leases: Mapping[str, float]) -> None:
-        """Move sessions' leases: by session, until when it lives."""
+        """Extend leases: by session, the new end."""
         async with self.database.writing() as s:
             for task_id, until in leases.items():
-                # Another router may have prolonged it further meanwhile.
+                # Another router may have extended this lease further.
                 mine = LeaseRow.task_id == task_id, LeaseRow.lease_until < until
                 await s.execute(update(LeaseRow).where(*mine).values(lease_until=until))
 
     async def prolong_all(self, until: float) -> None:
-        """Move every lease that would end before `until`."""
+        """Extend every lease that would end before `until`."""
         async with self.database.writing() as s:
             await s.execute(update(LeaseRow).where(LeaseRow.lease_until < until).values(lease_until=until))
 
@@ -334,7 +340,7 @@ class TaskStore:
         return None if row is None else _record(row)
 
     async def in_states(self, *states: str, kind: str | None = None, s: AsyncSession | None = None) -> list[TaskRecord]:
-        """All tasks in some states, oldest first."""
+        """Return all tasks in some states, oldest first."""
         chosen = TaskFilter(states=states, kind=kind)
         query = select(TaskRow).where(*chosen.conditions()).order_by(TaskRow.created_at, TaskRow.id)
         if s is not None:
@@ -343,14 +349,14 @@ class TaskStore:
             return [_record(r) for r in await s.scalars(query)]
 
     async def started_on(self, executor_id: str) -> list[TaskRecord]:
-        """The tasks that run on one executor, oldest first."""
+        """Return the tasks that run on one executor, oldest first."""
         conditions = TaskFilter(states=("started",), executor_id=executor_id).conditions()
         query = select(TaskRow).where(*conditions).order_by(TaskRow.created_at, TaskRow.id)
         async with self.database.reading() as s:
             return [_record(r) for r in await s.scalars(query)]
 
     async def claims(self, s: AsyncSession) -> list[Claim]:
-        """What all tasks take that run or are being started."""
+        """Return the claims of all tasks that run or are being started."""
         query = (
             select(PartRow.executor_id, TaskRow.required_vram, TaskRow.gpu_mode, TaskRow.noswap)
             .join(TaskRow, TaskRow.id == PartRow.task_id)
@@ -360,18 +366,18 @@ class TaskStore:
         return [Claim(e, vram, mode == "exclusive", not noswap) for e, vram, mode, noswap in await s.execute(query)]
 
     async def queueing_tenants(self) -> set[str]:
-        """The tenants of jobs that wait for devices."""
+        """Return the tenants with jobs that wait for devices."""
         waiting = and_(TaskRow.state == "pending", TaskRow.kind == "job", ~TaskRow.parts.any())
         async with self.database.reading() as s:
             return set(await s.scalars(select(TaskRow.tenant).where(waiting).distinct()))
 
     async def queue(self, s: AsyncSession) -> list[TaskRecord]:
-        """Jobs that wait for devices."""
+        """Return the jobs that wait for devices."""
         waiting = await self.in_states("pending", kind="job", s=s)
         return [t for t in waiting if not t.parts]
 
     async def page(self, chosen: TaskFilter, limit: int, after: tuple[float, str] | None = None) -> list[TaskRecord]:
-        """Tasks of a list, newest first, from after (created_at, id) on."""
+        """Return a page of tasks, newest first, after the position (created_at, id)."""
         query = (
             select(TaskRow)
             .where(*chosen.conditions())
@@ -385,7 +391,7 @@ class TaskStore:
             return [_record(r) for r in await s.scalars(query)]
 
     async def counts(self, tenant: str | None = None) -> dict[str, int]:
-        """How many tasks are in each state."""
+        """Return the number of tasks in each state."""
         query = (
             select(TaskRow.state, func.count()).where(*TaskFilter(tenant=tenant).conditions()).group_by(TaskRow.state)
         )
@@ -393,22 +399,22 @@ class TaskStore:
             return {row[0]: row[1] for row in await s.execute(query)}
 
     async def count(self, s: AsyncSession, tenant: str, kind: Kind, *states: str) -> int:
-        """How many tasks of a kind a tenant has in some states."""
+        """Return the number of a tenant's tasks of one kind in some states."""
         chosen = TaskFilter(tenant=tenant, states=states, kind=kind)
         return await s.scalar(select(func.count()).select_from(TaskRow).where(*chosen.conditions())) or 0
 
     async def activity(
         self, since: float, until: float, step: int, tenant: str | None = None
     ) -> list[tuple[float, int, int]]:
-        """(time, tasks that waited, tasks that ran) at the end of every `step` seconds of a span; by their last attempts."""
+        """Return (time, waiting tasks, running tasks) for the end of every `step` seconds of a span. Only last attempts count."""
         made, began, ended = TaskRow.created_at, TaskRow.started_at, TaskRow.ended_at
         mine = TaskFilter(tenant=tenant).conditions()
         goes_on = or_(ended.is_(None), ended >= since)
         waiting = select(func.count()).where(*mine, made < since, goes_on, or_(began.is_(None), began >= since))
         running = select(func.count()).where(*mine, began < since, goes_on)
-        width = literal(step, literal_execute=True)  # as text: a parameter is not the same expression twice
+        width = literal(step, literal_execute=True)  # as text: two parameters would not count as the same expression
         first = literal(int(since), literal_execute=True)
-        #: What happens to a task, in which column, and what that does to the two numbers.
+        #: Transitions of a task: the column with the time, a condition, and the changes of the waiting and running counts.
         turns = (
             (made, None, 1, 0),
             (began, None, -1, 1),
@@ -432,7 +438,7 @@ class TaskStore:
         return found
 
     async def glance(self, since: float) -> dict[str, TaskGlance]:
-        """Every task that has not ended or was made after `since`, by id."""
+        """Return every task that has not ended or was created after `since`, by id."""
         query = select(TaskRow.id, TaskRow.tenant, TaskRow.state, TaskRow.reason, TaskRow.priority).where(
             or_(TaskRow.state.not_in(ENDED), TaskRow.created_at > since)
         )
@@ -440,7 +446,7 @@ class TaskStore:
             return {r.id: TaskGlance(r.tenant, r.state, r.reason, r.priority) for r in await s.execute(query)}
 
     async def untold(self, limit: int = 500) -> list[tuple[TaskRecord, TaskEvent]]:
-        """Steps that were not published yet, oldest first, with their tasks as they are now."""
+        """Return steps that are not published yet, oldest first, each with its task as it is now."""
         query = (
             select(TaskEventRow)
             .where(TaskEventRow.told.is_(False))
@@ -456,14 +462,14 @@ class TaskStore:
             return found
 
     async def tell(self, steps: Iterable[tuple[str, int]]) -> None:
-        """These steps, (task id, number), were published."""
+        """Mark steps, (task id, number), as published."""
         async with self.database.writing() as s:
             for task_id, number in steps:
                 condition = and_(TaskEventRow.task_id == task_id, TaskEventRow.number == number)
                 await s.execute(update(TaskEventRow).where(condition).values(told=True))
 
     async def story(self, task_id: str) -> list[TaskEvent]:
-        """What happened to a task, in order."""
+        """Return the steps of a task, in order."""
         query = select(TaskEventRow).where(TaskEventRow.task_id == task_id).order_by(TaskEventRow.number)
         async with self.database.reading() as s:
             return [TaskEvent(r.number, r.at, r.state, r.reason) for r in await s.scalars(query)]

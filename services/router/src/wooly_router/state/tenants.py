@@ -1,4 +1,4 @@
-"""Tenants and their API tokens. A token's secret is shown once, when it is made; only its hash is kept."""
+"""Tenants and their API tokens. A token's secret is shown once, when the token is made; only its hash is stored."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SECRET_PREFIX = "wooly_"
 
 @dataclass(frozen=True, slots=True)
 class TenantRecord:
-    """Somebody who may have tasks. `opaque_kernels`: theirs may launch kernels that executors cannot check.
+    """An account that may have tasks. `opaque_kernels`: it may launch kernels that executors cannot check.
 
     `class_ceiling`, `weight_ceiling`, `exclusive`: see `core.ceilings`; None: the installation's default.
     """
@@ -35,7 +35,7 @@ class TenantRecord:
 
 @dataclass(frozen=True, slots=True)
 class TenantChange:
-    """What is to change of a tenant; what is None stays as it is."""
+    """A change of a tenant; fields with None do not change."""
 
     description: str | None = None
     disabled: bool | None = None
@@ -45,7 +45,7 @@ class TenantChange:
     exclusive: bool | None = None
 
     def values(self) -> dict[str, str | bool | int]:
-        """What changes, by column."""
+        """Return the changed fields, by column."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
@@ -63,12 +63,12 @@ class TokenRecord:
     revoked_at: float | None = None
 
     def valid(self, now: float) -> bool:
-        """Whether it may be used at a time."""
+        """Tell whether the token is valid at a time."""
         return self.revoked_at is None and (self.expires_at is None or now < self.expires_at)
 
 
 def hash_of(secret: str) -> str:
-    """What is kept of a secret. It has 256 random bits, so a plain hash cannot be searched."""
+    """Return the stored hash of a secret. A secret has 256 random bits, so a plain hash resists brute force."""
     return hashlib.sha256(secret.encode()).hexdigest()
 
 
@@ -79,7 +79,7 @@ class TenantStore:
         self.database = database
 
     async def add(self, tenant: TenantRecord) -> bool:
-        """A new tenant. False if the name is taken."""
+        """Add a tenant. Returns False if the name is in use."""
         async with self.database.writing() as s:
             if await s.get(TenantRow, tenant.name) is not None:
                 return False
@@ -92,13 +92,13 @@ class TenantStore:
             return [_tenant(r) for r in await s.scalars(select(TenantRow).order_by(TenantRow.name))]
 
     async def get(self, name: str) -> TenantRecord | None:
-        """One tenant."""
+        """Return one tenant."""
         async with self.database.reading() as s:
             row = await s.get(TenantRow, name)
             return None if row is None else _tenant(row)
 
     async def change(self, name: str, change: TenantChange) -> TenantRecord | None:
-        """A tenant as it is after a change. None if there is none of that name."""
+        """Change a tenant and return it. None if the tenant does not exist."""
         async with self.database.writing() as s:
             row = await s.get(TenantRow, name, with_for_update=True)
             if row is None:
@@ -108,7 +108,7 @@ class TenantStore:
             return _tenant(row)
 
     async def put(self, name: str, now: float, change: TenantChange) -> TenantRecord:
-        """A tenant as it is after a change; a new one where there is none of that name."""
+        """Change a tenant, or create it if it does not exist, and return it."""
         record = TenantRecord(name, now)
         while True:
             made = replace(record, **change.values())  # type: ignore[arg-type]  # columns are fields
@@ -119,7 +119,7 @@ class TenantStore:
                 return changed
 
     async def opaque_kernels(self, name: str) -> bool:
-        """Whether a tenant may launch kernels that executors cannot check. One that nobody made may not."""
+        """Tell whether a tenant may launch kernels that executors cannot check. A tenant without a record may not."""
         found = await self.get(name)
         return found is not None and found.opaque_kernels
 
@@ -133,7 +133,7 @@ class TenantStore:
         expires_at: float | None = None,
         secret: str = "",
     ) -> tuple[TokenRecord, str]:
-        """A new token of a tenant that is there, and its secret: a new one unless it is given."""
+        """Add a token to an existing tenant; returns the token and its secret: `secret`, or a random one if it is empty."""
         secret = secret or SECRET_PREFIX + secrets.token_urlsafe(32)
         token = TokenRecord(secrets.token_hex(8), tenant, name, role, now, scopes, expires_at)
         columns = {f: getattr(token, f) for f in TokenRecord.__slots__} | {"scopes": list(scopes)}
@@ -150,14 +150,14 @@ class TenantStore:
             return [_token(r) for r in rows]
 
     async def revoke(self, tenant: str, token_id: str, now: float) -> bool:
-        """End a token. False if the tenant has none of that id that is not ended."""
+        """Revoke a token. Returns False if the tenant has no such token or the token is already revoked."""
         condition = (TokenRow.id == token_id, TokenRow.tenant == tenant, TokenRow.revoked_at.is_(None))
         async with self.database.writing() as s:
             found = await s.execute(update(TokenRow).where(*condition).values(revoked_at=now).returning(TokenRow.id))
             return found.first() is not None
 
     async def by_hash(self, secret_hash: str) -> tuple[TokenRecord, TenantRecord] | None:
-        """The token whose secret has this hash, and its tenant; whether they may be used is for the caller to judge."""
+        """Return the token whose secret has this hash, and its tenant. The caller must check whether both are valid."""
         query = select(TokenRow, TenantRow).join(TenantRow, TenantRow.name == TokenRow.tenant)
         async with self.database.reading() as s:
             row = (await s.execute(query.where(TokenRow.secret_hash == secret_hash))).first()

@@ -1,6 +1,6 @@
-"""Recent traces. A trace is kept once a task of a tenant's is in it, and is that tenant's from then on.
+"""Recent traces. A trace is kept as soon as it contains a tenant's task, and it belongs to the tenant of its first task.
 
-Spans of no such trace are not kept.
+Spans of other traces are not kept.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from wooly_wis.traces import MAX_TRACE_SPANS, SpanInfo, SpanRecord, TraceInfo
 from wooly_router.state.database import Database, insert_of
 from wooly_router.state.tables import SpanRow, TraceRow, TraceTaskRow
 
-#: An attribute that says whose a span is: in another tenant's trace it is not kept.
+#: Name of the attribute with a span's owner: the span is not kept in a trace of another tenant.
 OWNER = "tenant"
-#: Traces that are forgotten in one transaction.
-AT_ONCE = 100
+#: Maximum number of traces that one transaction removes.
+MAX_REMOVED = 100
 
 
 class TraceStore:
-    """All traces that are kept.
+    """All kept traces.
 
     Attributes:
-        keeps: whether this router keeps any.
+        keeps: whether this router keeps traces.
     """
 
     def __init__(self, database: Database) -> None:
@@ -33,7 +33,10 @@ class TraceStore:
         self.keeps = False
 
     async def bind(self, trace_id: str, task_id: str, tenant: str, name: str, now: float) -> bool:
-        """A task of a tenant's is in a trace. False, and nothing is kept of it, if the trace is another tenant's."""
+        """Add a tenant's task to a trace.
+
+        Returns False, and stores nothing of the task, if the trace belongs to another tenant.
+        """
         start = int(now * 1e9)
         row = {
             "id": trace_id, "tenant": tenant, "task_id": task_id, "name": name[:1024], "begun_at": now, "start_ns": start,
@@ -48,9 +51,11 @@ class TraceStore:
         return True
 
     async def add(self, spans: Sequence[tuple[str, SpanRecord]]) -> tuple[int, int]:
-        """Keep spans, each with its service. Returns how many are of no trace that is kept, and how many found theirs full.
+        """Store spans, each with its service.
 
-        A span that is there already is not added again.
+        Returns the numbers of spans whose trace is not kept, and of spans whose trace is full.
+
+        A span that is already stored is not added again.
         """
         traces: dict[str, dict[str, tuple[str, SpanRecord]]] = {}
         for service, span in spans:
@@ -101,14 +106,17 @@ class TraceStore:
         await s.execute(update(TraceRow).where(TraceRow.id == trace_id).values(changes))
 
     async def forget(self, before: float, most: int) -> int:
-        """Forget traces that began before a time, and the oldest beyond `most`, some at a time. Returns how many those were."""
+        """Remove traces that began before a time, and the oldest ones beyond `most`; at most `MAX_REMOVED`.
+
+        Returns the number removed.
+        """
         async with self.database.writing() as s:
             last = select(TraceRow.begun_at).order_by(TraceRow.begun_at.desc()).offset(most).limit(1)
             edge = await s.scalar(last)
             old = TraceRow.begun_at < before
             condition = old if edge is None else or_(old, TraceRow.begun_at <= edge)
             gone = list(
-                await s.scalars(select(TraceRow.id).where(condition).order_by(TraceRow.begun_at).limit(AT_ONCE))
+                await s.scalars(select(TraceRow.id).where(condition).order_by(TraceRow.begun_at).limit(MAX_REMOVED))
             )
             for table in (SpanRow, TraceTaskRow):
                 await s.execute(delete(table).where(table.trace_id.in_(gone)))
@@ -118,7 +126,7 @@ class TraceStore:
     # -- questions ---------------------------------------------------------------------------------------------------
 
     async def of_task(self, task_id: str, tenant: str | None) -> str | None:
-        """The id of the trace that a task is in, if a tenant may see it (None: may see all)."""
+        """Return the id of a task's trace, if the tenant may see it (None: a caller that sees all tenants)."""
         query = (
             select(TraceRow.id)
             .join(TraceTaskRow, TraceTaskRow.trace_id == TraceRow.id)
@@ -128,7 +136,7 @@ class TraceStore:
             return await s.scalar(query)
 
     async def recent(self, tenant: str | None, limit: int) -> list[TraceInfo]:
-        """Traces that a tenant may see and that have spans, newest first."""
+        """Return the traces with spans that a tenant may see, newest first."""
         conditions = (TraceRow.spans > 0, *_seen_by(tenant))
         query = select(TraceRow).where(*conditions).order_by(TraceRow.begun_at.desc(), TraceRow.id).limit(limit)
         async with self.database.reading() as s:
@@ -148,7 +156,7 @@ class TraceStore:
     async def spans(
         self, trace_id: str, tenant: str | None, offset: int = 0, limit: int = MAX_TRACE_SPANS
     ) -> list[SpanInfo] | None:
-        """A trace's spans in the order in which they began; None if there is none that a tenant may see."""
+        """Return a trace's spans in the order in which they began; None if no trace has this id or the tenant may not see it."""
         async with self.database.reading() as s:
             if await s.scalar(select(TraceRow.id).where(TraceRow.id == trace_id, *_seen_by(tenant))) is None:
                 return None
@@ -173,5 +181,5 @@ def _seen_by(tenant: str | None) -> tuple[Any, ...]:
 
 
 async def _insert(s: AsyncSession, table: Any, rows: list[dict[str, Any]]) -> None:
-    """Add rows; those whose key is taken change nothing."""
+    """Add rows. A row whose key exists is skipped."""
     await s.execute(insert_of(s, table).on_conflict_do_nothing(), rows)

@@ -1,4 +1,4 @@
-"""All stores on one database, and what placement reads of them together."""
+"""All stores of one database, and the data that placement reads from several of them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from wooly_router.state.traces import TraceStore
 
 
 class World:
-    """What all routers share.
+    """The state that all routers share.
 
     Attributes:
-        starvation: permille by executor, as the scheduler last told this router.
+        starvation: starvation in permille, by executor, from the scheduler's last answer to this router.
     """
 
     def __init__(self, database: Database, defaults: ClusterConfig) -> None:
@@ -38,7 +38,7 @@ class World:
         self.starvation: Mapping[str, int] = {}
 
     async def settings(self, s: AsyncSession | None = None) -> tuple[ClusterConfig, dict[str, NodeRecord]]:
-        """The cluster's settings in force, and its nodes."""
+        """Return the cluster's settings in force, and its nodes."""
         if s is None:
             async with self.database.reading() as s:
                 return await self.settings(s)
@@ -47,7 +47,7 @@ class World:
     async def pool(
         self, s: AsyncSession, registry: Registry, now: float
     ) -> tuple[ClusterConfig, dict[str, NodeRecord], Pool]:
-        """The settings, the nodes, and all devices with what is claimed of them; in a transaction that decides."""
+        """Return the settings, the nodes, and all devices with their claims. `s` is a session of `Database.deciding`."""
         config, nodes = await self.settings(s)
         gpus = gpus_of(registry, nodes, config, now, self.starvation)
         return config, nodes, Pool(gpus, await self.tasks.claims(s))

@@ -1,4 +1,4 @@
-"""The web UI: plain modules and one style sheet, served as they are. All that it shows comes from REST; it decides nothing."""
+"""The web UI: plain modules and one style sheet, served unchanged. All data comes from REST; the UI makes no decisions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import Message, Receive, Scope, Send
 
 STATIC = Path(__file__).parent / "static"
-#: Nothing but what is served here runs, no page frames ours, and text never becomes markup or script.
+#: Only files from this server run, other pages cannot frame ours, and text never becomes markup or script.
 POLICY = "; ".join(
     [
         *("default-src 'none'", "script-src 'self'", "style-src 'self'", "img-src 'self'", "connect-src 'self'"),
@@ -25,12 +25,12 @@ HEADERS = {
     "referrer-policy": "no-referrer",
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
-    "cache-control": "no-cache",  # asked again each time, answered from the browser's copy where it is still true
+    "cache-control": "no-cache",  # the browser asks each time, and uses its copy if it is still valid
 }
 
 
 class _Files(StaticFiles):
-    """Files with our headers."""
+    """Static files with our headers."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def with_headers(message: Message) -> None:
@@ -42,7 +42,7 @@ class _Files(StaticFiles):
 
 
 def serve(api: FastAPI) -> None:
-    """Serve it under `/ui/`; `/` leads there."""
+    """Serve the UI under `/ui/`; `/` redirects to it."""
 
     @api.get("/", include_in_schema=False)
     async def root() -> Response:

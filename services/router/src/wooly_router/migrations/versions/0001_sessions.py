@@ -16,7 +16,7 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Make the table."""
+    """Create the table."""
     op.create_table(
         "sessions",
         sa.Column("id", sa.String(64), primary_key=True),

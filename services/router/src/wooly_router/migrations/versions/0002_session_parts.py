@@ -16,7 +16,7 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Move each session's executor to a part of its own."""
+    """Move each session's executor to a row of its own."""
     op.create_table(
         "session_parts",
         sa.Column("session_id", sa.String(64), sa.ForeignKey("sessions.id"), primary_key=True),

@@ -16,7 +16,7 @@ depends_on = None
 
 
 def _tables() -> dict[str, tuple[sa.schema.SchemaItem, ...]]:
-    """What each new table is, but `tasks` and `task_parts`, in the order in which they can be made."""
+    """Return the new tables except `tasks` and `task_parts`, in the order in which they can be created."""
     return {
         "leases": (
             sa.Column("task_id", sa.String(64), sa.ForeignKey("tasks.id"), primary_key=True),
@@ -102,7 +102,7 @@ def _tables() -> dict[str, tuple[sa.schema.SchemaItem, ...]]:
 
 
 def upgrade() -> None:
-    """Make the tables; open sessions become started tasks."""
+    """Create the tables; open sessions become started tasks."""
     op.create_table(
         "tasks",
         sa.Column("id", sa.String(64), primary_key=True),
@@ -154,7 +154,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Keep the open sessions and nothing else."""
+    """Keep only the open sessions."""
     op.create_table(
         "sessions",
         sa.Column("id", sa.String(64), primary_key=True),

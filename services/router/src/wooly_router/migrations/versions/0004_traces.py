@@ -1,4 +1,4 @@
-"""Recent traces: whose each is, the tasks in it, its spans.
+"""Recent traces: the owner, the tasks and the spans of each.
 
 Revision ID: 0004
 Revises: 0003
@@ -16,7 +16,7 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Make the tables."""
+    """Create the tables."""
     op.create_table(
         "traces",
         sa.Column("id", sa.String(32), primary_key=True),
@@ -49,6 +49,6 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Forget all traces."""
+    """Drop the tables with all traces."""
     for name in ("spans", "trace_tasks", "traces"):
         op.drop_table(name)

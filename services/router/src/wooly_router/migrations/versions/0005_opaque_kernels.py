@@ -1,4 +1,4 @@
-"""Whether a tenant may launch kernels that executors cannot check.
+"""Permission of a tenant to launch kernels that executors cannot check.
 
 Revision ID: 0005
 Revises: 0004
@@ -16,11 +16,11 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Nobody may, at first."""
+    """Add the column. At first, no tenant has the permission."""
     op.add_column("tenants", sa.Column("opaque_kernels", sa.Boolean, nullable=False, server_default=sa.false()))
 
 
 def downgrade() -> None:
-    """Forget who may."""
+    """Drop the column."""
     with op.batch_alter_table("tenants") as table:
         table.drop_column("opaque_kernels")

@@ -1,4 +1,4 @@
-"""What runs brought with them: which contents a tenant's last run of something shared.
+"""Contents that a tenant's last run of a model shared.
 
 Revision ID: 0006
 Revises: 0005
@@ -16,7 +16,7 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Make the table."""
+    """Create the table."""
     op.create_table(
         "brought",
         sa.Column("tenant", sa.String(128), primary_key=True),
@@ -28,5 +28,5 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Forget it."""
+    """Drop the table."""
     op.drop_table("brought")

@@ -1,4 +1,4 @@
-"""What tenants may have: their highest class, their largest weight, a device to themselves.
+"""Ceilings of tenants: highest class, largest weight, exclusive devices.
 
 Revision ID: 0007
 Revises: 0006
@@ -17,13 +17,13 @@ COLUMNS = (("class_ceiling", sa.Integer), ("weight_ceiling", sa.Integer), ("excl
 
 
 def upgrade() -> None:
-    """The installation's defaults hold for everybody, at first."""
+    """Add the columns. At first, every tenant has the installation's defaults."""
     for name, kind in COLUMNS:
         op.add_column("tenants", sa.Column(name, kind, nullable=True))
 
 
 def downgrade() -> None:
-    """Forget them."""
+    """Drop the columns."""
     with op.batch_alter_table("tenants") as table:
         for name, _ in COLUMNS:
             table.drop_column(name)

@@ -1,8 +1,8 @@
-// REST, and the events that say when to ask it again.
+// Requests to REST, and the events that tell when to repeat them.
 
 const BASE = new URL("../api/v1/", document.baseURI);
 
-/** What REST refused: its one shape of an error. */
+/** An error from REST. */
 export class ApiError extends Error {
   constructor(status, body) {
     super(body?.message ?? `the controller answered ${status}`);
@@ -11,7 +11,7 @@ export class ApiError extends Error {
   }
 }
 
-/** Called when a token is needed; `main.js` shows the form. */
+/** Called when a token is required; `main.js` shows the login form. */
 export const access = { lost: () => {} };
 
 async function call(method, path, body) {
@@ -34,7 +34,7 @@ async function call(method, path, body) {
   return content;
 }
 
-/** A path of segments that may hold anything, and a query without what is empty. */
+/** A URL: the segments may contain any text, and empty query values are left out. */
 export function path(segments, query = {}) {
   const search = new URLSearchParams();
   for (const [name, value] of Object.entries(query)) {
@@ -51,7 +51,7 @@ export const api = {
   delete: (segments) => call("DELETE", path([segments].flat())),
 };
 
-/** Follows the controller's events. Whoever listens hears `name` with its data; "resync" means: read everything anew. */
+/** Receives the controller's events. Listeners of `name` get its data; "resync" means: read everything again. */
 export class Live {
   #source = null;
   #listeners = new Map();
@@ -64,7 +64,7 @@ export class Live {
     const source = (this.#source = new EventSource(new URL("events", BASE)));
     source.onopen = () => {
       this.#say("live");
-      if (this.#broken) this.#tell("resync", {}); // what happened meanwhile was not heard
+      if (this.#broken) this.#tell("resync", {}); // events were missed during the break
       this.#broken = false;
     };
     source.onerror = () => {
@@ -74,7 +74,7 @@ export class Live {
       setTimeout(async () => {
         if (this.#source !== source) return;
         try {
-          await api.get("me"); // where a token is missing, this shows the form
+          await api.get("me"); // shows the login form if the token is missing
           this.start();
         } catch (error) {
           if (error.status !== 401) this.start();
@@ -92,7 +92,7 @@ export class Live {
     this.#say("off");
   }
 
-  /** Listen; returns what ends it. */
+  /** Add a listener; returns the function that removes it. */
   on(names, listener) {
     const all = [names, "resync"].flat();
     for (const name of all) {
@@ -112,7 +112,7 @@ export class Live {
   }
 }
 
-/** A function that asks again: at once, and then at most once per `ms`, the last call always counts. Errors go to `failed`. */
+/** A function that repeats a request: at once, then at most once per `ms`; the last call is never lost. Errors go to `failed`. */
 export function refresher(read, failed, ms = 400) {
   let running = false;
   let again = false;

@@ -5,10 +5,10 @@ import { clock } from "./format.js";
 
 const HEIGHT = 168;
 const PAD = { left: 54, right: 10, top: 10, bottom: 22 };
-/** More devices than this are drawn as their mean, in the band from the least to the most. */
+/** If there are more lines than this, the chart shows their mean, and a band from minimum to maximum. */
 export const LINES = 6;
 
-/** The values of many lines as one: at each time the mean, the least and the most. Lines share no times: they are put in bins. */
+/** Combine many lines: mean, minimum and maximum at each time. The lines' times differ, so their points are grouped in bins. */
 function merged(series, from, to) {
   const bins = 240;
   const sums = new Map();
@@ -32,10 +32,10 @@ function merged(series, from, to) {
 const last = (points) => points.findLast(([, v]) => v !== null)?.[1] ?? null;
 
 /**
- * A chart. `show(value)` makes text of a value, `top(series)` the upper end of the axis. `noun` is what a line is of; `counts`: lines
- * are of different things, of which there is no mean.
- * `set(series, from, to, gap)`: series are [{name, points: [[seconds, value or null]…]}], oldest first; longer than `gap`
- * seconds without a point breaks the line.
+ * A chart. `show(value)` makes text of a value, `top(series)` the upper end of the axis. `noun` names what a line stands for;
+ * `counts`: the lines count different things, so a mean makes no sense.
+ * `set(series, from, to, gap)`: series are [{name, points: [[seconds, value or null]…]}], oldest first; a line is interrupted
+ * where it has no point for more than `gap` seconds.
  */
 export class TimeChart {
   #series = [];
@@ -73,7 +73,7 @@ export class TimeChart {
         "table",
         { class: "legend" },
         h("caption", { class: "sr" }, `${title} in numbers`),
-        h("thead", {}, h("tr", {}, [noun, "now", counts ? "least" : "mean", "most"].map((c) => h("th", { scope: "col" }, c)))),
+        h("thead", {}, h("tr", {}, [noun, "now", counts ? "min" : "mean", "max"].map((c) => h("th", { scope: "col" }, c)))),
         this.legend,
       ),
     );
@@ -135,7 +135,7 @@ export class TimeChart {
     }
     if (!this.#series.some(({ points }) => points.length)) {
       parts.push(
-        svg("text", { class: "nothing", x: this.#width / 2, y: HEIGHT / 2, "text-anchor": "middle" }, "no figures in this span"),
+        svg("text", { class: "nothing", x: this.#width / 2, y: HEIGHT / 2, "text-anchor": "middle" }, "no data in this time span"),
       );
     }
     if (this.#cursor !== null) {
@@ -148,11 +148,11 @@ export class TimeChart {
     const mean = now.length ? now.reduce((a, b) => a + b, 0) / now.length : null;
     const each = () => this.#series.map((s) => `${this.show(last(s.points) ?? 0)} ${s.name}`).join(", ");
     const whole = now.length > 1 ? ` on average of ${now.length} ${this.noun}s` : "";
-    const says = mean === null ? "no figures" : this.counts ? `now ${each()}` : `now ${this.show(mean)}${whole}`;
-    this.svg.setAttribute("aria-label", `${this.title}: ${says}. Arrow keys read single moments.`);
+    const says = mean === null ? "no data" : this.counts ? `now ${each()}` : `now ${this.show(mean)}${whole}`;
+    this.svg.setAttribute("aria-label", `${this.title}: ${says}. Arrow keys select single points.`);
   }
 
-  /** A path through points; where a value is missing, or the next is further away than the gap, it begins anew. */
+  /** A path through points. A new segment begins after a missing value or a gap. */
   #path(points, top, area = false) {
     const runs = [];
     let before = null;
@@ -191,7 +191,7 @@ export class TimeChart {
     const inside = (points) => points.filter(([t]) => t >= this.#from).map(([, v]) => v);
     if (this.#series.length > LINES) {
       const all = merged(this.#series, this.#from, this.#to);
-      this.legend.replaceChildren(row(`mean of ${this.#series.length} ${this.noun}s, least to most`, all.map(([, v]) => v), "s0"));
+      this.legend.replaceChildren(row(`mean of ${this.#series.length} ${this.noun}s, minimum to maximum`, all.map(([, v]) => v), "s0"));
     } else {
       this.legend.replaceChildren(...this.#series.map((s, i) => row(s.name, inside(s.points), `s${i}`)));
     }
@@ -219,7 +219,7 @@ export class TimeChart {
     this.tip.hidden = t === null;
     if (t !== null) {
       const near = (points) => {
-        if (this.counts) return points.findLast(([at]) => at <= t)?.[1] ?? null; // a count holds until the next
+        if (this.counts) return points.findLast(([at]) => at <= t)?.[1] ?? null; // a count is valid until the next one
         const found = points.reduce((a, b) => (a && Math.abs(a[0] - t) <= Math.abs(b[0] - t) ? a : b), null);
         return found && Math.abs(found[0] - t) <= this.#gap ? found[1] : null;
       };

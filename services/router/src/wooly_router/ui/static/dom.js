@@ -1,4 +1,4 @@
-// Makes elements. Text goes in as text nodes and attributes as attributes: nothing here ever parses markup.
+// Makes elements. Text becomes text nodes, and attributes become attributes: this module never parses markup.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -23,7 +23,7 @@ export const h = (tag, props, ...children) => fill(document.createElement(tag), 
 /** The same for SVG. */
 export const svg = (tag, props, ...children) => fill(document.createElementNS(SVG, tag), props, children);
 
-/** Put other children into an element; the focus stays on the one of the same `data-key`, and what was scrolled stays so. */
+/** Replace the children of an element. Focus (by `data-key`) and scroll positions (by `data-scroll`) are kept. */
 export function swap(container, ...children) {
   const held = container.contains(document.activeElement) ? document.activeElement.dataset.key : undefined;
   const scrolled = [...container.querySelectorAll("[data-scroll]")].map((e) => [e.dataset.scroll, e.scrollLeft, e.scrollTop]);
@@ -36,10 +36,10 @@ export function swap(container, ...children) {
 }
 
 let ids = 0;
-/** An id that nothing else has. */
+/** A unique id. */
 export const uid = (prefix) => `${prefix}-${++ids}`;
 
-/** A labelled form field. `hint` is read with it. */
+/** A labelled form field. Screen readers read `hint` with it. */
 export function field(label, control, hint) {
   control.id ||= uid("f");
   const note = hint && h("small", { id: `${control.id}-hint`, class: "hint" }, hint);
@@ -47,7 +47,7 @@ export function field(label, control, hint) {
   return h("div", { class: "field" }, h("label", { for: control.id }, label), control, note);
 }
 
-/** A table. `columns`: text, or {text, class}; `rows`: arrays of cells, or `tr` elements. `caption` names it for who cannot see. */
+/** A table. `columns`: text, or {text, class}; `rows`: arrays of cells, or `tr` elements. `caption` names the table for screen readers. */
 export function table(caption, columns, rows, empty = "Nothing here.") {
   const heads = columns.map((c) => h("th", { scope: "col", class: c.class }, c.text ?? c));
   const body = rows.map((r) =>
@@ -64,7 +64,7 @@ export function table(caption, columns, rows, empty = "Nothing here.") {
 /** A small label of a state or a class. */
 export const chip = (text, kind) => h("span", { class: `chip ${kind ?? ""}` }, text);
 
-/** A bar of a share from 0 to 1, with its text beside it. */
+/** A bar for a share from 0 to 1, with its text next to it. */
 export function meter(share, text, label) {
   const percent = Math.round(100 * Math.min(1, Math.max(0, share || 0)));
   return h(
@@ -93,7 +93,7 @@ export function card(title, ...children) {
   return h("section", { class: "card", "aria-labelledby": id }, h("h2", { id }, title), ...children);
 }
 
-/** Ask in a dialog. `make(form)` fills it and returns what to do with it; resolves to that function's result, or undefined if closed. */
+/** Show a dialog. `make(form)` fills it and returns the submit handler; resolves to its result, or undefined if closed. */
 export function ask(title, action, make, kind = "primary") {
   return new Promise((resolve) => {
     const problem = h("p", { class: "problem", role: "alert", hidden: true });
@@ -127,7 +127,7 @@ export function ask(title, action, make, kind = "primary") {
     const dialog = h("dialog", { "aria-labelledby": id }, form);
     dialog.addEventListener("close", () => {
       dialog.remove();
-      // what opened it may have been drawn anew meanwhile
+      // the element that opened the dialog may have been replaced
       (before?.isConnected ? before : document.querySelector(`[data-key="${CSS.escape(before?.dataset.key ?? "")}"]`))?.focus();
       resolve(result);
     });
@@ -136,7 +136,7 @@ export function ask(title, action, make, kind = "primary") {
   });
 }
 
-/** Say something, for a while, to eyes and ears. */
+/** Show a message for a short time; screen readers read it, too. */
 export function toast(text, kind = "") {
   const region = document.getElementById("toasts");
   const note = h("div", { class: `toast ${kind}` }, text);

@@ -1,4 +1,4 @@
-// Numbers and times for people.
+// Formats numbers and times for display.
 
 const UNITS = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
 
@@ -39,7 +39,7 @@ export function nanos(ns) {
 const two = (n) => String(n).padStart(2, "0");
 const day = (d) => `${d.getFullYear()}-${two(d.getMonth() + 1)}-${two(d.getDate())}`;
 
-/** Seconds since the epoch -> "14:05:09", with the day if it is another. */
+/** Seconds since the epoch -> "14:05:09", with the date if it is not today. */
 export function clock(at, seconds = true) {
   if (at === null || at === undefined) return "–";
   const d = new Date(at * 1000);
@@ -47,7 +47,7 @@ export function clock(at, seconds = true) {
   return day(d) === day(new Date()) ? time : `${day(d)} ${time}`;
 }
 
-/** Micro-credits -> "12.345"; of thousands, no parts. */
+/** Micro-credits -> "12.345"; without decimals from a thousand on. */
 export function credits(ucr) {
   const n = Math.abs(ucr / 1e6);
   const digits = n >= 1000 ? 0 : 3;
@@ -60,5 +60,5 @@ export const count = (n) => n.toLocaleString("en");
 /** (1, "task") -> "1 task". */
 export const plural = (n, noun) => `${count(n)} ${noun}${n === 1 ? "" : "s"}`;
 
-/** The task of a session: attempts at a job are sessions called by the job, a dash and a number; others are tasks themselves. */
+/** The task of a session. A job's session is named after the job and its attempt (JOB-N); other sessions are tasks themselves. */
 export const taskOf = (session) => session.replace(/^(.{8,})-\d+$/, "$1");

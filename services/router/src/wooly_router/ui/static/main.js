@@ -1,10 +1,10 @@
-// The shell: who is there, which page, the theme, whether events come.
+// The frame around the pages: the caller, navigation, the theme, the state of the event stream.
 
 import { access, api, Live } from "./api.js";
 import { h, svg, swap } from "./dom.js";
 import { loginPage } from "./pages/login.js";
 
-/** Pages by the first part of the hash. `needs`: what a token must be allowed to do for it to be of use. */
+/** Pages by the first part of the hash: title, the scope that the page requires, its module, its icon. */
 const PAGES = {
   "": ["Dashboard", "nodes:read", () => import("./pages/dashboard.js"), "M3 13h7V3H3zm11 8h7V11h-7zM3 21h7v-4H3zM14 3v4h7V3z"],
   tasks: ["Tasks", "tasks:read", () => import("./pages/tasks.js"), "M4 6h2m3 0h11M4 12h2m3 0h11M4 18h2m3 0h11"],
@@ -50,12 +50,12 @@ async function show(focus = true) {
   if (focus) heading.focus();
   const can = (what) => me.may.includes(what);
   if (load === null) {
-    swap(body, h("p", {}, "There is no such page. ", h("a", { href: "#/" }, "To the dashboard")));
+    swap(body, h("p", {}, "This page does not exist. ", h("a", { href: "#/" }, "To the dashboard")));
   } else if (scope && !can(scope)) {
-    swap(body, h("p", { class: "card" }, `This token lacks the scope ${scope}, without which there is nothing to show here.`));
+    swap(body, h("p", { class: "card" }, `This page requires the scope ${scope}, which this token does not have.`));
   } else {
     const page = (await load()).default;
-    if (!body.isConnected) return; // another page was chosen meanwhile
+    if (!body.isConnected) return; // the user has opened another page
     current = page({ body, head: main.querySelector(".head"), live, me, can, rest, query });
   }
   body.removeAttribute("aria-busy");
@@ -113,7 +113,7 @@ function shell() {
       ),
     ),
   );
-  const who = me.auth === "open" ? "no tokens asked for" : `${me.own} · ${me.tenant === null ? "sees all tenants" : "own tenant"}`;
+  const who = me.auth === "open" ? "no tokens required" : `${me.own} · ${me.tenant === null ? "sees all tenants" : "own tenant"}`;
   document.body.replaceChildren(
     h("a", { class: "skip", href: "#main", onclick: (event) => (event.preventDefault(), main.focus()) }, "Skip to content"),
     h(
@@ -150,12 +150,12 @@ function login() {
   });
 }
 
-/** "#/login/CODE", as `wooly status` prints it: the code lets this browser in, once, and leaves the address at once. */
+/** "#/login/CODE", as `wooly status` prints it: the code logs this browser in once, and is removed from the address at once. */
 async function loginByCode() {
   const { name, rest } = where();
   if (name !== "login") return;
   history.replaceState(null, "", "#/");
-  if (rest.length === 1) await api.post("login", { token: rest[0] }).catch(() => {}); // else the form asks
+  if (rest.length === 1) await api.post("login", { token: rest[0] }).catch(() => {}); // otherwise the login form is shown
 }
 
 async function start() {

@@ -1,4 +1,4 @@
-// Runs before anything is painted, so that no page flashes in the other theme.
+// Runs before the first paint, so that a page never flashes in the wrong theme.
 "use strict";
 (() => {
   const KEY = "wooly.theme";
@@ -6,7 +6,7 @@
     try {
       return localStorage.getItem(KEY);
     } catch {
-      return null; // storage is shut off: the system's theme, until another is chosen here
+      return null; // storage is disabled: use the system's theme until the user chooses another
     }
   };
   const apply = (choice) => {
@@ -20,7 +20,7 @@
       try {
         localStorage.setItem(KEY, choice);
       } catch {
-        // it holds for this page
+        // the choice applies to this page only
       }
       apply(choice);
     },

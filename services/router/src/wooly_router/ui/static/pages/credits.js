@@ -1,4 +1,4 @@
-// What was spent, by run, model or hour; budgets; prices.
+// Credits spent, by run, model or hour; budgets; prices.
 
 import { api, refresher } from "../api.js";
 import { ask, card, chip, field, h, meter, swap, table, toast } from "../dom.js";
@@ -38,7 +38,7 @@ export default function credits({ body, head, me, can }) {
     },
     (error) => {
       if (error.code === "router.no_metering") {
-        swap(content, h("p", { class: "card" }, "No metering service answers: credits are not counted here. wooly up starts one; elsewhere, python -m wooly_metering."));
+        swap(content, h("p", { class: "card" }, "No metering service answers, so credits are not counted. Start one with wooly up or python -m wooly_metering."));
       } else toast(error.message, "bad");
     },
   );
@@ -52,8 +52,8 @@ export default function credits({ body, head, me, can }) {
       form.append(
         field("Tenant", name),
         field("Period", period),
-        field("Soft limit, credits", soft, "An event tells when it is reached. Empty: none."),
-        field("Hard limit, credits", hard, "Its sessions are suspended there, and go on once it is raised. Empty: none."),
+        field("Soft limit, credits", soft, "Reaching it causes an event. Empty: no limit."),
+        field("Hard limit, credits", hard, "When it is reached, the tenant's sessions are suspended until it is raised. Empty: no limit."),
       );
       const ucr = (input) => (input.value === "" ? null : Math.round(Number(input.value) * 1e6));
       return async () => {
@@ -84,7 +84,7 @@ export default function credits({ body, head, me, can }) {
           b.held && chip("sessions suspended", "failed"),
           can("credits:write") && h("button", { type: "button", "data-key": `budget ${b.tenant}`, "aria-label": `Change the budget of ${b.tenant}`, onclick: () => setBudget(b) }, "Change…"),
         ]),
-        "Nobody has a budget.",
+        "No tenant has a budget.",
       ),
       can("credits:write") && h("div", { class: "actions" }, h("button", { type: "button", "data-key": "new budget", onclick: () => setBudget(null) }, "New budget…")),
     );
@@ -124,7 +124,7 @@ export default function credits({ body, head, me, can }) {
             bytes(r.moved_bytes),
             h("span", { class: "num" }, clock(r.until_us / 1e6), " ", by === "run" && !r.ended && chip("running", "started")),
           ]),
-          "Nothing has been booked yet.",
+          "No usage has been booked yet.",
         ),
         found.more &&
           h(
@@ -138,7 +138,7 @@ export default function credits({ body, head, me, can }) {
                 look();
               },
             },
-            "Show further ones",
+            "Show more",
           ),
       ),
       h(
@@ -159,7 +159,7 @@ export default function credits({ body, head, me, can }) {
               amount(p.idle_rate),
               p.valid_from_us ? clock(p.valid_from_us / 1e6, false) : "ever",
             ]),
-            "No plan was added: the prices that are built in hold.",
+            "No price plan was added, so the built-in prices apply.",
           ),
         ),
       ),

@@ -1,4 +1,4 @@
-// The cluster at a glance: figures now, charts, devices, the latest tasks.
+// The dashboard: current numbers, charts, devices, the latest tasks.
 
 import { api, refresher } from "../api.js";
 import { TimeChart } from "../charts.js";
@@ -13,20 +13,20 @@ const RANGES = [
   [86400, "24 h"],
   [604800, "7 d"],
 ];
-/** Seconds between two samples that the controller keeps. */
+/** Interval, in seconds, of the controller's samples. */
 const SAMPLE_S = 10;
-/** Samples that one answer holds. */
+/** Maximum number of samples in one answer. */
 const SAMPLES = 10000;
 const DEVICES = 50;
 
-/** The next size above that reads well and whose quarters do. */
+/** The next larger size that is a round number, as are its quarters. */
 function above(n) {
   let top = 1 << 20;
   while (top < n) top *= 2;
   return top * 0.75 >= n ? top * 0.75 : top;
 }
 
-/** The upper end of an axis for counts: its middle is a whole number, too. */
+/** The upper end of an axis for counts; its middle is a whole number, too. */
 function evenly(n) {
   let top = 4;
   while (top < n) top *= 2;
@@ -48,10 +48,10 @@ export default function dashboard({ body, head, live, can }) {
   const nodesChart = counted("Nodes");
   let range = Number(sessionStorage.getItem("wooly.range")) || 300;
   let seen = new Map(); // executor -> [{t, utilization, starvation, memory}]
-  let counts = []; // of tasks: [{at, waiting, running}]
-  let alive = []; // of what lives: [{at, nodes, devices}]
+  let counts = []; // task counts: [{at, waiting, running}]
+  let alive = []; // nodes and devices that are alive: [{at, nodes, devices}]
   let overview = null;
-  let ahead = 0; // seconds by which the controller's clock is ahead of ours
+  let ahead = 0; // offset of the controller's clock from ours, in seconds
 
   const choose = h(
     "select",
@@ -74,7 +74,7 @@ export default function dashboard({ body, head, live, can }) {
     const points = seen.get(executor);
     const before = points.at(-1);
     const point = { t, utilization, starvation, memory };
-    // Over a long span, live figures take the place of the last point until it is far enough from the one before.
+    // In a long time span, live values replace the last point until it is far enough from the point before.
     if (points.length > 1 && before.live && t - points.at(-2).t < range / 400) points[points.length - 1] = { ...point, live: true };
     else if (!before || t > before.t) points.push({ ...point, live: true });
     while (points.length && points[0].t < t - range * 1.1) points.shift();
@@ -91,7 +91,7 @@ export default function dashboard({ body, head, live, can }) {
     lines(nodesChart, alive, ["nodes", "devices"], to);
   }
 
-  /** Lines of counts at times. What is only told when it changes goes on to this moment. */
+  /** Lines of counts over time. Counts that are only sent when they change are extended to the present. */
   function lines(chart, points, names, to) {
     while (points.length > 1 && points[1].at < to - range) points.shift();
     const ends = points.length ? [...points, { ...points.at(-1), at: to }] : [];
@@ -127,7 +127,7 @@ export default function dashboard({ body, head, live, can }) {
     alive = [];
     for (const group of at.values()) living(group[0].at, [...new Map(group.map((s) => [s.executor_id, s])).values()]);
     alive.push(...live);
-    // Where live figures are here they stand: kept ones are ten seconds apart.
+    // Live values take precedence: stored samples are ten seconds apart.
     const since = new Map([...fresh].map(([name, points]) => [name, points.find((p) => p.live)?.t ?? Infinity]));
     for (const s of samples) {
       if (s.at >= (since.get(s.executor_id) ?? Infinity)) continue;
@@ -197,7 +197,7 @@ export default function dashboard({ body, head, live, can }) {
       can("tasks:read") && tile("Running", String(states.started ?? 0), `${states.completed ?? 0} completed`, "#/tasks?state=started"),
       can("tasks:read") && tile("Waiting", String(states.pending ?? 0), `${states.failed ?? 0} failed`, "#/tasks?state=pending"),
       tile("Utilization", gpus.length ? percent(sum("utilization") / gpus.length) : "–", "mean, last second"),
-      tile("Starvation", told.length ? percent(sum("starvation") / told.length) : "–", told.length ? "busy, others wait" : "no scheduler tells"),
+      tile("Starvation", told.length ? percent(sum("starvation") / told.length) : "–", told.length ? "busy while others wait" : "no scheduler answers"),
       tile("VRAM", bytes(sum("memory_used")), `of ${bytes(sum("memory_total"))}`),
     );
     swap(
@@ -232,7 +232,7 @@ export default function dashboard({ body, head, live, can }) {
     tiles,
     can("metrics:read")
       ? h("div", { class: "charts" }, shown.map((c) => c.node))
-      : h("p", { class: "card" }, "This token lacks the scope metrics:read: no charts."),
+      : h("p", { class: "card" }, "The charts require the scope metrics:read, which this token does not have."),
     h("div", { class: "two" }, devices, latest),
   );
   draw();

@@ -1,4 +1,4 @@
-// Node groups: made, changed, dissolved. A grouped node takes only tasks that ask for one of its groups.
+// Node groups: create, change, dissolve. A grouped node takes only tasks that request one of its groups.
 
 import { api, refresher } from "../api.js";
 import { ask, chip, field, h, swap, table, toast } from "../dom.js";
@@ -19,7 +19,7 @@ export default function groups({ body, head, live, can }) {
   async function edit(group) {
     if (can("nodes:read")) {
       try {
-        nodes = (await api.get("nodes")).nodes; // those that came meanwhile, too
+        nodes = (await api.get("nodes")).nodes; // includes nodes that appeared since the page was opened
       } catch (error) {
         toast(error.message, "bad");
       }
@@ -39,14 +39,14 @@ export default function groups({ body, head, live, can }) {
           h("legend", {}, "Nodes"),
           boxes.length ? boxes.map((box) => h("label", { class: "choice" }, box, box.value)) : h("p", { class: "hint" }, "No node is known yet."),
         ),
-        field("Further nodes", others, "Names of nodes that nobody has heard of yet."),
-        h("p", { class: "hint" }, "Its nodes leave the common pool: they take only tasks that ask for one of their groups."),
+        field("Further nodes", others, "Names of nodes that are not known yet."),
+        h("p", { class: "hint" }, "Its nodes leave the common pool: they take only tasks that request one of their groups."),
       );
       return async () => {
         const more = others.value.split(",").map((n) => n.trim()).filter(Boolean);
         const chosen = [...boxes.filter((b) => b.checked).map((b) => b.value), ...more];
         await api.put(["groups", name.value.trim()], { description: description.value, nodes: [...new Set(chosen)] });
-        toast(group ? `Group ${group.name} is changed` : `Group ${name.value.trim()} is made`);
+        toast(group ? `Group ${group.name} is changed` : `Group ${name.value.trim()} is created`);
         look();
       };
     });
@@ -57,7 +57,7 @@ export default function groups({ body, head, live, can }) {
       `Dissolve ${group.name}?`,
       "Dissolve",
       (form) => {
-        form.append(h("p", {}, "Its nodes are in the common pool again, unless they are in another group. What runs there goes on."));
+        form.append(h("p", {}, "Its nodes return to the common pool, unless they are in another group. Running tasks continue."));
         return async () => {
           await api.delete(["groups", group.name]);
           toast(`Group ${group.name} is dissolved`);

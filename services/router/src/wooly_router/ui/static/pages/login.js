@@ -1,4 +1,4 @@
-// Where tokens are asked for: one field. What is entered becomes a cookie that no script can read.
+// The login form. The token becomes a cookie that no script can read.
 
 import { api } from "../api.js";
 import { field, h } from "../dom.js";
@@ -17,7 +17,7 @@ export function loginPage(body, done) {
           token.value = "";
           done();
         } catch (error) {
-          problem.textContent = error.status === 401 ? "This token is not valid, or it has ended." : error.message;
+          problem.textContent = error.status === 401 ? "This token is not valid or has expired." : error.message;
           problem.hidden = false;
           token.focus();
           token.select();
@@ -25,7 +25,7 @@ export function loginPage(body, done) {
       },
     },
     h("h1", {}, "Wooly"),
-    field("API token", token, "An administrator makes one under Settings, or over REST."),
+    field("API token", token, "Administrators create tokens under Settings or over REST."),
     problem,
     h("div", { class: "actions" }, h("button", { type: "submit", class: "primary" }, "Log in")),
   );

@@ -1,11 +1,11 @@
-// Nodes: their devices, whose memory it is and of what kind, and what an operator wants of them.
+// Nodes: their devices, the use of the devices' memory, and the state that an operator sets.
 
 import { api, refresher } from "../api.js";
 import { ask, chip, field, h, meter, swap, table, toast } from "../dom.js";
 import { bytes, nanos, percent, plural, span, taskOf } from "../format.js";
 
 const EVERY_MS = 3000;
-/** Kinds of a device's memory, in the order in which they are drawn: field of `MemoryState`, name. */
+/** Kinds of device memory, in drawing order: field of `MemoryState`, name. */
 const KINDS = [
   ["own", "own to sessions"],
   ["contents", "shared contents"],
@@ -15,7 +15,7 @@ const KINDS = [
 ];
 const OWNERS = 7;
 
-/** A bar of parts of a whole: [{name, bytes, mark}]. What it shows stands beneath it as a list. */
+/** A bar with the parts of a whole: [{name, bytes, mark}]. A list below it has the same numbers. */
 function stacked(label, parts, capacity) {
   const shown = parts.filter((p) => p.bytes > 0);
   return h(
@@ -35,7 +35,7 @@ function stacked(label, parts, capacity) {
   );
 }
 
-/** Who holds how much: sessions by tenant, the largest first, the rest together. */
+/** Memory by session, with its tenant, the largest first; small sessions are combined. */
 function owners(memory) {
   const held = new Map();
   for (const s of memory.sessions) {
@@ -46,13 +46,13 @@ function owners(memory) {
   const parts = sorted.slice(0, OWNERS - 1).map(([name, n], i) => ({ name, bytes: n, mark: `s${i}` }));
   const rest = sorted.slice(OWNERS - 1).reduce((a, [, n]) => a + n, 0);
   if (rest) parts.push({ name: `${sorted.length - OWNERS + 1} more`, bytes: rest, mark: "rest" });
-  parts.push({ name: "nobody", bytes: Math.max(0, memory.capacity - parts.reduce((a, p) => a + p.bytes, 0)), mark: "free" });
+  parts.push({ name: "unused", bytes: Math.max(0, memory.capacity - parts.reduce((a, p) => a + p.bytes, 0)), mark: "free" });
   return parts;
 }
 
 function memoryMap(gpu) {
   const memory = gpu.memory;
-  if (memory === null) return h("p", { class: "hint" }, `${bytes(gpu.memory_used)} of ${bytes(gpu.device.total_memory)} are used; this executor does not say by whom.`);
+  if (memory === null) return h("p", { class: "hint" }, `${bytes(gpu.memory_used)} of ${bytes(gpu.device.total_memory)} are used; this executor does not report the owners.`);
   const kinds = KINDS.map(([key, name]) => ({ name, bytes: memory[key], mark: `kind-${key}` }));
   const promised = memory.fixed + memory.movable;
   const limit = memory.capacity * (1 + memory.overcommit_percent / 100);
@@ -74,7 +74,7 @@ function sessionsOf(gpu, figures) {
   const audited = new Map((figures?.sessions ?? []).map((s) => [s.session_id, s]));
   const held = new Map((gpu.memory?.sessions ?? []).map((s) => [s.session_id, s]));
   const ids = [...new Set([...held.keys(), ...audited.keys()])].sort();
-  if (!ids.length) return h("p", { class: "hint" }, "No session is open here.");
+  if (!ids.length) return h("p", { class: "hint" }, "No session is open on this device.");
   return table(
     `Sessions on ${gpu.executor_id}`,
     ["session", "tenant", "class", ...["share", "queue", "p99", "own", "shared", "swapped"].map((text) => ({ text, class: "r" }))],
@@ -99,7 +99,7 @@ export default function nodes({ body, live, can }) {
   const list = h("div", { class: "nodes" });
   const count = h("p", { class: "hint", role: "status" });
   const search = h("input", { type: "search", placeholder: "node, device or group", spellcheck: "false", oninput: () => draw() });
-  const open = new Set(); // executors whose sessions are shown
+  const open = new Set(); // executors with visible sessions
   let found = [];
   let figures = new Map();
   let before = "";
@@ -132,7 +132,7 @@ export default function nodes({ body, live, can }) {
         value: node.overcommit_vram_percent ?? "",
         placeholder: `${node.effective_overcommit_vram_percent}, the cluster's`,
       });
-      form.append(field("Percent of VRAM that may be promised beyond what there is", percentage, "Empty: as the cluster's settings say. 0: none. Counts for what is placed from now on."));
+      form.append(field("VRAM that may be promised beyond the capacity, in percent", percentage, "Empty: the cluster's setting. 0: none. Applies to new tasks only."));
       return async () => {
         const value = percentage.value === "" ? null : Number(percentage.value);
         await api.put(["nodes", node.node_id, "config"], { overcommit_vram_percent: value });
@@ -210,7 +210,7 @@ export default function nodes({ body, live, can }) {
             h("button", { type: "button", "data-key": `config ${node.node_id}`, "aria-label": `Overcommit of ${node.node_id}`, onclick: () => overcommit(node) }, "Overcommit…"),
           ),
       ),
-      node.gpus.length ? node.gpus.map(device) : h("p", { class: "hint" }, "Nothing was heard of its devices lately."),
+      node.gpus.length ? node.gpus.map(device) : h("p", { class: "hint" }, "Its devices have sent no heartbeat recently."),
     );
   }
 
@@ -218,10 +218,10 @@ export default function nodes({ body, live, can }) {
     const text = search.value.trim().toLowerCase();
     const shown = found.filter((n) => !text || [n.node_id, ...n.groups, ...n.gpus.flatMap((g) => [g.executor_id, g.device.name])].some((s) => s.toLowerCase().includes(text)));
     const state = JSON.stringify([shown, [...figures], [...open]]);
-    if (state === before) return; // whoever reads it is not disturbed
+    if (state === before) return; // nothing has changed, so do not disturb the reader
     before = state;
     count.textContent = `${plural(shown.length, "node")}, ${plural(shown.reduce((a, n) => a + n.gpus.length, 0), "device")}`;
-    swap(list, shown.length ? shown.map(card) : h("p", { class: "card empty" }, "No node is like that. Executors appear here by their heartbeats."));
+    swap(list, shown.length ? shown.map(card) : h("p", { class: "card empty" }, "No node matches. Executors appear here when they send heartbeats."));
   }
 
   swap(body, h("search", { class: "filters" }, field("Search", search), count), list);

@@ -1,18 +1,18 @@
-// The theme here; the cluster's settings, tenants with their tokens, and who changed what.
+// Settings: the theme, the cluster's settings, tenants with their tokens, and the audit log.
 
 import { api, refresher } from "../api.js";
 import { ask, card, chip, field, h, swap, table, toast } from "../dom.js";
 import { clock } from "../format.js";
 
 const DAY = 86400;
-/** Settings of the cluster: name, label, hint, smallest, greatest, how many of REST's units one of ours is. */
+/** Settings of the cluster: name, label, hint, minimum, maximum, factor from the page's unit to REST's unit. */
 const CONFIG = [
-  ["default_vram_overcommit_percent", "VRAM overcommit, percent", "Promised beyond what a device has, where its node has no number of its own.", 0, 1000, 1],
-  ["queue_patience_s", "Patience, seconds", "How long a waiting task is overtaken before devices are held for it.", 0, 86400, 1],
-  ["queue_aging_s", "Aging, seconds", "How long a waiting task takes to rise by a class.", 1, 2592000, 1],
-  ["job_attempts", "Attempts at a job", "How often it is tried if executors are lost.", 1, 100, 1],
-  ["task_retention_s", "Ended tasks are kept, days", "", 60 / DAY, 3650, DAY],
-  ["history_retention_s", "Figures are kept, days", "", 60 / DAY, 3650, DAY],
+  ["default_vram_overcommit_percent", "VRAM overcommit, percent", "Memory that may be promised beyond a device's capacity, for nodes without their own value.", 0, 1000, 1],
+  ["queue_patience_s", "Patience, seconds", "How long later tasks may overtake a waiting task before devices are held for it.", 0, 86400, 1],
+  ["queue_aging_s", "Aging, seconds", "How long a task waits before it rises by one class.", 1, 2592000, 1],
+  ["job_attempts", "Attempts per job", "How often a job is tried if its executors are lost.", 1, 100, 1],
+  ["task_retention_s", "Retention of ended tasks, days", "", 60 / DAY, 3650, DAY],
+  ["history_retention_s", "Retention of metrics, days", "", 60 / DAY, 3650, DAY],
 ];
 const ROLES = ["user", "operator", "admin"];
 const CLASSES = ["P0, the highest", "P1", "P2", "P3", "P4, the lowest"];
@@ -46,7 +46,7 @@ function cluster(can) {
   const place = h("div", {}, h("p", { class: "hint" }, "Reading…"));
   const look = refresher(async () => {
     const config = await api.get("config");
-    if (look.stopped() || place.contains(document.activeElement)) return; // nobody's typing is undone
+    if (look.stopped() || place.contains(document.activeElement)) return; // do not overwrite the user's input
     const inputs = CONFIG.map(([name, , , min, max, unit]) => h("input", { type: "number", min, max, step: "any", required: true, value: config[name] / unit, disabled: !can("config:write") }));
     swap(
       place,
@@ -75,7 +75,7 @@ function cluster(can) {
 
 function tenants(can) {
   const place = h("div", {});
-  const open = new Map(); // tenant -> its tokens
+  const open = new Map(); // tokens by tenant
   const look = refresher(async () => {
     const found = (await api.get("tenants")).tenants;
     for (const name of open.keys()) open.set(name, (await api.get(["tenants", name, "tokens"])).tokens);
@@ -89,20 +89,20 @@ function tenants(can) {
       const disabled = h("input", { type: "checkbox", checked: tenant?.disabled ?? false });
       const opaque = h("input", { type: "checkbox", checked: tenant?.opaque_kernels ?? false });
       const exclusive = h("input", { type: "checkbox", checked: tenant?.exclusive ?? false });
-      const highest = h("select", {}, !tenant && h("option", { value: "" }, "as the router's default"), CLASSES.map((text, i) => h("option", { value: i, selected: tenant?.class_ceiling === i }, text)));
+      const highest = h("select", {}, !tenant && h("option", { value: "" }, "the router's default"), CLASSES.map((text, i) => h("option", { value: i, selected: tenant?.class_ceiling === i }, text)));
       const weight = h("input", { type: "number", min: 1, max: MAX_WEIGHT, step: 1, required: Boolean(tenant), value: tenant?.weight_ceiling ?? "" });
       form.append(
         field("Name", name),
         field("Description", description),
-        field("Highest class", highest, "Of its sessions and jobs. What runs above it is brought down to it."),
-        field("Largest weight", weight, tenant ? "Its share inside a class, at most." : "Empty: the router's default."),
-        h("label", { class: "choice" }, exclusive, "exclusive use: it may have a device to itself"),
+        field("Highest class", highest, "For its sessions and jobs. Running ones above it are lowered to it."),
+        field("Largest weight", weight, tenant ? "Maximum weight inside a class." : "Empty: the router's default."),
+        h("label", { class: "choice" }, exclusive, "exclusive use: it may use a device exclusively"),
         h("label", { class: "choice" }, disabled, "disabled: it can do nothing"),
-        h("label", { class: "choice" }, opaque, "opaque kernels: it may launch what executors cannot check (PTX)"),
+        h("label", { class: "choice" }, opaque, "opaque kernels: it may launch kernels that executors cannot check (PTX)"),
       );
       return async () => {
         const changes = { description: description.value, disabled: disabled.checked, opaque_kernels: opaque.checked };
-        // What was not touched stays the router's default, whatever that will be.
+        // Unchanged fields keep the router's default, even if the default changes later.
         if (highest.value !== "" && Number(highest.value) !== tenant?.class_ceiling) changes.class_ceiling = Number(highest.value);
         if (weight.value !== "" && Number(weight.value) !== tenant?.weight_ceiling) changes.weight_ceiling = Number(weight.value);
         if (exclusive.checked !== (tenant?.exclusive ?? false)) changes.exclusive = exclusive.checked;
@@ -114,7 +114,7 @@ function tenants(can) {
 
   async function token(tenant) {
     const made = await ask(`New token of ${tenant.name}`, "Create", (form) => {
-      const name = h("input", { maxlength: 100, placeholder: "what it is for" });
+      const name = h("input", { maxlength: 100, placeholder: "its purpose" });
       const role = h("select", {}, ROLES.map((r) => h("option", { value: r }, r)));
       const days = h("input", { type: "number", min: 0, step: "any", value: 90 });
       form.append(field("Name", name), field("Role", role), field("Valid for days", days, "Empty: until it is revoked."));
@@ -125,9 +125,9 @@ function tenants(can) {
     });
     if (!made) return;
     look();
-    await ask("The token's secret", "I have kept it", (form) => {
+    await ask("The token's secret", "I have saved it", (form) => {
       const secret = h("input", { readonly: true, value: made.secret, spellcheck: "false" });
-      form.append(field("Secret", secret, "It is shown here and never again."));
+      form.append(field("Secret", secret, "It will not be shown again."));
       setTimeout(() => secret.select());
     });
   }
@@ -137,7 +137,7 @@ function tenants(can) {
       "Revoke this token?",
       "Revoke",
       (form) => {
-        form.append(h("p", {}, "Whoever uses it is shut out at once."));
+        form.append(h("p", {}, "Requests with it are refused at once."));
         return async () => {
           await api.delete(["tenants", tenant, "tokens", id]);
           look();
@@ -159,13 +159,13 @@ function tenants(can) {
       open.get(tenant).map((t) => [
         [t.name || "–", h("span", { class: "sub" }, t.id)],
         t.role,
-        t.scopes.join(", ") || "all of its role",
+        t.scopes.join(", ") || "all scopes of its role",
         clock(t.created_at, false),
         t.expires_at === null ? "it is revoked" : clock(t.expires_at, false),
         state(t),
         can("tenants:write") && t.revoked_at === null && h("button", { type: "button", class: "danger", "data-key": `revoke ${t.id}`, "aria-label": `Revoke ${t.name || t.id}`, onclick: () => revoke(tenant, t.id) }, "Revoke…"),
       ]),
-      "It has no tokens.",
+      "This tenant has no tokens.",
     );
   }
 
@@ -216,15 +216,15 @@ function audit() {
     swap(
       place,
       table(
-        "Who changed what",
+        "Audit log",
         ["at", "who", "what", "of", "how"],
         entries.map((e) => [h("span", { class: "num" }, clock(e.at)), e.actor, e.action, e.target, h("code", {}, JSON.stringify(e.detail))]),
-        "Nobody has changed anything.",
+        "No changes yet.",
       ),
-      page.entries.length === 30 && h("button", { type: "button", "data-key": "further", onclick: look }, "Show older ones"),
+      page.entries.length === 30 && h("button", { type: "button", "data-key": "further", onclick: look }, "Show older entries"),
     );
   }, (error) => toast(error.message, "bad"));
-  return [card("Who changed what", place), look];
+  return [card("Audit log", place), look];
 }
 
 export default function settings({ body, live, can, me }) {
@@ -248,10 +248,10 @@ export default function settings({ body, live, can, me }) {
         "p",
         {},
         me.auth === "open"
-          ? "The controller asks for no tokens: whoever reaches it may do everything. WOOLY_ROUTER_AUTH=tokens changes that."
-          : `You are ${me.actor} of tenant ${me.own}, and see ${me.tenant === null ? "all tenants" : "your own tenant"}.`,
+          ? "The controller requires no tokens: every client that reaches it may do everything. To require tokens, set WOOLY_ROUTER_AUTH=tokens."
+          : `You are ${me.actor} of tenant ${me.own} and can see ${me.tenant === null ? "all tenants" : "your own tenant"}.`,
       ),
-      me.auth === "tokens" && h("p", { class: "hint" }, `May: ${me.may.join(", ")}.`),
+      me.auth === "tokens" && h("p", { class: "hint" }, `Scopes: ${me.may.join(", ")}.`),
     ),
   );
   swap(body, cards);

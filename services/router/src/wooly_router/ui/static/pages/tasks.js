@@ -1,4 +1,4 @@
-// Sessions and jobs: found, filtered, each with its story and the reasons of its place.
+// Sessions and jobs: search and filters; each task with its story and the reasons for its placement.
 
 import { api, refresher } from "../api.js";
 import { ask, chip, field, h, swap, toast } from "../dom.js";
@@ -8,9 +8,9 @@ const STATES = ["pending", "started", "completed", "failed", "cancelled"];
 const ENDED = ["completed", "failed", "cancelled"];
 const PAGE = 50;
 
-/** What the parts of a placement's cost are called. */
+/** Names of the parts of a placement's cost. */
 const PARTS = {
-  sessions: "sessions there",
+  sessions: "sessions",
   utilization: "utilization",
   starvation: "starvation",
   promised: "memory promised",
@@ -36,18 +36,18 @@ function whyHere(placement) {
           names.map((n) => h("tr", {}, h("th", { scope: "row" }, n), used.map((p) => h("td", { class: "r" }, String(placement.here[n][p] ?? 0))))),
         ),
       ),
-      h("p", { class: "hint" }, used.length === 1 ? "Idle, so without points; " : "Points; ", "the least wins. ", next ? `Next best: ${next.executor_id} with ${next.cost}.` : "Nothing else fitted."),
+      h("p", { class: "hint" }, used.length === 1 ? "Idle devices have no points. " : "", "The lowest number of points wins. ", next ? `Next best: ${next.executor_id} with ${next.cost}.` : "No other device fits."),
     ];
   }
   if (placement.why === "waiting") {
     return [
       h("h3", {}, "Why waiting"),
-      placement.fitting > 0 && h("p", {}, `${placement.fitting} devices fit, which are too few.`),
+      placement.fitting > 0 && h("p", {}, `${placement.fitting} devices fit, which is not enough.`),
       h("ul", { class: "plain" }, Object.entries(placement.waits ?? {}).map(([n, why]) => h("li", {}, h("strong", {}, n), ` ${why}`))),
       !Object.keys(placement.waits ?? {}).length && h("p", { class: "hint" }, "No device is alive."),
     ];
   }
-  return [h("h3", {}, "Why here"), h("p", { class: "hint" }, "It has not been placed.")];
+  return [h("h3", {}, "Why here"), h("p", { class: "hint" }, "The task has not been placed yet.")];
 }
 
 function story(steps) {
@@ -62,7 +62,7 @@ function story(steps) {
           {},
           h("time", { datetime: new Date(s.at * 1000).toISOString() }, clock(s.at)),
           chip(s.state, s.state),
-          h("span", {}, s.reason || (s.state === "pending" ? "asked for" : "")),
+          h("span", {}, s.reason || (s.state === "pending" ? "requested" : "")),
           i > 0 && h("span", { class: "hint" }, ` +${span(s.at - steps[i - 1].at)}`),
         ),
       ),
@@ -77,7 +77,7 @@ export default function tasks({ body, live, can, rest, query }) {
     kind: query.get("kind") ?? "",
     text: query.get("text") ?? rest[0] ?? "",
   };
-  const open = new Map(); // task id -> detail, or null while it is read
+  const open = new Map(); // details by task id; null while they are loaded
   if (rest[0]) open.set(rest[0], null);
   let list = [];
   let next = "";
@@ -176,7 +176,7 @@ export default function tasks({ body, live, can, rest, query }) {
       "Cancel the task",
       (form) => {
         const reason = h("input", { maxlength: 1000 });
-        form.append(h("p", {}, "What it has not finished is lost."), field("Reason", reason, "It will stand in the task's story."));
+        form.append(h("p", {}, "Unfinished work is lost."), field("Reason", reason, "It will appear in the task's story."));
         return async () => {
           await api.post(["tasks", task.task_id, "cancel"], { reason: reason.value });
           toast(`${task.name || task.task_id} is cancelled`);
@@ -190,7 +190,7 @@ export default function tasks({ body, live, can, rest, query }) {
   async function prioritize(task, priority) {
     try {
       await api.put(["tasks", task.task_id, "priority"], { priority: Number(priority) });
-      toast(`${task.name || task.task_id} is of class P${priority} now`);
+      toast(`${task.name || task.task_id} is now in class P${priority}`);
     } catch (error) {
       toast(error.message, "bad");
     }
@@ -224,7 +224,7 @@ export default function tasks({ body, live, can, rest, query }) {
       h(
         "div",
         { class: "two" },
-        h("div", {}, reply === null ? h("p", { class: "hint" }, "Reading…") : story(reply.story)),
+        h("div", {}, reply === null ? h("p", { class: "hint" }, "Loading…") : story(reply.story)),
         h("div", {}, whyHere(task.placement)),
       ),
       task.outputs.length > 0 && [
@@ -279,7 +279,7 @@ export default function tasks({ body, live, can, rest, query }) {
   function draw() {
     found.textContent = list.length ? `${plural(list.length, "task")}${next ? " and more" : ""}, newest first` : "";
     const columns = ["task", "state", "class", ...["kind", "tenant", "on", "created"].map((text) => ({ text, class: "wider" })), { text: "ran", class: "r" }];
-    const none = h("tr", {}, h("td", { colspan: columns.length, class: "empty" }, "No task is like that."));
+    const none = h("tr", {}, h("td", { colspan: columns.length, class: "empty" }, "No task matches."));
     swap(
       rows,
       h(
@@ -304,7 +304,7 @@ export default function tasks({ body, live, can, rest, query }) {
               look();
             },
           },
-          "Show further ones",
+          "Show more",
         ),
     );
   }

@@ -1,4 +1,4 @@
-// Recent traces, and one of them as a waterfall.
+// Recent traces; one trace as a waterfall.
 
 import { api, refresher } from "../api.js";
 import { card, chip, h, swap, table, toast } from "../dom.js";
@@ -32,7 +32,7 @@ function all({ body }) {
               String(t.spans),
               t.error && chip("error", "failed"),
             ]),
-            "No trace yet. Run something; outside of a local stack, WOOLY_TRACES=router makes services tell the router of theirs.",
+            "No traces yet. Run a script; outside of a local stack, set WOOLY_TRACES=router for all services first.",
           ),
         ),
       );
@@ -50,7 +50,7 @@ function all({ body }) {
   };
 }
 
-/** Spans as a tree, in the order of their beginning: [{span, depth}]. A span whose parent is not there is a root; so is what is left of a circle. */
+/** Spans as a tree, in the order of their start times: [{span, depth}]. Spans without a known parent are roots; so are spans in a cycle. */
 export function ordered(spans) {
   const known = new Map(spans.map((s) => [s.span_id, s]));
   const children = new Map();
@@ -133,7 +133,7 @@ function one({ body, head, rest }) {
             { class: "facts" },
             h("div", {}, h("dt", {}, "begins after"), h("dd", {}, nanos(span.start_ns - begin))),
             attributes.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, typeof value === "string" ? value : JSON.stringify(value)))),
-            !attributes.length && h("p", { class: "hint" }, "It has no attributes."),
+            !attributes.length && h("p", { class: "hint" }, "This span has no attributes."),
           ),
       );
     }
