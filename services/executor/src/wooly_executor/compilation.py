@@ -186,7 +186,7 @@ class PlanSource:
         if entry.mode != "exact":
             return await self._ask_compilers(entry, key, raw)
         async with contextlib.AsyncExitStack() as stack:
-            with step("executor", "leisure"):
+            with step("executor", "compile_throttle"):
                 await stack.enter_async_context(self._throttle.permit(entry.taken_ns))
             return await self._ask_compilers(entry, key, raw)
 
