@@ -25,7 +25,7 @@ import time
 from collections import deque
 
 import figures
-from wooly_router.core.placement import Gpu, Pool, Want, cost_of, fits
+from wooly_router.core.placement import DeviceRequest, Gpu, Pool, cost_of, fits
 from wooly_router.core.queue import Waiting, claims_of, plan
 
 GIB = 1 << 30
@@ -51,7 +51,7 @@ def cluster(nodes, rng):
 
 def wants(rng):
     while True:
-        yield Want(
+        yield DeviceRequest(
             gpu_count=2 if rng.random() < 1 / 8 else 1,
             required_vram=rng.choice([2, 5, 10, 20, 35]) * GIB,
             exclusive=rng.random() < 0.1,
@@ -107,7 +107,7 @@ def bench_refused(gpus, seconds):
     pool, n = Pool(gpus), 0
     begun = time.process_time_ns()
     while time.process_time_ns() - begun < seconds * 1e9:
-        assert pool.place(Want(required_vram=500 * GIB + n)).waits
+        assert pool.place(DeviceRequest(required_vram=500 * GIB + n)).waits
         n += 1
     yield row("refusals with reasons, all different", "1/s", n / seconds, None, None)
 

@@ -23,7 +23,7 @@ An operation that receives a request has a `reply`, which goes to the reply subj
 answer any request with an ErrorReply: the header `Wooly-Kind` of a reply is the name of its message.
 
 Where NATS has keys, a tenant's clients ask on other subjects, which end in their tenant: the operations `…_OF_TENANT`.
-`x-scope` is what the client's API token needs; `session` stands for the credentials of a session. `x-most-bytes` bounds the
+`x-scope` is what the client's API token needs; `session` stands for the credentials of a session. `x-max-bytes` bounds the
 client's request. `x-stream` is the JetStream stream that keeps an event.
 """
 #: What stands for a part of a subject.
@@ -59,7 +59,7 @@ def document() -> dict[str, Any]:
         if rpc.scope is not None:
             tenants = f"{name}_OF_TENANT"
             channels[tenants] = _channel(rpc.template + ".{tenant}", rpc.request.__name__)
-            operations[tenants] = _request(tenants, rpc) | {"x-scope": rpc.scope, "x-most-bytes": rpc.most_bytes}
+            operations[tenants] = _request(tenants, rpc) | {"x-scope": rpc.scope, "x-max-bytes": rpc.max_bytes}
     for name, event in contracts.EVENTS.items():
         message = name if event.payload is bytes else event.payload.__name__
         if issubclass(event.payload, BaseModel):

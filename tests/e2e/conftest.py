@@ -53,7 +53,7 @@ def _at_rest(stack, gpus):
         for executor in range(gpus):
             nobody = CloseSessionRequest(session_id="nobody")
             rpc = contracts.EXECUTOR_SESSION_CLOSE.at(f"local-{executor}")
-            control.insist(rpc, nobody, patience_s=PATIENCE_S)
+            control.request_until_answered(rpc, nobody, patience_s=PATIENCE_S)
     finally:
         control.close()
     return found

@@ -552,7 +552,7 @@ def test_acknowledged_job_survives_router(alice, cluster, classifier):
         cluster.start("router")
         cluster.find_router()
     for job in jobs:
-        alice.control.insist(contracts.ROUTER_JOB_SUBMIT, job)
+        alice.control.request_until_answered(contracts.ROUTER_JOB_SUBMIT, job)
     cluster.wait(lambda: all(alice.story(n)[-1] == "completed" for n in names))
     for name in names:
         story = alice.story(name)

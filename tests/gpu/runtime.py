@@ -173,7 +173,7 @@ def facts(gpu):
 def bytes_to_and_fro(gpu):
     data = torch.randint(0, 256, (3 << 20,), dtype=torch.uint8)
     memory = gpu.runtime.allocate(len(data)).base
-    into, land = gpu.runtime.device.landing(memory)
+    into, land = gpu.runtime.device.upload_target(memory)
     into[:] = memoryview(data.numpy())
     land()
     assert bytes(gpu.runtime.device.read(memory)) == data.numpy().tobytes()

@@ -441,7 +441,7 @@ async def test_client_credentials_expired_during_nats_outage_recovers(authority,
     slept.away_source.closed = False
     with start("-c", str(authority.server_conf), "-p", slept.away_port) as url:
         async with service(url, authority, monkeypatch):
-            ask = (slept.away.insist, contracts.ROUTER_TASK_LIST, TasksRequest())
+            ask = (slept.away.request_until_answered, contracts.ROUTER_TASK_LIST, TasksRequest())
             assert (await asyncio.to_thread(*ask)).next == "acme"
 
 
@@ -454,7 +454,7 @@ async def test_client_renews_credentials_before_expiry(url, authority, issuer, m
     event = contracts.ROUTER_TASK_CHANGED.at("acme")
 
     def use(client, publish):
-        with client.hearing(event) as heard:
+        with client.subscription(event) as heard:
             for number in range(3):  # the first credentials expire before the last round
                 until = time.monotonic() + 20
                 while len(source.made) <= number or client._held is not source.made[-1]:
@@ -466,7 +466,7 @@ async def test_client_renews_credentials_before_expiry(url, authority, issuer, m
             assert client.request(contracts.ROUTER_TASK_LIST, TasksRequest()).next == "acme"
         with (
             pytest.raises(RefusedError, match="do not permit to subscribe"),
-            client.hearing(contracts.ROUTER_TASK_CHANGED.at("other")),
+            client.subscription(contracts.ROUTER_TASK_CHANGED.at("other")),
         ):
             pass
         assert time.time() > source.made[0].expires_at

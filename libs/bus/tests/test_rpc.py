@@ -37,7 +37,7 @@ def test_close_ends_waiting_request_of_other_thread(nats_server):
             found.append(e)
 
     silent, client = ControlClient(nats_server), ControlClient(nats_server)
-    with silent.hearing(Event(rpc.subject, NodesRequest)) as heard:
+    with silent.subscription(Event(rpc.subject, NodesRequest)) as heard:
         asking = threading.Thread(target=ask)
         asking.start()
         heard.get(timeout=20)

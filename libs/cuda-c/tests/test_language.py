@@ -9,7 +9,7 @@ from wooly_cuda_c.language import for_cpu, for_gpu
 from wooly_cuda_c.syntax.errors import CudaSourceError
 from wooly_wis.dtypes import DType
 from wooly_wis.foreign import Parameter
-from wooly_wis.languages import ForeignError, Passed, Request
+from wooly_wis.languages import ForeignError, ParameterKind, Request
 
 TEXT = """template <typename T> __global__ void scale(const T *x, T *y, int n, float by) {
   int i = threadIdx.x;
@@ -49,7 +49,7 @@ def test_for_gpu_of_refused_source_does_not_call_the_vendors_compiler():
 
 def test_parameters_of_a_kernel_returns_their_kinds():
     found = signatures.parameters(TEXT, "scale", "float")
-    assert found == (Passed.READ, Passed.WRITTEN, Passed.NUMBER, Passed.NUMBER)
+    assert found == (ParameterKind.READ, ParameterKind.WRITTEN, ParameterKind.NUMBER, ParameterKind.NUMBER)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import wooly_dispatch
-from wooly_dispatch.core import ALONE, overtaken, step
+from wooly_dispatch.core import ALONE, should_stop, step
 from wooly_dispatch.decisions import DemoteDecision, LaunchDecision, RefuseDecision, SwapInDecision
 from wooly_dispatch.events import (
     Config,
@@ -370,12 +370,12 @@ def test_stopped_kernels_run_next_after_the_higher_class():
     (launch,) = rig.submit("behind", *(100 * US,) * 20)
     assert (launch.first, launch.last) == (0, 20)  # longer than the window, because the launch can be stopped
     rig.submit("behind", 30 * US)
-    assert not overtaken(rig.state)
+    assert not should_stop(rig.state)
     rig.submit("front", 300 * US)
-    assert overtaken(rig.state)
+    assert should_stop(rig.state)
     rig.finish(350 * US, last=3)
     assert [(d.session, d.first, d.last) for d in rig.in_flight] == [("front", 0, 1)]
-    assert not overtaken(rig.state)
+    assert not should_stop(rig.state)
     rig.finish()
     assert [(d.session, d.program, d.first, d.last) for d in rig.drain()] == [("behind", 2, 3, 20), ("behind", 3, 0, 1)]
     assert rig.metrics.meters["behind"].run_ns == rig.run_ns["behind"]
@@ -402,11 +402,13 @@ def test_long_launch_is_stopped_for_a_session_of_the_same_class():
     rig.open("b", 3)
     rig.open("below", 4)
     rig.submit("below", 50 * MS)  # more than P4's floor allows in this time
-    assert launch.last == 4 * ALONE and not overtaken(rig.state)  # only the session's own class and a lower class wait
+    assert launch.last == 4 * ALONE and not should_stop(
+        rig.state
+    )  # only the session's own class and a lower class wait
     rig.submit("b", *(500 * US,) * 8)
-    assert overtaken(rig.state)
+    assert should_stop(rig.state)
     rig.finish(3 * MS, last=6)
-    assert not overtaken(rig.state)
+    assert not should_stop(rig.state)
     turns = [(d.session, d.last - d.first) for d in rig.drain()]
     assert {n for _, n in turns} <= {1, 2, 3, 4} and "b" in [session for session, _ in turns[:2]]
     assert rig.metrics.unjust_ns == 0
@@ -419,7 +421,7 @@ def test_launch_of_one_piece_is_not_stopped_for_the_same_class():
         proven(rig, name)
     (launch,) = rig.submit("a", *(500 * US,) * 4)
     rig.submit("b", 500 * US)
-    assert launch.last == 4 and not overtaken(rig.state)
+    assert launch.last == 4 and not should_stop(rig.state)
 
 
 def test_stopped_launch_is_charged_for_its_measured_time():

@@ -121,7 +121,7 @@ class FakeDriver:
         self.attached += 1
 
     @contextlib.contextmanager
-    def aside(self):
+    def copy_context(self):
         self.asides += 1
         yield
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from wooly_bus.contents import name_in_circle
+from wooly_bus.contents import shared_name
 from wooly_executor.errors import AdmissionError, BindingError, OutOfMemoryError
 from wooly_executor.memory.book import Book, Coming, CopyFirst, Gone, InPlace, Leaving, Scope
 from wooly_testkit.effort import examples
@@ -63,7 +63,7 @@ def test_book_largest_lists_contents_with_their_circle():
     mine, other, public = (BASE, "t"), (BASE, "u"), (b"large", None)
     assert b.largest(9) == [public, mine, other] and b.largest(2) == [public, mine]
     assert b.known_as(b.store_of("a", 1)) == mine and b.known_as(b.store_of("d", 1)) is None
-    assert name_in_circle(*public) == b"large".hex() and len({name_in_circle(BASE, t) for t in ("t", "u", None)}) == 3
+    assert shared_name(*public) == b"large".hex() and len({shared_name(BASE, t) for t in ("t", "u", None)}) == 3
     b.swap_out("c")
     b.write("b", 1)
     assert b.largest(9) == [mine]

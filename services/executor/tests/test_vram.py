@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from wooly_bus.contents import chunk_digest, content_id, name_in_circle
+from wooly_bus.contents import chunk_digest, content_id, shared_name
 from wooly_executor import mover, pinned_weights
 from wooly_executor.memory.book import Scope
 from wooly_executor.memory.swap import Place, Policy
@@ -148,7 +148,7 @@ def test_closed_session_reports_its_largest_contents(device, wis):
     b.run(wis.body().free("x"), {"x": 1})
     alone = device.open("c", tenant="t")
     alone.load(1, small)
-    names = [name_in_circle(content_id([chunk_digest(data)], len(data)), "t") for data in (large, small)]
+    names = [shared_name(content_id([chunk_digest(data)], len(data)), "t") for data in (large, small)]
     for client, name in ((a, "a"), (b, "b"), (alone, "c")):
         client.close()
         device.wait_closed(name)

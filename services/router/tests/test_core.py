@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from wooly_router.core.cluster import ClusterConfig, configured, gpus_of
-from wooly_router.core.placement import IDLE, Claim, Gpu, Load, Pool, Want, as_record, cost_of, fits, unfit
+from wooly_router.core.placement import IDLE, Claim, DeviceRequest, Gpu, Load, Pool, as_record, cost_of, fits, unfit
 from wooly_router.core.queue import Patience, Waiting, claims_of, held_devices, in_order, plan
 from wooly_router.core.registry import LOST_AFTER_S, Registry
 from wooly_router.core.tasks import ENDED, RETRY_LIMIT_S, TRANSITIONS, backoff_s, sources
@@ -93,29 +93,44 @@ TAKEN = Load(1, 0, 20, 0)
 @pytest.mark.parametrize(
     ("want", "device", "load", "reason"),
     [
-        (Want(required_vram=81), gpu(), TAKEN, "has 80 bytes unreserved, but the task requests 81"),
-        (Want(required_vram=111), gpu(overcommit=30), TAKEN, "has 110 bytes unreserved (100 overcommitted by 30 %)"),
+        (DeviceRequest(required_vram=81), gpu(), TAKEN, "has 80 bytes unreserved, but the task requests 81"),
         (
-            Want(required_vram=90),
+            DeviceRequest(required_vram=111),
+            gpu(overcommit=30),
+            TAKEN,
+            "has 110 bytes unreserved (100 overcommitted by 30 %)",
+        ),
+        (
+            DeviceRequest(required_vram=90),
             gpu(overcommit=30),
             TAKEN,
             "has 80 bytes next to the memory that cannot be swapped out",
         ),
         (
-            Want(required_vram=50, swappable=False),
+            DeviceRequest(required_vram=50, swappable=False),
             gpu(overcommit=30),
             Load(1, 0, 0, 60, [60]),
             "has 40 bytes next to the largest",
         ),
-        (Want(groups=("g", "h")), gpu(groups=frozenset("x")), IDLE, "is not in any of the groups g, h"),
-        (Want(), gpu(groups=frozenset("yx")), IDLE, "is reserved for the groups x, y"),
-        (Want(vendor="amd"), gpu(vendor="nvidia", arch="sm_90"), IDLE, "is nvidia sm_90, but the task requests amd"),
-        (Want(arch="sm_80"), gpu(vendor="nvidia", arch="sm_90"), IDLE, "is nvidia sm_90, but the task requests sm_80"),
-        (Want(), gpu(), Load(1, 1), "is held exclusively by another session"),
-        (Want(exclusive=True), gpu(), Load(1), "has sessions, but the task requests an exclusive device"),
-        (Want(), gpu(state="lost"), IDLE, "is lost"),
-        (Want(), gpu(state="draining"), IDLE, "is draining"),
-        (Want(barred=frozenset("a")), gpu(), IDLE, "did not take the task in an earlier attempt"),
+        (DeviceRequest(groups=("g", "h")), gpu(groups=frozenset("x")), IDLE, "is not in any of the groups g, h"),
+        (DeviceRequest(), gpu(groups=frozenset("yx")), IDLE, "is reserved for the groups x, y"),
+        (
+            DeviceRequest(vendor="amd"),
+            gpu(vendor="nvidia", arch="sm_90"),
+            IDLE,
+            "is nvidia sm_90, but the task requests amd",
+        ),
+        (
+            DeviceRequest(arch="sm_80"),
+            gpu(vendor="nvidia", arch="sm_90"),
+            IDLE,
+            "is nvidia sm_90, but the task requests sm_80",
+        ),
+        (DeviceRequest(), gpu(), Load(1, 1), "is held exclusively by another session"),
+        (DeviceRequest(exclusive=True), gpu(), Load(1), "has sessions, but the task requests an exclusive device"),
+        (DeviceRequest(), gpu(state="lost"), IDLE, "is lost"),
+        (DeviceRequest(), gpu(state="draining"), IDLE, "is draining"),
+        (DeviceRequest(barred=frozenset("a")), gpu(), IDLE, "did not take the task in an earlier attempt"),
     ],
 )
 def test_unfit_device_returns_reason(want, device, load, reason):
@@ -123,11 +138,11 @@ def test_unfit_device_returns_reason(want, device, load, reason):
 
 
 def test_fits_with_overcommit_admits_only_swappable_tasks():
-    assert chosen(Want(required_vram=60), [gpu(overcommit=20)], [Claim("a", 60)]) == ["a"]
-    assert chosen(Want(required_vram=60, swappable=False), [gpu(overcommit=20)], [Claim("a", 60)]) == []
-    assert chosen(Want(required_vram=61), [gpu(overcommit=20)], [Claim("a", 60)]) == []
-    assert chosen(Want(required_vram=101), [gpu(overcommit=1000)]) == []
-    assert chosen(Want(required_vram=40, swappable=False), [gpu(overcommit=0)], [Claim("a", 60)]) == ["a"]
+    assert chosen(DeviceRequest(required_vram=60), [gpu(overcommit=20)], [Claim("a", 60)]) == ["a"]
+    assert chosen(DeviceRequest(required_vram=60, swappable=False), [gpu(overcommit=20)], [Claim("a", 60)]) == []
+    assert chosen(DeviceRequest(required_vram=61), [gpu(overcommit=20)], [Claim("a", 60)]) == []
+    assert chosen(DeviceRequest(required_vram=101), [gpu(overcommit=1000)]) == []
+    assert chosen(DeviceRequest(required_vram=40, swappable=False), [gpu(overcommit=0)], [Claim("a", 60)]) == ["a"]
 
 
 gpus_strategy = st.lists(
@@ -147,7 +162,7 @@ gpus_strategy = st.lists(
     max_size=8,
 )
 wants_strategy = st.builds(
-    Want,
+    DeviceRequest,
     gpu_count=st.integers(1, 4),
     required_vram=st.none() | st.integers(1, 70),
     exclusive=st.sampled_from([False, False, True]),
@@ -254,20 +269,20 @@ def test_pool_after_claims_and_releases_is_unchanged(gpus, claims, wants):
 
 def test_placement_prefers_few_sessions_then_low_load():
     gpus = [gpu("a", utilization=100), gpu("b", utilization=900), gpu("c", utilization=500)]
-    assert chosen(Want(), gpus, [Claim("a")]) == ["c"] and chosen(Want(), gpus) == ["a"]
-    assert chosen(Want(), [gpu("a", starvation=10), gpu("b")]) == ["b"]
-    assert chosen(Want(), [gpu("a"), gpu("b")], [Claim("a", 50), Claim("b", 10)]) == ["b"]
+    assert chosen(DeviceRequest(), gpus, [Claim("a")]) == ["c"] and chosen(DeviceRequest(), gpus) == ["a"]
+    assert chosen(DeviceRequest(), [gpu("a", starvation=10), gpu("b")]) == ["b"]
+    assert chosen(DeviceRequest(), [gpu("a"), gpu("b")], [Claim("a", 50), Claim("b", 10)]) == ["b"]
 
 
 def test_placement_prefers_resident_weights_unless_device_is_busy():
     gpus = [gpu("a"), gpu("b", weights=frozenset("w"))]
-    assert chosen(Want(weights=("w",)), gpus, [Claim("b")]) == ["b"]
-    assert chosen(Want(weights=("w",)), gpus, [Claim("b")] * 3) == ["a"]
-    assert chosen(Want(weights=("w", "v")), gpus, [Claim("b")] * 2) == ["a"]
+    assert chosen(DeviceRequest(weights=("w",)), gpus, [Claim("b")]) == ["b"]
+    assert chosen(DeviceRequest(weights=("w",)), gpus, [Claim("b")] * 3) == ["a"]
+    assert chosen(DeviceRequest(weights=("w", "v")), gpus, [Claim("b")] * 2) == ["a"]
 
 
 def test_placement_of_equal_devices_chooses_resident_weights():
-    gpus, want = [gpu("a"), gpu("b", weights=frozenset("wv"))], Want(weights=("w", "v", "u", "t"))
+    gpus, want = [gpu("a"), gpu("b", weights=frozenset("wv"))], DeviceRequest(weights=("w", "v", "u", "t"))
     assert as_record(want, Pool(gpus).place(want)) == {
         "why": "here",
         "here": {"b": {"resident": -500, "cost": -500}},
@@ -276,7 +291,7 @@ def test_placement_of_equal_devices_chooses_resident_weights():
 
 
 def test_placement_record_has_reasons():
-    want = Want(required_vram=10)
+    want = DeviceRequest(required_vram=10)
     here = Pool([gpu("a", utilization=30), gpu("b"), gpu("c", state="lost")], [Claim("b", 50)]).place(want)
     assert as_record(want, here) == {
         "why": "here",
@@ -299,20 +314,23 @@ def test_placement_of_several_devices_uses_fewest_nodes():
         gpu("c1", node="c"),
     ]
     assert (
-        chosen(Want(), gpus) == ["a1"]
-        and chosen(Want(2), gpus) == ["b1", "b2"]
-        and chosen(Want(3), gpus) == ["b1", "b2", "a1"]
+        chosen(DeviceRequest(), gpus) == ["a1"]
+        and chosen(DeviceRequest(2), gpus) == ["b1", "b2"]
+        and chosen(DeviceRequest(3), gpus) == ["b1", "b2", "a1"]
     )
     busy = [*gpus, gpu("c2", utilization=100, node="c")]
-    assert chosen(Want(2), busy) == ["c1", "c2"] and chosen(Want(2), busy, [Claim("c2")] * 2) == ["b1", "b2"]
-    assert chosen(Want(6), busy) == []
+    assert chosen(DeviceRequest(2), busy) == ["c1", "c2"] and chosen(DeviceRequest(2), busy, [Claim("c2")] * 2) == [
+        "b1",
+        "b2",
+    ]
+    assert chosen(DeviceRequest(6), busy) == []
 
 
 # -- queue -----------------------------------------------------------------------------------------------------------
 
 
 def waits(name, priority=2, since=0.0, vram=None, **more):
-    return Waiting(name, priority, since, Want(required_vram=vram, **more))
+    return Waiting(name, priority, since, DeviceRequest(required_vram=vram, **more))
 
 
 def placed(queue, gpus, now=0.0, claims=()):

@@ -8,7 +8,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import Engine, create_engine, event, inspect, text
 from sqlalchemy.exc import StatementError
-from wooly_router.core.placement import Claim, Want
+from wooly_router.core.placement import Claim, DeviceRequest
 from wooly_router.state.brought import BroughtStore
 from wooly_router.state.config import AuditLog, AuditRecord, ConfigStore
 from wooly_router.state.database import Database, migrate, revert
@@ -169,8 +169,8 @@ async def test_tasks_in_new_store_are_unchanged(tasks, stored_url):
     await put(tasks, *rows)
     again = TaskStore(Database(stored_url))
     assert [await again.get(r.id) for r in rows] == rows and await again.get("4") is None
-    assert rows[0].want() == Want(required_vram=BIG, exclusive=True, swappable=False)
-    assert (await again.get("2")).want() == Want(2, groups=("g",), weights=("d",), barred=frozenset("z"))
+    assert rows[0].want() == DeviceRequest(required_vram=BIG, exclusive=True, swappable=False)
+    assert (await again.get("2")).want() == DeviceRequest(2, groups=("g",), weights=("d",), barred=frozenset("z"))
     async with again.database.reading() as s:
         assert await again.claims(s) == [Claim("c"), Claim("b")]
         assert [t.id for t in await again.queue(s)] == ["3"]

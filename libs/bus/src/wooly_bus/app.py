@@ -139,14 +139,14 @@ class ServiceApp:
         log.info("connected to NATS at %s again", self.url)
 
     def serve(
-        self, rpc: Rpc[Q, R], handler: Callable[[Q], Awaitable[R]], *, at_once: int = CONCURRENT_REQUESTS
+        self, rpc: Rpc[Q, R], handler: Callable[[Q], Awaitable[R]], *, concurrency: int = CONCURRENT_REQUESTS
     ) -> None:
         """Answer the requests of a contract with the reply of the handler, or with an `ErrorReply` if the handler raises.
 
         Args:
             rpc: the contract.
             handler: returns the reply.
-            at_once: requests that are handled concurrently; further requests wait.
+            concurrency: requests that are handled concurrently; further requests wait.
 
         Raises:
             ValueError: only tenants' clients may send this request.
@@ -157,10 +157,10 @@ class ServiceApp:
         async def answer(message: Msg) -> None:
             await self._answer(rpc.subject, message, lambda: _handled(handler, rpc.request, message.data))
 
-        self._subscribe(rpc.subject, rpc.queue, answer, at_once)
+        self._subscribe(rpc.subject, rpc.queue, answer, concurrency)
 
     def serve_tenants(
-        self, rpc: Rpc[Q, R], handler: Callable[[Q, str], Awaitable[R]], *, at_once: int = TENANTS_REQUESTS
+        self, rpc: Rpc[Q, R], handler: Callable[[Q, str], Awaitable[R]], *, concurrency: int = TENANTS_REQUESTS
     ) -> None:
         """Answer the requests of tenants' clients on `rpc.for_tenant(tenant)`. The handler also gets the tenant.
 
@@ -171,7 +171,7 @@ class ServiceApp:
         Args:
             rpc: the contract.
             handler: returns the reply to a request of a tenant.
-            at_once: requests of all tenants that are handled concurrently.
+            concurrency: requests of all tenants that are handled concurrently.
 
         Raises:
             ValueError: the contract has no scope, so no client may send the request.
@@ -180,7 +180,7 @@ class ServiceApp:
             raise ValueError(f"cannot serve {rpc.subject} to tenants' clients: its contract has no scope")
         if not self.knows_tenants:
             return
-        subject, most_bytes = rpc.subject, rpc.most_bytes
+        subject, max_bytes = rpc.subject, rpc.max_bytes
         working: Counter[str] = Counter()
 
         async def answer(message: Msg) -> None:
@@ -197,9 +197,9 @@ class ServiceApp:
                 return await handler(request, tenant)
 
             async def limited() -> R | ErrorReply:
-                if len(message.data) > most_bytes:
-                    return _too_large(len(message.data), most_bytes)
-                most = self.tenant_requests * at_once // TENANTS_REQUESTS
+                if len(message.data) > max_bytes:
+                    return _too_large(len(message.data), max_bytes)
+                most = self.tenant_requests * concurrency // TENANTS_REQUESTS
                 if working[tenant] >= most:
                     return self._too_many(subject, tenant, most)
                 working[tenant] += 1
@@ -212,7 +212,7 @@ class ServiceApp:
 
             await self._answer(subject, message, limited)
 
-        self._subscribe(f"{subject}.*", rpc.queue, answer, at_once)
+        self._subscribe(f"{subject}.*", rpc.queue, answer, concurrency)
 
     def _too_many(self, subject: str, tenant: str, most: int) -> ErrorReply:
         return ErrorReply(
@@ -234,8 +234,8 @@ class ServiceApp:
                 data, headers = _encoded(reply)
                 await self.broker.publish(data, message.reply, headers=headers)
 
-    def _subscribe(self, subject: str, queue: str, answer: Callable[[Msg], Awaitable[None]], at_once: int) -> None:
-        self.broker.subscriber(subject, queue=queue, decoder=_received, no_reply=True, max_workers=at_once)(answer)
+    def _subscribe(self, subject: str, queue: str, answer: Callable[[Msg], Awaitable[None]], concurrency: int) -> None:
+        self.broker.subscriber(subject, queue=queue, decoder=_received, no_reply=True, max_workers=concurrency)(answer)
 
     def listen(self, event: EventContract[E], handler: Callable[[E], Awaitable[None]]) -> None:
         """Handle the events of all addresses, one at a time. A malformed event is logged and dropped.

@@ -464,9 +464,9 @@ class Upload:
                 await self._store.drop(self._id)
 
 
-async def put_all(store: BlobStore, blobs: list[bytes | memoryview], at_once: int = 4) -> list[str]:
-    """Store several blobs, `at_once` at a time. Returns their names in order."""
-    turn = asyncio.Semaphore(at_once)
+async def put_all(store: BlobStore, blobs: list[bytes | memoryview], concurrency: int = 4) -> list[str]:
+    """Store several blobs, `concurrency` at a time. Returns their names in order."""
+    turn = asyncio.Semaphore(concurrency)
 
     async def one(data: bytes | memoryview) -> str:
         async with turn:
@@ -505,7 +505,9 @@ class AskedBlobs:
                 data=base64.b64encode(piece).decode(),
             )
             last = offset + len(piece) == size
-            reply = self._control.insist(contracts.ROUTER_BLOB_PUT, request, timeout=LAST_PIECE_S if last else PIECE_S)
+            reply = self._control.request_until_answered(
+                contracts.ROUTER_BLOB_PUT, request, timeout=LAST_PIECE_S if last else PIECE_S
+            )
             if reply.kept:
                 return name
             offset, after = offset + len(piece), reply.after
@@ -521,7 +523,7 @@ class AskedBlobs:
         found, after = bytearray(), 0
         while True:
             request = GetBlobRequest(digest=name, after=after)
-            reply = self._control.insist(contracts.ROUTER_BLOB_GET, request, timeout=PIECE_S)
+            reply = self._control.request_until_answered(contracts.ROUTER_BLOB_GET, request, timeout=PIECE_S)
             if reply.nbytes > limit:
                 raise BlobCorruptError(f"blob {name[:16]}… has {reply.nbytes} bytes; the limit is {limit}")
             data = base64.b64decode(reply.data)

@@ -1,6 +1,6 @@
 """Content ids: the BLAKE3 hash of the BLAKE3 hashes of all chunks. Client and executor compute them.
 
-Reports about the contents of several tenants name each content by `name_in_circle`.
+Reports about the contents of several tenants name each content by `shared_name`.
 
 Chunks are hashed one by one, for two reasons: a sender hashes the next chunk while one is being sent, and the hash of the first
 chunk already shows whether the executor may have the content.
@@ -34,7 +34,7 @@ def content_id(digests: Sequence[bytes], nbytes: int) -> bytes:
     return blake3(struct.pack("<Q", nbytes) + b"".join(digests)).digest()
 
 
-def name_in_circle(content: bytes, tenant: str | None) -> str:
+def shared_name(content: bytes, tenant: str | None) -> str:
     """The name by which placement compares contents, in hexadecimal digits.
 
     Two names are equal only if the sessions may share the content. Otherwise a tenant could learn from the placement of its task

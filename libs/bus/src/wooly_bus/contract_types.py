@@ -104,7 +104,7 @@ class RpcContract(_Contract, Generic[Q, R]):
         about: what the request does, in one sentence.
         queue: instances of the service with the same queue share the requests; empty: each instance gets each request.
         scope: the scope that a tenant's client needs; None: no tenant's client may send the request.
-        most_bytes: largest request of a tenant's client, in bytes.
+        max_bytes: largest request of a tenant's client, in bytes.
         tenants_only: only tenants' clients may send the request.
     """
 
@@ -113,7 +113,7 @@ class RpcContract(_Contract, Generic[Q, R]):
     about: str = ""
     queue: str = ""
     scope: Scope | None = None
-    most_bytes: int = TENANT_BYTES
+    max_bytes: int = TENANT_BYTES
     tenants_only: bool = False
 
 
@@ -149,7 +149,7 @@ class AddressedRpc(RpcContract[Q, R]):
         The subject is not checked.
         """
         return Rpc(
-            subject, self.request, self.reply, self.about, self.queue, self.scope, self.most_bytes, self.tenants_only
+            subject, self.request, self.reply, self.about, self.queue, self.scope, self.max_bytes, self.tenants_only
         )
 
 

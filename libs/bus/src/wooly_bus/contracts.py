@@ -155,7 +155,7 @@ ROUTER_JOB_SUBMIT = Rpc(
     "Submit a job. The reply means that the job is in the router's database.",
     queue="router",
     scope="tasks:write",
-    most_bytes=640 << 10,  # 4,096 inputs, each by its digest
+    max_bytes=640 << 10,  # 4,096 inputs, each by its digest
     tenants_only=True,
 )
 ROUTER_BLOB_PUT = Rpc(
@@ -165,7 +165,7 @@ ROUTER_BLOB_PUT = Rpc(
     "Put a piece of a blob. Services and administrators use JetStream instead.",
     queue="router",
     scope="blobs:write",
-    most_bytes=2 * PIECE_BYTES,  # base64 takes 4/3 of the piece
+    max_bytes=2 * PIECE_BYTES,  # base64 takes 4/3 of the piece
     tenants_only=True,
 )
 ROUTER_BLOB_GET = Rpc(
@@ -216,7 +216,7 @@ ROUTER_TRACE_ADD = Rpc(
     "Add a client's spans to the trace of a task of its tenant.",
     queue="router",
     scope="tasks:write",
-    most_bytes=1 << 20,
+    max_bytes=1 << 20,
 )
 ROUTER_TRACE_GET = Rpc(
     f"{_RPC}.router.trace.get",
@@ -404,7 +404,7 @@ COMPILER_PROGRAM_EXPLAIN = Rpc(
     "Show a program after every pass of the compiler.",
     queue="compiler",
     scope="tasks:write",
-    most_bytes=1 << 20,
+    max_bytes=1 << 20,
 )
 COMPILER_PROGRAM_COMPILE = AddressedRpc(
     f"{_RPC}.compiler.program.compile.{{family}}",

@@ -314,7 +314,9 @@ class ControlClient:
 
         return self._await(ask(), timeout + self._timeout + 5)
 
-    def insist(self, rpc: Rpc[Q, R], message: Q, *, timeout: float = 4.0, patience_s: float = 20.0) -> R:
+    def request_until_answered(
+        self, rpc: Rpc[Q, R], message: Q, *, timeout: float = 4.0, patience_s: float = 20.0
+    ) -> R:
         """Send a request again and again until a reply arrives: services restart, connections break. The request must be
         idempotent.
 
@@ -332,7 +334,7 @@ class ControlClient:
             pause = min(pause * 2, 2.0)
 
     @contextlib.contextmanager
-    def hearing(self, event: Event[E]) -> Iterator[Heard[E]]:
+    def subscription(self, event: Event[E]) -> Iterator[EventSubscription[E]]:
         """Subscribe to an event for the duration of the block. Yields the received events.
 
         Events that are published while the connection is down are lost. While the connection is being replaced, an event may be
@@ -360,7 +362,7 @@ class ControlClient:
 
         self._await(begin(), 2 * self._timeout + 5)
         try:
-            yield Heard(event, heard)
+            yield EventSubscription(event, heard)
         finally:
             with contextlib.suppress(BusConnectError):
                 self._await(end(), 2)
@@ -384,7 +386,7 @@ class ControlClient:
         self._thread.join(2)
 
 
-class Heard(Generic[E]):
+class EventSubscription(Generic[E]):
     """Received events that `get` has not returned yet."""
 
     def __init__(self, event: Event[E], heard: queue.SimpleQueue[bytes]) -> None:

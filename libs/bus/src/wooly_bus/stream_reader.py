@@ -24,7 +24,7 @@ RETRY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Kept(Generic[P]):
+class StreamMessage(Generic[P]):
     """One message of a stream.
 
     Attributes:
@@ -54,7 +54,7 @@ class Kept(Generic[P]):
 
 async def read_stream(
     js: JetStreamContext, event: EventContract[P], *, first: int = 1, poll_s: float = 0.5
-) -> AsyncIterator[Kept[P] | None]:
+) -> AsyncIterator[StreamMessage[P] | None]:
     """Yield all events from sequence number `first` on, of all addresses. Yield None if no event arrives for `poll_s` seconds.
 
     Events that the stream dropped are skipped. There are no acknowledgements: the caller stores its position. While JetStream,
@@ -106,8 +106,8 @@ async def _leave(subscription: JetStreamContext.PullSubscription) -> None:
         return  # the connection is closed, and the subscription with it
 
 
-def _kept(event: EventContract[P], message: Msg) -> Kept[P]:
+def _kept(event: EventContract[P], message: Msg) -> StreamMessage[P]:
     found = message.metadata
-    return Kept(
+    return StreamMessage(
         event, message.subject, message.data, found.sequence.stream, found.timestamp.timestamp(), found.num_pending
     )

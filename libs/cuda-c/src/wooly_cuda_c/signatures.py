@@ -5,13 +5,13 @@ When a script compiles a kernel, the client checks the text for syntax errors an
 
 from __future__ import annotations
 
-from wooly_wis.languages import Passed
+from wooly_wis.languages import ParameterKind
 
 from wooly_cuda_c.syntax.errors import CudaSourceError
 from wooly_cuda_c.syntax.parser import parse, parse_arguments
 
 
-def parameters(text: str, entry: str, template: str) -> tuple[Passed, ...]:
+def parameters(text: str, entry: str, template: str) -> tuple[ParameterKind, ...]:
     """Return the kinds of a kernel's parameters.
 
     Args:
@@ -32,5 +32,5 @@ def parameters(text: str, entry: str, template: str) -> tuple[Passed, ...]:
     if len(given) < sum(p.default is None for p in kernel.template):
         names = ", ".join(p.name for p in kernel.template)
         raise CudaSourceError(f"{kernel.name} is a template of {names}: name it {kernel.name}<…>", kernel.line)
-    pointed = [Passed.READ if p.const else Passed.WRITTEN for p in kernel.params]
-    return tuple([how if p.pointer else Passed.NUMBER for p, how in zip(kernel.params, pointed, strict=True)])
+    pointed = [ParameterKind.READ if p.const else ParameterKind.WRITTEN for p in kernel.params]
+    return tuple([how if p.pointer else ParameterKind.NUMBER for p, how in zip(kernel.params, pointed, strict=True)])

@@ -397,7 +397,7 @@ def _put_back(session: Session, flight: Flight, last: int) -> None:
     flight.raw = program.ends[last - 1] - (program.ends[flight.first - 1] if flight.first else 0)
 
 
-def overtaken(state: DispatchState) -> bool:
+def should_stop(state: DispatchState) -> bool:
     """Whether a waiting session is a reason to stop a launch in flight, if launches can be stopped.
 
     A session of a higher class is a reason. (For a launch by P4's floor, only P0 and P1 are.) If the launch is longer than a

@@ -26,7 +26,7 @@ class Config:
         max_flights: maximum number of launches in flight; 1 for a runtime that blocks while it executes.
         stoppable: the runtime looks for new work at the kernel edges inside a launch, at least once per window, and stops there
             for a
-            higher class (`overtaken`). Then launches are as long as pieces, because the stop protects higher classes.
+            higher class (`should_stop`). Then launches are as long as pieces, because the stop protects higher classes.
         undeclared_permille: share of the device for all P0 and P1 sessions without their own bucket together. Work beyond this
             share
             runs as P2. 0: all their work runs as P2; 1000: no limit.

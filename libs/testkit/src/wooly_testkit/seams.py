@@ -72,13 +72,13 @@ async def asks(app: ServiceApp, client: ControlClient, open: HostSessionRequest)
     assert_type(await app.request(contracts.ROUTER_NODE_LIST, NodesRequest(), timeout=1), NodesReply)
     assert_type(await app.request(contracts.EXECUTOR_SESSION_OPEN.at("x"), open, timeout=1), HostSessionReply)
     assert_type(client.request(contracts.ROUTER_SESSION_CLOSE, close), CloseSessionReply)
-    with client.hearing(contracts.ROUTER_TASK_CHANGED.at("acme")) as heard:
+    with client.subscription(contracts.ROUTER_TASK_CHANGED.at("acme")) as heard:
         assert_type(heard.get(timeout=1), TaskChanged)
 
     await app.request(contracts.ROUTER_SESSION_CLOSE, NodesRequest(), timeout=1)  # type: ignore[misc]  # another request
     await app.request(contracts.EXECUTOR_SESSION_OPEN, open, timeout=1)  # type: ignore[arg-type]  # no address
     client.request(contracts.ROUTER_NODE_LIST, close)  # type: ignore[misc]  # another request
-    client.insist(contracts.ROUTER_NODE_LIST, close)  # type: ignore[misc]  # another request
+    client.request_until_answered(contracts.ROUTER_NODE_LIST, close)  # type: ignore[misc]  # another request
     nodes: NodesReply = client.request(contracts.ROUTER_SESSION_CLOSE, close)  # type: ignore[assignment]  # another reply
     del nodes
 

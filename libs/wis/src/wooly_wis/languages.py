@@ -108,7 +108,7 @@ class CompiledLanguage(Protocol):
         ...
 
 
-class Passed(enum.Enum):
+class ParameterKind(enum.Enum):
     """Kind of a kernel's parameter: a number, a buffer that the kernel only reads, or a buffer that the kernel may write."""
 
     NUMBER = "number"
@@ -119,7 +119,7 @@ class Passed(enum.Enum):
 class ReadLanguage(Protocol):
     """The interface of a language for clients. A module with this function implements it."""
 
-    def parameters(self, text: str, entry: str, template: str) -> tuple[Passed, ...]:
+    def parameters(self, text: str, entry: str, template: str) -> tuple[ParameterKind, ...]:
         """The kinds of a kernel's parameters.
 
         Args:

@@ -99,7 +99,7 @@ class CompilerActor:
             self._app.serve(contracts.COMPILER_KERNEL_COMPILE.at(family), self.on_compile_kernel)
         self._app.serve(contracts.COMPILER_PROGRAM_EXPLAIN, self.on_explain_program)
         self._app.serve_tenants(
-            contracts.COMPILER_PROGRAM_EXPLAIN, self.on_explain_tenants, at_once=EXPLANATIONS_AT_ONCE
+            contracts.COMPILER_PROGRAM_EXPLAIN, self.on_explain_tenants, concurrency=EXPLANATIONS_AT_ONCE
         )
 
     async def on_compile_program(self, request: CompileProgramRequest) -> CompileProgramReply:

@@ -32,7 +32,7 @@ from wooly_executor.errors import ExecutorError, TooMuchWorkError
 from wooly_executor.runtime.builds import BuildRefusedError
 from wooly_executor.runtime.prepared import PreparedProgram
 from wooly_executor.runtime.protocol import PlanRuntime
-from wooly_executor.tiers import Wanted
+from wooly_executor.tiers import PlanRequest
 
 log = logging.getLogger("wooly.executor")
 #: Maximum number of requests in flight to the compilers.
@@ -86,9 +86,9 @@ class PlanSource:
         self._silent = False
         self._complaint = ""
         self._blobs: ArtifactStore | None = None
-        self._getting: dict[Wanted, asyncio.Task[None]] = {}
+        self._getting: dict[PlanRequest, asyncio.Task[None]] = {}
 
-    def _cancel(self, entry: Wanted) -> None:
+    def _cancel(self, entry: PlanRequest) -> None:
         """Cancel a request whose program no session has any more."""
         getting = self._getting.pop(entry, None)  # a task that has not started can be cancelled without further steps
         if getting is not None:
@@ -107,21 +107,21 @@ class PlanSource:
                     self._cancel(self._tiers.unwanted.get_nowait())
                 await self._tiers.bell.heard()
 
-    async def _serve(self, entry: Wanted) -> None:
+    async def _serve(self, entry: PlanRequest) -> None:
         """Get one plan and deliver it."""
         try:
             await self._deliver(entry)
         finally:
             self._getting.pop(entry, None)
 
-    async def _deliver(self, entry: Wanted) -> None:
+    async def _deliver(self, entry: PlanRequest) -> None:
         name = entry.digest.hex()[:16]
         with step("executor", "compile", entry.trace, program=name, mode=entry.mode) as span:
             prepared, why, final = await self._get_plan(entry)
             span.set_attributes({"plan": prepared is not None, "why": why})
         await asyncio.wrap_future(self._loop.call(lambda: self._tiers.deliver(entry, prepared, why, final=final)))
 
-    async def _get_plan(self, entry: Wanted) -> tuple[PreparedProgram | None, str, bool]:
+    async def _get_plan(self, entry: PlanRequest) -> tuple[PreparedProgram | None, str, bool]:
         """Get a plan.
 
         Returns:
@@ -148,7 +148,7 @@ class PlanSource:
             log.exception("cannot get a plan for %s", what)
         return prepared, why, final
 
-    async def _plan(self, entry: Wanted) -> PreparedProgram | None:
+    async def _plan(self, entry: PlanRequest) -> PreparedProgram | None:
         """The loaded plan. None if the compilers refuse the program, or if a kernel of the plan would run too long.
 
         Raises:
@@ -160,7 +160,7 @@ class PlanSource:
             log.info("program %s stays at tier 0: %s", entry.digest.hex()[:16], e)
             return None
 
-    async def _find(self, entry: Wanted) -> PreparedProgram | None:
+    async def _find(self, entry: PlanRequest) -> PreparedProgram | None:
         """The loaded plan. None if the compilers refuse the program.
 
         Raises:
@@ -190,7 +190,7 @@ class PlanSource:
                 await stack.enter_async_context(self._throttle.permit(entry.taken_ns))
             return await self._ask_compilers(entry, key, raw)
 
-    async def _ask_compilers(self, entry: Wanted, key: Key, raw: bytes) -> PreparedProgram | None:
+    async def _ask_compilers(self, entry: PlanRequest, key: Key, raw: bytes) -> PreparedProgram | None:
         """Ask a compiler for the plan. None if the compiler refuses the program.
 
         Raises:
@@ -215,7 +215,7 @@ class PlanSource:
             "the compiler returned an artifact that cannot be used, twice; the executor's log has the reasons"
         )
 
-    async def _load_and_store(self, entry: Wanted, key: Key, compiler: str, data: bytes) -> PreparedProgram:
+    async def _load_and_store(self, entry: PlanRequest, key: Key, compiler: str, data: bytes) -> PreparedProgram:
         """Load an artifact and store it on disk.
 
         Raises:
@@ -225,7 +225,7 @@ class PlanSource:
         await asyncio.to_thread(self._cache.write, key.name(compiler), data)
         return prepared
 
-    async def _from_disk(self, entry: Wanted, key: Key, compiler: str) -> PreparedProgram | None:
+    async def _from_disk(self, entry: PlanRequest, key: Key, compiler: str) -> PreparedProgram | None:
         name = key.name(compiler)
         data = await asyncio.to_thread(self._cache.read, name)
         if data is None:
@@ -239,7 +239,7 @@ class PlanSource:
             self._cache.drop(name)
             return None
 
-    async def _from_bucket(self, entry: Wanted, key: Key, compiler: str) -> PreparedProgram | None:
+    async def _from_bucket(self, entry: PlanRequest, key: Key, compiler: str) -> PreparedProgram | None:
         """Load an artifact that was compiled for another executor. If it cannot be used, report it and return None: a compiler is
         asked next.
         """
@@ -254,7 +254,7 @@ class PlanSource:
             await self._reject(key, compiler, f"from the bucket: {e}")
             return None
 
-    def _load(self, data: bytes, key: Key, compiler: str, entry: Wanted) -> PreparedProgram:
+    def _load(self, data: bytes, key: Key, compiler: str, entry: PlanRequest) -> PreparedProgram:
         artifact = decode_artifact(data, key, compiler, entry.program, entry.facts)
         prepared: PreparedProgram = self._runtime.load(artifact, entry.program, entry.facts)
         return prepared

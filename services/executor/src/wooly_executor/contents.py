@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from wooly_bus.contents import name_in_circle
+from wooly_bus.contents import shared_name
 
 from wooly_executor.errors import BindingError
 from wooly_executor.flow import Residence, Signal
@@ -26,7 +26,7 @@ from wooly_executor.session import SHARED_KEPT, Session
 from wooly_executor.swap_space import Copy, SwapSpace
 
 #: A cache, because heartbeats ask for the names of the same contents again and again.
-_name = functools.lru_cache(maxsize=4096)(name_in_circle)
+_name = functools.lru_cache(maxsize=4096)(shared_name)
 
 
 class Contents:
@@ -229,7 +229,7 @@ class Contents:
             )
 
     def largest(self, count: int) -> list[str]:
-        """Names (`name_in_circle`) of contents on the device that others may share: at most `count`, largest first."""
+        """Names (`shared_name`) of contents on the device that others may share: at most `count`, largest first."""
         return list(dict.fromkeys([_name(*known) for known in self._ledger.book.largest(count)]))
 
 

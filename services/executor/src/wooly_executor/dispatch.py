@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
-from wooly_dispatch.core import ALONE, overtaken, step
+from wooly_dispatch.core import ALONE, should_stop, step
 from wooly_dispatch.decisions import Decision, LaunchDecision, RefuseDecision, SwapInDecision
 from wooly_dispatch.events import (
     Config,
@@ -149,9 +149,9 @@ class Dispatch:
                 flow.appendleft((session, frame))
         self._feed(LaunchDoneEvent(self._clock(), launch.launch, gpu_ns, core_ns, last))
 
-    def overtaken(self) -> bool:
-        """Whether the launch in flight must stop for a higher class: see the core's `overtaken`."""
-        return overtaken(self.state)
+    def should_stop(self) -> bool:
+        """Whether the launch in flight must stop for a higher class: see the core's `should_stop`."""
+        return should_stop(self.state)
 
     def patience_ns(self) -> int:
         """Maximum time, in ns, between two polls for new frames: half of the window of the class in flight.

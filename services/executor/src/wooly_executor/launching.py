@@ -87,9 +87,9 @@ class Launcher:
         if launch is not None:
             self._activity.priority = launch.priority
         if work is not None:
-            session, workers, beyond = work[0], self.workers.read(), self._runtime.beyond_ns
+            session, workers, beyond = work[0], self.workers.read(), self._runtime.extra_core_ns
             gpu_ns, last = self._run_piece(*work)
-            core_ns = gpu_ns + self.workers.read() - workers + self._runtime.beyond_ns - beyond
+            core_ns = gpu_ns + self.workers.read() - workers + self._runtime.extra_core_ns - beyond
             self.busy_ns += gpu_ns
             session.used.launched(gpu_ns, core_ns, self._vram.clock(), self._pace_of(session, work[1], last, core_ns))
             if self._pace is not None:
@@ -194,7 +194,7 @@ class Launcher:
                 looked = now
                 if self._server.waiting():
                     self._poll()
-                    if dispatch.overtaken() or conn.closed:
+                    if dispatch.should_stop() or conn.closed:
                         break
                 if self._called() or self._vram.due:
                     break

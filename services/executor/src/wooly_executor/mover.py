@@ -206,7 +206,7 @@ class Mover:
         error: Exception | None = None
         if not job.cancelled:
             try:
-                with self._device.aside():
+                with self._device.copy_context():
                     n = next(entry.steps)
             except StopIteration:
                 pass

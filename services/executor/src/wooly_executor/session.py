@@ -69,7 +69,7 @@ class Session:
         decoding: the decoding of its next definition.
         unread: answers that its client has not read.
         finish_upload: copies the last received bytes to the device, if they were not received there directly.
-        shared_contents: the largest contents that it shares or has shared: bytes by name (`name_in_circle`).
+        shared_contents: the largest contents that it shares or has shared: bytes by name (`shared_name`).
         work: how its programs ran.
         counters: what it has done.
         failure: the first failure since the last answer.

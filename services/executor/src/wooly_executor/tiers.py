@@ -50,7 +50,7 @@ class State(Enum):
 
 
 @dataclass(eq=False, slots=True)
-class Wanted:
+class PlanRequest:
     """A request for a plan.
 
     Attributes:
@@ -118,13 +118,13 @@ class Tiers:
 
     def __init__(self, *, exact: bool = True) -> None:
         self._exact = exact
-        self.wanted: queue.SimpleQueue[Wanted | None] = queue.SimpleQueue()
+        self.wanted: queue.SimpleQueue[PlanRequest | None] = queue.SimpleQueue()
         #: Cancelled requests, because no session can use the plan any more. The task that serves a request still refers to the
         #: program.
-        self.unwanted: queue.SimpleQueue[Wanted] = queue.SimpleQueue()
+        self.unwanted: queue.SimpleQueue[PlanRequest] = queue.SimpleQueue()
         #: Rings when one of the two queues has an entry.
         self.bell = Bell()
-        self._known: OrderedDict[Key, Wanted] = OrderedDict()
+        self._known: OrderedDict[Key, PlanRequest] = OrderedDict()
         self._keys: dict[bytes, dict[Key, None]] = {}
         self._deciding: dict[bytes, tuple[int, ...]] = {}
 
@@ -171,7 +171,9 @@ class Tiers:
             self._want(entry, spans)
         return True
 
-    def deliver(self, entry: Wanted, prepared: PreparedProgram | None, why: str = "", *, final: bool = True) -> None:
+    def deliver(
+        self, entry: PlanRequest, prepared: PreparedProgram | None, why: str = "", *, final: bool = True
+    ) -> None:
         """Deliver a plan, or the reason why there is none.
 
         Args:
@@ -196,19 +198,19 @@ class Tiers:
         for key in self._keys.pop(digest, ()):
             self._forget(self._known.pop(key, None))
 
-    def _forget(self, entry: Wanted | None) -> None:
+    def _forget(self, entry: PlanRequest | None) -> None:
         if entry is not None and entry.state is State.WANTED and not entry.waiting:
             entry.forgotten = True
             self.unwanted.put(entry)
             self.bell.ring()
 
-    def _want(self, entry: Wanted, spans: SessionSpans | None) -> None:
+    def _want(self, entry: PlanRequest, spans: SessionSpans | None) -> None:
         entry.state = State.WANTED
         entry.trace = spans.parent if spans is not None and spans.take() else ""
         self.wanted.put(entry)
         self.bell.ring()
 
-    def _entry(self, ready: ReadyProgram, mode: Mode, params: Sequence[Any]) -> Wanted:
+    def _entry(self, ready: ReadyProgram, mode: Mode, params: Sequence[Any]) -> PlanRequest:
         name = ready.digest
         deciding = self._deciding.get(name)
         if deciding is None:
@@ -219,7 +221,9 @@ class Tiers:
         key = name, mode, decided
         entry = self._known.get(key)
         if entry is None:
-            entry = self._known[key] = Wanted(name, ready.prepared.program, ready.facts, mode, decided, ready.estimate)
+            entry = self._known[key] = PlanRequest(
+                name, ready.prepared.program, ready.facts, mode, decided, ready.estimate
+            )
             if not ready.computing:
                 entry.state = State.NONE
             self._keys.setdefault(name, {})[key] = None

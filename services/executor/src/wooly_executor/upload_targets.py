@@ -56,7 +56,7 @@ class UploadTargets:
         session.holdings.idle_since = None
         try:
             memory = self._runs.memory(session, buffer, offset, nbytes, writing=True)
-            into, session.finish_upload = self._device.landing(memory)
+            into, session.finish_upload = self._device.upload_target(memory)
         except ContextLostError:
             raise
         except ExecutorError as e:

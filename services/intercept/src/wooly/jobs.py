@@ -26,7 +26,7 @@ from wooly_bus import contracts, streams
 from wooly_bus.access import Access, options
 from wooly_bus.blobs import AskedBlobs, BlobStore, put_all
 from wooly_bus.errors import BusError, EnvelopeError
-from wooly_bus.rpc import ControlClient, Heard
+from wooly_bus.rpc import ControlClient, EventSubscription
 from wooly_wis.codec import digest
 from wooly_wis.dtypes import BY_LABEL, DType
 from wooly_wis.errors import WisError
@@ -228,7 +228,7 @@ def submit(there: str | Access, tenant: str, file: ModuleFile, inputs: Mapping[s
     with _asking(there) as control, concurrent.futures.ThreadPoolExecutor(PARALLEL_UPLOADS) as pool:
         made = job(list(pool.map(AskedBlobs(control).put, contents)))
         asked = made.model_copy(update={"credential": ""})  # the credentials identify the tenant
-        control.insist(contracts.ROUTER_JOB_SUBMIT, asked, timeout=10.0)
+        control.request_until_answered(contracts.ROUTER_JOB_SUBMIT, asked, timeout=10.0)
         return made
 
 
@@ -262,7 +262,7 @@ def follow(
     told, pause, since = 0, POLL_INTERVAL_S[0], time.monotonic()
     with _asking(there) as control:
         mine = control.tenant or tenant
-        with control.hearing(contracts.ROUTER_TASK_CHANGED.at(mine)) as heard:
+        with control.subscription(contracts.ROUTER_TASK_CHANGED.at(mine)) as heard:
             while True:
                 try:
                     reply = control.request(contracts.ROUTER_TASK_GET, request)
@@ -301,7 +301,7 @@ def _events(reply: TaskReply) -> list[TaskChanged]:
     ]
 
 
-def _wait(heard: Heard[TaskChanged], task_id: str, seconds: float) -> None:
+def _wait(heard: EventSubscription[TaskChanged], task_id: str, seconds: float) -> None:
     """Wait for the next event of a task, at most `seconds`."""
     until = time.monotonic() + seconds
     while (left := until - time.monotonic()) > 0:

@@ -32,7 +32,7 @@ from wooly_wis.messages import (
 
 from wooly_router.advice import Advice
 from wooly_router.core.cluster import overcommit_of
-from wooly_router.core.placement import Pool, Want, as_record, summary
+from wooly_router.core.placement import DeviceRequest, Pool, as_record, summary
 from wooly_router.core.queue import held_devices
 from wooly_router.core.registry import Registry
 from wooly_router.executors import Executors
@@ -393,7 +393,9 @@ def _model(request: OpenSessionRequest) -> str:
     return request.model or request.client.program.replace("\\", "/").rpartition("/")[2][:256]
 
 
-def _no_fit(want: Want, alive: int, fitting: int, waits: Mapping[str, str], failed: Mapping[str, BusError]) -> str:
+def _no_fit(
+    want: DeviceRequest, alive: int, fitting: int, waits: Mapping[str, str], failed: Mapping[str, BusError]
+) -> str:
     """Explain with numbers why a session does not fit."""
     others = summary({n: why for n, why in waits.items() if n not in failed})
     reasons = "; ".join(([others] if others else []) + [f"{n}: {e}" for n, e in failed.items()])

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from wooly_bus import contracts
 from wooly_bus.app import ServiceApp
 from wooly_bus.errors import BusError
-from wooly_bus.stream_reader import Kept
+from wooly_bus.stream_reader import StreamMessage
 from wooly_bus.streams import StreamError
 from wooly_bus.supervision import start_task
 from wooly_dispatch.metrics import Meter
@@ -92,7 +92,7 @@ class GpuActor:
         self.heard = clock()  # time of the last message of the executor, of any kind
         self.entered = 0.0  # time at which the stream stored the journal's last entries
         self._settings, self._app, self._clock = settings, app, clock
-        self._mailbox: asyncio.Queue[Kept[bytes]] = asyncio.Queue(MAILBOX)
+        self._mailbox: asyncio.Queue[StreamMessage[bytes]] = asyncio.Queue(MAILBOX)
         self._turn = asyncio.Lock()
         self._told: tuple[int, float] | None = None
         self._complaint = ""
@@ -108,7 +108,7 @@ class GpuActor:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def take(self, kept: Kept[bytes]) -> None:
+    async def take(self, kept: StreamMessage[bytes]) -> None:
         """Put a batch into the mailbox; wait while the mailbox is full."""
         self._taken = kept.sequence
         await self._mailbox.put(kept)
@@ -135,7 +135,7 @@ class GpuActor:
                     log.exception("GPU %s: a batch of the journal could not be processed", self.executor_id)
                 self.sequence = kept.sequence
 
-    async def _replay(self, kept: Kept[bytes]) -> None:
+    async def _replay(self, kept: StreamMessage[bytes]) -> None:
         follower = self.follower
         journal, lost, gaps = follower.journal, follower.lost, follower.gaps
         found: list[Violation] = []

@@ -47,7 +47,7 @@ class ExecutorHeartbeat(Message):
         utilization: fraction of the last second, 0 to 1, in which the device executed.
         weights: contents in the executor's memory that another session could share, largest first. Each is named by content and
             circle
-            (`wooly_bus.contents.name_in_circle`).
+            (`wooly_bus.contents.shared_name`).
         ending: why the process ends, in its last heartbeat; otherwise empty.
     """
 

@@ -102,16 +102,16 @@ class Columns(Folds):
     def _chain(self, nodes: Sequence[GraphNode], current: Sequence[Scratch], first: Value, lanes: int) -> None:
         """Fold all elements of an accumulator: row `first`, then every row that is a multiple of `lanes` further."""
         k, extent = self.k, self.nest.layout.extent
-        at_once = ROWS_PER_UPDATE if len(self._reach([n.args[0] for n in nodes])) <= FEW_VALUES else 1
-        whole = extent // (at_once * lanes)
+        rows_at_once = ROWS_PER_UPDATE if len(self._reach([n.args[0] for n in nodes])) <= FEW_VALUES else 1
+        whole = extent // (rows_at_once * lanes)
         if whole:
             with k.loop(self._number(0), self._number(whole)) as loop:
                 self.known.append({})
-                base = k.apply("add", k.apply("mul", loop.index, self._number(at_once * lanes)), first)
-                rows = [k.apply("add", base, self._number(n * lanes)) if n else base for n in range(at_once)]
+                base = k.apply("add", k.apply("mul", loop.index, self._number(rows_at_once * lanes)), first)
+                rows = [k.apply("add", base, self._number(n * lanes)) if n else base for n in range(rows_at_once)]
                 self._take(nodes, current, rows)
                 self.known.pop()
-        done = whole * at_once * lanes
+        done = whole * rows_at_once * lanes
         if done < extent:
             begin = k.apply("add", first, self._number(done)) if done else first
             with k.loop(begin, self._number(extent), lanes) as loop:

@@ -74,7 +74,7 @@ class TorchDevice:
         """Return the bytes of a flat tensor of bytes: its own memory, or a copy if the host cannot access it."""
         return memory.numpy().data
 
-    def landing(self, memory: Tensor) -> tuple[memoryview, Callable[[], None] | None]:
+    def upload_target(self, memory: Tensor) -> tuple[memoryview, Callable[[], None] | None]:
         """Return host memory that receives new content for a flat tensor of bytes, and a function that copies it to the tensor.
 
         The function is None if the memory is the tensor's own.
@@ -90,7 +90,7 @@ class TorchDevice:
     def attach(self) -> None:
         """Prepare the calling thread for running programs."""
 
-    def aside(self) -> AbstractContextManager[Any]:
+    def copy_context(self) -> AbstractContextManager[Any]:
         """Return a context in which another thread can copy without disturbing programs. The copies are complete at its end."""
         return contextlib.nullcontext()
 

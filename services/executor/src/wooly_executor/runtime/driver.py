@@ -54,7 +54,7 @@ class Driver(Protocol):
         """Send the work of the calling thread to the stream."""
         ...
 
-    def aside(self) -> AbstractContextManager[Any]:
+    def copy_context(self) -> AbstractContextManager[Any]:
         """Return a context in which the work of the calling thread goes to another stream, after all work enqueued so far.
 
         The work is complete at the end of the block.

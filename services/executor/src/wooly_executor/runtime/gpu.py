@@ -104,7 +104,7 @@ class GpuDevice(TorchDevice):
         self._copied(host, memory)
         return host.numpy().data
 
-    def landing(self, memory: Tensor) -> tuple[memoryview, Callable[[], None] | None]:
+    def upload_target(self, memory: Tensor) -> tuple[memoryview, Callable[[], None] | None]:
         """See `TorchDevice`."""
         host = self._staging(len(memory))
         return host.numpy().data, lambda: self._copied(memory, host)
@@ -128,9 +128,9 @@ class GpuDevice(TorchDevice):
         """See `TorchDevice`."""
         self._driver.attach()
 
-    def aside(self) -> AbstractContextManager[Any]:
+    def copy_context(self) -> AbstractContextManager[Any]:
         """See `TorchDevice`."""
-        return self._driver.aside()
+        return self._driver.copy_context()
 
     def _staging(self, nbytes: int) -> Tensor:
         return self._driver.pinned(nbytes) if nbytes <= STAGED else torch.empty(nbytes, dtype=torch.uint8)
@@ -361,7 +361,7 @@ class GpuRuntime(TorchRuntime):
             return
         said = [*asked, *[(act, lambda _, why=word.why: why) for act, word in calls]]
         # calls with gradients write words, too, which needs normal tensors
-        with self.device.aside(), torch.inference_mode(False):
+        with self.device.copy_context(), torch.inference_mode(False):
             status = StatusWords(self.gpu, self.driver, said)
             for k, (_, word) in enumerate(calls, len(asked)):
                 word.memory = status.word(k)

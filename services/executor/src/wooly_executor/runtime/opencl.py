@@ -152,7 +152,7 @@ class OpenClRuntime(TorchCpuRuntime):
 
     def _add_core_time(self, ns: int) -> None:
         """Add core time beyond the device time, in ns, for a kernel that used more than one core. Called by the device thread."""
-        self.beyond_ns += ns
+        self.extra_core_ns += ns
 
     def _open(self) -> tuple[_Unit, ...]:
         with self._opening:

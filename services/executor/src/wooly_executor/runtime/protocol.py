@@ -97,7 +97,7 @@ class Runtime(Protocol):
     """The foreign kernels."""
     bounds: Bounds
     """The limits on instructions."""
-    beyond_ns: int
+    extra_core_ns: int
     """Core time of launches beyond their device time, in ns, that the CPU times of the library's threads do not include.
 
     Counted since the start.

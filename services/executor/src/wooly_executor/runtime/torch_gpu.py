@@ -113,7 +113,7 @@ class TorchGpu:
         torch.cuda.set_stream(self.stream)
 
     @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
+    def copy_context(self) -> Iterator[None]:
         """See `Driver`."""
         with torch.cuda.stream(self._aside):
             with self._capturing:

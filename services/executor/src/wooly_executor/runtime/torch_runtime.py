@@ -37,7 +37,7 @@ class TorchRuntime:
 
     def __init__(self, device: TorchDevice, hot: int = HOT) -> None:
         self._hot = hot
-        self.beyond_ns = 0
+        self.extra_core_ns = 0
         self.device = device
         self.foreign = Foreign()
         self.bounds = Bounds(default_limits(host=device.host, cores=torch.get_num_threads()))

@@ -16,7 +16,7 @@ from wooly_executor.vram.victims import Victims
 
 
 @dataclass(eq=False, slots=True)
-class Want:
+class MemoryRequest:
     """A request for a session's memory.
 
     Attributes:
@@ -56,7 +56,7 @@ class Waiting:
         patience_ns: int,
         post: Post,
     ) -> None:
-        self.wants: dict[str, Want] = {}
+        self.wants: dict[str, MemoryRequest] = {}
         self._residents, self._victims, self._swapping, self._dispatch = residents, victims, swapping, dispatch
         self._patience, self._post = patience_ns, post
         self._ledger, self._clock, self._policy = residents.ledger, residents.clock, residents.policy
@@ -65,7 +65,7 @@ class Waiting:
     def ask(self, session: Session) -> None:
         """Request a session's memory."""
         if session.id not in self.wants and session.flow.residence is not Residence.COMING:
-            self.wants[session.id] = Want(session, self._clock(), self._residents.priority(session))
+            self.wants[session.id] = MemoryRequest(session, self._clock(), self._residents.priority(session))
             self._residents.due = True
 
     def timeout(self) -> float | None:
@@ -85,7 +85,7 @@ class Waiting:
             if want.session.id in self.wants and self._serve(want, now):
                 return
 
-    def _serve(self, want: Want, now: int) -> bool:
+    def _serve(self, want: MemoryRequest, now: int) -> bool:
         """Grant a request, or make room for it. Returns True if memory that becomes free is for this request, so that later
         requests must wait.
         """
@@ -125,7 +125,7 @@ class Waiting:
             wake = max(min(times), now + 1_000_000)
             self._wake = wake if self._wake is None else min(self._wake, wake)
 
-    def _give_up(self, want: Want) -> None:
+    def _give_up(self, want: MemoryRequest) -> None:
         """Fail a request. All sessions that could leave have had the time to do so."""
         session = want.session
         del self.wants[session.id]
@@ -140,7 +140,7 @@ class Waiting:
         else:
             self._dispatch.swapped_in(session)
 
-    def _grant(self, want: Want, head: Frame | None, need: int) -> bool:
+    def _grant(self, want: MemoryRequest, head: Frame | None, need: int) -> bool:
         session, ledger = want.session, self._ledger
         promised = 0
         if head is not None and head.need:

@@ -16,14 +16,18 @@ from wooly_wis import languages
 from wooly_wis.dtypes import DType
 from wooly_wis.errors import WisError
 from wooly_wis.foreign import MAX_BLOCK, Source
-from wooly_wis.languages import Passed
+from wooly_wis.languages import ParameterKind
 
 from wooly.device import current
 from wooly.kernels.launch import ForeignKernel, Pointer
 
 _NAME = re.compile(r"\s*(?:::)?([A-Za-z_][A-Za-z0-9_]*)\s*(?:<(.*)>)?\s*", re.DOTALL)
 #: Pointers are passed as pointers to bytes: the client does not know the element type in the kernel.
-_POINTERS = {Passed.NUMBER: None, Passed.READ: Pointer(DType.U8, writes=False), Passed.WRITTEN: Pointer(DType.U8)}
+_POINTERS = {
+    ParameterKind.NUMBER: None,
+    ParameterKind.READ: Pointer(DType.U8, writes=False),
+    ParameterKind.WRITTEN: Pointer(DType.U8),
+}
 _SCALARS = {int: DType.I64, float: DType.F64, bool: DType.BOOL}
 #: Bytes of shared memory per block: from the first number on, a kernel must call `set_shared_memory_config`, as in CUDA; the
 #: second number is the maximum.

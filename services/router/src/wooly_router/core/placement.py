@@ -39,7 +39,7 @@ class Gpu:
         overcommit: percentage of its memory that may be promised beyond its capacity.
         state: "active", or the reason why it takes no new task: "lost", "cordoned", "draining".
         weights: contents in its memory that a task could share, as names with their sharing domain
-            (`wooly_bus.contents.name_in_circle`).
+            (`wooly_bus.contents.shared_name`).
     """
 
     executor_id: str
@@ -56,7 +56,7 @@ class Gpu:
 
 
 @dataclass(frozen=True, slots=True)
-class Want:
+class DeviceRequest:
     """The devices that a task requests. `required_vram`: bytes on each device; None: no fixed amount.
 
     Attributes:
@@ -142,7 +142,7 @@ class Placement:
     fitting: int = 0
 
 
-def fits(want: Want, gpu: Gpu, load: Load) -> bool:
+def fits(want: DeviceRequest, gpu: Gpu, load: Load) -> bool:
     """Tell whether the device can take one part of the task. `unfit` gives the reason in words."""
     if gpu.state != "active" or load.exclusive or (want.exclusive and load.sessions):
         return False
@@ -158,15 +158,15 @@ def fits(want: Want, gpu: Gpu, load: Load) -> bool:
     return load.fixed + load.movable + asked <= gpu.total + gpu.total * gpu.overcommit // 100
 
 
-def _fits_groups(want: Want, gpu: Gpu) -> bool:
+def _fits_groups(want: DeviceRequest, gpu: Gpu) -> bool:
     return not gpu.groups if not want.groups else not gpu.groups.isdisjoint(want.groups)
 
 
-def _fits_kind(want: Want, gpu: Gpu) -> bool:
+def _fits_kind(want: DeviceRequest, gpu: Gpu) -> bool:
     return (not want.vendor or want.vendor == gpu.vendor) and (not want.arch or want.arch == gpu.arch)
 
 
-def unfit(want: Want, gpu: Gpu, load: Load) -> str:
+def unfit(want: DeviceRequest, gpu: Gpu, load: Load) -> str:
     """Explain in words why the device cannot take one part of the task; empty if it can."""
     if fits(want, gpu, load):
         return ""
@@ -205,7 +205,7 @@ def cost_of(gpu: Gpu, load: Load) -> int:
     return POINTS_PER_SESSION * load.sessions + gpu.utilization + gpu.starvation + promised // 2
 
 
-def _saved(want: Want, gpu: Gpu) -> int:
+def _saved(want: DeviceRequest, gpu: Gpu) -> int:
     if not want.weights or not gpu.weights:
         return 0
     return RESIDENT_POINTS * sum(w in gpu.weights for w in want.weights) // len(want.weights)
@@ -237,7 +237,7 @@ class Pool:
                 self._holders.setdefault(digest, set()).add(gpu.executor_id)
         for order in self._orders.values():
             order.sort()
-        self._refused: dict[Want, Placement] = {}
+        self._refused: dict[DeviceRequest, Placement] = {}
 
     def __len__(self) -> int:
         return len(self._gpus)
@@ -277,7 +277,7 @@ class Pool:
     def _cost(self, gpu: Gpu) -> int:
         return cost_of(gpu, self.load(gpu.executor_id))
 
-    def place(self, want: Want, held: Collection[str] = EMPTY) -> Placement:
+    def place(self, want: DeviceRequest, held: Collection[str] = EMPTY) -> Placement:
         """Choose devices for one task. It claims nothing.
 
         Args:
@@ -300,7 +300,7 @@ class Pool:
             self._refused[want] = placement
         return placement
 
-    def _fitting(self, want: Want, held: Collection[str]) -> Iterator[tuple[int, Gpu]]:
+    def _fitting(self, want: DeviceRequest, held: Collection[str]) -> Iterator[tuple[int, Gpu]]:
         """Yield the devices that fit, cheapest first, without regard to weights."""
         orders = [
             order
@@ -316,7 +316,7 @@ class Pool:
             if executor_id not in held and fits(want, gpu, loads.get(executor_id, IDLE)):
                 yield cost, gpu
 
-    def _ranked(self, want: Want, held: Collection[str]) -> Iterator[tuple[int, str]]:
+    def _ranked(self, want: DeviceRequest, held: Collection[str]) -> Iterator[tuple[int, str]]:
         """Yield the devices that fit, cheapest for this task first, with regard to weights."""
         holders = {e for w in want.weights for e in self._holders.get(w, ())}
         near = [self._gpus[e] for e in holders if e not in held and fits(want, self._gpus[e], self.load(e))]
@@ -324,11 +324,11 @@ class Pool:
         rest = ((c, g.executor_id) for c, g in self._fitting(want, holders.union(held) if holders else held))
         return heapq.merge(first, rest) if first else rest
 
-    def _cheapest(self, want: Want, held: Collection[str]) -> tuple[list[Gpu], tuple[str, int] | None]:
+    def _cheapest(self, want: DeviceRequest, held: Collection[str]) -> tuple[list[Gpu], tuple[str, int] | None]:
         ranked = list(islice(self._ranked(want, held), 2))
         return [self._gpus[e] for _, e in ranked[:1]], (ranked[1][1], ranked[1][0]) if len(ranked) > 1 else None
 
-    def _together(self, want: Want, held: Collection[str]) -> tuple[list[Gpu], int]:
+    def _together(self, want: DeviceRequest, held: Collection[str]) -> tuple[list[Gpu], int]:
         count = want.gpu_count
         nodes: dict[str, list[Gpu]] = {}
         costs: dict[str, int] = {}
@@ -350,7 +350,7 @@ class Pool:
             chosen += nodes.pop(min(nodes, key=worth))[:missing]
         return (chosen, count) if len(chosen) == count else ([], len(costs))
 
-    def _explain(self, want: Want, gpu: Gpu) -> dict[str, int]:
+    def _explain(self, want: DeviceRequest, gpu: Gpu) -> dict[str, int]:
         load = self.load(gpu.executor_id)
         promised = min(1000, 1000 * (load.fixed + load.movable) // max(gpu.total, 1))
         parts = {
@@ -362,7 +362,7 @@ class Pool:
         }
         return {k: v for k, v in parts.items() if v} | {"cost": sum(parts.values())}
 
-    def _rejections(self, want: Want, held: Collection[str]) -> dict[str, str]:
+    def _rejections(self, want: DeviceRequest, held: Collection[str]) -> dict[str, str]:
         reasons = {}
         for gpu in self._by_id:
             why = unfit(want, gpu, self.load(gpu.executor_id))
@@ -381,7 +381,7 @@ def summary(waits: Mapping[str, str], shown: int = 8) -> str:
     return "; ".join(reasons[:shown]) + (f"; and {len(reasons) - shown} more" if len(reasons) > shown else "")
 
 
-def as_record(want: Want, placement: Placement) -> dict[str, object]:
+def as_record(want: DeviceRequest, placement: Placement) -> dict[str, object]:
     """Return the part of a placement that is stored with its task: "why here", or "why waiting"."""
     if placement.gpus:
         record: dict[str, object] = {"why": "here", "here": {k: dict(v) for k, v in placement.here.items()}}

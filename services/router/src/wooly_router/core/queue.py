@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from wooly_router.core.placement import IDLE, Claim, Placement, Pool, Want, fits
+from wooly_router.core.placement import IDLE, Claim, DeviceRequest, Placement, Pool, fits
 from wooly_router.core.tasks import is_due
 
 
@@ -28,7 +28,7 @@ class Waiting:
     task_id: str
     priority: int
     since: float
-    want: Want
+    want: DeviceRequest
     not_before: float = 0.0
 
 
@@ -40,7 +40,7 @@ class Patience:
     aging_s: float = 600.0
 
 
-def claims_of(want: Want, executor_ids: Iterable[str]) -> list[Claim]:
+def claims_of(want: DeviceRequest, executor_ids: Iterable[str]) -> list[Claim]:
     """Return the claims of a task on its devices."""
     return [Claim(e, want.required_vram, want.exclusive, want.swappable) for e in executor_ids]
 
@@ -85,7 +85,7 @@ def _plan(
     decisions: list[tuple[Waiting, Placement]] = []
     held: set[str] = set()
     # Claims and holds only grow here, so a request that was refused once stays refused.
-    refused: dict[Want, Placement] = {}
+    refused: dict[DeviceRequest, Placement] = {}
     for waiting in in_order(queue, now, patience):
         if not is_due(waiting.not_before, now):
             continue
@@ -101,7 +101,7 @@ def _plan(
     return decisions, frozenset(held)
 
 
-def _hold(want: Want, pool: Pool, held: set[str]) -> list[str]:
+def _hold(want: DeviceRequest, pool: Pool, held: set[str]) -> list[str]:
     """Hold devices for a task until it fits. Empty if the task could not run even on an empty cluster."""
     able = [g for g in pool.gpus() if g.executor_id not in held and fits(want, g, IDLE)]
     if len(able) < want.gpu_count:

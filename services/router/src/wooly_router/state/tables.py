@@ -217,7 +217,7 @@ class SampleRow(Base):
 
 
 class BroughtRow(Base):
-    """Contents (`name_in_circle`) that a tenant's last run shared. `name`: the run's model or module."""
+    """Contents (`shared_name`) that a tenant's last run shared. `name`: the run's model or module."""
 
     __tablename__ = "brought"
 

@@ -14,7 +14,7 @@ from sqlalchemy import BigInteger, ColumnElement, and_, cast, delete, func, inse
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from wooly_router.core.placement import Claim, Want
+from wooly_router.core.placement import Claim, DeviceRequest
 from wooly_router.core.queue import Waiting
 from wooly_router.core.tasks import ENDED, Kind, sources
 from wooly_router.state.database import Database
@@ -59,10 +59,10 @@ class TaskRecord:
     retry_at: float | None = None
     parts: tuple[PartRecord, ...] = ()
 
-    def want(self) -> Want:
+    def want(self) -> DeviceRequest:
         """Return the input of placement."""
         more = self.wants
-        return Want(
+        return DeviceRequest(
             gpu_count=int(more.get("gpu_count", 1)),
             required_vram=self.required_vram,
             exclusive=self.gpu_mode == "exclusive",
