@@ -95,13 +95,18 @@ def test_squared_error_and_its_gradient(reduction, dtype):
 
 
 @pytest.mark.parametrize(
-    "wanted", [(True, True, True), (True, False, False), (False, True, True), (False, True, False)], ids=str
+    ("affine", "wanted"),
+    [
+        (True, (True, True, True)),
+        (True, (True, False, False)),
+        (True, (False, True, True)),
+        (True, (False, True, False)),
+        (False, (True, False, False)),  # the input is the only operand with a gradient
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("sizes", [pytest.param((4, 9, 64), marks=pytest.mark.slow), (3, 5, 7), (300, 48)], ids=str)
 def test_gradients_of_layer_norm(wanted, affine, sizes):
-    if not affine and wanted != (True, False, False):
-        pytest.skip("there is nothing else to derive")
     t = Tape()
     n, stat = sizes[-1], (*sizes[:-1], 1)
     x, g, m, r = t.input(F32, *sizes), t.input(F32, *sizes), t.input(F32, *stat), t.input(F32, *stat)

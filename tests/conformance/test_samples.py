@@ -32,7 +32,7 @@ def sampled():
 
 
 @pytest.mark.parametrize(
-    ("database", "things", "kinds"), [("opinfo", 100, 30), ("modules", 25, 10), ("optimizers", 10, 15)]
+    ("database", "things", "kinds"), [("opinfo", 50, 25), ("modules", 25, 10), ("optimizers", 10, 15)]
 )
 def test_database_sample_equals_cpu(conformance, sampled, database, things, kinds):
     rows = sampled[database]

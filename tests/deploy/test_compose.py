@@ -106,8 +106,7 @@ def test_stack_with_compose_keys_runs_scripts_and_jobs_with_token(tmp_path):
             env |= {"WOOLY_EXECUTOR_LISTEN": "tcp://127.0.0.1:0", "WOOLY_EXECUTOR_ID": "x"}
             env |= {"WOOLY_ROUTER_HTTP_PORT": "0", "WOOLY_SCHEDULER_METRICS_PORT": "0"}
             log = stack.enter_context((tmp_path / f"{name}.log").open("w"))
-            argv = [sys.executable, "-m", f"wooly_{name.split('-')[0]}"]
-            process = subprocess.Popen(argv, env=os.environ | env, stdout=log, stderr=log)
+            process = forks.Forked(f"wooly_{name.split('-')[0]}", env=os.environ | env, stdout=log, stderr=log)
             stack.callback(process.wait)
             stack.callback(process.terminate)
         port, until = tmp_path / "router" / "router.port", time.monotonic() + 60

@@ -90,7 +90,7 @@ def states(cluster):
     return {g["executor_id"]: g["state"] for n in nodes for g in n["gpus"]}
 
 
-@pytest.mark.parametrize("part", ["device", "journal"])
+@pytest.mark.parametrize("part", ["device", pytest.param("journal", marks=pytest.mark.slow)])
 def test_executor_with_failed_part_ends_and_sessions_move(cluster, alice, part):
     fault = cluster.folder / f"fault-{part}"
     for name in "ab":  # only the executor that will fail is available

@@ -47,12 +47,11 @@ def stack(certificates, tmp_path_factory):
 @pytest.fixture(scope="module")
 def figures(tmp_path_factory):
     """The output of the training on the CPU."""
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(TRAINING).replace("DEVICE", "'cpu'")],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    folder = tmp_path_factory.mktemp("cpu")
+    (folder / "script.py").write_text(textwrap.dedent(TRAINING).replace("DEVICE", "'cpu'"))
+    done = forks.run("script", cwd=folder, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.fixture

@@ -113,9 +113,8 @@ PIPELINE = """
 
 
 def test_model_over_two_executors_trains_as_on_cpu(stack, tmp_path):
-    local = subprocess.run(
-        [sys.executable, script(tmp_path, PIPELINE.replace("DEVICES", "'cpu', 'cpu'"))], capture_output=True, text=True
-    )
+    script(tmp_path, PIPELINE.replace("DEVICES", "'cpu', 'cpu'"))
+    local = forks.run("script", cwd=tmp_path, timeout=120)
     assert local.returncode == 0, local.stderr
     path = script(tmp_path, PIPELINE.replace("DEVICES", "'cuda:0', 'cuda:1'"))
     ours = run("run", path, stack=stack, WOOLYAI_GPU_COUNT="2")

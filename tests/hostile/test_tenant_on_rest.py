@@ -254,7 +254,7 @@ def test_module_beyond_limits_fails_with_limit_and_remedy(cluster, bob):
     module = blob(cluster, bob, hostile_module(MAX_NODES + 1))
     status, answer, _ = response_of(cluster, "POST", "tasks", bob.token, {"module": module})
     assert status == 201 and answer["task"]["state"] == "failed"
-    assert str(MAX_NODES) in answer["task"]["reason"] and "split it" in answer["task"]["reason"]
+    assert str(MAX_NODES) in answer["task"]["reason"] and "split the module" in answer["task"]["reason"]
 
 
 def test_blob_quota_holds_for_concurrent_uploads(cluster, alice, carol):

@@ -23,7 +23,7 @@ from wooly_testkit.forks import Forked
 from wooly_testkit.nats import nats_server as start_nats_server
 
 pytestmark = [pytest.mark.connected, pytest.mark.timeout(180)]
-EXAMPLES = int(os.environ.get("WOOLY_FUZZ_COUNT", "10"))
+EXAMPLES = int(os.environ.get("WOOLY_FUZZ_COUNT", "5"))
 CHECKS = (
     not_a_server_error,
     status_code_conformance,
