@@ -24,7 +24,13 @@ os.environ.setdefault("WOOLY_COMPILER_STATE_DIR", f"{tempfile.gettempdir()}/wool
 
 
 #: Where a module's tests share processes that take seconds to start.
-STACKS = ("tests/e2e/", "tests/ui/", "tests/tiers/", "tests/deploy/", "services/executor/tests/test_plans")
+STACKS = (
+    "tests/e2e/",
+    "tests/ui/",
+    "services/compiler/tests/tiers/",
+    "tests/deploy/",
+    "services/executor/tests/test_plans",
+)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -43,7 +43,7 @@ def works(place):
     """Return, for each work: name, goal against torch, our function, torch's function, and whether the interpreter finishes
     within minutes.
     """
-    from tests.kernels import triton_kernels as kernels
+    from services.compiler.tests.kernels import triton_kernels as kernels
 
     torch.manual_seed(0)
 
@@ -109,7 +109,7 @@ def cuda_works(place):
     """Return, for each kernel in CUDA C: name, goal against torch, our function (None on the CPU), torch's function."""
     import wooly
 
-    from tests.kernels import cuda_kernels as kernels
+    from services.compiler.tests.kernels import cuda_kernels as kernels
 
     torch.manual_seed(0)
     x, y, rows, a, b = [
@@ -154,7 +154,7 @@ def cuda_rows(repeat):
     """The cost of launches in CUDA C on an attached device."""
     import wooly
 
-    from tests.kernels.cuda_kernels import ADD
+    from services.compiler.tests.kernels.cuda_kernels import ADD
 
     local = {name: timed(theirs, repeat) for name, _, _, theirs in cuda_works("cpu")}
     x = torch.randn(1024, device="cuda")
@@ -193,7 +193,7 @@ def rows_of(repeat):
     with executor_process(runtime="opencl", threads=THREADS) as running:
         api.attach(running.endpoints, running.session_id, running.token)
         api.install_facade()
-        from tests.kernels import triton_kernels as kernels
+        from services.compiler.tests.kernels import triton_kernels as kernels
 
         x, y = torch.randn(1024, device="cuda"), torch.randn(1024, device="cuda")
         out = torch.empty_like(x)
@@ -228,7 +228,7 @@ def first_launch(endpoints, session_id, token):
     import wooly
     from wooly import api
 
-    from tests.kernels.cuda_kernels import REDUCE
+    from services.compiler.tests.kernels.cuda_kernels import REDUCE
 
     api.attach(endpoints, session_id, token)
     api.install_facade()

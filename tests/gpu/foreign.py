@@ -1,7 +1,7 @@
 """Foreign kernels on the executor's CUDA runtime: each compared with a direct launch, and with torch.
 
 Triton launches one of its kernels in the usual way; the executor then gets the text that Triton compiled. The modules of
-`tests/kernels` must be on the path.
+`services/compiler/tests/kernels` must be on the path.
 """
 
 import statistics

@@ -134,6 +134,6 @@ if ((! ${#only_runtime[@]})); then
     PYTHONPATH=tests/conformance "$ours" tests/gpu/check.py --truth "$truth" ${options[@]+"${options[@]}"} || status=$?
 fi
 if [[ $truth == cuda ]] && ((all || ${#only_runtime[@]})); then
-    PYTHONPATH=tests/kernels "$ours" tests/gpu/runtime.py ${runtime[@]+"${runtime[@]}"} || status=$?
+    PYTHONPATH=services/compiler/tests/kernels "$ours" tests/gpu/runtime.py ${runtime[@]+"${runtime[@]}"} || status=$?
 fi
 exit "$status"

@@ -308,7 +308,7 @@ def arguments(gpu):
 
 
 def foreign_kernels(gpu):
-    """The kernels of `tests/kernels`, compared with torch."""
+    """The kernels of `services/compiler/tests/kernels`, compared with torch."""
     failed = foreign.check(gpu)
     assert not failed, ", ".join(failed)
 

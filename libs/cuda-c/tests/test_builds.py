@@ -12,7 +12,7 @@ from wooly_cuda_c.printing.dialects import DIALECTS
 from wooly_cuda_c.printing.translate import translate
 from wooly_wis.foreign import decode_code
 
-from tests.kernels import cuda_kernels as kernels
+from services.compiler.tests.kernels import cuda_kernels as kernels
 
 B = "buffer"
 CASES = [

@@ -1,6 +1,7 @@
 """Guards in texts for GPUs: each access has a guard, claims of the text are removed, and unsupported texts are rejected.
 
-tests/kernels/test_offline.py runs guarded kernels on the CPU: guards do not change results, and keep kernels from foreign memory.
+The compiler's tests (`kernels/test_offline.py`) run guarded kernels on the CPU: guards do not change results, and keep kernels
+from foreign memory.
 """
 
 import re

@@ -1,6 +1,6 @@
 """Kernels of library operators report arguments that the library rejects, and read nothing beyond their arrays.
 
-tests/compiled compares their results with the library's, with an executor.
+The tests in `compiled/` compare their results with the library's, with an executor.
 """
 
 import numpy as np

@@ -15,8 +15,8 @@ from wooly_executor.bounds.work import broadcast
 from wooly_executor.errors import OperationError, TooMuchWorkError
 from wooly_executor.estimates import Estimate
 from wooly_executor.runtime.buffers import WIS_DTYPE, Buffer
-from wooly_executor.runtime.reference import ReferenceRuntime
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
+from wooly_testkit.reference import ReferenceRuntime
 from wooly_wis.dtypes import DType
 from wooly_wis.externs import allowed
 from wooly_wis.optable import TABLE, arguments

@@ -14,9 +14,9 @@ from wooly_executor.runtime.buffers import Buffer, bytes_of
 from wooly_executor.runtime.fresh_memory import on_zeros, writes_all
 from wooly_executor.runtime.gpu_fresh_memory import on_zeros as on_zeroed_pool
 from wooly_executor.runtime.opencl import OpenClRuntime
-from wooly_executor.runtime.reference import ReferenceRuntime
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
 from wooly_executor.runtime.torch_private import interpret, zero_fill
+from wooly_testkit.reference import ReferenceRuntime
 from wooly_wis.dtypes import DType
 
 from services.executor.tests.fake_gpu import FakeDriver, gpu_runtime

@@ -1,6 +1,7 @@
 """Foreign kernels on the GPU runtime: arguments of a launch, choice of the code, reports of violations, time limits.
 
-They run on the fake driver, whose kernels are Python functions. `tests/kernels` tests the output of the vendors' compilers.
+They run on the fake driver, whose kernels are Python functions. The compiler's `tests/kernels` test the
+output of the vendors' compilers.
 """
 
 import ctypes

@@ -4,8 +4,8 @@ import pytest
 import torch
 from wooly_executor.runtime.buffers import TORCH_DTYPE, WIS_DTYPE, Buffer
 from wooly_executor.runtime.calls import library_call, typed_params
-from wooly_executor.runtime.reference import ReferenceRuntime
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
+from wooly_testkit.reference import ReferenceRuntime
 from wooly_wis.dtypes import DType
 from wooly_wis.errors import RuleError
 from wooly_wis.oprules import ArgKind

@@ -14,9 +14,9 @@ from wooly_executor.programs import ProgramStore
 from wooly_executor.runtime import prepared as prepared_programs
 from wooly_executor.runtime import segments
 from wooly_executor.runtime.buffers import TORCH_DTYPE, WIS_DTYPE, as_view, bytes_of
-from wooly_executor.runtime.reference import ReferenceRuntime
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
 from wooly_testkit.effort import examples
+from wooly_testkit.reference import ReferenceRuntime
 from wooly_wis.dtypes import DType
 from wooly_wis.messages import DeviceFacts
 from wooly_wis.program import OperandRef, ParamKind, ParamRef

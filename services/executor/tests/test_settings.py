@@ -10,7 +10,6 @@ from pydantic import ValidationError
 from wooly_bus.channel import Endpoint
 from wooly_executor.app import make_runtime
 from wooly_executor.errors import MissingDriverError
-from wooly_executor.runtime.reference import ReferenceRuntime
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
 from wooly_executor.settings import PREFIX, ExecutorSettings, complaints
 from wooly_testkit import forks
@@ -19,7 +18,7 @@ from wooly_testkit.executor import executor_process
 VALID = {
     "WOOLY_EXECUTOR_ID": "gpu-7",
     "WOOLY_EXECUTOR_NODE": "rack.local",
-    "WOOLY_EXECUTOR_RUNTIME": "reference",
+    "WOOLY_EXECUTOR_RUNTIME": "torch_cpu",
     "WOOLY_EXECUTOR_MEMORY": "1048576",
     "WOOLY_EXECUTOR_DISPATCH": "fifo",
     "WOOLY_EXECUTOR_HEARTBEAT_S": "0.5",
@@ -32,7 +31,7 @@ INVALID = [
     ("WOOLY_EXECUTOR_OVERCOMMIT_PERCENT", "1001", "less than or equal to 1000"),
     ("WOOLY_EXECUTOR_SWAP_HOST", "-1", "greater than or equal to 0"),
     ("WOOLY_EXECUTOR_MEMORY", "16 GB", "valid integer"),
-    ("WOOLY_EXECUTOR_RUNTIME", "gpu", "'auto', 'cuda', 'hip', 'opencl', 'torch_cpu' or 'reference'"),
+    ("WOOLY_EXECUTOR_RUNTIME", "gpu", "'auto', 'cuda', 'hip', 'opencl' or 'torch_cpu'"),
     ("WOOLY_EXECUTOR_DEVICE", "-1", "greater than or equal to 0"),
     ("WOOLY_EXECUTOR_DISPATCH", "unfair", "'fair' or 'fifo'"),
     ("WOOLY_EXECUTOR_HEARTBEAT_S", "0", "greater than 0"),
@@ -56,7 +55,7 @@ def test_settings_every_variable_is_read(clean):
     for name, value in VALID.items():
         clean.setenv(name, value)
     s = ExecutorSettings()
-    assert (s.id, s.node, s.runtime, s.memory, s.heartbeat_s) == ("gpu-7", "rack.local", "reference", 1 << 20, 0.5)
+    assert (s.id, s.node, s.runtime, s.memory, s.heartbeat_s) == ("gpu-7", "rack.local", "torch_cpu", 1 << 20, 0.5)
     assert s.nats_url == "nats://control:4222" and s.dispatch == "fifo"
     assert s.endpoints() == ["unix:///var/lib/executor/gpu-7.sock"]
 
@@ -119,11 +118,8 @@ def test_settings_invalid_value_names_its_variable(clean, name, value, message):
 
 
 def test_make_runtime_by_name():
-    assert isinstance(make_runtime("reference"), ReferenceRuntime)
     assert type(make_runtime("torch_cpu")) is TorchCpuRuntime
-    with pytest.raises(
-        ValueError, match="unknown runtime 'gpu'; use one of auto, cuda, hip, opencl, torch_cpu, reference"
-    ):
+    with pytest.raises(ValueError, match="unknown runtime 'gpu'; use one of auto, cuda, hip, opencl, torch_cpu"):
         make_runtime("gpu")
 
 
@@ -174,7 +170,7 @@ def test_process_without_a_state_directory_exits_with_the_cause(tmp_path):
     assert ended.returncode == 2 and "file/x" in ended.stderr and "Traceback" not in ended.stderr
 
 
-@pytest.mark.parametrize("runtime", ["torch_cpu", "opencl", "reference"])
+@pytest.mark.parametrize("runtime", ["torch_cpu", "opencl"])
 def test_process_serves_its_session_until_sigterm(wis, runtime):
     anew = {} if runtime == "opencl" else {"start": forks.Forked}  # one process starts from nothing, as a user's does
     with executor_process(runtime=runtime, **anew) as running:

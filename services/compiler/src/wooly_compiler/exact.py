@@ -3,8 +3,8 @@
 An instruction qualifies if IEEE 754 or integer arithmetic determines every result. Kernel and library round a sum, a product or a
 quotient once; they do not round a comparison, a selection or a copy. An instruction stays with the library in three cases. The
 library may merge two operations (a product and a sum rounded once). It may use another function (its square root is a vendor's).
-Or its result may depend on the position of an element in a vector (the sign of the larger of two zeros). `tests/tiers` compares
-every row here with the library on many bit patterns. All NaNs count as equal.
+Or its result may depend on the position of an element in a vector (the sign of the larger of two zeros). `tests/tiers` of the
+compiler compares every row here with the library on many bit patterns. All NaNs count as equal.
 """
 
 from __future__ import annotations

@@ -42,7 +42,6 @@ from wooly_executor.runtime.gpu import GpuRuntime
 from wooly_executor.runtime.hip import HipRuntime
 from wooly_executor.runtime.opencl import OpenClRuntime
 from wooly_executor.runtime.protocol import PlanRuntime, Runtime
-from wooly_executor.runtime.reference import ReferenceRuntime
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
 from wooly_executor.settings import PREFIX, ExecutorSettings, complaints
 from wooly_executor.tiers import Tiers
@@ -53,7 +52,7 @@ log = logging.getLogger("wooly.executor")
 LAST_WORDS_S = 1.0
 #: The same limit, in seconds, after a failure. A failed process must end within a second (`wooly_bus.supervision`).
 LAST_WORDS_OF_FAILED_S = 0.4
-RUNTIMES = ("auto", "cuda", "hip", "opencl", "torch_cpu", "reference")
+RUNTIMES = ("auto", "cuda", "hip", "opencl", "torch_cpu")
 #: Exit status when the device is lost; the supervisor then starts another executor. If the executor's own code fails, the status
 #: is `wooly_bus.supervision.BROKEN` (4).
 LOST = 3
@@ -73,8 +72,6 @@ def make_runtime(name: str, state_dir: Path | None = None, device: int = 0) -> R
         ValueError: `name` is unknown.
         MissingDriverError: the runtime cannot run on this machine. The message says what is missing.
     """
-    if name == "reference":
-        return ReferenceRuntime()
     if name == "cuda":
         return CudaRuntime(device, cache=state_dir)
     if name == "hip":

@@ -48,7 +48,7 @@ class ExecutorSettings(BaseSettings):
     nats_url: str = "nats://127.0.0.1:4222"
     id: Id = Field(default_factory=lambda: f"{socket.gethostname().split('.')[0]}-0")
     node: str = Field(default_factory=socket.gethostname)
-    runtime: Literal["auto", "cuda", "hip", "opencl", "torch_cpu", "reference"] = "auto"
+    runtime: Literal["auto", "cuda", "hip", "opencl", "torch_cpu"] = "auto"
     device: int = Field(default=0, ge=0, le=255)
     listen: str = ""
     advertise: str = ""

@@ -10,8 +10,8 @@ from dataclasses import replace
 import torch
 from call import call_of
 from trial import Trials
-from wooly_executor.runtime.reference import ReferenceRuntime
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
+from wooly_testkit.reference import ReferenceRuntime
 
 #: An index far outside of all tensors.
 FAR = 1 << 40

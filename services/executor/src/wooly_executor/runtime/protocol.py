@@ -1,4 +1,4 @@
-"""The interface of a runtime for the device loop. Implementations: `torch_cpu`, `opencl`, `reference`, `cuda`, `hip`."""
+"""The interface of a runtime for the device loop. Implementations: `torch_cpu`, `opencl`, `cuda`, `hip`."""
 
 from __future__ import annotations
 

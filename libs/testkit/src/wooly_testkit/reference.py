@@ -1,4 +1,4 @@
-"""The reference runtime: it runs WIS literally, one instruction at a time, without any optimisation.
+"""The reference runtime, for tests: it runs WIS literally, one instruction at a time, without any optimisation.
 
 It defines the meaning of the instruction set, and the tests compare the other runtimes with it. It is slow by design.
 """
@@ -12,11 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from wooly_wis.foreign import OPCODE
-from wooly_wis.optable import result_operands
-from wooly_wis.program import Attr, Form, OperandRef, ParamRef, Program, Role, View
-from wooly_wis.verifier import ProgramFacts
-
 from wooly_executor.bounds import Bounds
 from wooly_executor.errors import OperationError, PoisonedError
 from wooly_executor.runtime.buffers import WIS_DTYPE, Buffer, as_view
@@ -31,7 +26,6 @@ from wooly_executor.runtime.calls import (
     readings,
     typed_params,
 )
-from wooly_executor.runtime.definitions import define
 from wooly_executor.runtime.device import HOST
 from wooly_executor.runtime.foreign import arguments_of
 from wooly_executor.runtime.fresh_memory import on_zeros, writes_all
@@ -39,6 +33,12 @@ from wooly_executor.runtime.guards import guarded
 from wooly_executor.runtime.invocation import check_size
 from wooly_executor.runtime.protocol import Execution, Outcome
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
+from wooly_wis.foreign import OPCODE
+from wooly_wis.optable import result_operands
+from wooly_wis.program import Attr, Form, OperandRef, ParamRef, Program, Role, View
+from wooly_wis.verifier import ProgramFacts
+
+from wooly_testkit.definitions import define
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from wooly_testkit.tape import Tape
 from wooly_wis.dtypes import DType
 from wooly_wis.plan import AllocStep, KernelStep, LibraryStep
 
-HOSTILE = Path(__file__).parents[2] / "services" / "executor" / "tests" / "hostile"
+HOSTILE = Path(__file__).parents[3] / "executor" / "tests" / "hostile"
 sys.path.insert(0, str(HOSTILE))
 import patterns  # noqa: E402
 

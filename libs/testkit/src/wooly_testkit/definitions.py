@@ -12,13 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from wooly_executor.runtime.buffers import TORCH_DTYPE
 from wooly_wis.oprules import Arguments, dim_of, reduced_dims
 from wooly_wis.optable import TABLE, Row, arguments
 from wooly_wis.program import Attr, Form, OperandRef, ParamRef
 from wooly_wis.promotion import NumberKind, kind_of, opmath, real_of
 from wooly_wis.scalar_expr import Number, evaluate
-
-from wooly_executor.runtime.buffers import TORCH_DTYPE
 
 
 def _truth(t: Tensor) -> bool:

@@ -14,7 +14,7 @@ triton = pytest.importorskip("triton", reason="Triton is not installed: pip inst
 import triton.language as tl  # noqa: E402
 from wooly.errors import RemoteOperationError  # noqa: E402
 
-from tests.kernels import triton_kernels as kernels  # noqa: E402
+from services.compiler.tests.kernels import triton_kernels as kernels  # noqa: E402
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 
@@ -316,7 +316,7 @@ def test_launches_with_other_numbers_share_one_program(device):
 
 
 def test_sent_text_names_no_vendor():
-    import tests.kernels.triton_kernels as k
+    import services.compiler.tests.kernels.triton_kernels as k
 
     x, y = on(torch.randn(100), torch.randn(100))
     out = torch.empty_like(x)

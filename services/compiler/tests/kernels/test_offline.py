@@ -17,7 +17,7 @@ from wooly_wis.dtypes import DType  # noqa: E402
 from wooly_wis.foreign import Source, decode_code  # noqa: E402
 
 from libs.triton.tests.texts import guarded, request, signature  # noqa: E402
-from tests.kernels import triton_kernels as kernels  # noqa: E402
+from services.compiler.tests.kernels import triton_kernels as kernels  # noqa: E402
 
 TARGETS = ("cuda:sm_90", "hip:gfx942")
 NAMES = ("add", "softmax", "matmul", "layer norm", "layer norm's gradient", "dropout", "attention", "grouped gemm")
@@ -143,5 +143,5 @@ def test_guards_keep_results_and_protect_other_memory(gpu, name):
 
 
 def test_kernels_are_found_by_gpu_check():
-    script = Path(__file__).parents[1] / "gpu" / "run.sh"
-    assert "PYTHONPATH=tests/kernels" in script.read_text()
+    script = Path(__file__).parents[4] / "tests" / "gpu" / "run.sh"
+    assert "PYTHONPATH=services/compiler/tests/kernels" in script.read_text()

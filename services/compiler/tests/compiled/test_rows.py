@@ -8,8 +8,8 @@ import pytest
 import torch
 from wooly_compiler.pipeline import compile_program
 from wooly_executor.runtime.buffers import TORCH_DTYPE, Buffer
-from wooly_executor.runtime.reference import ReferenceRuntime
 from wooly_testkit.plan_run import LocalRun, build
+from wooly_testkit.reference import ReferenceRuntime
 from wooly_testkit.tape import Tape
 from wooly_wis.dtypes import DType
 from wooly_wis.errors import RuleError

@@ -11,7 +11,7 @@ import torch
 import wooly
 from wooly.errors import RemoteOperationError
 
-from tests.kernels.cuda_kernels import ADD, HISTOGRAM, MANY, MATMUL, REDUCE, STENCIL, TEMPLATE, WARPS
+from services.compiler.tests.kernels.cuda_kernels import ADD, HISTOGRAM, MANY, MATMUL, REDUCE, STENCIL, TEMPLATE, WARPS
 
 
 @pytest.fixture(autouse=True)
