@@ -555,7 +555,8 @@ def test_keyboard_reaches_all_controls_with_visible_focus(visit, cluster):
     page = visit("#/tasks?text=keys", expected=[ABSENT])
     page.get_by_role("button", name="keys.py").focus()
     page.keyboard.press("Enter")
-    page.locator(".story li").first.wait_for()
+    page.locator(".story li", has_text="started").wait_for()
+    page.get_by_role("button", name="Cancel…").wait_for()
     reached = """() => {
       const e = document.activeElement;
       if (e === document.body) return null;

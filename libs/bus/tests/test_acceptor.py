@@ -243,8 +243,8 @@ def assert_gets_in(running, files):
     while True:
         with contextlib.suppress(ChannelError):
             with contextlib.closing(connect(running.endpoint, client_context(files.authority))) as client:
-                assert echoes(client)
-            return
+                if echoes(client):  # otherwise the answer is the END of an evicted connection
+                    return
         assert time.monotonic() < deadline
 
 
@@ -464,7 +464,7 @@ def test_acceptor_without_descriptors_does_not_spin_or_close_guests(tmp_path):
         inside = connect(running.endpoint)
         assert echoes(inside), "before"
         waiting = [socket.socket(socket.AF_UNIX) for _ in range(3)]
-        low_limit(8)
+        low_limit(10)
         hoard = []
         with contextlib.suppress(OSError):
             while True:

@@ -183,7 +183,10 @@ class ControlClient:
         async with self._renewing:
             if self._held is not before:
                 return
-            held = await asyncio.to_thread(self.access.credentials)
+            try:
+                held = await asyncio.to_thread(self.access.credentials)
+            except OSError as e:
+                raise BusConnectError(f"no new credentials for NATS at {self.url}: {e}") from e
             if before is not None and held.jwt == before.jwt:
                 if self._is_over():
                     raise BusConnectError(

@@ -195,7 +195,7 @@ class Tenant:
 
     def ask(self, rpc: Rpc[Q, R], message: Q) -> R:
         """Send a request to a service as this tenant."""
-        return self.control.request(rpc, message)
+        return self.control.request(rpc, message, timeout=PATIENCE_S)
 
     def open(self, **wanted: Any) -> OpenSessionReply:
         """Open a session."""

@@ -333,7 +333,8 @@ class Acceptor:
         if self._may_accept > 0:
             self._may_accept -= 1
             return True
-        short = self.limits.spare_descriptors + 1 - free_descriptors()
+        # one descriptor for the new connection, and one for the next count
+        short = self.limits.spare_descriptors + 2 - free_descriptors()
         while short > 0 and self._strangers:
             self._evict("the executor has no free file descriptor")
             short -= 1
