@@ -306,7 +306,8 @@ def test_hash_cancelled_releases_its_memory(device, wis, monkeypatch):
     try:
         for k in range(1, 5):
             a.load(k, content(4))
-            assert going.wait(30)  # the first hash has begun, so the others are in the queue when their buffers are freed
+            # The first hash has begun, so the others are in the queue when their buffers are freed.
+            assert going.wait(30)
             a.run(wis.body().free("x"), {"x": k})
         a.sync()
         assert len(submitted) == 4 and all(job.source is None for job in submitted)
