@@ -241,10 +241,10 @@ def assert_gets_in(running, files):
     """The client has the address of the attacker: it may be the oldest stranger once, and retries."""
     deadline = time.monotonic() + 60
     while True:
-        with contextlib.suppress(ChannelError):
-            with contextlib.closing(connect(running.endpoint, client_context(files.authority))) as client:
-                if echoes(client):  # otherwise the answer is the END of an evicted connection
-                    return
+        tls = client_context(files.authority)
+        with contextlib.suppress(ChannelError), contextlib.closing(connect(running.endpoint, tls)) as client:
+            if echoes(client):  # otherwise the answer is the END of an evicted connection
+                return
         assert time.monotonic() < deadline
 
 
