@@ -149,7 +149,8 @@ def test_acceptor_flood_of_resets_leaves_no_connection(host, files):
     assert echoes(newcomer) and echoes(inside)
     running.strangers(0)
     assert running.acceptor._groups == {} and len(running.acceptor._selector.get_map()) == 2
-    assert running.acceptor.accepted >= storm and running.acceptor.welcomed == 2
+    assert running.acceptor.accepted >= storm
+    eventually(lambda: running.acceptor.welcomed == 2)  # counted after a guest is handed over, which may already echo
     newcomer.close()
     inside.close()
 

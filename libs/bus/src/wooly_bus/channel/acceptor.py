@@ -387,9 +387,8 @@ class Acceptor:
             if not self._receive(stranger):
                 return
             assert stranger.payload is not None
-            tune(
-                stranger.sock, SOCKET_BUFFER
-            )  # not earlier: a stranger must not fill more memory than the kernel's default buffers
+            # Not earlier: a stranger must not fill more memory than the kernel's default buffers.
+            tune(stranger.sock, SOCKET_BUFFER)
             admitted = self._check(stranger.payload)
             self._forget(stranger)
             self._deliver(Guest(stranger.sock, stranger.peer, admitted))
