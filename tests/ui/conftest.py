@@ -235,26 +235,60 @@ def guarded(tmp_path_factory):
         yield running
 
 
+VIEWPORT = {"width": 1280, "height": 900}
+
+
+@pytest.fixture(scope="module")
+def shared_page(browser):
+    """One page for the first visit of most tests: a new browser context takes more than a second of CPU time."""
+    context = browser.new_context(viewport=VIEWPORT)
+    context.set_default_timeout(15_000)
+    yield context.new_page()
+    context.close()
+
+
+def make_as_new(page):
+    """Leave no trace of a test: its storage, cookies, routes and media settings."""
+    page.unroute_all()
+    page.evaluate("localStorage.clear()")
+    page.goto("about:blank")
+    page.context.clear_cookies()
+    page.emulate_media(color_scheme="null")
+    page.set_viewport_size(VIEWPORT)
+
+
 @pytest.fixture
-def visit(browser, cluster):
-    """`visit("#/tasks")` opens a page. Errors that the browser reports fail the test."""
+def visit(browser, cluster, shared_page):
+    """`visit("#/tasks")` opens a page. Errors that the browser reports fail the test.
+
+    The first visit without options uses the shared page, each other a context of its own.
+    """
     complaints = []
     with contextlib.ExitStack() as stack:
+        free = [shared_page]
 
-        def make(where="", *, url=None, expected=(), **options):
-            context = browser.new_context(viewport={"width": 1280, "height": 900}, **options)
+        def page_with(options):
+            if free and not options:
+                page = free.pop()
+                stack.callback(make_as_new, page)
+                return page
+            context = browser.new_context(viewport=VIEWPORT, **options)
             stack.callback(context.close)
             context.set_default_timeout(15_000)
-            page = context.new_page()
-            page.on("pageerror", lambda e: complaints.append(str(e)))
-            page.on(
-                "console",
-                lambda m: (
-                    m.type in ("error", "warning")
-                    and not any(e in m.text for e in expected)
-                    and complaints.append(f"{m.text} {m.location.get('url')}")
-                ),
-            )
+            return context.new_page()
+
+        def make(where="", *, url=None, expected=(), **options):
+            def on_error(error):
+                complaints.append(str(error))
+
+            def on_console(message):
+                if message.type in ("error", "warning") and not any(e in message.text for e in expected):
+                    complaints.append(f"{message.text} {message.location.get('url')}")
+
+            page = page_with(options | ({"base_url": url} if url else {}))
+            for event, listener in (("pageerror", on_error), ("console", on_console)):
+                page.on(event, listener)
+                stack.callback(page.remove_listener, event, listener)
             page.goto(f"{url or cluster.url}/ui/{where}")
             return page
 
