@@ -8,11 +8,12 @@ from collections.abc import Iterator
 
 import hypothesis
 import pytest
+from wooly_testkit.effort import examples
 from wooly_testkit.executor import executor_process
 from wooly_testkit.forks import Forked
 
 # A machine that is busy with other things makes no example wrong.
-hypothesis.settings.register_profile("wooly", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("wooly", deadline=None, derandomize=True, max_examples=examples(40, 100))
 hypothesis.settings.load_profile("wooly")
 # PyTorch's threads sleep while they wait for work: spinning, they take the cores from other tests. OpenMP reads it once, when
 # PyTorch is loaded, here and in what is started from here.

@@ -14,7 +14,7 @@ import torch
 
 #: By database: the sample takes one of this many units, and this many samples of it. The step widths are primes, so that every
 #: variant and dtype occurs, each time with another operator.
-SAMPLE = {"opinfo": (167, 2), "modules": (37, 2), "optimizers": (7, 1)}
+SAMPLE = {"opinfo": (307, 2), "modules": (67, 2), "optimizers": (13, 1)}
 
 
 def main():

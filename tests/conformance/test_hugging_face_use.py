@@ -206,9 +206,10 @@ def test_penalties_and_forbidden_words_equal_cpu_tokens(cuda, name):
     assert torch.equal(ours.cpu(), theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @NOISE
-@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.slow), "bart"])
+@pytest.mark.parametrize("name", ["llama", "bart"])
 def test_static_cache_compiles_and_equals_cpu_tokens(cuda, name):
     torch._dynamo.reset()
     architecture = ARCHITECTURES[name]

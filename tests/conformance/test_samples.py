@@ -32,7 +32,7 @@ def sampled():
 
 
 @pytest.mark.parametrize(
-    ("database", "things", "kinds"), [("opinfo", 50, 25), ("modules", 25, 10), ("optimizers", 10, 15)]
+    ("database", "things", "kinds"), [("opinfo", 30, 20), ("modules", 15, 5), ("optimizers", 5, 8)]
 )
 def test_database_sample_equals_cpu(conformance, sampled, database, things, kinds):
     rows = sampled[database]

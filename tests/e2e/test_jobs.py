@@ -192,6 +192,7 @@ def test_job_sent_several_times_runs_once(stack, classifier):
     assert task(stack, name)["attempt"] == 1
 
 
+@pytest.mark.slow  # the router's own tests show the retry, with a fake executor
 def test_job_of_killed_executor_runs_on_another(stack, slow_module):
     name = run("submit", slow_module / "slow.wism", "-i", f"x={slow_module / 'x.npy'}", stack=stack).stdout.strip()
     found = wait_for(stack, name, "started")

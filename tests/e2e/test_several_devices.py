@@ -55,6 +55,7 @@ KEEPS = """
 """
 
 
+@pytest.mark.slow  # the router's own tests show the choice
 def test_session_prefers_executor_with_its_weights(stack, tmp_path):
     def tasks():
         return stack.request("GET", "tasks?text=weights.py")["tasks"]

@@ -318,6 +318,7 @@ def test_up_twice_is_refused_crash_is_repaired_and_down_stops_all(tmp_path):
     assert run_in_fork("status", "--json", env=env).returncode == 1
 
 
+@pytest.mark.slow
 def test_interrupt_during_start_cleans_up(tmp_path):
     env = {"XDG_STATE_HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path)}
     starting = subprocess.Popen(

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from wooly_testkit import strategies
 from wooly_testkit.assembler import AssemblyError, assemble
+from wooly_testkit.effort import examples
 from wooly_wis.assembly import disassemble
 from wooly_wis.codec import encode_program
 from wooly_wis.dtypes import DType
@@ -47,7 +48,7 @@ def test_assembly_ignores_blanks_and_comments():
 
 
 @given(strategies.programs())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(60, 200), deadline=None)
 def test_assembly_program_round_trips_to_the_same_bytes(program):
     assert encode_program(assemble(disassemble(program))) == encode_program(program)
 
@@ -174,7 +175,7 @@ def test_assembly_invalid_text_is_refused_with_its_place(text, line, column, say
 
 
 @given(st.text(alphabet='wis 1\n%0f32[],()=+{}<>#$&":e.-\\;ñ', max_size=60))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(60, 300), deadline=None)
 def test_assembly_any_text_is_read_or_refused(text):
     with contextlib.suppress(AssemblyError):
         assemble("wis 1\n" + text)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from wooly_testkit import kernel_scalars
+from wooly_testkit.effort import examples
 from wooly_testkit.kernel_interpreter import run
 from wooly_wis.dtypes import DType
 from wooly_wis.kernel import ir, ranges
@@ -199,7 +200,7 @@ def test_reader_invalid_text_is_refused(text):
 
 
 @given(st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(60, 200), deadline=None)
 def test_reader_and_verifier_survive_mutations(data):
     text = write(everything())
     lines = text.split("\n")

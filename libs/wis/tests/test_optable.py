@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from wooly_testkit.effort import examples
 from wooly_wis.dtypes import DType
 from wooly_wis.errors import RuleError
 from wooly_wis.optable import TABLE, canonical_args, check, cost
@@ -140,7 +141,7 @@ dtypes = st.sampled_from([d for d in DType if not d.label.startswith("f8")])
 
 
 @given(dtypes, dtypes)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(60, 300), deadline=None)
 def test_promote_is_symmetric_and_represents_both_dtypes(a, b):
     try:
         found = promote(a, b)

@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from wooly_testkit import strategies
+from wooly_testkit.effort import examples
 from wooly_wis.dtypes import DType
 from wooly_wis.errors import VerifyError
 from wooly_wis.laws import FORM_LAWS
@@ -32,7 +33,7 @@ def program(*steps):
 
 
 @given(strategies.programs())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(50, 150), deadline=None)
 def test_verify_valid_program_reports_slot_sizes(candidate):
     facts = verify_program(candidate)
     assert len(facts.slot_bytes) == candidate.n_slots

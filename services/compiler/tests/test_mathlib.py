@@ -10,13 +10,15 @@ import torch
 from wooly_compiler import mathlib
 from wooly_compiler.build import opencl
 from wooly_testkit import elementary, kernel_scalars
+from wooly_testkit.effort import examples
 from wooly_wis.dtypes import DType
 from wooly_wis.kernel.builder import KernelBuilder
 from wooly_wis.kernel.ops import rounded
 from wooly_wis.program import Role
 
 F32 = DType.F32
-N = 1 << 20
+#: Numbers of one launch.
+N = examples(1 << 18, 1 << 20)
 
 
 def unary(op, n=N, dtype=F32):
@@ -95,8 +97,8 @@ def test_function_on_many_numbers_stays_within_its_bound(op):
 @pytest.mark.parametrize("op", [*mathlib.BOUNDS, "floor", "ceil", "round", "trunc", "abs", "sqrt"])
 def test_function_on_pocl_and_interpreter_has_the_same_bits(op):
     bits = np.concatenate([
-        np.linspace(0, (1 << 32) - 1, 2000, dtype=np.uint64).astype(np.uint32),
-        np.linspace(-30, 30, 1000).astype(np.float32).view(np.uint32),
+        np.linspace(0, (1 << 32) - 1, examples(400, 2000), dtype=np.uint64).astype(np.uint32),
+        np.linspace(-30, 30, examples(200, 1000)).astype(np.float32).view(np.uint32),
         np.array([0.0, -0.0, math.inf, -math.inf, math.nan, 0.5, 1.5, -2.5, 1.0, 88.7, -87.4], np.float32).view(np.uint32),
     ])  # fmt: skip
     x = bits.view(np.float32)
@@ -111,7 +113,7 @@ def test_function_on_pocl_and_interpreter_has_the_same_bits(op):
 @pytest.mark.parametrize("dtype", [DType.F16, DType.BF16])
 def test_convert_of_16_bit_floats_to_f32_and_back_is_exact(dtype):
     widen, narrow = mathlib.function("convert", dtype, F32), mathlib.function("convert", F32, dtype)
-    for bits in range(0, 1 << 16, 7):
+    for bits in range(0, 1 << 16, examples(29, 7)):
         value = kernel_scalars.from_bits(bits, dtype)
         wide = elementary.call(widen, [value])
         assert wide == value or math.isnan(value)

@@ -27,6 +27,7 @@ from wooly_scheduler import checkpoint
 from wooly_scheduler.checkpoint import CheckpointError, decode, decode_follower, encode, encode_follower
 from wooly_scheduler.core.follower import Follower
 from wooly_testkit.dispatch import Rig
+from wooly_testkit.effort import examples
 
 US = 1_000
 TOGGLES = [SwappedInEvent, SwappedOutEvent, SessionSuspendedEvent, SessionResumedEvent, SessionClosedEvent]
@@ -139,7 +140,7 @@ def test_whole_checkpoint_of_another_version_or_damaged_is_refused():
             decode(bad)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(50, 150), deadline=None)
 @given(st.data())
 def test_decode_checkpoint_flipped_bytes_are_refused_or_harmless(data):
     whole = bytearray(encode_follower(KEPT))

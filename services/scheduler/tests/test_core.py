@@ -11,6 +11,7 @@ from wooly_scheduler.core.book import PENDING_S, Book
 from wooly_scheduler.core.epochs import decide, slowdown_permille
 from wooly_scheduler.core.follower import MAX_EARLY, Follower
 from wooly_testkit.dispatch import Rig
+from wooly_testkit.effort import examples
 
 MS = 1_000_000
 CONFIG = Config()
@@ -105,7 +106,7 @@ SESSIONS = st.lists(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(30, 60))
 @given(SESSIONS, st.integers(0, 3), st.randoms(use_true_random=False))
 def test_response_bound_holds_in_the_core_for_declared_sessions(sessions, background, chance):
     """Periodic P0 and P1 sessions beside saturating P4 sessions, in virtual time: no response exceeds its bound."""

@@ -65,8 +65,15 @@ def contents(inputs, slots):
     return made
 
 
-@pytest.mark.parametrize("mode", ["exact", "full"])
-@pytest.mark.parametrize("write", [chain, rows, losses], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    ("write", "mode"),
+    [
+        *[pytest.param(write, "exact", id=f"{write.__name__}-exact") for write in (chain, rows, losses)],
+        pytest.param(chain, "full", id="chain-full"),
+        pytest.param(rows, "full", id="rows-full", marks=pytest.mark.slow),
+        pytest.param(losses, "full", id="losses-full", marks=pytest.mark.slow),
+    ],
+)
 def test_plan_results_do_not_depend_on_old_memory_contents(compiled, write, mode):
     tape = Tape()
     inputs = write(tape)

@@ -20,7 +20,7 @@ SMOOTH = ("exp", "tanh", "erf", "sigmoid", "silu", "gelu", "sin", "cos", "sqrt")
 BINARY = ("add", "sub", "mul", "div", "maximum", "minimum", "lt", "ge", "logical_or")
 FOLDS = ("sum", "mean", "amax", "any")
 PER_EXAMPLE = settings(
-    max_examples=examples(4, 8),
+    max_examples=examples(3, 8),
     deadline=None,
     derandomize=True,
     suppress_health_check=list(HealthCheck),
@@ -170,7 +170,7 @@ def perceptron(rows):
     return t, program, contents
 
 
-@pytest.mark.parametrize("rows", [8, 40, 300])
+@pytest.mark.parametrize("rows", [8, pytest.param(40, marks=pytest.mark.slow), 300])
 def test_products_of_program_split_anywhere_have_same_bits(compiled, bits, rows):
     """In mode `full`: few and many rows (the library uses different routines), with biases inside and outside of kernels."""
     tape, program, contents = perceptron(rows)
@@ -186,7 +186,7 @@ def test_products_of_program_split_anywhere_have_same_bits(compiled, bits, rows)
         assert {slot: bits(b) for slot, b in buffers.items()} == expected[0]
 
 
-@pytest.mark.parametrize("rows", [40, 300])
+@pytest.mark.parametrize("rows", [pytest.param(40, marks=pytest.mark.slow), 300])
 def test_products_of_exact_plans_use_library(compiled, rows):
     tape, program, contents = perceptron(rows)
     exact, _ = compiled.plan(program, tape.params, "exact")
