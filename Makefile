@@ -3,9 +3,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
+# Many tests wait for other processes, so one worker more than cores keeps the cores busy. A worker takes about 1 GiB of memory.
+WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min((os.cpu_count() or 1) + 1, 8))')
 # A file's tests run in one process: they share what takes seconds to start. The order is conftest.py's.
 # A worker that dies ends the run: pytest-xdist 3.8 replaces it and may then wait for ever (its issue 1378).
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 DISTRIBUTIONS := $(patsubst %/pyproject.toml,./%,$(wildcard libs/*/pyproject.toml services/*/pyproject.toml deploy/*/pyproject.toml))
 MANIFESTS := constraints.txt requirements/dev.txt pyproject.toml VERSION hatch_build.py $(DISTRIBUTIONS:%=%/pyproject.toml)
 
@@ -32,7 +34,7 @@ run: setup ## train a network on the digits data set, its "cuda" work executed b
 	$(BIN)/wooly run examples/train_digits.py
 
 .PHONY: test
-test: setup ## the tests (under ten minutes on two cores)
+test: setup ## the tests (about eight minutes on two cores)
 	$(PYTEST) -m "not slow and not gpu and not docker"
 
 .PHONY: test-all
