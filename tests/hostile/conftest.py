@@ -34,7 +34,8 @@ def shared(folder, certificates):
         "TUNNELS_PER_TENANT": "4",
     }
     with contextlib.ExitStack() as stack:
-        yield Cluster(folder, stack, executor=executor)
+        # On a busy machine a test takes longer than the default lease, which nobody renews for a plain channel.
+        yield Cluster(folder, stack, executor=executor, router={"LEASE_S": "60"})
 
 
 @pytest.fixture(scope="module")

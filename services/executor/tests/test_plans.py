@@ -96,6 +96,7 @@ class World:
             log,
             WOOLY_COMPILER_NATS_URL=self.url,
             WOOLY_COMPILER_STATE_DIR=str(self.folder / state),
+            WOOLY_COMPILER_PATIENCE_S="100",
         )
         waited(lambda: "builds for opencl" in (self.folder / log).read_text(), "the compiler does not come up")
         return process

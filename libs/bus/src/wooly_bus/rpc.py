@@ -246,14 +246,12 @@ class ControlClient:
             await client.close()
             raise
         except TimeoutError as e:
-            await client.close()
+            await _close_soon(client)
             why = self._last_error or f"no answer within {timeout:g} s"
             raise BusConnectError(f"no NATS server answers at {self.url}: {why}") from e
         except (OSError, ValueError, nats.errors.Error) as e:
             if isinstance(e, (ssl.SSLCertVerificationError, PlainTextError)):
-                with contextlib.suppress(TimeoutError, AssertionError, OSError, nats.errors.Error):
-                    async with asyncio.timeout(CLOSE_S):
-                        await client.close()
+                await _close_soon(client)
                 raise BusConnectError(f"cannot trust NATS at {self.url}: {e}") from e
             if "authorization" in str(e).lower():
                 await client.close()
@@ -410,6 +408,13 @@ def _into(heard: queue.SimpleQueue[bytes]) -> Callable[[Msg], Awaitable[None]]:
         heard.put(message.data)
 
     return hear
+
+
+async def _close_soon(connection: Client) -> None:
+    """Close a connection whose handshake failed. An error or a missing answer does not hide the reason of the failure."""
+    with contextlib.suppress(TimeoutError, AssertionError, OSError, nats.errors.Error):
+        async with asyncio.timeout(CLOSE_S):
+            await connection.close()
 
 
 async def _unsubscribe(connection: Client, subscriptions: list[Subscription]) -> None:
