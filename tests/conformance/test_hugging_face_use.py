@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
 
 sys.path.insert(0, str(Path(__file__).parent))
 from architectures import ARCHITECTURES, VOCABULARY
@@ -211,6 +210,8 @@ def test_penalties_and_forbidden_words_equal_cpu_tokens(cuda, name):
 @NOISE
 @pytest.mark.parametrize("name", ["llama", "bart"])
 def test_static_cache_compiles_and_equals_cpu_tokens(cuda, name):
+    from torch._dynamo.utils import counters  # takes two seconds to import
+
     torch._dynamo.reset()
     architecture = ARCHITECTURES[name]
     theirs = architecture.build().eval()

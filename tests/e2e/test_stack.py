@@ -48,6 +48,7 @@ def script(tmp_path, text):
     return str(path)
 
 
+@pytest.mark.slow  # the conformance tests compare the losses of this training with the CPU's
 def test_digits_example_equals_cpu_losses(stack, tmp_path):
     ours = run_in_fork("run", ROOT / "examples/train_digits.py", "--epochs", "1", stack=stack)
     assert ours.returncode == 0, ours.stderr

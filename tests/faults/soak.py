@@ -23,7 +23,6 @@ import psutil
 from installation import Installation
 from rich.console import Console
 from rich.table import Table
-from scipy.stats import theilslopes
 from sqlalchemy import create_engine, text
 from work import Load
 
@@ -73,6 +72,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def slopes(series: Series) -> list[dict[str, Any]]:
     """Return a row per series: slope per hour (Theil-Sen), bounds of its confidence interval, and whether it is flat."""
+    from scipy.stats import theilslopes  # takes two seconds to import
+
     rows = []
     for (name, kind), found in sorted(series.items()):
         samples = found[int(len(found) * WARM) :]

@@ -29,9 +29,9 @@ pytestmark = pytest.mark.connected
 
 # -- the device held -----------------------------------------------------------------------------------------------------
 
-LEASE_S = 1.5
+LEASE_S = 1.0
 #: Rows of a matrix whose exponential takes a core about three leases: one library call, which cannot be interrupted.
-ROWS = 2000
+ROWS = 1700
 
 
 def long_operator():

@@ -488,6 +488,7 @@ def at_widths(page):
         yield width
 
 
+@pytest.mark.slow
 def test_pages_fit_narrow_windows(visit, cluster):
     task = cluster.open("a-script-with-a-rather-long-name-in-a-folder/train_everything.py", tenant="narrow-tenant")
     cluster.rest(
@@ -529,6 +530,7 @@ def test_pages_fit_narrow_windows(visit, cluster):
         cluster.rest("DELETE", "groups/narrow")
 
 
+@pytest.mark.slow
 def test_texts_have_contrast_in_both_themes(visit, cluster):
     cluster.rest("POST", f"tasks/{cluster.open('faint.py', priority=0)}/cancel")
     page = visit(expected=[ABSENT])

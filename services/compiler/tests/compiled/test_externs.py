@@ -74,7 +74,7 @@ def test_cross_entropy_and_its_gradient(weighted, reduction):
     check(t, inputs, [loss, total, dx], kernels=3)
 
 
-@pytest.mark.parametrize("reduction", [0, 1, 2], ids=["none", "mean", "sum"])
+@pytest.mark.parametrize("reduction", [0, 1, pytest.param(2, marks=pytest.mark.slow)], ids=["none", "mean", "sum"])
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=lambda d: d.label)
 def test_squared_error_and_its_gradient(reduction, dtype):
     t = Tape()
@@ -98,9 +98,9 @@ def test_squared_error_and_its_gradient(reduction, dtype):
     ("affine", "wanted"),
     [
         (True, (True, True, True)),
-        (True, (True, False, False)),
+        pytest.param(True, (True, False, False), marks=pytest.mark.slow),
         (True, (False, True, True)),
-        (True, (False, True, False)),
+        pytest.param(True, (False, True, False), marks=pytest.mark.slow),
         (False, (True, False, False)),  # the input is the only operand with a gradient
     ],
     ids=str,
@@ -195,9 +195,9 @@ def test_gradient_of_rms_norm_from_single_instructions():
     check(t, [(x, rand(8, 96)), (w, rand(96)), (g, rand(96, 8).T.contiguous())], [dx, dw])
 
 
-@pytest.mark.parametrize("name", ["any", "all"])
-@pytest.mark.parametrize("dtype", [BOOL, F32], ids=lambda d: d.label)
-@pytest.mark.parametrize("dim", [0, -1])
+@pytest.mark.parametrize(
+    ("name", "dtype", "dim"), [("any", BOOL, 0), ("all", BOOL, -1), ("any", F32, -1), ("all", F32, 0)], ids=str
+)
 def test_any_and_all_along_one_dimension(name, dtype, dim):
     t = Tape()
     a = t.input(dtype, 6, 8)
@@ -238,7 +238,7 @@ def test_concatenation_ignores_empty_part():
     assert a.view.sizes == (0,)
 
 
-@pytest.mark.parametrize("sizes", [(9, 130), (64, 8), (1, 5)], ids=str)
+@pytest.mark.parametrize("sizes", [(9, 130), pytest.param((64, 8), marks=pytest.mark.slow), (1, 5)], ids=str)
 @pytest.mark.parametrize("opcode", ["argmax", "argmin"])
 def test_argmax_and_argmin_return_first_extreme_and_nan(sizes, opcode):
     t = Tape()
@@ -251,7 +251,9 @@ def test_argmax_and_argmin_return_first_extreme_and_nan(sizes, opcode):
 
 
 @pytest.mark.parametrize("padding", [-1, 2])
-@pytest.mark.parametrize(("tokens", "width"), [((7, 40), 300), ((64,), 1), ((1, 3), 37)], ids=str)
+@pytest.mark.parametrize(
+    ("tokens", "width"), [((7, 40), 300), ((64,), 1), pytest.param((1, 3), 37, marks=pytest.mark.slow)], ids=str
+)
 def test_gradient_of_embedding_is_summed_by_index(padding, tokens, width):
     t = Tape()
     grad, index = t.input(F32, *tokens, width), t.input(I64, *tokens)

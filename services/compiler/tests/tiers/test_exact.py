@@ -131,7 +131,10 @@ POWERS = {
 }
 
 
-@pytest.mark.parametrize("exponent", [e for e, dtypes in POWERS.items() if dtypes])
+@pytest.mark.parametrize(
+    "exponent",
+    [pytest.param(e, marks=() if e in (2, -0.5) else pytest.mark.slow) for e, dtypes in POWERS.items() if dtypes],
+)
 def test_exact_powers_equal_library_bitwise(compiled, sample, exponent):
     t, contents = Tape(), {}
     for dtype in POWERS[exponent]:
@@ -140,7 +143,9 @@ def test_exact_powers_equal_library_bitwise(compiled, sample, exponent):
     assert _same(compiled, t, contents)
 
 
-@pytest.mark.parametrize("source", DTYPES)
+@pytest.mark.parametrize(
+    "source", [pytest.param(d, marks=() if d in (DType.F32, DType.I64) else pytest.mark.slow) for d in DTYPES]
+)
 def test_exact_conversions_equal_library_bitwise(compiled, sample, source):
     t, contents = Tape(), {}
     for target in DTYPES if source is DType.F32 else (DType.F32,):
@@ -150,7 +155,11 @@ def test_exact_conversions_equal_library_bitwise(compiled, sample, source):
     assert _same(compiled, t, contents)
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=lambda d: d.label)
+@pytest.mark.parametrize(
+    "dtype",
+    [pytest.param(d, marks=() if d is DType.F32 else pytest.mark.slow) for d in FLOATS],
+    ids=lambda d: d.label,
+)
 def test_index_sums_equal_library_bitwise(compiled, sample, dtype):
     """The gradient of an embedding: with repeated rows, ignored rows and missing rows."""
     rows, width, tokens = 5600, 96, (5, 200)  # large enough for a kernel
