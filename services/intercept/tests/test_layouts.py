@@ -76,3 +76,12 @@ def test_activation_gradient_has_strides_of_cpu(cuda, name):
         (inner,) = torch.autograd.grad(function(x), x, outer)
         found.append((inner.stride(), inner.tolist()))
     assert found[0] == found[1]
+
+
+def test_as_strided_negative_stride_raises_error_of_cpu(cuda):
+    messages = []
+    for device in ("cpu", cuda):
+        with pytest.raises(RuntimeError) as error:
+            torch.ones(4, device=device).as_strided((2,), (-1,), 3)
+        messages.append(str(error.value))
+    assert messages[0] == messages[1]

@@ -36,6 +36,16 @@ def test_pin_memory_copy_and_views_are_pinned(cuda):
     assert torch.equal(copied.to(cuda, non_blocking=True).cpu(), host)
 
 
+def test_pin_memory_keeps_gradients(cuda):
+    x = torch.ones(3, requires_grad=True)
+    copied = (2 * x).pin_memory()
+    assert copied.is_pinned() and copied.requires_grad
+    (copied.to(cuda) * 3).sum().backward()
+    assert x.grad.tolist() == [6.0, 6.0, 6.0]
+    with torch.no_grad():
+        assert not x.pin_memory().requires_grad
+
+
 def test_freed_memory_is_not_pinned(cuda):
     gc.collect()
     before = len(storage.pinned)

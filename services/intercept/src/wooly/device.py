@@ -132,6 +132,8 @@ class RegisteredDevice:
             kernel = self.generic.kernel(op)
         if name == "histc":
             kernel = composite.histc(kernel)
+        if name == "convolution":
+            kernel = composite.convolution(kernel)
         if bare == "native_batch_norm":
             kernel = composite.batch_norm(
                 kernel, self.generic.kernel(getattr(aten._native_batch_norm_legit, overload_name(op)))
@@ -155,6 +157,8 @@ class RegisteredDevice:
 
     def _register_whole(self, library: torch.library.Library) -> None:
         """Register the operators that are recorded as one instruction although PyTorch would decompose them."""
+        convolve = self.generic.kernel(aten.convolution.default)
+        library.impl("_convolution", composite.flagged_convolution(convolve), "PrivateUse1", allow_override=True)
         record_linear = self.generic.kernel(aten.linear.default)
         library.impl("linear", record_linear, "PrivateUse1")
         library.impl("linear", composite.linear(record_linear), "AutogradPrivateUse1")

@@ -17,6 +17,7 @@ import torch
 import torch._meta_registrations as meta_registrations
 import torch._ops
 import torch._prims_common.wrappers as prims_wrappers
+import torch.jit._builtins as torchscript
 import torch.utils._device as device_contexts
 import torch.utils._python_dispatch as python_dispatch
 import torch.utils._pytree as pytree
@@ -60,6 +61,8 @@ tensor_data: Any = TensorBase.data
 #: The number of the device type CUDA, for streams and events.
 CUDA_DEVICE_TYPE = int(torch._C._autograd.DeviceType.CUDA.value)
 
+#: `aten._convolution`: a convolution with arguments that choose among CUDA's algorithms. `torch.jit.trace` can record it.
+convolution_with_flags: Callable[..., torch.Tensor] = torch._convolution
 #: A view that reads as the negative of a tensor.
 neg_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
 #: Whether a tensor is a zero without memory. Autograd makes such tensors.
@@ -324,6 +327,31 @@ def tell_dynamo(replaced: Iterable[tuple[Any, Any]]) -> None:
             for table in (variables.constant_fold_functions, variables.constant_fold_functions_need_guards):
                 if old in table:
                     table[new] = table[old]
+
+
+def tell_torchscript(replaced: Iterable[tuple[Any, Any]]) -> None:
+    """Tell TorchScript which functions were replaced. TorchScript identifies PyTorch's operators by the identity of functions.
+
+    Args:
+        replaced: pairs of the old and the new function.
+    """
+    builtins = torchscript._get_builtin_table()
+    for old, new in replaced:
+        operator = builtins.get(id(old))
+        if operator is not None:
+            builtins[id(new)] = operator
+
+
+def forget_in_torchscript(functions: Iterable[Any]) -> None:
+    """Undo `tell_torchscript` for these functions: another object may get the identity of a function that is freed."""
+    builtins = torchscript._get_builtin_table()
+    for function in functions:
+        builtins.pop(id(function), None)
+
+
+def in_trace() -> bool:
+    """Whether `torch.jit.trace` records the calls of this thread."""
+    return torch._C._get_tracing_state() is not None
 
 
 @cache

@@ -14,10 +14,22 @@ from typing import Any
 
 from wooly import children, dynamo, triton_capture
 from wooly.devices import Devices
-from wooly.facade import accelerator, amp, generation, nvtx, parallel, pinned, state, streams, tensors
+from wooly.facade import (
+    accelerator,
+    amp,
+    generation,
+    legacy,
+    nvtx,
+    parallel,
+    pinned,
+    state,
+    streams,
+    tensors,
+    torchscript,
+)
 from wooly.facade.cuda import Answers
 from wooly.kernels.launch import Launches
-from wooly.torch_private import device_constructors, tell_dynamo
+from wooly.torch_private import device_constructors, forget_in_torchscript, tell_dynamo, tell_torchscript
 
 __all__ = ["Facade"]
 
@@ -51,6 +63,8 @@ class Facade:
         device_constructors()
         for patches in (
             tensors.patches(),
+            legacy.patches(),
+            torchscript.patches(),
             pinned.patches(),
             amp.patches(),
             state.patches(),
@@ -67,7 +81,9 @@ class Facade:
                 setattr(owner, name, value)
         triton_capture.activate(self._launches)
         generation.activate()
-        tell_dynamo([(old, owner.__dict__.get(name)) for owner, name, old in self._undo])
+        replaced = [(old, owner.__dict__.get(name)) for owner, name, old in self._undo]
+        tell_dynamo(replaced)
+        tell_torchscript(replaced)
 
     def uninstall(self) -> None:
         """Remove all patches."""
@@ -81,3 +97,4 @@ class Facade:
             else:
                 setattr(owner, name, old)
         tell_dynamo(back)
+        forget_in_torchscript([new for new, _ in back])

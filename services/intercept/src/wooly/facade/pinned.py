@@ -45,7 +45,28 @@ def pin_memory(t: Tensor, device: Any = None) -> Tensor:
     """
     if not t.is_cpu or t.layout is not torch.strided:
         raise RuntimeError(f"cannot pin '{t.type()}' only dense CPU tensors can be pinned")
-    return t if is_pinned(t) else _copy(t.detach()).requires_grad_(t.requires_grad)
+    if is_pinned(t):
+        return t
+    if not (t.requires_grad and torch.is_grad_enabled()):
+        return _copy(t.detach())
+    pinned_copy: Tensor = _PinMemory.apply(t)  # type: ignore[no-untyped-call] # PyTorch does not annotate it
+    return pinned_copy
+
+
+class _PinMemory(torch.autograd.Function):
+    """The pinned copy of a tensor. The gradient of the copy is the gradient of the tensor."""
+
+    @staticmethod
+    def forward(t: Tensor) -> Tensor:
+        return _copy(t)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Nothing is saved for the backward."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
 
 
 def _copy(t: Tensor) -> Tensor:

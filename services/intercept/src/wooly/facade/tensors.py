@@ -11,6 +11,7 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 
 from wooly.devices import NAME
 from wooly.facade.names import CUDA, to_wooly, with_device
+from wooly.facade.torchscript import convert_script_module
 from wooly.storage import MAX_DEVICES
 from wooly.torch_private import (
     DeviceContext,
@@ -131,6 +132,8 @@ def _keeping_parameters(real: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(real)
     def apply(module: torch.nn.Module, fn: Any, recurse: bool = True) -> Any:
+        if isinstance(module, torch.jit.ScriptModule):
+            return convert_script_module(module, fn)
         if future.get_swap_module_params_on_conversion():
             return _keeping_lazy(real, module, fn, recurse)
         future.set_swap_module_params_on_conversion(True)

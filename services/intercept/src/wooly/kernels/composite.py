@@ -20,7 +20,9 @@ from wooly.torch_private import (
     OpOverloadPacket,
     SDPBackend,
     attention_choice,
+    convolution_with_flags,
     dispatch_modes,
+    in_trace,
     is_zero_tensor,
     may_use_flash,
     may_use_math,
@@ -68,6 +70,26 @@ def _folds(x: Tensor) -> bool:
     """Whether the strides permit a view as a matrix with the last dimension as columns. `aten.matmul` checks the same."""
     sizes, strides = x.shape, x.stride()
     return all(strides[i] == strides[i + 1] * sizes[i + 1] for i in range(len(sizes) - 2))
+
+
+def convolution(record: Kernel) -> Kernel:
+    """`aten.convolution`. `torch.jit.trace` cannot record it, so a traced call becomes `aten._convolution`, as on CUDA."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if in_trace():
+            return convolution_with_flags(*args, **kwargs, **_CONVOLUTION_FLAGS)
+        return record(*args, **kwargs)
+
+    return run
+
+
+#: Arguments of `aten._convolution` that `aten.convolution` does not have. They choose among CUDA's algorithms.
+_CONVOLUTION_FLAGS = {"benchmark": False, "deterministic": False, "cudnn_enabled": True, "allow_tf32": True}
+
+
+def flagged_convolution(record: Kernel) -> Kernel:
+    """`aten._convolution`: `aten.convolution` with four more arguments, which the executor ignores."""
+    return lambda *args, **kwargs: record(*args[:9], **{k: v for k, v in kwargs.items() if k not in _CONVOLUTION_FLAGS})
 
 
 def plain(t: Tensor) -> Tensor:

@@ -31,6 +31,8 @@ def as_strided(t: Tensor, size: list[int], stride: list[int], storage_offset: in
     In inference mode, `reinterpret` would make an inference tensor. A view of a normal tensor must not be an inference tensor, so
     the CPU kernel makes that view.
     """
+    if stride and min(stride) < 0:
+        raise RuntimeError(f"as_strided: Negative strides are not supported at the moment, got strides: {list(stride)}")
     here = t.storage_offset()
     offset = here if storage_offset is None else storage_offset
     need = span(tuple(size), tuple(stride))

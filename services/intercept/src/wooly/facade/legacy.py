@@ -1,0 +1,103 @@
+"""The old tensor types of `torch.cuda`, such as `torch.cuda.FloatTensor`.
+
+Programs call them to make tensors, pass them to `isinstance` and `Tensor.type`, and set one as the default type. In a build of
+PyTorch without CUDA, the types exist, but PyTorch refuses each use.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from wooly.facade.names import CUDA
+
+Patch = tuple[Any, str, Any]
+
+#: Data type by the name of its tensor type, without "Tensor".
+KINDS = {
+    "Float": torch.float32,
+    "Double": torch.float64,
+    "Half": torch.float16,
+    "BFloat16": torch.bfloat16,
+    "Long": torch.int64,
+    "Int": torch.int32,
+    "Short": torch.int16,
+    "Char": torch.int8,
+    "Byte": torch.uint8,
+    "Bool": torch.bool,
+}
+
+
+class TensorType(type):
+    """The class of the tensor types. A tensor type has no instances of its own: calling it makes a `torch.Tensor`."""
+
+    dtype: torch.dtype
+    is_cuda = True
+    is_sparse = False
+    layout = torch.strided
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return (
+            isinstance(instance, torch.Tensor)
+            and instance.is_cuda
+            and instance.dtype is cls.dtype
+            and instance.layout is torch.strided
+        )
+
+    def __call__(cls, *arguments: Any, device: Any = None) -> torch.Tensor:
+        """Make a tensor from sizes, from data, or from a tensor of this type; without arguments, an empty one.
+
+        Raises:
+            TypeError: a tensor is of another type.
+        """
+        where = torch.device(CUDA) if device is None else torch.device(device)
+        if where.type != CUDA:
+            raise RuntimeError(
+                f"legacy constructor expects device type: {CUDA} but device type: {where.type} was passed"
+            )
+        if len(arguments) == 1 and not isinstance(arguments[0], (int, torch.Size)):
+            data = arguments[0]
+            if not isinstance(data, torch.Tensor):
+                return torch.tensor(data, dtype=cls.dtype, device=where)
+            if not isinstance(data, cls):
+                raise TypeError(f"expected torch.cuda.{cls.__name__} (got {data.type()})")
+            return data.detach()
+        return torch.empty(*(arguments or (0,)), dtype=cls.dtype, device=where)
+
+    def __repr__(cls) -> str:
+        return f"<class 'torch.cuda.{cls.__name__}'>"
+
+
+def patches() -> Iterator[Patch]:
+    """Yield the patches (owner, name, value) for the tensor types, and for the functions that take a type."""
+    for kind, dtype in KINDS.items():
+        name = f"{kind}Tensor"
+        yield (torch.cuda, name, TensorType(name, (), {"dtype": dtype, "__module__": "torch.cuda"}))
+    real_type, real_default = torch.Tensor.type, torch.set_default_tensor_type
+
+    @functools.wraps(real_type)
+    def type_(t: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
+        if isinstance(dtype, TensorType):
+            return t.to(CUDA, dtype.dtype)
+        return real_type(t, dtype, non_blocking, **kwargs)
+
+    @functools.wraps(real_default)
+    def set_default_tensor_type(t: Any) -> None:
+        name = t if isinstance(t, str) else ""
+        if name.startswith("torch.cuda."):
+            t = getattr(torch.cuda, name.removeprefix("torch.cuda."), None)
+        if isinstance(t, TensorType):
+            if not t.dtype.is_floating_point:
+                raise TypeError(f"only floating-point types are supported as the default type (got {t!r})")
+            torch.set_default_dtype(t.dtype)
+            torch.set_default_device(CUDA)
+            return
+        real_default(t)
+        if torch.get_default_device().type == CUDA:  # a type of the host also moves the default back
+            torch.set_default_device(None)
+
+    yield (torch.Tensor, "type", type_)
+    yield (torch, "set_default_tensor_type", set_default_tensor_type)

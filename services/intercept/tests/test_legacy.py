@@ -1,0 +1,61 @@
+"""The old tensor types of `torch.cuda`."""
+
+import pytest
+import torch
+from wooly.facade.legacy import KINDS
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*set_default_tensor_type:UserWarning")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tensor_type_makes_tensors_on_device(cuda, kind):
+    make, host = getattr(torch.cuda, f"{kind}Tensor"), getattr(torch, f"{kind}Tensor")
+    for t, shape in ((make(), (0,)), (make(2, 3), (2, 3)), (make(torch.Size([4])), (4,)), (make([1, 0]), (2,))):
+        assert t.device == torch.device("cuda:0") and t.dtype is KINDS[kind] and t.shape == shape
+    t = make([1, 0])
+    assert t.type() == f"torch.cuda.{kind}Tensor" and t.tolist() == host([1, 0]).tolist()
+    assert isinstance(t, make) and not isinstance(t, host)
+    assert isinstance(t.cpu(), host) and not isinstance(t.cpu(), make)
+    assert torch.equal(make(t), t)
+
+
+def test_tensor_type_as_argument_of_type_converts_and_moves(cuda):
+    x = torch.ones(2)
+    for to in (torch.cuda.HalfTensor, "torch.cuda.HalfTensor"):
+        moved = x.type(to)
+        assert moved.is_cuda and moved.dtype is torch.float16
+        assert moved.type(torch.FloatTensor).device.type == "cpu"
+        assert moved.type(torch.int32).is_cuda
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "said"),
+    [
+        (
+            lambda: torch.cuda.FloatTensor(torch.ones(2)),
+            TypeError,
+            r"expected torch.cuda.FloatTensor \(got torch.FloatTensor\)",
+        ),
+        (
+            lambda: torch.cuda.FloatTensor(2, device="cpu"),
+            RuntimeError,
+            "expects device type: cuda but device type: cpu",
+        ),
+        (lambda: torch.set_default_tensor_type(torch.cuda.LongTensor), TypeError, "only floating-point types"),
+    ],
+)
+def test_tensor_type_with_wrong_argument_raises(cuda, make, error, said):
+    with pytest.raises(error, match=said):
+        make()
+
+
+def test_default_tensor_type_sets_device_and_dtype(cuda):
+    try:
+        for kind in (torch.cuda.DoubleTensor, "torch.cuda.DoubleTensor"):
+            torch.set_default_tensor_type(kind)
+            assert torch.zeros(2).is_cuda and torch.tensor([1.0]).dtype is torch.float64
+            torch.set_default_tensor_type(torch.FloatTensor)
+            assert not torch.zeros(2).is_cuda and torch.tensor([1.0]).dtype is torch.float32
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
