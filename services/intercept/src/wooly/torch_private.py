@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from functools import cache
@@ -115,9 +116,57 @@ def methods_of_lazy_tensors() -> Any:
     return UninitializedTensorMixin._allowed_methods
 
 
+class _TakenErrors:
+    """Errors in flight that the device guard took, per thread.
+
+    When an exception of Python's (of a hook, of a kernel) leaves a step of a backward, PyTorch asks the device guard for its type
+    while Python's error is still set. A Python method that returns with an error set fails, and PyTorch ends the process. So the
+    guard takes the error. The backward then ends without one, and `in_calling_thread` raises what was taken.
+    """
+
+    def __init__(self) -> None:
+        self._errors: dict[int, BaseException] = {}
+        # Nothing may be looked up or converted before the error is taken, so everything is made here.
+        self.places = tuple([ctypes.c_void_p() for _ in range(3)])
+        self.references = tuple([ctypes.byref(place) for place in self.places])
+
+    def keep(self) -> None:
+        """Keep the error that was just taken. The first error of a thread stays."""
+        ctypes.pythonapi.PyErr_NormalizeException(*self.references)
+        _, value, trace = [None if not p.value else ctypes.cast(p, ctypes.py_object).value for p in self.places]
+        for place in self.places:
+            ctypes.pythonapi.Py_DecRef(place)
+            place.value = None
+        if isinstance(value, BaseException):
+            self._errors.setdefault(threading.get_ident(), value.with_traceback(trace))
+
+    def pop(self) -> BaseException | None:
+        """The error that was taken from this thread."""
+        return self._errors.pop(threading.get_ident(), None)
+
+
+_taken = _TakenErrors()
+
+
+class _DeviceGuard(torch._C._acc.DeviceGuard):
+    """PyTorch's guard for backends in Python. Its only method may be called while Python's error is set."""
+
+    def type_(
+        self,
+        kind: Any = torch._C._autograd.DeviceType.PrivateUse1,
+        fetch: Any = ctypes.pythonapi.PyErr_Fetch,
+        references: Any = _taken.references,
+        place: Any = _taken.places[0],
+    ) -> Any:
+        fetch(*references)
+        if place:
+            _taken.keep()
+        return kind
+
+
 def register_backend(name: str, module: Any) -> None:
     """Make `name` the PrivateUse1 device type, with `module` as `torch.<name>`."""
-    _setup_privateuseone_for_python_backend(name, backend_module=module)
+    _setup_privateuseone_for_python_backend(name, backend_module=module, device_guard=_DeviceGuard())
 
 
 def warn_of_resize(out: torch.Tensor, shape: Any) -> None:
@@ -370,12 +419,21 @@ def run_backward_patches() -> list[tuple[Any, str, Callable[..., Any]]]:
 
 
 def in_calling_thread(run_backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `run_backward` so that the calling thread runs the backward on all devices. The switch for this is per thread."""
+    """Wrap `run_backward` so that the calling thread runs the backward on all devices. The switch for this is per thread.
+
+    The wrapper also raises the error that the device guard took (`_TakenErrors`).
+    """
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if torch._C._is_multithreading_enabled():
             torch._C._set_multithreading_enabled(False)
-        return run_backward(*args, **kwargs)
+        try:
+            return run_backward(*args, **kwargs)
+        except SystemError:
+            error = _taken.pop()
+            if error is None:
+                raise
+        raise error from error.__cause__
 
     return run
 

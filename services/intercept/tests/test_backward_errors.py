@@ -1,0 +1,85 @@
+"""Exceptions of Python code that autograd calls in a backward: hooks, custom functions, saved tensors."""
+
+import pytest
+import torch
+
+
+class HookError(Exception):
+    """Raised by the tests' hooks."""
+
+
+class RaisingFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise HookError("in a backward")
+
+
+def _raise(*_):
+    raise HookError("in a hook")
+
+
+def _hook_of_tensor(x):
+    y = x * 2
+    y.register_hook(_raise)
+    return y
+
+
+def _hook_of_node(x):
+    y = x * 2
+    y.grad_fn.register_hook(_raise)
+    return y
+
+
+def _prehook_of_node(x):
+    y = (x * 2).tanh()
+    y.grad_fn.register_prehook(_raise)
+    return y
+
+
+def _hook_after_accumulation(x):
+    x.register_post_accumulate_grad_hook(_raise)
+    return x * 2
+
+
+def _saved_tensors(x):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, _raise):
+        return (x * 2).tanh()
+
+
+def _module(x):
+    layer = torch.nn.Linear(3, 3).to("cuda")
+    layer.register_full_backward_hook(_raise)
+    return layer(x)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        _hook_of_tensor,
+        _hook_of_node,
+        _prehook_of_node,
+        _hook_after_accumulation,
+        _saved_tensors,
+        _module,
+        RaisingFunction.apply,
+    ],
+)
+@pytest.mark.parametrize(
+    "begin", [lambda y, x: y.backward(), lambda y, x: torch.autograd.grad(y, x)], ids=["backward", "grad"]
+)
+def test_exception_in_backward_is_raised_and_process_goes_on(cuda, make, begin):
+    """PyTorch's guard for backends in Python once ended the process: "terminate called without an active exception"."""
+    x = torch.ones(3, device=cuda, requires_grad=True)
+    loss = make(x).sum() * 3
+    if make is _hook_after_accumulation and "grad" in begin.__code__.co_names:
+        begin(loss, x)  # nothing is accumulated
+    else:
+        with pytest.raises(HookError, match="in a") as error:
+            begin(loss, x)
+        assert error.value.__context__ is None and error.traceback[-1].name in ("_raise", "backward")
+    y = (x * 4).tanh().sum()
+    assert torch.autograd.grad(y, x)[0].shape == (3,)
