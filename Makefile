@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
-# Many tests wait for other processes, so one worker more than cores keeps the cores busy. A worker takes about 1 GiB of memory.
+# Many tests wait for other processes, so one worker more than cores keeps the cores busy. A worker takes one to two GiB of memory.
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min((os.cpu_count() or 1) + 1, 8))')
 # A file's tests run in one process: they share what takes seconds to start. The order is conftest.py's.
 # A worker that dies ends the run: pytest-xdist 3.8 replaces it and may then wait for ever (its issue 1378).
