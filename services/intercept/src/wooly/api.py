@@ -311,8 +311,13 @@ def install_facade() -> None:
         if _attached is None:
             raise NotConnectedError("no session is open; call wooly.enable()")
         if _facade is None:
-            _facade = Facade(_attached.device.devices, device_facts, _attached.device.launches)
+            _facade = Facade(_attached.device.devices, device_facts, _attached.device.launches, _lose_session)
         _facade.install()
+
+
+def _lose_session(why: str) -> None:
+    if _attached is not None and _attached.links:
+        _attached.link.fail(why)
 
 
 def disable() -> None:

@@ -82,6 +82,8 @@ class Link:
         self._mirror_bytes = 0
         self._lost: WoolyError | None = None
         self._started: deque[_StartedRead] = deque()
+        #: Answers for which a caller stopped to wait, because a signal handler raised an exception.
+        self._abandoned: deque[Expected] = deque()
         self._failed: Exception | None = None
         #: Sequence number of the last frame that is answered. It is known whether this frame or an earlier frame failed.
         self._answered = 0
@@ -222,11 +224,22 @@ class Link:
 
     # -- answers -----------------------------------------------------------------------------------------------------
 
-    def _answer(self, kind: Kind, timeout: float | None = None) -> dict[str, Any]:
+    def _wait(self, expected: Expected, timeout: float | None = None) -> None:
+        """Wait for an answer. If a signal handler raises an exception meanwhile, the answer is taken in when it arrives."""
         try:
-            frame = self._channel.recv(timeout)
+            self._channel.complete(expected, timeout)
         except ChannelError as e:
             raise self._fail(e) from e
+        except BaseException:
+            if not expected.done:
+                self._abandoned.append(expected)
+            raise
+
+    def _answer(self, kind: Kind, timeout: float | None = None) -> dict[str, Any]:
+        expected = self._channel.expect_frame()
+        self._wait(expected, timeout)
+        frame = expected.other
+        assert frame is not None
         self.syncs += 1
         self.bytes_received += len(frame.payload)
         self._process_answers()
@@ -267,12 +280,10 @@ class Link:
             RemoteOperationError: an operation that computed the buffer failed, or another operation before the read.
         """
         self._send(Kind.READ, READ_HEAD.pack(buffer, offset, len(into)))
-        try:
-            other = self._channel.recv_data(into, Kind.DATA)
-        except ChannelError as e:
-            raise self._fail(e) from e
+        expected = self._channel.expect(into, Kind.DATA)
+        self._wait(expected)
         self._process_answers()
-        failure = self._received(len(into), other)
+        failure = self._received(len(into), expected.other)
         self._note_all_answered(failure)
 
     def fetch(self, buffer: int, offset: int, into: memoryview, owner: Any) -> None:
@@ -339,6 +350,10 @@ class Link:
 
     def _process_answers(self) -> None:
         """Process the answers to `fetch` that have arrived. The first error is kept for the next call that waits."""
+        while self._abandoned and self._abandoned[0].done:
+            late = self._abandoned.popleft().other
+            if late is not None and late.kind == Kind.ERROR:
+                self._failed = self._failed or self._remote_error(unpack_json(late.payload))
         coming = self._started
         while coming and coming[0].expected.done:
             seq, nbytes, expected, _ = coming.popleft()

@@ -425,6 +425,7 @@ def in_calling_thread(run_backward: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        _taken.pop()  # of an earlier backward that something else ended
         if torch._C._is_multithreading_enabled():
             torch._C._set_multithreading_enabled(False)
         try:
@@ -436,6 +437,12 @@ def in_calling_thread(run_backward: Callable[..., Any]) -> Callable[..., Any]:
         raise error from error.__cause__
 
     return run
+
+
+#: The method of the device guard, and the caller of the engine, which asks the guard between nodes. An exception of a signal
+#: handler there would end the process, since the guard's C++ methods may not throw.
+GUARD_CODE = _DeviceGuard.type_.__code__
+ENGINE_CODE = in_calling_thread(torch.autograd.backward).__code__
 
 
 def in_transform() -> bool:

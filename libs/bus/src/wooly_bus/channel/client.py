@@ -2,6 +2,9 @@
 
 One thread at a time may use a client (its owner holds a lock). Frames are numbered from 1 in each direction. Every receive also
 processes acknowledgements. A send waits while more than `window` payload bytes are unacknowledged.
+
+An exception of a signal handler may end a receive at one place: while it waits for input (`_await_input`). The client then keeps
+the bytes that it has, and the next receive goes on from there. What a caller expected still arrives later, in its turn.
 """
 
 from __future__ import annotations
@@ -36,20 +39,42 @@ _ACK_EVERY = 32 << 20
 _HANGUP = getattr(select, "POLLRDHUP", 0)  # `poll` always reports POLLHUP and POLLERR
 
 
+#: The kind of an `Expected` that takes the next frame, whatever its kind.
+_ANY = -1
+
+
 class Expected:
-    """Payloads that the client will receive into memory of the caller: see `ChannelClient.expect`.
+    """What the client will receive: payloads into memory of the caller, or one frame. See `ChannelClient.expect`.
 
     Attributes:
         done: all payloads were received, or `other` was received.
-        other: the first frame of another kind that was received instead.
+        other: the first frame of another kind that was received instead, or the one frame.
     """
 
     __slots__ = ("_at", "_into", "_kind", "done", "other")
 
     def __init__(self, into: memoryview, kind: int) -> None:
         self._into, self._kind, self._at = into, kind, 0
-        self.done = not len(into)
+        self.done = kind != _ANY and not len(into)
         self.other: Frame | None = None
+
+
+class _Incoming:
+    """A frame that is being received.
+
+    Attributes:
+        kind, flags, seq: fields of its header.
+        into: where its payload belongs.
+        at: number of payload bytes that were received.
+        expected: the expectation that the payload belongs to; None if the frame is for `Expected.other`, or is dropped.
+    """
+
+    __slots__ = ("at", "expected", "flags", "into", "kind", "payload", "seq")
+
+    def __init__(self, kind: int, flags: int, seq: int, payload: bytearray | None, into: memoryview) -> None:
+        self.kind, self.flags, self.seq, self.payload, self.into = kind, flags, seq, payload, into
+        self.at = 0
+        self.expected: Expected | None = None
 
 
 class ChannelClient:
@@ -65,6 +90,10 @@ class ChannelClient:
         self._sock = sock
         self._header = bytearray(HEADER.size)
         self._header_view = memoryview(self._header)
+        self._header_at = 0
+        self._incoming: _Incoming | None = None
+        self._input = select.poll()  # `select.select` does not accept descriptors above 1023
+        self._input.register(sock, select.POLLIN)
         self._sent = 0
         self._received = 0
         self._unacked: deque[tuple[int, int]] = deque()
@@ -158,29 +187,21 @@ class ChannelClient:
 
     def _wait_for_room(self, size: int) -> None:
         while self._in_flight and self._in_flight + size > self.window:
-            if (other := self._take()) is not None:
-                raise ProtocolError(
-                    f"unexpected frame of kind {other[1]} ({other[0]} bytes): only acknowledgements are allowed now"
-                )
+            self._take()
 
     # -- receiving ---------------------------------------------------------------------------------------------------
 
     def recv(self, timeout: float | None = None) -> Frame:
-        """Receive the next frame that is not an acknowledgement.
+        """Receive the next frame that is not an acknowledgement and not expected.
 
         Raises:
             ChannelTimeoutError: no frame was received within `timeout` seconds.
             ChannelClosedError: the connection is closed.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while True:
-            if deadline is not None:
-                self._wait_readable(deadline)
-            header = self._take()
-            if header is not None:
-                frame = self._rest(*header)
-                self._acknowledge(header[0])
-                return frame
+        expected = self.expect_frame()
+        self.complete(expected, timeout)
+        assert expected.other is not None
+        return expected.other
 
     def recv_data(self, into: memoryview, kind: int) -> Frame | None:
         """Receive the payloads of consecutive frames of `kind` directly into `into`.
@@ -201,9 +222,21 @@ class ChannelClient:
             self._expected.append(expected)
         return expected
 
-    def complete(self, expected: Expected) -> None:
-        """Wait until the expected payloads, or a frame of another kind, have been received."""
+    def expect_frame(self) -> Expected:
+        """Announce one frame of any kind; it becomes `Expected.other`."""
+        return self.expect(memoryview(b""), _ANY)
+
+    def complete(self, expected: Expected, timeout: float | None = None) -> None:
+        """Wait until what is expected has been received.
+
+        Raises:
+            ChannelTimeoutError: it was not received within `timeout` seconds.
+            ChannelClosedError: the connection is closed.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
         while not expected.done:
+            if deadline is not None:
+                self._wait_readable(deadline)
             self._take()
 
     def poll_acks(self) -> None:
@@ -214,80 +247,94 @@ class ChannelClient:
             ProtocolError: an unexpected frame was received.
         """
         while self._pending():
-            if (other := self._take()) is not None:
-                raise ProtocolError(f"unexpected frame of kind {other[1]} ({other[0]} bytes)")
+            self._take()
 
-    def _take(self) -> tuple[int, int, int, int] | None:
-        """Process the next frame if it is an acknowledgement or expected.
+    def _take(self) -> None:
+        """Receive and process one frame: an acknowledgement, or one that is expected.
 
-        Otherwise return its header; the payload is still unread.
+        Raises:
+            ChannelClosedError: the connection is closed.
+            ProtocolError: the frame is not expected.
         """
-        header = length, kind, _, seq = self._read_header()
-        if kind == ACK:
-            self._take_ack(seq)
-            return None
-        if kind == END:
-            why = bytearray(length)
-            self._read_into(memoryview(why))
-            raise ChannelClosedError(why.decode(errors="replace"))
-        if not self._expected:
-            return header
-        expected = self._expected[0]
-        if kind != expected._kind:
-            expected.other = self._rest(*header)
-        else:
-            at, into = expected._at, expected._into
-            if length > len(into) - at:
-                raise ProtocolError(f"received {length} bytes of data, but expected at most {len(into) - at}")
-            self._check_seq(seq)
-            self._read_into(into[at : at + length])
-            expected._at = at + length
-            self._acknowledge(length)
-            if at + length < len(into):
-                return None
-        expected.done = True
-        self._expected.popleft()
-        return None
+        incoming = self._incoming
+        if incoming is None:
+            while self._header_at < HEADER.size:
+                self._await_input()
+                self._header_at += self._receive(self._header_view[self._header_at :])
+            self._header_at = 0
+            incoming = self._incoming = self._announced(*parse_header(self._header))
+        while incoming.at < len(incoming.into):
+            self._await_input()
+            incoming.at += self._receive(incoming.into[incoming.at :])
+        self._incoming = None
+        self._process(incoming)
 
-    def _rest(self, length: int, kind: int, flags: int, seq: int) -> Frame:
-        """Read the payload that follows the header, and return the frame."""
-        self._check_seq(seq)
-        payload = bytearray(length)
-        if length:
-            self._read_into(memoryview(payload))
-        return Frame(kind, flags, seq, payload)
+    def _announced(self, length: int, kind: int, flags: int, seq: int) -> _Incoming:
+        """The frame after its header, with the memory for its payload.
+
+        Raises:
+            ProtocolError: the frame is not expected.
+        """
+        expected = self._expected[0] if self._expected and kind not in (ACK, END) else None
+        if expected is None and kind not in (ACK, END) and not self._draining:
+            raise ProtocolError(f"unexpected frame of kind {kind} ({length} bytes)")
+        if expected is None or kind != expected._kind:
+            payload = bytearray(length)
+            incoming = _Incoming(kind, flags, seq, payload, memoryview(payload))
+        else:
+            at = expected._at
+            if length > len(expected._into) - at:
+                raise ProtocolError(f"received {length} bytes of data, but expected at most {len(expected._into) - at}")
+            incoming = _Incoming(kind, flags, seq, None, expected._into[at : at + length])
+        incoming.expected = expected
+        return incoming
+
+    def _process(self, incoming: _Incoming) -> None:
+        if incoming.kind == ACK:
+            self._take_ack(incoming.seq)
+            return
+        if incoming.kind == END:
+            raise ChannelClosedError(bytes(incoming.into).decode(errors="replace"))
+        self._check_seq(incoming.seq)
+        length, expected = len(incoming.into), incoming.expected
+        if expected is None:
+            return
+        if incoming.payload is not None:
+            expected.other = Frame(incoming.kind, incoming.flags, incoming.seq, incoming.payload)
+        else:
+            expected._at += length
+        if incoming.payload is not None or expected._at == len(expected._into):
+            expected.done = True
+            self._expected.popleft()
+        self._acknowledge(length)
 
     def _pending(self) -> bool:
         if self._tls and isinstance(self._sock, ssl.SSLSocket) and self._sock.pending():
             return True
-        return self._readable_within(0)
+        return bool(self._input.poll(0))
 
     def _wait_readable(self, deadline: float) -> None:
         if self._tls and self._pending():
             return
         left = deadline - time.monotonic()
-        if left <= 0 or not self._readable_within(left):
+        if left <= 0 or not self._input.poll(left * 1000):
             raise ChannelTimeoutError("the executor did not answer within the timeout")
 
-    def _readable_within(self, seconds: float) -> bool:
-        poll = select.poll()  # `select.select` does not accept descriptors above 1023
-        poll.register(self._sock, select.POLLIN)
-        return bool(poll.poll(seconds * 1000))
+    def _await_input(self) -> None:
+        """Wait for input. The only place where a signal handler's exception may end a receive."""
+        if self._tls and isinstance(self._sock, ssl.SSLSocket) and self._sock.pending():
+            return
+        self._input.poll()
 
-    def _read_header(self) -> tuple[int, int, int, int]:
-        self._read_into(self._header_view)
-        return parse_header(self._header)
-
-    def _read_into(self, view: memoryview) -> None:
-        sock, size, at = self._sock, len(view), 0
+    def _receive(self, into: memoryview) -> int:
+        """Receive what has arrived. Returns the number of bytes."""
         try:
-            while at < size:
-                n = sock.recv_into(view[at:] if at else view)
-                if not n:
-                    raise self._closed_error(None)
-                at += n
+            received = self._sock.recv_into(into)
         except OSError as e:
             raise self._closed_error(e) from e
+        if not received:
+            raise self._closed_error(None)
+        return received
 
     def _check_seq(self, seq: int) -> None:
         self._received += 1
@@ -322,8 +369,7 @@ class ChannelClient:
             self._draining = True
             try:
                 while self._pending():
-                    if (header := self._take()) is not None:
-                        self._rest(*header)
+                    self._take()
             except ChannelError as e:
                 return e
         return self._closed_error(cause)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from wooly import children, dynamo, triton_capture
+from wooly import children, dynamo, interrupts, triton_capture
 from wooly.devices import Devices
 from wooly.facade import (
     accelerator,
@@ -48,10 +48,18 @@ class Facade:
         devices: the process's devices.
         facts: returns the properties of a device, from its executor, by index.
         launches: records launches of foreign kernels.
+        lose_session: ends the session with a reason.
     """
 
-    def __init__(self, devices: Devices, facts: Callable[[int], dict[str, Any]], launches: Launches) -> None:
+    def __init__(
+        self,
+        devices: Devices,
+        facts: Callable[[int], dict[str, Any]],
+        launches: Launches,
+        lose_session: Callable[[str], None],
+    ) -> None:
         self._launches = launches
+        self._interrupts = interrupts.Interrupts(lose_session)
         self._answers = Answers(devices, facts)
         self._undo: list[tuple[Any, str, Any]] = []
 
@@ -75,6 +83,7 @@ class Facade:
             parallel.patches(),
             children.patches(),
             dynamo.patches(),
+            self._interrupts.patches(),
         ):
             for owner, name, value in patches:
                 self._undo.append((owner, name, owner.__dict__.get(name, _MISSING)))
@@ -96,5 +105,6 @@ class Facade:
                 delattr(owner, name)
             else:
                 setattr(owner, name, old)
+        interrupts.restore()
         tell_dynamo(back)
         forget_in_torchscript([new for new, _ in back])

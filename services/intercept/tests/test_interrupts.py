@@ -1,0 +1,166 @@
+"""Exceptions of signal handlers: at any moment, thousands of times. The session stays whole, and no result is wrong."""
+
+import random
+import signal
+import time
+
+import pytest
+import torch
+from wooly import api, interrupts
+from wooly_testkit.effort import examples
+
+pytestmark = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this system has no interval timers")
+
+
+class AlarmError(Exception):
+    """Raised by the test's signal handler."""
+
+
+@pytest.fixture
+def alarms(cuda):
+    """`alarms(low, high)` raises AlarmError in this thread after a random time between these seconds."""
+
+    def ring(number, frame):
+        raise AlarmError
+
+    before = signal.signal(signal.SIGALRM, ring)
+    rng = random.Random(0)
+    yield lambda low, high: signal.setitimer(signal.ITIMER_REAL, rng.uniform(low, high))
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def train(device, seed):
+    """A few steps with waits, uploads, downloads and frees, and all that they print."""
+    torch.manual_seed(seed)
+    w = torch.randn(24, 24).to(device).requires_grad_()
+    said = []
+    for step in range(4):
+        x = torch.full((5, 24), float(step + seed), device=device)
+        loss = (x @ w).tanh().sum()
+        loss.backward()
+        with torch.no_grad():
+            w -= 0.01 * w.grad
+            w.grad = None
+        said.append(loss.item())
+        said.append((x[0, :3] * 2).tolist())
+    said.append(w.detach().cpu().sum().item())
+    return said
+
+
+def test_exceptions_of_alarms_leave_session_whole(cuda, alarms):
+    kept = torch.arange(1000.0, device=cuda)
+    expected = {seed: train("cpu", seed) for seed in range(3)}
+    link = api.attached_links()[0]
+    train(cuda, 0)
+    started = time.monotonic()
+    train(cuda, 0)
+    longest = 1.5 * (time.monotonic() - started)
+    raised = finished = 0
+    aim = examples(150, 5000)
+    while raised < aim:
+        seed = (raised + finished) % 3
+        try:
+            try:
+                alarms(0.0002, longest)
+                found = train(cuda, seed)
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+        except AlarmError:
+            raised += 1
+            torch.set_grad_enabled(True)  # the exception may end `no_grad.__exit__`, which is PyTorch's Python code
+        else:
+            assert found == expected[seed]
+            finished += 1
+        if raised % 50 == 0:
+            assert train(cuda, 1) == expected[1]
+    time.sleep(0.05)  # until no deferred signal is left
+    assert train(cuda, 2) == expected[2] and kept.sum().item() == 499500.0
+    assert api.attached_links()[0] is link
+
+
+def test_exception_during_wait_comes_at_once_and_answer_is_dropped(cuda, alarms):
+    x = torch.ones(600, 600, device=cuda)
+    for _ in range(40):
+        x = (x @ x) / 600.0
+    started = time.monotonic()
+    alarms(0.01, 0.02)
+    with pytest.raises(AlarmError):
+        x.sum().item()
+    assert time.monotonic() - started < 5
+    assert x.sum().item() == 600.0 * 600.0
+
+
+def test_remote_error_of_interrupted_wait_is_raised_by_next_wait(cuda, alarms):
+    x = torch.ones(600, 600, device=cuda)
+    for _ in range(40):
+        x = (x @ x) / 600.0
+    index = (x.sum() * 0 + 9e9).long().reshape(1)
+    failing = x.index_select(0, index)
+    alarms(0.01, 0.02)
+    with pytest.raises(AlarmError):
+        failing.sum().item()
+    with pytest.raises(RuntimeError, match="index"):
+        torch.cuda.synchronize()
+    assert torch.ones(3, device=cuda).sum().item() == 3.0
+
+
+def test_handlers_of_program_are_shown_and_restored(cuda):
+    def mine(number, frame):
+        pass
+
+    before = signal.signal(signal.SIGUSR1, mine)
+    try:
+        assert signal.getsignal(signal.SIGUSR1) is mine
+        assert signal.signal(signal.SIGUSR1, signal.SIG_IGN) is mine
+        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        signal.signal(signal.SIGUSR1, mine)
+        api._facade.uninstall()
+        assert signal.getsignal(signal.SIGUSR1) is mine
+        api.install_facade()
+        assert signal.getsignal(signal.SIGUSR1) is mine
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_deferred_handler_runs_before_another_handler_is_set(cuda, monkeypatch):
+    """If the signal were sent again after that, it would end the process."""
+    rung = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: rung.append(number))
+    monkeypatch.setattr(interrupts, "moment", lambda frame: interrupts.Moment.OPERATION)
+    signal.raise_signal(signal.SIGUSR1)
+    assert not rung
+    signal.signal(signal.SIGUSR1, before)
+    assert before is signal.SIG_DFL and rung == [signal.SIGUSR1]
+    time.sleep(0.05)
+
+
+def test_call_that_waits_is_interrupted(cuda):
+    x = torch.ones(3, device=cuda)
+
+    def ring(number, frame):
+        raise AlarmError
+
+    before = signal.signal(signal.SIGALRM, ring)
+    started = time.monotonic()
+    with pytest.raises(AlarmError):
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
+        time.sleep(60)
+    assert time.monotonic() - started < 30
+    signal.signal(signal.SIGALRM, before)
+    assert x.sum().item() == 3.0
+
+
+def test_exception_inside_operation_after_patience_ends_session_with_reason(monkeypatch):
+    reasons = []
+
+    def ring(number, frame):
+        raise AlarmError
+
+    monkeypatch.setattr(interrupts, "moment", lambda frame: interrupts.Moment.OPERATION)
+    monkeypatch.setattr(interrupts, "PATIENCE_S", -1.0)
+    handler = interrupts.DeferringHandler(ring, interrupts._Deferred(), reasons.append)
+    with pytest.raises(AlarmError):
+        handler(signal.SIGUSR2, None)
+    assert len(reasons) == 1 and reasons[0].startswith("AlarmError interrupted an operation")
