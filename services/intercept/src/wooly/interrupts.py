@@ -50,7 +50,7 @@ _LIBRARIES = (
     "<string>",
 )
 #: The function that waits for an answer.
-_WAITING: CodeType = ChannelClient._await_input.__code__
+_WAITING: CodeType = ChannelClient.await_input.__code__
 #: Instructions at which Python runs signal handlers itself: the start of a function, and the end of a loop's turn. At all others,
 #: native code may have asked for them.
 _BETWEEN = ("RESUME", "JUMP_BACKWARD", "POP_JUMP_BACKWARD")

@@ -3,7 +3,7 @@
 One thread at a time may use a client (its owner holds a lock). Frames are numbered from 1 in each direction. Every receive also
 processes acknowledgements. A send waits while more than `window` payload bytes are unacknowledged.
 
-An exception of a signal handler may end a receive at one place: while it waits for input (`_await_input`). The client then keeps
+An exception of a signal handler may end a receive at one place: while it waits for input (`await_input`). The client then keeps
 the bytes that it has, and the next receive goes on from there. What a caller expected still arrives later, in its turn.
 """
 
@@ -259,12 +259,12 @@ class ChannelClient:
         incoming = self._incoming
         if incoming is None:
             while self._header_at < HEADER.size:
-                self._await_input()
+                self.await_input()
                 self._header_at += self._receive(self._header_view[self._header_at :])
             self._header_at = 0
             incoming = self._incoming = self._announced(*parse_header(self._header))
         while incoming.at < len(incoming.into):
-            self._await_input()
+            self.await_input()
             incoming.at += self._receive(incoming.into[incoming.at :])
         self._incoming = None
         self._process(incoming)
@@ -320,7 +320,7 @@ class ChannelClient:
         if left <= 0 or not self._input.poll(left * 1000):
             raise ChannelTimeoutError("the executor did not answer within the timeout")
 
-    def _await_input(self) -> None:
+    def await_input(self) -> None:
         """Wait for input. The only place where a signal handler's exception may end a receive."""
         if self._tls and isinstance(self._sock, ssl.SSLSocket) and self._sock.pending():
             return
