@@ -18,7 +18,7 @@ from wooly_bus.access import Access
 from wooly_bus.channel import ChannelClient, ChannelError, ChannelTlsError, Endpoint, client_context
 from wooly_bus.supervision import start_thread
 
-from wooly import children
+from wooly import capture, children
 from wooly.device import RegisteredDevice, register
 from wooly.errors import NotConnectedError, WoolyError
 from wooly.facade import Facade
@@ -27,6 +27,7 @@ from wooly.routes import reason_not_to_try
 from wooly.storage import MAX_DEVICES
 
 if TYPE_CHECKING:
+    from wooly.settings import Settings
     from wooly.traces import ClientTrace
 
 log = logging.getLogger("wooly")
@@ -76,6 +77,8 @@ class _Attached:
 
 _lock = threading.RLock()
 _attached: _Attached | None = None
+#: Settings of the session that the first use of a device opens; None: there is none to open.
+_pending: Settings | None = None
 _facade: Facade | None = None
 _flusher: threading.Thread | None = None
 
@@ -175,12 +178,19 @@ def attach_link(link: Any) -> RegisteredDevice:
 
 
 def _adopt(device: RegisteredDevice, links: list[Link]) -> None:
+    """Give each recorder its link. If the first use of a device opens the session, its operation is being recorded."""
     device.set_count(len(links))
+    if _pending is None:
+        _forget_sessions(device)
     for recorder, link in zip(device.devices.active(), links, strict=True):
         link.name_of = recorder.name_of
+        recorder.link = link
+
+
+def _forget_sessions(device: RegisteredDevice) -> None:
+    for recorder in device.devices.recorders:
         with recorder.lock:
             recorder.forget_session()
-            recorder.link = link
 
 
 def _connect(
@@ -240,29 +250,75 @@ def _dial(endpoint: Endpoint, control_url: str | Access, tls_ca: Path | None) ->
 def enable(settings: Any = None) -> None:
     """Open a session at the controller, and redirect "cuda" to the session's device.
 
+    If CUDA_VISIBLE_DEVICES hides all devices, "cuda" is not available and no session is opened.
+
     Args:
         settings: `wooly.settings.Settings`; None: read the environment and the configuration file.
 
     Raises:
         WoolyError: no controller or no executor is available. The message says what to start.
     """
-    global _facade
+    enable_on_use(settings)
+    with _lock:
+        if _attached is None and register().devices.look():
+            try:
+                _open()
+            except BaseException:
+                disable()
+                raise
+
+
+def enable_on_use(settings: Any = None) -> None:
+    """Redirect "cuda". The first use of a device opens the session, so a process that uses none occupies none.
+
+    Args:
+        settings: as for `enable`.
+
+    Raises:
+        SettingsError: a setting is invalid.
+    """
+    global _pending
     with _lock:
         if _attached is None:
             from wooly.settings import load
 
-            settings = settings or load()
-            if settings.programs_dir is not None:
-                settings.programs_dir.mkdir(parents=True, exist_ok=True)
-            opened = _open_and_attach(settings)
-            assert _attached is not None
-            _attached.opened = opened
-            links = _attached.links
-            opened.on_lost = lambda why: links[0].fail(why)
-            for recorder in _attached.device.devices.recorders:
-                recorder.programs_dir = settings.programs_dir
-            children.settings = settings.model_copy(update=opened.reach)
+            _pending = children.settings = settings or load()
+            device = register(_pending.flush_instructions)
+            device.devices.offered = _pending.gpu_count
+            device.devices.look()
+            _forget_sessions(device)
+            device.set_opener(_first_use)
         install_facade()
+
+
+def _first_use() -> None:
+    """Open the session, if it is not open."""
+    with _lock:
+        device = register()
+        device.devices.require_any()
+        if _attached is None and _pending is not None:
+            _open()
+        device.set_opener(None)
+        device.devices.offered = None
+
+
+def _open() -> None:
+    """Open the pending session."""
+    global _pending
+    assert _pending is not None
+    settings = _pending.model_copy(update={"gpu_count": register().devices.count})
+    if settings.programs_dir is not None:
+        settings.programs_dir.mkdir(parents=True, exist_ok=True)
+    opened = _open_and_attach(settings)
+    assert _attached is not None
+    _attached.opened = opened
+    links = _attached.links
+    opened.on_lost = lambda why: links[0].fail(why)
+    for recorder in _attached.device.devices.recorders:
+        recorder.programs_dir = settings.programs_dir
+    children.settings = _pending.model_copy(update=opened.reach)
+    children.close_at_exit(disable)
+    _pending = None
 
 
 def _open_and_attach(settings: Any) -> Any:
@@ -308,10 +364,11 @@ def install_facade() -> None:
     """Redirect "cuda" to the attached device."""
     global _facade
     with _lock:
-        if _attached is None:
+        if _attached is None and _pending is None:
             raise NotConnectedError("no session is open; call wooly.enable()")
         if _facade is None:
-            _facade = Facade(_attached.device.devices, device_facts, _attached.device.launches, _lose_session)
+            device = register()
+            _facade = Facade(device.devices, device_facts, device.launches, _lose_session)
         _facade.install()
 
 
@@ -322,14 +379,19 @@ def _lose_session(why: str) -> None:
 
 def disable() -> None:
     """Close the session, and stop redirecting "cuda". All tensors on the device are lost."""
-    global _attached
+    global _attached, _pending
     with _lock:
         if _facade is not None:
             _facade.uninstall()
         children.settings = None
         attached, _attached = _attached, None
+        if attached is not None or _pending is not None:
+            device = register()
+            device.set_opener(None)
+            device.devices.offered = _pending = None
         if attached is None:
             return
+        stats = _stats(attached)
         for link in attached.links:
             link.siblings = []
         for recorder, link in zip(attached.device.devices.active(), attached.links, strict=True):
@@ -338,6 +400,7 @@ def disable() -> None:
                 recorder.forget_session()
         if attached.opened is not None:
             attached.opened.close()
+            capture.report_session(attached.opened.session_id, stats)
 
 
 atexit.register(disable)
@@ -354,7 +417,9 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def device_facts(index: int = 0) -> dict[str, Any]:
-    """Properties of an attached device, from its executor; empty if no session is open."""
+    """Properties of an attached device, from its executor; empty if no session is open. Opens a session that is pending."""
+    if _attached is None and _pending is not None:
+        _first_use()
     return _attached.links[index].device if _attached is not None else {}
 
 
@@ -388,6 +453,10 @@ def session_stats() -> dict[str, Any]:
     """
     if _attached is None:
         raise NotConnectedError("no session is open; call wooly.enable()")
+    return _stats(_attached)
+
+
+def _stats(attached: _Attached) -> dict[str, Any]:
     devices = [
         {
             "executor_id": part.executor_id,
@@ -402,11 +471,11 @@ def session_stats() -> dict[str, Any]:
             "syncs": link.syncs,
         }
         for part, link, endpoint, recorder in zip(
-            _attached.parts, _attached.links, _attached.endpoints, _attached.device.devices.active(), strict=True
+            attached.parts, attached.links, attached.endpoints, attached.device.devices.active(), strict=True
         )
     ]
     sums = {name: sum([d[name] for d in devices]) for name in _COUNTED}
-    return sums | {"seconds": time.monotonic() - _attached.started, "devices": devices}
+    return sums | {"seconds": time.monotonic() - attached.started, "devices": devices}
 
 
 def opened_session() -> Any:
@@ -418,6 +487,11 @@ def opened_session() -> Any:
     if _attached is None:
         raise NotConnectedError("no session is open; call wooly.enable()")
     return _attached.opened
+
+
+def has_session() -> bool:
+    """Whether a session is open in this process. It may be redirected without one: see `enable_on_use`."""
+    return _attached is not None
 
 
 def synchronize() -> None:
@@ -468,4 +542,4 @@ def _start_flusher(device: RegisteredDevice, interval_s: float) -> None:
 
 def is_enabled() -> bool:
     """Whether "cuda" is redirected to a Wooly device."""
-    return _attached is not None and torch.cuda.is_available()
+    return (_attached is not None or _pending is not None) and torch.cuda.is_available()

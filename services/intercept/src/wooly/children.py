@@ -1,15 +1,16 @@
 """Sessions of spawned child processes: each child gets its own session, as each CUDA process has its own context.
 
-`multiprocessing` sends preparation data to each child. This module adds an object to that data which opens the session when the
+`multiprocessing` sends preparation data to each child. This module adds an object to that data which redirects "cuda" when the
 child unpickles it. The child unpickles it before it imports the program's modules, so "cuda" works from their first line.
-`RegisteredDevice.after_fork` handles forked processes.
+`RegisteredDevice.after_fork` handles forked processes, and `capture` those that the program starts by other means.
 """
 
 from __future__ import annotations
 
 import functools
+import multiprocessing.process
 import multiprocessing.spawn
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +19,12 @@ if TYPE_CHECKING:
 
 Patch = tuple[Any, str, Any]
 
-#: Settings by which a child opens its session; None while this process has no session.
+#: Settings by which a child opens its session; None while "cuda" is not redirected in this process.
 settings: Settings | None = None
 
 
 class _Opening:
-    """Opens the session of a child when the child unpickles it."""
+    """Redirects "cuda" in a child when the child unpickles it."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -33,15 +34,16 @@ class _Opening:
 
 
 def begin(settings: Settings) -> None:
-    """Open the session of this child process. The session ends when the child exits.
-
-    Raises:
-        WoolyError: no device is available for the session.
-    """
+    """Redirect "cuda" in this child process. The first use of a device opens a session, which ends when the child exits."""
     from wooly import api
 
-    api.enable(settings)
-    Finalize(None, api.disable, exitpriority=-100)  # children of multiprocessing exit without running `atexit`
+    api.enable_on_use(settings)
+
+
+def close_at_exit(close: Callable[[], None]) -> None:
+    """Call `close` when a child of multiprocessing exits. Such a child does not run `atexit`."""
+    if multiprocessing.process.parent_process() is not None:
+        Finalize(None, close, exitpriority=-100)
 
 
 def patches() -> Iterator[Patch]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import threading
 import warnings
+from collections.abc import Callable
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -74,8 +75,14 @@ class RegisteredDevice:
 
     def set_count(self, count: int) -> None:
         """Set the number of devices, at the start of a session."""
-        self.devices.count = count
-        self.transfer.forget_devices()
+        if count != self.devices.count:
+            self.devices.count = count
+            self.transfer.forget_devices()
+
+    def set_opener(self, opener: Callable[[], None] | None) -> None:
+        """Set the function that the first use of a device calls to open the session; None: the session is open, or over."""
+        for recorder in self.devices.recorders:
+            recorder.opener = recorder.heap.opener = opener
 
     def after_fork(self) -> None:
         """Disable the devices in a forked process, if the parent had a session."""
@@ -213,7 +220,7 @@ class BackendModule(ModuleType):
         self._device = device
 
     def is_available(self) -> bool:
-        return True
+        return self._device.devices.look() > 0
 
     def is_initialized(self) -> bool:
         return self._device.recorder.link is not None
@@ -223,7 +230,7 @@ class BackendModule(ModuleType):
         return devices.recorders[devices.index_of(device)]
 
     def device_count(self) -> int:
-        return self._device.devices.count
+        return self._device.devices.look()
 
     def current_device(self) -> int:
         return self._device.devices.current
@@ -314,11 +321,11 @@ def current_devices() -> Devices:
     return current().devices
 
 
-def register(flush_instructions: int) -> RegisteredDevice:
+def register(flush_instructions: int = 0) -> RegisteredDevice:
     """Return the process's device. The first call registers it with PyTorch.
 
     Args:
-        flush_instructions: maximum number of instructions per program.
+        flush_instructions: maximum number of instructions per program; 0: as before.
     """
     global _device
     with _lock:
@@ -330,7 +337,7 @@ def register(flush_instructions: int) -> RegisteredDevice:
             device.register_kernels()
             os.register_at_fork(after_in_child=device.after_fork)
             _device = device
-        for recorder in _device.devices.recorders:
+        for recorder in _device.devices.recorders if flush_instructions else ():
             recorder.set_limit(flush_instructions)
         # PyTorch's guard for Python backends supports only one device index, and a backward in the calling thread is faster.
         torch.autograd.set_multithreading_enabled(False)

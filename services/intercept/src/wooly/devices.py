@@ -5,6 +5,7 @@ This file does not depend on sessions. `api` sets the number of devices.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterable
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from wooly.recorder import Recorder
 from wooly.torch_private import raw_device
+from wooly.visible import VISIBLE, visible
 
 NAME = "wooly"
 
@@ -28,11 +30,13 @@ class Devices:
     Attributes:
         recorders: one recorder per device, by index.
         count: number of devices in the session.
+        offered: until the first use, the number of devices of which CUDA_VISIBLE_DEVICES chooses; None: it does not choose.
     """
 
     def __init__(self, recorders: Iterable[Recorder]) -> None:
         self.recorders = tuple(recorders)
         self.count = 1
+        self.offered: int | None = None
         self._thread = _Thread()
 
     @property
@@ -45,12 +49,36 @@ class Devices:
     def current(self, index: int) -> None:
         self._thread.current = self.check(index)
 
+    def look(self) -> int:
+        """The number of devices. Until the first use it follows CUDA_VISIBLE_DEVICES, as in CUDA."""
+        if self.offered is not None:
+            self.count = visible(self.offered)
+        return self.count
+
+    def require_any(self) -> None:
+        """Check that there is a device.
+
+        Raises:
+            RuntimeError: there is none. It is CUDA's own error.
+        """
+        if not self.look():
+            have = (
+                "device 0, the only one" if self.offered == 1 else f"any of the devices 0 to {(self.offered or 1) - 1}"
+            )
+            raise RuntimeError(
+                f"No CUDA GPUs are available: {VISIBLE}={os.environ.get(VISIBLE, '')!r} does not name {have}; unset it, or set "
+                "WOOLYAI_GPU_COUNT to the number of devices that the program needs"
+            )
+
     def check(self, index: int) -> int:
         """Return `index` if the session has this device.
 
         Raises:
             torch.AcceleratorError: the session does not have this device. It is CUDA's own error, a RuntimeError.
+            RuntimeError: there is no device. It is CUDA's own error.
         """
+        if not self.count:
+            self.require_any()
         if not 0 <= index < self.count:
             have = "1 device" if self.count == 1 else f"{self.count} devices"
             raise torch.AcceleratorError(

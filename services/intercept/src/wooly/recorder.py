@@ -230,6 +230,7 @@ class Recorder:
         after_replay: whether the open program began after a program that was sent by `replay`. In a loop, it begins at this point
             in every iteration.
         foreign_draws: number of random operators so far that used a generator of the user.
+        opener: opens the session; None if the session is open, or if nobody asked for one.
         programs_dir: folder to which new programs are written as ``<digest>.wis``; None: they are not written.
     """
 
@@ -240,6 +241,7 @@ class Recorder:
         self.generator = generator
         self.limit = limit
         self.link: Link | None = None
+        self.opener: Callable[[], None] | None = None
         self.programs_dir: Path | None = None
         self.recording = self.after_replay = False
         self.foreign_draws = 0
@@ -579,6 +581,8 @@ class Recorder:
         Raises:
             NotConnectedError: no session is open.
         """
+        if self.link is None and self.opener is not None:
+            self.opener()
         if self.link is None:
             raise NotConnectedError(
                 "no session is open, so the wooly device cannot be used; call wooly.enable(), or run the script with `wooly run`"

@@ -114,6 +114,11 @@ class Settings(BaseSettings):
         description="1: if an executor offers tls:// and that endpoint does not answer, connect over the network without TLS; "
         "0: never, because an attacker on the network could block tls://",
     )
+    capture: str = Field(
+        "",
+        description="only as a variable, which `wooly run`, `wooly shell` and `wooly env` set. 1: Python processes that are "
+        "started with it redirect “cuda”; a path: their sessions also append a line of JSON to this file when they end",
+    )
     state_dir: Path = Field(default_factory=_state_dir, description="files of the local stack")
     programs_dir: Path | None = Field(
         None, description="folder to which the client writes each new program, for `wooly disasm`"

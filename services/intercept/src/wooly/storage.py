@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -85,9 +85,10 @@ class Heap:
         live_bytes: bytes of all live storages.
         peak_bytes: highest value of `live_bytes` since the last `reset_peak`.
         owner: class of the `Owner` objects. Each storage holds a reference to one `Owner`, whose value is ``bytes << 24 | id``.
+        opener: called before the first storage is made, if it is not None. It opens the session.
     """
 
-    __slots__ = ("_next", "_reusable", "dead", "index", "live", "live_bytes", "owner", "peak_bytes")
+    __slots__ = ("_next", "_reusable", "dead", "index", "live", "live_bytes", "opener", "owner", "peak_bytes")
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -96,6 +97,7 @@ class Heap:
         self.live_bytes = 0
         self.peak_bytes = 0
         self.owner = _owner_type(self)
+        self.opener: Callable[[], None] | None = None
         self._reusable: list[int] = []
         self._next = 0
 
@@ -105,6 +107,8 @@ class Heap:
         Raises:
             RuntimeError: the device has `MAX_STORAGES` live storages.
         """
+        if self.opener is not None:
+            self.opener()
         if self._reusable:
             return self._reusable.pop()
         if self._next == MAX_STORAGES:

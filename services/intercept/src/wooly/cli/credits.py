@@ -123,15 +123,19 @@ def bill_at_end(opened: Any) -> list[CreditsRow]:
     """
     found: list[CreditsRow] = []
 
-    def ask(controller: Controller) -> None:
-        request = CreditsRequest(session_id=opened.session_id, settled=True)
-        try:
-            reply = controller.ask(contracts.METERING_CREDITS_SHOW, request, timeout=BILL_S)
-        except WoolyError:
-            return  # metering does not answer, so there is no bill
-        found.extend(reply.rows)
+    opened.on_closed = lambda controller: found.extend(bill_of(controller, [opened.session_id]))
+    return found
 
-    opened.on_closed = ask
+
+def bill_of(controller: Controller, sessions: Sequence[str]) -> list[CreditsRow]:
+    """Request the bills of sessions. The list is shorter if metering does not answer."""
+    found: list[CreditsRow] = []
+    for session_id in sessions:
+        request = CreditsRequest(session_id=session_id, settled=True)
+        try:
+            found += controller.ask(contracts.METERING_CREDITS_SHOW, request, timeout=BILL_S).rows
+        except WoolyError:
+            return found
     return found
 
 
@@ -139,9 +143,9 @@ def bill_line(rows: Sequence[CreditsRow]) -> str:
     """The line about credits at the end of a run."""
     if not rows:
         return "credits: metering has not answered yet; [bold]wooly credits[/] shows them later"
-    r = rows[0]
+    core, vram = sum([r.core_ucr for r in rows]), sum([r.vram_ucr for r in rows])
+    core_s, mib_s = sum([r.core_ns for r in rows]) / 1e9, sum([r.resident_mib_us for r in rows]) / 1e6
     return (
-        f"credits: [bold]{credits_of(r.core_ucr + r.vram_ucr)}[/] = {credits_of(r.core_ucr)} for "
-        f"{r.core_ns / 1e9:.3f} core seconds + {credits_of(r.vram_ucr)} for {r.resident_mib_us / 1e6:.1f} MiB seconds"
-        + ("" if r.ended else " so far")
+        f"credits: [bold]{credits_of(core + vram)}[/] = {credits_of(core)} for {core_s:.3f} core seconds + "
+        f"{credits_of(vram)} for {mib_s:.1f} MiB seconds" + ("" if all(r.ended for r in rows) else " so far")
     )

@@ -36,8 +36,8 @@ class Answers:
         """Yield the patches (owner, name, value) for `torch.cuda`."""
         module = torch.wooly  # type: ignore[attr-defined]
         for name, value in {
-            "is_available": lambda: True,
-            "is_initialized": lambda: True,
+            "is_available": module.is_available,
+            "is_initialized": module.is_initialized,
             "_initialized": True,
             "init": module.require_same_process,
             "_lazy_init": module.require_same_process,

@@ -24,7 +24,7 @@ def patches() -> Iterator[Patch]:
     yield (torch.cuda, "default_generators", module.default_generators)
     yield (torch.cuda.random, "_lazy_init", module.require_same_process)
     yield (torch.cuda.random, "_lazy_call", lambda callable, **kwargs: callable())
-    yield (torch.cuda.random, "is_initialized", lambda: True)
+    yield (torch.cuda.random, "is_initialized", module.is_initialized)
     yield (torch.cuda.random, "device_count", module.device_count)
     yield (torch.cuda.random, "current_device", module.current_device)
     yield from _storage_patches()

@@ -59,8 +59,8 @@ class Trials:
         Raises:
             Exception: the kernel's error about an unsupported dtype.
         """
-        link = recorder.link
-        if link is None or link.device.get("vendor") != "cpu" or facts.name in INFERRED_ON_HOST:
+        link = recorder.require_link()
+        if link.device.get("vendor") != "cpu" or facts.name in INFERRED_ON_HOST:
             return None
         if facts.op.overloadpacket.__name__ in _NEVER_TRIED:
             return RuntimeError("not tried on the host")

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from wooly.cli.commands import cluster, credits, doctor, jobs, programs, run, tasks, tenants, weights  # noqa: F401
+from wooly.cli.commands import (  # noqa: F401
+    cluster,
+    credits,
+    doctor,
+    environment,
+    jobs,
+    programs,
+    run,
+    tasks,
+    tenants,
+    weights,
+)
 from wooly.cli.commands.app import app
 
 __all__ = ["app", "main"]

@@ -1,20 +1,32 @@
-"""The command `wooly run`."""
+"""The commands `wooly run` and `wooly shell`.
+
+A Python script runs in this process. Another program runs as a child, and the Python processes below it are captured
+(`wooly.capture`), as are those that a script starts.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
+import signal
+import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from wooly import capture
 from wooly.cli.commands.app import app, err, fail, read_settings, size
-from wooly.cli.credits import bill_at_end, bill_line
-from wooly.control import begin
+from wooly.cli.credits import bill_at_end, bill_line, bill_of
+from wooly.control import Controller, begin, connect
 from wooly.errors import WoolyError
+from wooly.settings import Settings
+from wooly.visible import VISIBLE, visible
 
 
 @app.command(
@@ -22,14 +34,28 @@ from wooly.errors import WoolyError
 )
 def run(
     context: typer.Context,
-    target: Annotated[str, typer.Argument(metavar="SCRIPT", help="Path of the script, or with -m name of the module.")],
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="PROGRAM",
+            help="Path of a Python script; with -m name of a module; or another program, such as torchrun.",
+        ),
+    ],
     module: Annotated[bool, typer.Option("-m", help="Run a module, like `python -m`.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but the script's own output.")] = False,
 ) -> None:
-    """Run SCRIPT with its "cuda" operations on a Wooly device. All arguments after SCRIPT are passed to the script."""
-    if not module and not Path(target).exists():
-        raise fail(FileNotFoundError(f"can't open file {target!r}: the file does not exist"))
+    """Run PROGRAM with its "cuda" operations on a Wooly device. All arguments after PROGRAM are passed to it.
+
+    Python processes that PROGRAM starts use Wooly devices, too, each with a session of its own.
+    """
     settings = read_settings()
+    if not module:
+        program = _program(target)
+        if program is not None:
+            raise typer.Exit(_run_program([program, *context.args], settings, quiet=quiet))
+        if not Path(target).exists():
+            why = f"can't open file {target!r}: the file does not exist, and no program in PATH has this name"
+            raise fail(FileNotFoundError(why))
     if not settings.model:
         settings = settings.model_copy(update={"model": (target if module else Path(target).name)[:256]})
     started = time.monotonic()
@@ -43,20 +69,120 @@ def run(
             api.enable(settings)
         except WoolyError as e:
             raise fail(e) from e
-    code = script.run(target, list(context.args), module=module)
-    if code == 0:
-        code = _finish()
-    stats, seconds = api.session_stats(), time.monotonic() - started
-    opened = None if quiet else api.opened_session()
-    bill = bill_at_end(opened) if opened is not None else []
-    api.disable()
-    if not quiet:
-        _summary(stats, seconds, opened)
-        err.print(f"       {bill_line(bill)}", highlight=False, soft_wrap=True)
+    if not api.has_session() and not quiet:
+        err.print(f"[yellow]wooly:[/] {VISIBLE}={os.environ.get(VISIBLE)!r} hides all devices", highlight=False)
+    with _report() as report:
+        os.environ.update(capture.variables(_reach(api.opened_session() if api.has_session() else None), report))
+        code = script.run(target, list(context.args), module=module)
+        if code == 0:
+            code = _finish()
+        os.environ.pop(capture.VARIABLE)
+        seconds = time.monotonic() - started
+        if api.has_session():
+            stats, opened = api.session_stats(), None if quiet else api.opened_session()
+            bill = bill_at_end(opened) if opened is not None else []
+            api.disable()
+            if not quiet:
+                _summary(stats, seconds, opened)
+                err.print(f"       {bill_line(bill)}", highlight=False, soft_wrap=True)
+        if not quiet and (more := capture.read_report(report)):
+            err.print(f"       its processes had {_count(len(more), 'more session')}: {_names(more)}", highlight=False)
     sys.stdout.flush()
     sys.stderr.flush()
     # Exit at once: everything is closed and flushed, and interpreter shutdown would free thousands of tensors one by one.
     os._exit(code)
+
+
+@app.command()
+def shell() -> None:
+    """Start a shell. Python programs that are started in it use "cuda" on Wooly devices. `exit` leaves it."""
+    program = os.environ.get("SHELL") or shutil.which("bash") or "/bin/sh"
+    err.print(f'"cuda" is a Wooly device in this shell ({program}); [bold]exit[/] leaves it', highlight=False)
+    raise typer.Exit(_run_program([program], read_settings(), quiet=False))
+
+
+def _program(target: str) -> str | None:
+    """The path of a program that is no Python script; None for a script, folder or archive that this process runs itself."""
+    path = Path(target)
+    if not path.exists():
+        return shutil.which(target, path=capture.variables()["PATH"])
+    if path.is_dir() or path.suffix in (".py", ".pyw", ".pyz", ".zip") or not os.access(path, os.X_OK):
+        return None
+    with path.open("rb") as file:
+        first = file.readline(256)
+    return None if first.startswith(b"#!") and b"python" in first else str(path.absolute())
+
+
+@contextlib.contextmanager
+def _report() -> Iterator[str]:
+    """A file for the sessions of other processes."""
+    with tempfile.TemporaryDirectory(prefix="wooly-run-") as folder:
+        yield str(Path(folder, "sessions"))
+
+
+def _reach(opened: Any) -> dict[str, Any]:
+    return dict(opened.reach) if opened is not None else {}
+
+
+def _run_program(command: Sequence[str], settings: Settings, *, quiet: bool) -> int:
+    """Run a program whose Python processes are captured. Returns its exit status, as a shell does."""
+    started = time.monotonic()
+    if not visible(settings.gpu_count) and not quiet:
+        err.print(f"[yellow]wooly:[/] {VISIBLE}={os.environ.get(VISIBLE)!r} hides all devices", highlight=False)
+    begin(settings)
+    with err.status("finding the controller…") if not quiet and err.is_terminal else contextlib.nullcontext():
+        try:
+            controller = connect(settings, start=True)
+        except WoolyError as e:
+            raise fail(e) from e
+    with contextlib.closing(controller), _report() as report:
+        try:
+            code = _wait(command, os.environ | capture.variables(controller.reach, report))
+        except OSError as e:
+            raise fail(e) from e
+        if not quiet:
+            _summary_of_processes(capture.read_report(report), time.monotonic() - started, controller)
+    return code
+
+
+def _wait(command: Sequence[str], environment: dict[str, str]) -> int:
+    """Run a program and wait for it. The terminal sends Ctrl-C to the program, too, so this process only waits."""
+    with subprocess.Popen(command, env=environment) as child:
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        passed = [s for s in (signal.SIGTERM, getattr(signal, "SIGHUP", None)) if s is not None]
+        handlers = [(s, signal.signal(s, lambda number, frame: child.send_signal(number))) for s in passed]
+        try:
+            code = child.wait()
+        finally:
+            for number, handler in [(signal.SIGINT, before), *handlers]:
+                signal.signal(number, handler)
+    return code if code >= 0 else 128 - code
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}" if n == 1 else f"{n:,} {what}s"
+
+
+def _names(sessions: Sequence[dict[str, Any]], most: int = 4) -> str:
+    names = [str(s["session_id"]) for s in sessions[:most]]
+    return ", ".join(names) + (", …" if len(sessions) > most else "")
+
+
+def _summary_of_processes(sessions: Sequence[dict[str, Any]], seconds: float, controller: Controller) -> None:
+    """Print how many sessions the processes of a program had, with their sums and their bill."""
+    sums = {name: sum([s["stats"][name] for s in sessions]) for name in ("operations", "programs", "syncs")}
+    sent, received = [sum([s["stats"][name] for s in sessions]) for name in ("bytes_sent", "bytes_received")]
+    if not sessions:
+        err.print(f"\n[bold]wooly[/]  ran {seconds:.1f} s; no Python process used “cuda”", highlight=False)
+        return
+    err.print(
+        f"\n[bold]wooly[/]  ran {seconds:.1f} s with {_count(len(sessions), 'session')}: {_names(sessions)}\n"
+        f"       {sums['operations']:,} operations in {sums['programs']:,} programs, {sums['syncs']:,} waits, "
+        f"{size(sent)} up, {size(received)} down\n"
+        f"       {bill_line(bill_of(controller, [s['session_id'] for s in sessions]))}",
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 def _finish() -> int:
