@@ -274,10 +274,38 @@ def test_borne_memory_is_published_without_gaps(stack, client):
 def test_out_of_memory_raises_cuda_error_with_holders(stack, client):
     holder, asker = client(SWAP_FROM_VRAM=0, TENANT="a"), client(SWAP_FROM_VRAM=0, TENANT="b")
     holder.do("x = torch.zeros(60 << 18, device='cuda'); torch.cuda.synchronize()")
-    said = asker.do("torch.zeros(50 << 18, device='cuda').sum().item()")
+    said = asker.do("x = torch.empty(50 << 18, device='cuda')")  # the call that allocates
     assert said.startswith("OutOfMemoryError: CUDA out of memory. Tried to allocate 50.00 MiB.")
     assert "Sessions of other tenants hold 60.0" in said and "total capacity of 96.00 MiB" in said
     info = asker.do("out = [torch.cuda.mem_get_info(), torch.cuda.memory_stats()['num_ooms']]")
     assert info[0][0] < 40 * MIB and info[1] == 1
     assert asker.do("out = isinstance(torch.OutOfMemoryError('x'), torch.cuda.OutOfMemoryError)")
     assert asker.do("out = torch.ones(3, device='cuda').sum().item()") == 3
+
+
+SMALLER = """
+from accelerate.utils import find_executable_batch_size
+tried = []
+
+@find_executable_batch_size(starting_batch_size=64)
+def train(size):
+    tried.append(size)
+    w = torch.ones(1024, 1024, device="cuda", requires_grad=True)
+    x = torch.ones(size << 10, 1024, device="cuda")
+    (x @ w).sum().backward()
+    return size
+
+out = [train(), tried, torch.cuda.memory_stats()["num_ooms"]]
+"""
+
+
+def test_smaller_batch_is_tried_after_out_of_memory(client):
+    """Accelerate frees what the failed try made, and tries again, until a batch fits."""
+    trainer = client(REQUIRED_VRAM=60 * MIB)
+    size, tried, failed = trainer.do(SMALLER)
+    assert size == tried[-1] < tried[0] and failed == len(tried) - 1
+    held = "l = []\nwhile True: l.append(torch.zeros(1 << 20, device='cuda'))"
+    for _ in range(3):  # all memory can be used, and used again
+        assert "The session's quota is 60.00 MiB" in trainer.do(held)
+        assert trainer.do("out = len(l)") == 14 + 1
+        assert trainer.do("l.clear(); x = torch.ones(14 << 18, device='cuda'); out = x.sum().item(); del x") == 14 << 18

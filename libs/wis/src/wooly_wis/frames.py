@@ -47,6 +47,8 @@ class Kind(IntEnum):
 RUN_HEAD = struct.Struct(f"<{DIGEST_SIZE}sIIII")
 WRITE_HEAD = struct.Struct("<QQ")
 READ_HEAD = struct.Struct("<QQQ")
+#: Layout of STATS: bytes that the session wants to allocate, or 0. The payload may be empty.
+STATS_HEAD = struct.Struct("<Q")
 #: Layout of OFFER and SEAL: buffer, byte count, whether the digest covers only the first chunk, digest.
 CONTENT = struct.Struct("<QQI32s")
 
@@ -123,6 +125,19 @@ def unpack_read(payload: bytes | memoryview) -> tuple[int, int, int]:
         raise DecodeError(f"READ frame has {len(payload)} bytes, not {READ_HEAD.size}")
     buffer, offset, nbytes = READ_HEAD.unpack(payload)
     return buffer, offset, nbytes
+
+
+def unpack_stats(payload: bytes | memoryview) -> int:
+    """The bytes that the session of a STATS frame wants to allocate; 0 if it does not say.
+
+    Raises:
+        DecodeError: the frame's length is wrong.
+    """
+    if not len(payload):
+        return 0
+    if len(payload) != STATS_HEAD.size:
+        raise DecodeError(f"STATS frame has {len(payload)} bytes, not {STATS_HEAD.size}")
+    return int(STATS_HEAD.unpack(payload)[0])
 
 
 def unpack_content(payload: bytes | memoryview) -> tuple[int, int, bool, bytes]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from wooly_bus.channel import Connection
 from wooly_wis.errors import DecodeError
-from wooly_wis.frames import Kind, unpack_content, unpack_json, unpack_read
+from wooly_wis.frames import Kind, unpack_content, unpack_json, unpack_read, unpack_stats
 
 from wooly_executor.answers import Answers
 from wooly_executor.counters import Work
@@ -95,7 +95,7 @@ class Processing:
             if not answers.failure(session, conn):
                 answers.say(conn, {})
         elif kind == _STATS:
-            answers.say(conn, self._stats(session))
+            answers.say(conn, self._stats(session, unpack_stats(frame.payload)))
         elif kind == _OFFER:
             answers.say(conn, {"known": self._offer(session, frame)})
         elif kind == _SEAL:
@@ -142,11 +142,11 @@ class Processing:
         if session.spans is not None:
             session.spans.defined(result.digest, len(frame.payload), frame.begun_ns)
 
-    def _stats(self, session: Session) -> dict[str, Any]:
+    def _stats(self, session: Session, wanted: int) -> dict[str, Any]:
         counters = session.counters
         stats: dict[str, Any] = {name: getattr(counters, name) for name in counters.__slots__}
         stats |= {"bytes": session.held_bytes, "buffers": len(session.buffers), "work": session.work.to_json()}
-        return stats | self._vram.stats(session) | session.host_use().to_json()
+        return stats | self._vram.stats(session, wanted) | session.host_use().to_json()
 
     def _offer(self, session: Session, frame: Frame) -> bool:
         buffer, nbytes, head, name = unpack_content(frame.payload)

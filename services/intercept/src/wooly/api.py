@@ -23,8 +23,9 @@ from wooly.device import RegisteredDevice, register
 from wooly.errors import NotConnectedError, WoolyError
 from wooly.facade import Facade
 from wooly.link import Link
+from wooly.room import first_grant
 from wooly.routes import reason_not_to_try
-from wooly.storage import MAX_DEVICES
+from wooly.storage import MAX_DEVICES, NO_LIMIT
 
 if TYPE_CHECKING:
     from wooly.settings import Settings
@@ -185,6 +186,7 @@ def _adopt(device: RegisteredDevice, links: list[Link]) -> None:
     for recorder, link in zip(device.devices.active(), links, strict=True):
         link.name_of = recorder.name_of
         recorder.link = link
+        recorder.heap.granted = first_grant(link) or NO_LIMIT
 
 
 def _forget_sessions(device: RegisteredDevice) -> None:

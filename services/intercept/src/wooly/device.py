@@ -27,6 +27,7 @@ from wooly.kernels.transfer import Transfer
 from wooly.kernels.whole import WHOLE, Whole
 from wooly.recorder import Forms, Recorder, set_library_roots
 from wooly.rng import DeviceGenerator, Generator
+from wooly.room import make_room
 from wooly.torch_private import (
     OpOverload,
     all_aten_overloads,
@@ -60,6 +61,8 @@ class RegisteredDevice:
     def __init__(self, flush_instructions: int) -> None:
         self._forms = forms = Forms()
         self.devices = Devices([Recorder(flush_instructions, forms, heap, Generator()) for heap in storage.heaps])
+        for recorder in self.devices.recorders:
+            recorder.heap.make_room = partial(make_room, recorder)
         self.generic = Generic(self.devices, forms)
         self.transfer = Transfer(self.devices, forms)
         self.launches = Launches(self.devices, forms)
@@ -83,6 +86,8 @@ class RegisteredDevice:
         """Set the function that the first use of a device calls to open the session; None: the session is open, or over."""
         for recorder in self.devices.recorders:
             recorder.opener = recorder.heap.opener = opener
+            if opener is not None:
+                recorder.heap.granted = 0
 
     def after_fork(self) -> None:
         """Disable the devices in a forked process, if the parent had a session."""

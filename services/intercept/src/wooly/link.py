@@ -13,11 +13,24 @@ from typing import Any, NamedTuple
 
 import torch
 from wooly_bus.channel import ChannelClient, ChannelError, Expected, Frame
-from wooly_wis.frames import CONTENT, MAX_CHUNK, PROTOCOL, READ_HEAD, WRITE_HEAD, Kind, pack_json, pack_run, unpack_json
+from wooly_wis.frames import (
+    CONTENT,
+    MAX_CHUNK,
+    PROTOCOL,
+    READ_HEAD,
+    STATS_HEAD,
+    WRITE_HEAD,
+    Kind,
+    pack_json,
+    pack_run,
+    unpack_json,
+)
 
 from wooly.errors import ExecutorLostError, ForkedProcessError, RemoteOperationError, WoolyError
 from wooly.recorder import Origin, describe_origin
 
+#: Highest number of bytes that a STATS frame can ask for.
+_MOST_WANTED = (1 << 64) - 1
 #: Number of acknowledged runs whose origins the link keeps. An acknowledgement does not say whether a run failed; only the next
 #: answer does.
 RUNS_REMEMBERED = 1024
@@ -268,9 +281,13 @@ class Link:
         self._answer(Kind.RESULT)
         self._note_all_answered()
 
-    def stats(self) -> dict[str, Any]:
-        """The executor's counters for this session."""
-        self._send(Kind.STATS)
+    def stats(self, wanted: int = 0) -> dict[str, Any]:
+        """The executor's counters for this session.
+
+        Args:
+            wanted: bytes that the session wants to allocate. If they are not there, the key "shortage" has the error's text.
+        """
+        self._send(Kind.STATS, STATS_HEAD.pack(min(wanted, _MOST_WANTED)))
         return self._answer(Kind.RESULT)
 
     def read(self, buffer: int, offset: int, into: memoryview) -> None:

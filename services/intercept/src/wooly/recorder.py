@@ -25,7 +25,7 @@ from wooly_wis.program import Form, Operand, ParamKind, Role, View
 from wooly.errors import ForkedProcessError, NotConnectedError, WoolyError
 from wooly.python_private import frame_at, unlock_after_fork
 from wooly.rng import Generator
-from wooly.storage import Heap
+from wooly.storage import NO_LIMIT, Heap
 
 if TYPE_CHECKING:
     from wooly.link import Link
@@ -396,6 +396,7 @@ class Recorder:
         if self.heap.dead:
             self.release_dead()
         if not (self.words or self._frees):
+            self.heap.held_bytes = self.heap.live_bytes
             return 0
         try:
             link = self.require_link()
@@ -416,11 +417,26 @@ class Recorder:
         finally:
             self._reset_program()
             self._frees = rest
+        if not rest:
+            self.heap.held_bytes = self.heap.live_bytes
         for send in send_later:
             send(link)
         if mark is not None:
             mark.link, mark.position = link, link.position
         return seq
+
+    def flush_complete(self) -> None:
+        """Flush while an instruction is being recorded: its params, which are there already, stay."""
+        at = n_params = 0
+        while at < len(self.words):
+            form = self._forms[self.words[at]]
+            at, n_params = at + 1 + form.arity, n_params + len(form.param_format)
+        own = self.params[n_params:]
+        del self.params[n_params:]
+        try:
+            self.flush()
+        finally:
+            self.params = own
 
     def send_later(self, send: Callable[[Link], None]) -> None:
         """Call `send` after the open program is sent, or now if no program is open. `send` must not wait for an answer."""
@@ -607,3 +623,4 @@ class Recorder:
         self._sent.clear()
         self._reset_program()
         self.link = None
+        self.heap.granted = NO_LIMIT

@@ -75,6 +75,14 @@ _ID_MASK = (1 << _ID_BITS) - 1
 MAX_STORAGES = (1 << _ID_BITS - DEVICE_BITS) - 1
 
 
+#: `Heap.granted` of a session whose memory nobody limits.
+NO_LIMIT = 1 << 62
+
+
+def _make_no_room(nbytes: int) -> None:
+    """`Heap.make_room` of a heap without a session: the first instruction that is sent raises the error."""
+
+
 class Heap:
     """The storages of one device: allocates their ids and counts their bytes.
 
@@ -86,9 +94,26 @@ class Heap:
         peak_bytes: highest value of `live_bytes` since the last `reset_peak`.
         owner: class of the `Owner` objects. Each storage holds a reference to one `Owner`, whose value is ``bytes << 24 | id``.
         opener: called before the first storage is made, if it is not None. It opens the session.
+        held_bytes: bytes that the executor holds for storages when it has run everything: `live_bytes`, and storages whose free
+            is not sent.
+        granted: limit of `held_bytes` up to which storages are made without asking the executor.
+        make_room: called with the bytes of a storage that exceeds `granted`. It raises an error if there is no memory.
     """
 
-    __slots__ = ("_next", "_reusable", "dead", "index", "live", "live_bytes", "opener", "owner", "peak_bytes")
+    __slots__ = (
+        "_next",
+        "_reusable",
+        "dead",
+        "granted",
+        "held_bytes",
+        "index",
+        "live",
+        "live_bytes",
+        "make_room",
+        "opener",
+        "owner",
+        "peak_bytes",
+    )
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -98,6 +123,9 @@ class Heap:
         self.peak_bytes = 0
         self.owner = _owner_type(self)
         self.opener: Callable[[], None] | None = None
+        self.held_bytes = 0
+        self.granted = NO_LIMIT
+        self.make_room: Callable[[int], None] = _make_no_room
         self._reusable: list[int] = []
         self._next = 0
 
@@ -224,11 +252,17 @@ class Layout:
         Args:
             heap: heap of the device.
             buffer: an id from `reserve_id`, or 0 to allocate an id.
+
+        Raises:
+            torch.OutOfMemoryError: the executor has no memory for the storage.
         """
+        nbytes = self.nbytes
         if not buffer:
+            if heap.held_bytes + nbytes > heap.granted:
+                heap.make_room(nbytes)
             reusable = heap._reusable
             buffer = reusable.pop() if reusable else heap.reserve_id()
-        nbytes = self.nbytes
+        heap.held_bytes += nbytes
         owner = heap.owner(nbytes << _ID_BITS | buffer)
         heap.live += 1
         heap.live_bytes = live = heap.live_bytes + nbytes
@@ -285,6 +319,7 @@ class Lease:
         self._owners = [heap.owner(n << _ID_BITS | i) for n, i in zip(sizes, self.ids, strict=True)]
         heap.live += len(self.ids)
         heap.live_bytes += sum(sizes)
+        heap.held_bytes += sum(sizes)
         heap.peak_bytes = max(heap.peak_bytes, heap.live_bytes)
 
 

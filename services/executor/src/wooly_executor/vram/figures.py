@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from wooly_dispatch.overcommit import promises
 from wooly_wis.messages import MemoryState, SessionMemory
 
@@ -14,22 +16,31 @@ from wooly_executor.vram.residents import Residents
 from wooly_executor.vram.swapping import Swapping
 
 
-def stats_of(session: Session, residents: Residents) -> dict[str, int]:
-    """The figures that a session may know of its memory, in bytes."""
+def stats_of(session: Session, residents: Residents, wanted: int) -> dict[str, Any]:
+    """The figures that a session may know of its memory, in bytes.
+
+    Args:
+        session: the session.
+        residents: the sessions on the device.
+        wanted: bytes that it wants to allocate. If they are not there, the key "shortage" has the error's text.
+    """
     ledger, account = residents.ledger, session.holdings.account
     held, part = ledger.pool.held(session.id), ledger.book.bears(session.id)
-    others = sum(
-        ledger.pool.held(s.id) + ledger.book.bears(s.id)
-        for s in residents.sessions.values()
-        if s is not session and s.holdings.swappable and s.flow.residence is Residence.HERE
-    )
-    return {
+    room, below = residents.room_without_others(session), session.quota - session.held_bytes
+    if session.flow.residence in (Residence.AWAY, Residence.COMING):
+        room -= sum(residents.swapped_bytes(session))  # its own memory comes back first
+    found: dict[str, Any] = {}
+    if wanted > min(room, below):
+        account.ooms += 1
+        quota = session.quota if wanted > below else None
+        found["shortage"] = ledger.out_of_memory(account, wanted, quota, session.held_bytes)
+    return found | {
         "reserved_bytes": held + ledger.book.has(session.id),
         "reserved_peak_bytes": account.peak + ledger.book.has(session.id),
         "own_bytes": held,
         "shared_bytes": part,
         "workspace_bytes": account.workspace,
-        "available_bytes": max(0, min(session.quota - session.held_bytes, ledger.spare + others)),
+        "available_bytes": max(0, min(below, room)),
         "quota_bytes": session.quota,
         "out_of_memory": account.ooms,
         "sealing": len(session.holdings.sealing),

@@ -305,9 +305,14 @@ class Vram:
 
     # -- figures -----------------------------------------------------------------------------------------------------
 
-    def stats(self, session: Session) -> dict[str, int]:
-        """The figures that a session may know of its memory, in bytes."""
-        return stats_of(session, self._residents)
+    def stats(self, session: Session, wanted: int) -> dict[str, Any]:
+        """The figures that a session may know of its memory, in bytes.
+
+        Args:
+            session: the session.
+            wanted: bytes that it wants to allocate. If they are not there, the key "shortage" has the error's text.
+        """
+        return stats_of(session, self._residents, wanted)
 
     def check(self) -> None:
         """Check that the accounts, the bytes on the device and the copies elsewhere agree.

@@ -36,16 +36,17 @@ class Answers:
         """Yield the patches (owner, name, value) for `torch.cuda`."""
         module = torch.wooly  # type: ignore[attr-defined]
         for name, value in {
-            "is_available": module.is_available,
-            "is_initialized": module.is_initialized,
+            # Dynamo evaluates some functions while it traces, but no bound methods.
+            "is_available": lambda: module.is_available(),
+            "is_initialized": lambda: module.is_initialized(),
             "_initialized": True,
             "init": module.require_same_process,
             "_lazy_init": module.require_same_process,
             "_lazy_call": lambda callable, **kwargs: callable(),
             "_is_in_bad_fork": module._is_in_bad_fork,
-            "device_count": module.device_count,
+            "device_count": lambda: module.device_count(),
             "_device_count_nvml": module.device_count,
-            "current_device": module.current_device,
+            "current_device": lambda: module.current_device(),
             "set_device": module.set_device,
             "get_device_name": lambda d=None: self._name(self._existing(d)),
             "get_device_properties": lambda d=None: self._properties(self._existing(d)),

@@ -67,6 +67,8 @@ _FILLS = (
 _New = tuple[Layout, int, Recorder]
 #: Maximum number of bytes that a copy between devices keeps in the client's memory.
 _HOP = 16 << 20
+#: Largest storage of PyTorch, in bytes.
+_MAX_BYTES = (1 << 63) - 1
 
 
 def _fetch_kept(kept: Tensor, buffer: int, into: memoryview, dst: Tensor, link: Link) -> None:
@@ -188,6 +190,8 @@ class Transfer:
 
     def _remember(self, key: tuple[Any, ...], device: torch.device | None, layout: Layout) -> _New:
         recorder = self._devices.recorders[self._devices.index_of(device)]
+        if layout.nbytes > _MAX_BYTES:
+            raise RuntimeError(f"Storage size calculation overflowed with sizes={list(layout.sizes)}")
         entry = (layout, self._forms.alloc(layout.nbytes), recorder)
         # With several devices, "cuda" without an index may mean another device at the next call.
         if self._devices.count == 1 or (device is not None and device.index is not None):

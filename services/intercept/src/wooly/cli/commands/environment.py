@@ -19,8 +19,8 @@ from wooly.control import local_stack
 from wooly.errors import WoolyError
 from wooly.settings import ENV_PREFIX, Settings
 
-jupyter = typer.Typer(no_args_is_help=True, help="Notebooks whose “cuda” runs on Wooly devices.")
-app.add_typer(jupyter, name="jupyter")
+jupyter = typer.Typer(name="jupyter", no_args_is_help=True, help="Notebooks whose “cuda” runs on Wooly devices.")
+app.add_typer(jupyter)
 
 
 @app.command()
