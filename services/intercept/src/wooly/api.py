@@ -22,6 +22,7 @@ from wooly import capture, children
 from wooly.device import RegisteredDevice, register
 from wooly.errors import NotConnectedError, WoolyError
 from wooly.facade import Facade
+from wooly.facade.build import CUDA_VERSION
 from wooly.link import Link
 from wooly.room import first_grant
 from wooly.routes import reason_not_to_try
@@ -81,6 +82,8 @@ _attached: _Attached | None = None
 #: Settings of the session that the first use of a device opens; None: there is none to open.
 _pending: Settings | None = None
 _facade: Facade | None = None
+#: The version that `torch.version.cuda` reports from the first `enable` on.
+_cuda_version = CUDA_VERSION
 _flusher: threading.Thread | None = None
 
 
@@ -279,12 +282,13 @@ def enable_on_use(settings: Any = None) -> None:
     Raises:
         SettingsError: a setting is invalid.
     """
-    global _pending
+    global _pending, _cuda_version
     with _lock:
         if _attached is None:
             from wooly.settings import load
 
             _pending = children.settings = settings or load()
+            _cuda_version = _pending.cuda_version
             device = register(_pending.flush_instructions)
             device.devices.offered = _pending.gpu_count
             device.devices.look()
@@ -370,7 +374,7 @@ def install_facade() -> None:
             raise NotConnectedError("no session is open; call wooly.enable()")
         if _facade is None:
             device = register()
-            _facade = Facade(device.devices, device_facts, device.launches, _lose_session)
+            _facade = Facade(device.devices, device_facts, device.launches, _lose_session, _cuda_version)
         _facade.install()
 
 

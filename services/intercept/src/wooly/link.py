@@ -7,6 +7,7 @@ line which recorded the failed operation.
 from __future__ import annotations
 
 import os
+import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -61,6 +62,30 @@ class _StartedRead(NamedTuple):
     nbytes: int
     expected: Expected
     owner: Any
+
+
+class SyncDebug:
+    """What happens when an operation waits for the device, as `torch.cuda.set_sync_debug_mode` says.
+
+    Attributes:
+        mode: 0: nothing; 1: a warning; 2: an error.
+    """
+
+    mode = 0
+
+    def note(self) -> None:
+        """An operation is about to wait.
+
+        Raises:
+            RuntimeError: it must not.
+        """
+        if self.mode == 1:
+            warnings.warn("called a synchronizing CUDA operation", UserWarning, stacklevel=2)
+        elif self.mode:
+            raise RuntimeError("called a synchronizing CUDA operation")
+
+
+sync_debug = SyncDebug()
 
 
 class Link:
@@ -296,6 +321,8 @@ class Link:
         Raises:
             RemoteOperationError: an operation that computed the buffer failed, or another operation before the read.
         """
+        if sync_debug.mode:
+            sync_debug.note()
         self._send(Kind.READ, READ_HEAD.pack(buffer, offset, len(into)))
         expected = self._channel.expect(into, Kind.DATA)
         self._wait(expected)

@@ -38,7 +38,15 @@ def make_room(recorder: Recorder, nbytes: int) -> None:
     if heap.held_bytes + nbytes <= heap.granted:
         return
     asked = link.stats(nbytes)
-    if "shortage" in asked:
+    shortage, most = asked.get("shortage"), asked["quota_bytes"]
+    if heap.fraction < 1:
+        most = int(most * heap.fraction)
+        if heap.held_bytes + nbytes > most:
+            shortage = shortage or (
+                f"CUDA out of memory. Tried to allocate {nbytes / (1 << 20):.2f} MiB. This process holds "
+                f"{heap.held_bytes / (1 << 20):.2f} MiB, and set_per_process_memory_fraction allows {most / (1 << 20):.2f} MiB."
+            )
+    if shortage:
         recorder.drop_incomplete()
-        raise torch.OutOfMemoryError(asked["shortage"])
-    heap.granted = heap.held_bytes + nbytes + (asked["available_bytes"] - nbytes) // _MORE
+        raise torch.OutOfMemoryError(shortage)
+    heap.granted = min(heap.held_bytes + nbytes + (asked["available_bytes"] - nbytes) // _MORE, most)

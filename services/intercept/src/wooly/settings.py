@@ -100,6 +100,12 @@ class Settings(BaseSettings):
         "library's bit for bit; full: all kernels, and the first run of a program waits for them",
     )
     model: str = Field("", max_length=256, description="name of the workload in bills; empty: the script's name")
+    cuda_version: str = Field(
+        "13.0",
+        max_length=16,
+        description="the version that `torch.version.cuda` reports, because programs take a PyTorch without one for a CPU build; "
+        "empty: that of the local PyTorch",
+    )
     channel: Literal["auto", "direct", "tunnel"] = Field(
         "auto",
         description="auto: the executor's first endpoint that answers; direct: no tunnel; tunnel: only through NATS",

@@ -97,6 +97,7 @@ class Heap:
         held_bytes: bytes that the executor holds for storages when it has run everything: `live_bytes`, and storages whose free
             is not sent.
         granted: limit of `held_bytes` up to which storages are made without asking the executor.
+        fraction: part of the session's quota that this process may use.
         make_room: called with the bytes of a storage that exceeds `granted`. It raises an error if there is no memory.
     """
 
@@ -104,6 +105,7 @@ class Heap:
         "_next",
         "_reusable",
         "dead",
+        "fraction",
         "granted",
         "held_bytes",
         "index",
@@ -125,6 +127,7 @@ class Heap:
         self.opener: Callable[[], None] | None = None
         self.held_bytes = 0
         self.granted = NO_LIMIT
+        self.fraction = 1.0
         self.make_room: Callable[[int], None] = _make_no_room
         self._reusable: list[int] = []
         self._next = 0

@@ -27,6 +27,7 @@ from wooly.facade import (
     tensors,
     torchscript,
 )
+from wooly.facade.build import CUDA_VERSION
 from wooly.facade.cuda import Answers
 from wooly.kernels.launch import Launches
 from wooly.torch_private import device_constructors, forget_in_torchscript, tell_dynamo, tell_torchscript
@@ -49,6 +50,7 @@ class Facade:
         facts: returns the properties of a device, from its executor, by index.
         launches: records launches of foreign kernels.
         lose_session: ends the session with a reason.
+        cuda_version: the version that `torch.version.cuda` reports; empty: that of the local PyTorch.
     """
 
     def __init__(
@@ -57,10 +59,11 @@ class Facade:
         facts: Callable[[int], dict[str, Any]],
         launches: Launches,
         lose_session: Callable[[str], None],
+        cuda_version: str = CUDA_VERSION,
     ) -> None:
         self._launches = launches
         self._interrupts = interrupts.Interrupts(lose_session)
-        self._answers = Answers(devices, facts)
+        self._answers = Answers(devices, facts, cuda_version)
         self._undo: list[tuple[Any, str, Any]] = []
 
     def install(self) -> None:

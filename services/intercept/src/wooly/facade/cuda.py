@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from wooly.devices import Devices
+from wooly.facade import build
 from wooly.facade.memory import Memory
 from wooly.facade.streams import device_context, device_of
 from wooly.kernels.cuda_c import compile_kernel
@@ -25,10 +26,12 @@ class Answers:
     Args:
         devices: the process's devices.
         facts: returns the properties of a device, from its executor, by index.
+        cuda_version: the version that `torch.version.cuda` reports; empty: that of the local PyTorch.
     """
 
-    def __init__(self, devices: Devices, facts: Callable[[int], dict[str, Any]]) -> None:
+    def __init__(self, devices: Devices, facts: Callable[[int], dict[str, Any]], cuda_version: str) -> None:
         self._devices = devices
+        self._cuda_version = cuda_version
         self._facts_of = facts
         self._memory = Memory(devices, facts)
 
@@ -61,12 +64,10 @@ class Answers:
             "device": device_context,
             "device_of": device_of,
             "_compile_kernel": compile_kernel,
-            **self._memory.answers(),
         }.items():
             yield (torch.cuda, name, value)
         yield (torch.backends.cudnn, "is_acceptable", lambda tensor: False)
-        yield (torch.cuda.memory, "memory_allocated", torch.cuda.memory_allocated)
-        yield (torch.cuda.memory, "mem_get_info", torch.cuda.mem_get_info)
+        yield from build.patches(self._memory, self._cuda_version)
 
     def _existing(self, device: Any) -> int:
         try:

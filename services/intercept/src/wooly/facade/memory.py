@@ -11,7 +11,24 @@ from collections.abc import Callable
 from typing import Any
 
 from wooly.devices import Devices
-from wooly.storage import Heap, heaps
+from wooly.storage import Heap, heaps, pinned
+
+
+def _host_stats() -> dict[str, int]:
+    """Numbers of pinned tensors of this process. Pinning allocates nothing, so there are no bytes to count."""
+    return {"num_host_alloc": len(pinned), "num_host_free": 0, "allocation.current": len(pinned)}
+
+
+def _nested(flat: dict[str, int]) -> dict[str, Any]:
+    """Figures under "a.b.c" as {"a": {"b": {"c": …}}}."""
+    found: dict[str, Any] = {}
+    for name, value in flat.items():
+        *outer, last = name.split(".")
+        inner = found
+        for part in outer:
+            inner = inner.setdefault(part, {})
+        inner[last] = value
+    return found
 
 
 class Memory:
@@ -39,7 +56,38 @@ class Memory:
             "memory_stats": lambda d=None: self._stats(self._heap(d)),
             "mem_get_info": lambda d=None: self._info(self._heap(d)),
             "memory_summary": lambda d=None, abbreviated=False: self._summary(self._heap(d)),
+            "memory_stats_as_nested_dict": lambda d=None: _nested(self._stats(self._heap(d))),
+            "memory_cached": lambda d=None: self._asked(self._heap(d))["reserved_bytes"],
+            "max_memory_cached": lambda d=None: self._asked(self._heap(d))["reserved_peak_bytes"],
+            "reset_max_memory_cached": lambda d=None: self._heap(d).reset_peak(),
+            "device_memory_used": lambda d=None: self._used(self._heap(d)),
+            "memory_usage": self._usage,
+            "get_per_process_memory_fraction": lambda d=None: self._heap(d).fraction,
+            "set_per_process_memory_fraction": self._set_fraction,
+            "host_memory_stats": _host_stats,
+            "host_memory_stats_as_nested_dict": lambda: _nested(_host_stats()),
+            "reset_accumulated_host_memory_stats": lambda: None,
+            "reset_peak_host_memory_stats": lambda: None,
         }
+
+    def _used(self, heap: Heap) -> int:
+        free, total = self._info(heap)
+        return total - free
+
+    def _usage(self, device: Any = None) -> int:
+        """Percent of the session's memory that is used."""
+        free, total = self._info(self._heap(device))
+        return round(100 * (total - free) / total) if total else 0
+
+    def _set_fraction(self, fraction: float, device: Any = None) -> None:
+        """Limit this process to a fraction of the session's memory."""
+        if not isinstance(fraction, float):
+            raise TypeError("Invalid type for fraction argument, must be `float`")
+        if not 0 <= fraction <= 1:
+            raise ValueError(f"Invalid fraction value: {fraction}. Allowed range: 0~1")
+        heap = self._heap(device)
+        heap.fraction = fraction
+        heap.granted = 0  # the next storage asks
 
     def _heap(self, device: Any) -> Heap:
         return heaps[self._devices.index_of(device)]

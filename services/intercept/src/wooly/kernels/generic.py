@@ -22,6 +22,7 @@ from wooly.kernels.inference import Inferences
 from wooly.kernels.outs import RESIZE_SILENTLY, RESIZED_ON_HOST, ResizeOutError
 from wooly.kernels.plan import CallPlan, PlanBuilder, PlannedCall
 from wooly.kernels.schema import Call, OpFacts, tensors_of
+from wooly.link import sync_debug
 from wooly.recorder import Forms, Recorder, origin
 from wooly.rng import Generator, sequence_of
 from wooly.storage import DEVICE_MASK, ID_SHIFT, PLACE_MASK, Layout
@@ -326,6 +327,8 @@ class Generic:
         """Run one operator now, wait for its answer, and make tensors with the shapes that the executor reports."""
         recorder, heap = plan.recorder, plan.recorder.heap
         own = recorder.take_params(plan.form)
+        if sync_debug.mode:
+            sync_debug.note()
         recorder.flush()
         recorder.params = own
         ids = [heap.reserve_id() for _ in range(facts.n_returns)]

@@ -1,0 +1,122 @@
+"""The public names of `torch.cuda` and its relatives: each works, or says what it cannot do."""
+
+import inspect
+import types
+import warnings
+
+import pytest
+import torch
+import torch.cuda.comm
+import torch.cuda.profiler
+import torch.cuda.tunable
+
+MODULES = {
+    m.__name__: m
+    for m in (
+        torch.cuda,
+        torch.cuda.memory,
+        torch.cuda.random,
+        torch.cuda.graphs,
+        torch.cuda.nvtx,
+        torch.cuda.profiler,
+        torch.cuda.tunable,
+        torch.cuda.comm,
+        torch.backends.cuda,
+        torch.backends.cudnn,
+        torch.accelerator,
+        torch.accelerator.memory,
+    )
+}
+#: Functions that would change the state of the process for other tests.
+LEFT_ALONE = {"seed", "seed_all", "sdp_kernel", "flags", "set_flags"}
+
+
+def names():
+    for where, module in MODULES.items():
+        for name in getattr(module, "__all__", None) or [n for n in dir(module) if not n.startswith("_")]:
+            value = getattr(module, name)
+            if callable(value) and not isinstance(value, types.ModuleType) and name not in LEFT_ALONE:
+                yield f"{where}.{name}"
+
+
+@pytest.mark.parametrize("path", list(names()))
+def test_public_name_works_or_says_why_not(cuda, path):
+    """A CPU build has no C++ part for many of these: an AttributeError of `torch._C` in most cases, once a crash."""
+    where, _, name = path.rpartition(".")
+    value = getattr(MODULES[where], name)
+    try:
+        needed = [p for p in inspect.signature(value).parameters.values() if p.default is p.empty and p.kind < 2]
+    except (TypeError, ValueError):
+        needed = []
+    if needed:
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            value()
+        except NotImplementedError as e:
+            assert "on the wooly device" in str(e)
+        except TypeError as e:
+            assert "argument" in str(e)
+
+
+def eval_in_torch(expression):
+    """What PyTorch's own code gets: it takes the answer for a reason to use the C++ part."""
+    code = compile(f"answer = torch.backends.{expression}", torch.nn.__file__, "exec")
+    found = {"torch": torch}
+    types.FunctionType(code, found)()
+    return found["answer"]
+
+
+def test_build_says_cuda(cuda):
+    assert torch.version.cuda == "13.0" and torch.backends.cuda.is_built()
+    assert not eval_in_torch("cuda.is_built()")
+    assert torch.backends.cudnn.is_available() and torch.backends.cudnn.version() >= 90000
+
+
+def test_memory_fraction_limits_process(cuda):
+    total = torch.cuda.mem_get_info()[1]
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_allocated() + (8 << 20)) / total)
+    try:
+        kept = torch.empty(4 << 20, dtype=torch.uint8, device=cuda)
+        with pytest.raises(torch.cuda.OutOfMemoryError, match="set_per_process_memory_fraction allows"):
+            torch.empty(8 << 20, dtype=torch.uint8, device=cuda)
+        del kept
+        torch.empty(7 << 20, dtype=torch.uint8, device=cuda)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert torch.empty(64 << 20, dtype=torch.uint8, device=cuda).numel() == 64 << 20
+    for wrong, error in ((2.0, ValueError), (1, TypeError)):
+        with pytest.raises(error):
+            torch.cuda.set_per_process_memory_fraction(wrong)
+
+
+def test_sync_debug_mode_warns_or_raises_when_operation_waits(cuda):
+    x = torch.arange(4.0, device=cuda)
+    waits = [lambda: x.sum().item(), lambda: (x + 1).cpu(), lambda: x.nonzero(), lambda: bool((x == 0).any())]
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        assert torch.cuda.get_sync_debug_mode() == 2
+        for wait in waits:
+            with pytest.raises(RuntimeError, match="called a synchronizing CUDA operation"):
+                wait()
+        torch.cuda.synchronize()  # asked for, so no error
+        torch.cuda.set_sync_debug_mode(1)
+        for wait in waits:
+            with pytest.warns(UserWarning, match="called a synchronizing CUDA operation"):
+                wait()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert x.nonzero().tolist() == [[1], [2], [3]]
+
+
+def test_allocator_addresses_and_nested_figures(cuda):
+    before = torch.cuda.memory_allocated()
+    address = torch.cuda.caching_allocator_alloc(4096)
+    assert address and torch.cuda.memory_allocated() == before + 4096
+    torch.cuda.caching_allocator_delete(address)
+    assert torch.cuda.memory_allocated() == before
+    nested = torch.cuda.memory_stats_as_nested_dict()
+    assert nested["allocated_bytes"]["all"]["current"] == before
+    assert torch.cuda.device_memory_used() >= 0 and 0 <= torch.cuda.memory_usage() <= 100
+    assert torch.cuda.cudart().cudaMemGetInfo(0) == torch.cuda.mem_get_info(0)
