@@ -84,9 +84,9 @@ class TooMuchWorkError(OperationError):
 
 
 class PoisonedError(ExecutorError):
-    """A value is needed that a failed operation should have written."""
+    """A value is needed that a failed operation should have written. The message is that operation's."""
 
-    code = "executor.operation"
+    code = "executor.poisoned"
 
 
 class InternalError(ExecutorError):

@@ -30,6 +30,8 @@ from wooly_wis.frames import (
 from wooly.errors import ExecutorLostError, ForkedProcessError, RemoteOperationError, WoolyError
 from wooly.recorder import Origin, describe_origin
 
+#: Number of failed operations that a link remembers.
+_FAILURES_KEPT = 64
 #: Highest number of bytes that a STATS frame can ask for.
 _MOST_WANTED = (1 << 64) - 1
 #: Number of acknowledged runs whose origins the link keeps. An acknowledgement does not say whether a run failed; only the next
@@ -123,6 +125,8 @@ class Link:
         #: Answers for which a caller stopped to wait, because a signal handler raised an exception.
         self._abandoned: deque[Expected] = deque()
         self._failed: Exception | None = None
+        #: Code, operation and Python line of failures, by message. What needs a result of theirs fails with the same message.
+        self._failures: dict[str, tuple[str, str | None, str | None]] = {}
         #: Sequence number of the last frame that is answered. It is known whether this frame or an earlier frame failed.
         self._answered = 0
         self.name_of: Callable[[list[int], int], str] = lambda words, instruction: ""
@@ -440,6 +444,15 @@ class Link:
             index = error.get("instruction")
             if seq == error.get("seq") and isinstance(index, int) and index < len(origins):
                 operation, recorded_at = self.name_of(words, index), describe_origin(origins[index])
+        if code == "executor.poisoned":
+            failed = self._failures.get(message)
+            if failed is not None:
+                code, operation, failed_at = failed
+                recorded_at = f"{failed_at}, needed at {recorded_at}" if recorded_at else failed_at
+        elif operation is not None:
+            self._failures[message] = code, operation, recorded_at
+            if len(self._failures) > _FAILURES_KEPT:
+                del self._failures[next(iter(self._failures))]
         if code == "executor.out_of_memory":
             return torch.OutOfMemoryError(message + (f"\n  recorded at {recorded_at}" if recorded_at else ""))
         return RemoteOperationError(message, operation=operation, recorded_at=recorded_at)

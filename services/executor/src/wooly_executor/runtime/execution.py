@@ -133,6 +133,8 @@ class StepExecution:
         at = prepared.owner[first] if first >= 0 else 0
         if isinstance(cause, (PoisonedError, RuntimeError, OperationError, SegmentError)):
             outcome.error = str(cause)
+            if isinstance(cause, PoisonedError):
+                outcome.code = PoisonedError.code
         else:
             outcome.error = f"{type(cause).__name__}: {cause}"
         refused = _NO_MEMORY.search(outcome.error)

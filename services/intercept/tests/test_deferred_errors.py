@@ -1,0 +1,50 @@
+"""Errors that the executor reports later name the operation that failed, wherever they surface."""
+
+import pytest
+import torch
+from wooly.errors import RemoteOperationError
+
+
+def line_of(function):
+    return f"{__file__}:{function.__code__.co_firstlineno + 1} in {function.__name__}"
+
+
+def failing(cuda):
+    return torch.arange(3.0, device=cuda)[torch.tensor([7], device=cuda)]
+
+
+def needing(x):
+    return (x * 2 + 1).sum()
+
+
+@pytest.mark.parametrize(
+    "work", [lambda x: x.cpu(), lambda x: needing(x).item(), repr], ids=["read", "compute", "print"]
+)
+def test_error_names_its_own_operation_each_time(cuda, work):
+    x = failing(cuda)
+    with pytest.raises(RemoteOperationError, match="index 7 is out of bounds"):
+        torch.cuda.synchronize()
+    for _ in range(2):
+        with pytest.raises(RemoteOperationError) as error:
+            work(x)
+        assert error.value.operation == "aten.index.Tensor" and f"recorded at {line_of(failing)}" in str(error.value)
+        assert str(error.value).count("failed on the remote device") == 1
+    torch.cuda.synchronize()  # each error comes once
+    assert torch.ones(3, device=cuda).sum().item() == 3
+
+
+def test_error_of_dependent_operation_names_both_lines(cuda):
+    x = failing(cuda)
+    with pytest.raises(RemoteOperationError):
+        torch.cuda.synchronize()
+    with pytest.raises(RemoteOperationError, match="needed at") as error:
+        needing(x).item()
+    assert f"recorded at {line_of(failing)}, needed at {line_of(needing)}" in str(error.value)
+
+
+def test_error_surfaces_at_unrelated_wait_with_its_own_operation(cuda):
+    kept = failing(cuda)
+    with pytest.raises(RemoteOperationError) as error:
+        torch.ones(4, device=cuda).add(1).sum().item()
+    assert error.value.operation == "aten.index.Tensor" and line_of(failing) in str(error.value)
+    assert kept.shape == (1,)
