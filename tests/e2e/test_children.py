@@ -127,6 +127,57 @@ def test_launchers_and_test_runners_are_captured(stack, folder):
     assert pytest_n.returncode == 0 and "2 sessions" in pytest_n.stderr, pytest_n.stdout
 
 
+LOADERS = """
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+class Host(Dataset):
+    def __len__(self): return 12
+    def __getitem__(self, i): return torch.full((3,), float(i)), i
+
+class Device(Host):
+    def __getitem__(self, i): return torch.full((3,), float(i), device="cuda")
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        info = torch.utils.data.get_worker_info()
+        return iter([torch.tensor([i]) for i in range(info.id, 8, info.num_workers)])
+
+def total(**options):
+    loader, sums = DataLoader(Host(), batch_size=4, **options), []
+    for _ in range(2):
+        sums.append(sum((batch.to("cuda", non_blocking=True).sum() * bias).item() for batch, _ in loader))
+    return sums
+
+if __name__ == "__main__":
+    bias = torch.full((), 2.0, device="cuda")
+    spawn = {"num_workers": 1, "multiprocessing_context": "spawn"}
+    print(total(num_workers=2), total(num_workers=2, pin_memory=True, persistent_workers=True), total(**spawn))
+    print(sorted(t.to("cuda").item() for b in DataLoader(Stream(), num_workers=2, pin_memory=True) for t in b))
+    print([(b.sum().item(), str(b.device)) for b in DataLoader(Device(), batch_size=6, **spawn)])
+    for options, error in (({"num_workers": 1}, "'spawn' start method"), (spawn | {"pin_memory": True}, "cannot pin")):
+        try:
+            list(DataLoader(Device(), batch_size=6, **options))
+        except RuntimeError as e:
+            print(error in str(e))
+"""
+
+
+@pytest.mark.slow
+def test_data_loaders_with_workers(stack, tmp_path):
+    """Workers may return device tensors if they are spawned; otherwise the errors are CUDA's."""
+    (tmp_path / "loaders.py").write_text(LOADERS)
+    done = wooly("run", "-q", tmp_path / "loaders.py", env=environment(stack))
+    sums = "[396.0, 396.0]"
+    assert done.stdout.splitlines() == [
+        f"{sums} {sums} {sums}",
+        str(list(range(8))),
+        "[(45.0, 'cuda:0'), (153.0, 'cuda:0')]",
+        "True",
+        "True",
+    ], done.stderr
+
+
 @pytest.mark.slow
 def test_notebook_cell_can_be_interrupted(stack, tmp_path):
     """The installed kernel captures the notebook. An interrupted cell leaves its session and its tensors."""

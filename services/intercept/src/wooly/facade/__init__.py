@@ -18,6 +18,7 @@ from wooly.facade import (
     accelerator,
     amp,
     generation,
+    handover,
     legacy,
     nvtx,
     parallel,
@@ -93,12 +94,14 @@ class Facade:
                 setattr(owner, name, value)
         triton_capture.activate(self._launches)
         generation.activate()
+        handover.activate()
         replaced = [(old, owner.__dict__.get(name)) for owner, name, old in self._undo]
         tell_dynamo(replaced)
         tell_torchscript(replaced)
 
     def uninstall(self) -> None:
         """Remove all patches."""
+        handover.deactivate()
         generation.deactivate()
         triton_capture.deactivate()
         back = [(owner.__dict__.get(name), old) for owner, name, old in self._undo]

@@ -65,7 +65,8 @@ def _storage_patches() -> Iterator[Patch]:
 
     def share(self: torch.UntypedStorage, *args: Any) -> Any:
         raise NotImplementedError(
-            "storages on the wooly device cannot be shared with another process; send tensor.cpu() instead"
+            "storages on the wooly device cannot be shared with another process, because it has a session of its own; send "
+            "tensor.cpu() instead (workers of a DataLoader may return device tensors)"
         )
 
     yield (storage, "__new__", staticmethod(new))
