@@ -397,7 +397,7 @@ def disable() -> None:
             device.devices.offered = _pending = None
         if attached is None:
             return
-        stats = _stats(attached)
+        stats = _stats(attached) if attached.opened is not None else {}
         for link in attached.links:
             link.siblings = []
         for recorder, link in zip(attached.device.devices.active(), attached.links, strict=True):
