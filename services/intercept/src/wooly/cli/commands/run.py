@@ -76,7 +76,7 @@ def run(
         code = script.run(target, list(context.args), module=module)
         if code == 0:
             code = _finish()
-        os.environ.pop(capture.VARIABLE)
+        os.environ.pop(capture.VARIABLE, None)
         seconds = time.monotonic() - started
         if api.has_session():
             stats, opened = api.session_stats(), None if quiet else api.opened_session()
