@@ -17,6 +17,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Any
@@ -49,6 +50,8 @@ _LIBRARIES = (
     "<frozen",
     "<string>",
 )
+#: Files of callbacks whose exceptions Python prints and ignores.
+_CALLBACKS = (weakref.__file__, weakref.WeakSet.__init__.__code__.co_filename)
 #: The function that waits for an answer.
 _WAITING: CodeType = ChannelClient.await_input.__code__
 #: Instructions at which Python runs signal handlers itself: the start of a function, and the end of a loop's turn. At all others,
@@ -81,6 +84,8 @@ def moment(frame: FrameType | None) -> Moment:
         return Moment.FREE
     if code is ENGINE_CODE:
         return Moment.OPERATION
+    if code.co_filename in _CALLBACKS:
+        return Moment.CALL
     caller: FrameType | None = frame
     while caller is not None:
         name = caller.f_code.co_filename
