@@ -1,4 +1,4 @@
-"""The public names of `torch.cuda` and its relatives: each works, or says what it cannot do."""
+"""Each public name of `torch.cuda`, its submodules and the modules beside it works, or raises an error with a reason."""
 
 import inspect
 import types

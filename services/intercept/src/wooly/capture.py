@@ -1,7 +1,7 @@
 """Redirects "cuda" in every Python process that is started with the variable WOOLYAI_CAPTURE, as soon as it has imported torch.
 
 The file `wooly-capture.pth` lies in the environment's `site-packages`, so each Python process of the environment reads it when it
-starts. It imports this module if the variable is set. This module imports torch neither: it waits until the program does.
+starts. The file imports this module if the variable is set. This module does not import torch: it waits until the program does.
 """
 
 from __future__ import annotations
