@@ -1,8 +1,8 @@
 """Sends device tensors from a data loader's worker process to the process of the loader.
 
 Under CUDA, the two processes share the memory. Here each process has a session of its own, so the tensor is copied through host
-memory. For a data loader the result is the same, because the worker does not use the tensor afterwards. Other processes may rely on
-shared memory, so for them `UntypedStorage._share_cuda_` raises an error.
+memory. For a data loader the result is the same, because the worker does not use the tensor afterwards. Other processes may rely
+on shared memory, so for them `UntypedStorage._share_cuda_` raises an error.
 """
 
 from __future__ import annotations
