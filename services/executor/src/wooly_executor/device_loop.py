@@ -1,8 +1,7 @@
-"""The loop in the one thread that owns the device: it polls connections, handles events and launches what the dispatch core
-decides.
+"""The loop in the one thread that owns the device: it takes in events and launches what the dispatch core decides.
 
-Everything that happens to a session is an event of its fold (`flow`); the interpreter carries out the resulting instructions.
-Other threads decode what clients send. Other threads use `call` to run functions in the loop.
+This file connects the parts of an executor and knows their order: `intake` handles what happens to sessions, `launching` runs
+programs, `vram` arranges memory. Other threads use `call` to run functions in the loop.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import logging
 import ssl
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
@@ -19,11 +17,8 @@ import torch
 from wooly_bus.channel import (
     Acceptor,
     ChannelServer,
-    Connected,
     Connection,
-    Disconnected,
     Endpoint,
-    Event,
     StrangerLimits,
 )
 from wooly_wis.frames import WRITE_HEAD, Kind
@@ -35,8 +30,9 @@ from wooly_executor.core_speed import CoreSpeed
 from wooly_executor.decoding import Decoders
 from wooly_executor.dispatch import Dispatch
 from wooly_executor.errors import ContextLostError, LoopEndedError
-from wooly_executor.frames import Frame, awaited
+from wooly_executor.frames import awaited
 from wooly_executor.host_account import HostLimits
+from wooly_executor.intake import Intake
 from wooly_executor.interpreter import Interpreter
 from wooly_executor.launching import Launcher
 from wooly_executor.post import Calls, Post
@@ -53,8 +49,6 @@ from wooly_executor.vram import SwapSettings, Vram
 
 log = logging.getLogger("wooly.executor")
 T = TypeVar("T")
-#: Seconds between two checks of how much host memory sessions use.
-REVIEW_S = 0.5
 
 
 class DeviceLoop:
@@ -98,22 +92,20 @@ class DeviceLoop:
         self._on_failed, self._on_ended = failed, ended
         limits = limits or HostLimits()
         self.lost = ""
-        self._reviewed = 0
-        self._unreviewed = False  # an event arrived since the last review
         self._stopping = threading.Event()
         self.server = server = ChannelServer({int(Kind.WRITE): WRITE_HEAD.size}, self._sink, fatal=(ContextLostError,))
         self.admission = ConnectionAdmission()
         self.acceptor = Acceptor(self.admission.check, refusal, server.enter, hello=int(Kind.HELLO), limits=strangers)
-        self._calls, self._post = Calls(server.wake), Post()
+        self._calls, post = Calls(server.wake), Post()
         self.dispatch = dispatch = dispatch or Dispatch()
         self.memory = memory or int(runtime.facts()["total_memory"])
         self.vram = vram = Vram(
-            self.memory, dispatch, swap or SwapSettings(), self._calls.call, self._post, device=runtime.device
+            self.memory, dispatch, swap or SwapSettings(), self._calls.call, post, device=runtime.device
         )
         self.store = ProgramStore(runtime, limits.programs, None if tiers is None else tiers.forget)
         self.decoders = Decoders(limits.decode_s)
         self.usage = UsageBook()
-        self._answers = Answers(server, runtime.device, self._post, limits)
+        self._answers = Answers(server, runtime.device, post, limits)
         self.sessions = Sessions(
             runtime,
             tiers,
@@ -123,14 +115,14 @@ class DeviceLoop:
             self.usage,
             self.admission,
             self._answers,
-            self._post,
+            post,
             server,
             limits,
         )
         self.runs = Runs(runtime, vram)
         self._upload_targets = UploadTargets(runtime.device, vram, self.runs)
         self.processing = Processing(self.sessions, self.runs, vram, self._answers)
-        self._interpreter = Interpreter(
+        interpreter = Interpreter(
             self.sessions,
             self.processing,
             vram,
@@ -138,23 +130,24 @@ class DeviceLoop:
             self.store,
             self.decoders,
             self._answers,
-            self._post,
+            post,
             self._calls,
             pace,
         )
+        activity = self.decoders.activity
+        self.intake = Intake(server, self.sessions, interpreter, self._answers, post, activity)
         self.launcher = Launcher(
             runtime,
             dispatch,
             self.runs,
             vram,
-            self._interpreter,
+            interpreter,
             self._answers,
-            server,
-            self.decoders.activity,
+            self.intake,
+            self._calls,
+            activity,
             pace,
             collector,
-            poll=lambda: self._poll(0),
-            called=lambda: not self._calls.empty(),
         )
 
     # -- from other threads ------------------------------------------------------------------------------------------
@@ -223,7 +216,7 @@ class DeviceLoop:
                     self._answers.refuse(conn, frame, code, self.lost)
 
     def _serve(self) -> None:
-        dispatch, launcher = self.dispatch, self.launcher
+        dispatch, launcher, intake = self.dispatch, self.launcher, self.intake
         launcher.workers.attach()
         if self._collector is not None:
             self._collector.begin()
@@ -232,13 +225,13 @@ class DeviceLoop:
         self.acceptor.start()
         self.runtime.device.attach()
         while not self._stopping.is_set():
-            self._poll(0 if self._busy() else self._timeout())
+            intake.poll(0 if self._busy() else self._timeout())
             self._run_calls()
             if dispatch.launch is None and self._collector is not None:
                 self._collector.rest(alone=not len(self.sessions))
             while dispatch.launch is not None and not self._stopping.is_set():
                 launcher.launch()
-                self._settle()
+                intake.settle()
                 self._run_calls()
 
     def _busy(self) -> bool:
@@ -247,73 +240,27 @@ class DeviceLoop:
         return (
             dispatch.launch is not None
             or bool(dispatch.wanted)
-            or bool(self._post)
+            or self.intake.posted
             or self.vram.due
             or not self._calls.empty()
         )
 
     def _timeout(self) -> float | None:
         """Seconds until there may be work without a new event. None: only an event can bring work."""
-        timeouts = [
-            self.vram.timeout(),
-            None if self._collector is None else self._collector.timeout(),
-            self._answers.timeout(),
-            0.0 if self._interpreter.yielding else None,
-            REVIEW_S if self._unreviewed else None,
-        ]
+        collector = None if self._collector is None else self._collector.timeout()
+        timeouts = (self.vram.timeout(), collector, self._answers.timeout(), self.intake.timeout())
         return min([t for t in timeouts if t is not None], default=None)
 
-    def _poll(self, timeout: float | None) -> None:
-        """Wait for frames of clients and handle them."""
-        activity = self.decoders.activity
-        activity.resting = timeout != 0
-        events = self.server.poll(timeout)
-        activity.resting = False
-        self._interpreter.next_turn()
-        for event in events:
-            try:
-                self._on_event(event)
-            except (MemoryError, RecursionError) as e:
-                self.sessions.exhausted(event.conn, e)
-        if self._answers.waiting:
-            self._answers.check_waiting()
-        self._settle()
-        self.launcher.looked = now = time.perf_counter_ns()
-        self._unreviewed = self._unreviewed or bool(events)
-        if self._unreviewed and now - self._reviewed > REVIEW_S * 1e9:
-            self._reviewed, self._unreviewed = now, False
-            self.sessions.review()
-
-    def _on_event(self, event: Event) -> None:
-        conn = event.conn
-        if isinstance(event, Connected):
-            self.sessions.welcome(conn, event.admitted)
-        elif isinstance(event, Disconnected):
-            self.sessions.gone(conn, event.reason)
-        elif conn.owner is not None:  # otherwise the session ended while this frame was in transit
-            session: Session = conn.owner
-            session.holdings.idle_since = None
-            self._interpreter.go_on(session, Frame(event.seq, event.kind, event.payload, len(event.payload)))
-
-    def _settle(self) -> None:
-        """Handle posted events and send queued answers until there are no more of either."""
-        post, go_on = self._post, self._interpreter.go_on
-        self._answers.flush()
-        while post:
-            while post:
-                go_on(*post.take())
-            self._answers.flush()
-
     def _run_calls(self) -> None:
-        calls, vram, wanted = self._calls, self.vram, self.dispatch.wanted
+        calls, vram, wanted, settle = self._calls, self.vram, self.dispatch.wanted, self.intake.settle
         while not calls.empty():
             calls.run_one()
-            self._settle()
+            settle()
         while wanted:
             vram.ask(wanted.popleft())
         if vram.due or vram.timeout() == 0:
             vram.arrange()
-            self._settle()
+            settle()
 
     def _sink(self, conn: Connection, kind: int, prefix: bytes, nbytes: int) -> memoryview | None:
         return self._upload_targets.sink(conn, prefix, nbytes)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
-from wooly_bus.channel import ChannelServer, Connection
+from wooly_bus.channel import Connection
 from wooly_wis.frames import unpack_run
 
 from wooly_executor.answers import Answers
@@ -18,7 +17,9 @@ from wooly_executor.errors import ContextLostError
 from wooly_executor.estimates import Cut, turns
 from wooly_executor.flow import Signal, note
 from wooly_executor.frames import Frame
+from wooly_executor.intake import Intake
 from wooly_executor.interpreter import Interpreter
+from wooly_executor.post import Calls
 from wooly_executor.pricing import PriceBook
 from wooly_executor.runs import Runs
 from wooly_executor.runtime.protocol import Execution, Runtime
@@ -42,17 +43,15 @@ class Launcher:
         vram: the device's memory.
         interpreter: continues sessions whose runs have ended.
         answers: queued answers; they are sent after each launch.
-        server: knows whether frames have arrived.
+        intake: handles frames that have arrived.
+        calls: functions of other threads; they run between launches.
         activity: tells decoders what the device's thread does.
         pace: measures the speed of a core; None: full speed.
         collector: collects garbage while the device is idle; None: no collector.
-        poll: handles frames that have arrived, without waiting.
-        called: whether another thread has queued a call.
 
     Attributes:
         busy_ns: device time of all launches.
         occupied: the session that runs now, and its start by `time.perf_counter_ns`; None: no session runs.
-        looked: time of the last poll, by the same clock.
         prices: mean prices of known programs.
         workers: measures the CPU time of the library's worker threads.
     """
@@ -65,17 +64,16 @@ class Launcher:
         vram: Vram,
         interpreter: Interpreter,
         answers: Answers,
-        server: ChannelServer,
+        intake: Intake,
+        calls: Calls,
         activity: DeviceActivity,
         pace: CoreSpeed | None,
         collector: Collector | None,
-        poll: Callable[[], None],
-        called: Callable[[], bool],
     ) -> None:
         self._runtime, self._dispatch, self._runs, self._vram = runtime, dispatch, runs, vram
-        self._interpreter, self._answers, self._server, self._activity = interpreter, answers, server, activity
-        self._pace, self._collector, self._poll, self._called = pace, collector, poll, called
-        self.busy_ns = self.looked = 0
+        self._interpreter, self._answers, self._intake, self._calls = interpreter, answers, intake, calls
+        self._activity, self._pace, self._collector = activity, pace, collector
+        self.busy_ns = 0
         self.occupied: tuple[str, int] | None = None
         self.prices = PriceBook()
         self.workers = WorkerClock()
@@ -99,8 +97,8 @@ class Launcher:
             self._answers.flush()
         if self._collector is not None:
             self._collector.worked()
-        if time.perf_counter_ns() - self.looked > self._dispatch.patience_ns():
-            self._poll()
+        if time.perf_counter_ns() - self._intake.polled_ns > self._dispatch.patience_ns():
+            self._intake.poll()
         self._dispatch.done(gpu_ns, stopped, core_ns)
 
     def running_s(self, session_id: str) -> float:
@@ -184,18 +182,18 @@ class Launcher:
 
         The launcher polls for frames at the edges, as often as the class in flight requires.
         """
-        patience, dispatch = self._dispatch.patience_ns(), self._dispatch
+        patience, dispatch, intake = self._dispatch.patience_ns(), self._dispatch, self._intake
         times: list[int] = []
-        begin, looked = first, self.looked
+        begin, looked = first, intake.polled_ns
         for end in turns(cut.kernels, first, last, patience):
             times += execution.advance(cut.edges[begin:end])
             begin = end
             if begin < last and (now := time.perf_counter_ns()) - looked > patience:
                 looked = now
-                if self._server.waiting():
-                    self._poll()
+                if intake.waiting:
+                    intake.poll()
                     if dispatch.should_stop() or conn.closed:
                         break
-                if self._called() or self._vram.due:
+                if not self._calls.empty() or self._vram.due:
                     break
         return times
