@@ -26,13 +26,15 @@ import psutil
 from links import Link
 from schedule import Fault, Kind
 from wooly_bus.authority import make_authority
-from wooly_testkit.postgres import PostgresMissingError, postgres_server
+from wooly_testkit.postgres import PostgresMissingError, PostgresServer, postgres_server
 from work import rest
 
 #: Size in bytes of a disk that can be filled.
 DISK = 192 << 20
 #: Processes with such a disk, if this user may mount file systems.
 ON_SMALL_DISKS = ("nats-2", "executor-1", "compiler")
+#: The database server as a target of faults.
+DATABASE = "postgresql"
 #: Maximum time of the installation's start on a busy machine, in seconds.
 START_S = 180.0
 
@@ -107,6 +109,7 @@ class Installation:
         self.clocks: dict[str, Path] = {}
         self.began = time.monotonic()
         self.database = ""
+        self._postgres: PostgresServer | None = None
         self.problems: list[str] = []
         self._counts = routers, executors, nats
         self._small_caches = small_caches
@@ -151,7 +154,7 @@ class Installation:
 
     def _databases(self, stack: contextlib.ExitStack) -> None:
         try:
-            server = stack.enter_context(postgres_server())
+            self._postgres = server = stack.enter_context(postgres_server(durable=True))
             self._urls = {"router": server.database(), "metering": server.database()}
             self.database = "PostgreSQL"
         except PostgresMissingError as e:
@@ -321,7 +324,7 @@ class Installation:
         """Return the possible targets of each kind of fault."""
         services = tuple(n for n in self.processes if not n.startswith("nats"))
         return {
-            "kill": tuple(self.processes),
+            "kill": (*self.processes, *((DATABASE,) if self._postgres is not None else ())),
             "stop": tuple(self.processes),
             "restart": services,
             "cut": tuple(n for n in self._lines()),
@@ -338,6 +341,10 @@ class Installation:
 
     def begin(self, fault: Fault) -> Callable[[], None]:
         """Begin a fault. Returns the function that ends it."""
+        if fault.target == DATABASE:
+            assert self._postgres is not None
+            self._postgres.crash()
+            return self._postgres.start
         if fault.kind in ("kill", "stop", "restart"):
             return self._to_process(self.processes[fault.target], fault.kind)
         if fault.kind in ("cut", "slow"):

@@ -10,10 +10,14 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-_OPTIONS = ("fsync=off", "synchronous_commit=off", "full_page_writes=off", "max_connections=50", "shared_buffers=16MB")
+import psutil
+
+_OPTIONS = ("fsync=off", "full_page_writes=off", "max_connections=50", "shared_buffers=16MB")
+#: A server that `crash` ends keeps each committed transaction: the machine lives on, so only the processes' memory is lost.
+_LAZY = ("synchronous_commit=off",)
 
 
 class PostgresMissingError(RuntimeError):
@@ -46,8 +50,11 @@ def _user() -> str | None:
 
 
 @contextlib.contextmanager
-def postgres_server() -> Iterator[PostgresServer]:
+def postgres_server(*, durable: bool = False) -> Iterator[PostgresServer]:
     """Run a server for the duration of the block.
+
+    Args:
+        durable: keep committed transactions when the server's processes are killed (`PostgresServer.crash`).
 
     Raises:
         PostgresMissingError: PostgreSQL is not installed.
@@ -56,7 +63,7 @@ def postgres_server() -> Iterator[PostgresServer]:
     initdb, postgres, user = _binary("initdb"), _binary("postgres"), _user()
     with tempfile.TemporaryDirectory(prefix="wooly-pg-", ignore_cleanup_errors=True) as name:
         directory = Path(name)
-        data, log = directory / "data", directory / "log"
+        data = directory / "data"
         if user is not None:
             shutil.chown(directory, user)
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("PG", "PYTHON"))} | {"LC_ALL": "C"}
@@ -66,19 +73,14 @@ def postgres_server() -> Iterator[PostgresServer]:
         )  # fmt: skip
         if made.returncode:
             raise RuntimeError(f"initdb failed: {made.stderr}")
-        options = [
-            word for o in (*_OPTIONS, f"unix_socket_directories={name}", "listen_addresses=") for word in ("-c", o)
-        ]
-        with log.open("wb") as out:
-            process = subprocess.Popen(
-                [postgres, "-D", str(data), *options], user=user, env=clean, cwd=name, stdout=out, stderr=out
-            )
+        settings = (*_OPTIONS, *(() if durable else _LAZY), f"unix_socket_directories={name}", "listen_addresses=")
+        options = [word for o in settings for word in ("-c", o)]
+        server = PostgresServer(directory, [postgres, "-D", str(data), *options], user, clean)
         try:
-            _wait(process, directory, log)
-            yield PostgresServer(directory)
+            server.start()
+            yield server
         finally:
-            process.send_signal(signal.SIGQUIT)  # stop at once despite connections: the data is not kept
-            process.wait(10)
+            server.end()
 
 
 def _wait(process: subprocess.Popen[bytes], directory: Path, log: Path) -> None:
@@ -94,11 +96,53 @@ def _wait(process: subprocess.Popen[bytes], directory: Path, log: Path) -> None:
 
 
 class PostgresServer:
-    """A running PostgreSQL server."""
+    """A PostgreSQL server in a folder of its own.
 
-    def __init__(self, directory: Path) -> None:
+    Args:
+        directory: folder of its socket, data and log.
+        argv: its command.
+        user: user that runs it; None: the current user.
+        env: its environment.
+    """
+
+    def __init__(self, directory: Path, argv: list[str], user: str | None, env: Mapping[str, str]) -> None:
         self._directory = directory
+        self._argv, self._user, self._env = argv, user, env
+        self._process: subprocess.Popen[bytes] | None = None
         self._made = 0
+
+    def start(self) -> None:
+        """Start the server, and wait until it accepts connections. After a crash, it first recovers its data.
+
+        Raises:
+            RuntimeError: the server did not start.
+        """
+        log = self._directory / "log"
+        with log.open("ab") as out:
+            self._process = subprocess.Popen(
+                self._argv,
+                user=self._user,
+                env=self._env,
+                cwd=self._directory,
+                stdout=out,
+                stderr=out,
+            )
+        _wait(self._process, self._directory, log)
+
+    def crash(self) -> None:
+        """Kill all processes of the server at once, as a crash or the kernel's out-of-memory killer does."""
+        assert self._process is not None
+        first = psutil.Process(self._process.pid)
+        for each in (first, *first.children()):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+        self._process.wait(10)
+
+    def end(self) -> None:
+        """End the server at once, despite connections, because the data is not kept."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(signal.SIGQUIT)
+            self._process.wait(10)
 
     def database(self, template: str = "template1") -> str:
         """Create a database from a template, in 50 ms. Returns its URL for SQLAlchemy's asynchronous and synchronous engines."""
