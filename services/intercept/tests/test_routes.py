@@ -170,6 +170,27 @@ def test_rest_redirect_does_not_send_token():
         assert not seen
 
 
+def refusing(sent, code, retryable):
+    """Answer each request with a refusal."""
+    body = json.dumps({"code": "router.database", "message": "the database does not answer", "retryable": retryable})
+
+    def answer(sock):
+        sock.recv(4096)
+        sent.append(code)
+        sock.sendall(f"HTTP/1.1 {code} No\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n{body}".encode())
+
+    return answer
+
+
+@pytest.mark.parametrize(("code", "retryable", "cure"), [(503, True, "Try again later"), (401, False, "API token")])
+def test_rest_refusal_is_repeated_while_database_is_away(monkeypatch, code, retryable, cure):
+    monkeypatch.setattr(access, "RETRY_S", 0.5)
+    sent = []
+    with listening(refusing(sent, code, retryable)) as (port, _), pytest.raises(access.AccessError, match=cure):
+        access.RestCredentials(f"http://localhost:{port}", "token")
+    assert len(sent) > 1 if retryable else len(sent) == 1
+
+
 def greeting(tls_required, then=lambda sock: None):
     """Answer with the first line of a NATS server, then call `then`."""
 

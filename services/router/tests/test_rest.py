@@ -6,6 +6,7 @@ import json
 
 import httpx
 import pytest
+from sqlalchemy.exc import OperationalError
 from wooly_bus import contracts
 from wooly_bus.app import ServiceApp
 from wooly_bus.authority import make_authority
@@ -279,6 +280,19 @@ async def test_errors_have_one_format(rest):
         r.actor.world.config.read = broken
         error = await call_rest(http, "GET", "config", 500)
         assert error["code"] == "internal" and "secret detail" not in error["message"] and error["retryable"]
+
+
+@pytest.mark.on_both
+async def test_token_while_database_is_away_is_refused_as_retryable(rest):
+    async with rest(auth="tokens") as (r, http):
+        _, mine = await token_for(r, "mine", "user")
+
+        async def away(*args, **kwargs):
+            raise OperationalError("SELECT secret", {}, Exception("secret detail"))
+
+        r.actor.world.tenants.by_hash = away
+        error = await call_rest(http, "GET", "config", 503, headers=mine)
+        assert error["code"] == "router.database" and error["retryable"] and "secret" not in error["message"]
 
 
 # -- access ----------------------------------------------------------------------------------------------------------

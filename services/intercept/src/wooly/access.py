@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 #: Timeout of one REST request, in seconds.
 TIMEOUT_S = 5.0
+#: How long to ask again if the controller says that a later request may succeed (its database restarts), and the first and the
+#: longest pause between two requests, in seconds.
+RETRY_S, _PAUSES_S = 15.0, (0.2, 2.0)
 #: Maximum size of a REST answer, in bytes. Longer answers are cut off and then fail to parse.
 _LARGEST = 1 << 20
 
@@ -77,8 +80,19 @@ class RestCredentials:
         """
         with self._lock:
             if self._held is None or time.time() >= self._renew_at:
-                self._held = self._ask()
+                self._held = self._ask_until_answered()
             return self._held
+
+    def _ask_until_answered(self) -> Credentials:
+        until, pause = time.monotonic() + RETRY_S, _PAUSES_S[0]
+        while True:
+            try:
+                return self._ask()
+            except AccessError as e:
+                if not e.retryable or time.monotonic() + pause > until:
+                    raise
+            time.sleep(pause)
+            pause = min(2 * pause, _PAUSES_S[1])
 
     def _ask(self) -> Credentials:
         from wooly_bus.channel import ChannelTlsError, client_context
@@ -100,9 +114,11 @@ class RestCredentials:
             self.nats_url, self.tenant = str(said["nats_url"]), str(said["tenant"])
             expires = float(said["expires_at"])
         except urllib.error.HTTPError as e:
-            raise AccessError(
-                f"{where} does not issue credentials: {_message(e)}. Check the API token (WOOLYAI_CREDENTIAL)"
-            ) from e
+            message, retryable = _refusal(e)
+            cure = "Try again later" if retryable else "Check the API token (WOOLYAI_CREDENTIAL)"
+            refused = AccessError(f"{where} does not issue credentials: {message}. {cure}")
+            refused.retryable = retryable
+            raise refused from e
         except ChannelTlsError as e:
             raise AccessError(
                 f"cannot make a TLS connection to {where}: {e} (set WOOLYAI_TLS_CA to a file with the certificate authorities "
@@ -126,12 +142,14 @@ class RestCredentials:
         return held
 
 
-def _message(error: urllib.error.HTTPError) -> str:
+def _refusal(error: urllib.error.HTTPError) -> tuple[str, bool]:
+    """The message of a refusal, and whether a later request may succeed."""
     with error:
         try:
-            return str(json.loads(error.read(_LARGEST))["message"])
-        except (OSError, ValueError, KeyError, TypeError):
-            return f"HTTP {error.code}"
+            said = json.loads(error.read(_LARGEST))
+            return str(said["message"]), error.code == 503 and said.get("retryable") is True
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return f"HTTP {error.code}", False
 
 
 def access_of(settings: Settings) -> Access:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Literal
 
 from fastapi import Depends, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from sqlalchemy.exc import SQLAlchemyError
 from wooly_bus.errors import RefusedError
 from wooly_bus.http_front import Known, Rule
 from wooly_bus.web import Buckets, from_elsewhere
@@ -17,6 +19,8 @@ from wooly_router.limits import LimitError
 from wooly_router.owner import Owner
 from wooly_router.state.config import AuditRecord
 from wooly_router.state.tenants import hash_of
+
+log = logging.getLogger("wooly.router")
 
 Area = Literal["tasks", "nodes", "groups", "config", "tenants", "metrics", "audit", "blobs", "credits"]
 Verb = Literal["read", "write"]
@@ -97,7 +101,7 @@ class Access:
         Later requests with the secret cost the address nothing.
 
         Raises:
-            RefusedError: the token is not valid.
+            RefusedError: the token is not valid, or the database does not answer.
         """
         name = hash_of(secret)
         try:
@@ -105,6 +109,11 @@ class Access:
         except RefusedError:
             self._valid_tokens.pop(name, None)
             raise
+        except SQLAlchemyError as e:  # no handler of the application catches it: the request is not admitted yet
+            log.exception("cannot check a token: the database does not answer")
+            raise RefusedError(
+                "router.database", "the controller's database does not answer; see the router's log", retryable=True
+            ) from e
         self._valid_tokens[name] = None
         self._valid_tokens.move_to_end(name)
         if len(self._valid_tokens) > MAX_VALID_TOKENS:

@@ -47,6 +47,7 @@ STATUS = {
     "router.too_large": 413,
     "router.too_many": 429,
     "router.limit": 429,
+    "router.database": 503,
 }
 #: Maximum size, in bytes, of the body of a request without a token.
 LOGIN_BYTES = 4096
