@@ -77,6 +77,8 @@ class _Attached:
         return self.links[0]
 
 
+#: Protects the state of this module. A thread that waits for it may hold a recorder's lock (`_first_use`). So a thread that has
+#: it takes no recorder's lock while a first use may wait.
 _lock = threading.RLock()
 _attached: _Attached | None = None
 #: Settings of the session that the first use of a device opens; None: there is none to open.
@@ -287,12 +289,14 @@ def enable_on_use(settings: Any = None) -> None:
         if _attached is None:
             from wooly.settings import load
 
+            again = _pending is not None
             _pending = children.settings = settings or load()
             _cuda_version = _pending.cuda_version
             device = register(_pending.flush_instructions)
             device.devices.offered = _pending.gpu_count
             device.devices.look()
-            _forget_sessions(device)
+            if not again:
+                _forget_sessions(device)
             device.set_opener(_first_use)
         install_facade()
 
@@ -400,13 +404,14 @@ def disable() -> None:
         stats = _stats(attached) if attached.opened is not None else {}
         for link in attached.links:
             link.siblings = []
-        for recorder, link in zip(attached.device.devices.active(), attached.links, strict=True):
-            with recorder.lock:
-                link.close()
+    for recorder, link in zip(attached.device.devices.recorders, attached.links, strict=False):
+        with recorder.lock:
+            link.close()
+            if recorder.link is link:  # otherwise another thread has opened the next session
                 recorder.forget_session()
-        if attached.opened is not None:
-            attached.opened.close()
-            capture.report_session(attached.opened.session_id, stats)
+    if attached.opened is not None:
+        attached.opened.close()
+        capture.report_session(attached.opened.session_id, stats)
 
 
 atexit.register(disable)
@@ -429,15 +434,29 @@ def device_facts(index: int = 0) -> dict[str, Any]:
     return _attached.links[index].device if _attached is not None else {}
 
 
+def _require_session() -> _Attached:
+    """The session of this process.
+
+    Raises:
+        NotConnectedError: no session is open. The message says why not, if the environment hides all devices.
+    """
+    if _attached is None:
+        if _pending is not None:
+            try:
+                register().devices.require_any()
+            except RuntimeError as e:
+                raise NotConnectedError(f"no session is open. {e}") from None
+        raise NotConnectedError("no session is open; call wooly.enable()")
+    return _attached
+
+
 def attached_links() -> list[Link]:
     """The links of this process's session, one per device.
 
     Raises:
         NotConnectedError: no session is open.
     """
-    if _attached is None:
-        raise NotConnectedError("no session is open; call wooly.enable()")
-    return _attached.links
+    return _require_session().links
 
 
 def attached_device() -> RegisteredDevice:
@@ -446,9 +465,7 @@ def attached_device() -> RegisteredDevice:
     Raises:
         NotConnectedError: no session is open.
     """
-    if _attached is None:
-        raise NotConnectedError("no session is open; call wooly.enable()")
-    return _attached.device
+    return _require_session().device
 
 
 def session_stats() -> dict[str, Any]:
@@ -457,9 +474,7 @@ def session_stats() -> dict[str, Any]:
     Raises:
         NotConnectedError: no session is open.
     """
-    if _attached is None:
-        raise NotConnectedError("no session is open; call wooly.enable()")
-    return _stats(_attached)
+    return _stats(_require_session())
 
 
 def _stats(attached: _Attached) -> dict[str, Any]:
@@ -490,9 +505,7 @@ def opened_session() -> Any:
     Raises:
         NotConnectedError: no session is open.
     """
-    if _attached is None:
-        raise NotConnectedError("no session is open; call wooly.enable()")
-    return _attached.opened
+    return _require_session().opened
 
 
 def has_session() -> bool:
