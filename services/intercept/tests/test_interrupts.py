@@ -91,6 +91,21 @@ def test_exception_during_wait_comes_at_once_and_answer_is_dropped(cuda, alarms)
     assert x.sum().item() == 600.0 * 600.0
 
 
+def test_result_of_interrupted_data_dependent_operator_is_freed(cuda, alarms):
+    link = api.attached_links()[0]
+    x = torch.ones(600, 600, device=cuda)
+    torch.cuda.synchronize()
+    before = link.stats()["buffers"]
+    for _ in range(40):
+        x = (x @ x) / 600.0
+    alarms(0.01, 0.02)
+    with pytest.raises(AlarmError):
+        x.nonzero()
+    assert x.sum().item() == 600.0 * 600.0
+    torch.cuda.synchronize()
+    assert link.stats()["buffers"] <= before
+
+
 def test_remote_error_of_interrupted_wait_is_raised_by_next_wait(cuda, alarms):
     x = torch.ones(600, 600, device=cuda)
     for _ in range(40):

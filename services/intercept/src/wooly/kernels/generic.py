@@ -332,9 +332,13 @@ class Generic:
         recorder.flush()
         recorder.params = own
         ids = [heap.reserve_id() for _ in range(facts.n_returns)]
-        recorder.emit(plan.form, buffers + ids, where)
-        recorder.flush(reply=True)
-        answer = recorder.require_link().result()
+        try:
+            recorder.emit(plan.form, buffers + ids, where)
+            recorder.flush(reply=True)
+            answer = recorder.require_link().result()
+        except BaseException:  # the run failed, or a signal handler ended the wait: no tensor will own these buffers
+            heap.dead += ids
+            raise
         values = answer.get("values") or []
         if values:
             heap.recycle(ids)
