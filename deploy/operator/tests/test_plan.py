@@ -158,6 +158,7 @@ def test_room_with_overcommit_fits_expected_bytes():
     assert room_on([GPU], pods, 100).fit == 18 * GIB
     assert room_on([GPU], [Pod("a", "n1", 20 * GIB, swappable=False)], 1000).fit == 4 * GIB
     assert room_on([GPU], [], 1000).fit == 24 * GIB
+    assert room_on([GPU], pods[1:], 100).fit_physical == 14 * GIB and room_on([GPU], pods, 1000).fit_physical == 0
     assert room_on([GPU], [Pod("a", "n1", GIB, exclusive=True)], 100) == room_on([GPU], [Pod("a", "n1", 2, True)], 0)
 
 
@@ -255,7 +256,7 @@ def test_plan_any_cluster_converges_and_keeps_foreign_labels(world):
 @given(DEVICES, PODS, st.integers(0, 1000))
 def test_room_is_at_most_a_device_and_shrinks_with_pods(devices, pods, percent):
     room = room_on(devices, pods, percent)
-    assert 0 <= room.fit <= max((d.total for d in devices), default=0)
+    assert 0 <= room.fit_physical <= room.fit <= max((d.total for d in devices), default=0)
     assert 0 <= room.idle <= len(devices)
     assert room.clients >= len(pods)
     assert room_on(devices, [], percent).fit >= room.fit

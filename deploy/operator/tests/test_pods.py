@@ -60,10 +60,15 @@ def test_invalid_annotation_raises_with_its_name(name, value):
 
 
 def test_placement_terms_require_fitting_nodes():
-    terms = pods.placement_terms(pods.pod_request_of({**ALL, names.GPU_CLASS: "big"}, {"big": BIG}))
+    terms = pods.placement_terms(pods.pod_request_of({**ALL, names.GPU_CLASS: "big", names.SWAP: "true"}, {"big": BIG}))
     assert {"key": names.VRAM_FIT, "operator": "Gt", "values": ["8191"]} in terms
     assert {"key": names.IDLE_GPUS, "operator": "Gt", "values": ["0"]} in terms
     assert {"key": "woolyai.com/class.big", "operator": "In", "values": ["true"]} in terms
+
+
+def test_placement_terms_without_swapping_require_physical_memory():
+    terms = pods.placement_terms(pods.pod_request_of({names.POD_VRAM: "8Gi", names.SWAP: "false"}, {}))
+    assert {"key": names.VRAM_FIT_PHYSICAL, "operator": "Gt", "values": ["8191"]} in terms
 
 
 def test_changes_add_terms_to_each_node_selector_term():

@@ -11,7 +11,7 @@ SIZES = st.integers(0, 100)
 
 def test_promises_are_summed_by_kind():
     found = promises([Commitment("a", 3), Commitment("b", 5), Commitment("c", 7, swappable=False)])
-    assert found == Promises(fixed=7, movable=8, largest=5)
+    assert found == Promises(fixed=7, movable=8)
 
 
 @given(
@@ -22,7 +22,7 @@ def test_promises_are_summed_by_kind():
     swappable=st.booleans(),
 )
 def test_headroom_is_the_largest_promise_that_is_not_refused(fixed, movable, capacity, percent, swappable):
-    promised = Promises(fixed, sum(movable), max(movable, default=0))
+    promised = Promises(fixed, sum(movable))
     most = headroom(promised, capacity, percent, swappable)
     if most >= 0:
         assert not refusal(most, swappable, promised, capacity, percent)
@@ -31,8 +31,16 @@ def test_headroom_is_the_largest_promise_that_is_not_refused(fixed, movable, cap
 
 def test_twenty_percent_means_up_to_120_percent():
     assert limit(100, 20) == 120 and limit(100, 0) == 100 and limit(100, 1000) == 1100
-    assert not refusal(20, True, Promises(movable=100, largest=50), 100, 20)
-    assert "120" in refusal(21 * GIB, True, Promises(movable=100 * GIB, largest=50 * GIB), 100 * GIB, 20)
+    assert not refusal(20, True, Promises(movable=100), 100, 20)
+    assert "120" in refusal(21 * GIB, True, Promises(movable=100 * GIB), 100 * GIB, 20)
+
+
+def test_session_that_stays_gets_no_overcommitted_memory():
+    """100, overcommitted by 20 %: three sessions of 30 can be swapped out, so 10 are left for one that cannot."""
+    promised = promises([Commitment(name, 30) for name in "abc"])
+    assert not refusal(30, True, promised, 100, 20)
+    assert "physical memory only" in refusal(30, False, promised, 100, 20)
+    assert headroom(promised, 100, 20, False) == 10 and headroom(promised, 100, 20, True) == 30
 
 
 @pytest.mark.parametrize("percent", [-1, 1001])

@@ -36,8 +36,8 @@ def gibs(**sizes):
     return {int(name[1:]): Content(n * GIB) for name, n in sizes.items()}
 
 
-def leave(gib, residents, contents, free=0, host=PLENTY, disk=PLENTY, policy=POLICY):
-    return choose(gib * GIB, NOW, Room(free * GIB, host, disk), residents, contents, policy)
+def leave(gib, residents, contents, free=0, host=PLENTY, disk=PLENTY, policy=POLICY, priority=0):
+    return choose(gib * GIB, NOW, Room(free * GIB, host, disk), residents, contents, policy, priority=priority)
 
 
 # -- the reserve -----------------------------------------------------------------------------------------------------
@@ -59,8 +59,8 @@ def test_choose_large_allocation_keeps_the_reserve():
 def test_choose_small_allocation_uses_the_reserve():
     """The reserve is for small allocations, so they evict no session until the reserve is used up."""
     contents = gibs(_1=8)
-    assert choose(1 << 20, NOW, Room(1 << 20, PLENTY, PLENTY), [resident("a", 1)], contents).victims == ()
-    assert choose(1 << 20, NOW, Room(4096, PLENTY, PLENTY), [resident("a", 1)], contents).victims == ("a",)
+    assert choose(1 << 20, NOW, Room(1 << 20, PLENTY, PLENTY), [resident("a", 1)], contents, priority=2).victims == ()
+    assert choose(1 << 20, NOW, Room(4096, PLENTY, PLENTY), [resident("a", 1)], contents, priority=2).victims == ("a",)
 
 
 def test_choose_reserve_is_given_up_before_the_allocation():
@@ -100,6 +100,15 @@ def test_choose_p0_is_the_last_victim():
     assert leave(4, residents, contents).victims == ("p4",)
     assert leave(10, residents, contents).victims == ("p4", "p1")
     assert leave(20, residents, contents).victims == ("p4", "p1", "p0")
+
+
+@pytest.mark.parametrize("priority", [1, 2, 3, 4])
+def test_choose_p0_is_no_victim_of_a_lower_class(priority):
+    residents, contents = [resident("p0", 1, priority=0, idle_since=0), resident("p4", 2, priority=4)], gibs(_1=8, _2=8)
+    assert leave(20, residents, contents, priority=priority).short == 12 * GIB
+    assert leave(4, residents, contents, priority=priority).victims == ("p4",)
+    assert leave(4, residents[:1], contents, priority=priority).victims == ()
+    assert leave(4, residents[:1], contents, priority=0).victims == ("p0",)
 
 
 def test_choose_every_eligible_session_is_a_victim_once_before_any_twice():
@@ -189,6 +198,9 @@ def situations(draw):
     return draw(st.integers(1, 30)), draw(st.integers(0, 25)), room, residents, contents, policy
 
 
+PRIORITIES = st.integers(0, 4)
+
+
 def freed_by(leaving, residents, contents):
     """Bytes of content that no remaining session holds, computed from the definition."""
     stays = {k for r in residents if r.session not in leaving for k in r.contents}
@@ -196,14 +208,19 @@ def freed_by(leaving, residents, contents):
 
 
 @settings(max_examples=examples(40, 200))
-@given(situations())
-def test_choose_any_situation_obeys_the_laws(situation):
+@given(situations(), PRIORITIES)
+def test_choose_any_situation_obeys_the_laws(situation, priority):
     nbytes, now, room, residents, contents, policy = situation
-    plan = choose(*situation)
+    plan = choose(*situation, priority=priority)
     by_name = {r.session: r for r in residents}
     victims = [by_name[name] for name in plan.victims]
     eligible = [
-        r for r in residents if r.swappable and r.idle_since is not None and now - r.idle_since >= policy.idle_ns
+        r
+        for r in residents
+        if r.swappable
+        and r.idle_since is not None
+        and now - r.idle_since >= policy.idle_ns
+        and (r.priority != 0 or priority == 0)
     ]
     wanted = nbytes + (policy.reserve if nbytes >= policy.large else 0) - room.device
 
@@ -242,11 +259,12 @@ def test_choose_any_situation_obeys_the_laws(situation):
 
 
 @settings(max_examples=examples(40, 200))
-@given(situations(), st.randoms())
-def test_choose_order_of_the_list_does_not_change_the_plan(situation, chance):
+@given(situations(), PRIORITIES, st.randoms())
+def test_choose_order_of_the_list_does_not_change_the_plan(situation, priority, chance):
     nbytes, now, room, residents, contents, policy = situation
     shuffled = random.Random(chance.random()).sample(residents, len(residents))
-    assert choose(*situation) == choose(nbytes, now, room, shuffled, contents, policy)
+    plan = choose(*situation, priority=priority)
+    assert plan == choose(nbytes, now, room, shuffled, contents, policy, priority=priority)
 
 
 @settings(max_examples=examples(25, 200))
@@ -262,7 +280,8 @@ def test_choose_any_history_gives_every_eligible_session_its_turn(data):
         residents = [
             Resident(s, priority[s], 0 if s in idle else None, (i,), True, chosen[s]) for i, s in enumerate(names)
         ]
-        plan = choose(1, 10, Room(0, 99, 99), residents, {i: Content(1) for i in range(len(names))}, Policy(0, 0, 5))
+        contents = {i: Content(1) for i in range(len(names))}
+        plan = choose(1, 10, Room(0, 99, 99), residents, contents, Policy(0, 0, 5), priority=0)
         (victim,) = plan.victims
         group = {s for s in idle if (priority[s] == 0) == (priority[victim] == 0)}
         assert priority[victim] or all(priority[s] == 0 for s in idle)
@@ -298,9 +317,8 @@ def test_admit_swappable_sessions_share_the_headroom():
         admit(Commitment("b", 21 * GIB), granted, 80 * GIB, 0)
 
 
-def test_admit_unswappable_leaves_room_for_the_largest_of_the_others_to_run():
-    """Otherwise an admitted session could never be resident again."""
-    granted = [Commitment("a", 60 * GIB), Commitment("b", 70 * GIB)]
+def test_admit_unswappable_gets_physical_memory_that_is_not_promised():
+    granted = [Commitment("a", 30 * GIB), Commitment("b", 40 * GIB)]
     admit(Commitment("c", 10 * GIB, swappable=False), granted, 80 * GIB, 1000)
     with pytest.raises(AdmissionError, match=r"Allow the session to be swapped out, or ask for at most 10\.00 GiB"):
         admit(Commitment("c", 11 * GIB, swappable=False), granted, 80 * GIB, 1000)

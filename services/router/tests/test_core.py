@@ -109,8 +109,8 @@ TAKEN = Load(1, 0, 20, 0)
         (
             DeviceRequest(required_vram=50, swappable=False),
             gpu(overcommit=30),
-            Load(1, 0, 0, 60, [60]),
-            "has 40 bytes next to the largest",
+            Load(1, 0, 0, 60),
+            "has 40 bytes of physical memory that are not promised",
         ),
         (DeviceRequest(groups=("g", "h")), gpu(groups=frozenset("x")), IDLE, "is not in any of the groups g, h"),
         (DeviceRequest(), gpu(groups=frozenset("yx")), IDLE, "is reserved for the groups x, y"),

@@ -1,8 +1,9 @@
 """The rule of overcommit: whether a session fits on a device whose memory is promised more than once.
 
 A device of C bytes with an overcommit of p percent may promise C + C p / 100 bytes in total. Memory of sessions that cannot be
-swapped out is *fixed* and must fit into the physical memory. The largest session that can be swapped out must fit beside it, or
-this session could never run. A session that declares no size gets no promise and uses free memory.
+swapped out is *fixed*. Such a session gets physical memory only, no part of the overcommit: when it is admitted, it and all that
+is promised so far, fixed or movable, must fit into C. A session that can be swapped out must fit beside the fixed memory, or it
+could never run. A session that declares no size gets no promise and uses free memory.
 
 Placement, admission and hosting of sessions use this rule. It is pure: integers in bytes, percent in whole numbers.
 """
@@ -32,18 +33,16 @@ class Promises:
     Attributes:
         fixed: promised to sessions that cannot be swapped out.
         movable: promised to sessions that can be swapped out.
-        largest: the largest promise to a session that can be swapped out.
     """
 
     fixed: int = 0
     movable: int = 0
-    largest: int = 0
 
     def plus(self, nbytes: int, swappable: bool) -> Promises:
         """The sums with one more session."""
         if swappable:
-            return Promises(self.fixed, self.movable + nbytes, max(self.largest, nbytes))
-        return Promises(self.fixed + nbytes, self.movable, self.largest)
+            return Promises(self.fixed, self.movable + nbytes)
+        return Promises(self.fixed + nbytes, self.movable)
 
 
 def promises(granted: Iterable[Commitment]) -> Promises:
@@ -67,8 +66,9 @@ def limit(capacity: int, percent: int) -> int:
 
 def headroom(promised: Promises, capacity: int, percent: int, swappable: bool) -> int:
     """Maximum promise, in bytes, to one more session; 0 or less if there is no room."""
-    physical = capacity - promised.fixed - (0 if swappable else promised.largest)
-    return min(physical, limit(capacity, percent) - promised.fixed - promised.movable)
+    if not swappable:
+        return capacity - promised.fixed - promised.movable
+    return min(capacity - promised.fixed, limit(capacity, percent) - promised.fixed - promised.movable)
 
 
 def refusal(nbytes: int, swappable: bool, promised: Promises, capacity: int, percent: int) -> str:
@@ -80,11 +80,11 @@ def refusal(nbytes: int, swappable: bool, promised: Promises, capacity: int, per
             f"{room}, but only {size(capacity - promised.fixed)} of {size(capacity)} are left: {size(promised.fixed)} belong to "
             f"sessions that cannot be swapped out"
         )
-    if not swappable and promised.fixed + nbytes + promised.largest > capacity:
+    if not swappable and promised.fixed + promised.movable + nbytes > capacity:
         return (
-            f"{room} and cannot be swapped out, but of {size(capacity)}, {size(promised.fixed)} belong to such sessions, and the "
-            f"largest other session needs {size(promised.largest)} to run. Allow the session to be swapped out, "
-            f"or ask for at most {size(max(0, capacity - promised.fixed - promised.largest))}"
+            f"{room} that is not swapped out, so it gets physical memory only, but {size(promised.fixed + promised.movable)} of "
+            f"{size(capacity)} are promised already. Allow the session to be swapped out, or ask for at most "
+            f"{size(max(0, capacity - promised.fixed - promised.movable))}"
         )
     if promised.fixed + promised.movable + nbytes > most:
         return (

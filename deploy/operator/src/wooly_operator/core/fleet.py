@@ -204,11 +204,13 @@ class Room:
 
     Attributes:
         fit: bytes that one more pod may request.
+        fit_physical: the same for a pod that cannot be swapped out; it gets no overcommitted memory.
         idle: devices without pods and sessions.
         clients: pods or sessions on the node, whichever are more.
     """
 
     fit: int
+    fit_physical: int
     idle: int
     clients: int
 
@@ -217,9 +219,9 @@ def room_on(devices: Sequence[FleetDevice], pods: Sequence[Pod], percent: int) -
     """The free capacity of a node after its pods got the memory that they requested.
 
     The controller alone knows which pod uses which device, so this function assigns pods in the same way: the largest pod first,
-    each to the device with the most capacity left. A device accepts requests up to its memory plus `percent` of it. Requests of
-    pods that cannot be swapped out must fit into its memory, and so must each single request. If executors use more memory than
-    the pods requested (because of other clients), the used memory counts.
+    each to the device with the most capacity left for it. A device accepts requests up to its memory plus `percent` of it. All
+    requests on a device must fit into its memory when a pod that cannot be swapped out is added, and each single request must. If
+    executors use more memory than the pods requested (because of other clients), the used memory counts.
 
     Args:
         devices: the alive devices of the node.
@@ -235,12 +237,16 @@ def room_on(devices: Sequence[FleetDevice], pods: Sequence[Pod], percent: int) -
             return 0
         return max(0, min(caps[i] - max(promised[i], devices[i].used), devices[i].total - fixed[i]))
 
+    def physical(i: int) -> int:
+        return 0 if exclusive[i] else max(0, devices[i].total - max(promised[i], devices[i].used))
+
     order = sorted(range(len(devices)), key=lambda i: devices[i].id)
     for pod in sorted(pods, key=lambda p: (not p.exclusive, -(p.vram or 0), p.name)):
         places = [i for i in order if not exclusive[i] and not (pod.exclusive and taken[i])] or order
         if not places:
             break
-        i = max(places, key=lambda j: (left(j), -order.index(j)))
+        free = left if pod.swappable else physical
+        i = max(places, key=lambda j: (free(j), -order.index(j)))
         promised[i] += pod.vram or 0
         fixed[i] += 0 if pod.swappable else (pod.vram or 0)
         taken[i] += 1
@@ -248,6 +254,7 @@ def room_on(devices: Sequence[FleetDevice], pods: Sequence[Pod], percent: int) -
     idle = sum(1 for i in order if not taken[i] and not devices[i].sessions)
     return Room(
         fit=max((left(i) for i in order), default=0),
+        fit_physical=max((physical(i) for i in order), default=0),
         idle=idle,
         clients=max(len(pods), sum(d.sessions for d in devices)),
     )

@@ -29,10 +29,22 @@ GPU_ARCH = "woolyai.com/gpu-arch"
 GPU_MODEL = "woolyai.com/gpu-model"
 VRAM_TOTAL = "woolyai.com/vram-total-mib"
 VRAM_FIT = "woolyai.com/vram-fit-mib"
+VRAM_FIT_PHYSICAL = "woolyai.com/vram-fit-physical-mib"
 IDLE_GPUS = "woolyai.com/idle-gpus"
 ACCEPTS = "woolyai.com/accepts-clients"
 CLASS_PREFIX = "woolyai.com/class."
-INVENTORY = (GPU, GPU_COUNT, GPU_VENDOR, GPU_ARCH, GPU_MODEL, VRAM_TOTAL, VRAM_FIT, IDLE_GPUS, ACCEPTS)
+INVENTORY = (
+    GPU,
+    GPU_COUNT,
+    GPU_VENDOR,
+    GPU_ARCH,
+    GPU_MODEL,
+    VRAM_TOTAL,
+    VRAM_FIT,
+    VRAM_FIT_PHYSICAL,
+    IDLE_GPUS,
+    ACCEPTS,
+)
 
 
 def is_inventory(label: str) -> bool:

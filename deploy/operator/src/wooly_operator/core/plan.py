@@ -171,6 +171,7 @@ def inventory(alive: Sequence[FleetDevice], room: Room, limits: Limits, classes:
         names.GPU_MODEL: _common(d.name for d in alive),
         names.VRAM_TOTAL: str(sum(d.total for d in alive) // MIB),
         names.VRAM_FIT: str(room.fit // MIB),
+        names.VRAM_FIT_PHYSICAL: str(room.fit_physical // MIB),
         names.IDLE_GPUS: str(room.idle),
         names.ACCEPTS: "false" if limits.full(room.clients, len(alive)) else "true",
     }
@@ -210,6 +211,7 @@ def status_of(devices: Sequence[FleetDevice], room: Room, limits: Limits, percen
         "overcommitSource": source,
         "clients": room.clients,
         "vramFitMiB": room.fit // MIB,
+        "vramFitPhysicalMiB": room.fit_physical // MIB,
         "acceptsClients": bool(any(d.alive for d in devices))
         and not limits.full(room.clients, sum(d.alive for d in devices)),
     }

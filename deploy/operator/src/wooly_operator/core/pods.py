@@ -107,7 +107,8 @@ def placement_terms(request: PodRequest) -> list[dict[str, Any]]:
     terms: list[dict[str, Any]] = [{"key": names.ACCEPTS, "operator": "In", "values": ["true"]}]
     if request.vram is not None:
         mib = -(-request.vram // MIB)
-        terms.append({"key": names.VRAM_FIT, "operator": "Gt", "values": [str(mib - 1)]})
+        fit = names.VRAM_FIT_PHYSICAL if request.swap is False else names.VRAM_FIT
+        terms.append({"key": fit, "operator": "Gt", "values": [str(mib - 1)]})
     if request.exclusive:
         terms.append({"key": names.IDLE_GPUS, "operator": "Gt", "values": ["0"]})
     if request.gpu_class:

@@ -43,7 +43,7 @@ class MemoryState(Message):
         contents: contents that sessions share.
         slots: cost of rounding.
         reserve: safety reserve that large allocations do not use.
-        fixed: a promise, as `movable` and `largest`; see `wooly_dispatch.overcommit.Promises`.
+        fixed: promises, as `movable`; see `wooly_dispatch.overcommit.Promises`.
         sessions: at most 1,000.
     """
 
@@ -60,7 +60,6 @@ class MemoryState(Message):
     overcommit_percent: int = Field(default=0, ge=0, le=1000)
     fixed: Bytes = 0
     movable: Bytes = 0
-    largest: Bytes = 0
     swapped_out: int = Field(default=0, ge=0)
     swapped_in: int = Field(default=0, ge=0)
     sessions: tuple[SessionMemory, ...] = Field(default=(), max_length=1000)

@@ -2,10 +2,10 @@
 
 The eviction policy (`choose`): a large allocation leaves the reserve free, if sessions can be swapped out for it. A session is
 *eligible* if it is resident and swappable, has been idle long enough, and there is space elsewhere for the memory that it frees.
-P0 sessions are victims only if no other session is eligible. Within these two groups, the session that was least recently a
-victim goes first, and sessions that never were go before all others. So no session is a victim twice before every other eligible
-session was one. Only bytes that become free count: content that a remaining session shares stays. Content with a clean copy
-elsewhere is dropped. Other content goes to pinned host memory up to its budget, then to disk.
+P0 sessions are victims only of P0 sessions, and only if no other session is eligible. Within these two groups, the session that
+was least recently a victim goes first, and sessions that never were go before all others. So no session is a victim twice before
+every other eligible session was one. Only bytes that become free count: content that a remaining session shares stays. Content
+with a clean copy elsewhere is dropped. Other content goes to pinned host memory up to its budget, then to disk.
 
 The law of admission (`admit`): each admitted session can be resident together with all sessions that cannot be swapped.
 """
@@ -126,8 +126,10 @@ def choose(
     residents: Iterable[Resident],
     contents: Mapping[int, Content],
     policy: Policy = Policy(),
+    *,
+    priority: int,
 ) -> SwapPlan:
-    """Choose the victims for an allocation of `nbytes` at the time `now` (ns).
+    """Choose the victims for an allocation of `nbytes` at the time `now` (ns), by a session of class `priority`.
 
     `residents` must list all sessions on the device, also the session that allocates. Otherwise shared content would count as
     free when one of its sessions leaves.
@@ -140,7 +142,7 @@ def choose(
     leaving: list[Resident] = []
     moves: list[Move] = []
     freed, host, disk = 0, room.host, room.disk
-    for r in _in_order(residents, now, policy):
+    for r in _in_order([r for r in residents if may_take(priority, r.priority)], now, policy):
         mine = sorted(key for key in set(r.contents) if holders[key] == 1 and contents[key].nbytes)
         placed, host_then, disk_then = _place(mine, contents, host, disk)
         if placed is None:
@@ -158,6 +160,11 @@ def choose(
     gone = {move.content for move in moves}
     victims = tuple(r.session for r in leaving if not gone.isdisjoint(r.contents))
     return SwapPlan(victims, tuple(moves), freed, 0, max(0, wanted - freed))
+
+
+def may_take(priority: int, other: int) -> bool:
+    """Whether a session of class `priority` may have a session of class `other` swapped out."""
+    return other != 0 or priority == 0
 
 
 def _in_order(residents: Iterable[Resident], now: int, policy: Policy) -> list[Resident]:

@@ -95,7 +95,6 @@ def state_of(residents: Residents, swap_space: SwapSpace, swapping: Swapping, ov
         overcommit_percent=overcommit_percent,
         fixed=promised.fixed,
         movable=promised.movable,
-        largest=promised.largest,
         swapped_out=swapping.swapped_out,
         swapped_in=swapping.swapped_in,
         sessions=tuple([*sessions, *pins][:1000]),

@@ -11,7 +11,7 @@ from wooly_executor.dispatch import Dispatch
 from wooly_executor.flow import Residence
 from wooly_executor.frames import Frame
 from wooly_executor.memory.ledger import Ledger
-from wooly_executor.memory.swap import Place, Policy
+from wooly_executor.memory.swap import Place, Policy, may_take
 from wooly_executor.pinned_weights import PinnedWeights
 from wooly_executor.session import Session
 
@@ -63,18 +63,19 @@ class Residents:
         return found + [Commitment(p.name, self.ledger.book.has(p.name), False) for p in self.pins.accounts.values()]
 
     def can_make_room(self, session: Session, need: int) -> bool:
-        """Whether `need` bytes would be free for a session if all other swappable sessions left."""
+        """Whether `need` bytes would be free for a session if all others left that may have to leave for it."""
         if session.id not in self._dispatch.state.sessions:
             return False  # in order of arrival, no session can be passed over
         return self.room_without_others(session) >= need
 
     def room_without_others(self, session: Session) -> int:
-        """Bytes that would be free if all other swappable sessions left."""
-        room = self.ledger.spare + self.leaving
+        """Bytes that would be free if all other sessions left that may have to leave for this one."""
+        room, priority = self.ledger.spare + self.leaving, self.priority(session)
         for other in self.sessions.values():
             if (
                 other is not session
                 and other.holdings.swappable
+                and may_take(priority, self.priority(other))
                 and other.flow.residence in (Residence.HERE, Residence.COMING)
             ):
                 room += (

@@ -82,7 +82,8 @@ class Victims:
             residents.append(Resident(pin.name, 4, None, tuple(self._shared(pin, contents)), False))
         free = self._swap_space.free
         room = Room(ledger.spare + self._here.leaving, free(Place.HOST), free(Place.DISK))
-        return _Choice(choose(need, now, room, residents, contents, policy), owners, may)
+        plan = choose(need, now, room, residents, contents, policy, priority=self._here.priority(requester))
+        return _Choice(plan, owners, may)
 
     def _shared(self, account: Account, contents: dict[int, Content]) -> list[int]:
         """The contents that an account shares, each once. Adds them to `contents`."""

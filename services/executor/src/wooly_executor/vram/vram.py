@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from wooly_dispatch.overcommit import Commitment, headroom, promises
+from wooly_dispatch.overcommit import Commitment, promises
 from wooly_wis.frames import unpack_run
 from wooly_wis.messages import MemoryState
 
@@ -156,9 +156,7 @@ class Vram:
         if required is not None:
             return required
         promised = promises(commitments)
-        if swappable or not promised.largest:
-            return self.capacity - promised.fixed
-        return headroom(promised, self.capacity, self.overcommit_percent, False)
+        return self.capacity - promised.fixed - (0 if swappable else promised.movable)
 
     # -- programs ----------------------------------------------------------------------------------------------------
 

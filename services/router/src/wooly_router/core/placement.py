@@ -6,7 +6,7 @@ Pure: the same pool and the same request always give the same choice and the sam
 of the requested groups (or in no group, if the task requests none); it has the requested vendor and architecture; no other task
 uses it exclusively, and it has no sessions if the task wants it exclusively; it has enough memory. The memory rule is the
 executor's admission rule: all promised memory fits into the capacity plus overcommit, and a running task fits next to all
-memory that cannot be swapped out.
+memory that cannot be swapped out; a task that cannot be swapped out fits, with all promised memory, into the capacity alone.
 
 **Score.** The device with the lowest cost wins. The cost in points is: 500 per session, utilization and starvation in permille,
 and half a point per permille of promised memory. It is 1,000 points lower if all weights of the task are already on the device.
@@ -87,16 +87,12 @@ class Claim:
 
 @dataclass(slots=True)
 class Load:
-    """The sum of all claims on one device.
-
-    `movable` memory can be swapped out (`sizes`: its parts, sorted); `fixed` memory cannot.
-    """
+    """The sum of all claims on one device. `movable` memory can be swapped out; `fixed` memory cannot."""
 
     sessions: int = 0
     exclusive: int = 0
     fixed: int = 0
     movable: int = 0
-    sizes: list[int] = field(default_factory=list)
 
     def add(self, claim: Claim) -> None:
         """Add the claim of a task."""
@@ -105,7 +101,6 @@ class Load:
         self.exclusive += claim.exclusive
         if claim.swappable:
             self.movable += size
-            insort(self.sizes, size)
         else:
             self.fixed += size
 
@@ -116,7 +111,6 @@ class Load:
         self.exclusive -= claim.exclusive
         if claim.swappable:
             self.movable -= size
-            del self.sizes[bisect_left(self.sizes, size)]
         else:
             self.fixed -= size
 
@@ -153,8 +147,8 @@ def fits(want: DeviceRequest, gpu: Gpu, load: Load) -> bool:
         return True
     if load.fixed + asked > gpu.total:
         return False
-    if not want.swappable and load.sizes and load.fixed + asked + load.sizes[-1] > gpu.total:
-        return False
+    if not want.swappable:
+        return load.fixed + load.movable + asked <= gpu.total
     return load.fixed + load.movable + asked <= gpu.total + gpu.total * gpu.overcommit // 100
 
 
@@ -194,8 +188,8 @@ def unfit(want: DeviceRequest, gpu: Gpu, load: Load) -> str:
     if load.fixed + asked > gpu.total:
         return f"has {gpu.total - load.fixed} bytes next to the memory that cannot be swapped out, but the task requests {asked}"
     return (
-        f"has {max(gpu.total - load.fixed - load.sizes[-1], 0)} bytes next to the largest task that can be swapped out, "
-        f"but the task requests {asked} bytes that cannot be swapped out"
+        f"has {max(gpu.total - promised, 0)} bytes of physical memory that are not promised, but the task requests {asked} bytes "
+        "that cannot be swapped out"
     )
 
 
