@@ -17,7 +17,7 @@ async def source(tmp_path, monkeypatch):
     """A plan source whose compilers never answer."""
     loop = SimpleNamespace(
         tiers=Tiers(),
-        launcher=SimpleNamespace(busy_ns=0),
+        busy=SimpleNamespace(total_ns=0),
         dispatch=SimpleNamespace(state=SimpleNamespace(flights=())),
     )
     found = PlanSource(None, loop, None, "gpu-0", tmp_path)

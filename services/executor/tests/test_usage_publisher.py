@@ -73,7 +73,7 @@ async def test_usage_publisher_with_nats_killed_publishes_every_count_once(devic
             await asyncio.sleep(0.02)
         session.close()
         device.wait_closed("s")
-        busy = device.call(lambda: device.loop.launcher.busy_ns)
+        busy = device.call(lambda: device.loop.busy.total_ns)
         batches = []
         async with asyncio.timeout(100):
             reader = read_stream(client.jetstream(), contracts.EXECUTOR_USAGE_RECORDED)

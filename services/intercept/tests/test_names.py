@@ -120,3 +120,11 @@ def test_allocator_addresses_and_nested_figures(cuda):
     assert nested["allocated_bytes"]["all"]["current"] == before
     assert torch.cuda.device_memory_used() >= 0 and 0 <= torch.cuda.memory_usage() <= 100
     assert torch.cuda.cudart().cudaMemGetInfo(0) == torch.cuda.mem_get_info(0)
+
+
+def test_utilization_is_that_of_the_device(cuda):
+    torch.cuda.synchronize()
+    x = torch.ones(500, 500, device=cuda)
+    for _ in range(60):
+        x = (x @ x) / 500.0
+    assert 0 < torch.cuda.utilization() <= 100 and torch.cuda.utilization("cuda:0") <= 100

@@ -80,7 +80,7 @@ class PlanSource:
         self._id = executor_id
         self._cache = ArtifactCache(folder)
         self._turns = asyncio.Semaphore(AT_ONCE)
-        self._throttle = CompileThrottle(lambda: loop.launcher.busy_ns, lambda: bool(loop.dispatch.state.flights))
+        self._throttle = CompileThrottle(lambda: loop.busy.total_ns, lambda: bool(loop.dispatch.state.flights))
         self._timeout_s = timeout_s
         self._target = ""
         self._silent = False

@@ -330,7 +330,7 @@ class ExecutorActor(Actor):
 
     def _heartbeat(self) -> ExecutorHeartbeat:
         memory, weights = self._last
-        now, busy = self._clock(), self._loop.launcher.busy_ns
+        now, busy = self._clock(), self._loop.busy.total_ns
         share = (busy - self._busy_ns) / 1e9 / max(now - self._busy_at, 1e-6)
         self._busy_ns, self._busy_at = busy, now
         # From the leases, not from the device's thread: the thread may be busy, and the router must not miss a session that was

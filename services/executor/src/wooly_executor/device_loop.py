@@ -24,6 +24,7 @@ from wooly_bus.channel import (
 from wooly_wis.frames import WRITE_HEAD, Kind
 
 from wooly_executor.answers import Answers
+from wooly_executor.busy_time import BusyTime
 from wooly_executor.collector import Collector
 from wooly_executor.connection_admission import ConnectionAdmission, refusal
 from wooly_executor.core_speed import CoreSpeed
@@ -71,6 +72,7 @@ class DeviceLoop:
         sessions: the open sessions; use them in the device's thread only.
         lost: why the device can serve no session any more; empty while it can.
         usage: measures what sessions use.
+        busy: counts how long the device has worked.
     """
 
     def __init__(
@@ -121,7 +123,8 @@ class DeviceLoop:
         )
         self.runs = Runs(runtime, vram)
         self._upload_targets = UploadTargets(runtime.device, vram, self.runs)
-        self.processing = Processing(self.sessions, self.runs, vram, self._answers)
+        self.busy = BusyTime()
+        self.processing = Processing(self.sessions, self.runs, vram, self._answers, self.busy)
         interpreter = Interpreter(
             self.sessions,
             self.processing,
@@ -148,6 +151,7 @@ class DeviceLoop:
             activity,
             pace,
             collector,
+            self.busy,
         )
 
     # -- from other threads ------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from wooly_bus.channel import Connection
 from wooly_wis.frames import unpack_run
 
 from wooly_executor.answers import Answers
+from wooly_executor.busy_time import BusyTime
 from wooly_executor.collector import Collector
 from wooly_executor.core_speed import FASTEST, FULL, CoreSpeed
 from wooly_executor.cores import WorkerClock
@@ -48,9 +49,9 @@ class Launcher:
         activity: tells decoders what the device's thread does.
         pace: measures the speed of a core; None: full speed.
         collector: collects garbage while the device is idle; None: no collector.
+        busy: counts the device time of all launches.
 
     Attributes:
-        busy_ns: device time of all launches.
         occupied: the session that runs now, and its start by `time.perf_counter_ns`; None: no session runs.
         prices: mean prices of known programs.
         workers: measures the CPU time of the library's worker threads.
@@ -69,11 +70,12 @@ class Launcher:
         activity: DeviceActivity,
         pace: CoreSpeed | None,
         collector: Collector | None,
+        busy: BusyTime,
     ) -> None:
         self._runtime, self._dispatch, self._runs, self._vram = runtime, dispatch, runs, vram
         self._interpreter, self._answers, self._intake, self._calls = interpreter, answers, intake, calls
         self._activity, self._pace, self._collector = activity, pace, collector
-        self.busy_ns = 0
+        self._busy = busy
         self.occupied: tuple[str, int] | None = None
         self.prices = PriceBook()
         self.workers = WorkerClock()
@@ -88,7 +90,7 @@ class Launcher:
             session, workers, beyond = work[0], self.workers.read(), self._runtime.extra_core_ns
             gpu_ns, last = self._run_piece(*work)
             core_ns = gpu_ns + self.workers.read() - workers + self._runtime.extra_core_ns - beyond
-            self.busy_ns += gpu_ns
+            self._busy.add(gpu_ns, time.perf_counter_ns())
             session.used.launched(gpu_ns, core_ns, self._vram.clock(), self._pace_of(session, work[1], last, core_ns))
             if self._pace is not None:
                 self._pace.worked(gpu_ns)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import Any
 
 from wooly_bus.channel import Connection
@@ -10,6 +11,7 @@ from wooly_wis.errors import DecodeError
 from wooly_wis.frames import Kind, unpack_content, unpack_json, unpack_read, unpack_stats
 
 from wooly_executor.answers import Answers
+from wooly_executor.busy_time import BusyTime
 from wooly_executor.counters import Work
 from wooly_executor.errors import ContextLostError, ExecutorError, InternalError, forget_frames
 from wooly_executor.flow.state import DEFINITIONS
@@ -41,13 +43,14 @@ class Processing:
         runs: finishes runs, and has the sessions' buffers.
         vram: the device's memory.
         answers: sends answers to clients.
+        busy: knows how busy the device is.
 
     Attributes:
         work: how the programs of all sessions ran.
     """
 
-    def __init__(self, sessions: Sessions, runs: Runs, vram: Vram, answers: Answers) -> None:
-        self._sessions, self._runs, self._vram, self._answers = sessions, runs, vram, answers
+    def __init__(self, sessions: Sessions, runs: Runs, vram: Vram, answers: Answers, busy: BusyTime) -> None:
+        self._sessions, self._runs, self._vram, self._answers, self._busy = sessions, runs, vram, answers, busy
         self.work = Work()
 
     def process(self, session: Session, conn: Connection, frame: Frame) -> None:
@@ -146,6 +149,7 @@ class Processing:
         counters = session.counters
         stats: dict[str, Any] = {name: getattr(counters, name) for name in counters.__slots__}
         stats |= {"bytes": session.held_bytes, "buffers": len(session.buffers), "work": session.work.to_json()}
+        stats["utilization"] = self._busy.percent(time.perf_counter_ns())
         return stats | self._vram.stats(session, wanted) | session.host_use().to_json()
 
     def _offer(self, session: Session, frame: Frame) -> bool:

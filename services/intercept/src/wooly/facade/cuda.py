@@ -60,7 +60,7 @@ class Answers:
             "synchronize": module.synchronize,
             "ipc_collect": lambda: None,
             "empty_cache": lambda: None,
-            "utilization": lambda d=None: 0,
+            "utilization": self._memory.utilization,
             "device": device_context,
             "device_of": device_of,
             "_compile_kernel": compile_kernel,

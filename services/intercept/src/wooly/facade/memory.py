@@ -79,6 +79,10 @@ class Memory:
         free, total = self._info(self._heap(device))
         return round(100 * (total - free) / total) if total else 0
 
+    def utilization(self, device: Any = None) -> int:
+        """Percent of the last second in which the device worked, for all of its sessions."""
+        return self._asked(self._heap(device))["utilization"]
+
     def _set_fraction(self, fraction: float, device: Any = None) -> None:
         """Limit this process to a fraction of the session's memory."""
         if not isinstance(fraction, float):
