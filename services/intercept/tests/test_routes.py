@@ -191,6 +191,18 @@ def test_rest_refusal_is_repeated_while_database_is_away(monkeypatch, code, retr
     assert len(sent) > 1 if retryable else len(sent) == 1
 
 
+def test_rest_slow_controller_is_asked_twice(monkeypatch):
+    monkeypatch.setattr(access, "TIMEOUTS_S", (0.1, 0.2))
+
+    def silent(sock):
+        while sock.recv(4096):  # until the client gives up
+            pass
+
+    with listening(silent) as (port, seen), pytest.raises(access.AccessError, match=r"not answer within 0.2 s"):
+        access.RestCredentials(f"http://localhost:{port}", "token")
+    assert len(seen) == 2
+
+
 def greeting(tls_required, then=lambda sock: None):
     """Answer with the first line of a NATS server, then call `then`."""
 

@@ -19,8 +19,8 @@ from wooly.settings import Settings
 if TYPE_CHECKING:
     from wooly_bus.credentials import Credentials
 
-#: Timeout of one REST request, in seconds.
-TIMEOUT_S = 5.0
+#: Timeouts of the first and the second REST request, in seconds. Behind a load balancer, another router may answer the second.
+TIMEOUTS_S = (2.0, 4.0)
 #: How long to ask again if the controller says that a later request may succeed (its database restarts), and the first and the
 #: longest pause between two requests, in seconds.
 RETRY_S, _PAUSES_S = 15.0, (0.2, 2.0)
@@ -32,6 +32,10 @@ class AccessError(BusError):
     """The client cannot get credentials. The message says why."""
 
     code = "wooly.access"
+
+
+class _SlowError(AccessError):
+    """The controller did not answer in time."""
 
 
 def from_file(path: Path) -> Credentials:
@@ -84,21 +88,26 @@ class RestCredentials:
             return self._held
 
     def _ask_until_answered(self) -> Credentials:
-        until, pause = time.monotonic() + RETRY_S, _PAUSES_S[0]
+        until, pause, timeouts = time.monotonic() + RETRY_S, _PAUSES_S[0], list(TIMEOUTS_S)
         while True:
             try:
-                return self._ask()
+                return self._ask(timeouts[0])
+            except _SlowError:
+                if len(timeouts) == 1:
+                    raise
+                del timeouts[0]
             except AccessError as e:
                 if not e.retryable or time.monotonic() + pause > until:
                     raise
-            time.sleep(pause)
-            pause = min(2 * pause, _PAUSES_S[1])
+                time.sleep(pause)
+                pause = min(2 * pause, _PAUSES_S[1])
 
-    def _ask(self) -> Credentials:
+    def _ask(self, timeout_s: float) -> Credentials:
         from wooly_bus.channel import ChannelTlsError, client_context
         from wooly_bus.credentials import Credentials, CredentialsError
 
         where = f"the controller at {shown(self._url)}"
+        slow = f"{where} did not answer within {timeout_s:g} s; check that it runs, and try again"
         request = urllib.request.Request(
             f"{self._url}/api/v1/credentials",
             data=b"{}",
@@ -108,7 +117,7 @@ class RestCredentials:
         try:
             tls = client_context(self._tls) if self._url.startswith("https:") else None
             opener = urllib.request.build_opener(urllib.request.HTTPSHandler(context=tls), _NoRedirect)
-            with opener.open(request, timeout=TIMEOUT_S) as answer:
+            with opener.open(request, timeout=timeout_s) as answer:
                 said: dict[str, Any] = json.loads(answer.read(_LARGEST))
             held = Credentials.parse(str(said["credentials"]))
             self.nats_url, self.tenant = str(said["nats_url"]), str(said["tenant"])
@@ -125,6 +134,8 @@ class RestCredentials:
                 "to trust)"
             ) from e
         except urllib.error.URLError as e:
+            if isinstance(e.reason, TimeoutError):
+                raise _SlowError(slow) from e
             if isinstance(e.reason, ssl.SSLCertVerificationError):
                 raise AccessError(
                     f"{where} has a certificate that is not trusted: {e.reason.verify_message} (set WOOLYAI_TLS_CA to a file "
@@ -133,6 +144,8 @@ class RestCredentials:
             raise AccessError(
                 f"{where} does not answer: {e.reason}. Check WOOLYAI_CONTROLLER_URL, and that the controller runs"
             ) from e
+        except TimeoutError as e:
+            raise _SlowError(slow) from e
         except (OSError, ValueError, KeyError, TypeError, CredentialsError) as e:
             raise AccessError(
                 f"the answer of {where} contains no credentials: {e}. Check that WOOLYAI_CONTROLLER_URL is the URL of a Wooly "
