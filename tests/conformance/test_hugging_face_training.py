@@ -29,8 +29,6 @@ def little_garbage():
     assert accelerate and peft.LoraConfig and transformers.Trainer and transformers.Seq2SeqTrainer
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
