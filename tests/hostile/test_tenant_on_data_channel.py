@@ -73,6 +73,7 @@ class Renewing:
                 self.errors.append(str(e))
 
 
+@pytest.mark.slow  # the executor's test of a held device shows that leases are renewed
 def test_long_operator_ends_no_other_session(tmp_path):
     with contextlib.ExitStack() as stack:
         cluster = Cluster(tmp_path, stack, router={"LEASE_S": str(LEASE_S)})
