@@ -96,7 +96,11 @@ def test_function_on_many_numbers_stays_within_its_bound(op):
 
 @pytest.mark.parametrize(
     "op",
-    [*mathlib.BOUNDS, "round", *[pytest.param(op, marks=pytest.mark.slow) for op in ("floor", "ceil", "trunc", "abs", "sqrt")]],
+    [
+        *mathlib.BOUNDS,
+        "round",
+        *[pytest.param(op, marks=pytest.mark.slow) for op in ("floor", "ceil", "trunc", "abs", "sqrt")],
+    ],
 )
 def test_function_on_pocl_and_interpreter_has_the_same_bits(op):
     bits = np.concatenate([
