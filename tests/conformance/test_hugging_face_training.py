@@ -299,7 +299,7 @@ def adapted(**options):
 LORA = [
     pytest.param({}, id="plain"),
     pytest.param({"use_rslora": True}, id="rank stabilised", marks=pytest.mark.slow),  # another scaling factor
-    pytest.param({"use_dora": True}, id="weight decomposed"),
+    pytest.param({"use_dora": True}, id="weight decomposed", marks=pytest.mark.slow),
 ]
 
 
