@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
+# Byte code of the tests is kept, also where the environment forbids it: compiling it again takes each worker ten seconds.
+unexport PYTHONDONTWRITEBYTECODE
 # Many tests wait for other processes, so one worker more than cores keeps the cores busy. A worker takes one to two GiB of memory.
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min((os.cpu_count() or 1) + 1, 8))')
 # A file's tests run in one process: they share what takes seconds to start. The order is conftest.py's.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator
+from typing import Any
 
 import hypothesis
 import pytest
@@ -24,19 +25,48 @@ os.environ.setdefault("POCL_DEVICES", "basic pthread")
 os.environ.setdefault("WOOLY_COMPILER_STATE_DIR", f"{tempfile.gettempdir()}/wooly-tests-{os.getuid()}/compiler")
 
 
-#: Where a module's tests share processes that take seconds to start.
-STACKS = (
-    "tests/e2e/",
-    "tests/ui/",
+#: What one worker runs, because it shares processes or imports that take seconds. All others: file by file.
+TOGETHER = (
+    "tests/hostile/",
+    "tests/conformance/test_hugging_face",
     "services/compiler/tests/tiers/",
-    "tests/deploy/",
+)
+#: What takes longest, the longest first. The many short files fill the cores at the end.
+LONG = (
+    "tests/hostile/",
+    "tests/conformance/test_hugging_face",
+    "services/compiler/tests/kernels/",
+    "tests/ui/",
+    "tests/e2e/",
+    "services/compiler/tests/",
     "services/executor/tests/test_plans",
+    "services/metering/tests/test_process",
+    "services/router/tests/",
+    "tests/conformance/",
 )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begin with those: the many short ones fill the cores at the end."""
-    items.sort(key=lambda item: not item.path.relative_to(config.rootpath).as_posix().startswith(STACKS))
+    """Begin with what takes long. Within a group, all items of a file stay together."""
+
+    def rank(item: pytest.Item) -> int:
+        path = item.path.relative_to(config.rootpath).as_posix()
+        return next((n for n, start in enumerate(LONG) if path.startswith(start)), len(LONG))
+
+    items.sort(key=rank)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """pytest-xdist's distribution by files, with some files together."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFilesAndGroups(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path = nodeid.split("::", 1)[0]
+            return next((group for group in TOGETHER if path.startswith(group)), path)
+
+    return ByFilesAndGroups(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

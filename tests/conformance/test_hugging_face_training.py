@@ -29,8 +29,6 @@ def little_garbage():
     assert accelerate and peft.LoraConfig and transformers.Trainer and transformers.Seq2SeqTrainer
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
@@ -301,7 +299,7 @@ def adapted(**options):
 LORA = [
     pytest.param({}, id="plain"),
     pytest.param({"use_rslora": True}, id="rank stabilised", marks=pytest.mark.slow),  # another scaling factor
-    pytest.param({"use_dora": True}, id="weight decomposed"),
+    pytest.param({"use_dora": True}, id="weight decomposed", marks=pytest.mark.slow),
 ]
 
 

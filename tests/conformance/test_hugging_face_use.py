@@ -80,7 +80,7 @@ def test_load_of_folder_to_device_equals_host(cuda, local, where):
         assert torch.equal(logits(found), expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, "float16", "auto"], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, "auto", *slow([torch.bfloat16, "float16"])], ids=str)
 def test_load_of_folder_uses_requested_dtype(cuda, local, dtype):
     _, _, folder = local
     ours, theirs = loaded(folder, device_map="cuda", dtype=dtype), loaded(folder, dtype=dtype)
@@ -109,7 +109,7 @@ def test_device_map_follows_device_memory(cuda, local):
     assert torch.equal(logits(model), logits(local[0]))
 
 
-@pytest.mark.parametrize("place", ["cpu", "disk"])
+@pytest.mark.parametrize("place", ["disk", *slow(["cpu"])])
 def test_offloaded_layers_are_loaded_when_used(cuda, local, place, tmp_path):
     model, whole, _ = local
     where = dict.fromkeys(PARTS, 0) | {"model.layers.0": place, "model.layers.1": 0}
@@ -190,7 +190,7 @@ def test_greedy_generation_equals_cpu_tokens(cuda, name):
 
 
 @NOISE
-@pytest.mark.parametrize("name", ["llama", "t5", *slow(["mixtral", "mamba", "whisper"])])
+@pytest.mark.parametrize("name", ["llama", *slow(["t5", "mixtral", "mamba", "whisper"])])
 def test_beam_search_equals_cpu_tokens_and_scores(cuda, name):
     more = {"num_return_sequences": 2, "return_dict_in_generate": True, "output_scores": True}
     ours, theirs = both(name, do_sample=False, num_beams=3, **more)
@@ -249,7 +249,7 @@ def test_samples_follow_the_probabilities(cuda, local):
     assert (share - likely).abs().max() < 0.03
 
 
-@pytest.mark.parametrize("helper", ["prompt", "model"])
+@pytest.mark.parametrize("helper", ["prompt", *slow(["model"])])
 def test_assisted_generation_equals_cpu_tokens(cuda, local, helper):
     def run(device):
         model = loaded(local[1], device_map=device)
@@ -285,7 +285,7 @@ def test_pipeline_equals_cpu_text(cuda, local, where):
     assert ours(prompts, **options) == theirs(prompts, **options)
 
 
-@pytest.mark.parametrize("sampling", [False, True], ids=["greedy", "sampling"])
+@pytest.mark.parametrize("sampling", [False, *slow([True])], ids=["greedy", "sampling"])
 def test_late_stop_check_does_not_change_results(cuda, local, sampling):
     from transformers.generation import utils
     from wooly.facade import generation

@@ -74,16 +74,21 @@ def keys_as_compose_makes_them(folder):
         subprocess.run([*service["entrypoint"], command], check=True, env={**os.environ, "PATH": python}, timeout=60)
 
 
-@pytest.mark.connected
-def test_stack_with_compose_keys_runs_scripts_and_jobs_with_token(tmp_path):
-    """The processes of compose without containers: its commands, configurations and environments."""
-    from wooly_testkit.nats import nats_server
-
+def test_keys_are_separate_and_private(tmp_path):
     keys_as_compose_makes_them(tmp_path)
     assert {p.name for p in (tmp_path / "keys-service").iterdir()} == {"service.creds"}
     assert {p.name for p in (tmp_path / "keys-nats").iterdir()} == {"nats.conf"}
     assert {p.name for p in (tmp_path / "keys-router").iterdir()} == {"service.creds", "signing.seed", "channel.seed"}
     assert all(p.stat().st_mode & 0o077 == 0 for p in tmp_path.glob("keys*/*"))
+
+
+@pytest.mark.connected
+@pytest.mark.slow  # scripts and jobs with a token are tested with the same processes in tests/e2e
+def test_stack_with_compose_keys_runs_scripts_and_jobs_with_token(tmp_path):
+    """The processes of compose without containers: its commands, configurations and environments."""
+    from wooly_testkit.nats import nats_server
+
+    keys_as_compose_makes_them(tmp_path)
     (tmp_path / "nats").mkdir()
     config = (COMPOSE / "nats" / "single.conf").read_text().replace("../nats-keys", "../keys-nats")
     config = re.sub(r"^(port|http_port|server_name|jetstream).*$", "", config, flags=re.MULTILINE)

@@ -58,6 +58,7 @@ def lines(text):
     return {said[0]: said[1:] for said in [json.loads(line) for line in text.splitlines() if line.startswith("[")]}
 
 
+@pytest.mark.slow  # each child imports PyTorch again
 def test_child_of_script_has_own_session_and_hidden_devices_none(stack, folder):
     done = forks.run("wooly", "run", str(folder / "parent.py"), env=environment(stack), timeout=240)
     assert done.returncode == 0, done.stderr

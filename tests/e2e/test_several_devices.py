@@ -113,6 +113,7 @@ PIPELINE = """
 """
 
 
+@pytest.mark.slow  # the conformance tests of several devices and of a session show both
 def test_model_over_two_executors_trains_as_on_cpu(stack, tmp_path):
     script(tmp_path, PIPELINE.replace("DEVICES", "'cpu', 'cpu'"))
     local = forks.run("script", cwd=tmp_path, timeout=120)

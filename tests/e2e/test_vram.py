@@ -299,6 +299,7 @@ out = [train(), tried, torch.cuda.memory_stats()["num_ooms"]]
 """
 
 
+@pytest.mark.slow  # test_hugging_face_training has the retry, too
 def test_smaller_batch_is_tried_after_out_of_memory(client):
     """Accelerate frees what the failed try made, and tries again, until a batch fits."""
     trainer = client(REQUIRED_VRAM=60 * MIB)

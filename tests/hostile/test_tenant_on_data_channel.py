@@ -73,6 +73,7 @@ class Renewing:
                 self.errors.append(str(e))
 
 
+@pytest.mark.slow  # the executor's test of a held device shows that leases are renewed
 def test_long_operator_ends_no_other_session(tmp_path):
     with contextlib.ExitStack() as stack:
         cluster = Cluster(tmp_path, stack, router={"LEASE_S": str(LEASE_S)})
@@ -161,7 +162,7 @@ class Saturating:
 # -- class and weight ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sessions", [1, 2])
+@pytest.mark.parametrize("sessions", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_neighbour_of_saturating_p0_keeps_share(cluster, bob, carol, sessions):
     """P0 gets 20 % of the device, and the rest is shared. Next to one session of bob, carol should get 40 % of all runs."""
     cluster.rest("PUT", "tenants/bob", {"class_ceiling": 0})
@@ -443,7 +444,13 @@ def floods(kind):
             yield Kind.WRITE, WRITE_HEAD.pack(99, 0), bytes(4 << 20)
 
 
-@pytest.mark.parametrize("kind", ["reads", "stats", "pins", "offers", "small definitions", "sources", "lost writes"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("reads", "pins", "small definitions"),
+        *[pytest.param(kind, marks=pytest.mark.slow) for kind in ("stats", "offers", "sources", "lost writes")],
+    ],
+)
 def test_flood_without_reading_is_bounded(cluster, alice, bob, kind):
     victim, attacker = session_with_buffer(alice), session_with_buffer(bob)
     before = resident(cluster)

@@ -384,6 +384,7 @@ def test_settings_page_changes_settings_and_creates_token(visit, cluster):
     page.get_by_role("table", name="Tokens of newcomer").get_by_text("revoked", exact=True).wait_for()
 
 
+@pytest.mark.slow  # the form of settings is tested above
 def test_settings_page_grants_and_withdraws_permission(visit, cluster):
     cluster.rest("PUT", "tenants/careful", json={})
     page = visit("#/settings")
@@ -400,6 +401,7 @@ def test_settings_page_grants_and_withdraws_permission(visit, cluster):
         assert tenant["opaque_kernels"] is allowed and not tenant["disabled"]
 
 
+@pytest.mark.slow  # the form of settings is tested above
 def test_settings_page_shows_and_sets_ceilings(visit, cluster):
     cluster.rest("PUT", "tenants/bounded", json={"class_ceiling": 3, "weight_ceiling": 50, "exclusive": False})
     page = visit("#/settings")

@@ -94,7 +94,14 @@ def test_function_on_many_numbers_stays_within_its_bound(op):
     assert found <= mathlib.BOUNDS[op]
 
 
-@pytest.mark.parametrize("op", [*mathlib.BOUNDS, "floor", "ceil", "round", "trunc", "abs", "sqrt"])
+@pytest.mark.parametrize(
+    "op",
+    [
+        *mathlib.BOUNDS,
+        "round",
+        *[pytest.param(op, marks=pytest.mark.slow) for op in ("floor", "ceil", "trunc", "abs", "sqrt")],
+    ],
+)
 def test_function_on_pocl_and_interpreter_has_the_same_bits(op):
     bits = np.concatenate([
         np.linspace(0, (1 << 32) - 1, examples(400, 2000), dtype=np.uint64).astype(np.uint32),

@@ -99,7 +99,9 @@ def launch(kernel, arrays, form):
     built.launch([opencl.wrap(device, a) for a in arrays]).wait()
 
 
-@pytest.mark.parametrize("make", [softmax, layer_norm, channels, padded])
+@pytest.mark.parametrize(
+    "make", [softmax, padded, *[pytest.param(m, marks=pytest.mark.slow) for m in (layer_norm, channels)]]
+)
 def test_kernel_in_both_forms_gives_the_same_bits(make):
     kernel = kernel_of(make())
     rng = np.random.default_rng(0)
@@ -205,7 +207,11 @@ def test_render_of_missing_operation_raises():
 INTEGERS = ("add", "sub", "mul", "div_floor", "div_trunc", "fmod", "shl", "shr", "and", "xor", "max", "min")
 
 
-@pytest.mark.parametrize("dtype", [DType.I8, DType.U8, I32, I64], ids=lambda d: d.label)
+@pytest.mark.parametrize(
+    "dtype",
+    [DType.I8, pytest.param(DType.U8, marks=pytest.mark.slow), pytest.param(I32, marks=pytest.mark.slow), I64],
+    ids=lambda d: d.label,
+)
 def test_integer_operations_at_limits_equal_the_interpreter(dtype):
     numpy = {DType.I8: np.int8, DType.U8: np.uint8, I32: np.int32, I64: np.int64}[dtype]
     info = np.iinfo(numpy)

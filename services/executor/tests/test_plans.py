@@ -229,6 +229,7 @@ def test_plan_exact_is_used_between_runs_with_the_same_bits(world, wis):
     assert plain.answers == mine.answers and plain.work()["kernel_instructions"] == 0
 
 
+@pytest.mark.slow
 def test_artifacts_survive_a_restart_of_all_processes(world, wis):
     executor, compiler = world.executor(), world.compiler()
     Script(world.session(wis, "exact")).until("kernel_instructions")
@@ -277,6 +278,7 @@ def test_kernel_code_is_requested_shared_in_the_bucket_and_stored(world, wis):
         assert re.search(f"kernel one: .*{where}", world.log(name)), name
 
 
+@pytest.mark.slow
 def test_compiler_killed_during_a_request_is_asked_again(world, wis):
     world.executor(timeout_s=1)
     compiler = world.compiler()

@@ -42,6 +42,10 @@ from wooly_wis.messages import CheckTokenReply, SessionPolicy, SteerSessionReply
 from .conftest import event, free_port, record, until
 
 pytestmark = [pytest.mark.connected, pytest.mark.timeout(180)]
+#: The tests of the ledger use both databases in the quick suite, too.
+QUICK_ON_SQLITE = pytest.mark.parametrize(
+    "url", ["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)], indirect=True
+)
 
 
 def now():
@@ -120,6 +124,7 @@ def held(url):
         database.close()
 
 
+@QUICK_ON_SQLITE
 @pytest.mark.parametrize("seed", [0, *[pytest.param(n, marks=pytest.mark.slow) for n in range(1, 8)]])
 async def test_metering_and_nats_killed_book_one_entry_per_event(tmp_path, url, start_metering, seed):
     """Metering and NATS are killed at random moments while events arrive, some of them twice. The ledger has each event once."""
@@ -160,6 +165,7 @@ async def booked(app, core_ucr):
     return reply is not None and reply.core_ucr >= core_ucr
 
 
+@QUICK_ON_SQLITE
 async def test_replaced_stream_is_read_from_its_start(url, start_metering, nats):
     start_metering(nats, url)
     async with connected(nats) as app:
@@ -205,6 +211,7 @@ async def test_booked_messages_are_removed_from_the_stream(url, start_metering, 
     database.close()
 
 
+@QUICK_ON_SQLITE
 async def test_metering_serves_requests_rest_events_and_metrics(url, start_metering, nats, tmp_path):
     metering = start_metering(nats, url)
     heard = []
@@ -386,6 +393,7 @@ class FakeExecutor:
         return SteerSessionReply(policy=SessionPolicy(), suspended=bool(request.hold), exclusive=False)
 
 
+@QUICK_ON_SQLITE
 async def test_budget_holds_a_tenants_sessions_until_it_is_raised(url, start_metering, nats):
     metering = start_metering(nats, url)
     app = ServiceApp("executor", nats)

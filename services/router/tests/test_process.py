@@ -116,6 +116,7 @@ async def test_router_after_restart_keeps_sessions(nats_server, tmp_path, start_
         assert executor.sessions == {}
 
 
+@pytest.mark.slow  # the test of a second router has the same law
 async def test_lease_without_renewal_lapses(nats_server, tmp_path, start_router, beating_executor):
     start_router(WOOLY_ROUTER_LEASE_S="0.5")
     async with beating_executor("a") as executor, client_of(nats_server) as ask:

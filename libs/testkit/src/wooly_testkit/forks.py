@@ -1,7 +1,7 @@
 """Starts Wooly's processes quickly: as forks of a process that has already imported the modules, which take most of a start.
 
-Each test process has one such parent, which the first fork starts. The services of a local stack start in the same way (ADR 26).
-Tests of the start itself use `subprocess`.
+The first fork starts this parent. The workers of pytest-xdist share one, because its imports take seconds (`share`). The services
+of a local stack start in the same way (ADR 26). Tests of the start itself use `subprocess`.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ import contextlib
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -36,7 +38,9 @@ _OF_A_CLIENT = (
 #: Services whose modules are loaded before the fork of a module. The services of a stack are forks of its supervisor.
 _OF_A_STACK = {"wooly_local.supervisor": _SERVICES, **{service: (service,) for service in _SERVICES}}
 _lock = threading.Lock()
-_parent: tuple[subprocess.Popen[bytes], socket.socket] | None = None
+_parent: tuple[subprocess.Popen[bytes] | None, socket.socket] | None = None
+#: The folder of the socket at which the parent listens for other processes, once `share` has been called.
+_shared: str | None = None
 
 
 class Forked(subprocess.Popen[Any]):
@@ -130,83 +134,153 @@ def start_stack(state_dir: Path, *, ephemeral: bool = False, gpus: int = 1, **en
     return StartingStack(state_dir, ephemeral, process).wait()
 
 
+def share() -> str:
+    """The path of a socket at which other processes of this user reach the parent of this process's forks.
+
+    It must be called before the first fork. Forks for another process end with that process.
+    """
+    global _shared
+    if _shared is None:
+        assert _parent is None, "the parent of all forks runs already, and does not listen"
+        _shared = tempfile.mkdtemp(prefix="wooly-forks-")
+        _start()
+    return f"{_shared}/socket"
+
+
+def join(path: str) -> None:
+    """Use the parent that another process shares at `path`, instead of an own one. It must be called before the first fork."""
+    global _parent
+    way = socket.socket(socket.AF_UNIX)
+    way.connect(path)
+    _parent = (None, way)
+
+
 def _start() -> socket.socket:
     """The socket to the parent of all forks. The first call starts the parent."""
     global _parent
     if _parent is None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            argv = [sys.executable, "-m", "wooly_testkit.forks", str(theirs.fileno())]
+        with contextlib.ExitStack() as theirs:
+            ours, way = socket.socketpair()
+            given = [theirs.enter_context(way)]
+            if _shared is not None:
+                given.append(theirs.enter_context(socket.socket(socket.AF_UNIX)))
+                given[1].bind(f"{_shared}/socket")
+                given[1].listen()
+            numbers = [s.fileno() for s in given]
+            argv = [sys.executable, "-m", "wooly_testkit.forks", *map(str, numbers)]
             env = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
-            _parent = (subprocess.Popen(argv, pass_fds=[theirs.fileno()], env=env), ours)
+            _parent = (subprocess.Popen(argv, pass_fds=numbers, env=env), ours)
     return _parent[1]
 
 
 def shut_down() -> None:
-    """End the parent of all forks, and with it all remaining forks."""
-    global _parent
+    """End all remaining forks of this process, and the parent of all forks if this process has started it."""
+    global _parent, _shared
     if _parent is not None:
         process, way = _parent
         _parent = None
         way.close()
-        process.wait(20)
+        if process is not None:
+            process.wait(20)
+    if _shared is not None:
+        shutil.rmtree(_shared, ignore_errors=True)
+        _shared = None
 
 
 # -- the parent ----------------------------------------------------------------------------------------------------------
 
 
-def _serve(way: socket.socket) -> None:
-    """Fork on request and report the end of each fork, until the test process has ended. This process has one thread."""
-    from wooly_local.processes import preload
-    from wooly_local.supervisor import EVERYWHERE, WITH_REST
+class _Server:
+    """Forks on request, and reports the end of each fork. This process has one thread.
 
-    preload((*EVERYWHERE, *WITH_REST))
-    threads = 0
-    children: dict[int, socket.socket] = {}  # socket that gets the exit status, by process id
-    woken, wake = os.pipe()
-    os.set_blocking(wake, False)
-    signal.set_wakeup_fd(wake)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    while True:
-        ready, _, _ = select.select([way.fileno(), woken], [], [])
-        if woken in ready:  # read first: a fork that ends after this wakes the loop again
-            os.read(woken, 1 << 10)
-        while children:
+    Args:
+        way: socket to the process that started this one.
+        listener: socket at which other processes connect.
+    """
+
+    def __init__(self, way: socket.socket, listener: socket.socket | None) -> None:
+        self._first, self._listener = way, listener
+        self._ways = [way]
+        #: By process id: the socket that gets the exit status, and the socket that the request came from.
+        self._children: dict[int, tuple[socket.socket, socket.socket]] = {}
+        self._threads = 0
+
+    def run(self) -> None:
+        """Serve until the process that started this one has ended."""
+        from wooly_local.processes import preload
+        from wooly_local.supervisor import EVERYWHERE, WITH_REST
+
+        preload((*EVERYWHERE, *WITH_REST))
+        self._woken, self._wake = os.pipe()
+        os.set_blocking(self._wake, False)
+        signal.set_wakeup_fd(self._wake)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        while self._first in self._ways:
+            listeners = [] if self._listener is None else [self._listener]
+            ready, _, _ = select.select([*self._ways, *listeners, self._woken], [], [])
+            if self._woken in ready:  # read first: a fork that ends after this wakes the loop again
+                os.read(self._woken, 1 << 10)
+            self._report()
+            if self._listener in ready and self._listener is not None:
+                self._ways.append(self._listener.accept()[0])
+            for way in [w for w in self._ways if w in ready]:
+                self._answer(way)
+
+    def _report(self) -> None:
+        while self._children:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if not pid:
                 break
-            with children.pop(pid) as teller, contextlib.suppress(OSError):
+            with self._children.pop(pid)[0] as teller, contextlib.suppress(OSError):
                 teller.sendall(os.waitstatus_to_exitcode(status).to_bytes(4, "little", signed=True))
-        if way.fileno() not in ready:
-            continue
-        head, descriptors, _, _ = socket.recv_fds(way, 4, 4)
+
+    def _answer(self, way: socket.socket) -> None:
+        """Fork once, or end the forks of a process that has ended."""
+        head, descriptors = b"", []
+        with contextlib.suppress(ConnectionError):
+            head, descriptors, _, _ = socket.recv_fds(way, 4, 4)
         if not head:
+            self._ways.remove(way)
+            way.close()
+            for pid, (_, whose) in self._children.items():
+                if whose is way:
+                    os.kill(pid, signal.SIGTERM)  # not yet waited for, so the number is still its own
             return
         request = b""
         while left := int.from_bytes(head, "little") - len(request):
             request += way.recv(left)
         (module, *arguments), env, cwd, like = json.loads(request)
-        if like in _WITH_TORCH and not threads:
-            preload(["torch"])
-            threads = sys.modules["torch"].get_num_threads()
-        if like == "wooly" and "wooly.api" not in sys.modules:
-            preload(_OF_A_CLIENT)
-            sys.modules["wooly.torch_private"].all_aten_overloads()  # PyTorch creates each overload at its first use
-        if new := [f"{s}.app" for s in _OF_A_STACK.get(like, ()) if f"{s}.app" not in sys.modules]:
-            preload(new)
+        self._load(like)
         status_fd, *standard = descriptors
         teller = socket.socket(fileno=status_fd)
         pid = os.fork()
         if not pid:
             signal.set_wakeup_fd(-1)
-            for descriptor in (way.detach(), woken, wake, teller.detach(), *[c.detach() for c in children.values()]):
+            tellers = [t for t, _ in self._children.values()]
+            listeners = [] if self._listener is None else [self._listener]
+            for s in (*self._ways, *listeners, *tellers, teller):
+                s.close()
+            for descriptor in (self._woken, self._wake):
                 os.close(descriptor)
-            _run_in_fork(module, arguments, env, cwd, standard, threads)
-        children[pid] = teller
+            _run_in_fork(module, arguments, env, cwd, standard, self._threads)
+        self._children[pid] = teller, way
         for descriptor in standard:
             os.close(descriptor)
         with contextlib.suppress(OSError):
             teller.sendall(pid.to_bytes(4, "little"))
+
+    def _load(self, like: str) -> None:
+        """Import what forks of a module share."""
+        from wooly_local.processes import preload
+
+        if like in _WITH_TORCH and not self._threads:
+            preload(["torch"])
+            self._threads = sys.modules["torch"].get_num_threads()
+        if like == "wooly" and "wooly.api" not in sys.modules:
+            preload(_OF_A_CLIENT)
+            sys.modules["wooly.torch_private"].all_aten_overloads()  # PyTorch creates each overload at its first use
+        if new := [f"{s}.app" for s in _OF_A_STACK.get(like, ()) if f"{s}.app" not in sys.modules]:
+            preload(new)
 
 
 def _run_in_fork(
@@ -243,4 +317,5 @@ if __name__ == "__main__":
     from wooly_local.processes import die_with_parent
 
     die_with_parent()
-    _serve(socket.socket(fileno=int(sys.argv[1])))
+    _way, *_listeners = [socket.socket(fileno=int(number)) for number in sys.argv[1:]]
+    _Server(_way, _listeners[0] if _listeners else None).run()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,26 @@ from wooly_testkit.postgres import PostgresMissingError, PostgresServer, postgre
 
 #: Longest time from the last test to the end of the test process, in seconds.
 END_S = 120
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """In pytest-xdist's main process: the workers share one parent of all forks."""
+    node.workerinput["forks"] = forks.share()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """In a worker of pytest-xdist: join that parent. Where tests are collected: do not look for garbage meanwhile."""
+    if hasattr(config, "workerinput"):
+        forks.join(config.workerinput["forks"])
+    if config.getoption("dist", "no") == "no":
+        gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """What is there before the first test stays: the garbage collector need not look through it again and again."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_sessionfinish() -> None:

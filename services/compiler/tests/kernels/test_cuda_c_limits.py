@@ -51,13 +51,17 @@ ENDLESS = {
     "continue": "for (int i = 0; i < 4;) { if (a[0] < 5) continue; i++; }",
     "lock": "while (atomicCAS(&a[1], 0, 1) != 2) ;",
 }
+#: The others are slow.
+QUICK = ("for", "barrier in a function", "counter that is set back through a pointer", "lock")
 HEAD = """__device__ void spin(int* a) { while (a[0] >= 0) ; }
 __device__ void meet(int* a) { __syncthreads(); a[0] = 0; }
 __device__ void clear(int& i) { i = 0; }
 __global__ void f(int* a) { """
 
 
-@pytest.mark.parametrize("what", ENDLESS)
+@pytest.mark.parametrize(
+    "what", [pytest.param(what, marks=() if what in QUICK else pytest.mark.slow) for what in ENDLESS]
+)
 def test_endless_kernel_is_stopped(what, launch):
     memory = np.zeros(64, np.int32)
     with pytest.raises(OperationError, match=r"took more than 0.05 s \(WOOLY_EXECUTOR_KERNEL_S\)"):

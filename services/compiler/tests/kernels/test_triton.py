@@ -34,7 +34,14 @@ def test_vector_add_equals_torch():
     assert torch.equal(kernels.add(*on(x, y)).cpu(), x + y)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.int8, torch.int16, torch.int64])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float16,
+        torch.int64,
+        *[pytest.param(d, marks=pytest.mark.slow) for d in (torch.bfloat16, torch.float64, torch.int8, torch.int16)],
+    ],
+)
 def test_kernel_has_one_text_per_signature(dtype):
     x, y = [(torch.randn(1500) * 50).to(dtype) for _ in range(2)]
     assert torch.equal(kernels.add(*on(x, y)).cpu(), x + y)
@@ -46,7 +53,7 @@ def test_fused_softmax():
 
 
 @pytest.mark.parametrize("shape", [pytest.param((64, 64, 64), marks=pytest.mark.slow), (100, 70, 50)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.slow)])
 def test_matmul_with_autotune_and_heuristics(shape, dtype):
     m, n, k = shape
     a, b = torch.randn(m, k).to(dtype), torch.randn(k, n).to(dtype)
@@ -106,7 +113,7 @@ def test_dropout_depends_on_seed():
 
 
 @pytest.mark.parametrize("causal", [pytest.param(False, marks=pytest.mark.slow), True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.float16])
 def test_flash_attention_forward(causal, dtype):
     q, k, v = [torch.randn(2, 3, 77, 32).to(dtype) for _ in range(3)]
     want = torch.nn.functional.scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=causal)
@@ -167,19 +174,20 @@ def shapes_kernel(x_ptr, out_ptr, N: tl.constexpr):
     tl.store(out_ptr + 6 * N + n, tl.gather(x, (n * 7) % N, 0))
 
 
-def test_shape_scan_sort_and_gather_operations():
-    x = torch.randn(64)
+@pytest.mark.parametrize("n", [32, pytest.param(64, marks=pytest.mark.slow)])
+def test_shape_scan_sort_and_gather_operations(n):
+    x = torch.randn(n)
     (d,) = on(x)
-    out = torch.empty(7, 64, device="cuda")
-    shapes_kernel[(1,)](d, out, N=64)
+    out = torch.empty(7, n, device="cuda")
+    shapes_kernel[(1,)](d, out, N=n)
     want = [
-        x.reshape(4, 16).t().reshape(-1),
+        x.reshape(4, n // 4).t().reshape(-1),
         x.cumsum(0),
         x.flip(0).cumsum(0).flip(0),
         x.flip(0),
         x.sort().values,
-        x.reshape(32, 2).flip(1).reshape(-1),
-        x[torch.arange(64) * 7 % 64],
+        x.reshape(n // 2, 2).flip(1).reshape(-1),
+        x[torch.arange(n) * 7 % n],
     ]
     torch.testing.assert_close(out.cpu(), torch.stack(want), **CLOSE)
 

@@ -36,14 +36,14 @@ def cast(x, dtype):
     return out.cpu()
 
 
-@pytest.mark.parametrize("small", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("small", [torch.float8_e4m3fn, pytest.param(torch.float8_e5m2, marks=pytest.mark.slow)])
 def test_small_floats_are_decoded_as_in_torch(small):
     x = torch.arange(256, dtype=torch.uint8).view(small)
     for wide in (torch.float32, torch.float16, torch.bfloat16):
         assert torch.equal(cast(x, wide).nan_to_num(1234.0), x.to(wide).nan_to_num(1234.0))
 
 
-@pytest.mark.parametrize("small", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("small", [pytest.param(torch.float8_e4m3fn, marks=pytest.mark.slow), torch.float8_e5m2])
 def test_small_floats_round_to_nearest_and_saturate(small):
     most = torch.finfo(small).max
     x = torch.cat(
@@ -96,7 +96,7 @@ def half_kernel(x_ptr, y_ptr, out_ptr, N: tl.constexpr):
     tl.store(out_ptr + 3 * N + n, tl.abs(x) * 0.1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float16, marks=pytest.mark.slow), torch.bfloat16])
 def test_halves_round_after_each_operation(dtype):
     x, y = torch.randn(256).to(dtype), torch.randn(256).to(dtype)
     out = torch.empty(4, 256, dtype=dtype, device="cuda")
@@ -140,17 +140,16 @@ def order_kernel(x_ptr, out_ptr, N: tl.constexpr):
 
 
 @pytest.mark.parametrize(
-    "dtype",
+    ("dtype", "n"),
     [
-        torch.float32,
-        pytest.param(torch.int32, marks=pytest.mark.slow),
-        pytest.param(torch.int16, marks=pytest.mark.slow),
+        (torch.float32, 16),
+        *[pytest.param(dtype, 64, marks=pytest.mark.slow) for dtype in (torch.float32, torch.int32, torch.int16)],
     ],
 )
-def test_sort_topk_and_flip(dtype):
-    x = (torch.randn(64) * 100).to(dtype)
-    out = torch.zeros(4, 64, dtype=dtype, device="cuda")
-    order_kernel[(1,)](x.to("cuda"), out, N=64)
+def test_sort_topk_and_flip(dtype, n):
+    x = (torch.randn(n) * 100).to(dtype)
+    out = torch.zeros(4, n, dtype=dtype, device="cuda")
+    order_kernel[(1,)](x.to("cuda"), out, N=n)
     up = x.sort().values
     got = out.cpu()
     assert torch.equal(got[0], up) and torch.equal(got[1], up.flip(0)) and torch.equal(got[3], x.flip(0))
@@ -290,7 +289,14 @@ def atomics_kernel(x_ptr, out_ptr, N: tl.constexpr, FLOATS: tl.constexpr):
     tl.atomic_xchg(out_ptr + 9, tl.max(x, 0))
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint32, torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.uint32,
+        torch.float64,
+        *[pytest.param(d, marks=pytest.mark.slow) for d in (torch.int32, torch.int64, torch.float32)],
+    ],
+)
 def test_atomics(dtype):
     floats = dtype.is_floating_point
     x = torch.randint(0 if dtype is torch.uint32 else -500, 500, (4, 64)).to(dtype)
@@ -314,7 +320,7 @@ def half_atomics_kernel(x_ptr, out_ptr, N: tl.constexpr):
     tl.atomic_add(out_ptr + n % 3, tl.load(x_ptr + n))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_atomic_sums_of_halves(dtype):
     x = torch.randint(-8, 8, (64,)).to(dtype)
     out = torch.zeros(3, dtype=dtype, device="cuda")
@@ -329,7 +335,7 @@ def ordered_kernel(x_ptr, out_ptr, N: tl.constexpr):
     tl.atomic_store(out_ptr + N, tl.atomic_load(x_ptr + 3))
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.int32, marks=pytest.mark.slow), torch.int64])
 def test_ordered_loads_and_stores(dtype):
     x = torch.randint(-500, 500, (16,)).to(dtype)
     out = torch.full((17,), 7, dtype=dtype, device="cuda")
@@ -347,7 +353,7 @@ def cas_kernel(out_ptr, seen_ptr):
     tl.store(seen_ptr + p, tl.atomic_cas(out_ptr, zero, zero + p + 1))
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("dtype", [torch.int32, pytest.param(torch.int64, marks=pytest.mark.slow)])
 def test_compare_and_swap_succeeds_in_one_program(dtype):
     out, seen = torch.zeros(1, dtype=dtype, device="cuda"), torch.zeros(8, dtype=dtype, device="cuda")
     cas_kernel[(8,)](out, seen)

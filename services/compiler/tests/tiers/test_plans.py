@@ -20,7 +20,7 @@ SMOOTH = ("exp", "tanh", "erf", "sigmoid", "silu", "gelu", "sin", "cos", "sqrt")
 BINARY = ("add", "sub", "mul", "div", "maximum", "minimum", "lt", "ge", "logical_or")
 FOLDS = ("sum", "mean", "amax", "any")
 PER_EXAMPLE = settings(
-    max_examples=examples(3, 8),
+    max_examples=examples(2, 8),
     deadline=None,
     derandomize=True,
     suppress_health_check=list(HealthCheck),
@@ -170,7 +170,7 @@ def perceptron(rows):
     return t, program, contents
 
 
-@pytest.mark.parametrize("rows", [8, pytest.param(40, marks=pytest.mark.slow), 300])
+@pytest.mark.parametrize("rows", [8, *[pytest.param(n, marks=pytest.mark.slow) for n in (40, 300)]])
 def test_products_of_program_split_anywhere_have_same_bits(compiled, bits, rows):
     """In mode `full`: few and many rows (the library uses different routines), with biases inside and outside of kernels."""
     tape, program, contents = perceptron(rows)
