@@ -9,6 +9,7 @@ import torch
 import torch.cuda.comm
 import torch.cuda.profiler
 import torch.cuda.tunable
+from wooly.facade.cuda import capability_of
 
 MODULES = {
     m.__name__: m
@@ -128,3 +129,26 @@ def test_utilization_is_that_of_the_device(cuda):
     for _ in range(60):
         x = (x @ x) / 500.0
     assert 0 < torch.cuda.utilization() <= 100 and torch.cuda.utilization("cuda:0") <= 100
+
+
+@pytest.mark.parametrize(
+    ("arch", "capability"),
+    [
+        ("sm_90", (9, 0)),
+        ("sm_86", (8, 6)),
+        ("sm_100a", (10, 0)),
+        ("gfx942", (9, 4)),
+        ("gfx90a", (9, 0)),
+        ("gfx1100", (11, 0)),
+        ("x86_64", (8, 0)),
+        ("", (8, 0)),
+    ],
+)
+def test_capability_is_that_of_the_chip(arch, capability):
+    assert capability_of(arch) == capability
+
+
+def test_capability_of_a_cpu_is_in_all_answers(cuda):
+    assert torch.cuda.get_device_capability() == (8, 0) and torch.cuda.get_arch_list() == ["sm_80"]
+    found = torch.cuda.get_device_properties(0)
+    assert (found.major, found.minor) == (8, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +15,22 @@ from wooly.facade.memory import Memory
 from wooly.facade.streams import device_context, device_of
 from wooly.kernels.cuda_c import compile_kernel
 
-#: Compute capability that every device reports. 8.0 (Ampere) is enough for programs that check for features such as bfloat16.
+#: Compute capability of a device that has none, such as a CPU. 8.0 (Ampere) is enough for programs that check for features such
+#: as bfloat16.
 _CAPABILITY = (8, 0)
+#: Names of chips: NVIDIA's (sm_90, sm_100a), and AMD's, whose last digit is a stepping (gfx942, gfx90a).
+_CHIP = re.compile(r"sm_(\d+)(\d)[a-z]?|gfx(\d+)([\da-f])[\da-f]")
 
 Patch = tuple[Any, str, Any]
+
+
+def capability_of(arch: str) -> tuple[int, int]:
+    """The compute capability of a chip (major, minor), as a CUDA or ROCm build of PyTorch reports it."""
+    found = _CHIP.fullmatch(arch)
+    if found is None:
+        return _CAPABILITY
+    major, minor = [part for part in found.groups() if part is not None]
+    return int(major), int(minor, 16)
 
 
 class Answers:
@@ -54,7 +67,7 @@ class Answers:
             "get_device_name": lambda d=None: self._name(self._existing(d)),
             "get_device_properties": lambda d=None: self._properties(self._existing(d)),
             "get_device_capability": self._capability,
-            "get_arch_list": lambda: ["sm_80"],
+            "get_arch_list": self._arch_list,
             "is_bf16_supported": lambda including_emulation=True: True,
             "can_device_access_peer": lambda a, b: False,
             "synchronize": module.synchronize,
@@ -76,18 +89,22 @@ class Answers:
             raise AssertionError("Invalid device id") from e
 
     def _capability(self, device: Any = None) -> tuple[int, int]:
-        self._existing(device)
-        return _CAPABILITY
+        return capability_of(self._facts_of(self._existing(device)).get("arch", ""))
+
+    def _arch_list(self) -> list[str]:
+        arch = str(self._facts_of(0).get("arch", "")) if self._devices.look() else ""
+        return [arch if _CHIP.fullmatch(arch) else f"sm_{_CAPABILITY[0]}{_CAPABILITY[1]}"]
 
     def _name(self, index: int) -> str:
         return f"{self._facts_of(index).get('name', 'unknown device')} (WOOLY)"
 
     def _properties(self, index: int) -> SimpleNamespace:
         facts = self._facts_of(index)
+        major, minor = capability_of(facts.get("arch", ""))
         return SimpleNamespace(
             name=self._name(index),
-            major=_CAPABILITY[0],
-            minor=_CAPABILITY[1],
+            major=major,
+            minor=minor,
             total_memory=int(facts.get("total_memory", 0)),
             multi_processor_count=int(facts.get("cores", 1)),
             is_integrated=False,
