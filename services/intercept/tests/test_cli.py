@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
+from wooly.cli import smi
 from wooly.cli.commands import app
 from wooly_testkit.assembler import assemble
 from wooly_wis.assembly import disassemble
@@ -105,3 +106,36 @@ def test_help_does_not_import_torch():
     probe = "import sys; import wooly.cli.commands; print('torch' in sys.modules)"
     shown = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == "False"
+
+
+# -- wooly smi ---------------------------------------------------------------------------------------------------------
+
+DEVICES = [
+    {
+        "executor_id": f"executor-{i}",
+        "node": "n",
+        "device": {"name": name, "total_memory": 80 << 30},
+        "memory_used": i << 30,
+        "utilization": 0.256 * i,
+        "memory": {"reserve": 2 << 30},
+    }
+    for i, name in enumerate(["NVIDIA H100", "a CPU, with a comma"])
+]
+
+
+def test_smi_query_has_the_form_of_nvidia_smi():
+    assert smi.query(DEVICES[:1], "index,name,memory.total,memory.free,utilization.gpu,temperature.gpu", "csv") == (
+        "index, name, memory.total [MiB], memory.free [MiB], utilization.gpu [%], temperature.gpu\n"
+        "0, NVIDIA H100, 81920 MiB, 79872 MiB, 0 %, [N/A]\n"
+    )
+    assert smi.query(DEVICES, "memory.used, utilization.gpu,count", "csv,noheader,nounits") == "0, 0, 2\n1024, 26, 2\n"
+
+
+def test_smi_query_of_name_with_comma_keeps_the_cells_apart():
+    assert smi.query(DEVICES[1:], "name,index", "csv,noheader") == "a CPU\\, with a comma, 0\n"
+
+
+@pytest.mark.parametrize(("names", "how"), [("index,nothing", "csv"), ("index", "xml"), ("index", "csv,short")])
+def test_smi_query_of_unknown_field_or_format_is_refused(names, how):
+    with pytest.raises(smi.QueryError, match=r"not a valid field|must be csv"):
+        smi.query(DEVICES, names, how)
