@@ -222,7 +222,7 @@ async def test_admission_sets_environment_and_placement(running):
         "WOOLYAI_SWAP_FROM_VRAM": "0",
     }  # fmt: skip
     required = made["spec"]["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
-    assert {"key": names.VRAM_FIT, "operator": "Gt", "values": ["8191"]} in required["nodeSelectorTerms"][0][
+    assert {"key": names.VRAM_FIT_PHYSICAL, "operator": "Gt", "values": ["8191"]} in required["nodeSelectorTerms"][0][
         "matchExpressions"
     ]
     assert (await running.review("validate-pod", made))["allowed"]

@@ -48,3 +48,17 @@ def test_error_surfaces_at_unrelated_wait_with_its_own_operation(cuda):
         torch.ones(4, device=cuda).add(1).sum().item()
     assert error.value.operation == "aten.index.Tensor" and line_of(failing) in str(error.value)
     assert kept.shape == (1,)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_transforms_after_failed_print_differentiate(cuda, device):
+    """PyTorch switches transforms off while it prints; an exception that is kept must not leave them off."""
+    x = failing(cuda)
+    with pytest.raises(RemoteOperationError):
+        torch.cuda.synchronize()
+    with pytest.raises(RemoteOperationError) as kept:
+        repr(x)
+    t = torch.arange(1.0, 4.0, device=device)
+    assert torch.func.grad(lambda t: (t**3).sum())(t).tolist() == [3.0, 12.0, 27.0]
+    assert torch.func.vmap(torch.func.grad(lambda t: t**3))(t).tolist() == [3.0, 12.0, 27.0]
+    assert kept.value.operation == "aten.index.Tensor"

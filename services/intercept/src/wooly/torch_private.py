@@ -10,7 +10,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from functools import cache
+from functools import cache, wraps
 from types import CellType, FunctionType
 from typing import Any
 
@@ -437,6 +437,31 @@ def in_calling_thread(run_backward: Callable[..., Any]) -> Callable[..., Any]:
         raise error from error.__cause__
 
     return run
+
+
+def printing_patches() -> Iterator[tuple[Any, str, Callable[..., str]]]:
+    """Yield (module, name, function) for the function that makes the text of a tensor.
+
+    PyTorch switches function transforms off in the calling thread while it prints a tensor, until a local variable of this
+    function dies. If printing raises an exception (a deferred error, Ctrl-C), the exception's traceback keeps the variable alive,
+    and `torch.func.grad` in the rest of the program returns zeros. So the wrapper clears the function's variables.
+    """
+    module: Any = torch._tensor_str
+    print_tensor = module._str
+
+    @wraps(print_tensor)
+    def text_of(*args: Any, **kwargs: Any) -> str:
+        try:
+            return str(print_tensor(*args, **kwargs))
+        except BaseException as e:
+            here = e.__traceback__
+            while here is not None:
+                if here.tb_frame.f_code is print_tensor.__code__:
+                    here.tb_frame.clear()
+                here = here.tb_next
+            raise
+
+    yield (module, "_str", text_of)
 
 
 #: The method of the device guard, and the caller of the engine, which asks the guard between nodes. An exception of a signal

@@ -19,6 +19,7 @@ from wooly.torch_private import (
     make_subclass,
     methods_of_lazy_tensors,
     own_tensors,
+    printing_patches,
     raw_device,
     raw_is_cuda,
     raw_storage_device,
@@ -83,6 +84,7 @@ def patches() -> Iterator[Patch]:
         return torch.device(CUDA, device.index) if device.type == NAME else device
 
     yield (torch, "get_default_device", get_default_device)
+    yield from printing_patches()
 
 
 def _blocking(args: tuple[Any, ...]) -> tuple[Any, ...]:
