@@ -168,6 +168,7 @@ async def _journalled(stack):
         await connection.close()
 
 
+@pytest.mark.slow  # the tests of scheduler and metering have each half of this
 def test_killed_executor_is_billed_by_its_journal(stack, tmp_path):
     worker = Worker(stack, tmp_path / "k.py", "killed")
     try:

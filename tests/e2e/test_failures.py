@@ -140,7 +140,7 @@ def test_stopped_executor_ends_sessions_with_reason(cluster, alice):
     channel.close()
 
 
-@pytest.mark.parametrize("how", ["SIGTERM", "SIGKILL"])
+@pytest.mark.parametrize("how", [pytest.param("SIGTERM", marks=pytest.mark.slow), "SIGKILL"])
 def test_executor_ending_before_connect_is_replaced(cluster, alice, how):
     for name in "ab":
         cluster.kill(name)

@@ -73,6 +73,7 @@ def test_training_over_tls_equals_the_cpu(run, certificates, figures):
     assert done.stdout == figures and "tls://localhost" in done.stderr
 
 
+@pytest.mark.slow  # the tunnel itself has its tests in libs/bus
 def test_training_through_nats_equals_the_cpu(run, figures):
     done = run(WOOLYAI_CHANNEL="tunnel")
     assert done.returncode == 0, done.stderr

@@ -102,8 +102,9 @@ def _argv(process):
 @pytest.mark.parametrize(
     ("method", "children"),
     [
-        ("spawn", 1),
-        pytest.param("spawn", 2, marks=pytest.mark.slow),  # each process imports PyTorch again
+        # Each process imports PyTorch again. `test_children` has another process with a session of its own.
+        pytest.param("spawn", 1, marks=pytest.mark.slow),
+        pytest.param("spawn", 2, marks=pytest.mark.slow),
         pytest.param("forkserver", 2, marks=pytest.mark.slow),
     ],
 )
@@ -258,6 +259,7 @@ def test_doctor_on_running_stack_passes(stack):
     assert all(c["ok"] for c in json.loads(done.stdout)["checks"])
 
 
+@pytest.mark.slow  # the tests of intercept count fallbacks
 def test_doctor_counts_fallbacks_of_script(stack, tmp_path):
     clean = script(tmp_path, "import torch; x = torch.randn(5, device='cuda'); print(x.softmax(0).sum().item())")
     done = run_in_fork("doctor", "--fallbacks", "--json", clean, stack=stack)

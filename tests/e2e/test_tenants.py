@@ -540,6 +540,7 @@ async def test_job_events_go_to_own_tenant_only(alice, bob, classifier):
     assert {e["task_id"] for e in heard["bob"]} == {job.job_id} and heard["alice"] == []
 
 
+@pytest.mark.slow  # the tests of the router restart it with jobs, too
 def test_acknowledged_job_survives_router(alice, cluster, classifier):
     """The router is killed after the acknowledgement, before an executor has the job.
 

@@ -136,6 +136,7 @@ out = api.session_stats()["bytes_sent"] - before
 SUM = "out = model.weight.double().sum().item()"
 
 
+@pytest.mark.slow  # the tests of the executor and of intercept share weights, too
 def test_second_load_of_weights_sends_nothing_and_shares_cost(stack, client):
     first = client(DEDUP="tenant", TENANT="acme")
     assert first.do(LOAD) > 16 * MIB

@@ -376,7 +376,7 @@ def test_body_of_200_mib_is_refused_unread(cluster):
     assert resident_bytes(cluster.processes["router"]) < before + (64 << 20)
 
 
-@pytest.mark.parametrize("service", PORTS)
+@pytest.mark.parametrize("service", [pytest.param(s, marks=() if s == "router" else pytest.mark.slow) for s in PORTS])
 def test_two_thousand_connections_do_not_block_others(cluster, service):
     _, path = PORTS[service]
     for sent in (b"", head("/api/v1/login", "x: y")[:-4]):

@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import sys
 import threading
 
 import pytest
@@ -73,3 +74,29 @@ def test_fork_keeps_given_descriptors_open(module, tmp_path):
             with Forked("forked_module", stdout=log, stderr=log, **module("print('here')")) as process:
                 assert process.wait(30) == 0
     assert (tmp_path / "log").read_text() == "here\nhere\n"
+
+
+#: Shares its parent of forks with a child, whose fork must end although the parent goes on.
+SHARES = """
+import os, subprocess, sys, time
+from wooly_testkit import forks
+
+if len(sys.argv) == 1:
+    child = subprocess.run([sys.executable, __file__, forks.share()], stdout=subprocess.PIPE, text=True, check=True)
+    until = time.monotonic() + 30
+    while os.path.exists(f"/proc/{int(child.stdout)}") and time.monotonic() < until:
+        time.sleep(0.02)
+    print(os.path.exists(f"/proc/{int(child.stdout)}"), forks.run("mine", timeout=60, cwd=sys.path[0]).returncode)
+    forks.shut_down()
+else:
+    forks.join(sys.argv[1])
+    print(forks.Forked("mine", "stay", cwd=sys.path[0]).pid)
+"""
+
+
+@pytest.mark.slow
+def test_forks_of_process_that_joins_end_with_it(tmp_path):
+    (tmp_path / "mine.py").write_text("import sys, time; time.sleep(60 * (len(sys.argv) - 1)); sys.exit(3)")
+    (tmp_path / "shares.py").write_text(SHARES)
+    done = subprocess.run([sys.executable, tmp_path / "shares.py"], capture_output=True, text=True, timeout=100)
+    assert done.stdout.split() == ["False", "3"], done.stderr

@@ -252,6 +252,7 @@ async def test_compile_kernel_of_unknown_entry_is_refused(shared, monkeypatch):
     assert actor._kernel_workers is not actor._workers
 
 
+@pytest.mark.slow
 async def test_compile_kernel_in_missing_language_is_refused_as_retryable(nats, tmp_path, monkeypatch):
     hidden = tmp_path / "first" / "wooly_cuda_c-0.dist-info"  # hides the installed distribution and has no entry point
     hidden.mkdir(parents=True)

@@ -245,6 +245,7 @@ def test_artifacts_survive_a_restart_of_all_processes(world, wis):
     assert sorted(log.count("(exact):") for log in logs) == [0, 1]
 
 
+@pytest.mark.slow
 def test_kernel_code_is_requested_shared_in_the_bucket_and_stored(world, wis):
     def launch(name):
         client = world.session(wis, "0", name)

@@ -64,6 +64,7 @@ def test_matmul_with_autotune_and_heuristics(shape, dtype):
     assert chosen in kernels.matmul_kernel.configs
 
 
+@pytest.mark.slow
 def test_matmul_of_a_transposed_view():
     a, b = torch.randn(40, 48), torch.randn(56, 48)
     x, y = on(a, b)
