@@ -164,6 +164,24 @@ def test_invalid_conj_or_neg_is_refused(dtype, role, attrs):
         verify_program(program((extern(Operand(role, v), Operand(Role.OUT, v), **attrs), 0, 1)))
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "good"),
+    [
+        ("aten.index_copy_.default", True, True),
+        ("aten.index_copy_.default", False, False),
+        ("aten.index_copy_.default", 1, False),
+        ("aten.neg.default", True, False),
+    ],
+)
+def test_deterministic_belongs_to_operators_with_several_algorithms(name, value, good):
+    form = extern(Operand(Role.IN, V), Operand(Role.OUT, V), name=name, deterministic=value)
+    if good:
+        verify_program(program((form, 0, 1)))
+        return
+    with pytest.raises(VerifyError, match="deterministic"):
+        verify_program(program((form, 0, 1)))
+
+
 @pytest.mark.parametrize("result", [WIDE, View(DType.F64, (4,), (1,)), None])
 def test_gradient_has_the_shape_and_dtype_of_its_operand(result):
     form = extern(Operand(Role.IN, V), Operand(Role.IN, V), Operand(Role.OUT, result), **GRADIENT)

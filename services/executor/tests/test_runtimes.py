@@ -14,6 +14,7 @@ from wooly_executor.programs import ProgramStore
 from wooly_executor.runtime import prepared as prepared_programs
 from wooly_executor.runtime import segments
 from wooly_executor.runtime.buffers import TORCH_DTYPE, WIS_DTYPE, as_view, bytes_of
+from wooly_executor.runtime.invocation import deterministic
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
 from wooly_testkit.effort import examples
 from wooly_testkit.reference import ReferenceRuntime
@@ -279,6 +280,44 @@ def test_hot_program_steps_are_combined(wis):
             assert as_view(buffers[ids["y7"]].base, v).tolist() == [3.0 * 2**8] * 4
             assert len(buffers) == 3
             assert len(ready.prepared.hot) == (1 if run >= 2 else 0)
+
+
+@pytest.mark.parametrize("hot", [1, 1000])
+def test_deterministic_index_copy_keeps_the_last_of_equal_indices(wis, hot):
+    n, threads = 1 << 18, torch.get_num_threads()
+    x, i, v = wis.at(DType.F32, 1), wis.at(DType.I64, n), wis.at(DType.F32, n)
+    body = wis.body()
+    operands = ("inout", "x", x), ("in", "i", i), ("in", "v", v)
+    body.call("aten.index_copy_.default", *operands, args=(REFS[0], 0, *REFS[1:3]), deterministic=True)
+    runtime = TorchCpuRuntime(hot=hot)
+    torch.set_num_threads(4)
+    try:
+        with torch.inference_mode():
+            ready = ProgramStore(runtime).define(body.raw)
+            ids = {name: k for k, name in enumerate(body.names)}
+            buffers = {
+                ids["x"]: runtime.allocate(4),
+                ids["i"]: runtime.allocate(8 * n),
+                ids["v"]: runtime.allocate(4 * n),
+            }
+            as_view(buffers[ids["v"]].base, v).copy_(torch.arange(n, dtype=torch.float32))
+            for _ in range(20):
+                assert runtime.run(ready.prepared, buffers, list(ids.values()), []).failed_at is None
+                assert as_view(buffers[ids["x"]].base, x).item() == n - 1
+    finally:
+        torch.set_num_threads(threads)
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_deterministic_call_restores_the_switches():
+    def fail(frame):
+        assert torch.are_deterministic_algorithms_enabled() and torch.is_deterministic_algorithms_warn_only_enabled()
+        assert not torch.utils.deterministic.fill_uninitialized_memory
+        raise ValueError
+
+    with pytest.raises(ValueError):
+        deterministic(fail)(None)
+    assert not torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory
 
 
 def test_hot_program_failure_names_instruction(wis):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from wooly_wis.determinism import is_sensitive
 from wooly_wis.dtypes import DType
 from wooly_wis.errors import RuleError
 from wooly_wis.externs import is_allowed
@@ -45,11 +46,13 @@ BASE: dict[str, BaseOpcode] = {
     "fill": BaseOpcode((Role.OUT,), frozenset({"value"}), "every element of out = value"),
     "extern": BaseOpcode(
         None,
-        frozenset({"args", "conj", "kwargs", "name", "neg", "rng", "scalars", "vjp", "wanted"}),
+        frozenset({"args", "conj", "deterministic", "kwargs", "name", "neg", "rng", "scalars", "vjp", "wanted"}),
         "calls an operator of the device's library from the allow-list; `rng` is the (seed, offset) pair of a random operator, "
         "so that a replay draws the same numbers; the operator reads the operands in `conj` conjugated and the operands in "
         "`neg` negated; `wanted` lists operands that need gradients (a library may choose its kernels by this list); with "
-        "`vjp` (gradients of the operator's results), the instruction returns the gradients of `wanted`, not the results",
+        "`vjp` (gradients of the operator's results), the instruction returns the gradients of `wanted`, not the results; "
+        "with `deterministic`, the library must use an algorithm that gives the same bits at each run; only operators that "
+        "have several algorithms may have this attribute",
     ),
     LAUNCH: BaseOpcode(
         None,
@@ -201,6 +204,9 @@ def _extern_allowed(form: Form) -> str | None:
         refs = [r for r in pair if isinstance(r, ParamRef)]
         if len(pair) != 2 or len(refs) != 2 or any(form.params[r.index] is not ParamKind.I64 for r in refs):
             return "rng must be a pair of i64 params"
+    deterministic = form.attr("deterministic")
+    if deterministic is not None and not (deterministic is True and is_sensitive(name)):
+        return f"deterministic must be true, and only for operators that have several algorithms, not for {name}"
     return _reading_well_formed(form) or _vjp_well_formed(form)
 
 

@@ -246,6 +246,8 @@ def _lines(plan: Plan) -> str | None:
                 return f"the line for {where} has the opcode {line.form.opcode}"
             if line.form.opcode == "extern" and line.form.attr("name") != form.attr("name"):
                 return f"the line for {where} calls another library operator than the instruction"
+            if line.form.attr("deterministic") != form.attr("deterministic"):
+                return f"the line for {where} differs from the instruction in the attribute deterministic"
             if kinds[line.first_param : line.first_param + len(line.form.params)] != line.form.params:
                 return f"the params of the line for {where} have other kinds than those of the run"
             may = {s for s, o in zip(instruction.slots, form.operands, strict=True) if o.role is not Role.IN}

@@ -378,7 +378,9 @@ def install_facade() -> None:
             raise NotConnectedError("no session is open; call wooly.enable()")
         if _facade is None:
             device = register()
-            _facade = Facade(device.devices, device_facts, device.launches, _lose_session, _cuda_version)
+            _facade = Facade(
+                device.devices, device_facts, device.launches, device.determinism, _lose_session, _cuda_version
+            )
         _facade.install()
 
 

@@ -17,6 +17,7 @@ import torch
 import wooly_wis
 
 from wooly import storage
+from wooly.determinism import Determinism
 from wooly.devices import NAME, Devices
 from wooly.errors import ForkedProcessError, NotConnectedError
 from wooly.kernels import composite, views
@@ -63,8 +64,9 @@ class RegisteredDevice:
         self.devices = Devices([Recorder(flush_instructions, forms, heap, Generator()) for heap in storage.heaps])
         for recorder in self.devices.recorders:
             recorder.heap.make_room = partial(make_room, recorder)
-        self.generic = Generic(self.devices, forms)
-        self.transfer = Transfer(self.devices, forms)
+        self.determinism = Determinism()
+        self.generic = Generic(self.devices, forms, self.determinism)
+        self.transfer = Transfer(self.devices, forms, self.determinism)
         self.launches = Launches(self.devices, forms)
         self.generic.resize = self.transfer.resize
         self.autocast = Autocast(NAME)

@@ -5,6 +5,7 @@ Checked against torch 2.11 to 2.13. This file does not depend on other parts of 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import sys
 import threading
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 import torch._meta_registrations as meta_registrations
 import torch._ops
+import torch._prims_common as prims_common
 import torch._prims_common.wrappers as prims_wrappers
 import torch.jit._builtins as torchscript
 import torch.utils._device as device_contexts
@@ -89,6 +91,39 @@ SDPBackend = torch._C._SDPBackend
 may_use_flash: Callable[[], bool] = torch._C._get_flash_sdp_enabled
 may_use_math: Callable[[], bool] = torch._C._get_math_sdp_enabled
 attention_choice: Callable[..., int] = torch._fused_sdp_choice
+
+#: `alert_not_deterministic(name)` raises the error of a kernel that is not deterministic, or warns, as the switch says.
+alert_not_deterministic: Callable[[str], None] = prims_common.alert_not_deterministic  # type: ignore[attr-defined]
+
+
+def deterministic_mode() -> tuple[bool, bool]:
+    """Whether deterministic algorithms are on, and whether operators without one only warn."""
+    return torch._C._get_deterministic_algorithms(), torch._C._get_deterministic_algorithms_warn_only()
+
+
+def deterministic_fill() -> bool:
+    """Whether memory that operators leave undefined is filled while deterministic algorithms are on."""
+    return torch._C._get_deterministic_fill_uninitialized_memory()
+
+
+def deterministic_switches() -> list[tuple[Any, str]]:
+    """The functions that change these switches, as (owner, name)."""
+    return [(torch._C, "_set_deterministic_algorithms"), (torch._C, "_set_deterministic_fill_uninitialized_memory")]
+
+
+@contextlib.contextmanager
+def deterministic_off() -> Iterator[None]:
+    """Switch deterministic algorithms off in the block, for all threads. Operators on the host then give no alerts."""
+    on, warn_only = deterministic_mode()
+    set_mode = _set_deterministic
+    set_mode(False)
+    try:
+        yield
+    finally:
+        set_mode(on, warn_only=warn_only)
+
+
+_set_deterministic: Callable[..., None] = torch._C._set_deterministic_algorithms
 
 
 def schema_of(op: OpOverload) -> torch._C.FunctionSchema:

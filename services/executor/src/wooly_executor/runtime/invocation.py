@@ -23,6 +23,7 @@ from wooly_executor.runtime.calls import (
 from wooly_executor.runtime.device import TorchDevice
 from wooly_executor.runtime.fast_bindings import FAST
 from wooly_executor.runtime.frame import Frame
+from wooly_executor.runtime.torch_private import deterministic_switches, set_deterministic
 
 
 def differentiated(
@@ -80,6 +81,22 @@ def seeded(call: Callable[[Frame], Any], pair: list[int], device: TorchDevice) -
         # torch accepts signed and unsigned seeds of 64 bits; the shift makes both equal. The generator belongs to this process.
         device.seed(mix(f.params[seed], f.params[offset]) >> 1)
         return call(f)
+
+    return run
+
+
+def deterministic(call: Callable[[Frame], Any]) -> Callable[[Frame], Any]:
+    """Return `call` with the library's deterministic algorithms. The client has raised the alerts already, so nothing is refused
+    here.
+    """
+
+    def run(f: Frame) -> Any:
+        before = deterministic_switches()
+        set_deterministic(on=True, warn_only=True, fill=False)
+        try:
+            return call(f)
+        finally:
+            set_deterministic(*before)
 
     return run
 

@@ -40,7 +40,7 @@ from wooly_executor.runtime.frame import Frame, Step
 from wooly_executor.runtime.fresh_memory import writes_all
 from wooly_executor.runtime.gpu_ranges import word_of
 from wooly_executor.runtime.guards import guarded, looks_at_values
-from wooly_executor.runtime.invocation import calling, differentiated, seeded, with_size_check
+from wooly_executor.runtime.invocation import calling, deterministic, differentiated, seeded, with_size_check
 from wooly_executor.runtime.parts import on_part, part_of
 from wooly_executor.runtime.prepared import Act, Launch, PreparedProgram
 from wooly_executor.runtime.segments import (
@@ -435,6 +435,8 @@ class _Preparation:
         if gradients is not None:  # each operand gets its own register, even if two operands are the same tensor
             registers = {k: self._new_register(slots[k]) for k in registers}
         call = calling(form, library, registers, self._first_param, self._device)
+        if form.attr("deterministic"):
+            call = deterministic(call)
         invoke = self._traced(form, library, registers) if gradients is None else None
         if any(a.is_out for a in schema_of(library.op).arguments):
             written = [(r, form.operands[k]) for k, r in registers.items() if form.operands[k].role is Role.INOUT]
@@ -464,7 +466,9 @@ class _Preparation:
     def _traced(self, form: Form, library: LibraryCall, registers: dict[int, int]) -> Invoke | None:
         """Describe the call for `segments`; None if the step is more than a call."""
         schema = schema_of(library.op)
-        if form.attr("rng") is not None or asks_grad_mode(library.op) or library.instead is not None:
+        if form.attr("rng") is not None or form.attr("deterministic"):
+            return None
+        if asks_grad_mode(library.op) or library.instead is not None:
             return None
         if any(a.is_out for a in schema.arguments):
             # The size of `out=` must not change from run to run, and LAPACK may leave `out=` conjugated.

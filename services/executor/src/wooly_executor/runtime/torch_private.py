@@ -34,6 +34,21 @@ silu: Callable[..., torch.Tensor] = torch._C._nn.silu
 gelu: Callable[..., torch.Tensor] = torch._C._nn.gelu
 
 
+def deterministic_switches() -> tuple[bool, bool, bool]:
+    """Return the arguments of `set_deterministic` that restore the present state."""
+    return (
+        torch._C._get_deterministic_algorithms(),
+        torch._C._get_deterministic_algorithms_warn_only(),
+        torch._C._get_deterministic_fill_uninitialized_memory(),
+    )
+
+
+def set_deterministic(on: bool, warn_only: bool, fill: bool) -> None:
+    """Set the library's switches for deterministic algorithms, for all threads of the process."""
+    torch._C._set_deterministic_algorithms(on, warn_only=warn_only)
+    torch._C._set_deterministic_fill_uninitialized_memory(fill)
+
+
 def schema_of(op: OpOverload) -> torch._C.FunctionSchema:
     """Return the declared arguments and results of an overload."""
     return op._schema

@@ -13,10 +13,12 @@ from collections.abc import Callable
 from typing import Any
 
 from wooly import children, dynamo, interrupts, triton_capture
+from wooly.determinism import Determinism
 from wooly.devices import Devices
 from wooly.facade import (
     accelerator,
     amp,
+    determinism,
     generation,
     handover,
     legacy,
@@ -50,6 +52,7 @@ class Facade:
         devices: the process's devices.
         facts: returns the properties of a device, from its executor, by index.
         launches: records launches of foreign kernels.
+        mode: the mode of determinism that kernels follow.
         lose_session: ends the session with a reason.
         cuda_version: the version that `torch.version.cuda` reports; empty: that of the local PyTorch.
     """
@@ -59,10 +62,12 @@ class Facade:
         devices: Devices,
         facts: Callable[[int], dict[str, Any]],
         launches: Launches,
+        mode: Determinism,
         lose_session: Callable[[str], None],
         cuda_version: str = CUDA_VERSION,
     ) -> None:
         self._launches = launches
+        self._mode = mode
         self._interrupts = interrupts.Interrupts(lose_session)
         self._answers = Answers(devices, facts, cuda_version)
         self._undo: list[tuple[Any, str, Any]] = []
@@ -79,6 +84,7 @@ class Facade:
             torchscript.patches(),
             pinned.patches(),
             amp.patches(),
+            determinism.patches(self._mode),
             state.patches(),
             self._answers.patches(),
             streams.patches(),

@@ -19,6 +19,7 @@ from wooly.torch_private import (
     OpOverload,
     OpOverloadPacket,
     SDPBackend,
+    alert_not_deterministic,
     attention_choice,
     convolution_with_flags,
     dispatch_modes,
@@ -316,7 +317,10 @@ def histc(record: Kernel) -> Kernel:
     """`aten.histc`. CUDA also supports integers, but the CPU kernel does not, so integers are converted to doubles."""
 
     def run(t: Tensor, bins: int = 100, min: Any = 0, max: Any = 0) -> Any:
-        if t.is_floating_point() or t.is_complex() or t.dtype is torch.bool:
+        if t.is_floating_point():
+            alert_not_deterministic("_histc_cuda with floating point input")
+            return record(t, bins, min, max)
+        if t.is_complex() or t.dtype is torch.bool:
             return record(t, bins, min, max)
         return record(t.double(), bins, min, max).to(t.dtype)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from wooly_wis.determinism import is_sensitive
 from wooly_wis.dtypes import DType
 from wooly_wis.program import Attr, Form, Operand, OperandRef, ParamKind, ParamRef, Role, Symbol, View
 
@@ -19,7 +20,9 @@ from wooly.kernels.schema import Call, OpFacts
 from wooly.torch_private import raw_device
 
 
-def form_of(facts: OpFacts, call: Call, fresh: Sequence[Tensor | None], dynamic: bool) -> tuple[Form, tuple[int, ...]]:
+def form_of(
+    facts: OpFacts, call: Call, fresh: Sequence[Tensor | None], dynamic: bool, deterministic: bool = False
+) -> tuple[Form, tuple[int, ...]]:
     """The form of a call, and the positions of the operands that the call writes.
 
     Args:
@@ -27,6 +30,8 @@ def form_of(facts: OpFacts, call: Call, fresh: Sequence[Tensor | None], dynamic:
         call: the arguments.
         fresh: new results as tensors without data; None for an undefined result.
         dynamic: whether only the executor knows the shapes of the results.
+        deterministic: whether the script asked for deterministic algorithms. Only forms of operators that have several
+            algorithms say so.
     """
     encoded = _Encoded(facts)
     names = list(facts.positions)
@@ -39,6 +44,8 @@ def form_of(facts: OpFacts, call: Call, fresh: Sequence[Tensor | None], dynamic:
         attrs["rng"] = (ParamRef(len(params)), ParamRef(len(params) + 1))
         params += [ParamKind.I64, ParamKind.I64]
     special = encoded.special
+    if deterministic and is_sensitive(facts.name):
+        special["deterministic"] = True
     for t in fresh:
         if t is not None:
             operands.append(Operand(Role.OUT, View(DTYPES[t.dtype], tuple(t.shape), t.stride(), 0)))

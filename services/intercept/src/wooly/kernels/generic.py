@@ -11,12 +11,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from wooly_wis.determinism import SENSITIVE
 from wooly_wis.dtypes import BY_LABEL
 
 from wooly import storage
+from wooly.determinism import Determinism, Mode
 from wooly.devices import NAME, Devices, mixed_devices
 from wooly.dtypes import TORCH_DTYPES
 from wooly.errors import RemoteOperationError
+from wooly.kernels.alerts import ALERTS
 from wooly.kernels.forms import is_python_number
 from wooly.kernels.inference import Inferences
 from wooly.kernels.outs import RESIZE_SILENTLY, RESIZED_ON_HOST, ResizeOutError
@@ -41,10 +44,15 @@ class _HostTensorError(Exception):
 class Generic:
     """Makes the kernels of operators for all devices. A call's signature contains the device, so its plan has one recorder."""
 
-    def __init__(self, devices: Devices, forms: Forms) -> None:
+    def __init__(self, devices: Devices, forms: Forms, determinism: Determinism) -> None:
         self._devices = devices
-        self._builder = PlanBuilder(forms)
+        self._builder = PlanBuilder(forms, determinism)
         self._plans: dict[tuple[Any, ...], CallPlan] = {}
+        #: The plans of operators that depend on the mode of determinism, for the current mode, and those of the other modes.
+        self._mode_plans: dict[tuple[Any, ...], CallPlan] = {}
+        self._other_modes: dict[Mode, dict[tuple[Any, ...], CallPlan]] = {}
+        self._mode = determinism.mode
+        determinism.watch(self._switch)
         #: For signatures whose `out=` tensors must be resized first: the new sizes and strides.
         self._out_sizes: dict[tuple[Any, ...], dict[str, tuple[tuple[int, ...], tuple[int, ...]]]] = {}
         #: Resizes an `out=` tensor to sizes and strides. `RegisteredDevice` sets it to `Transfer.resize`.
@@ -54,6 +62,18 @@ class Generic:
     def inferences(self) -> Inferences:
         """Counters of inferred signatures."""
         return self._builder.inferences
+
+    def _plans_of(self, op: OpOverload) -> dict[tuple[Any, ...], CallPlan]:
+        """The cache for the plans of an operator."""
+        name = op.overloadpacket.__name__
+        return self._mode_plans if name in SENSITIVE or name in ALERTS else self._plans
+
+    def _switch(self, mode: Mode) -> None:
+        """Exchange the plans of operators that depend on the mode of determinism."""
+        self._other_modes[self._mode] = dict(self._mode_plans)
+        self._mode_plans.clear()
+        self._mode_plans.update(self._other_modes.pop(mode, {}))
+        self._mode = mode
 
     def kernel(self, op: OpOverload, views: tuple[Any, ...] = ()) -> Kernel:
         """Make the kernel of one operator overload.
@@ -65,7 +85,7 @@ class Generic:
         """
         head: Any = (op, views) if views else op
         facts = OpFacts(op)
-        plans = self._plans
+        plans = self._plans_of(op)
         devices = self._devices
         scalar_at = facts.scalar
         scalar_kw = facts.scalar_kw
@@ -165,6 +185,7 @@ class Generic:
             compute the results; seed and offset of the random numbers, or None.
         """
         facts = OpFacts(op)
+        plans = self._plans_of(op)
 
         def run(
             args: tuple[Any, ...],
@@ -189,11 +210,13 @@ class Generic:
             for g in grads or ():
                 _collect(g, False, key, buffers, params)
             signature = tuple(key)
-            plan = self._plans.get(signature)
+            plan = plans.get(signature)
             if plan is None:
                 call = Call(args, kwargs)
                 on = self._recorder_of(buffers, call)
-                plan = self._plans[signature] = self._builder.differentiated(facts, call, on, places, wanted, grads)
+                plan, alerts = self._builder.differentiated(facts, call, on, places, wanted, grads)
+                if not alerts:
+                    plans[signature] = plan
             recorder = plan.recorder
             with recorder.lock:
                 if recorder.heap.dead:
@@ -243,10 +266,13 @@ class Generic:
             for name, (sizes, strides) in wrong.items():
                 self.resize(kwargs[name], sizes, strides)
             return None
-        if len(self._plans) + len(self._out_sizes) >= _MAX_PLANS:
+        if len(self._plans) + len(self._mode_plans) + len(self._out_sizes) >= _MAX_PLANS:
             self._plans.clear()
+            self._mode_plans.clear()
+            self._other_modes.clear()
             self._out_sizes.clear()
-        self._plans[signature] = planned.plan
+        if not planned.alerts:
+            self._plans_of(facts.op)[signature] = planned.plan
         return planned
 
     def _recorder_of(self, buffers: list[int], call: Call) -> Recorder:
@@ -282,7 +308,7 @@ class Generic:
                 result = run(*args, **kwargs)
                 recorder.sync()
             except RemoteOperationError as e:
-                self._plans.pop(signature, None)
+                self._plans_of(planned.op).pop(signature, None)
                 if planned.doubt is not None and str(planned.doubt) in str(e):
                     raise planned.doubt from None
                 if "not implemented for" in e.message:  # the kernel does not support the dtype

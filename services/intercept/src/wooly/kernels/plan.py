@@ -7,6 +7,7 @@ Later calls only insert buffers and params.
 
 from __future__ import annotations
 
+import contextlib
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,9 @@ from torch import Tensor
 from wooly_wis.externs import is_allowed
 from wooly_wis.program import Attr, Form, Operand, OperandRef, Role, View
 
+from wooly.determinism import Determinism
 from wooly.dtypes import DTYPES
+from wooly.kernels.alerts import alert
 from wooly.kernels.forms import form_of, view_of
 from wooly.kernels.inference import Inferences, NoMetaKernelError, infer, infer_differentiated
 from wooly.kernels.overlap import refuse_overlaps
@@ -22,6 +25,7 @@ from wooly.kernels.schema import Call, OpFacts, unsupported
 from wooly.kernels.trials import Trials, raise_kernel_errors
 from wooly.recorder import Forms, Recorder
 from wooly.storage import Layout
+from wooly.torch_private import OpOverload, deterministic_off
 
 
 class CallPlan(NamedTuple):
@@ -50,17 +54,22 @@ class PlannedCall(NamedTuple):
     Attributes:
         plan: the plan.
         doubt: error of the call's trial on the host, or None. The device may still accept the call, so run the call and wait.
+        alerts: the call warned that it is not deterministic. It must warn each time, so do not cache the plan.
+        op: the operator.
     """
 
     plan: CallPlan
     doubt: Exception | None
+    alerts: bool
+    op: OpOverload
 
 
 class PlanBuilder:
     """Builds the plans of calls."""
 
-    def __init__(self, forms: Forms) -> None:
+    def __init__(self, forms: Forms, determinism: Determinism) -> None:
         self._forms = forms
+        self._determinism = determinism
         self.inferences = Inferences()
         self.trials = Trials(self.inferences)
 
@@ -69,18 +78,22 @@ class PlanBuilder:
 
         Raises:
             NotImplementedError: the operator is not in the allow-list, or its result cannot be described in WIS.
+            RuntimeError: the operator is not deterministic, and the script asked for deterministic algorithms.
             ResizeOutError: an `out=` argument must be resized first.
         """
         if not is_allowed(facts.name):
             raise unsupported(facts.name, "the executor does not offer this operator")
-        raise_kernel_errors(facts, call)
-        fresh, dynamic = self._results(facts, call)
-        doubt = self.trials.attempt(facts, call, recorder)
+        mode = self._determinism.mode
+        with deterministic_off() if mode.warn_only else contextlib.nullcontext():  # the host's kernels may warn, too
+            raise_kernel_errors(facts, call)
+            fresh, dynamic = self._results(facts, call)
+            doubt = self.trials.attempt(facts, call, recorder)
+        alerts = mode.on and alert(facts, call)
         refuse_overlaps(facts, call)
-        form, written = form_of(facts, call, fresh, dynamic)
+        form, written = form_of(facts, call, fresh, dynamic, mode.on)
         outs = tuple([None if t is None else self._out(t) for t in fresh])
         plan = CallPlan(recorder, self._forms.intern(form), outs, written, facts.draws(call), dynamic)
-        return PlannedCall(plan, doubt)
+        return PlannedCall(plan, doubt, alerts, facts.op)
 
     def _results(self, facts: OpFacts, call: Call) -> tuple[list[Tensor | None], bool]:
         """The new results as tensors without data, and whether only the executor knows their shapes."""
@@ -106,8 +119,8 @@ class PlanBuilder:
         places: tuple[int, ...],
         wanted: tuple[int, ...],
         grads: tuple[Tensor | None, ...] | None,
-    ) -> CallPlan:
-        """Build the plan for a call with gradients.
+    ) -> tuple[CallPlan, bool]:
+        """Build the plan for a call with gradients. Returns also whether the call warned that it is not deterministic.
 
         Args:
             facts: the operator.
@@ -117,7 +130,9 @@ class PlanBuilder:
             wanted: indices of the distinct tensors that require a gradient.
             grads: gradients of the results, to compute the gradients of the arguments; None: compute the results.
         """
-        form, _ = form_of(facts, call, [], dynamic=False)
+        on = self._determinism.mode.on
+        alerts = on and grads is None and alert(facts, call)
+        form, _ = form_of(facts, call, [], dynamic=False, deterministic=on)
         if form.opcode != "extern":
             raise unsupported(facts.name, "its gradients cannot be recorded as one instruction")
         operands = [form.operands[places.index(k)] for k in range(max(places) + 1)]
@@ -139,7 +154,7 @@ class PlanBuilder:
             attrs["vjp"] = tuple(refs)
         operands += [Operand(Role.OUT, View(DTYPES[x.dtype], x.sizes, x.strides, 0)) for x, _ in outs]
         whole = Form("extern", tuple(operands), form.params, tuple(sorted(attrs.items())))
-        return CallPlan(recorder, self._forms.intern(whole), outs, (), facts.draws(call), dynamic=False)
+        return CallPlan(recorder, self._forms.intern(whole), outs, (), facts.draws(call), dynamic=False), alerts
 
 
 def _depends_on_data(facts: OpFacts, call: Call) -> bool:

@@ -13,6 +13,7 @@ from wooly_wis.frames import ANSWER_COPIED
 from wooly_wis.program import Form, Operand, ParamKind, ParamRef, Role
 
 from wooly.contents import MIN_OFFER_BYTES, upload
+from wooly.determinism import Determinism, Mode
 from wooly.devices import NAME, Devices
 from wooly.kernels.composite import plain
 from wooly.kernels.forms import view_of
@@ -76,6 +77,13 @@ def _fetch_kept(kept: Tensor, buffer: int, into: memoryview, dst: Tensor, link: 
     link.fetch(buffer, 0, into, dst)
 
 
+def visible_value(dtype: torch.dtype) -> float | int | bool:
+    """The number with which PyTorch fills undefined memory while deterministic algorithms are on."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return True if dtype is torch.bool else torch.iinfo(dtype).max
+
+
 class Transfer:
     """The kernels of this file, for all devices.
 
@@ -83,7 +91,7 @@ class Transfer:
         reads: number of times that device data was read to the host, from the executor or from the cache of host copies.
     """
 
-    def __init__(self, devices: Devices, forms: Forms) -> None:
+    def __init__(self, devices: Devices, forms: Forms, determinism: Determinism) -> None:
         self._devices = devices
         self._forms = forms
         self._layouts: dict[tuple[Any, ...], _New] = {}
@@ -91,6 +99,9 @@ class Transfer:
         self._fills: dict[tuple[Any, ...], int] = {}
         self._aranges: dict[tuple[Any, ...], Tensor] = {}
         self.reads = 0
+        self._new: Callable[[_New], Tensor] = self._new_zeroed
+        self._fills_memory = False
+        determinism.watch(self._switch)
 
     def forget_devices(self) -> None:
         """Clear the cache at the start of a session, because a device argument may mean another device than before."""
@@ -126,6 +137,11 @@ class Transfer:
                 strides = torch.empty(sizes, dtype=dtype, device="meta", memory_format=memory_format).stride()
             known = self._remember(key, device, Layout(dtype, sizes, strides))
         return self._new(known)
+
+    def zeros(self, size: list[int], **options: Any) -> Tensor:
+        """`aten._efficientzerotensor`. New buffers are filled with zeros, unless the script asks for another value."""
+        t = self.empty(size, **options)
+        return t.zero_() if self._fills_memory else t
 
     def empty_strided(
         self,
@@ -200,7 +216,18 @@ class Transfer:
             self._layouts[key] = entry
         return entry
 
-    def _new(self, entry: _New) -> Tensor:
+    def _switch(self, mode: Mode) -> None:
+        self._fills_memory = mode.fills
+        self._new = self._new_filled if mode.fills else self._new_zeroed
+
+    def _new_filled(self, entry: _New) -> Tensor:
+        """A new tensor in which undefined memory is visible, as `torch.utils.deterministic` asks."""
+        t = self._new_zeroed(entry)
+        if t.numel():
+            t.fill_(visible_value(t.dtype))
+        return t
+
+    def _new_zeroed(self, entry: _New) -> Tensor:
         layout, alloc, recorder = entry
         with recorder.lock:
             t, buffer = layout.new(recorder.heap)
@@ -456,6 +483,11 @@ class Transfer:
             _set_cpu(old, t.untyped_storage(), 0, (have,), (1,))
             self._copy(grown[:have], old)
         _set_cpu(t, grown.untyped_storage(), t.storage_offset(), sizes, strides)
+        if self._fills_memory:
+            first, end = have // t.element_size(), (here + need) // t.element_size()
+            rest = torch.empty(0, dtype=t.dtype, device=raw_device(t))
+            _set_cpu(rest, grown.untyped_storage(), first, (end - first,), (1,))
+            rest.fill_(visible_value(t.dtype))
 
     def resize_(self, t: Tensor, size: list[int], *, memory_format: torch.memory_format | None = None) -> Tensor:
         """`aten.resize_`."""
@@ -487,7 +519,7 @@ class Transfer:
         return {
             "empty.memory_format": self.empty,
             "empty_strided": self.empty_strided,
-            "_efficientzerotensor": self.empty,  # new buffers are filled with zeros
+            "_efficientzerotensor": self.zeros,
             "copy_": self.copy_,
             "_copy_from": self.copy_from,
             "_copy_from_and_resize": self.copy_from_and_resize,
