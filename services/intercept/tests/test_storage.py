@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 from wooly import storage
+from wooly.kernels import transfer
 
 
 def fails(*_):
@@ -57,10 +58,58 @@ torch.kept = kept[0]
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_device_storage_resize_raises(cuda):
-    t = torch.ones(4, device=cuda)
-    with pytest.raises(NotImplementedError, match=r"resizing a storage .*t\.resize_"):
-        t.untyped_storage().resize_(0)
-    assert t.untyped_storage().resize_(16).nbytes() == 16 and t.sum().item() == 4
+def test_device_storage_resize_keeps_leading_bytes_and_shapes(cuda):
+    t = torch.arange(6, dtype=torch.int32, device=cuda)
+    view, held = t.view(2, 3), t.untyped_storage()
+    assert held.resize_(24) is held and t.sum().item() == 15
+    assert held.resize_(40) is held and held.nbytes() == 40 and t.tolist() == [0, 1, 2, 3, 4, 5]
+    assert view.data_ptr() == t.data_ptr() == held.data_ptr()
+    whole = torch.empty(0, dtype=torch.int32, device=cuda).set_(held)
+    assert whole.shape == (10,) and whole[:6].tolist() == [0, 1, 2, 3, 4, 5]
+    view += 1
+    assert held.resize_(8).nbytes() == 8 and t.shape == (6,) and t[:2].tolist() == [1, 2]
+    held.resize_(24)
+    assert t[:2].tolist() == [1, 2]
     host = torch.ones(4)
     assert host.untyped_storage().resize_(0).nbytes() == 0
+
+
+def test_device_storage_resize_to_zero_frees_and_refills(cuda):
+    """The pattern of fully sharded training: free the gathered weights, and allocate them again at the next use."""
+    weight = torch.nn.Parameter(torch.ones(256, 256, device=cuda))
+    weight.grad = torch.zeros_like(weight)
+    held, n = weight.untyped_storage(), 256 * 256 * 4
+    before, count = torch.cuda.memory_allocated(), storage.live_count()
+    for step in range(3):
+        held.resize_(0)
+        assert weight.shape == (256, 256) and held.nbytes() == 0
+        assert torch.cuda.memory_allocated() == before - n
+        torch.cuda.synchronize()
+        held.resize_(n)
+        assert torch.cuda.memory_allocated() == before
+        with torch.no_grad():
+            weight.copy_(torch.full((256, 256), float(step)))
+        (weight * 2).sum().backward()
+        assert weight.sum().item() == step * 256 * 256 and weight.grad.sum().item() == 2 * (step + 1) * 256 * 256
+    assert storage.live_count() == count
+
+
+def test_device_storage_resize_invalid_size_raises(cuda):
+    held = torch.ones(4, device=cuda).untyped_storage()
+    with pytest.raises(RuntimeError, match="resize_ expects an int"):
+        held.resize_("4")
+    with pytest.raises(torch.OutOfMemoryError, match="more than 1EB"):
+        held.resize_(-1)
+    assert held.nbytes() == 16
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transfer, "swap_memory", None)
+        with pytest.raises(NotImplementedError, match=r"resizing a storage .* torch 2\.13"):
+            held.resize_(0)
+
+
+def test_tensor_of_an_empty_storage_cannot_be_read(cuda):
+    t = torch.ones(4, device=cuda)
+    t.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError):
+        (t + 1).tolist()
+    assert torch.ones(2, device=cuda).tolist() == [1, 1]

@@ -36,6 +36,10 @@ raw_device: Callable[[torch.Tensor], torch.device] = TensorBase.device.__get__
 raw_is_cuda: Callable[[torch.Tensor], bool] = TensorBase.is_cuda.__get__
 
 raw_storage_device: Callable[[torch.UntypedStorage], torch.device] = torch._C.StorageBase.device.__get__  # type: ignore[attr-defined]
+#: `swap_memory(a, b)`: two storages exchange their memory and sizes; one of them must be empty. None before torch 2.13.
+swap_memory: Callable[[torch.UntypedStorage, torch.UntypedStorage], None] | None = getattr(
+    torch.UntypedStorage, "_swap_data_ptr_", None
+)
 raw_to: Callable[..., torch.Tensor] = TensorBase.to
 
 #: `from_dlpack(capsule) -> Tensor`, without the device checks of the Python wrapper.

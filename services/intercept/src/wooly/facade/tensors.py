@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined] # not in its __all__
 
+from wooly.device import current
 from wooly.devices import NAME
 from wooly.facade.names import CUDA, to_wooly, with_device
 from wooly.facade.torchscript import convert_script_module
@@ -105,18 +106,10 @@ def _byteswap_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> None
 
 
 def _resize_storage(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
-    """`UntypedStorage.resize_`. The size of a device storage cannot change.
-
-    Raises:
-        NotImplementedError: `size` differs from the size of a device storage.
-    """
-    if raw_storage_device(storage).type != NAME:
+    """`UntypedStorage.resize_`: changes the size, in bytes, in place."""
+    if raw_storage_device(storage).type != NAME or not isinstance(size, int):
         return _real_resize(storage, size)  # type: ignore[no-any-return]
-    if size != storage.nbytes():
-        raise NotImplementedError(
-            "resizing a storage (as fully sharded training does) is not supported on the wooly device; "
-            "resize the tensor with t.resize_(...), or make a new one"
-        )
+    current().transfer.resize_storage(storage, size)
     return storage
 
 

@@ -30,7 +30,7 @@ from wooly.storage import (
     pinned,
     span,
 )
-from wooly.torch_private import neg_view, raw_device, redispatch_cpu
+from wooly.torch_private import neg_view, raw_device, raw_storage_device, redispatch_cpu, swap_memory
 
 aten = torch.ops.aten
 _set_cpu = redispatch_cpu(aten.set_.source_Storage_storage_offset)
@@ -498,6 +498,41 @@ class Transfer:
         if tuple(t.shape) != sizes or memory_format is not None:
             self.resize(t, sizes, strides)
         return t
+
+    def resize_storage(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """Change the size of a device storage in place. All its tensors see the new memory and keep their shapes.
+
+        The leading bytes stay. Memory that is not used any more is freed with the next program.
+
+        Raises:
+            NotImplementedError: this release of PyTorch cannot exchange the memory of storages.
+            torch.OutOfMemoryError: the executor has no memory for the storage.
+        """
+        have = storage.nbytes()
+        if nbytes == have:
+            return
+        if nbytes < 0:  # CUDA takes it for a size without sign
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate more than 1EB memory.")
+        if swap_memory is None:
+            raise NotImplementedError(
+                f"resizing a storage (as fully sharded training does) is not supported on the wooly device with torch "
+                f"{torch.__version__}; install torch 2.13, resize the tensor with t.resize_(...), or make a new one"
+            )
+        device = raw_storage_device(storage)
+        grown = self._bytes_of_new(nbytes, device)
+        kept = min(have, nbytes)
+        if kept:
+            old = torch.empty(0, dtype=torch.uint8, device=device)
+            _set_cpu(old, storage, 0, (kept,), (1,))
+            self._copy(grown[:kept], old)
+        swap_memory(storage, self._bytes_of_new(0, device).untyped_storage())
+        if nbytes:
+            swap_memory(storage, grown.untyped_storage())
+
+    def _bytes_of_new(self, nbytes: int, device: torch.device) -> Tensor:
+        """A new storage as a tensor of bytes. It is filled with zeros."""
+        recorder = self._devices.recorders[self._devices.index_of(device)]
+        return self._new_zeroed((Layout(torch.uint8, (nbytes,), (1,)), self._forms.alloc(nbytes), recorder))
 
     def set_storage(self, t: Tensor, source: Any) -> Tensor:
         """`aten.set_.source_Storage`."""
