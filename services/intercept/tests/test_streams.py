@@ -5,6 +5,7 @@ import time
 
 import pytest
 import torch
+from wooly.facade import streams
 
 
 def test_stream_reports_cuda(cuda):
@@ -35,6 +36,65 @@ def test_current_stream_is_per_block_and_thread(cuda):
     torch.cuda.set_stream(stream)
     assert torch.cuda.current_stream() == stream
     torch.cuda.set_stream(default)
+
+
+class Observed(torch.autograd.Function):
+    """Notes the current stream of its backward, and sets another one there."""
+
+    @staticmethod
+    def forward(ctx, x, seen, inner):
+        ctx.seen, ctx.inner = seen, inner
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.seen.append(torch.cuda.current_stream())
+        if ctx.inner is not None:
+            with torch.cuda.stream(ctx.inner):
+                ctx.seen.append(torch.cuda.current_stream())
+            ctx.seen.append(torch.cuda.current_stream())
+        return grad, None, None
+
+
+def test_backward_and_hooks_run_under_the_stream_of_the_forward(cuda):
+    default, one, two, inner = torch.cuda.default_stream(), *[torch.cuda.Stream() for _ in range(3)]
+    for _ in range(2):
+        seen, hooked = [], []
+        x = torch.ones(2, device=cuda, requires_grad=True)
+        with torch.cuda.stream(one):
+            x = Observed.apply(x, seen, None)
+        x = Observed.apply(x, seen, None)
+        with torch.cuda.stream(two):
+            x = Observed.apply(x, seen, inner)
+            x = x + 1
+            x.register_hook(lambda grad, hooked=hooked: hooked.append(torch.cuda.current_stream()))
+        with torch.cuda.stream(inner):
+            x.sum().backward()
+            assert torch.cuda.current_stream() == inner
+        assert seen == [two, inner, two, default, one] and hooked == [two]
+        assert torch.cuda.current_stream() == default
+
+
+def test_stream_set_in_a_backward_ends_with_it(cuda):
+    stream, seen = torch.cuda.Stream(), []
+    x = torch.ones(2, device=cuda, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda grad: torch.cuda.set_stream(stream))
+    z = y * 3
+    z.register_hook(lambda grad: seen.append(torch.cuda.current_stream()))
+    (z * 2).sum().backward()
+    assert seen == [torch.cuda.default_stream()] == [torch.cuda.current_stream()]
+
+
+def test_stream_history_keeps_the_latest_changes(cuda, monkeypatch):
+    monkeypatch.setattr(streams, "_MAX_CHANGES", 8)
+    history, made = streams._History(), []
+    for _ in range(20):
+        stream = torch.cuda.Stream()
+        history.add(stream)
+        made.append(((torch.ones(1, requires_grad=True) * 2).grad_fn._sequence_nr(), stream))
+    assert [history.at(number) for number, _ in made[-4:]] == [stream for _, stream in made[-4:]]
+    assert history.at(made[0][0]) is None
 
 
 def test_streams_work_runs_in_order(cuda):

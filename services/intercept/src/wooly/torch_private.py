@@ -99,6 +99,15 @@ attention_choice: Callable[..., int] = torch._fused_sdp_choice
 #: `alert_not_deterministic(name)` raises the error of a kernel that is not deterministic, or warns, as the switch says.
 alert_not_deterministic: Callable[[str], None] = prims_common.alert_not_deterministic  # type: ignore[attr-defined]
 
+#: The number that the next operation of this thread gets in its autograd graph. The numbers of a thread only grow.
+next_operation: Callable[[], int] = torch._C._autograd._get_sequence_nr  # type: ignore[attr-defined]
+
+
+def running_operation() -> int | None:
+    """The number of the operation whose backward or hook runs in this thread; None outside of a backward."""
+    node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
+    return None if node is None else node._sequence_nr()
+
 
 def deterministic_mode() -> tuple[bool, bool]:
     """Whether deterministic algorithms are on, and whether operators without one only warn."""

@@ -6,6 +6,7 @@ needs to wait for another one. Streams only keep their names, devices and priori
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import ctypes
 import itertools
@@ -20,7 +21,7 @@ from wooly.device import current_devices
 from wooly.devices import NAME
 from wooly.facade.names import to_wooly
 from wooly.recorder import Mark, Recorder
-from wooly.torch_private import CUDA_DEVICE_TYPE, BaseEvent, BaseStream
+from wooly.torch_private import CUDA_DEVICE_TYPE, BaseEvent, BaseStream, next_operation, running_operation
 
 Patch = tuple[Any, str, Any]
 
@@ -121,11 +122,52 @@ class ExternalStream(Stream):
         return super().__new__(cls, stream_ptr=stream_ptr, **kwargs)  # type: ignore[return-value]
 
 
+#: Maximum number of changes of the current stream that a thread remembers per device. Then the older half is forgotten.
+_MAX_CHANGES = 1 << 14
+
+
+class _History:
+    """The changes of one thread's current stream of one device, so that a backward finds the stream of its forward.
+
+    A change has the number that the next operation of the thread gets in its autograd graph.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: list[int] = []
+        self._streams: list[Stream] = []
+
+    def add(self, stream: Stream) -> None:
+        """Remember that `stream` is current from the next operation on."""
+        number = next_operation()
+        if self._numbers and self._numbers[-1] == number:  # no operation under the stream before
+            self._streams[-1] = stream
+            return
+        if len(self._numbers) == _MAX_CHANGES:
+            del self._numbers[: _MAX_CHANGES // 2], self._streams[: _MAX_CHANGES // 2]
+        self._numbers.append(number)
+        self._streams.append(stream)
+
+    def at(self, operation: int) -> Stream | None:
+        """The stream under which an operation was called; None for the default stream."""
+        found = bisect.bisect_right(self._numbers, operation)
+        return self._streams[found - 1] if found else None
+
+
 class _Selected(threading.local):
-    """The stream that each thread has set, by device."""
+    """The stream that each thread has set, by device.
+
+    Attributes:
+        streams: the current streams, outside of a backward.
+        history: their changes.
+        operation: the operation in whose backward streams were set last.
+        within: the streams that were set there.
+    """
 
     def __init__(self) -> None:
         self.streams: dict[int, Stream] = {}
+        self.history: dict[int, _History] = {}
+        self.operation: int | None = None
+        self.within: dict[int, Stream] = {}
 
 
 _selected = _Selected()
@@ -137,17 +179,37 @@ def default_stream(device: Any = None) -> Stream:
 
 
 def current_stream(device: Any = None) -> Stream:
-    """`torch.cuda.current_stream`: the stream that this thread has set for the device, else the default stream."""
+    """`torch.cuda.current_stream`: the stream that this thread has set for the device, else the default stream.
+
+    The backward of an operation, and its hooks, run under the stream of the forward.
+    """
     index = _index(device)
-    stream = _selected.streams.get(index)
+    operation = running_operation() if _selected.history else None
+    if operation is None:
+        stream = _selected.streams.get(index)
+    elif operation == _selected.operation and index in _selected.within:
+        stream = _selected.within[index]
+    else:
+        history = _selected.history.get(index)
+        stream = None if history is None else history.at(operation)
     return default_stream(index) if stream is None else stream
 
 
 def set_stream(stream: Stream | None) -> None:
     """`torch.cuda.set_stream`. It also sets the current device to the device of the stream."""
-    if stream is not None:
-        _selected.streams[stream.device_index] = stream
-        torch.cuda.set_device(stream.device_index)
+    if stream is None:
+        return
+    index, operation = stream.device_index, running_operation()
+    if operation is None:
+        _selected.streams[index] = stream
+        _selected.history.setdefault(index, _History()).add(stream)
+    else:  # until the operation's backward ends
+        _selected.history.setdefault(index, _History())
+        if operation != _selected.operation:
+            _selected.within.clear()
+        _selected.within[index] = stream
+    _selected.operation = operation
+    torch.cuda.set_device(index)
 
 
 class Event(BaseEvent):
