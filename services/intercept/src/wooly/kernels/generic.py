@@ -55,6 +55,8 @@ class Generic:
         determinism.watch(self._switch)
         #: For signatures whose `out=` tensors must be resized first: the new sizes and strides.
         self._out_sizes: dict[tuple[Any, ...], dict[str, tuple[tuple[int, ...], tuple[int, ...]]]] = {}
+        #: Calls with operands in one buffer that were checked: number of the form, and for each operand the first in its buffer.
+        self._share_memory: set[tuple[int, ...]] = set()
         #: Resizes an `out=` tensor to sizes and strides. `RegisteredDevice` sets it to `Transfer.resize`.
         self.resize: Callable[[Tensor, tuple[int, ...], tuple[int, ...]], None] | None = None
 
@@ -145,7 +147,7 @@ class Generic:
                         recorder.foreign_draws += drawn_from is not None
                     if params:
                         recorder.params += params
-                    if plan.dynamic or (mutable and plan.outs):
+                    if plan.special or (mutable and plan.outs):
                         return finish(facts, plan, buffers, where, args, kwargs)
                     if mutable:
                         link = recorder.link
@@ -325,14 +327,26 @@ class Generic:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Record the rare calls: results whose shape depends on data, and operators that write an argument and make tensors."""
+        """Record the rare calls.
+
+        These are results whose shape depends on data, operators that write an argument and make tensors, and operands that would
+        overlap in one buffer.
+
+        Raises:
+            RuntimeError: the operator writes to memory that it also reads.
+        """
         recorder = plan.recorder
+        if any(buffers[a] == buffers[b] for a, b in plan.apart):
+            self._refuse_shared_memory(facts, plan, buffers, Call(args, kwargs))
         link = recorder.link
         if link is not None:
             for w in plan.written:
                 link.forget(buffers[w])
         fresh: list[Tensor | None] = []
-        if not plan.dynamic:
+        if plan.apart and not plan.outs:
+            recorder.emit(plan.form, buffers, where)
+            return written_result(facts, args, kwargs)
+        if plan.apart or not plan.special:
             for out in plan.outs:
                 if out is None:
                     fresh.append(None)
@@ -348,6 +362,15 @@ class Generic:
             ]
             return result[0] if len(result) == 1 else tuple(result)
         return self._evaluate(facts, plan, buffers, where)
+
+    def _refuse_shared_memory(self, facts: OpFacts, plan: CallPlan, buffers: list[int], call: Call) -> None:
+        """Check a call of which two operands are in one buffer. A call that was correct once is not checked again."""
+        key = plan.form, *map(buffers.index, buffers)
+        if key not in self._share_memory:
+            self._builder.trials.refuse_shared_memory(facts, call)
+            if len(self._share_memory) >= _MAX_PLANS:
+                self._share_memory.clear()
+            self._share_memory.add(key)
 
     def _evaluate(self, facts: OpFacts, plan: CallPlan, buffers: list[int], where: Any) -> Any:
         """Run one operator now, wait for its answer, and make tensors with the shapes that the executor reports."""

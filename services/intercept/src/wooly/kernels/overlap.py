@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
+from wooly_wis.program import Operand, Role
 
 from wooly.kernels.schema import Call, OpFacts
+from wooly.storage import span
 from wooly.torch_private import tree_leaves
 
 #: Operators that may write to expanded tensors, because all elements get the same value.
@@ -36,6 +41,29 @@ def refuse_overlap(t: Tensor) -> None:
         )
 
 
+def _is_packed(t: Tensor) -> bool:
+    """Whether the elements of a tensor are in memory without gaps and without overlap."""
+    return t.numel() == span(tuple(t.shape), t.stride()) and not overlaps(t)
+
+
+def refuse_partial_overlap(written: Tensor, read: Tensor) -> None:
+    """Check a copy between two tensors of one storage. ATen compares only tensors without gaps.
+
+    Raises:
+        RuntimeError: the tensors share some memory, but are not the same. It is ATen's error.
+    """
+    if not written.numel() or not (_is_packed(written) and _is_packed(read)):
+        return
+    a, b = int(written.storage_offset()), int(read.storage_offset())
+    begin, end = a * written.element_size(), (a + written.numel()) * written.element_size()
+    first, last = b * read.element_size(), (b + read.numel()) * read.element_size()
+    if begin < last and first < end and ((begin, end) != (first, last) or written.stride() != read.stride()):
+        raise RuntimeError(
+            "unsupported operation: some elements of the input tensor and the written-to tensor refer to a single memory "
+            "location. Please clone() the tensor before performing the operation."
+        )
+
+
 def refuse_overlaps(facts: OpFacts, call: Call) -> None:
     """Check that a call does not write to an expanded tensor.
 
@@ -47,3 +75,33 @@ def refuse_overlaps(facts: OpFacts, call: Call) -> None:
             for t in tree_leaves(call.kwargs[name] if name in call.kwargs else call.args[facts.positions[name]]):
                 if isinstance(t, Tensor):
                     refuse_overlap(t)
+
+
+#: Maximum number of operands of a call that is checked. Kernels for more operands (fused optimizers) do not check.
+_MAX_OPERANDS = 8
+
+
+def may_overlap(facts: OpFacts, operands: Sequence[Operand], written: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Pairs of operands that ATen might refuse if they were in the same buffer: a written one and another one.
+
+    Elementwise operators may write to the tensor that they read. Operators on lists compare only tensors of the same position, so
+    the executor checks them.
+
+    Args:
+        facts: the operator.
+        operands: the operands of its form.
+        written: positions of the operands that the call writes.
+    """
+    if facts.each_alone or len(operands) > _MAX_OPERANDS:
+        return ()
+    elementwise = torch.Tag.pointwise in facts.op.tags
+    found = []
+    for w in written:
+        a = operands[w].view
+        for k, operand in enumerate(operands):
+            b = operand.view
+            if k == w or operand.role is Role.OUT or a is None or b is None or (elementwise and a == b):
+                continue
+            if a.offset < b.end and b.offset < a.end:
+                found.append((w, k))
+    return tuple(found)

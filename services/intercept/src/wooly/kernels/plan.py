@@ -20,7 +20,7 @@ from wooly.dtypes import DTYPES
 from wooly.kernels.alerts import alert
 from wooly.kernels.forms import form_of, view_of
 from wooly.kernels.inference import Inferences, NoMetaKernelError, infer, infer_differentiated
-from wooly.kernels.overlap import refuse_overlaps
+from wooly.kernels.overlap import may_overlap, refuse_overlaps
 from wooly.kernels.schema import Call, OpFacts, unsupported
 from wooly.kernels.trials import Trials, raise_kernel_errors
 from wooly.recorder import Forms, Recorder
@@ -37,7 +37,9 @@ class CallPlan(NamedTuple):
         outs: (layout, form of the alloc) per new result; None if the operator returns an undefined tensor.
         written: positions of the operands that the call writes.
         random: whether the call has two more params (seed, offset).
-        dynamic: whether only the executor knows the shapes of the results.
+        special: whether the call takes the slow path: only the executor knows the shapes of the results, or `apart` is not empty.
+        apart: pairs of operands (a written one, another one) whose bytes overlap if they are in the same buffer. Each call
+            compares their buffers.
     """
 
     recorder: Recorder
@@ -45,7 +47,8 @@ class CallPlan(NamedTuple):
     outs: tuple[tuple[Layout, int] | None, ...]
     written: tuple[int, ...]
     random: bool
-    dynamic: bool
+    special: bool
+    apart: tuple[tuple[int, int], ...] = ()
 
 
 class PlannedCall(NamedTuple):
@@ -92,7 +95,9 @@ class PlanBuilder:
         refuse_overlaps(facts, call)
         form, written = form_of(facts, call, fresh, dynamic, mode.on)
         outs = tuple([None if t is None else self._out(t) for t in fresh])
-        plan = CallPlan(recorder, self._forms.intern(form), outs, written, facts.draws(call), dynamic)
+        apart = () if dynamic else may_overlap(facts, form.operands, written)
+        draws = facts.draws(call)
+        plan = CallPlan(recorder, self._forms.intern(form), outs, written, draws, dynamic or bool(apart), apart)
         return PlannedCall(plan, doubt, alerts, facts.op)
 
     def _results(self, facts: OpFacts, call: Call) -> tuple[list[Tensor | None], bool]:
@@ -154,7 +159,7 @@ class PlanBuilder:
             attrs["vjp"] = tuple(refs)
         operands += [Operand(Role.OUT, View(DTYPES[x.dtype], x.sizes, x.strides, 0)) for x, _ in outs]
         whole = Form("extern", tuple(operands), form.params, tuple(sorted(attrs.items())))
-        return CallPlan(recorder, self._forms.intern(whole), outs, (), facts.draws(call), dynamic=False), alerts
+        return CallPlan(recorder, self._forms.intern(whole), outs, (), facts.draws(call), special=False), alerts
 
 
 def _depends_on_data(facts: OpFacts, call: Call) -> bool:

@@ -17,7 +17,7 @@ from wooly.determinism import Determinism, Mode
 from wooly.devices import NAME, Devices
 from wooly.kernels.composite import plain
 from wooly.kernels.forms import view_of
-from wooly.kernels.overlap import refuse_overlap
+from wooly.kernels.overlap import refuse_overlap, refuse_partial_overlap
 from wooly.link import MIRROR_ITEM_LIMIT, Link, ViewKey
 from wooly.recorder import Forms, Recorder, origin
 from wooly.storage import (
@@ -300,11 +300,13 @@ class Transfer:
                 operands = (Operand(Role.IN, view_of(src)), Operand(Role.OUT, view_of(dst)))
                 form = self._copies[key] = self._forms.intern(Form("copy", operands))
             recorder.operations += 1
-            buffer = to >> ID_SHIFT
+            source, buffer = at >> ID_SHIFT, to >> ID_SHIFT
+            if source == buffer:
+                refuse_partial_overlap(dst, src)
             link = recorder.link
             if link is not None and link.mirroring:
                 link.forget(buffer)
-            recorder.emit(form, [at >> ID_SHIFT, buffer], origin())
+            recorder.emit(form, [source, buffer], origin())
             self._limit(recorder, form)
 
     def _hop(self, dst: Tensor, src: Tensor) -> None:

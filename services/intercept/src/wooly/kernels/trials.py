@@ -23,6 +23,9 @@ _TRIAL_LIMIT_NEW = 1 << 16
 #: (LAPACK numbers pivots from 1). For them, the client asks the device.
 _NEVER_TRIED = frozenset({"_ctc_loss", "_ctc_loss_backward", "linalg_ldl_solve", "linalg_lu_solve"})
 
+#: Maximum number of bytes of the storages of a call that is tried because its operands share memory.
+_SHARED_LIMIT = 64 << 20
+
 #: Matches error messages about unsupported dtypes. Such an error does not depend on the values.
 _ABOUT_DTYPES = re.compile(
     r"(?i)not implemented for|not supported for|dtype|can't be cast|scalar type|does not support \w+ input"
@@ -77,6 +80,38 @@ class Trials:
         if error is None and elements:
             self._tried.add(kind)
         return error if limit is None else None
+
+    def refuse_shared_memory(self, facts: OpFacts, call: Call) -> None:
+        """Check a call whose operands share memory, by running it on host tensors of zeros that share memory in the same way.
+
+        Calls on large storages are not tried. The executor then finds the error.
+
+        Raises:
+            RuntimeError: the operator writes to memory that it also reads. It is ATen's error.
+        """
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors_of(call)}
+        if sum(storages.values()) > _SHARED_LIMIT:
+            return
+        host = {at: torch.zeros(n, dtype=torch.uint8).untyped_storage() for at, n in storages.items()}
+
+        def twin(a: Any) -> Any:
+            if isinstance(a, Tensor):
+                if raw_device(a).type != "wooly":
+                    return a
+                there = host[a.untyped_storage().data_ptr()]
+                return torch.empty(0, dtype=a.dtype).set_(there, a.storage_offset(), a.shape, a.stride())
+            return [twin(x) for x in a] if isinstance(a, (list, tuple)) else a
+
+        self._counts.trials += 1
+        state = torch.get_rng_state() if facts.random else None
+        try:
+            call_operator(facts, twin(call.args), {k: twin(v) for k, v in call.kwargs.items()}, "cpu")
+        except Exception as e:
+            if "single memory location" in str(e):  # other errors may be due to the zeros
+                raise
+        finally:
+            if state is not None:
+                torch.set_rng_state(state)
 
     def _error_of(self, facts: OpFacts, call: Call, limit: int | None) -> Exception | None:
         """Run the call on zeros of at most `limit` elements per dimension. Returns its error, but raises errors about dtypes."""

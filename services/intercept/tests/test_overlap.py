@@ -1,0 +1,70 @@
+"""Operands that share memory: ATen's errors come at the call, and calls that ATen permits give the CPU's results."""
+
+import pytest
+import torch
+
+
+def vector(device):
+    return torch.arange(6.0, device=device)
+
+
+def index(device):
+    return torch.tensor([1, 0], device=device)
+
+
+REFUSED = {
+    "add_": lambda y, d: y[1:].add_(y[:-1]),
+    "add_ of a broadcast part": lambda y, d: y.view(2, 3).add_(y[3:]),
+    "add_ of the transpose": lambda y, d: y[:4].view(2, 2).t().add_(y[:4].view(2, 2)),
+    "add out=": lambda y, d: torch.add(y[:-1], 1, out=y[1:]),
+    "copy_": lambda y, d: y[1:].copy_(y[:-1]),
+    "copy_ of the transpose": lambda y, d: y[:4].view(2, 2).t().copy_(y[:4].view(2, 2)),
+    "cat": lambda y, d: torch.cat([y[:3], y[1:4]], out=y),
+    "index_select": lambda y, d: torch.index_select(y, 0, index(d), out=y[:2]),
+    "index_select of the same tensor": lambda y, d: torch.index_select(y[:2], 0, index(d), out=y[:2]),
+    "gather": lambda y, d: torch.gather(y, 0, index(d), out=y[:2]),
+    "scatter_": lambda y, d: y.scatter_(0, index(d), y[:2]),
+    "index_add_": lambda y, d: y.index_add_(0, index(d), y[:2]),
+    "index_copy_": lambda y, d: y.index_copy_(0, index(d), y[:2]),
+    "index_put_": lambda y, d: y.index_put_((index(d),), y[:2]),
+    "put_": lambda y, d: y.put_(index(d), y[:2]),
+    "take": lambda y, d: torch.take(y, index(d), out=y[:2]),
+    "masked_fill_": lambda y, d: y.masked_fill_(y.view(torch.uint8)[:6].view(torch.bool), 3),
+    "sort": lambda y, d: torch.sort(y[:5], out=(y[1:], torch.empty(5, dtype=torch.long, device=d))),
+    "where": lambda y, d: torch.where(y[:5] > 0, y[:5], y[:5], out=y[1:]),
+    "addcmul_": lambda y, d: y[1:].addcmul_(y[:5], y[:5]),
+    "lerp_": lambda y, d: y[1:].lerp_(y[:5], 0.5),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_written_operand_that_overlaps_another_raises_at_the_call(cuda, name):
+    errors = []
+    for device in ("cpu", cuda, cuda):
+        y = vector(device)
+        with pytest.raises(RuntimeError) as e:
+            REFUSED[name](y, device)
+        errors.append((type(e.value), str(e.value)))
+        assert y.tolist() == [0, 1, 2, 3, 4, 5]
+    assert errors[0] == errors[1] == errors[2]
+
+
+PERMITTED = {
+    "the same tensor": lambda y, d: y.add_(y),
+    "the same tensor as out=": lambda y, d: torch.mul(y, y, out=y),
+    "parts that do not overlap": lambda y, d: y[:3].add_(y[3:]),
+    "a broadcast part outside": lambda y, d: y[:4].view(2, 2).add_(y[4:]),
+    "steps": lambda y, d: y[::2].add_(y[1::2]),
+    "copy to another part": lambda y, d: y[:3].copy_(y[3:]),
+    "copy of the same tensor": lambda y, d: y[:].copy_(y[:]),
+    "cumsum": lambda y, d: torch.cumsum(y, 0, out=y),
+    "another tensor with the same layout": lambda y, d: y[1:].add_(vector(d)[:-1]),
+}
+
+
+@pytest.mark.parametrize("name", PERMITTED)
+def test_operands_that_share_memory_without_conflict_equal_cpu(cuda, name):
+    here, there = vector("cpu"), vector(cuda)
+    for _ in range(2):
+        assert torch.equal(PERMITTED[name](there, cuda).cpu(), PERMITTED[name](here, "cpu"))
+        assert torch.equal(there.cpu(), here)
