@@ -97,15 +97,15 @@ may_use_math: Callable[[], bool] = torch._C._get_math_sdp_enabled
 attention_choice: Callable[..., int] = torch._fused_sdp_choice
 
 #: `alert_not_deterministic(name)` raises the error of a kernel that is not deterministic, or warns, as the switch says.
-alert_not_deterministic: Callable[[str], None] = prims_common.alert_not_deterministic  # type: ignore[attr-defined]
+alert_not_deterministic: Callable[[str], None] = prims_common.alert_not_deterministic
 
 #: The number that the next operation of this thread gets in its autograd graph. The numbers of a thread only grow.
-next_operation: Callable[[], int] = torch._C._autograd._get_sequence_nr  # type: ignore[attr-defined]
+next_operation: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
 def running_operation() -> int | None:
     """The number of the operation whose backward or hook runs in this thread; None outside of a backward."""
-    node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
+    node = torch._C._current_autograd_node()
     return None if node is None else node._sequence_nr()
 
 
