@@ -17,6 +17,7 @@ from wooly.devices import Devices
 from wooly.facade import (
     accelerator,
     amp,
+    cuda_graphs,
     generation,
     handover,
     legacy,
@@ -82,6 +83,7 @@ class Facade:
             state.patches(),
             self._answers.patches(),
             streams.patches(),
+            cuda_graphs.patches(),
             accelerator.patches(),
             nvtx.patches(),
             parallel.patches(),
