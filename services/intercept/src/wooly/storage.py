@@ -89,8 +89,8 @@ class Heap:
 
     Attributes:
         index: index of the device.
-        dead: ``bytes << 24 | id`` of each storage that was freed since the recorder last emptied this list, and the complement of an
-            id for each `Hold` of it that ended. `recycle` makes an id available again.
+        dead: ``bytes << 24 | id`` of each storage that was freed since the recorder last emptied this list, and the complement
+            of an id for each `Hold` of it that ended. `recycle` makes an id available again.
         held: for each id that a `Hold` keeps, the number of such objects.
         live: number of live storages.
         live_bytes: bytes of all live storages.

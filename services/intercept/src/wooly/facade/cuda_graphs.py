@@ -18,6 +18,7 @@ from wooly.device import current_devices
 from wooly.facade.streams import current_stream
 from wooly.graphs.capture import GraphCapture
 from wooly.graphs.captured import CapturedGraph
+from wooly.interrupts import run_deferred
 from wooly.rng import Generator, sequence_of
 from wooly.torch_private import BaseGenerator, host_cache_patches
 
@@ -145,9 +146,7 @@ class CUDAGraph:
         """Do nothing: a captured graph is ready. Only for graphs with `keep_graph`, as in PyTorch."""
         self._captured("instantiate")
         if not self._keep_graph:
-            raise RuntimeError(
-                "instantiate() is intended to be called by the user only when keep_graph=true"
-            )
+            raise RuntimeError("instantiate() is intended to be called by the user only when keep_graph=true")
 
     def replay(self) -> None:
         """Send the captured work.
@@ -157,6 +156,7 @@ class CUDAGraph:
             NotConnectedError: the session of the capture has ended.
         """
         self._captured("replay").replay()
+        run_deferred()
 
     def reset(self) -> None:
         """Delete what was captured. Buffers without a tensor are freed. The graph can be captured again."""
