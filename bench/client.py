@@ -136,7 +136,10 @@ def bench_mlp(repeat):
 
 
 def bench_graph(repeat):
-    """One training step of the same MLP with SGD, captured as a CUDA graph. The baseline is the same step on the device, eager."""
+    """One training step of the same MLP with SGD, captured as a CUDA graph.
+
+    The baseline is the same step on the device, eager.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 10))
     x, y = torch.randn(64, 784).to("cuda"), torch.randint(0, 10, (64,)).to("cuda")

@@ -518,6 +518,21 @@ def test_failed_replay_reports_line_of_capture(side):
     assert y.tolist() == [3.0, 3.0]
 
 
+@pytest.mark.parametrize("link", [None, object()], ids=["no session", "another session"])
+def test_replay_after_session_raises(side, link, monkeypatch):
+    x, graph = torch.ones(4, device="cuda"), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        x.add_(1)
+    with monkeypatch.context() as later:
+        later.setattr(api.attached_device().recorder, "link", link)
+        with pytest.raises(
+            RuntimeError, match=r"session in which this CUDA graph was captured has ended.*capture the graph again"
+        ):
+            graph.replay()
+    graph.replay()
+    assert x.tolist() == [2.0] * 4
+
+
 def test_debug_dump_lists_instructions(side, tmp_path):
     x, graph = torch.ones(4, device="cuda"), torch.cuda.CUDAGraph(keep_graph=True)
     with torch.cuda.graph(graph):
