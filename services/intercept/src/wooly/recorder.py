@@ -395,11 +395,11 @@ class Recorder:
         collector does not change the program.
         """
         heap, link, mask = self.heap, self.link, ID_MASK
-        dead, held, capture = heap.dead, heap.held, self.capture
+        dead, kept, capture = heap.dead, heap.kept, self.capture
         slot_of, words = self.slot_of, self.words
         while dead:
             freed = dead.pop()
-            if held and heap.is_held(freed):
+            if kept and heap.is_kept(freed):
                 continue
             if capture is not None:
                 capture.note_death(freed)

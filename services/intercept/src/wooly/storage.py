@@ -90,8 +90,8 @@ class Heap:
     Attributes:
         index: index of the device.
         dead: ``bytes << 24 | id`` of each storage that was freed since the recorder last emptied this list, and the complement
-            of an id for each `Hold` of it that ended. `recycle` makes an id available again.
-        held: for each id that a `Hold` keeps, the number of such objects.
+            of an id for each `Keeper` of it that was freed. `recycle` makes an id available again.
+        kept: for each id that a `Keeper` keeps, the number of such objects.
         live: number of live storages.
         live_bytes: bytes of all live storages.
         peak_bytes: highest value of `live_bytes` since the last `reset_peak`.
@@ -102,7 +102,7 @@ class Heap:
         granted: limit of `held_bytes` up to which storages are made without asking the executor.
         fraction: part of the session's quota that this process may use.
         make_room: called with the bytes of a storage that exceeds `granted`. It raises an error if there is no memory.
-        orphans: owners of held buffers whose storages were freed, by id.
+        orphans: owners of kept buffers whose storages were freed, by id.
     """
 
     __slots__ = (
@@ -111,9 +111,9 @@ class Heap:
         "dead",
         "fraction",
         "granted",
-        "held",
         "held_bytes",
         "index",
+        "kept",
         "live",
         "live_bytes",
         "make_room",
@@ -126,7 +126,7 @@ class Heap:
     def __init__(self, index: int) -> None:
         self.index = index
         self.dead: list[int] = []
-        self.held: dict[int, int] = {}
+        self.kept: dict[int, int] = {}
         self.orphans: dict[int, int] = {}
         self.live = 0
         self.live_bytes = 0
@@ -170,21 +170,21 @@ class Heap:
         self.live_bytes += freed >> _ID_BITS
         return self.owner(freed)
 
-    def is_held(self, freed: int) -> bool:
-        """Process an entry of `dead` while `held` has entries. Returns False if the buffer must be freed now.
+    def is_kept(self, freed: int) -> bool:
+        """Process an entry of `dead` while `kept` has entries. Returns False if the buffer must be freed now.
 
-        The caller holds the recorder's lock. So a `Hold` may end at any time and in any thread.
+        The caller holds the recorder's lock. So a `Keeper` may be freed at any time, in any thread.
         """
-        held = self.held
+        kept = self.kept
         if freed < 0:
             buffer = ~freed
-            held[buffer] -= 1
-            if not held[buffer]:
-                del held[buffer]
+            kept[buffer] -= 1
+            if not kept[buffer]:
+                del kept[buffer]
                 self.orphans.pop(buffer, None)
             return True
         buffer = freed & ID_MASK
-        if buffer not in held:
+        if buffer not in kept:
             return False
         self.orphans[buffer] = self.adopt(freed)
         return True
@@ -358,7 +358,7 @@ class Lease:
         heap.peak_bytes = max(heap.peak_bytes, heap.live_bytes)
 
 
-class Hold:
+class Keeper:
     """Keeps buffers: they are freed when their tensors and this object are freed. The maker holds the recorder's lock."""
 
     __slots__ = ("_dead", "_ids")
@@ -367,7 +367,7 @@ class Hold:
         self._dead = heap.dead
         self._ids = list(ids)
         for i in self._ids:
-            heap.held[i] = heap.held.get(i, 0) + 1
+            heap.kept[i] = heap.kept.get(i, 0) + 1
 
     def __del__(self) -> None:
         self._dead.extend([~i for i in self._ids])

@@ -97,7 +97,7 @@ class Memory:
         return heaps[self._devices.index_of(device)]
 
     def _live_bytes(self, heap: Heap) -> int:
-        if heap.held:  # graphs keep buffers: process those that were deleted
+        if heap.kept:  # graphs keep buffers: process those that were deleted
             recorder = self._devices.recorders[heap.index]
             with recorder.lock:
                 recorder.release_dead()

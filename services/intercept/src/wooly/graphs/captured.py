@@ -1,7 +1,7 @@
 """What a capture has recorded, as programs that are sent at each replay with the same buffers.
 
 A buffer that the capture allocates and frees stays an inner buffer of one program. A buffer that outlives the capture, or that
-several programs use, is allocated once, after the capture. The graph holds these buffers, and those that existed before.
+several programs use, is allocated once, after the capture. The graph keeps these buffers, and those that existed before.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from wooly.errors import NotConnectedError
 from wooly.graphs.program import temporary_ids
 from wooly.recorder import InternedForm, Origin, Recorder, Taken, Work, describe_origin
 from wooly.rng import CapturedDraws, captured_draws
-from wooly.storage import Hold, Lease
+from wooly.storage import Keeper, Lease
 
 #: Bytes of an encoded program besides its forms and words, and of each form besides its canonical bytes, at most.
 _HEAD_BYTES, _FORM_BYTES = 64, 8
@@ -175,9 +175,9 @@ def build(recorder: Recorder, taken: Taken, draws: Sequence[CapturedDraws], deat
         for slot, buffer in zip(crossing, lease.ids, strict=True):
             bind[slot] = buffer
     outside = [s for s in range(len(bind)) if s not in inner]
-    kept.append(Hold(heap, [bind[s] for s in outside if s not in crossing]))
+    kept.append(Keeper(heap, [bind[s] for s in outside if s not in crossing]))
     for slot in freed:
-        if slot not in made:  # the storage of an input was freed: the graph's hold takes it over
+        if slot not in made:  # the storage of an input was freed: the graph's keeper takes it over
             heap.dead.append(deaths[bind[slot]])
     gone = {taken.bind[s] for s in made if s in freed}
     heap.recycle([b for b in taken.freed if b in gone])
