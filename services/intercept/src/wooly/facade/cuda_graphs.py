@@ -51,12 +51,15 @@ class CUDAGraph:
     _capture: GraphCapture | None
     _graph: CapturedGraph | None
     _pool: tuple[int, int] | None
+    _registered: list[Generator]
+    _keep_graph: bool
+    _debug: bool
 
     def __new__(cls, keep_graph: bool = False, *args: Any, **kwargs: Any) -> CUDAGraph:
         self = super().__new__(cls)
         self._keep_graph = keep_graph
         self._capture = self._graph = self._pool = None
-        self._registered: list[Generator] = []
+        self._registered = []
         self._debug = False
         return self
 

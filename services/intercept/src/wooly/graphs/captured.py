@@ -51,12 +51,12 @@ class Draw(NamedTuple):
     Attributes:
         at: index of the pair in the params.
         draws: the draws of the capture in which the pair was drawn.
-        index: which of these draws.
+        which: number of the pair among these draws.
     """
 
     at: int
     draws: CapturedDraws
-    index: int
+    which: int
 
 
 class Part(NamedTuple):
@@ -125,8 +125,8 @@ class CapturedGraph:
                 params = part.params
                 if part.random:
                     params = list(params)
-                    for at, draws, index in part.random:
-                        params[at : at + 2] = draws.pair(index)
+                    for at, draws, which in part.random:
+                        params[at : at + 2] = draws.pair(which)
                 recorder.replay(part.work, part.bind, params, [])
 
     def release(self) -> None:
