@@ -1,4 +1,4 @@
-"""Streams, events, times, torch.accelerator and nvtx. CUDA graphs and streams of other libraries raise errors."""
+"""Streams, events, times, torch.accelerator and nvtx. Streams of other libraries raise errors."""
 
 import threading
 import time
@@ -180,9 +180,6 @@ def test_nvtx_ranges_nest(cuda):
 @pytest.mark.parametrize(
     ("call", "hint"),
     [
-        (lambda: torch.cuda.CUDAGraph(), "Call the step without capturing it"),
-        (lambda: torch.cuda.graph_pool_handle(), "Call the step without capturing it"),
-        (lambda: torch.cuda.make_graphed_callables(torch.nn.Linear(1, 1), ()), "Call the step without capturing it"),
         (lambda: torch.cuda.ExternalStream(1234), r"use torch\.cuda\.Stream\(\)"),
         (lambda: torch.cuda.Event(interprocess=True).ipc_handle(), "synchronize instead"),
     ],

@@ -153,6 +153,11 @@ class _Deferred:
         self._waiting.pop(number, None)
         return True
 
+    @property
+    def waits(self) -> bool:
+        """Whether a signal is deferred."""
+        return bool(self._waiting)
+
     def deliver(self, frame: FrameType) -> None:
         """Run the handlers of all deferred signals now."""
         while self._waiting:
@@ -172,6 +177,20 @@ class _Deferred:
                 if number in self._waiting:
                     self._resent.add(number)
                     signal.pthread_kill(main, number)
+
+
+_deferred: _Deferred | None = None
+
+
+def run_deferred() -> None:
+    """Run the handlers of the deferred signals, if the main thread calls this, between two operations.
+
+    For calls that send a frame each. The thread that sends signals again gets the interpreter's lock while the main thread sends.
+    So in a loop of such calls, each signal arrives inside an operation.
+    """
+    deferred = _deferred
+    if deferred is not None and deferred.waits and threading.current_thread() is threading.main_thread():
+        deferred.deliver(frame_at(2))
 
 
 class DeferringHandler:
@@ -209,7 +228,6 @@ class Interrupts:
 
     def __init__(self, lose_session: Callable[[str], None]) -> None:
         self._lose_session = lose_session
-        self._deferred: _Deferred | None = None
 
     def patches(self) -> Iterator[Patch]:
         """Wrap the existing handlers. Yield the patches (owner, name, value) for the functions that set and return handlers.
@@ -217,9 +235,10 @@ class Interrupts:
         A function that sets a handler or a timer runs the deferred handlers first, so that none runs when the program no longer
         expects it.
         """
-        if self._deferred is None or self._deferred.pid != os.getpid():
-            self._deferred = _Deferred()
-        deferred = self._deferred
+        global _deferred
+        if _deferred is None or _deferred.pid != os.getpid():
+            _deferred = _Deferred()
+        deferred = _deferred
         real_set, real_get = signal.signal, signal.getsignal
 
         def wrapped(handler: Any) -> Any:

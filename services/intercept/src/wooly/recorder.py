@@ -12,10 +12,10 @@ import struct
 import threading
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
 
 from wooly_wis.codec import digest, encode_form, join_program
 from wooly_wis.dtypes import DType
@@ -25,7 +25,7 @@ from wooly_wis.program import Form, Operand, ParamKind, Role, View
 from wooly.errors import ForkedProcessError, NotConnectedError, WoolyError
 from wooly.python_private import frame_at, unlock_after_fork
 from wooly.rng import Generator
-from wooly.storage import NO_LIMIT, Heap
+from wooly.storage import ID_MASK, NO_LIMIT, Heap
 
 if TYPE_CHECKING:
     from wooly.link import Link
@@ -88,6 +88,45 @@ class Work(NamedTuple):
     key: bytes
     words: list[int]
     origins: list[Origin]
+
+
+class Taken(NamedTuple):
+    """The open program that `Recorder.end_capture` takes.
+
+    Attributes:
+        words: interned forms and slots.
+        bind: buffer per slot.
+        params: values of the params.
+        origins: the Python line of each instruction.
+        freed: ids of storages that the program frees.
+        operations: number of recorded operators.
+    """
+
+    words: list[int]
+    bind: list[int]
+    params: list[float | int]
+    origins: list[Origin]
+    freed: list[int]
+    operations: int
+
+
+class Capture(Protocol):
+    """Keeps the open program of a recorder instead of sending it (`Recorder.begin_capture`)."""
+
+    def refuse(self) -> NoReturn:
+        """Raise the error of a call that must send the open program."""
+
+    def note_death(self, freed: int) -> None:
+        """A storage was freed. `freed` is its entry of `Heap.dead`."""
+
+    def note_draw(self, generator: Generator) -> None:
+        """A random operator is about to draw from a generator of the user."""
+
+    def inline(self, work: Work, bind: list[int], params: list[float | int], frees: list[int]) -> None:
+        """Append a recorded program to the open one, in place of `Recorder.replay`."""
+
+    def owns(self, stream_id: int) -> bool:
+        """Whether the work that the calling thread records on this stream is captured."""
 
 
 class Mark:
@@ -230,6 +269,7 @@ class Recorder:
         after_replay: whether the open program began after a program that was sent by `replay`. In a loop, it begins at this point
             in every iteration.
         foreign_draws: number of random operators so far that used a generator of the user.
+        capture: what keeps the open program; None: it is sent.
         opener: opens the session; None if the session is open, or if nobody asked for one.
         programs_dir: folder to which new programs are written as ``<digest>.wis``; None: they are not written.
     """
@@ -244,6 +284,8 @@ class Recorder:
         self.opener: Callable[[], None] | None = None
         self.programs_dir: Path | None = None
         self.recording = self.after_replay = False
+        self.capture: Capture | None = None
+        self._limit_before_capture = self._operations_before_capture = 0
         self.foreign_draws = 0
         self.words: list[int] = []
         self.bind: list[int] = []
@@ -352,11 +394,16 @@ class Recorder:
         a loop frees at the same point. Other buffers are freed after the run, outside the program. So the timing of the garbage
         collector does not change the program.
         """
-        dead = self.heap.dead
-        link = self.link
+        heap, link, mask = self.heap, self.link, ID_MASK
+        dead, kept, capture = heap.dead, heap.kept, self.capture
         slot_of, words = self.slot_of, self.words
         while dead:
-            buffer = dead.pop()
+            freed = dead.pop()
+            if kept and heap.is_kept(freed):
+                continue
+            if capture is not None:
+                capture.note_death(freed)
+            buffer = freed & mask
             slot = slot_of.pop(buffer, None)
             if slot is None:
                 self._frees.append(buffer)
@@ -392,7 +439,10 @@ class Recorder:
 
         Raises:
             WoolyError: no session is open, or the connection ended.
+            RuntimeError: a CUDA graph is being captured. It is CUDA's own error.
         """
+        if self.capture is not None:
+            self.capture.refuse()
         if self.heap.dead:
             self.release_dead()
         if not (self.words or self._frees):
@@ -501,9 +551,50 @@ class Recorder:
             params: values of the params, in order.
             frees: buffers to free after the run.
         """
+        if self.capture is not None:
+            self.capture.inline(work, bind, params, frees)
+            return
         self.flush()
         self._send(self.require_link(), work.key, work, bind, params, frees, reply=False)
         self.after_replay = True
+
+    def begin_capture(self, capture: Capture) -> None:
+        """Send the open program. From now on, `capture` keeps what is recorded, as one program of any length."""
+        self.flush()
+        self.require_link()
+        self._limit_before_capture, self._operations_before_capture = self.limit, self.operations
+        self.set_limit(NO_LIMIT)
+        self.recording = True
+        self.capture = capture
+
+    def end_capture(self) -> Taken:
+        """Take the open program. From now on, programs are sent again."""
+        operations = self.operations - self._operations_before_capture
+        taken = Taken(self.words, self.bind, self.params, self.origins, self._freed, operations)
+        self.operations = self._operations_before_capture
+        self.capture, self.recording = None, False
+        frees, self._frees, self._freed = self._frees, [], []
+        self._reset_program()
+        self._frees = frees
+        self.set_limit(self._limit_before_capture)
+        return taken
+
+    def append(self, form: int, slots: Iterable[int], where: Origin) -> None:
+        """Append one instruction whose slots exist."""
+        self.words.append(form)
+        self.words.extend(slots)
+        self.origins.append(where)
+
+    def note_draw(self, generator: Generator) -> None:
+        """A random operator is about to draw from a generator of the user."""
+        if self.capture is not None:
+            self.capture.note_draw(generator)
+        self.foreign_draws += 1
+
+    @property
+    def free_form(self) -> int:
+        """Number of the form `free`."""
+        return self._free_form
 
     def _send(
         self,
@@ -620,6 +711,8 @@ class Recorder:
 
     def forget_session(self) -> None:
         """Drop the open program and the list of sent programs, so that a new session can begin."""
+        if self.capture is not None:
+            self.heap.recycle(self.end_capture().freed)
         self._sent.clear()
         self._reset_program()
         self.link = None

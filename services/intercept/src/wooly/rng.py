@@ -26,18 +26,22 @@ class Generator:
     Attributes:
         seed: 64 bits, unsigned.
         offset: number of pairs drawn since the seed was set.
+        draws: the capture of a CUDA graph that draws from this generator now; None: there is none.
     """
 
     def __init__(self) -> None:
         self.seed = DEFAULT_SEED
         self.offset = 0
+        self.draws: CapturedDraws | None = None
 
     def manual_seed(self, seed: int) -> None:
         """Set the seed (64 bits, signed or unsigned) and set the offset to 0.
 
         Raises:
-            RuntimeError: `seed` has more than 64 bits.
+            RuntimeError: `seed` has more than 64 bits, or a CUDA graph is being captured.
         """
+        if self.draws is not None:
+            raise _SeedInCaptureError
         if not -_SIGN <= seed <= _MASK:
             raise RuntimeError("Overflow when unpacking long long")
         self.seed = seed & _MASK
@@ -66,14 +70,78 @@ class Generator:
 
         Raises:
             TypeError: `state` is not a host tensor of bytes.
-            RuntimeError: `state` does not have 16 bytes.
+            RuntimeError: `state` does not have 16 bytes, or it was not saved in the capture of a CUDA graph that is in progress.
         """
         if not isinstance(state, torch.Tensor) or state.dtype is not torch.uint8 or not state.is_cpu:
             raise TypeError("RNG state must be a torch.ByteTensor")
         if state.numel() != 16:
             raise RuntimeError("RNG state is wrong size")
         raw = bytes(state.tolist())
-        self.seed, self.offset = int.from_bytes(raw[:8], "little"), int.from_bytes(raw[8:], "little")
+        seed = int.from_bytes(raw[:8], "little")
+        if self.draws is not None and seed != self.seed:
+            raise _SeedInCaptureError
+        self.seed, self.offset = seed, int.from_bytes(raw[8:], "little")
+
+
+class _SeedInCaptureError(RuntimeError):
+    """A seed was set while a CUDA graph is captured."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the seed of a CUDA generator cannot be set while a CUDA graph is captured, because each replay draws new numbers; "
+            "call torch.manual_seed before the capture, or before a replay"
+        )
+
+
+class CapturedDraws:
+    """The pairs that a CUDA graph draws from one generator: each replay draws as many pairs as the capture.
+
+    While a graph is captured, the generator's seed is a *token* that no other capture has, and its offset begins at 0. So a pair
+    in a captured program tells from which generator it was drawn, and as which one.
+
+    Attributes:
+        token: the seed during the capture.
+    """
+
+    def __init__(self, generator: Generator) -> None:
+        self.token = secrets.randbits(62)
+        self._generator = generator
+        self._count = 0
+        self._seed, self._offset = generator.seed, generator.offset
+        generator.seed, generator.offset, generator.draws = self.token, 0, self
+        _captured[self.token] = self
+
+    def end(self) -> None:
+        """End the capture: the generator continues as if the capture had drawn nothing."""
+        g = self._generator
+        self._count, g.draws = g.offset, None
+        g.seed, g.offset = self._seed, self._offset
+
+    def draw(self) -> None:
+        """Draw the pairs of one replay."""
+        g = self._generator
+        self._seed, self._offset = g.seed, g.offset
+        g.offset += self._count
+
+    def pair(self, index: int) -> tuple[int, int]:
+        """The pair of the last replay with this index, as signed 64-bit numbers."""
+        seed = self._seed
+        return (seed if seed < _SIGN else seed - _MASK - 1), self._offset + index
+
+
+#: The draws of all captures, by token.
+_captured: weakref.WeakValueDictionary[int, CapturedDraws] = weakref.WeakValueDictionary()
+
+
+def captured_draws(token: int) -> CapturedDraws | None:
+    """The draws of the capture with this token; None: the number is a seed."""
+    return _captured.get(token)
+
+
+def replayed_pair(pair: tuple[int, int]) -> tuple[int, int]:
+    """The pair itself. For a pair that was drawn in a capture, the pair that the last replay of the graph drew for it."""
+    draws = _captured.get(pair[0])
+    return pair if draws is None else draws.pair(pair[1])
 
 
 class DeviceGenerator(BaseGenerator):

@@ -32,9 +32,14 @@ def make_room(recorder: Recorder, nbytes: int) -> None:
         WoolyError: no session is open, or the connection ended.
     """
     heap, link = recorder.heap, recorder.require_link()
-    if link.recording or recorder.recording or heap.held_bytes + nbytes <= heap.granted:
+    if link.recording or heap.held_bytes + nbytes <= heap.granted:
         return
-    recorder.flush_complete()  # sends frees
+    if recorder.capture is not None:
+        heap.held_bytes = heap.live_bytes  # what was allocated and freed since the capture began is not held
+    elif recorder.recording:
+        return
+    else:
+        recorder.flush_complete()  # sends frees
     if heap.held_bytes + nbytes <= heap.granted:
         return
     asked = link.stats(nbytes)

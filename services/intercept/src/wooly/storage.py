@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -70,7 +70,8 @@ _CAPSULE_NAME = b"dltensor"
 _view_dtype = redispatch_cpu(torch.ops.aten.view.dtype)
 
 _ID_BITS = 64 - ID_SHIFT
-_ID_MASK = (1 << _ID_BITS) - 1
+#: Bits of an entry of `Heap.dead` that contain the buffer id; the bits above contain the bytes.
+ID_MASK = (1 << _ID_BITS) - 1
 #: Maximum number of live storages per device: the numbers that fit into a fake pointer.
 MAX_STORAGES = (1 << _ID_BITS - DEVICE_BITS) - 1
 
@@ -88,7 +89,9 @@ class Heap:
 
     Attributes:
         index: index of the device.
-        dead: ids of storages that were freed since the recorder last emptied this list. `recycle` makes an id available again.
+        dead: ``bytes << 24 | id`` of each storage that was freed since the recorder last emptied this list, and the complement
+            of an id for each `Keeper` of it that was freed. `recycle` makes an id available again.
+        kept: for each id that a `Keeper` keeps, the number of such objects.
         live: number of live storages.
         live_bytes: bytes of all live storages.
         peak_bytes: highest value of `live_bytes` since the last `reset_peak`.
@@ -99,6 +102,7 @@ class Heap:
         granted: limit of `held_bytes` up to which storages are made without asking the executor.
         fraction: part of the session's quota that this process may use.
         make_room: called with the bytes of a storage that exceeds `granted`. It raises an error if there is no memory.
+        orphans: owners of kept buffers whose storages were freed, by id.
     """
 
     __slots__ = (
@@ -109,10 +113,12 @@ class Heap:
         "granted",
         "held_bytes",
         "index",
+        "kept",
         "live",
         "live_bytes",
         "make_room",
         "opener",
+        "orphans",
         "owner",
         "peak_bytes",
     )
@@ -120,6 +126,8 @@ class Heap:
     def __init__(self, index: int) -> None:
         self.index = index
         self.dead: list[int] = []
+        self.kept: dict[int, int] = {}
+        self.orphans: dict[int, int] = {}
         self.live = 0
         self.live_bytes = 0
         self.peak_bytes = 0
@@ -156,16 +164,40 @@ class Heap:
         """
         self._reusable.extend(ids)
 
+    def adopt(self, freed: int) -> int:
+        """A new owner for a buffer whose storage was freed, and whose free is not sent. `freed` is its entry of `dead`."""
+        self.live += 1
+        self.live_bytes += freed >> _ID_BITS
+        return self.owner(freed)
+
+    def is_kept(self, freed: int) -> bool:
+        """Process an entry of `dead` while `kept` has entries. Returns False if the buffer must be freed now.
+
+        The caller holds the recorder's lock. So a `Keeper` may be freed at any time, in any thread.
+        """
+        kept = self.kept
+        if freed < 0:
+            buffer = ~freed
+            kept[buffer] -= 1
+            if not kept[buffer]:
+                del kept[buffer]
+                self.orphans.pop(buffer, None)
+            return True
+        buffer = freed & ID_MASK
+        if buffer not in kept:
+            return False
+        self.orphans[buffer] = self.adopt(freed)
+        return True
+
     def reset_peak(self) -> None:
         """Set the peak to the bytes that are live now."""
         self.peak_bytes = self.live_bytes
 
 
 def _owner_type(heap: Heap) -> type[int]:
-    dead, bits, mask = (
+    dead, bits = (
         heap.dead,
         _ID_BITS,
-        _ID_MASK,
     )  # local names, because the interpreter clears this module at exit before it frees the last storages
 
     class Owner(int):
@@ -176,7 +208,7 @@ def _owner_type(heap: Heap) -> type[int]:
         def __del__(self) -> None:
             heap.live -= 1
             heap.live_bytes -= self >> bits
-            dead.append(self & mask)
+            dead.append(+self)  # a plain int
 
     return Owner
 
@@ -324,6 +356,21 @@ class Lease:
         heap.live_bytes += sum(sizes)
         heap.held_bytes += sum(sizes)
         heap.peak_bytes = max(heap.peak_bytes, heap.live_bytes)
+
+
+class Keeper:
+    """Keeps buffers: they are freed when their tensors and this object are freed. The maker holds the recorder's lock."""
+
+    __slots__ = ("_dead", "_ids")
+
+    def __init__(self, heap: Heap, ids: Iterable[int]) -> None:
+        self._dead = heap.dead
+        self._ids = list(ids)
+        for i in self._ids:
+            heap.kept[i] = heap.kept.get(i, 0) + 1
+
+    def __del__(self) -> None:
+        self._dead.extend([~i for i in self._ids])
 
 
 def span(sizes: tuple[int, ...], strides: tuple[int, ...]) -> int:

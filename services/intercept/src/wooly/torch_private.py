@@ -518,6 +518,15 @@ GUARD_CODE = _DeviceGuard.type_.__code__
 ENGINE_CODE = in_calling_thread(torch.autograd.backward).__code__
 
 
+#: The method with which an optimizer checks whether a CUDA graph may capture its step. Before torch 2.13, it asks `is_built`.
+CAPTURE_CHECK_CODE = torch.optim.Optimizer._cuda_graph_capture_health_check.__code__
+
+
+def host_cache_patches() -> Iterator[tuple[Any, str, Any]]:
+    """Yield the patches (owner, name, value) for functions of the C++ part that `torch.cuda.graph` calls."""
+    yield torch._C, "_host_emptyCache", lambda: None
+
+
 def in_transform() -> bool:
     """Whether a function transform (`torch.func`) is active. Transforms cannot handle Wooly's autograd functions."""
     return torch._C._functorch.peek_interpreter_stack() is not None

@@ -18,6 +18,7 @@ from wooly.devices import Devices
 from wooly.facade import (
     accelerator,
     amp,
+    cuda_graphs,
     determinism,
     generation,
     handover,
@@ -88,6 +89,7 @@ class Facade:
             state.patches(),
             self._answers.patches(),
             streams.patches(),
+            cuda_graphs.patches(),
             accelerator.patches(),
             nvtx.patches(),
             parallel.patches(),

@@ -14,9 +14,9 @@ from typing import Any, NoReturn
 import torch
 
 from wooly.facade.memory import Memory
-from wooly.facade.streams import CUDAGraph
 from wooly.link import sync_debug
 from wooly.python_private import frame_at
+from wooly.torch_private import CAPTURE_CHECK_CODE
 
 Patch = tuple[Any, str, Any]
 
@@ -140,8 +140,12 @@ _really_built: Callable[[], bool] = torch.backends.cuda.is_built
 
 
 def _is_built() -> bool:
-    """`torch.backends.cuda.is_built`: yes, but PyTorch's own code, which goes on to use the C++ part, gets the truth."""
-    return _really_built() if frame_at(1).f_code.co_filename.startswith(_TORCH) else True
+    """`torch.backends.cuda.is_built`: yes, but PyTorch's own code, which goes on to use the C++ part, gets the truth.
+
+    The optimizers' check, whether a CUDA graph may capture their step, uses no C++ part.
+    """
+    caller = frame_at(1).f_code
+    return _really_built() if caller.co_filename.startswith(_TORCH) and caller is not CAPTURE_CHECK_CODE else True
 
 
 def _set_sync_debug_mode(debug_mode: int | str) -> None:
@@ -175,7 +179,6 @@ def _accelerator() -> Iterator[Patch]:
     for name, value in {
         "get_device_capability": get_device_capability,
         "empty_host_cache": empty_host_cache,
-        "Graph": CUDAGraph,
     }.items():
         for owner in (torch.accelerator, torch.accelerator.memory):
             if hasattr(owner, name):

@@ -46,7 +46,7 @@ class Memory:
     def answers(self) -> dict[str, Callable[..., Any]]:
         """The functions, by their name in `torch.cuda`."""
         return {
-            "memory_allocated": lambda d=None: self._heap(d).live_bytes,
+            "memory_allocated": lambda d=None: self._live_bytes(self._heap(d)),
             "max_memory_allocated": lambda d=None: self._heap(d).peak_bytes,
             "memory_reserved": lambda d=None: self._asked(self._heap(d))["reserved_bytes"],
             "max_memory_reserved": lambda d=None: self._asked(self._heap(d))["reserved_peak_bytes"],
@@ -96,11 +96,19 @@ class Memory:
     def _heap(self, device: Any) -> Heap:
         return heaps[self._devices.index_of(device)]
 
+    def _live_bytes(self, heap: Heap) -> int:
+        if heap.kept:  # graphs keep buffers: process those that were deleted
+            recorder = self._devices.recorders[heap.index]
+            with recorder.lock:
+                recorder.release_dead()
+        return heap.live_bytes
+
     def _asked(self, heap: Heap) -> dict[str, int]:
         """The executor's counters for this session, including all work that is recorded so far."""
         recorder = self._devices.recorders[heap.index]
         with recorder.lock:
-            recorder.flush()
+            if recorder.capture is None:
+                recorder.flush()
             return recorder.require_link().stats()
 
     def _info(self, heap: Heap) -> tuple[int, int]:

@@ -78,8 +78,9 @@ class Stream(BaseStream):
         return ctypes.c_void_p(self.cuda_stream)
 
     def is_capturing(self) -> bool:
-        """Return False: CUDA graphs are not supported."""
-        return False
+        """Whether a CUDA graph is being captured on this stream."""
+        capture = _recorder(self.device).capture
+        return capture is not None and capture.owns(self.stream_id)
 
     def synchronize(self) -> None:
         """Wait until all recorded work has run."""
@@ -254,9 +255,9 @@ class Event(BaseEvent):
     def record(self, stream: Any = None) -> None:
         """Record the event at the current point of the work."""
         self._device = (current_stream() if stream is None else stream).device
-        if self._timing:
-            torch.cuda.synchronize(self._device)
         recorder = _recorder(self._device)
+        if self._timing and recorder.capture is None:
+            torch.cuda.synchronize(self._device)
         with recorder.lock:
             self._mark = recorder.mark()
         self._at = time.perf_counter()
@@ -303,21 +304,6 @@ class Event(BaseEvent):
         return (
             "<torch.cuda.Event uninitialized>" if self._device is None else f"<torch.cuda.Event {self.cuda_event:#x}>"
         )
-
-
-class CUDAGraph:
-    """`torch.cuda.CUDAGraph`, which raises an error."""
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> CUDAGraph:
-        raise NotImplementedError(
-            "CUDA graphs are not supported on the wooly device, and not needed: when a step is repeated, the client sends only "
-            "the digest of its program. Call the step without capturing it"
-        )
-
-
-def _refuse_graph(*args: Any, **kwargs: Any) -> Any:
-    """Raise the error of `CUDAGraph`, for functions that need a graph."""
-    return CUDAGraph()
 
 
 class _GenericMeta(type):
@@ -374,11 +360,6 @@ def patches() -> Iterator[Patch]:
     yield (torch.cuda, "default_stream", default_stream)
     yield (torch.cuda, "set_stream", set_stream)
     yield (torch.cuda, "get_stream_from_external", lambda data_ptr, device=None: ExternalStream(data_ptr, device))
-    for owner in (torch.cuda, torch.cuda.graphs):
-        yield (owner, "CUDAGraph", CUDAGraph)
-        yield (owner, "graph_pool_handle", _refuse_graph)
-        yield (owner, "make_graphed_callables", _refuse_graph)
-        yield (owner, "is_current_stream_capturing", lambda: False)
 
 
 class device_context(contextlib.AbstractContextManager[Any]):

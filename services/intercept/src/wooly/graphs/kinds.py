@@ -65,7 +65,13 @@ class Kind:
         log.info("a compiled function runs eagerly: %s", why)
 
     def record(self, inputs: Sequence[Any], call: Callable[[], list[Any]]) -> tuple[list[Any], Recording | None]:
-        """Run `call`. Returns its results, and the recording; None, and the reason in `why`, if it is not one program."""
+        """Run `call`. Returns its results, and the recording; None, and the reason in `why`, if it is not one program.
+
+        Inside another recording, such as the capture of a CUDA graph, `call` runs eagerly and is recorded later.
+        """
+        if self.recorder.recording:
+            counters.eager += 1
+            return call(), None
         counters.recorded += 1
         recorded = None
         with ExitStack() as locks:

@@ -13,11 +13,19 @@ from wooly.devices import NAME
 from wooly.graphs.counters import counters
 from wooly.graphs.recording import NotOneProgramError, Recording
 from wooly.recorder import Recorder
-from wooly.storage import ID_SHIFT, Layout, address_of
+from wooly.storage import ID_SHIFT, Heap, Layout, address_of
 from wooly.torch_private import raw_device, reinterpret
 
 #: Per device, ids for temporary buffers of programs. A program frees its temporary buffers, so all programs share these ids.
 _temporary: tuple[list[int], ...] = tuple([[] for _ in storage.heaps])
+
+
+def temporary_ids(heap: Heap, count: int) -> list[int]:
+    """At least `count` ids for buffers that a program allocates, and that are freed with it."""
+    ids = _temporary[heap.index]
+    while len(ids) < count:
+        ids.append(heap.reserve_id())
+    return ids
 
 
 class Out(NamedTuple):
@@ -145,11 +153,7 @@ class Program:
         """Assign temporary buffers to the slots that are not wanted, and free those that the program does not free."""
         recorded = self._recorded
         unasked = [s for s in self.left if s not in wanted]
-        heap = self._recorder.heap
-        temporary = _temporary[heap.index]
-        while len(temporary) < len(unasked) + len(recorded.gone):
-            temporary.append(heap.reserve_id())
-        ids = iter(temporary)
+        ids = iter(temporary_ids(self._recorder.heap, len(unasked) + len(recorded.gone)))
         for slot in recorded.gone:
             self._template[slot] = next(ids)
         self._frees = []

@@ -27,7 +27,7 @@ from wooly.kernels.plan import CallPlan, PlanBuilder, PlannedCall
 from wooly.kernels.schema import Call, OpFacts, tensors_of
 from wooly.link import sync_debug
 from wooly.recorder import Forms, Recorder, origin
-from wooly.rng import Generator, sequence_of
+from wooly.rng import Generator, replayed_pair, sequence_of
 from wooly.storage import DEVICE_MASK, ID_SHIFT, PLACE_MASK, Layout
 from wooly.torch_private import OpOverload, raw_device, redispatch_cpu, warn_of_resize
 
@@ -143,8 +143,9 @@ class Generic:
                     recorder.operations += 1
                     where = origin()
                     if plan.random:
+                        if drawn_from is not None:
+                            recorder.note_draw(drawn_from)
                         params += (drawn_from or recorder.generator).draw()
-                        recorder.foreign_draws += drawn_from is not None
                     if params:
                         recorder.params += params
                     if plan.special or (mutable and plan.outs):
@@ -228,7 +229,7 @@ class Generic:
                 recorder.params += params
                 if plan.random:
                     assert drawn is not None
-                    recorder.params += drawn
+                    recorder.params += drawn if recorder.capture is not None else replayed_pair(drawn)
                 results = []
                 for out in plan.outs:
                     assert out is not None

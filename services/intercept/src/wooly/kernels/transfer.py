@@ -446,6 +446,8 @@ class Transfer:
         recorder = self._recorder_at(at)
         self.reads += 1
         with recorder.lock:
+            if recorder.capture is not None:
+                recorder.capture.refuse()
             buffer = at >> ID_SHIFT
             key = _view_key(t, at)
             link = recorder.require_link()

@@ -1,0 +1,321 @@
+"""What a capture has recorded, as programs that are sent at each replay with the same buffers.
+
+A buffer that the capture allocates and frees stays an inner buffer of one program. A buffer that outlives the capture, or that
+several programs use, is allocated once, after the capture. The graph keeps these buffers, and those that existed before.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from math import prod
+from typing import NamedTuple
+
+from wooly_wis.codec import decode_form
+from wooly_wis.dtypes import DType
+from wooly_wis.limits import MAX_FORMS, MAX_INSTRUCTIONS, MAX_NODES, MAX_PARAMS, MAX_PROGRAM_BYTES, MAX_REFERENCES
+from wooly_wis.program import Form, Operand, Role, View
+from wooly_wis.verifier import nodes_of
+
+from wooly.errors import NotConnectedError
+from wooly.graphs.program import temporary_ids
+from wooly.recorder import InternedForm, Origin, Recorder, Taken, Work, describe_origin
+from wooly.rng import CapturedDraws, captured_draws
+from wooly.storage import Keeper, Lease
+
+#: Bytes of an encoded program besides its forms and words, and of each form besides its canonical bytes, at most.
+_HEAD_BYTES, _FORM_BYTES = 64, 8
+
+
+class Step(NamedTuple):
+    """One instruction of a capture.
+
+    Attributes:
+        form: number of the interned form.
+        info: the form.
+        slots: one slot of the capture per operand.
+        params: values of the params.
+        where: the Python line.
+    """
+
+    form: int
+    info: InternedForm
+    slots: list[int]
+    params: list[float | int]
+    where: Origin
+
+
+class Draw(NamedTuple):
+    """A pair (seed, offset) of a random operator.
+
+    Attributes:
+        at: index of the pair in the params.
+        draws: the draws of the capture in which the pair was drawn.
+        which: number of the pair among these draws.
+    """
+
+    at: int
+    draws: CapturedDraws
+    which: int
+
+
+class Part(NamedTuple):
+    """One program of a graph.
+
+    Attributes:
+        work: the program.
+        bind: buffer per slot.
+        params: values of the params.
+        random: the pairs in `params` that each replay replaces.
+    """
+
+    work: Work
+    bind: list[int]
+    params: list[float | int]
+    random: list[Draw]
+
+
+class CapturedGraph:
+    """The programs of a graph, and the buffers that it keeps.
+
+    Attributes:
+        parts: the programs, in order.
+        operations: number of recorded operators.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        parts: list[Part],
+        operations: int,
+        draws: Sequence[CapturedDraws],
+        written: list[int],
+        kept: list[object],
+    ) -> None:
+        self._recorder = recorder
+        self._link = recorder.link
+        self.parts = parts
+        self.operations = operations
+        self._draws = draws
+        self._written = written
+        self._kept = kept
+
+    def replay(self) -> None:
+        """Send the programs.
+
+        Raises:
+            NotConnectedError: the session of the capture has ended.
+            WoolyError: the connection ended.
+        """
+        recorder = self._recorder
+        with recorder.lock:
+            link = recorder.link
+            if link is None or link is not self._link:
+                raise NotConnectedError(
+                    "the session in which this CUDA graph was captured has ended, and with it the graph's memory; capture the "
+                    "graph again"
+                )
+            for draws in self._draws:
+                draws.draw()
+            if link.mirroring:
+                for buffer in self._written:
+                    link.forget(buffer)
+            recorder.operations += self.operations
+            for part in self.parts:
+                params = part.params
+                if part.random:
+                    params = list(params)
+                    for at, draws, which in part.random:
+                        params[at : at + 2] = draws.pair(which)
+                recorder.replay(part.work, part.bind, params, [])
+
+    def release(self) -> None:
+        """Give the buffers back. Those without a tensor are freed."""
+        self.parts = []
+        self._kept = []
+
+    def dot(self) -> str:
+        """The graph in the language of Graphviz: one node per instruction, in order, with the Python line that recorded it."""
+        lines = ["digraph dot {"]
+        previous = ""
+        for p, part in enumerate(self.parts):
+            lines.append(f'subgraph cluster_{p} {{\nlabel="program {p}"')
+            steps = self._recorder.instructions_of(part.work.words)
+            for i, ((form, _), where) in enumerate(zip(steps, part.work.origins, strict=True)):
+                name = f"node_{p}_{i}"
+                label = f"{form.name}\n{describe_origin(where)}".replace("\\", "\\\\").replace('"', '\\"')
+                lines.append(f'{name} [shape="record" label="{label}"]')
+                if previous:
+                    lines.append(f"{previous} -> {name}")
+                previous = name
+            lines.append("}")
+        return "\n".join([*lines, "}", ""])
+
+
+def build(recorder: Recorder, taken: Taken, draws: Sequence[CapturedDraws], deaths: dict[int, int]) -> CapturedGraph:
+    """Make a graph of what was recorded, and record the allocation of its buffers. The caller holds the recorder's lock.
+
+    Args:
+        recorder: recorder of the device.
+        taken: what was recorded.
+        draws: the draws of the capture.
+        deaths: for buffers whose storage was freed during the capture, the entry of `Heap.dead`.
+    """
+    heap = recorder.heap
+    steps = _steps(recorder, taken)
+    part_of = _parts(steps)
+    made, freed = _lives(steps)
+    inner = {s for s, k in made.items() if s in freed and part_of[freed[s]] == part_of[k]}
+    bind = list(taken.bind)
+    kept: list[object] = []
+    crossing = [s for s in made if s in freed and s not in inner]
+    if crossing:
+        lease = Lease(heap, [steps[made[s]].info.nbytes for s in crossing])
+        kept.append(lease)
+        for slot, buffer in zip(crossing, lease.ids, strict=True):
+            bind[slot] = buffer
+    outside = [s for s in range(len(bind)) if s not in inner]
+    kept.append(Keeper(heap, [bind[s] for s in outside if s not in crossing]))
+    for slot in freed:
+        if slot not in made:  # the storage of an input was freed: the graph's keeper takes it over
+            heap.dead.append(deaths[bind[slot]])
+    gone = {taken.bind[s] for s in made if s in freed}
+    heap.recycle([b for b in taken.freed if b in gone])
+    zeroed = _read_before_written(steps, [s for s in made if s not in inner])
+    parts = _programs(recorder, steps, part_of, inner, bind, zeroed)
+    for slot in made:
+        if slot not in inner:
+            step = steps[made[slot]]
+            recorder.emit(step.form, [bind[slot]], step.where)
+    written = [bind[s] for s in dict.fromkeys([t.slots[w] for t in steps for w in t.info.writes]) if s not in inner]
+    return CapturedGraph(recorder, parts, taken.operations, draws, written, kept)
+
+
+def _steps(recorder: Recorder, taken: Taken) -> list[Step]:
+    """The recorded instructions."""
+    known, words, at, n = recorder.forms.known, taken.words, 0, 0
+    steps = []
+    for where in taken.origins:
+        info = known[words[at]]
+        count = len(info.param_format)
+        steps.append(Step(words[at], info, words[at + 1 : at + 1 + info.arity], taken.params[n : n + count], where))
+        at, n = at + 1 + info.arity, n + count
+    return steps
+
+
+def _lives(steps: list[Step]) -> tuple[dict[int, int], dict[int, int]]:
+    """Per slot, the instruction that allocates it, and the instruction that frees it."""
+    made: dict[int, int] = {}
+    freed: dict[int, int] = {}
+    for k, step in enumerate(steps):
+        if step.info.name == "alloc":
+            made[step.slots[0]] = k
+        elif step.info.name == "free":
+            freed[step.slots[0]] = k
+    return made, freed
+
+
+def _parts(steps: list[Step]) -> list[int]:
+    """Per instruction, the program to which it belongs. A program is as long as the executor's limits allow."""
+    found = []
+    part = instructions = references = params = nodes = 0
+    size = _HEAD_BYTES
+    forms: set[int] = set()
+    exact = sum([len(raw) for raw in {s.info.raw for s in steps}]) > MAX_NODES  # a node takes at least one byte
+    for step in steps:
+        # A `fill` with an attribute may take the place of an `alloc`, so each instruction may add a second form.
+        new = step.form not in forms
+        more_nodes = (nodes_of(decode_form(step.info.raw)) if exact else 0) if new else 0
+        more_bytes = 4 * (1 + len(step.slots)) + (2 * (len(step.info.raw) + _FORM_BYTES) if new else 0)
+        if (
+            instructions + 1 > MAX_INSTRUCTIONS
+            or references + len(step.slots) > MAX_REFERENCES
+            or params + len(step.params) > MAX_PARAMS
+            or 2 * len(forms) + 2 > MAX_FORMS
+            or nodes + more_nodes + 4 > MAX_NODES
+            or size + more_bytes > MAX_PROGRAM_BYTES
+        ):
+            part += 1
+            instructions = references = params = nodes = 0
+            size = _HEAD_BYTES
+            forms = set()
+        instructions += 1
+        references += len(step.slots)
+        params += len(step.params)
+        nodes += more_nodes
+        size += more_bytes
+        forms.add(step.form)
+        found.append(part)
+    return found
+
+
+def _read_before_written(steps: list[Step], slots: list[int]) -> set[int]:
+    """Of these slots, which the capture allocates, those that an instruction uses before another has written all their bytes.
+
+    A new buffer contains zeros. A replay finds what the last one left there.
+    """
+    waiting = dict.fromkeys(slots)
+    nbytes: dict[int, int] = {}
+    found = set()
+    for step in steps:
+        if step.info.name == "alloc":
+            nbytes[step.slots[0]] = step.info.nbytes
+            continue
+        here = [s for s in step.slots if s in waiting]
+        if not here:
+            continue
+        operands = decode_form(step.info.raw).operands
+        for slot in here:
+            waiting.pop(slot, None)
+            uses = [o for o, s in zip(operands, step.slots, strict=True) if s == slot]
+            if step.info.name != "free" and not all(_writes_all(o, nbytes[slot]) for o in uses):
+                found.add(slot)
+    return found
+
+
+def _writes_all(operand: Operand, nbytes: int) -> bool:
+    view = operand.view
+    if operand.role is not Role.OUT or not isinstance(view, View):
+        return False
+    whole = prod(view.sizes) * view.dtype.itemsize == nbytes and 0 not in view.strides
+    return whole and view.offset == 0 and view.end == nbytes
+
+
+def _programs(
+    recorder: Recorder, steps: list[Step], part_of: list[int], inner: set[int], bind: list[int], zeroed: set[int]
+) -> list[Part]:
+    """Write the programs, without the allocations and frees of buffers that the graph keeps."""
+    parts: list[Part] = []
+    count = 1 + part_of[-1] if steps else 0
+    for part in range(count):
+        words: list[int] = []
+        slot_of: dict[int, int] = {}
+        params: list[float | int] = []
+        origins: list[Origin] = []
+        random: list[Draw] = []
+        for step in steps[part_of.index(part) : len(part_of) if part + 1 == count else part_of.index(part + 1)]:
+            form = step.form
+            if step.info.name in ("alloc", "free") and step.slots[0] not in inner:
+                if step.info.name == "free" or step.slots[0] not in zeroed or not step.info.nbytes:
+                    continue
+                form = _zeros(recorder, step.info.nbytes)
+            if step.info.random:
+                seed, offset = step.params[-2:]
+                drawn = captured_draws(int(seed))
+                if drawn is not None:
+                    random.append(Draw(len(params) + len(step.params) - 2, drawn, int(offset)))
+            words.append(form)
+            words.extend([slot_of.setdefault(s, len(slot_of)) for s in step.slots])
+            params += step.params
+            origins.append(step.where)
+        ids = iter(temporary_ids(recorder.heap, len(inner & slot_of.keys())))
+        bound = [next(ids) if s in inner else bind[s] for s in slot_of]
+        if words:
+            parts.append(Part(Work(array("I", words).tobytes(), words, origins), bound, params, random))
+    return parts
+
+
+def _zeros(recorder: Recorder, nbytes: int) -> int:
+    """The number of the form that fills a buffer with zeros."""
+    view = View(DType.U8, (nbytes,), (1,), 0)
+    return recorder.forms.intern(Form("fill", (Operand(Role.OUT, view),), (), (("value", 0),)))
