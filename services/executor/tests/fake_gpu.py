@@ -213,6 +213,10 @@ class FakeDriver:
         self.hung -= self.hung > 0
         return not self.hung
 
+    def sleep(self, ns):
+        self.check()
+        self.now += ns
+
     def urgent(self, target, source):
         self.ended = True
         target.copy_(source)

@@ -188,3 +188,14 @@ def test_unsupported_call_error_has_advice(cuda, call, hint):
     with pytest.raises(NotImplementedError, match=hint):
         call()
     assert not torch.cuda.is_current_stream_capturing()
+
+
+def test_sleep_occupies_device_and_does_not_wait(cuda):
+    torch.cuda.synchronize()
+    begun = time.perf_counter()
+    torch.cuda._sleep(30_000_000)
+    torch.cuda.synchronize()
+    assert time.perf_counter() - begun >= 0.03
+    with pytest.raises(ValueError, match="one minute"):
+        torch.cuda._sleep(1 << 62)
+    torch.cuda._sleep(0)

@@ -109,7 +109,13 @@ class ReferenceRuntime(TorchCpuRuntime):
         return LiteralProgram(program, facts, tuple(dropped))
 
     def begin(
-        self, prepared: Any, buffers: dict[int, Buffer], bindings: Sequence[int], params: Sequence[Any]
+        self,
+        prepared: Any,
+        buffers: dict[int, Buffer],
+        bindings: Sequence[int],
+        params: Sequence[Any],
+        *,
+        single: bool = False,
     ) -> Execution:
         """See `Runtime.begin`."""
         return LiteralExecution(self, prepared, buffers, bindings, params)
@@ -166,6 +172,8 @@ class ReferenceRuntime(TorchCpuRuntime):
             tensor(1).copy_(tensor(0))
         elif form.opcode == "fill":
             tensor(0).fill_(self._value(form.attr("value"), [], params, {}))
+        elif form.opcode == "sleep":
+            HOST.sleep(int(str(form.attr("ns"))))
         elif form.opcode == OPCODE:
             values, grid = arguments_of(form)([(t.data_ptr(), t.nbytes) for t in map(tensor, range(len(ids)))], params)
             self.foreign.known(form).run(str(form.attr("entry")), [True] * len(values), values, grid)

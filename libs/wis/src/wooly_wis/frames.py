@@ -7,7 +7,7 @@ import struct
 from array import array
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from wooly_wis.codec import DIGEST_SIZE
 from wooly_wis.errors import DecodeError
@@ -42,6 +42,9 @@ class Kind(IntEnum):
     PIN = 16
     SOURCE = 17
     END = 18
+    PROFILE = 19
+    RECORDS = 20
+    BUFFERS = 21
 
 
 RUN_HEAD = struct.Struct(f"<{DIGEST_SIZE}sIIII")
@@ -49,8 +52,37 @@ WRITE_HEAD = struct.Struct("<QQ")
 READ_HEAD = struct.Struct("<QQQ")
 #: Layout of STATS: bytes that the session wants to allocate, or 0. The payload may be empty.
 STATS_HEAD = struct.Struct("<Q")
+#: Layout of BUFFERS: the answer lists at most `BUFFERS_AT_ONCE` buffers, from the first id that is greater than this one.
+BUFFERS_HEAD = struct.Struct("<Q")
+BUFFERS_AT_ONCE = 1 << 14
+#: Layout of PROFILE: what to do.
+PROFILE_HEAD = struct.Struct("<I")
+#: What a PROFILE frame asks for: begin to measure, only answer, or end. Each answer has the records since the last answer.
+PROFILE_BEGIN, PROFILE_TAKE, PROFILE_END = 1, 2, 0
+#: Layout of the head of RECORDS: the executor's clock in ns, records that were dropped, records that are left for later answers.
+RECORDS_HEAD = struct.Struct("<QQQ")
+#: Number of 64-bit words of a record, and the instruction that stands for a whole frame (WRITE, READ).
+RECORD_WORDS, WHOLE_FRAME = 4, 0xFFFFFFFF
 #: Layout of OFFER and SEAL: buffer, byte count, whether the digest covers only the first chunk, digest.
 CONTENT = struct.Struct("<QQI32s")
+
+
+class Record(NamedTuple):
+    """How long one step of a session occupied the device.
+
+    Attributes:
+        seq: number of the client's frame.
+        instruction: index of the instruction in its program; `WHOLE_FRAME`: the frame copied bytes.
+        instructions: number of instructions that this step replaces; 1 for a library call.
+        begin_ns: start, in ns of the executor's clock.
+        ns: device time in ns.
+    """
+
+    seq: int
+    instruction: int
+    instructions: int
+    begin_ns: int
+    ns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +170,54 @@ def unpack_stats(payload: bytes | memoryview) -> int:
     if len(payload) != STATS_HEAD.size:
         raise DecodeError(f"STATS frame has {len(payload)} bytes, not {STATS_HEAD.size}")
     return int(STATS_HEAD.unpack(payload)[0])
+
+
+def unpack_profile(payload: bytes | memoryview) -> int:
+    """What a PROFILE frame asks for.
+
+    Raises:
+        DecodeError: the frame's length is wrong, or it asks for something unknown.
+    """
+    if len(payload) != PROFILE_HEAD.size:
+        raise DecodeError(f"PROFILE frame has {len(payload)} bytes, not {PROFILE_HEAD.size}")
+    (what,) = PROFILE_HEAD.unpack(payload)
+    if what not in (PROFILE_BEGIN, PROFILE_TAKE, PROFILE_END):
+        raise DecodeError(f"PROFILE frame asks for {what}, which is unknown")
+    return int(what)
+
+
+def unpack_buffers(payload: bytes | memoryview) -> int:
+    """The id behind which the list of a BUFFERS frame begins.
+
+    Raises:
+        DecodeError: the frame's length is wrong.
+    """
+    if len(payload) != BUFFERS_HEAD.size:
+        raise DecodeError(f"BUFFERS frame has {len(payload)} bytes, not {BUFFERS_HEAD.size}")
+    return int(BUFFERS_HEAD.unpack(payload)[0])
+
+
+def pack_records(clock_ns: int, dropped: int, left: int, words: array[int]) -> bytes:
+    """Payload of a RECORDS frame. Each record is four words: frame, instruction and instructions (32 bits each), begin, ns."""
+    return RECORDS_HEAD.pack(clock_ns, dropped, left) + words.tobytes()
+
+
+def unpack_records(payload: bytes | bytearray | memoryview) -> tuple[int, int, int, list[Record]]:
+    """The executor's clock, the numbers of records that were dropped and that are left, and the records of a RECORDS frame.
+
+    Raises:
+        DecodeError: the frame's length is wrong.
+    """
+    if len(payload) < RECORDS_HEAD.size or (len(payload) - RECORDS_HEAD.size) % (8 * RECORD_WORDS):
+        raise DecodeError(f"a RECORDS frame cannot have {len(payload)} bytes")
+    words = array("Q")
+    words.frombytes(payload[RECORDS_HEAD.size :])
+    found = [
+        Record(words[k], words[k + 1] & WHOLE_FRAME, words[k + 1] >> 32, words[k + 2], words[k + 3])
+        for k in range(0, len(words), RECORD_WORDS)
+    ]
+    clock, dropped, left = RECORDS_HEAD.unpack_from(payload)
+    return clock, dropped, left, found
 
 
 def unpack_content(payload: bytes | memoryview) -> tuple[int, int, bool, bytes]:

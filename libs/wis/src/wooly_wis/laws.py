@@ -12,6 +12,7 @@ from wooly_wis.foreign import ATTRS as LAUNCH_ATTRS
 from wooly_wis.foreign import OPCODE as LAUNCH
 from wooly_wis.foreign import launch_of
 from wooly_wis.law import Law
+from wooly_wis.limits import MAX_SLEEP_NS
 from wooly_wis.optable import TABLE, check
 from wooly_wis.pauses import pause
 from wooly_wis.program import Attr, Form, OperandRef, ParamKind, ParamRef, Role, View
@@ -44,6 +45,7 @@ BASE: dict[str, BaseOpcode] = {
     "free": BaseOpcode((Role.IN,), frozenset(), "frees the slot's buffer; later instructions must not use the slot"),
     "copy": BaseOpcode((Role.IN, Role.OUT), frozenset(), "out = a, converted to out's dtype"),
     "fill": BaseOpcode((Role.OUT,), frozenset({"value"}), "every element of out = value"),
+    "sleep": BaseOpcode((), frozenset({"ns"}), "occupies the device for `ns` nanoseconds, at most 10,000,000"),
     "extern": BaseOpcode(
         None,
         frozenset({"args", "conj", "deterministic", "kwargs", "name", "neg", "rng", "scalars", "vjp", "wanted"}),
@@ -149,6 +151,15 @@ def _copy_shapes(form: Form) -> str | None:
     a, b = form.operands[0].view, form.operands[1].view
     assert a is not None and b is not None
     return None if a.sizes == b.sizes else f"the operands' sizes {a.sizes} and {b.sizes} differ"
+
+
+def _sleep_bounded(form: Form) -> str | None:
+    if form.opcode != "sleep":
+        return None
+    ns = form.attr("ns")
+    if type(ns) is not int or not 0 < ns <= MAX_SLEEP_NS:
+        return f"the attribute 'ns' must be an integer from 1 to {MAX_SLEEP_NS}, not {ns!r}"
+    return "it has params" if form.params else None
 
 
 def _attrs_known(form: Form) -> str | None:
@@ -284,6 +295,7 @@ FORM_LAWS: tuple[Law[[Form]], ...] = (
     Law("no-overlap", "The elements of a written view do not overlap.", _outputs_distinct),
     Law("alloc", "The operand of `alloc` is a contiguous one-dimensional view of bytes.", _alloc_whole),
     Law("copy", "The operands of `copy` have the same sizes.", _copy_shapes),
+    Law("sleep", "The time of `sleep` is at most 10 ms.", _sleep_bounded),
     Law("attrs", "Attributes belong to the opcode, occur once, and are sorted by name.", _attrs_known),
     Law("refs", "References in attributes name existing operands and params of the form.", _refs_in_range),
     Law("rule", "Arguments, dtypes and sizes match the opcode's row.", _rule),

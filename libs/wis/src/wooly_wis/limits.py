@@ -25,6 +25,8 @@ MAX_FREES: Final = 65_536
 MAX_FORM_NODES: Final = 32_768
 MAX_NODES: Final = 262_144
 
+#: Maximum time of one `sleep`, in ns. A longer time is several instructions, between which other sessions may run.
+MAX_SLEEP_NS: Final = 10_000_000
 #: Maximum size of a module in bytes, without its constants; maximum number of its steps, and of its programs.
 MAX_MODULE_BYTES: Final = 16 << 20
 MAX_MODULE_STEPS: Final = 131_072

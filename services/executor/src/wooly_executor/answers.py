@@ -60,6 +60,13 @@ class Answers:
         if conn.queued_bytes > self._limits.answers or conn.queued_pieces > MAX_PIECES:
             self._wait_if_full(conn)
 
+    def records(self, conn: Connection, payload: bytes) -> None:
+        """Answer with the records of a profile."""
+        conn.send(Kind.RECORDS, payload)
+        self._said = True
+        if conn.queued_bytes > self._limits.answers or conn.queued_pieces > MAX_PIECES:
+            self._wait_if_full(conn)
+
     def failure(self, session: Session, conn: Connection) -> bool:
         """Answer with the session's first failure since the last answer. Returns False if nothing failed."""
         failure = session.take_failure()

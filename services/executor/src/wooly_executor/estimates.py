@@ -48,6 +48,9 @@ def instruction_ns(form: Form, rates: Rates) -> int:
     """Expected time of an instruction of this form, in ns: launch overhead plus the larger of memory time and arithmetic time."""
     if form.opcode in ("alloc", "free"):
         return 0
+    ns = form.attr("ns") if form.opcode == "sleep" else None
+    if isinstance(ns, int):
+        return rates.launch_ns + ns
     found = cost(form)
     moved = (found.bytes_read + found.bytes_written) * 1000 // rates.bytes_per_us
     return rates.launch_ns + max(moved, (found.flops or 0) * 1000 // rates.flops_per_us)

@@ -14,7 +14,7 @@ from wooly_executor.programs import ReadyProgram
 from wooly_executor.runtime.protocol import Execution
 
 #: Kinds of frames whose client always waits for an answer.
-_ASKS = frozenset((Kind.READ, Kind.SYNC, Kind.STATS, Kind.OFFER, Kind.PIN))
+_ASKS = frozenset((Kind.READ, Kind.SYNC, Kind.STATS, Kind.OFFER, Kind.PIN, Kind.PROFILE, Kind.BUFFERS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,7 @@ class Running:
         core_ns: core time so far.
         paced_ns: core time so far, converted to a core at full speed.
         priced_ns: core time billed so far.
+        measured: its client profiles, so the run stops after each instruction.
     """
 
     run: Run
@@ -53,6 +54,7 @@ class Running:
     core_ns: int = 0
     paced_ns: int = 0
     priced_ns: int = 0
+    measured: bool = False
 
 
 @dataclass(eq=False, slots=True)

@@ -52,6 +52,7 @@ class HostUse:
         decoded: the same programs, decoded and prepared.
         sources: kernel sources.
         buffers: bookkeeping of the buffers, without their contents.
+        records: records of a profile that the client has not taken.
     """
 
     queue: int
@@ -60,11 +61,12 @@ class HostUse:
     decoded: int
     sources: int
     buffers: int
+    records: int = 0
 
     @property
     def total(self) -> int:
         """The sum. Received definitions do not count, because they are not kept."""
-        return self.queue + self.answers + self.decoded + self.sources + self.buffers
+        return self.queue + self.answers + self.decoded + self.sources + self.buffers + self.records
 
     def to_json(self) -> dict[str, int]:
         """The numbers by name."""

@@ -160,7 +160,7 @@ class Launcher:
                 if conn.closed:
                     return gpu_ns + beside_ns, last
                 last = first + len(times)
-                if frame.running.execution.outcome.failed_at is None:
+                if frame.running.execution.outcome.failed_at is None and not frame.running.measured:
                     frame.running.ready.observe(frame.cut, first, times)
         except ContextLostError:
             raise

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import heapq
 import logging
 import time
 from typing import Any
 
 from wooly_bus.channel import Connection
 from wooly_wis.errors import DecodeError
-from wooly_wis.frames import Kind, unpack_content, unpack_json, unpack_read, unpack_stats
+from wooly_wis.frames import (
+    BUFFERS_AT_ONCE,
+    PROFILE_BEGIN,
+    PROFILE_END,
+    Kind,
+    unpack_buffers,
+    unpack_content,
+    unpack_json,
+    unpack_profile,
+    unpack_read,
+    unpack_stats,
+)
 
 from wooly_executor.answers import Answers
 from wooly_executor.busy_time import BusyTime
@@ -16,6 +28,7 @@ from wooly_executor.counters import Work
 from wooly_executor.errors import ContextLostError, ExecutorError, InternalError, forget_frames
 from wooly_executor.flow.state import DEFINITIONS
 from wooly_executor.frames import Frame
+from wooly_executor.recording import Recording
 from wooly_executor.runs import Runs
 from wooly_executor.session import Session
 from wooly_executor.sessions import Sessions
@@ -33,6 +46,7 @@ _SYNC = Kind.SYNC
 _OFFER = Kind.OFFER
 _SEAL = Kind.SEAL
 _STATS = Kind.STATS
+_PROFILE = Kind.PROFILE
 
 
 class Processing:
@@ -85,7 +99,10 @@ class Processing:
         if kind == _RUN:
             self._finish(session, conn, frame)
         elif kind == _WRITE:
+            begun = time.perf_counter_ns()
             finish_upload(session)  # the data is in place or on its way, or the session keeps the failure
+            if session.recording is not None:
+                session.recording.copied(frame.seq, begun)
         elif kind in DEFINITIONS:
             self._keep(session, frame)
         elif frame.refused:
@@ -93,12 +110,21 @@ class Processing:
         elif kind == _READ:
             buffer, offset, nbytes = unpack_read(frame.payload)
             if not answers.failure(session, conn):
+                begun = time.perf_counter_ns()
                 answers.data(session, conn, self._runs.memory(session, buffer, offset, nbytes, writing=False))
+                if session.recording is not None:
+                    session.recording.copied(frame.seq, begun)
         elif kind == _SYNC:
             if not answers.failure(session, conn):
                 answers.say(conn, {})
         elif kind == _STATS:
             answers.say(conn, self._stats(session, unpack_stats(frame.payload)))
+        elif kind == _PROFILE:
+            answers.records(conn, self._profile(session, unpack_profile(frame.payload)))
+        elif kind == Kind.BUFFERS:
+            behind = unpack_buffers(frame.payload)
+            ids = heapq.nsmallest(BUFFERS_AT_ONCE, [buffer for buffer in session.buffers if buffer > behind])
+            answers.say(conn, {"buffers": [(buffer, session.buffers[buffer].nbytes) for buffer in ids]})
         elif kind == _OFFER:
             answers.say(conn, {"known": self._offer(session, frame)})
         elif kind == _SEAL:
@@ -151,6 +177,15 @@ class Processing:
         stats |= {"bytes": session.held_bytes, "buffers": len(session.buffers), "work": session.work.to_json()}
         stats["utilization"] = self._busy.percent(time.perf_counter_ns())
         return stats | self._vram.stats(session, wanted) | session.host_use().to_json()
+
+    def _profile(self, session: Session, what: int) -> bytes:
+        """Begin or end to measure the session's work, and take the next records."""
+        if what == PROFILE_BEGIN:
+            session.recording = session.recording or Recording()
+        found = (session.recording or Recording()).take()
+        if what == PROFILE_END:
+            session.recording = None
+        return found
 
     def _offer(self, session: Session, frame: Frame) -> bool:
         buffer, nbytes, head, name = unpack_content(frame.payload)

@@ -14,6 +14,7 @@ from wooly_executor.errors import BindingError, ExecutorError, OutOfMemoryError,
 from wooly_executor.frames import Running
 from wooly_executor.memory.ledger import WORKSPACE_KEPT
 from wooly_executor.programs import ReadyProgram
+from wooly_executor.recording import MeasuredExecution
 from wooly_executor.runtime.buffers import Buffer, bytes_of
 from wooly_executor.runtime.protocol import Outcome, Runtime
 from wooly_executor.session import Session
@@ -85,10 +86,17 @@ class Runs:
             vram.contents.unshare(session, [bindings[slot] for slot in ready.written])
         before = session.held_bytes
         freed = sum([session.buffers[bindings[slot]].nbytes for slot in ready.prepared.dropped])
-        prepared = choose(session.tiers, ready, session.jit, params, session.spans)
+        recording = session.recording
+        # Plans of mode `full` have other bits than the library, so they stay. Otherwise the library's calls are measured.
+        tiers = session.tiers if recording is None or session.jit == "full" else None
+        prepared = choose(tiers, ready, session.jit, params, session.spans)
         kept = [(bindings[slot], nbytes) for slot, nbytes in ready.kept]
         vram.ledger.begin(holdings.account, kept, ready.workspace, vram.clock())
         session.running = True
+        if recording is not None:
+            single = self._runtime.begin(prepared, session.buffers, bindings, params, single=True)
+            measured = MeasuredExecution(single, prepared, seq, recording)
+            return Running(run, seq, ready, measured, before, freed, prepared, measured=True)
         execution = self._runtime.begin(prepared, session.buffers, bindings, params)
         return Running(run, seq, ready, execution, before, freed, prepared)
 

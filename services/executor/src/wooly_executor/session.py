@@ -21,6 +21,7 @@ from wooly_executor.flow import Flow
 from wooly_executor.frames import Failure, Frame
 from wooly_executor.holdings import Holdings
 from wooly_executor.host_account import BUFFER_BYTES, FRAME_BYTES, PIECE_BYTES, HostUse
+from wooly_executor.recording import Recording
 from wooly_executor.runtime.buffers import Buffer
 from wooly_executor.session_programs import SessionPrograms
 from wooly_executor.spans import SessionSpans
@@ -74,6 +75,7 @@ class Session:
         counters: what it has done.
         failure: the first failure since the last answer.
         spans: its spans, after its client's hello; None: it is not traced.
+        recording: the records of its work; None: its client does not profile.
     """
 
     id: str
@@ -99,6 +101,7 @@ class Session:
     counters: Counters = field(default_factory=Counters)
     failure: Failure | None = None
     spans: SessionSpans | None = None
+    recording: Recording | None = None
 
     def largest_shared(self) -> tuple[str, ...]:
         """Names of the largest contents that it shared, largest first."""
@@ -115,6 +118,7 @@ class Session:
             decoded=self.programs.held,
             sources=self.programs.source_bytes,
             buffers=BUFFER_BYTES * len(self.buffers),
+            records=0 if self.recording is None else self.recording.nbytes,
         )
 
     def fail(self, code: str, message: str, seq: int, instruction: int | None = None) -> None:

@@ -10,21 +10,26 @@ import os
 import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from wooly_bus.channel import ChannelClient, ChannelError, Expected, Frame
 from wooly_wis.frames import (
+    BUFFERS_AT_ONCE,
+    BUFFERS_HEAD,
     CONTENT,
     MAX_CHUNK,
+    PROFILE_HEAD,
     PROTOCOL,
     READ_HEAD,
     STATS_HEAD,
     WRITE_HEAD,
     Kind,
+    Record,
     pack_json,
     pack_run,
     unpack_json,
+    unpack_records,
 )
 
 from wooly.errors import ExecutorLostError, ForkedProcessError, RemoteOperationError, WoolyError
@@ -90,6 +95,19 @@ class SyncDebug:
 sync_debug = SyncDebug()
 
 
+class FrameObserver(Protocol):
+    """Is told about the frames of a link that make the device work."""
+
+    def will_run(self) -> None:
+        """A program is about to be sent. The observer may ask the executor."""
+
+    def ran(self, seq: int, words: list[int], origins: list[Origin]) -> None:
+        """A program was sent as frame `seq`."""
+
+    def copied(self, seq: int, nbytes: int, *, to_device: bool) -> None:
+        """Bytes were sent to the device, or asked for, with frame `seq`."""
+
+
 class Link:
     """The client end of a session's data channel.
 
@@ -101,6 +119,7 @@ class Link:
         siblings: links of the session's other devices. If this link fails, they end, too.
         where: name and endpoint of the executor, for messages.
         sharing: whether the session shares equal contents. If so, an upload first asks whether the device has the content.
+        observer: is told about frames; None in most sessions.
     """
 
     def __init__(
@@ -136,6 +155,7 @@ class Link:
         self.siblings: list[Link] = []
         self._sources: set[bytes] = set()
         self.sharing = False
+        self.observer: FrameObserver | None = None
         hello = {"protocol": PROTOCOL, "session_id": session_id, "token": token, "jit": jit}
         self._send(Kind.HELLO, pack_json(hello | ({"trace": trace} if trace else {})))
         welcome = self._answer(Kind.WELCOME, timeout)
@@ -219,7 +239,11 @@ class Link:
         reply: bool = False,
     ) -> int:
         """Send one run. Returns its sequence number; an error report for this run contains the same number."""
+        if self.observer is not None:
+            self.observer.will_run()
         seq = self._send(Kind.RUN, pack_run(digest, bindings, params, frees, reply=reply))
+        if self.observer is not None:
+            self.observer.ran(seq, words, origins)
         inflight = self._inflight
         inflight.append((seq, words, origins))
         if len(inflight) > RUNS_REMEMBERED + _POLL_EVERY:
@@ -234,7 +258,9 @@ class Link:
         """Write `data` into a buffer at a byte offset. After the return, the caller may change `data`."""
         for at in range(0, len(data), MAX_CHUNK):
             chunk = data[at : at + MAX_CHUNK]
-            self._send(Kind.WRITE, WRITE_HEAD.pack(buffer, offset + at), chunk)
+            seq = self._send(Kind.WRITE, WRITE_HEAD.pack(buffer, offset + at), chunk)
+            if self.observer is not None:
+                self.observer.copied(seq, len(chunk), to_device=True)
 
     def offer(self, buffer: int, nbytes: int, name: bytes, *, head: bool) -> bool:
         """Ask whether the device has a content.
@@ -278,6 +304,9 @@ class Link:
             raise
 
     def _answer(self, kind: Kind, timeout: float | None = None) -> dict[str, Any]:
+        return unpack_json(self._payload(kind, timeout))
+
+    def _payload(self, kind: Kind, timeout: float | None = None) -> bytes:
         expected = self._channel.expect_frame()
         self._wait(expected, timeout)
         frame = expected.other
@@ -291,7 +320,30 @@ class Link:
             raise error
         if frame.kind != kind:
             raise self._fail(WoolyError(f"the executor sent a frame of kind {frame.kind} instead of {kind.name}"))
-        return unpack_json(frame.payload)
+        return bytes(frame.payload)
+
+    def buffers(self) -> list[tuple[int, int]]:
+        """Id and bytes of each buffer of the session on the executor, in the order of the ids. Waits for all work so far."""
+        found: list[tuple[int, int]] = []
+        while True:
+            self._send(Kind.BUFFERS, BUFFERS_HEAD.pack(found[-1][0] if found else 0))
+            listed = self._answer(Kind.RESULT)["buffers"]
+            found += [(buffer, nbytes) for buffer, nbytes in listed]
+            if len(listed) < BUFFERS_AT_ONCE:
+                return found
+
+    def profile(self, what: int) -> tuple[int, int, int, list[Record]]:
+        """Begin or end to measure the session's work on the executor, or only take records. Waits for all work so far.
+
+        Args:
+            what: `PROFILE_BEGIN`, `PROFILE_TAKE` or `PROFILE_END`.
+
+        Returns:
+            The executor's clock in ns, the number of records that it dropped, the number of records for later calls, and the next
+            records.
+        """
+        self._send(Kind.PROFILE, PROFILE_HEAD.pack(what))
+        return unpack_records(self._payload(Kind.RECORDS))
 
     def result(self) -> dict[str, Any]:
         """Wait for the answer to a run that was sent with `reply`."""
@@ -327,7 +379,9 @@ class Link:
         """
         if sync_debug.mode:
             sync_debug.note()
-        self._send(Kind.READ, READ_HEAD.pack(buffer, offset, len(into)))
+        seq = self._send(Kind.READ, READ_HEAD.pack(buffer, offset, len(into)))
+        if self.observer is not None:
+            self.observer.copied(seq, len(into), to_device=False)
         expected = self._channel.expect(into, Kind.DATA)
         self._wait(expected)
         self._process_answers()
@@ -350,6 +404,8 @@ class Link:
         if len(self._started) >= MAX_STARTED_READS:
             self.finish_reads()
         seq = self._send(Kind.READ, READ_HEAD.pack(buffer, offset, len(into)))
+        if self.observer is not None:
+            self.observer.copied(seq, len(into), to_device=False)
         self._started.append(_StartedRead(seq, len(into), self._channel.expect(into, Kind.DATA), owner))
 
     @property

@@ -334,6 +334,21 @@ class Recorder:
             words.append(slot)
         self.origins.append(where)
 
+    def mark_origins(self, mark: Callable[[Origin], Origin] | None) -> None:
+        """From now on, replace the origin of each instruction by what `mark` returns for it. None: no longer.
+
+        Without `mark`, recording is not slower than before.
+        """
+        if mark is None:
+            self.__dict__.pop("emit", None)
+            return
+        emit = type(self).emit
+
+        def emit_marked(form: int, buffers: list[int], where: Origin) -> None:
+            emit(self, form, buffers, mark(where))
+
+        self.emit = emit_marked  # type: ignore[method-assign]
+
     def close_if_due(self, form: int) -> None:
         """Decide whether to close the open program, which has reached `room` instructions.
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -84,6 +85,16 @@ def _make_no_room(nbytes: int) -> None:
     """`Heap.make_room` of a heap without a session: the first instruction that is sent raises the error."""
 
 
+class HeapObserver(Protocol):
+    """Is told about each storage that is made or freed. `freed` may be called at any time, in any thread."""
+
+    def allocated(self, buffer: int, nbytes: int) -> None:
+        """A storage was made."""
+
+    def freed(self, buffer: int, nbytes: int) -> None:
+        """A storage was freed."""
+
+
 class Heap:
     """The storages of one device: allocates their ids and counts their bytes.
 
@@ -103,10 +114,12 @@ class Heap:
         fraction: part of the session's quota that this process may use.
         make_room: called with the bytes of a storage that exceeds `granted`. It raises an error if there is no memory.
         orphans: owners of kept buffers whose storages were freed, by id.
+        observers: are told about storages; see `observe`.
     """
 
     __slots__ = (
         "_next",
+        "_owners",
         "_reusable",
         "dead",
         "fraction",
@@ -117,6 +130,7 @@ class Heap:
         "live",
         "live_bytes",
         "make_room",
+        "observers",
         "opener",
         "orphans",
         "owner",
@@ -131,7 +145,9 @@ class Heap:
         self.live = 0
         self.live_bytes = 0
         self.peak_bytes = 0
-        self.owner = _owner_type(self)
+        self._owners = _owner_types(self)
+        self.observers: tuple[HeapObserver, ...] = ()
+        self.owner = self._owners.plain
         self.opener: Callable[[], None] | None = None
         self.held_bytes = 0
         self.granted = NO_LIMIT
@@ -189,15 +205,40 @@ class Heap:
         self.orphans[buffer] = self.adopt(freed)
         return True
 
+    def observe(self, observer: HeapObserver, *, on: bool = True) -> None:
+        """Tell `observer` about storages from now on; `on` false: no longer. Without observers, a storage costs nothing more."""
+        others = tuple([known for known in self.observers if known is not observer])
+        self.observers = (*others, observer) if on else others
+        owners = self._owners
+        self.owner = owners.observed if self.observers else owners.plain
+        owners.plain.__del__ = owners.tell_free if self.observers else owners.free  # type: ignore[attr-defined]
+
     def reset_peak(self) -> None:
         """Set the peak to the bytes that are live now."""
         self.peak_bytes = self.live_bytes
 
 
-def _owner_type(heap: Heap) -> type[int]:
-    dead, bits = (
+class _Owners(NamedTuple):
+    """The classes of a heap's owners, and their finalizers.
+
+    Attributes:
+        plain: the class of owners.
+        observed: the class of owners whose storages are made while there are observers.
+        free: finalizer of `plain` without observers.
+        tell_free: its finalizer while there are observers.
+    """
+
+    plain: type[int]
+    observed: type[int]
+    free: Callable[[Any], None]
+    tell_free: Callable[[Any], None]
+
+
+def _owner_types(heap: Heap) -> _Owners:
+    dead, bits, mask = (
         heap.dead,
         _ID_BITS,
+        ID_MASK,
     )  # local names, because the interpreter clears this module at exit before it frees the last storages
 
     class Owner(int):
@@ -210,7 +251,25 @@ def _owner_type(heap: Heap) -> type[int]:
             heap.live_bytes -= self >> bits
             dead.append(+self)  # a plain int
 
-    return Owner
+    free = Owner.__del__
+
+    class ObservedOwner(Owner):
+        """An owner whose storage was announced to the observers."""
+
+        __slots__ = ()
+
+        def __new__(cls, value: int) -> ObservedOwner:
+            made = super().__new__(cls, value)
+            for observer in heap.observers:
+                observer.allocated(value & mask, value >> bits)
+            return made
+
+    def tell_free(self: Any) -> None:
+        free(self)
+        for observer in heap.observers:
+            observer.freed(self & mask, self >> bits)
+
+    return _Owners(Owner, ObservedOwner, free, tell_free)
 
 
 #: One heap per device, by index.

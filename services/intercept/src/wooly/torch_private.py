@@ -460,6 +460,36 @@ def never_trace(*modules: str) -> None:
         trace_rules.add(name)
 
 
+#: What PyTorch's build can profile, and whether a profiler runs in this thread.
+supported_activities: Callable[[], set[Any]] = torch._C._autograd._supported_activities
+profiler_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled
+
+
+class ProfilerMethods:
+    """PyTorch's own methods of `torch.autograd.profiler.profile`, which the facade wraps, and the names of private ones.
+
+    Attributes:
+        start: starts to record.
+        parse: makes events of the results of C++.
+    """
+
+    names = ("_start_trace", "_parse_kineto_results")
+    start: Callable[[Any], None] = torch.autograd.profiler.profile._start_trace
+    parse: Callable[..., list[Any]] = torch.autograd.profiler.profile._parse_kineto_results
+
+
+DeviceType: Any = torch._C._autograd.DeviceType
+#: The state of a profiler that records the host with Kineto.
+KINETO: Any = torch._C._profiler.ProfilerState.KINETO
+
+
+def run_profiler_hooks(*, start: bool) -> None:
+    """Call what PyTorch calls when a profiler starts or stops."""
+    profiler = torch.autograd.profiler
+    call: Callable[[], None] = profiler._run_on_profiler_start if start else profiler._run_on_profiler_stop
+    call()
+
+
 def run_backward_patches() -> list[tuple[Any, str, Callable[..., Any]]]:
     """The functions that call the autograd engine, as (module, name, function)."""
     engine = torch.autograd.graph._engine_run_backward

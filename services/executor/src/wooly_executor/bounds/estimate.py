@@ -23,9 +23,9 @@ from wooly_executor.runtime.torch_private import schema_of
 #: Factor for an operator that runs forward and backward. The backward takes about twice as long as the forward, with some
 #: reserve.
 WITH_GRADIENTS = 4
-#: Opcodes that this file does not limit: they do nothing on the device, or their kernels have a time limit
-#: (`WOOLY_EXECUTOR_KERNEL_S`).
-UNBOUNDED = frozenset(("alloc", "free", LAUNCH))
+#: Opcodes that this file does not limit: they do nothing on the device, or they have a time limit (that of foreign kernels is
+#: `WOOLY_EXECUTOR_KERNEL_S`).
+UNBOUNDED = frozenset(("alloc", "free", "sleep", LAUNCH))
 
 
 def work_of(form: Form) -> Work:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -84,6 +85,12 @@ class TorchDevice:
     def host_memory(self, nbytes: int) -> Tensor:
         """Return host memory for copies from and to the device, or for swapped-out contents."""
         return torch.empty(nbytes, dtype=torch.uint8)
+
+    def sleep(self, ns: int) -> int:
+        """Occupy the device for `ns` nanoseconds. Returns the device time in ns that this thread's CPU time does not include."""
+        begun = time.perf_counter_ns()
+        time.sleep(ns / 1e9)
+        return time.perf_counter_ns() - begun
 
     # -- threads -------------------------------------------------------------------------------------------------------
 

@@ -139,6 +139,10 @@ class Driver(Protocol):
         """Wait for a mark, at most `seconds`. Returns whether the mark was reached."""
         ...
 
+    def sleep(self, ns: int) -> None:
+        """Enqueue a kernel that takes about `ns` nanoseconds."""
+        ...
+
     def urgent(self, target: Tensor, source: Tensor) -> None:
         """Copy from pinned memory to the device immediately, without waiting for enqueued or running work."""
         ...

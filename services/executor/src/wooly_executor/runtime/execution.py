@@ -27,7 +27,13 @@ class StepExecution:
     __slots__ = ("_at", "_frame", "_graphs", "_places", "_prepared", "_steps", "ended", "outcome")
 
     def __init__(
-        self, prepared: PreparedProgram, buffers: dict[int, Buffer], bindings: Sequence[int], params: Sequence[Any]
+        self,
+        prepared: PreparedProgram,
+        buffers: dict[int, Buffer],
+        bindings: Sequence[int],
+        params: Sequence[Any],
+        *,
+        single: bool = False,
     ) -> None:
         self._prepared = prepared
         self._frame = Frame(buffers, bindings, params, prepared.n_registers)
@@ -35,7 +41,7 @@ class StepExecution:
         self._steps, self._places = prepared.steps, prepared.where
         self._at = 0
         self.ended = False
-        if prepared.hot:
+        if prepared.hot and not single:
             try:
                 for step in prepared.gathers:
                     step(self._frame)

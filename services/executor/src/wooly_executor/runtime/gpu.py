@@ -124,6 +124,11 @@ class GpuDevice(TorchDevice):
             )
             return super().host_memory(nbytes)
 
+    def sleep(self, ns: int) -> int:
+        """See `TorchDevice`. A kernel waits, so the marks around it measure its time."""
+        self._driver.sleep(ns)
+        return 0
+
     def attach(self) -> None:
         """See `TorchDevice`."""
         self._driver.attach()
@@ -193,11 +198,13 @@ class GpuExecution(StepExecution):
         buffers: dict[int, Buffer],
         bindings: Sequence[int],
         params: Sequence[Any],
+        *,
+        single: bool = False,
     ) -> None:
         self._runtime = runtime
         self._driver = runtime.driver
         self._kernels_ns = 0
-        super().__init__(prepared, buffers, bindings, params)
+        super().__init__(prepared, buffers, bindings, params, single=single)
         if prepared.by_kernel is None or prepared.runs % SAMPLED:
             self._graphs = runtime.graphs
 
@@ -308,11 +315,17 @@ class GpuRuntime(TorchRuntime):
         return self._rates
 
     def begin(
-        self, prepared: Any, buffers: dict[int, Buffer], bindings: Sequence[int], params: Sequence[Any]
+        self,
+        prepared: Any,
+        buffers: dict[int, Buffer],
+        bindings: Sequence[int],
+        params: Sequence[Any],
+        *,
+        single: bool = False,
     ) -> GpuExecution:
         """See `Runtime.begin`."""
         self.heat(prepared)
-        return GpuExecution(self, prepared, buffers, bindings, params)
+        return GpuExecution(self, prepared, buffers, bindings, params, single=single)
 
     def prepare(self, program: Program, facts: ProgramFacts) -> PreparedProgram:
         """See `Runtime.prepare`."""

@@ -305,6 +305,8 @@ class _Preparation:
             self._step(fill, None if refers(number) else Write(_FILL, (to,), (number,)))
         elif form.opcode == OPCODE:
             self._foreign_launch(form, slots)
+        elif form.opcode == "sleep":
+            self._sleep(form)
         else:
             self._compute(form, slots, self._out_of_place.get(i))
 
@@ -369,6 +371,16 @@ class _Preparation:
             f.elsewhere_ns += taken
 
         self._step(run)
+
+    def _sleep(self, form: Form) -> None:
+        """Add a step that occupies the device for a time."""
+        ns, sleep = form.attr("ns"), self._device.sleep
+        assert isinstance(ns, int)
+
+        def occupy(f: Frame) -> None:
+            f.elsewhere_ns += sleep(ns)
+
+        self._step(occupy)
 
     def _alloc(self, slot: int, dirty: bool) -> None:
         facts, acts = self.out.facts, self.out.acts

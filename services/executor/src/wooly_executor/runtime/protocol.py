@@ -120,11 +120,19 @@ class Runtime(Protocol):
         ...
 
     def begin(
-        self, prepared: Any, buffers: dict[int, Buffer], bindings: Sequence[int], params: Sequence[Any]
+        self,
+        prepared: Any,
+        buffers: dict[int, Buffer],
+        bindings: Sequence[int],
+        params: Sequence[Any],
+        *,
+        single: bool = False,
     ) -> Execution:
         """Begin a run. It adds and removes entries of `buffers` as the program allocates and frees.
 
         The caller has checked the bindings. Nothing else may use the session's buffers until the run ends.
+
+        `single`: do not combine steps, so that the run can stop between any two positions.
         """
         ...
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from wooly_executor.errors import ContextLostError, OperationError
 from wooly_executor.runtime.gpu_fresh_memory import on_zeros
-from wooly_executor.runtime.torch_private import storage_at
+from wooly_executor.runtime.torch_private import sleep_on_gpu, storage_at
 
 #: Memory that sessions may not use, for libraries' workspaces, code and graphs: the larger of this number of bytes and
 #: 1/APART_SHARE of the device memory.
@@ -22,6 +22,8 @@ APART, APART_SHARE = 512 << 20, 32
 
 #: Waiting for a mark: polls without a pause for SPUN_S seconds, then with a pause of PAUSE_S seconds.
 SPUN_S, PAUSE_S = 2e-4, 5e-5
+#: Clock in kHz of a GPU that does not report it.
+_CLOCK_KHZ = 1_500_000
 
 
 class _ZeroedPool:
@@ -175,6 +177,11 @@ class TorchGpu:
             self.check()
             raise
         return True
+
+    def sleep(self, ns: int) -> None:
+        """See `Driver`."""
+        khz = getattr(torch.cuda.get_device_properties(self.index), "clock_rate", 0) or _CLOCK_KHZ
+        sleep_on_gpu(ns * khz // 1_000_000)
 
     def urgent(self, target: Tensor, source: Tensor) -> None:
         """See `Driver`."""

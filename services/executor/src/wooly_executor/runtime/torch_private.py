@@ -34,6 +34,10 @@ silu: Callable[..., torch.Tensor] = torch._C._nn.silu
 gelu: Callable[..., torch.Tensor] = torch._C._nn.gelu
 
 
+#: Launches a kernel of torch that waits for a number of the GPU's cycles.
+sleep_on_gpu: Callable[[int], None] = torch.cuda._sleep
+
+
 def deterministic_switches() -> tuple[bool, bool, bool]:
     """Return the arguments of `set_deterministic` that restore the present state."""
     return (

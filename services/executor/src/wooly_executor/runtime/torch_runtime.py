@@ -56,11 +56,17 @@ class TorchRuntime:
         return prepare_acts(program, facts, acts_of(program), self.foreign, self.device, self.bounds.pieces(program))
 
     def begin(
-        self, prepared: Any, buffers: dict[int, Buffer], bindings: Sequence[int], params: Sequence[Any]
+        self,
+        prepared: Any,
+        buffers: dict[int, Buffer],
+        bindings: Sequence[int],
+        params: Sequence[Any],
+        *,
+        single: bool = False,
     ) -> Execution:
         """See `Runtime.begin`."""
         self.heat(prepared)
-        return StepExecution(prepared, buffers, bindings, params)
+        return StepExecution(prepared, buffers, bindings, params, single=single)
 
     def heat(self, prepared: PreparedProgram) -> None:
         """Count a run of a prepared program, and combine its steps when it becomes hot."""

@@ -26,6 +26,7 @@ from wooly.facade import (
     nvtx,
     parallel,
     pinned,
+    profiler,
     state,
     streams,
     tensors,
@@ -33,6 +34,7 @@ from wooly.facade import (
 )
 from wooly.facade.build import CUDA_VERSION
 from wooly.facade.cuda import Answers
+from wooly.facade.snapshots import Snapshots
 from wooly.kernels.launch import Launches
 from wooly.torch_private import device_constructors, forget_in_torchscript, tell_dynamo, tell_torchscript
 
@@ -70,6 +72,8 @@ class Facade:
         self._launches = launches
         self._mode = mode
         self._interrupts = interrupts.Interrupts(lose_session)
+        self._devices = devices
+        self._snapshots = Snapshots(devices)
         self._answers = Answers(devices, facts, cuda_version)
         self._undo: list[tuple[Any, str, Any]] = []
 
@@ -92,6 +96,8 @@ class Facade:
             cuda_graphs.patches(),
             accelerator.patches(),
             nvtx.patches(),
+            self._snapshots.patches(),
+            profiler.patches(self._devices, self._answers.name_of),
             parallel.patches(),
             children.patches(),
             dynamo.patches(),

@@ -30,15 +30,12 @@ _SENSOR = "executors do not report this figure; nvidia-smi shows it on the machi
 REFUSED = {
     "CUDAPluggableAllocator": _ALLOCATOR,
     "GreenContext": "all sessions of a device share one context, whose scheduler divides the device",
-    "MemPool": _ALLOCATOR,
     "change_current_allocator": _ALLOCATOR,
     "clock_rate": _SENSOR,
     "current_blas_handle": _HANDLE,
     "current_solver_handle": _HANDLE,
-    "memory_snapshot": "the executor keeps no list of blocks for a session; torch.cuda.memory_summary() has the sums",
     "power_draw": _SENSOR,
     "temperature": _SENSOR,
-    "use_mem_pool": _ALLOCATOR,
 }
 
 
@@ -128,7 +125,6 @@ def patches(memory: Memory, cuda_version: str) -> Iterator[Patch]:
     for name in torch.cuda.tunable.__all__:
         off = name.endswith("is_enabled")
         yield (torch.cuda.tunable, name, (lambda: False) if off else _refusal(f"tunable.{name}", _TUNING))
-    yield (torch.cuda, "_sleep", lambda cycles: None)
     for name in ("cublas_workspace_size", "cublaslt_workspace_size", "blas_workspace_size"):
         if hasattr(torch.backends.cuda, name):
             yield (torch.backends.cuda, name, lambda: 0)

@@ -14,6 +14,7 @@ from wooly.facade import build
 from wooly.facade.memory import Memory
 from wooly.facade.streams import device_context, device_of
 from wooly.kernels.cuda_c import compile_kernel
+from wooly.kernels.sleep import sleep
 
 #: Compute capability of a device that has none, such as a CPU. 8.0 (Ampere) is enough for programs that check for features such
 #: as bfloat16.
@@ -64,7 +65,7 @@ class Answers:
             "_device_count_nvml": module.device_count,
             "current_device": lambda: module.current_device(),
             "set_device": module.set_device,
-            "get_device_name": lambda d=None: self._name(self._existing(d)),
+            "get_device_name": lambda d=None: self.name_of(self._existing(d)),
             "get_device_properties": lambda d=None: self._properties(self._existing(d)),
             "get_device_capability": self._capability,
             "get_arch_list": self._arch_list,
@@ -77,6 +78,7 @@ class Answers:
             "device": device_context,
             "device_of": device_of,
             "_compile_kernel": compile_kernel,
+            "_sleep": lambda cycles: sleep(self._devices, cycles),
         }.items():
             yield (torch.cuda, name, value)
         yield (torch.backends.cudnn, "is_acceptable", lambda tensor: False)
@@ -95,14 +97,15 @@ class Answers:
         arch = str(self._facts_of(0).get("arch", "")) if self._devices.look() else ""
         return [arch if _CHIP.fullmatch(arch) else f"sm_{_CAPABILITY[0]}{_CAPABILITY[1]}"]
 
-    def _name(self, index: int) -> str:
+    def name_of(self, index: int) -> str:
+        """Name of a device by its index."""
         return f"{self._facts_of(index).get('name', 'unknown device')} (WOOLY)"
 
     def _properties(self, index: int) -> SimpleNamespace:
         facts = self._facts_of(index)
         major, minor = capability_of(facts.get("arch", ""))
         return SimpleNamespace(
-            name=self._name(index),
+            name=self.name_of(index),
             major=major,
             minor=minor,
             total_memory=int(facts.get("total_memory", 0)),

@@ -1,4 +1,7 @@
-"""`torch.cuda.nvtx`: ranges have the depths and numbers of NVTX, but no profiler records them."""
+"""`torch.cuda.nvtx` and `emit_nvtx`: ranges have the depths and numbers of NVTX. PyTorch's profiler shows them as annotations.
+
+Without a profiler, a range does nothing, as NVTX does without NVIDIA's tools.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+
+from wooly.torch_private import profiler_enabled, run_profiler_hooks
 
 Patch = tuple[Any, str, Any]
 
@@ -23,17 +28,26 @@ class Ranges:
 
     def rangePushA(self, message: str) -> int:
         """Begin a nested range. Returns its depth, from 0."""
-        depth = getattr(self._thread, "depth", 0)
-        self._thread.depth = depth + 1
-        return depth
+        open_ranges = self._open()
+        open_ranges.append(_annotation(message))
+        return len(open_ranges) - 1
+
+    def _open(self) -> list[Any]:
+        """The annotation of each open range of this thread; None: no profiler ran when the range began."""
+        if not hasattr(self._thread, "ranges"):
+            self._thread.ranges = []
+        found: list[Any] = self._thread.ranges
+        return found
 
     def rangePop(self) -> int:
         """End the innermost range. Returns its depth, or `_NO_RANGE` if no range is open."""
-        depth = getattr(self._thread, "depth", 0)
-        if not depth:
+        open_ranges = self._open()
+        if not open_ranges:
             return _NO_RANGE
-        self._thread.depth = depth - 1
-        return int(depth - 1)
+        annotation = open_ranges.pop()
+        if annotation is not None:
+            annotation.__exit__(None, None, None)
+        return len(open_ranges)
 
     def rangeStartA(self, message: str) -> int:
         """Begin a range that is not nested. Returns its number."""
@@ -53,6 +67,43 @@ class Ranges:
         """Mark a point in time: do nothing."""
 
 
+def _annotation(message: str) -> Any:
+    """An open annotation of PyTorch's profiler; None if no profiler runs."""
+    if not profiler_enabled():
+        return None
+    annotation = torch.autograd.profiler.record_function(message)
+    annotation.__enter__()
+    return annotation
+
+
+class emit_nvtx:
+    """`torch.autograd.profiler.emit_nvtx`. It waits for the device and emits no ranges, because no tool of NVIDIA's listens.
+
+    PyTorch's profiler shows the operators by itself.
+    """
+
+    def __init__(self, enabled: bool = True, record_shapes: bool = False) -> None:
+        self.enabled = enabled
+        self.entered = False
+        self.record_shapes = record_shapes
+
+    def __enter__(self) -> emit_nvtx | None:
+        if not self.enabled:
+            return None
+        if self.entered:
+            raise RuntimeError("NVTX annotation context manager is not reentrant")
+        self.entered = True
+        torch.cuda.synchronize()
+        run_profiler_hooks(start=True)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self.enabled:
+            torch.cuda.synchronize()
+            run_profiler_hooks(start=False)
+
+
 def patches() -> Iterator[Patch]:
-    """Yield the patches (owner, name, value) for `torch.cuda.nvtx`."""
+    """Yield the patches (owner, name, value) for `torch.cuda.nvtx` and `emit_nvtx`."""
     yield (torch.cuda.nvtx, "_nvtx", Ranges())
+    yield (torch.autograd.profiler, "emit_nvtx", emit_nvtx)

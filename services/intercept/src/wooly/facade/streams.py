@@ -196,6 +196,12 @@ def current_stream(device: Any = None) -> Stream:
     return default_stream(index) if stream is None else stream
 
 
+def current_stream_id(index: int) -> int:
+    """Number of the stream that this thread has set for a device; 0: the default stream."""
+    stream = _selected.streams.get(index)
+    return _DEFAULT_ID if stream is None else stream.stream_id
+
+
 def set_stream(stream: Stream | None) -> None:
     """`torch.cuda.set_stream`. It also sets the current device to the device of the stream."""
     if stream is None:
