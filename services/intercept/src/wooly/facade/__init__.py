@@ -18,6 +18,7 @@ from wooly.devices import Devices
 from wooly.facade import (
     accelerator,
     amp,
+    default_dtype,
     determinism,
     generation,
     handover,
@@ -85,6 +86,7 @@ class Facade:
             pinned.patches(),
             amp.patches(),
             determinism.patches(self._mode),
+            default_dtype.patches(),
             state.patches(),
             self._answers.patches(),
             streams.patches(),
