@@ -52,6 +52,7 @@ SELF = View(DType.F32, (4,), (0,))
 
 BROKEN = {
     "launch": program((Form("kernel.launch"),)),
+    "sleep": program((Form("sleep", (), (), (("ns", 10_000_001),)),)),
     "opcode": program((Form("jump"),)),
     "operands": program((Form("copy", (Operand(Role.IN, V),)), 0)),
     "views": program((Form("copy", (Operand(Role.IN, None), Operand(Role.OUT, V))), 0, 1)),

@@ -84,8 +84,8 @@ def test_exception_during_wait_comes_at_once_and_answer_is_dropped(cuda, alarms)
     for _ in range(40):
         x = (x @ x) / 600.0
     started = time.monotonic()
-    alarms(0.01, 0.02)
     with pytest.raises(AlarmError):
+        alarms(0.01, 0.02)  # may be due before it returns
         x.sum().item()
     assert time.monotonic() - started < 5
     assert x.sum().item() == 600.0 * 600.0
@@ -112,8 +112,8 @@ def test_remote_error_of_interrupted_wait_is_raised_by_next_wait(cuda, alarms):
         x = (x @ x) / 600.0
     index = (x.sum() * 0 + 9e9).long().reshape(1)
     failing = x.index_select(0, index)
-    alarms(0.01, 0.02)
     with pytest.raises(AlarmError):
+        alarms(0.01, 0.02)  # may be due before it returns
         failing.sum().item()
     with pytest.raises(RuntimeError, match="index"):
         torch.cuda.synchronize()
@@ -178,3 +178,31 @@ def test_exception_inside_operation_after_patience_ends_session_with_reason(monk
     with pytest.raises(AlarmError):
         handler(signal.SIGUSR2, None)
     assert len(reasons) == 1 and reasons[0].startswith("AlarmError interrupted an operation")
+
+
+@pytest.mark.parametrize("flush", ["flush", "flush_complete"])
+def test_exception_while_send_waits_for_room_keeps_recorded_operations(cuda, alarms, monkeypatch, flush):
+    """The operations have returned, so they happen, whenever their program is sent."""
+    total, busy = torch.zeros(4, device=cuda), torch.ones(600, 600, device=cuda)
+    link, recorder = api.attached_links()[0], api.attached_device().recorder
+    torch.cuda.synchronize()
+    monkeypatch.setattr(link._channel, "window", 1)
+    for _ in range(40):
+        busy = (busy @ busy) / 600.0
+    with recorder.lock:
+        recorder.flush()
+        total.fill_(1)
+        freed = torch.ones(3, device=cuda)
+        del freed
+        more = total + 1
+        own = [7.0] if flush == "flush_complete" else []  # params of an operation that is being recorded
+        recorder.params += own
+        with pytest.raises(AlarmError):
+            alarms(0.005, 0.01)
+            getattr(recorder, flush)()
+        assert recorder.params[len(recorder.params) - len(own) :] == own
+        del recorder.params[len(recorder.params) - len(own) :]
+    monkeypatch.undo()
+    total.add_(1)
+    assert total.tolist() == [2.0] * 4 and more.tolist() == [2.0] * 4
+    assert busy.sum().item() == 600.0 * 600.0

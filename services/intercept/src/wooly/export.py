@@ -103,6 +103,7 @@ class RecordingLink:
         """Do nothing: there are no started reads."""
 
     position = 0
+    interrupted = False
 
     def reach(self, position: int) -> bool:
         """Return True: there is nothing to wait for."""

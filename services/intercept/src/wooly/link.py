@@ -118,6 +118,7 @@ class Link:
         device: properties of the device, from the executor's WELCOME.
         siblings: links of the session's other devices. If this link fails, they end, too.
         where: name and endpoint of the executor, for messages.
+        interrupted: set when an exception of a signal handler ended a wait before a frame was sent. The recorder clears it.
         sharing: whether the session shares equal contents. If so, an upload first asks whether the device has the content.
         observer: is told about frames; None in most sessions.
     """
@@ -154,7 +155,7 @@ class Link:
         self.syncs = 0
         self.siblings: list[Link] = []
         self._sources: set[bytes] = set()
-        self.sharing = False
+        self.sharing = self.interrupted = False
         self.observer: FrameObserver | None = None
         hello = {"protocol": PROTOCOL, "session_id": session_id, "token": token, "jit": jit}
         self._send(Kind.HELLO, pack_json(hello | ({"trace": trace} if trace else {})))
@@ -176,6 +177,9 @@ class Link:
             return seq
         except ChannelError as e:
             raise self._fail(e) from e
+        except BaseException:
+            self.interrupted = True
+            raise
 
     def _fail(self, cause: Exception) -> WoolyError:
         for sibling in self.siblings:
@@ -241,17 +245,17 @@ class Link:
         """Send one run. Returns its sequence number; an error report for this run contains the same number."""
         if self.observer is not None:
             self.observer.will_run()
-        seq = self._send(Kind.RUN, pack_run(digest, bindings, params, frees, reply=reply))
-        if self.observer is not None:
-            self.observer.ran(seq, words, origins)
         inflight = self._inflight
-        inflight.append((seq, words, origins))
         if len(inflight) > RUNS_REMEMBERED + _POLL_EVERY:
             # A program that never waits for an answer reads acknowledgements only here.
             self.poll()
             acked = self._channel.acked
             while len(inflight) > RUNS_REMEMBERED and inflight[0][0] <= acked:
                 inflight.popleft()
+        seq = self._send(Kind.RUN, pack_run(digest, bindings, params, frees, reply=reply))
+        inflight.append((seq, words, origins))
+        if self.observer is not None:
+            self.observer.ran(seq, words, origins)
         return seq
 
     def write(self, buffer: int, offset: int, data: memoryview) -> None:
@@ -553,6 +557,9 @@ class Link:
         except ChannelError as e:
             self._fail(e)
             return False
+        except BaseException:
+            self.interrupted = True
+            raise
         return not self._inflight or self._channel.acked >= self._inflight[-1][0]
 
     def close(self) -> None:

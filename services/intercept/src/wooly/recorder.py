@@ -452,6 +452,9 @@ class Recorder:
     def flush(self, *, reply: bool = False) -> int:
         """Close the open program and send it. Returns the frame's sequence number (0: there was nothing to send).
 
+        If a signal handler raises an exception while the send waits for room, the program stays open. With `reply`, it is
+        dropped: it is one operation, which the exception ends.
+
         Raises:
             WoolyError: no session is open, or the connection ended.
             RuntimeError: a CUDA graph is being captured. It is CUDA's own error.
@@ -462,6 +465,8 @@ class Recorder:
             self.release_dead()
         if not (self.words or self._frees):
             self.heap.held_bytes = self.heap.live_bytes
+            if self._deferred:
+                self._send_deferred(self.require_link())
             return 0
         try:
             link = self.require_link()
@@ -477,15 +482,22 @@ class Recorder:
         assert not (reply and send_later), "the deferred frames would be answered before the run"
         rest = self._frees[MAX_FREES:]  # sent with the next program
         del self._frees[MAX_FREES:]
+        link.interrupted = False
         try:
             seq = self._send(link, array("I", self.words).tobytes(), self, self.bind, self.params, self._frees, reply)
-        finally:
-            self._reset_program()
-            self._frees = rest
+        except BaseException:
+            if link.interrupted and not reply:
+                self._frees += rest  # the program stays open: its operations have returned, so they must still happen
+            else:
+                self._reset_program()
+                self._frees = rest
+            raise
+        self._reset_program()
+        self._frees = rest
         if not rest:
             self.heap.held_bytes = self.heap.live_bytes
-        for send in send_later:
-            send(link)
+        self._deferred = send_later
+        self._send_deferred(link)
         if mark is not None:
             mark.link, mark.position = link, link.position
         return seq
@@ -501,7 +513,7 @@ class Recorder:
         try:
             self.flush()
         finally:
-            self.params = own
+            self.params += own  # after those of a program that stays open
 
     def send_later(self, send: Callable[[Link], None]) -> None:
         """Call `send` after the open program is sent, or now if no program is open. `send` must not wait for an answer."""
@@ -511,6 +523,12 @@ class Recorder:
         self._deferred.append(send)
         if len(self._deferred) >= MAX_DEFERRED:
             self.flush()
+
+    def _send_deferred(self, link: Link) -> None:
+        """Send what `send_later` has deferred. If an exception of a signal handler ends a wait, the next flush sends the rest."""
+        while self._deferred:
+            self._deferred[0](link)
+            del self._deferred[0]
 
     @property
     def has_deferred(self) -> bool:

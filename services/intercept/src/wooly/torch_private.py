@@ -490,6 +490,23 @@ def run_profiler_hooks(*, start: bool) -> None:
     call()
 
 
+def default_dtype_patches(changed: Callable[[], None]) -> Iterator[tuple[Any, str, Any]]:
+    """Yield the patches (owner, name, value) after which `changed` is called whenever the default dtype has changed."""
+
+    def telling(real: Callable[[Any], None]) -> Callable[[Any], None]:
+        @wraps(real)
+        def set_default(value: Any) -> None:
+            before = torch.get_default_dtype()
+            real(value)
+            if torch.get_default_dtype() is not before:
+                changed()
+
+        return set_default
+
+    for name in ("_set_default_dtype", "_set_default_tensor_type"):
+        yield torch._C, name, telling(getattr(torch._C, name))
+
+
 def run_backward_patches() -> list[tuple[Any, str, Callable[..., Any]]]:
     """The functions that call the autograd engine, as (module, name, function)."""
     engine = torch.autograd.graph._engine_run_backward

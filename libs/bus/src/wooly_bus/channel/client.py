@@ -4,7 +4,8 @@ One thread at a time may use a client (its owner holds a lock). Frames are numbe
 processes acknowledgements. A send waits while more than `window` payload bytes are unacknowledged.
 
 An exception of a signal handler may end a receive at one place: while it waits for input (`await_input`). The client then keeps
-the bytes that it has, and the next receive goes on from there. What a caller expected still arrives later, in its turn.
+the bytes that it has, and the next receive goes on from there. What a caller expected still arrives later, in its turn. A send
+that waits for room receives, too; after such an exception, its frame is not sent.
 """
 
 from __future__ import annotations

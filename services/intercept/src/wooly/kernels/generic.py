@@ -24,6 +24,7 @@ from wooly.kernels.forms import is_python_number
 from wooly.kernels.inference import Inferences
 from wooly.kernels.outs import RESIZE_SILENTLY, RESIZED_ON_HOST, ResizeOutError
 from wooly.kernels.plan import CallPlan, PlanBuilder, PlannedCall
+from wooly.kernels.promotion import without_default_dtype
 from wooly.kernels.schema import Call, OpFacts, tensors_of
 from wooly.link import sync_debug
 from wooly.recorder import Forms, Recorder, origin
@@ -129,8 +130,8 @@ class Generic:
                 if facts.each_alone and not _on_one_device(buffers):
                     return redispatch_cpu(op)(*args, **kwargs)
                 planned = self._plan(facts, signature, buffers, args, kwargs)
-                if planned is None:  # an out= tensor was resized, so the call has another signature now
-                    return run(*args, drawn_from=drawn_from, **kwargs)
+                if isinstance(planned, Call):
+                    return run(*planned.args, drawn_from=drawn_from, **planned.kwargs)
                 if planned.doubt is not None:
                     return self._confirm(partial(run, drawn_from=drawn_from), planned, signature, args, kwargs)
                 plan = planned.plan
@@ -178,6 +179,13 @@ class Generic:
                     raise
 
         return _given_generator(run, facts.generator) if facts.generator is not None else run
+
+    def forget_plans(self) -> None:
+        """Clear the cache of plans, because the default dtype has changed: dtypes of results may depend on it."""
+        self._plans.clear()
+        self._mode_plans.clear()
+        self._other_modes.clear()
+        self._out_sizes.clear()
 
     def differentiated(self, op: OpOverload) -> Callable[..., list[Tensor]]:
         """Make the kernel of one operator overload for calls with gradients. It records the call as one instruction.
@@ -251,8 +259,13 @@ class Generic:
         buffers: list[int],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> PlannedCall | None:
-        """Plan a call, and cache its plan. Returns None if an `out=` tensor was resized instead."""
+    ) -> PlannedCall | Call:
+        """Plan a call, and cache its plan.
+
+        Returns:
+            A call that must run instead: the same one, if an `out=` tensor was resized, so that it has another signature now; or
+            one that does not depend on the default dtype.
+        """
         call = Call(args, kwargs)
         wrong = None if facts.name in RESIZED_ON_HOST else self._out_sizes.get(signature)
         if wrong is None:
@@ -268,12 +281,13 @@ class Generic:
             assert self.resize is not None
             for name, (sizes, strides) in wrong.items():
                 self.resize(kwargs[name], sizes, strides)
-            return None
+            return call
+        new = [out[0].dtype for out in planned.plan.outs if out is not None]
+        other = without_default_dtype(facts, call, new)
+        if other is not None:
+            return other
         if len(self._plans) + len(self._mode_plans) + len(self._out_sizes) >= _MAX_PLANS:
-            self._plans.clear()
-            self._mode_plans.clear()
-            self._other_modes.clear()
-            self._out_sizes.clear()
+            self.forget_plans()
         if not planned.alerts:
             self._plans_of(facts.op)[signature] = planned.plan
         return planned

@@ -1,0 +1,16 @@
+"""Patches for the default dtype: plans of calls depend on it, so a change of it makes the client forget them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from wooly.device import current
+from wooly.torch_private import default_dtype_patches
+
+Patch = tuple[Any, str, Any]
+
+
+def patches() -> Iterator[Patch]:
+    """Yield the patches (owner, name, value) for the functions of PyTorch that set the default dtype."""
+    yield from default_dtype_patches(lambda: current().generic.forget_plans())

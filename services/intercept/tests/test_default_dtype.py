@@ -1,0 +1,62 @@
+"""`torch.set_default_dtype`: integers are promoted to the default dtype of this process, not to that of the executor's."""
+
+import pytest
+import torch
+from wooly import device
+
+pytestmark = pytest.mark.connected
+
+#: Calls on a tensor of integers and a mask. The result's dtype, or how it is computed, depends on the default dtype.
+CALLS = {
+    "quotient": lambda x, m: x / 3,
+    "sum with fraction": lambda x, m: x + 0.1,
+    "reflected power": lambda x, m: 0.7**x,
+    "mask times fraction": lambda x, m: m * 0.1,
+    "unary function": lambda x, m: x.sin(),
+    "two integers": lambda x, m: torch.atan2(x, x.flip(0)),
+    "list": lambda x, m: torch._foreach_div([x, x + 1], 3)[1],
+    "complex": lambda x, m: (x + 0.1j).real,
+    "out": lambda x, m: torch.div(x, 3, out=torch.empty(x.shape, dtype=torch.float64, device=x.device)),
+    "comparison": lambda x, m: x * 16777217 > 16777216.5,
+    "clamp": lambda x, m: x.clamp(min=1.1),
+    "choice": lambda x, m: torch.where(m, x, 0.1),
+    "integers only": lambda x, m: x.masked_fill(m, 2.0) + x // 2,
+    "window": lambda x, m: torch.kaiser_window(5, device=x.device),
+    "range": lambda x, m: torch.arange(0, 1, 0.3, device=x.device),
+}
+
+
+@pytest.fixture
+def default_dtype():
+    yield torch.set_default_dtype
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_result_of_integers_in_each_default_dtype_equals_cpu(cuda, default_dtype, name):
+    x = torch.arange(1, 6)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float32):
+        default_dtype(dtype)
+        local = CALLS[name](x, x > 2)
+        ours = CALLS[name](x.to(cuda), (x > 2).to(cuda))
+        assert ours.dtype is local.dtype and torch.equal(ours.cpu(), local), dtype
+
+
+def test_change_of_default_dtype_forgets_plans_and_setting_it_again_does_not(cuda, default_dtype):
+    x = torch.arange(3, device=cuda)
+    inferences = device.current().generic.inferences
+    assert (x / 7).dtype is torch.float32
+    before = inferences.on_meta
+    default_dtype(torch.float32)
+    assert (x / 7).dtype is torch.float32 and inferences.on_meta == before
+    default_dtype(torch.float64)
+    assert (x / 7).dtype is torch.float64 and inferences.on_meta > before
+
+
+def test_call_that_cannot_be_converted_raises_not_implemented_error(cuda, default_dtype, monkeypatch):
+    from wooly.kernels import promotion
+
+    monkeypatch.setattr(promotion, "_gives", lambda *args: False)
+    default_dtype(torch.float64)
+    with pytest.raises(NotImplementedError, match=r"default dtype is torch.float64.*convert the integers first"):
+        torch.arange(3, device=cuda) / 7
