@@ -120,3 +120,12 @@ def test_flush_many_freed_buffers_need_several_runs(cuda, monkeypatch):
         recorder.flush()
     assert sum(len(f) for f in frees) == 11 and max(len(f) for f in frees) == 4
     assert recorder.link.stats()["buffers"] == before - 11
+
+
+def test_integer_that_is_no_param_is_refused_at_the_call(cuda):
+    """If the program were sent, it would be lost with all operations before."""
+    x = torch.ones(2, dtype=torch.int64, device=cuda)
+    y = x + 5
+    with pytest.raises(OverflowError, match="larger than 9223372036854775807"):
+        x + 2**63
+    assert (y + (2**63 - 1)).tolist() == [-(2**63) + 5, -(2**63) + 5]

@@ -217,7 +217,8 @@ class _Server:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         while self._first in self._ways:
             listeners = [] if self._listener is None else [self._listener]
-            ready, _, _ = select.select([*self._ways, *listeners, self._woken], [], [])
+            watched: list[Any] = [*self._ways, *listeners, self._woken]
+            ready, _, _ = select.select(watched, [], [])
             if self._woken in ready:  # read first: a fork that ends after this wakes the loop again
                 os.read(self._woken, 1 << 10)
             self._report()
@@ -236,7 +237,8 @@ class _Server:
 
     def _answer(self, way: socket.socket) -> None:
         """Fork once, or end the forks of a process that has ended."""
-        head, descriptors = b"", []
+        head: bytes = b""
+        descriptors: list[int] = []
         with contextlib.suppress(ConnectionError):
             head, descriptors, _, _ = socket.recv_fds(way, 4, 4)
         if not head:

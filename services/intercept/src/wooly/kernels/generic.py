@@ -34,6 +34,8 @@ from wooly.torch_private import OpOverload, raw_device, redispatch_cpu, warn_of_
 
 Kernel = Callable[..., Any]
 _NUMBERS = (float, int, bool, complex)
+#: Largest integer that can be a param.
+_MAX_INT = (1 << 63) - 1
 #: Maximum number of cached plans of all operators; a full cache is cleared.
 _MAX_PLANS = 65536
 
@@ -467,8 +469,17 @@ def _collect(a: Any, scalar: bool, key: list[Any], buffers: list[int], params: l
 
 
 def _bind(value: Any, params: list[Any]) -> None:
+    """Add a number to the params.
+
+    Raises:
+        OverflowError: an integer does not fit. PyTorch itself refuses those that do not fit into 64 bits.
+    """
     if isinstance(value, complex):
         params += (value.real, value.imag)
+    elif value.__class__ is int and value > _MAX_INT:
+        raise OverflowError(
+            f"the integer {value} is larger than {_MAX_INT}, the largest on the wooly device; use a float"
+        )
     else:
         params.append(value)
 
