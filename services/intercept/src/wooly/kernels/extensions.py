@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -104,10 +105,11 @@ def _run_here(op: OpOverload, body: Callable[..., Any], args: tuple[Any, ...], k
 
 
 def _own_version(library: str) -> str:
+    """The version of a library in this process."""
     try:
         return importlib.metadata.version(library)
     except importlib.metadata.PackageNotFoundError:
-        return "of an unknown version"
+        return str(getattr(sys.modules.get(library), "__version__", "of another version"))
 
 
 def _not_offered(op: OpOverload, link: Link) -> str:
