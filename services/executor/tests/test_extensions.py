@@ -9,8 +9,8 @@ from wooly_executor.bounds.work import Given
 from wooly_executor.errors import OperationError
 from wooly_executor.runtime import extensions
 from wooly_executor.runtime.calls import library_call
-from wooly_executor.runtime.guards import EXTENSION_LAWS, LAWS, law_of
 from wooly_executor.runtime.fresh_memory import writes_all
+from wooly_executor.runtime.guards import EXTENSION_LAWS, LAWS, law_of
 from wooly_wis.dtypes import DType
 from wooly_wis.program import Form, View
 
@@ -75,7 +75,9 @@ def test_load_of_namespace_with_laws_offers_only_operators_with_laws(library):
 
 
 def test_load_of_missing_library_names_setting():
-    with pytest.raises(extensions.ExtensionLibraryError, match=r"cannot import no_such_library.*WOOLY_EXECUTOR_LIBRARIES"):
+    with pytest.raises(
+        extensions.ExtensionLibraryError, match=r"cannot import no_such_library.*WOOLY_EXECUTOR_LIBRARIES"
+    ):
         extensions.load(["no_such_library"], device_key="CPU", laws=frozenset())
 
 

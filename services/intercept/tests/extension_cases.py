@@ -6,10 +6,9 @@ Arguments: endpoint, session id and token of an executor.
 import json
 import sys
 
+import extension_operators  # noqa: F401 - it registers operators
 import torch
 from wooly import api
-
-import extension_operators  # noqa: F401 - it registers operators
 
 
 def _scaled(x):

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -81,4 +83,40 @@ def test_extension_operator_without_permission_names_permission():
 def test_extension_operator_with_other_schema_names_both_versions():
     changed = _cases(version="2")["changed"]
     assert changed.startswith("NotImplementedError")
-    assert "its arguments differ between extension_operators 1 here and extension_operators 2 on the executor" in changed
+    assert (
+        "its arguments differ between extension_operators 1 here and extension_operators 2 on the executor" in changed
+    )
+
+
+@pytest.mark.slow
+def test_native_library_and_inline_sources_work_on_cuda(tmp_path):
+    built, inline = tmp_path / "built", tmp_path / "inline"
+    built.mkdir()
+    inline.mkdir()
+    made = subprocess.run(
+        [sys.executable, "native_cases.py", "build", str(built)], cwd=FOLDER, capture_output=True, text=True, timeout=600
+    )
+    assert made.returncode == 0, made.stderr
+    path = os.pathsep.join([str(FOLDER), str(built)])
+
+    def permitted(module, *arguments, **options):
+        return forks.Forked(module, *arguments, "--opaque-kernels", **options)
+
+    env = {"PYTHONPATH": path, "WOOLY_EXECUTOR_LIBRARIES": "native_operators"}
+    with executor_process(environment=env, start=permitted) as running:
+        done = subprocess.run(
+            [
+                *(sys.executable, "native_cases.py", "call", str(inline)),
+                *(running.endpoints[0], running.session_id, running.token),
+            ],
+            cwd=FOLDER,
+            env=os.environ | {"PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout[done.stdout.index("{") :])
+    assert found["native"] == [0, 1, 3, 6, 10]
+    assert found["inline"] == [[2, 2], [0, 2, 4, 6, 8]]
+    assert found["cuda sources"].startswith("NotImplementedError") and "wooly" in found["cuda sources"]

@@ -300,7 +300,11 @@ FORM_LAWS: tuple[Law[[Form]], ...] = (
     Law("attrs", "Attributes belong to the opcode, occur once, and are sorted by name.", _attrs_known),
     Law("refs", "References in attributes name existing operands and params of the form.", _refs_in_range),
     Law("rule", "Arguments, dtypes and sizes match the opcode's row.", _rule),
-    Law("extern", "`extern` names an allowed operator or an extension operator, with well-formed arguments.", _extern_allowed),
+    Law(
+        "extern",
+        "`extern` names an allowed operator or an extension operator, with well-formed arguments.",
+        _extern_allowed,
+    ),
     Law(
         "launch",
         "`kernel.launch` names a source, a grid and well-formed arguments; operands are contiguous and one-dimensional.",

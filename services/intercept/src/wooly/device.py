@@ -22,7 +22,7 @@ from wooly.devices import NAME, Devices
 from wooly.errors import ForkedProcessError, NotConnectedError
 from wooly.kernels import composite, views
 from wooly.kernels.autocast import Autocast
-from wooly.kernels.extensions import Extensions
+from wooly.kernels.extensions import Extensions, register_autocast
 from wooly.kernels.generic import Generic
 from wooly.kernels.launch import Launches
 from wooly.kernels.transfer import Transfer
@@ -120,6 +120,7 @@ class RegisteredDevice:
         self._register_factories(library)
         self._register_whole(library)
         self.autocast.register(library)
+        self._libraries.append(register_autocast())
         self._libraries.append(_register_fallbacks(Extensions(self.devices, self.generic, _unsupported)))
         set_library_roots(tuple(os.path.dirname(m.__file__ or "") for m in (torch, storage, wooly_wis)))
 

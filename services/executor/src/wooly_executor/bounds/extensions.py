@@ -1,7 +1,7 @@
 """Estimates for extension operators: rules for torchvision's, and one assumption for all others.
 
-Nothing is known about the work of an operator without a rule. Only sessions with the permission `opaque_kernels` may call one, so the
-assumption is for the order of work, not for protection.
+Nothing is known about the work of an operator without a rule. Only sessions with the permission `opaque_kernels` may call one, so
+the assumption is for the order of work, not for protection.
 """
 
 from __future__ import annotations

@@ -90,7 +90,9 @@ def load(names: Iterable[str] | None, *, device_key: str, laws: frozenset[str]) 
             module = importlib.import_module(name)
         except Exception as e:  # a library may fail in any way, for example because it was built for another torch
             if names is None:
-                log.warning("the operators of %s are not offered: importing it failed: %s: %s", name, type(e).__name__, e)
+                log.warning(
+                    "the operators of %s are not offered: importing it failed: %s: %s", name, type(e).__name__, e
+                )
                 continue
             raise ExtensionLibraryError(
                 f"cannot import {name} ({type(e).__name__}: {e}); install a build of it for torch {torch.__version__}, or "
@@ -143,9 +145,7 @@ def _version(name: str, module: Any) -> str:
         return str(getattr(module, "__version__", "unknown"))
 
 
-def _survey(
-    name: str, version: str, spaces: set[str], device_key: str, laws: frozenset[str]
-) -> ExtensionLibrary:
+def _survey(name: str, version: str, spaces: set[str], device_key: str, laws: frozenset[str]) -> ExtensionLibrary:
     operators: dict[str, OpOverload] = {}
     with_laws = {law.partition(".")[0] for law in laws}
     for qualified in sorted(all_operator_names()):

@@ -15,15 +15,29 @@ import hashlib
 import importlib.metadata
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from wooly.devices import Devices
 from wooly.kernels.addresses import no_addresses
 from wooly.kernels.generic import Generic, Kernel
 from wooly.link import Link
-from wooly.torch_private import OpOverload, has_kernel, python_body, raw_device, schema_of, tree_leaves
+from wooly.torch_private import (
+    OpOverload,
+    below_autocast,
+    has_kernel,
+    python_body,
+    raw_device,
+    schema_of,
+    tree_leaves,
+    tree_map,
+)
+
+#: Operators of torchvision that autocast computes in float32 on CUDA. The results get the dtype of the first argument.
+IN_FLOAT32 = ("nms", "roi_align", "roi_pool", "ps_roi_align", "ps_roi_pool", "deform_conv2d")
 
 
 class _Resolved(NamedTuple):
@@ -99,6 +113,24 @@ class Extensions:
         return _failing(op, missing or _not_offered(op, link))
 
 
+def register_autocast() -> torch.library.Library:
+    """Register the autocast rules of torchvision's operators. The library may be imported later, or never."""
+    library = torch.library.Library("torchvision", "IMPL")
+    for name in IN_FLOAT32:
+        library.impl(name, partial(_in_float32, name), "AutocastPrivateUse1")
+    return library
+
+
+def _in_float32(name: str, *args: Any, **kwargs: Any) -> Any:
+    call, dtype = below_autocast(getattr(torch.ops.torchvision, name).default), args[0].dtype
+    result = call(*tree_map(_widened, (args, kwargs)))
+    return result if name == "nms" else tree_map(lambda t: t.to(dtype), result)
+
+
+def _widened(a: Any) -> Any:
+    return a.to(torch.float32) if isinstance(a, Tensor) and a.is_floating_point() else a
+
+
 def _run_here(op: OpOverload, body: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with no_addresses(str(op)):
         return body(*args, **kwargs)
@@ -127,6 +159,8 @@ def _not_offered(op: OpOverload, link: Link) -> str:
 
 def _failing(op: OpOverload, why: str) -> Callable[..., Any]:
     def fail(*args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(f"{op} is not supported on the wooly device: {why}; or compute it on the CPU: x.cpu()")
+        raise NotImplementedError(
+            f"{op} is not supported on the wooly device: {why}; or compute it on the CPU: x.cpu()"
+        )
 
     return fail

@@ -155,9 +155,7 @@ def _infer_extension(facts: OpFacts, call: Call, counts: Inferences) -> list[Ten
     return [
         t
         if t is None
-        else torch.empty_strided(
-            [int(n) for n in t.shape], [int(n) for n in t.stride()], dtype=t.dtype, device="meta"
-        )
+        else torch.empty_strided([int(n) for n in t.shape], [int(n) for n in t.stride()], dtype=t.dtype, device="meta")
         for t in _fresh_of(facts, found[0])
     ]
 

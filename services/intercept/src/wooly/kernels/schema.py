@@ -106,7 +106,9 @@ class OpFacts:
         self.dynamic = torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags
         self.random = torch.Tag.nondeterministic_seeded in tags
         self.generator = next((i for i, a in enumerate(schema.arguments) if "Generator" in str(a.type)), None)
-        self._dropout = None if self.extension else next((i for i, a in enumerate(positional) if a.name == "dropout_p"), None)
+        self._dropout = (
+            None if self.extension else next((i for i, a in enumerate(positional) if a.name == "dropout_p"), None)
+        )
 
     def draws(self, call: Call) -> bool:
         """Whether this call draws random numbers. Attention without dropout draws none."""

@@ -1,8 +1,8 @@
 """Laws for torchvision's operators on boxes and regions of images.
 
-Their kernels take the image of a region from the first column of `rois` and compute addresses from coordinates, without checks. A
-wrong image index, a NaN or a huge coordinate reads or writes out of bounds. Regions that are sampled adaptively also determine the
-amount of work. The laws for backward operators check what autograd would pass: the maps that the forward operator returned.
+Their kernels take the image of a region from the first column of `rois` and compute addresses from coordinates, without checks.
+A wrong image index, a NaN or a huge coordinate reads or writes out of bounds. Regions that are sampled adaptively also determine
+the amount of work. The laws for backward operators check what autograd would pass: the maps that the forward operator returned.
 """
 
 from __future__ import annotations
@@ -38,9 +38,7 @@ def _same_dtype(given: Arguments, *names: str) -> None:
 
 def _number(given: Arguments, name: str, least: int) -> int:
     value = given[name]
-    require(
-        isinstance(value, int) and least <= value < 1 << 31, f"{name} must be at least {least} and less than 2**31"
-    )
+    require(isinstance(value, int) and least <= value < 1 << 31, f"{name} must be at least {least} and less than 2**31")
     return int(value)
 
 
@@ -143,7 +141,7 @@ def _regions_inside(given: Arguments, images: int) -> None:
 
 def _deformed(given: Arguments) -> tuple[int, ...]:
     """Check the arguments of a deformable convolution. Returns the shape of its result."""
-    image, weight, offset = (_tensor(given, name, 4) for name in ("input", "weight", "offset"))
+    image, weight, _ = (_tensor(given, name, 4) for name in ("input", "weight", "offset"))
     _same_dtype(given, "input", "weight", "offset", "mask", "bias")
     stride = _number(given, "stride_h", 1), _number(given, "stride_w", 1)
     pad = _number(given, "pad_h", 0), _number(given, "pad_w", 0)
