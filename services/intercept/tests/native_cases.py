@@ -1,6 +1,6 @@
 """Builds an extension library in C++ and calls it on "cuda". `test_extensions.py` runs this file as two kinds of process.
 
-`build FOLDER` compiles the library, and writes a Python module that loads it. `call ENDPOINT SESSION TOKEN` prints results as JSON.
+`build FOLDER` compiles the library, and writes a Python module that loads it. `call FOLDER ENDPOINT SESSION TOKEN` prints results.
 """
 
 import json
@@ -61,7 +61,9 @@ def call(folder, endpoint, session_id, token):
     found = {"native": torch.ops.native_operators.running_total(x).tolist()}
     found["inline"] = [twice(torch.ones(2)).tolist(), twice(x).tolist()]
     try:
-        cpp_extension.load_inline("native_cuda", INLINE, cuda_sources=INLINE, functions=["twice"], build_directory=folder)
+        cpp_extension.load_inline(
+            "native_cuda", INLINE, cuda_sources=INLINE, functions=["twice"], build_directory=folder
+        )
     except Exception as e:
         found["cuda sources"] = f"{type(e).__name__}: {e}"
     api.disable()

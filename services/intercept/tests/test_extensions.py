@@ -94,7 +94,11 @@ def test_native_library_and_inline_sources_work_on_cuda(tmp_path):
     built.mkdir()
     inline.mkdir()
     made = subprocess.run(
-        [sys.executable, "native_cases.py", "build", str(built)], cwd=FOLDER, capture_output=True, text=True, timeout=600
+        [sys.executable, "native_cases.py", "build", str(built)],
+        cwd=FOLDER,
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
     assert made.returncode == 0, made.stderr
     path = os.pathsep.join([str(FOLDER), str(built)])
