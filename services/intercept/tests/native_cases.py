@@ -1,6 +1,6 @@
 """Builds an extension library in C++ and calls it on "cuda". `test_extensions.py` runs this file as two kinds of process.
 
-`build FOLDER` compiles the library, and writes a Python module that loads it. `call FOLDER ENDPOINT SESSION TOKEN` prints results.
+`build FOLDER` compiles the library, and writes a Python module that loads it. `call FOLDER ENDPOINT SESSION TOKEN` prints JSON.
 """
 
 import json

@@ -5,7 +5,6 @@ The recorder and the capture of Triton kernels use the number behind `data_ptr`,
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 
+from wooly.python_private import frame_at
 from wooly.torch_private import raw_data_ptr, raw_device
 
 _OWN = ("wooly", "triton", "torch")
@@ -25,7 +25,7 @@ def _data_ptr(self: torch.Tensor) -> int:
     """`Tensor.data_ptr` while kernels of scripts run."""
     name = getattr(_running, "name", None)
     if name is not None and raw_device(self).type == "wooly":
-        caller: Any = sys._getframe(1).f_globals.get("__name__", "")
+        caller: Any = frame_at(1).f_globals.get("__name__", "")
         if caller.partition(".")[0] not in _OWN:
             raise RuntimeError(
                 f"the kernel of {name} asks for the address of a CUDA tensor (data_ptr), but the tensor's memory is on "
@@ -43,7 +43,7 @@ def no_addresses(name: str) -> Iterator[None]:
     with _lock:
         _users += 1
         if _users == 1:
-            torch.Tensor.data_ptr = _data_ptr  # type: ignore[method-assign]
+            torch.Tensor.data_ptr = _data_ptr  # type: ignore[method-assign, assignment]
     _running.name = name
     try:
         yield
