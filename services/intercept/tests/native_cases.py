@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 SOURCE = """
-#include <torch/torch.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
 at::Tensor running_total(const at::Tensor& x) {
@@ -42,6 +43,7 @@ def build(folder):
         is_python_module=False,
         build_directory=folder,
         no_implicit_headers=True,
+        extra_cflags=["-O0"],
     )
     path = str(Path(folder) / "native_operators_library.so")
     (Path(folder) / "native_operators.py").write_text(MODULE.format(path=path))
