@@ -89,6 +89,7 @@ def test_extension_operator_with_other_schema_names_both_versions():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # compiles C++ twice
 def test_native_library_and_inline_sources_work_on_cuda(tmp_path):
     built, inline = tmp_path / "built", tmp_path / "inline"
     built.mkdir()
