@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from wooly_wis.determinism import is_sensitive
 from wooly_wis.dtypes import DType
 from wooly_wis.errors import RuleError
-from wooly_wis.externs import is_allowed
+from wooly_wis.externs import is_allowed, is_extension
 from wooly_wis.foreign import ATTRS as LAUNCH_ATTRS
 from wooly_wis.foreign import OPCODE as LAUNCH
 from wooly_wis.foreign import launch_of
@@ -49,7 +49,8 @@ BASE: dict[str, BaseOpcode] = {
     "extern": BaseOpcode(
         None,
         frozenset({"args", "conj", "deterministic", "kwargs", "name", "neg", "rng", "scalars", "vjp", "wanted"}),
-        "calls an operator of the device's library from the allow-list; `rng` is the (seed, offset) pair of a random operator, "
+        "calls an operator of the device's library from the allow-list, or an operator of an extension library that the "
+        "executor offers; `rng` is the (seed, offset) pair of a random operator, "
         "so that a replay draws the same numbers; the operator reads the operands in `conj` conjugated and the operands in "
         "`neg` negated; `wanted` lists operands that need gradients (a library may choose its kernels by this list); with "
         "`vjp` (gradients of the operator's results), the instruction returns the gradients of `wanted`, not the results; "
@@ -201,8 +202,8 @@ def _extern_allowed(form: Form) -> str | None:
     name = form.attr("name")
     if not isinstance(name, str):
         return "the attribute 'name' is missing"
-    if not is_allowed(name):
-        return f"operator {name!r} is not in the allow-list"
+    if not (is_allowed(name) or is_extension(name)):
+        return f"operator {name!r} is not in the allow-list, and it is not the name of an extension operator"
     args, kwargs = form.attr("args", ()), form.attr("kwargs", ())
     if not isinstance(args, tuple) or not isinstance(kwargs, tuple):
         return "args and kwargs must be tuples"
@@ -299,7 +300,11 @@ FORM_LAWS: tuple[Law[[Form]], ...] = (
     Law("attrs", "Attributes belong to the opcode, occur once, and are sorted by name.", _attrs_known),
     Law("refs", "References in attributes name existing operands and params of the form.", _refs_in_range),
     Law("rule", "Arguments, dtypes and sizes match the opcode's row.", _rule),
-    Law("extern", "`extern` names an allowed operator and has well-formed arguments.", _extern_allowed),
+    Law(
+        "extern",
+        "`extern` names an allowed operator or an extension operator, with well-formed arguments.",
+        _extern_allowed,
+    ),
     Law(
         "launch",
         "`kernel.launch` names a source, a grid and well-formed arguments; operands are contiguous and one-dimensional.",

@@ -36,9 +36,10 @@ from wooly_executor.dispatch import Dispatch
 from wooly_executor.errors import ContextLostError, ExecutorError, MissingDriverError
 from wooly_executor.journal import JournalPublisher
 from wooly_executor.memory_publisher import MemoryPublisher
-from wooly_executor.runtime import cuda, hip, opencl
+from wooly_executor.runtime import cuda, extensions, hip, opencl
 from wooly_executor.runtime.cuda import CudaRuntime
 from wooly_executor.runtime.gpu import GpuRuntime
+from wooly_executor.runtime.guards import EXTENSION_LAWS
 from wooly_executor.runtime.hip import HipRuntime
 from wooly_executor.runtime.opencl import OpenClRuntime
 from wooly_executor.runtime.protocol import PlanRuntime, Runtime
@@ -197,6 +198,12 @@ def main(argv: list[str] | None = None) -> int:
     try:
         runtime = make_runtime(args.runtime or settings.runtime, settings.state_dir, settings.device)
     except MissingDriverError as e:
+        log.error("%s", e)
+        return 2
+    try:
+        key = "CPU" if runtime.device.host else "CUDA"
+        extensions.load(settings.extension_libraries(), device_key=key, laws=frozenset(EXTENSION_LAWS))
+    except extensions.ExtensionLibraryError as e:
         log.error("%s", e)
         return 2
     runtime.bounds = Bounds(

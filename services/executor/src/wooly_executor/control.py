@@ -45,6 +45,7 @@ from wooly_executor.device_loop import DeviceLoop
 from wooly_executor.errors import AdmissionError, ExecutorError, LoopEndedError
 from wooly_executor.jobs import Jobs
 from wooly_executor.memory.book import Scope
+from wooly_executor.runtime import extensions
 from wooly_executor.sessions import STOPPING
 from wooly_executor.settings import PREFIX, ExecutorSettings
 from wooly_executor.spans import hosted_under
@@ -107,7 +108,9 @@ class ExecutorActor(Actor):
         self._loop = loop
         self._endpoints = tuple(endpoints)
         self._clock = clock
-        self._facts = DeviceFacts(**{**loop.runtime.facts(), "total_memory": loop.memory})
+        self._facts = DeviceFacts(
+            **{**loop.runtime.facts(), "total_memory": loop.memory, "libraries": extensions.versions()}
+        )
         self._leases: dict[str, _Lease] = {}
         self._closed: asyncio.Queue[tuple[str, str, tuple[str, ...]]] = asyncio.Queue()
         self._events = asyncio.get_running_loop()

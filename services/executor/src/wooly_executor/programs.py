@@ -32,6 +32,7 @@ from wooly_executor.errors import (
 )
 from wooly_executor.estimates import Cut, Estimate, instruction_ns
 from wooly_executor.memory.pool import room_of
+from wooly_executor.runtime.extensions import unchecked_operators
 from wooly_executor.runtime.foreign import ForeignKernel
 from wooly_executor.runtime.protocol import Runtime
 
@@ -75,6 +76,7 @@ class ReadyProgram:
         sources: digests of the sources of its foreign kernels.
         kernels: its foreign kernels; a run begins only after they are compiled.
         unchecked: a launch asks to run its kernel without checks.
+        opaque_operators: extension operators that cannot be checked.
     """
 
     digest: bytes
@@ -96,6 +98,7 @@ class ReadyProgram:
     sources: frozenset[bytes]
     kernels: tuple[ForeignKernel, ...]
     unchecked: bool
+    opaque_operators: frozenset[str]
 
     def unpack_params(self, words: bytes) -> list[Any]:
         """Python values of a run's param words.
@@ -253,6 +256,7 @@ class ProgramStore:
         if ready is not None:
             _check_sources(ready.sources, sources)
             self._check_author(ready.sources, sources, author, unchecked=ready.unchecked)
+            _check_operators(ready.opaque_operators, author)
             for kernel in ready.kernels:
                 kernel.retry()
             return ready
@@ -277,6 +281,8 @@ class ProgramStore:
         _check_sources(named, sources)
         unchecked = any(dict(launch.options).get(UNCHECKED) for _, launch in foreign)
         self._check_author(named, sources, author, unchecked=unchecked)
+        opaque_operators = unchecked_operators([k.form for k in known])
+        _check_operators(opaque_operators, author)
         kernels: list[ForeignKernel] = []
         for form, launch in foreign:
             pause()
@@ -313,6 +319,7 @@ class ProgramStore:
             named,
             tuple(dict.fromkeys(kernels)),
             unchecked,
+            opaque_operators,
         )
 
     def _checked(self, raw: bytes) -> tuple[Program, list[_Known], ProgramFacts]:
@@ -361,11 +368,8 @@ class ProgramStore:
         if unchecked and foreign.unchecked:
             opaque.append(f"that is launched with the option {UNCHECKED}")
         if opaque:
-            whose = f"tenant {author.tenant or 'default'}"
-            raise OpaqueKernelError(
-                f"the loads and stores of a kernel {min(opaque)} cannot be checked on this device, so it needs the permission "
-                f"opaque_kernels, which {whose} does not have; ask an administrator for it: PUT /api/v1/tenants/NAME with "
-                '{"opaque_kernels": true}'
+            raise _without_permission(
+                f"the loads and stores of a kernel {min(opaque)} cannot be checked on this device, so it needs", author
             )
 
     def _form(self, raw: bytes) -> _Known:
@@ -410,6 +414,25 @@ def _check_sources(named: frozenset[bytes], sources: Mapping[bytes, Source]) -> 
     if missing:
         raise UnknownSourceError(
             f"the program names the kernel source {min(missing).hex()[:16]}, which this session has not sent"
+        )
+
+
+def _without_permission(why: str, author: Author) -> OpaqueKernelError:
+    return OpaqueKernelError(
+        f"{why} the permission opaque_kernels, which tenant {author.tenant or 'default'} does not have; ask an administrator "
+        'for it: PUT /api/v1/tenants/NAME with {"opaque_kernels": true}'
+    )
+
+
+def _check_operators(opaque: frozenset[str], author: Author) -> None:
+    """Check that the author may call extension operators that cannot be checked.
+
+    Raises:
+        OpaqueKernelError: the author lacks the permission.
+    """
+    if opaque and not author.opaque:
+        raise _without_permission(
+            f"the loads and stores of the extension operator {min(opaque)} cannot be checked, so it needs", author
         )
 
 

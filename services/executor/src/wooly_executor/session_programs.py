@@ -26,6 +26,7 @@ class SessionPrograms:
         most: maximum host memory of its programs, in bytes. Above it, the least recently used programs are forgotten.
 
     Attributes:
+        author: the session's tenant and permissions.
         nbytes: size of the definitions.
         held: estimated host memory of the programs, in bytes.
         sources: its kernel sources, by digest.
@@ -33,7 +34,7 @@ class SessionPrograms:
     """
 
     def __init__(self, store: ProgramStore, author: Author, most: int) -> None:
-        self._store, self._author, self._most = store, author, most
+        self._store, self.author, self._most = store, author, most
         self._known: OrderedDict[bytes, ReadyProgram] = OrderedDict()
         self._lost = False  # a program was forgotten because of the limit `most`
         self.nbytes = self.held = self.source_bytes = 0
@@ -75,7 +76,7 @@ class SessionPrograms:
         """Decode a program's definition, for `keep`. A decoder's thread may call this, because no other frame of the session is
         processed meanwhile.
         """
-        return self._store.define(raw, self.sources, self._author)
+        return self._store.define(raw, self.sources, self.author)
 
     def keep(self, ready: ReadyProgram) -> None:
         """Register a program, so that runs may name it."""

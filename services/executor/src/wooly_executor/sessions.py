@@ -22,6 +22,7 @@ from wooly_executor.host_account import Holder, HostLimits, session_to_end
 from wooly_executor.memory.book import Scope
 from wooly_executor.post import Post
 from wooly_executor.programs import Author, ProgramStore
+from wooly_executor.runtime import extensions
 from wooly_executor.runtime.protocol import Runtime
 from wooly_executor.session import Session
 from wooly_executor.session_programs import SessionPrograms
@@ -163,7 +164,8 @@ class Sessions:
             session.used.trace = session.spans.parent
         session.conn, conn.owner = conn, session
         conn.ack(1)
-        facts = self._runtime.facts() | {"total_memory": session.quota}
+        libraries = extensions.facts(opaque=session.programs.author.opaque)
+        facts = self._runtime.facts() | {"total_memory": session.quota, "libraries": libraries}
         welcome = {"protocol": PROTOCOL, "session_id": session.id, "window": WINDOW, "device": facts}
         self._answers.say(conn, welcome, Kind.WELCOME)
         self._post.add(session, ClientCame(planned=hello.jit == "full" and session.tiers is not None))

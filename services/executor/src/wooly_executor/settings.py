@@ -50,6 +50,11 @@ class ExecutorSettings(BaseSettings):
     node: str = Field(default_factory=socket.gethostname)
     runtime: Literal["auto", "cuda", "hip", "opencl", "torch_cpu"] = "auto"
     device: int = Field(default=0, ge=0, le=255)
+    libraries: str | None = Field(
+        default=None,
+        description="comma-separated import names of extension libraries whose operators programs may call; by default "
+        "torchvision if it is installed; empty: no library",
+    )
     listen: str = ""
     advertise: str = ""
     tls_cert: Path | None = None
@@ -121,6 +126,12 @@ class ExecutorSettings(BaseSettings):
     max_elements: Annotated[int, Field(ge=1)] | None = None
     max_flops: Annotated[int, Field(ge=1)] | None = None
     pace: Literal["best", "off"] | Annotated[int, Field(ge=1_000, le=1_000_000)] = "best"
+
+    def extension_libraries(self) -> list[str] | None:
+        """Import names of the extension libraries; None: the default."""
+        if self.libraries is None:
+            return None
+        return [name.strip() for name in self.libraries.split(",") if name.strip()]
 
     def device_memory(self, capacity: int | None) -> int:
         """Bytes of the device: as configured, else its `capacity`, else a CPU device's part of the host's memory."""

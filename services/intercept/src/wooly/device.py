@@ -22,6 +22,7 @@ from wooly.devices import NAME, Devices
 from wooly.errors import ForkedProcessError, NotConnectedError
 from wooly.kernels import composite, views
 from wooly.kernels.autocast import Autocast
+from wooly.kernels.extensions import Extensions, register_autocast
 from wooly.kernels.generic import Generic
 from wooly.kernels.launch import Launches
 from wooly.kernels.transfer import Transfer
@@ -119,7 +120,8 @@ class RegisteredDevice:
         self._register_factories(library)
         self._register_whole(library)
         self.autocast.register(library)
-        self._libraries.append(_register_fallbacks())
+        self._libraries.append(register_autocast())
+        self._libraries.append(_register_fallbacks(Extensions(self.devices, self.generic, _unsupported)))
         set_library_roots(tuple(os.path.dirname(m.__file__ or "") for m in (torch, storage, wooly_wis)))
 
     def _own_kernels(self) -> dict[str, Any]:
@@ -187,10 +189,10 @@ class RegisteredDevice:
             library.impl(_short(op), whole if whole.takes_host_tensor else self.generic.kernel(op), "PrivateUse1")
 
 
-def _register_fallbacks() -> torch.library.Library:
-    """Register the errors for operators without a kernel, and for sparse and nested tensors."""
+def _register_fallbacks(extensions: Extensions) -> torch.library.Library:
+    """Register what happens with operators without a kernel, and the errors for sparse and nested tensors."""
     rest = torch.library.Library("_", "IMPL")
-    rest.fallback(_unsupported, "PrivateUse1")
+    rest.fallback(extensions, "PrivateUse1")
     rest.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     for key in ("SparsePrivateUse1", "SparseCsrPrivateUse1", "NestedTensorPrivateUse1"):
         rest.fallback(_not_dense, key)

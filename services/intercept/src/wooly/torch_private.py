@@ -33,6 +33,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 TensorBase: Any = torch._C.TensorBase
 #: PyTorch's own getters. They stay available after the facade has replaced the properties of `torch.Tensor`.
 raw_device: Callable[[torch.Tensor], torch.device] = TensorBase.device.__get__
+raw_data_ptr: Callable[[torch.Tensor], int] = TensorBase.data_ptr
 raw_is_cuda: Callable[[torch.Tensor], bool] = TensorBase.is_cuda.__get__
 
 raw_storage_device: Callable[[torch.UntypedStorage], torch.device] = torch._C.StorageBase.device.__get__  # type: ignore[attr-defined]
@@ -346,6 +347,61 @@ def redispatch_cuda_autocast(op: torch._ops.OpOverload) -> Callable[..., Any]:
 def has_kernel(op_name: str, key: str) -> bool:
     """Whether a kernel of `op_name` ("aten::add.Tensor") is registered directly for the dispatch key `key`."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(op_name, key)
+
+
+def python_body(op: torch._ops.OpOverload) -> Callable[..., Any] | None:
+    """A callable that runs the Python function that is registered for `op` under CUDA or for all devices; None: there is none.
+
+    Kernels in C++ under CUDA would access the memory of the tensors, so they do not count.
+    """
+    space, _, rest = op.name().partition("::")
+    names = {rest, rest.partition(".")[0]} if overload_name(op) == "default" else {rest}
+    for key in ("CUDA", "CompositeExplicitAutograd"):
+        if any(f"{space}/{name}/{key}" in torch.library._impls for name in names):
+            call, keys = op._handle.redispatch_boxed, DispatchKeySet(getattr(DispatchKey, key))
+            return lambda *args, call=call, keys=keys, **kwargs: call(keys, *args, **kwargs)
+    return None
+
+
+def fake_results(call: Callable[[Callable[[torch.Tensor], torch.Tensor]], Any]) -> tuple[Any, bool] | None:
+    """Run `call` with fake tensors, whose sizes may be symbols. Used to infer the shapes of extension operators.
+
+    Plain meta tensors are wrong here: a fake kernel may ask its context for a size that depends on data.
+
+    Args:
+        call: gets a function that makes a fake host tensor with the shape, strides and dtype of a tensor.
+
+    Returns:
+        The result, with fake tensors, and whether any size or stride of it depends on data; None if the operator has no fake
+        kernel.
+    """
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        FakeTensorMode,
+        UnsupportedOperatorException,
+    )
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    def fake(t: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cpu")
+
+    missing = (
+        *(UnsupportedOperatorException, DynamicOutputShapeException, DataDependentOutputException),
+        NotImplementedError,
+    )
+    with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # on CUDA no fake kernel runs, so there is no warning
+        try:
+            result = call(fake)
+        except missing:
+            return None
+    flat = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
+    return result, any(_is_symbol(n) for t in flat for n in (*t.shape, *t.stride()))
+
+
+def _is_symbol(n: Any) -> bool:
+    return isinstance(n, torch.SymInt) and bool(n.node.expr.free_symbols)
 
 
 def all_aten_overloads() -> list[torch._ops.OpOverload]:

@@ -12,7 +12,7 @@ from wooly_wis.messages.memory import MemoryState
 
 class DeviceFacts(Message):
     """One device, as its runtime describes it. Memory is in bytes. `arch`: the compilers' name of the chip (sm_90, gfx942,
-    x86_64).
+    x86_64). `libraries`: the version of each extension library whose operators programs may call, by import name.
     """
 
     name: str
@@ -22,6 +22,7 @@ class DeviceFacts(Message):
     cores: int = Field(ge=1)
     arch: str = Field(default="", max_length=64)
     torch_version: str = ""
+    libraries: dict[str, str] = Field(default_factory=dict, max_length=256)
 
 
 class WorkDone(Message):

@@ -11,6 +11,7 @@ from wooly_wis.optable import TABLE
 from wooly_wis.program import Attr, Form, OperandRef, ParamRef, Role
 
 from wooly_executor.bounds.elementwise import ELEMENTWISE, PASSES, base_of, over_all, over_lists, over_space
+from wooly_executor.bounds.extensions import of_extension
 from wooly_executor.bounds.indexing import INDEXING
 from wooly_executor.bounds.products import PRODUCTS
 from wooly_executor.bounds.windows import WINDOWS
@@ -44,7 +45,11 @@ def work_of(form: Form) -> Work:
 
 def work_of_call(call: LibraryCall, form: Form) -> Work:
     """Return the estimated work of a library call that a form describes."""
-    work = _by_family(call.op.overloadpacket.__name__, _given(call, form))
+    given, name = _given(call, form), call.op.overloadpacket.__name__
+    if call.op.namespace == "aten":
+        work = _by_family(name, given)
+    else:
+        work = of_extension(f"{call.op.namespace}.{name}", given)
     return work.times(WITH_GRADIENTS) if form.attr("wanted") is not None else work
 
 

@@ -15,6 +15,7 @@ from wooly_wis.program import Attr, Form, OperandRef, ParamKind, ParamRef, Role,
 from wooly_wis.scalar_expr import Name
 
 from wooly_executor.errors import OperationError
+from wooly_executor.runtime import extensions
 from wooly_executor.runtime.buffers import TORCH_DTYPE
 from wooly_executor.runtime.fast_bindings import FAST
 from wooly_executor.runtime.torch_private import OpOverload, binding_of, neg_view, schema_of
@@ -48,9 +49,9 @@ def library_call(form: Form) -> LibraryCall:
     if form.opcode != "extern":
         return _native_call(form)
     name = form.attr("name")
-    if not isinstance(name, str) or not is_allowed(name):
-        raise OperationError(f"operator {name!r} is not allowed: it is not in the allow-list")
-    op = _overload(name)
+    if not isinstance(name, str):
+        raise OperationError("extern: the attribute 'name' is missing")
+    op = _overload(name) if is_allowed(name) else _extension(name)
     args, kwargs = _split_kwargs(form)
     return LibraryCall(
         op, tuple([_host_tensor(a, v) for a, v in zip(schema_of(op).arguments, args, strict=False)]), kwargs
@@ -65,6 +66,22 @@ def _host_tensor(argument: Any, value: Attr) -> Any:
     if isinstance(value, tuple) and str(argument.type) == "Tensor":
         return torch.tensor(value, dtype=torch.int64)
     return value
+
+
+def _extension(name: str) -> OpOverload:
+    """Return an extension operator.
+
+    Raises:
+        OperationError: this executor does not offer it.
+    """
+    op = extensions.offered(name)
+    if op is None:
+        known = ", ".join([f"{k} {v}" for k, v in extensions.versions().items()]) or "no library"
+        raise OperationError(
+            f"operator {name!r} is not allowed: it is not in the allow-list, and this executor offers {known}; "
+            "install its library on the executor and name it in WOOLY_EXECUTOR_LIBRARIES"
+        )
+    return op
 
 
 def _overload(name: str) -> OpOverload:
@@ -337,7 +354,7 @@ def typed_params(form: Form, call: LibraryCall) -> dict[int, torch.dtype]:
                 ref, dtype = item
                 if isinstance(ref, ParamRef) and isinstance(dtype, DType):
                     typed[ref.index] = TORCH_DTYPE[dtype]
-    if str(call.op) in FAST or call.op.overloadpacket.__name__ in _TAKES_NUMBERS:
+    if str(call.op) in FAST or (call.op.namespace == "aten" and call.op.overloadpacket.__name__ in _TAKES_NUMBERS):
         return typed
     views = [o.view for o in form.operands if o.view is not None]
     by_name = {a.name: v for a, v in zip(schema_of(call.op).arguments, call.args, strict=False)} | dict(call.kwargs)

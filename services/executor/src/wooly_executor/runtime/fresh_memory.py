@@ -55,7 +55,9 @@ WRITE_ALL: Final = frozenset(
 
 
 def writes_all(op: OpOverload) -> bool:
-    """Whether an operator is known to write every element of every result."""
+    """Whether an operator is known to write every element of every result. Nothing is known about extension operators."""
+    if op.namespace != "aten":
+        return False
     name = op.overloadpacket.__name__.removesuffix("_")
     return name in _known() or name.removeprefix("_foreach_") in _known()
 

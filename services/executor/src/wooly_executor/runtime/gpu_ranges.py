@@ -51,7 +51,7 @@ Rule = Callable[[Arguments, Word], dict[str, Any]]
 
 def in_range(op: OpOverload, do: Callable[..., Any]) -> Callable[..., Any] | None:
     """Return `do` with a range check of the operands of `op`; None if the operator needs no check."""
-    found = _RULES.get(op.overloadpacket.__name__)
+    found = _RULES.get(op.overloadpacket.__name__) if op.namespace == "aten" else None
     if found is None:
         return None
     rule, why = found

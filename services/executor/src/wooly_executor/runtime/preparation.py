@@ -482,6 +482,8 @@ class _Preparation:
             return None
         if asks_grad_mode(library.op) or library.instead is not None:
             return None
+        if library.op.namespace != "aten":
+            return None
         if any(a.is_out for a in schema.arguments):
             # The size of `out=` must not change from run to run, and LAPACK may leave `out=` conjugated.
             views = [o.view for o in form.operands]

@@ -58,6 +58,16 @@ def schema_of(op: OpOverload) -> torch._C.FunctionSchema:
     return op._schema
 
 
+def has_kernel(op_name: str, key: str) -> bool:
+    """Return whether a kernel of `op_name` ("aten::add.Tensor") is registered for the dispatch key `key` itself."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op_name, key)
+
+
+def all_operator_names() -> list[str]:
+    """Return the names of all operators of this process ("aten::add.Tensor"), in no particular order."""
+    return torch._C._dispatch_get_all_op_names()
+
+
 def binding_of(op: OpOverload) -> Callable[..., Any]:
     """Return the C++ function that an overload calls."""
     call: Callable[..., Any] = op._op

@@ -28,6 +28,7 @@ from wooly.facade import (
     parallel,
     pinned,
     profiler,
+    sources,
     state,
     streams,
     tensors,
@@ -110,6 +111,7 @@ class Facade:
                 setattr(owner, name, value)
         triton_capture.activate(self._launches)
         generation.activate()
+        sources.activate()
         handover.activate()
         replaced = [(old, owner.__dict__.get(name)) for owner, name, old in self._undo]
         tell_dynamo(replaced)
@@ -119,6 +121,7 @@ class Facade:
         """Remove all patches."""
         handover.deactivate()
         generation.deactivate()
+        sources.deactivate()
         triton_capture.deactivate()
         back = [(owner.__dict__.get(name), old) for owner, name, old in self._undo]
         while self._undo:

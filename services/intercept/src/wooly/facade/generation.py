@@ -8,64 +8,35 @@ needed. This file enables the deferred check for the Wooly device, too.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
 import torch
 
 from wooly.device import current_devices
+from wooly.facade.imports import AfterImport
 
 _MODULE = "transformers.generation.utils"
 #: Class of Transformers' deferred check, and the device for which Transformers uses it.
 _CLASS, _DEFERRING = "DeferredStopCheck", torch.device("mps")
 
 
-def activate() -> None:
-    """Enable the deferred check, now or when Transformers is imported."""
-    module = sys.modules.get(_MODULE)
-    if module is not None:
-        _install(module)
-    elif not any(isinstance(f, _Finder) for f in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
-
-
 def deactivate() -> None:
     """Restore Transformers' own check."""
-    sys.meta_path[:] = [f for f in sys.meta_path if not isinstance(f, _Finder)]
-    module = sys.modules.get(_MODULE)
+    module = _waiting.deactivate()
     ours: Any = getattr(module, _CLASS, None)
     if hasattr(ours, "wooly_replaces"):
         setattr(module, _CLASS, ours.wooly_replaces)
-
-
-class _Finder(MetaPathFinder):
-    """Detects the import of Transformers' module."""
-
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """The normal spec of the module, with a loader that enables the deferred check after the import."""
-        if name != _MODULE:
-            return None
-        sys.meta_path[:] = [f for f in sys.meta_path if f is not self]
-        spec = PathFinder.find_spec(name, path)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                execute(module)
-                _install(module)
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
 
 
 def _install(module: ModuleType) -> None:
     real = getattr(module, _CLASS, None)
     if real is not None and not hasattr(real, "wooly_replaces"):  # releases before 5 do not have the class
         setattr(module, _CLASS, _make_deferred(real))
+
+
+_waiting = AfterImport(_MODULE, _install)
+activate = _waiting.activate
 
 
 def _make_deferred(real: Any) -> type:

@@ -8,6 +8,7 @@ those of CPU kernels: layouts, dtypes of statistics, sizes of `out=`.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from wooly.kernels.outs import RESIZE_SILENTLY, RESIZED_ON_HOST, ResizeOutError,
 from wooly.kernels.overlap import overlaps
 from wooly.kernels.schema import Call, OpFacts, tensors_of
 from wooly.storage import dense_strides
-from wooly.torch_private import neg_view, raw_device, suggested_format, tree_leaves, tree_map
+from wooly.torch_private import fake_results, neg_view, raw_device, suggested_format, tree_leaves, tree_map
 
 #: Elementwise functions of two tensors whose meta kernels (written in Python) take the layout of the result from another operand
 #: than ATen's iterator.
@@ -91,6 +92,8 @@ def infer(facts: OpFacts, call: Call, counts: Inferences, *, on_host: bool = Fal
         NoMetaKernelError: the result cannot be inferred without values.
         ResizeOutError: an `out=` argument must be resized first.
     """
+    if facts.extension:
+        return _infer_extension(facts, call, counts)
     on_host = on_host or facts.name in INFERRED_ON_HOST or _is_conv3d_channels_last(facts, call)
     where = "cpu" if on_host else "meta"
     if on_host:
@@ -124,6 +127,37 @@ def infer(facts: OpFacts, call: Call, counts: Inferences, *, on_host: bool = Fal
     fresh = _fresh_of(facts, result)
     _correct(facts, call, args, kwargs, where, fresh)
     return fresh
+
+
+def _infer_extension(facts: OpFacts, call: Call, counts: Inferences) -> list[Tensor | None]:
+    """Infer the results of an extension operator with its fake kernel.
+
+    Raises:
+        NoMetaKernelError: it has no fake kernel, or the shapes of its results depend on data.
+    """
+    counts.on_meta += 1
+
+    def with_fakes(fake: Callable[[Tensor], Tensor]) -> Any:
+        def convert(a: Any) -> Any:
+            if isinstance(a, Tensor):
+                return fake(a) if raw_device(a).type == "wooly" else a
+            if isinstance(a, (list, tuple)):
+                return [convert(x) for x in a]
+            return torch.device("cpu") if isinstance(a, torch.device) else a
+
+        return facts.op(*[convert(a) for a in call.args], **{k: convert(v) for k, v in call.kwargs.items()})
+
+    found = fake_results(with_fakes)
+    if facts.mutable and all(name is not None for name in facts.returns_written):
+        return []
+    if found is None or found[1]:
+        raise NoMetaKernelError
+    return [
+        t
+        if t is None
+        else torch.empty_strided([int(n) for n in t.shape], [int(n) for n in t.stride()], dtype=t.dtype, device="meta")
+        for t in _fresh_of(facts, found[0])
+    ]
 
 
 def infer_differentiated(

@@ -84,7 +84,7 @@ class PlanBuilder:
             RuntimeError: the operator is not deterministic, and the script asked for deterministic algorithms.
             ResizeOutError: an `out=` argument must be resized first.
         """
-        if not is_allowed(facts.name):
+        if not (is_allowed(facts.name) or facts.extension):
             raise unsupported(facts.name, "the executor does not offer this operator")
         mode = self._determinism.mode
         with deterministic_off() if mode.warn_only else contextlib.nullcontext():  # the host's kernels may warn, too
@@ -107,7 +107,13 @@ class PlanBuilder:
         try:
             return infer(facts, call, self.inferences), False
         except NoMetaKernelError:
-            if facts.out_args:
+            if facts.extension and facts.mutable and any(name is None for name in facts.returns_written):
+                raise unsupported(
+                    facts.name,
+                    "it writes an argument and returns new tensors, but it has no fake kernel that gives their shapes; "
+                    "register one: torch.library.register_fake",
+                ) from None
+            if facts.out_args and not facts.extension:
                 return infer(facts, call, self.inferences, on_host=True), False
             # The executor reports the shapes. A mutable operator without a meta kernel makes no new tensors.
             return [], not facts.mutable

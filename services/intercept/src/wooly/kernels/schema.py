@@ -32,6 +32,8 @@ def tensors_of(call: Call) -> list[Tensor]:
 
 def host_tensor_at(op: OpOverload) -> int | None:
     """Position of the argument `batch_sizes`, a host tensor with the lengths of packed sequences; None if there is none."""
+    if op.namespace != "aten":
+        return None
     arguments = enumerate(schema_of(op).arguments)
     return next((i for i, a in arguments if a.name == "batch_sizes" and str(a.type) == "Tensor"), None)
 
@@ -42,6 +44,7 @@ class OpFacts:
     Attributes:
         op: the overload.
         name: full name, for example ``aten.add.Tensor``.
+        extension: whether another library than PyTorch, or a script, registers the operator.
         wants_tensor: per positional argument, whether the schema requires a tensor.
         scalar: per positional argument, whether a number there becomes a param.
         scalar_kw: names of the keyword-only arguments whose numbers become params.
@@ -58,6 +61,7 @@ class OpFacts:
         "_dropout",
         "dynamic",
         "each_alone",
+        "extension",
         "generator",
         "host_at",
         "list_return",
@@ -79,7 +83,8 @@ class OpFacts:
         schema = schema_of(op)
         self.op = op
         self.name = str(op)
-        lift = op.overloadpacket.__name__ not in SHAPED_BY_SCALARS
+        self.extension = op.namespace != "aten"
+        lift = self.extension or op.overloadpacket.__name__ not in SHAPED_BY_SCALARS
         positional = [a for a in schema.arguments if not a.kwarg_only]
         self.host_at = host_tensor_at(op)
         self.scalar = tuple([lift and _is_number(a) and i != self.host_at for i, a in enumerate(positional)])
@@ -96,12 +101,14 @@ class OpFacts:
         self.returns_written = tuple(
             owner.get(frozenset(r.alias_info.before_set)) if r.alias_info is not None else None for r in schema.returns
         )
-        self.each_alone = op.overloadpacket.__name__.startswith("_foreach_")
+        self.each_alone = not self.extension and op.overloadpacket.__name__.startswith("_foreach_")
         tags = op.tags
         self.dynamic = torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags
         self.random = torch.Tag.nondeterministic_seeded in tags
         self.generator = next((i for i, a in enumerate(schema.arguments) if "Generator" in str(a.type)), None)
-        self._dropout = next((i for i, a in enumerate(positional) if a.name == "dropout_p"), None)
+        self._dropout = (
+            None if self.extension else next((i for i, a in enumerate(positional) if a.name == "dropout_p"), None)
+        )
 
     def draws(self, call: Call) -> bool:
         """Whether this call draws random numbers. Attention without dropout draws none."""

@@ -33,10 +33,12 @@ from wooly_executor.runtime.guards import (
     pooling,
     segments,
     transforms,
+    vision,
 )
 from wooly_executor.runtime.guards.law import ArgumentLaw, arguments_of
 from wooly_executor.runtime.guards.symbols import wrong_symbol
 from wooly_executor.runtime.guards.writing import overlapping_out, undeclared_write
+from wooly_executor.runtime.torch_private import OpOverload
 
 #: Laws by operator name; a law applies to all overloads of the operator.
 LAWS: dict[str, ArgumentLaw] = {
@@ -53,6 +55,16 @@ LAWS: dict[str, ArgumentLaw] = {
 }
 
 
+#: Laws of extension operators by namespace and operator name (``torchvision.nms``).
+EXTENSION_LAWS: dict[str, ArgumentLaw] = {**vision.LAWS}
+
+
+def law_of(op: OpOverload) -> ArgumentLaw | None:
+    """Return the law of an operator, or None."""
+    name = op.overloadpacket.__name__
+    return LAWS.get(name) if op.namespace == "aten" else EXTENSION_LAWS.get(f"{op.namespace}.{name}")
+
+
 def guarded(call: LibraryCall, form: Form) -> LibraryCall:
     """Return a call that checks its operator's law before it calls the library.
 
@@ -65,7 +77,7 @@ def guarded(call: LibraryCall, form: Form) -> LibraryCall:
     why = wrong_symbol(call) or undeclared_write(call, form) or overlapping_out(call, form)
     if why:
         return replace(call, instead=_failing(why))
-    law = LAWS.get(call.op.overloadpacket.__name__)
+    law = law_of(call.op)
     if law is None:
         return call
     shapes = law.shapes

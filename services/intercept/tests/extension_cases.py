@@ -1,0 +1,106 @@
+"""Calls extension operators on "cuda" and prints, as JSON, what each case gives. `test_extensions.py` runs it as a process.
+
+Arguments: endpoint, session id and token of an executor.
+"""
+
+import json
+import sys
+
+import extension_operators  # noqa: F401 - it registers operators
+import torch
+from wooly import api
+
+
+def _scaled(x):
+    x = x.clone().requires_grad_()
+    torch.ops.extension_operators.scale(x, 3.0).sum().backward()
+    return x.grad
+
+
+def _increased(x):
+    y = x.clone()
+    torch.ops.extension_operators.increase_(y, 3)
+    return y
+
+
+def _compiled(x):
+    return torch.compile(lambda a: torch.ops.extension_operators.scale(a, 2.0).relu())(x)
+
+
+def _own(body):
+    def call(x):
+        name = f"extension_cases::{body.__name__}"
+        op = torch.library.custom_op(name, body, mutates_args=(), device_types=body.devices)
+        return op(x)
+
+    return call
+
+
+def _for_devices(devices):
+    def mark(body):
+        body.devices = devices
+        return body
+
+    return mark
+
+
+@_for_devices("cuda")
+def tripled(x: torch.Tensor) -> torch.Tensor:
+    return x * 3
+
+
+@_for_devices(None)
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@_for_devices("cpu")
+def on_host(x: torch.Tensor) -> torch.Tensor:
+    return x * 4
+
+
+@_for_devices("cuda")
+def by_address(x: torch.Tensor) -> torch.Tensor:
+    x.data_ptr()
+    return x * 3
+
+
+CASES = {
+    "scale": lambda x: torch.ops.extension_operators.scale(x, 2.0),
+    "gradient": _scaled,
+    "data-dependent": lambda x: [torch.ops.extension_operators.above(x, limit) for limit in (1.0, 3.0, 9.0)],
+    "no fake kernel": lambda x: torch.ops.extension_operators.head(x),
+    "in place": _increased,
+    "several results": lambda x: torch.ops.extension_operators.both([x, x], None),
+    "optional tensor": lambda x: torch.ops.extension_operators.both([x, x], x),
+    "unwritten": lambda x: torch.ops.extension_operators.unwritten(torch.cat([x] * 4096)).abs().sum(),
+    "known name": lambda x: torch.ops.extension_operators.add(x),
+    "view": lambda x: torch.ops.extension_operators.view_of(x),
+    "compiled": _compiled,
+    "mixed devices": lambda x: torch.ops.extension_operators.both([x, x.cpu()], None),
+    "changed": lambda x: torch.ops.extension_operators.changed(x, 2),
+    "kernel for cuda": _own(tripled),
+    "kernel for all": _own(doubled),
+    "kernel for cpu": _own(on_host),
+    "address": _own(by_address),
+}
+
+
+def main(endpoint, session_id, token):
+    api.attach([endpoint], session_id, token)
+    api.install_facade()
+    x = torch.arange(5.0, device="cuda")
+    found = {}
+    for name, case in CASES.items():
+        try:
+            result = case(x)
+            many = isinstance(result, (list, tuple))
+            found[name] = [t.tolist() for t in result] if many else result.tolist()
+        except Exception as e:
+            found[name] = f"{type(e).__name__}: {e}"
+    api.disable()
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

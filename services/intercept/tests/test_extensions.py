@@ -1,0 +1,127 @@
+"""Extension operators from a client to an executor: what is recorded, what runs here, and what fails with which message."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from wooly_testkit import forks
+from wooly_testkit.executor import executor_process
+
+FOLDER = Path(__file__).parent
+
+
+def _cases(*, opaque=True, version="1", libraries="extension_operators"):
+    """The result of each case of `extension_cases.py`."""
+    env = {"PYTHONPATH": str(FOLDER), "WOOLY_EXECUTOR_LIBRARIES": libraries}
+
+    def permitted(module, *arguments, **options):
+        return forks.Forked(module, *arguments, *(["--opaque-kernels"] if opaque else []), **options)
+
+    with executor_process(environment=env | {"EXTENSION_OPERATORS_VERSION": version}, start=permitted) as running:
+        done = forks.run(
+            "extension_cases",
+            running.endpoints[0],
+            running.session_id,
+            running.token,
+            like="wooly",
+            cwd=FOLDER,
+            env=os.environ | {"PYTHONPATH": str(FOLDER), "EXTENSION_OPERATORS_VERSION": "1"},
+            timeout=200,
+        )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def cases():
+    return _cases()
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        ("scale", [0, 2, 4, 6, 8]),
+        ("gradient", [3, 3, 3, 3, 3]),
+        ("data-dependent", [[2, 3, 4], [4], []]),
+        ("no fake kernel", [1, 2, 3]),
+        ("in place", [3, 4, 5, 6, 7]),
+        ("several results", [[0, 2, 4, 6, 8], [0, 2, 4, 6, 8]]),
+        ("optional tensor", [[0, 2, 4, 6, 8], [0, 1, 4, 9, 16]]),
+        ("unwritten", 0),
+        ("known name", [100, 101, 102, 103, 104]),
+        ("compiled", [0, 2, 4, 6, 8]),
+        ("kernel for cuda", [0, 3, 6, 9, 12]),
+        ("kernel for all", [0, 2, 4, 6, 8]),
+    ],
+)
+def test_extension_operator_call_gives_result(cases, case, expected):
+    assert cases[case] == expected
+
+
+@pytest.mark.parametrize(
+    ("case", "kind", "words"),
+    [
+        ("view", "NotImplementedError", "the executor offers extension_operators 1"),
+        ("mixed devices", "RuntimeError", "Expected all tensors to be on the same device"),
+        ("kernel for cpu", "NotImplementedError", "add its import name to WOOLY_EXECUTOR_LIBRARIES"),
+        ("address", "RuntimeError", "asks for the address of a CUDA tensor (data_ptr)"),
+    ],
+)
+def test_extension_operator_without_kernel_says_what_to_do(cases, case, kind, words):
+    assert cases[case].startswith(kind) and words in cases[case]
+
+
+def test_extension_operator_without_permission_names_permission():
+    cases = _cases(opaque=False)
+    assert cases["scale"].startswith("NotImplementedError") and "needs the permission opaque_kernels" in cases["scale"]
+    assert cases["kernel for cuda"] == [0, 3, 6, 9, 12]
+
+
+def test_extension_operator_with_other_schema_names_both_versions():
+    changed = _cases(version="2")["changed"]
+    assert changed.startswith("NotImplementedError")
+    assert (
+        "its arguments differ between extension_operators 1 here and extension_operators 2 on the executor" in changed
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)  # compiles C++ twice
+def test_native_library_and_inline_sources_work_on_cuda(tmp_path):
+    built, inline = tmp_path / "built", tmp_path / "inline"
+    built.mkdir()
+    inline.mkdir()
+    made = subprocess.run(
+        [sys.executable, "native_cases.py", "build", str(built)],
+        cwd=FOLDER,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert made.returncode == 0, made.stderr
+    path = os.pathsep.join([str(FOLDER), str(built)])
+
+    def permitted(module, *arguments, **options):
+        return forks.Forked(module, *arguments, "--opaque-kernels", **options)
+
+    env = {"PYTHONPATH": path, "WOOLY_EXECUTOR_LIBRARIES": "native_operators"}
+    with executor_process(environment=env, start=permitted) as running:
+        done = subprocess.run(
+            [
+                *(sys.executable, "native_cases.py", "call", str(inline)),
+                *(running.endpoints[0], running.session_id, running.token),
+            ],
+            cwd=FOLDER,
+            env=os.environ | {"PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout[done.stdout.index("{") :])
+    assert found["native"] == [0, 1, 3, 6, 10]
+    assert found["inline"] == [[2, 2], [0, 2, 4, 6, 8]]
+    assert found["cuda sources"].startswith("NotImplementedError") and "wooly" in found["cuda sources"]
