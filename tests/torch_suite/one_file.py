@@ -8,6 +8,7 @@ of its test, which its parent counts as a crash.
 """
 
 import argparse
+import contextlib
 import fnmatch
 import importlib.util
 import json
@@ -140,10 +141,8 @@ def on_device(path, options, out):
         import torch
 
         def alive():
-            try:
+            with contextlib.suppress(Exception):  # this failure belongs to the test; the next answer counts
                 torch.cuda.synchronize()
-            except Exception:
-                pass  # this failure belongs to the test; the next answer counts
             try:
                 return running.process.poll() is None and torch.ones(2, device="cuda").sum().item() == 2
             except Exception as lost:
@@ -161,13 +160,16 @@ def main():
     parser.add_argument("path", type=Path)
     parser.add_argument("--side", choices=("cuda", "cpu"), required=True)
     parser.add_argument("--out", type=int, required=True, help="file descriptor for the lines")
-    parser.add_argument("--keyword", default="", help="run only the tests with this in their name; * and ? are wildcards")
+    parser.add_argument(
+        "--keyword", default="", help="run only the tests with this in their name; * and ? are wildcards"
+    )
     parser.add_argument("--only", type=Path, help="file with the names of the tests to run")
     parser.add_argument("--without", type=Path, help="file with the names of tests not to run")
     options = parser.parse_args()
     out = os.fdopen(options.out, "w")
     os.environ["PYTORCH_TESTING_DEVICE_ONLY_FOR"] = options.side
-    warnings.simplefilter("ignore")
+    os.environ["PYTORCH_PRINT_REPRO_ON_FAILURE"] = "0"
+    warnings.simplefilter("default")  # as unittest's runner: tests count warnings
     path = options.path.resolve()
     if options.side == "cuda":
         on_device(path, options, out)

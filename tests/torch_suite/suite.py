@@ -7,6 +7,7 @@ executor or the session ended) and `hang` (no end within the time limit).
 """
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -104,10 +105,8 @@ def _process(path, side, keyword, only, limit, done, progress):
             return _follow(reader, process, log, limit, done, progress)
         finally:
             os.close(reader)
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # its executor, too
-            except ProcessLookupError:
-                pass
             process.wait()
 
 
@@ -201,10 +200,16 @@ def files_of(root):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description="PyTorch's own device tests on both sides", prog="make torch-suite SUITE=…")
+    parser = argparse.ArgumentParser(
+        description="PyTorch's own device tests on both sides", prog="make torch-suite SUITE=…"
+    )
     parser.add_argument("files", nargs="*", help="names of test files; without: all")
-    parser.add_argument("-k", dest="keyword", default="", help="only tests with this in their name; * and ? are wildcards")
-    parser.add_argument("--root", type=Path, default=HERE.parents[1] / ".torch-suite" / "test", help="folder of the tests")
+    parser.add_argument(
+        "-k", dest="keyword", default="", help="only tests with this in their name; * and ? are wildcards"
+    )
+    parser.add_argument(
+        "--root", type=Path, default=HERE.parents[1] / ".torch-suite" / "test", help="folder of the tests"
+    )
     parser.add_argument("--list", type=Path, default=LISTED, help="the list of exceptions")
     parser.add_argument("--jobs", type=int, default=1, help="files at a time")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds per test")

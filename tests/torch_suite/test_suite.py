@@ -47,7 +47,11 @@ def test_twin_of_device_test_is_its_name_on_the_cpu():
 
 
 def test_alone_leaves_out_what_fails_on_the_cpu_too():
-    device = {"TCUDA.test_a_cuda": ("fail", "x"), "TCUDA.test_b_cuda": ("fail", "y"), "TCUDA.test_c_cuda": ("wrong", "z")}
+    device = {
+        "TCUDA.test_a_cuda": ("fail", "x"),
+        "TCUDA.test_b_cuda": ("fail", "y"),
+        "TCUDA.test_c_cuda": ("wrong", "z"),
+    }
     host = {"TCPU.test_a_cpu": ("fail", "x"), "TCPU.test_b_cpu": ("pass", "")}
     assert set(suite.alone(device, host)) == {"TCUDA.test_b_cuda", "TCUDA.test_c_cuda"}
 
@@ -64,7 +68,7 @@ def test_judge_names_unlisted_failures_and_lines_that_pass():
 def test_listed_line_without_reason_is_refused(tmp_path):
     path = tmp_path / "exceptions.txt"
     path.write_text("f.py T.a fail:\n")
-    with pytest.raises(ValueError, match="is not `file class.test outcome: reason`"):
+    with pytest.raises(ValueError, match=r"is not `file class.test outcome: reason`"):
         suite.listed(path)
 
 
