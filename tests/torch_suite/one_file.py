@@ -111,9 +111,6 @@ def load(path):
 
 
 def run(path, options, out, alive):
-    import shims
-
-    shims.install()
     module = load(path)
     found = sorted(tests_of(unittest.defaultTestLoader.loadTestsFromModule(module)), key=name_of)
     skipped = set(options.without.read_text().split()) if options.without else set()
@@ -132,12 +129,14 @@ def run(path, options, out, alive):
 
 
 def on_device(path, options, out):
+    import shims
     from wooly import api
     from wooly_testkit.executor import executor_process
 
     with executor_process() as running:
         api.attach(running.endpoints, running.session_id, running.token)
         api.install_facade()
+        shims.install()
         import torch
 
         def alive():

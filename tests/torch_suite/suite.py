@@ -28,6 +28,8 @@ OUTCOMES = ("wrong", "fail", "crash", "hang")
 START_LIMIT = 600
 #: Processes of one file that may end before their first test starts.
 BARREN_LIMIT = 1
+#: Leaders of the process groups that run now, so that an interrupt ends them.
+_running: set[int] = set()
 
 
 def listed(path):
@@ -101,13 +103,27 @@ def _process(path, side, keyword, only, limit, done, progress):
                 argv, stdout=said, stderr=said, pass_fds=[writer], start_new_session=True, cwd=folder, env=environment
             )
         os.close(writer)
+        _running.add(process.pid)
         try:
             return _follow(reader, process, log, limit, done, progress)
         finally:
             os.close(reader)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # its executor, too
+            _end(process.pid)
+            _running.discard(process.pid)
             process.wait()
+
+
+def _end(leader):
+    """Kill a process and its executor."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+def _interrupted(number, frame):
+    """Leave no process behind."""
+    for leader in list(_running):
+        _end(leader)
+    os._exit(128 + number)
 
 
 def _follow(reader, process, log, limit, done, progress):
@@ -241,4 +257,6 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, _interrupted)
+    signal.signal(signal.SIGTERM, _interrupted)
     sys.exit(main())
