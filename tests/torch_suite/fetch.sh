@@ -34,6 +34,5 @@ export APT_CONFIG="$work/apt.conf"
 apt-get update --quiet --quiet --error-on=any
 (cd "$work/package" && apt-get source --quiet --quiet --download-only pytorch)
 mkdir "$target/unpacked"
-tar -xf "$work"/package/pytorch_*.orig.tar.xz -C "$target/unpacked" --strip-components=1 --wildcards 'pytorch-*/test' ||
-    tar -xf "$work"/package/pytorch_*.orig.tar.xz -C "$target/unpacked" --strip-components=1 --wildcards '*/test'
+tar -xf "$work"/package/pytorch_*.orig.tar.xz -C "$target/unpacked" --strip-components=1 --wildcards 'pytorch-*/test'
 mv "$target/unpacked/test" "$target/test"
