@@ -105,6 +105,11 @@ hostile: setup ## every operator, whether its results show fresh memory; then wi
 	$(BIN)/python services/executor/tests/hostile/unwritten.py --out $(HOSTILE_OUT) $(HOSTILE)
 	$(BIN)/python services/executor/tests/hostile/fuzz.py --out $(HOSTILE_OUT) $(HOSTILE)
 
+.PHONY: torch-suite
+torch-suite: setup ## PyTorch's own device tests on "cuda" and on the CPU (hours; SUITE="test_indexing.py -k name --jobs N --json")
+	tests/torch_suite/fetch.sh .torch-suite
+	$(BIN)/python tests/torch_suite/suite.py $(SUITE)
+
 .PHONY: chaos
 chaos: setup ## twenty minutes of faults: processes killed and stopped, links cut, disks full, clocks moved (CHAOS="--minutes N --seed S")
 	$(BIN)/python tests/faults/chaos.py $(CHAOS)

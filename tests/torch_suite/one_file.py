@@ -1,0 +1,181 @@
+"""Runs one of PyTorch's test files on one side and writes a JSON line per test. `suite.py` starts it and limits its time.
+
+Lines: ``{"test", "start": true}`` before a test; ``{"test", "outcome", "detail"}`` after it, with an outcome of `pass`, `skip`,
+`wrong` (a comparison of numbers failed) or `fail`; ``{"end": true}`` after the last one.
+
+On the side "cuda", the process has an executor of its own. If the executor or the session is lost, the process ends in the middle
+of its test, which its parent counts as a crash.
+"""
+
+import argparse
+import contextlib
+import fnmatch
+import importlib.util
+import json
+import os
+import sys
+import traceback
+import unittest
+import warnings
+from pathlib import Path
+
+#: Beginnings of the messages of `torch.testing.assert_close` about values.
+NUMBERS = ("Tensor-likes are not", "Scalars are not", "Booleans mismatch")
+LOST = 3
+
+
+class Events(unittest.TestResult):
+    """Writes the outcome of every test.
+
+    Args:
+        out: the stream for the lines.
+        alive: whether the executor and the session still answer; called after a failure.
+    """
+
+    def __init__(self, out, alive):
+        super().__init__()
+        self._out, self._alive = out, alive
+
+    def startTest(self, test):
+        super().startTest(test)
+        self._outcome, self._detail = "pass", ""
+        self.write(test=name_of(test), start=True)
+
+    def stopTest(self, test):
+        super().stopTest(test)
+        self.write(test=name_of(test), outcome=self._outcome, detail=self._detail)
+
+    def addSkip(self, test, reason):
+        super().addSkip(test, reason)
+        if self._outcome == "pass":
+            self._outcome, self._detail = "skip", reason.splitlines()[0][:200] if reason else ""
+
+    def addUnexpectedSuccess(self, test):
+        super().addUnexpectedSuccess(test)
+        self._outcome, self._detail = "fail", "passes, but the test expects a failure"
+
+    def addError(self, test, err):
+        super().addError(test, err)
+        self._failed(test, err)
+
+    def addFailure(self, test, err):
+        super().addFailure(test, err)
+        self._failed(test, err)
+
+    def addSubTest(self, test, subtest, err):
+        super().addSubTest(test, subtest, err)
+        if err is not None:
+            self._failed(test, err)
+
+    def _failed(self, test, err):
+        kind, error, _ = err
+        text = str(error)
+        print("".join(traceback.format_exception(*err)), file=sys.stderr, flush=True)
+        if not hasattr(test, "_testMethodName") and not hasattr(test, "test_case"):
+            return self.write(group=str(test), detail=f"{kind.__name__}: {' '.join(text.split())}"[:300])  # setUpClass
+        if self._outcome not in ("wrong", "fail"):
+            numbers = issubclass(kind, AssertionError) and text.startswith(NUMBERS)
+            self._outcome = "wrong" if numbers else "fail"
+            self._detail = f"{kind.__name__}: {' '.join(text.split())}"[:300]
+        if not self._alive():
+            sys.stderr.flush()
+            os._exit(LOST)
+        return None
+
+    def write(self, **line):
+        self._out.write(json.dumps(line) + "\n")
+        self._out.flush()
+
+
+def name_of(test):
+    return f"{type(test).__name__}.{test._testMethodName}"
+
+
+def tests_of(suite):
+    for test in suite:
+        if isinstance(test, unittest.TestSuite):
+            yield from tests_of(test)
+        else:
+            yield test
+
+
+def load(path):
+    """Import a test file as `__main__` would be, with its folder on the path."""
+    sys.path.insert(0, str(path.parent))
+    sys.argv = [str(path)]
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(path, options, out, alive):
+    module = load(path)
+    found = sorted(tests_of(unittest.defaultTestLoader.loadTestsFromModule(module)), key=name_of)
+    skipped = set(options.without.read_text().split()) if options.without else set()
+    only = set(options.only.read_text().split()) if options.only else None
+    chosen = [
+        test
+        for test in found
+        if name_of(test) not in skipped
+        and (only is None or name_of(test) in only)
+        and (not options.keyword or fnmatch.fnmatchcase(name_of(test), f"*{options.keyword}*"))
+    ]
+    events = Events(out, alive)
+    events.write(tests=len(chosen))
+    unittest.TestSuite(chosen).run(events)  # a suite, which calls setUpClass and setUpModule
+    events.write(end=True)
+
+
+def on_device(path, options, out):
+    import shims
+    from wooly import api
+    from wooly_testkit.executor import executor_process
+
+    with executor_process() as running:
+        api.attach(running.endpoints, running.session_id, running.token)
+        api.install_facade()
+        shims.install()
+        import torch
+
+        def alive():
+            with contextlib.suppress(Exception):  # this failure belongs to the test; the next answer counts
+                torch.cuda.synchronize()
+            try:
+                return running.process.poll() is None and torch.ones(2, device="cuda").sum().item() == 2
+            except Exception as lost:
+                print(f"the session is lost: {lost}", file=sys.stderr)
+                return False
+
+        run(path, options, out, alive)
+        out.flush()
+        running.process.kill()
+        os._exit(0)
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("path", type=Path)
+    parser.add_argument("--side", choices=("cuda", "cpu"), required=True)
+    parser.add_argument("--out", type=int, required=True, help="file descriptor for the lines")
+    parser.add_argument(
+        "--keyword", default="", help="run only the tests with this in their name; * and ? are wildcards"
+    )
+    parser.add_argument("--only", type=Path, help="file with the names of the tests to run")
+    parser.add_argument("--without", type=Path, help="file with the names of tests not to run")
+    options = parser.parse_args()
+    out = os.fdopen(options.out, "w")
+    os.environ["PYTORCH_TESTING_DEVICE_ONLY_FOR"] = options.side
+    os.environ["PYTORCH_PRINT_REPRO_ON_FAILURE"] = "0"
+    warnings.simplefilter("default")  # as unittest's runner: tests count warnings
+    path = options.path.resolve()
+    if options.side == "cuda":
+        on_device(path, options, out)
+    run(path, options, out, lambda: True)
+    out.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
