@@ -90,9 +90,9 @@ def test_run_prints_bill_that_matches_ledger(stack, tmp_path):
     assert row["flops"] >= 100 * 2 * 300**3 and row["moved_bytes"] > 100 * 4 * 300**2
     assert f"{row['core_ns'] / 1e9:.3f} core seconds" in bill
     assert reply["core_ucr"] == row["core_ucr"] and reply["quarantined"] == 0
-    assert credits(stack, "--by", "model")["rows"][0]["name"] == "dream.py"
+    assert "dream.py" in [row["name"] for row in credits(stack, "--by", "model")["rows"]]
     table = wooly(stack, "credits", "--csv").stdout.splitlines()
-    assert table[0].startswith("tenant,name,model") and str(row["core_ucr"]) in table[1]
+    assert table[0].startswith("tenant,name,model") and any(str(row["core_ucr"]) in line for line in table[1:])
     assert "dream.py" in wooly(stack, "credits").stdout
 
 
