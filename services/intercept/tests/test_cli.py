@@ -25,10 +25,10 @@ def program(tmp_path, cuda):
     from wooly import api
 
     recorder = api._attached.device.recorder
-    recorder.flush()
-    recorder.programs_dir = tmp_path
     try:
         with recorder.lock:  # else the timer may cut the program in two on a busy machine
+            recorder.flush()
+            recorder.programs_dir = tmp_path
             (torch.ones(3, 5, device=cuda).mul(2.5).relu() + 1).sum().item()
     finally:
         recorder.programs_dir = None

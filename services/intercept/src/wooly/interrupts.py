@@ -61,6 +61,8 @@ _BETWEEN = ("RESUME", "JUMP_BACKWARD", "POP_JUMP_BACKWARD")
 _CALL_S = 0.05
 #: Seconds until a deferred signal is sent again: at first, and at most.
 _AGAIN_S = (0.0005, 0.005)
+#: Maximum turns of a loop in which a signal arrives that was sent to this thread before.
+_TURNS = 10_000
 #: Seconds of deferral after which a handler runs even inside an operation, for example while a send waits for a stopped executor.
 PATIENCE_S = 10.0
 
@@ -163,6 +165,11 @@ class _Deferred:
         while self._waiting:
             with self._lock:
                 number, deferral = self._waiting.popitem()
+            # A signal that was sent again arrives while this loop turns, and is ignored. Later, Python could take it and the
+            # program's next signal for one, and both would be ignored.
+            for _ in range(_TURNS):
+                if number not in self._resent:
+                    break
             deferral.handler(number, frame)
 
     def _run(self) -> None:
