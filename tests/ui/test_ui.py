@@ -422,6 +422,31 @@ def test_settings_page_shows_and_sets_ceilings(visit, cluster):
     assert (tenant["class_ceiling"], tenant["weight_ceiling"], tenant["exclusive"]) == (0, 2000, True)
 
 
+def test_refusal_from_before_a_login_leaves_the_page_usable(visit, guarded):
+    """A request that was sent without a token is answered after the next login. The page must not wait for another login."""
+    admin = (guarded.directory / "owner.token").read_text()
+    page = visit("#/nodes", url=guarded.url, expected=["status of 401"])
+    token, held = page.get_by_label("API token"), []
+    page.route("**/api/v1/groups", lambda route: held.append(route))
+
+    def log_in():
+        token.fill(admin)
+        page.keyboard.press("Enter")
+        page.get_by_role("button", name="Drain node-a").wait_for()
+
+    log_in()
+    with page.expect_request("**/api/v1/groups"):
+        page.evaluate("() => { import('./api.js').then(({ api }) => api.get('groups')).catch(() => {}); }")
+    page.get_by_role("button", name="Log out").click()
+    log_in()
+    with page.expect_response("**/api/v1/groups") as refused:
+        held[0].fulfill(status=401, json={"code": "router.unauthorized", "message": "late"})
+    assert refused.value.status == 401
+    page.unroute("**/api/v1/groups")
+    go(page, "Groups")
+    page.get_by_text("There are no groups").wait_for()
+
+
 def test_login_with_token_hides_token_from_scripts(visit, guarded):
     url = guarded.url
     admin = (guarded.directory / "owner.token").read_text()

@@ -11,10 +11,14 @@ export class ApiError extends Error {
   }
 }
 
-/** Called when a token is required; `main.js` shows the login form. */
-export const access = { lost: () => {} };
+/**
+ * `lost` is called when a token is required; `main.js` shows the login form. `logins` counts the logins of this page: a request
+ * from before a login says nothing about the new token, so its refusal is ignored.
+ */
+export const access = { logins: 0, lost: () => {} };
 
 async function call(method, path, body) {
+  const { logins } = access;
   let answer;
   try {
     answer = await fetch(new URL(path, BASE), {
@@ -28,7 +32,7 @@ async function call(method, path, body) {
   }
   const content = answer.headers.get("content-type")?.startsWith("application/json") ? await answer.json() : null;
   if (!answer.ok) {
-    if (answer.status === 401 && path !== "login") access.lost();
+    if (answer.status === 401 && path !== "login" && logins === access.logins) access.lost();
     throw new ApiError(answer.status, content);
   }
   return content;

@@ -145,6 +145,7 @@ function login() {
   live.stop();
   document.title = "Log in – Wooly";
   loginPage(document.body, () => {
+    access.logins += 1;
     asking = false;
     start();
   });
