@@ -1,7 +1,9 @@
 """Exceptions of signal handlers: at any moment, thousands of times. The session stays whole, and no result is wrong."""
 
+import gc
 import random
 import signal
+import threading
 import time
 
 import pytest
@@ -104,6 +106,35 @@ def test_result_of_interrupted_data_dependent_operator_is_freed(cuda, alarms):
     assert x.sum().item() == 600.0 * 600.0
     torch.cuda.synchronize()
     assert link.stats()["buffers"] <= before
+
+
+def test_exception_during_callback_of_collector_comes_after_it(cuda):
+    """Python prints and ignores exceptions of such callbacks."""
+    rung = []
+
+    def ring(number, frame):
+        raise AlarmError
+
+    def callback(phase, info):
+        if not rung:
+            rung.append(phase)
+            sending.start()
+            until = time.monotonic() + 0.03
+            while time.monotonic() < until:  # Python takes the signal at a turn of this loop
+                pass
+
+    here = threading.get_ident()
+    sending = threading.Timer(0.005, lambda: signal.pthread_kill(here, signal.SIGUSR1))
+    before = signal.signal(signal.SIGUSR1, ring)
+    gc.callbacks.append(callback)
+    try:
+        with pytest.raises(AlarmError):
+            gc.collect()
+            time.sleep(60)
+    finally:
+        gc.callbacks.remove(callback)
+        signal.signal(signal.SIGUSR1, before)
+    assert rung == ["start"]
 
 
 def test_remote_error_of_interrupted_wait_is_raised_by_next_wait(cuda, alarms):

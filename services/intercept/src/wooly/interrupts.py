@@ -11,6 +11,7 @@ from __future__ import annotations
 import dis
 import enum
 import functools
+import gc
 import os
 import queue
 import signal
@@ -74,7 +75,19 @@ class Moment(enum.Enum):
     CALL = (
         enum.auto()
     )  #: a call of native code, which may be PyTorch's: its C++ may ask the device guard, which may not raise
-    FREE = enum.auto()  #: neither, or the wait for an answer
+    CALLBACK = enum.auto()  #: a callback whose exceptions Python prints and ignores
+    FREE = enum.auto()  #: nothing of these, or the wait for an answer
+
+
+def _in_collector(frame: FrameType) -> bool:
+    """Whether a callback of the garbage collector runs. Python prints and ignores its exceptions, too."""
+    codes = [getattr(callback, "__code__", None) for callback in gc.callbacks]
+    inner: FrameType | None = frame
+    while inner is not None:
+        if inner.f_code in codes:
+            return True
+        inner = inner.f_back
+    return False
 
 
 def moment(frame: FrameType | None) -> Moment:
@@ -86,8 +99,8 @@ def moment(frame: FrameType | None) -> Moment:
         return Moment.FREE
     if code is ENGINE_CODE:
         return Moment.OPERATION
-    if code.co_filename in _CALLBACKS:
-        return Moment.CALL
+    if code.co_filename in _CALLBACKS or (gc.callbacks and _in_collector(frame)):
+        return Moment.CALLBACK
     caller: FrameType | None = frame
     while caller is not None:
         name = caller.f_code.co_filename
