@@ -501,11 +501,11 @@ def test_threads_share_device(cuda):
 
 def test_buffer_ids_are_reused(cuda):
     t = torch.zeros(1, device=cuda)
-    highest = 0
+    seen = set()
     for _ in range(3000):
         t = t + 1
-        highest = max(highest, t.untyped_storage().data_ptr() >> storage.ID_SHIFT)
-    assert t.item() == 3000 and highest < 2500
+        seen.add(t.untyped_storage().data_ptr() >> storage.ID_SHIFT)
+    assert t.item() == 3000 and len(seen) < 1000
 
 
 @pytest.mark.filterwarnings("ignore:torch.range is deprecated")
