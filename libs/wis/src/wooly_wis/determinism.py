@@ -6,7 +6,7 @@ both modes.
 
 from __future__ import annotations
 
-#: Operators that ask PyTorch's switch, and what they do when it is on. The names have no overload.
+#: Operators whose kernels read PyTorch's switch, and the algorithm of each kernel when the switch is on. Names have no overload.
 SENSITIVE: dict[str, str] = {
     "_index_put_impl_": "CPU: one thread; CUDA: sorts the indices",
     "convolution": "CUDA: cuDNN may use only deterministic algorithms",

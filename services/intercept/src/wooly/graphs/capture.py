@@ -1,7 +1,7 @@
 """The capture of a CUDA graph: keeps what a thread records on one device, instead of sending it.
 
 The capturing thread holds the recorder's lock from the beginning of the capture to its end. So other threads that use this device
-wait, and what they record never becomes part of the graph.
+wait, and their operations never become part of the graph.
 """
 
 from __future__ import annotations
