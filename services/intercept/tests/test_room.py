@@ -2,18 +2,23 @@
 
 import pytest
 import torch
-from wooly import api, room
-from wooly.storage import NO_LIMIT
+from wooly import api
 
 
 @pytest.fixture
 def always_asked(cuda, monkeypatch):
-    """Each storage needs a new grant. Returns the link."""
-    monkeypatch.setattr(room, "_MORE", NO_LIMIT)
-    recorder = api.attached_device().recorder
-    granted, recorder.heap.granted = recorder.heap.granted, 0
+    """Each storage needs a new grant, also when memory of earlier tests is freed meanwhile. Returns the link."""
+    heap = api.attached_device().recorder.heap
+    granted, ask = heap.granted, heap.make_room
+
+    def ask_each_time(nbytes):
+        ask(nbytes)
+        heap.granted = 0
+
+    monkeypatch.setattr(heap, "make_room", ask_each_time)
+    heap.granted = 0
     yield api.attached_links()[0]
-    recorder.heap.granted = granted
+    heap.granted = granted
 
 
 def train(device):
