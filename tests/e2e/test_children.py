@@ -73,9 +73,9 @@ def test_program_has_captured_children_exit_code_and_bill(stack, folder):
     said = lines(done.stdout)
     assert done.returncode == 7 and said["first"][:2] == [1, 6.0], done.stderr
     assert f"1 session: {said['first'][2]}" in done.stderr and "credits: " in done.stderr
-    none = wooly("run", "true", env=environment(stack))
+    none = forks.run("wooly", "run", "true", env=environment(stack), timeout=240)
     assert none.returncode == 0 and "no Python process used" in none.stderr
-    missing = wooly("run", "no-such-program", env=environment(stack))
+    missing = forks.run("wooly", "run", "no-such-program", env=environment(stack), timeout=240)
     assert missing.returncode == 1 and "no-such-program" in missing.stderr
 
 
