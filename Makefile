@@ -5,8 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 # Byte code of the tests is kept, also where the environment forbids it: compiling it again takes each worker ten seconds.
 unexport PYTHONDONTWRITEBYTECODE
-# Many tests wait for other processes, so one worker more than cores keeps the cores busy. A worker takes one to two GiB of memory.
-WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min((os.cpu_count() or 1) + 1, 8))')
+# Many tests wait for other processes, so two workers more than cores keep the cores busy. A worker takes one to two GiB of memory.
+WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min((os.cpu_count() or 1) + 2, 8))')
 # A file's tests run in one process: they share what takes seconds to start. The order is conftest.py's.
 # A worker that dies ends the run: pytest-xdist 3.8 replaces it and may then wait for ever (its issue 1378).
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0

@@ -36,19 +36,15 @@ def results(model, inputs, device):
     return [loss.detach().cpu(), *evaluated], tensors(output), gradients
 
 
-#: One model per family, and models with special computations (relative positions, convolutions, experts, states). The slow ones
-#: are variations of these.
+#: One model per kind of computation: relative positions, convolutions, images, sound, experts, states. The slow ones are
+#: variations of these.
 QUICK = {
     "llama",
-    "gpt2",
-    "bert",
     "deberta-v2",
     "t5",
     "whisper",
-    "hubert",
     "vit",
     "convnext",
-    "clip",
     "qwen2-moe",
     "mamba",
 }

@@ -178,8 +178,8 @@ def both(name, **options):
 
 
 #: Each has another kind of cache. The slow ones add models with the same kinds of caches.
-GENERATORS = ("llama", "gemma2", "mamba", "t5")
-MORE_GENERATORS = ("gpt2", "bloom", "mixtral", "jamba", "bart", "whisper")
+GENERATORS = ("llama", "mamba", "t5")
+MORE_GENERATORS = ("gemma2", "gpt2", "bloom", "mixtral", "jamba", "bart", "whisper")
 #: `generate` warns that these two lengths differ from the model's defaults.
 NOISE = pytest.mark.filterwarnings("ignore::UserWarning:transformers", "ignore::FutureWarning")
 

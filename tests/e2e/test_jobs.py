@@ -156,6 +156,7 @@ print([t.name for t in made.module.inputs], [o.tensor.name for o in made.module.
     assert done.stdout == "['a', 'b'] ['s.0', 's.1']\n"
 
 
+@pytest.mark.slow  # the tests of tenants run the example with a token
 def test_nats_py_example_reads_its_result(stack, classifier, tmp_path):
     pytest.importorskip("nkeys", reason="nats-py needs it for authentication")
     _, x, scores = classifier

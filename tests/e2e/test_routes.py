@@ -80,7 +80,7 @@ def test_training_through_nats_equals_the_cpu(run, figures):
     assert done.stdout == figures and "nats://" in done.stderr
 
 
-@pytest.mark.parametrize("channel", ["auto", "direct"])
+@pytest.mark.parametrize("channel", ["auto", pytest.param("direct", marks=pytest.mark.slow)])
 def test_untrusted_certificate_fails_without_fallback(run, channel):
     """Even if a tunnel would work: the error names the same remedy in every case, and no other connection is tried."""
     done = run(WOOLYAI_CHANNEL=channel, WOOLYAI_PLAINTEXT="1")

@@ -154,7 +154,7 @@ def test_script_with_token_outlives_its_credentials(tmp_path, script, channel):
         ran_to_its_end(Tenant(cluster, "alice"), script, 12, CHANNEL=channel)
 
 
-@pytest.mark.parametrize("token", ["", "wooly_wrong"])
+@pytest.mark.parametrize("token", ["wooly_wrong", pytest.param("", marks=pytest.mark.slow)])
 def test_script_without_valid_token_reports_error(alice, script, token):
     ran = forks.run("wooly", "run", str(script), "1", env=alice.env(CREDENTIAL=token), timeout=100)
     assert ran.returncode != 0 and "does not issue credentials: a valid token is needed" in ran.stderr

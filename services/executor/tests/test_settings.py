@@ -170,7 +170,7 @@ def test_process_without_a_state_directory_exits_with_the_cause(tmp_path):
     assert ended.returncode == 2 and "file/x" in ended.stderr and "Traceback" not in ended.stderr
 
 
-@pytest.mark.parametrize("runtime", ["torch_cpu", "opencl"])
+@pytest.mark.parametrize("runtime", ["torch_cpu", pytest.param("opencl", marks=pytest.mark.slow)])
 def test_process_serves_its_session_until_sigterm(wis, runtime):
     anew = {} if runtime == "opencl" else {"start": forks.Forked}  # one process starts from nothing, as a user's does
     with executor_process(runtime=runtime, **anew) as running:
