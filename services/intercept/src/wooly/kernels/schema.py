@@ -16,6 +16,9 @@ _WRITES_UNSAID = {
     "aten.batch_norm_update_stats.default": ("running_mean", "running_var"),
     "aten.mkldnn_rnn_layer_backward.default": ("workspace",),
 }
+#: Types of arguments whose numbers become params. PyTorch accepts a Python number in place of a tensor. The kernel then gets the
+#: number.
+_NUMBERS = frozenset({"number", "Optional[number]", "List[number]", "Tensor", "Optional[Tensor]"})
 
 
 class Call(NamedTuple):
@@ -85,40 +88,35 @@ class OpFacts:
         self.name = str(op)
         self.extension = op.namespace != "aten"
         lift = self.extension or op.overloadpacket.__name__ not in SHAPED_BY_SCALARS
-        positional = [a for a in schema.arguments if not a.kwarg_only]
+        # Each attribute of an argument is a call into PyTorch, and a process starts with more than a thousand operators.
+        arguments = [(a.name, str(a.type), a.kwarg_only, a.alias_info) for a in schema.arguments]
+        positional = [(name, kind) for name, kind, kwarg_only, _ in arguments if not kwarg_only]
         self.host_at = host_tensor_at(op)
-        self.scalar = tuple([lift and _is_number(a) and i != self.host_at for i, a in enumerate(positional)])
-        self.wants_tensor = tuple(["Tensor" in str(a.type) for a in positional])
-        self.scalar_kw = frozenset(a.name for a in schema.arguments if a.kwarg_only and lift and _is_number(a))
-        self.positions = {a.name: i for i, a in enumerate(positional)}
-        said = tuple(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+        self.scalar = tuple([lift and kind in _NUMBERS and i != self.host_at for i, (_, kind) in enumerate(positional)])
+        self.wants_tensor = tuple(["Tensor" in kind for _, kind in positional])
+        self.scalar_kw = frozenset([name for name, kind, only, _ in arguments if only and lift and kind in _NUMBERS])
+        self.positions = {name: i for i, (name, _) in enumerate(positional)}
+        said = tuple([name for name, _, _, alias in arguments if alias is not None and alias.is_write])
         self.written = said + _WRITES_UNSAID.get(self.name, ())
-        self.out_args = tuple(a.name for a in schema.arguments if a.is_out)
+        self.out_args = tuple([a.name for a in schema.arguments if a.is_out])
         self.mutable = bool(self.written)
-        self.n_returns = len(schema.returns)
-        self.list_return = self.n_returns == 1 and str(schema.returns[0].type) == "List[Tensor]"
-        owner = {frozenset(a.alias_info.before_set): a.name for a in schema.arguments if a.alias_info is not None}
-        self.returns_written = tuple(
-            owner.get(frozenset(r.alias_info.before_set)) if r.alias_info is not None else None for r in schema.returns
-        )
+        returns = schema.returns
+        self.n_returns = len(returns)
+        self.list_return = self.n_returns == 1 and str(returns[0].type) == "List[Tensor]"
+        owner = {frozenset(alias.before_set): name for name, _, _, alias in arguments if alias is not None}
+        aliases = [r.alias_info for r in returns]
+        self.returns_written = tuple([a if a is None else owner.get(frozenset(a.before_set)) for a in aliases])
         self.each_alone = not self.extension and op.overloadpacket.__name__.startswith("_foreach_")
         tags = op.tags
         self.dynamic = torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags
         self.random = torch.Tag.nondeterministic_seeded in tags
-        self.generator = next((i for i, a in enumerate(schema.arguments) if "Generator" in str(a.type)), None)
-        self._dropout = (
-            None if self.extension else next((i for i, a in enumerate(positional) if a.name == "dropout_p"), None)
-        )
+        self.generator = next((i for i, (_, kind, *_) in enumerate(arguments) if "Generator" in kind), None)
+        self._dropout = None if self.extension else self.positions.get("dropout_p")
 
     def draws(self, call: Call) -> bool:
         """Whether this call draws random numbers. Attention without dropout draws none."""
         i = self._dropout
         return self.random and (i is None or (i < len(call.args) and call.args[i] != 0))
-
-
-def _is_number(argument: Any) -> bool:
-    # PyTorch accepts a Python number in place of a tensor. The kernel then gets the number.
-    return str(argument.type) in ("number", "Optional[number]", "List[number]", "Tensor", "Optional[Tensor]")
 
 
 def unsupported(name: str, why: str) -> NotImplementedError:
