@@ -20,7 +20,7 @@ def sampled():
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     with executor_process(start=forks.Forked) as running:
         argv = [running.endpoints[0], running.token]
-        done = forks.run("sample", *argv, cwd=Path(__file__).parent, env=env, timeout=240)
+        done = forks.run("sample", *argv, like="wooly", cwd=Path(__file__).parent, env=env, timeout=240)
         assert done.returncode == 0 and running.process.poll() is None, done.stderr
     found = {}
     for line in map(json.loads, done.stdout.splitlines()):

@@ -49,7 +49,7 @@ def figures(tmp_path_factory):
     """The output of the training on the CPU."""
     folder = tmp_path_factory.mktemp("cpu")
     (folder / "script.py").write_text(textwrap.dedent(TRAINING).replace("DEVICE", "'cpu'"))
-    done = forks.run("script", cwd=folder, timeout=120)
+    done = forks.run("script", like="wooly_executor", cwd=folder, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

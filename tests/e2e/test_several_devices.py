@@ -116,7 +116,7 @@ PIPELINE = """
 @pytest.mark.slow  # the conformance tests of several devices and of a session show both
 def test_model_over_two_executors_trains_as_on_cpu(stack, tmp_path):
     script(tmp_path, PIPELINE.replace("DEVICES", "'cpu', 'cpu'"))
-    local = forks.run("script", cwd=tmp_path, timeout=120)
+    local = forks.run("script", like="wooly_executor", cwd=tmp_path, timeout=120)
     assert local.returncode == 0, local.stderr
     path = script(tmp_path, PIPELINE.replace("DEVICES", "'cuda:0', 'cuda:1'"))
     ours = run("run", path, stack=stack, WOOLYAI_GPU_COUNT="2")
