@@ -23,10 +23,12 @@ from wooly_router.traces import TraceActor
 from wooly_wis.messages import (
     ClientFacts,
     CloseSessionReply,
+    CloseSessionRequest,
     DeviceFacts,
     ExecutorHeartbeat,
     HostSessionReply,
     OpenSessionRequest,
+    QueuePlace,
     RenewSessionReply,
     RunJobReply,
     SteerSessionReply,
@@ -149,6 +151,22 @@ class Rig:
 
     async def open(self, **wanted):
         return await self.actor.on_open_session(ask(**wanted))
+
+
+    async def queue(self, **wanted):
+        """Open a session that may wait, a moment after the last one."""
+        self.clock.now += 0.001
+        return await self.open(queue=True, **wanted)
+
+    async def turn(self, waiting, router=None, **wanted):
+        """Ask whether the turn of a session that waits has come."""
+        place = QueuePlace(session_id=waiting.session_id, token=waiting.token)
+        return await (router or self.actor).on_open_session(ask(queue=True, place=place, **wanted))
+
+    async def close(self, opened):
+        return await self.actor.on_close_session(
+            CloseSessionRequest(session_id=opened.session_id, token=opened.token)
+        )
 
 
 def ask(**wanted):

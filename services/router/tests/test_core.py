@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from wooly_router.core.cluster import ClusterConfig, configured, gpus_of
+from wooly_router.core.alternatives import would_fit
 from wooly_router.core.placement import IDLE, Claim, DeviceRequest, Gpu, Load, Pool, as_record, cost_of, fits, unfit
-from wooly_router.core.queue import Patience, Waiting, claims_of, held_devices, in_order, plan
+from wooly_router.core.queue import Patience, Waiting, claims_of, turn_of, in_order, plan
 from wooly_router.core.registry import LOST_AFTER_S, Registry
 from wooly_router.core.tasks import ENDED, RETRY_LIMIT_S, TRANSITIONS, backoff_s, sources
 from wooly_router.state.nodes import NodeRecord
@@ -361,10 +362,9 @@ def test_plan_lets_small_tasks_overtake_until_patience_ends():
     assert placed(queue, gpus, 29.0, claims) == {"big": [], "small": ["a"]}
     assert placed(queue, gpus, 30.0, claims) == {"big": [], "small": []}
     assert placed(queue, [gpu("a"), gpu("b", total=20)], 30.0, claims) == {"big": [], "small": ["b"]}
-    assert (
-        held_devices(queue, Pool(gpus, claims), 30.0) == {"a"}
-        and held_devices(queue, Pool(gpus, claims), 29.0) == frozenset()
-    )
+    new = waits("new", since=30.0, vram=10)
+    turns = [turn_of(new, queue[:1], Pool(gpus, claims), now) for now in (29.0, 30.0)]
+    assert [(t.held, [g.executor_id for g in t.placement.gpus]) for t in turns] == [(set(), ["a"]), ({"a"}, [])]
     (_, (_, small)) = plan(queue, Pool(gpus, claims), 30.0)
     assert small.waits == {"a": "is held for a task that has waited longer"}
 
@@ -430,3 +430,38 @@ def test_transitions_end_and_only_started_returns_to_pending():
 
 def test_backoff_doubles_up_to_limit():
     assert [backoff_s(n) for n in (1, 2, 3)] == [1.0, 2.0, 4.0] and backoff_s(1000) == RETRY_LIMIT_S
+
+
+def test_turn_of_task_leaves_room_for_tasks_before_it_and_not_for_those_behind():
+    first, second = waits("first", vram=60), waits("second", since=1.0, vram=60)
+    urgent = dataclasses.replace(waits("urgent", since=2.0, vram=60), priority=0)
+
+    def turn(task, *queue):
+        return [g.executor_id for g in turn_of(task, queue, Pool([gpu("a")]), 3.0).placement.gpus]
+
+    assert (turn(first, first, second), turn(second, first, second)) == (["a"], [])
+    assert (turn(urgent, first, second), turn(first, first, second, urgent)) == (["a"], [])
+
+
+@pytest.mark.parametrize(
+    ("want", "claims", "fitting"),
+    [
+        (DeviceRequest(required_vram=80), [Claim("a", 50), Claim("b", 70)], "50 bytes on each device (WOOLYAI_REQUIRED_VRAM)"),
+        (DeviceRequest(required_vram=80), [Claim("a", 100), Claim("b", 100)], ""),
+        (DeviceRequest(gpu_count=2, required_vram=50), [Claim("a", 80)],
+         "20 bytes on each device (WOOLYAI_REQUIRED_VRAM), or 1 device (WOOLYAI_GPU_COUNT)"),
+        (DeviceRequest(exclusive=True), [Claim("a"), Claim("b")], "a shared device (WOOLYAI_GPU_MODE=shared)"),
+        (DeviceRequest(), [Claim("a", exclusive=True), Claim("b", exclusive=True)], ""),
+    ],
+)  # fmt: skip
+def test_would_fit_names_each_smaller_request_that_starts_now(want, claims, fitting):
+    pool = Pool([gpu("a"), gpu("b")], claims)
+    assert not pool.place(want).gpus and would_fit(want, pool) == fitting
+
+
+def test_would_fit_of_fixed_memory_names_memory_that_may_be_swapped():
+    pool = Pool([gpu("a", overcommit=50)], [Claim("a", 80)])
+    want = DeviceRequest(required_vram=60, swappable=False)
+    assert would_fit(want, pool) == (
+        "20 bytes on each device (WOOLYAI_REQUIRED_VRAM), or memory that may be swapped out (WOOLYAI_SWAP_FROM_VRAM=1)"
+    )

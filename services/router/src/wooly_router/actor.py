@@ -44,7 +44,7 @@ from wooly_router.core.tasks import still_running
 from wooly_router.executors import Executors
 from wooly_router.gate import Caller, Gate
 from wooly_router.limits import Limits
-from wooly_router.opening import OPEN_BUDGET_S, Opening
+from wooly_router.opening import ABANDONED_S, Opening
 from wooly_router.settings import RouterSettings
 from wooly_router.state.tasks import TaskRecord
 from wooly_router.state.world import World
@@ -60,8 +60,9 @@ LEASES_EVERY_S = 0.5
 #: Age in seconds up to which a session may be missing in a heartbeat: the heartbeat may have been sent before the session
 #: opened.
 NEW_SESSION_S = 5.0
-#: Age in seconds from which a session that is still opening belongs to a router that has ended.
-ABANDONED_S = 2 * OPEN_BUDGET_S
+#: Why a session ended whose client stopped renewing it, or stopped asking for its turn in the queue.
+LAPSED = "the session's lease lapsed"
+LEFT = "its client no longer asked for its turn in the queue"
 #: Seconds between two checks whether the last operator of a cancelled task has ended.
 RELEASE_S = 1.0
 
@@ -201,7 +202,7 @@ class RouterActor:
                 last case keeps a client that asks often from using up the concurrent renewals.
         """
         record = await self._open(request.session_id, request.token)
-        if record is None:
+        if record is None or record.state == "pending":
             raise RefusedError("router.no_session", await self._reason_of_end(request.session_id))
         if record.id in self._renewing:
             raise RefusedError(
@@ -268,7 +269,10 @@ class RouterActor:
         record = await self._open(request.session_id, request.token)
         if record is None:
             return CloseSessionReply(closed=False)
-        await self.end(record, "completed", request.reason or "closed by its client")
+        if record.state == "pending":
+            await self.end(record, "cancelled", request.reason or "its client left the queue")
+        else:
+            await self.end(record, "completed", request.reason or "closed by its client")
         return CloseSessionReply(closed=True)
 
     async def end(self, record: TaskRecord, state: str, reason: str) -> bool:
@@ -359,16 +363,19 @@ class RouterActor:
     # -- duties of the leader ----------------------------------------------------------------------------------------
 
     async def lapse(self) -> int:
-        """End sessions whose lease is over, or that were never opened. Returns the number of ended sessions."""
+        """End sessions whose lease is over, whose client left the queue, or that were never opened.
+
+        Returns the number of ended sessions.
+        """
         now = self.clock()
         self.registry.forget_old(now)
         await self.write_leases()
         records = [await self.world.tasks.get(task_id) for task_id in await self.world.tasks.lapsed(now)]
         ended = await asyncio.gather(
-            *[self.end(r, "failed", "the session's lease lapsed") for r in records if r is not None]
+            *[self.end(r, "failed", LEFT if r.state == "pending" else LAPSED) for r in records if r is not None]
         )
         for record in await self.world.tasks.in_states("pending", kind="session"):
-            if now - record.created_at > ABANDONED_S:
+            if now - record.created_at > ABANDONED_S and await self.world.tasks.lease(record.id) is None:
                 ended.append(await self.end(record, "failed", "the router that was opening it has ended"))
         return sum(ended)
 

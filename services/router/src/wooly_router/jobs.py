@@ -350,10 +350,9 @@ class JobActor:
         chosen: list[tuple[TaskRecord, str, str, int]] = []
         async with self._world.database.deciding() as s:
             queue = {t.id: t for t in await self._tasks.queue(s)}
-            await self._hold_back(
-                [queue.pop(t.id) for t in list(queue.values()) if t.tenant in over_budget], over_budget, s
-            )
-            if not queue:
+            jobs = [t for t in queue.values() if t.kind == "job"]
+            await self._hold_back([queue.pop(t.id) for t in jobs if t.tenant in over_budget], over_budget, s)
+            if not any(t.tenant not in over_budget for t in jobs):
                 return
             config, nodes, pool = await self._world.pool(s, router.registry, now)
             waiting_tasks = [t.waiting() for t in queue.values()]
@@ -362,6 +361,8 @@ class JobActor:
             # heartbeats.
             for waiting, placement in await asyncio.to_thread(plan, waiting_tasks, pool, now, config.patience()):
                 task = queue[waiting.task_id]
+                if task.kind == "session":
+                    continue  # it starts when its client asks; until then, its devices are kept for it
                 record = as_record(waiting.want, placement)
                 if not placement.gpus:
                     reason = f"waits: {summary(placement.waits)}"

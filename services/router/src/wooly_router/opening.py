@@ -1,7 +1,7 @@
 """Opens sessions.
 
 Each device of a session goes to another executor: the best executors that answer and do not refuse. A session opens on all of
-its devices or on none.
+its devices or on none. A session that finds no room is refused or, if its client wants to wait, joins the queue (`waiting`).
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ from wooly_wis.messages import (
 )
 
 from wooly_router.advice import Advice
+from wooly_router.core.alternatives import would_fit
 from wooly_router.core.cluster import overcommit_of
 from wooly_router.core.placement import DeviceRequest, Pool, as_record, summary
-from wooly_router.core.queue import held_devices
+from wooly_router.core.queue import Waiting, turn_of
 from wooly_router.core.registry import Registry
 from wooly_router.executors import Executors
 from wooly_router.limits import Limits
@@ -41,21 +42,36 @@ from wooly_router.settings import RouterSettings
 from wooly_router.state.tasks import Lease, PartRecord, TaskRecord
 from wooly_router.state.world import World
 from wooly_router.traces import trace_of
+from wooly_router.waiting import SessionQueue, bound
 
 log = logging.getLogger("wooly.router")
 #: Deadline for the answer to an opening client, in seconds; the client itself waits a little longer. Within it, silent
 #: executors are asked again: a host that swaps or writes much can delay an executor for longer than `EXECUTOR_TIMEOUT_S`.
 OPEN_BUDGET_S = 15.0
+#: Age in seconds from which a session that is still opening belongs to a router that has ended.
+ABANDONED_S = 2 * OPEN_BUDGET_S
 #: Seconds after its start for which a router without any known executor waits for the first heartbeat.
 HEARTBEAT_GRACE_S = 2.0
-#: Seconds for which an opening client waits for a device that other sessions use. A script that has just ended still counts until
+#: Seconds for which an opening client that does not queue waits for a device that other sessions use. A script that has just ended still counts until
 #: its executor has released the memory and reported it, and the next script may ask sooner.
 LEAVING_S = 2.0
 LEAVING_PAUSE_S = 0.4
 
 
+#: Code of an executor's refusal for lack of memory: it may still have a session that the router has ended.
+FULL = "executor.admission"
+#: Codes of refusals that may end by themselves, so that a session which waits already goes on waiting.
+PASSING = frozenset({"router.no_executor", "router.too_few", "router.no_fit", "router.executor_silent"})
+
+
 class TakenError(RefusedError):
-    """A session does not fit next to the sessions that run now."""
+    """A session does not fit next to the sessions that run now, or behind those that wait.
+
+    Attributes:
+        would_fit: smaller requests that would start now, in words.
+    """
+
+    would_fit = ""
 
 
 class Opening:
@@ -88,15 +104,22 @@ class Opening:
         self._executors, self._advice, self._issuer = executors, advice, issuer
         self._channel_key = settings.channel_signer()
         self._started = clock()
+        self._queue = SessionQueue(world, clock)
 
     async def open(self, request: OpenSessionRequest) -> OpenSessionReply:
-        """Open a session for the tenant in `request`.
+        """Open a session for the tenant in `request`, or tell its place in the queue if it wants to wait.
 
         Raises:
             RefusedError: the session cannot be opened now; the message gives the reason with numbers.
         """
-        self._limits.begin(request.tenant)
         until = self._clock() + OPEN_BUDGET_S
+        if request.place is not None:
+            task = await self._queue.enter(request.place, request.tenant)
+            try:
+                return await self._open_traced(bound(request, task), task, request.place.token, until)
+            finally:
+                self._queue.leave(task.id)
+        self._limits.begin(request.tenant)
         await self._first_heartbeat()
         task = TaskRecord(
             id=secrets.token_hex(8),
@@ -118,10 +141,15 @@ class Opening:
                 "weights": await self._expected(request),
             },
         )
+        return await self._open_traced(request, task, secrets.token_urlsafe(32), until)
+
+    async def _open_traced(
+        self, request: OpenSessionRequest, task: TaskRecord, token: str, until: float
+    ) -> OpenSessionReply:
         async with trace_of(self._world.traces, task, request.model) as parent:
             trace_id = trace_id_of(parent) if self._world.traces.keeps else ""
             trace.get_current_span().set_attribute("task_id", task.id)
-            return await self._open_task(request, task, until, trace_id)
+            return await self._open_task(request, task, token, until, trace_id)
 
     async def _expected(self, request: OpenSessionRequest) -> list[str]:
         """Return the contents that a session will probably share: those that the tenant's last session of this model shared."""
@@ -130,31 +158,35 @@ class Opening:
         return await self._world.brought.of(request.tenant, _model(request), request.dedup)
 
     async def _open_task(
-        self, request: OpenSessionRequest, task: TaskRecord, until: float, trace_id: str
+        self, request: OpenSessionRequest, task: TaskRecord, token: str, until: float, trace_id: str
     ) -> OpenSessionReply:
-        # Each of several simultaneous requests counts the ones before it.
-        async with self._world.database.deciding() as s:
-            held = await self._world.tasks.count(s, task.tenant, "session", "pending", "started")
-            self._limits.check(task.tenant, "open sessions", held, "tenant_sessions", "close one first")
-            await self._world.tasks.add(s, task)
+        if request.place is None:
+            await self._add(request, task, token)
         failed: dict[str, BusError] = {}
         silent: set[str] = set()
-        token = secrets.token_urlsafe(32)
         try:
-            if refusal := await self._advice.over_budget(task.tenant):
-                raise RefusedError("router.over_budget", f"no session is opened: {refusal}")
+            if request.place is None:
+                await self._check_budget(task.tenant)
             while True:
-                with step("router", "place") as span:
-                    executors, percents = await self._choose_again(task, failed, until)
-                    span.set_attribute("executors", ", ".join([e.executor_id for e in executors]))
-                with step("router", "host"):
-                    reply = await self._host_all(request, task, token, executors, percents, until, failed)
-                silent |= {name for name, error in failed.items() if isinstance(error, BusTimeoutError)}
-                if reply is not None:
-                    silent -= {part.executor_id for part in reply.parts}
-                    return reply.model_copy(update={"trace_id": trace_id})
-                if self._clock() > until:
-                    raise _no_host(failed)
+                try:
+                    with step("router", "place") as span:
+                        executors, percents = await self._choose_again(task, request.queue, failed, until)
+                        span.set_attribute("executors", ", ".join([e.executor_id for e in executors]))
+                    if request.place is not None:
+                        await self._check_budget(task.tenant)
+                    with step("router", "host"):
+                        reply = await self._host_all(request, task, token, executors, percents, until, failed)
+                    silent |= {name for name, error in failed.items() if isinstance(error, BusTimeoutError)}
+                    if reply is not None:
+                        silent -= {part.executor_id for part in reply.parts}
+                        return reply.model_copy(update={"trace_id": trace_id})
+                    if self._clock() > until:
+                        raise _no_host(failed)
+                except RefusedError as e:
+                    if not _waits(request, e):
+                        raise
+                    fit = e.would_fit if isinstance(e, TakenError) else ""
+                    return await self._queue.wait(task, token, str(e), fit)
         except BaseException as e:
             async with self._world.database.writing() as s:
                 await self._world.tasks.move(
@@ -166,25 +198,48 @@ class Opening:
                 closing = self._executors.close(sorted(silent), task.id, "it was opened elsewhere, or not at all")
                 start_errand(closing, f"closing of session {task.id}")
 
+    async def _add(self, request: OpenSessionRequest, task: TaskRecord, token: str) -> None:
+        """Store a new session; if its client wants to wait, as a part of the queue.
+
+        Raises:
+            LimitError: the tenant has too many sessions, waiting ones included.
+        """
+        # Each of several simultaneous requests counts the ones before it.
+        async with self._world.database.deciding() as s:
+            held = await self._world.tasks.count(s, task.tenant, "session", "pending", "started")
+            self._limits.check(task.tenant, "open sessions", held, "tenant_sessions", "close one first")
+            await self._world.tasks.add(s, task)
+            if request.queue:
+                await self._queue.join(s, task, token)
+
+    async def _check_budget(self, tenant: str) -> None:
+        """Check that a tenant may open sessions.
+
+        Raises:
+            RefusedError: the tenant has no budget left.
+        """
+        if refusal := await self._advice.over_budget(tenant):
+            raise RefusedError("router.over_budget", f"no session is opened: {refusal}")
+
     async def _first_heartbeat(self) -> None:
         while not self._registry.alive(self._clock()) and self._clock() - self._started < HEARTBEAT_GRACE_S:
             await asyncio.sleep(0.05)
 
     async def _choose_again(
-        self, task: TaskRecord, failed: dict[str, BusError], until: float
+        self, task: TaskRecord, queues: bool, failed: dict[str, BusError], until: float
     ) -> tuple[tuple[ExecutorHeartbeat, ...], tuple[int, ...]]:
         """Choose among the executors that have not failed.
 
-        If no executor is left, silent executors are tried again. If other sessions use all devices, the choice is repeated for
-        `LEAVING_S`.
+        If no executor is left, silent executors are tried again. If other sessions use all devices, and the session does not
+        queue, the choice is repeated for `LEAVING_S`.
         """
         leaving = time.monotonic() + LEAVING_S
         while True:
             try:
-                return await self._choose(task, failed)
+                return await self._choose(task, queues, failed)
             except RefusedError as e:
                 silent = [name for name, error in failed.items() if isinstance(error, BusTimeoutError)]
-                taken = isinstance(e, TakenError) and time.monotonic() < leaving
+                taken = isinstance(e, TakenError) and not queues and time.monotonic() < leaving
                 if not (silent or taken) or self._clock() > until:
                     raise
             for name in silent:
@@ -193,7 +248,7 @@ class Opening:
                 await asyncio.sleep(LEAVING_PAUSE_S)
 
     async def _choose(
-        self, task: TaskRecord, failed: dict[str, BusError]
+        self, task: TaskRecord, queues: bool, failed: dict[str, BusError]
     ) -> tuple[tuple[ExecutorHeartbeat, ...], tuple[int, ...]]:
         """Choose executors, and the overcommit percentage in force on each.
 
@@ -221,20 +276,26 @@ class Opening:
             await self._world.tasks.take_devices(s, task.id, ())
             config, nodes, pool = await self._world.pool(s, self._registry, now)
             queue = [t.waiting() for t in await self._world.tasks.queue(s)]
-            held = held_devices(queue, pool, now, config.patience())
-            placement = pool.place(want, held)
+            me = Waiting(task.id, task.priority, task.created_at, want)
+            # In a thread, because a long queue takes long, and the event loop must receive heartbeats.
+            turn = await asyncio.to_thread(turn_of, me, queue, pool, now, config.patience())
+            placement = turn.placement
             if not placement.gpus:
                 waits = {n: why for n, why in placement.waits.items() if n in alive}
                 if want.gpu_count == 1 and failed and not waits.keys() - failed.keys():
                     raise _no_host(failed)
                 why = _no_fit(want, len(alive), placement.fitting, waits, failed)
-                kind = TakenError if Pool(pool.gpus()).place(want).gpus else RefusedError
-                raise kind("router.no_fit", why, retryable=True)
+                if not Pool(pool.gpus()).place(want).gpus:
+                    raise RefusedError("router.no_fit", why, retryable=True)
+                taken = TakenError("router.no_fit", why, retryable=True)
+                taken.would_fit = would_fit(want, pool, turn.held)
+                raise taken
             executors = tuple([alive[g.executor_id] for g in placement.gpus])
             parts = [PartRecord(e.executor_id, e.node) for e in executors]
-            await self._world.tasks.take_devices(
-                s, task.id, parts, placement=as_record(want, placement), attempt=task.attempt
-            )
+            begun = {"placement": as_record(want, placement), "attempt": task.attempt, "retry_at": now + ABANDONED_S}
+            await self._world.tasks.take_devices(s, task.id, parts, **begun)
+            if queues:  # while a router opens it, its client does not ask
+                await self._queue.keep(s, task.id, now + ABANDONED_S)
         return executors, tuple([overcommit_of(nodes.get(e.node), config) for e in executors])
 
     async def _host_all(
@@ -386,6 +447,15 @@ class Opening:
             log.warning("session %s is not admitted: %s", session_id, reason)
             failed[executor_id] = RefusedError("scheduler.refused", f"not admitted: {reason}", retryable=True)
         return None if refused else [reply.policy for reply in replies]
+
+
+def _waits(request: OpenSessionRequest, refusal: RefusedError) -> bool:
+    """Tell whether a session that is refused now waits in the queue, or goes on waiting."""
+    if not request.queue:
+        return False
+    if isinstance(refusal, TakenError) or refusal.code == FULL:
+        return True
+    return request.place is not None and refusal.code in PASSING
 
 
 def _model(request: OpenSessionRequest) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from wooly_wis.messages.base import ChannelToken, Digest, Endpoints, Host, Id, Message, Name, SessionId, Token
 from wooly_wis.messages.nodes import DeviceFacts
@@ -18,11 +18,19 @@ class ClientFacts(Message):
     program: str = Field(default="", max_length=4096)
 
 
+class QueuePlace(Message):
+    """The place of a session in the queue: the id and the token of the answer with which it began to wait."""
+
+    session_id: SessionId
+    token: Token
+
+
 class OpenSessionRequest(Message):
     """Open a session (client to router). `required_vram`: bytes on each device.
 
     `model`: name of the session's model, for bills. `weight`: relative share inside the class. `service_ns`, `objective_ns` and
-    `interval_ns`: as in `AdmitSessionRequest`.
+    `interval_ns`: as in `AdmitSessionRequest`. `queue`: if no device has room, the session waits in the queue instead of being
+    refused. `place`: the session waits already, and its client asks whether its turn has come.
     """
 
     tenant: Name = "default"
@@ -41,6 +49,8 @@ class OpenSessionRequest(Message):
     swap: bool = True
     dedup: Literal["off", "tenant", "shared"] = "off"
     model: str = Field(default="", max_length=256)
+    queue: bool = False
+    place: QueuePlace | None = None
     client: ClientFacts
 
 
@@ -56,20 +66,45 @@ class SessionPart(Message):
     token: ChannelToken = ""
 
 
+class SessionWait(Message):
+    """A session that waits for devices.
+
+    Attributes:
+        place: its place in the queue; 1 is next.
+        length: number of sessions and jobs in the queue.
+        reason: why it does not fit now.
+        would_fit: what would start now: changed settings, in words; empty if no smaller request would.
+        ask_again_s: seconds after which the client asks again.
+    """
+
+    place: int = Field(ge=1)
+    length: int = Field(ge=1)
+    reason: str = Field(max_length=4096)
+    would_fit: str = Field(default="", max_length=1024)
+    ask_again_s: float = Field(gt=0)
+
+
 class OpenSessionReply(Message):
     """The opened session: its devices, each on another executor. The client renews the session with `token` within `lease_s`
-    seconds.
+    seconds. Or, without `parts`, a session that waits: the client asks again within `lease_s`, or the session leaves the queue.
 
     `credentials`: NATS credentials for tunnels to these executors; empty if NATS needs none. `trace_id`: the stored trace of the
-    session; empty if the session is not traced.
+    session; empty if the session is not traced. `wait`: why the session waits, and where in the queue.
     """
 
     session_id: SessionId
     token: Token
     lease_s: float = Field(gt=0)
-    parts: tuple[SessionPart, ...] = Field(min_length=1, max_length=64)
+    parts: tuple[SessionPart, ...] = Field(default=(), max_length=64)
     credentials: str = Field(default="", max_length=65536)
     trace_id: str = Field(default="", max_length=32)
+    wait: SessionWait | None = None
+
+    @model_validator(mode="after")
+    def _is_open_or_waits(self) -> OpenSessionReply:
+        if bool(self.parts) == (self.wait is not None):
+            raise ValueError("an opened session has parts, and a waiting session has `wait`")
+        return self
 
 
 class RenewSessionRequest(Message):

@@ -1,4 +1,4 @@
-"""The queue of tasks that do not fit on any device yet: by class, then by age. Pure.
+"""The queue of jobs and sessions that do not fit on any device yet: by class, then by age. Pure.
 
 A later task may overtake an earlier task that does not fit, but not without end. When a task has waited for `patience_s`, the
 queue *holds* devices for it: as many as the task needs, of those that could take it when empty, the least promised first. No
@@ -70,13 +70,30 @@ def plan(
     return _plan(queue, pool, now, patience)[0]
 
 
-def held_devices(queue: Iterable[Waiting], pool: Pool, now: float, patience: Patience = Patience()) -> frozenset[str]:
-    """Return the devices on which no new task may be placed, because waiting tasks need them.
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What a task gets if it is examined now.
 
-    The pool already has the claims of the other tasks.
+    Attributes:
+        placement: its devices, or why it waits.
+        held: the devices that are held for tasks before it.
     """
-    patient = [w for w in queue if now - w.since >= patience.patience_s]  # no device is held for the others
-    return _plan(patient, pool, now, patience)[1]
+
+    placement: Placement
+    held: frozenset[str]
+
+
+def turn_of(
+    task: Waiting, queue: Iterable[Waiting], pool: Pool, now: float, patience: Patience = Patience()
+) -> Turn:
+    """Decide whether one task starts now: the tasks before it in the queue get their devices first.
+
+    Afterwards the pool has the claims of the tasks before it. `queue` may contain the task itself.
+    """
+    others = [w for w in queue if w.task_id != task.task_id]
+    ahead = in_order([*others, task], now, patience)
+    _, held = _plan(ahead[: ahead.index(task)], pool, now, patience)
+    return Turn(pool.place(task.want, held), held)
 
 
 def _plan(

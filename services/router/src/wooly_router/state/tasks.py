@@ -86,7 +86,7 @@ def session_of(task: TaskRecord) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """The lease of an open session."""
+    """The lease of a session that is open or waits in the queue: its client's token, and when it ends."""
 
     task_id: str
     token: str
@@ -246,7 +246,8 @@ class TaskStore:
                 await self._tell(s, task_id, at, state, told or reason)
 
     async def set_lease(self, s: AsyncSession, lease: Lease) -> None:
-        """Add the lease of an open session."""
+        """Add or replace the lease of a session that is open or waits in the queue."""
+        await s.execute(delete(LeaseRow).where(LeaseRow.task_id == lease.task_id))
         s.add(LeaseRow(task_id=lease.task_id, token=lease.token, lease_until=lease.lease_until))
 
     async def set_priority(self, task_id: str, priority: int) -> bool:
@@ -306,7 +307,7 @@ class TaskStore:
     # -- leases ------------------------------------------------------------------------------------------------------
 
     async def lease(self, task_id: str) -> Lease | None:
-        """Return the lease of an open session."""
+        """Return the lease of a session that is open or waits in the queue."""
         async with self.database.reading() as s:
             row = await s.get(LeaseRow, task_id)
             return None if row is None else Lease(row.task_id, row.token, row.lease_until)
@@ -315,6 +316,11 @@ class TaskStore:
         """Return the sessions whose lease is over."""
         async with self.database.reading() as s:
             return list(await s.scalars(select(LeaseRow.task_id).where(LeaseRow.lease_until < now)))
+
+    async def keep_lease(self, s: AsyncSession, task_id: str, until: float) -> None:
+        """Extend one lease, if it exists, inside the caller's transaction."""
+        mine = LeaseRow.task_id == task_id, LeaseRow.lease_until < until
+        await s.execute(update(LeaseRow).where(*mine).values(lease_until=until))
 
     async def prolong(self, leases: Mapping[str, float]) -> None:
         """Extend leases: by session, the new end."""
@@ -372,9 +378,8 @@ class TaskStore:
             return set(await s.scalars(select(TaskRow.tenant).where(waiting).distinct()))
 
     async def queue(self, s: AsyncSession) -> list[TaskRecord]:
-        """Return the jobs that wait for devices."""
-        waiting = await self.in_states("pending", kind="job", s=s)
-        return [t for t in waiting if not t.parts]
+        """Return the jobs and sessions that wait for devices."""
+        return [t for t in await self.in_states("pending", s=s) if not t.parts]
 
     async def page(self, chosen: TaskFilter, limit: int, after: tuple[float, str] | None = None) -> list[TaskRecord]:
         """Return a page of tasks, newest first, after the position (created_at, id)."""

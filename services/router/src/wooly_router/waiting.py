@@ -1,0 +1,131 @@
+"""Sessions that wait for devices: their places in the queue, and the requests of clients that ask for their turn.
+
+A waiting session is a pending task with a lease, so all routers see the same queue. The client asks again and again, and each
+question renews the lease. A session whose client stops asking leaves the queue when its lease ends.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+
+from sqlalchemy.ext.asyncio import AsyncSession
+from wooly_bus.errors import RefusedError
+from wooly_wis.messages import OpenSessionReply, OpenSessionRequest, QueuePlace, SessionWait
+
+from wooly_router.core.queue import in_order
+from wooly_router.state.tasks import Lease, TaskRecord
+from wooly_router.state.world import World
+
+#: Seconds between two questions of the next session in the queue, and at most. A session further back asks less often, so that
+#: a long queue costs little: the session at place n asks every n times `ASK_S`.
+ASK_S, MAX_ASK_S = 0.5, 30.0
+#: Seconds by which a place's lease is longer than three questions: one answer may take long.
+LEASE_MARGIN_S = 6.0
+
+
+class SessionQueue:
+    """The sessions that wait.
+
+    Args:
+        world: the state that all routers share.
+        clock: returns seconds since the epoch.
+    """
+
+    def __init__(self, world: World, clock: Callable[[], float]) -> None:
+        self._world, self._clock = world, clock
+        self._asking: set[str] = set()
+
+    async def join(self, s: AsyncSession, task: TaskRecord, token: str) -> None:
+        """Give a new session its place: the lease by which its client may ask again."""
+        await self._world.tasks.set_lease(s, Lease(task.id, token, self._clock() + _lease_s(1)))
+
+    async def keep(self, s: AsyncSession, session_id: str, until: float) -> None:
+        """Keep a session's place until a time, without a question of its client."""
+        await self._world.tasks.keep_lease(s, session_id, until)
+
+    async def enter(self, place: QueuePlace, tenant: str) -> TaskRecord:
+        """Return the session whose client asks for its turn. `leave` must follow.
+
+        Raises:
+            RefusedError: the session does not wait, or another router examines it now.
+        """
+        lease = await self._world.tasks.lease(place.session_id)
+        task = await self._world.tasks.get(place.session_id)
+        mine = lease is None or secrets.compare_digest(lease.token.encode(), place.token.encode())
+        if task is None or task.kind != "session" or task.tenant != tenant or not mine:
+            raise RefusedError("router.no_session", f"session {place.session_id} does not wait in the queue")
+        if task.state == "failed":
+            raise RefusedError(
+                "router.place_lost", f"session {task.id} left the queue: {task.reason}; ask anew", retryable=True
+            )
+        if lease is None or task.state != "pending":
+            why = f" ({task.reason})" if task.reason else ""
+            raise RefusedError(
+                "router.no_session", f"session {task.id} does not wait in the queue: it is {task.state}{why}"
+            )
+        if task.id in self._asking or (task.parts and (task.retry_at or 0.0) > self._clock()):
+            raise RefusedError("router.opening", f"session {task.id} is being opened already", retryable=True)
+        self._asking.add(task.id)
+        return task
+
+    def leave(self, session_id: str) -> None:
+        """The answer to the client is ready."""
+        self._asking.discard(session_id)
+
+    async def wait(self, task: TaskRecord, token: str, why: str, would_fit: str) -> OpenSessionReply:
+        """Keep a session in the queue. Returns the answer to its client.
+
+        Raises:
+            RefusedError: the session was cancelled meanwhile.
+        """
+        now = self._clock()
+        config, _ = await self._world.settings()
+        async with self._world.database.deciding() as s:
+            known = await self._world.tasks.get(task.id, s)
+            if known is None or known.state != "pending":
+                raise RefusedError("router.cancelled", f"session {task.id} was cancelled while it waited")
+            await self._world.tasks.take_devices(s, task.id, (), retry_at=None)
+            queue = [t.waiting() for t in await self._world.tasks.queue(s)]
+            ids = [w.task_id for w in in_order(queue, now, config.patience())]
+            place = ids.index(task.id) + 1
+            reason = f"waits: place {place} of {len(ids)}: {why}"
+            if known.reason != reason[:4096]:
+                tell_at = None if known.reason.startswith("waits: ") else now
+                await self._world.tasks.note_waiting(s, task.id, {"why": "waiting"}, reason, tell_at)
+            await self._world.tasks.set_lease(s, Lease(task.id, token, now + _lease_s(place)))
+        return OpenSessionReply(
+            session_id=task.id,
+            token=token,
+            lease_s=_lease_s(place),
+            wait=SessionWait(
+                place=place,
+                length=len(ids),
+                reason=why[:4096],
+                would_fit=would_fit[:1024],
+                ask_again_s=_pause_s(place),
+            ),
+        )
+
+
+def bound(request: OpenSessionRequest, task: TaskRecord) -> OpenSessionRequest:
+    """Return the request of a session that waits, with the terms with which it waits: its client may not change them, and an
+    administrator may have.
+    """
+    want = task.want()
+    terms = {
+        "priority": task.priority,
+        "required_vram": task.required_vram,
+        "gpu_count": want.gpu_count,
+        "gpu_mode": task.gpu_mode,
+        "swap": not task.noswap,
+    }
+    return request.model_copy(update=terms)
+
+
+def _pause_s(place: int) -> float:
+    return min(place * ASK_S, MAX_ASK_S)
+
+
+def _lease_s(place: int) -> float:
+    return 3 * _pause_s(place) + LEASE_MARGIN_S

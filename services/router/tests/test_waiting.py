@@ -1,0 +1,190 @@
+"""Sessions that wait for devices: order, limits, leaving, several routers."""
+
+from collections import namedtuple
+
+import pytest
+from wooly_bus.errors import RefusedError
+from wooly_router.actor import ABANDONED_S, LEFT
+from wooly_router.state.tasks import PartRecord
+from wooly_wis.messages import CloseSessionRequest, RenewSessionRequest
+
+pytestmark = pytest.mark.connected
+#: Session id and token of a place, as a client would guess them.
+Guess = namedtuple("Guess", "session_id token")
+ALL = {"gpu_mode": "exclusive"}
+
+
+async def refusal(work):
+    with pytest.raises(RefusedError) as caught:
+        await work
+    return caught.value
+
+
+@pytest.mark.on_both
+async def test_open_on_full_device_waits_with_place_reason_and_what_would_fit(rig):
+    async with rig("a") as r:
+        first = await r.queue(required_vram=600)
+        second = await r.queue(required_vram=500)
+        third = await r.queue(required_vram=700)
+        assert first.parts and not first.wait
+        other = r.another()
+        await other.on_heartbeat(r.executors[0].heartbeat())
+        assert (second.wait.place, second.wait.length, third.wait.place, third.wait.length) == (1, 1, 2, 2)
+        assert "has 400 bytes unreserved, but the task requests 500" in second.wait.reason
+        assert second.wait.would_fit == "400 bytes on each device (WOOLYAI_REQUIRED_VRAM)"
+        task = await r.tasks.get(second.session_id)
+        assert task.state == "pending" and task.reason.startswith("waits: place 1 of 1: no executor")
+        assert not (await r.turn(second, required_vram=500)).parts
+        await r.close(first)
+        again = await r.turn(third, other, required_vram=700)
+        assert (again.wait.place, again.wait.length) == (2, 2)  # the room is for the session before it
+        opened = await r.turn(second, other, required_vram=500)
+        assert (opened.session_id, opened.token, opened.parts[0].executor_id) == (second.session_id, second.token, "a")
+        assert (await r.turn(third, required_vram=700)).wait.place == 1
+        assert await r.sessions() == [second.session_id]
+        await r.actor.on_renew_session(RenewSessionRequest(session_id=opened.session_id, token=opened.token))
+
+
+async def test_open_without_queue_is_refused_at_once_also_behind_waiting_session(rig):
+    async with rig("a") as r:
+        first = await r.queue(**ALL)
+        assert (await refusal(r.open(**ALL))).code == "router.no_fit"
+        waiting = await r.queue(**ALL)
+        await r.close(first)
+        r.clock.now += 0.001
+        assert "exclusive" in str(await refusal(r.open(required_vram=1000, **ALL)))
+        assert (await r.turn(waiting, **ALL)).parts
+
+
+@pytest.mark.on_both
+async def test_turn_goes_to_higher_class_and_then_to_earlier_session(rig):
+    async with rig("a") as r:
+        running = await r.queue(**ALL)
+        waiting = []
+        for priority in (3, 2, 2, 0):
+            waiting.append(await r.queue(priority=priority, **ALL))
+        low, early, late, high = waiting
+        assert [w.wait.place for w in waiting] == [1, 1, 2, 1]
+        started = []
+        for _ in range(4):
+            await r.close(running)
+            for other in [w for w in (low, late, early, high) if w not in started]:
+                answer = await r.turn(other, **ALL)
+                if answer.parts:
+                    started.append(other)
+                    running = answer
+        assert started == [high, early, late, low]
+
+
+async def test_session_that_could_never_fit_is_refused_and_does_not_wait(rig):
+    async with rig("a") as r:
+        await r.open(required_vram=600)
+        assert (await refusal(r.open(required_vram=1200, queue=True))).code == "router.no_fit"
+        assert (await refusal(r.open(gpu_count=2, queue=True))).code == "router.too_few"
+        assert not await r.tasks.in_states("pending")
+
+
+async def test_closed_session_leaves_queue(rig):
+    async with rig("a") as r:
+        first, second, third = [await r.queue(**ALL) for _ in range(3)]
+        wrong = CloseSessionRequest(session_id=second.session_id, token="guessed")
+        assert (await refusal(r.actor.on_close_session(wrong))).code == "router.no_session"
+        assert (await r.close(second)).closed
+        task = await r.tasks.get(second.session_id)
+        assert (task.state, task.reason) == ("cancelled", "its client left the queue")
+        assert (await r.turn(third, **ALL)).wait.place == 1
+        assert "it is cancelled" in str(await refusal(r.turn(second, **ALL)))
+        await r.close(first)
+        assert (await r.turn(third, **ALL)).parts
+
+
+@pytest.mark.on_both
+async def test_session_whose_client_is_gone_leaves_queue_after_lease(rig):
+    async with rig("a") as r:
+        first, gone, third = [await r.queue(**ALL) for _ in range(3)]
+        await r.close(first)
+        assert (await r.turn(third, **ALL)).wait.place == 2
+        r.clock.now += gone.lease_s + 0.1
+        await r.beat()
+        await r.turn(third, **ALL)
+        assert await r.actor.lapse() == 1
+        assert (await r.tasks.get(gone.session_id)).reason == LEFT
+        lost = await refusal(r.turn(gone, **ALL))
+        assert (lost.code, lost.retryable) == ("router.place_lost", True)
+        assert (await r.turn(third, **ALL)).parts
+
+
+async def test_waiting_session_outlives_router_that_took_it(rig):
+    async with rig("a") as r:
+        await r.queue(**ALL)
+        waiting = await r.queue(**ALL)
+        for _ in range(8):
+            r.clock.now += ABANDONED_S / 6
+            await r.beat()
+            other = r.another()
+            await other.on_heartbeat(r.executors[0].heartbeat())
+            assert (await r.turn(waiting, other, **ALL)).wait.place == 1
+            await r.tasks.prolong_all(r.clock.now + 9)
+            assert await r.actor.lapse() == 0
+
+
+async def test_turn_taken_by_router_that_died_is_given_again(rig):
+    async with rig("a") as r:
+        first, waiting = [await r.queue(**ALL) for _ in range(2)]
+        await r.close(first)
+        async with r.actor.world.database.deciding() as s:
+            part = [PartRecord("a", "host")]
+            await r.tasks.take_devices(s, waiting.session_id, part, retry_at=r.clock.now + ABANDONED_S)
+        answer = await refusal(r.turn(waiting, **ALL))
+        assert (answer.code, answer.retryable) == ("router.opening", True)
+        await r.tasks.prolong({waiting.session_id: r.clock.now + 2 * ABANDONED_S})
+        r.clock.now += ABANDONED_S + 0.1
+        await r.beat()
+        assert (await r.turn(waiting, **ALL)).parts
+
+
+async def test_turn_while_executor_is_lost_goes_on_waiting(rig):
+    async with rig("a") as r:
+        first, waiting = [await r.queue(**ALL) for _ in range(2)]
+        await r.close(first)
+        r.clock.now += 5.1
+        answer = await r.turn(waiting, **ALL)
+        assert "no executor is registered" in answer.wait.reason
+        await r.beat()
+        r.executors[0].refuse = RefusedError("executor.admission", "full")
+        assert (await r.turn(waiting, **ALL)).wait.reason == "full"
+        r.executors[0].refuse = None
+        assert (await r.turn(waiting, **ALL)).parts
+
+
+async def test_turn_keeps_terms_with_which_session_waits(rig):
+    async with rig("a") as r:
+        first, waiting = [await r.queue(priority=3, **ALL) for _ in range(2)]
+        await r.close(first)
+        opened = await r.turn(waiting, priority=0, required_vram=7)
+        hosted = r.executors[0].sessions[opened.session_id]
+        assert (hosted.priority, hosted.quota) == (3, None)
+        assert (await r.tasks.get(opened.session_id)).gpu_mode == "exclusive"
+
+
+async def test_place_of_another_tenant_or_unknown_token_is_refused(rig):
+    async with rig("a") as r:
+        await r.queue(**ALL)
+        waiting = await r.queue(tenant="t", **ALL)
+        for wrong in (
+            r.turn(waiting, tenant="u", **ALL),
+            r.turn(Guess(waiting.session_id, "guessed"), tenant="t", **ALL),
+            r.turn(Guess("none", waiting.token), tenant="t", **ALL),
+            r.actor.on_renew_session(RenewSessionRequest(session_id=waiting.session_id, token=waiting.token)),
+        ):
+            assert (await refusal(wrong)).code == "router.no_session"
+
+
+async def test_waiting_sessions_count_against_limit_of_tenant(rig):
+    async with rig("a") as r:
+        r.actor.limits._settings = r.actor.settings.model_copy(update={"tenant_sessions": 2})
+        await r.queue(tenant="t", **ALL)
+        waiting = await r.queue(tenant="t", **ALL)
+        assert (await refusal(r.queue(tenant="t", **ALL))).code == "router.limit"
+        assert (await r.queue(tenant="u", **ALL)).wait.place == 2
+        assert (await r.turn(waiting, tenant="t", **ALL)).wait.place == 1
