@@ -43,6 +43,7 @@ from wooly_wis.messages import (
 from wooly.access import access_of
 from wooly.errors import WoolyError
 from wooly.settings import Settings
+from wooly.turn import Turn
 
 if TYPE_CHECKING:
     from wooly.traces import ClientTrace
@@ -376,8 +377,11 @@ def _tunnels(access: Access, credentials: str) -> Access:
 def open_session(settings: Settings) -> OpenedSession:
     """Open a session at the controller. If no controller is configured or running, start a local stack for this process.
 
+    On a full cluster, this function waits until the session's turn comes (`turn`).
+
     Raises:
         ControlError: no controller answers, or it refuses the session. The message says what to do.
+        QueueTimeoutError: the session waited for `settings.queue_s` seconds.
     """
     from wooly.traces import ClientTrace  # imported here, because only sessions need OpenTelemetry
 
@@ -412,7 +416,12 @@ def _open_session(settings: Settings, controller: Controller, trace: ClientTrace
     )
     try:
         with trace.step("open_session"):
-            opened = controller.ask(contracts.ROUTER_SESSION_OPEN, request, timeout=OPEN_TIMEOUT_S)
+            opened = Turn(
+                request,
+                settings.queue_s,
+                lambda asked: controller.ask(contracts.ROUTER_SESSION_OPEN, asked, timeout=OPEN_TIMEOUT_S),
+                lambda place: controller.ask(contracts.ROUTER_SESSION_CLOSE, place, timeout=2.0),
+            ).open()
         trace.root.set_attribute("task_id", opened.session_id)
         return OpenedSession(controller, opened, trace, settings.credential)
     except BaseException:

@@ -86,6 +86,13 @@ class Settings(BaseSettings):
     node_groups: Annotated[tuple[str, ...], NoDecode] = Field(
         (), description="groups of nodes to run in, comma separated"
     )
+    queue_s: float = Field(
+        3600.0,
+        ge=0,
+        le=30 * 86400,
+        description="seconds to wait in the queue if no device has room, by class and then in order of arrival; 0: end with an "
+        "error at once",
+    )
     swap_from_vram: bool = Field(
         True, description="1: the executor may swap out the session's idle memory; 0: it must not"
     )

@@ -1,0 +1,130 @@
+"""Waits for a session's turn: a full cluster queues sessions, and the client asks until its session is opened.
+
+It knows no transport: `ask` sends a request to the controller.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+
+from wooly_wis.messages import CloseSessionRequest, OpenSessionReply, OpenSessionRequest, QueuePlace, SessionWait
+
+from wooly.errors import WoolyError
+
+#: Seconds of waiting before the first line: a script that has just ended may still leave the device.
+QUIET_S = 2.0
+#: Minimum seconds between two lines about the same place.
+REPEAT_S = 30.0
+#: Seconds to wait after a question that was not answered.
+RETRY_S = 1.0
+
+
+class QueueTimeoutError(WoolyError):
+    """A session waited for devices for as long as WOOLYAI_QUEUE_S allows."""
+
+    code = "wooly.queue_timeout"
+    retryable = True
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+class Turn:
+    """One session's way through the queue.
+
+    Args:
+        request: the request that opens the session.
+        queue_s: seconds to wait for devices at most; 0: do not wait.
+        ask: sends a request to open a session. It raises WoolyError; its attribute `retryable` says whether a later question
+            may be answered.
+        leave: tells the controller that the session no longer waits. It raises WoolyError.
+        say: prints a line.
+        clock: returns monotonic seconds.
+        sleep: waits for some seconds.
+    """
+
+    def __init__(
+        self,
+        request: OpenSessionRequest,
+        queue_s: float,
+        ask: Callable[[OpenSessionRequest], OpenSessionReply],
+        leave: Callable[[CloseSessionRequest], object],
+        *,
+        say: Callable[[str], None] = _say,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._request = request.model_copy(update={"queue": queue_s > 0})
+        self._queue_s, self._ask, self._leave = queue_s, ask, leave
+        self._say, self._clock, self._sleep = say, clock, sleep
+        self._since = clock()
+        self._place: QueuePlace | None = None
+        self._wait: SessionWait | None = None
+        self._said = (0, float("-inf"))
+
+    def open(self) -> OpenSessionReply:
+        """Return the opened session.
+
+        If this call ends with an exception (KeyboardInterrupt, too), the session leaves the queue.
+
+        Raises:
+            QueueTimeoutError: the session waited for `queue_s` seconds.
+            WoolyError: the controller refuses the session.
+        """
+        try:
+            while True:
+                reply = self._next()
+                if reply is not None and reply.parts:
+                    return reply
+                left = self._since + self._queue_s - self._clock()
+                if left <= 0:
+                    raise QueueTimeoutError(
+                        f"no device was free within {self._queue_s:g} s (WOOLYAI_QUEUE_S): {self._state()}"
+                    )
+                pause = RETRY_S if reply is None or reply.wait is None else reply.wait.ask_again_s
+                self._sleep(min(pause, left))
+        except BaseException:
+            self._go()
+            raise
+
+    def _next(self) -> OpenSessionReply | None:
+        """Ask once. Returns None if the session waits already and the controller cannot answer now."""
+        try:
+            reply = self._ask(self._request.model_copy(update={"place": self._place}))
+        except WoolyError as e:
+            if self._place is None or not (e.retryable or e.code == "wooly.control"):
+                raise
+            if e.code == "router.place_lost":  # this process was stopped for a while
+                self._place = None
+            return None
+        if reply.wait is not None:
+            self._place = QueuePlace(session_id=reply.session_id, token=reply.token)
+            self._wait = reply.wait
+            self._tell(reply.wait.place)
+        return reply
+
+    def _tell(self, place: int) -> None:
+        now = self._clock()
+        if now - self._since >= QUIET_S and (place != self._said[0] or now - self._said[1] >= REPEAT_S):
+            self._said = place, now
+            self._say(f"wooly: {self._state()}")
+
+    def _state(self) -> str:
+        wait = self._wait
+        if wait is None:
+            return "the controller did not answer"
+        fits = f"; now would start: {wait.would_fit}" if wait.would_fit else ""
+        return f"the session waits for a device, place {wait.place} of {wait.length} in the queue: {wait.reason}{fits}"
+
+    def _go(self) -> None:
+        """Leave the queue. If the controller does not answer, the session leaves when its lease ends."""
+        if self._place is None:
+            return
+        place, self._place = self._place, None
+        try:
+            self._leave(CloseSessionRequest(session_id=place.session_id, token=place.token))
+        except WoolyError:
+            return
