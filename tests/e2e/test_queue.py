@@ -5,7 +5,10 @@ import signal
 import subprocess
 
 import pytest
+from wooly_bus import contracts
+from wooly_testkit.control import ask
 from wooly_testkit.forks import Forked
+from wooly_wis.messages import NodesRequest
 
 pytestmark = [pytest.mark.connected, pytest.mark.timeout(240)]
 #: Uses a device that no other session may use, until its input ends.
@@ -21,10 +24,12 @@ sys.stdin.read()
 def run(stack, tmp_path):
     """`run(**settings)` starts a client that wants the device for itself."""
     script, started = tmp_path / "use.py", []
+    most = ask(stack, contracts.ROUTER_NODE_LIST, NodesRequest()).nodes[0].device.total_memory * 6 // 10
     script.write_text(USE)
 
     def start(**settings):
-        own = {"WOOLYAI_GPU_MODE": "exclusive"} | {f"WOOLYAI_{k}": v for k, v in settings.items()}
+        wanted = {"GPU_MODE": "exclusive", "REQUIRED_VRAM": str(most)} | settings
+        own = {f"WOOLYAI_{k}": v for k, v in wanted.items()}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         started.append(
             Forked("wooly", "run", "-q", str(script), env=os.environ | stack.client_env | own, text=True, **pipes)

@@ -237,7 +237,7 @@ def test_sessions_larger_than_device_are_swapped_and_finish(stack, client):
 
 def test_request_beyond_overcommit_is_refused_with_numbers(stack, client):
     client(REQUIRED_VRAM=60 * MIB, SWAP_FROM_VRAM=0)
-    done = wooly(stack, "run", "-q", "-m", "this", REQUIRED_VRAM=str(40 * MIB), SWAP_FROM_VRAM="0")
+    done = wooly(stack, "run", "-q", "-m", "this", REQUIRED_VRAM=str(40 * MIB), SWAP_FROM_VRAM="0", QUEUE_S="0")
     assert done.returncode == 1
     assert (
         f"{36 * MIB} bytes next to the memory that cannot be swapped out, but the task requests {40 * MIB}"

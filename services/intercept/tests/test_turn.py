@@ -85,7 +85,9 @@ def test_turn_with_queue_of_zero_seconds_is_refused_at_once():
 
 def test_turn_that_waits_too_long_leaves_queue_with_error():
     script = Script(waits(3, pause=7.0), queue_s=10.0)
-    with pytest.raises(QueueTimeoutError, match=r"within 10 s \(WOOLYAI_QUEUE_S\): .*place 3 of 5.*a is full") as caught:
+    with pytest.raises(
+        QueueTimeoutError, match=r"within 10 s \(WOOLYAI_QUEUE_S\): .*place 3 of 5.*a is full"
+    ) as caught:
         script.turn.open()
     assert script.now == 10.0 and script.left == [("s", "t")] and caught.value.retryable
 

@@ -152,7 +152,6 @@ class Rig:
     async def open(self, **wanted):
         return await self.actor.on_open_session(ask(**wanted))
 
-
     async def queue(self, **wanted):
         """Open a session that may wait, a moment after the last one."""
         self.clock.now += 0.001
@@ -164,9 +163,7 @@ class Rig:
         return await (router or self.actor).on_open_session(ask(queue=True, place=place, **wanted))
 
     async def close(self, opened):
-        return await self.actor.on_close_session(
-            CloseSessionRequest(session_id=opened.session_id, token=opened.token)
-        )
+        return await self.actor.on_close_session(CloseSessionRequest(session_id=opened.session_id, token=opened.token))
 
 
 def ask(**wanted):

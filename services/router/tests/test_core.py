@@ -6,10 +6,10 @@ import itertools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from wooly_router.core.cluster import ClusterConfig, configured, gpus_of
 from wooly_router.core.alternatives import would_fit
+from wooly_router.core.cluster import ClusterConfig, configured, gpus_of
 from wooly_router.core.placement import IDLE, Claim, DeviceRequest, Gpu, Load, Pool, as_record, cost_of, fits, unfit
-from wooly_router.core.queue import Patience, Waiting, claims_of, turn_of, in_order, plan
+from wooly_router.core.queue import Patience, Waiting, claims_of, in_order, plan, turn_of
 from wooly_router.core.registry import LOST_AFTER_S, Registry
 from wooly_router.core.tasks import ENDED, RETRY_LIMIT_S, TRANSITIONS, backoff_s, sources
 from wooly_router.state.nodes import NodeRecord

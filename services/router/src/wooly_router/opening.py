@@ -52,14 +52,14 @@ OPEN_BUDGET_S = 15.0
 ABANDONED_S = 2 * OPEN_BUDGET_S
 #: Seconds after its start for which a router without any known executor waits for the first heartbeat.
 HEARTBEAT_GRACE_S = 2.0
-#: Seconds for which an opening client that does not queue waits for a device that other sessions use. A script that has just ended still counts until
-#: its executor has released the memory and reported it, and the next script may ask sooner.
+#: Seconds for which an opening client that does not queue waits for a device that other sessions use. A script that has just
+#: ended still counts until its executor has released the memory and reported it, and the next script may ask sooner.
 LEAVING_S = 2.0
 LEAVING_PAUSE_S = 0.4
 
 
-#: Code of an executor's refusal for lack of memory: it may still have a session that the router has ended.
-FULL = "executor.admission"
+#: Codes of refusals for lack of memory by the scheduler and by an executor: they may still count a session that has ended.
+FULL = frozenset({"scheduler.full", "executor.admission"})
 #: Codes of refusals that may end by themselves, so that a session which waits already goes on waiting.
 PASSING = frozenset({"router.no_executor", "router.too_few", "router.no_fit", "router.executor_silent"})
 
@@ -69,9 +69,11 @@ class TakenError(RefusedError):
 
     Attributes:
         would_fit: smaller requests that would start now, in words.
+        record: the part of the placement that is stored with the task.
     """
 
     would_fit = ""
+    record: Mapping[str, object] = {}
 
 
 class Opening:
@@ -185,8 +187,8 @@ class Opening:
                 except RefusedError as e:
                     if not _waits(request, e):
                         raise
-                    fit = e.would_fit if isinstance(e, TakenError) else ""
-                    return await self._queue.wait(task, token, str(e), fit)
+                    taken = e if isinstance(e, TakenError) else TakenError(e.code, str(e))
+                    return await self._queue.wait(task, token, str(e), taken.would_fit, taken.record)
         except BaseException as e:
             async with self._world.database.writing() as s:
                 await self._world.tasks.move(
@@ -288,7 +290,7 @@ class Opening:
                 if not Pool(pool.gpus()).place(want).gpus:
                     raise RefusedError("router.no_fit", why, retryable=True)
                 taken = TakenError("router.no_fit", why, retryable=True)
-                taken.would_fit = would_fit(want, pool, turn.held)
+                taken.would_fit, taken.record = would_fit(want, pool, turn.held), as_record(want, placement)
                 raise taken
             executors = tuple([alive[g.executor_id] for g in placement.gpus])
             parts = [PartRecord(e.executor_id, e.node) for e in executors]
@@ -440,12 +442,11 @@ class Opening:
             for e, percent in zip(executors, percents, strict=True)
         ]
         replies = await asyncio.gather(*[self._advice.admit(ask) for ask in asks])
-        refused = {
-            e.executor_id: reply.reason for e, reply in zip(executors, replies, strict=True) if not reply.admitted
-        }
-        for executor_id, reason in refused.items():
-            log.warning("session %s is not admitted: %s", session_id, reason)
-            failed[executor_id] = RefusedError("scheduler.refused", f"not admitted: {reason}", retryable=True)
+        refused = {e.executor_id: reply for e, reply in zip(executors, replies, strict=True) if not reply.admitted}
+        for executor_id, reply in refused.items():
+            log.warning("session %s is not admitted: %s", session_id, reply.reason)
+            code = "scheduler.full" if reply.full else "scheduler.refused"
+            failed[executor_id] = RefusedError(code, f"not admitted: {reply.reason}", retryable=True)
         return None if refused else [reply.policy for reply in replies]
 
 
@@ -453,7 +454,7 @@ def _waits(request: OpenSessionRequest, refusal: RefusedError) -> bool:
     """Tell whether a session that is refused now waits in the queue, or goes on waiting."""
     if not request.queue:
         return False
-    if isinstance(refusal, TakenError) or refusal.code == FULL:
+    if isinstance(refusal, TakenError) or refusal.code in FULL:
         return True
     return request.place is not None and refusal.code in PASSING
 

@@ -7,7 +7,7 @@ question renews the lease. A session whose client stops asking leaves the queue 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from sqlalchemy.ext.asyncio import AsyncSession
 from wooly_bus.errors import RefusedError
@@ -20,6 +20,8 @@ from wooly_router.state.world import World
 #: Seconds between two questions of the next session in the queue, and at most. A session further back asks less often, so that
 #: a long queue costs little: the session at place n asks every n times `ASK_S`.
 ASK_S, MAX_ASK_S = 0.5, 30.0
+#: What is stored of the placement of a session that waits.
+WAITING: dict[str, object] = {"why": "waiting", "waits": {}, "fitting": 0}
 #: Seconds by which a place's lease is longer than three questions: one answer may take long.
 LEASE_MARGIN_S = 6.0
 
@@ -73,8 +75,17 @@ class SessionQueue:
         """The answer to the client is ready."""
         self._asking.discard(session_id)
 
-    async def wait(self, task: TaskRecord, token: str, why: str, would_fit: str) -> OpenSessionReply:
+    async def wait(
+        self, task: TaskRecord, token: str, why: str, would_fit: str, record: Mapping[str, object]
+    ) -> OpenSessionReply:
         """Keep a session in the queue. Returns the answer to its client.
+
+        Args:
+            task: the session.
+            token: its client's token.
+            why: why it waits.
+            would_fit: smaller requests that would start now, in words.
+            record: why each device rejects it, as `placement.as_record` says; empty if no device was examined.
 
         Raises:
             RefusedError: the session was cancelled meanwhile.
@@ -92,7 +103,7 @@ class SessionQueue:
             reason = f"waits: place {place} of {len(ids)}: {why}"
             if known.reason != reason[:4096]:
                 tell_at = None if known.reason.startswith("waits: ") else now
-                await self._world.tasks.note_waiting(s, task.id, {"why": "waiting"}, reason, tell_at)
+                await self._world.tasks.note_waiting(s, task.id, WAITING | dict(record), reason, tell_at)
             await self._world.tasks.set_lease(s, Lease(task.id, token, now + _lease_s(place)))
         return OpenSessionReply(
             session_id=task.id,

@@ -298,7 +298,7 @@ class GpuActor:
         why = self.vram.refusal(asked, request.overcommit_vram_percent, now)
         if why:
             log.info("GPU %s: session %s is refused: %s", self.executor_id, request.session_id, why)
-            return AdmitSessionReply(admitted=False, reason=f"GPU {self.executor_id}: {why}"[:4096])
+            return AdmitSessionReply(admitted=False, full=True, reason=f"GPU {self.executor_id}: {why}"[:4096])
         self.book.promise(candidate, now)
         self.vram.promise(asked, now)
         return AdmitSessionReply(

@@ -48,9 +48,13 @@ class AdmitSessionRequest(Message):
 
 
 class AdmitSessionReply(Message):
-    """The session's policy, or the reason of the refusal: the session that would miss its objective, and by how much."""
+    """The session's policy, or the reason of the refusal: the session that would miss its objective, and by how much.
+
+    `full`: the device's memory is promised to other sessions, so the session may be admitted after them.
+    """
 
     admitted: bool
+    full: bool = False
     policy: SessionPolicy | None = None
     reason: str = Field(default="", max_length=4096)
     missed_by_ns: int = Field(default=0, ge=0)

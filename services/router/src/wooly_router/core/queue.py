@@ -83,9 +83,7 @@ class Turn:
     held: frozenset[str]
 
 
-def turn_of(
-    task: Waiting, queue: Iterable[Waiting], pool: Pool, now: float, patience: Patience = Patience()
-) -> Turn:
+def turn_of(task: Waiting, queue: Iterable[Waiting], pool: Pool, now: float, patience: Patience = Patience()) -> Turn:
     """Decide whether one task starts now: the tasks before it in the queue get their devices first.
 
     Afterwards the pool has the claims of the tasks before it. `queue` may contain the task itself.

@@ -76,7 +76,9 @@ class PartRow(Base):
 
 
 class LeaseRow(Base):
-    """The lease of a session that is open or waits in the queue: its client's token, and the time by which the client must renew it."""
+    """The lease of a session that is open or waits in the queue: its client's token, and the time by which the client must renew
+    it.
+    """
 
     __tablename__ = "leases"
 
