@@ -159,6 +159,9 @@ def test_room_with_overcommit_fits_expected_bytes():
     assert room_on([GPU], [Pod("a", "n1", 20 * GIB, swappable=False)], 1000).fit == 4 * GIB
     assert room_on([GPU], [], 1000).fit == 24 * GIB
     assert room_on([GPU], pods[1:], 100).fit_physical == 14 * GIB and room_on([GPU], pods, 1000).fit_physical == 0
+    used = replace(GPU, fixed=4 * GIB, promised=20 * GIB)  # by pods without a size, or outside of Kubernetes
+    assert [room_on([used], [Pod("a", "n1")], 100).fit, room_on([used], [Pod("a", "n1")], 0).fit] == [20 * GIB, 4 * GIB]
+    assert room_on([used], [], 100).fit_physical == 4 * GIB
     assert room_on([GPU], [Pod("a", "n1", GIB, exclusive=True)], 100) == room_on([GPU], [Pod("a", "n1", 2, True)], 0)
 
 

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from wooly_dispatch.overcommit import Commitment, Promises, headroom, limit, promises, refusal
+from wooly_dispatch.overcommit import Commitment, Promises, counted, headroom, limit, promises, refusal
 
 GIB = 1 << 30
 SIZES = st.integers(0, 100)
@@ -26,7 +26,12 @@ def test_headroom_is_the_largest_promise_that_is_not_refused(fixed, movable, cap
     most = headroom(promised, capacity, percent, swappable)
     if most >= 0:
         assert not refusal(most, swappable, promised, capacity, percent)
-    assert refusal(max(most + 1, 0), swappable, promised, capacity, percent)
+    assert refusal(max(most + 1, 1), swappable, promised, capacity, percent)
+
+
+def test_session_without_size_counts_with_claim_or_use_whichever_is_more():
+    assert [counted(None, 5, 3), counted(None, 5, 7), counted(4, 5, 7)] == [5, 7, 4]
+    assert not refusal(0, True, Promises(100, 100), 100, 0) and not refusal(0, False, Promises(100, 100), 100, 0)
 
 
 def test_twenty_percent_means_up_to_120_percent():

@@ -236,9 +236,11 @@ class Device:
     def call(self, function):
         return self.loop.call(function).result(WAIT_S)
 
-    def admit(self, session_id, quota=None, *, tenant="", scope=Scope.OFF, swappable=True, opaque=False, **policy):
+    def admit(
+        self, session_id, quota=None, *, tenant="", scope=Scope.OFF, swappable=True, opaque=False, claim=0, **policy
+    ):
         entry, found = SharedPass(f"token of {session_id}"), Policy(**policy)
-        how = {"scope": scope, "swappable": swappable, "opaque": opaque}
+        how = {"scope": scope, "swappable": swappable, "opaque": opaque, "claim": claim}
         self.call(lambda: self.loop.sessions.open(session_id, entry, quota, found, tenant, **how))
 
     def open(self, session_id, quota=None, **policy):

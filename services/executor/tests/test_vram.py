@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from wooly_bus.contents import chunk_digest, content_id, shared_name
 from wooly_executor import mover, pinned_weights
+from wooly_executor.errors import AdmissionError
 from wooly_executor.memory.book import Scope
 from wooly_executor.memory.swap import Place, Policy
 from wooly_executor.vram import SwapSettings
@@ -54,6 +55,45 @@ def vram_of(device, function):
 
 def swapped(device):
     return vram_of(device, lambda v: (v.swap_space.used[Place.HOST], v.swap_space.used[Place.DISK]))
+
+
+# -- promises --------------------------------------------------------------------------------------------------------
+
+
+def promised(device):
+    state = vram_of(device, lambda v: v.state())
+    return {s.session_id: s.promised for s in state.sessions}, state.movable, state.fixed
+
+
+def test_session_without_size_counts_with_its_use_on_the_device_and_off_it(make_device, wis, tmp_path):
+    device = make_device(memory=8 * MIB, swap=swap(tmp_path))
+    a = device.open("a")
+    assert promised(device) == ({"a": 0}, 0, 0)
+    a.run(wis.body().alloc("x", 6 * MIB), {"x": 1})
+    a.sync()
+    assert promised(device) == ({"a": 6 * MIB}, 6 * MIB, 0)
+    with pytest.raises(AdmissionError, match="6.00 MiB of 8.00 MiB are promised already"):
+        device.admit("big", quota=3 * MIB)
+    b = device.open("b")  # without a size, there is always room: a leaves
+    b.run(wis.body().alloc("x", 6 * MIB), {"x": 1})
+    b.sync()
+    assert sum(swapped(device)) == 6 * MIB and promised(device)[:2] == ({"a": 6 * MIB, "b": 6 * MIB}, 12 * MIB)
+    device.open("c").run(wis.body().alloc("x", MIB), {"x": 1})
+    b.run(wis.body().free("x"), {"x": 1})
+    b.sync()
+    assert promised(device)[0]["b"] == 0
+
+
+def test_session_without_size_counts_with_default_claim_until_it_uses_more(make_device, wis):
+    device = make_device(memory=8 * MIB)
+    a = device.open("a", claim=3 * MIB)
+    device.open("b", quota=MIB, claim=3 * MIB)
+    assert promised(device) == ({"a": 3 * MIB, "b": MIB}, 4 * MIB, 0)
+    with pytest.raises(AdmissionError, match="asks for 5.00 MiB"):
+        device.admit("c", claim=5 * MIB)
+    a.run(wis.body().alloc("x", 4 * MIB), {"x": 1})
+    a.sync()
+    assert promised(device)[0] == {"a": 4 * MIB, "b": MIB} and a.stats()["quota_bytes"] == 8 * MIB
 
 
 # -- accounts --------------------------------------------------------------------------------------------------------

@@ -20,10 +20,12 @@ from wooly_wis.messages import (
     AdmitSessionReply,
     AdmitSessionRequest,
     CloseSessionRequest,
+    MemoryState,
     NodesRequest,
     RenewSessionReply,
     RenewSessionRequest,
     SessionClosed,
+    SessionMemory,
     SessionPolicy,
 )
 
@@ -118,6 +120,29 @@ async def test_open_on_full_device_waits_for_ending_session(rig, monkeypatch):
         assert not after.done()
         await r.actor.on_session_closed(SessionClosed(executor_id="a", session_id=before.session_id, reason=""))
         assert names(await after) == ["a"]
+
+
+def using(executor, **used):
+    """A heartbeat that says how much each session counts."""
+    sessions = tuple(SessionMemory(session_id=i, promised=n) for i, n in used.items())
+    return executor.heartbeat(memory=MemoryState(capacity=1000, sessions=sessions))
+
+
+@pytest.mark.on_both
+async def test_session_without_size_counts_with_its_use_or_default_claim(rig):
+    async with rig("a") as r:
+        greedy = await r.open()
+        (executor,) = r.executors
+        await r.actor.on_heartbeat(using(executor, **{greedy.session_id: 700}))
+        assert "has 300 bytes unreserved" in str(await refusal(r.open(required_vram=400)))
+        await r.open()  # without a size, there is always room
+        await r.actor.world.config.write({"default_vram_claim": 200}, r.clock.now, "admin")
+        opened = await r.open()
+        assert (executor.sessions[opened.session_id].claim, executor.sessions[opened.session_id].quota) == (200, None)
+        assert "has 100 bytes unreserved, but the task requests 200" in str(await refusal(r.open()))
+        await r.actor.on_heartbeat(using(executor, **{greedy.session_id: 500, opened.session_id: 50}))
+        assert "has 300 bytes unreserved" in str(await refusal(r.open(required_vram=301)))
+        await r.open(required_vram=300)
 
 
 async def test_open_larger_than_empty_device_is_refused_at_once(rig, monkeypatch):

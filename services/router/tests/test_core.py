@@ -465,3 +465,14 @@ def test_would_fit_of_fixed_memory_names_memory_that_may_be_swapped():
     assert would_fit(want, pool) == (
         "20 bytes on each device (WOOLYAI_REQUIRED_VRAM), or memory that may be swapped out (WOOLYAI_SWAP_FROM_VRAM=1)"
     )
+
+
+def test_task_without_size_counts_with_default_claim():
+    want = DeviceRequest(claim=60)
+    assert not Pool([gpu("a")], [Claim("a", 50)]).place(want).gpus
+    assert would_fit(want, Pool([gpu("a")], [Claim("a", 50)])) == "50 bytes on each device (WOOLYAI_REQUIRED_VRAM)"
+    assert unfit(want, gpu("a"), Load(1, movable=50)) == "has 50 bytes unreserved, but the task requests 60"
+    assert (
+        Pool([gpu("a")], [Claim("a", 500)]).place(DeviceRequest()).gpus
+    )  # without claim and size, it uses free memory
+    assert claims_of(want, "a") == [Claim("a", 60)] and claims_of(DeviceRequest(), "a") == [Claim("a")]

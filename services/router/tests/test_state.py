@@ -173,6 +173,8 @@ async def test_tasks_in_new_store_are_unchanged(tasks, stored_url):
     assert (await again.get("2")).want() == DeviceRequest(2, groups=("g",), weights=("d",), barred=frozenset("z"))
     async with again.database.reading() as s:
         assert await again.claims(s) == [Claim("c"), Claim("b")]
+        used = {("c", "2"): 5, ("b", "other"): 7}
+        assert await again.claims(s, used) == [Claim("c", 5), Claim("b")]
         assert [t.id for t in await again.queue(s)] == ["3", "1"]
     await again.database.close()
 

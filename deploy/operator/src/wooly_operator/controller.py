@@ -32,12 +32,18 @@ class _Facts(_Answer):
     total_memory: int = Field(ge=0)
 
 
+class _Memory(_Answer):
+    fixed: int = 0
+    movable: int = 0
+
+
 class _Gpu(_Answer):
     executor_id: str
     state: str
     device: _Facts
     sessions: int = 0
     memory_used: int = 0
+    memory: _Memory | None = None
 
 
 class _Node(_Answer):
@@ -79,6 +85,8 @@ class Controller:
                 node=n.node_id,
                 total=g.device.total_memory,
                 used=g.memory_used,
+                fixed=g.memory.fixed if g.memory else 0,
+                promised=g.memory.fixed + g.memory.movable if g.memory else 0,
                 sessions=g.sessions,
                 name=g.device.name,
                 vendor=g.device.vendor,

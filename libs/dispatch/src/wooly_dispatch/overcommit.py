@@ -3,7 +3,8 @@
 A device of C bytes with an overcommit of p percent may promise C + C p / 100 bytes in total. Memory of sessions that cannot be
 swapped out is *fixed*. Such a session gets physical memory only, no part of the overcommit: when it is admitted, it and all that
 is promised so far, fixed or movable, must fit into C. A session that can be swapped out must fit beside the fixed memory, or it
-could never run. A session that declares no size gets no promise and uses free memory.
+could never run. A session that declares no size gets no promise and uses free memory. It counts with the default claim that an
+administrator sets, or with what it uses, whichever is more (`counted`).
 
 Placement, admission and hosting of sessions use this rule. It is pure: integers in bytes, percent in whole numbers.
 """
@@ -53,6 +54,17 @@ def promises(granted: Iterable[Commitment]) -> Promises:
     return found
 
 
+def counted(declared: int | None, claim: int, used: int) -> int:
+    """The bytes with which a session counts against a device's promises.
+
+    Args:
+        declared: bytes that the session declared; None: no declaration.
+        claim: bytes that a session without a declaration counts at least.
+        used: bytes that the session has, on the device or swapped out.
+    """
+    return max(claim, used) if declared is None else declared
+
+
 def limit(capacity: int, percent: int) -> int:
     """Maximum number of bytes that the device may promise.
 
@@ -72,7 +84,9 @@ def headroom(promised: Promises, capacity: int, percent: int, swappable: bool) -
 
 
 def refusal(nbytes: int, swappable: bool, promised: Promises, capacity: int, percent: int) -> str:
-    """Why a session of `nbytes` does not fit, with the numbers; "" if the session fits."""
+    """Why a session of `nbytes` does not fit, with the numbers; "" if the session fits. Without a size, it always fits."""
+    if not nbytes:
+        return ""
     most = limit(capacity, percent)
     room = f"the session asks for {size(nbytes)} of device memory"
     if promised.fixed + nbytes > capacity:

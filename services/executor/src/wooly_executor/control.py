@@ -210,6 +210,7 @@ class ExecutorActor(Actor):
             swappable=request.swap,
             hosted=hosted,
             opaque=request.opaque_kernels,
+            claim=request.claim,
         )
 
     async def on_steer_session(self, request: SteerSessionRequest) -> SteerSessionReply:

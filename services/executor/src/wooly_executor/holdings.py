@@ -16,7 +16,8 @@ class Holdings:
     Attributes:
         account: the session's account in the ledger.
         swappable: the session may be swapped out.
-        promised: bytes that the session declared as its requirement.
+        declared: bytes that the session declared as its requirement; None: it declared none.
+        claim: bytes with which a session without a declaration counts at least.
         idle_since: when the session last had work, monotonic ns; None while it has work.
         lacking: since when its next program or write waits for room, monotonic ns; 0: it does not wait.
         writing: bytes that the client's next write needs for the copy of a shared buffer.
@@ -33,7 +34,8 @@ class Holdings:
 
     account: Account
     swappable: bool = True
-    promised: int = 0
+    declared: int | None = None
+    claim: int = 0
     idle_since: int | None = None
     lacking: int = 0
     writing: int = 0

@@ -110,6 +110,7 @@ class Sessions:
         swappable: bool = True,
         hosted: SpanContext | None = None,
         opaque: bool = False,
+        claim: int = 0,
     ) -> None:
         """Open a session.
 
@@ -124,6 +125,7 @@ class Sessions:
             swappable: it may be swapped out.
             hosted: trace context in which it is opened; None: it is not traced.
             opaque: it may launch kernels that cannot be checked.
+            claim: bytes with which it counts at least if it declares none.
 
         Raises:
             AdmissionError: the id is in use, or the declared memory cannot be promised.
@@ -131,8 +133,8 @@ class Sessions:
         if session_id in self._open:
             raise AdmissionError(f"session {session_id} is already open on this executor")
         swappable = swappable and not self._dispatch.fifo  # in order of arrival, no session can be passed over
-        most = self._vram.quota(session_id, quota, swappable)
-        holdings = self._vram.open(session_id, tenant, scope, swappable=swappable, promised=quota or 0)
+        most = self._vram.quota(session_id, quota, swappable, claim)
+        holdings = self._vram.open(session_id, tenant, scope, swappable=swappable, declared=quota, claim=claim)
         borne = functools.partial(self._vram.borne, holdings.account)
         session = Session(
             id=session_id,

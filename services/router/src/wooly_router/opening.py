@@ -141,6 +141,7 @@ class Opening:
                 "arch": request.arch,
                 "brings": {"name": _model(request), "dedup": request.dedup},
                 "weights": await self._expected(request),
+                "claim": (await self._world.settings())[0].default_vram_claim,
             },
         )
         return await self._open_traced(request, task, secrets.token_urlsafe(32), until)
@@ -314,12 +315,12 @@ class Opening:
 
         Returns None if one refuses: `failed` names it, and the other executors have closed their parts.
         """
-        policies = await self._admit_all(request, task.id, executors, percents, failed)
+        policies = await self._admit_all(request, task, executors, percents, failed)
         if policies is None:
             return None
         opaque = await self._world.tenants.opaque_kernels(request.tenant)
         asks = [
-            (e.executor_id, self._ask(request, task.id, token, policy, percent, opaque))
+            (e.executor_id, self._ask(request, task, token, policy, percent, opaque))
             for e, policy, percent in zip(executors, policies, percents, strict=True)
         ]
         answers = await self._executors.host(asks, until - self._clock())
@@ -343,19 +344,20 @@ class Opening:
     def _ask(
         self,
         request: OpenSessionRequest,
-        session_id: str,
+        task: TaskRecord,
         token: str,
         policy: SessionPolicy | None,
         percent: int,
         opaque: bool,
     ) -> HostSessionRequest:
         return HostSessionRequest(
-            session_id=session_id,
+            session_id=task.id,
             token=token,
             tenant=request.tenant,
             priority=request.priority,
             policy=policy,
             quota=request.required_vram,
+            claim=task.want().claim,
             swap=request.swap,
             dedup=request.dedup,
             overcommit_vram_percent=percent,
@@ -419,7 +421,7 @@ class Opening:
     async def _admit_all(
         self,
         request: OpenSessionRequest,
-        session_id: str,
+        task: TaskRecord,
         executors: tuple[ExecutorHeartbeat, ...],
         percents: tuple[int, ...],
         failed: dict[str, BusError],
@@ -427,7 +429,7 @@ class Opening:
         """Return the session's policy on each executor. None if the scheduler refuses one: it is in `failed` then."""
         asks = [
             AdmitSessionRequest(
-                session_id=session_id,
+                session_id=task.id,
                 executor_id=e.executor_id,
                 tenant=request.tenant,
                 priority=request.priority,
@@ -435,7 +437,7 @@ class Opening:
                 service_ns=request.service_ns,
                 objective_ns=request.objective_ns,
                 interval_ns=request.interval_ns,
-                required_vram=request.required_vram or 0,
+                required_vram=task.want().asked,
                 swappable=request.swap,
                 overcommit_vram_percent=percent,
             )
@@ -444,7 +446,7 @@ class Opening:
         replies = await asyncio.gather(*[self._advice.admit(ask) for ask in asks])
         refused = {e.executor_id: reply for e, reply in zip(executors, replies, strict=True) if not reply.admitted}
         for executor_id, reply in refused.items():
-            log.warning("session %s is not admitted: %s", session_id, reply.reason)
+            log.warning("session %s is not admitted: %s", task.id, reply.reason)
             code = "scheduler.full" if reply.full else "scheduler.refused"
             failed[executor_id] = RefusedError(code, f"not admitted: {reply.reason}", retryable=True)
         return None if refused else [reply.policy for reply in replies]

@@ -91,6 +91,7 @@ class RouterSettings(BaseSettings):
             required, otherwise yes.
         default_vram_overcommit_percent: `CONTROLLER_DEFAULT_VRAM_OVERCOMMIT_PERCENT`; in force until the cluster's setting of
             that name is changed for the first time.
+        default_vram_claim: `CONTROLLER_DEFAULT_VRAM_CLAIM`, in bytes; likewise.
     """
 
     model_config = SettingsConfigDict(env_prefix="WOOLY_ROUTER_", populate_by_name=True, env_ignore_empty=True)
@@ -138,6 +139,7 @@ class RouterSettings(BaseSettings):
     default_vram_overcommit_percent: int = Field(
         default=0, ge=0, le=1000, validation_alias="CONTROLLER_DEFAULT_VRAM_OVERCOMMIT_PERCENT"
     )
+    default_vram_claim: int = Field(default=0, ge=0, lt=1 << 63, validation_alias="CONTROLLER_DEFAULT_VRAM_CLAIM")
 
     def channel_signer(self) -> Key:
         """Return the key that signs the tokens of data channels.
@@ -194,7 +196,10 @@ class RouterSettings(BaseSettings):
 
     def cluster(self) -> ClusterConfig:
         """Return the cluster's settings as they are until an operator changes them."""
-        return ClusterConfig(default_vram_overcommit_percent=self.default_vram_overcommit_percent)
+        return ClusterConfig(
+            default_vram_overcommit_percent=self.default_vram_overcommit_percent,
+            default_vram_claim=self.default_vram_claim,
+        )
 
     def database(self) -> str:
         """Return the database's URL; SQLite in the state directory, unless configured."""

@@ -40,6 +40,9 @@ class FleetDevice:
         alive: the router receives heartbeats of its executor.
         overcommit: overcommit percentage in force on its node.
         own: overcommit percentage that is set for its node; None: the node uses that of the cluster.
+        fixed: bytes that the device has promised to sessions that cannot be swapped out. Sessions that declare no size count
+            with what they use, or with the cluster's default claim.
+        promised: bytes that the device has promised to all sessions.
     """
 
     id: str
@@ -53,6 +56,8 @@ class FleetDevice:
     alive: bool = True
     overcommit: int = 0
     own: int | None = None
+    fixed: int = 0
+    promised: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +226,8 @@ def room_on(devices: Sequence[FleetDevice], pods: Sequence[Pod], percent: int) -
     The controller alone knows which pod uses which device, so this function assigns pods in the same way: the largest pod first,
     each to the device with the most capacity left for it. A device accepts requests up to its memory plus `percent` of it. All
     requests on a device must fit into its memory when a pod that cannot be swapped out is added, and each single request must. If
-    executors use more memory than the pods requested (because of other clients), the used memory counts.
+    executors use or have promised more memory than the pods requested (because of other clients, or of pods that declare no
+    size), that memory counts.
 
     Args:
         devices: the alive devices of the node.
@@ -232,13 +238,16 @@ def room_on(devices: Sequence[FleetDevice], pods: Sequence[Pod], percent: int) -
     taken, exclusive = [0] * len(devices), [False] * len(devices)
     caps = [d.total * (100 + percent) // 100 for d in devices]
 
+    def counted(i: int) -> int:
+        return max(promised[i], devices[i].used, devices[i].promised)
+
     def left(i: int) -> int:
         if exclusive[i]:
             return 0
-        return max(0, min(caps[i] - max(promised[i], devices[i].used), devices[i].total - fixed[i]))
+        return max(0, min(caps[i] - counted(i), devices[i].total - max(fixed[i], devices[i].fixed)))
 
     def physical(i: int) -> int:
-        return 0 if exclusive[i] else max(0, devices[i].total - max(promised[i], devices[i].used))
+        return 0 if exclusive[i] else max(0, devices[i].total - counted(i))
 
     order = sorted(range(len(devices)), key=lambda i: devices[i].id)
     for pod in sorted(pods, key=lambda p: (not p.exclusive, -(p.vram or 0), p.name)):

@@ -17,7 +17,8 @@ class SessionMemory(Message):
         shared: on the device, the session's part of contents that it shares with other sessions.
         host: swapped out to host memory.
         disk: swapped out to disk.
-        promised: size that the session declared.
+        promised: bytes with which the session counts against the device's promises: the size that it declared; without one, the
+            default claim or what it uses, whichever is more.
         swaps: how often the session was swapped out.
         residence: here, leaving, away or coming.
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from wooly_wis.messages.base import ChannelToken, Digest, Endpoints, Host, Id, Message, Name, SessionId, Token
+from wooly_wis.messages.base import Bytes, ChannelToken, Digest, Endpoints, Host, Id, Message, Name, SessionId, Token
 from wooly_wis.messages.nodes import DeviceFacts
 
 
@@ -158,6 +158,7 @@ class HostSessionRequest(Message):
 
     Attributes:
         token: renews the lease.
+        claim: without `quota`, bytes with which the session counts at least against the device's promises.
         swap: the session may be swapped out.
         dedup: the sharing domain, that is, the sessions with which it shares equal contents.
         overcommit_vram_percent: memory that the executor may promise in addition to its own, from now on; None: no change.
@@ -173,6 +174,7 @@ class HostSessionRequest(Message):
     priority: int = Field(ge=0, le=4)
     policy: SessionPolicy | None = None
     quota: int | None = Field(default=None, gt=0, lt=1 << 63)
+    claim: Bytes = 0
     swap: bool = True
     dedup: Literal["off", "tenant", "shared"] = "off"
     overcommit_vram_percent: int | None = Field(default=None, ge=0, le=1000)

@@ -110,7 +110,7 @@ def _memory_of(session: Session, residents: Residents) -> SessionMemory:
         shared=residents.ledger.book.bears(session.id),
         host=host,
         disk=disk,
-        promised=session.holdings.promised,
+        promised=residents.counted(session),
         swappable=session.holdings.swappable,
         residence=session.flow.residence.value,
         swaps=session.holdings.swaps,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from wooly_dispatch.overcommit import Commitment
+from wooly_dispatch.overcommit import Commitment, counted
 
 from wooly_executor.contents import Contents
 from wooly_executor.dispatch import Dispatch
@@ -58,9 +58,22 @@ class Residents:
         return session.holdings.lacking or session.holdings.idle_since
 
     def commitments(self) -> list[Commitment]:
-        """The promises to all sessions. Pinned weights count as promises that cannot be swapped."""
-        found = [Commitment(s.id, s.holdings.promised, s.holdings.swappable) for s in self.sessions.values()]
-        return found + [Commitment(p.name, self.ledger.book.has(p.name), False) for p in self.pins.accounts.values()]
+        """What all sessions count against the device's promises. Pinned weights count as promises that cannot be swapped."""
+        found = [Commitment(s.id, self.counted(s), s.holdings.swappable) for s in self.sessions.values()]
+        return found + self._pinned()
+
+    def declarations(self) -> list[Commitment]:
+        """The promises to the sessions that declared a size, and to pinned weights."""
+        found = [Commitment(s.id, s.holdings.declared or 0, s.holdings.swappable) for s in self.sessions.values()]
+        return found + self._pinned()
+
+    def _pinned(self) -> list[Commitment]:
+        return [Commitment(p.name, self.ledger.book.has(p.name), False) for p in self.pins.accounts.values()]
+
+    def counted(self, session: Session) -> int:
+        """The bytes with which a session counts against the device's promises."""
+        used = self.ledger.pool.held(session.id) + self.ledger.book.bears(session.id)
+        return counted(session.holdings.declared, session.holdings.claim, used + sum(self.swapped_bytes(session)))
 
     def can_make_room(self, session: Session, need: int) -> bool:
         """Whether `need` bytes would be free for a session if all others left that may have to leave for it."""

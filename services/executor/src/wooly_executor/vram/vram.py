@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from wooly_dispatch.overcommit import Commitment, promises
+from wooly_dispatch.overcommit import Commitment, counted, promises
 from wooly_wis.frames import unpack_run
 from wooly_wis.messages import MemoryState
 
@@ -113,12 +113,23 @@ class Vram:
 
     # -- sessions ----------------------------------------------------------------------------------------------------
 
-    def open(self, session_id: str, tenant: str, scope: Scope, *, swappable: bool, promised: int) -> Holdings:
-        """Create the empty holdings of a new session. `enter` follows."""
+    def open(
+        self, session_id: str, tenant: str, scope: Scope, *, swappable: bool, declared: int | None, claim: int = 0
+    ) -> Holdings:
+        """Create the empty holdings of a new session. `enter` follows.
+
+        Args:
+            session_id: its id.
+            tenant: its tenant.
+            scope: with whom it shares contents.
+            swappable: it may be swapped out.
+            declared: bytes that it declares; None: no declaration.
+            claim: bytes with which it counts at least without a declaration.
+        """
         now = self.clock()
         account = self.ledger.open(session_id, tenant=tenant, scope=scope, now=now)
         self._samples.open(account, now)
-        return Holdings(account, swappable, promised, idle_since=now)
+        return Holdings(account, swappable, declared, claim, idle_since=now)
 
     def enter(self, session: Session) -> None:
         """Register a session that is open."""
@@ -145,17 +156,19 @@ class Vram:
             self._swapping.release(session)
         self._residents.due = True
 
-    def quota(self, session_id: str, required: int | None, swappable: bool) -> int:
-        """The quota of a new session that declares `required` bytes, or None.
+    def quota(self, session_id: str, required: int | None, swappable: bool, claim: int = 0) -> int:
+        """The quota of a new session that declares `required` bytes, or None; then it counts with `claim` bytes.
+
+        The quota of a session without a declaration is the memory that is not promised to sessions with one.
 
         Raises:
             AdmissionError: the session is refused. The message has the numbers.
         """
-        commitments = self._residents.commitments()
-        admit(Commitment(session_id, required or 0, swappable), commitments, self.capacity, self.overcommit_percent)
+        asked = Commitment(session_id, counted(required, claim, 0), swappable)
+        admit(asked, self._residents.commitments(), self.capacity, self.overcommit_percent)
         if required is not None:
             return required
-        promised = promises(commitments)
+        promised = promises(self._residents.declarations())
         return self.capacity - promised.fixed - (0 if swappable else promised.movable)
 
     # -- programs ----------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ def would_fit(want: DeviceRequest, pool: Pool, held: Collection[str] = EMPTY) ->
 
 
 def _smaller(want: DeviceRequest, pool: Pool, held: Collection[str]) -> Iterator[tuple[DeviceRequest, str]]:
-    if want.required_vram is not None:
+    if want.asked:
         least = replace(want, required_vram=1)
         rooms = sorted(
             [
@@ -32,7 +32,7 @@ def _smaller(want: DeviceRequest, pool: Pool, held: Collection[str]) -> Iterator
             reverse=True,
         )
         if len(rooms) >= want.gpu_count:
-            room = min(rooms[want.gpu_count - 1], want.required_vram)
+            room = min(rooms[want.gpu_count - 1], want.asked)
             yield replace(want, required_vram=room), f"{room} bytes on each device (WOOLYAI_REQUIRED_VRAM)"
     for count in range(want.gpu_count - 1, 0, -1):
         fewer = replace(want, gpu_count=count)

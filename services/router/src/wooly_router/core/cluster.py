@@ -21,6 +21,8 @@ class ClusterConfig(BaseModel):
     Attributes:
         default_vram_overcommit_percent: how much device memory may be promised beyond the physical memory, in percent; for
             nodes without their own value.
+        default_vram_claim: bytes with which a session that declares no memory counts at least on each of its devices; what it
+            uses counts if it is more.
         queue_patience_s: seconds for which later tasks may overtake a waiting task; after that, devices are held for the
             waiting task.
         queue_aging_s: seconds of waiting after which a task rises by one class in the queue.
@@ -32,6 +34,7 @@ class ClusterConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     default_vram_overcommit_percent: int = Field(default=0, ge=0, le=1000)
+    default_vram_claim: int = Field(default=0, ge=0, lt=1 << 63)
     queue_patience_s: float = Field(default=30.0, ge=0, le=DAY_S, allow_inf_nan=False)
     queue_aging_s: float = Field(default=600.0, ge=1, le=30 * DAY_S, allow_inf_nan=False)
     job_attempts: int = Field(default=5, ge=1, le=100)

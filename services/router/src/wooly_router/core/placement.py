@@ -6,7 +6,8 @@ Pure: the same pool and the same request always give the same choice and the sam
 of the requested groups (or in no group, if the task requests none); it has the requested vendor and architecture; no other task
 uses it exclusively, and it has no sessions if the task wants it exclusively; it has enough memory. The memory rule is the
 executor's admission rule: all promised memory fits into the capacity plus overcommit, and a running task fits next to all
-memory that cannot be swapped out; a task that cannot be swapped out fits, with all promised memory, into the capacity alone.
+memory that cannot be swapped out; a task that cannot be swapped out fits, with all promised memory, into the capacity alone. A
+task that declares no size counts with the default claim or with what it uses, whichever is more.
 
 **Score.** The device with the lowest cost wins. The cost in points is: 500 per session, utilization and starvation in permille,
 and half a point per permille of promised memory. It is 1,000 points lower if all weights of the task are already on the device.
@@ -22,6 +23,8 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+
+from wooly_dispatch.overcommit import counted
 
 POINTS_PER_SESSION = 500
 RESIDENT_POINTS = 1000
@@ -60,6 +63,7 @@ class DeviceRequest:
     """The devices that a task requests. `required_vram`: bytes on each device; None: no fixed amount.
 
     Attributes:
+        claim: bytes on each device with which a task without a fixed amount counts.
         weights: contents that the task will probably share, named as in `Gpu.weights`.
         barred: devices that must not be chosen, because this task was lost there or they refused it.
     """
@@ -73,6 +77,12 @@ class DeviceRequest:
     arch: str = ""
     weights: tuple[str, ...] = ()
     barred: frozenset[str] = EMPTY
+    claim: int = 0
+
+    @property
+    def asked(self) -> int:
+        """Bytes that the task needs on each device, as far as it is known; 0: any device has enough."""
+        return counted(self.required_vram, self.claim, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +152,8 @@ def fits(want: DeviceRequest, gpu: Gpu, load: Load) -> bool:
         return False
     if gpu.executor_id in want.barred or not _fits_groups(want, gpu) or not _fits_kind(want, gpu):
         return False
-    asked = want.required_vram
-    if asked is None:
+    asked = want.asked
+    if not asked:
         return True
     if load.fixed + asked > gpu.total:
         return False
@@ -180,7 +190,7 @@ def unfit(want: DeviceRequest, gpu: Gpu, load: Load) -> str:
         return "is held exclusively by another session"
     if want.exclusive and load.sessions:
         return "has sessions, but the task requests an exclusive device"
-    asked, promised = want.required_vram or 0, load.fixed + load.movable
+    asked, promised = want.asked, load.fixed + load.movable
     limit = gpu.total + gpu.total * gpu.overcommit // 100
     if promised + asked > limit:
         of = f" ({gpu.total} overcommitted by {gpu.overcommit} %)" if gpu.overcommit else ""

@@ -42,7 +42,7 @@ class Patience:
 
 def claims_of(want: DeviceRequest, executor_ids: Iterable[str]) -> list[Claim]:
     """Return the claims of a task on its devices."""
-    return [Claim(e, want.required_vram, want.exclusive, want.swappable) for e in executor_ids]
+    return [Claim(e, want.asked or None, want.exclusive, want.swappable) for e in executor_ids]
 
 
 def in_order(queue: Iterable[Waiting], now: float, patience: Patience) -> list[Waiting]:

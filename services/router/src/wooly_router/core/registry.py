@@ -72,6 +72,18 @@ class Registry:
         seen = self._seen.get(executor_id)
         return seen is not None and session_id in seen.heartbeat.sessions
 
+    def counted(self) -> dict[tuple[str, str], int]:
+        """Return what each session counts against its device's promises, in bytes, by executor and session.
+
+        A heartbeat lists a limited number of sessions.
+        """
+        return {
+            (name, session.session_id): session.promised
+            for name, seen in self._seen.items()
+            if seen.heartbeat.memory is not None
+            for session in seen.heartbeat.memory.sessions
+        }
+
     def forget(self, executor_id: str) -> None:
         """Drop an executor that will not return."""
         self._seen.pop(executor_id, None)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from sqlalchemy import BigInteger, ColumnElement, and_, cast, delete, func, insert, literal, or_, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
+from wooly_dispatch.overcommit import counted
 
 from wooly_router.core.placement import Claim, DeviceRequest
 from wooly_router.core.queue import Waiting
@@ -72,6 +73,7 @@ class TaskRecord:
             arch=str(more.get("arch", "")),
             weights=tuple(more.get("weights", ())),
             barred=frozenset(more.get("barred", ())),
+            claim=int(more.get("claim", 0)),
         )
 
     def waiting(self) -> Waiting:
@@ -361,15 +363,26 @@ class TaskStore:
         async with self.database.reading() as s:
             return [_record(r) for r in await s.scalars(query)]
 
-    async def claims(self, s: AsyncSession) -> list[Claim]:
-        """Return the claims of all tasks that run or are being started."""
+    async def claims(self, s: AsyncSession, used: Mapping[tuple[str, str], int] | None = None) -> list[Claim]:
+        """Return the claims of all tasks that run or are being started.
+
+        Args:
+            s: the transaction.
+            used: bytes that sessions use, by executor and session. They count for tasks that declare no size.
+        """
+        used = used or {}
         query = (
-            select(PartRow.executor_id, TaskRow.required_vram, TaskRow.gpu_mode, TaskRow.noswap)
+            select(
+                PartRow.executor_id, TaskRow.id, TaskRow.required_vram, TaskRow.gpu_mode, TaskRow.noswap, TaskRow.wants
+            )
             .join(TaskRow, TaskRow.id == PartRow.task_id)
             .where(TaskRow.state.not_in(ENDED))
             .order_by(PartRow.task_id, PartRow.position)
         )
-        return [Claim(e, vram, mode == "exclusive", not noswap) for e, vram, mode, noswap in await s.execute(query)]
+        return [
+            Claim(e, counted(vram, wants.get("claim", 0), used.get((e, i), 0)) or None, mode == "exclusive", not noswap)
+            for e, i, vram, mode, noswap, wants in await s.execute(query)
+        ]
 
     async def queueing_tenants(self) -> set[str]:
         """Return the tenants with jobs that wait for devices."""

@@ -50,7 +50,7 @@ class World:
         """Return the settings, the nodes, and all devices with their claims. `s` is a session of `Database.deciding`."""
         config, nodes = await self.settings(s)
         gpus = gpus_of(registry, nodes, config, now, self.starvation)
-        return config, nodes, Pool(gpus, await self.tasks.claims(s))
+        return config, nodes, Pool(gpus, await self.tasks.claims(s, registry.counted()))
 
     async def close(self) -> None:
         """Close the connections."""

@@ -8,6 +8,7 @@ const DAY = 86400;
 /** Settings of the cluster: name, label, hint, minimum, maximum, factor from the page's unit to REST's unit. */
 const CONFIG = [
   ["default_vram_overcommit_percent", "VRAM overcommit, percent", "Memory that may be promised beyond a device's capacity, for nodes without their own value.", 0, 1000, 1],
+  ["default_vram_claim", "Default claim, MiB", "Memory with which a session that declares none counts at least on each device. What it uses counts if it is more.", 0, 1073741824, 1 << 20],
   ["queue_patience_s", "Patience, seconds", "How long later tasks may overtake a waiting task before devices are held for it.", 0, 86400, 1],
   ["queue_aging_s", "Aging, seconds", "How long a task waits before it rises by one class.", 1, 2592000, 1],
   ["job_attempts", "Attempts per job", "How often a job is tried if its executors are lost.", 1, 100, 1],
