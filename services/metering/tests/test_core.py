@@ -1,5 +1,6 @@
 """Arithmetic and checks: prices, plans, impossible records, repeated and missing batches."""
 
+import dataclasses
 import datetime
 import random
 
@@ -114,6 +115,14 @@ def test_impossible_record_is_quarantined_alone(change, reason):
     assert column(found, "session_id") == ["a", "b"] and column(found, "item") == [0, 2]
     (q,) = found.quarantined
     assert reason in q.reason and (q.source, q.batch, q.item) == ("gpu-0/1", 1, 1) and "span_us" in q.payload
+
+
+@pytest.mark.parametrize(("stored_s", "entries"), [(0, 0), (99, 0), (1000, 1)])
+def test_record_ahead_of_our_clock_is_booked_if_the_streams_clock_confirms_it(stored_s, entries):
+    told = event(record(at_us=NOW + 1000 * SECOND))
+    kept = dataclasses.replace(delivery(1, told), stored_us=NOW + stored_s * SECOND)
+    found = book(*read([kept]), {}, 1, 1, Tariff([]), NOW)
+    assert (len(found.entries), len(found.quarantined)) == (entries, 1 - entries)
 
 
 def test_possible_record_is_not_quarantined():

@@ -95,7 +95,7 @@ class Follower:
         try:
             async for kept in reading:
                 if kept is not None:
-                    waiting.append(Delivery(kept.sequence, kept.data))
+                    waiting.append(Delivery(kept.sequence, kept.data, int(kept.at * 1e6)))
                     size += len(kept.data)
                 last = kept is None or not kept.pending
                 if waiting and (last or len(waiting) >= self._batch or size > BATCH_BYTES):

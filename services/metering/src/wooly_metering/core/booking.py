@@ -121,10 +121,11 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """A message of the stream: its number in the stream, and its bytes."""
+    """A message of the stream: its number in the stream, its bytes, and when the stream stored it, in us since 1970."""
 
     sequence: int
     data: bytes
+    stored_us: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,6 +282,7 @@ def book(
         known_runs: runs among them whose totals a journal states, or stated before. The function updates their state.
         next_entry: id of the first entry.
         next_source: number of the first new source.
+        now_us: time of our clock. A record from the future is one that is ahead of this clock and of the stream's.
     """
     out = Booking(quarantined=list(bad), sources={})
     known, watched = dict(sources), known_runs or {}
@@ -302,9 +304,10 @@ def book(
             out.quarantined.append(Quarantined(delivery.sequence, event.source, expected, 0, lost, ""))
         known[event.source] = out.sources[event.source] = Source(found.number, event.batch)
         executor = event.executor_id
+        latest_us = max(now_us, delivery.stored_us)  # a clock of ours that is behind makes no usage impossible
         for item, told in enumerate(event.records):
             record, run, kind = told, watched.get((told.session_id, executor)), event.device_kind
-            why = impossible(record, event, now_us)
+            why = impossible(record, event, latest_us)
             if not why and run is not None:
                 found_part = run.missing_part(record) if event.whole else run.take(record)
                 if found_part is None:

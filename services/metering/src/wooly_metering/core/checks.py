@@ -34,7 +34,13 @@ def _shown(value: int) -> str:
 
 
 def impossible(record: UsageRecord, event: UsageRecorded, now_us: int) -> str:
-    """Why a record cannot be right; empty if it can."""
+    """Why a record cannot be right; empty if it can.
+
+    Args:
+        record: the record.
+        event: the message that contains it.
+        now_us: the latest time that any clock at hand shows, in us since 1970.
+    """
     for name in _QUANTITIES:
         value = getattr(record, name)
         if value < 0 or value > LARGEST:
