@@ -3,6 +3,7 @@
 import asyncio
 import logging
 
+import psutil
 import pytest
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
@@ -260,3 +261,29 @@ async def test_service_ends_while_nats_is_unreachable():
     while app.broker._connection.is_connected:
         await asyncio.sleep(0.01)
     await running.__aexit__(None, None, None)
+
+
+async def test_service_ends_while_nats_is_silent(caplog):
+    """A cut link: the connection stands, and nobody answers on it."""
+    caplog.set_level(logging.INFO, "wooly.bus")
+    with start_nats_server() as url:
+        (server,) = [p for p in psutil.Process().children() if url.rsplit(":", 1)[1] in ports_of(p)]
+        app = ServiceApp("test", url)
+
+        async def on_close(request):
+            raise AssertionError
+
+        app.serve(Rpc("wooly.v1.rpc.test.silent.ask", CloseSessionRequest, CloseSessionReply), on_close)
+        running = app.running()
+        await running.__aenter__()
+        server.suspend()
+        try:
+            await running.__aexit__(None, None, None)
+        finally:
+            server.resume()
+    assert "NATS is not reachable at the end of the test" in caplog.text and app._client.is_closed
+
+
+def ports_of(process):
+    """The ports on which a process listens."""
+    return [str(c.laddr.port) for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]

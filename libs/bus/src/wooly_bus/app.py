@@ -45,6 +45,8 @@ CONCURRENT_REQUESTS = 64
 TENANTS_REQUESTS, TENANT_REQUESTS = 128, 32
 #: Seconds that running requests have to finish when a service ends.
 GRACE_S = 5.0
+#: Seconds in which NATS must answer at the end of a service. Without an answer, the connection is closed as it is.
+ANSWER_S = 2
 #: Seconds between two messages with spans.
 SPANS_EVERY_S = 0.25
 #: Stands for the span of a message whose sender has no trace.
@@ -346,14 +348,17 @@ class ServiceApp:
 
     async def _stop(self) -> None:
         self._ending = True
+        client = self._client
         try:
+            if client is not None:
+                await client.flush(
+                    ANSWER_S
+                )  # nats-py would wait for each subscription's end, and for the last messages
             await self.broker.stop()
-        except (
-            nats.errors.ConnectionReconnectingError,
-            nats.errors.ConnectionClosedError,
-        ):  # there is no connection to drain
-            if self._client is not None:
-                await self._client.close()
+        except (nats.errors.Error, OSError) as e:  # there is no connection to drain, or nobody answers on it
+            log.info("NATS is not reachable at the end of the %s: %s", self.name, str(e) or type(e).__name__)
+            if client is not None:
+                await client.close()
 
 
 async def _handled(handler: Callable[[Q], Awaitable[T]], model: type[Q], data: bytes) -> T | ErrorReply:

@@ -295,6 +295,9 @@ def _run_in_fork(
     code = 1
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(
+            signal.SIGINT, signal.default_int_handler
+        )  # as in a terminal, even if the tests run in the background
         die_with_parent()
         for here, there in enumerate(standard):
             os.dup2(there, here)
