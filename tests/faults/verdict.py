@@ -43,7 +43,7 @@ def scripts(runs: Sequence[Run], faults: Sequence[Fault], reference: Callable[[s
         Row(
             "ended with an error", str(len(failed)), None, tuple(f"{r.ended_s:.0f} s: {_last(r.error)}" for r in failed)
         ),
-        Row("errors without a clear reason", str(len(unclear)), not unclear, _tell(unclear)),
+        Row("errors without a clear reason", str(len(unclear)), not unclear, _tell(unclear) + _all_said(unclear)),
         Row(
             f"errors later than {KNOWN_S:.0f} s after the fault could be detected",
             f"{len(late)}" + (f" (median {ways[len(ways) // 2]:.1f} s, largest {ways[-1]:.1f} s)" if ways else ""),
@@ -177,6 +177,11 @@ def _last(error: str) -> str:
     lines = [line.strip() for line in error.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith(("wooly", "torch.")) and ": " in line]
     return (errors or lines or ["(said nothing)"])[-1]
+
+
+def _all_said(runs: Iterable[Run]) -> tuple[str, ...]:
+    """Everything that runs said at their end, to find the cause of an error without a reason."""
+    return tuple(f"{r.script} {r.seed} said: {line}" for r in runs for line in r.error.splitlines()[-20:])
 
 
 def _tell(runs: Iterable[Run]) -> tuple[str, ...]:
