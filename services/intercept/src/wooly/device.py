@@ -25,6 +25,8 @@ from wooly.kernels.autocast import Autocast
 from wooly.kernels.extensions import Extensions, register_autocast
 from wooly.kernels.generic import Generic
 from wooly.kernels.launch import Launches
+from wooly.kernels.sparse.calls import SparseCalls
+from wooly.kernels.sparse.registration import register_sparse
 from wooly.kernels.transfer import Transfer
 from wooly.kernels.whole import WHOLE, Whole
 from wooly.recorder import Forms, Recorder, set_library_roots
@@ -122,6 +124,7 @@ class RegisteredDevice:
         self.autocast.register(library)
         self._libraries.append(register_autocast())
         self._libraries.append(_register_fallbacks(Extensions(self.devices, self.generic, _unsupported)))
+        self._libraries += register_sparse(SparseCalls(self.generic))
         set_library_roots(tuple(os.path.dirname(m.__file__ or "") for m in (torch, storage, wooly_wis)))
 
     def _own_kernels(self) -> dict[str, Any]:
@@ -148,6 +151,8 @@ class RegisteredDevice:
             kernel = self.generic.kernel(op)
         if name == "histc":
             kernel = composite.histc(kernel)
+        if name == "_embedding_bag_backward":
+            kernel = composite.embedding_bag_backward(kernel)
         if name == "convolution":
             kernel = composite.convolution(kernel)
         if bare == "native_batch_norm":
@@ -190,12 +195,11 @@ class RegisteredDevice:
 
 
 def _register_fallbacks(extensions: Extensions) -> torch.library.Library:
-    """Register what happens with operators without a kernel, and the errors for sparse and nested tensors."""
+    """Register what happens with operators without a kernel, and the error for nested tensors."""
     rest = torch.library.Library("_", "IMPL")
     rest.fallback(extensions, "PrivateUse1")
     rest.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
-    for key in ("SparsePrivateUse1", "SparseCsrPrivateUse1", "NestedTensorPrivateUse1"):
-        rest.fallback(_not_dense, key)
+    rest.fallback(_not_dense, "NestedTensorPrivateUse1")
     return rest
 
 
@@ -216,8 +220,8 @@ def _unsupported(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
 
 def _not_dense(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
     raise NotImplementedError(
-        f"{op} is not supported on the wooly device for sparse or nested tensors; make the tensors dense (to_dense(), "
-        "to_padded_tensor()), or compute on the CPU"
+        f"{op} is not supported on the wooly device for nested tensors; make the tensors dense (to_padded_tensor()), or "
+        "compute on the CPU"
     )
 
 

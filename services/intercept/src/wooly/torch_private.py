@@ -294,6 +294,28 @@ def redispatch_cpu(op: torch._ops.OpOverload) -> Callable[..., Any]:
     return run
 
 
+def redispatch_sparse_host(op: torch._ops.OpOverload, key: str) -> Callable[..., Any]:
+    """A callable that runs the kernel of `op` for sparse host tensors on tensors of any device.
+
+    Correct only if the kernel reads no memory itself.
+
+    Args:
+        op: the operator.
+        key: ``SparseCPU`` or ``SparseCsrCPU``.
+    """
+    call, keys = op._handle.redispatch_boxed, DispatchKeySet(getattr(DispatchKey, key))
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return call(keys, *args, **kwargs)
+
+    return run
+
+
+def coo_components(t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Indices and values of a COO tensor, which may be unsorted or repeated."""
+    return t._indices(), t._values()
+
+
 #: Byte offset of `device_` (type and index, one byte each) in c10::GeneratorImpl: after the vtable, two counts and a mutex.
 _GENERATOR_DEVICE_AT = 56
 _NO_INDEX = 0xFF

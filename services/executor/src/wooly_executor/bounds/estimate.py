@@ -9,11 +9,13 @@ from wooly_wis.externs import is_allowed
 from wooly_wis.foreign import OPCODE as LAUNCH
 from wooly_wis.optable import TABLE
 from wooly_wis.program import Attr, Form, OperandRef, ParamRef, Role
+from wooly_wis.sparse import NAMESPACE as SPARSE
 
 from wooly_executor.bounds.elementwise import ELEMENTWISE, PASSES, base_of, over_all, over_lists, over_space
 from wooly_executor.bounds.extensions import of_extension
 from wooly_executor.bounds.indexing import INDEXING
 from wooly_executor.bounds.products import PRODUCTS
+from wooly_executor.bounds.sparse import of_sparse
 from wooly_executor.bounds.windows import WINDOWS
 from wooly_executor.bounds.work import PARAM, Given, Work
 from wooly_executor.errors import OperationError
@@ -48,6 +50,8 @@ def work_of_call(call: LibraryCall, form: Form) -> Work:
     given, name = _given(call, form), call.op.overloadpacket.__name__
     if call.op.namespace == "aten":
         work = _by_family(name, given)
+    elif call.op.namespace == SPARSE:
+        work = of_sparse(given)
     else:
         work = of_extension(f"{call.op.namespace}.{name}", given)
     return work.times(WITH_GRADIENTS) if form.attr("wanted") is not None else work

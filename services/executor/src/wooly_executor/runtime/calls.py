@@ -18,6 +18,7 @@ from wooly_executor.errors import OperationError
 from wooly_executor.runtime import extensions
 from wooly_executor.runtime.buffers import TORCH_DTYPE
 from wooly_executor.runtime.fast_bindings import FAST
+from wooly_executor.runtime.sparse.library import OPERATORS as SPARSE_OPERATORS
 from wooly_executor.runtime.torch_private import OpOverload, binding_of, neg_view, schema_of
 
 _MASK = (1 << 64) - 1
@@ -69,12 +70,12 @@ def _host_tensor(argument: Any, value: Attr) -> Any:
 
 
 def _extension(name: str) -> OpOverload:
-    """Return an extension operator.
+    """Return an operator on sparse tensors, or an extension operator.
 
     Raises:
         OperationError: this executor does not offer it.
     """
-    op = extensions.offered(name)
+    op = SPARSE_OPERATORS.get(name) or extensions.offered(name)
     if op is None:
         known = ", ".join([f"{k} {v}" for k, v in extensions.versions().items()]) or "no library"
         raise OperationError(

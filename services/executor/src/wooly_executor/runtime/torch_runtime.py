@@ -22,6 +22,7 @@ from wooly_executor.runtime.foreign import Foreign
 from wooly_executor.runtime.preparation import prepare_acts
 from wooly_executor.runtime.prepared import PreparedProgram, acts_of
 from wooly_executor.runtime.protocol import Execution, Outcome
+from wooly_executor.runtime.sparse import operators as _sparse_operators  # noqa: F401 - registers their kernels
 
 #: Number of runs after which a program's steps are combined. Most programs run only once or twice.
 HOT = 16

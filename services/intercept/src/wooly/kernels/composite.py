@@ -313,6 +313,26 @@ def _scalar_type(t: Tensor) -> str:
     return torch.empty(0, dtype=t.dtype).type().removeprefix("torch.").removesuffix("Tensor")
 
 
+def embedding_bag_backward(record: Kernel) -> Kernel:
+    """Wrap the gradient of `embedding_bag`. A sparse gradient consists of dense parts, which ATen's composite operator makes."""
+
+    def run(
+        grad: Tensor, indices: Tensor, offsets: Tensor, offset2bag: Tensor, bag_size: Tensor, max_indices: Tensor,
+        num_weights: int, scale_grad_by_freq: bool, mode: int, sparse: bool, *rest: Any, **named: Any,
+    ) -> Tensor:  # fmt: skip
+        counts = (num_weights, scale_grad_by_freq, mode)
+        if not sparse:
+            told = (grad, indices, offsets, offset2bag, bag_size, max_indices, *counts, sparse)
+            return record(*told, *rest, **named)  # type: ignore[no-any-return]
+        # The forward does not compute `offset2bag` in its fast case. Here as there: the bag of each index, from the bags' begins.
+        begins = offsets.new_zeros(indices.shape[0] + 1).index_add_(0, offsets, torch.ones_like(offsets))
+        bag_of = (begins.cumsum(0) - 1)[:-1]
+        made = aten._embedding_bag_sparse_backward
+        return made(grad, indices, offsets, bag_of, bag_size, *counts, *rest, **named)  # type: ignore[no-any-return]
+
+    return run
+
+
 def histc(record: Kernel) -> Kernel:
     """`aten.histc`. CUDA also supports integers, but the CPU kernel does not, so integers are converted to doubles."""
 

@@ -1,0 +1,144 @@
+"""Makes sparse tensors of a call from its dense operands, and checks them.
+
+The library's sparse kernels use indices as addresses without a check. They trust that the indices are in bounds, and that those
+of a coalesced tensor are sorted and distinct. So every index is checked in every call, before a kernel sees it. On a GPU, the
+host waits for the answer; the library's own checks there are assertions that would end the context of all tenants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from wooly_wis.sparse import Layout, Sparse
+
+from wooly_executor.runtime.guards.law import require
+
+_MAKE: dict[Layout, Callable[..., Tensor]] = {
+    Layout.CSR: torch.sparse_csr_tensor,
+    Layout.CSC: torch.sparse_csc_tensor,
+    Layout.BSR: torch.sparse_bsr_tensor,
+    Layout.BSC: torch.sparse_bsc_tensor,
+}
+_BLOCKED = (Layout.BSR, Layout.BSC)
+#: Layouts whose compressed dimension is that of the rows.
+_BY_ROW = (Layout.CSR, Layout.BSR)
+
+
+def made(a: Sparse, tensors: Sequence[Tensor]) -> Tensor:
+    """Make a sparse argument.
+
+    Args:
+        a: the argument.
+        tensors: the dense operands of the call.
+
+    Raises:
+        RuntimeError: the components do not fit together, or an index is out of range.
+    """
+    require(
+        max(*a.indices, a.values) < len(tensors), "a sparse argument refers to a tensor that the call does not have"
+    )
+    indices, values = [tensors[k] for k in a.indices], tensors[a.values]
+    for t in (*indices, values):
+        require(t.layout is torch.strided and not t.is_conj() and not t.is_neg(), "a component must be a plain tensor")
+    # Some kernels take the address of the first element and assume that the others follow.
+    indices, values = [i.contiguous() for i in indices], values.contiguous()
+    if a.layout is Layout.COO:
+        return _coo(a, indices[0], values)
+    return _compressed(a, indices[0], indices[1], values)
+
+
+def _coo(a: Sparse, indices: Tensor, values: Tensor) -> Tensor:
+    require(
+        indices.dtype is torch.int64 and indices.dim() == 2, "the indices must be an int64 tensor of two dimensions"
+    )
+    sparse_dim, nnz = indices.shape
+    require(
+        values.dim() >= 1 and values.shape[0] == nnz, f"there are {nnz} indices, but {list(values.shape[:1])} values"
+    )
+    require(
+        sparse_dim + values.dim() - 1 == len(a.size), "the dimensions of indices and values are not those of the size"
+    )
+    dense = a.size[sparse_dim:]
+    require(tuple(values.shape[1:]) == dense, f"values must have the shape {[nnz, *dense]}, not {list(values.shape)}")
+    if nnz:
+        require(
+            sparse_dim > 0 or nnz <= 1 or not a.coalesced, "a coalesced tensor without indices has one value at most"
+        )
+        if sparse_dim:
+            low, high = indices.aminmax(dim=1)
+            for k, (least, most) in enumerate(zip(low.tolist(), high.tolist(), strict=True)):
+                _require_bounds(f"dimension {k}", least, most, a.size[k])
+    if a.coalesced and nnz > 1:
+        place = torch.zeros(nnz, dtype=torch.int64, device=indices.device)
+        for k in range(sparse_dim):
+            place = place * a.size[k] + indices[k]
+        require(
+            bool((place[1:] > place[:-1]).all()), "the indices of a coalesced tensor are not sorted or not distinct"
+        )
+    return torch.sparse_coo_tensor(indices, values, a.size, is_coalesced=a.coalesced, check_invariants=False)
+
+
+def _compressed(a: Sparse, compressed: Tensor, plain: Tensor, values: Tensor) -> Tensor:
+    dtypes = {compressed.dtype, plain.dtype}
+    require(
+        len(dtypes) == 1 and dtypes <= {torch.int32, torch.int64}, "the indices must both be int32 or both be int64"
+    )
+    blocked = a.layout in _BLOCKED
+    block = tuple(values.shape[1:3]) if blocked else (1, 1)
+    require(compressed.dim() == plain.dim() == 1, "batches of compressed sparse tensors are not supported")
+    require(
+        len(a.size) == 2 and values.dim() == (3 if blocked else 1), f"a {a.layout} tensor must be a matrix of numbers"
+    )
+    nnz = plain.shape[0]
+    require(values.shape[0] == nnz, f"there are {nnz} indices, but {values.shape[0]} values")
+    require(
+        min(block) > 0 and not any(n % b for n, b in zip(a.size, block, strict=True)), "the blocks do not fit the size"
+    )
+    counts = [n // b for n, b in zip(a.size, block, strict=True)]
+    rows, columns = counts if a.layout in _BY_ROW else counts[::-1]
+    check_compressed(compressed, plain, rows, columns)
+    return _MAKE[a.layout](compressed, plain, values, a.size, check_invariants=False)
+
+
+def check_compressed(compressed: Tensor, plain: Tensor, rows: int, columns: int) -> None:
+    """Check compressed and plain indices.
+
+    Args:
+        compressed: where each row begins, (rows + 1).
+        plain: the column of each element, (nnz).
+        rows: number of rows; for CSC and BSC, of columns.
+        columns: number of columns; for CSC and BSC, of rows.
+
+    Raises:
+        RuntimeError: an index is out of range, or the columns of a row are not sorted and distinct.
+    """
+    nnz = plain.shape[0]
+    require(compressed.shape[0] == rows + 1, f"there must be {rows + 1} compressed indices, not {compressed.shape[0]}")
+    starts = compressed.to(torch.int64)
+    counts = starts.diff()
+    ends = torch.stack([starts[0], starts[-1], *(counts.aminmax() if rows else (starts[0], starts[0]))]).tolist()
+    require(
+        ends[0] == 0 and ends[1] == nnz,
+        f"the compressed indices must go from 0 to {nnz}, but go from {ends[0]} to {ends[1]}",
+    )
+    if not nnz:
+        require(not rows or ends[2] == ends[3] == 0, "the compressed indices must be 0 for a tensor without elements")
+        return
+    require(
+        ends[2] >= 0 and ends[3] <= columns,
+        f"a row must have 0 to {columns} elements, but one has {ends[2]} or {ends[3]}",
+    )
+    least, most = torch.stack(plain.aminmax()).tolist()
+    _require_bounds("the plain indices", least, most, columns)
+    row = torch.repeat_interleave(torch.arange(rows, device=plain.device), counts, output_size=nnz)
+    place = row * columns + plain
+    require(bool((place[1:] > place[:-1]).all()), "the plain indices of a row are not sorted or not distinct")
+
+
+def _require_bounds(what: str, least: int, most: int, size: int) -> None:
+    require(
+        least >= 0 and most < size,
+        f"index out of range: {what} has size {size}, but the indices go from {least} to {most}",
+    )

@@ -1,0 +1,84 @@
+"""Operators on sparse tensors on the executor: indices that a client invents reach no kernel."""
+
+import pytest
+import torch
+from wooly_executor.errors import OperationError
+from wooly_executor.runtime.sparse import operators
+from wooly_wis.sparse import Dense, DenseResult, Layout, Sparse, SparseCall, SparseTextError, Written, results_text
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse CS[RC] tensor support")
+DENSE = torch.arange(9.0).reshape(3, 3)
+ONE = results_text([DenseResult((3, 3), (3, 1), "f32")])
+
+
+def coo(indices, size=(3, 3), coalesced=False):
+    return Sparse(Layout.COO, size, (0,), 1, coalesced), [torch.tensor(indices), torch.ones(len(indices[0]))]
+
+
+def csr(starts, columns, layout=Layout.CSR, values=None):
+    held = [torch.tensor(starts), torch.tensor(columns), torch.ones(len(columns)) if values is None else values]
+    return Sparse(layout, (3, 3), (0, 1), 2, False), held
+
+
+def product(given, results=ONE):
+    sparse, tensors = given
+    call = SparseCall("aten.mm.default", (sparse, Dense(len(tensors))), ())
+    return operators.dense(call.text(), results, [*tensors, DENSE], [])[0]
+
+
+def test_product_of_valid_components_equals_dense_product():
+    dense = torch.zeros(3, 3)
+    dense[[0, 1, 2], [2, 0, 2]] = 1
+    assert torch.equal(product(coo([[0, 1, 2], [2, 0, 2]], coalesced=True)), dense @ DENSE)
+    assert torch.equal(product(csr([0, 1, 2, 3], [2, 0, 2])), dense @ DENSE)
+    assert torch.equal(product(csr([0, 1, 1, 3], [1, 0, 2], Layout.CSC)), dense @ DENSE)
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (coo([[0, 3], [0, 0]]), "index out of range: dimension 0 has size 3"),
+        (coo([[0, -1], [0, 0]]), "index out of range: dimension 0 has size 3, but the indices go from -1"),
+        (coo([[0, 1], [0, 1 << 40]]), "index out of range: dimension 1"),
+        (coo([[1, 0], [0, 0]], coalesced=True), "not sorted or not distinct"),
+        (coo([[1, 1], [0, 0]], coalesced=True), "not sorted or not distinct"),
+        (coo([[0, 1], [0, 1]], size=(3,)), "dimensions of indices and values are not those of the size"),
+        ((coo([[0], [0]])[0], [torch.tensor([[0], [0]]), torch.ones(5)]), "there are 1 indices, but"),
+        ((coo([[0], [0]])[0], [torch.tensor([[0.0], [0.0]]), torch.ones(1)]), "int64"),
+        (csr([0, 1, 2, 9], [2, 0, 2]), "must go from 0 to 3, but go from 0 to 9"),
+        (csr([0, 9, -6, 3], [2, 0, 2]), "a row must have 0 to 3 elements"),
+        (csr([0, 1, 3], [2, 0, 2]), "there must be 4 compressed indices"),
+        (csr([0, 1, 2, 3], [2, 0, 3]), "index out of range: the plain indices"),
+        (csr([0, 2, 2, 3], [2, 0, 2]), "not sorted or not distinct"),
+        (csr([0, 1, 2, 3], [2, 0, 2], values=torch.ones(7)), "there are 3 indices, but 7 values"),
+        ((Sparse(Layout.COO, (3, 3), (8,), 1, False), coo([[0], [0]])[1]), "a tensor that the call does not have"),
+    ],
+)
+def test_invalid_components_are_refused_before_any_kernel(given, reason):
+    with pytest.raises((RuntimeError, OperationError), match=reason):
+        product(given)
+
+
+def test_result_unlike_announced_is_refused():
+    with pytest.raises((RuntimeError, OperationError), match="announced"):
+        product(coo([[0], [0]]), results_text([DenseResult((9, 9), (9, 1), "f32")]))
+
+
+def test_operator_outside_the_list_is_refused():
+    with pytest.raises(SparseTextError, match="not one of the operators"):
+        operators.dense('["aten.from_file.default",["/etc/passwd"],[]]', ONE, [], [])
+
+
+def test_written_tensor_may_not_be_an_index_and_must_be_said():
+    sparse, tensors = coo([[0, 1], [0, 1]])
+    call = SparseCall("aten.add_.Tensor", (Written(), sparse), ())
+    target = torch.zeros(3, 3)
+    operators.update(call.text(), target, tensors, [])
+    assert target.sum() == 2
+    shared = torch.zeros(9, dtype=torch.int64)
+    indices = shared[:4].view(2, 2)
+    with pytest.raises((RuntimeError, OperationError), match="must not share memory with the indices"):
+        operators.update(call.text(), shared.view(3, 3), [indices, torch.ones(2, dtype=torch.int64)], [])
+    unsaid = SparseCall("aten.add_.Tensor", (Dense(2), sparse), ())
+    with pytest.raises((RuntimeError, OperationError), match="writes"):
+        operators.dense(unsaid.text(), ONE, [*tensors, DENSE], [])

@@ -1,0 +1,241 @@
+"""The kernel of all operators on sparse tensors: redispatched to the container's kernel, recorded as a call, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from wooly_wis.dtypes import BY_LABEL
+from wooly_wis.sparse import (
+    DYNAMIC,
+    NAMESPACE,
+    OPERATORS,
+    SCHEMAS,
+    DenseResult,
+    SparseFacts,
+    parse_results,
+    results_text,
+)
+
+from wooly.dtypes import DTYPES, TORCH_DTYPES
+from wooly.errors import RemoteOperationError
+from wooly.kernels.generic import Generic
+from wooly.kernels.sparse.arguments import Encoded, components, encode, is_sparse
+from wooly.kernels.sparse.containers import is_container_operator
+from wooly.kernels.sparse.trial import Found, attempt, signature
+from wooly.torch_private import (
+    OpOverload,
+    coo_components,
+    overload_name,
+    raw_device,
+    redispatch_sparse_host,
+    schema_of,
+)
+
+aten = torch.ops.aten
+#: For each key of sparse device tensors, the key of sparse host tensors.
+HOST_KEYS = {"SparsePrivateUse1": "SparseCPU", "SparseCsrPrivateUse1": "SparseCsrCPU"}
+#: Operators whose result has the indices of an argument, and the position of that argument.
+_SAME_INDICES = {"sparse_mask": 1}
+#: Operators whose text announces the layouts of their results, so that nothing waits for the executor.
+_ANNOUNCED = ("dense", "values")
+#: Maximum number of remembered trials; a full cache is cleared.
+_MAX_TRIALS = 4096
+
+
+class SparseCalls:
+    """Makes the kernels of operators on sparse tensors.
+
+    Args:
+        generic: makes kernels that record a call.
+    """
+
+    def __init__(self, generic: Generic) -> None:
+        # A fragment, because an executor in the same process defines the same operators.
+        self._library = torch.library.Library(NAMESPACE, "FRAGMENT")
+        record = {}
+        for name, schema in SCHEMAS.items():
+            if not hasattr(getattr(torch.ops, NAMESPACE), name):
+                self._library.define(schema, tags=(torch.Tag.dynamic_output_shape,) if name in DYNAMIC else ())
+            if name in _ANNOUNCED:
+                self._library.impl(name, _announced, "Meta")
+            if name == "update":
+                self._library.impl(name, _nothing, "Meta")
+            record[name] = generic.kernel(getattr(getattr(torch.ops, NAMESPACE), name).default)
+        self._record = record
+        self._trials: dict[tuple[Any, ...], Found] = {}
+
+    def kernel(self, op: OpOverload, key: str) -> Callable[..., Any]:
+        """Make the kernel of an operator for a dispatch key (of `HOST_KEYS`)."""
+        packet = op.overloadpacket.__name__
+        if is_container_operator(packet):
+            return redispatch_sparse_host(op, HOST_KEYS[key])
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return self(op, *args, **kwargs)
+
+        if packet in ("mul", "mul_", "div", "div_"):
+            return _scaled(packet, run)
+        return run
+
+    def __call__(self, op: OpOverload, *args: Any, **kwargs: Any) -> Any:
+        """Call an operator of the closed list on the executor.
+
+        Raises:
+            NotImplementedError: the operator is not supported for sparse tensors.
+        """
+        target = _written(op, args, kwargs)
+        if target is not None and is_sparse(target):
+            return self._in_place(op, target, args, kwargs)
+        if str(op) not in OPERATORS:
+            raise unsupported(op)
+        call = encode(op, args, kwargs)
+        if target is not None:
+            self._try(op, args, kwargs)
+            self._record["update"](call.call.text(), target, call.tensors, call.numbers)
+            return target
+        found = self._try(op, args, kwargs)
+        if found.dense is not None:
+            results = self._record["dense"](call.call.text(), results_text(found.dense), call.tensors, call.numbers)
+            return results[0] if len(schema_of(op).returns) == 1 else tuple(results)
+        pattern = _SAME_INDICES.get(op.overloadpacket.__name__)
+        if pattern is not None and args[pattern].layout is torch.sparse_coo:
+            return self._of_pattern(op, args[pattern], args[0].dtype, call)
+        return self._dynamic(call)
+
+    def _try(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
+        key = signature(op, args, kwargs)
+        found = self._trials.get(key)
+        if found is None:
+            try:
+                found = attempt(op, args, kwargs)
+            except NotImplementedError as e:
+                raise unsupported(op, str(e).split("\n", 1)[0]) from None
+            if len(self._trials) >= _MAX_TRIALS:
+                self._trials.clear()
+            self._trials[key] = found
+        return found
+
+    def _of_pattern(self, op: OpOverload, pattern: Tensor, dtype: torch.dtype, call: Encoded) -> Tensor:
+        """Call an operator whose result has the indices of `pattern`: nothing waits."""
+        indices, values = coo_components(pattern)
+        layout = torch.empty(values.shape, dtype=dtype, device="meta")
+        announced = DenseResult(tuple(layout.shape), layout.stride(), DTYPES[dtype].label)
+        (own,) = self._record["values"](call.call.text(), results_text([announced]), call.tensors, call.numbers)
+        return _coo(indices.clone(), own, tuple(pattern.shape), pattern.is_coalesced())
+
+    def _dynamic(self, call: Encoded) -> Any:
+        """Call an operator whose result has a number of elements that only the executor knows, and wait for it.
+
+        Raises:
+            RuntimeError: the arguments are not valid.
+        """
+        try:
+            compressed, plain, values, facts = self._record["sparse"](call.call.text(), call.tensors, call.numbers)
+        except RemoteOperationError as e:
+            if "not implemented for" in e.message:  # the kernel does not support the dtype
+                raise NotImplementedError(e.message) from None
+            raise
+        if facts is None:
+            return None
+        known = SparseFacts.of_shape(tuple(facts.shape))
+        if compressed is None:
+            return _coo(plain, values, known.size, known.coalesced)
+        layout = getattr(torch, known.layout.value)
+        return aten._sparse_compressed_tensor_unsafe(
+            compressed, plain, values, known.size, dtype=values.dtype, layout=layout, device=raw_device(values)
+        )
+
+    def _in_place(self, op: OpOverload, target: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """Compute a new tensor and put its components into `target`.
+
+        Raises:
+            NotImplementedError: the operator has no form that makes a new tensor.
+        """
+        packet = op.overloadpacket.__name__
+        overload = overload_name(op)
+        functional = getattr(getattr(aten, packet.removesuffix("_"), None), overload, None)
+        if not packet.endswith("_") or functional is None:
+            raise unsupported(op, "out= cannot be a sparse tensor; use the result instead")
+        result = functional(*args, **kwargs)
+        if result.dtype is not target.dtype:
+            raise RuntimeError(
+                f"result type {_name(result.dtype)} can't be cast to the desired output type {_name(target.dtype)}"
+            )
+        target.copy_(result)
+        return target
+
+
+def _announced(call: str, results: str, tensors: list[Tensor], numbers: list[Any]) -> list[Tensor]:
+    """The results of a call without data."""
+    return [
+        torch.empty_strided(r.sizes, r.strides, dtype=TORCH_DTYPES[BY_LABEL[r.dtype]], device="meta")
+        for r in parse_results(results)
+    ]
+
+
+def _nothing(call: str, self: Tensor, tensors: list[Tensor], numbers: list[Any]) -> None:
+    """A call without data that writes a tensor."""
+
+
+def _coo(indices: Tensor, values: Tensor, size: tuple[int, ...], coalesced: bool) -> Tensor:
+    return aten._sparse_coo_tensor_with_dims_and_tensors(  # type: ignore[no-any-return]
+        indices.shape[0],
+        values.dim() - 1,
+        size,
+        indices,
+        values,
+        dtype=values.dtype,
+        layout=torch.sparse_coo,
+        device=raw_device(values),
+        is_coalesced=coalesced,
+    )
+
+
+def _scaled(packet: str, otherwise: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel of a product or quotient. A number scales the values, and the indices stay."""
+    scale = getattr(torch.Tensor, packet)
+
+    def run(a: Any, b: Any, **kwargs: Any) -> Any:
+        if not is_sparse(a) or (isinstance(b, Tensor) and (b.dim() or is_sparse(b))):
+            return otherwise(a, b, **kwargs)
+        if packet.endswith("_"):
+            scale(components(a)[1], b, **kwargs)
+            return a
+        if kwargs.get("rounding_mode") is not None and a.layout is torch.sparse_coo:
+            a = a.coalesce()  # a rounded quotient of a sum is not the sum of rounded quotients
+        return _with_values(a, scale(components(a)[1], b, **kwargs))
+
+    return run
+
+
+def _with_values(a: Tensor, values: Tensor) -> Tensor:
+    """A sparse tensor with the indices of `a`."""
+    indices = [i.clone() for i in components(a)[0]]
+    if a.layout is torch.sparse_coo:
+        return _coo(indices[0], values, tuple(a.shape), a.is_coalesced())
+    return aten._sparse_compressed_tensor_unsafe(  # type: ignore[no-any-return]
+        *indices, values, a.shape, dtype=values.dtype, layout=a.layout, device=raw_device(values)
+    )
+
+
+def _written(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """The tensor that the operator writes."""
+    for declared, a in zip(schema_of(op).arguments, args, strict=False):
+        if declared.alias_info is not None and declared.alias_info.is_write:
+            return a  # type: ignore[no-any-return]
+    return kwargs.get("out")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return torch.empty(0, dtype=dtype).type().removeprefix("torch.").removesuffix("Tensor")
+
+
+def unsupported(op: OpOverload, why: str = "") -> NotImplementedError:
+    """Make the error for an operator that is not supported for sparse tensors."""
+    return NotImplementedError(
+        f"{op} is not supported on the wooly device for sparse tensors{': ' + why if why else ''}; make the tensors dense "
+        "(to_dense()), or compute on the CPU: x.cpu()"
+    )

@@ -1,0 +1,113 @@
+"""Finds what a call with sparse tensors returns, by calling the operator on host tensors without sparse elements.
+
+The trial raises PyTorch's own errors, at the call, with PyTorch's texts. It is done once per signature. The number of sparse
+elements is not part of a signature.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from wooly_wis.sparse import DenseResult
+
+from wooly.dtypes import DTYPES
+from wooly.kernels.sparse.arguments import components, is_sparse
+from wooly.torch_private import OpOverload, raw_device, tree_leaves, tree_map
+
+#: Maximum number of elements of the dense operands of a trial, and of its dense result. It bounds a trial to some milliseconds.
+LARGEST = 1 << 22
+
+
+class Found(NamedTuple):
+    """What a call returns.
+
+    Attributes:
+        dense: the layouts of its dense results; None: the result is sparse.
+        values: the layout of the result's values for each element, as shape and dtype; None: the result is dense.
+    """
+
+    dense: list[DenseResult] | None
+    dtype: torch.dtype | None
+
+
+#: Operators on a sparse and a dense matrix whose result is dense, as functions of dense matrices. For calls that are too large.
+_LARGE_DENSE = frozenset(("mm", "addmm", "mv", "addmv", "add", "_to_dense", "bmm"))
+
+
+def signature(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """The key of a call's trial."""
+    return (op, tuple([_described(a) for a in args]), tuple([(k, _described(v)) for k, v in kwargs.items()]))
+
+
+def _described(a: Any) -> Any:
+    if isinstance(a, Tensor):
+        if raw_device(a).type != "wooly":
+            return a.dtype, a.dim(), "host"
+        if a.layout is torch.strided:
+            return a.dtype, a.shape, a.stride()
+        indices, values = components(a)
+        coalesced = a.layout is torch.sparse_coo and a.is_coalesced()
+        return a.dtype, a.shape, a.layout, indices[0].dtype, values.shape[1:], coalesced
+    if isinstance(a, (list, tuple)):
+        return tuple([_described(x) for x in a])
+    return type(a), a if not isinstance(a, (float, complex)) else None
+
+
+def attempt(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
+    """Call the operator on the host.
+
+    Raises:
+        NotImplementedError: PyTorch has no kernel for such arguments.
+        RuntimeError: PyTorch refuses the arguments.
+    """
+    leaves = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    size = sum([t.numel() for t in leaves if not is_sparse(t)]) + _result_size(leaves)
+    if size > LARGEST:
+        if op.overloadpacket.__name__ not in _LARGE_DENSE or all(map(is_sparse, leaves)):
+            return Found(None, None)
+        meta = tree_map(_on_meta, (args, kwargs))
+        result = op(*meta[0], **meta[1])
+    else:
+        own = tree_map(_on_host, (args, kwargs))
+        result = op(*own[0], **own[1])
+    flat = list(result) if isinstance(result, (list, tuple)) else [result]
+    if any(is_sparse(t) for t in flat):
+        return Found(None, flat[0].dtype)
+    return Found([DenseResult(tuple(t.shape), t.stride(), DTYPES[t.dtype].label) for t in flat if t is not None], None)
+
+
+def _result_size(leaves: list[Tensor]) -> int:
+    """An upper bound of the number of elements of a dense result of matrices."""
+    rows = max([t.shape[0] for t in leaves if t.dim()], default=1)
+    columns = max([t.shape[-1] for t in leaves if t.dim() > 1 and not is_sparse(t)], default=1)
+    return rows * columns
+
+
+def _on_meta(a: Any) -> Any:
+    return torch.empty(a.shape, dtype=a.dtype, device="meta") if isinstance(a, Tensor) else a
+
+
+def _on_host(a: Any) -> Any:
+    if not isinstance(a, Tensor):
+        return torch.device("cpu") if isinstance(a, torch.device) else a
+    if raw_device(a).type != "wooly":
+        return a
+    if a.layout is torch.strided:
+        return torch.empty_strided(a.shape, a.stride(), dtype=a.dtype).zero_()
+    indices, values = components(a)
+    none = torch.zeros((0, *values.shape[1:]), dtype=a.dtype)
+    if a.layout is torch.sparse_coo:
+        no_indices = torch.zeros((a.sparse_dim(), 0), dtype=torch.int64)
+        coalesced = a.is_coalesced()
+        return torch.sparse_coo_tensor(no_indices, none, a.shape, is_coalesced=coalesced, check_invariants=False)
+    compressed = torch.zeros(indices[0].shape, dtype=indices[0].dtype)
+    plain = torch.zeros((*indices[1].shape[:-1], 0), dtype=indices[1].dtype)
+    return torch.sparse_compressed_tensor(compressed, plain, none, a.shape, layout=a.layout, check_invariants=False)
+
+
+def elements(size: tuple[int, ...]) -> int:
+    """Number of elements of a shape."""
+    return math.prod(size)

@@ -1,0 +1,188 @@
+"""Sparse tensors on the device: construction, operators, gradients and trainings equal the CPU's."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from wooly import api
+
+INDICES = torch.tensor([[0, 1, 1, 2], [2, 0, 2, 2]])
+VALUES = torch.tensor([3.0, 4.0, 5.0, 6.0])
+DENSE = torch.arange(9.0).reshape(3, 3)
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support", "ignore:Sparse invariant checks")
+
+
+def coo(device, dtype=torch.float32):
+    return torch.sparse_coo_tensor(INDICES.to(device), VALUES.to(device, dtype), (3, 3))
+
+
+def csr(device):
+    return DENSE.to(device).to_sparse_csr()
+
+
+def parts(t):
+    """Everything that a tensor is, as host tensors."""
+    t = t.detach().cpu()
+    if t.layout is torch.strided:
+        return [t]
+    if t.layout is torch.sparse_coo:
+        return [t._indices(), t._values(), torch.tensor([*t.shape, t.is_coalesced()])]
+    if t.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [t.crow_indices(), t.col_indices(), t.values(), torch.tensor(t.shape)]
+    return [t.ccol_indices(), t.row_indices(), t.values(), torch.tensor(t.shape)]
+
+
+def assert_same(ours, theirs):
+    ours, theirs = [list(r) if isinstance(r, (list, tuple)) else [r] for r in (ours, theirs)]
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a.layout, a.dtype) == (b.layout, b.dtype) and a.is_cuda
+        assert all(torch.equal(x, y) for x, y in zip(parts(a), parts(b), strict=True))
+
+
+CALLS = {
+    "coo": coo,
+    "copy of host": lambda d: coo("cpu").to(d),
+    "csr of components": lambda d: torch.sparse_csr_tensor(
+        torch.tensor([0, 1, 2, 3]).to(d), torch.tensor([0, 1, 2]).to(d), VALUES[:3].to(d), (3, 3)
+    ),
+    "to_dense": lambda d: coo(d).to_dense(),
+    "coalesce": lambda d: coo(d).coalesce(),
+    "to_sparse": lambda d: DENSE.to(d).to_sparse(),
+    "to_sparse_csr": csr,
+    "to_sparse_csc": lambda d: DENSE.to(d).to_sparse_csc(),
+    "to_sparse_bsr": lambda d: torch.ones(4, 4, device=d).to_sparse_bsr((2, 2)),
+    "coo to csr": lambda d: coo(d).to_sparse_csr(),
+    "csr to dense": lambda d: csr(d).to_dense(),
+    "mm": lambda d: torch.sparse.mm(coo(d), DENSE.to(d)),
+    "csr mm": lambda d: csr(d) @ DENSE.to(d),
+    "csr mv": lambda d: csr(d) @ torch.ones(3, device=d),
+    "addmm": lambda d: torch.sparse.addmm(DENSE.to(d), coo(d), DENSE.to(d), beta=0.5, alpha=2.0),
+    "sparse mm sparse": lambda d: torch.sparse.mm(coo(d), coo(d)),
+    "transpose": lambda d: coo(d).t(),
+    "times number": lambda d: coo(d) * 2,
+    "times number in place": lambda d: coo(d).mul_(3),
+    "int times float": lambda d: coo(d, torch.int64) * 1.5,
+    "csr times number": lambda d: csr(d) * 2.5,
+    "over number": lambda d: coo(d) / 3,
+    "over number rounded": lambda d: torch.div(coo(d), 2.0, rounding_mode="floor"),
+    "times dense": lambda d: coo(d) * DENSE.to(d),
+    "add": lambda d: coo(d) + coo(d),
+    "add to dense": lambda d: DENSE.to(d) + coo(d),
+    "sum": lambda d: torch.sparse.sum(coo(d)),
+    "sum over dimension": lambda d: torch.sparse.sum(coo(d), 0),
+    "softmax": lambda d: torch.sparse.softmax(coo(d), 1),
+    "relu": lambda d: torch.relu(coo(d).coalesce()),
+    "cat": lambda d: torch.cat([coo(d), coo(d)]),
+    "sparse_mask": lambda d: DENSE.to(d).sparse_mask(coo(d).coalesce()),
+    "index_select": lambda d: coo(d).index_select(0, torch.tensor([2, 0]).to(d)),
+    "empty": lambda d: torch.sparse_coo_tensor((3, 4), device=d),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_sparse_operator_equals_cpu(cuda, call):
+    assert_same(call(cuda), call("cpu"))
+
+
+@st.composite
+def matrices(draw):
+    rows, columns = draw(st.integers(1, 6)), draw(st.integers(1, 6))
+    places = draw(st.lists(st.tuples(st.integers(0, rows - 1), st.integers(0, columns - 1)), max_size=12))
+    dtype = draw(st.sampled_from([torch.float32, torch.float64]))
+    values = draw(st.lists(st.floats(-9, 9, width=32), min_size=len(places), max_size=len(places)))
+    indices = torch.tensor(places, dtype=torch.int64).reshape(-1, 2).t()
+    return indices, torch.tensor(values, dtype=dtype), (rows, columns)
+
+
+@given(matrices())
+def test_sparse_matrices_of_any_shape_equal_cpu(cuda, matrix):
+    indices, values, size = matrix
+
+    def run(device):
+        a = torch.sparse_coo_tensor(indices.to(device), values.to(device), size)
+        x = torch.arange(size[1] * 3.0, dtype=values.dtype).reshape(size[1], 3).to(device)
+        return a @ x, a.coalesce(), (a + a).to_dense(), a.to_sparse_csr() @ x, torch.sparse.sum(a)
+
+    assert_same(run(cuda), run("cpu"))
+
+
+def test_gradients_of_sparse_product_equal_cpu(cuda):
+    def run(device):
+        a, x = coo(device).requires_grad_(), DENSE.clone().to(device).requires_grad_()
+        (torch.sparse.mm(a, x) * DENSE.to(device)).sum().backward()
+        return a.grad, x.grad
+
+    assert_same(run(cuda), run("cpu"))
+
+
+def test_product_with_dense_matrix_does_not_wait(cuda):
+    a, x, link = coo(cuda), DENSE.to(cuda), api.attached_links()[0]
+    before = link.syncs
+    (a @ x).sum()
+    assert link.syncs == before
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SparseAdam, torch.optim.SGD, torch.optim.Adagrad])
+def test_training_with_sparse_gradients_equals_cpu(cuda, optimizer):
+    def run(device):
+        torch.manual_seed(0)
+        embedding = nn.Embedding(10, 4, sparse=True).to(device)
+        steps = optimizer(embedding.parameters(), lr=0.1)
+        for _ in range(3):
+            steps.zero_grad()
+            embedding(torch.tensor([1, 2, 2, 5]).to(device)).square().sum().backward()
+            steps.step()
+        return embedding.weight
+
+    assert_same(run(cuda), run("cpu"))
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_sparse_gradient_of_embedding_bag_equals_cpu(cuda, mode, last):
+    def run(device):
+        torch.manual_seed(0)
+        bag = nn.EmbeddingBag(10, 4, mode=mode, sparse=True, include_last_offset=last, padding_idx=2).to(device)
+        offsets = torch.tensor([0, 2, 2, 5] + [7] * last).to(device)
+        bag(torch.tensor([1, 2, 2, 5, 7, 2, 2]).to(device), offsets).square().sum().backward()
+        return bag.weight.grad
+
+    assert_same(run(cuda), run("cpu"))
+
+
+def test_graph_network_with_sparse_adjacency_equals_cpu(cuda):
+    def run(device):
+        torch.manual_seed(0)
+        adjacency = (torch.rand(20, 20) > 0.8).float().to_sparse().to(device)
+        x, wanted = torch.randn(20, 8).to(device), (torch.arange(20) % 3).to(device)
+        net = nn.ModuleList([nn.Linear(8, 16), nn.Linear(16, 3)]).to(device)
+        steps, losses = torch.optim.Adam(net.parameters()), []
+        for _ in range(4):
+            hidden = torch.relu(torch.sparse.mm(adjacency, net[0](x)))
+            loss = nn.functional.cross_entropy(torch.sparse.mm(adjacency, net[1](hidden)), wanted)
+            steps.zero_grad()
+            loss.backward()
+            steps.step()
+            losses.append(loss)
+        return losses
+
+    assert_same(run(cuda), run("cpu"))
+
+
+def test_print_of_sparse_tensor_equals_cpu_but_for_device(cuda):
+    assert str(coo(cuda)).replace("device='cuda:0', ", "") == str(coo("cpu"))
+
+
+def test_unsupported_sparse_operator_says_what_to_do(cuda):
+    with pytest.raises(
+        NotImplementedError, match=r"not supported on the wooly device for sparse tensors.*to_dense\(\)"
+    ):
+        coo(cuda).coalesce().cumsum(0)
+
+
+def test_sparse_index_out_of_range_is_an_error(cuda):
+    a = torch.sparse_coo_tensor(torch.tensor([[0, 7]]).to(cuda), torch.ones(2, device=cuda), (3,))
+    with pytest.raises(RuntimeError, match="index out of range: dimension 0 has size 3"):
+        a.to_dense().sum().item()
+    assert torch.ones(2, device=cuda).sum().item() == 2
