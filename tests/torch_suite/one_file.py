@@ -19,6 +19,8 @@ import unittest
 import warnings
 from pathlib import Path
 
+import shims
+
 #: Beginnings of the messages of `torch.testing.assert_close` about values.
 NUMBERS = ("Tensor-likes are not", "Scalars are not", "Booleans mismatch")
 LOST = 3
@@ -101,6 +103,7 @@ def tests_of(suite):
 
 def load(path):
     """Import a test file as `__main__` would be, with its folder on the path."""
+    shims.rename(path.read_text())
     sys.path.insert(0, str(path.parent))
     sys.argv = [str(path)]
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -129,7 +132,6 @@ def run(path, options, out, alive):
 
 
 def on_device(path, options, out):
-    import shims
     from wooly import api
     from wooly_testkit.executor import executor_process
 

@@ -1,6 +1,7 @@
 """What PyTorch's tests need besides the installed PyTorch: nothing here changes what a test asserts."""
 
 import contextlib
+import importlib
 
 
 @contextlib.contextmanager
@@ -21,3 +22,41 @@ def install():
     from torch.testing._internal import common_utils
 
     common_utils.CudaNonDefaultStream = _side_streams
+
+
+def _has_tf32():
+    """Whether the device has TF32, which CUDA devices have from capability 8 on."""
+    import torch
+
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
+
+
+#: Older names of PyTorch's test library: module, and what the name stands for in the installed PyTorch.
+_OLDER = {
+    "tf32_is_not_fp32": ("common_cuda", lambda module: _has_tf32),
+    "bf32_on_and_off": ("common_mkldnn", lambda module: module.reduced_f32_on_and_off),
+    "new_module_tests": ("common_nn", lambda module: module.get_new_module_tests()),
+    "binary_ufuncs_and_refs": ("common_methods_invocations", lambda module: _with_references(module, "binary_ufuncs")),
+}
+
+
+def rename(source):
+    """Give PyTorch's test library its older names, as far as a test file uses them.
+
+    The tests are those of PyTorch 2.6. Where the installed PyTorch has renamed them, whole files do not load, on either side.
+
+    Args:
+        source: the text of the test file.
+    """
+    for name, (owner, found) in _OLDER.items():
+        if name in source:
+            module = importlib.import_module(f"torch.testing._internal.{owner}")
+            if not hasattr(module, name):
+                setattr(module, name, found(module))
+
+
+def _with_references(invocations, group):
+    """The operators of a group of the test library, and their reference implementations in Python."""
+    operators = getattr(invocations, group)
+    names = {op.name for op in operators}
+    return [*operators, *[op for op in invocations.python_ref_db if getattr(op, "torch_opinfo_name", "") in names]]
