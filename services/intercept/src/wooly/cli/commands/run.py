@@ -192,7 +192,9 @@ def _finish() -> int:
     try:
         api.synchronize()
     except (RuntimeError, MemoryError) as e:
-        err.print(f"[bold red]{type(e).__name__}:[/] {e}", highlight=False, soft_wrap=True)
+        module = type(e).__module__
+        name = type(e).__qualname__ if module == "builtins" else f"{module}.{type(e).__qualname__}"  # as in a traceback
+        err.print(f"[bold red]{name}:[/] {e}", highlight=False, soft_wrap=True)
         return 1
     return 0
 
