@@ -36,7 +36,7 @@ run: setup ## train a network on the digits data set, its "cuda" work executed b
 	$(BIN)/wooly run examples/train_digits.py
 
 .PHONY: test
-test: setup ## the tests (about eight minutes on two cores)
+test: setup ## the tests (about seven minutes on two cores)
 	$(PYTEST) -m "not slow and not gpu and not docker"
 
 .PHONY: test-all

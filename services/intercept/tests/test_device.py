@@ -288,11 +288,6 @@ def test_operation_from_unhashable_code_is_recorded(cuda):
     assert made(torch.ones(2, device=cuda)).tolist() == [2, 2]
 
 
-def test_unsupported_layout_raises(cuda):
-    with pytest.raises((NotImplementedError, RuntimeError)):
-        torch.sparse_coo_tensor([[0]], [1.0], (2,), device="cuda:0")
-
-
 def test_item_second_call_needs_no_round_trip(cuda):
     t = torch.ones(3, device=cuda).sum()
     assert t.item() == 3
@@ -538,11 +533,6 @@ def test_arange_wrong_direction_raises_error_of_pytorch(cuda):
         torch.arange(0, 5, -1, device=cuda)
 
 
-def test_sparse_tensors_raise(cuda):
-    with pytest.raises(NotImplementedError):
-        torch.sparse_coo_tensor(torch.tensor([[0]]), torch.tensor([1.0]), (2,), device=cuda)
-
-
 # -- calls that CUDA allows, and errors of CUDA ------------------------------------------------------------------------
 
 
@@ -695,8 +685,3 @@ def test_lazy_module_initializes_on_device(cuda):
 def test_device_context_makes_parameters_on_device(cuda):
     with torch.device(cuda):
         assert torch.nn.Linear(2, 2).weight.is_cuda
-
-
-def test_sparse_tensor_error_has_advice(cuda):
-    with pytest.raises(NotImplementedError, match="to_dense"):
-        torch.eye(3).to_sparse().to(cuda)

@@ -357,6 +357,8 @@ class ServiceApp:
             await self.broker.stop()
         except (nats.errors.Error, OSError) as e:  # there is no connection to drain, or nobody answers on it
             log.info("NATS is not reachable at the end of the %s: %s", self.name, str(e) or type(e).__name__)
+            with contextlib.suppress(Exception):
+                await super(NatsBroker, self.broker).stop()  # ends the subscribers, and does not drain the connection
             if client is not None:
                 await client.close()
 
