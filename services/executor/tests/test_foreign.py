@@ -3,8 +3,11 @@
 import struct
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from wooly_executor.errors import FullDiskError
+from wooly_executor.runtime import opencl
 from wooly_executor.runtime.builds import AT_ONCE, OWN_AT_ONCE, BuildRefusedError, Turns, WorkerBuilder
 from wooly_executor.runtime.opencl import OpenClRuntime
 from wooly_wis.codec import digest
@@ -365,3 +368,12 @@ def test_foreign_opaque_kernel_without_permission_is_refused(make_device, runtim
     ) as e:
         may_not.sync()
     assert e.value.code == "executor.opaque_kernel"
+
+
+def test_code_is_not_loaded_while_the_disk_is_full(tmp_path, monkeypatch):
+    """PoCL unpacks code into files. If one is missing at a launch, PoCL ends the process."""
+    runtime = OpenClRuntime(tmp_path / "pocl", sure=True)
+    monkeypatch.setattr(opencl.shutil, "disk_usage", lambda folder: SimpleNamespace(free=opencl.SPACE - 1))
+    for load in (lambda: runtime.load(SimpleNamespace(plan=None), None, None), lambda: runtime._load_foreign(None, ())):
+        with pytest.raises(FullDiskError, match="4095 KiB free, and 4096 KiB are needed to load kernels"):
+            load()

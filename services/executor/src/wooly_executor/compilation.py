@@ -28,7 +28,7 @@ from wooly_wis.messages import ArtifactRejected, CompileKernelRequest, CompilePr
 from wooly_executor.artifacts import ArtifactCache
 from wooly_executor.compile_throttle import CompileThrottle
 from wooly_executor.device_loop import DeviceLoop
-from wooly_executor.errors import ExecutorError, TooMuchWorkError
+from wooly_executor.errors import ExecutorError, FullDiskError, TooMuchWorkError
 from wooly_executor.runtime.builds import BuildRefusedError
 from wooly_executor.runtime.prepared import PreparedProgram
 from wooly_executor.runtime.protocol import PlanRuntime
@@ -206,7 +206,7 @@ class PlanSource:
             compiler, data = found
             try:
                 return await self._load_and_store(entry, key, compiler, data)
-            except TooMuchWorkError:
+            except (TooMuchWorkError, FullDiskError):
                 raise
             except (ExecutorError, WisError) as e:
                 await self._reject(key, compiler, str(e))
@@ -232,7 +232,7 @@ class PlanSource:
             return None
         try:
             return await asyncio.to_thread(self._load, data, key, compiler, entry)
-        except TooMuchWorkError:
+        except (TooMuchWorkError, FullDiskError):
             raise
         except (ExecutorError, WisError) as e:
             await self._reject(key, compiler, f"from the disk: {e}")
@@ -248,7 +248,7 @@ class PlanSource:
             return await self._load_and_store(entry, key, compiler, data) if data is not None else None
         except BusError:
             return None
-        except TooMuchWorkError:
+        except (TooMuchWorkError, FullDiskError):
             raise
         except (ExecutorError, WisError) as e:
             await self._reject(key, compiler, f"from the bucket: {e}")

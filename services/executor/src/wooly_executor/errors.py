@@ -125,6 +125,13 @@ class LostCopyError(ExecutorError):
     code = "executor.swap"
 
 
+class FullDiskError(ExecutorError):
+    """The disk of the executor's files has no room for a kernel's code. The code itself is fine."""
+
+    code = "executor.full_disk"
+    retryable = True
+
+
 class MissingDriverError(ExecutorError):
     """A runtime cannot run on this machine. The message says what is missing."""
 

@@ -22,7 +22,7 @@ from wooly_wis.foreign import OPAQUE, ForeignCode, KernelKey, Launch, Source, ch
 from wooly_wis.program import Form, ParamRef
 
 from wooly_executor.artifacts import ArtifactCache
-from wooly_executor.errors import ExecutorError, OperationError
+from wooly_executor.errors import ExecutorError, FullDiskError, OperationError
 from wooly_executor.runtime.builds import Builder, Remote, Turns
 
 log = logging.getLogger("wooly.executor")
@@ -228,6 +228,8 @@ class Foreign:
                     continue
                 try:
                     return self._count_source("disk", kernel, self._load_code(kernel, raw, name))
+                except FullDiskError:
+                    raise
                 except (WisError, ExecutorError) as e:
                     log.warning("cached code of kernel %s cannot be used, removing it: %s", kernel.key.entry, e)
                     cache.drop(name)
@@ -240,6 +242,8 @@ class Foreign:
             name = kernel.key.name(target, version)
             try:
                 ready = self._load_code(kernel, raw, name)
+            except FullDiskError:
+                raise
             except (WisError, ExecutorError) as e:
                 log.warning("code of kernel %s from compiler %s cannot be used: %s", kernel.key.entry, version, e)
                 rejected = version

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
+import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
@@ -27,7 +28,7 @@ from wooly_wis.program import Form
 
 from wooly_executor.artifacts import ArtifactCache
 from wooly_executor.cores import apart, beyond
-from wooly_executor.errors import MissingDriverError, OperationError
+from wooly_executor.errors import FullDiskError, MissingDriverError, OperationError
 from wooly_executor.runtime.builds import WorkerBuilder
 from wooly_executor.runtime.foreign import KERNEL_BYTES, Foreign, Loaded, Value, violation_message
 from wooly_executor.runtime.packing import half_bits
@@ -43,6 +44,8 @@ from wooly_executor.runtime.watch import Watch
 WRAPPED = 4096
 #: Maximum number of loaded kernels, over all programs. At this number, the cache is cleared.
 KERNELS_KEPT = 8192
+#: Bytes that must be free on the disk of PoCL's files before code is loaded.
+SPACE = 4 << 20
 _NUMPY = {DType.F64: np.float64, DType.I64: np.int64, DType.BOOL: np.uint8}
 #: The NumPy type in which a scalar argument of a foreign kernel is passed.
 _SCALAR = {
@@ -124,10 +127,12 @@ class OpenClRuntime(TorchCpuRuntime):
 
         Raises:
             OperationError: the driver refuses the code.
+            FullDiskError: the disk is full.
             TooMuchWorkError: a kernel exceeds the limits of the device.
             MissingDriverError: OpenCL does not start.
         """
         plan, units = artifact.plan, self._open()
+        self._require_space()
         runs: dict[bytes, Run] = {}
         for kernel, code in zip(plan.kernels, artifact.codes, strict=True):
             name = digest(kernel)
@@ -147,7 +152,24 @@ class OpenClRuntime(TorchCpuRuntime):
         prepared.runs = max(self._hot - 2, 0)  # a compiled program runs often, so its library steps are combined soon
         return prepared
 
+    def _require_space(self) -> None:
+        """Check that PoCL can unpack code. If a file is missing at a launch, PoCL ends the process.
+
+        Raises:
+            FullDiskError: the disk is full.
+        """
+        if self._cache is None:
+            return
+        self._cache.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(self._cache).free
+        if free < SPACE:
+            raise FullDiskError(
+                f"the disk of {self._cache} has {free >> 10} KiB free, and {SPACE >> 10} KiB are needed to load kernels; make "
+                "room on the executor's disk"
+            )
+
     def _load_foreign(self, code: ForeignCode, block: tuple[int, ...]) -> Loaded:
+        self._require_space()
         return self._open()[_FOREIGN_UNIT].load_foreign(code, block, lambda: self.kernel_s)
 
     def _add_core_time(self, ns: int) -> None:
