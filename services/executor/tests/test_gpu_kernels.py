@@ -106,13 +106,14 @@ class Bench:
         operands = (Operand(Role.IN, view), Operand(Role.INOUT, view))
         return Form("kernel.launch", operands, (ParamKind.F64, ParamKind.I64), launch.attrs())
 
-    def run(self, n=100, grid=(2, 1, 1), by=2.0, count=None, options=()):
+    def run(self, n=100, grid=(2, 1, 1), by=2.0, count=None, options=(), reply=False):
         """Launch the kernel on new buffers. Returns the id of the buffer that it writes."""
         self.made += 2
         self.client.make(self.made - 1, *[float(k) for k in range(n)])
         self.client.make(self.made, *[-1.0] * n)
         body = self.wis.body().add(self.form(n, grid, options), "x", "y")
-        self.client.run(body, [self.made - 1, self.made], struct.pack("<dq", by, n if count is None else count))
+        params = struct.pack("<dq", by, n if count is None else count)
+        self.client.run(body, [self.made - 1, self.made], params, reply=reply)
         return self.made
 
 
@@ -209,11 +210,10 @@ def test_gpu_endless_kernel_ends_the_process_with_its_name(make_device, wis):
     bench = Bench(make_device, wis)
     bench.device.may_end = True
     bench.driver.hung = 10
-    bench.run()
     with pytest.raises(
         wis.error, match=r"kernel scale on a grid of 2, 1, 1 took more than 10 s .* did not end"
     ) as caught:
-        bench.client.sync()
+        bench.run(reply=True)  # asked with the launch: the connection may be closed before another request is sent
     assert caught.value.code == "executor.context_lost"
     bench.device.thread.join(10)
     assert bench.device.told[1:] == [f"ended: {bench.device.loop.lost}"]
