@@ -14,6 +14,8 @@ import pytest
 from aiohttp import web
 from wooly_operator.app import serve
 from wooly_operator.core import names
+from wooly_operator.errors import UnreachableError
+from wooly_operator.reconciler import Reconciler
 from wooly_operator.settings import OperatorSettings
 
 GIB = 1 << 30
@@ -265,3 +267,20 @@ async def test_admission_unknown_annotation_is_a_warning(running):
 async def test_operator_serves_health(running):
     async with aiohttp.ClientSession() as session, session.get(running.health) as answer:
         assert answer.status == 200
+
+
+async def test_reconciler_cancelled_while_a_change_arrives_ends():
+    """Its process ends only when all tasks have ended."""
+
+    class Unreachable:
+        async def list_objects(self):
+            raise UnreachableError("nobody answers")
+
+    reconciler = Reconciler(Unreachable(), None, 3600.0)
+    task = asyncio.create_task(reconciler.run())
+    await asyncio.sleep(0.05)  # it waits for a change
+    reconciler.changed()
+    await asyncio.sleep(0)  # the change has arrived, and the task has not run yet
+    task.cancel()
+    await asyncio.wait((task,), timeout=10)
+    assert task.cancelled()

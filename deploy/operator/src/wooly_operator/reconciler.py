@@ -54,7 +54,8 @@ class Reconciler:
             UnreachableError: the first read was not complete in time.
         """
         try:
-            await asyncio.wait_for(self._seen.wait(), patience_s)
+            async with asyncio.timeout(patience_s):
+                await self._seen.wait()
         except TimeoutError as e:
             raise UnreachableError("the operator has not read the cluster yet; try again") from e
         assert self.view is not None
@@ -71,7 +72,8 @@ class Reconciler:
             except Exception:
                 log.exception("reconciliation failed")
             try:
-                await asyncio.wait_for(self._changed.wait(), self._interval_s)
+                async with asyncio.timeout(self._interval_s):  # `wait_for` of Python 3.11 may lose a cancellation
+                    await self._changed.wait()
                 await asyncio.sleep(
                     min(1.0, self._interval_s / 5)
                 )  # changes often come in groups: handle them together
