@@ -20,7 +20,7 @@ async def source(tmp_path, monkeypatch):
         busy=SimpleNamespace(total_ns=0),
         dispatch=SimpleNamespace(state=SimpleNamespace(flights=())),
     )
-    found = PlanSource(None, loop, None, "gpu-0", tmp_path)
+    found = PlanSource(None, loop, None, tmp_path)
 
     async def never(entry):
         await asyncio.Event().wait()

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from wooly import control
-from wooly.control import RETRY_DIVISOR, ControlError, OpenedSession
+from wooly.control import RENEWALS_PER_LEASE, RETRY_DIVISOR, ControlError, OpenedSession
 from wooly_bus import contracts
 
 LEASE_S = 0.6
@@ -96,7 +96,9 @@ def test_failed_renewal_is_retried_early(opened, monkeypatch):
     controller = Controller(answer)
     opened(controller)
     controller.wait_asked(3)
-    assert pauses[0] == LEASE_S / 3 and all(0 < pause <= LEASE_S / RETRY_DIVISOR for pause in pauses[1:3])
+    assert pauses[0] == LEASE_S / RENEWALS_PER_LEASE and all(
+        0 < pause <= LEASE_S / RETRY_DIVISOR for pause in pauses[1:3]
+    )
 
 
 def test_unexpected_error_in_lease_thread_ends_session(opened):

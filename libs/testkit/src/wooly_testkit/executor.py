@@ -18,7 +18,7 @@ TOKEN = "test-token"
 
 @dataclass(frozen=True)
 class RunningExecutor:
-    """A standalone executor: its process, its endpoints (unix first, then TCP), and the id and token of its only session."""
+    """A standalone executor: its process, its endpoints (unix first, then TCP), the id of a session to open, and its token."""
 
     process: subprocess.Popen[bytes]
     endpoints: list[str]
@@ -55,7 +55,8 @@ def executor_process(
         path = Path(directory) / "x.sock"
         endpoints = [f"unix://{path}"] + ([f"tcp://127.0.0.1:{port}"] if port else [])
         log = Path(directory) / "log"
-        wanted: dict[str, str | None] = {**os.environ, "OMP_NUM_THREADS": str(threads), **(environment or {})}
+        wanted: dict[str, str | None] = {**os.environ, "OMP_NUM_THREADS": str(threads), "WOOLY_EXECUTOR_PLANS": "0"}
+        wanted |= environment or {}
         argv = ["--standalone", "--runtime", runtime, "--listen", ",".join(endpoints), "--token", TOKEN]
         with log.open("wb") as out:
             process = start(

@@ -7,8 +7,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +16,6 @@ from wooly_bus import host
 from wooly_bus.access import Access
 from wooly_bus.app import ServiceApp, until_signalled
 from wooly_bus.channel import ChannelError, ChannelTlsError, Endpoint, EndpointError, server_context
-from wooly_bus.channel.token import SharedPass
 from wooly_bus.channel.tunnel import TunnelListener, tunnel_endpoint
 from wooly_bus.channel.tunnel_places import TunnelLimits
 from wooly_bus.errors import BusError
@@ -29,7 +26,8 @@ from wooly_bus.tracing import setup_tracing
 from wooly_executor.bounds import Bounds
 from wooly_executor.bounds.limits import default_limits
 from wooly_executor.collector import Collector
-from wooly_executor.compilation import KernelSource, PlanSource
+from wooly_executor.compilation import PlanSource
+from wooly_executor.compilers import CompilerServices, KernelSource
 from wooly_executor.control import ExecutorActor
 from wooly_executor.device_loop import DeviceLoop
 from wooly_executor.dispatch import Dispatch
@@ -45,6 +43,7 @@ from wooly_executor.runtime.opencl import OpenClRuntime
 from wooly_executor.runtime.protocol import PlanRuntime, Runtime
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
 from wooly_executor.settings import PREFIX, ExecutorSettings, complaints
+from wooly_executor.standalone import announce, serve_standalone, token_of, urls
 from wooly_executor.tiers import Tiers
 from wooly_executor.usage_publisher import UsagePublisher
 
@@ -116,8 +115,8 @@ async def serve(settings: ExecutorSettings, loop: DeviceLoop, bound: list[Endpoi
         works = actor.works() | {"journal": journal.run, "memory borne": borne.run, "usage": usage.run}
         loop.runtime.foreign.remote = KernelSource(app, settings.compiler_timeout_s)
         if isinstance(loop.runtime, PlanRuntime) and loop.tiers is not None:
-            folder, timeout_s = settings.state_dir / "artifacts", settings.compiler_timeout_s
-            works["plans"] = PlanSource(app, loop, loop.runtime, settings.id, folder, timeout_s).run
+            compilers = CompilerServices(app, settings.id, settings.compiler_timeout_s)
+            works["plans"] = PlanSource(compilers, loop, loop.runtime, settings.state_dir / "artifacts").run
         log.info("executor %s serves %s on %s", settings.id, loop.runtime.facts()["name"], ", ".join(endpoints))
         await run_for_ever(works, until_signalled)
         failed = failure()
@@ -150,16 +149,6 @@ def listen_on(loop: DeviceLoop, endpoint: Endpoint, settings: ExecutorSettings) 
     return loop.listen(endpoint, context)
 
 
-def prepare_alone(loop: DeviceLoop, token: str, opaque: bool, stop: threading.Event) -> None:
-    """Open the only session of an executor without a control plane. A signal to stop sets `stop`.
-
-    This runs before the executor listens, so that no client arrives before the session exists.
-    """
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
-    loop.sessions.open("standalone", SharedPass(token), None, opaque=opaque)
-
-
 def _device_failed(error: BaseException) -> None:
     fail("the device's thread", error, LOST if isinstance(error, ContextLostError) else BROKEN)
 
@@ -171,10 +160,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--standalone",
         action="store_true",
-        help="run without a control plane and serve one session, which --token opens",
+        help="run without a control plane, and open a session for each client that has the token",
     )
     parser.add_argument("--listen", help="comma separated endpoints (unix:///path, tcp://host:port, tls://host:port)")
-    parser.add_argument("--token", default="", help="token of the session (with --standalone)")
+    parser.add_argument(
+        "--token", default="", help="the token (with --standalone); other users of this machine can see it"
+    )
+    parser.add_argument("--json", action="store_true", help="print the addresses as JSON (with --standalone)")
     parser.add_argument(
         "--opaque-kernels", action="store_true", help="allow kernels that cannot be checked (with --standalone)"
     )
@@ -217,14 +209,13 @@ def main(argv: list[str] | None = None) -> int:
     tiers = None
     if isinstance(runtime, PlanRuntime):
         runtime.kernel_s = settings.kernel_s
-        tiers = None if args.standalone else Tiers(exact=runtime.exact)
+        tiers = Tiers(exact=runtime.exact) if settings.plans else None
     memory = settings.device_memory(runtime.capacity() if isinstance(runtime, GpuRuntime) else None)
     taken, pace = 0, None
     if runtime.device.host:  # a GPU measures its own work with events
         taken, pace = memory, settings.paced()
         host.bound(settings.host_memory)
     strangers, limits = settings.stranger_limits(), settings.limits()
-    over = threading.Event()
     loop = DeviceLoop(
         runtime,
         memory,
@@ -236,11 +227,16 @@ def main(argv: list[str] | None = None) -> int:
         strangers,
         limits,
         failed=_device_failed,
-        ended=over.set,
     )
     loop.vram.overcommit_percent = settings.overcommit_percent
+    token = ""
     if args.standalone:
-        prepare_alone(loop, args.token, args.opaque_kernels, over)
+        try:
+            token = args.token or token_of(settings)
+        except OSError as e:
+            log.error("%s", e)
+            return 2
+        loop.admission.open_for_token(token, opaque=args.opaque_kernels)  # before the first client can arrive
     listen = args.listen.split(",") if args.listen else settings.endpoints()
     try:
         bound = [listen_on(loop, Endpoint.parse(text), settings) for text in listen]
@@ -250,7 +246,8 @@ def main(argv: list[str] | None = None) -> int:
     thread = start_thread(loop.run, "device-loop")
     try:
         if args.standalone:
-            over.wait()
+            announce(runtime.facts(), urls(token, settings.advertised(bound)), as_json=args.json)
+            run(serve_standalone(settings, loop))
         else:
             run(serve(settings, loop, bound, thread.is_alive))
     finally:

@@ -1,4 +1,4 @@
-"""Gets plans from disk, from the bucket, or from the compilers over NATS. Checks and loads them outside the device's thread.
+"""Gets plans from disk, from the bucket, or from the compilers (`compilers`). Checks and loads them outside the device's thread.
 
 Artifacts lie in a folder, under the name of their key. While no compiler answers, the executor uses artifacts of the compiler
 that answered last. A missing plan is requested again later; tier 0 runs the program meanwhile. If no session waits for a plan,
@@ -8,41 +8,26 @@ the request waits until compiling disturbs no session (`compile_throttle`).
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import logging
 from pathlib import Path
 
-from wooly_bus import contracts
-from wooly_bus.app import ServiceApp
-from wooly_bus.artifacts import ARTIFACTS, ArtifactStore
-from wooly_bus.errors import BusError, RefusedError
-from wooly_bus.streams import StreamError
+from wooly_bus.errors import BusError
 from wooly_bus.tracing import step
-from wooly_wis.artifact import Key, decode_artifact, family
+from wooly_wis.artifact import Key, decode_artifact
 from wooly_wis.codec import digest, encode_program
 from wooly_wis.errors import WisError
-from wooly_wis.foreign import KernelKey, Source, encode_source
-from wooly_wis.messages import ArtifactRejected, CompileKernelRequest, CompileProgramRequest
 
 from wooly_executor.artifacts import ArtifactCache
 from wooly_executor.compile_throttle import CompileThrottle
+from wooly_executor.compilers import LARGEST, Compilers
 from wooly_executor.device_loop import DeviceLoop
 from wooly_executor.errors import ExecutorError, FullDiskError, TooMuchWorkError
-from wooly_executor.runtime.builds import BuildRefusedError
 from wooly_executor.runtime.prepared import PreparedProgram
 from wooly_executor.runtime.protocol import PlanRuntime
 from wooly_executor.tiers import PlanRequest
 
 log = logging.getLogger("wooly.executor")
-#: Maximum number of requests in flight to the compilers.
-AT_ONCE = 4
-#: Initial and maximum back-off, in seconds, before an unreachable compiler is asked again.
-PAUSES_S = (1.0, 30.0)
-#: Timeouts of requests after which a session of mode `full` gets the error instead of waiting longer.
-PATIENCE = 3
-#: Maximum size, in bytes, of a program or kernel source in a request, so that it fits into one NATS message.
-LARGEST = 640 << 10
 
 
 class BadArtifactError(ExecutorError):
@@ -55,37 +40,22 @@ class PlanSource:
     """Gets the plans that a device loop's `Tiers` requests, until cancelled.
 
     Args:
-        app: the connection to NATS.
+        compilers: compile the plans.
         loop: the device loop.
         runtime: runs the plans.
-        executor_id: id of the executor.
         folder: folder of the artifact cache.
-        timeout_s: timeout of one request, in seconds. A compiler that needs longer answers `building` in time.
     """
 
-    def __init__(
-        self,
-        app: ServiceApp,
-        loop: DeviceLoop,
-        runtime: PlanRuntime,
-        executor_id: str,
-        folder: Path,
-        timeout_s: float = 20.0,
-    ) -> None:
+    def __init__(self, compilers: Compilers, loop: DeviceLoop, runtime: PlanRuntime, folder: Path) -> None:
         assert loop.tiers is not None
-        self._app = app
+        self._compilers = compilers
         self._loop = loop
         self._tiers = loop.tiers
         self._runtime = runtime
-        self._id = executor_id
         self._cache = ArtifactCache(folder)
-        self._turns = asyncio.Semaphore(AT_ONCE)
         self._throttle = CompileThrottle(lambda: loop.busy.total_ns, lambda: bool(loop.dispatch.state.flights))
-        self._timeout_s = timeout_s
         self._target = ""
-        self._silent = False
         self._complaint = ""
-        self._blobs: ArtifactStore | None = None
         self._getting: dict[PlanRequest, asyncio.Task[None]] = {}
 
     def _cancel(self, entry: PlanRequest) -> None:
@@ -200,10 +170,11 @@ class PlanSource:
         log.info("program %s: asking the compilers for a plan", entry.digest.hex()[:16])
         rejected = ""
         for _ in range(2):
-            found = await self._from_compiler(key, raw, rejected, patient=entry.mode == "exact")
+            found = await self._compilers.compile(key, raw, rejected, patient=entry.mode == "exact")
             if found is None:
                 return None
             compiler, data = found
+            self._cache.compiler = compiler
             try:
                 return await self._load_and_store(entry, key, compiler, data)
             except (TooMuchWorkError, FullDiskError):
@@ -244,10 +215,8 @@ class PlanSource:
         asked next.
         """
         try:
-            data = await self._store().get(key.name(compiler))
+            data = await self._compilers.stored(key.name(compiler))
             return await self._load_and_store(entry, key, compiler, data) if data is not None else None
-        except BusError:
-            return None
         except (TooMuchWorkError, FullDiskError):
             raise
         except (ExecutorError, WisError) as e:
@@ -259,113 +228,8 @@ class PlanSource:
         prepared: PreparedProgram = self._runtime.load(artifact, entry.program, entry.facts)
         return prepared
 
-    async def _from_compiler(self, key: Key, raw: bytes, rejected: str, *, patient: bool) -> tuple[str, bytes] | None:
-        """The compiler's version and the artifact. None if the compiler refuses the program."""
-        request = CompileProgramRequest(
-            program=base64.b64encode(raw).decode(),
-            target=key.target,
-            mode=key.mode,
-            decided=tuple([(k, w.hex()) for k, w in key.decided]),
-            rejected=rejected,
-        )
-        rpc = contracts.COMPILER_PROGRAM_COMPILE.at(family(key.target))
-        clock = asyncio.get_running_loop().time
-        pause, silent_since = PAUSES_S[0], clock()
-        while True:
-            try:
-                async with self._turns:
-                    reply = await self._app.request(rpc, request, timeout=self._timeout_s)
-                    self._silent = False
-                    if reply.state == "building":
-                        silent_since = clock()
-                        continue
-                    self._cache.compiler = reply.compiler
-                    data = await self._store().get(reply.name)
-                if data is not None:
-                    return reply.compiler, data
-                problem: BusError = StreamError(
-                    f"the compiler announced the artifact {reply.name}, but the bucket does not have it"
-                )
-            except RefusedError as e:
-                log.info("program %s stays at tier 0: %s", key.program.hex()[:16], e)
-                return None
-            except BusError as e:
-                problem = e
-            if not self._silent:
-                log.info("no compiler can be reached: %s; programs stay at tier 0 until one answers", problem)
-                self._silent = True
-            if not patient and clock() - silent_since > PATIENCE * self._timeout_s:
-                raise problem
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, PAUSES_S[1] if patient else 2.0)
-
-    def _store(self) -> ArtifactStore:
-        if self._blobs is None:
-            self._blobs = ArtifactStore(self._app.jetstream(), ARTIFACTS, max_age_s=0, max_bytes=0)
-        return self._blobs
-
     async def _reject(self, key: Key, compiler: str, reason: str) -> None:
         """Log an artifact that cannot be used, and report it to the compilers."""
-        program = key.program.hex()
-        log.warning("rejected an artifact of program %s from compiler %s: %s", program[:16], compiler, reason)
+        log.warning("rejected an artifact of program %s from compiler %s: %s", key.program.hex()[:16], compiler, reason)
         self._loop.processing.work.rejected += 1
-        message = ArtifactRejected(
-            executor_id=self._id,
-            program=program,
-            target=key.target,
-            mode=key.mode,
-            compiler=compiler[:128],
-            reason=reason[:4096],
-        )
-        with contextlib.suppress(BusError, OSError):
-            await self._app.publish(contracts.EXECUTOR_ARTIFACT_REJECTED, message)
-
-
-class KernelSource:
-    """Asks the compilers for the code of kernels in other languages. It is the `Remote` of a runtime's `Foreign`.
-
-    Create it in the thread of the event loop. Other threads call `get`.
-
-    Args:
-        app: the connection to NATS.
-        timeout_s: timeout of one request, in seconds. A compiler that needs longer answers `building` in time.
-    """
-
-    def __init__(self, app: ServiceApp, timeout_s: float = 20.0) -> None:
-        self._app = app
-        self._timeout_s = timeout_s
-        self._events = asyncio.get_running_loop()
-        self._blobs: ArtifactStore | None = None
-
-    def get(self, source: Source, key: KernelKey, target: str, rejected: str) -> tuple[str, bytes] | None:
-        """See `Remote`."""
-        asked = asyncio.run_coroutine_threadsafe(self._get(source, key, target, rejected), self._events)
-        try:
-            return asked.result()
-        except RefusedError as e:
-            raise BuildRefusedError(str(e), retryable=e.retryable) from e
-        except (BusError, asyncio.CancelledError) as e:
-            log.info("no compiler answers for kernel %s: %s; the executor compiles it itself", key.entry, e)
-            return None
-
-    async def _get(self, source: Source, key: KernelKey, target: str, rejected: str) -> tuple[str, bytes] | None:
-        raw = encode_source(source)
-        if len(raw) > LARGEST:
-            return None
-        request = CompileKernelRequest(
-            source=base64.b64encode(raw).decode(),
-            entry=key.entry,
-            args=key.args,
-            block=(key.block[0], key.block[1], key.block[2]),
-            options=key.options,
-            target=target,
-            rejected=rejected,
-        )
-        rpc = contracts.COMPILER_KERNEL_COMPILE.at(family(target))
-        reply = await self._app.request(rpc, request, timeout=self._timeout_s)
-        if reply.state == "building":
-            return None
-        if self._blobs is None:
-            self._blobs = ArtifactStore(self._app.jetstream(), ARTIFACTS, max_age_s=0, max_bytes=0)
-        data = await self._blobs.get(reply.name)
-        return (reply.compiler, data) if data is not None else None
+        await self._compilers.report(key, compiler, reason)

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import BaseModel, Field, ValidationError
 from wooly_bus.channel import ProtocolError
-from wooly_bus.channel.token import Pass
+from wooly_bus.channel.token import Pass, SharedPass
 from wooly_wis.errors import DecodeError
 from wooly_wis.frames import PROTOCOL, Kind, pack_json, unpack_json
+from wooly_wis.messages import DirectSession
+from wooly_wis.messages.base import SessionId
 
 from wooly_executor.frames import Failure
 from wooly_executor.tiers import Jit
@@ -34,12 +37,23 @@ class Hello:
         entry: the pass that admitted the client.
         jit: the kernels that the client wants: "0", "exact" or "full".
         trace: the client's `traceparent`, not checked.
+        opens: the session that the hello opens (standalone); None: the session is open already.
+        opaque: a session that the hello opens may launch kernels that cannot be checked.
     """
 
     session_id: str
     entry: Pass
     jit: Jit
     trace: Any
+    opens: DirectSession | None = None
+    opaque: bool = False
+
+
+class _Opening(BaseModel):
+    """The part of a hello that opens a session."""
+
+    session_id: SessionId
+    session: Annotated[DirectSession, Field(default_factory=DirectSession)]
 
 
 class ConnectionAdmission:
@@ -49,12 +63,24 @@ class ConnectionAdmission:
         self._lock = threading.Lock()
         self._passes: dict[str, Pass] = {}
         self._connected: set[str] = set()
+        self._shared_token: str | None = None
+        self._opaque = False
+
+    def open_for_token(self, token: str, *, opaque: bool = False) -> None:
+        """From now on, admit every client that has this token. Its hello opens its session (standalone).
+
+        Args:
+            token: the token.
+            opaque: the sessions may launch kernels that cannot be checked.
+        """
+        self._shared_token, self._opaque = token, opaque
 
     def open(self, session_id: str, entry: Pass) -> None:
-        """Admit one client to a session."""
+        """Admit one client to a session. If the client's hello opens the session, it is connected already."""
         with self._lock:
-            self._passes[session_id] = entry
-            self._connected.discard(session_id)
+            if self._passes.get(session_id) is not entry:
+                self._passes[session_id] = entry
+                self._connected.discard(session_id)
 
     def close(self, session_id: str) -> None:
         """Admit no client to a session any more."""
@@ -81,13 +107,31 @@ class ConnectionAdmission:
             session_id = str(said.get("session_id"))
             with self._lock:
                 entry = self._passes.get(session_id)
+            opens = None
             if entry is None:
-                raise ProtocolError("the session is not open here")
-            entry.check(str(said.get("token")))  # outside of the lock: it may verify a signature
-            self._connect(session_id, entry)
+                if self._shared_token is None:
+                    raise ProtocolError("the session is not open here")
+                entry = SharedPass(self._shared_token)
+                entry.check(str(said.get("token")))
+                opens = _Opening.model_validate({k: said[k] for k in ("session_id", "session") if k in said}).session
+                self._connect_new(session_id, entry)
+            else:
+                entry.check(str(said.get("token")))  # outside of the lock: it may verify a signature
+                self._connect(session_id, entry)
+        except ValidationError as e:
+            wrong = e.errors()[0]
+            where = ".".join([str(part) for part in wrong["loc"]])
+            raise HelloRefusedError(f"the client's {where} is not valid: {wrong['msg']}") from e
         except (ProtocolError, DecodeError, ValueError) as e:
             raise HelloRefusedError(str(e)) from e
-        return Hello(session_id, entry, jit, said.get("trace"))
+        return Hello(session_id, entry, jit, said.get("trace"), opens, self._opaque)
+
+    def _connect_new(self, session_id: str, entry: Pass) -> None:
+        with self._lock:
+            if session_id in self._passes:
+                raise ProtocolError("another client has just opened a session with this id; open a new session")
+            self._passes[session_id] = entry
+            self._connected.add(session_id)
 
     def _connect(self, session_id: str, entry: Pass) -> None:
         with self._lock:

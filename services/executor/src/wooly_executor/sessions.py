@@ -12,6 +12,7 @@ from wooly_bus.channel import ChannelServer, Connection
 from wooly_bus.channel.token import Pass
 from wooly_dispatch.events import Policy
 from wooly_wis.frames import PROTOCOL, Kind
+from wooly_wis.messages import DirectSession
 
 from wooly_executor.answers import Answers
 from wooly_executor.connection_admission import ConnectionAdmission, Hello, HelloRefusedError, refusal
@@ -154,11 +155,16 @@ class Sessions:
 
     def welcome(self, conn: Connection, hello: Hello) -> None:
         """Start to serve an admitted client, unless its session has ended meanwhile."""
+        if hello.opens is not None:
+            try:
+                self._open_direct(hello, hello.opens)
+            except AdmissionError as e:
+                self._admission.close(hello.session_id)
+                self._turn_away(conn, e.code, str(e))
+                return
         session = self._open.get(hello.session_id)
         if session is None or session.entry is not hello.entry:
-            conn.send(*refusal(HelloRefusedError.code, "the session is not open here"))
-            self._server.flush()
-            conn.close("the session is not open here")
+            self._turn_away(conn, HelloRefusedError.code, "the session is not open here")
             return
         session.jit = hello.jit
         session.spans = spans_of(session.id, session.hosted, hello.trace)
@@ -171,6 +177,23 @@ class Sessions:
         welcome = {"protocol": PROTOCOL, "session_id": session.id, "window": WINDOW, "device": facts}
         self._answers.say(conn, welcome, Kind.WELCOME)
         self._post.add(session, ClientCame(planned=hello.jit == "full" and session.tiers is not None))
+
+    def _open_direct(self, hello: Hello, wanted: DirectSession) -> None:
+        self.open(
+            hello.session_id,
+            hello.entry,
+            wanted.quota,
+            Policy(priority=wanted.priority, weight=wanted.weight),
+            wanted.tenant,
+            scope=Scope(wanted.dedup),
+            swappable=wanted.swap,
+            opaque=hello.opaque,
+        )
+
+    def _turn_away(self, conn: Connection, code: str, why: str) -> None:
+        conn.send(*refusal(code, why))
+        self._server.flush()
+        conn.close(why)
 
     # -- while open --------------------------------------------------------------------------------------------------
 

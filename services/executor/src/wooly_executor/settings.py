@@ -50,6 +50,13 @@ class ExecutorSettings(BaseSettings):
     node: str = Field(default_factory=socket.gethostname)
     runtime: Literal["auto", "cuda", "hip", "opencl", "torch_cpu"] = "auto"
     device: int = Field(default=0, ge=0, le=255)
+    token: str = Field(
+        default="",
+        max_length=128,
+        description="standalone executor: the token with which clients open sessions; empty: one is made and kept in a file of "
+        "`state_dir`",
+    )
+    plans: bool = Field(default=True, description="0: programs run without generated kernels")
     libraries: str | None = Field(
         default=None,
         description="comma-separated import names of extension libraries whose operators programs may call; by default "

@@ -29,6 +29,8 @@ from wooly.routes import reason_not_to_try
 from wooly.storage import MAX_DEVICES, NO_LIMIT
 
 if TYPE_CHECKING:
+    from wooly_wis.messages import DirectSession
+
     from wooly.settings import Settings
     from wooly.traces import ClientTrace
 
@@ -106,6 +108,7 @@ def attach(
     dedup: str = "off",
     jit: str = "exact",
     trace: ClientTrace | None = None,
+    opens: DirectSession | None = None,
 ) -> RegisteredDevice:
     """Connect the devices of a session to their executors.
 
@@ -127,6 +130,7 @@ def attach(
         dedup: sessions with which this session shares equal contents: off, tenant, shared.
         jit: generated kernels that the executor may use: "0", "exact" or "full".
         trace: the session's trace.
+        opens: opens the session at a standalone executor; None: a controller has opened it.
 
     Raises:
         NotConnectedError: no endpoint answers, or an executor's certificate is not trusted.
@@ -150,7 +154,7 @@ def attach(
                 )
                 with connecting as parent:
                     link, endpoint = _connect(
-                        part, session_id, token, channel, control_url, tls_ca, plaintext, jit, parent
+                        part, session_id, token, channel, control_url, tls_ca, plaintext, jit, parent, opens
                     )
                 links.append(link)
                 answered.append(endpoint)
@@ -210,6 +214,7 @@ def _connect(
     plaintext: bool,
     jit: str,
     trace: str,
+    opens: DirectSession | None,
 ) -> tuple[Link, Endpoint]:
     who = f"the executor {part.executor_id}" if part.executor_id else "the executor"
     failures = []
@@ -223,7 +228,7 @@ def _connect(
             client = _dial(endpoint, control_url, tls_ca)
             try:
                 where = f"{part.executor_id or 'executor'} ({endpoint})"
-                return Link(client, session_id, part.token or token, where, jit=jit, trace=trace), endpoint
+                return Link(client, session_id, part.token or token, where, jit=jit, trace=trace, opens=opens), endpoint
             except BaseException:
                 client.close()
                 raise
@@ -337,11 +342,12 @@ def _open_and_attach(settings: Any) -> Any:
     If an executor ends before the client connects to it, nothing is lost, and this function opens another session.
     """
     from wooly.control import open_session
+    from wooly.direct import StandaloneSession
 
     others = MAX_OPENS
     while True:
         others -= 1
-        opened = open_session(settings)
+        opened: Any = StandaloneSession(settings) if settings.executor_url else open_session(settings)
         try:
             first, *more = [Part(p.endpoints, p.executor_id, p.node, p.token) for p in opened.parts]
             attach(
@@ -360,6 +366,7 @@ def _open_and_attach(settings: Any) -> Any:
                 plaintext=settings.plaintext,
                 dedup=settings.dedup,
                 trace=opened.trace,
+                opens=opened.opens,
             )
             return opened
         except BaseException as e:

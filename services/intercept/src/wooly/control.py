@@ -27,6 +27,7 @@ from wooly_bus.supervision import start_call, start_thread
 from wooly_wis.messages import (
     ClientFacts,
     CloseSessionRequest,
+    DirectSession,
     ExplainProgramRequest,
     GpusRequest,
     GpuState,
@@ -187,6 +188,9 @@ class Controller:
             self._stack.stop()
 
 
+#: A lease is renewed this often, so that a program learns within a sixth of the lease that its session has ended: its connection
+#: may not show it (a cut link).
+RENEWALS_PER_LEASE = 6
 #: A failed renewal is tried again after 1/12 of the lease, so that one lost answer does not end the session.
 RETRY_DIVISOR = 12
 #: Maximum time, in seconds, that closing a session waits for spans that are being sent.
@@ -204,7 +208,7 @@ def begin(settings: Settings) -> None:
     This function raises no error. If the stack does not start, `connect` reports it.
     """
     global _begun
-    stack_module = None if settings.controller_url else local_stack()
+    stack_module = None if settings.controller_url or settings.executor_url else local_stack()
     if stack_module is None or stack_module.read_stack(settings.state_dir) is not None:
         return
     try:
@@ -223,6 +227,11 @@ def connect(settings: Settings, *, start: bool = False) -> Controller:
     Raises:
         ControlError: no controller answers; the message says what to start.
     """
+    if settings.executor_url:
+        raise ControlError(
+            "this needs a controller, and WOOLYAI_EXECUTOR_URL names an executor without one; unset WOOLYAI_EXECUTOR_URL to "
+            "use a controller or the local stack"
+        )
     if settings.controller_url:
         try:
             return Controller(access_of(settings))
@@ -265,11 +274,16 @@ class OpenedSession:
         trace: spans of this process for this session.
         traced: whether the router keeps the session's trace.
         ephemeral: whether the controller stops when this process ends.
+        opens: what the client's hello asks for, to open the session; None, because the controller has opened it.
+        controlled: whether a controller has the session, so that commands can show it.
         on_closed: called after the session is closed, before the connection to the controller is closed.
         on_lost: called with the reason when the session ends unexpectedly: the router no longer has the session, or one of its
             executors was silent for the length of the lease. An executor answers renewals while it computes, so a silent executor
             is frozen. The thread that renews the lease makes this call.
     """
+
+    opens: DirectSession | None = None
+    controlled = True
 
     def __init__(
         self, controller: Controller, opened: OpenSessionReply, trace: ClientTrace, credential: str = ""
@@ -316,9 +330,9 @@ class OpenedSession:
             The reason why the session ended; empty if `close` ended it.
         """
         request = RenewSessionRequest(session_id=self.session_id, token=self.token)
-        renewed, pause = time.monotonic(), self._lease_s / 3
+        renewed, pause = time.monotonic(), self._lease_s / RENEWALS_PER_LEASE
         while not self._closing.wait(pause):
-            asked, pause = time.monotonic(), self._lease_s / 3
+            asked, pause = time.monotonic(), self._lease_s / RENEWALS_PER_LEASE
             try:
                 self._controller.ask(contracts.ROUTER_SESSION_RENEW, request)
                 renewed = time.monotonic()

@@ -10,7 +10,7 @@ import os
 import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from wooly_bus.channel import ChannelClient, ChannelError, Expected, Frame
@@ -35,6 +35,9 @@ from wooly_wis.frames import (
 from wooly.errors import ExecutorLostError, ForkedProcessError, RemoteOperationError, WoolyError
 from wooly.recorder import Origin, describe_origin
 
+if TYPE_CHECKING:
+    from wooly_wis.messages import DirectSession
+
 #: Number of failed operations that a link remembers.
 _FAILURES_KEPT = 64
 #: Highest number of bytes that a STATS frame can ask for.
@@ -49,6 +52,8 @@ _MIRROR_LIMIT = 64 << 20
 #: Maximum size, in bytes, of one cached host copy. Larger reads are not cached.
 MIRROR_ITEM_LIMIT = 1 << 20
 
+#: Maximum time, in seconds, that closing a session waits until the executor has closed it, if no controller does that.
+CLOSE_S = 1.0
 #: Maximum number of reads that `Link.fetch` has started and that are not answered.
 MAX_STARTED_READS = 64
 
@@ -132,8 +137,10 @@ class Link:
         timeout: float = 5.0,
         jit: str = "exact",
         trace: str = "",
+        opens: DirectSession | None = None,
     ) -> None:
         self._channel = channel
+        self._opened_here = opens is not None
         self._last = 0
         self._pid = os.getpid()
         self.where = where
@@ -157,8 +164,12 @@ class Link:
         self._sources: set[bytes] = set()
         self.sharing = self.interrupted = False
         self.observer: FrameObserver | None = None
-        hello = {"protocol": PROTOCOL, "session_id": session_id, "token": token, "jit": jit}
-        self._send(Kind.HELLO, pack_json(hello | ({"trace": trace} if trace else {})))
+        hello: dict[str, Any] = {"protocol": PROTOCOL, "session_id": session_id, "token": token, "jit": jit}
+        if trace:
+            hello["trace"] = trace
+        if opens is not None:
+            hello["session"] = opens.model_dump()
+        self._send(Kind.HELLO, pack_json(hello))
         welcome = self._answer(Kind.WELCOME, timeout)
         self.device: dict[str, Any] = welcome.get("device", {})
         channel.window = int(welcome.get("window", channel.window))
@@ -567,6 +578,8 @@ class Link:
         if self._lost is None and os.getpid() == self._pid:
             try:
                 self._channel.send(Kind.CLOSE)
+                if self._opened_here:
+                    self._channel.await_end(CLOSE_S)
             except ChannelError as e:
                 self._fail(e)
         self._lost = self._lost or ExecutorLostError("this session is closed; call wooly.enable() to open another one")

@@ -50,6 +50,11 @@ class Settings(BaseSettings):
         description="URL of the controller: of its REST (`https://…`), which issues credentials for NATS, or of its NATS; empty: "
         "the local stack, or a stack that is started for this run",
     )
+    executor_url: str = Field(
+        "",
+        description="URL of one executor without a controller, as `wooly serve` prints it: `tcp://TOKEN@host:7400`; empty: a "
+        "controller finds an executor",
+    )
     nats_creds: Path | None = Field(None, description="`.creds` file with credentials, if NATS requires them")
     tenant: str = Field("default", description="tenant to run as")
     credential: str = Field("", description="API token of the tenant")

@@ -397,6 +397,18 @@ class ChannelClient:
         """Number of unacknowledged payload bytes."""
         return self._in_flight
 
+    def await_end(self, timeout: float) -> None:
+        """Drop what arrives until the executor closes the connection, for at most `timeout` seconds.
+
+        If this end closed first with data unread, the connection would be reset, and the executor might lose the last frames.
+        """
+        deadline = time.monotonic() + timeout
+        with contextlib.suppress(OSError):
+            while (left := deadline - time.monotonic()) > 0:
+                self._sock.settimeout(left)
+                if not self._sock.recv(1 << 16):
+                    return
+
     def close(self) -> None:
         """Close the connection. Unacknowledged frames may be lost; to avoid this, wait for an answer first."""
         self._sock.close()

@@ -185,6 +185,23 @@ class HostSessionRequest(Message):
     at: float = Field(default=0.0, ge=0)
 
 
+class DirectSession(Message):
+    """What a client asks for when it opens a session at a standalone executor, in its hello.
+
+    Attributes:
+        quota: bytes of device memory that the session declares; None: no declaration.
+        swap: the session may be swapped out.
+        dedup: the sharing domain, that is, the sessions with which it shares equal contents.
+    """
+
+    tenant: Name = "default"
+    priority: int = Field(default=2, ge=0, le=4)
+    weight: int = Field(default=1, ge=1, le=1 << 20)
+    quota: int | None = Field(default=None, gt=0, lt=1 << 63)
+    swap: bool = True
+    dedup: Literal["off", "tenant", "shared"] = "off"
+
+
 class SteerSessionRequest(Message):
     """Change the treatment of a running session (to an executor; or to the scheduler, which tells all executors of the session).
 

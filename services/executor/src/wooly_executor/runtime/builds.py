@@ -89,9 +89,17 @@ class WorkerBuilder:
 
     def build(self, request: dict[str, Any], what: str) -> bytes:
         """See `Builder`."""
+        return self.ask({"what": "foreign", **request}, what)
+
+    def ask(self, request: dict[str, Any], what: str) -> bytes:
+        """Send a request of `wooly_compiler.worker` to an idle worker, and return the answer.
+
+        Raises:
+            WorkerError: there is no compiler, or it refuses the request, crashes or takes too long.
+        """
         if self._package is None:
             error = WorkerError(
-                "foreign kernels need a compiler, and none is available: run `wooly up`, which starts one, "
+                f"{what} needs a compiler, and none is available: run `wooly up`, which starts one, "
                 "or run pip install wooly-compiler on the executor's machine"
             )
             error.retryable = True
@@ -101,7 +109,7 @@ class WorkerBuilder:
         except IndexError:
             worker = WorkerProcess(Limits(), self.MODULE, (str(self._folder),))
         try:
-            return worker.ask({"what": "foreign", **request}, str(request["target"]), what)
+            return worker.ask(request, str(request["target"]), what)
         finally:
             self._idle.append(worker)
 

@@ -10,6 +10,7 @@ from wooly.cli.commands import (  # noqa: F401
     jobs,
     programs,
     run,
+    serve,
     smi,
     tasks,
     tenants,

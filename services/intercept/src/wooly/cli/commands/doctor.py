@@ -49,7 +49,10 @@ def doctor(
     check("torch", _check_torch)
     settings: list[Settings] = []
     if check("configuration", lambda: _check_configuration(settings)):
-        if _starts_its_own(settings[0]):
+        if settings[0].executor_url:
+            detail = "not used: WOOLYAI_EXECUTOR_URL names an executor"
+            checks.append({"check": "controller", "ok": True, "detail": detail})
+        elif _starts_its_own(settings[0]):
             detail = "not running: each run starts its own stack; start one with `wooly up`, and runs begin sooner"
             checks.append({"check": "controller", "ok": True, "detail": detail})
             begin(settings[0])

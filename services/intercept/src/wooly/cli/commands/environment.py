@@ -53,9 +53,11 @@ def env(
 
 
 def _is_reachable(settings: Settings) -> bool:
-    """Whether processes will find a controller."""
+    """Whether processes will find a controller or an executor."""
     stack = local_stack()
-    return bool(settings.controller_url) or (stack is not None and stack.read_stack(settings.state_dir) is not None)
+    return bool(settings.controller_url or settings.executor_url) or (
+        stack is not None and stack.read_stack(settings.state_dir) is not None
+    )
 
 
 def _assignment(syntax: str, name: str, value: str | None) -> str:

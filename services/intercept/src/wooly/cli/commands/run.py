@@ -80,10 +80,12 @@ def run(
         seconds = time.monotonic() - started
         if api.has_session():
             stats, opened = api.session_stats(), None if quiet else api.opened_session()
-            bill = bill_at_end(opened) if opened is not None else []
+            billed = opened is not None and opened.controlled
+            bill = bill_at_end(opened) if billed else []
             api.disable()
             if not quiet:
                 _summary(stats, seconds, opened)
+            if billed:
                 err.print(f"       {bill_line(bill)}", highlight=False, soft_wrap=True)
         if not quiet and (more := capture.read_report(report)):
             err.print(f"       its processes had {_count(len(more), 'more session')}: {_names(more)}", highlight=False)
@@ -132,12 +134,13 @@ def _run_program(command: Sequence[str], settings: Settings, *, quiet: bool) -> 
     begin(settings)
     with err.status("finding the controller…") if not quiet and err.is_terminal else contextlib.nullcontext():
         try:
-            controller = connect(settings, start=True)
+            controller = None if settings.executor_url else connect(settings, start=True)
         except WoolyError as e:
             raise fail(e) from e
-    with contextlib.closing(controller), _report() as report:
+    with contextlib.closing(controller) if controller else contextlib.nullcontext(), _report() as report:
+        reach = controller.reach if controller else {}
         try:
-            code = _wait(command, os.environ | capture.variables(controller.reach, report))
+            code = _wait(command, os.environ | capture.variables(reach, report))
         except OSError as e:
             raise fail(e) from e
         if not quiet:
@@ -147,16 +150,32 @@ def _run_program(command: Sequence[str], settings: Settings, *, quiet: bool) -> 
 
 def _wait(command: Sequence[str], environment: dict[str, str]) -> int:
     """Run a program and wait for it. The terminal sends Ctrl-C to the program, too, so this process only waits."""
-    with subprocess.Popen(command, env=environment) as child:
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        passed = [s for s in (signal.SIGTERM, getattr(signal, "SIGHUP", None)) if s is not None]
-        handlers = [(s, signal.signal(s, lambda number, frame: child.send_signal(number))) for s in passed]
-        try:
+    children: list[subprocess.Popen[bytes]] = []
+    early: list[int] = []
+
+    def pass_on(number: int, frame: object) -> None:
+        for child in children:
+            child.send_signal(number)
+        if not children:
+            early.append(number)
+
+    # Set before the program starts: it may end this process at once, or cause a user to.
+    passed = [s for s in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", None)) if s is not None]
+    before = [(s, signal.signal(s, _ignore if s == signal.SIGINT else pass_on)) for s in passed]
+    try:
+        with subprocess.Popen(command, env=environment) as child:
+            children.append(child)
+            for number in early:
+                child.send_signal(number)
             code = child.wait()
-        finally:
-            for number, handler in [(signal.SIGINT, before), *handlers]:
-                signal.signal(number, handler)
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
     return code if code >= 0 else 128 - code
+
+
+def _ignore(number: int, frame: object) -> None:
+    """Handle a signal without an effect. Unlike SIG_IGN, a program that is started does not inherit this."""
 
 
 def _count(n: int, what: str) -> str:
@@ -168,7 +187,7 @@ def _names(sessions: Sequence[dict[str, Any]], most: int = 4) -> str:
     return ", ".join(names) + (", …" if len(sessions) > most else "")
 
 
-def _summary_of_processes(sessions: Sequence[dict[str, Any]], seconds: float, controller: Controller) -> None:
+def _summary_of_processes(sessions: Sequence[dict[str, Any]], seconds: float, controller: Controller | None) -> None:
     """Print how many sessions the processes of a program had, with their sums and their bill."""
     sums = {name: sum([s["stats"][name] for s in sessions]) for name in ("operations", "programs", "syncs")}
     sent, received = [sum([s["stats"][name] for s in sessions]) for name in ("bytes_sent", "bytes_received")]
@@ -178,11 +197,13 @@ def _summary_of_processes(sessions: Sequence[dict[str, Any]], seconds: float, co
     err.print(
         f"\n[bold]wooly[/]  ran {seconds:.1f} s with {_count(len(sessions), 'session')}: {_names(sessions)}\n"
         f"       {sums['operations']:,} operations in {sums['programs']:,} programs, {sums['syncs']:,} waits, "
-        f"{size(sent)} up, {size(received)} down\n"
-        f"       {bill_line(bill_of(controller, [s['session_id'] for s in sessions]))}",
+        f"{size(sent)} up, {size(received)} down",
         highlight=False,
         soft_wrap=True,
     )
+    if controller is not None:
+        bill = bill_line(bill_of(controller, [s["session_id"] for s in sessions]))
+        err.print(f"       {bill}", highlight=False, soft_wrap=True)
 
 
 def _finish() -> int:
@@ -222,8 +243,9 @@ def _summary(stats: dict[str, Any], seconds: float, opened: Any) -> None:
     err.print(
         f"\n[bold]wooly[/]  ran {seconds:.1f} s on {''.join(where)}\n"
         f"       {stats['operations']:,} operations in {stats['programs']:,} programs, {stats['syncs']:,} waits, "
-        f"{size(stats['bytes_sent'])} up, {size(stats['bytes_received'])} down\n"
-        f"       more: {_further(opened)}",
+        f"{size(stats['bytes_sent'])} up, {size(stats['bytes_received'])} down",
         highlight=False,
         soft_wrap=True,
     )
+    if opened is None or opened.controlled:
+        err.print(f"       more: {_further(opened)}", highlight=False, soft_wrap=True)
