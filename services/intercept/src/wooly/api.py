@@ -19,6 +19,7 @@ from wooly_bus.channel import ChannelClient, ChannelError, ChannelTlsError, Endp
 from wooly_bus.supervision import start_thread
 
 from wooly import capture, children
+from wooly.contents import OfferPolicy
 from wooly.device import RegisteredDevice, register
 from wooly.errors import NotConnectedError, WoolyError
 from wooly.facade import Facade
@@ -164,7 +165,7 @@ def attach(
             raise
         for link in links:
             link.siblings = [other for other in links if other is not link]
-            link.sharing = dedup != "off"
+            link.offers = OfferPolicy() if dedup != "off" else None
         _adopt(device, links)
         _attached = _Attached(device, links, parts, answered)
         _start_flusher(device, flush_interval_s)

@@ -7,7 +7,8 @@ The client first hashes only the first chunk and asks the executor about it:
 - If the device has such content, the client hashes the rest first and asks about the digest of the whole content. The client
   sends the data only if the device does not have it.
 
-So new content is sent without a separate hashing pass, and known content is never sent.
+So new content is sent without a separate hashing pass, and known content is never sent. Only uploads that look like weights are
+offered (`OfferPolicy`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,40 @@ if TYPE_CHECKING:
 #: Minimum size, in bytes, of an upload with deduplication. For a smaller upload, asking the executor (one round trip) costs more
 #: than sending the data.
 MIN_OFFER_BYTES = 16 << 10
+
+
+#: How many more uploads into buffers that were filled before, than into new ones, stop the offers.
+MOST_REFILLS = 16
+#: Number of buffers that a policy remembers.
+_REMEMBERED = 4096
+
+
+class OfferPolicy:
+    """Decides which uploads of a session are offered.
+
+    An offer waits for the device's answer, and new content is hashed on both sides. For weights this pays, because they stay and
+    are equal in many sessions. For the batches of a training it does not. Weights go into new buffers. The buffers of batches are
+    freed and their ids are used again, or the program fills the same buffers again. So an upload into a buffer that was filled
+    twice before is a refill, and `MOST_REFILLS` more refills than other uploads stop the offers, until other uploads outweigh
+    the refills. A second filling does not count: weights are often initialized first and loaded then.
+    """
+
+    def __init__(self) -> None:
+        self._filled: dict[int, int] = {}
+        self._refills = 0
+
+    def accepts(self, buffer: int) -> bool:
+        """Note an upload of a whole buffer, and decide whether it is offered."""
+        filled = self._filled
+        times = filled.get(buffer, 0)
+        if not times and len(filled) >= _REMEMBERED:
+            del filled[next(iter(filled))]
+        filled[buffer] = times + 1
+        if times >= 2:
+            self._refills = min(self._refills + 1, 2 * MOST_REFILLS)
+        else:
+            self._refills = max(self._refills - 1, 0)
+        return self._refills < MOST_REFILLS
 
 
 def upload(link: Link, buffer: int, data: memoryview) -> None:

@@ -48,7 +48,7 @@ class RecordingLink:
 
     recording = True
     mirroring = False
-    sharing = False
+    offers = None
 
     def __init__(self) -> None:
         self.device = dict(_FACTS)

@@ -38,6 +38,8 @@ from wooly.recorder import Origin, describe_origin
 if TYPE_CHECKING:
     from wooly_wis.messages import DirectSession
 
+    from wooly.contents import OfferPolicy
+
 #: Number of failed operations that a link remembers.
 _FAILURES_KEPT = 64
 #: Highest number of bytes that a STATS frame can ask for.
@@ -124,7 +126,7 @@ class Link:
         siblings: links of the session's other devices. If this link fails, they end, too.
         where: name and endpoint of the executor, for messages.
         interrupted: set when an exception of a signal handler ended a wait before a frame was sent. The recorder clears it.
-        sharing: whether the session shares equal contents. If so, an upload first asks whether the device has the content.
+        offers: decides which uploads first ask whether the device has the content; None: the session shares no contents.
         observer: is told about frames; None in most sessions.
     """
 
@@ -162,7 +164,8 @@ class Link:
         self.syncs = 0
         self.siblings: list[Link] = []
         self._sources: set[bytes] = set()
-        self.sharing = self.interrupted = False
+        self.interrupted = False
+        self.offers: OfferPolicy | None = None
         self.observer: FrameObserver | None = None
         hello: dict[str, Any] = {"protocol": PROTOCOL, "session_id": session_id, "token": token, "jit": jit}
         if trace:

@@ -102,7 +102,7 @@ class Settings(BaseSettings):
         True, description="1: the executor may swap out the session's idle memory; 0: it must not"
     )
     dedup: Literal["off", "tenant", "shared"] = Field(
-        "off",
+        "tenant",
         description="sessions with which this session shares equal weights. off: none; tenant: sessions of the same tenant; "
         "shared: also sessions of other tenants, if they have this setting, too",
     )

@@ -373,7 +373,8 @@ class Transfer:
                 return
             recorder.flush()
             data = bytes_of(host)
-            if link.sharing and len(data) >= MIN_OFFER_BYTES and dst.untyped_storage().nbytes() == len(data):
+            whole = len(data) >= MIN_OFFER_BYTES and dst.untyped_storage().nbytes() == len(data)
+            if whole and link.offers is not None and link.offers.accepts(buffer):
                 upload(link, buffer, data)
             else:
                 link.write(buffer, at & OFFSET_MASK, data)

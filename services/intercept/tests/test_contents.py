@@ -1,0 +1,53 @@
+"""Tests of the decision which uploads are offered: weights are, the batches of a training are not."""
+
+import pytest
+import torch
+from wooly import api
+from wooly.contents import MIN_OFFER_BYTES, MOST_REFILLS, OfferPolicy
+
+
+def test_policy_offers_new_buffers_and_a_second_filling():
+    policy = OfferPolicy()
+    assert all(policy.accepts(buffer) for _ in range(2) for buffer in range(10_000))
+
+
+def test_policy_batches_stop_the_offers_and_weights_bring_them_back():
+    policy = OfferPolicy()
+    batches = [policy.accepts(n % 3) for n in range(100)]
+    assert batches[: 6 + MOST_REFILLS - 1] == [True] * (6 + MOST_REFILLS - 1) and not any(batches[6 + MOST_REFILLS :])
+    weights = [policy.accepts(n) for n in range(100, 200)]
+    assert not weights[0] and all(weights[MOST_REFILLS + 1 :])
+
+
+def test_policy_few_batches_between_many_weights_stop_nothing():
+    policy = OfferPolicy()
+    assert all(policy.accepts(buffer) for n in range(1000) for buffer in (0, 10 + 2 * n, 11 + 2 * n))
+
+
+@pytest.fixture
+def offers(cuda, monkeypatch):
+    """Sizes of the uploads that the session offers."""
+    (link,) = api.attached_links()
+    found, offer = [], link.offer
+    monkeypatch.setattr(link, "offers", OfferPolicy())
+    monkeypatch.setattr(
+        link, "offer", lambda buffer, n, name, head: (found.append(n), offer(buffer, n, name, head=head))[1]
+    )
+    return found
+
+
+def test_training_offers_its_weights_and_only_its_first_batches(offers):
+    torch.manual_seed(0)
+    models = [torch.nn.Linear(256, 256), torch.nn.Linear(256, 256)]
+    here = models[0].to("cuda")
+    assert offers == [256 * 256 * 4]  # the bias is smaller than `MIN_OFFER_BYTES`
+    optimizer = torch.optim.SGD(here.parameters(), 0.1)
+    for _ in range(100):
+        batch = torch.randn(64, 256).to("cuda")
+        optimizer.zero_grad()
+        here(batch).square().mean().backward()
+        optimizer.step()
+    assert MIN_OFFER_BYTES <= 64 * 256 * 4 and MOST_REFILLS <= len(offers) < 2 * MOST_REFILLS
+    reference = torch.nn.Linear(256, 256)
+    reference.load_state_dict(here.cpu().state_dict())
+    assert all(torch.isfinite(p).all() for p in reference.parameters())
