@@ -6,7 +6,7 @@ COPY libs /src/libs
 COPY deploy/operator /src/deploy/operator
 # Where pip needs a private index or authority: --secret id=pip,src=pip.conf --secret id=ca,src=ca.pem
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=secret,id=ca,target=/etc/ssl/wooly-ca.pem \
-    python3 -m venv /opt/wooly && cd /src && pip install -c constraints.txt ./deploy/operator \
+    python3 -m venv /opt/wooly && cd /src && pip install -c constraints.txt "./deploy/operator[otlp]" \
     && pip uninstall -y pip setuptools wheel
 
 FROM ${PYTHON}

@@ -12,6 +12,10 @@ import jsonpatch
 import kopf
 import pytest
 from aiohttp import web
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from wooly_operator import handlers, reconciler
 from wooly_operator.app import serve
 from wooly_operator.core import names
 from wooly_operator.errors import UnreachableError
@@ -29,6 +33,7 @@ class FakeController:
     def __init__(self):
         self.percent, self.own, self.down = 0, {}, False
         self.writes = []
+        self.traceparent = ""
 
     def app(self):
         app = web.Application()
@@ -61,6 +66,7 @@ class FakeController:
         assert request.headers["Authorization"] == "Bearer secret"
         body = await request.json()
         assert list(body) == ["default_vram_overcommit_percent"]
+        self.traceparent = request.headers.get("traceparent", "")
         self.percent = body["default_vram_overcommit_percent"]
         self.writes.append(("cluster", self.percent))
         return await self.config(request)
@@ -212,13 +218,40 @@ async def test_operator_unreachable_controller_is_retried(running):
     await running.until(lambda: running.controller.percent == 50)
 
 
+@pytest.fixture
+def spans(monkeypatch):
+    """The ended spans of the operator."""
+    memory, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(memory))
+    for module in (handlers, reconciler):
+        monkeypatch.setattr(module, "tracer", provider.get_tracer("test"))
+    return memory
+
+
+@pytest.mark.connected
+async def test_operator_traces_changes_and_admissions_and_passes_the_trace_to_the_controller(spans, running):
+    running.cluster.objects[f"{GROUP}/clustergpupolicies", None, "default"] = {
+        "metadata": {"name": "default"}, "spec": {"defaultVramOvercommitPercent": 50}
+    }  # fmt: skip
+    await running.until(lambda: running.controller.percent == 50)
+    assert (await running.review("mutate-pod", pod({names.BESIDE_GPU: "true"})))["allowed"]
+    await running.until(
+        lambda: {"operator.SetClusterOvercommit", "operator.admit"} <= {s.name for s in spans.get_finished_spans()}
+    )
+    by_name = {s.name: s for s in spans.get_finished_spans()}
+    assert by_name["operator.admit"].attributes["placement"] == "require"
+    assert f"{by_name['operator.SetClusterOvercommit'].context.trace_id:032x}" in running.controller.traceparent
+
+
 @pytest.mark.connected
 async def test_admission_sets_environment_and_placement(running):
-    asked = pod({names.POD_VRAM: "8Gi", names.GPU_CLASS: "big", names.SWAP: "false"})
+    asked = pod({names.POD_VRAM: "8Gi", names.GPU_CLASS: "big", names.SWAP: "false", names.BESIDE_GPU: "true"})
     response = await running.review("mutate-pod", asked)
     assert response["allowed"]
     made = patched(asked, response)
-    env = {e["name"]: e["value"] for e in made["spec"]["containers"][0]["env"]}
+    variables = made["spec"]["containers"][0]["env"]
+    assert [e["name"] for e in variables if "valueFrom" in e] == ["WOOLYAI_NODE"]
+    env = {e["name"]: e["value"] for e in variables if "value" in e}
     assert env == {
         "WOOLYAI_CONTROLLER_URL": "nats://nats:4222", "WOOLYAI_REQUIRED_VRAM": str(8 * GIB), "WOOLYAI_PRIORITY": "1",
         "WOOLYAI_SWAP_FROM_VRAM": "0",

@@ -25,7 +25,6 @@ from wooly_operator.core.plan import (
     SetNodeOvercommit,
     World,
     WriteStatus,
-    label_value,
     plan,
 )
 
@@ -267,6 +266,6 @@ def test_room_is_at_most_a_device_and_shrinks_with_pods(devices, pods, percent):
 
 @given(st.text(max_size=100))
 def test_label_value_of_any_text_is_valid(text):
-    value = label_value(text)
+    value = names.label_value(text)
     assert len(value) <= 63 and value.isascii()
     assert not value or (value[0].isalnum() and value[-1].isalnum())

@@ -60,14 +60,49 @@ def test_invalid_annotation_raises_with_its_name(name, value):
 
 
 def test_placement_terms_require_fitting_nodes():
-    terms = pods.placement_terms(pods.pod_request_of({**ALL, names.GPU_CLASS: "big", names.SWAP: "true"}, {"big": BIG}))
-    assert {"key": names.VRAM_FIT, "operator": "Gt", "values": ["8191"]} in terms
+    annotations = {names.POD_VRAM: "8Gi", names.GPU_CLASS: "big"}
+    in_a, in_b = pods.placement_terms(pods.pod_request_of(annotations, {"big": BIG}))
+    assert {"key": names.VRAM_FIT, "operator": "Gt", "values": ["8191"]} in in_a
+    assert {"key": "woolyai.com/class.big", "operator": "In", "values": ["true"]} in in_a
+    assert {"key": "woolyai.com/group.a", "operator": "In", "values": ["true"]} in in_a
+    assert {"key": "woolyai.com/group.b", "operator": "In", "values": ["true"]} in in_b
+
+
+def test_placement_terms_exclusive_pod_requires_an_idle_device_with_its_memory():
+    (terms,) = pods.placement_terms(pods.pod_request_of(ALL, {}))
     assert {"key": names.IDLE_GPUS, "operator": "Gt", "values": ["0"]} in terms
-    assert {"key": "woolyai.com/class.big", "operator": "In", "values": ["true"]} in terms
+    assert {"key": names.VRAM_FIT_IDLE, "operator": "Gt", "values": ["8191"]} in terms
+    assert {"key": names.GROUPED, "operator": "DoesNotExist"} in terms
+
+
+def test_placement_terms_pod_without_a_size_requires_the_default_claim():
+    (terms,) = pods.placement_terms(pods.PodRequest(), claim=3 * GIB)
+    assert {"key": names.VRAM_FIT, "operator": "Gt", "values": ["3071"]} in terms
+
+
+def test_changes_by_default_require_no_node_and_leave_the_session_free():
+    changed = pods.changes({"containers": [{"name": "c"}]}, pods.pod_request_of(ALL, {}), "prefer")
+    assert list(changed["affinity"]["nodeAffinity"]) == ["preferredDuringSchedulingIgnoredDuringExecution"]
+    assert "WOOLYAI_NODE" not in [entry["name"] for entry in changed["containers"][0]["env"]]
+
+
+@pytest.mark.parametrize(("said", "default"), [("true", "off"), ("true", "prefer"), (None, "require")])
+def test_changes_pod_beside_its_gpu_has_a_session_on_its_node(said, default):
+    annotations = {} if said is None else {names.BESIDE_GPU: said}
+    changed = pods.changes({"containers": [{"name": "c"}]}, pods.pod_request_of(annotations, {}), default)
+    assert "requiredDuringSchedulingIgnoredDuringExecution" in changed["affinity"]["nodeAffinity"]
+    assert changed["containers"][0]["env"][-1] == {
+        "name": "WOOLYAI_NODE", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}
+    }  # fmt: skip
+
+
+def test_changes_pod_not_beside_its_gpu_gets_no_affinity():
+    request = pods.pod_request_of({names.BESIDE_GPU: "false"}, {})
+    assert pods.changes({"containers": [{"name": "c"}]}, request, "require") == {}
 
 
 def test_placement_terms_without_swapping_require_physical_memory():
-    terms = pods.placement_terms(pods.pod_request_of({names.POD_VRAM: "8Gi", names.SWAP: "false"}, {}))
+    (terms,) = pods.placement_terms(pods.pod_request_of({names.POD_VRAM: "8Gi", names.SWAP: "false"}, {}))
     assert {"key": names.VRAM_FIT_PHYSICAL, "operator": "Gt", "values": ["8191"]} in terms
 
 
@@ -81,9 +116,8 @@ def test_changes_add_terms_to_each_node_selector_term():
     affinity = pods.changes(spec, pods.pod_request_of(ALL, {}), "require")["affinity"]
     after = affinity["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
     assert [t["matchExpressions"][0] for t in after] == [t["matchExpressions"][0] for t in own]
-    assert all(
-        term in t["matchExpressions"] for t in after for term in pods.placement_terms(pods.pod_request_of(ALL, {}))
-    )
+    (terms,) = pods.placement_terms(pods.pod_request_of(ALL, {}))
+    assert all(term in t["matchExpressions"] for t in after for term in terms)
     assert spec == before
 
 
@@ -130,13 +164,15 @@ ANNOTATIONS = st.fixed_dictionaries(
         names.PRIORITY: st.sampled_from("01234"),
         names.EXCLUSIVE: st.sampled_from(["true", "False", "1"]),
         names.SWAP: st.sampled_from(["true", "0"]),
+        names.BESIDE_GPU: st.sampled_from(["true", "false"]),
+        names.GPU_CLASS: st.just("big"),
     },
 )
 
 
 @given(SPECS, ANNOTATIONS, st.sampled_from(["require", "prefer", "off"]), st.sampled_from(["", "nats://n"]))
 def test_changes_twice_are_idempotent(spec, annotations, placement, url):
-    request = pods.pod_request_of(annotations, {})
+    request = pods.pod_request_of(annotations, {"big": BIG})
     before = copy.deepcopy(spec)
     changed = pods.changes(spec, request, placement, url)
     assert spec == before
@@ -145,7 +181,7 @@ def test_changes_twice_are_idempotent(spec, annotations, placement, url):
     for part in ("containers", "initContainers"):
         for old, new in zip(spec.get(part, []), after.get(part, []), strict=True):
             assert new.get("env", [])[: len(old.get("env", []))] == old.get("env", [])
-            said = {e["name"]: e["value"] for e in new.get("env", [])}
+            said = {e["name"] for e in new.get("env", [])}
             assert set(pods.environment(request, url)) <= set(said)
 
 

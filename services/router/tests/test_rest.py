@@ -106,6 +106,9 @@ async def test_node_routes_configure_cordon_and_drain(rest):
     async with rest("a", "b") as (r, http):
         (node,) = (await call_rest(http, "GET", "nodes"))["nodes"]
         assert (node["node_id"], node["state"], node["overcommit_vram_percent"]) == ("host", "active", None)
+        total = node["gpus"][0]["device"]["total_memory"]
+        whole = {"takes": True, "takes_exclusive": True, "swappable": total, "fixed": total}
+        assert node["gpus"][0]["room"] == whole
         assert [g["executor_id"] for g in node["gpus"]] == ["a", "b"]
         await call_rest(http, "PUT", "config", json={"default_vram_overcommit_percent": 50})
         for given, effective in ((0, 0), (20, 20), (None, 50)):

@@ -17,6 +17,7 @@ from wooly_operator.handlers import register
 from wooly_operator.kubernetes import Kubernetes
 from wooly_operator.reconciler import Reconciler
 from wooly_operator.settings import OperatorSettings
+from wooly_operator.tracing import setup as setup_tracing
 
 log = logging.getLogger("wooly.operator")
 Login = Callable[[], kopf.ConnectionInfo]
@@ -87,6 +88,7 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     try:
         settings = OperatorSettings()
+        setup_tracing()
         if settings.webhook_port and (settings.tls_cert is None or settings.tls_key is None):
             log.error(
                 "cannot serve admission without TLS, which the API server requires; set WOOLY_OPERATOR_TLS_CERT and "
@@ -94,7 +96,7 @@ def main() -> int:
             )
             return 2
         asyncio.run(serve(settings))
-    except (ValidationError, kopf.LoginError, OSError) as e:
+    except (ValidationError, kopf.LoginError, OSError, ImportError) as e:
         log.error("the operator ends: %s", e)
         return 1
     return 0

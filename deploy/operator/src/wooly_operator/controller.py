@@ -9,8 +9,9 @@ from urllib.parse import quote
 import aiohttp
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from wooly_operator.core.fleet import FleetDevice
+from wooly_operator.core.fleet import ControllerConfig, DeviceRoom, FleetDevice
 from wooly_operator.errors import UnreachableError
+from wooly_operator.tracing import headers as trace_headers
 
 #: Timeout of a request, in seconds.
 TIMEOUT_S = 10.0
@@ -37,6 +38,13 @@ class _Memory(_Answer):
     movable: int = 0
 
 
+class _Room(_Answer):
+    takes: bool
+    takes_exclusive: bool
+    swappable: int
+    fixed: int
+
+
 class _Gpu(_Answer):
     executor_id: str
     state: str
@@ -44,12 +52,14 @@ class _Gpu(_Answer):
     sessions: int = 0
     memory_used: int = 0
     memory: _Memory | None = None
+    room: _Room | None = None
 
 
 class _Node(_Answer):
     node_id: str
     overcommit_vram_percent: int | None
     effective_overcommit_vram_percent: int
+    groups: tuple[str, ...] = ()
     gpus: tuple[_Gpu, ...] = ()
 
 
@@ -59,6 +69,7 @@ class _Nodes(_Answer):
 
 class _Config(_Answer):
     default_vram_overcommit_percent: int
+    default_vram_claim: int = 0
 
 
 class Controller:
@@ -94,18 +105,23 @@ class Controller:
                 alive=g.state == "alive",
                 overcommit=n.effective_overcommit_vram_percent,
                 own=n.overcommit_vram_percent,
+                groups=n.groups,
+                room=DeviceRoom(g.room.takes, g.room.takes_exclusive, g.room.swappable, g.room.fixed)
+                if g.room
+                else None,
             )
             for n in answer.nodes
             for g in n.gpus
         ]
 
-    async def cluster_percent(self) -> int:
-        """The current `default_vram_overcommit_percent` of the controller.
+    async def config(self) -> ControllerConfig:
+        """The settings of the cluster that the operator needs.
 
         Raises:
             UnreachableError: as `devices`.
         """
-        return _parsed(_Config, await self._ask("GET", "/api/v1/config")).default_vram_overcommit_percent
+        answer = _parsed(_Config, await self._ask("GET", "/api/v1/config"))
+        return ControllerConfig(answer.default_vram_overcommit_percent, answer.default_vram_claim)
 
     async def set_cluster_percent(self, percent: int) -> None:
         """Set `default_vram_overcommit_percent`.
@@ -128,7 +144,9 @@ class Controller:
         where = f"{method} {self._url}{path}"
         try:
             timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
-            async with self._session.request(method, self._url + path, json=body, timeout=timeout) as response:
+            async with self._session.request(
+                method, self._url + path, json=body, timeout=timeout, headers=trace_headers()
+            ) as response:
                 text = await response.text()
                 if response.status >= 400:
                     raise UnreachableError(f"{where}: {response.status} {text[:500]}")

@@ -12,6 +12,7 @@ from wooly_operator.core.objects import ClusterView
 from wooly_operator.errors import UnreachableError
 from wooly_operator.reconciler import Reconciler
 from wooly_operator.settings import OperatorSettings
+from wooly_operator.tracing import tracer
 
 #: Seconds that an admission waits for the first list of cluster objects. The API server's own timeout is 10 s.
 PATIENCE_S = 5.0
@@ -34,9 +35,12 @@ def register(registry: kopf.OperatorRegistry, settings: OperatorSettings, reconc
 
     @kopf.on.mutate("pods", id="mutate-pod", operations={"CREATE"}, labels=OURS, registry=registry)
     async def mutate(spec: kopf.Spec, annotations: kopf.Annotations, patch: kopf.Patch, **_: Any) -> None:
-        view = await _current_view(reconciler)
-        request = _parsed_request(annotations, view)
-        changed = pods.changes(dict(spec), request, settings.placement, settings.client_url)
+        with tracer.start_as_current_span("operator.admit") as span:
+            view = await _current_view(reconciler)
+            request = _parsed_request(annotations, view)
+            placement = pods.placement_of(request, settings.placement)
+            span.set_attributes({"placement": placement, "vram": -1 if request.vram is None else request.vram})
+        changed = pods.changes(dict(spec), request, settings.placement, settings.client_url, reconciler.config.claim)
         for part, value in changed.items():
             patch.spec[part] = value
 
@@ -54,10 +58,12 @@ def register(registry: kopf.OperatorRegistry, settings: OperatorSettings, reconc
                 )
         if operation != "CREATE":
             return
-        view = await _current_view(reconciler)
-        request = _parsed_request(annotations, view)
-        wrong = pods.contradictions(spec, request)
-        never = pods.impossible(request, reconciler.devices, view.classes)
+        with tracer.start_as_current_span("operator.validate") as span:
+            view = await _current_view(reconciler)
+            request = _parsed_request(annotations, view)
+            wrong = pods.contradictions(spec, request)
+            never = pods.impossible(request, reconciler.devices, view.classes)
+            span.set_attribute("refused", bool(wrong or never))
         if wrong or never:
             raise kopf.AdmissionError("; ".join([*wrong, *([never] if never else [])]), code=422)
         warnings.extend(

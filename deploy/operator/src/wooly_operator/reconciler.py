@@ -10,7 +10,7 @@ import logging
 from collections.abc import Sequence
 
 from wooly_operator.controller import Controller
-from wooly_operator.core.fleet import FleetDevice
+from wooly_operator.core.fleet import ControllerConfig, FleetDevice
 from wooly_operator.core.objects import ClusterView, parse_objects
 from wooly_operator.core.plan import (
     Action,
@@ -23,6 +23,7 @@ from wooly_operator.core.plan import (
 )
 from wooly_operator.errors import UnreachableError
 from wooly_operator.kubernetes import Kubernetes
+from wooly_operator.tracing import tracer
 
 log = logging.getLogger("wooly.operator")
 
@@ -33,6 +34,7 @@ class Reconciler:
     Attributes:
         view: the objects of Kubernetes at the last read; None before the first read.
         devices: the devices of the controller at the last read.
+        config: the controller's settings at the last read.
     """
 
     def __init__(self, kubernetes: Kubernetes, controller: Controller, interval_s: float) -> None:
@@ -42,6 +44,7 @@ class Reconciler:
         self._logged_warnings: tuple[str, ...] = ()
         self.view: ClusterView | None = None
         self.devices: Sequence[FleetDevice] = ()
+        self.config = ControllerConfig()
 
     def changed(self) -> None:
         """Reconcile soon, because the cluster has changed."""
@@ -89,11 +92,14 @@ class Reconciler:
         self.view = parse_objects(await self._kubernetes.list_objects())
         self._seen.set()
         self.devices = await self._controller.devices()
-        percent = await self._controller.cluster_percent()
-        todo = plan(self.view.world(self.devices, percent))
+        self.config = await self._controller.config()
+        todo = plan(self.view.world(self.devices, self.config.overcommit))
         self._log_warnings(self.view.warnings + todo.warnings)
-        for action in todo.actions:
-            await self._do(action)
+        if todo.actions:
+            with tracer.start_as_current_span("operator.reconcile", attributes={"actions": len(todo.actions)}):
+                for action in todo.actions:
+                    with tracer.start_as_current_span(f"operator.{type(action).__name__}"):
+                        await self._do(action)
         return len(todo.actions)
 
     async def _do(self, action: Action) -> None:

@@ -17,7 +17,8 @@ class OperatorSettings(BaseSettings):
         controller_url: URL of the router's REST.
         token: bearer token for the router's REST; empty: send no token.
         client_url: value of `WOOLYAI_CONTROLLER_URL` for pods that do not set this variable; empty: do not set it.
-        placement: `require`: pods run only on nodes where they fit; `prefer`: pods prefer such nodes; `off`: no placement.
+        placement: of pods without the annotation `woolyai.com/beside-gpu`. `prefer`: they prefer nodes where they fit, and run
+            anywhere else; `require`: they run only there, and their sessions use that node; `off`: no placement.
         reconcile_s: longest time between two reconciliations. A change in Kubernetes triggers one earlier.
         webhook_port: port of the admission webhook for the API server; 0: admission is off.
         tls_cert: PEM file with the certificate of the webhook, which the webhook configurations trust.
@@ -30,7 +31,7 @@ class OperatorSettings(BaseSettings):
     controller_url: str = "http://127.0.0.1:8420"
     token: str = ""
     client_url: str = ""
-    placement: Placement = "require"
+    placement: Placement = "prefer"
     reconcile_s: float = Field(default=5.0, gt=0)
     webhook_port: int = Field(default=9443, ge=0, le=65535)
     tls_cert: Path | None = None

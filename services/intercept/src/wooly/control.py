@@ -423,6 +423,7 @@ def _open_session(settings: Settings, controller: Controller, trace: ClientTrace
         gpu_count=settings.gpu_count,
         gpu_mode=settings.gpu_mode,
         node_groups=settings.node_groups,
+        node=settings.node,
         swap=settings.swap_from_vram,
         dedup=settings.dedup,
         model=settings.model,

@@ -111,6 +111,7 @@ def _refuse_what_needs_a_controller(settings: Settings) -> None:
         "WOOLYAI_GPU_COUNT": settings.gpu_count > 1,
         "WOOLYAI_GPU_MODE": settings.gpu_mode == "exclusive",
         "WOOLYAI_NODE_GROUPS": bool(settings.node_groups),
+        "WOOLYAI_NODE": bool(settings.node),
         "WOOLYAI_LATENCY_OBJECTIVE_MS": bool(settings.latency_objective_ms),
         "WOOLYAI_CHANNEL": settings.channel == "tunnel",
     }

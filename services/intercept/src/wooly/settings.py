@@ -91,6 +91,12 @@ class Settings(BaseSettings):
     node_groups: Annotated[tuple[str, ...], NoDecode] = Field(
         (), description="groups of nodes to run in, comma separated"
     )
+    node: str = Field(
+        "",
+        max_length=255,
+        description="node whose devices the session uses; empty: any node. The Kubernetes operator sets it for pods that run "
+        "beside their GPU",
+    )
     queue_s: float = Field(
         3600.0,
         ge=0,

@@ -39,6 +39,7 @@ from wooly_router.blobs import TenantBlobs
 from wooly_router.ceilings import CeilingActor
 from wooly_router.core.ceilings import Wish
 from wooly_router.core.cluster import overcommit_of
+from wooly_router.core.placement import Room, room_on
 from wooly_router.core.registry import LOST_AFTER_S, Registry
 from wooly_router.core.tasks import still_running
 from wooly_router.executors import Executors
@@ -330,6 +331,12 @@ class RouterActor:
                 more |= {"wish": node.wish, "groups": tuple(sorted(node.groups))}
             found.append(info.model_copy(update=more))
         return NodesReply(nodes=tuple(found))
+
+    async def rooms(self) -> dict[str, Room]:
+        """What one more task may ask for on each device now."""
+        async with self.world.database.reading() as s:
+            _, _, pool = await self.world.pool(s, self.registry, self.clock())
+        return {g.executor_id: room_on(g, pool.load(g.executor_id)) for g in pool.gpus()}
 
     async def on_nodes_of(self, request: NodesRequest, tenant: str) -> NodesReply:
         """List all executors as a tenant may see them: without other tenants' sessions."""

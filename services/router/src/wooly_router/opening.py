@@ -137,6 +137,7 @@ class Opening:
             wants={
                 "gpu_count": request.gpu_count,
                 "groups": list(request.node_groups),
+                "node": request.node,
                 "vendor": request.vendor,
                 "arch": request.arch,
                 "brings": {"name": _model(request), "dedup": request.dedup},

@@ -25,6 +25,36 @@ class KubernetesNode:
 
 
 @dataclass(frozen=True, slots=True)
+class ControllerConfig:
+    """Settings of the cluster in the controller.
+
+    Attributes:
+        overcommit: percentage of a device's memory that may be promised beyond it, for nodes without their own.
+        claim: bytes with which a session that declares no size counts at least.
+    """
+
+    overcommit: int = 0
+    claim: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRoom:
+    """What the controller would give one more session on a device now. Memory in bytes.
+
+    Attributes:
+        takes: the device takes sessions that ask for no memory.
+        takes_exclusive: it takes such sessions also if they want it exclusively.
+        swappable: the most memory for a session that can be swapped out.
+        fixed: the same for a session that cannot be swapped out.
+    """
+
+    takes: bool
+    takes_exclusive: bool
+    swappable: int
+    fixed: int
+
+
+@dataclass(frozen=True, slots=True)
 class FleetDevice:
     """A GPU in the controller's list.
 
@@ -43,6 +73,8 @@ class FleetDevice:
         fixed: bytes that the device has promised to sessions that cannot be swapped out. Sessions that declare no size count
             with what they use, or with the cluster's default claim.
         promised: bytes that the device has promised to all sessions.
+        groups: groups of its node. A device in a group takes only sessions that ask for the group.
+        room: what the controller would give one more session; None: an older controller, which does not say it.
     """
 
     id: str
@@ -58,6 +90,8 @@ class FleetDevice:
     own: int | None = None
     fixed: int = 0
     promised: int = 0
+    groups: tuple[str, ...] = ()
+    room: DeviceRoom | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,24 +244,28 @@ class Room:
     Attributes:
         fit: bytes that one more pod may request.
         fit_physical: the same for a pod that cannot be swapped out; it gets no overcommitted memory.
+        fit_idle: bytes that one more pod may request that uses its device exclusively.
         idle: devices without pods and sessions.
         clients: pods or sessions on the node, whichever are more.
+        takes: some device takes one more pod.
     """
 
     fit: int
     fit_physical: int
+    fit_idle: int
     idle: int
     clients: int
+    takes: bool
 
 
 def room_on(devices: Sequence[FleetDevice], pods: Sequence[Pod], percent: int) -> Room:
     """The free capacity of a node after its pods got the memory that they requested.
 
-    The controller alone knows which pod uses which device, so this function assigns pods in the same way: the largest pod first,
+    The controller's own figures (`FleetDevice.room`) hold for all sessions that are open. Pods whose session is not open yet are
+    not in them. The controller alone knows which pod uses which device, so this function assigns all pods: the largest pod first,
     each to the device with the most capacity left for it. A device accepts requests up to its memory plus `percent` of it. All
-    requests on a device must fit into its memory when a pod that cannot be swapped out is added, and each single request must. If
-    executors use or have promised more memory than the pods requested (because of other clients, or of pods that declare no
-    size), that memory counts.
+    requests on a device must fit into its memory when a pod that cannot be swapped out is added, and each single request must.
+    Both figures are upper bounds, and the smaller one counts.
 
     Args:
         devices: the alive devices of the node.
@@ -244,10 +282,26 @@ def room_on(devices: Sequence[FleetDevice], pods: Sequence[Pod], percent: int) -
     def left(i: int) -> int:
         if exclusive[i]:
             return 0
+        room = devices[i].room
+        if room is not None:
+            return max(0, min(room.swappable, caps[i] - promised[i], devices[i].total - fixed[i]))
         return max(0, min(caps[i] - counted(i), devices[i].total - max(fixed[i], devices[i].fixed)))
 
     def physical(i: int) -> int:
-        return 0 if exclusive[i] else max(0, devices[i].total - counted(i))
+        if exclusive[i]:
+            return 0
+        room = devices[i].room
+        return max(
+            0, devices[i].total - counted(i) if room is None else min(room.fixed, devices[i].total - promised[i])
+        )
+
+    def takes(i: int) -> bool:
+        room = devices[i].room
+        return not exclusive[i] and (room is None or room.takes)
+
+    def is_idle(i: int) -> bool:
+        room = devices[i].room
+        return not taken[i] and (not devices[i].sessions if room is None else room.takes_exclusive)
 
     order = sorted(range(len(devices)), key=lambda i: devices[i].id)
     for pod in sorted(pods, key=lambda p: (not p.exclusive, -(p.vram or 0), p.name)):
@@ -260,10 +314,11 @@ def room_on(devices: Sequence[FleetDevice], pods: Sequence[Pod], percent: int) -
         fixed[i] += 0 if pod.swappable else (pod.vram or 0)
         taken[i] += 1
         exclusive[i] = exclusive[i] or pod.exclusive
-    idle = sum(1 for i in order if not taken[i] and not devices[i].sessions)
     return Room(
         fit=max((left(i) for i in order), default=0),
         fit_physical=max((physical(i) for i in order), default=0),
-        idle=idle,
+        fit_idle=max((min(left(i), physical(i)) for i in order if is_idle(i)), default=0),
+        idle=sum(is_idle(i) for i in order),
         clients=max(len(pods), sum(d.sessions for d in devices)),
+        takes=any(takes(i) for i in order),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -172,9 +171,12 @@ def inventory(alive: Sequence[FleetDevice], room: Room, limits: Limits, classes:
         names.VRAM_TOTAL: str(sum(d.total for d in alive) // MIB),
         names.VRAM_FIT: str(room.fit // MIB),
         names.VRAM_FIT_PHYSICAL: str(room.fit_physical // MIB),
+        names.VRAM_FIT_IDLE: str(room.fit_idle // MIB),
         names.IDLE_GPUS: str(room.idle),
-        names.ACCEPTS: "false" if limits.full(room.clients, len(alive)) else "true",
+        names.ACCEPTS: "true" if room.takes and not limits.full(room.clients, len(alive)) else "false",
     }
+    for group in alive[0].groups:
+        labels |= {names.GROUPED: "true", names.GROUP_PREFIX + names.label_value(group): "true"}
     for gpu_class in classes:
         if any(gpu_class.holds(d) for d in alive):
             labels[names.CLASS_PREFIX + gpu_class.name] = "true"
@@ -182,13 +184,8 @@ def inventory(alive: Sequence[FleetDevice], room: Room, limits: Limits, classes:
 
 
 def _common(values: Any) -> str:
-    different = {label_value(v) for v in values}
+    different = {names.label_value(v) for v in values}
     return different.pop() if len(different) == 1 else "mixed"
-
-
-def label_value(text: str) -> str:
-    """Convert a text to a valid label value: letters, digits and `-_.`, at most 63, with a letter or digit at both ends."""
-    return re.sub(r"[^A-Za-z0-9_.-]+", "-", text)[:63].strip("-_.")
 
 
 def status_of(devices: Sequence[FleetDevice], room: Room, limits: Limits, percent: int, source: str) -> dict[str, Any]:
@@ -212,7 +209,6 @@ def status_of(devices: Sequence[FleetDevice], room: Room, limits: Limits, percen
         "clients": room.clients,
         "vramFitMiB": room.fit // MIB,
         "vramFitPhysicalMiB": room.fit_physical // MIB,
-        "acceptsClients": bool(any(d.alive for d in devices))
-        and not limits.full(room.clients, sum(d.alive for d in devices)),
+        "acceptsClients": room.takes and not limits.full(room.clients, sum(d.alive for d in devices)),
     }
     return status

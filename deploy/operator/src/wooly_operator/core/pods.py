@@ -11,7 +11,8 @@ from wooly_operator.core import names
 from wooly_operator.core.fleet import FleetDevice, GpuClass
 from wooly_operator.core.quantity import MIB, parse_bytes
 
-#: `require`: pods run only on nodes where they fit; `prefer`: pods prefer such nodes; `off`: no node affinity is added.
+#: `require`: a pod runs only on a node where it fits, and its sessions use this node's devices; `prefer`: pods prefer such nodes;
+#: `off`: no node affinity is added. A pod that only runs the client needs no GPU on its node, so `prefer` is the default.
 Placement = Literal["require", "prefer", "off"]
 #: Weight of the preference for nodes where a pod fits: the highest that Kubernetes allows.
 WEIGHT = 100
@@ -29,6 +30,7 @@ class PodRequest:
     swap: bool | None = None
     gpu_class: str = ""
     node_groups: tuple[str, ...] = ()
+    beside_gpu: bool | None = None
 
 
 class AnnotationError(ValueError):
@@ -54,6 +56,7 @@ def pod_request_of(annotations: Mapping[str, str], classes: Mapping[str, GpuClas
         swap=_truth(said, names.SWAP),
         gpu_class=name,
         node_groups=gpu_class.node_groups if gpu_class else (),
+        beside_gpu=_truth(said, names.BESIDE_GPU),
     )
 
 
@@ -102,63 +105,104 @@ def environment(request: PodRequest, controller_url: str = "") -> dict[str, str]
     return env
 
 
-def placement_terms(request: PodRequest) -> list[dict[str, Any]]:
-    """Match expressions of Kubernetes for the inventory labels of nodes where the pod fits."""
+def placement_of(request: PodRequest, default: Placement) -> Placement:
+    """How a pod is placed: as its annotation says, else as the operator's setting says."""
+    if request.beside_gpu is None:
+        return default
+    return "require" if request.beside_gpu else "off"
+
+
+def placement_terms(request: PodRequest, claim: int = 0) -> list[list[dict[str, Any]]]:
+    """Match expressions of Kubernetes for the inventory labels of nodes where the pod fits: alternatives of expressions.
+
+    Args:
+        request: what the pod asks for.
+        claim: bytes with which a session that declares no size counts (the controller's `default_vram_claim`).
+    """
     terms: list[dict[str, Any]] = [{"key": names.ACCEPTS, "operator": "In", "values": ["true"]}]
-    if request.vram is not None:
-        mib = -(-request.vram // MIB)
+    size = claim if request.vram is None else request.vram
+    if size:
         fit = names.VRAM_FIT_PHYSICAL if request.swap is False else names.VRAM_FIT
-        terms.append({"key": fit, "operator": "Gt", "values": [str(mib - 1)]})
+        key = names.VRAM_FIT_IDLE if request.exclusive else fit
+        terms.append({"key": key, "operator": "Gt", "values": [str(-(-size // MIB) - 1)]})
     if request.exclusive:
         terms.append({"key": names.IDLE_GPUS, "operator": "Gt", "values": ["0"]})
     if request.gpu_class:
         terms.append({"key": names.CLASS_PREFIX + request.gpu_class, "operator": "In", "values": ["true"]})
-    return terms
+    if not request.node_groups:
+        return [[*terms, {"key": names.GROUPED, "operator": "DoesNotExist"}]]
+    labels = [names.GROUP_PREFIX + names.label_value(group) for group in request.node_groups]
+    return [[*terms, {"key": label, "operator": "In", "values": ["true"]}] for label in labels]
 
 
 def changes(
-    spec: Mapping[str, Any], request: PodRequest, placement: Placement, controller_url: str = ""
+    spec: Mapping[str, Any], request: PodRequest, default: Placement, controller_url: str = "", claim: int = 0
 ) -> dict[str, Any]:
-    """The changed parts of a pod's spec. A second call changes nothing. Variables that the pod itself sets stay."""
+    """The changed parts of a pod's spec. A second call changes nothing. Variables that the pod itself sets stay.
+
+    Args:
+        spec: the pod's spec.
+        request: what its annotations ask for.
+        default: how pods without the annotation are placed.
+        controller_url: the controller, for its client; empty: the pod says it.
+        claim: as in `placement_terms`.
+    """
     changed: dict[str, Any] = {}
-    env = environment(request, controller_url)
+    placement = placement_of(request, default)
+    env: list[dict[str, Any]] = [{"name": k, "value": v} for k, v in environment(request, controller_url).items()]
+    if placement == "require":  # the session uses the node that Kubernetes chooses
+        env.append({"name": "WOOLYAI_NODE", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}})
     for part in ("containers", "initContainers"):
         before = spec.get(part) or []
         after = [_with_env(container, env) for container in before]
         if after != before:
             changed[part] = after
-    affinity = _with_affinity(spec.get("affinity") or {}, placement_terms(request), placement)
+    affinity = _with_affinity(spec.get("affinity") or {}, placement_terms(request, claim), placement)
     if affinity != (spec.get("affinity") or {}):
         changed["affinity"] = affinity
     return changed
 
 
-def _with_env(container: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, Any]:
+def _with_env(container: Mapping[str, Any], env: list[dict[str, Any]]) -> dict[str, Any]:
     there = container.get("env") or []
     names_there = {entry["name"] for entry in there}
-    more = [{"name": name, "value": value} for name, value in env.items() if name not in names_there]
+    more = [entry for entry in env if entry["name"] not in names_there]
     return {**container, "env": [*there, *more]} if more else dict(container)
 
 
-def _with_affinity(affinity: Mapping[str, Any], terms: list[dict[str, Any]], placement: Placement) -> dict[str, Any]:
+def _with_affinity(
+    affinity: Mapping[str, Any], terms: list[list[dict[str, Any]]], placement: Placement
+) -> dict[str, Any]:
     result: dict[str, Any] = copy.deepcopy(dict(affinity))
     if placement == "off":
         return result
     node = result.setdefault("nodeAffinity", {})
     if placement == "prefer":
         preferred = node.setdefault("preferredDuringSchedulingIgnoredDuringExecution", [])
-        wanted = {"weight": WEIGHT, "preference": {"matchExpressions": terms}}
-        if wanted not in preferred:
-            preferred.append(wanted)
+        for each in terms:
+            wanted = {"weight": WEIGHT, "preference": {"matchExpressions": each}}
+            if wanted not in preferred:
+                preferred.append(wanted)
         return result
     required = node.setdefault("requiredDuringSchedulingIgnoredDuringExecution", {})
-    # Kubernetes combines nodeSelectorTerms by "or", so our expressions are added to each term.
+    # Kubernetes combines nodeSelectorTerms by "or", so each of our alternatives is added to each term.
     alternatives = required.get("nodeSelectorTerms") or [{}]
-    for alternative in alternatives:
-        expressions = alternative.setdefault("matchExpressions", [])
-        expressions.extend(term for term in terms if term not in expressions)
+    if not all(any(_has(alternative, each) for each in terms) for alternative in alternatives):
+        alternatives = [_and(alternative, each) for alternative in alternatives for each in terms]
     required["nodeSelectorTerms"] = alternatives
     return result
+
+
+def _has(alternative: Mapping[str, Any], terms: list[dict[str, Any]]) -> bool:
+    """Whether an alternative has all of these expressions."""
+    expressions = alternative.get("matchExpressions") or []
+    return all(term in expressions for term in terms)
+
+
+def _and(alternative: Mapping[str, Any], terms: list[dict[str, Any]]) -> dict[str, Any]:
+    """The alternative with these expressions in addition."""
+    expressions = list(alternative.get("matchExpressions") or [])
+    return {**alternative, "matchExpressions": [*expressions, *[term for term in terms if term not in expressions]]}
 
 
 def contradictions(spec: Mapping[str, Any], request: PodRequest) -> list[str]:

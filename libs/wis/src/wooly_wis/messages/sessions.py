@@ -30,7 +30,8 @@ class OpenSessionRequest(Message):
 
     `model`: name of the session's model, for bills. `weight`: relative share inside the class. `service_ns`, `objective_ns` and
     `interval_ns`: as in `AdmitSessionRequest`. `queue`: if no device has room, the session waits in the queue instead of being
-    refused. `place`: the session waits already, and its client asks whether its turn has come.
+    refused. `place`: the session waits already, and its client asks whether its turn has come. `node`: the node of all devices;
+    empty: any node.
     """
 
     tenant: Name = "default"
@@ -44,6 +45,7 @@ class OpenSessionRequest(Message):
     gpu_count: int = Field(default=1, ge=1, le=64)
     gpu_mode: Literal["shared", "exclusive"] = "shared"
     node_groups: tuple[Name, ...] = Field(default=(), max_length=64)
+    node: Host = ""
     vendor: str = Field(default="", max_length=64)
     arch: str = Field(default="", max_length=64)
     swap: bool = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
-from wooly_router.core.placement import EMPTY, DeviceRequest, Gpu, Load, Pool, fits
+from wooly_router.core.placement import EMPTY, DeviceRequest, Pool, fits, room_for
 
 
 def would_fit(want: DeviceRequest, pool: Pool, held: Collection[str] = EMPTY) -> str:
@@ -25,7 +25,7 @@ def _smaller(want: DeviceRequest, pool: Pool, held: Collection[str]) -> Iterator
         least = replace(want, required_vram=1)
         rooms = sorted(
             [
-                _room(want, g, pool.load(g.executor_id))
+                room_for(g, pool.load(g.executor_id), swappable=want.swappable)
                 for g in pool.gpus()
                 if g.executor_id not in held and fits(least, g, pool.load(g.executor_id))
             ],
@@ -43,11 +43,3 @@ def _smaller(want: DeviceRequest, pool: Pool, held: Collection[str]) -> Iterator
         yield replace(want, exclusive=False), "a shared device (WOOLYAI_GPU_MODE=shared)"
     if not want.swappable:
         yield replace(want, swappable=True), "memory that may be swapped out (WOOLYAI_SWAP_FROM_VRAM=1)"
-
-
-def _room(want: DeviceRequest, gpu: Gpu, load: Load) -> int:
-    """Return the largest `required_vram` of the request that fits next to a load, in bytes."""
-    promised = load.fixed + load.movable
-    if not want.swappable:
-        return gpu.total - promised
-    return min(gpu.total - load.fixed, gpu.total + gpu.total * gpu.overcommit // 100 - promised)

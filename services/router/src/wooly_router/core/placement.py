@@ -3,11 +3,11 @@
 Pure: the same pool and the same request always give the same choice and the same reasons.
 
 **Filter.** A device can take a task if all of these hold: the device is active (not lost, cordoned or draining); it is in one
-of the requested groups (or in no group, if the task requests none); it has the requested vendor and architecture; no other task
-uses it exclusively, and it has no sessions if the task wants it exclusively; it has enough memory. The memory rule is the
-executor's admission rule: all promised memory fits into the capacity plus overcommit, and a running task fits next to all
-memory that cannot be swapped out; a task that cannot be swapped out fits, with all promised memory, into the capacity alone. A
-task that declares no size counts with the default claim or with what it uses, whichever is more.
+of the requested groups (or in no group, if the task requests none), and on the requested node; it has the requested vendor and
+architecture; no other task uses it exclusively, and it has no sessions if the task wants it exclusively; it has enough memory.
+The memory rule is the executor's admission rule: all promised memory fits into the capacity plus overcommit, and a running task
+fits next to all memory that cannot be swapped out; a task that cannot be swapped out fits, with all promised memory, into the
+capacity alone. A task that declares no size counts with the default claim or with what it uses, whichever is more.
 
 **Score.** The device with the lowest cost wins. The cost in points is: 500 per session, utilization and starvation in permille,
 and half a point per permille of promised memory. It is 1,000 points lower if all weights of the task are already on the device.
@@ -73,6 +73,7 @@ class DeviceRequest:
     exclusive: bool = False
     swappable: bool = True
     groups: tuple[str, ...] = ()
+    node: str = ""
     vendor: str = ""
     arch: str = ""
     weights: tuple[str, ...] = ()
@@ -152,14 +153,43 @@ def fits(want: DeviceRequest, gpu: Gpu, load: Load) -> bool:
         return False
     if gpu.executor_id in want.barred or not _fits_groups(want, gpu) or not _fits_kind(want, gpu):
         return False
-    asked = want.asked
-    if not asked:
-        return True
-    if load.fixed + asked > gpu.total:
+    if want.node not in ("", gpu.node):
         return False
-    if not want.swappable:
-        return load.fixed + load.movable + asked <= gpu.total
-    return load.fixed + load.movable + asked <= gpu.total + gpu.total * gpu.overcommit // 100
+    asked = want.asked
+    return not asked or asked <= room_for(gpu, load, swappable=want.swappable)
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What one more task may ask for on a device, by the rules of `fits`. Memory in bytes.
+
+    Attributes:
+        takes: it takes tasks of its groups and kind that ask for no memory.
+        takes_exclusive: it takes such tasks also if they want it exclusively.
+        swappable: the most memory for a task that can be swapped out; 0 if there is no room.
+        fixed: the same for a task that cannot be swapped out.
+    """
+
+    takes: bool
+    takes_exclusive: bool
+    swappable: int
+    fixed: int
+
+
+def room_on(gpu: Gpu, load: Load) -> Room:
+    """Return what one more task may ask for on a device next to its load."""
+    if gpu.state != "active" or load.exclusive:
+        return Room(False, False, 0, 0)
+    swappable, fixed = (max(room_for(gpu, load, swappable=s), 0) for s in (True, False))
+    return Room(True, not load.sessions, swappable, fixed)
+
+
+def room_for(gpu: Gpu, load: Load, *, swappable: bool) -> int:
+    """Return the largest number of bytes that a task may ask for on a device next to its load. It may be negative."""
+    promised = load.fixed + load.movable
+    if not swappable:
+        return gpu.total - promised
+    return min(gpu.total - load.fixed, gpu.total + gpu.total * gpu.overcommit // 100 - promised)
 
 
 def _fits_groups(want: DeviceRequest, gpu: Gpu) -> bool:
@@ -182,6 +212,8 @@ def unfit(want: DeviceRequest, gpu: Gpu, load: Load) -> str:
         if want.groups:
             return f"is not in any of the groups {', '.join(want.groups)}"
         return f"is reserved for the group{'s' * (len(gpu.groups) > 1)} {', '.join(sorted(gpu.groups))}"
+    if want.node not in ("", gpu.node):
+        return f"is on node {gpu.node}, but the task requests node {want.node}"
     if not _fits_kind(want, gpu):
         return (
             f"is {gpu.vendor} {gpu.arch}".rstrip() + f", but the task requests {f'{want.vendor} {want.arch}'.strip()}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query, Request, Response
@@ -63,9 +64,13 @@ async def nodes_of(request: Request, tenant: str | None = None) -> list[Node]:
     """Return all nodes. A caller of one tenant sees all sessions of other tenants as one session without a name."""
     world, actor = _world(request), request.app.state.actor
     config, records = await world.settings()
-    gpus: dict[str, list[NodeInfo]] = {}
+    rooms = await actor.rooms()
+    gpus: dict[str, list[dict[str, object]]] = {}
     for info in (await actor.on_nodes(NodesRequest())).nodes:
-        gpus.setdefault(info.node, []).append(seen_by(info, tenant))
+        seen = seen_by(info, tenant).model_dump() | {
+            "room": asdict(rooms[info.executor_id]) if info.executor_id in rooms else None
+        }
+        gpus.setdefault(info.node, []).append(seen)
     tasks: dict[str, int] = {}
     for task in await world.tasks.in_states("pending", "started"):
         for node in {p.node for p in task.parts}:
@@ -73,7 +78,7 @@ async def nodes_of(request: Request, tenant: str | None = None) -> list[Node]:
     found = []
     for name in sorted(records.keys() | gpus.keys()):
         record = records.get(name) or NodeRecord(name)
-        alive = any(g.state == "alive" for g in gpus.get(name, ()))
+        alive = any(g["state"] == "alive" for g in gpus.get(name, ()))
         state: str = record.wish if alive else "lost"
         if state == "draining" and not tasks.get(name):
             state = "drained"

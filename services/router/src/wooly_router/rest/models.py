@@ -88,6 +88,26 @@ class NodeState(Body):
     state: Literal["active", "cordoned", "draining"]
 
 
+class GpuRoom(BaseModel):
+    """What one more task may ask for on a device now, by the rules of placement. Memory in bytes.
+
+    `takes`: the device takes tasks: it is alive, its node is active, and no task uses it exclusively. `takes_exclusive`: it also
+    takes a task that wants it exclusively. `swappable`, `fixed`: the most memory for a task that can be swapped out, and for one
+    that cannot; 0 if there is no room.
+    """
+
+    takes: bool
+    takes_exclusive: bool
+    swappable: int
+    fixed: int
+
+
+class NodeGpu(NodeInfo):
+    """A device of a node. `room` is null if placement does not know the device."""
+
+    room: GpuRoom | None = None
+
+
 class Node(BaseModel):
     """A machine with its devices.
 
@@ -101,7 +121,7 @@ class Node(BaseModel):
     overcommit_vram_percent: int | None
     effective_overcommit_vram_percent: int
     tasks: int
-    gpus: list[NodeInfo]
+    gpus: list[NodeGpu]
 
 
 class NodeList(BaseModel):

@@ -69,6 +69,7 @@ class TaskRecord:
             exclusive=self.gpu_mode == "exclusive",
             swappable=not self.noswap,
             groups=tuple(more.get("groups", ())),
+            node=str(more.get("node", "")),
             vendor=str(more.get("vendor", "")),
             arch=str(more.get("arch", "")),
             weights=tuple(more.get("weights", ())),
