@@ -11,8 +11,8 @@ COPY deploy/docker/wheels* /wheels/
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=secret,id=ca,target=/etc/ssl/wooly-ca.pem \
     python3 -m venv /opt/wooly && cd /src \
     && pip install -c constraints.txt --find-links /wheels ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch \
-    && pip install -c constraints.txt ./libs/wis ./libs/bus ./libs/dispatch ./libs/cuda-c ./libs/triton ./services/executor ./services/compiler \
-       opentelemetry-exporter-otlp-proto-http cuda-bindings nvidia-cuda-nvrtc \
+    && pip install -c constraints.txt ./libs/wis ./libs/bus ./libs/dispatch ./libs/cuda-c ./libs/triton \
+       './services/executor[cuda,compiler]' './services/compiler[cuda]' opentelemetry-exporter-otlp-proto-http \
     && pip uninstall -y pip setuptools wheel
 
 FROM ${PYTHON}

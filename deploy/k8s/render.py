@@ -56,6 +56,8 @@ def base_of(obj: dict[str, Any]) -> str:
     component = str(obj["metadata"]["labels"]["app.kubernetes.io/component"])
     if component in ("operator", "monitoring"):
         return component
+    if component.startswith("compiler-"):
+        return component.replace("compiler-", "executors-")
     return component.replace("executor-", "executors-") if component.startswith("executor-") else "base"
 
 

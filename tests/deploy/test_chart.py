@@ -136,6 +136,33 @@ def test_chart_passes_helm_lint():
     assert [m for m in findings["messages"] if m["severity"] > 1] == []
 
 
+@pytest.mark.parametrize(
+    ("resources", "images"),
+    [
+        ([""], ["wooly-compiler"]),
+        (["", "nvidia.com/gpu", "nvidia.com/gpu"], ["wooly-compiler", "wooly-compiler-cuda"]),
+        (["amd.com/gpu"], ["wooly-compiler", "wooly-compiler-rocm"]),
+    ],
+)
+def test_chart_pool_of_gpus_gets_a_compiler_for_them(resources, images):
+    pools = [
+        {"name": f"p{i}", "image": "x", "executorsPerNode": 1, "gpuResource": resource}
+        for i, resource in enumerate(resources)
+    ]
+    found = of_kind(rendered({"executors": {"pools": pools}}), "Deployment")
+    compilers = {o["metadata"]["name"]: pod["containers"][0]["image"] for o in found if "compiler" in o["metadata"]["name"]
+                 for pod in pods([o])}  # fmt: skip
+    assert [image.split(":")[0] for image in compilers.values()] == images
+    selectors = [json.dumps(o["spec"]["selector"]) for o in found]
+    assert len(set(selectors)) == len(selectors)  # no Deployment takes another's pods
+
+
+def test_chart_default_claim_of_sessions_reaches_the_router():
+    found = rendered({"controller": {"defaultVramClaim": 8 << 30}})
+    values = {e["name"]: e.get("value") for c in containers(found) for e in c.get("env", [])}
+    assert values["CONTROLLER_DEFAULT_VRAM_CLAIM"] == str(8 << 30)
+
+
 @pytest.mark.parametrize("said", ["", "true"])
 def test_chart_with_open_rest_requires_confirmation(said):
     with pytest.raises(Exception, match="REST asks nobody for a token: set keysSecret"):

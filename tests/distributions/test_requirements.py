@@ -21,11 +21,10 @@ OF_EXTRAS = (
 )
 #: Optional packages that a distribution looks for at run time; each with the reason why no requirement names it.
 LOOKED_FOR = {
-    ("wooly-compiler", "cuda"): "NVRTC's bindings, for NVIDIA's chips alone: toolchains.missing names them",
-    ("wooly-compiler", "hip"): "hipRTC's bindings, for AMD's chips alone: likewise",
-    ("wooly-compiler", "triton"): "brings ptxas, which PTX needs: gpu.py names it",
-    ("wooly-executor", "cuda"): "the driver's bindings, for NVIDIA's chips alone: the runtime names them",
-    ("wooly-executor", "hip"): "the driver's bindings, for AMD's chips alone: the runtime names them",
+    ("wooly-compiler", "cuda"): "NVRTC's bindings, for NVIDIA's chips alone: the extra cuda",
+    ("wooly-compiler", "hip"): "hipRTC's bindings, for AMD's chips alone: the extra rocm",
+    ("wooly-executor", "cuda"): "the driver's bindings, for NVIDIA's chips alone: the extra cuda",
+    ("wooly-executor", "hip"): "the driver's bindings, for AMD's chips alone: the extra rocm",
 }
 PROVIDERS = {
     package: {canonicalize_name(d) for d in ds} for package, ds in importlib.metadata.packages_distributions().items()
@@ -87,7 +86,7 @@ def test_image_copies_all_required_distributions(dockerfile):
     """No index has Wooly's distributions, so pip cannot build an image if the Dockerfile leaves one out."""
     text = dockerfile.read_text()
     by_folder = {d.folder.relative_to(ROOT).as_posix(): d for d in ALL.values()}
-    installed = {by_folder[f].name for f in re.findall(r"[ ']\./([\w/-]+)", text)}
+    installed = {by_folder[f].name for f in re.findall(r"[ '\"]\./([\w/-]+)", text)}
     needed = {n for name in installed for n in names(ALL[name].required) & ALL.keys()}
     assert installed and needed <= installed
     copied = re.findall(r"^COPY ([^-].*) /src/", text, re.M)
@@ -115,6 +114,39 @@ def test_image_contains_kernel_languages(image, languages):
     assert languages == {
         name for name in ("wooly-cuda-c", "wooly-triton") if f" ./libs/{name.removeprefix('wooly-')} " in text
     }
+
+
+@pytest.mark.parametrize("name", ["wooly-executor", "wooly-compiler"])
+def test_gpu_bindings_are_pinned_extras_that_agree(name):
+    """The bindings of executor and compiler must belong to the same CUDA, or ROCm."""
+    extras = {e: {canonicalize_name(r.name): r for r in rs} for e, rs in ALL[name].extras.items()}
+    other = {e: {canonicalize_name(r.name): r for r in rs} for e, rs in ALL["wooly-executor"].extras.items()}
+    for extra, package in (("cuda", "cuda-bindings"), ("rocm", "hip-python")):
+        found = extras[extra][package]
+        assert {s.operator for s in found.specifier} == {">=", "<"}
+        assert found.specifier == other[extra][package].specifier
+
+
+def test_executor_declares_the_compiler_that_it_starts():
+    started = (ROOT / "services/executor/src/wooly_executor/runtime/builds.py").read_text()
+    assert 'MODULE = "wooly_compiler.worker"' in started
+    assert "wooly-compiler" in names(ALL["wooly-executor"].extras["compiler"])
+
+
+def test_images_for_gpus_install_the_extras_and_no_list_of_their_own():
+    for image, extra in (("executor-cuda", "cuda"), ("executor-rocm", "rocm")):
+        text = (ROOT / f"deploy/docker/{image}.Dockerfile").read_text()
+        assert f"'./services/executor[{extra},compiler]' './services/compiler[{extra}]'" in text
+        assert not re.search(r"cuda-bindings|nvrtc|hip-python", text)
+    text = (ROOT / "deploy/docker/compiler.Dockerfile").read_text()
+    assert '"./services/compiler${EXTRAS}"' in text and not re.search(r"cuda-bindings|nvrtc|hip-python|triton=", text)
+
+
+def test_build_script_builds_all_images_by_default():
+    text = (ROOT / "deploy/docker/build.sh").read_text()
+    found = re.search(r"for name in \$\{\*:-([\w -]+)\}", text)
+    images = {p.name.removesuffix(".Dockerfile") for p in DOCKERFILES}
+    assert found is not None and set(found[1].split()) == images | {"compiler-cuda", "compiler-rocm"}
 
 
 def test_listed_missing_requirements_are_imported():
