@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -85,7 +84,7 @@ class RouterActor:
         app: ServiceApp,
         world: World,
         gate: Gate,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float],
     ) -> None:
         self.registry = Registry()
         self.world = world

@@ -7,7 +7,6 @@ import contextlib
 import logging
 import os
 import socket
-import time
 from collections.abc import AsyncIterator
 
 from pydantic import ValidationError
@@ -18,6 +17,7 @@ from wooly_bus.errors import BusError, shown
 from wooly_bus.http_listener import HttpServer
 from wooly_bus.leadership import Leadership
 from wooly_bus.private import keep_private
+from wooly_bus.steady_clock import SteadyClock
 from wooly_bus.supervision import Work, run, run_for_ever, supervised
 from wooly_bus.tracing import handing_over, setup_tracing
 from wooly_bus.web import Buckets, refuse_open
@@ -53,8 +53,9 @@ async def serve(settings: RouterSettings) -> None:
     world = World(Database(settings.database(), durable=settings.durable), settings.cluster())
     app = ServiceApp("router", settings.nats_url)
     app.tenant_requests = settings.tenant_requests
-    gate = Gate(world, settings.auth, time.time, settings.owner(time.time))
-    actor = RouterActor(settings, app, world, gate)
+    clock = SteadyClock()  # not the machine's: no session ends, and none stays, because that clock is set
+    gate = Gate(world, settings.auth, clock, settings.owner(clock))
+    actor = RouterActor(settings, app, world, gate, clock)
     leadership = Leadership(app, "router", f"{socket.gethostname()}-{os.getpid()}")
     jobs = JobActor(app, actor)
     desk = TaskActor(app, actor, jobs)

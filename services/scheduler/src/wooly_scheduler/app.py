@@ -8,6 +8,7 @@ from pydantic import ValidationError
 from wooly_bus.app import ServiceApp, until_signalled
 from wooly_bus.errors import BusError
 from wooly_bus.private import keep_private
+from wooly_bus.steady_clock import SteadyClock
 from wooly_bus.supervision import Work, run, run_for_ever, supervised
 from wooly_bus.tracing import setup_tracing
 
@@ -26,7 +27,7 @@ async def serve(settings: SchedulerSettings) -> None:
         OSError: the port of `/metrics` is in use.
     """
     app = ServiceApp("scheduler", settings.nats_url)
-    actor = SchedulerActor(settings, app)
+    actor = SchedulerActor(settings, app, SteadyClock())
     port_file = settings.state_dir / "scheduler.port"
     metrics = None
     if settings.metrics_port is not None:
