@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings
+from wooly_bus.other_names import CLIENT, EXECUTOR, SAME
 
 ROOT = Path(__file__).parents[2]
 HEAD = """# Configuration
@@ -106,7 +107,29 @@ def page() -> str:
             text = said[known].replace("|", "\\|")
             rows.append(f"| `{known}` | {default(field)} | {allowed(field.annotation, field)} | {text} |")
         parts.append("\n".join(rows) + "\n")
-    return "".join(parts)
+    return "".join([*parts, other_names()])
+
+
+def other_names() -> str:
+    """The section about names of another product."""
+    rows = [f"| `{name.theirs}` | `{name.ours}` | {name.meaning} |" for name in (*CLIENT, *EXECUTOR)]
+    same = "\n".join(f"- {text}" for text in SAME)
+    return f"""
+## Names from elsewhere
+
+Some people know another GPU hypervisor whose settings have the same prefix. Where its names differ
+from ours, both are understood. If both are set and differ, ours counts, with a warning.
+
+| their name | ours | values |
+|---|---|---|
+{chr(10).join(rows)}
+
+The same in both:
+
+{same}
+
+Not read: `LISTEN_ADDR`, because many programs use this name; ours is `WOOLY_EXECUTOR_LISTEN`.
+"""
 
 
 if __name__ == "__main__":

@@ -164,6 +164,11 @@ def test_process_with_an_unusable_address_exits_with_the_cause(tmp_path, listen,
     assert ended.returncode == 2 and message in ended.stderr and "Traceback" not in ended.stderr
 
 
+def test_process_with_an_invalid_other_name_exits_with_the_cause():
+    ended = run(WOOLYAI_GPU_IDS="0,1")
+    assert ended.returncode == 2 and "WOOLYAI_GPU_IDS=0,1" in ended.stderr and "WOOLY_EXECUTOR_DEVICE" in ended.stderr
+
+
 def test_process_without_a_state_directory_exits_with_the_cause(tmp_path):
     (tmp_path / "file").write_text("")
     ended = run("--standalone", WOOLY_EXECUTOR_STATE_DIR=str(tmp_path / "file" / "x"))

@@ -100,3 +100,14 @@ def test_unknown_variables_suggest_closest_setting(clean, monkeypatch):
 
 def test_documentation_table_equals_settings_page():
     assert documentation_table() in (REPOSITORY / "docs/getting-started/settings.md").read_text()
+
+
+def test_settings_other_name_of_dedup_is_understood(clean, monkeypatch):
+    monkeypatch.setenv("WOOLYAI_WEIGHTS_DEDUP", "0")
+    monkeypatch.setenv("WOOLYAI_GPU_IDS", "0")  # of executors
+    assert load().dedup == "off" and unknown_variables() == []
+    monkeypatch.setenv("WOOLYAI_DEDUP", "shared")
+    assert load().dedup == "shared"
+    monkeypatch.setenv("WOOLYAI_WEIGHTS_DEDUP", "maybe")
+    with pytest.raises(SettingsError, match="WOOLYAI_WEIGHTS_DEDUP=maybe: use 0 or 1"):
+        load()

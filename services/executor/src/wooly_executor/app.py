@@ -19,6 +19,7 @@ from wooly_bus.channel import ChannelError, ChannelTlsError, Endpoint, EndpointE
 from wooly_bus.channel.tunnel import TunnelListener, tunnel_endpoint
 from wooly_bus.channel.tunnel_places import TunnelLimits
 from wooly_bus.errors import BusError
+from wooly_bus.other_names import EXECUTOR, translated
 from wooly_bus.private import keep_private
 from wooly_bus.supervision import BROKEN, fail, failure, run, run_for_ever, start_thread, supervised
 from wooly_bus.tracing import setup_tracing
@@ -174,11 +175,18 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     try:
+        others, warnings = translated(os.environ, EXECUTOR)
+        os.environ.update(others)
         settings = ExecutorSettings()
     except ValidationError as e:
         for line in complaints(e):
             log.error("%s", line)
         return 2
+    except ValueError as e:
+        log.error("%s", e)
+        return 2
+    for text in warnings:
+        log.warning("%s", text)
     try:
         keep_private(settings.state_dir)
     except OSError as e:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,9 +17,11 @@ from pydantic_settings import (
     SettingsConfigDict,
     TomlConfigSettingsSource,
 )
+from wooly_bus.other_names import CLIENT, EXECUTOR, translated
 
 from wooly.errors import WoolyError
 
+log = logging.getLogger("wooly")
 #: Prefix of the environment variables that are settings.
 ENV_PREFIX = "WOOLYAI_"
 
@@ -181,7 +184,13 @@ def load() -> Settings:
         SettingsError: a setting is invalid.
     """
     try:
-        return Settings()  # type: ignore[call-arg] # every field has a default, but mypy does not see Field's first argument as one
+        others, warnings = translated(os.environ, CLIENT)
+    except ValueError as e:
+        raise SettingsError(str(e)) from e
+    for text in warnings:
+        log.warning("%s", text)
+    try:
+        return Settings(**{name.removeprefix(ENV_PREFIX).lower(): value for name, value in others.items()})
     except ValidationError as e:
         raise SettingsError("; ".join([_complaint(dict(problem)) for problem in e.errors()])) from e
     except (ValueError, OSError) as e:  # the file cannot be read, or is not TOML
@@ -201,7 +210,9 @@ def _complaint(problem: Mapping[str, Any]) -> str:
 def unknown_variables() -> list[str]:
     """Environment variables that start with WOOLYAI_ but are not settings, each with the closest setting if one is similar."""
     names = sorted(k for k in os.environ if k.upper().startswith(ENV_PREFIX))
+    others = {name.theirs for name in (*CLIENT, *EXECUTOR)}
     strange = [k for k in names if k.upper().removeprefix(ENV_PREFIX).lower() not in Settings.model_fields]
+    strange = [k for k in strange if k not in others]
     return [k + _meant(k.upper().removeprefix(ENV_PREFIX).lower(), ENV_PREFIX) for k in strange]
 
 
