@@ -7,6 +7,7 @@ from pathlib import Path
 DOCS = Path(__file__).parents[2] / "docs"
 sys.path.insert(0, str(DOCS / "reference"))
 import configuration  # noqa: E402
+from wooly_bus.other_names import CLIENT, EXECUTOR  # noqa: E402
 
 
 def test_configuration_reference_matches_models():
@@ -25,6 +26,7 @@ def test_variables_named_in_documentation_exist():
         for _, _, model in configuration.models()
         for name, field in model.model_fields.items()
     }
+    known |= {name.theirs for name in (*CLIENT, *EXECUTOR)}
     deploy = DOCS.parent / "deploy"
     for path in (DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md")), *sorted(deploy.glob("*/README.md"))):
         named = set(

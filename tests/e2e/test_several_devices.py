@@ -224,3 +224,16 @@ def test_killed_executor_ends_session_and_is_named(tmp_path, used):
         assert sessions(own) == []
     finally:
         own.stop()
+
+
+def test_weights_are_kept_on_every_executor(stack, tmp_path):
+    import torch
+
+    torch.save({"w": torch.arange(65536.0)}, tmp_path / "m.pt")
+    done = run("weights", "add", str(tmp_path / "m.pt"), "--name", "m", "--json", stack=stack)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert (said["executors"], said["bytes"], said["left_out"]) == (2, 1 << 18, {})
+    kept = json.loads(run("weights", "list", "--json", stack=stack).stdout)["weights"]
+    assert sorted(pin["executor"] for pin in kept) == sorted(said["on"])
+    assert run("weights", "rm", "m", stack=stack).returncode == 0

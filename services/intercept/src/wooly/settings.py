@@ -97,8 +97,8 @@ class Settings(BaseSettings):
     node: str = Field(
         "",
         max_length=255,
-        description="node whose devices the session uses; empty: any node. The Kubernetes operator sets it for pods that run "
-        "beside their GPU",
+        description="node whose devices the session uses, or one executor; empty: any. The Kubernetes operator sets it for pods "
+        "that run beside their GPU",
     )
     queue_s: float = Field(
         3600.0,
@@ -190,7 +190,8 @@ def load() -> Settings:
     for text in warnings:
         log.warning("%s", text)
     try:
-        return Settings(**{name.removeprefix(ENV_PREFIX).lower(): value for name, value in others.items()})
+        found: dict[str, Any] = {name.removeprefix(ENV_PREFIX).lower(): value for name, value in others.items()}
+        return Settings(**found)
     except ValidationError as e:
         raise SettingsError("; ".join([_complaint(dict(problem)) for problem in e.errors()])) from e
     except (ValueError, OSError) as e:  # the file cannot be read, or is not TOML

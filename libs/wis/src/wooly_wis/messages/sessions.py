@@ -30,8 +30,8 @@ class OpenSessionRequest(Message):
 
     `model`: name of the session's model, for bills. `weight`: relative share inside the class. `service_ns`, `objective_ns` and
     `interval_ns`: as in `AdmitSessionRequest`. `queue`: if no device has room, the session waits in the queue instead of being
-    refused. `place`: the session waits already, and its client asks whether its turn has come. `node`: the node of all devices;
-    empty: any node.
+    refused. `place`: the session waits already, and its client asks whether its turn has come. `node`: the node of all devices,
+    or the executor of the only device; empty: any.
     """
 
     tenant: Name = "default"

@@ -1,22 +1,85 @@
-"""`wooly weights add`: uploads the weights of a model from files to the devices, and pins them there."""
+"""`wooly weights`: keeps the weights of a model on every executor, and lists and removes them, over one session per executor."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from wooly.contents import MIN_OFFER_BYTES
 from wooly.errors import WoolyError
 from wooly.link import Link
+from wooly.settings import Settings
 
 _KINDS = (".safetensors", ".pt", ".pth", ".bin")
 
 
-def load_and_pin(path: Path, name: str, links: list[Link]) -> dict[str, Any]:
-    """Upload all tensors in `path` to every device, and pin them under `name`.
+T = TypeVar("T")
+
+
+@dataclass
+class OnExecutors(Generic[T]):
+    """What was done on each executor, and why not on the others, by executor."""
+
+    done: dict[str, T] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+
+
+def on_every_executor(
+    settings: Settings, nodes: Sequence[Mapping[str, Any]], work: Callable[[Link], T]
+) -> OnExecutors[T]:
+    """Open a session that shares contents on one executor after the other, and call `work` with its link.
+
+    An executor that is draining, or that takes no session of this user, is left out, and the others are done.
+
+    Args:
+        settings: the client's settings.
+        nodes: the executors that the controller knows.
+        work: called with the link of each session.
+    """
+    from wooly import api
+
+    changes: dict[str, Any] = {"gpu_count": 1, "queue_s": 0.0}
+    if settings.dedup == "off":
+        changes["dedup"] = "tenant"
+    found: OnExecutors[T] = OnExecutors()
+    for node in sorted(nodes, key=lambda n: str(n["executor_id"])):
+        name = str(node["executor_id"])
+        reason = _left_out(node, settings)
+        if reason:
+            found.left_out[name] = reason
+            continue
+        try:
+            api.enable(settings.model_copy(update=changes | {"node": name}))
+            try:
+                (link,) = api.attached_links()
+                found.done[name] = work(link)
+            finally:
+                api.disable()
+        except WoolyError as e:
+            found.left_out[name] = str(e)
+    return found
+
+
+def _left_out(node: Mapping[str, Any], settings: Settings) -> str:
+    """The reason why an executor gets no session; empty if it may get one."""
+    if node["state"] != "alive":
+        return "does not answer"
+    if node["wish"] != "active":
+        return f"its node is {node['wish']}"
+    groups = set(node["groups"])
+    if groups and groups.isdisjoint(settings.node_groups):
+        return f"its node takes only sessions of {', '.join(sorted(groups))} (WOOLYAI_NODE_GROUPS)"
+    if settings.node_groups and not groups:
+        return "its node is in no group, and WOOLYAI_NODE_GROUPS asks for one"
+    return ""
+
+
+def load_and_pin(path: Path, name: str, link: Link) -> tuple[int, int]:
+    """Upload all tensors in `path` to a device, and pin them under `name`. Returns the number of tensors and of bytes.
 
     Tensors smaller than 16 KiB are not pinned, because sending them costs no more than asking whether the device has them.
 
@@ -24,19 +87,13 @@ def load_and_pin(path: Path, name: str, links: list[Link]) -> dict[str, Any]:
         FileNotFoundError: `path` does not contain weights.
         WoolyError: the weights cannot be pinned.
     """
-    kept = []
-    count = 0
-    for index, link in enumerate(links):
-        held = [t.to(f"wooly:{index}") for t in _tensors(path) if t.nbytes >= MIN_OFFER_BYTES]
-        if not held:
-            raise WoolyError(
-                f"nothing to keep: {path} has no tensor of {MIN_OFFER_BYTES} bytes or more, and smaller tensors are not kept"
-            )
-        count = len(held)
-        torch.wooly.synchronize(index)  # type: ignore[attr-defined]
-        kept.append(link.pin("add", name)["bytes"])
-        del held
-    return {"name": name, "tensors": count, "bytes": max(kept), "executors": len(links)}
+    held = [t.to("wooly:0") for t in _tensors(path) if t.nbytes >= MIN_OFFER_BYTES]
+    if not held:
+        raise FileNotFoundError(
+            f"nothing to keep: {path} has no tensor of {MIN_OFFER_BYTES} bytes or more, and smaller tensors are not kept"
+        )
+    torch.wooly.synchronize(0)  # type: ignore[attr-defined]
+    return len(held), int(link.pin("add", name)["bytes"])
 
 
 def _tensors(path: Path) -> Iterator[torch.Tensor]:

@@ -64,6 +64,7 @@ class DeviceRequest:
 
     Attributes:
         claim: bytes on each device with which a task without a fixed amount counts.
+        node: node of the devices, or the only executor to choose; empty: any.
         weights: contents that the task will probably share, named as in `Gpu.weights`.
         barred: devices that must not be chosen, because this task was lost there or they refused it.
     """
@@ -153,7 +154,7 @@ def fits(want: DeviceRequest, gpu: Gpu, load: Load) -> bool:
         return False
     if gpu.executor_id in want.barred or not _fits_groups(want, gpu) or not _fits_kind(want, gpu):
         return False
-    if want.node not in ("", gpu.node):
+    if not _fits_node(want, gpu):
         return False
     asked = want.asked
     return not asked or asked <= room_for(gpu, load, swappable=want.swappable)
@@ -196,6 +197,10 @@ def _fits_groups(want: DeviceRequest, gpu: Gpu) -> bool:
     return not gpu.groups if not want.groups else not gpu.groups.isdisjoint(want.groups)
 
 
+def _fits_node(want: DeviceRequest, gpu: Gpu) -> bool:
+    return want.node in ("", gpu.node, gpu.executor_id)
+
+
 def _fits_kind(want: DeviceRequest, gpu: Gpu) -> bool:
     return (not want.vendor or want.vendor == gpu.vendor) and (not want.arch or want.arch == gpu.arch)
 
@@ -212,8 +217,8 @@ def unfit(want: DeviceRequest, gpu: Gpu, load: Load) -> str:
         if want.groups:
             return f"is not in any of the groups {', '.join(want.groups)}"
         return f"is reserved for the group{'s' * (len(gpu.groups) > 1)} {', '.join(sorted(gpu.groups))}"
-    if want.node not in ("", gpu.node):
-        return f"is on node {gpu.node}, but the task requests node {want.node}"
+    if not _fits_node(want, gpu):
+        return f"is on node {gpu.node}, but the task requests {want.node}"
     if not _fits_kind(want, gpu):
         return (
             f"is {gpu.vendor} {gpu.arch}".rstrip() + f", but the task requests {f'{want.vendor} {want.arch}'.strip()}"

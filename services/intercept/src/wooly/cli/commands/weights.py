@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from wooly.cli.commands.app import Json, app, fail, out, read_settings, size
+from wooly.cli.commands.app import Json, app, err, fail, out, read_settings, size
 from wooly.cli.commands.cluster import nodes_of
 from wooly.cli.tables import Fitted, plain_table
 from wooly.errors import WoolyError
@@ -18,24 +18,24 @@ weights = typer.Typer(name="weights", help="Keep models on the devices ahead of 
 app.add_typer(weights)
 
 
-def _with_all_devices(work: Callable[[list[Any]], Any]) -> Any:
-    """Open a session on all executors that shares contents, call `work` with its links, and return the result."""
-    from wooly import api
-    from wooly.storage import MAX_DEVICES
+def _on_every_executor(work: Callable[[Any], Any]) -> Any:
+    """Call `work` with the link of a session on each executor. Names the executors that are left out.
+
+    Raises:
+        typer.Exit: no controller answers, or all executors are left out.
+    """
+    from wooly.cli.weights import on_every_executor
 
     settings = read_settings()
     try:
-        alive = [n for n in nodes_of(settings) if n["state"] == "alive"]
-        changes: dict[str, Any] = {"gpu_count": max(1, min(len(alive), MAX_DEVICES))}
-        if settings.dedup == "off":
-            changes["dedup"] = "tenant"
-        api.enable(settings.model_copy(update=changes))
-        try:
-            return work(api.attached_links())
-        finally:
-            api.disable()
+        found = on_every_executor(settings, nodes_of(settings), work)
     except WoolyError as e:
         raise fail(e) from e
+    for name, why in found.left_out.items():
+        err.print(f"[yellow]wooly:[/] {name} is left out: {why}", highlight=False, soft_wrap=True)
+    if not found.done:
+        raise fail(WoolyError("no executor took part; `wooly nodes` shows the executors"))
+    return found
 
 
 @weights.command("add")
@@ -51,24 +51,25 @@ def weights_add(
 
     name = name or path.resolve().name
     try:
-        found = _with_all_devices(lambda links: load_and_pin(path, name, links))
+        found = _on_every_executor(lambda link: load_and_pin(path, name, link))
     except (OSError, ValueError) as e:
         raise fail(e) from e
+    tensors, nbytes = (max(column) for column in zip(*found.done.values(), strict=True))
     if as_json:
-        print(json.dumps(found))
+        report = {"name": name, "tensors": tensors, "bytes": nbytes, "executors": len(found.done)}
+        print(json.dumps(report | {"on": list(found.done), "left_out": found.left_out}))
     else:
-        where = f"{found['executors']} executor" + "s" * (found["executors"] > 1)
-        out.print(f"{name}: {found['tensors']} tensors, {size(found['bytes'])} kept on {where}", highlight=False)
+        where = f"{len(found.done)} executor" + "s" * (len(found.done) > 1)
+        out.print(f"{name}: {tensors} tensors, {size(nbytes)} kept on {where}", highlight=False)
 
 
 @weights.command("list")
 def weights_list(as_json: Json = False) -> None:
     """List the weights that each executor keeps."""
-    found = _with_all_devices(
-        lambda links: [{"executor": link.where} | pin for link in links for pin in link.pin("list")["pins"]]
-    )
+    done = _on_every_executor(lambda link: link.pin("list")["pins"])
+    found = [{"executor": executor} | pin for executor, pins in done.done.items() for pin in pins]
     if as_json:
-        print(json.dumps({"weights": found}))
+        print(json.dumps({"weights": found, "left_out": done.left_out}))
         return
     table = plain_table()
     for column in ("name", "size", "tensors", "shared with", "executor"):
@@ -83,7 +84,7 @@ def weights_rm(
     name: Annotated[str, typer.Argument(help="Name of the weights in `wooly weights list`.")], as_json: Json = False
 ) -> None:
     """Stop keeping weights on the executors. Sessions that use them keep them."""
-    removed = _with_all_devices(lambda links: sum(link.pin("remove", name)["removed"] for link in links))
+    removed = sum(_on_every_executor(lambda link: int(link.pin("remove", name)["removed"])).done.values())
     if as_json:
         print(json.dumps({"removed": removed}))
     elif removed:
