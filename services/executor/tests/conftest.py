@@ -206,7 +206,7 @@ class Client:
 class Device:
     """A device loop in a thread of this process, reached over its unix socket. `told`: what ended it, and that it has ended."""
 
-    def __init__(self, path, runtime, memory, dispatch, swap=None, limits=None, pace=None):
+    def __init__(self, path, runtime, memory, dispatch, swap=None, limits=None, pace=None, pinned=None):
         self.told = []
         self.loop = DeviceLoop(
             runtime,
@@ -215,6 +215,7 @@ class Device:
             swap,
             pace=pace,
             limits=limits,
+            pinned=pinned,
             failed=self.told.append,
             ended=lambda: self.told.append(f"ended: {self.loop.lost}"),
         )

@@ -21,7 +21,7 @@ from wooly_bus.channel.tunnel_places import TunnelLimits
 from wooly_bus.errors import BusError
 from wooly_bus.other_names import EXECUTOR, translated
 from wooly_bus.private import keep_private
-from wooly_bus.supervision import BROKEN, fail, failure, run, run_for_ever, start_thread, supervised
+from wooly_bus.supervision import BROKEN, fail, failure, run, run_for_ever, start_call, start_thread, supervised
 from wooly_bus.tracing import setup_tracing
 
 from wooly_executor.bounds import Bounds
@@ -234,6 +234,7 @@ def main(argv: list[str] | None = None) -> int:
         Collector(),
         strangers,
         limits,
+        settings.pinned_files(),
         failed=_device_failed,
     )
     loop.vram.overcommit_percent = settings.overcommit_percent
@@ -252,6 +253,7 @@ def main(argv: list[str] | None = None) -> int:
         log.error("%s", e)
         return 2
     thread = start_thread(loop.run, "device-loop")
+    start_call(loop.vram.pins.restore, "wooly-pins")
     try:
         if args.standalone:
             announce(runtime.facts(), urls(token, settings.advertised(bound)), as_json=args.json)

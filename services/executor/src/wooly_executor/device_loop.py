@@ -36,6 +36,7 @@ from wooly_executor.host_account import HostLimits
 from wooly_executor.intake import Intake
 from wooly_executor.interpreter import Interpreter
 from wooly_executor.launching import Launcher
+from wooly_executor.pinned_files import PinnedFiles
 from wooly_executor.post import Calls, Post
 from wooly_executor.processing import Processing
 from wooly_executor.programs import ProgramStore
@@ -65,6 +66,7 @@ class DeviceLoop:
         collector: collects garbage while the device is idle; None: no collector.
         strangers: limits of connections that have not sent a valid hello.
         limits: limits of the host memory that sessions use.
+        pinned: where pinned weights are saved; None: nowhere.
         failed: called first with the error if `run` fails.
         ended: called when `run` has ended.
 
@@ -86,6 +88,7 @@ class DeviceLoop:
         collector: Collector | None = None,
         strangers: StrangerLimits | None = None,
         limits: HostLimits | None = None,
+        pinned: PinnedFiles | None = None,
         *,
         failed: Callable[[BaseException], None] | None = None,
         ended: Callable[[], object] | None = None,
@@ -102,7 +105,7 @@ class DeviceLoop:
         self.dispatch = dispatch = dispatch or Dispatch()
         self.memory = memory or int(runtime.facts()["total_memory"])
         self.vram = vram = Vram(
-            self.memory, dispatch, swap or SwapSettings(), self._calls.call, post, device=runtime.device
+            self.memory, dispatch, swap or SwapSettings(), self._calls.call, post, device=runtime.device, pinned=pinned
         )
         self.store = ProgramStore(runtime, limits.programs, None if tiers is None else tiers.forget)
         self.decoders = Decoders(limits.decode_s)

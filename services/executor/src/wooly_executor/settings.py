@@ -17,6 +17,7 @@ from wooly_wis.messages import Id
 from wooly_executor.core_speed import CoreSpeed
 from wooly_executor.host_account import HostLimits
 from wooly_executor.memory.swap import Policy
+from wooly_executor.pinned_files import PinnedFiles
 from wooly_executor.vram import SwapSettings
 
 PREFIX = "WOOLY_EXECUTOR_"
@@ -83,6 +84,12 @@ class ExecutorSettings(BaseSettings):
     swap_host: Annotated[int, Field(ge=0)] | None = None
     swap_disk: int = Field(default=16 << 30, ge=0)
     swap_dir: Path | None = None
+    pins_disk: int = Field(
+        default=64 << 30,
+        ge=0,
+        description="maximum bytes of disk, in `state_dir`, for pinned weights (`wooly weights add`), so that they survive the "
+        "process; 0: they are lost with it",
+    )
     overcommit_percent: int = Field(
         default=0, ge=0, le=1000, validation_alias=AliasChoices(f"{PREFIX}OVERCOMMIT_PERCENT", DEFAULT_OVERCOMMIT)
     )
@@ -152,6 +159,10 @@ class ExecutorSettings(BaseSettings):
         policy = Policy(self.reserve, self.large_allocation, int(self.swap_idle_s * 1e9))
         folder = self.swap_dir or self.state_dir / "swap"
         return SwapSettings(policy, swap_host, self.swap_disk, folder, int(self.swap_patience_s * 1e9))
+
+    def pinned_files(self) -> PinnedFiles | None:
+        """Where pinned weights are saved; None: nowhere."""
+        return PinnedFiles(self.state_dir / "pins" / self.id, self.pins_disk) if self.pins_disk else None
 
     def limits(self) -> HostLimits:
         """Limits of the host memory that sessions use."""

@@ -21,6 +21,7 @@ from wooly_executor.memory.ledger import Ledger
 from wooly_executor.memory.swap import Policy, admit
 from wooly_executor.memory_samples import MemorySample, MemorySamples
 from wooly_executor.mover import PIECE, Mover
+from wooly_executor.pinned_files import PinnedFiles
 from wooly_executor.pinned_weights import PinnedWeights
 from wooly_executor.post import Post
 from wooly_executor.programs import ReadyProgram
@@ -56,6 +57,7 @@ class Vram:
         post: queue of events of sessions.
         clock: returns monotonic ns.
         device: the device.
+        pinned: where pinned weights are saved; None: nowhere.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Vram:
         post: Post,
         clock: Callable[[], int] = time.monotonic_ns,
         device: TorchDevice = HOST,
+        pinned: PinnedFiles | None = None,
     ) -> None:
         given = settings.policy
         reserve = min(given.reserve, capacity // RESERVE_SHARE)
@@ -82,7 +85,7 @@ class Vram:
         self.mover = Mover(device)
         self.contents = Contents(self.ledger, self.swap_space, self.mover, clock, call, self._changed, post)
         self._samples = MemorySamples(self.ledger, clock)
-        self.pins = PinnedWeights(self.ledger, self.contents, self._samples, clock)
+        self.pins = PinnedWeights(self.ledger, self.contents, self._samples, clock, pinned, call, device)
         self._residents = Residents(self.ledger, policy, dispatch, self.contents, self.pins, clock)
         self._sessions = self._residents.sessions
         self._swapping = Swapping(self._residents, self.swap_space, pages, self.mover, dispatch, call)

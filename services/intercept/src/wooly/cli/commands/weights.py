@@ -72,11 +72,17 @@ def weights_list(as_json: Json = False) -> None:
         print(json.dumps({"weights": found, "left_out": done.left_out}))
         return
     table = plain_table()
-    for column in ("name", "size", "tensors", "shared with", "executor"):
+    for column in ("name", "size", "tensors", "shared with", "executor", "after its restart"):
         table.add_column(column)
     for pin in found:
-        table.add_row(pin["name"], size(pin["bytes"]), str(pin["tensors"]), pin["scope"], pin["executor"])
+        table.add_row(pin["name"], size(pin["bytes"]), str(pin["tensors"]), pin["scope"], pin["executor"], _fate(pin))
     out.print(Fitted(table) if found else "no weights are kept; `wooly weights add PATH` keeps those of a model")
+
+
+def _fate(pin: dict[str, Any]) -> str:
+    """What a restart of the executor does to pinned weights. Executors of older versions do not say it."""
+    unsaved = pin.get("unsaved")
+    return "unknown" if unsaved is None else f"lost: {unsaved}" if unsaved else "kept"
 
 
 @weights.command("rm")
