@@ -85,6 +85,8 @@ def _ctc(x):
 
 LONG = {"dtype": torch.long}
 ALERTING = {
+    "max_pool3d_with_indices_backward_cuda": grad_of(torch.nn.MaxPool3d(2), 1, 1, 4, 4, 4),
+    "kthvalue CUDA": on_device(lambda d: torch.ones(3, device=d).kthvalue(2)),
     "avg_pool3d_backward_cuda": grad_of(torch.nn.AvgPool3d(2), 1, 1, 4, 4, 4),
     "adaptive_avg_pool2d_backward_cuda": grad_of(torch.nn.AdaptiveAvgPool2d(3), 1, 1, 6, 6),
     "adaptive_avg_pool3d_backward_cuda": grad_of(torch.nn.AdaptiveAvgPool3d(3), 1, 1, 6, 6, 6),

@@ -75,6 +75,8 @@ ALERTS: dict[str, _Caller] = {
     "adaptive_max_pool2d_backward": _always("adaptive_max_pool2d_backward_cuda"),
     # AveragePool3d.cu.
     "avg_pool3d_backward": _always("avg_pool3d_backward_cuda"),
+    # DilatedMaxPool3d.cu.
+    "max_pool3d_with_indices_backward": _always("max_pool3d_with_indices_backward_cuda"),
     # FractionalMaxPool2d.cu and FractionalMaxPool3d.cu.
     "fractional_max_pool2d_backward": _always("fractional_max_pool2d_backward_cuda"),
     "fractional_max_pool3d_backward": _always(
@@ -117,6 +119,7 @@ ALERTS: dict[str, _Caller] = {
     # SummaryOps.cu. `histc` is in the same file; `composite.histc` alerts for it, because integers are converted there.
     "bincount": _of_bincount,
     # Sorting.cpp: which of equal elements gives the index.
+    "kthvalue": _always("kthvalue CUDA"),
     "median": _of_median,
     "nanmedian": _of_median,
     # GridSampler.cpp.

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from wooly.devices import mixed_devices
 from wooly.kernels.trials import stand_in
 from wooly.storage import dense_strides, span
 from wooly.torch_private import (
@@ -235,6 +236,7 @@ def _widened_into(op: OpOverloadPacket) -> Kernel:
 
 def nonzero_into(t: Tensor, *, out: Tensor) -> Tensor:
     """`aten.nonzero.out`. Only the device knows the size of the result, so `out` is resized after the result is there."""
+    _require_one_device(t, out)
     if out.dtype is not torch.int64:
         raise RuntimeError(
             f"nonzero: Expected out tensor to have scalar type Long but got scalar type{_scalar_type(out)}"
@@ -244,6 +246,7 @@ def nonzero_into(t: Tensor, *, out: Tensor) -> Tensor:
 
 def masked_select_into(t: Tensor, mask: Tensor, *, out: Tensor) -> Tensor:
     """`aten.masked_select.out`. Only the device knows the size of the result, so `out` is resized after the result is there."""
+    _require_one_device(t, out)
     if mask.dtype is not torch.bool:
         raise RuntimeError("masked_select: expected BoolTensor for mask")
     if out.dtype is not t.dtype:
@@ -255,6 +258,7 @@ def mode_into(
     t: Tensor, dim: int = -1, keepdim: bool = False, *, values: Tensor, indices: Tensor
 ) -> tuple[Tensor, Tensor]:
     """`aten.mode.values`. ATen's own code refuses tensors that are not on the CPU or on CUDA."""
+    _require_one_device(t, values, indices)
     if values.dtype is not t.dtype:
         raise RuntimeError(
             f"expected scalar type '{_scalar_type(t)}' but got '{_scalar_type(values)}' for values output"
@@ -294,6 +298,16 @@ def lstsq_into(
         )
     found = aten.linalg_lstsq(t, b, rcond, driver=driver)
     return tuple([_resized(o, r) for o, r in zip(outs.values(), found, strict=True)])
+
+
+def _require_one_device(*tensors: Tensor) -> None:
+    """Check that results go to the device of the operand.
+
+    Raises:
+        RuntimeError: they do not; the message is PyTorch's.
+    """
+    if len({raw_device(t) for t in tensors}) > 1:
+        raise mixed_devices(tensors)
 
 
 def _resized(out: Tensor, result: Tensor, *, warn: bool = True, laid_out: bool = False) -> Tensor:
@@ -369,8 +383,14 @@ def batch_norm(record: Kernel, record_training: Kernel) -> Kernel:
     return run
 
 
+def efficient_zero(size: Any, **options: Any) -> Tensor:
+    """`aten._efficientzerotensor`, which derivatives use for zeros. Here it is an ordinary tensor of zeros."""
+    return torch.zeros(size, **options)
+
+
 #: Kernels for operators that each backend must implement itself.
 KERNELS: dict[str, Kernel] = {
+    "_efficientzerotensor": efficient_zero,
     "conj_physical_": conj_physical_,
     "linalg_lstsq.out": lstsq_into,
     "masked_select.out": masked_select_into,
