@@ -76,6 +76,8 @@ neg_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
 #: Whether a tensor is a zero without memory. Autograd makes such tensors.
 is_zero_tensor: Callable[[torch.Tensor], bool] = TensorBase._is_zerotensor
 is_view: Callable[[torch.Tensor], bool] = TensorBase._is_view
+#: `make_wrapper_subclass(cls, size, ..., device=...)`: a tensor of that class without memory, which holds other tensors.
+make_wrapper_subclass: Callable[..., Any] = TensorBase._make_wrapper_subclass
 #: `make_subclass(cls, data, requires_grad)`: a tensor of that class on the memory of `data`.
 make_subclass: Callable[..., Any] = TensorBase._make_subclass
 

@@ -18,6 +18,7 @@ from wooly.torch_private import (
     DeviceContext,
     apply_of_modules,
     make_subclass,
+    make_wrapper_subclass,
     methods_of_lazy_tensors,
     own_tensors,
     printing_patches,
@@ -214,6 +215,8 @@ def _tensor_patches() -> Iterator[Patch]:
     yield (tensor, "device", property(device))
     yield (tensor, "is_cuda", property(is_cuda))
     yield (tensor, "data", property(tensor_data.__get__, _set_data))
+    # A subclass that wraps a device tensor passes the tensor's device. A wrapper on CUDA itself would abort in autograd.
+    yield (tensor, "_make_wrapper_subclass", staticmethod(with_device(make_wrapper_subclass)))
     real_to, real_type = tensor.to, tensor.type
 
     @functools.wraps(real_to)
