@@ -13,6 +13,7 @@ from collections import OrderedDict, deque
 
 from nats.js import JetStreamContext
 from wooly_bus import contracts
+from wooly_bus.steady_clock import SteadyClock
 from wooly_bus.streams import StreamError, ensure_stream, publish
 from wooly_wis.credits import UsageRecord, UsageRecorded
 from wooly_wis.program import Program
@@ -45,6 +46,7 @@ class UsagePublisher:
         self.source = f"{executor_id}/{time.time_ns()}"
         facts = loop.runtime.facts()
         self._kind, self._cores = str(facts["vendor"]), int(facts["cores"])
+        self._clock = SteadyClock()  # a machine's clock that is set moves no usage to another hour
         self._batch = 0
         self._collected: deque[UsageDelta] = deque()
         self._waiting: deque[UsageRecorded] = deque()
@@ -74,7 +76,7 @@ class UsagePublisher:
         if not self._waiting:
             # No usage is in a local variable across an await: the task may be cancelled, and collected usage must not be lost.
             await asyncio.wrap_future(self._loop.call(lambda: self._collected.extend(self._loop.take_usage())))
-            at_us = time.time_ns() // 1000
+            at_us = int(self._clock() * 1e6)
             while self._collected:
                 some = [self._collected.popleft() for _ in range(min(RECORDS, len(self._collected)))]
                 self._waiting.append(self._message(some, at_us))

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from pydantic import ValidationError
 from wooly_wis.credits import UsageRecord, UsageRecorded
 
-from wooly_metering.core.checks import LARGEST, impossible
+from wooly_metering.core.checks import LARGEST, impossible, in_time
 from wooly_metering.core.rating import Tariff, price
 
 HOUR_US = 3_600_000_000
@@ -282,7 +282,7 @@ def book(
         known_runs: runs among them whose totals a journal states, or stated before. The function updates their state.
         next_entry: id of the first entry.
         next_source: number of the first new source.
-        now_us: time of our clock. A record from the future is one that is ahead of this clock and of the stream's.
+        now_us: time of our clock. A record that is ahead of this clock and of the stream's is booked at its arrival.
     """
     out = Booking(quarantined=list(bad), sources={})
     known, watched = dict(sources), known_runs or {}
@@ -306,8 +306,9 @@ def book(
         executor = event.executor_id
         latest_us = max(now_us, delivery.stored_us)  # a clock of ours that is behind makes no usage impossible
         for item, told in enumerate(event.records):
-            record, run, kind = told, watched.get((told.session_id, executor)), event.device_kind
-            why = impossible(record, event, latest_us)
+            record, moved = in_time(told, latest_us)
+            run, kind = watched.get((told.session_id, executor)), event.device_kind
+            why = impossible(record, event)
             if not why and run is not None:
                 found_part = run.missing_part(record) if event.whole else run.take(record)
                 if found_part is None:
@@ -355,7 +356,7 @@ def book(
                     plan_id=plan.id,
                     core_ucr=core,
                     vram_ucr=vram,
-                    reason=BY_JOURNAL if event.whole else "",
+                    reason=BY_JOURNAL if event.whole else moved,
                 )
             )
             entry_id += 1

@@ -33,13 +33,29 @@ def _shown(value: int) -> str:
     return str(value) if abs(value) < 1 << 70 else "astronomical"
 
 
-def impossible(record: UsageRecord, event: UsageRecorded, now_us: int) -> str:
+def in_time(record: UsageRecord, latest_us: int) -> tuple[UsageRecord, str]:
+    """A record with a time that can be right, and the reason if its time was changed.
+
+    A record from the future comes from an executor whose clock was set. Its amounts are right, so it is booked, but at the time
+    of its arrival.
+
+    Args:
+        record: the record.
+        latest_us: the latest time that any clock at hand shows, in us since 1970.
+    """
+    ahead_us = record.at_us - latest_us
+    if ahead_us <= MAX_CLOCK_AHEAD_US:
+        return record, ""
+    ahead = f"{ahead_us // 1_000_000} s" if ahead_us < 1 << 70 else "far"
+    return record.model_copy(update={"at_us": latest_us}), f"its executor's clock was {ahead} ahead"
+
+
+def impossible(record: UsageRecord, event: UsageRecorded) -> str:
     """Why a record cannot be right; empty if it can.
 
     Args:
         record: the record.
         event: the message that contains it.
-        now_us: the latest time that any clock at hand shows, in us since 1970.
     """
     for name in _QUANTITIES:
         value = getattr(record, name)
@@ -55,8 +71,6 @@ def impossible(record: UsageRecord, event: UsageRecorded, now_us: int) -> str:
         return "the tenant is empty, or a name is too long"
     if "\0" in record.tenant or "\0" in record.model or "\0" in record.session_id:
         return "a name contains a zero byte"
-    if record.at_us > now_us + MAX_CLOCK_AHEAD_US:
-        return f"its time is {(record.at_us - now_us) // 1_000_000} s in the future"
     if record.at_us - record.span_us < EARLIEST_US:
         return "it began before 2020"
     span_us = record.span_us + record.span_us * SLACK_PERCENT // 100 + SLACK_US
