@@ -215,7 +215,7 @@ def _connect(
     plaintext: bool,
     jit: str,
     trace: str,
-    opens: DirectSession | None,
+    opens: DirectSession | None = None,
 ) -> tuple[Link, Endpoint]:
     who = f"the executor {part.executor_id}" if part.executor_id else "the executor"
     failures = []
