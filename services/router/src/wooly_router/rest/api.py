@@ -7,7 +7,7 @@ import math
 from importlib.metadata import version
 from typing import Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -55,6 +55,11 @@ _PROBLEMS: dict[int | str, dict[str, Any]] = {
     status: {"model": Problem} for status in (400, 401, 403, 404, 405, 409, 413, 422, 429, 500, 503)
 }
 
+#: The routes under /api/v1, included once per process: FastAPI builds the models of all routes again for each inclusion.
+_VERSION_1 = APIRouter(responses=_PROBLEMS)
+for _module in (cluster, credentials, credits, events, login, metrics, tasks, tenants, traces):
+    _VERSION_1.include_router(_module.router, prefix="/api/v1")
+
 
 def create_api(actor: RouterActor, desk: TaskActor, access: Access, tracing: TraceActor) -> FastAPI:
     """Make the application."""
@@ -68,9 +73,7 @@ def create_api(actor: RouterActor, desk: TaskActor, access: Access, tracing: Tra
     async def healthz() -> Health:
         return Health(status="ok", executors=len(actor.registry.alive(actor.clock())))
 
-    routed = (cluster, credentials, credits, events, login, metrics, tasks, tenants, traces)
-    for module in routed:
-        api.include_router(module.router, prefix="/api/v1")
+    api.router.routes.extend(_VERSION_1.routes)
     ui.serve(api)
     free, named = CollectorRegistry(auto_describe=False), CollectorRegistry(auto_describe=False)
     for registry in (free, named):
