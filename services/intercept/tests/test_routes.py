@@ -89,9 +89,11 @@ def listening(answer):
 
         thread = threading.Thread(target=serve)
         thread.start()
-        yield server.getsockname()[1], seen
-        server.shutdown(socket.SHUT_RDWR)
-        thread.join()
+        try:
+            yield server.getsockname()[1], seen
+        finally:  # a failed test would leave a thread that keeps the process from ending
+            server.shutdown(socket.SHUT_RDWR)
+            thread.join()
 
 
 def attach(*endpoints, tls_ca=None, plaintext=False):

@@ -1,7 +1,11 @@
 """The tables on SQLite and PostgreSQL: migrations with rows in both directions, tasks, nodes, tenants, config, audit."""
 
 import asyncio
+import contextlib
 import json
+import sqlite3
+import threading
+import time
 
 import pytest
 from alembic.autogenerate import compare_metadata
@@ -155,6 +159,31 @@ async def test_database_when_durable_syncs_commits_to_disk(tmp_path, durable, sy
     async with database.writing() as s:
         assert (await s.execute(text("PRAGMA synchronous"))).scalar() == synchronous
     await database.close()
+
+
+async def test_close_after_cancelled_connecting_waits_for_its_thread(tmp_path, monkeypatch):
+    """The thread reports to the event loop, which may be closed directly after this, as at the end of a process."""
+    connect, connecting = sqlite3.connect, threading.Event()
+
+    def slow(*args, **options):
+        connecting.set()
+        time.sleep(0.2)
+        return connect(*args, **options)
+
+    monkeypatch.setattr(sqlite3, "connect", slow)
+    database = Database(f"sqlite+aiosqlite:///{tmp_path}/x.sqlite")
+
+    async def ask():
+        async with database.reading() as s:
+            await s.execute(text("SELECT 1"))
+
+    before, asking = set(threading.enumerate()), asyncio.create_task(ask())
+    await asyncio.to_thread(connecting.wait, 10)
+    asking.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await asking
+    await database.close()
+    assert not [t for t in set(threading.enumerate()) - before if "_connection_worker_thread" in t.name]
 
 
 # -- tasks -----------------------------------------------------------------------------------------------------------

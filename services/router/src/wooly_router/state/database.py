@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
+import weakref
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import aiosqlite
 from alembic import command
 from alembic.config import Config
 from sqlalchemy import Connection, event, make_url, text
@@ -20,6 +23,8 @@ PLACEMENT_LOCK = 0x776F6F6C79
 _INSERT: dict[str, Any] = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
 #: Seconds that a writer waits for another writer (SQLite allows one at a time).
 BUSY_S = 30.0
+#: Seconds that closing waits for operations of SQLite whose callers were cancelled.
+LAST_OPERATION_S = 5.0
 
 
 def _config(url: str) -> Config:
@@ -52,7 +57,11 @@ class Database:
 
     def __init__(self, url: str, *, durable: bool = True) -> None:
         self._sqlite = make_url(url).get_backend_name() == "sqlite"
-        options: dict[str, Any] = {"connect_args": {"timeout": BUSY_S}} if self._sqlite else {"pool_pre_ping": True}
+        #: The threads in which SQLite's operations run, one per connection.
+        self._workers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+        options: dict[str, Any] = {"pool_pre_ping": True}
+        if self._sqlite:
+            options = {"connect_args": {"timeout": BUSY_S, "async_creator_fn": self._connect_sqlite}}
         self._engine: AsyncEngine = create_async_engine(url, **options)
         if self._sqlite:
 
@@ -66,6 +75,13 @@ class Database:
         self._reading = async_sessionmaker(self._engine, expire_on_commit=False)
         writer = self._engine.execution_options(wooly_begin="BEGIN IMMEDIATE")
         self._writing = async_sessionmaker(writer, expire_on_commit=False)
+
+    def _connect_sqlite(self, *args: Any, **options: Any) -> aiosqlite.Connection:
+        connection = aiosqlite.connect(*args, **options)
+        worker = connection._thread
+        worker.daemon = True  # as SQLAlchemy does for the connections that it makes
+        self._workers.add(worker)
+        return connection
 
     def reading(self) -> AsyncSession:
         """Begin a transaction that changes nothing: `async with db.reading() as s`."""
@@ -89,8 +105,14 @@ class Database:
             yield session
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Close the connections.
+
+        An operation whose caller was cancelled goes on in its thread and reports to this event loop. So this waits for it.
+        """
         await self._engine.dispose()
+        deadline = asyncio.get_running_loop().time() + LAST_OPERATION_S
+        for worker in tuple(self._workers):
+            await asyncio.to_thread(worker.join, max(0.0, deadline - asyncio.get_running_loop().time()))
 
 
 def _tune_sqlite(connection: Any, synchronous: str) -> None:
