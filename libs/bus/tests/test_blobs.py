@@ -185,3 +185,18 @@ async def test_work_queue_redelivers_until_done_and_refuses_when_full():
             with pytest.raises(APIError, match="maximum bytes"):
                 for _ in range(10):
                     await js.publish("test.queue", b"x" * 500)
+
+
+async def test_chunks_of_reader_that_was_forgotten_go_on(nats_server):
+    """JetStream removes the consumer of a reader that takes nothing for a while, e.g. because its device is busy."""
+    data = os.urandom(20 << 20)
+    async with jetstream(nats_server) as js:
+        store = BlobStore(js, "slow")
+        name, found = await store.put(data), b""
+        async for chunk in store.chunks(name):
+            found += chunk
+            if len(found) == len(chunk):
+                stream = f"OBJ_{store.bucket}"
+                for info in await js.consumers_info(stream):
+                    assert await js.delete_consumer(stream, info.name)
+        assert found == data

@@ -3,7 +3,8 @@
 import pytest
 import torch
 from wooly import api
-from wooly.contents import MIN_OFFER_BYTES, MOST_REFILLS, OfferPolicy
+from wooly.contents import MOST_REFILLS, OfferPolicy
+from wooly_bus.contents import MIN_OFFER_BYTES
 
 
 def test_policy_offers_new_buffers_and_a_second_filling():

@@ -10,10 +10,11 @@ import io
 import json
 import re
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from datetime import UTC, datetime, timedelta
 
 import nats.errors
+from nats.aio.msg import Msg
 from nats.js import JetStreamContext
 from nats.js.api import (
     AckPolicy,
@@ -41,6 +42,8 @@ KEPT_S = 7 * 24 * 3600.0
 BATCH = 64
 #: Timeout of one fetch, in seconds.
 SILENCE_S = 10.0
+#: Seconds after which JetStream forgets a reader that fetches nothing.
+READER_IDLE_S = 30.0
 #: Timeouts in seconds of the requests for one piece and for the last piece, after which the router reads the whole blob back.
 PIECE_S, LAST_PIECE_S = 10.0, 120.0
 #: JetStream's error code for a message that does not follow the expected last message of its subject.
@@ -191,7 +194,7 @@ class BlobStore:
             raise StreamError(f"blob {name[:16]}: {str(e) or type(e).__name__}") from e
         return str(info.nuid), int(info.size or 0)
 
-    async def chunks(self, name: str) -> AsyncIterator[bytes]:
+    async def chunks(self, name: str) -> AsyncGenerator[bytes, None]:
         """Yield a blob in pieces. The last piece is yielded only if all bytes match the digest.
 
         Raises:
@@ -201,42 +204,59 @@ class BlobStore:
         """
         nuid, size = await self._info(name)
         h, at, last = hasher(), 0, b""
-        async for data in self._kept(name, nuid, size):
-            if last:
-                yield last
-            last = data
-            h.update(last)
-            at += len(last)
+        async with contextlib.aclosing(self._kept(name, nuid, size)) as pieces:
+            async for data in pieces:
+                if last:
+                    yield last
+                last = data
+                h.update(last)
+                at += len(last)
         if h.hexdigest() != name or at != size:
             raise BlobCorruptError(f"the bytes of blob {name[:16]}… do not match its digest")
         if last:
             yield last
 
-    async def _kept(self, name: str, nuid: str, size: int) -> AsyncIterator[bytes]:
+    async def _kept(self, name: str, nuid: str, size: int) -> AsyncGenerator[bytes, None]:
         """Yield the pieces that are stored under `nuid`, without verification, until they have at least `size` bytes.
 
         Raises:
             StreamError: JetStream does not answer, or has fewer bytes.
         """
-        if not size:
-            return
-        config = ConsumerConfig(
-            deliver_policy=DeliverPolicy.ALL, ack_policy=AckPolicy.NONE, inactive_threshold=30.0, mem_storage=True
-        )
-        at = 0
-        try:
-            subscription = await self._js.pull_subscribe(
-                self._pieces_of(nuid), stream=f"OBJ_{self.bucket}", config=config
-            )
+        at = after = 0
+        resumed = False
+        while at < size:
             try:
-                while at < size:
-                    for message in await subscription.fetch(BATCH, timeout=SILENCE_S):
+                async with contextlib.aclosing(self._messages(nuid, after)) as messages:
+                    async for message in messages:
+                        after, resumed = int(message.metadata.sequence.stream), False
                         at += len(message.data)
                         yield message.data
-            finally:
-                await subscription.unsubscribe()
-        except (TimeoutError, nats.errors.Error, JetStreamError, OSError) as e:
-            raise StreamError(f"blob {name[:16]}: {str(e) or type(e).__name__} after {at} of {size} bytes") from e
+                        if at >= size:
+                            break
+            except (TimeoutError, nats.errors.Error, JetStreamError, OSError) as e:
+                # JetStream removes the consumer of a reader that takes nothing for a while, e.g. because its device is busy
+                if resumed:
+                    raise StreamError(
+                        f"blob {name[:16]}: {str(e) or type(e).__name__} after {at} of {size} bytes"
+                    ) from e
+                resumed = True
+
+    async def _messages(self, nuid: str, after: int) -> AsyncGenerator[Msg, None]:
+        """Yield the messages that are stored under `nuid`, without end, from the first one after a sequence number."""
+        config = ConsumerConfig(
+            deliver_policy=DeliverPolicy.BY_START_SEQUENCE,
+            opt_start_seq=after + 1,
+            ack_policy=AckPolicy.NONE,
+            inactive_threshold=READER_IDLE_S,
+            mem_storage=True,
+        )
+        subscription = await self._js.pull_subscribe(self._pieces_of(nuid), stream=f"OBJ_{self.bucket}", config=config)
+        try:
+            while True:
+                for message in await subscription.fetch(BATCH, timeout=SILENCE_S):
+                    yield message
+        finally:
+            await subscription.unsubscribe()
 
     def _pieces_of(self, nuid: str) -> str:
         return f"$O.{self.bucket}.C.{nuid}"

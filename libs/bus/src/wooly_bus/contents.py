@@ -17,6 +17,9 @@ from blake3 import blake3
 CHUNK = 4 << 20
 #: Size of a digest, in bytes.
 DIGEST = 32
+#: Minimum size, in bytes, of an upload with deduplication. For a smaller upload, asking the executor (one round trip) costs more
+#: than sending the data.
+MIN_OFFER_BYTES = 16 << 10
 
 
 def chunk_digest(data: bytes | memoryview) -> bytes:

@@ -135,6 +135,19 @@ class Module:
         return self.inputs[source - len(self.constants)].nbytes
 
 
+@dataclass(frozen=True, slots=True)
+class ModuleFacts:
+    """What `check_module` finds out.
+
+    Attributes:
+        peak: maximum number of bytes that the module's buffers have at the same time.
+        whole: numbers of the load steps that fill a whole buffer.
+    """
+
+    peak: int
+    whole: frozenset[int]
+
+
 def module_digest(raw: bytes) -> bytes:
     """The 32-byte digest that names a module, or any blob: BLAKE2b."""
     return digest(raw)
@@ -307,8 +320,8 @@ def _step(r: _Reader) -> Load | Run:
 # -- checking --------------------------------------------------------------------------------------------------------
 
 
-def check_module(module: Module) -> int:
-    """Check that a module can run. Returns the maximum number of bytes that its buffers have at the same time.
+def check_module(module: Module) -> ModuleFacts:
+    """Check that a module can run.
 
     The checks: every program obeys the laws. A program allocates each buffer once, before its first use, and large enough for
     every access. Names are unique. The buffers of all outputs exist after the last step. The sources are exactly those of the
@@ -341,6 +354,7 @@ def check_module(module: Module) -> int:
     words = [sum(2 if k.name == "C128" else 1 for k in p.param_kinds) for p in programs]
     n_sources = len(module.constants) + len(module.inputs)
     live: dict[int, int] = {}
+    whole: set[int] = set()
     held = peak = 0
     for number, step in enumerate(module.steps):
         pause()
@@ -349,7 +363,10 @@ def check_module(module: Module) -> int:
                 raise ModuleError(
                     f"step {number} loads source {step.source}, but the module has {n_sources} constants and inputs"
                 )
-            _reach(number, live, step.buffer, step.offset + module.source_bytes(step.source))
+            end = step.offset + module.source_bytes(step.source)
+            _reach(number, live, step.buffer, end)
+            if not step.offset and end == live[step.buffer]:
+                whole.add(number)
             continue
         if step.program >= len(programs):
             raise ModuleError(f"step {number} runs program {step.program}, but the module has {len(programs)} programs")
@@ -367,7 +384,7 @@ def check_module(module: Module) -> int:
         peak = max(peak, held)
     for output in module.outputs:
         _reach(len(module.steps), live, output.buffer, output.offset + output.tensor.nbytes)
-    return peak
+    return ModuleFacts(peak, frozenset(whole))
 
 
 def _check_sources(module: Module, named: set[bytes]) -> None:

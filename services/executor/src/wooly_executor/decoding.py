@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from wooly_bus.supervision import start_thread
-from wooly_wis.errors import DecodeError
+from wooly_wis.errors import WisError
 from wooly_wis.pauses import pausing
 
 from wooly_executor.errors import DecodingCancelledError, DecodingTooLongError, ExecutorError, forget_frames
@@ -166,7 +166,7 @@ class Decoders:
             with pausing(_Slices(self, decoding, begun).pause):
                 result = decoding.work()
         except Exception as e:
-            if not isinstance(e, (ExecutorError, DecodeError, MemoryError, RecursionError)):
+            if not isinstance(e, (ExecutorError, WisError, MemoryError, RecursionError)):
                 log.exception("cannot decode %d bytes of tenant %s: unexpected error", decoding.nbytes, decoding.tenant)
             forget_frames(e)
             error = e

@@ -1,43 +1,44 @@
-"""Runs jobs: fetches a module and its inputs, replays the module over a local data channel, and stores the results.
+"""Runs jobs: fetches a module, replays it over a local data channel, and reports its end.
 
-A job is an ordinary session: the device loop verifies, counts, orders and limits its frames. Only its client is a thread of this
-process. A job's report is sent again until JetStream has stored it.
+A job is an ordinary session: the device loop verifies, counts, orders and limits its frames, and its constants are shared within
+its tenant. Only its client is a thread of this process (`job_replay`), which fetches sources and stores results piece by piece. A
+job's report is sent again until JetStream has stored it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import logging
 import secrets
 import socket
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import fields
 
 from nats.js import JetStreamContext
 from opentelemetry.trace import SpanContext
 from wooly_bus import contracts
 from wooly_bus.blobs import BlobStore
-from wooly_bus.channel import ChannelClient, ChannelError
+from wooly_bus.channel import ChannelClient
 from wooly_bus.channel.token import SharedPass
 from wooly_bus.errors import BusError, RefusedError
 from wooly_bus.streams import StreamError, ensure_stream, publish
 from wooly_bus.supervision import start_call, start_errand
 from wooly_bus.tracing import step
 from wooly_dispatch.events import Policy
-from wooly_wis.codec import digest
 from wooly_wis.errors import WisError
-from wooly_wis.frames import MAX_CHUNK, PROTOCOL, READ_HEAD, WRITE_HEAD, Kind, pack_json, pack_run, unpack_json
 from wooly_wis.limits import MAX_MODULE_BYTES
 from wooly_wis.messages import JobEnded, JobOutput, RunJobReply, RunJobRequest
-from wooly_wis.module import Load, Module, check_module, decode_module
+from wooly_wis.module import Load, Module, ModuleFacts, check_module, decode_module
 
 from wooly_executor.decoding import Decoding
 from wooly_executor.device_loop import DeviceLoop
 from wooly_executor.errors import ExecutorError
-from wooly_executor.session_programs import PROGRAMS_KEPT
+from wooly_executor.job_blobs import JobBlobs
+from wooly_executor.job_replay import JobFailedError, JobLostError, KnownContents, Moved, Prepared, replay
+from wooly_executor.memory.book import Scope
 from wooly_executor.spans import hosted_under
 
 log = logging.getLogger("wooly.executor")
@@ -45,24 +46,8 @@ log = logging.getLogger("wooly.executor")
 RETRY_S = 1.0
 #: Number of jobs whose request is remembered, so that a repeated request for the same attempt changes nothing.
 REMEMBERED = 4096
-#: Number of programs that the client names by digest. It is below the session's limit, so that no named program was forgotten.
-PROGRAMS_NAMED = PROGRAMS_KEPT - 64
-
-
-class JobFailedError(Exception):
-    """The job failed, and another attempt would fail in the same way."""
-
-
-class JobLostError(Exception):
-    """The job was interrupted through no fault of its own. Another attempt may succeed."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Result:
-    name: str
-    dtype: str
-    sizes: tuple[int, ...]
-    data: bytearray
+#: Number of blobs whose sizes are asked for at the same time.
+SIZES_AT_ONCE = 16
 
 
 class Jobs:
@@ -78,6 +63,7 @@ class Jobs:
         self._running: dict[str, asyncio.Task[None]] = {}
         self._asked: OrderedDict[tuple[str, int], None] = OrderedDict()
         self._js: JetStreamContext | None = None
+        self._contents = KnownContents()
 
     def start(self, js: JetStreamContext) -> None:
         """Set the JetStream context. Before this, jobs are refused."""
@@ -170,69 +156,72 @@ class Jobs:
         store = BlobStore(js, request.tenant)
         with step("executor", "fetch_module"):
             raw = await store.get(request.module, MAX_MODULE_BYTES)
-        module, peak, core_ns = await self._checked(request, raw)
-        if peak > (request.quota or self._loop.memory):
+        module, facts, core_ns = await self._checked(request, raw)
+        if facts.peak > (request.quota or self._loop.memory):
             raise JobFailedError(
-                f"its buffers need {peak} bytes, its quota is {request.quota or self._loop.memory}; raise the quota"
+                f"its buffers need {facts.peak} bytes, its quota is {request.quota or self._loop.memory}; raise the quota"
             )
-        with step("executor", "fetch_inputs"):
-            sources = await self._sources(request, module, store)
-        fetched = time.monotonic()
+        with step("executor", "find_inputs"):
+            names = await self._names(request, module, store)
+        loads = [names[s.source] for s in module.steps if isinstance(s, Load)]
+        blobs = JobBlobs(store, asyncio.get_running_loop(), loads, len(raw))
+        moved = await self._replay(request, Prepared(module, names, facts.whole), blobs, core_ns)
+        runs = sum(not isinstance(s, Load) for s in module.steps)
+        summary = (
+            f"on {self._id}: {moved.fetched} bytes fetched, {moved.shared} bytes shared, {runs} programs, "
+            f"{sum(o.nbytes for o in moved.outputs)} bytes of results, in {time.monotonic() - begun:.3f} s"
+        )
+        return tuple(moved.outputs), summary
+
+    async def _replay(self, request: RunJobRequest, prepared: Prepared, blobs: JobBlobs, core_ns: int) -> Moved:
+        """Open the job's session, replay the module in a thread, and close the session."""
         policy = Policy(**{f.name: getattr(request.policy, f.name) for f in fields(Policy)})
         near, far = socket.socketpair()
         secret, hosted = secrets.token_hex(32), hosted_under()
         try:
             try:
-                await asyncio.wrap_future(self._loop.call(lambda: self._open(request, secret, policy, hosted, core_ns)))
+                await asyncio.wrap_future(
+                    self._loop.call(lambda: self._open(request, secret, policy, hosted, core_ns, blobs))
+                )
             except ExecutorError as e:
                 far.close()
                 raise JobLostError(str(e)) from e
             self._loop.acceptor.adopt(far, "job")
-            client = ChannelClient(near)
-            playing = start_call(lambda: _play(client, request.session_id, secret, module, sources), "job")
-            play = asyncio.wrap_future(playing)
+            client, traced = ChannelClient(near), contextvars.copy_context()
+            replaying = start_call(
+                lambda: traced.run(replay, client, request.session_id, secret, prepared, blobs, self._contents), "job"
+            )
+            replayed = asyncio.wrap_future(replaying)
             try:
-                results = await asyncio.shield(play)
+                return await asyncio.shield(replayed)
             except asyncio.CancelledError:
+                blobs.stop()
                 client.abort()  # the thread ends when it finds its channel closed
                 with contextlib.suppress(Exception):
-                    await play
+                    await replayed
                 raise
         finally:
             near.close()
             closing = self._loop.call(lambda: self._loop.sessions.close(request.session_id, "the job ended"))
             await asyncio.wrap_future(closing)
-        ran = time.monotonic()
-        with step("executor", "keep_results"):
-            outputs = [
-                JobOutput(name=r.name, dtype=r.dtype, sizes=r.sizes, digest=await store.put(r.data), nbytes=len(r.data))
-                for r in results
-            ]
-        runs = sum(not isinstance(s, Load) for s in module.steps)
-        moved = sum(len(data) for data in sources)
-        summary = (
-            f"on {self._id}: {moved} bytes fetched in {fetched - begun:.3f} s, {runs} programs in {ran - fetched:.3f} s, "
-            f"{sum(o.nbytes for o in outputs)} bytes of results"
-        )
-        return tuple(outputs), summary
 
-    async def _checked(self, request: RunJobRequest, raw: bytes) -> tuple[Module, int, int]:
+    async def _checked(self, request: RunJobRequest, raw: bytes) -> tuple[Module, ModuleFacts, int]:
         """Decode and check a module, in a decoder's thread.
 
         Returns:
-            The module, the peak of its buffers in bytes, and the core time of the check in ns.
+            The module, the facts about it, and the core time of the check in ns.
 
         Raises:
             JobFailedError: the module is not valid, or the check takes too long.
         """
         loop = asyncio.get_running_loop()
-        found: asyncio.Future[tuple[Module, int, int]] = loop.create_future()
+        found: asyncio.Future[tuple[Module, ModuleFacts, int]] = loop.create_future()
 
-        def work() -> tuple[Module, int]:
+        def work() -> tuple[Module, ModuleFacts]:
             module = decode_module(raw)
             return module, check_module(module)
 
-        def done(result: tuple[Module, int], error: Exception | None, core_ns: int) -> None:
+        def done(result: tuple[Module, ModuleFacts], error: Exception | None, core_ns: int) -> None:
             def tell() -> None:
                 if found.cancelled():
                     return
@@ -253,25 +242,32 @@ class Jobs:
             decoding.cancelled = True
 
     def _open(
-        self, request: RunJobRequest, secret: str, policy: Policy, hosted: SpanContext | None, core_ns: int
+        self,
+        request: RunJobRequest,
+        secret: str,
+        policy: Policy,
+        hosted: SpanContext | None,
+        core_ns: int,
+        blobs: JobBlobs,
     ) -> None:
         if request.overcommit_vram_percent is not None:
             self._loop.vram.overcommit_percent = request.overcommit_vram_percent
-        entry = SharedPass(secret)
         self._loop.sessions.open(
             request.session_id,
-            entry,
+            SharedPass(secret),
             request.quota,
             policy,
             request.tenant,
+            scope=Scope.TENANT,
             swappable=request.swap,
             hosted=hosted,
             opaque=request.opaque_kernels,
+            job_bytes=lambda: blobs.held,
         )
         self._loop.sessions.bill_decoding(request.session_id, core_ns)
 
-    async def _sources(self, request: RunJobRequest, module: Module, store: BlobStore) -> list[bytes]:
-        """Fetch the data of the module's loads: its constants, then its inputs."""
+    async def _names(self, request: RunJobRequest, module: Module, store: BlobStore) -> tuple[str, ...]:
+        """The blobs of the module's constants, then of its inputs. Checks that they exist and have the right sizes."""
         given = {blob.name: blob.digest for blob in request.inputs}
         wanted = [t.name for t in module.inputs]
         if missing := [n for n in wanted if n not in given]:
@@ -280,74 +276,16 @@ class Jobs:
             raise JobFailedError(
                 f"the module has no input {', '.join(unknown)}; its inputs are {', '.join(wanted) or 'none'}"
             )
-        names = [(c.digest.hex(), c.nbytes, "a constant") for c in module.constants]
-        names += [(given[t.name], t.nbytes, f"input {t.name}") for t in module.inputs]
-        found: dict[str, bytes] = {}
-        for name, nbytes, what in names:
-            if name not in found:
-                found[name] = await store.get(name, nbytes)
-            if len(found[name]) != nbytes:
-                raise JobFailedError(f"{what} has {len(found[name])} bytes, the module needs {nbytes}")
-        return [found[name] for name, _, _ in names]
+        sources = [(c.digest.hex(), c.nbytes, "a constant") for c in module.constants]
+        sources += [(given[t.name], t.nbytes, f"input {t.name}") for t in module.inputs]
+        turn, sizes = asyncio.Semaphore(SIZES_AT_ONCE), dict.fromkeys([name for name, _, _ in sources], 0)
 
+        async def ask(name: str) -> None:
+            async with turn:
+                sizes[name] = await store.size(name)
 
-def _play(client: ChannelClient, session_id: str, token: str, module: Module, sources: list[bytes]) -> list[_Result]:
-    """Replay a module's steps over a channel and read its outputs. This blocks.
-
-    Raises:
-        JobFailedError: a step failed.
-        JobLostError: the session was closed.
-    """
-    try:
-        client.send(Kind.HELLO, pack_json({"protocol": PROTOCOL, "session_id": session_id, "token": token}))
-        _answer(client, Kind.WELCOME)
-        for raw in module.sources:
-            client.send(Kind.SOURCE, raw)
-        names = [digest(raw) for raw in module.programs]
-        defined: OrderedDict[int, None] = OrderedDict()
-        for step in module.steps:
-            if isinstance(step, Load):
-                for at, chunk in _chunks(sources[step.source]):
-                    client.send(Kind.WRITE, WRITE_HEAD.pack(step.buffer, step.offset + at), chunk)
-                continue
-            if step.program not in defined:
-                client.send(Kind.DEFINE, module.programs[step.program])
-            defined[step.program] = None
-            defined.move_to_end(step.program)
-            if len(defined) > PROGRAMS_NAMED:
-                defined.popitem(last=False)
-            client.send(Kind.RUN, pack_run(names[step.program], list(step.bindings), step.params, list(step.frees)))
-        client.send(Kind.SYNC)
-        _answer(client, Kind.RESULT)
-        results = []
-        for output in module.outputs:
-            data = bytearray(output.tensor.nbytes)
-            client.send(Kind.READ, READ_HEAD.pack(output.buffer, output.offset, len(data)))
-            other = client.recv_data(memoryview(data), Kind.DATA)
-            if other is not None:
-                raise _failure(other.payload)
-            tensor = output.tensor
-            results.append(_Result(tensor.name, tensor.dtype.label, tensor.sizes, data))
-        client.send(Kind.CLOSE)
-        return results
-    except ChannelError as e:
-        raise JobLostError(f"its session was closed: {e}") from e
-
-
-def _chunks(data: bytes) -> Iterator[tuple[int, memoryview]]:
-    view = memoryview(data)
-    for at in range(0, len(view), MAX_CHUNK):
-        yield at, view[at : at + MAX_CHUNK]
-
-
-def _answer(client: ChannelClient, kind: Kind) -> None:
-    frame = client.recv()
-    if frame.kind == Kind.ERROR:
-        raise _failure(frame.payload)
-    if frame.kind != kind:
-        raise JobLostError(f"expected a {kind.name} frame, got kind {frame.kind}")
-
-
-def _failure(payload: bytes | bytearray | memoryview) -> JobFailedError:
-    error = unpack_json(payload)
-    return JobFailedError(f"{error.get('code')}: {error.get('message')}")
+        await asyncio.gather(*[ask(name) for name in sizes])
+        for name, nbytes, what in sources:
+            if sizes[name] != nbytes:
+                raise JobFailedError(f"{what} has {sizes[name]} bytes, the module needs {nbytes}")
+        return tuple([name for name, _, _ in sources])

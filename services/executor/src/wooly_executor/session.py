@@ -61,6 +61,7 @@ class Session:
         used: its usage, for metering.
         tiers: decides how its programs run; None: all programs run at tier 0.
         hosted: trace context in which it was opened; None: it is not traced.
+        job_bytes: returns the host memory of its client in this process; None: it is no job.
         flow: state of its life.
         conn: connection to its client.
         jit: the mode of its programs.
@@ -87,6 +88,7 @@ class Session:
     used: SessionUsage
     tiers: Tiers | None = None
     hosted: SpanContext | None = None
+    job_bytes: Callable[[], int] | None = None
     flow: Flow[Frame] = field(default_factory=Flow)
     conn: Connection | None = None
     jit: Jit = "0"
@@ -119,6 +121,7 @@ class Session:
             sources=self.programs.source_bytes,
             buffers=BUFFER_BYTES * len(self.buffers),
             records=0 if self.recording is None else self.recording.nbytes,
+            job=0 if self.job_bytes is None else self.job_bytes(),
         )
 
     def fail(self, code: str, message: str, seq: int, instruction: int | None = None) -> None:

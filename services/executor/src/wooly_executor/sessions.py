@@ -112,6 +112,7 @@ class Sessions:
         hosted: SpanContext | None = None,
         opaque: bool = False,
         claim: int = 0,
+        job_bytes: Callable[[], int] | None = None,
     ) -> None:
         """Open a session.
 
@@ -127,6 +128,7 @@ class Sessions:
             hosted: trace context in which it is opened; None: it is not traced.
             opaque: it may launch kernels that cannot be checked.
             claim: bytes with which it counts at least if it declares none.
+            job_bytes: returns the host memory that its client needs in this process, if the session is a job.
 
         Raises:
             AdmissionError: the id is in use, or the declared memory cannot be promised.
@@ -147,6 +149,7 @@ class Sessions:
             used=self._usage.opened(session_id, tenant, model, borne, self._vram.clock()),
             tiers=self._tiers,
             hosted=hosted,
+            job_bytes=job_bytes,
         )
         self._vram.enter(session)
         self._open[session_id] = session

@@ -21,10 +21,6 @@ from wooly_bus.supervision import start_call
 if TYPE_CHECKING:
     from wooly.link import Link
 
-#: Minimum size, in bytes, of an upload with deduplication. For a smaller upload, asking the executor (one round trip) costs more
-#: than sending the data.
-MIN_OFFER_BYTES = 16 << 10
-
 
 #: How many more uploads into buffers that were filled before, than into new ones, stop the offers.
 MOST_REFILLS = 16

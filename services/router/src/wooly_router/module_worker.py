@@ -24,7 +24,7 @@ def check(request: dict[str, Any]) -> bytes:
     began = time.process_time_ns()
     found: dict[str, Any]
     try:
-        found = {"peak": check_module(decode_module(Path(request["path"]).read_bytes()))}
+        found = {"peak": check_module(decode_module(Path(request["path"]).read_bytes())).peak}
     except WisError as e:
         found = {"code": e.code, "message": str(e)[:4096]}
     except (MemoryError, RecursionError) as e:

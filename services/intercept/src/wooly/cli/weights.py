@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
+from wooly_bus.contents import MIN_OFFER_BYTES
 
-from wooly.contents import MIN_OFFER_BYTES
 from wooly.errors import WoolyError
 from wooly.link import Link
 from wooly.settings import Settings

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from wooly_bus.contents import MIN_OFFER_BYTES
 from wooly_wis.codec import MAX_DIMS
 from wooly_wis.frames import ANSWER_COPIED
 from wooly_wis.program import Form, Operand, ParamKind, ParamRef, Role
 
-from wooly.contents import MIN_OFFER_BYTES, upload
+from wooly.contents import upload
 from wooly.determinism import Determinism, Mode
 from wooly.devices import NAME, Devices
 from wooly.kernels.composite import plain
