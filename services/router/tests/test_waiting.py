@@ -149,12 +149,24 @@ async def test_turn_while_executor_is_lost_goes_on_waiting(rig):
         await r.close(first)
         r.clock.now += 5.1
         answer = await r.turn(waiting, **ALL)
-        assert "no executor is registered" in answer.wait.reason
+        assert "no executor is alive; the last one, a, was heard 5 s ago" in answer.wait.reason
         await r.beat()
         r.executors[0].refuse = RefusedError("executor.admission", "full")
         assert (await r.turn(waiting, **ALL)).wait.reason == "full"
         r.executors[0].refuse = None
         assert (await r.turn(waiting, **ALL)).parts
+
+
+async def test_session_waits_for_executors_that_were_heard_lately_only(rig):
+    """All executors may be restarting. A cluster without any gets no queue, but an error with its remedy."""
+    async with rig("a") as r, rig() as empty:
+        await r.duties().keep_nodes()
+        r.actor.registry.forget("a")  # as in a router that has just started
+        assert (await r.queue()).wait.place == 1
+        assert (await refusal(r.open())).code == "router.no_executor"
+        r.clock.now += 3601
+        assert "no executor is registered; start one" in str(await refusal(r.queue()))
+        assert "no executor is registered; start one" in str(await refusal(empty.queue()))
 
 
 async def test_turn_keeps_terms_with_which_session_waits(rig):

@@ -35,7 +35,7 @@ from wooly_router.core.alternatives import would_fit
 from wooly_router.core.cluster import overcommit_of
 from wooly_router.core.placement import DeviceRequest, Pool, as_record, summary
 from wooly_router.core.queue import Waiting, turn_of
-from wooly_router.core.registry import Registry
+from wooly_router.core.registry import FORGOTTEN_AFTER_S, Registry
 from wooly_router.executors import Executors
 from wooly_router.limits import Limits
 from wooly_router.settings import RouterSettings
@@ -262,12 +262,7 @@ class Opening:
         want = replace(task.want(), barred=frozenset(failed))
         alive = {e.executor_id: e for e in self._registry.alive(now)}
         if not alive:
-            raise RefusedError(
-                "router.no_executor",
-                "no executor is registered; start one with `wooly up`, or with `python -m wooly_executor` on a machine "
-                "that has the device",
-                retryable=True,
-            )
+            raise await self._none_alive(now)
         if want.gpu_count > len(alive):
             have = "1 executor is alive" if len(alive) == 1 else f"{len(alive)} executors are alive"
             raise RefusedError(
@@ -301,6 +296,17 @@ class Opening:
             if queues:  # while a router opens it, its client does not ask
                 await self._queue.keep(s, task.id, now + ABANDONED_S)
         return executors, tuple([overcommit_of(nodes.get(e.node), config) for e in executors])
+
+    async def _none_alive(self, now: float) -> RefusedError:
+        """Explain that there is no executor. If there was one lately, it may come back, and a session may wait for it."""
+        remedy = "start one with `wooly up`, or with `python -m wooly_executor` on a machine that has the device"
+        heard = {g.executor_id: g.last_seen for g in await self._world.nodes.gpus()}
+        heard |= {e.executor_id: self._registry.heard(e.executor_id) or 0.0 for e in self._registry.all()}
+        name, at = max(heard.items(), key=lambda item: item[1], default=("", 0.0))
+        if now - at > FORGOTTEN_AFTER_S:
+            return RefusedError("router.no_executor", f"no executor is registered; {remedy}", retryable=True)
+        why = f"no executor is alive; the last one, {name}, was heard {max(now - at, 0.0):.0f} s ago; {remedy}"
+        return TakenError("router.no_executor", why, retryable=True)
 
     async def _host_all(
         self,
