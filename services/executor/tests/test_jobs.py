@@ -1,4 +1,4 @@
-"""Jobs on a device in this process, with blobs and reports in a real nats-server: sources, shared constants, results, cancelling."""
+"""Jobs on a device in this process, with blobs and reports in a real nats-server: sources, constants, results, cancelling."""
 
 import asyncio
 import contextlib
@@ -34,7 +34,12 @@ class Rig:
     """The jobs of a device, and the store of their tenant's blobs."""
 
     def __init__(self, device, js, reports):
-        self.device, self.jobs, self.store, self._reports = device, Jobs(device.loop, "x"), BlobStore(js, TENANT), reports
+        self.device, self.jobs, self.store, self._reports = (
+            device,
+            Jobs(device.loop, "x"),
+            BlobStore(js, TENANT),
+            reports,
+        )
         self.jobs.start(js)
 
     async def start(self, module, **inputs):

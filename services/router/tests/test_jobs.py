@@ -19,6 +19,7 @@ from wooly_wis.messages import (
     JobEnded,
     JobOutput,
     PrioritizeTaskRequest,
+    SessionClosed,
     SubmitJob,
     TaskChanged,
     TaskRequest,
@@ -90,6 +91,30 @@ async def test_job_runs_and_ends_with_results(rig_on):
         task = await r.tasks.get("job-0001")
         assert task.state == "completed" and task.outputs[0]["digest"] == "0" * 64 and task.reason == "in no time"
         assert await story(r) == ["pending", "started", "completed"]
+
+
+@pytest.mark.on_both
+async def test_job_prefers_executor_with_constants_of_last_job_of_module(rig_on):
+    names = tuple(digit * 64 for digit in "123")
+
+    async def run(r, job_id, **changes):
+        """Run a job that shares these contents. Returns its executor."""
+        await r.jobs.on_submit_job(job(r, job_id, **changes))
+        await r.jobs.round()
+        task = await r.tasks.get(job_id)
+        executor = next(k for k, e in enumerate(r.executors) if e.name == task.parts[0].executor_id)
+        closed = SessionClosed(session_id=session_of(task), executor_id=task.parts[0].executor_id, contents=names)
+        await r.actor.on_session_closed(closed)
+        assert await r.jobs.on_job_ended(ended(r, executor))
+        await r.beat()
+        await r.actor.on_heartbeat(r.executors[1].heartbeat(weights=names))
+        return task.parts[0].executor_id
+
+    async with rig_on("a", "b") as r:
+        await BlobStore(r.app.jetstream(), "u").put(EMPTY)
+        assert await run(r, "first-job") == "a"  # no contents are known yet
+        assert await run(r, "second-job") == "b"
+        assert await run(r, "job-of-another", tenant="u") == "a"
 
 
 @pytest.mark.on_both

@@ -112,7 +112,15 @@ def replay(
         for number, step in enumerate(module.steps):
             if isinstance(step, Load):
                 shareable = number in prepared.whole and step.source < len(module.constants)
-                _load(client, step, module.source_bytes(step.source), prepared, blobs, contents if shareable else None, moved)
+                _load(
+                    client,
+                    step,
+                    module.source_bytes(step.source),
+                    prepared,
+                    blobs,
+                    contents if shareable else None,
+                    moved,
+                )
                 continue
             if step.program not in defined:
                 client.send(Kind.DEFINE, module.programs[step.program])

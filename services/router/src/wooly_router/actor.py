@@ -353,7 +353,7 @@ class RouterActor:
 
     async def on_session_closed(self, event: SessionClosed) -> None:
         """End a session, because an executor ended its part of it."""
-        record = await self.world.tasks.get(event.session_id)
+        record = await self.world.tasks.of_session(event.session_id)
         brings = None if record is None else record.wants.get("brings")
         if record is not None and brings and event.contents:
             await self.world.brought.remember(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -38,7 +38,7 @@ from wooly_router.ceilings import ABOVE_CEILING_CODE
 from wooly_router.core.ceilings import Wish
 from wooly_router.core.cluster import ClusterConfig, overcommit_of
 from wooly_router.core.placement import as_record, summary
-from wooly_router.core.queue import plan
+from wooly_router.core.queue import Waiting, plan
 from wooly_router.core.tasks import backoff_s, is_due
 from wooly_router.executors import EXECUTOR_TIMEOUT_S
 from wooly_router.gate import DEFAULT_TENANT, Caller
@@ -52,6 +52,8 @@ log = logging.getLogger("wooly.router")
 OVER_BUDGET = "waits for credits: "
 #: Submitted jobs that are examined at the same time; seconds before the job of a tenant at a limit is examined again.
 COMMANDS_AT_ONCE, LIMIT_RETRY_S = 16, 5.0
+#: With whom jobs share the constants of their modules: with all sessions and jobs of their tenant.
+JOBS_DEDUP = "tenant"
 #: Seconds for an executor to confirm a job that it was asked to run. After that, the router that asked it counts as dead.
 START_CONFIRM_S = 15.0
 #: Grace period, in seconds, for a job that its executor's heartbeats do not list: its end report may be on its way.
@@ -182,7 +184,12 @@ class JobActor:
             gpu_mode=job.gpu_mode,
             required_vram=job.required_vram,
             noswap=job.noswap,
-            wants={"groups": list(job.node_groups), "vendor": job.vendor, "arch": job.arch},
+            wants={
+                "groups": list(job.node_groups),
+                "vendor": job.vendor,
+                "arch": job.arch,
+                "brings": {"name": job.module, "dedup": JOBS_DEDUP},
+            },
             spec={
                 "module": job.module,
                 "inputs": [b.model_dump(exclude={"schema_version"}) for b in job.inputs],
@@ -355,7 +362,7 @@ class JobActor:
             if not any(t.tenant not in over_budget for t in jobs):
                 return
             config, nodes, pool = await self._world.pool(s, router.registry, now)
-            waiting_tasks = [t.waiting() for t in queue.values()]
+            waiting_tasks = await self._waiting(s, queue.values())
             noted = 0
             # In a thread: with thousands of jobs in the queue it takes seconds, in which the event loop must receive
             # heartbeats.
@@ -383,6 +390,16 @@ class JobActor:
                 started = replace(task, parts=(PartRecord(gpu.executor_id, gpu.node),), **changes)
                 chosen.append((started, gpu.executor_id, gpu.node, overcommit_of(nodes.get(gpu.node), config)))
         await asyncio.gather(*[self._start(task, executor, percent, config) for task, executor, _, percent in chosen])
+
+    async def _waiting(self, s: AsyncSession, queue: Iterable[TaskRecord]) -> list[Waiting]:
+        """The entries of the queue. A job prefers devices that have the constants of its module."""
+        runs = {(t.tenant, _module(t)) for t in queue if t.kind == "job"}
+        brought = await self._world.brought.of_all(s, runs, JOBS_DEDUP)
+        entries = []
+        for task in queue:
+            weights = brought.get((task.tenant, _module(task))) if task.kind == "job" else None
+            entries.append((task if not weights else replace(task, wants=task.wants | {"weights": weights})).waiting())
+        return entries
 
     async def _over_budget(self, tenants: Collection[str]) -> dict[str, str]:
         """Return the tenants, of those given, that may start nothing, each with the reason."""
@@ -496,6 +513,10 @@ class JobActor:
             log.warning("task events cannot be published: %s; trying again", e)
         await self._tasks.tell(told)
         return len(told)
+
+
+def _module(task: TaskRecord) -> str:
+    return str((task.spec or {}).get("module", ""))
 
 
 def _trace(task: TaskRecord) -> str:

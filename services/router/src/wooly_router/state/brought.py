@@ -5,12 +5,16 @@ This is a guess about a future run. A run that brings other contents is placed n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
-from sqlalchemy import delete
+from sqlalchemy import delete, select
+from sqlalchemy.ext.asyncio import AsyncSession
 
 from wooly_router.state.database import Database, insert_of
 from wooly_router.state.tables import BroughtRow
+
+#: Number of names in one query.
+NAMES_AT_ONCE = 500
 
 
 class BroughtStore:
@@ -34,6 +38,19 @@ class BroughtStore:
         async with self.database.reading() as s:
             row = await s.get(BroughtRow, (tenant, name, dedup))
             return [] if row is None else list(row.contents)
+
+    async def of_all(
+        self, s: AsyncSession, names: Collection[tuple[str, str]], dedup: str
+    ) -> dict[tuple[str, str], list[str]]:
+        """Return the contents of several runs, by tenant and name. Unknown runs are left out."""
+        found: dict[tuple[str, str], list[str]] = {}
+        wanted = sorted({name for _, name in names})
+        for at in range(0, len(wanted), NAMES_AT_ONCE):
+            some = BroughtRow.name.in_(wanted[at : at + NAMES_AT_ONCE])
+            for row in await s.scalars(select(BroughtRow).where(some, BroughtRow.dedup == dedup)):
+                if (row.tenant, row.name) in names:
+                    found[row.tenant, row.name] = list(row.contents)
+        return found
 
     async def forget(self, before: float) -> None:
         """Drop older entries."""

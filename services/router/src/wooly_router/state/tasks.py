@@ -348,6 +348,14 @@ class TaskStore:
         row = await s.get(TaskRow, task_id, populate_existing=True)
         return None if row is None else _record(row)
 
+    async def of_session(self, session_id: str) -> TaskRecord | None:
+        """The task of a session of an executor, as `session_of` names it: a session, or the current attempt of a job."""
+        known = await self.get(session_id)
+        if known is not None and known.kind == "session":
+            return known
+        job = await self.get(session_id.rpartition("-")[0])
+        return job if job is not None and job.kind == "job" and session_of(job) == session_id else None
+
     async def in_states(self, *states: str, kind: str | None = None, s: AsyncSession | None = None) -> list[TaskRecord]:
         """Return all tasks in some states, oldest first."""
         chosen = TaskFilter(states=states, kind=kind)
