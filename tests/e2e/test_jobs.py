@@ -103,7 +103,7 @@ def test_job_results_equal_cpu_bitwise(stack, classifier, tmp_path):
     ours = np.load(tmp_path / "out/scores.npy")
     assert ours.tobytes() == scores.tobytes() and (np.load(tmp_path / "out/best.npy") == scores.argmax(-1)).all()
     told = run("logs", report["task_id"], stack=stack).stdout.splitlines()
-    assert [line.split()[1] for line in told] == ["pending", "started", "completed"] and "programs in" in told[2]
+    assert [line.split()[1] for line in told] == ["pending", "started", "completed"] and "6 programs" in told[2]
     found = task(stack, report["task_id"])
     assert found["kind"] == "job" and found["placement"]["why"] == "here" and found["name"] == "job"
 

@@ -17,6 +17,8 @@ from sqlalchemy import Connection, event, make_url, text
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 
+from wooly_router.python_private import worker_of
+
 #: Key of PostgreSQL's advisory lock for transactions that read all claims before they add one (the bytes of "wooly").
 PLACEMENT_LOCK = 0x776F6F6C79
 #: The INSERT constructs with ON CONFLICT. SQLAlchemy has no common type for them.
@@ -78,7 +80,7 @@ class Database:
 
     def _connect_sqlite(self, *args: Any, **options: Any) -> aiosqlite.Connection:
         connection = aiosqlite.connect(*args, **options)
-        worker = connection._thread
+        worker = worker_of(connection)
         worker.daemon = True  # as SQLAlchemy does for the connections that it makes
         self._workers.add(worker)
         return connection
