@@ -13,6 +13,8 @@ offered (`OfferPolicy`).
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from wooly_bus.contents import CHUNK, chunk_digest, content_id
@@ -22,9 +24,11 @@ if TYPE_CHECKING:
     from wooly.link import Link
 
 
-#: How many more uploads into buffers that were filled before, than into new ones, stop the offers.
+#: How many more refills than other uploads stop the offers.
 MOST_REFILLS = 16
-#: Number of buffers that a policy remembers.
+#: An upload is a refill if so many of the last uploads of its size, of so many, are gone from the device.
+GONE, WINDOW = 4, 8
+#: Number of sizes that a policy remembers.
 _REMEMBERED = 4096
 
 
@@ -32,24 +36,36 @@ class OfferPolicy:
     """Decides which uploads of a session are offered.
 
     An offer waits for the device's answer, and new content is hashed on both sides. For weights this pays, because they stay and
-    are equal in many sessions. For the batches of a training it does not. Weights go into new buffers. The buffers of batches are
-    freed and their ids are used again, or the program fills the same buffers again. So an upload into a buffer that was filled
-    twice before is a refill, and `MOST_REFILLS` more refills than other uploads stop the offers, until other uploads outweigh
-    the refills. A second filling does not count: weights are often initialized first and loaded then.
+    are equal in many sessions. For the batches of a training it does not: when the next batch comes, the ones before it are
+    freed, or it goes into the same buffer. So an upload is a refill if earlier uploads of the same size are gone (`GONE` of the
+    last `WINDOW`). `MOST_REFILLS` more refills than other uploads stop the offers, until other uploads outweigh the refills.
     """
 
     def __init__(self) -> None:
-        self._filled: dict[int, int] = {}
+        #: By size in bytes: the buffers of the last uploads; None for those whose content is gone.
+        self._last: dict[int, deque[int | None]] = {}
         self._refills = 0
 
-    def accepts(self, buffer: int) -> bool:
-        """Note an upload of a whole buffer, and decide whether it is offered."""
-        filled = self._filled
-        times = filled.get(buffer, 0)
-        if not times and len(filled) >= _REMEMBERED:
-            del filled[next(iter(filled))]
-        filled[buffer] = times + 1
-        if times >= 2:
+    def accepts(self, buffer: int, nbytes: int, free: Iterable[int]) -> bool:
+        """Note an upload of a whole buffer, and decide whether it is offered.
+
+        Args:
+            buffer: id of the buffer.
+            nbytes: its size.
+            free: ids of the buffers that are freed and not allocated again.
+        """
+        last = self._last.get(nbytes)
+        if last is None:
+            if len(self._last) >= _REMEMBERED:
+                del self._last[next(iter(self._last))]
+            last = self._last[nbytes] = deque(maxlen=WINDOW)
+        known = {b for b in last if b is not None}
+        gone = known.intersection(free) | (known & {buffer})
+        if gone:
+            last = self._last[nbytes] = deque([None if b in gone else b for b in last], WINDOW)
+        refill = last.count(None) >= GONE
+        last.append(buffer)
+        if refill:
             self._refills = min(self._refills + 1, 2 * MOST_REFILLS)
         else:
             self._refills = max(self._refills - 1, 0)

@@ -180,6 +180,11 @@ class Heap:
         """
         self._reusable.extend(ids)
 
+    @property
+    def reusable(self) -> Sequence[int]:
+        """Ids whose buffers were freed, and that no storage has again."""
+        return self._reusable
+
     def adopt(self, freed: int) -> int:
         """A new owner for a buffer whose storage was freed, and whose free is not sent. `freed` is its entry of `dead`."""
         self.live += 1

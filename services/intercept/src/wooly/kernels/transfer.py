@@ -375,7 +375,7 @@ class Transfer:
             recorder.flush()
             data = bytes_of(host)
             whole = len(data) >= MIN_OFFER_BYTES and dst.untyped_storage().nbytes() == len(data)
-            if whole and link.offers is not None and link.offers.accepts(buffer):
+            if whole and link.offers is not None and link.offers.accepts(buffer, len(data), recorder.heap.reusable):
                 upload(link, buffer, data)
             else:
                 link.write(buffer, at & OFFSET_MASK, data)
