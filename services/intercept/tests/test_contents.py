@@ -8,7 +8,6 @@ from wooly import api
 from wooly.contents import MOST_REFILLS, WINDOW, OfferPolicy
 from wooly_bus.contents import MIN_OFFER_BYTES
 
-
 SIZES = [1 << 20, 4 << 20, 1 << 20]
 
 
