@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -49,11 +51,12 @@ LONG = (
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Begin with what takes long. Within a group, all items of a file stay together."""
 
-    def rank(item: pytest.Item) -> int:
-        path = item.path.relative_to(config.rootpath).as_posix()
-        return next((n for n, start in enumerate(LONG) if path.startswith(start)), len(LONG))
+    @functools.cache
+    def rank(path: Path) -> int:
+        name = path.relative_to(config.rootpath).as_posix()
+        return next((n for n, start in enumerate(LONG) if name.startswith(start)), len(LONG))
 
-    items.sort(key=rank)
+    items.sort(key=lambda item: rank(item.path))
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -1,5 +1,6 @@
 """Each distribution requires every package that it imports, and each image installs everything that it needs."""
 
+import functools
 import importlib.metadata
 import re
 import sys
@@ -26,10 +27,15 @@ LOOKED_FOR = {
     ("wooly-executor", "cuda"): "the driver's bindings, for NVIDIA's chips alone: the extra cuda",
     ("wooly-executor", "hip"): "the driver's bindings, for AMD's chips alone: the extra rocm",
 }
-PROVIDERS = {
-    package: {canonicalize_name(d) for d in ds} for package, ds in importlib.metadata.packages_distributions().items()
-}
-PROVIDERS |= {d.package: {d.name} for d in ALL.values()}
+
+
+@functools.cache
+def providers():
+    """The distributions that have each package, by the package's name."""
+    found = importlib.metadata.packages_distributions()
+    return {package: {canonicalize_name(d) for d in ds} for package, ds in found.items()} | {
+        d.package: {d.name} for d in ALL.values()
+    }
 
 
 def extra_of(module):
@@ -55,7 +61,7 @@ def test_distribution_requires_all_imported_packages(distribution):
             declared |= names(distribution.extras[own[1]])
         elif not found.always:
             declared |= {n for rs in distribution.extras.values() for n in names(rs)}
-        if not PROVIDERS.get(found.package, set()) & declared:
+        if not providers().get(found.package, set()) & declared:
             missing.add(f"{found.importer}:{found.line} imports {found.package}")
     assert not missing, f"{distribution.folder}/pyproject.toml has no requirement with these packages"
 

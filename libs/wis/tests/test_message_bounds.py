@@ -26,16 +26,11 @@ def lists_of(model):
             yield name
 
 
-CASES = [(model, name) for model in every_message() for name in lists_of(model)]
-
-
-def test_message_lists_are_found():
-    assert (messages.SubmitJob, "inputs") in CASES and (traces.AddSpansRequest, "spans") in CASES
-
-
-@pytest.mark.parametrize(("model", "name"), CASES, ids=lambda x: getattr(x, "__name__", x))
-def test_message_list_with_many_errors_reports_one_error(model, name):
-    raw = json.dumps({name: [{"no such field": 1}] * 20_000})
-    with pytest.raises(ValidationError) as refused:
-        model.model_validate_json(raw)
-    assert len([e for e in refused.value.errors() if e["loc"][0] == name]) < 40
+def test_message_list_with_many_errors_reports_one_error():
+    cases = [(model, name) for model in every_message() for name in lists_of(model)]
+    assert (messages.SubmitJob, "inputs") in cases and (traces.AddSpansRequest, "spans") in cases
+    for model, name in cases:
+        raw = json.dumps({name: [{"no such field": 1}] * 2_000})
+        with pytest.raises(ValidationError) as refused:
+            model.model_validate_json(raw)
+        assert len([e for e in refused.value.errors() if e["loc"][0] == name]) < 40, (model, name)

@@ -9,28 +9,13 @@ import time
 
 import httpx
 import pytest
-import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from schemathesis.checks import not_a_server_error
-from schemathesis.specs.openapi.checks import (
-    content_type_conformance,
-    negative_data_rejection,
-    response_schema_conformance,
-    status_code_conformance,
-)
 from wooly_testkit.forks import Forked
 from wooly_testkit.nats import nats_server as start_nats_server
 
 pytestmark = [pytest.mark.connected, pytest.mark.timeout(180)]
 EXAMPLES = int(os.environ.get("WOOLY_FUZZ_COUNT", "5"))
-CHECKS = (
-    not_a_server_error,
-    status_code_conformance,
-    content_type_conformance,
-    response_schema_conformance,
-    negative_data_rejection,
-)
 
 
 @pytest.fixture(scope="module", params=["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
@@ -67,6 +52,8 @@ def test_operations_match_their_openapi_document(rest_url):
     for path in document["paths"].values():
         for operation in path.values():
             operation.pop("security", None)
+    import schemathesis  # takes long, and all processes of a test run read this file
+
     api = schemathesis.openapi.from_dict(document)
     operations = [result.ok() for result in api.get_all_operations()]
     assert len(operations) >= 25
@@ -80,6 +67,17 @@ def test_operations_match_their_openapi_document(rest_url):
 
 
 def fuzz(operation, rest_url):
+    import schemathesis
+    from schemathesis.checks import not_a_server_error
+    from schemathesis.specs.openapi import checks
+
+    wanted = (
+        not_a_server_error,
+        checks.status_code_conformance,
+        checks.content_type_conformance,
+        checks.response_schema_conformance,
+        checks.negative_data_rejection,
+    )
     modes = [operation.as_strategy(generation_mode=mode) for mode in schemathesis.GenerationMode]
 
     @given(case=st.one_of(modes))
@@ -92,6 +90,6 @@ def fuzz(operation, rest_url):
         suppress_health_check=list(HealthCheck),
     )
     def call(case):
-        case.call_and_validate(base_url=rest_url, checks=CHECKS)
+        case.call_and_validate(base_url=rest_url, checks=wanted)
 
     call()

@@ -28,13 +28,14 @@ if TYPE_CHECKING:
 
 #: Modules that import PyTorch. The parent loads PyTorch before the first fork of one of these.
 _WITH_TORCH = ("wooly", "wooly_executor", "wooly_local.supervisor")
+#: PyTorch, and the module that its first inference of a shape imports, in clients and executors. This module imports SymPy.
+_TORCH = ("torch", "torch.fx.experimental.symbolic_shapes")
 #: Services. The parent loads the modules of a service before its first fork; importing them has no side effects.
 _SERVICES = ("wooly_executor", "wooly_router", "wooly_scheduler", "wooly_metering", "wooly_compiler")
 #: Modules that a client imports before it has a session, except modules that read the environment or the terminal on import.
 _OF_A_CLIENT = (
     "typer", "rich.console", "rich.live", "rich.table",
     "wooly.api", "wooly.control", "wooly.export", "wooly.jobs", "wooly.traces", "wooly.kernels.cuda_c",
-    "torch.fx.experimental.symbolic_shapes",  # the first operation of a session needs it, and it imports SymPy
 )  # fmt: skip
 #: Services whose modules are loaded before the fork of a module. The services of a stack are forks of its supervisor.
 _OF_A_STACK = {"wooly_local.supervisor": _SERVICES, **{service: (service,) for service in _SERVICES}}
@@ -277,7 +278,7 @@ class _Server:
         from wooly_local.processes import preload
 
         if like in _WITH_TORCH and not self._threads:
-            preload(["torch"])
+            preload(_TORCH)
             self._threads = sys.modules["torch"].get_num_threads()
         if like == "wooly" and "wooly.api" not in sys.modules:
             preload(_OF_A_CLIENT)

@@ -45,8 +45,13 @@ def pytest_sessionfinish() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure() -> None:
-    """End all forks. Then cancel the time limit, because a worker of pytest-xdist may wait for the others."""
+    """End all forks. Then cancel the time limit, because a worker of pytest-xdist may wait for the others.
+
+    pytest then collects garbage five times, to report errors of finalizers. Once is enough: what this leaves is not looked at.
+    """
     forks.shut_down()
+    gc.collect()
+    gc.freeze()
     faulthandler.cancel_dump_traceback_later()
 
 

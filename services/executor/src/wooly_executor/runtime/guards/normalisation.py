@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from wooly_executor.runtime.guards.law import (
@@ -14,7 +16,6 @@ from wooly_executor.runtime.guards.law import (
     require_count,
     require_optional_count,
     require_shape,
-    results_of,
     same_shape,
 )
 
@@ -47,10 +48,19 @@ def _batch_norm_backward(given: Arguments) -> None:
 
 
 def _layer_norm_backward(given: Arguments) -> None:
-    out, mean, rstd = results_of(aten.native_layer_norm.default, given, eps=0.0)
-    require_shape(given, "grad_out", out.shape)
-    require_count(given, "mean", mean.numel())
-    require_count(given, "rstd", rstd.numel())
+    # PyTorch's own shape function would do, but its first call imports Dynamo, which stops the executor for two seconds.
+    whole, last = given["input"].shape, list(given["normalized_shape"])
+    rows = len(whole) - len(last)
+    require(
+        bool(last) and rows >= 0 and list(whole[rows:]) == last,
+        f"normalized_shape must be the last dimensions of input ({list(whole)}), but it is {last}",
+    )
+    require_shape(given, "grad_out", whole)
+    for name in ("weight", "bias"):
+        if given[name] is not None:
+            require_shape(given, name, last)
+    for name in ("mean", "rstd"):
+        require_count(given, name, math.prod(whole[:rows]))
 
 
 def _group_norm_backward(given: Arguments) -> None:
