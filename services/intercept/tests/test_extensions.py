@@ -13,8 +13,8 @@ from wooly_testkit.executor import executor_process
 FOLDER = Path(__file__).parent
 
 
-def _cases(*, opaque=True, version="1", libraries="extension_operators"):
-    """The result of each case of `extension_cases.py`."""
+def _cases(*chosen, opaque=True, version="1", libraries="extension_operators"):
+    """The results of cases of `extension_cases.py`, by name; without names, of all cases."""
     env = {"PYTHONPATH": str(FOLDER), "WOOLY_EXECUTOR_LIBRARIES": libraries}
 
     def permitted(module, *arguments, **options):
@@ -26,6 +26,7 @@ def _cases(*, opaque=True, version="1", libraries="extension_operators"):
             running.endpoints[0],
             running.session_id,
             running.token,
+            *chosen,
             like="wooly",
             cwd=FOLDER,
             env=os.environ | {"PYTHONPATH": str(FOLDER), "EXTENSION_OPERATORS_VERSION": "1"},
@@ -75,13 +76,13 @@ def test_extension_operator_without_kernel_says_what_to_do(cases, case, kind, wo
 
 
 def test_extension_operator_without_permission_names_permission():
-    cases = _cases(opaque=False)
+    cases = _cases("scale", "kernel for cuda", opaque=False)
     assert cases["scale"].startswith("NotImplementedError") and "needs the permission opaque_kernels" in cases["scale"]
     assert cases["kernel for cuda"] == [0, 3, 6, 9, 12]
 
 
 def test_extension_operator_with_other_schema_names_both_versions():
-    changed = _cases(version="2")["changed"]
+    changed = _cases("changed", version="2")["changed"]
     assert changed.startswith("NotImplementedError")
     assert (
         "its arguments differ between extension_operators 1 here and extension_operators 2 on the executor" in changed

@@ -1,11 +1,10 @@
 """The first use of a device opens the session, in whatever thread; another thread may close the session meanwhile."""
 
-import subprocess
-import sys
 import threading
 from types import SimpleNamespace
 
 from wooly import api, children
+from wooly_testkit import forks
 
 
 def test_disable_waits_for_no_operation_while_it_holds_the_lock_of_the_session(monkeypatch):
@@ -43,8 +42,8 @@ except api.WoolyError as e:
 """
 
 
-def test_session_with_all_devices_hidden_error_names_the_variable():
-    said = subprocess.run(
-        [sys.executable, "-c", HIDDEN], env={"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True
-    )
+def test_session_with_all_devices_hidden_error_names_the_variable(tmp_path):
+    (tmp_path / "hidden.py").write_text(HIDDEN)
+    env = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(tmp_path)}
+    said = forks.run("hidden", like="wooly", env=env, timeout=100)
     assert "no session is open. No CUDA GPUs are available: CUDA_VISIBLE_DEVICES=''" in said.stdout, said.stderr

@@ -59,7 +59,7 @@ def test_exceptions_of_alarms_leave_session_whole(cuda, alarms):
     train(cuda, 0)
     longest = 1.5 * (time.monotonic() - started)
     raised = finished = 0
-    aim = examples(150, 5000)
+    aim = examples(60, 5000)
     while raised < aim:
         seed = (raised + finished) % 3
         try:
@@ -74,7 +74,7 @@ def test_exceptions_of_alarms_leave_session_whole(cuda, alarms):
         else:
             assert found == expected[seed]
             finished += 1
-        if raised % 50 == 0:
+        if raised % 20 == 0:
             assert train(cuda, 1) == expected[1]
     time.sleep(0.05)  # until no deferred signal is left
     assert train(cuda, 2) == expected[2] and kept.sum().item() == 499500.0

@@ -58,7 +58,7 @@ def test_flush_after_timer_cut_keeps_end_forms(cuda, sent):
 
     steps(10)
     marks = set(recorder._end_forms)
-    for n in range(1, 60, 7):
+    for n in range(1, 60, 14):
         for width in range(n):
             torch.cat([x, x[:width]])
         recorder.try_flush()
