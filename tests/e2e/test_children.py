@@ -69,7 +69,8 @@ def test_child_of_script_has_own_session_and_hidden_devices_none(stack, folder):
 
 
 def test_program_has_captured_children_exit_code_and_bill(stack, folder):
-    done = wooly("run", "sh", "-c", "python child.py first; exit 7", env=environment(stack), cwd=folder)
+    argv = ["run", "sh", "-c", "python child.py first; exit 7"]
+    done = forks.run("wooly", *argv, env=environment(stack), cwd=folder, timeout=240)
     said = lines(done.stdout)
     assert done.returncode == 7 and said["first"][:2] == [1, 6.0], done.stderr
     assert f"1 session: {said['first'][2]}" in done.stderr and "credits: " in done.stderr
@@ -80,8 +81,8 @@ def test_program_has_captured_children_exit_code_and_bill(stack, folder):
 
 
 def test_terminated_program_reports_its_signal(stack, tmp_path):
-    argv = [sys.executable, "-m", "wooly", "run", "-q", "sh", "-c", "touch started; exec sleep 60"]
-    with subprocess.Popen(argv, env=environment(stack), cwd=tmp_path) as running:
+    argv = ["wooly", "run", "-q", "sh", "-c", "touch started; exec sleep 60"]
+    with forks.Forked(*argv, env=environment(stack), cwd=tmp_path) as running:
         deadline = time.monotonic() + 60
         while not (tmp_path / "started").exists():
             assert time.monotonic() < deadline and running.poll() is None

@@ -21,12 +21,14 @@ x = torch.randn(64, 16)
 def train(device):
     torch.manual_seed(0)
     m = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1)).to(device)
-    optimizer, data = torch.optim.SGD(m.parameters(), 0.1), x.to(device)
-    for _ in range(5):
-        optimizer.zero_grad()
+    data = x.to(device)
+    for _ in range(5):  # by hand: PyTorch's optimizers import Dynamo, which takes seconds of CPU time in each process
+        m.zero_grad()
         loss = m(data).square().mean()
         loss.backward()
-        optimizer.step()
+        with torch.no_grad():
+            for p in m.parameters():
+                p.sub_(p.grad, alpha=0.1)
     return loss.item()
 
 mine, other = Path(sys.argv[1]), Path(sys.argv[2])
