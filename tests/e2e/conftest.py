@@ -3,7 +3,9 @@
 A test gets a stack at rest: all services run, and no session is open. Services compute with one thread.
 """
 
+import os
 import time
+from pathlib import Path
 
 import pytest
 from wooly_bus import contracts
@@ -17,8 +19,11 @@ PATIENCE_S = 60.0
 
 
 def _stack(tmp_path_factory, gpus):
-    # Earlier artifacts are not used, so a test that watches the compiler sees it work.
-    own = {"OMP_NUM_THREADS": "1", "WOOLY_COMPILER_STATE_DIR": str(tmp_path_factory.mktemp("compiler"))}
+    # Earlier artifacts are not used, so a test that watches the compiler sees it work. The code of kernels is kept between runs.
+    compiler, kept = tmp_path_factory.mktemp("compiler"), Path(os.environ["WOOLY_COMPILER_STATE_DIR"]) / "kernels"
+    kept.mkdir(parents=True, exist_ok=True)
+    (compiler / "kernels").symlink_to(kept)
+    own = {"OMP_NUM_THREADS": "1", "WOOLY_COMPILER_STATE_DIR": str(compiler)}
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("WOOLY_TRACES", raising=False)
         return forks.start_stack(tmp_path_factory.mktemp("stack"), ephemeral=True, gpus=gpus, **own)

@@ -8,6 +8,7 @@ import signal
 import struct
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from wooly_bus import contracts
@@ -125,11 +126,13 @@ class World:
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory):
-    """The folder in which all compilers of this module store kernel code, because each kernel takes a second. Artifacts are
-    separate per test.
+def kernels():
+    """The folder in which all compilers of tests store kernel code, because each kernel takes a second. Artifacts are separate
+    per test.
     """
-    return tmp_path_factory.mktemp("kernels")
+    folder = Path(os.environ["WOOLY_COMPILER_STATE_DIR"]) / "kernels"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 @pytest.fixture

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import re
+import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +16,6 @@ from wooly_wis.artifact import Artifact, Code, Key, Mode, decided_values, encode
 from wooly_wis.codec import decode_program, digest
 from wooly_wis.errors import PlanError
 from wooly_wis.kernel.ir import Kernel
-from wooly_wis.kernel.text import digest as kernel_digest
 from wooly_wis.kernel.text import write
 from wooly_wis.plan import KernelStep, Line, Plan
 from wooly_wis.program import Program
@@ -180,7 +181,9 @@ def _cached(kernel: Kernel, target: str, build: Callable[[Kernel, int], Code], u
     made = build(kernel, unit)
     path.parent.mkdir(parents=True, exist_ok=True)
     head = f"{made.entry} {made.groups} {made.threads} {digest(made.code).hex()}\n".encode()
-    written = path.with_suffix(f".{kernel_digest(kernel).hex()[:8]}.part")
+    written = path.with_suffix(
+        f".{os.getpid()}-{secrets.token_hex(4)}.part"
+    )  # other compilers may write the same kernel now
     written.write_bytes(head + made.code)
     written.rename(path)
     return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 
@@ -21,7 +22,9 @@ class Compiled:
     """The compiler's worker, and a runtime that runs its artifacts."""
 
     def __init__(self, folder):
-        self.worker = WorkerProcess(module="wooly_compiler.worker", arguments=(str(folder),))
+        # This folder is kept between runs: a kernel whose text, target and compiler are the same is not built again.
+        kept = os.environ["WOOLY_COMPILER_STATE_DIR"]
+        self.worker = WorkerProcess(module="wooly_compiler.worker", arguments=(kept,))
         self.runtime = OpenClRuntime(folder / "executor", sure=True)
         self.store = ProgramStore(self.runtime)
         self.target = self.runtime.target()
