@@ -379,7 +379,7 @@ def test_frequent_program_becomes_plan_in_top_and_disasm(stack, tmp_path):
     env = environment(stack, {"WOOLYAI_PROGRAMS_DIR": str(programs)})
     deadline = time.monotonic() + 90
     with Forked("wooly", "run", "-q", str(path), env=env, **pipes) as client:
-        while True:  # the compiler takes its time; the results are always the same
+        while True:  # the compiler waits until the device is idle for a second, and takes its time
             client.stdin.write("again\n")
             client.stdin.flush()
             printed.add(client.stdout.readline())
@@ -387,7 +387,7 @@ def test_frequent_program_becomes_plan_in_top_and_disasm(stack, tmp_path):
             if node.work.kernel_instructions:
                 break
             assert time.monotonic() < deadline, f"nothing ran as a kernel: {node.work}"
-            time.sleep(0.2)
+            time.sleep(2)
     assert len(printed) == 1 and printed.pop().startswith("1 (")
     (shown,) = json.loads(run_in_fork("top", "--json", stack=stack).stdout)["gpus"]
     assert shown["work"]["kernel_instructions"]

@@ -59,8 +59,8 @@ _PROBLEMS: dict[int | str, dict[str, Any]] = {
 _VERSION_1 = APIRouter(responses=_PROBLEMS)
 for _module in (cluster, credentials, credits, events, login, metrics, tasks, tenants, traces):
     _VERSION_1.include_router(_module.router, prefix="/api/v1")
-# FastAPI makes these models when it first looks for a route. Here, the processes of a stack share them: they are forks of a process
-# that has loaded this module. The first request of each router takes a third of a second less.
+# FastAPI makes these models when it first looks for a route. Here, the processes of a stack share them: they are forks of a
+# process that has loaded this module. The first request of each router takes a third of a second less.
 for _route in _VERSION_1.routes:
     _route.matches({"type": "http", "method": "GET", "path": "/", "root_path": "", "headers": []})
 
