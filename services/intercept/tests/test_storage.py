@@ -1,5 +1,6 @@
 """Device storages: creation, size, and freeing."""
 
+import gc
 import subprocess
 import sys
 import threading
@@ -8,6 +9,12 @@ import pytest
 import torch
 from wooly import storage
 from wooly.kernels import transfer
+
+
+@pytest.fixture(autouse=True)
+def no_garbage():
+    """Storages that earlier tests left in cycles are gone, so that they do not vanish while a test counts."""
+    gc.collect()
 
 
 def fails(*_):
