@@ -29,9 +29,11 @@ os.environ.setdefault("WOOLY_COMPILER_STATE_DIR", f"{tempfile.gettempdir()}/wool
 
 #: What one worker runs, because it shares processes or imports that take seconds. All others: file by file.
 TOGETHER = (
-    "tests/hostile/",
-    "tests/conformance/test_hugging_face",
-    "services/compiler/tests/tiers/",
+    ("tests/hostile/",),
+    ("tests/conformance/test_hugging_face",),
+    ("services/compiler/tests/tiers/",),
+    tuple([f"tests/e2e/test_{name}." for name in ("stack", "children", "queue", "credits", "scheduling", "traces")]),
+    tuple([f"tests/e2e/test_{name}." for name in ("jobs", "several_devices")]),
 )
 #: What takes longest, the longest first. The many short files fill the cores at the end.
 LONG = (
@@ -67,7 +69,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class ByFilesAndGroups(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             path = nodeid.split("::", 1)[0]
-            return next((group for group in TOGETHER if path.startswith(group)), path)
+            return next((group[0] for group in TOGETHER if path.startswith(group)), path)
 
     return ByFilesAndGroups(config, log) if config.getoption("dist") == "loadfile" else None
 
