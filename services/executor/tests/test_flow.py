@@ -251,6 +251,23 @@ def test_flow_upload_resumes_when_earlier_frames_are_processed():
     assert did(e) == ["PROCESS", "READ_ON"] and not e.flow.inbox.upload
 
 
+def test_flow_work_does_not_keep_preempted_memory_here():
+    e = Environment()
+    e.arrive(Kind.RUN)
+    e.note(Signal.PREEMPTED)
+    e.arrive(Kind.RUN)
+    e.arrive(Kind.READ)
+    assert len(e.runs) == 1 and waits_for(e.flow) == "the runs before it" and e.flow.residence is Residence.PREEMPTED
+    with pytest.raises(FlowError, match="its memory is preempted"):
+        note(e.flow, Signal.RUN_BEGUN)
+    for signal in (Signal.LEFT, Signal.COMING, Signal.ARRIVED):
+        e.note(signal)
+    for _ in range(2):
+        e.note(Signal.RUN_BEGUN)
+        e.send(Signal.RUN_ENDED)
+    assert len(e.processed) == 3 and e.flow.quiet
+
+
 def test_flow_upload_without_memory_requests_it_once():
     e = Environment()
     e.note(Signal.LEAVING)
@@ -299,6 +316,9 @@ def test_flow_overdue_session_ends_in_any_state():
         ([], Signal.ARRIVED),
         ([Signal.LEAVING, Signal.LEFT], Signal.STAYED),
         ([Signal.LEAVING], Signal.COMING),
+        ([Signal.PREEMPTED], Signal.LEAVING),
+        ([Signal.LEAVING], Signal.PREEMPTED),
+        ([Signal.PREEMPTED, Signal.LEFT], Signal.STAYED),
     ],
 )
 def test_flow_impossible_event_raises_a_flow_error(before, signal):
@@ -383,8 +403,15 @@ class FlowMachine(RuleBasedStateMachine):
         signals = {"kernels": Signal.KERNELS_BUILT, "plan": Signal.PLAN_KNOWN, "decoder": Signal.DECODED}
         self.e.send(signals.get(what, Signal.MEMORY_CAME))
 
+    @precondition(lambda self: self.e.flow.residence is Residence.PREEMPTED)
+    @rule()
+    def memory_could_not_be_copied(self):
+        self.e.note(Signal.STAYED)
+
     def bring(self):
         flow = self.e.flow
+        if flow.residence is Residence.PREEMPTED:
+            self.e.note(Signal.LEFT)
         if flow.residence is Residence.AWAY:
             self.e.note(Signal.COMING)
         if flow.residence is Residence.COMING:
@@ -394,8 +421,8 @@ class FlowMachine(RuleBasedStateMachine):
     def memory_moves(self):
         flow = self.e.flow
         if flow.residence is Residence.HERE and not flow.running and not flow.lent:
-            self.e.note(Signal.LEAVING)
-        elif flow.residence is Residence.LEAVING:
+            self.e.note(Signal.LEAVING if not flow.inbox.frames else Signal.PREEMPTED)
+        elif flow.residence in (Residence.LEAVING, Residence.PREEMPTED):
             self.e.note(Signal.LEFT)
         else:
             self.bring()

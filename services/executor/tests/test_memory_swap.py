@@ -40,6 +40,47 @@ def leave(gib, residents, contents, free=0, host=PLENTY, disk=PLENTY, policy=POL
     return choose(gib * GIB, NOW, Room(free * GIB, host, disk), residents, contents, policy, priority=priority)
 
 
+# -- preemption ------------------------------------------------------------------------------------------------------
+
+
+def busy(session, *contents, priority=4, chosen=0, between=True):
+    """A session with work, between two programs."""
+    return Resident(session, priority, None, contents, True, chosen, between)
+
+
+def preempt(gib, residents, contents, priority=0, free=0, policy=POLICY):
+    room = Room(free * GIB, PLENTY, PLENTY)
+    return choose(gib * GIB, NOW, room, residents, contents, policy, priority=priority, preempting=True)
+
+
+def test_choose_preempts_lowest_class_between_programs_and_least_recent_victim():
+    contents = gibs(_1=4, _2=4, _3=4, _4=4)
+    sessions = [busy("p2", 1, priority=2), busy("p4", 2, chosen=7), busy("p4-new", 3), busy("p3", 4, priority=3)]
+    assert preempt(4, sessions, contents).victims == ("p4-new",)
+    assert preempt(15, sessions, contents).victims == ("p4-new", "p4", "p3", "p2")
+
+
+def test_choose_preempts_no_session_before_those_that_are_idle():
+    sessions = [busy("p4", 1), resident("idle", 2, priority=1), resident("p0", 3, priority=0)]
+    assert preempt(4, sessions, gibs(_1=4, _2=4, _3=4)).victims == ("idle",)
+    assert preempt(12, sessions, gibs(_1=4, _2=4, _3=4)).victims == ("idle", "p0", "p4")
+
+
+@pytest.mark.parametrize(
+    ("priority", "other", "may"), [(0, 1, True), (0, 0, False), (1, 2, True), (1, 1, False), (2, 4, False)]
+)
+def test_choose_preempts_only_lower_classes_for_p0_and_p1(priority, other, may):
+    plan = preempt(4, [busy("b", 1, priority=other)], gibs(_1=4), priority=priority)
+    assert (plan.victims == ("b",)) == may and bool(plan.short) != may
+
+
+def test_choose_preempts_neither_during_a_program_nor_for_the_reserve_nor_unless_asked():
+    contents = gibs(_1=4)
+    assert preempt(4, [busy("b", 1, between=False)], contents).short
+    assert leave(4, [busy("b", 1)], contents).short
+    assert preempt(4, [busy("b", 1)], contents, free=4) == preempt(4, [], contents, free=4)
+
+
 # -- the reserve -----------------------------------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ import os
 import struct
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -612,6 +613,84 @@ def test_two_sessions_waiting_for_each_other_both_finish(make_device, tmp_path, 
     for n, client in enumerate(pair):
         assert client.read(2, 4 * MIB) == content(10 + n, 4 * MIB)
         assert client.read(1, 4 * MIB) == content(1, 4 * MIB)
+    device.check()
+
+
+def stepping(wis, nbytes):
+    """A program that needs room beside its buffer: x = ~x, by way of a temporary buffer."""
+    v = wis.at(DType.U8, nbytes)
+    body = wis.body().alloc("t", nbytes).call("aten.bitwise_not.default", ("in", "x", v), ("out", "t", v))
+    return body.copy("t", v, "x", v).free("t")
+
+
+@pytest.mark.parametrize("pipelined", [1, 50])
+def test_p0_takes_memory_of_a_busy_lower_class_between_its_programs(make_device, tmp_path, wis, pipelined):
+    """The lower class never becomes idle, and idle sessions would have to wait for a minute."""
+    device = make_device(memory=10 * MIB, swap=swap(tmp_path, idle_ms=60_000))
+    low, high = device.open("low", priority=4), device.open("high", priority=0)
+    data, step, stop, done = content(1, 4 * MIB), stepping(wis, 4 * MIB), threading.Event(), []
+    low.run(wis.body().alloc("x", len(data)), {"x": 1})
+    low.write(1, data)
+    name = low.define(step)
+    ids = [{"x": 1, "t": 2}[n] for n in step.names]
+
+    def train():
+        while not stop.is_set() or len(done) < 4 * pipelined:
+            for _ in range(pipelined):
+                low.start(name, ids)
+                done.append(None)
+            low.sync()
+
+    trainer = threading.Thread(target=train)
+    trainer.start()
+    try:
+        wait(device, lambda: len(done) > 2 * pipelined)
+        for n in range(3):
+            high.run(wis.body().alloc("x", 8 * MIB), {"x": 1})
+            high.write(1, content(7 + n, 8 * MIB))
+            assert high.read(1, 8 * MIB) == content(7 + n, 8 * MIB)
+            assert device.residence()["low"] in ("away", "preempted")
+            before = len(done)
+            high.run(wis.body().free("x"), {"x": 1})
+            high.sync()
+            wait(device, lambda before=before: len(done) > before + pipelined)
+    finally:
+        stop.set()
+        trainer.join(WAIT_S)
+    assert low.read(1, len(data)) == (data if len(done) % 2 == 0 else inverted(data))
+    assert device.call(lambda: device.loop.sessions["low"].holdings.swaps) == 3
+    device.check()
+
+
+def test_p0_waits_for_idle_sessions_if_memory_may_not_be_preempted(make_device, tmp_path, wis):
+    settings = swap(tmp_path, idle_ms=60_000, patience_ms=1)
+    settings = replace(settings, policy=replace(settings.policy, preempt=False))
+    device = make_device(memory=10 * MIB, swap=replace(settings, policy=replace(settings.policy, idle_ns=300_000_000)))
+    low, high = device.open("low", priority=4), device.open("high", priority=0)
+    low.run(wis.body().alloc("x", 8 * MIB), {"x": 1})
+    low.sync()
+    begun = time.monotonic()
+    high.run(wis.body().alloc("x", 8 * MIB), {"x": 1})
+    high.sync()
+    assert time.monotonic() - begun > 0.25  # the idle time, which no fast machine shortens
+
+
+def test_preempted_session_that_cannot_be_copied_goes_on(make_device, tmp_path, wis, monkeypatch):
+    device = make_device(memory=10 * MIB, swap=swap(tmp_path, host=0, idle_ms=60_000, patience_ms=100))
+    low, high = device.open("low", priority=4), device.open("high", priority=0)
+    data = content(3, 8 * MIB)
+    low.run(wis.body().alloc("x", len(data)), {"x": 1})
+    low.write(1, data)
+    low.sync()
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    high.run(wis.body().alloc("x", 8 * MIB), {"x": 1})
+    low.run(in_place(wis, len(data)), {"x": 1})
+    assert low.read(1, len(data)) == inverted(data)
+    assert device.residence()["low"] == "here"
     device.check()
 
 

@@ -28,19 +28,25 @@ class VramMachine(RuleBasedStateMachine):
 
     tools = None  # classes of the fixtures (`Device`, `Body`, ...): set below
 
-    @initialize(scopes=st.lists(st.sampled_from(Scope), min_size=4, max_size=4))
-    def begin(self, scopes):
+    @initialize(
+        scopes=st.lists(st.sampled_from(Scope), min_size=4, max_size=4),
+        classes=st.lists(st.integers(0, 4), min_size=4, max_size=4),
+    )
+    def begin(self, scopes, classes):
         self.folder = tempfile.TemporaryDirectory(prefix="wooly-")
         swap = SwapSettings(Policy(0, 100 * KIB, 0), HOST, 64 << 20, Path(self.folder.name), patience_ns=20_000_000_000)
         self.device = self.tools.device(Path(self.folder.name) / "x.sock", TorchCpuRuntime(), DEVICE, None, swap)
         self.truth, self.clients, self.count = {}, {}, 0
+        self.classes = dict(zip(NAMES, classes, strict=True))
         for name, scope in zip(NAMES, scopes, strict=True):
             self.open(name, scope)
 
     def open(self, name, scope):
         self.count += 1
         tenant = "t" if name in "ab" else "u"
-        self.clients[name] = self.device.open(f"{name}{self.count}", tenant=tenant, scope=scope)
+        self.clients[name] = self.device.open(
+            f"{name}{self.count}", tenant=tenant, scope=scope, priority=self.classes[name]
+        )
         self.truth[name] = {}
 
     names, buffers, seeds = st.sampled_from(NAMES), st.sampled_from(BUFFERS), st.sampled_from(SEEDS)

@@ -174,6 +174,7 @@ class Launcher:
         if last == len(frame.cut.kernels) or frame.error is not None:
             since = time.perf_counter_ns() if many else 0
             self._interpreter.go_on(session, _RUN_ENDED)
+            self._vram.run_ended()
             if many:
                 beside_ns += time.perf_counter_ns() - since
         return gpu_ns + beside_ns, last

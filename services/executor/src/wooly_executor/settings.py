@@ -80,6 +80,11 @@ class ExecutorSettings(BaseSettings):
     reserve: int = Field(default=2 << 30, ge=0)
     large_allocation: int = Field(default=16 << 20, ge=1)
     swap_idle_s: float = Field(default=300.0, ge=0)
+    preempt_memory: bool = Field(
+        default=True,
+        description="1: a session of class P0 or P1 that needs memory takes it from a session of a lower class between two of "
+        "its programs; 0: it gets memory only of sessions that were idle for `swap_idle_s`",
+    )
     swap_patience_s: float = Field(default=10.0, ge=0)
     swap_host: Annotated[int, Field(ge=0)] | None = None
     swap_disk: int = Field(default=16 << 30, ge=0)
@@ -156,7 +161,7 @@ class ExecutorSettings(BaseSettings):
         swap_host = self.swap_host
         if swap_host is None:
             swap_host = max(min(self.host_memory // 4, (self.host_memory - taken) // 2), 0)
-        policy = Policy(self.reserve, self.large_allocation, int(self.swap_idle_s * 1e9))
+        policy = Policy(self.reserve, self.large_allocation, int(self.swap_idle_s * 1e9), self.preempt_memory)
         folder = self.swap_dir or self.state_dir / "swap"
         return SwapSettings(policy, swap_host, self.swap_disk, folder, int(self.swap_patience_s * 1e9))
 

@@ -70,9 +70,10 @@ class Signal(IntEnum):
     #: The session is suspended or resumed through the control plane.
     PAUSED = auto()
     RESUMED = auto()
-    #: The session's memory: is being copied off the device; stays, because the session has work; has left; is being copied back;
-    #: is on the device.
+    #: The session's memory: is being copied off the device; is being copied off for a higher class; stays, because the session
+    #: has work, or because it could not be copied; has left; is being copied back; is on the device.
     LEAVING = auto()
+    PREEMPTED = auto()
     STAYED = auto()
     LEFT = auto()
     COMING = auto()

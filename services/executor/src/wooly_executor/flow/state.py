@@ -7,8 +7,10 @@ flight.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import islice
 from typing import Any, Generic, TypeVar
 
 from wooly_wis.frames import Kind
@@ -41,6 +43,8 @@ class Residence(Enum):
 
     HERE = "here"
     LEAVING = "leaving"
+    #: As LEAVING, but for a session of a higher class: new work of this session does not keep the memory here.
+    PREEMPTED = "preempted"
     AWAY = "away"
     COMING = "coming"
 
@@ -178,6 +182,10 @@ class Flow(Generic[F]):
         """The first frame, if it is a run."""
         frames = self.inbox.frames
         return frames[0] if frames and frames[0].kind == RUN else None
+
+    def submitted_runs(self) -> Iterator[F]:
+        """The runs that the dispatch core has, in their order."""
+        return islice(self.inbox.frames, self.inbox.submitted)
 
     @property
     def quiet(self) -> bool:

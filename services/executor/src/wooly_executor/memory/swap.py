@@ -4,7 +4,12 @@ The eviction policy (`choose`): a large allocation leaves the reserve free, if s
 *eligible* if it is resident and swappable, has been idle long enough, and there is space elsewhere for the memory that it frees.
 P0 sessions are victims only of P0 sessions, and only if no other session is eligible. Within these two groups, the session that
 was least recently a victim goes first, and sessions that never were go before all others. So no session is a victim twice before
-every other eligible session was one. Only bytes that become free count: content that a remaining session shares stays. Content
+every other eligible session was one.
+
+A session of class P0 or P1 may also preempt: take the memory of a session of a lower class that is between two programs, however
+short it has been idle. The lowest class goes first, and nobody is preempted for the reserve.
+
+Only bytes that become free count: content that a remaining session shares stays. Content
 with a clean copy elsewhere is dropped. Other content goes to pinned host memory up to its budget, then to disk.
 
 The law of admission (`admit`): each admitted session can be resident together with all sessions that cannot be swapped.
@@ -23,6 +28,8 @@ from wooly_executor.errors import AdmissionError
 
 GIB = 1 << 30
 MINUTE_NS = 60 * 1_000_000_000
+#: Lowest class that may preempt.
+PREEMPTING = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +40,13 @@ class Policy:
         reserve: bytes that a large allocation leaves free.
         large: minimum bytes of a large allocation. Smaller allocations may use the reserve.
         idle_ns: minimum idle time before a session may be swapped out, in ns.
+        preempt: sessions of class P0 and P1 may take memory of lower classes between two programs.
     """
 
     reserve: int = 2 * GIB
     large: int = 16 << 20
     idle_ns: int = 5 * MINUTE_NS
+    preempt: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +73,7 @@ class Resident:
         contents: keys of its contents.
         swappable: it may be swapped out.
         chosen: number of the last decision that made it a victim; 0: it never was one.
+        between: it is between two programs, so its memory may be taken now, although it has work.
     """
 
     session: str
@@ -72,6 +82,7 @@ class Resident:
     contents: tuple[int, ...]
     swappable: bool = True
     chosen: int = 0
+    between: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,21 +139,25 @@ def choose(
     policy: Policy = Policy(),
     *,
     priority: int,
+    preempting: bool = False,
 ) -> SwapPlan:
     """Choose the victims for an allocation of `nbytes` at the time `now` (ns), by a session of class `priority`.
+
+    With `preempting`, sessions that `may_preempt` names are eligible between two programs, and the reserve may be used.
 
     `residents` must list all sessions on the device, also the session that allocates. Otherwise shared content would count as
     free when one of its sessions leaves.
     """
     residents = list(residents)
-    wanted = nbytes + (policy.reserve if nbytes >= policy.large else 0) - room.device
+    wanted = nbytes + (policy.reserve if nbytes >= policy.large and not preempting else 0) - room.device
     if wanted <= 0:
         return SwapPlan()
     holders = Counter(key for r in residents for key in set(r.contents))
     leaving: list[Resident] = []
     moves: list[Move] = []
     freed, host, disk = 0, room.host, room.disk
-    for r in _in_order([r for r in residents if may_take(priority, r.priority)], now, policy):
+    taken = priority if preempting else None
+    for r in _in_order([r for r in residents if may_take(priority, r.priority)], now, policy, taken):
         mine = sorted(key for key in set(r.contents) if holders[key] == 1 and contents[key].nbytes)
         placed, host_then, disk_then = _place(mine, contents, host, disk)
         if placed is None:
@@ -167,16 +182,27 @@ def may_take(priority: int, other: int) -> bool:
     return other != 0 or priority == 0
 
 
-def _in_order(residents: Iterable[Resident], now: int, policy: Policy) -> list[Resident]:
-    """The eligible sessions in the order of eviction: P0 last, then least recently a victim, then lowest class, then longest
-    idle.
+def may_preempt(priority: int, other: int) -> bool:
+    """Whether a session of class `priority` may take the memory of a session of class `other` that has work."""
+    return priority <= PREEMPTING and other > priority
+
+
+def _in_order(residents: Iterable[Resident], now: int, policy: Policy, preempting: int | None) -> list[Resident]:
+    """The eligible sessions in the order of eviction.
+
+    First those that were idle long enough: P0 last, then least recently a victim, then lowest class, then longest idle. Then
+    those that a session of class `preempting` may preempt: lowest class first, then least recently a victim.
     """
-    may = [
-        (r.priority == 0, r.chosen, -r.priority, r.idle_since, r.session, r)
-        for r in residents
-        if r.swappable and r.idle_since is not None and now - r.idle_since >= policy.idle_ns
-    ]
-    return [key[-1] for key in sorted(may, key=lambda key: key[:-1])]
+    idle, between = [], []
+    for r in residents:
+        if not r.swappable:
+            continue
+        if r.idle_since is not None and now - r.idle_since >= policy.idle_ns:
+            idle.append(((r.priority == 0, r.chosen, -r.priority, r.idle_since, r.session), r))
+        elif r.between and preempting is not None and may_preempt(preempting, r.priority):
+            between.append(((-r.priority, r.chosen, r.session), r))
+    first = [r for _, r in sorted(idle, key=lambda known: known[0])]
+    return first + [r for _, r in sorted(between, key=lambda known: known[0])]
 
 
 def _place(

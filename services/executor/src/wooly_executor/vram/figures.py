@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from wooly_dispatch.overcommit import promises
 from wooly_wis.messages import MemoryState, SessionMemory
@@ -14,6 +14,15 @@ from wooly_executor.session import Session
 from wooly_executor.swap_space import SwapSpace
 from wooly_executor.vram.residents import Residents
 from wooly_executor.vram.swapping import Swapping
+
+#: Where memory is, as heartbeats say it. Routers of earlier versions do not know that memory can be preempted.
+_RESIDENCES: dict[Residence, Literal["here", "leaving", "away", "coming"]] = {
+    Residence.HERE: "here",
+    Residence.LEAVING: "leaving",
+    Residence.PREEMPTED: "leaving",
+    Residence.AWAY: "away",
+    Residence.COMING: "coming",
+}
 
 
 def stats_of(session: Session, residents: Residents, wanted: int) -> dict[str, Any]:
@@ -112,7 +121,7 @@ def _memory_of(session: Session, residents: Residents) -> SessionMemory:
         disk=disk,
         promised=residents.counted(session),
         swappable=session.holdings.swappable,
-        residence=session.flow.residence.value,
+        residence=_RESIDENCES[session.flow.residence],
         swaps=session.holdings.swaps,
     )
 

@@ -9,7 +9,6 @@ from wooly_dispatch.overcommit import Commitment, counted
 from wooly_executor.contents import Contents
 from wooly_executor.dispatch import Dispatch
 from wooly_executor.flow import Residence
-from wooly_executor.frames import Frame
 from wooly_executor.memory.ledger import Ledger
 from wooly_executor.memory.swap import Place, Policy, may_take
 from wooly_executor.pinned_weights import PinnedWeights
@@ -57,6 +56,30 @@ class Residents:
         """Since when the session has been idle, monotonic ns; None: it works. A session that waits for memory counts as idle."""
         return session.holdings.lacking or session.holdings.idle_since
 
+    def between_programs(self, session: Session) -> bool:
+        """Whether nothing uses the session's memory now, although it may have queued programs.
+
+        While a client uploads, the bytes go straight to a buffer; then the session has work, but no frames.
+        """
+        flow, holdings, launch = session.flow, session.holdings, self._dispatch.launch
+        return (
+            flow.residence is Residence.HERE
+            and not flow.running
+            and not flow.lent
+            and flow.current is None
+            and holdings.job is None
+            and session.finish_upload is None
+            and (launch is None or launch.session != session.id)
+            and (holdings.idle_since is not None or bool(flow.inbox.frames))
+        )
+
+    def give_back(self, session: Session) -> None:
+        """Give back what the queued runs of a session have reserved. They need it again when the session's memory is back."""
+        for frame in session.flow.submitted_runs():
+            if frame.reserved:
+                self.ledger.unreserve(session.holdings.account, frame.reserved)
+                frame.need, frame.reserved = frame.reserved, 0
+
     def commitments(self) -> list[Commitment]:
         """What all sessions count against the device's promises. Pinned weights count as promises that cannot be swapped."""
         found = [Commitment(s.id, self.counted(s), s.holdings.swappable) for s in self.sessions.values()]
@@ -96,11 +119,14 @@ class Residents:
                 )
         return room
 
-    def promise(self, session: Session, head: Frame | None, nbytes: int) -> None:
-        """Reserve memory for the run at the head of a session's queue."""
-        if head is not None and nbytes and not head.reserved:
-            self.ledger.reserve_for(session.holdings.account, nbytes)
-            head.reserved = nbytes
+    def promise(self, session: Session) -> None:
+        """Reserve memory for the submitted runs of a session, in their order, as far as there is enough."""
+        for frame in session.flow.submitted_runs():
+            if frame.need and not frame.reserved:
+                if frame.need > self.ledger.spare:
+                    return
+                self.ledger.reserve_for(session.holdings.account, frame.need)
+                frame.reserved = frame.need
 
     def drop_workspaces(self, except_for: Session) -> None:
         """Free the workspaces that other sessions keep between programs."""

@@ -51,13 +51,16 @@ class Swapping:
 
     # -- out ---------------------------------------------------------------------------------------------------------
 
-    def leave(self, session: Session, blocks: list[tuple[tuple[str, int], Tensor, Place, int]], urgency: int) -> None:
+    def leave(
+        self, session: Session, blocks: list[tuple[tuple[str, int], Tensor, Place, int]], urgency: int, how: Signal
+    ) -> None:
         """Start to swap a session out.
 
         Args:
             session: the victim.
             blocks: per block: key, bytes, target place, size.
             urgency: class of the session that needs the room.
+            how: LEAVING; or PREEMPTED, if the session leaves although it has work or may get work at any time.
         """
         file = None
         if any(to is Place.DISK for _, _, to, _ in blocks):
@@ -73,7 +76,10 @@ class Swapping:
                 self._residents.due = True
                 return
         pieces = [Saving(key, source, self._swap_space.take(to, n, file)) for key, source, to, n in blocks]
-        note(session.flow, Signal.LEAVING)
+        note(session.flow, how)
+        if how is Signal.PREEMPTED:  # from now on, the core passes its queued runs over
+            self._residents.give_back(session)
+            self._dispatch.swapped_out(session)
         session.holdings.leaving_bytes = self._ledger.pool.held(session.id)
         self._residents.leaving += session.holdings.leaving_bytes
 
@@ -95,7 +101,7 @@ class Swapping:
         assert isinstance(job, SaveJob)
         if session.holdings.job is job:
             session.holdings.job = None
-        if session.flow.residence is Residence.LEAVING:
+        if session.flow.residence in (Residence.LEAVING, Residence.PREEMPTED):
             self._residents.leaving -= session.holdings.leaving_bytes
             session.holdings.leaving_bytes = 0
         if session.holdings.closed or job.cancelled or error is not None:

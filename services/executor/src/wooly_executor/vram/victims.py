@@ -9,15 +9,27 @@ from typing import NamedTuple
 from torch import Tensor
 
 from wooly_executor.contents import flat
-from wooly_executor.flow import Residence
+from wooly_executor.flow import Residence, Signal
 from wooly_executor.memory.accounts import Account
-from wooly_executor.memory.swap import Content, Place, Policy, Resident, Room, SwapPlan, choose
+from wooly_executor.memory.swap import (
+    PREEMPTING,
+    Content,
+    Place,
+    Policy,
+    Resident,
+    Room,
+    SwapPlan,
+    choose,
+    may_preempt,
+)
 from wooly_executor.session import Session
 from wooly_executor.swap_space import SwapSpace
 from wooly_executor.vram.residents import Residents
 from wooly_executor.vram.swapping import Swapping
 
 log = logging.getLogger("wooly.executor")
+#: Keys of contents from here downwards stand for reservations of queued runs. Own buffers have keys between this and 0.
+_RESERVATIONS = -1 << 62
 
 
 class _Choice(NamedTuple):
@@ -49,16 +61,23 @@ class Victims:
         self._choices = 0
 
     def make_room(self, need: int, requester: Session, now: int) -> bool:
-        """Evict sessions so that `need` bytes become free for a session. Returns False if no eviction can achieve this."""
-        return self._carry_out(self._choose(need, requester, now, self._here.policy), requester)
+        """Evict sessions so that `need` bytes become free for a session. Returns False if no eviction can achieve this now."""
+        policy = self._here.policy
+        if self._carry_out(self._choose(need, requester, now, policy), requester):
+            return True
+        if not policy.preempt or self._here.priority(requester) > PREEMPTING:
+            return False
+        return self._carry_out(self._choose(need, requester, now, policy, preempting=True), requester, Signal.PREEMPTED)
 
     def restore_reserve(self, requester: Session, now: int) -> bool:
         """Evict sessions to restore the reserve that a large allocation used. Returns False if no eviction can achieve this."""
         policy = self._here.policy
         return self._carry_out(self._choose(0, requester, now, Policy(policy.reserve, 0, policy.idle_ns)), requester)
 
-    def _choose(self, need: int, requester: Session, now: int, policy: Policy) -> _Choice:
-        ledger, residents, owners, may = self._ledger, [], {}, []
+    def _choose(self, need: int, requester: Session, now: int, policy: Policy, *, preempting: bool = False) -> _Choice:
+        asking = self._here.priority(requester)
+        ledger, owners, may = self._ledger, {}, []
+        residents: list[Resident] = []
         contents: dict[int, Content] = {}
         for session in self._here.sessions.values():
             if session.flow.residence is not Residence.HERE:
@@ -67,22 +86,33 @@ class Victims:
             busy = session is requester or session.holdings.job is not None or session.flow.lent
             idle = None if busy else self._here.idle_since(session)
             keys = self._shared(account, contents)
-            eligible = session.holdings.swappable and idle is not None and now - idle >= policy.idle_ns
-            if eligible and not session.holdings.sealing:
+            priority = self._here.priority(session)
+            between = (
+                preempting
+                and session is not requester
+                and may_preempt(asking, priority)
+                and self._here.between_programs(session)
+            )
+            eligible = between or (idle is not None and now - idle >= policy.idle_ns)
+            if eligible and session.holdings.swappable and not session.holdings.sealing:
                 may.append(session.id)
                 for buffer, offset in account.own.items():
                     key = -1 - offset
                     owners[key] = (session, buffer)
                     contents[key] = Content(ledger.pool.size(offset))
                     keys.append(key)
+                if between and account.reserved:  # its queued runs give this back
+                    contents[_RESERVATIONS - len(residents)] = Content(account.reserved, clean=True)
+                    keys.append(_RESERVATIONS - len(residents))
             swappable = session.holdings.swappable and not session.holdings.sealing
-            priority = self._here.priority(session)
-            residents.append(Resident(session.id, priority, idle, tuple(keys), swappable, session.holdings.chosen))
+            residents.append(
+                Resident(session.id, priority, idle, tuple(keys), swappable, session.holdings.chosen, between)
+            )
         for pin in self._here.pins.accounts.values():
             residents.append(Resident(pin.name, 4, None, tuple(self._shared(pin, contents)), False))
         free = self._swap_space.free
         room = Room(ledger.spare + self._here.leaving, free(Place.HOST), free(Place.DISK))
-        plan = choose(need, now, room, residents, contents, policy, priority=self._here.priority(requester))
+        plan = choose(need, now, room, residents, contents, policy, priority=asking, preempting=preempting)
         return _Choice(plan, owners, may)
 
     def _shared(self, account: Account, contents: dict[int, Content]) -> list[int]:
@@ -92,20 +122,23 @@ class Victims:
             contents[store] = Content(self._ledger.store_bytes(store), store in self._contents.copies)
         return stores
 
-    def _carry_out(self, choice: _Choice, requester: Session) -> bool:
+    def _carry_out(self, choice: _Choice, requester: Session, how: Signal = Signal.LEAVING) -> bool:
         plan, owners, eligible = choice
         if plan.short or not plan.victims:
             return False
         rest = [name for name in eligible if name not in plan.victims]
         log.info(
-            "session %s needs memory; victims: %s; also eligible: %s",
+            "session %s needs memory; %s: %s; also eligible: %s",
             requester.id,
+            "victims" if how is Signal.LEAVING else "preempted between two programs",
             self._named(plan.victims),
             self._named(rest),
         )
         sessions, urgency = self._here.sessions, self._here.priority(requester)
         left: dict[str, list[tuple[tuple[str, int], Tensor, Place, int]]] = {name: [] for name in plan.victims}
         for move in plan.moves:
+            if move.content <= _RESERVATIONS:
+                continue  # no bytes
             if move.content < 0:
                 session, buffer = owners[move.content]
                 base = session.buffers[buffer].base
@@ -119,7 +152,7 @@ class Victims:
         for name, blocks in left.items():
             self._choices += 1
             sessions[name].holdings.chosen = self._choices
-            self._swapping.leave(sessions[name], blocks, urgency)
+            self._swapping.leave(sessions[name], blocks, urgency, how)
         return True
 
     def _named(self, names: Iterable[str]) -> str:

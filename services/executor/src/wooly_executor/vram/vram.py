@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from wooly_dispatch.overcommit import Commitment, counted, promises
@@ -18,7 +19,7 @@ from wooly_executor.holdings import Holdings
 from wooly_executor.memory.accounts import Account
 from wooly_executor.memory.book import Scope
 from wooly_executor.memory.ledger import Ledger
-from wooly_executor.memory.swap import Policy, admit
+from wooly_executor.memory.swap import admit
 from wooly_executor.memory_samples import MemorySample, MemorySamples
 from wooly_executor.mover import PIECE, Mover
 from wooly_executor.pinned_files import PinnedFiles
@@ -73,7 +74,7 @@ class Vram:
     ) -> None:
         given = settings.policy
         reserve = min(given.reserve, capacity // RESERVE_SHARE)
-        self.policy = policy = Policy(reserve, given.large, given.idle_ns)
+        self.policy = policy = replace(given, reserve=reserve)
         self.ledger = Ledger(capacity, reserve=reserve)
         self.clock = clock
         self.overcommit_percent = 0
@@ -229,7 +230,12 @@ class Vram:
         """Release the reservation of a run that begins: the run allocates this memory now."""
         if frame.reserved:
             self.ledger.unreserve(session.holdings.account, frame.reserved)
-            frame.reserved = 0
+            frame.need = frame.reserved = 0
+
+    def run_ended(self) -> None:
+        """Note that a run has ended, before the core decides the next launch: its session may be preempted now."""
+        if self._waiting.preempting:
+            self._waiting.arrange()
 
     def idle(self, session: Session) -> None:
         """Note that a session has no more work."""

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from wooly_executor.dispatch import Dispatch
 from wooly_executor.errors import OutOfMemoryError
-from wooly_executor.flow import Residence, Signal
-from wooly_executor.frames import Frame
+from wooly_executor.flow import Readiness, Residence, Signal
+from wooly_executor.memory.swap import PREEMPTING
 from wooly_executor.post import Post
 from wooly_executor.session import Session
 from wooly_executor.vram.residents import Residents
@@ -45,6 +45,7 @@ class Waiting:
 
     Attributes:
         wants: requests by session.
+        preempting: a request may get its memory when some session is between two programs.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Waiting:
         post: Post,
     ) -> None:
         self.wants: dict[str, MemoryRequest] = {}
+        self.preempting = False
         self._residents, self._victims, self._swapping, self._dispatch = residents, victims, swapping, dispatch
         self._patience, self._post = patience_ns, post
         self._ledger, self._clock, self._policy = residents.ledger, residents.clock, residents.policy
@@ -78,7 +80,7 @@ class Waiting:
 
     def arrange(self) -> None:
         """Serve the requests, the highest class first."""
-        self._residents.due = False
+        self._residents.due = self.preempting = False
         self._wake = None
         now = self._clock()
         for want in sorted(self.wants.values(), key=lambda w: (w.priority, w.since, w.session.id)):
@@ -90,8 +92,9 @@ class Waiting:
         requests must wait.
         """
         session, ledger = want.session, self._ledger
-        head = session.flow.run
-        extra = head.need if head is not None else session.holdings.writing
+        if session.flow.residence in (Residence.LEAVING, Residence.PREEMPTED):
+            return False  # it comes back when it has left
+        extra = self._queued_need(session) if session.flow.run is not None else session.holdings.writing
         need = extra if session.flow.residence is Residence.HERE else ledger.needed(session.holdings.account) + extra
         if need > ledger.pool.capacity and session.flow.residence is not Residence.HERE:
             need -= extra
@@ -99,19 +102,28 @@ class Waiting:
             self._residents.drop_workspaces(session)
         short_of_reserve = need >= self._policy.large and ledger.spare - need < self._policy.reserve and not want.tried
         if ledger.spare >= need and not short_of_reserve:
-            return self._grant(want, head, need)
+            return self._grant(want)
         if self._residents.leaving and ledger.spare + self._residents.leaving >= need:
             return True
         want.tried = True
         if self._victims.make_room(need, session, now):
             return True
         if ledger.spare >= need:
-            return self._grant(want, head, need)
+            return self._grant(want)
         if session.flow.residence is Residence.HERE and now - session.holdings.lacking >= self._patience:
             self._give_up(want)
             return False
+        self.preempting = self.preempting or (self._policy.preempt and want.priority <= PREEMPTING)
         self._schedule_wake(session, now)
         return False
+
+    @staticmethod
+    def _queued_need(session: Session) -> int:
+        """Bytes that the submitted runs of a session need and have not reserved.
+
+        These are the bytes of one run, or of all runs that were queued when the session was preempted.
+        """
+        return sum([frame.need for frame in session.flow.submitted_runs() if not frame.reserved])
 
     def _schedule_wake(self, session: Session, now: int) -> None:
         """Set the time at which another session will have been idle for long enough."""
@@ -135,20 +147,17 @@ class Waiting:
 
     def _resume(self, session: Session) -> None:
         """Let a session go on after its request was granted or has failed."""
-        if session.holdings.writing:
+        if session.holdings.writing or session.flow.readiness is Readiness.MEMORY:
             self._post.add(session, Signal.MEMORY_CAME)
-        else:
+        if not session.holdings.writing:
             self._dispatch.swapped_in(session)
 
-    def _grant(self, want: MemoryRequest, head: Frame | None, need: int) -> bool:
+    def _grant(self, want: MemoryRequest) -> bool:
         session, ledger = want.session, self._ledger
-        promised = 0
-        if head is not None and head.need:
-            promised = min(head.need, need)
         if session.flow.residence is Residence.HERE:
             del self.wants[session.id]
             session.holdings.lacking = 0
-            self._residents.promise(session, head, promised)
+            self._residents.promise(session)
             self._resume(session)
             return False
         try:
@@ -157,8 +166,7 @@ class Waiting:
             self._schedule_wake(session, self._clock())
             return False
         del self.wants[session.id]
-        if ledger.spare >= promised:
-            self._residents.promise(session, head, promised)
+        self._residents.promise(session)
         self._swapping.bring(session, stores, want.priority, self._arrived)
         return False
 
@@ -172,11 +180,7 @@ class Waiting:
         self._post.add(session, Signal.MEMORY_CAME)
 
     def _next_has_room(self, session: Session) -> bool:
-        """Whether the run at the head of the queue has its memory. The run may have arrived after the request."""
-        head = session.flow.run
-        if head is None or not head.need or head.reserved:
-            return True
-        if self._ledger.spare >= head.need:
-            self._residents.promise(session, head, head.need)
-            return True
-        return not self._residents.can_make_room(session, head.need)
+        """Whether the submitted runs have their memory. A run may have arrived after the request."""
+        self._residents.promise(session)
+        need = self._queued_need(session)
+        return not need or not self._residents.can_make_room(session, need)
