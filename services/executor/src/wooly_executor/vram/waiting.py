@@ -173,6 +173,7 @@ class Waiting:
     def _arrived(self, session: Session) -> None:
         """Continue a session whose memory is back. Its next program begins, or waits for its own room."""
         if self._next_has_room(session):
+            session.holdings.lacking = 0  # it may have waited for room when it left
             self._dispatch.swapped_in(session)
         else:
             session.holdings.lacking = self._clock()
