@@ -39,6 +39,7 @@ from wooly.torch_private import (
     has_kernel,
     overload_name,
     redispatch_cpu,
+    redispatch_nested_host,
     register_backend,
     use_resize_warning_of_aten,
 )
@@ -57,6 +58,12 @@ _FACTORIES = (
 )
 #: Operators on metadata. Their CPU kernels do not access the tensor's memory, so they work for device tensors, too.
 _METADATA = ("is_set_to", "_sparse_broadcast_to")
+#: Sizes, strides and offsets of nested tensors, which are in host memory. Autograd reads them where an error ends the process.
+_NESTED_METADATA = (
+    aten._nested_tensor_size.default,
+    aten._nested_tensor_strides.default,
+    aten._nested_tensor_storage_offsets.default,
+)
 
 
 class RegisteredDevice:
@@ -124,6 +131,8 @@ class RegisteredDevice:
         self.autocast.register(library)
         self._libraries.append(register_autocast())
         self._libraries.append(_register_fallbacks(Extensions(self.devices, self.generic, _unsupported)))
+        for op in _NESTED_METADATA:
+            library.impl(_short(op), redispatch_nested_host(op), "NestedTensorPrivateUse1")
         self._libraries += register_sparse(SparseCalls(self.generic))
         set_library_roots(tuple(os.path.dirname(m.__file__ or "") for m in (torch, storage, wooly_wis)))
 

@@ -296,6 +296,19 @@ def redispatch_cpu(op: torch._ops.OpOverload) -> Callable[..., Any]:
     return run
 
 
+def redispatch_nested_host(op: torch._ops.OpOverload) -> Callable[..., Any]:
+    """A callable that runs the kernel of `op` for nested host tensors on tensors of any device.
+
+    Correct only if the kernel reads metadata alone.
+    """
+    call, keys = op._handle.redispatch_boxed, DispatchKeySet(DispatchKey.NestedTensorCPU)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return call(keys, *args, **kwargs)
+
+    return run
+
+
 def redispatch_sparse_host(op: torch._ops.OpOverload, key: str) -> Callable[..., Any]:
     """A callable that runs the kernel of `op` for sparse host tensors on tensors of any device.
 

@@ -199,6 +199,13 @@ def _into(factory: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _wrapper_subclass(*args: Any, **kwargs: Any) -> Any:
+    """`Tensor._make_wrapper_subclass`, with its device by keyword or by position."""
+    if "device" in kwargs:
+        kwargs["device"] = to_wooly(kwargs["device"])
+    return make_wrapper_subclass(*[to_wooly(a) if isinstance(a, torch.device) else a for a in args], **kwargs)
+
+
 def _tensor_patches() -> Iterator[Patch]:
     tensor = torch.Tensor
     shown = [torch.device(CUDA, index) for index in range(MAX_DEVICES)]
@@ -216,7 +223,7 @@ def _tensor_patches() -> Iterator[Patch]:
     yield (tensor, "is_cuda", property(is_cuda))
     yield (tensor, "data", property(tensor_data.__get__, _set_data))
     # A subclass that wraps a device tensor passes the tensor's device. A wrapper on CUDA itself would abort in autograd.
-    yield (tensor, "_make_wrapper_subclass", staticmethod(with_device(make_wrapper_subclass)))
+    yield (tensor, "_make_wrapper_subclass", staticmethod(_wrapper_subclass))
     real_to, real_type = tensor.to, tensor.type
 
     @functools.wraps(real_to)
