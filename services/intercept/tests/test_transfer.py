@@ -69,3 +69,16 @@ def test_upload_one_number_with_many_dimensions_keeps_value(cuda):
     number = torch.full([1] * 65, 2.5)
     there = number.to(cuda)
     assert there.shape == number.shape and there.cpu().item() == 2.5
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.complex128], ids=str)
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 3, True, 0.1])
+def test_copy_of_python_number_equals_the_host(cuda, value, dtype):
+    host, there = torch.zeros(3, dtype=dtype), torch.zeros(3, dtype=dtype, device=cuda)
+    assert there.copy_(value) is there
+    assert torch.equal(there.cpu().nan_to_num(nan=7), host.copy_(value).nan_to_num(nan=7))
+
+
+def test_copy_of_wide_python_integer_is_exact(cuda):
+    wide = torch.zeros(2, dtype=torch.int64, device=cuda).copy_((1 << 62) + 1)
+    assert wide.tolist() == [(1 << 62) + 1] * 2

@@ -132,6 +132,18 @@ def number_of(t: Tensor) -> tuple[Any, DType | None]:
     return t.item(), None if is_python_number(t) else DTYPES[t.dtype]
 
 
+Number = bool | int | float | complex
+
+
+def host_scalar(value: Number) -> Tensor:
+    """A 0-dimensional host tensor with a Python number, in the widest dtype of its kind."""
+    if isinstance(value, int):
+        dtype = torch.bool if isinstance(value, bool) else torch.int64 if value < 1 << 63 else torch.uint64
+    else:
+        dtype = torch.complex128 if isinstance(value, complex) else torch.float64
+    return torch.tensor(value, dtype=dtype, device="cpu")
+
+
 _PROBE = {
     torch.float64: torch.zeros((), dtype=torch.float16),
     torch.int64: torch.zeros((), dtype=torch.int8),

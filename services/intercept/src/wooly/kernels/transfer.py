@@ -17,7 +17,7 @@ from wooly.contents import upload
 from wooly.determinism import Determinism, Mode
 from wooly.devices import NAME, Devices
 from wooly.kernels.composite import plain
-from wooly.kernels.forms import view_of
+from wooly.kernels.forms import Number, host_scalar, view_of
 from wooly.kernels.overlap import refuse_overlap, refuse_partial_overlap
 from wooly.link import MIRROR_ITEM_LIMIT, Link, ViewKey
 from wooly.recorder import Forms, Recorder, origin
@@ -245,10 +245,12 @@ class Transfer:
 
     # -- copies ------------------------------------------------------------------------------------------------------
 
-    def copy_(self, dst: Tensor, src: Tensor, non_blocking: bool = False) -> Tensor:
+    def copy_(self, dst: Tensor, src: Tensor | Number, non_blocking: bool = False) -> Tensor:
         """`aten.copy_` and, with swapped arguments, `aten._copy_from`."""
         if dst is src:
             return dst
+        if not isinstance(src, Tensor):  # PyTorch passes a Python number as the number
+            src = host_scalar(src)
         if dst.is_conj():
             self.copy_(dst.conj(), src.conj())
             return dst
