@@ -685,3 +685,15 @@ def test_lazy_module_initializes_on_device(cuda):
 def test_device_context_makes_parameters_on_device(cuda):
     with torch.device(cuda):
         assert torch.nn.Linear(2, 2).weight.is_cuda
+
+
+@pytest.mark.parametrize("value", [(1 << 64) - 1, (1 << 63) + 5, 1 << 63, (1 << 63) - 1])
+def test_fill_of_uint64_with_any_value_equals_the_host(cuda, value):
+    expected = torch.full((2,), value, dtype=torch.uint64)
+    assert torch.full((2,), value, dtype=torch.uint64, device=cuda).tolist() == expected.tolist()
+    assert torch.zeros(2, dtype=torch.uint64, device=cuda).fill_(value).tolist() == expected.tolist()
+
+
+def test_integer_that_is_too_large_error_says_cuda(cuda):
+    with pytest.raises(OverflowError, match="on cuda"):
+        torch.ones(2, dtype=torch.uint64, device=cuda).add_(1 << 63)

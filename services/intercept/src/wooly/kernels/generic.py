@@ -40,6 +40,10 @@ _MAX_INT = (1 << 63) - 1
 _MAX_PLANS = 65536
 
 
+class _WideIntegerError(OverflowError):
+    """An integer argument does not fit into a signed 64-bit param."""
+
+
 class _HostTensorError(Exception):
     """Internal signal: an operand is a host tensor that is not a scalar."""
 
@@ -124,6 +128,10 @@ class Generic:
                         collect(a, name in scalar_kw, key, buffers, params)
             except _HostTensorError:
                 raise mixed_devices(tensors_of(Call(args, kwargs))) from None
+            except _WideIntegerError:
+                if facts.name != "aten.fill_.Scalar" or args[0].dtype is not torch.uint64:
+                    raise
+                return run(args[0], args[1] - (1 << 64))  # params are signed: the same 64 bits
             if not buffers:
                 key.append(devices.current)
             signature = tuple(key)
@@ -477,8 +485,8 @@ def _bind(value: Any, params: list[Any]) -> None:
     if isinstance(value, complex):
         params += (value.real, value.imag)
     elif value.__class__ is int and value > _MAX_INT:
-        raise OverflowError(
-            f"the integer {value} is larger than {_MAX_INT}, the largest on the wooly device; use a float"
+        raise _WideIntegerError(
+            f"the integer {value} is larger than {_MAX_INT}, the largest for this operator on cuda; use a float"
         )
     else:
         params.append(value)
