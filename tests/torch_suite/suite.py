@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -57,7 +58,37 @@ def twin(test):
     return f"{re.sub('CUDA$', 'CPU', group)}.{re.sub('_cuda(?=_|$)', '_cpu', name)}"
 
 
-def rows_of(path, side, *, keyword="", only=None, limit=60.0, progress=lambda test: None):
+class Outcomes:
+    """A file that keeps the outcome of every test at once, one JSON line each. A later run takes them over.
+
+    Args:
+        path: the file; None: nothing is kept.
+    """
+
+    def __init__(self, path=None):
+        self._path, self._lock = path, threading.Lock()
+        self._known = {}
+        lines = path.read_text().splitlines() if path is not None and path.exists() else []
+        for line in lines:
+            with contextlib.suppress(json.JSONDecodeError):  # the last line of a run that was killed
+                found = json.loads(line)
+                side = self._known.setdefault((found["file"], found["side"]), {})
+                side[found["test"]] = (found["outcome"], found["detail"])
+
+    def of(self, name, side):
+        """The known outcomes of a file on one side: test → (outcome, detail)."""
+        return dict(self._known.get((name, side), {}))
+
+    def keep(self, name, side, test, outcome, detail):
+        """Keep one outcome. Any thread may call this."""
+        if self._path is None:
+            return
+        line = {"file": name, "side": side, "test": test, "outcome": outcome, "detail": detail}
+        with self._lock, self._path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def rows_of(path, side, *, keyword="", only=None, limit=60.0, progress=lambda *outcome: None, known=None):
     """Run the tests of one file on one side, in as many processes as crashes and hangs require.
 
     Args:
@@ -66,12 +97,14 @@ def rows_of(path, side, *, keyword="", only=None, limit=60.0, progress=lambda te
         keyword: part of the names of the tests to run.
         only: names of the tests to run; None: all.
         limit: seconds per test.
-        progress: called with each test's name and outcome.
+        progress: called with each test's name, outcome and detail.
+        known: test → (outcome, detail) of tests that are not run again.
 
     Returns:
         test → (outcome, detail). The key "" stands for the file itself, if it did not load.
     """
-    done = {}
+    done = dict(known or {})
+    done.pop("", None)
     barren = 0
     while True:
         before = len(done)
@@ -134,7 +167,7 @@ def _follow(reader, process, log, limit, done, progress):
 
     def note(test, outcome, detail):
         done[test] = (outcome, detail)
-        progress(f"{test} {outcome}")
+        progress(test, outcome, detail)
 
     while True:
         if not selector.select(max(0.0, deadline - time.monotonic())):
@@ -181,17 +214,21 @@ def judge(name, device, failing, known):
     return new, {unit for unit in ran if failing.get(unit[1], ("pass", ""))[0] != unit[2]}
 
 
-def check(path, known, keyword, limit, root):
+def check(path, known, keyword, limit, root, outcomes):
     """Both sides of a file."""
     name = str(path.relative_to(root))
 
-    def progress(test):
-        if not test.endswith((" pass", " skip")):
-            print(f"  {name} {test}", file=sys.stderr, flush=True)
+    def on(side):
+        def progress(test, outcome, detail):
+            outcomes.keep(name, side, test, outcome, detail)
+            if side == "cuda" and outcome not in ("pass", "skip"):
+                print(f"  {name} {test} {outcome}", file=sys.stderr, flush=True)
 
-    device = rows_of(path, "cuda", keyword=keyword, limit=limit, progress=progress)
+        return {"limit": limit, "progress": progress, "known": outcomes.of(name, side)}
+
+    device = rows_of(path, "cuda", keyword=keyword, **on("cuda"))
     twins = sorted({twin(test) for test, (outcome, _) in device.items() if outcome in OUTCOMES and test})
-    host = rows_of(path, "cpu", only=twins, limit=limit) if twins else {}
+    host = rows_of(path, "cpu", only=twins, **on("cpu")) if twins else {}
     failing = alone(device, host)
     new, passing = judge(name, device, failing, known)
     counts = Counter(outcome for outcome, _ in device.values())
@@ -229,6 +266,11 @@ def main(argv=None):
     parser.add_argument("--list", type=Path, default=LISTED, help="the list of exceptions")
     parser.add_argument("--jobs", type=int, default=1, help="files at a time")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds per test")
+    parser.add_argument(
+        "--outcomes",
+        type=Path,
+        help="a file that keeps each outcome at once; tests whose outcome it has are not run again",
+    )
     parser.add_argument("--json", action="store_true", help="a JSON line per file instead of the table")
     options = parser.parse_args(argv)
     root = options.root.resolve()
@@ -236,13 +278,13 @@ def main(argv=None):
     missing = [str(p) for p in paths if not p.is_file()]
     if missing:
         parser.error(f"no such test file: {', '.join(missing)}")
-    known = listed(options.list)
+    known, outcomes = listed(options.list), Outcomes(options.outcomes)
     columns = ("pass", "skip", "both", *OUTCOMES)
     if not options.json:
         print(f"{'file':36}" + "".join(f"{c:>8}" for c in columns), flush=True)
     good = True
     with ThreadPoolExecutor(options.jobs) as pool:
-        for row in pool.map(lambda p: check(p, known, options.keyword, options.limit, root), paths):
+        for row in pool.map(lambda p: check(p, known, options.keyword, options.limit, root, outcomes), paths):
             good = good and not row["new"] and not row["passing"]
             if options.json:
                 print(json.dumps(row), flush=True)

@@ -35,6 +35,17 @@ def test_rows_of_file_with_every_outcome_classifies_and_goes_on(tmp_path):
     }
 
 
+def test_outcomes_of_a_killed_run_are_taken_over(tmp_path):
+    path, kept = tmp_path / "test_small.py", tmp_path / "outcomes.jsonl"
+    path.write_text("import unittest\n\nclass TestSmall(unittest.TestCase):\n    def test_a(self): self.fail('again')\n")
+    suite.Outcomes(kept).keep("test_small.py", "cpu", "TestSmall.test_a", "pass", "")
+    with kept.open("a") as file:
+        file.write('{"file": "test_small.py", "si')
+    known = suite.Outcomes(kept).of("test_small.py", "cpu")
+    assert suite.Outcomes(kept).of("test_small.py", "cuda") == {}
+    assert suite.rows_of(path, "cpu", known=known) == {"TestSmall.test_a": ("pass", "")}
+
+
 def test_rows_of_file_that_does_not_load_is_a_crash_of_the_file(tmp_path):
     path = tmp_path / "test_broken.py"
     path.write_text("import no_such_module")

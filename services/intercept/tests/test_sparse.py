@@ -68,6 +68,7 @@ CALLS = {
     "over number rounded": lambda d: torch.div(coo(d), 2.0, rounding_mode="floor"),
     "times dense": lambda d: coo(d) * DENSE.to(d),
     "add": lambda d: coo(d) + coo(d),
+    "add of another dtype in place": lambda d: coo(d, torch.uint8).add_(coo(d, torch.int8)),
     "add to dense": lambda d: DENSE.to(d) + coo(d),
     "sum": lambda d: torch.sparse.sum(coo(d)),
     "sum over dimension": lambda d: torch.sparse.sum(coo(d), 0),

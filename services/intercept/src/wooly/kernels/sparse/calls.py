@@ -160,11 +160,13 @@ class SparseCalls:
         if not packet.endswith("_") or functional is None:
             raise unsupported(op, "out= cannot be a sparse tensor; use the result instead")
         result = functional(*args, **kwargs)
-        if result.dtype is not target.dtype:
+        if not torch.can_cast(result.dtype, target.dtype):
             raise RuntimeError(
                 f"result type {_name(result.dtype)} can't be cast to the desired output type {_name(target.dtype)}"
             )
-        target.copy_(result)
+        target.copy_(
+            result if result.dtype is target.dtype else _with_values(result, components(result)[1].to(target.dtype))
+        )
         return target
 
 
