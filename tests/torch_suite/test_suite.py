@@ -37,7 +37,9 @@ def test_rows_of_file_with_every_outcome_classifies_and_goes_on(tmp_path):
 
 def test_outcomes_of_a_killed_run_are_taken_over(tmp_path):
     path, kept = tmp_path / "test_small.py", tmp_path / "outcomes.jsonl"
-    path.write_text("import unittest\n\nclass TestSmall(unittest.TestCase):\n    def test_a(self): self.fail('again')\n")
+    path.write_text(
+        "import unittest\n\nclass TestSmall(unittest.TestCase):\n    def test_a(self): self.fail('again')\n"
+    )
     suite.Outcomes(kept).keep("test_small.py", "cpu", "TestSmall.test_a", "pass", "")
     with kept.open("a") as file:
         file.write('{"file": "test_small.py", "si')
