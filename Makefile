@@ -69,6 +69,10 @@ bench: setup ## the benchmarks: the client against local PyTorch, the cores of d
 bench-credits: setup ## what metering takes, and ten models' bills alone and beside another tenant (an hour; --runs, --generations)
 	$(BIN)/python bench/credits.py $(CREDITS_ARGS)
 
+.PHONY: credits-table
+credits-table: setup ## the table of ten models' credits in docs/performance/credits.md (half an hour on a quiet machine)
+	$(BIN)/python bench/credits.py --only models --page docs/performance/credits.md $(CREDITS_ARGS)
+
 .PHONY: bench-jit
 bench-jit: setup ## generated kernels on PoCL, as ratios to eager PyTorch; who computes in whole models, what is left
 	$(BIN)/python bench/jit.py

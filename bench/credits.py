@@ -8,6 +8,7 @@ core, and clients share the other cores. So clients are equally slow apart and b
 budget: how long a tenant continues after its hard limit.
 
 Run: .venv/bin/python bench/credits.py [--json] [--only NAME] [--events N] [--scale X] [--runs N] [--generations N] [--models A,B]
+     [--page FILE [--theirs FILE]]
 """
 
 import argparse
@@ -167,19 +168,24 @@ WARM = 16
 ALONE = 4
 #: Time in seconds for measuring the pace of the machine's cores, which gives a constant reference for prices.
 LOOKS_S = 3.0
-#: Family, layers, width, heads, heads of keys and values, width of the MLP, vocabulary.
+#: The shape of a model: family, layers, heads, heads of keys and values, width of a head, width of the MLP, vocabulary, and
+#: whether the embedding is also the last layer. Source: the configurations that the models' owners publish. These are the ten
+#: models of THEIR_PAGE, in its order. A tuned model has its base model's shape, and here its weights are random, too, so both
+#: must cost the same.
 MODELS = {
-    "tinyllama-1.1b": ("llama", 22, 2048, 32, 4, 5632, 32000),
-    "llama-2-7b": ("llama", 32, 4096, 32, 32, 11008, 32000),
-    "llama-2-13b": ("llama", 40, 5120, 40, 40, 13824, 32000),
-    "llama-3-8b": ("llama", 32, 4096, 32, 8, 14336, 128256),
-    "mistral-7b": ("mistral", 32, 4096, 32, 8, 14336, 32000),
-    "falcon-rw-1b": ("falcon", 24, 2048, 32, 32, 8192, 50304),
-    "falcon-7b": ("falcon", 32, 4544, 71, 1, 18176, 65024),
-    "dolly-v2-3b": ("neox", 32, 2560, 32, 32, 10240, 50280),
-    "dolly-v2-7b": ("neox", 32, 4096, 32, 32, 16384, 50280),
-    "dolly-v2-12b": ("neox", 36, 5120, 40, 40, 20480, 50688),
+    "llama-3.2-1b": ("llama", 16, 32, 8, 64, 8192, 128256, True),
+    "llama-3.2-1b-instruct": ("llama", 16, 32, 8, 64, 8192, 128256, True),
+    "llama-3.2-3b": ("llama", 28, 24, 8, 128, 8192, 128256, True),
+    "llama-3.2-3b-instruct": ("llama", 28, 24, 8, 128, 8192, 128256, True),
+    "mistral-7b-instruct": ("mistral", 32, 32, 8, 128, 14336, 32000, False),
+    "falcon3-7b-instruct": ("llama", 28, 12, 4, 256, 23040, 131072, False),
+    "llama-3.1-8b-instruct": ("llama", 32, 32, 8, 128, 14336, 128256, False),
+    "llama-3.1-8b": ("llama", 32, 32, 8, 128, 14336, 128256, False),
+    "dolly-v2-12b": ("neox", 36, 40, 40, 128, 20480, 50688, False),
+    "llama-2-13b-chat": ("llama", 40, 40, 40, 128, 13824, 32000, False),
 }
+#: Another product's table of the same ten models.
+THEIR_PAGE = "https://woolyai.com/gpu-consumption-model-based-on-core-and-memory-usage-not-time-used"
 
 
 def build(name, scale):
@@ -187,24 +193,19 @@ def build(name, scale):
     import torch
     import transformers as t
 
-    family, layers, width, heads, kv_heads, mlp, vocabulary = MODELS[name]
-    head = width // heads
+    family, layers, heads, kv_heads, head, mlp, vocabulary, tied = MODELS[name]
     layers, heads = max(1, round(layers * scale)), max(1, round(heads * scale))
     kv_heads = next(n for n in range(max(1, round(kv_heads * scale)), 0, -1) if heads % n == 0)
     common = {
         "num_hidden_layers": layers, "hidden_size": heads * head, "num_attention_heads": heads,
-        "vocab_size": max(64, round(vocabulary * scale)), "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0,
+        "intermediate_size": max(16, round(mlp * scale)), "vocab_size": max(64, round(vocabulary * scale)),
+        "tie_word_embeddings": tied, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0,
     }  # fmt: skip
-    mlp = max(16, round(mlp * scale))
-    if family == "llama":
-        config = t.LlamaConfig(**common, num_key_value_heads=kv_heads, intermediate_size=mlp)
-    elif family == "mistral":
-        config = t.MistralConfig(**common, num_key_value_heads=kv_heads, intermediate_size=mlp)
-    elif family == "falcon":
-        more = {"multi_query": True} if kv_heads == 1 else {"multi_query": False, "alibi": True}
-        config = t.FalconConfig(**common, ffn_hidden_size=mlp, new_decoder_architecture=False, **more)
+    if family == "neox":
+        config = t.GPTNeoXConfig(**common)
     else:
-        config = t.GPTNeoXConfig(**common, intermediate_size=mlp)
+        kind = t.LlamaConfig if family == "llama" else t.MistralConfig
+        config = kind(head_dim=head, num_key_value_heads=kv_heads, **common)
     torch.manual_seed(0)
     return t.AutoModelForCausalLM.from_config(config).eval()
 
@@ -379,7 +380,7 @@ def bench_models(args):
         "model", "scale", "core", "sd", "CPU s, sd", "VRAM", "sd",
         "apart", "beside", "VRAM", "beside", "s", "apart", "beside", box=None,
     )  # fmt: skip
-    rows, console = [], Console(stderr=True, width=None if sys.stderr.isatty() else 130)
+    rows, lines, console = [], [], Console(stderr=True, width=None if sys.stderr.isatty() else 130)
     names = args.models.split(",") if args.models else list(MODELS)
     job = {"generations": args.generations, "length": args.length, "device": "cuda"}
     with local_stack() as (stack, client), Progress(*COLUMNS, console=console) as progress:
@@ -387,7 +388,7 @@ def bench_models(args):
         flag = stack.state_dir / "work"
         try:
             for name in names:
-                other = "mistral-7b" if name != "mistral-7b" else "falcon-7b"
+                other = "mistral-7b-instruct" if name != "mistral-7b-instruct" else "falcon3-7b-instruct"
                 scale = args.scale or fitting(name)
                 busy = {"model": other, "scale": args.scale or fitting(other), "tenant": "neighbour", "generations": 1}
 
@@ -422,6 +423,10 @@ def bench_models(args):
                     f"{mean['core'][1]:.1f}", f"{mean['core'][2]:.1f}", f"{mean['vram'][1]:.2f}", f"{mean['vram'][2]:.2f}",
                     *[f"{s:.2f}" for s in seconds],
                 )  # fmt: skip
+                lines.append(
+                    (name, scale, *(v for key in ("core", "vram") for v in (mean[key][0], deviation(figures[key][0]))))
+                    + tuple(mean[key][2] / mean[key][1] for key in ("core", "vram"))
+                )
                 progress.remove_task(shown)
                 done = ", ".join(
                     f"{key} {a:.2f} (sd {spread(figures[key][0])}), apart {b:.2f}, beside {c:.2f}"
@@ -462,7 +467,78 @@ def bench_models(args):
             neighbour.close()
         rows.append(both_ways(stack, client))
     console.print(table)
+    if args.page:
+        args.page.write_text(page(args, lines))
     return rows
+
+
+def page(args, lines):
+    """Return the page of the documentation that shows the table, in Markdown."""
+    theirs = json.loads(args.theirs.read_text()) if args.theirs else {}
+    about = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.partition(":")[2].strip() for line in about if line.startswith("model name")), "unknown")
+    columns = ["model", "scale", "core credits", "sd", "VRAM credits", "sd", "core, beside", "VRAM, beside"]
+    align = ["---"] + ["---:"] * 7
+    if theirs:
+        columns += ["Wooly Credits, core", "Wooly Credits, VRAM"]
+        align += ["---:", "---:"]
+    table = []
+    for name, scale, core, core_sd, vram, vram_sd, core_beside, vram_beside in lines:
+        cells = [name, f"1/{1 / scale:g}", f"{core:.1f}", f"{core_sd:.1f} %", f"{vram:.2f}", f"{vram_sd:.1f} %"]
+        cells += [f"{core_beside:.3f}", f"{vram_beside:.3f}"]
+        table.append(cells + [str(v) for v in (theirs.get(name, ["", ""]) if theirs else [])])
+    grid = "\n".join("| " + " | ".join(cells) + " |" for cells in (columns, align, *table))
+    return PAGE.format(
+        runs=args.runs, generations=args.generations, length=args.length, warm=WARM, grid=grid, model=model,
+        threads=os.cpu_count(), date=time.strftime("%Y-%m-%d"), page=THEIR_PAGE,
+        their_column=THEIR_COLUMN if theirs else NO_THEIR_COLUMN,
+    )  # fmt: skip
+
+
+THEIR_COLUMN = """\
+The last two columns are that product's own figures for the same models, in its unit. Its unit is
+not ours, so compare the order of the models and the spread, not the numbers."""
+
+NO_THEIR_COLUMN = """\
+That page's figures are not repeated here, because no copy of them was at hand when the table was
+made. `--theirs FILE` adds them as two columns, in their unit. The file is JSON:
+`{"llama-3.2-1b": [core credits, VRAM credits], ...}`."""
+
+#: The page of the documentation, by `--page`.
+PAGE = """\
+# Credits of ten models
+
+Command: `make credits-table`, which runs `bench/credits.py --only models` and writes this page.
+Machine: {model}, {threads} hardware threads, no GPU. Date: {date}.
+
+{grid}
+
+- A row is the mean of {runs} runs, each a session of its own, after {warm} runs that do not count. A
+  run generates {generations} times, to {length} tokens each, from one prompt.
+- sd: the standard deviation of the {runs} bills, in percent of their mean.
+- beside: the price of a run while another tenant generates on the same executor, divided by its
+  price while that tenant generates on its own CPU. The client is equally slow in both cases. 1 means
+  that the neighbour does not change the bill.
+- Core credits pay for the time that cores of the device worked. VRAM credits pay for memory over
+  time, so they fall when a run is faster. See the guide about [credits](../guides/credits.md).
+
+## Compared with another product's table
+
+WoolyAI publishes [a table]({page}) of the same ten models, 20 runs each.
+
+{their_column}
+
+What differs:
+
+- Weights are random and token ids stand for words, because this table needs no download. A bill
+  depends on shapes, not on the values of weights. A tuned model has its base model's shape, so both
+  cost the same here.
+- The shapes are scaled down (column "scale") to what the cache of this CPU holds, because this
+  machine cannot hold the models. A bill at scale 1 is not this bill times the inverse of the scale.
+- The device is a CPU. Theirs is a GPU.
+- All tokens are generated: generation does not stop at an end-of-text token, which random weights
+  would choose by chance.
+"""
 
 
 #: Shown for comparison, without a goal.
@@ -548,6 +624,12 @@ def main():
     parser.add_argument("--generations", type=int, default=9)
     parser.add_argument("--length", type=int, default=MAX_LENGTH, help="tokens per generation, including the prompt")
     parser.add_argument("--models", default="", help=f"models, separated by commas: {', '.join(MODELS)}")
+    parser.add_argument(
+        "--page", type=Path, help="write the models' table to this file, as a page of the documentation"
+    )
+    parser.add_argument(
+        "--theirs", type=Path, help="JSON file with that product's credits, for two columns of the page"
+    )
     parser.add_argument("--work", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.work:
