@@ -1,14 +1,19 @@
 """Tests of requests for plans: a request ends when no session needs the plan any more."""
 
 import asyncio
+import re
 from types import SimpleNamespace
 
 import pytest
+from wooly_bus.errors import BusError
+from wooly_bus.worker import WorkerError
 from wooly_executor import tiers as tiers_module
 from wooly_executor.compilation import PlanSource
+from wooly_executor.compilers import OwnCompiler, no_compiler
 from wooly_executor.programs import ProgramStore
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
 from wooly_executor.tiers import OFTEN, Tiers
+from wooly_wis.artifact import Key
 from wooly_wis.dtypes import DType
 
 
@@ -69,3 +74,49 @@ async def test_plan_source_requests_in_flight_never_exceed_the_remembered_ones(s
     monkeypatch.setattr(tiers_module, "KEPT", 2)
     programs = wanted(source._tiers, wis, 1, 2, 3, 4)
     await until(lambda: {entry.digest for entry in source._getting} == {p.digest for p in programs[2:]})
+
+
+class Builder:
+    """The worker processes of a compiler on a machine without NVRTC."""
+
+    def __init__(self):
+        self.asked = []
+
+    def version(self):
+        return "0" * 12
+
+    def ask(self, request, what):
+        self.asked.append(request["what"])
+        if request["what"] == "missing":
+            return b"NVRTC is missing; install it" if request["target"].startswith("cuda") else b""
+        return b"artifact"
+
+
+@pytest.mark.parametrize("mode", ["exact", "full"])
+async def test_own_compiler_without_tools_for_the_target_says_what_is_missing(mode):
+    builder = Builder()
+    compiler = OwnCompiler(builder)
+    with pytest.raises(WorkerError, match=r"cannot compile for cuda:sm_90: NVRTC is missing; install it"):
+        await compiler.compile(Key(bytes(16), "cuda:sm_90", mode), b"", "", patient=mode == "exact")
+    assert builder.asked == ["missing"]
+
+
+async def test_own_compiler_checks_its_tools_once(wis):
+    builder = Builder()
+    compiler = OwnCompiler(builder)
+    for _ in range(2):
+        key = Key(bytes(16), "opencl:000000000000-x1", "full")
+        assert await compiler.compile(key, b"", "", patient=False) == ("0" * 12, b"artifact")
+    assert builder.asked == ["missing", "artifact", "artifact"]
+
+
+@pytest.mark.parametrize(
+    ("target", "cure"),
+    [
+        ("cuda:sm_90", r"cuda:sm_90.*has NVRTC: the image wooly-compiler-cuda, .*'wooly-compiler\[cuda\]'"),
+        ("hip:gfx942", r"hip:gfx942.*has hipRTC or clang: the image wooly-compiler-rocm, .*'wooly-compiler\[rocm\]'"),
+        ("opencl:000000000000-x1", r"opencl:0.*start one with `wooly up`"),
+    ],
+)
+def test_no_compiler_names_what_the_device_needs(target, cure):
+    assert re.search(cure, no_compiler(target, BusError("no service answers")))

@@ -405,7 +405,8 @@ def test_full_mode_without_a_compiler_fails_with_the_cure(world, wis):
     client = world.session(wis, "full")
     other = Script(world.session(wis, "exact"))
     with pytest.raises(
-        wis.error, match=r"WOOLYAI_JIT=full needs a compiler, and no compiler answers .*start one with `wooly up`"
+        wis.error,
+        match=r"WOOLYAI_JIT=full needs a compiler for opencl:\S*, and none answers .*start one with `wooly up`",
     ) as caught:
         Script(client).step()
     assert caught.value.code == "executor.no_compiler"

@@ -32,6 +32,7 @@ from wooly_wis.messages import (
     ExplainProgramRequest,
 )
 
+from wooly_compiler.build.toolchains import BUILDERS
 from wooly_compiler.build.worker import Limits, WorkerProcess
 from wooly_compiler.errors import CompilerError
 from wooly_compiler.settings import CompilerSettings
@@ -91,6 +92,15 @@ class CompilerActor:
         """Return the target families for which this machine can build code. A worker finds out."""
         found: list[str] = json.loads(await self._ask({"what": "targets"}, "any target", "nothing"))
         return found
+
+    async def missing(self) -> dict[str, str]:
+        """Return the toolchains that this machine cannot use, and why. A worker finds out."""
+        absent: dict[str, str] = {}
+        for toolchain in BUILDERS:
+            why = (await self._ask({"what": "missing", "target": toolchain}, toolchain, "nothing")).decode()
+            if why:
+                absent[toolchain] = why
+        return absent
 
     def serve(self, families: list[str]) -> None:
         """Register the request handlers. Call this before the app runs."""

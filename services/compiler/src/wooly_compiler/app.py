@@ -31,12 +31,15 @@ async def serve(settings: CompilerSettings) -> None:
     try:
         families = await actor.families()
         actor.serve(families)
+        absent = await actor.missing()
         async with app.running():
             log.info(
                 "compiler %s builds for %s",
                 version(),
                 ", ".join(families) or "no target, because no driver is installed",
             )
+            for toolchain, why in absent.items():
+                log.info("compiler %s does not build for %s: %s", version(), toolchain, why)
             await run_for_ever({}, until_signalled)
     finally:
         await actor.stop()

@@ -50,6 +50,11 @@ def families() -> list[str]:
     return found
 
 
+def missing_for(target: str) -> str:
+    """Return why this machine cannot build code for a target; empty if it can."""
+    return missing(target.partition(":")[0])
+
+
 def plan_of(
     program: Program, target: str, mode: Mode, decided: dict[int, Any] | None, trace: Trace | None = None
 ) -> Plan:

@@ -30,6 +30,8 @@ def answer(request: dict[str, Any]) -> bytes:
 
     if request["what"] == "targets":
         return json.dumps(artifacts.families()).encode()
+    if request["what"] == "missing":
+        return artifacts.missing_for(request["target"]).encode()
     if request["what"] == "foreign":
         from wooly_compiler import foreign
 

@@ -20,7 +20,7 @@ from wooly_wis.errors import WisError
 
 from wooly_executor.artifacts import ArtifactCache
 from wooly_executor.compile_throttle import CompileThrottle
-from wooly_executor.compilers import LARGEST, Compilers
+from wooly_executor.compilers import LARGEST, Compilers, no_compiler
 from wooly_executor.device_loop import DeviceLoop
 from wooly_executor.errors import ExecutorError, FullDiskError, TooMuchWorkError
 from wooly_executor.runtime.prepared import PreparedProgram
@@ -103,10 +103,7 @@ class PlanSource:
         try:
             prepared = await self._plan(entry)
         except BusError as e:  # only in mode `full`: the compilers did not answer for a long time
-            why, final = (
-                f"WOOLYAI_JIT=full needs a compiler, and no compiler answers ({e}); start one with `wooly up`",
-                False,
-            )
+            why, final = no_compiler(self._target, e), False
         except (ExecutorError, WisError) as e:
             # in mode `full`, tier 0 would give other bits, so only a bad artifact, which is reported, makes the result final
             why, final = str(e), entry.mode == "exact" or isinstance(e, BadArtifactError)

@@ -61,6 +61,22 @@ class Compilers(Protocol):
         ...
 
 
+#: What a compiler for a toolchain (the first part of a target) has, and the name of its image and its extra.
+_GPU_COMPILERS = {"cuda": ("NVRTC", "cuda"), "hip": ("hipRTC or clang", "rocm")}
+
+
+def no_compiler(target: str, problem: Exception) -> str:
+    """Return what a session of mode `full` is told if no compiler answers for its device."""
+    cure = "start one with `wooly up`, or python -m wooly_compiler"
+    if gpu := _GPU_COMPILERS.get(target.partition(":")[0]):
+        needs, name = gpu
+        cure = (
+            f"start one that has {needs}: the image wooly-compiler-{name}, "
+            f"or pip install 'wooly-compiler[{name}]' and python -m wooly_compiler"
+        )
+    return f"WOOLYAI_JIT=full needs a compiler for {target or 'the device'}, and none answers ({problem}); {cure}"
+
+
 class CompilerServices:
     """The compilers that answer over NATS. An implementation of `Compilers`.
 
@@ -151,10 +167,17 @@ class OwnCompiler:
     def __init__(self, builder: WorkerBuilder) -> None:
         self._builder = builder
         self._turns = asyncio.Semaphore(AT_ONCE)
+        self._usable: set[str] = set()
 
     async def compile(self, key: Key, raw: bytes, rejected: str, *, patient: bool) -> tuple[str, bytes] | None:
-        """See `Compilers`. A program that the compiler refused is not compiled again."""
+        """See `Compilers`. A program that the compiler refused is not compiled again.
+
+        Raises:
+            WorkerError: this executor has no compiler, or what the compiler needs for the target is not installed.
+        """
         version = self._builder.version()
+        if version:
+            await self._check(key.target)
         request = {
             "what": "artifact",
             "program": raw.hex(),
@@ -173,6 +196,20 @@ class OwnCompiler:
             log.warning("program %s stays at tier 0: %s", key.program.hex()[:16], e)
             return None
         return version, made
+
+    async def _check(self, target: str) -> None:
+        """Check once that the compiler's tools for a target are installed.
+
+        Raises:
+            WorkerError: they are not.
+        """
+        if target in self._usable:
+            return
+        async with self._turns:
+            why = await asyncio.to_thread(self._builder.ask, {"what": "missing", "target": target}, f"target {target}")
+        if why:
+            raise WorkerError(f"this executor cannot compile for {target}: {why.decode()}")
+        self._usable.add(target)
 
     async def stored(self, name: str) -> bytes | None:
         """See `Compilers`. No other executor shares this compiler."""
