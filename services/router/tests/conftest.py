@@ -20,6 +20,7 @@ from wooly_router.state.database import Database, migrate
 from wooly_router.state.world import World
 from wooly_router.tasks import TaskActor
 from wooly_router.traces import TraceActor
+from wooly_router.waiting import SOONEST_S
 from wooly_wis.messages import (
     ClientFacts,
     CloseSessionReply,
@@ -157,8 +158,9 @@ class Rig:
         self.clock.now += 0.001
         return await self.open(queue=True, **wanted)
 
-    async def turn(self, waiting, router=None, **wanted):
-        """Ask whether the turn of a session that waits has come."""
+    async def turn(self, waiting, router=None, pause_s=SOONEST_S, **wanted):
+        """Ask whether the turn of a session that waits has come, after the pause that a client makes."""
+        self.clock.now += pause_s
         place = QueuePlace(session_id=waiting.session_id, token=waiting.token)
         return await (router or self.actor).on_open_session(ask(queue=True, place=place, **wanted))
 

@@ -202,3 +202,14 @@ async def test_waiting_sessions_count_against_limit_of_tenant(rig):
         assert (await refusal(r.queue(tenant="t", **ALL))).code == "router.limit"
         assert (await r.queue(tenant="u", **ALL)).wait.place == 2
         assert (await r.turn(waiting, tenant="t", **ALL)).wait.place == 1
+
+
+async def test_turn_asked_without_a_pause_is_refused_and_keeps_its_place(rig):
+    async with rig("a") as r:
+        first = await r.queue(**ALL)
+        waiting = await r.queue(**ALL)
+        assert (await r.turn(waiting, **ALL)).wait.place == 1
+        refused = await refusal(r.turn(waiting, pause_s=0, **ALL))
+        assert (refused.code, refused.retryable) == ("router.asked_early", True)
+        await r.close(first)
+        assert (await r.turn(waiting, **ALL)).parts

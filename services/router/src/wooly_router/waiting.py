@@ -20,6 +20,10 @@ from wooly_router.state.world import World
 #: Seconds between two questions of the next session in the queue, and at most. A session further back asks less often, so that
 #: a long queue costs little: the session at place n asks every n times `ASK_S`.
 ASK_S, MAX_ASK_S = 0.5, 30.0
+#: Minimum seconds between an answer and the next question of the same session. An earlier question is refused before it takes
+#: part in placement, so a client that asks without a pause does not delay others. A session asks one question at a time, and
+#: the sessions of a tenant are limited, so its questions are limited, too.
+SOONEST_S = ASK_S / 2
 #: What is stored of the placement of a session that waits.
 WAITING: dict[str, object] = {"why": "waiting", "waits": {}, "fitting": 0}
 #: Seconds by which a place's lease is longer than three questions: one answer may take long.
@@ -37,6 +41,7 @@ class SessionQueue:
     def __init__(self, world: World, clock: Callable[[], float]) -> None:
         self._world, self._clock = world, clock
         self._asking: set[str] = set()
+        self._answered: dict[str, float] = {}
 
     async def join(self, s: AsyncSession, task: TaskRecord, token: str) -> None:
         """Give a new session its place: the lease by which its client may ask again."""
@@ -50,7 +55,7 @@ class SessionQueue:
         """Return the session whose client asks for its turn. `leave` must follow.
 
         Raises:
-            RefusedError: the session does not wait, or another router examines it now.
+            RefusedError: the session does not wait, another router examines it now, or its client asks too early.
         """
         lease = await self._world.tasks.lease(place.session_id)
         task = await self._world.tasks.get(place.session_id)
@@ -68,12 +73,20 @@ class SessionQueue:
             )
         if task.id in self._asking or (task.parts and (task.retry_at or 0.0) > self._clock()):
             raise RefusedError("router.opening", f"session {task.id} is being opened already", retryable=True)
+        if 0 <= self._clock() - self._answered.get(task.id, float("-inf")) < SOONEST_S:
+            raise RefusedError(
+                "router.asked_early",
+                f"session {task.id} asked less than {SOONEST_S:g} s after the last answer; wait for as long as the answer says",
+                retryable=True,
+            )
         self._asking.add(task.id)
         return task
 
     def leave(self, session_id: str) -> None:
         """The answer to the client is ready."""
         self._asking.discard(session_id)
+        now = self._clock()
+        self._answered = {k: t for k, t in self._answered.items() if 0 <= now - t < SOONEST_S} | {session_id: now}
 
     async def wait(
         self, task: TaskRecord, token: str, why: str, would_fit: str, record: Mapping[str, object]
