@@ -552,7 +552,7 @@ def both(call, cuda):
 @pytest.mark.parametrize(
     "call",
     [
-        lambda d: torch.zeros(3, dtype=torch.bool, device=d).abs(),
+        lambda d: torch.zeros(3, dtype=torch.bool, device=d).neg(),
         lambda d: torch.ones(3, device=d) << 1,
         lambda d: torch.ones(3, dtype=torch.int64, device=d).logit_(),
         lambda d: torch.logcumsumexp(torch.zeros(3, 2, device=d), 3),

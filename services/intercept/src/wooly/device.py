@@ -20,7 +20,7 @@ from wooly import storage
 from wooly.determinism import Determinism
 from wooly.devices import NAME, Devices
 from wooly.errors import ForkedProcessError, NotConnectedError
-from wooly.kernels import composite, views
+from wooly.kernels import composite, views, widening
 from wooly.kernels.autocast import Autocast
 from wooly.kernels.extensions import Extensions, register_autocast
 from wooly.kernels.generic import Generic
@@ -160,6 +160,8 @@ class RegisteredDevice:
             kernel = self.generic.kernel(op)
         if name == "histc":
             kernel = composite.histc(kernel)
+        if name == "nansum":
+            kernel = composite.nansum(kernel)
         if name == "_embedding_bag_backward":
             kernel = composite.embedding_bag_backward(kernel)
         if name == "convolution":
@@ -198,6 +200,10 @@ class RegisteredDevice:
             library.impl("lstm.input", partial(composite.lstm_input, Whole(self.generic, aten.lstm.input)), key)
             entropy = Whole(self.generic, aten.cross_entropy_loss.default)
             library.impl("cross_entropy_loss", partial(composite.cross_entropy, entropy), key)
+        for name in widening.FOURIER:
+            transform = widening.fourier(getattr(aten, name).default)
+            for key in ("AutogradPrivateUse1", "PrivateUse1"):
+                library.impl(name, transform, key)
         for op in WHOLE:
             whole = Whole(self.generic, op)
             library.impl(_short(op), whole, "AutogradPrivateUse1")

@@ -19,6 +19,7 @@ from wooly.determinism import Determinism, Mode
 from wooly.devices import NAME, Devices, mixed_devices
 from wooly.dtypes import TORCH_DTYPES
 from wooly.errors import RemoteOperationError
+from wooly.kernels import widening
 from wooly.kernels.alerts import ALERTS
 from wooly.kernels.forms import is_python_number
 from wooly.kernels.inference import Inferences
@@ -102,6 +103,7 @@ class Generic:
         collect = _collect
         finish = self._finish
         n_scalar = len(scalar_at)
+        gaps = widening.gaps_of(op)
 
         def run(*args: Any, drawn_from: Generator | None = None, **kwargs: Any) -> Any:
             key: list[Any] = [head]
@@ -139,6 +141,11 @@ class Generic:
             if plan is None:
                 if facts.each_alone and not _on_one_device(buffers):
                     return redispatch_cpu(op)(*args, **kwargs)
+                if gaps:
+                    call = Call(args, kwargs)
+                    narrow = widening.gap_of(gaps, call)
+                    if narrow is not None and widening.is_needed(self._recorder_of(buffers, call)):
+                        return widening.compute_wider(facts, narrow, call)
                 planned = self._plan(facts, signature, buffers, args, kwargs)
                 if isinstance(planned, Call):
                     return run(*planned.args, drawn_from=drawn_from, **planned.kwargs)

@@ -1,0 +1,120 @@
+"""Dtypes that CUDA's kernels have and the CPU's lack: the operands are converted to a wider dtype, and the results back.
+
+An executor on a CPU uses the CPU's kernels. A GPU computes the narrow dtype itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import reduce
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from wooly.kernels.schema import Call, OpFacts, tensors_of
+from wooly.recorder import Recorder
+from wooly.torch_private import OpOverload, tree_map
+
+_HALVES: Final = frozenset({torch.float16, torch.bfloat16})
+_COMPLEX_HALF: Final = frozenset({torch.complex32})
+#: The dtype in which a narrow dtype is computed.
+_WIDER: Final = {
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.complex32: torch.complex64,
+    torch.bool: torch.uint8,
+}
+#: Per narrow dtype: the dtypes of results in the wider dtype, and the dtypes to which they are converted.
+_NARROWED: Final = {
+    torch.float16: {torch.float32: torch.float16, torch.complex64: torch.complex32},
+    torch.bfloat16: {torch.float32: torch.bfloat16},
+    torch.complex32: {torch.complex64: torch.complex32, torch.float32: torch.float16},
+    torch.bool: {torch.uint8: torch.bool},
+}
+_COMPLEX: Final = (
+    "acos acosh angle asin asinh atan atanh cos cosh div exp lerp log logaddexp pow prod rsqrt sigmoid sigmoid_backward sin sinh "
+    "sqrt sum tan tanh tanh_backward trace"
+)
+_HALF: Final = (
+    "_upsample_bicubic2d_aa _upsample_bicubic2d_aa_backward _upsample_bilinear2d_aa _upsample_bilinear2d_aa_backward avg_pool3d "
+    "avg_pool3d_backward multi_margin_loss multi_margin_loss_backward multilabel_margin_loss_backward "
+    "multilabel_margin_loss_forward"
+)
+#: By name of an operator: the dtypes that its CUDA kernel supports and its CPU kernel does not. Source: `dtypesIfCUDA` and
+#: `dtypes` in PyTorch's `op_db`. tests/conformance/test_dtypes.py compares them.
+_GAPS: Final = {
+    **dict.fromkeys(_COMPLEX.split(), _COMPLEX_HALF),
+    **dict.fromkeys(_HALF.split(), _HALVES),
+    "abs": frozenset({torch.bool}),
+    "rrelu_with_noise": frozenset({torch.float16}),
+    "trace": _COMPLEX_HALF | {torch.bool},
+}
+#: Fourier transforms. PyTorch checks their dtypes before it chooses a kernel.
+FOURIER: Final = tuple(
+    f"fft_{inverse}{kind}{dims}" for kind in ("fft", "rfft", "hfft") for inverse in ("", "i") for dims in ("", "2", "n")
+)
+
+
+def gaps_of(op: OpOverload) -> frozenset[torch.dtype]:
+    """Dtypes that the operator's CPU kernel does not support, although its CUDA kernel does."""
+    return _GAPS.get(op.overloadpacket.__name__.removesuffix("_"), frozenset())
+
+
+def gap_of(gaps: frozenset[torch.dtype], call: Call) -> torch.dtype | None:
+    """The dtype in which the call would be computed, if it is one of `gaps`; else None."""
+    dtype = call.kwargs.get("dtype")
+    if dtype is None:
+        dtypes = [t.dtype for t in tensors_of(call)]
+        dtype = reduce(torch.promote_types, dtypes) if gaps.intersection(dtypes) else None
+    return dtype if dtype in gaps else None
+
+
+def is_needed(recorder: Recorder) -> bool:
+    """Whether the device is a CPU. Connects the session if that is not known."""
+    return recorder.require_link().device.get("vendor") == "cpu"
+
+
+def compute_wider(facts: OpFacts, narrow: torch.dtype, call: Call) -> Any:
+    """Run a call in the wider dtype, and return its results in the narrow one. Tensors that the operator writes are written."""
+    args, kwargs = tree_map(lambda a: _widened(a, narrow), (call.args, call.kwargs))
+    found = facts.op(*args, **kwargs)
+    written: dict[str | None, Any] = {}
+    for name in facts.written:
+        own, wide = _argument(facts, name, call), _argument(facts, name, Call(args, kwargs))
+        if own is not wide:
+            if own.shape != wide.shape:
+                own.resize_(wide.shape)
+            own.copy_(wide)
+        written[name] = own
+    results = list(found) if isinstance(found, (list, tuple)) else [found]
+    names = facts.returns_written if len(results) == len(facts.returns_written) else (None,) * len(results)
+    results = [_narrowed(r, narrow) if name is None else written[name] for r, name in zip(results, names, strict=True)]
+    return tuple(results) if isinstance(found, tuple) else results if isinstance(found, list) else results[0]
+
+
+def _argument(facts: OpFacts, name: str, call: Call) -> Any:
+    at = facts.positions.get(name, len(call.args))
+    return call.args[at] if at < len(call.args) else call.kwargs.get(name)
+
+
+def fourier(op: OpOverload) -> Callable[..., Any]:
+    """Make the kernel of a Fourier transform: half precision is computed in single precision."""
+    decompose = op.decompose
+
+    def run(t: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if t.dtype is not torch.float16 and t.dtype is not torch.complex32:
+            return decompose(t, *args, **kwargs)
+        return _narrowed(decompose(t.to(_WIDER[t.dtype]), *args, **kwargs), t.dtype)
+
+    return run
+
+
+def _widened(a: Any, narrow: torch.dtype) -> Any:
+    if isinstance(a, Tensor):
+        return a.to(_WIDER[narrow]) if a.dtype is narrow else a
+    return _WIDER[narrow] if a is narrow else a
+
+
+def _narrowed(a: Any, narrow: torch.dtype) -> Any:
+    return a.to(_NARROWED[narrow].get(a.dtype, a.dtype)) if isinstance(a, Tensor) else a

@@ -1,0 +1,102 @@
+"""Operators with dtypes that CUDA has and the CPU lacks: they are computed in a wider dtype."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
+UNARY = "acos acosh angle asin asinh atan atanh cos cosh exp log rsqrt sigmoid sin sinh sqrt tan tanh prod sum"
+HALVES = (torch.float16, torch.bfloat16)
+CALLS = {
+    "avg_pool3d": (lambda x: F.avg_pool3d(x, 2), (1, 2, 4, 4, 4), HALVES),
+    "antialias": (lambda x: F.interpolate(x, (3, 3), mode="bilinear", antialias=True), (1, 2, 6, 6), HALVES),
+    "bicubic": (lambda x: F.interpolate(x, (3, 3), mode="bicubic", antialias=True), (1, 2, 6, 6), HALVES),
+    "multi_margin": (lambda x: F.multi_margin_loss(x, torch.arange(4, device=x.device)), (4, 5), HALVES),
+    "multilabel": (
+        lambda x: F.multilabel_margin_loss(x, torch.tensor([[1, 2, -1]] * 4, device=x.device)),
+        (4, 3),
+        HALVES,
+    ),
+    **{name: (getattr(torch, name), (3, 4), (torch.complex32,)) for name in UNARY.split()},
+    "div": (lambda x: x / (x + 2), (3, 4), (torch.complex32,)),
+    "pow": (lambda x: x**2.5, (3, 4), (torch.complex32,)),
+    "lerp": (lambda x: torch.lerp(x, x + 1, 0.25), (3, 4), (torch.complex32,)),
+    "trace": (torch.trace, (4, 4), (torch.complex32,)),
+    "fft": (torch.fft.fft, (3, 8), (torch.float16, torch.complex32)),
+    "rfft2": (torch.fft.rfft2, (4, 8), (torch.float16,)),
+    "irfftn": (torch.fft.irfftn, (4, 8), (torch.complex32,)),
+    "ihfft": (lambda x: torch.fft.ihfft(x, norm="ortho"), (8,), (torch.float16,)),
+}
+NARROW = {torch.float32: torch.float16, torch.complex64: torch.complex32}
+
+
+def narrowed(t, dtype):
+    return t.to(dtype if dtype is torch.bfloat16 else NARROW.get(t.dtype, t.dtype))
+
+
+def values(t):
+    return torch.view_as_real(t) if t.is_complex() else t
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(n, d) for n, (_, _, dtypes) in CALLS.items() for d in dtypes],
+    ids=lambda v: str(v).split(".")[-1],
+)
+def test_operator_without_host_kernel_is_computed_in_wider_dtype(cuda, name, dtype):
+    call, shape, _ = CALLS[name]
+    wide = torch.randn(shape, dtype=WIDER[dtype]).to(dtype)
+    expected = narrowed(call(wide.to(WIDER[dtype])), dtype)
+    found = call(wide.to(cuda))
+    assert (found.dtype, found.device.type, found.shape) == (expected.dtype, "cuda", expected.shape)
+    torch.testing.assert_close(values(found.cpu()), values(expected), rtol=2e-3, atol=2e-3, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", ["avg_pool3d", "antialias", "bicubic", "multi_margin", "multilabel"])
+def test_gradient_without_host_kernel_is_computed_in_wider_dtype(cuda, name):
+    call, shape, _ = CALLS[name]
+    leaves = [torch.linspace(-1, 1, torch.Size(shape).numel()).reshape(shape) for _ in range(2)]
+    there = leaves[0].to(cuda, torch.float16).requires_grad_()
+    here = leaves[1].half().float().requires_grad_()
+    call(there).sum().backward()
+    call(here).sum().backward()
+    assert there.grad.dtype is torch.float16
+    torch.testing.assert_close(there.grad.cpu(), here.grad.half(), rtol=2e-3, atol=2e-3)
+
+
+def test_gradient_of_half_fft_equals_single_precision(cuda):
+    x = torch.randn(16).half()
+    there, here = x.to(cuda).requires_grad_(), x.float().requires_grad_()
+    torch.fft.rfft(there).abs().float().sum().backward()
+    torch.fft.rfft(here).abs().sum().backward()
+    torch.testing.assert_close(there.grad.cpu(), here.grad.half(), rtol=1e-2, atol=1e-2)
+
+
+def test_in_place_and_out_without_host_kernel_write_their_tensors(cuda):
+    x = torch.randn(3, 4, dtype=torch.complex64).to(torch.complex32)
+    expected = x.to(torch.complex64).cos().to(torch.complex32)
+    there = x.to(cuda)
+    assert there.cos_() is there and torch.equal(values(there.cpu()), values(expected))
+    out = torch.empty(0, dtype=torch.complex32, device=cuda)
+    assert torch.cos(x.to(cuda), out=out) is out and torch.equal(values(out.cpu()), values(expected))
+    summed = torch.sum(x.to(cuda), dim=1, dtype=torch.complex32)
+    assert summed.dtype is torch.complex32
+    assert torch.sum(x.to(cuda), dtype=torch.complex64).dtype is torch.complex64
+
+
+def test_rrelu_in_half_writes_its_noise_and_draws_random_numbers(cuda):
+    x = -torch.ones(1000, dtype=torch.float16, device=cuda)
+    noise = torch.zeros_like(x)
+    y = torch.ops.aten.rrelu_with_noise(x, noise, 0.1, 0.3, True)
+    assert y.dtype is noise.dtype is torch.float16
+    assert torch.equal((-noise).cpu(), y.cpu()) and 0.09 < noise.min().item() < noise.max().item() < 0.31
+
+
+def test_sums_of_bool_and_complex_numbers_have_dtypes_of_cuda(cuda):
+    flags = torch.tensor([[True, False], [False, True]], device=cuda)
+    assert torch.equal(flags.abs().cpu(), flags.cpu())
+    assert flags.trace().dtype is torch.int64 and flags.trace().item() == 2
+    numbers = torch.tensor([1 + 2j, complex("nan"), 3 - 1j], device=cuda)
+    assert torch.nansum(numbers).item() == 4 + 1j
+    assert torch.nansum(numbers.to(torch.complex32)).item() == 4 + 1j
