@@ -43,6 +43,19 @@ test: setup ## the tests (about seven minutes on two cores)
 test-all: setup ## all tests, the slow ones too
 	WOOLY_THOROUGH=1 $(PYTEST) -m "not gpu and not docker"
 
+# Releases of PyTorch beside the pinned one. Each lies in a folder that precedes .venv's packages.
+RELEASES ?= 2.11.0 2.12.1 2.14.1 2.15.0
+
+.PHONY: test-matrix
+test-matrix: setup ## the client's, the executor's and the conformance tests with other releases of PyTorch (gigabytes; RELEASES="2.14.1")
+	@for release in $(RELEASES); do \
+		test -d .matrix/$$release/torch || \
+			$(BIN)/python -m pip install --quiet --disable-pip-version-check --target .matrix/$$release torch==$$release || exit 1; \
+		echo "torch $$release"; \
+		PYTHONPATH=$(CURDIR)/.matrix/$$release $(PYTEST) -m "not slow and not gpu and not docker" \
+			services/intercept/tests services/executor/tests tests/conformance || exit 1; \
+	done
+
 .PHONY: lint
 lint: setup ## ruff (with a ban on pickle, marshal, eval, exec), mypy (strict for libs), import contracts
 	$(BIN)/ruff check .

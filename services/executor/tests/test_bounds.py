@@ -64,7 +64,7 @@ def _tensors_of(name):
     type.
     """
     _, packet, overload = name.split(".")
-    op = getattr(getattr(torch.ops.aten, packet), overload, None)
+    op = getattr(getattr(torch.ops.aten, packet, None), overload, None)
     return [] if op is None else [(a, str(a.type)) for a in op._schema.arguments]
 
 

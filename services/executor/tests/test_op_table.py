@@ -200,4 +200,5 @@ def test_promotion_matches_library(a, b):
             theirs = torch.result_type(x, torch.empty(sizes, dtype=b))
         else:
             ours, theirs = result_type([view], [kinds[type(b)]]), torch.result_type(x, b)
-        assert TORCH_DTYPE[ours] is theirs
+        if theirs in TORCH_DTYPE.values():  # torch 2.14 has complex numbers of two bfloat16, which WIS has not
+            assert TORCH_DTYPE[ours] is theirs

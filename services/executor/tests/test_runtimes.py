@@ -563,6 +563,8 @@ def test_dropout_same_seed_gives_same_bytes(wis, rate):
 @pytest.mark.parametrize("dtype", [DType.F32, DType.I64, DType.BF16, DType.C64], ids=str)
 def test_param_for_tensor_argument_matches_reference(wis, kind, value, dtype):
     v = wis.at(dtype, 3)
+    if torch.result_type(torch.ones(3, dtype=TORCH_DTYPE[dtype]), value) not in TORCH_DTYPE.values():
+        pytest.skip("torch 2.14 has complex numbers of two bfloat16, which WIS has not")
     made = torch.ones(3, dtype=TORCH_DTYPE[dtype]) * value
     out = announced(wis, made)
     body = wis.body().alloc("y", out.end)

@@ -128,7 +128,7 @@ CALLS = {
 NOT_CALLED = {
     "_convolution", "_convolution.deprecated",
     "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell", "_scaled_dot_product_flash_attention", "cudnn_convolution",
-    "cudnn_convolution_transpose",
+    "cudnn_convolution_transpose", "linalg_matrix_sqrth",
 }  # fmt: skip
 
 #: Operators that need a GPU even for fake tensors. Their expected dtypes are those of another operator of the same list.

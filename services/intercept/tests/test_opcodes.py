@@ -41,7 +41,7 @@ def test_fill_has_own_opcode():
 @pytest.mark.parametrize(
     ("op", "args", "operands"),
     [
-        (aten.cholesky.default, (A,), (IN, OUT)),
+        (aten.cholesky_inverse.default, (A,), (IN, OUT)),
         (aten.div.Tensor_mode, (A, B), (IN, IN, OUT)),
         (aten._softmax.default, (A, 1, True), (IN, OUT)),
         (aten.add.Tensor, (A, B), (IN, IN, Operand(Role.OUT, View(DType.F64, (3, 4), (4, 1))))),

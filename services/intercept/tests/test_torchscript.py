@@ -9,7 +9,9 @@ import torch
 from torch import nn
 from wooly.facade.torchscript import rename_devices
 
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:.torch.jit:{kind}") for kind in ("DeprecationWarning", "FutureWarning")
+]
 
 
 def with_constants(x):

@@ -7,7 +7,7 @@ floating-point tensors of a call and then calls the operator below that layer. A
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -49,6 +49,7 @@ FULL = (
     "logsumexp", "upsample_nearest1d", "_upsample_nearest_exact1d", "upsample_nearest2d", "_upsample_nearest_exact2d",
     "upsample_nearest3d", "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d",
     "_upsample_bilinear2d_aa", "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bicubic2d_aa",
+    "linalg_matrix_sqrth",
 )  # fmt: skip
 
 #: Operators that get `dtype=torch.float32` for their result, unless the call specifies a dtype.
@@ -101,20 +102,25 @@ class Autocast:
 
     def register(self, library: torch.library.Library) -> None:
         """Register the kernels of all lists in `library`, which implements `aten`."""
-        below = {name: below_autocast(_overload(name)) for name in (*LOWER, *RECURRENT, *FULL, *FULL_RESULT, *PROMOTE)}
+
+        def listed(names: Iterable[str]) -> list[str]:
+            # CUDA's lists grow with the releases of PyTorch; do not register operators that are not in this release's lists.
+            return [n for n in names if n in RECURRENT or has_kernel(f"aten::{n}", "AutocastCUDA")]
+
+        names = listed((*LOWER, *RECURRENT, *FULL, *FULL_RESULT, *PROMOTE))
+        below = {name: below_autocast(_overload(name)) for name in names}
         kernels: dict[str, Kernel] = {}
-        kernels.update({name: self._lower(below[name]) for name in LOWER})
-        kernels.update({name: self._fixed(below[name], torch.float16) for name in RECURRENT})
-        kernels.update({name: self._fixed(below[name], torch.float32) for name in FULL})
-        kernels.update({name: self._full_result(_overload(name), below[name]) for name in FULL_RESULT})
-        kernels.update({name: self._promote(below[name]) for name in PROMOTE})
-        for name, typed in FULL_RESULT_OVERLOAD.items():
+        kernels.update({name: self._lower(below[name]) for name in listed(LOWER)})
+        kernels.update({name: self._fixed(below[name], torch.float16) for name in listed(RECURRENT)})
+        kernels.update({name: self._fixed(below[name], torch.float32) for name in listed(FULL)})
+        kernels.update({name: self._full_result(_overload(name), below[name]) for name in listed(FULL_RESULT)})
+        kernels.update({name: self._promote(below[name]) for name in listed(PROMOTE)})
+        for name in listed(FULL_RESULT_OVERLOAD):
+            typed = FULL_RESULT_OVERLOAD[name]
             kernels[name] = self._append_type(_overload(name), below_autocast(_overload(typed)))
         kernels[BANNED] = redispatch_cuda_autocast(_overload(BANNED))  # always raises CUDA's error
         for name, kernel in kernels.items():
-            # CUDA's lists grow with the releases of PyTorch; do not register operators that are not in this release's lists.
-            if name in RECURRENT or has_kernel(f"aten::{name}", "AutocastCUDA"):
-                library.impl(name, kernel, "AutocastPrivateUse1")
+            library.impl(name, kernel, "AutocastPrivateUse1")
 
     # -- one kernel per policy ---------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ does not depend on a default dtype.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,10 +54,12 @@ def without_default_dtype(facts: OpFacts, call: Call, results: Sequence[torch.dt
         return Call(call.args, call.kwargs | {"dtype": default}) if results and inexact and takes else None
     if not (inexact or (torch.Tag.pointwise in facts.op.tags and any(_is_fraction(a) for a in read))):
         return None
-    for converts in (_is_integral, _is_integer):
-        like = _converted(facts, call, converts, lambda t: torch.empty_like(t, dtype=default, device="meta"))
-        if _gives(facts, like, results):
-            return _converted(facts, call, converts, lambda t: t.to(default))
+    # With a complex number, the result may be one of float32, also if the default dtype is shorter.
+    for dtype in (default, OF_EXECUTOR):
+        for converts in (_is_integral, _is_integer):
+            like = _converted(facts, call, converts, partial(torch.empty_like, dtype=dtype, device="meta"))
+            if _gives(facts, like, results):
+                return _converted(facts, call, converts, partial(Tensor.to, dtype=dtype))
     if not inexact:
         return None
     raise unsupported(
