@@ -243,6 +243,14 @@ def failure(error):
 @contextlib.contextmanager
 def cpus_policy():
     """Let `linear_cross_entropy` accumulate on the device with the CPU's policy."""
+    if not hasattr(linear_cross_entropy_options, "_AUTO_DEFAULTS"):  # from torch 2.14 on
+        choose = linear_cross_entropy_options._auto_acc_policy
+        linear_cross_entropy_options._auto_acc_policy = lambda kind, dtype: choose("cpu", dtype)
+        try:
+            yield
+        finally:
+            linear_cross_entropy_options._auto_acc_policy = choose
+        return
     kept = dict(linear_cross_entropy_options._AUTO_DEFAULTS)
     chosen = {("cuda", dtype): policy for (kind, dtype), policy in kept.items() if kind == "cpu"}
     linear_cross_entropy_options._AUTO_DEFAULTS.update(chosen)

@@ -6,12 +6,16 @@ import subprocess
 import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 HERE = Path(__file__).parent
 FINE = ("pass", "skip", "varies")
+#: Operators that a later release of PyTorch has, and that executors do not offer yet.
+NOT_OFFERED = "the executor does not offer this operator"
+OTHER_RELEASE = version("torch").partition("+")[0] != "2.13.0"
 
 
 class Conformance:
@@ -74,13 +78,14 @@ class Conformance:
 
     def assert_none_is_new(self, rows):
         known = self.listed()
-        new = sorted(f"{' '.join(unit)}: {why}" for unit, why in failures(rows).items() if unit not in known)
-        assert new == [], f"fails and is not in {self._list.name}"
+        found = {unit: why for unit, why in failures(rows).items() if not (OTHER_RELEASE and NOT_OFFERED in why)}
+        new = sorted(f"{' '.join(unit)}: {why}" for unit, why in found.items() if unit not in known)
+        assert not new, f"fails and is not in {self._list.name}:\n" + "\n".join(new)
 
     def assert_all_listed_fail(self, rows):
         found = failures(rows)
         passing = sorted(" ".join(unit) for unit in self.listed() if unit not in found)
-        assert passing == [], f"passes: remove this line from {self._list.name}"
+        assert not passing, f"passes: remove this line from {self._list.name}:\n" + "\n".join(passing)
 
 
 def failures(rows):

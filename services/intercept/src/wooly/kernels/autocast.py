@@ -105,7 +105,8 @@ class Autocast:
 
         def listed(names: Iterable[str]) -> list[str]:
             # CUDA's lists grow with the releases of PyTorch; do not register operators that are not in this release's lists.
-            return [n for n in names if n in RECURRENT or has_kernel(f"aten::{n}", "AutocastCUDA")]
+            known = [n for n in names if hasattr(torch.ops.aten, n.partition(".")[0])]
+            return [n for n in known if n in RECURRENT or has_kernel(f"aten::{n}", "AutocastCUDA")]
 
         names = listed((*LOWER, *RECURRENT, *FULL, *FULL_RESULT, *PROMOTE))
         below = {name: below_autocast(_overload(name)) for name in names}

@@ -45,7 +45,7 @@ def as_strided(t: Tensor, size: list[int], stride: list[int], storage_offset: in
         )
     if _inference_mode() and not t.is_inference():
         return _as_strided_cpu(t, size, stride, offset)  # type: ignore[no-any-return]
-    return reinterpret(t, size, stride, offset - here)
+    return reinterpret(t, tuple(size), tuple(stride), offset - here)
 
 
 def view(t: Tensor, size: list[int]) -> Tensor:
