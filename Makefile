@@ -44,7 +44,7 @@ test-all: setup ## all tests, the slow ones too
 	WOOLY_THOROUGH=1 $(PYTEST) -m "not gpu and not docker"
 
 # Releases of PyTorch beside the pinned one. Each lies in a folder that precedes .venv's packages.
-RELEASES ?= 2.11.0 2.12.1 2.14.1 2.15.0
+RELEASES ?= 2.11.0 2.12.1 2.14.1
 
 .PHONY: test-matrix
 test-matrix: setup ## the client's, the executor's and the conformance tests with other releases of PyTorch (gigabytes; RELEASES="2.14.1")
@@ -83,7 +83,7 @@ bench-credits: setup ## what metering takes, and ten models' bills alone and bes
 	$(BIN)/python bench/credits.py $(CREDITS_ARGS)
 
 .PHONY: credits-table
-credits-table: setup ## the table of ten models' credits in docs/performance/credits.md (half an hour on a quiet machine)
+credits-table: setup ## the table of ten models' credits, as the page docs/performance/credits.md; add it to mkdocs.yml (an hour on a quiet machine)
 	$(BIN)/python bench/credits.py --only models --page docs/performance/credits.md $(CREDITS_ARGS)
 
 .PHONY: bench-jit

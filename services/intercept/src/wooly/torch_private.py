@@ -1,6 +1,6 @@
 """All private names of PyTorch that the client uses. Check this file against each new release of PyTorch.
 
-Checked against torch 2.11 to 2.13. This file does not depend on other parts of Wooly.
+Checked against torch 2.11 to 2.14. This file does not depend on other parts of Wooly.
 """
 
 from __future__ import annotations
@@ -352,7 +352,7 @@ def set_generator_device(generator: torch._C.Generator, device: torch.device) ->
     there = (ctypes.c_uint8 * 2).from_address(identity_of(generator) + _GENERATOR_DEVICE_AT)
     if tuple(there) != (int(torch._C._autograd.DeviceType.CPU.value), _NO_INDEX):
         raise NotImplementedError(
-            f"torch.Generator for a device is not supported with torch {torch.__version__}; install a release from 2.11 to 2.13"
+            f"torch.Generator for a device is not supported with torch {torch.__version__}; install a release from 2.11 to 2.14"
         )
     there[:] = [int(getattr(torch._C._autograd.DeviceType, device.type.upper()).value), device.index]
 
@@ -517,6 +517,15 @@ def tell_dynamo(replaced: Iterable[tuple[Any, Any]]) -> None:
             for table in (variables.constant_fold_functions, variables.constant_fold_functions_need_guards):
                 if old in table:
                     table[new] = table[old]
+
+
+def dynamo_stream_owners() -> list[Any]:
+    """Modules whose `get_current_stream` is C++ code that refuses the name "cuda". Before torch 2.15, it is written in Python."""
+    native = torch._C._dynamo.utils
+    if not hasattr(native, "get_current_stream"):
+        return []
+    loaded = [sys.modules.get(f"torch._dynamo.{name}") for name in ("utils", "guards")]
+    return [native, *[m for m in loaded if hasattr(m, "get_current_stream")]]
 
 
 def tell_torchscript(replaced: Iterable[tuple[Any, Any]]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from wooly.facade.names import CUDA
+from wooly.torch_private import dynamo_stream_owners
 
 Patch = tuple[Any, str, Any]
 
@@ -58,6 +59,9 @@ def patches() -> Iterator[Patch]:
     yield (torch.accelerator, "device_index", device_index)
     yield (torch.accelerator, "is_available", lambda: True)
     yield (torch.accelerator, "current_accelerator", lambda check_available=False: torch.device(CUDA))
+    current_stream = _as_cuda("current_stream")
+    for owner in dynamo_stream_owners():
+        yield (owner, "get_current_stream", current_stream)
     for name, theirs in _SAME.items():
         yield (torch.accelerator, name, _as_cuda(theirs))
     for name in _MEMORY:
