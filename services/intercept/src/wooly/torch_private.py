@@ -521,7 +521,7 @@ def tell_dynamo(replaced: Iterable[tuple[Any, Any]]) -> None:
 
 def dynamo_stream_owners() -> list[Any]:
     """Modules whose `get_current_stream` is C++ code that refuses the name "cuda". Before torch 2.15, it is written in Python."""
-    native = torch._C._dynamo.utils
+    native = torch._C._dynamo.utils  # type: ignore[attr-defined]  # its stub is not complete
     if not hasattr(native, "get_current_stream"):
         return []
     loaded = [sys.modules.get(f"torch._dynamo.{name}") for name in ("utils", "guards")]
