@@ -59,15 +59,24 @@ def patches() -> Iterator[Patch]:
     yield (torch.accelerator, "device_index", device_index)
     yield (torch.accelerator, "is_available", lambda: True)
     yield (torch.accelerator, "current_accelerator", lambda check_available=False: torch.device(CUDA))
-    current_stream = _as_cuda("current_stream")
     for owner in dynamo_stream_owners():
-        yield (owner, "get_current_stream", current_stream)
+        yield (owner, "get_current_stream", _current_stream(owner.get_current_stream))
     for name, theirs in _SAME.items():
         yield (torch.accelerator, name, _as_cuda(theirs))
     for name in _MEMORY:
         same = _as_cuda("mem_get_info" if name == "get_memory_info" else name)
         yield (torch.accelerator, name, same)
         yield (torch.accelerator.memory, name, same)
+
+
+def _current_stream(real: Callable[..., Any]) -> Callable[..., Any]:
+    """Make the function that tells Dynamo the current stream. Modules of Dynamo may keep it after the patches are removed."""
+
+    def get_current_stream(device: torch.device) -> Any:
+        ours = torch.accelerator.current_accelerator() == torch.device(CUDA)
+        return torch.accelerator.current_stream(device) if ours else real(device)
+
+    return get_current_stream
 
 
 def _as_cuda(name: str) -> Callable[..., Any]:
