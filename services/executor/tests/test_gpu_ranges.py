@@ -12,6 +12,8 @@ from wooly_wis.externs import allowed
 from services.executor.tests.fake_gpu import FakeDriver, gpu_runtime
 from services.executor.tests.test_gpu_runtime import Side, same
 
+pytestmark = pytest.mark.filterwarnings("ignore:index_reduce")
+
 aten, F32, I64, nan = torch.ops.aten, DType.F32, DType.I64, math.nan
 
 

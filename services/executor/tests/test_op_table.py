@@ -137,7 +137,7 @@ def library_takes(form, tensors, params):
 
     try:
         call.op(*[value(a) for a in call.args], **{k: value(v) for k, v in call.kwargs})
-    except (RuntimeError, NotImplementedError):
+    except (RuntimeError, TypeError):
         return False
     return True
 

@@ -357,7 +357,7 @@ class Segment:
                 given += [fill(r, p) for fill in fills]
             try:
                 found = function(*given)
-            except RuntimeError as e:
+            except Exception as e:  # later releases of PyTorch also raise TypeError
                 raise _failure(str(e), owner) from e
             for (is_register, i), t in zip(into, found, strict=True):
                 (r if is_register else b)[i] = t
