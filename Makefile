@@ -44,7 +44,7 @@ test-all: setup ## all tests, the slow ones too
 	WOOLY_THOROUGH=1 $(PYTEST) -m "not gpu and not docker"
 
 # Releases of PyTorch beside the pinned one. Each lies in a folder that precedes .venv's packages.
-RELEASES ?= 2.11.0 2.12.1 2.14.1
+RELEASES ?= 2.11.0 2.12.1 2.14.1 2.15.0
 
 .PHONY: test-matrix
 test-matrix: setup ## the client's, the executor's and the conformance tests with other releases of PyTorch (gigabytes; RELEASES="2.14.1")

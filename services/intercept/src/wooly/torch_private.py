@@ -1,6 +1,6 @@
 """All private names of PyTorch that the client uses. Check this file against each new release of PyTorch.
 
-Checked against torch 2.11 to 2.14. This file does not depend on other parts of Wooly.
+Checked against torch 2.11 to 2.15. This file does not depend on other parts of Wooly.
 """
 
 from __future__ import annotations
@@ -352,7 +352,7 @@ def set_generator_device(generator: torch._C.Generator, device: torch.device) ->
     there = (ctypes.c_uint8 * 2).from_address(identity_of(generator) + _GENERATOR_DEVICE_AT)
     if tuple(there) != (int(torch._C._autograd.DeviceType.CPU.value), _NO_INDEX):
         raise NotImplementedError(
-            f"torch.Generator for a device is not supported with torch {torch.__version__}; install a release from 2.11 to 2.14"
+            f"torch.Generator for a device is not supported with torch {torch.__version__}; install a release from 2.11 to 2.15"
         )
     there[:] = [int(getattr(torch._C._autograd.DeviceType, device.type.upper()).value), device.index]
 

@@ -1,4 +1,4 @@
-"""The private torch names that the executor uses, in one file. Checked with torch 2.11 to 2.14."""
+"""The private torch names that the executor uses, in one file. Checked with torch 2.11 to 2.15."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _allocator_switch(name: str) -> ctypes.c_bool:
     except (OSError, ValueError) as e:
         raise ImportError(
             f"torch {torch.__version__} has no {name} in {path} ({e}). Without this switch, results of operators could show "
-            "freed memory of other sessions. Install torch 2.11 to 2.14 from PyPI"
+            "freed memory of other sessions. Install torch 2.11 to 2.15 from PyPI"
         ) from e
 
 

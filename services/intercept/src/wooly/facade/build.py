@@ -20,7 +20,7 @@ from wooly.torch_private import CAPTURE_CHECK_CODE
 
 Patch = tuple[Any, str, Any]
 
-#: CUDA and cuDNN of PyTorch's default build for CUDA, releases 2.11 to 2.14.
+#: CUDA and cuDNN of PyTorch's default build for CUDA, releases 2.11 to 2.15.
 CUDA_VERSION, CUDNN_VERSION = "13.0", 91900
 _HANDLE = "this process has no handles of CUDA's libraries, because its operations run on another machine"
 _ALLOCATOR = "the executor allocates the device's memory, and another allocator cannot replace it"

@@ -159,9 +159,9 @@ def _check_torch() -> str:
     import torch
 
     release = tuple(int(p) for p in torch.__version__.split("+")[0].split(".")[:2])
-    if not (2, 11) <= release <= (2, 14):
+    if not (2, 11) <= release <= (2, 15):
         raise RuntimeError(
-            f"torch {torch.__version__} is not supported; Wooly is tested with 2.11 to 2.14: pip install torch==2.13.0"
+            f"torch {torch.__version__} is not supported; Wooly is tested with 2.11 to 2.15: pip install torch==2.13.0"
         )
     return str(torch.__version__)
 
