@@ -548,7 +548,7 @@ COMPARED = 1e9
 def both_ways(stack, client):
     """Compare core time in the ledger with that of the dispatch journal, which the scheduler adds up.
 
-    Both come from the same launches.
+    Both contain the same launches. The ledger also contains the decoding of programs, so it is larger.
     """
     import urllib.request
 
@@ -560,8 +560,8 @@ def both_ways(stack, client):
     journal = sum(float(line.split()[-1]) for line in lines if line.startswith("wooly_tenant_core_seconds_total{"))
     reply = client.request(contracts.METERING_CREDITS_SHOW, CreditsRequest(by="model", limit=1000))
     ledger = sum(r.core_ns for r in reply.rows) / 1e9
-    found = row("core time of all tenants: ledger against journal", "s", ledger, journal, 1.01)
-    return found | {"ok": abs(ledger / journal - 1) <= 0.01}
+    name = "core time of all tenants: ledger (launches, decoding) against journal (launches)"
+    return row(name, "s", ledger, journal, None) | {"ok": ledger >= 0.99 * journal}
 
 
 # -- budgets ---------------------------------------------------------------------------------------------------------
