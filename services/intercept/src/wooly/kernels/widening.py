@@ -1,6 +1,7 @@
 """Dtypes that CUDA's kernels have and the CPU's lack: the operands are converted to a wider dtype, and the results back.
 
-An executor on a CPU uses the CPU's kernels. A GPU computes the narrow dtype itself.
+An executor on a CPU uses the CPU's kernels. A GPU computes the narrow dtype itself, except in Fourier transforms: PyTorch refuses
+half precision in them before a device is asked.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _HALF: Final = (
     "multilabel_margin_loss_forward"
 )
 #: By name of an operator: the dtypes that its CUDA kernel supports and its CPU kernel does not. Source: `dtypesIfCUDA` and
-#: `dtypes` in PyTorch's `op_db`. tests/conformance/test_dtypes.py compares them.
+#: `dtypes` in PyTorch's `op_db` (for `abs`, those of softsign, which calls it). tests/conformance/test_dtypes.py compares them.
 _GAPS: Final = {
     **dict.fromkeys(_COMPLEX.split(), _COMPLEX_HALF),
     **dict.fromkeys(_HALF.split(), _HALVES),
