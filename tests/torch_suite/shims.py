@@ -56,7 +56,8 @@ def rename(source):
 
 
 def _with_references(invocations, group):
-    """The operators of a group of the test library, and their reference implementations in Python."""
+    """The operators of a group of the test library and their references in Python, each once: some releases' groups have both."""
     operators = getattr(invocations, group)
     names = {op.name for op in operators}
-    return [*operators, *[op for op in invocations.python_ref_db if getattr(op, "torch_opinfo_name", "") in names]]
+    references = [op for op in invocations.python_ref_db if getattr(op, "torch_opinfo_name", "") in names]
+    return list({(op.name, op.variant_test_name): op for op in [*operators, *references]}.values())

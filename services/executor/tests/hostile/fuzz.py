@@ -83,7 +83,7 @@ def is_harm(found):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=lambda folder: Path(folder).absolute(), required=True)
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--calls", type=int, default=400)
     parser.add_argument("--seed", default="0")

@@ -183,7 +183,7 @@ def compared(found):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=lambda folder: Path(folder).absolute(), required=True)
     parser.add_argument("--calls", type=int, default=40, help="number of mutants per operator")
     parser.add_argument("--seed", default="0")
     parser.add_argument("--quick", action="store_true", help="without the samples of PyTorch's own tests")
