@@ -199,6 +199,60 @@ for dtype in (-1, 2**31 - 1):
     call("aten.nansum.default", f(1, 1), dtype=dtype)
     call("aten._softmax_backward_data.default", f(2, 2), f(2, 2), 0, dtype)
 call("aten.sum.dim_IntList", f(1, 1), [], dtype=torch.float64, ok=True)
+# A bag that the offsets begin has no row in grad; a dimension below zero; results of other types, shapes and places.
+call("aten._embedding_bag_per_sample_weights_backward.default", f(1, 4), WEIGHT, PICKED, i(0, 3), PICKED[:0], 0)
+call(
+    "aten._embedding_bag_per_sample_weights_backward.default",
+    f(2, 4),
+    WEIGHT,
+    PICKED,
+    i(0, 3, 6),
+    PICKED[:0],
+    0,
+    ok=True,
+)
+call("aten._cummin_helper.default", i([0, 0, 0]), i([1, 0, 1]), i([1, 0, 1]), -1)
+call("aten._cummax_helper.default", i([0, 0, 0]), i([1, 0, 1]), i([1, 0, 1]), 1, ok=True)
+call("aten._fft_r2c.default", f(1, 1, 1), [-2], 0, True)
+call("aten._logcumsumexp.out", f(2, 2), 1, out=torch.zeros(2, 2, dtype=torch.uint8))
+call("aten._logcumsumexp.out", f(2, 2), 1, out=f(2, 2), ok=True)
+call(
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward.default",
+    *(QUERY, QUERY, QUERY, QUERY, QUERY, f(1, 3, 2), 0.0, False),
+)
+SPREAD = f(1, 2, 4, 3).transpose(2, 3)
+call("aten._scaled_dot_product_flash_attention_for_cpu.default", SPREAD, QUERY, QUERY)
+call(
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward.default",
+    *(QUERY, QUERY, QUERY, QUERY, SPREAD, f(1, 2, 3), 0.0, False),
+)
+call("aten.native_group_norm.default", f(1, 6, 3), f(4).as_strided((6,), (0,), 3), f(6), 1, 6, 3, 1, 1.0)
+for n, scale in ((34, 1.7), (32768, 1.0)):
+    call("aten._upsample_bilinear2d_aa.default", f(1, 1, 1, 1), [n, 3], False, scale, None)
+    call("aten._upsample_bicubic2d_aa_backward.default", f(1, 1, n, 3), [n, 3], [1, 1, 1, 1], False, scale, None)
+call("aten._upsample_bilinear2d_aa.default", f(1, 1, 10, 10), [17, 12], False, 1.7, 1.2, ok=True)
+call("aten._weight_norm_interface.default", f(3, 1), f(1).as_strided((3, 1), (0, 1), 0))
+call("aten.addbmm_.default", f(1), f(2, 3, 4), f(2, 4, 5))
+call("aten.addbmm_.default", f(3, 5), f(2, 3, 4), f(2, 4, 5), ok=True)
+call("aten.gelu_backward.default", f(1).as_strided((10, 10), (0, 0), 0), f(10, 1))
+call("aten.linalg_lstsq.default", f(2, 1), f(2, 0), driver="gelss")
+call("aten.native_layer_norm_backward.default", f(2, 2, 3), f(2, 2, 3), [2, 3], f(2, 1, 1),
+     f(17).as_strided((2, 1, 1), (0, 0, 0), 16), None, f(2, 3), [True, False, True])  # fmt: skip
+STEPS, RECURRENT = f(5, 2, 3), (False, [], 2, 4, 1, True, False, False, True)
+call("aten.mkldnn_rnn_layer.default", STEPS, *CELL, f(17).as_strided((2, 4), (0, 0), 16), f(2, 4), *RECURRENT)
+call("aten.mkldnn_rnn_layer.default", f(3).as_strided((5, 2, 3), (0, 0, 0), 0), *CELL, f(2, 4), f(2, 4), *RECURRENT)
+call("aten.mkldnn_rnn_layer.default", STEPS, *CELL, f(2, 4), f(2, 4), *RECURRENT, ok=True)
+COMPLEX = torch.zeros(60, dtype=torch.complex64)
+call("aten.linalg_eig.out", f(2, 5, 5), eigenvalues=COMPLEX[:10].view(2, 5), eigenvectors=COMPLEX[:50].view(2, 5, 5))
+call("aten.linalg_eig.out", f(2, 5, 5), eigenvalues=COMPLEX[:10].view(2, 5), eigenvectors=COMPLEX[10:].view(2, 5, 5),
+     ok=True)  # fmt: skip
+SHARED = torch.ones(25, dtype=torch.int64)
+call("aten.nll_loss2d_backward.grad_input", f(8, 1, 3), f(8, 1, 1, 3), SHARED.as_strided((8, 1, 3), (3, 3, 1), 0), None, 0, 1,
+     f(), grad_input=SHARED.view(torch.float32).as_strided((8, 1, 1, 3), (3, 3, 3, 1), 0))  # fmt: skip
+CUBE = f(225).view(3, 3, 5, 5)
+call("aten.reflection_pad3d.out", CUBE, [1] * 6, out=CUBE)
+call("aten.replication_pad3d.out", CUBE, [1] * 6, out=f(2000))
+call("aten.add.out", CUBE, CUBE, out=CUBE, ok=True)
 
 
 def main():

@@ -37,7 +37,14 @@ from wooly_executor.runtime.guards import (
 )
 from wooly_executor.runtime.guards.law import ArgumentLaw, arguments_of
 from wooly_executor.runtime.guards.symbols import wrong_symbol
-from wooly_executor.runtime.guards.writing import overlapping_out, undeclared_write
+from wooly_executor.runtime.guards.writing import (
+    Layout,
+    out_arguments,
+    overlapping_out,
+    require_apart,
+    tensors_in,
+    undeclared_write,
+)
 from wooly_executor.runtime.torch_private import OpOverload
 
 #: Laws by operator name; a law applies to all overloads of the operator.
@@ -74,6 +81,28 @@ def guarded(call: LibraryCall, form: Form) -> LibraryCall:
         call: the library call that the form describes, on the device where it will run.
         form: the form whose operands and params the call refers to.
     """
+    lawful, outs = _lawful(call, form), out_arguments(call)
+    if not outs:
+        return lawful
+    why = _wrong_shape(call, form, outs)
+    return replace(lawful, instead=_failing(why) if why else _keeping(lawful, outs))
+
+
+def _wrong_shape(call: LibraryCall, form: Form, outs: tuple[str, ...]) -> str:
+    """Return an error message if a result given as `outs` has the wrong shape, as far as this can be known without data."""
+    try:
+        args, kwargs = _sketch(call, form)
+        layouts = [Layout(name, t) for name in outs for t in tensors_in(kwargs[name])]
+        call.op(*args, **kwargs)
+    except (
+        Exception
+    ):  # the library does not compute this shape without data, or the arguments are wrong, which the run will say
+        return ""
+    return next(filter(None, [layout.resized(call.op) for layout in layouts]), "")
+
+
+def _lawful(call: LibraryCall, form: Form) -> LibraryCall:
+    """Return a call that checks the law of its operator."""
     why = wrong_symbol(call) or undeclared_write(call, form) or overlapping_out(call, form)
     if why:
         return replace(call, instead=_failing(why))
@@ -109,7 +138,7 @@ def looks_at_values(call: LibraryCall) -> bool:
 
 
 def _checking(call: LibraryCall, law: ArgumentLaw) -> Callable[..., Any]:
-    op, do = call.op, call.instead or FAST.get(str(call.op)) or function_of(call.op)
+    op, do = call.op, _function(call)
 
     def checked(*args: Any, **kwargs: Any) -> Any:
         given = arguments_of(op, args, kwargs)
@@ -120,6 +149,31 @@ def _checking(call: LibraryCall, law: ArgumentLaw) -> Callable[..., Any]:
 
     checked.looks_at_values = law.values is not None  # type: ignore[attr-defined]
     return checked
+
+
+def _function(call: LibraryCall) -> Callable[..., Any]:
+    return call.instead or FAST.get(str(call.op)) or function_of(call.op)
+
+
+def _keeping(call: LibraryCall, names: tuple[str, ...]) -> Callable[..., Any]:
+    """Return a function that fails if the results given as `names` overlap, or if the library changes their layout."""
+    op, do, exact = call.op, _function(call), law_of(call.op) is None
+
+    def kept(*args: Any, **kwargs: Any) -> Any:
+        outs = [Layout(name, t) for name in names for t in tensors_in(kwargs.get(name))]
+        require_apart(
+            op,
+            outs,
+            [t for key, v in [*enumerate(args), *kwargs.items()] if key not in names for t in tensors_in(v)],
+            exact,
+        )
+        found = do(*args, **kwargs)
+        for layout in outs:
+            layout.require_kept(op)
+        return found
+
+    kept.looks_at_values = looks_at_values(call)  # type: ignore[attr-defined]
+    return kept
 
 
 def _failing(why: str) -> Callable[..., Any]:

@@ -91,6 +91,11 @@ def require_no_overlap(name: str, t: Tensor) -> None:
     require(not t.numel() or end >= t.numel(), f"{name} must not overlap itself")
 
 
+def require_contiguous(name: str, t: Tensor) -> None:
+    """Require that `t` is contiguous. The kernels in question ignore its strides."""
+    require(t.is_contiguous(), f"{name} must be contiguous, but it has strides {list(t.stride())}")
+
+
 def meta_like(t: Tensor) -> Tensor:
     """Return a meta tensor with the shape, strides and dtype of `t`."""
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")

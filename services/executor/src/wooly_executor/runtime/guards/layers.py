@@ -14,6 +14,7 @@ from wooly_executor.runtime.guards.law import (
     Check,
     numbers_of,
     require,
+    require_contiguous,
     require_count,
     require_shape,
 )
@@ -25,6 +26,7 @@ def _attention(given: Arguments) -> None:
     query, key, value = [given[n] for n in ("query", "key", "value")]
     for name, t in (("query", query), ("key", key), ("value", value)):
         require(t.dim() == 4 and t.numel() > 0, f"{name} must have 4 dimensions and must not be empty")
+        _require_dense_rows(name, t)
     batch, heads, _, width = query.shape
     require(
         heads % key.shape[1] == 0, f"the number of heads of key ({key.shape[1]}) must divide that of query ({heads})"
@@ -38,11 +40,17 @@ def _attention(given: Arguments) -> None:
         require(fits, f"attn_mask of shape {list(mask.shape)} cannot be broadcast to {scores}")
 
 
+def _require_dense_rows(name: str, t: Tensor) -> None:
+    """Require that the elements of the last dimension are adjacent. The kernel ignores its stride."""
+    require(t.shape[-1] == 1 or t.stride(-1) == 1, f"the stride of the last dimension of {name} must be 1")
+
+
 def _attention_backward(given: Arguments) -> None:
     _attention(given)
     for name in ("grad_out", "out"):
         require_shape(given, name, given["query"].shape)
-    require_count(given, "logsumexp", given["query"].shape[:3].numel())
+    _require_dense_rows("out", given["out"])
+    require_shape(given, "logsumexp", given["query"].shape[:3])
 
 
 def _heads(name: str) -> Check:
@@ -76,6 +84,8 @@ def _recurrent(weights: Sequence[str], cell: str) -> Check:
             require_count(given, name, rows if given["has_biases"] else given[name].numel())
         for name in ("hx_", cell):
             require_count(given, name, batch * hidden)
+        for name in ("input", "hx_", cell):
+            require_contiguous(name, given[name])
 
     return check
 
@@ -145,6 +155,8 @@ def _recurrent_backward(given: Arguments) -> None:
     for name in ("hy_", "cy_", "grad_hy", "grad_cy"):
         if given[name] is not None:
             require_count(given, name, batch * given["hidden_size"])
+    for name in ("output", "hy_", "cy_"):
+        require_contiguous(name, given[name])
     # Only the library knows the size of the workspace: run its layer on zeros of the same shapes, and compare.
     zeros = {n: torch.zeros(t.shape, dtype=t.dtype) for n, t in given.items() if isinstance(t, Tensor)}
     weights = [zeros[n] for n in ("weight1", "weight2", "weight3", "weight4")]

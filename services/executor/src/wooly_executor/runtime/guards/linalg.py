@@ -60,6 +60,20 @@ def _factored(given: Arguments) -> None:
     require_shape(given, "A", [*b.shape[:-1], b.shape[-2]])
 
 
+def _added_products(given: Arguments) -> None:
+    """Require that self has the shape of the products. The library would resize it."""
+    a, b = given["batch1"], given["batch2"]
+    require(a.dim() == b.dim() == 3, "batch1 and batch2 must have 3 dimensions")
+    require_shape(given, "self", [a.shape[1], b.shape[2]])
+
+
+def _has_columns(given: Arguments) -> None:
+    """Require that B has a column: for the driver gelss, the library reads a null pointer without one."""
+    a, b = given["self"], given["b"]
+    if given["driver"] == "gelss" and a.numel():
+        require(b.numel() > 0, "driver gelss needs at least one column in b; use driver gelsy")
+
+
 def _finite(given: Arguments) -> None:
     require(bool(given["self"].isfinite().all()), "input tensor should not contain infs or NaNs")
 
@@ -67,6 +81,8 @@ def _finite(given: Arguments) -> None:
 LAWS: dict[str, ArgumentLaw] = {
     "_cholesky_solve_helper": ArgumentLaw(_factored),
     "_linalg_eigvals": ArgumentLaw(None, _finite),
+    "addbmm_": ArgumentLaw(_added_products),
+    "linalg_lstsq": ArgumentLaw(_has_columns),
     "linalg_lu_solve": ArgumentLaw(None, _lu_pivots),
     "linalg_ldl_solve": ArgumentLaw(_ldl_shapes, _ldl_pivots),
     "lu_unpack": ArgumentLaw(_unpacked, _unpacked_values),

@@ -13,7 +13,9 @@ from wooly_executor.runtime.guards.law import (
     all_of,
     backward_of,
     require,
+    require_contiguous,
     require_count,
+    require_no_overlap,
     require_optional_count,
     require_shape,
     same_shape,
@@ -61,6 +63,14 @@ def _layer_norm_backward(given: Arguments) -> None:
             require_shape(given, name, last)
     for name in ("mean", "rstd"):
         require_count(given, name, math.prod(whole[:rows]))
+        require_no_overlap(name, given[name])
+
+
+def _group_norm(given: Arguments) -> None:
+    """Require that weight and bias are contiguous. The library checks their shapes."""
+    for name in ("weight", "bias"):
+        if given[name] is not None:
+            require_contiguous(name, given[name])
 
 
 def _group_norm_backward(given: Arguments) -> None:
@@ -72,8 +82,11 @@ def _group_norm_backward(given: Arguments) -> None:
     )
     require(groups > 0 and given["C"] % groups == 0, "group must divide C")
     require_optional_count(given, ("weight",), given["C"])
+    if given["weight"] is not None:
+        require_contiguous("weight", given["weight"])
     for name in ("mean", "rstd"):
         require_count(given, name, n * groups)
+        require_no_overlap(name, given[name])
 
 
 def _weight_norm(v: str, *norms: str) -> Check:
@@ -85,6 +98,8 @@ def _weight_norm(v: str, *norms: str) -> Check:
         )
         for name in norms:
             require_count(given, name, t.shape[dim])
+        for name in (v, *norms):
+            require_no_overlap(name, given[name])
 
     return check
 
@@ -102,6 +117,7 @@ def _masked(given: Arguments) -> None:
 
 
 LAWS: dict[str, ArgumentLaw] = {
+    "gelu_backward": ArgumentLaw(same_shape("self", "grad_output")),
     "_softmax_backward_data": ArgumentLaw(same_shape("grad_output", "output")),
     "_log_softmax_backward_data": ArgumentLaw(same_shape("grad_output", "output")),
     "_masked_softmax": ArgumentLaw(_masked),
@@ -115,6 +131,7 @@ LAWS: dict[str, ArgumentLaw] = {
     "native_batch_norm_backward": ArgumentLaw(_batch_norm_backward),
     "batch_norm_backward": ArgumentLaw(_batch_norm_backward),
     "native_layer_norm_backward": ArgumentLaw(_layer_norm_backward),
+    "native_group_norm": ArgumentLaw(_group_norm),
     "native_group_norm_backward": ArgumentLaw(_group_norm_backward),
     "_weight_norm_interface": ArgumentLaw(_weight_norm("v", "g")),
     "_weight_norm_interface_backward": ArgumentLaw(

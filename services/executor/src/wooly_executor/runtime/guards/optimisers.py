@@ -9,6 +9,7 @@ from wooly_executor.runtime.guards.law import (
     ArgumentLaw,
     Arguments,
     Check,
+    all_of,
     require,
     require_no_overlap,
     require_shape,
@@ -49,14 +50,28 @@ def _counted_trials(given: Arguments) -> None:
     require(not bool(given["count"].isnan().any()), "count must not be NaN")
 
 
+def _running_extreme(given: Arguments) -> None:
+    t = given["self"]
+    require(0 <= given["dim"] < max(t.dim(), 1), f"dim must be between 0 and {max(t.dim() - 1, 0)}")
+
+
+def _running_sum(given: Arguments) -> None:
+    """Check `out`, if it is given. The kernel writes numbers of the type of `self`."""
+    t, out = given["self"], given.get("out")
+    if out is not None:
+        require_shape(given, "out", t.shape)
+        require(out.dtype == t.dtype, f"out must have the dtype of self ({t.dtype}), but it has {out.dtype}")
+
+
 LAWS: dict[str, ArgumentLaw] = {
     "binomial": ArgumentLaw(None, _counted_trials),
     "_fused_adam_": ArgumentLaw(_fused("grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")),
     "_fused_adamw_": ArgumentLaw(_fused("grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")),
     "_fused_sgd_": ArgumentLaw(_fused("grads", "momentum_buffer_list")),
     "_fused_adagrad_": ArgumentLaw(_fused("grads", "state_sums")),
-    "_cummax_helper": ArgumentLaw(same_shape("self", "values", "indices")),
-    "_cummin_helper": ArgumentLaw(same_shape("self", "values", "indices")),
+    "_cummax_helper": ArgumentLaw(all_of(same_shape("self", "values", "indices"), _running_extreme)),
+    "_cummin_helper": ArgumentLaw(all_of(same_shape("self", "values", "indices"), _running_extreme)),
+    "_logcumsumexp": ArgumentLaw(_running_sum),
     "rrelu_with_noise": ArgumentLaw(_noisy),
     "rrelu_with_noise_": ArgumentLaw(_noisy),
 }

@@ -77,6 +77,19 @@ def _scaled(given: Arguments) -> None:
         )
 
 
+def _antialiased(given: Arguments) -> None:
+    """Require that the scales fit the sizes.
+
+    The kernel reads around the source position of each element, which it computes from the scale. If the result is larger than
+    the source times the scale, it reads behind the source.
+    """
+    _scaled(given)
+    source = given["input_size"] if "input_size" in given else given["self"].shape
+    for n, size, scale in zip(given["output_size"], source[-2:], (given["scales_h"], given["scales_w"]), strict=True):
+        if scale is not None and scale > 0 and not given.get("align_corners"):
+            require(n <= size * scale + 0.25, f"output size {n} must be at most {size} times the scale {scale}")
+
+
 #: Resampling operators, without the suffix of their backward.
 _UPSAMPLED = (
     *(
@@ -84,10 +97,11 @@ _UPSAMPLED = (
         for n in ("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d", "bicubic2d", "trilinear3d")
     ),
     *(f"_upsample_{n}" for n in ("nearest_exact1d", "nearest_exact2d", "nearest_exact3d")),
-    *(f"_upsample_{n}2d_aa" for n in ("bilinear", "bicubic", "lanczos")),
 )
+_ANTIALIASED = tuple(f"_upsample_{n}2d_aa" for n in ("bilinear", "bicubic", "lanczos"))
 LAWS: dict[str, ArgumentLaw] = {
     **{name + ending: ArgumentLaw(_scaled) for name in _UPSAMPLED for ending in ("", "_backward")},
+    **{name + ending: ArgumentLaw(_antialiased) for name in _ANTIALIASED for ending in ("", "_backward")},
     "adaptive_max_pool2d_backward": ArgumentLaw(_pooled(2), _in_window(2)),
     "adaptive_max_pool3d_backward": ArgumentLaw(all_of(_pooled(3), _packed_indices), _in_window(3)),
     "_adaptive_avg_pool2d_backward": ArgumentLaw(_pooled(2)),

@@ -70,7 +70,9 @@ def _bag_backward_values(given: Arguments) -> None:
     require_range("offset2bag", given["offset2bag"], 0, bags)
     if "offsets" in given and not given["offset2bag"].numel():
         _bag_offsets(given)
-        require(given["offsets"].numel() <= bags + 1, f"offsets must have at most {bags + 1} elements, for {bags} bags")
+        # The library counts the bag of an index from the offsets. An offset at the end of the indices begins no bag.
+        begun = int((given["offsets"] < given["indices"].numel()).sum())
+        require(begun <= bags, f"offsets must begin at most {bags} bags, the rows of grad, but they begin {begun}")
     if given["mode"] == 2 and "maximum_indices" in given:
         require_range("maximum_indices", given["maximum_indices"], -1, rows)
 

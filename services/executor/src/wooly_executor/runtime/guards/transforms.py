@@ -31,6 +31,11 @@ def _fourier(given: Arguments) -> None:
         )
 
 
+def _real_fourier(given: Arguments) -> None:
+    _fourier(given)
+    require(min(given["dim"]) >= 0, "dim must not be negative")
+
+
 def _convolved(given: Arguments) -> None:
     dims = given["input"].dim() - 2
     for name in ("stride", "padding", "dilation", "output_padding"):
@@ -84,7 +89,7 @@ LAWS: dict[str, ArgumentLaw] = {
     "div": ArgumentLaw(None, _has_quotient, applies=_truncates_integers),
     "div_": ArgumentLaw(None, _has_quotient, applies=_truncates_integers),
     "_fft_c2c": ArgumentLaw(_fourier),
-    "_fft_r2c": ArgumentLaw(_fourier),
+    "_fft_r2c": ArgumentLaw(_real_fourier),
     "_fft_c2r": ArgumentLaw(_fourier),
     "convolution_backward": ArgumentLaw(_convolved),
     "lcm": ArgumentLaw(None, _has_multiple),

@@ -8,13 +8,15 @@ buffer that other sessions share.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
+from torch import Tensor
 from wooly_wis.program import Attr, Form, OperandRef, Role
 
 from wooly_executor.runtime.calls import LibraryCall
 from wooly_executor.runtime.guards.law import Arguments
-from wooly_executor.runtime.torch_private import schema_of
+from wooly_executor.runtime.torch_private import OpOverload, schema_of
 
 #: Arguments that operators write although their schemas do not say so, by operator name. A function takes the arguments as the
 #: form states them and returns the names of the written ones.
@@ -63,6 +65,94 @@ def overlapping_out(call: LibraryCall, form: Form) -> str:
             if view.numel > 1 + sum([(n - 1) * step for n, step in zip(view.sizes, view.strides, strict=True)]):
                 return f"{call.op}: {name} must not overlap itself"
     return ""
+
+
+def out_arguments(call: LibraryCall) -> tuple[str, ...]:
+    """Return the names of the `out=` arguments that the call has."""
+    schema = schema_of(call.op)
+    outs = {a.name for a in schema.arguments if a.is_out} if schema.is_mutable else ()
+    return tuple(name for name, _ in call.kwargs if name in outs)
+
+
+class Layout:
+    """The layout of a result before a call.
+
+    The library resizes results that have the wrong shape, and changes strides of some. The session's later instructions name the
+    old layout.
+    """
+
+    __slots__ = ("_bytes", "_name", "_shape", "_strides", "_t")
+
+    def __init__(self, name: str, t: Tensor) -> None:
+        self._name, self._t, self._shape, self._strides = name, t, t.shape, t.stride()
+        self._bytes = t.untyped_storage().nbytes()
+
+    def resized(self, op: OpOverload) -> str:
+        """Return an error message if the shape has changed, else an empty string."""
+        if self._t.shape == self._shape:
+            return ""
+        return f"{op}: {self._name} must have shape {list(self._t.shape)}, but it has shape {list(self._shape)}"
+
+    def require_kept(self, op: OpOverload) -> None:
+        """Restore the layout and raise RuntimeError if it has changed."""
+        t = self._t
+        if t.shape == self._shape and (t.stride() == self._strides or not t.numel()):
+            return
+        said = f"{op}: {self._name} must have shape {list(t.shape)} and strides {list(t.stride())}"
+        t.as_strided_(self._shape, self._strides)
+        if t.untyped_storage().nbytes() > self._bytes:
+            t.untyped_storage().resize_(self._bytes)
+        raise RuntimeError(f"{said}, but it has shape {list(self._shape)} and strides {list(self._strides)}")
+
+    def same_place(self, other: Tensor) -> bool:
+        """Whether each element lies where `other` has the same element."""
+        t = self._t
+        return (t.data_ptr(), t.dtype, t.shape, t.stride()) == (
+            other.data_ptr(),
+            other.dtype,
+            other.shape,
+            other.stride(),
+        )
+
+    def span(self) -> tuple[int, int]:
+        """The addresses of the first byte and behind the last byte."""
+        return _span(self._t)
+
+
+def _span(t: Tensor) -> tuple[int, int]:
+    if not t.numel():
+        return 0, 0
+    last = sum([(n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True)])
+    return t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
+
+
+def require_apart(op: OpOverload, outs: list[Layout], read: list[Tensor], exact: bool) -> None:
+    """Raise RuntimeError if a result shares memory with another result, or with an argument.
+
+    Kernels read some arguments again after they have written a part of the results. Indices that were checked before would be
+    overwritten by then.
+
+    Args:
+        outs: the results given as `out=`.
+        read: the other tensors among the arguments.
+        exact: whether a result may lie exactly where an argument lies, as element-wise operators allow.
+    """
+    spans = sorted([layout.span() for layout in outs])
+    if any(after[0] < before[1] for before, after in pairwise(spans)):
+        raise RuntimeError(f"{op}: results given as out= must not overlap each other")
+    for t in read:
+        begin, end = _span(t)
+        for layout in outs:
+            first, last = layout.span()
+            if begin < last and first < end and not (exact and layout.same_place(t)):
+                raise RuntimeError(f"{op}: a result given as out= must not overlap an argument")
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return a tensor, or the tensors of a list."""
+    if isinstance(value, Tensor):
+        return [value]
+    return [t for v in value for t in tensors_in(v)] if isinstance(value, (tuple, list)) else []
 
 
 def _operands(value: Attr) -> list[int]:
