@@ -82,7 +82,7 @@ def guarded(call: LibraryCall, form: Form) -> LibraryCall:
         form: the form whose operands and params the call refers to.
     """
     lawful, outs = _lawful(call, form), out_arguments(call)
-    if not outs:
+    if not outs or getattr(lawful.instead, "fails", False):
         return lawful
     why = _wrong_shape(call, form, outs)
     return replace(lawful, instead=_failing(why) if why else _keeping(lawful, outs))
@@ -180,6 +180,7 @@ def _failing(why: str) -> Callable[..., Any]:
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(why)
 
+    fail.fails = True  # type: ignore[attr-defined]
     return fail
 
 

@@ -22,6 +22,13 @@ from wooly_executor.runtime.guards.law import (
 aten = torch.ops.aten
 
 
+def _shared_heads(given: Arguments) -> None:
+    """Require that there are heads to share: the library divides by their number."""
+    if given["enable_gqa"]:
+        for name in ("key", "value"):
+            require(given[name].dim() >= 3 and given[name].shape[-3] > 0, f"{name} must have at least one head")
+
+
 def _attention(given: Arguments) -> None:
     query, key, value = [given[n] for n in ("query", "key", "value")]
     for name, t in (("query", query), ("key", key), ("value", value)):
@@ -169,6 +176,7 @@ def _recurrent_backward(given: Arguments) -> None:
 
 
 LAWS: dict[str, ArgumentLaw] = {
+    "_scaled_dot_product_attention_math": ArgumentLaw(_shared_heads),
     "_scaled_dot_product_flash_attention_for_cpu": ArgumentLaw(_attention),
     "_scaled_dot_product_flash_attention_for_cpu_backward": ArgumentLaw(_attention_backward),
     "_native_multi_head_attention": ArgumentLaw(_heads("num_head")),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from wooly_wis.externs import allowed
 
-from wooly_executor.runtime.guards.law import ArgumentLaw, Arguments, require
+from wooly_executor.runtime.guards.law import ArgumentLaw, Arguments, require, require_contiguous
 
 
 def _as_many(given: Arguments) -> None:
@@ -14,6 +14,11 @@ def _as_many(given: Arguments) -> None:
     require(first is None or len(first) > 0, "the list of tensors must not be empty")
     for name, values in lists.items():
         require(first is not None and len(values) == len(first), f"{name} must be as long as the first list")
+
+
+def _stacked(given: Arguments) -> None:
+    for t in given["tensors"]:
+        require_contiguous("each of tensors", t)
 
 
 def _some(given: Arguments) -> None:
@@ -26,5 +31,5 @@ LAWS: dict[str, ArgumentLaw] = {
         for n in sorted({name.split(".")[1] for name in allowed()})
         if n.startswith("_foreach_")
     },
-    "_stack": ArgumentLaw(attributes=_some),
+    "_stack": ArgumentLaw(_stacked, attributes=_some),
 }

@@ -9,6 +9,7 @@ from wooly_executor.runtime.guards.law import (
     ArgumentLaw,
     Arguments,
     require,
+    require_contiguous,
     require_count,
     require_optional_count,
     require_range,
@@ -26,6 +27,8 @@ def _bag_shapes(given: Arguments) -> None:
     indices, offsets = given["indices"], given["offsets"]
     for name, t, dims in (("weight", given["weight"], 2), ("indices", indices, 1), ("offsets", offsets, 1)):
         require(t.dim() == dims, f"{name} must have {dims} dimensions, but it has {t.dim()}")
+    for name in ("indices", "offsets"):
+        require_contiguous(name, given[name])
     require(
         not given["include_last_offset"] or offsets.numel() > 0,
         "offsets must not be empty if include_last_offset is true",

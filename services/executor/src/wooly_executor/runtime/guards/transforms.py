@@ -90,7 +90,7 @@ LAWS: dict[str, ArgumentLaw] = {
     "div_": ArgumentLaw(None, _has_quotient, applies=_truncates_integers),
     "_fft_c2c": ArgumentLaw(_fourier),
     "_fft_r2c": ArgumentLaw(_real_fourier),
-    "_fft_c2r": ArgumentLaw(_fourier),
+    "_fft_c2r": ArgumentLaw(_real_fourier),
     "convolution_backward": ArgumentLaw(_convolved),
     "lcm": ArgumentLaw(None, _has_multiple),
     "lcm_": ArgumentLaw(None, _has_multiple),
