@@ -14,6 +14,8 @@ def run(device):
         "gradients": IntegratedGradients(model).attribute(x, target=1, n_steps=8),
         "saliency": Saliency(model).attribute(x, target=torch.tensor([0, 3], device=device)),
         "occlusion": Occlusion(model).attribute(x, (3, 2, 2), strides=(3, 2, 2), target=2),
-        "ablation": FeatureAblation(model).attribute(x[:1], target=4, feature_mask=torch.arange(192, device=device).reshape(1, 3, 8, 8) // 32),
+        "ablation": FeatureAblation(model).attribute(
+            x[:1], target=4, feature_mask=torch.arange(192, device=device).reshape(1, 3, 8, 8) // 32
+        ),
         "layer": LayerGradCam(model, model[0]).attribute(x, target=0),
     }

@@ -16,6 +16,11 @@ def run(device):
     bounds = torch.tensor([[0.0, 0.0], [1.0, 1.0]], dtype=torch.float64, device=device)
     torch.manual_seed(0)
     candidate, value = optimize_acqf(
-        LogExpectedImprovement(model, best_f=y.max()), bounds, q=1, num_restarts=2, raw_samples=8, options={"maxiter": 10, "seed": 5}
+        LogExpectedImprovement(model, best_f=y.max()),
+        bounds,
+        q=1,
+        num_restarts=2,
+        raw_samples=8,
+        options={"maxiter": 10, "seed": 5},
     )
     return {"candidate": candidate, "value": value, "posterior": model.posterior(x).mean}

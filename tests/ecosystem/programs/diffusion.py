@@ -1,7 +1,14 @@
 """Diffusers: a small UNet is trained to denoise, then a pipeline draws samples with several schedulers."""
 
 import torch
-from diffusers import AutoencoderKL, DDIMScheduler, DDPMPipeline, DDPMScheduler, DPMSolverMultistepScheduler, UNet2DModel
+from diffusers import (
+    AutoencoderKL,
+    DDIMScheduler,
+    DDPMPipeline,
+    DDPMScheduler,
+    DPMSolverMultistepScheduler,
+    UNet2DModel,
+)
 
 
 def run(device):
@@ -45,7 +52,12 @@ def run(device):
     with torch.no_grad():
         for t in solver.timesteps:
             sample = solver.step(unet(sample, t).sample, t, sample).prev_sample
-        vae = AutoencoderKL(block_out_channels=(16, 16), norm_num_groups=4, latent_channels=4,
-                            down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2).to(device)
+        vae = AutoencoderKL(
+            block_out_channels=(16, 16),
+            norm_num_groups=4,
+            latent_channels=4,
+            down_block_types=("DownEncoderBlock2D",) * 2,
+            up_block_types=("UpDecoderBlock2D",) * 2,
+        ).to(device)
         decoded = vae.decode(vae.encode(clean).latent_dist.mode()).sample
     return {"losses": losses, **images, "solver": sample, "decoded": decoded}

@@ -9,7 +9,9 @@ from torch_geometric.utils import to_dense_adj, to_torch_csr_tensor
 def graph(nodes, k):
     source = torch.arange(nodes).repeat_interleave(3)
     target = (source * 5 + torch.arange(3).repeat(nodes) * 7 + k) % nodes
-    return Data(x=torch.arange(nodes * 8.0).reshape(nodes, 8).cos() + k, edge_index=torch.stack([source, target]), y=k % 3)
+    return Data(
+        x=torch.arange(nodes * 8.0).reshape(nodes, 8).cos() + k, edge_index=torch.stack([source, target]), y=k % 3
+    )
 
 
 class Network(torch.nn.Module):

@@ -9,7 +9,9 @@ from torch.utils.data import DataLoader, TensorDataset
 def run(device):
     x = torch.arange(96.0 * 10).reshape(96, 10).cos()
     data = TensorDataset(x, (x.sum(1) * 5).long().remainder(3))
-    model = torch.nn.Sequential(torch.nn.Linear(10, 16), torch.nn.BatchNorm1d(16), torch.nn.GELU(), torch.nn.Linear(16, 3)).to(device)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(10, 16), torch.nn.BatchNorm1d(16), torch.nn.GELU(), torch.nn.Linear(16, 3)
+    ).to(device)
     criterion = torch.nn.CrossEntropyLoss()
     trainer = create_supervised_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), criterion, device=device)
     metrics = {"accuracy": Accuracy(), "loss": Loss(criterion), "confusion": ConfusionMatrix(3)}

@@ -21,8 +21,13 @@ def model():
     torch.manual_seed(0)
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=len(WORDS), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-            pad_token_id=0, eos_token_id=1,
+            vocab_size=len(WORDS),
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            pad_token_id=0,
+            eos_token_id=1,
         )
     )
 
@@ -35,15 +40,26 @@ def run(device):
     }  # fmt: skip
     texts = Dataset.from_dict({"text": ["the cat sat on the mat", "a dog ran", "the fox jumps over it", "it is good"]})
     pairs = Dataset.from_dict(
-        {"prompt": ["the cat", "a dog", "it is", "the fox"], "chosen": [" sat", " ran", " good", " jumps"], "rejected": [" bad"] * 4}
+        {
+            "prompt": ["the cat", "a dog", "it is", "the fox"],
+            "chosen": [" sat", " ran", " good", " jumps"],
+            "rejected": [" bad"] * 4,
+        }
     )
     with tempfile.TemporaryDirectory() as folder:
         tuned = SFTTrainer(
-            model(), args=SFTConfig(folder, max_length=16, **ordinary), train_dataset=texts, processing_class=tokenizer()
+            model(),
+            args=SFTConfig(folder, max_length=16, **ordinary),
+            train_dataset=texts,
+            processing_class=tokenizer(),
         )
         tuned.train()
         preferred = DPOTrainer(
-            model(), ref_model=model(), args=DPOConfig(folder, **ordinary), train_dataset=pairs, processing_class=tokenizer()
+            model(),
+            ref_model=model(),
+            args=DPOConfig(folder, **ordinary),
+            train_dataset=pairs,
+            processing_class=tokenizer(),
         )
         preferred.train()
     losses = [[entry["loss"] for entry in t.state.log_history if "loss" in entry] for t in (tuned, preferred)]

@@ -18,14 +18,24 @@ def run(device):
         vocabulary.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]))
         BertTokenizerFast(str(vocabulary)).save_pretrained(folder)
         config = BertConfig(
-            vocab_size=20, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
-            hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+            vocab_size=20,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=64,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
         )
         BertModel(config).save_pretrained(folder)
         transformer = models.Transformer(folder, max_seq_length=16)
         pooling = models.Pooling(transformer.get_embedding_dimension())
         model = SentenceTransformer(modules=[transformer, pooling, models.Normalize()], device=device)
-    texts = ["the cat sat on the mat", "a dog ran", "the quick brown fox jumps over the lazy dog", "a cat ran on a hill"]
+    texts = [
+        "the cat sat on the mat",
+        "a dog ran",
+        "the quick brown fox jumps over the lazy dog",
+        "a cat ran on a hill",
+    ]
     before = model.encode(texts, convert_to_tensor=True)
     loss = losses.MultipleNegativesRankingLoss(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from wooly.devices import mixed_devices
+from wooly.kernels.schema import unsupported
 from wooly.kernels.trials import stand_in
 from wooly.storage import dense_strides, span
 from wooly.torch_private import (
@@ -254,6 +255,49 @@ def masked_select_into(t: Tensor, mask: Tensor, *, out: Tensor) -> Tensor:
     return _resized(out, aten.masked_select(t, mask))
 
 
+def assert_async(condition: Tensor, message: str = "an assertion of the script failed") -> None:
+    """`aten._assert_async`. If the condition is false, a later operation raises the error, as on CUDA."""
+    if condition.numel() != 1:
+        raise RuntimeError(
+            "Boolean value of Tensor with "
+            + ("no values" if not condition.numel() else "more than one value")
+            + " is ambiguous"
+        )
+    aten._functional_assert_async.msg(condition, message, condition.new_empty(0))
+
+
+def rows_to_compressed(rows: Tensor, size: int, *, out_int32: bool = False) -> Tensor:
+    """`aten._convert_indices_from_coo_to_csr`: for each row and the end, the number of elements in the rows before.
+
+    The library's kernel uses the indices as addresses without a check, so executors do not offer it.
+
+    Args:
+        rows: the sorted row indices, one dimension.
+        size: the number of rows.
+    """
+    bounds = torch.arange(size + 1, dtype=rows.dtype, device=rows.device)
+    return aten.searchsorted.Tensor(rows.contiguous(), bounds, out_int32=out_int32)
+
+
+def compressed_to_coordinates(
+    compressed: Tensor, plain: Tensor, *, out_int32: bool = False, transpose: bool = False
+) -> Tensor:
+    """`aten._convert_indices_from_csr_to_coo`: indices of rows and columns, int64 or int32 of shape (2, elements).
+
+    Args:
+        compressed: for each row, where its elements begin, and the end; one dimension.
+        plain: the column of each element.
+        transpose: rows and columns are exchanged in the result.
+    """
+    dtype = torch.int32 if out_int32 else torch.int64
+    if compressed.dim() != 1:
+        raise unsupported("aten._convert_indices_from_csr_to_coo.default", "the indices are a batch")
+    places = torch.arange(plain.numel(), dtype=compressed.dtype, device=compressed.device)
+    rows = aten.searchsorted.Tensor(compressed[1:].contiguous(), places, right=True)
+    pair = [rows.to(dtype), plain.to(dtype)]
+    return torch.stack(pair[::-1] if transpose else pair)
+
+
 def mode_into(
     t: Tensor, dim: int = -1, keepdim: bool = False, *, values: Tensor, indices: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -399,6 +443,10 @@ def efficient_zero(size: Any, **options: Any) -> Tensor:
 
 #: Kernels for operators that each backend must implement itself.
 KERNELS: dict[str, Kernel] = {
+    "_assert_async": assert_async,
+    "_assert_async.msg": assert_async,
+    "_convert_indices_from_coo_to_csr": rows_to_compressed,
+    "_convert_indices_from_csr_to_coo": compressed_to_coordinates,
     "_efficientzerotensor": efficient_zero,
     "conj_physical_": conj_physical_,
     "linalg_lstsq.out": lstsq_into,

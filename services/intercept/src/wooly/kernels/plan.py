@@ -27,6 +27,8 @@ from wooly.recorder import Forms, Recorder
 from wooly.storage import Layout
 from wooly.torch_private import OpOverload, deterministic_off
 
+_REPEAT = torch.ops.aten.repeat_interleave.Tensor
+
 
 class CallPlan(NamedTuple):
     """How to record a call with one signature.
@@ -170,6 +172,8 @@ class PlanBuilder:
 
 def _depends_on_data(facts: OpFacts, call: Call) -> bool:
     """Whether the shape of the result depends on values. For `index` this is the case if an index is a mask."""
+    if facts.op is _REPEAT and call.kwargs.get("output_size") is not None:
+        return False
     if facts.op.overloadpacket.__name__ == "index" and len(call.args) > 1:
         return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in call.args[1])
     return facts.dynamic and not facts.out_args

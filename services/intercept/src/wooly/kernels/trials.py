@@ -23,6 +23,10 @@ _TRIAL_LIMIT_NEW = 1 << 16
 #: (LAPACK numbers pivots from 1). For them, the client asks the device.
 _NEVER_TRIED = frozenset({"_ctc_loss", "_ctc_loss_backward", "linalg_ldl_solve", "linalg_lu_solve"})
 
+#: Operators that are not tried because zeros always fail: the condition of an assertion, repetitions with a given sum. The executor
+#: finds their errors.
+_FAIL_ON_ZEROS = frozenset({"_functional_assert_async", "repeat_interleave"})
+
 #: Maximum number of bytes of the storages of a call that is tried because its operands share memory.
 _SHARED_LIMIT = 64 << 20
 
@@ -66,6 +70,8 @@ class Trials:
         if link.device.get("vendor") != "cpu" or facts.name in INFERRED_ON_HOST:
             return None
         if facts.extension:  # native code of others may end this process if values do not fit together
+            return None
+        if facts.op.overloadpacket.__name__ in _FAIL_ON_ZEROS:
             return None
         if facts.op.overloadpacket.__name__ in _NEVER_TRIED:
             return RuntimeError("not tried on the host")
