@@ -8,7 +8,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
-WORDS = "<pad> <eos> <unk> the a cat dog sat ran on mat hill quick brown fox jumps over lazy is it good bad".split()
+SPECIAL = ["<pad>", "<eos>", "<unk>"]
+WORDS = [
+    *SPECIAL,
+    *["the", "a", "cat", "dog", "sat", "ran", "on", "mat", "hill", "fox", "jumps", "over", "it", "is", "good", "bad"],
+]
 
 
 def tokenizer():

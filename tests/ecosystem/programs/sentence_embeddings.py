@@ -4,11 +4,11 @@ import tempfile
 from pathlib import Path
 
 import torch
-from sentence_transformers import InputExample, SentenceTransformer, losses, util
+from sentence_transformers import SentenceTransformer, losses, util
 from sentence_transformers.sentence_transformer import modules as models
 from transformers import BertConfig, BertModel, BertTokenizerFast
 
-WORDS = "the a cat dog sat ran on mat hill quick brown fox jumps over lazy".split()
+WORDS = ["the", "a", "cat", "dog", "sat", "ran", "on", "mat", "hill", "quick", "brown", "fox", "jumps", "over", "lazy"]
 
 
 def run(device):

@@ -251,6 +251,12 @@ for format in (-1, 127, 2**63 - 1):
     call("aten.clone.out", f(1), memory_format=format, out=f(1))
     call("aten._foreach_clone.out", [f(1)], memory_format=format, out=[])
 call("aten._foreach_copy.out", [], [f(1)], out=[])
+for wrong in (float("nan"), float("inf"), 3e38):
+    for padding in (1, 2):
+        call("aten.grid_sampler_2d_backward.default", f(2, 3, 5, 5), f(2, 3, 4, 4),
+             torch.full((2, 5, 5, 2), wrong), 0, padding, False, [True, True], ok=True)  # fmt: skip
+call("aten.triu.out", f(3, 3, 3, 3), out=f(81).as_strided((3, 3, 3, 3), (1, 3, 9, 27), 0))
+call("aten.round.decimals_out", f(1), decimals=2**31 - 1, out=f(1), ok=True)
 COMPLEX = torch.zeros(60, dtype=torch.complex64)
 call("aten.linalg_eig.out", f(2, 5, 5), eigenvalues=COMPLEX[:10].view(2, 5), eigenvectors=COMPLEX[:50].view(2, 5, 5))
 call("aten.linalg_eig.out", f(2, 5, 5), eigenvalues=COMPLEX[:10].view(2, 5), eigenvectors=COMPLEX[10:].view(2, 5, 5),
@@ -261,6 +267,7 @@ call("aten.nll_loss2d_backward.grad_input", f(8, 1, 3), f(8, 1, 1, 3), SHARED.as
 CUBE = f(225).view(3, 3, 5, 5)
 call("aten.reflection_pad3d.out", CUBE, [1] * 6, out=CUBE)
 call("aten.replication_pad3d.out", CUBE, [1] * 6, out=f(2000))
+call("aten.cumsum.out", CUBE, 1, out=CUBE, ok=True)
 call("aten.add.out", CUBE, CUBE, out=CUBE, ok=True)
 
 

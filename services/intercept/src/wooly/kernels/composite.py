@@ -276,7 +276,8 @@ def rows_to_compressed(rows: Tensor, size: int, *, out_int32: bool = False) -> T
         size: the number of rows.
     """
     bounds = torch.arange(size + 1, dtype=rows.dtype, device=rows.device)
-    return aten.searchsorted.Tensor(rows.contiguous(), bounds, out_int32=out_int32)
+    found: Tensor = aten.searchsorted.Tensor(rows.contiguous(), bounds, out_int32=out_int32)
+    return found
 
 
 def compressed_to_coordinates(

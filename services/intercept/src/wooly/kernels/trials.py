@@ -23,8 +23,8 @@ _TRIAL_LIMIT_NEW = 1 << 16
 #: (LAPACK numbers pivots from 1). For them, the client asks the device.
 _NEVER_TRIED = frozenset({"_ctc_loss", "_ctc_loss_backward", "linalg_ldl_solve", "linalg_lu_solve"})
 
-#: Operators that are not tried because zeros always fail: the condition of an assertion, repetitions with a given sum. The executor
-#: finds their errors.
+#: Operators that are not tried because zeros always fail: the condition of an assertion, repetitions with a given sum. The
+#: executor finds their errors.
 _FAIL_ON_ZEROS = frozenset({"_functional_assert_async", "repeat_interleave"})
 
 #: Maximum number of bytes of the storages of a call that is tried because its operands share memory.

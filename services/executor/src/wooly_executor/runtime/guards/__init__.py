@@ -44,6 +44,7 @@ from wooly_executor.runtime.guards.writing import (
     require_apart,
     tensors_in,
     undeclared_write,
+    works_in_place,
 )
 from wooly_executor.runtime.torch_private import OpOverload
 
@@ -84,21 +85,7 @@ def guarded(call: LibraryCall, form: Form) -> LibraryCall:
     lawful, outs = _lawful(call, form), out_arguments(call)
     if not outs or getattr(lawful.instead, "fails", False):
         return lawful
-    why = _wrong_shape(call, form, outs)
-    return replace(lawful, instead=_failing(why) if why else _keeping(lawful, outs))
-
-
-def _wrong_shape(call: LibraryCall, form: Form, outs: tuple[str, ...]) -> str:
-    """Return an error message if a result given as `outs` has the wrong shape, as far as this can be known without data."""
-    try:
-        args, kwargs = _sketch(call, form)
-        layouts = [Layout(name, t) for name in outs for t in tensors_in(kwargs[name])]
-        call.op(*args, **kwargs)
-    except (
-        Exception
-    ):  # the library does not compute this shape without data, or the arguments are wrong, which the run will say
-        return ""
-    return next(filter(None, [layout.resized(call.op) for layout in layouts]), "")
+    return replace(lawful, instead=_keeping(lawful, outs))
 
 
 def _lawful(call: LibraryCall, form: Form) -> LibraryCall:
@@ -129,7 +116,7 @@ def _lawful(call: LibraryCall, form: Form) -> LibraryCall:
             return replace(call, instead=_failing(str(e)))
     if shapes is None and law.values is None:
         return call
-    return replace(call, instead=_checking(call, ArgumentLaw(shapes, law.values)))
+    return replace(call, instead=_checking(call, replace(law, shapes=shapes)))
 
 
 def looks_at_values(call: LibraryCall) -> bool:
@@ -142,9 +129,15 @@ def _checking(call: LibraryCall, law: ArgumentLaw) -> Callable[..., Any]:
 
     def checked(*args: Any, **kwargs: Any) -> Any:
         given = arguments_of(op, args, kwargs)
-        for check in (law.shapes, law.values):
-            if check is not None:
-                check(given)
+        if law.shapes is not None:
+            law.shapes(given)
+        if law.values is not None:
+            try:
+                law.values(given)
+            except RuntimeError:
+                if law.instead is None:
+                    raise
+                return law.instead(given)
         return do(*args, **kwargs)
 
     checked.looks_at_values = law.values is not None  # type: ignore[attr-defined]
@@ -157,7 +150,7 @@ def _function(call: LibraryCall) -> Callable[..., Any]:
 
 def _keeping(call: LibraryCall, names: tuple[str, ...]) -> Callable[..., Any]:
     """Return a function that fails if the results given as `names` overlap, or if the library changes their layout."""
-    op, do, exact = call.op, _function(call), law_of(call.op) is None
+    op, do, exact = call.op, _function(call), law_of(call.op) is None and works_in_place(call.op)
 
     def kept(*args: Any, **kwargs: Any) -> Any:
         outs = [Layout(name, t) for name in names for t in tensors_in(kwargs.get(name))]

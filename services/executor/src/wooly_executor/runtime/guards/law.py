@@ -27,12 +27,14 @@ class ArgumentLaw:
         attributes: checks the arguments as the form states them, without tensors.
         applies: returns whether the law applies to a form, given the arguments as the form states them. None: the law always
             applies.
+        instead: a function of the arguments that takes the operator's place if `values` fails. None: the call fails.
     """
 
     shapes: Check | None = None
     values: Check | None = None
     attributes: Check | None = None
     applies: Callable[[Arguments, Form], bool] | None = None
+    instead: Callable[[Arguments], Any] | None = None
 
 
 def arguments_of(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from wooly_executor.runtime.guards.law import (
     ArgumentLaw,
     Arguments,
     require,
+    require_contiguous,
     require_range,
     require_shape,
 )
@@ -60,6 +61,13 @@ def _factored(given: Arguments) -> None:
     require_shape(given, "A", [*b.shape[:-1], b.shape[-2]])
 
 
+def _triangular(given: Arguments) -> None:
+    """Require that a result for a batch is contiguous. The kernel steps through it as if its matrices were adjacent."""
+    out = given.get("out")
+    if out is not None and out.dim() > 2:
+        require_contiguous("out", out)
+
+
 def _added_products(given: Arguments) -> None:
     """Require that self has the shape of the products. The library would resize it."""
     a, b = given["batch1"], given["batch2"]
@@ -83,6 +91,7 @@ LAWS: dict[str, ArgumentLaw] = {
     "_linalg_eigvals": ArgumentLaw(None, _finite),
     "addbmm_": ArgumentLaw(_added_products),
     "linalg_lstsq": ArgumentLaw(_has_columns),
+    **dict.fromkeys(("tril", "triu"), ArgumentLaw(_triangular)),
     "linalg_lu_solve": ArgumentLaw(None, _lu_pivots),
     "linalg_ldl_solve": ArgumentLaw(_ldl_shapes, _ldl_pivots),
     "lu_unpack": ArgumentLaw(_unpacked, _unpacked_values),

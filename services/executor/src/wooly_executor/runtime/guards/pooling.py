@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from wooly_executor.runtime.guards.law import (
     ArgumentLaw,
@@ -77,6 +78,25 @@ def _scaled(given: Arguments) -> None:
         )
 
 
+#: Largest absolute value of a grid for which the vectorised kernel is called.
+_FAR = 1e12
+
+
+def _near(given: Arguments) -> None:
+    """Require finite, moderate positions. From others, the CPU's bilinear kernel computes addresses outside of the image."""
+    grid = given["grid"]
+    folds = given["interpolation_mode"] == 0 and given["padding_mode"] in (1, 2)
+    if folds and grid.device.type == "cpu" and grid.numel():
+        require(bool(grid.abs().amax() <= _FAR), "grid must be finite")
+
+
+def _sampled_backward(given: Arguments) -> tuple[Tensor | None, Tensor]:
+    """Compute the gradients with the library's kernel for large images, which checks each address."""
+    names = ("grad_output", "input", "grid", "interpolation_mode", "padding_mode", "align_corners")
+    for_input, for_grid = aten._grid_sampler_2d_cpu_fallback_backward.default(*[given[n] for n in names])
+    return (for_input if given["output_mask"][0] else None), for_grid
+
+
 def _antialiased(given: Arguments) -> None:
     """Require that the scales fit the sizes.
 
@@ -117,7 +137,9 @@ LAWS: dict[str, ArgumentLaw] = {
     ),
     "fractional_max_pool2d_backward": ArgumentLaw(all_of(_fractional(2), _packed_indices), _in_window(2)),
     "fractional_max_pool3d_backward": ArgumentLaw(all_of(_fractional(3), _packed_indices), _in_window(3)),
-    "grid_sampler_2d_backward": ArgumentLaw(backward_of(aten.grid_sampler_2d.default, grad_output=0)),
+    "grid_sampler_2d_backward": ArgumentLaw(
+        backward_of(aten.grid_sampler_2d.default, grad_output=0), _near, instead=_sampled_backward
+    ),
     "grid_sampler_3d_backward": ArgumentLaw(backward_of(aten.grid_sampler_3d.default, grad_output=0)),
     "reflection_pad1d_backward": ArgumentLaw(backward_of(aten.reflection_pad1d.default, grad_output=0)),
     "reflection_pad2d_backward": ArgumentLaw(backward_of(aten.reflection_pad2d.default, grad_output=0)),

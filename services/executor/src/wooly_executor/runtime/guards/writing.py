@@ -11,6 +11,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor
 from wooly_wis.program import Attr, Form, OperandRef, Role
 
@@ -74,6 +75,11 @@ def out_arguments(call: LibraryCall) -> tuple[str, ...]:
     return tuple(name for name, _ in call.kwargs if name in outs)
 
 
+def works_in_place(op: OpOverload) -> bool:
+    """Whether a result may lie exactly where an argument lies: element-wise operators, and those with an in-place form."""
+    return torch.Tag.pointwise in op.tags or hasattr(torch.ops.aten, op.overloadpacket.__name__ + "_")
+
+
 class Layout:
     """The layout of a result before a call.
 
@@ -86,12 +92,6 @@ class Layout:
     def __init__(self, name: str, t: Tensor) -> None:
         self._name, self._t, self._shape, self._strides = name, t, t.shape, t.stride()
         self._bytes = t.untyped_storage().nbytes()
-
-    def resized(self, op: OpOverload) -> str:
-        """Return an error message if the shape has changed, else an empty string."""
-        if self._t.shape == self._shape:
-            return ""
-        return f"{op}: {self._name} must have shape {list(self._t.shape)}, but it has shape {list(self._shape)}"
 
     def require_kept(self, op: OpOverload) -> None:
         """Restore the layout and raise RuntimeError if it has changed."""
@@ -135,7 +135,7 @@ def require_apart(op: OpOverload, outs: list[Layout], read: list[Tensor], exact:
     Args:
         outs: the results given as `out=`.
         read: the other tensors among the arguments.
-        exact: whether a result may lie exactly where an argument lies, as element-wise operators allow.
+        exact: whether a result may lie exactly where an argument lies.
     """
     spans = sorted([layout.span() for layout in outs])
     if any(after[0] < before[1] for before, after in pairwise(spans)):
