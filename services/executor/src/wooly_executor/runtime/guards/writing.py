@@ -98,11 +98,14 @@ class Layout:
         t = self._t
         if t.shape == self._shape and (t.stride() == self._strides or not t.numel()):
             return
-        said = f"{op}: {self._name} must have shape {list(t.shape)} and strides {list(t.stride())}"
+        if t.shape != self._shape:
+            said = f"shape {list(t.shape)}, but {self._name}= has {list(self._shape)}"
+        else:
+            said = f"strides {list(t.stride())}, but {self._name}= has {list(self._strides)}"
         t.as_strided_(self._shape, self._strides)
         if t.untyped_storage().nbytes() > self._bytes:
             t.untyped_storage().resize_(self._bytes)
-        raise RuntimeError(f"{said}, but it has shape {list(self._shape)} and strides {list(self._strides)}")
+        raise RuntimeError(f"{op}: the result has {said}")
 
     def same_place(self, other: Tensor) -> bool:
         """Whether each element lies where `other` has the same element."""
