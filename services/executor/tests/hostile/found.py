@@ -257,6 +257,18 @@ for wrong in (float("nan"), float("inf"), 3e38):
              torch.full((2, 5, 5, 2), wrong), 0, padding, False, [True, True], ok=True)  # fmt: skip
 call("aten.triu.out", f(3, 3, 3, 3), out=f(81).as_strided((3, 3, 3, 3), (1, 3, 9, 27), 0))
 call("aten.round.decimals_out", f(1), decimals=2**31 - 1, out=f(1), ok=True)
+call("aten._transformer_encoder_layer_fwd.default", f(1, 1, 4), 4, 2, f(12, 4), f(12).half(), f(4, 4), f(4), True, False,
+     1e-5, f(4), f(4), f(4), f(4), f(8, 4), f(8), f(4, 8), f(4))  # fmt: skip
+call("aten.linalg_lu.out", f(3, 3, 3, 3), P=f(3, 3, 3, 3), L=f(81).as_strided((3, 3, 3, 3), (1, 3, 9, 27), 0),
+     U=f(3, 3, 3, 3))  # fmt: skip
+call("aten.native_group_norm_backward.default", f(37).as_strided((2, 6, 3), (18, 3, 0), 3), f(2, 6, 3), f(2, 2), f(2, 2),
+     f(6), 2, 6, 3, 2, MASK)  # fmt: skip
+call("aten.repeat_interleave.Tensor", i(2**63 - 1, 2**63 - 1, 5))
+call("aten.repeat_interleave.Tensor", i(2, 0, 5), ok=True)
+EMPTY = torch.zeros(0, dtype=torch.complex64)
+call("aten.linalg_eig.out", f(1, 5, 5), eigenvalues=EMPTY.as_strided((0,), (1,), 0),
+     eigenvectors=EMPTY.as_strided((0,), (1,), 0))  # fmt: skip
+call("aten.random_.from", f(1), 2**63 - 1, None)
 COMPLEX = torch.zeros(60, dtype=torch.complex64)
 call("aten.linalg_eig.out", f(2, 5, 5), eigenvalues=COMPLEX[:10].view(2, 5), eigenvectors=COMPLEX[:50].view(2, 5, 5))
 call("aten.linalg_eig.out", f(2, 5, 5), eigenvalues=COMPLEX[:10].view(2, 5), eigenvectors=COMPLEX[10:].view(2, 5, 5),

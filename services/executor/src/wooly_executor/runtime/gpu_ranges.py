@@ -191,9 +191,13 @@ def _asserted(given: Arguments, word: Word) -> dict[str, Any]:
 
 
 def _repeats(given: Arguments, word: Word) -> dict[str, Any]:
-    """Check numbers of repetitions. The output size is computed from them, and the given one is ignored."""
+    """Check numbers of repetitions. The output size is computed from them, and the given one is ignored. Their sum must not
+    overflow.
+    """
+    repeats = given["repeats"]
+    most = min(torch.iinfo(repeats.dtype).max, (1 << 62) // max(repeats.numel(), 1))
     return {
-        "repeats": _clamped(given["repeats"], 0, torch.iinfo(given["repeats"].dtype).max, word),
+        "repeats": _clamped(repeats, 0, most, word),
         "output_size": None,
     }
 

@@ -107,3 +107,8 @@ def interpret(text: str) -> tuple[Callable[..., Any], list[str]]:
     graph = torch._C.parse_ir(text)
     schemas = [node.schema() for node in graph.nodes() if node.kind().startswith("aten::")]
     return torch._C._create_function_from_graph("segment", graph), schemas
+
+
+def shares_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors have the same storage, also if it is empty."""
+    return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)

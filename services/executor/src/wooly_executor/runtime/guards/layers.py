@@ -60,8 +60,13 @@ def _attention_backward(given: Arguments) -> None:
     require_shape(given, "logsumexp", given["query"].shape[:3])
 
 
-def _heads(name: str) -> Check:
+def _heads(name: str, of: str) -> Check:
+    """Check the number of heads, and that all tensors have the dtype of the argument `of`. The kernel reads them as such."""
+
     def check(given: Arguments) -> None:
+        for key, t in given.items():
+            fits = not isinstance(t, Tensor) or t.dtype == given[of].dtype or "mask" in key
+            require(fits, f"{key} must have dtype {given[of].dtype}")
         require(given[name] > 0 and given["embed_dim"] % given[name] == 0, f"{name} must divide embed_dim")
 
     return check
@@ -179,8 +184,8 @@ LAWS: dict[str, ArgumentLaw] = {
     "_scaled_dot_product_attention_math": ArgumentLaw(_shared_heads),
     "_scaled_dot_product_flash_attention_for_cpu": ArgumentLaw(_attention),
     "_scaled_dot_product_flash_attention_for_cpu_backward": ArgumentLaw(_attention_backward),
-    "_native_multi_head_attention": ArgumentLaw(_heads("num_head")),
-    "_transformer_encoder_layer_fwd": ArgumentLaw(_heads("num_heads")),
+    "_native_multi_head_attention": ArgumentLaw(_heads("num_head", "query")),
+    "_transformer_encoder_layer_fwd": ArgumentLaw(_heads("num_heads", "src")),
     "mkldnn_rnn_layer": ArgumentLaw(_recurrent(("weight0", "weight1", "weight2", "weight3"), "cx_")),
     "mkldnn_rnn_layer_backward": ArgumentLaw(_recurrent_backward),
     "lstm": ArgumentLaw(_layers(_GATES), _batches),

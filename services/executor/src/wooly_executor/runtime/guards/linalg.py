@@ -68,6 +68,13 @@ def _triangular(given: Arguments) -> None:
         require_contiguous("out", out)
 
 
+def _factors(given: Arguments) -> None:
+    for name in ("L", "U"):
+        t = given.get(name)
+        if t is not None and t.dim() > 2:
+            require_contiguous(name, t)
+
+
 def _added_products(given: Arguments) -> None:
     """Require that self has the shape of the products. The library would resize it."""
     a, b = given["batch1"], given["batch2"]
@@ -90,6 +97,7 @@ LAWS: dict[str, ArgumentLaw] = {
     "_cholesky_solve_helper": ArgumentLaw(_factored),
     "_linalg_eigvals": ArgumentLaw(None, _finite),
     "addbmm_": ArgumentLaw(_added_products),
+    "linalg_lu": ArgumentLaw(_factors),
     "linalg_lstsq": ArgumentLaw(_has_columns),
     **dict.fromkeys(("tril", "triu"), ArgumentLaw(_triangular)),
     "linalg_lu_solve": ArgumentLaw(None, _lu_pivots),

@@ -76,6 +76,8 @@ def _group_norm(given: Arguments) -> None:
 def _group_norm_backward(given: Arguments) -> None:
     whole, n, groups = given["input"], given["N"], given["group"]
     require_shape(given, "grad_out", whole.shape)
+    for name in ("grad_out", "input"):
+        require_no_overlap(name, given[name])
     require(
         min(n, given["C"], given["HxW"]) >= 0 and n * given["C"] * given["HxW"] == whole.numel(),
         f"N * C * HxW must be the number of elements of input ({whole.numel()})",

@@ -45,6 +45,12 @@ def _noisy(given: Arguments) -> None:
         require_shape(given, "out", given["self"].shape)
 
 
+def _has_successor(given: Arguments) -> None:
+    """Require that the least number to draw is not the largest integer, whose successor the library would search forever."""
+    if given.get("from") is not None:
+        require(given["from"] < 2**63 - 1, "from must be less than 2**63 - 1")
+
+
 def _counted_trials(given: Arguments) -> None:
     """Require that no number of trials is NaN. The library would try forever."""
     require(not bool(given["count"].isnan().any()), "count must not be NaN")
@@ -64,6 +70,8 @@ def _running_sum(given: Arguments) -> None:
 
 
 LAWS: dict[str, ArgumentLaw] = {
+    "random_": ArgumentLaw(_has_successor),
+    "random": ArgumentLaw(_has_successor),
     "binomial": ArgumentLaw(None, _counted_trials),
     "_fused_adam_": ArgumentLaw(_fused("grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")),
     "_fused_adamw_": ArgumentLaw(_fused("grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from wooly_wis.program import Form
 
@@ -21,6 +22,10 @@ def _in_order(name: str, t: Tensor, most: int) -> None:
     """Require that the values are between 0 and `most` and do not decrease."""
     require_range(name, t, 0, most + 1)
     require(t.shape[-1] < 2 or not bool((t[..., 1:] < t[..., :-1]).any()), f"{name} must not decrease")
+
+
+#: No result has more elements: more would not fit into any memory.
+_MOST_REPEATED = 1 << 48
 
 
 def _bag_shapes(given: Arguments) -> None:
@@ -114,8 +119,22 @@ def _segment_values(given: Arguments) -> None:
     require(not lengths.numel() or int(lengths.sum(-1).max()) <= most, f"the sum of lengths must be at most {most}")
 
 
+def _repeated(given: Arguments) -> None:
+    """Require numbers of repetitions whose sum does not overflow. The kernel writes as many elements as each says."""
+    repeats = given["repeats"]
+    if repeats.numel() and not repeats.is_floating_point():
+        require(int(repeats.min()) >= 0, "repeats can not be negative")
+        total = float(repeats.sum(dtype=torch.float64))
+        require(total < _MOST_REPEATED, f"the sum of repeats is {total:.3g}, but at most {_MOST_REPEATED} elements fit")
+
+
 def _by_frequency(given: Arguments, form: Form) -> bool:
     return given["scale_grad_by_freq"] is not False
+
+
+def _repeats_indices(given: Arguments, form: Form) -> bool:
+    """Whether the call is the overload that makes indices. The other overloads call it."""
+    return "self" not in given
 
 
 def _rows(given: Arguments) -> None:
@@ -129,6 +148,7 @@ LAWS: dict[str, ArgumentLaw] = {
     "_embedding_bag_backward": ArgumentLaw(_bag_backward_shapes, _bag_backward_values),
     "_embedding_bag_dense_backward": ArgumentLaw(_bag_backward_shapes, _bag_backward_values),
     "_embedding_bag_per_sample_weights_backward": ArgumentLaw(_bag_backward_shapes, _bag_backward_values),
+    "repeat_interleave": ArgumentLaw(None, _repeated, applies=_repeats_indices),
     "segment_reduce": ArgumentLaw(_reduced_segments, _segment_values),
     "_segment_reduce_backward": ArgumentLaw(_segments_backward, _segment_values),
 }

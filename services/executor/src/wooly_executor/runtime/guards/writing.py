@@ -17,7 +17,7 @@ from wooly_wis.program import Attr, Form, OperandRef, Role
 
 from wooly_executor.runtime.calls import LibraryCall
 from wooly_executor.runtime.guards.law import Arguments
-from wooly_executor.runtime.torch_private import OpOverload, schema_of
+from wooly_executor.runtime.torch_private import OpOverload, schema_of, shares_storage
 
 #: Arguments that operators write although their schemas do not say so, by operator name. A function takes the arguments as the
 #: form states them and returns the names of the written ones.
@@ -107,6 +107,15 @@ class Layout:
             t.untyped_storage().resize_(self._bytes)
         raise RuntimeError(f"{op}: the result has {said}")
 
+    @property
+    def tensor(self) -> Tensor:
+        return self._t
+
+    def require_own_storage(self, op: OpOverload, others: list[Tensor]) -> None:
+        """Raise RuntimeError if the result is empty and has the storage of another tensor, where the library may enlarge it."""
+        if not self._t.numel() and any(shares_storage(self._t, t) for t in others):
+            raise RuntimeError(f"{op}: {self._name} is empty, so it must not share memory with another argument")
+
     def same_place(self, other: Tensor) -> bool:
         """Whether each element lies where `other` has the same element."""
         t = self._t
@@ -143,6 +152,8 @@ def require_apart(op: OpOverload, outs: list[Layout], read: list[Tensor], exact:
     spans = sorted([layout.span() for layout in outs])
     if any(after[0] < before[1] for before, after in pairwise(spans)):
         raise RuntimeError(f"{op}: results given as out= must not overlap each other")
+    for layout in outs:
+        layout.require_own_storage(op, [*[other.tensor for other in outs if other is not layout], *read])
     for t in read:
         begin, end = _span(t)
         for layout in outs:
