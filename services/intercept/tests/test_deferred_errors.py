@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from wooly import api
 from wooly.errors import RemoteOperationError
 
 
@@ -62,3 +63,26 @@ def test_transforms_after_failed_print_differentiate(cuda, device):
     assert torch.func.grad(lambda t: (t**3).sum())(t).tolist() == [3.0, 12.0, 27.0]
     assert torch.func.vmap(torch.func.grad(lambda t: t**3))(t).tolist() == [3.0, 12.0, 27.0]
     assert kept.value.operation == "aten.index.Tensor"
+
+
+def test_assertion_that_holds_does_not_wait(cuda):
+    x = torch.zeros(3, device=cuda)
+    condition = (x == 0).all()
+    torch.cuda.synchronize()
+    before = api.session_stats()["syncs"]
+    torch._assert_async(condition)
+    torch._assert_async(condition, "x must be zero")
+    assert api.session_stats()["syncs"] == before
+    torch.cuda.synchronize()
+
+
+def test_assertion_that_fails_raises_its_message_later(cuda):
+    torch._assert_async((torch.zeros(3, device=cuda) == 1).all(), "x must be one")
+    with pytest.raises(RemoteOperationError, match="x must be one"):
+        torch.cuda.synchronize()
+    assert torch.ones(3, device=cuda).sum().item() == 3
+
+
+def test_assertion_of_several_values_raises_at_the_call(cuda):
+    with pytest.raises(RuntimeError, match="more than one value is ambiguous"):
+        torch._assert_async(torch.ones(3, device=cuda))

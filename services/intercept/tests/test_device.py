@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from wooly import api, device, storage
+from wooly.errors import RemoteOperationError
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64,
@@ -296,6 +297,18 @@ def test_item_second_call_needs_no_round_trip(cuda):
     assert api.session_stats()["syncs"] == before
     t.add_(1)
     assert t.item() == 4 and api.session_stats()["syncs"] == before + 1
+
+
+def test_repeat_interleave_with_output_size_does_not_wait(cuda):
+    x, repeats = torch.arange(4.0), torch.tensor([1, 0, 2, 3])
+    there = x.to(cuda), repeats.to(cuda)
+    before = api.session_stats()["syncs"]
+    found = torch.repeat_interleave(*there, output_size=6)
+    assert found.shape == (6,) and api.session_stats()["syncs"] == before
+    assert found.cpu().equal(torch.repeat_interleave(x, repeats))
+    wrong = torch.repeat_interleave(*there, output_size=7)
+    with pytest.raises(RemoteOperationError, match="allocated size does not match required size"):
+        wrong.cpu()
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,44 @@ def test_out_on_the_host_raises_as_cuda_does(cuda, name):
         OUTS_ON_THE_HOST[name](torch.tensor([0.0, 1.0], device="cuda"))
 
 
+#: Calls that would write a tensor on the host, although an operand is on the device.
+WRITES_ON_THE_HOST = {
+    "add_": lambda x: torch.tensor(2.0).add_(x),
+    "pow_": lambda x: torch.tensor(2.0).pow_(x),
+    "clamp_": lambda x: torch.tensor(2.0).clamp_(x),
+    "lerp_": lambda x: torch.tensor(2.0).lerp_(torch.tensor(1.0), x),
+    "out": lambda x: torch.add(x, x, out=torch.tensor(2.0)),
+    "vector": lambda x: torch.ones(3).mul_(x),
+}
+
+
+@pytest.mark.parametrize("name", WRITES_ON_THE_HOST)
+def test_write_on_the_host_with_operand_on_the_device_raises_as_cuda_does(cuda, name):
+    with pytest.raises(
+        RuntimeError, match="Expected all tensors to be on the same device, but found at least two devices"
+    ):
+        WRITES_ON_THE_HOST[name](torch.tensor(2.0, device="cuda"))
+
+
+#: Calls that put a number into a tensor on the host. CUDA copies the number.
+FILLS_ON_THE_HOST = {
+    "fill_": lambda h, x: h.fill_(x),
+    "index_fill_": lambda h, x: h.index_fill_(0, torch.tensor([1]), x),
+    "masked_fill_": lambda h, x: h.masked_fill_(h == 0, x),
+    "item": lambda h, x: h.__setitem__(1, x),
+    "indices": lambda h, x: h.__setitem__(torch.tensor([0, 2]), x),
+    "mask": lambda h, x: h.__setitem__(h == 0, x),
+}
+
+
+@pytest.mark.parametrize("name", FILLS_ON_THE_HOST)
+def test_fill_on_the_host_takes_number_on_the_device(cuda, name):
+    found, expected = torch.tensor([0.0, 1.0, 0.0]), torch.tensor([0.0, 1.0, 0.0])
+    FILLS_ON_THE_HOST[name](found, torch.tensor(7.0, device="cuda"))
+    FILLS_ON_THE_HOST[name](expected, torch.tensor(7.0))
+    assert found.is_cpu and found.equal(expected)
+
+
 def test_efficient_zero_tensor_is_zero(cuda):
     zeros = torch._efficientzerotensor((2, 3), dtype=torch.float64, device="cuda")
     assert zeros.device.type == "cuda" and (zeros + 1).cpu().equal(torch.ones(2, 3, dtype=torch.float64))

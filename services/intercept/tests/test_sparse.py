@@ -187,3 +187,16 @@ def test_sparse_index_out_of_range_is_an_error(cuda):
     with pytest.raises(RuntimeError, match="index out of range: dimension 0 has size 3"):
         a.to_dense().sum().item()
     assert torch.ones(2, device=cuda).sum().item() == 2
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+def test_compressed_indices_convert_both_ways(cuda, narrow):
+    rows, columns = torch.tensor([0, 0, 1, 3, 3, 3]), torch.tensor([1, 2, 0, 4, 3, 1])
+    ours = torch._convert_indices_from_coo_to_csr(rows.to(cuda), 5, out_int32=narrow)
+    theirs = torch._convert_indices_from_coo_to_csr(rows, 5, out_int32=narrow)
+    assert ours.dtype is theirs.dtype and ours.cpu().equal(theirs)
+    for transpose in (False, True):
+        options = {"out_int32": narrow, "transpose": transpose}
+        back = torch._convert_indices_from_csr_to_coo(ours, columns.to(cuda), **options)
+        expected = torch._convert_indices_from_csr_to_coo(theirs, columns, **options)
+        assert back.dtype is expected.dtype and back.cpu().equal(expected)

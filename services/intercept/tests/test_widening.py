@@ -21,6 +21,7 @@ CALLS = {
     **{name: (getattr(torch, name), (3, 4), (torch.complex32,)) for name in UNARY.split()},
     "div": (lambda x: x / (x + 2), (3, 4), (torch.complex32,)),
     "pow": (lambda x: x**2.5, (3, 4), (torch.complex32,)),
+    "pow_number": (lambda x: x ** (1 + 2j), (3, 4), (torch.complex32,)),
     "lerp": (lambda x: torch.lerp(x, x + 1, 0.25), (3, 4), (torch.complex32,)),
     "trace": (torch.trace, (4, 4), (torch.complex32,)),
     "fft": (torch.fft.fft, (3, 8), (torch.float16, torch.complex32)),
@@ -100,3 +101,11 @@ def test_sums_of_bool_and_complex_numbers_have_dtypes_of_cuda(cuda):
     numbers = torch.tensor([1 + 2j, complex("nan"), 3 - 1j], device=cuda)
     assert torch.nansum(numbers).item() == 4 + 1j
     assert torch.nansum(numbers.to(torch.complex32)).item() == 4 + 1j
+
+
+def test_power_of_half_and_complex_number_is_complex_half(cuda):
+    x = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float16)
+    found = x.cuda() ** (1 + 2j)
+    assert found.dtype is torch.complex32 and torch.view_as_real(found.cpu()).equal(
+        torch.view_as_real((x.float() ** (1 + 2j)).to(torch.complex32))
+    )

@@ -170,8 +170,10 @@ class RegisteredDevice:
             kernel = composite.batch_norm(
                 kernel, self.generic.kernel(getattr(aten._native_batch_norm_legit, overload_name(op)))
             )
+        if name in composite.FILLING:
+            kernel = composite.with_host_target(kernel, op)
         if bare in composite.INDEXED:
-            kernel = composite.with_host_indices(kernel)
+            kernel = composite.with_host_indices(kernel, op)
         return kernel
 
     def _register_factories(self, library: torch.library.Library) -> None:

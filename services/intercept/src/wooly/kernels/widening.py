@@ -67,6 +67,8 @@ def gap_of(gaps: frozenset[torch.dtype], call: Call) -> torch.dtype | None:
     dtype = call.kwargs.get("dtype")
     if dtype is None:
         dtypes = [t.dtype for t in tensors_of(call)]
+        if torch.complex32 in gaps and any(isinstance(a, complex) for a in call.args):
+            dtypes = [dtype.to_complex() for dtype in dtypes]  # a complex number makes float16 complex
         dtype = reduce(torch.promote_types, dtypes) if gaps.intersection(dtypes) else None
     return dtype if dtype in gaps else None
 
@@ -113,7 +115,8 @@ def fourier(op: OpOverload) -> Callable[..., Any]:
 
 def _widened(a: Any, narrow: torch.dtype) -> Any:
     if isinstance(a, Tensor):
-        return a.to(_WIDER[narrow]) if a.dtype is narrow else a
+        mixed = narrow is torch.complex32 and a.dtype is torch.float16  # with a complex tensor or number
+        return a.to(_WIDER[a.dtype]) if a.dtype is narrow or mixed else a
     return _WIDER[narrow] if a is narrow else a
 
 

@@ -71,7 +71,6 @@ def _running_sum(given: Arguments) -> None:
 
 LAWS: dict[str, ArgumentLaw] = {
     "random_": ArgumentLaw(_has_successor),
-    "random": ArgumentLaw(_has_successor),
     "binomial": ArgumentLaw(None, _counted_trials),
     "_fused_adam_": ArgumentLaw(_fused("grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")),
     "_fused_adamw_": ArgumentLaw(_fused("grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")),

@@ -45,13 +45,16 @@ def _convolved(given: Arguments) -> None:
 
 
 def _has_multiple(given: Arguments) -> None:
-    """Require that no value is the smallest integer. Its absolute value overflows, and dividing it by -1 ends the process."""
+    """Require that no value is the smallest integer. Its absolute value overflows, and dividing it by -1 ends the process.
+
+    The library divides narrower integers in a wider type.
+    """
     for name in ("self", "other"):
         t = given[name]
-        if t.numel() and t.dtype is not torch.bool:
+        if t.numel() and t.dtype in (torch.int32, torch.int64):
             least = torch.iinfo(t.dtype).min
             require(
-                least == 0 or int(t.min()) > least,
+                int(t.min()) > least,
                 f"lcm: {name} contains {least}, whose absolute value overflows {t.dtype}",
             )
 
