@@ -56,6 +56,17 @@ test-matrix: setup ## the client's, the executor's and the conformance tests wit
 			services/intercept/tests services/executor/tests tests/conformance || exit 1; \
 	done
 
+ECOSYSTEM := .ecosystem
+
+.PHONY: ecosystem
+ecosystem: setup ## programs of other people's libraries (trl, diffusers, gpytorch, ...) on "cuda" and on the CPU (installs a gigabyte)
+	test -x $(ECOSYSTEM)/bin/python || $(PYTHON) -m venv $(ECOSYSTEM)
+	# The packages of .venv are visible there, so that pip adds only what is missing.
+	packages='import sysconfig; print(sysconfig.get_path("purelib"))'; \
+		echo "import site; site.addsitedir('$$($(BIN)/python -c "$$packages")')" > $$($(ECOSYSTEM)/bin/python -c "$$packages")/checkout.pth
+	$(ECOSYSTEM)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r requirements/ecosystem.txt
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(ECOSYSTEM)/bin/python -m pytest tests/ecosystem
+
 .PHONY: lint
 lint: setup ## ruff (with a ban on pickle, marshal, eval, exec), mypy (strict for libs), import contracts
 	$(BIN)/ruff check .

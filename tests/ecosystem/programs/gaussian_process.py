@@ -18,7 +18,7 @@ class Exact(gpytorch.models.ExactGP):
 
 class Variational(gpytorch.models.ApproximateGP):
     def __init__(self, inducing):
-        distribution = gpytorch.variational.CholeskyVariationalDistribution(inducing.size(0))
+        distribution = gpytorch.variational.CholeskyVariationalDistribution(inducing.size(0), mean_init_std=0.0)
         strategy = gpytorch.variational.VariationalStrategy(self, inducing, distribution, learn_inducing_locations=True)
         super().__init__(strategy)
         self.mean_module = gpytorch.means.ConstantMean()

@@ -1,29 +1,39 @@
-"""Pyro: variational inference with an automatic guide, and Hamiltonian Monte Carlo."""
+"""Pyro: a mixture model whose assignments are summed out, fitted by maximum a posteriori; then its assignments are inferred."""
 
 import pyro
 import pyro.distributions as dist
 import torch
-from pyro.infer import MCMC, NUTS, SVI, Trace_ELBO
-from pyro.infer.autoguide import AutoNormal
+from pyro.infer import SVI, TraceEnum_ELBO, config_enumerate, infer_discrete
+from pyro.infer.autoguide import AutoDelta
+from pyro.infer.autoguide.initialization import init_to_value
+
+COMPONENTS = 3
 
 
-def model(x, y):
-    slope = pyro.sample("slope", dist.Normal(x.new_zeros(3), x.new_ones(3)).to_event(1))
-    bias = pyro.sample("bias", dist.Normal(x.new_zeros(()), x.new_ones(())))
-    scale = pyro.sample("scale", dist.HalfNormal(x.new_ones(())))
-    with pyro.plate("data", x.size(0)):
-        return pyro.sample("y", dist.Normal(x @ slope + bias, scale + 0.1), obs=y)
+@config_enumerate
+def model(data):
+    weights = pyro.sample("weights", dist.Dirichlet(data.new_full((COMPONENTS,), 0.5)))
+    scale = pyro.sample("scale", dist.LogNormal(data.new_zeros(()), data.new_ones(())))
+    with pyro.plate("components", COMPONENTS):
+        places = pyro.sample("places", dist.Normal(data.new_zeros(()), data.new_full((), 10.0)))
+    with pyro.plate("data", len(data)):
+        assignment = pyro.sample("assignment", dist.Categorical(weights))
+        pyro.sample("seen", dist.Normal(places[assignment], scale), obs=data)
 
 
 def run(device):
-    x = torch.arange(120.0).reshape(40, 3).sin().to(device)
-    y = x @ torch.tensor([1.0, -2.0, 0.5], device=device) + 0.3
-    pyro.set_rng_seed(0)
-    guide = AutoNormal(model)
-    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.02}), Trace_ELBO(num_particles=2))
-    losses = [svi.step(x, y) for _ in range(15)]
-    medians = guide.median(x, y)
-    pyro.set_rng_seed(1)
-    chain = MCMC(NUTS(model, max_tree_depth=3), num_samples=5, warmup_steps=5, disable_progbar=True)
-    chain.run(x, y)
-    return {"losses": losses, "slope": medians["slope"], "chain": chain.get_samples()["slope"]}
+    pyro.clear_param_store()
+    data = torch.cat([torch.linspace(-1, 1, 20) + center for center in (-5.0, 0.0, 6.0)]).to(device)
+    begin = {
+        "weights": torch.full((COMPONENTS,), 1 / COMPONENTS, device=device),
+        "scale": torch.tensor(2.0, device=device),
+        "places": torch.tensor([-4.0, 1.0, 5.0], device=device),
+    }
+    guide = AutoDelta(pyro.poutine.block(model, expose=list(begin)), init_loc_fn=init_to_value(values=begin))
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.1}), TraceEnum_ELBO(max_plate_nesting=1))
+    losses = [svi.step(data) for _ in range(15)]
+    trace = pyro.poutine.trace(guide).get_trace(data)
+    fitted = pyro.poutine.replay(model, trace=trace)
+    inferred = infer_discrete(fitted, temperature=0, first_available_dim=-2)
+    assignments = pyro.poutine.trace(inferred).get_trace(data).nodes["assignment"]["value"]
+    return {"losses": losses, "places": guide.median(data)["places"], "assignments": assignments}
