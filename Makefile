@@ -129,7 +129,7 @@ fuzz: setup ## decode a million mutated programs
 HOSTILE_OUT ?= .hostile
 
 .PHONY: hostile
-hostile: setup ## every operator, whether its results show fresh memory; then with arguments that do not fit (an hour and a half; HOSTILE="--calls N --seed S")
+hostile: setup ## every operator, whether its results show fresh memory; then with arguments that do not fit (half an hour; HOSTILE="--calls N --seed S")
 	$(BIN)/python services/executor/tests/hostile/unwritten.py --out $(HOSTILE_OUT) $(HOSTILE)
 	$(BIN)/python services/executor/tests/hostile/fuzz.py --out $(HOSTILE_OUT) $(HOSTILE)
 
