@@ -152,3 +152,9 @@ def test_capability_of_a_cpu_is_in_all_answers(cuda):
     assert torch.cuda.get_device_capability() == (8, 0) and torch.cuda.get_arch_list() == ["sm_80"]
     found = torch.cuda.get_device_properties(0)
     assert (found.major, found.minor) == (8, 0)
+
+
+def test_jiterator_says_what_to_use_instead(cuda):
+    negated = torch.cuda.jiterator._create_jit_fn("template <typename T> T negated(T x) { return -x; }")
+    with pytest.raises(NotImplementedError, match="_compile_kernel"):
+        negated(torch.ones(2, device="cuda"))

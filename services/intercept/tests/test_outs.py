@@ -59,3 +59,11 @@ def test_fill_on_the_host_takes_number_on_the_device(cuda, name):
 def test_efficient_zero_tensor_is_zero(cuda):
     zeros = torch._efficientzerotensor((2, 3), dtype=torch.float64, device="cuda")
     assert zeros.device.type == "cuda" and (zeros + 1).cpu().equal(torch.ones(2, 3, dtype=torch.float64))
+
+
+def test_call_that_fails_at_once_keeps_the_content_of_out(cuda):
+    x, out = torch.ones(3, 2, device="cuda"), torch.full((2,), 5.0, device="cuda")
+    for name in ("all", "any"):
+        with pytest.raises(RuntimeError, match=f"{name} only supports bool tensor for result, got: Float"):
+            getattr(torch, name)(x, 0, out=out)
+    assert out.tolist() == [5, 5]

@@ -668,6 +668,7 @@ ENGINE_CODE = in_calling_thread(torch.autograd.backward).__code__
 
 
 #: The method with which an optimizer checks whether a CUDA graph may capture its step. Before torch 2.13, it asks `is_built`.
+JittedFunction: type = torch.cuda.jiterator._JittedFunction
 CAPTURE_CHECK_CODE = torch.optim.Optimizer._cuda_graph_capture_health_check.__code__
 
 

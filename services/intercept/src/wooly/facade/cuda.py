@@ -15,6 +15,7 @@ from wooly.facade.memory import Memory
 from wooly.facade.streams import device_context, device_of
 from wooly.kernels.cuda_c import compile_kernel
 from wooly.kernels.sleep import sleep
+from wooly.torch_private import JittedFunction
 
 #: Compute capability of a device that has none, such as a CPU. 8.0 (Ampere) is enough for programs that check for features such
 #: as bfloat16.
@@ -32,6 +33,13 @@ def capability_of(arch: str) -> tuple[int, int]:
         return _CAPABILITY
     major, minor = [part for part in found.groups() if part is not None]
     return int(major), int(minor, 16)
+
+
+def _refuse_jiterator(function: Any, *tensors: Any, **kwargs: Any) -> Any:
+    raise NotImplementedError(
+        "torch.cuda.jiterator is not supported on the wooly device; write the function with torch's operators, or as a kernel: "
+        "torch.cuda._compile_kernel"
+    )
 
 
 class Answers:
@@ -82,6 +90,7 @@ class Answers:
         }.items():
             yield (torch.cuda, name, value)
         yield (torch.backends.cudnn, "is_acceptable", lambda tensor: False)
+        yield (JittedFunction, "__call__", _refuse_jiterator)
         yield from build.patches(self._memory, self._cuda_version)
 
     def _existing(self, device: Any) -> int:

@@ -31,7 +31,7 @@ from wooly.link import sync_debug
 from wooly.recorder import Forms, Recorder, origin
 from wooly.rng import Generator, replayed_pair, sequence_of
 from wooly.storage import DEVICE_MASK, ID_SHIFT, PLACE_MASK, Layout
-from wooly.torch_private import OpOverload, raw_device, redispatch_cpu, warn_of_resize
+from wooly.torch_private import OpOverload, raw_device, redispatch_cpu, tree_map, warn_of_resize
 
 Kernel = Callable[..., Any]
 _NUMBERS = (float, int, bool, complex)
@@ -150,7 +150,7 @@ class Generic:
                 if isinstance(planned, Call):
                     return run(*planned.args, drawn_from=drawn_from, **planned.kwargs)
                 if planned.doubt is not None:
-                    return self._confirm(partial(run, drawn_from=drawn_from), planned, signature, args, kwargs)
+                    return self._confirm(facts, partial(run, drawn_from=drawn_from), planned, signature, args, kwargs)
                 plan = planned.plan
             recorder = plan.recorder
             with recorder.lock:
@@ -329,16 +329,24 @@ class Generic:
 
     def _confirm(
         self,
+        facts: OpFacts,
         run: Kernel,
         planned: PlannedCall,
         signature: tuple[Any, ...],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Run a call whose trial on the host failed, and wait for the device. The trial used zeros, so the call may succeed."""
+        """Run a call whose trial on the host failed, and wait for the device. The trial used zeros, so the call may succeed.
+
+        A call that fails loses the content of what it writes. So a call that writes arguments runs on copies of them first.
+        """
         recorder = planned.plan.recorder
         with recorder.lock:
             try:
+                if facts.mutable and not facts.random and recorder.capture is None:
+                    copies = _with_copies(facts, Call(args, kwargs))
+                    run(*copies.args, **copies.kwargs)
+                    recorder.sync()
                 result = run(*args, **kwargs)
                 recorder.sync()
             except RemoteOperationError as e:
@@ -458,6 +466,22 @@ def _on_one_device(buffers: list[int]) -> bool:
     """Whether all buffers are on one device. A tensor without a Wooly storage (a meta tensor) has buffer id 0."""
     first = buffers[0] & DEVICE_MASK if buffers else 0
     return all(b and b & DEVICE_MASK == first for b in buffers)
+
+
+def _with_copies(facts: OpFacts, call: Call) -> Call:
+    """The call with copies of the tensors that it writes."""
+
+    def copied(a: Any) -> Any:
+        return tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, a)
+
+    args, kwargs = list(call.args), dict(call.kwargs)
+    for name in facts.written:
+        at = facts.positions.get(name, len(args))
+        if at < len(args):
+            args[at] = copied(args[at])
+        elif name in kwargs:
+            kwargs[name] = copied(kwargs[name])
+    return Call(tuple(args), kwargs)
 
 
 def _collect(a: Any, scalar: bool, key: list[Any], buffers: list[int], params: list[Any]) -> None:
