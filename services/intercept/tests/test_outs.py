@@ -37,6 +37,14 @@ def test_write_on_the_host_with_operand_on_the_device_raises_as_cuda_does(cuda, 
         WRITES_ON_THE_HOST[name](torch.tensor(2.0, device="cuda"))
 
 
+def test_write_on_the_host_that_raises_keeps_the_number(cuda):
+    base = torch.tensor(3.0)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+            base.pow_(torch.tensor(5.0, device="cuda"))
+    assert base.item() == 3
+
+
 #: Calls that put a number into a tensor on the host. CUDA copies the number.
 FILLS_ON_THE_HOST = {
     "fill_": lambda h, x: h.fill_(x),

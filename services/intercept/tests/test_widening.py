@@ -103,6 +103,13 @@ def test_sums_of_bool_and_complex_numbers_have_dtypes_of_cuda(cuda):
     assert torch.nansum(numbers.to(torch.complex32)).item() == 4 + 1j
 
 
+@pytest.mark.parametrize("dtype", [torch.int16, torch.bfloat16, torch.float32])
+def test_power_of_other_dtype_and_complex_number_equals_cpu(cuda, dtype):
+    x = torch.tensor([1, 2, 3], dtype=dtype)
+    found, expected = x.cuda() ** (1 + 2j), x ** (1 + 2j)
+    assert found.dtype is expected.dtype and found.cpu().equal(expected)
+
+
 def test_power_of_half_and_complex_number_is_complex_half(cuda):
     x = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float16)
     found = x.cuda() ** (1 + 2j)

@@ -87,8 +87,6 @@ class _Encoded:
         if isinstance(a, Tensor):
             if raw_device(a).type == "wooly":
                 return self._operand(a, name)
-            if name in self._facts.written:
-                raise mixed_devices([a])
             return self._scalar(a)
         if lift and isinstance(a, (bool, int, float, complex)):
             return self._param(a)

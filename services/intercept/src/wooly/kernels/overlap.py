@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 from wooly_wis.program import Operand, Role
 
+from wooly.devices import mixed_devices
 from wooly.kernels.schema import Call, OpFacts
 from wooly.storage import span
 from wooly.torch_private import tree_leaves
@@ -64,6 +65,24 @@ def refuse_partial_overlap(written: Tensor, read: Tensor) -> None:
         )
 
 
+def _written_tensors(facts: OpFacts, call: Call) -> Iterator[Tensor]:
+    for name in facts.written:
+        for t in tree_leaves(call.kwargs[name] if name in call.kwargs else call.args[facts.positions[name]]):
+            if isinstance(t, Tensor):
+                yield t
+
+
+def refuse_writes_on_host(facts: OpFacts, call: Call) -> None:
+    """Check that a call on the device does not write a tensor on the host.
+
+    Raises:
+        RuntimeError: it does. It is CUDA's error for mixed devices.
+    """
+    for t in _written_tensors(facts, call):
+        if t.is_cpu:
+            raise mixed_devices([t])
+
+
 def refuse_overlaps(facts: OpFacts, call: Call) -> None:
     """Check that a call does not write to an expanded tensor.
 
@@ -71,10 +90,8 @@ def refuse_overlaps(facts: OpFacts, call: Call) -> None:
         RuntimeError: the call writes to an expanded tensor. It is ATen's error.
     """
     if facts.mutable and facts.name not in FILLS:
-        for name in facts.written:
-            for t in tree_leaves(call.kwargs[name] if name in call.kwargs else call.args[facts.positions[name]]):
-                if isinstance(t, Tensor):
-                    refuse_overlap(t)
+        for t in _written_tensors(facts, call):
+            refuse_overlap(t)
 
 
 #: Maximum number of operands of a call that is checked. Kernels for more operands (fused optimizers) do not check.

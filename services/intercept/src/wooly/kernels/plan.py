@@ -20,7 +20,7 @@ from wooly.dtypes import DTYPES
 from wooly.kernels.alerts import alert
 from wooly.kernels.forms import form_of, view_of
 from wooly.kernels.inference import Inferences, NoMetaKernelError, infer, infer_differentiated
-from wooly.kernels.overlap import may_overlap, refuse_overlaps
+from wooly.kernels.overlap import may_overlap, refuse_overlaps, refuse_writes_on_host
 from wooly.kernels.schema import Call, OpFacts, unsupported
 from wooly.kernels.trials import Trials, raise_kernel_errors
 from wooly.recorder import Forms, Recorder
@@ -88,6 +88,7 @@ class PlanBuilder:
         """
         if not (is_allowed(facts.name) or facts.extension):
             raise unsupported(facts.name, "the executor does not offer this operator")
+        refuse_writes_on_host(facts, call)  # before the trial, which runs the call on host tensors
         mode = self._determinism.mode
         with deterministic_off() if mode.warn_only else contextlib.nullcontext():  # the host's kernels may warn, too
             raise_kernel_errors(facts, call)

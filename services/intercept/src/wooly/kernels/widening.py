@@ -68,7 +68,7 @@ def gap_of(gaps: frozenset[torch.dtype], call: Call) -> torch.dtype | None:
     if dtype is None:
         dtypes = [t.dtype for t in tensors_of(call)]
         if torch.complex32 in gaps and any(isinstance(a, complex) for a in call.args):
-            dtypes = [dtype.to_complex() for dtype in dtypes]  # a complex number makes float16 complex
+            dtypes = [torch.complex32 if d is torch.float16 else d for d in dtypes]  # the number makes them complex
         dtype = reduce(torch.promote_types, dtypes) if gaps.intersection(dtypes) else None
     return dtype if dtype in gaps else None
 
