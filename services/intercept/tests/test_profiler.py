@@ -10,6 +10,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function, schedule, tensorboard_trace_handler
 from wooly import device, storage
+from wooly.profiling.device_events import DeviceEvent, in_turn
 from wooly.profiling.enclosing import enclosing
 
 BOTH = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
@@ -33,6 +34,16 @@ def kernels(events):
 
 def by_category(trace, category):
     return [e for e in trace["traceEvents"] if e.get("cat") == category]
+
+
+def test_device_events_of_one_stream_follow_each_other():
+    """The first kernel seemed to begin before its launch, because clocks differ, and was moved into the second one's time."""
+
+    def event(begin, ns, stream):
+        return DeviceEvent("k", "kernel", 8, 0, stream, begin, ns, 0, 0, "", (), (), 0)
+
+    found = list(in_turn([event(100, 50, 7), event(120, 30, 7), event(110, 5, 8), event(500, 1, 7)]))
+    assert [(e.begin_ns, e.stream) for e in found] == [(100, 7), (150, 7), (110, 8), (500, 7)]
 
 
 def test_profile_table_has_rows_with_device_time(x):

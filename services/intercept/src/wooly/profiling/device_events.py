@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from wooly_wis.codec import decode_form
@@ -74,9 +74,21 @@ def events_of(watch: Watch) -> list[DeviceEvent]:
     """The events of a watch that has ended, in the order of their start. Work that was launched while nothing was collected is
     left out.
     """
-    found = list(_events(watch))
+    found = list(in_turn(_events(watch)))
     found.sort(key=lambda event: event.begin_ns)
     return found
+
+
+def in_turn(events: Iterable[DeviceEvent]) -> Iterator[DeviceEvent]:
+    """The events, each after the end of the one before on its stream.
+
+    `_event` moves work that seems to begin before it was launched. Without this, it could overlap with the work behind it.
+    """
+    ends: dict[int, int] = {}
+    for event in events:
+        moved = replace(event, begin_ns=max(event.begin_ns, ends.get(event.stream, 0)))
+        ends[event.stream] = moved.end_ns
+        yield moved
 
 
 def _events(watch: Watch) -> Iterator[DeviceEvent]:
