@@ -13,7 +13,7 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
-#: Per program: the distribution that it needs, and its module.
+#: For each program in `programs/`: the module that it needs.
 PROGRAMS = {
     "attributions": "captum",
     "bayesian_optimization": "botorch",

@@ -85,9 +85,7 @@ class _Encoded:
     def attr(self, a: Any, name: str, lift: bool) -> Attr:
         """Convert one argument, or a part of it. If `lift` is true, numbers become params."""
         if isinstance(a, Tensor):
-            if raw_device(a).type == "wooly":
-                return self._operand(a, name)
-            return self._scalar(a)
+            return self._operand(a, name) if raw_device(a).type == "wooly" else self._scalar(a)
         if lift and isinstance(a, (bool, int, float, complex)):
             return self._param(a)
         if isinstance(a, (list, tuple)):

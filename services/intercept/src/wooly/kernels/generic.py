@@ -338,7 +338,8 @@ class Generic:
     ) -> Any:
         """Run a call whose trial on the host failed, and wait for the device. The trial used zeros, so the call may succeed.
 
-        A call that fails loses the content of what it writes. So a call that writes arguments runs on copies of them first.
+        If a call fails, the executor drops the content of the buffers that the call writes. So a call that writes its arguments
+        runs on copies of them first; the arguments keep their content if the call fails.
         """
         recorder = planned.plan.recorder
         with recorder.lock:
