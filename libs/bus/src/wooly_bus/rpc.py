@@ -210,16 +210,15 @@ class ControlClient:
 
     async def _connect(self, held: Credentials | None) -> Client:
         client, timeout = NatsClient(), self._timeout
+        first = True  # nats-py is "connecting" in every attempt to reconnect, too
 
         async def on_error(error: Exception) -> None:
             await self._on_error(error)
-            if client.is_connecting and isinstance(error, (ssl.SSLCertVerificationError, PlainTextError)):
-                raise error  # a retry would fail in the same way
-            if "authorization" in str(error).lower():
-                if client.is_connecting:
-                    raise error  # nats-py would retry without end
-                if client.is_reconnecting and held is not None:  # the same credentials will always be refused
-                    start_errand(client.close(), "leaving of NATS")
+            refused = "authorization" in str(error).lower()
+            if first and (refused or isinstance(error, (ssl.SSLCertVerificationError, PlainTextError))):
+                raise error  # a retry would fail in the same way, and nats-py would retry without end
+            if refused and held is not None and not client.is_connected:  # the same credentials will always be refused
+                start_errand(client.close(), "leaving of NATS")
 
         async def on_closed() -> None:
             if held is not None and held is self._held and not self._closing:
@@ -238,6 +237,7 @@ class ControlClient:
         )
         try:
             await asyncio.wait_for(connecting, timeout)
+            first = False
             for heard, (subject, _) in list(self._subscriptions.items()):
                 self._subscriptions[heard] = (subject, await client.subscribe(subject, cb=_into(heard)))
             if self._subscriptions:
