@@ -6,10 +6,12 @@ import asyncio
 import base64
 import contextlib
 import json
+import logging
 import os
 import re
 import signal
 import zlib
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -20,8 +22,10 @@ from wooly_bus.app import ServiceApp
 from wooly_bus.artifacts import ARTIFACTS, ArtifactStore
 from wooly_bus.envelope import decode_reply, encode
 from wooly_bus.errors import NoResponderError, RefusedError
+from wooly_compiler import app as compiler_app
 from wooly_compiler.actor import CompilerActor, is_complete
 from wooly_compiler.build import pocl
+from wooly_compiler.build.toolchains import BUILDERS, missing
 from wooly_compiler.settings import CompilerSettings
 from wooly_compiler.version import version
 from wooly_testkit.nats import nats_server as start_nats_server
@@ -250,6 +254,20 @@ async def test_compile_kernel_of_unknown_entry_is_refused(shared, monkeypatch):
     with pytest.raises(RefusedError, match="are not a kernel's source"):
         await ask_for_kernel(app, message.model_copy(update={"source": "AAAA"}))
     assert actor._kernel_workers is not actor._workers
+
+
+async def test_serve_without_toolchains_logs_each_with_what_installs_it(nats, tmp_path, monkeypatch, caplog):
+    async def at_once():
+        pass
+
+    monkeypatch.setattr(compiler_app, "until_signalled", at_once)
+    monkeypatch.setenv("PATH", str(tmp_path))  # the worker finds no clang
+    absent = {name: why for name in BUILDERS if (why := missing(name))}
+    with caplog.at_level(logging.INFO):
+        await compiler_app.serve(CompilerSettings(nats_url=nats, state_dir=tmp_path))
+    said = dict(re.findall(rf"compiler {version()} does not build for (\w+): (.*)", caplog.text))
+    assert said == absent and ("hip" in said or find_spec("hip"))
+    assert all("pip install" in why for why in said.values())
 
 
 @pytest.mark.slow
