@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import tempfile
 from collections.abc import Iterator
@@ -81,6 +82,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         count = sum([cure in reason for reason in skipped])
         if count:
             terminalreporter.write_line(f"{count} tests were skipped: `{cure}` installs what they need")
+
+
+@pytest.fixture
+def no_garbage() -> None:
+    """Remove the tensors that earlier tests left in reference cycles. They do not disappear while a test counts memory."""
+    gc.collect()
 
 
 @pytest.fixture(scope="session")

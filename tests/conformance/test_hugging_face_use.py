@@ -1,7 +1,6 @@
 """Common uses of a Hugging Face model in a folder: load it onto the device, generate, save it again."""
 
 import copy
-import gc
 import sys
 import threading
 from pathlib import Path
@@ -89,9 +88,8 @@ def test_load_of_folder_uses_requested_dtype(cuda, local, dtype):
     assert torch.equal(logits(ours), logits(theirs))
 
 
-def test_load_uses_no_more_memory_than_the_model(cuda, local):
+def test_load_uses_no_more_memory_than_the_model(cuda, local, no_garbage):
     _, _, folder = local
-    gc.collect()  # earlier tests may leave tensors in reference cycles
     torch.cuda.synchronize()
     start = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

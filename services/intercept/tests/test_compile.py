@@ -116,7 +116,7 @@ def test_compile_forwards_without_backward_are_rarely_recorded(cuda):
     assert torch.equal(y, a.sin() * 2) and torch.equal(grad, torch.autograd.grad((a.sin() * 2).sum(), a)[0])
 
 
-def test_compile_backward_frees_saved_tensors(cuda):
+def test_compile_backward_frees_saved_tensors(cuda, no_garbage):
     compiled = torch.compile(lambda a: (a.sin().cos() * a).exp())
     a = torch.randn(100_000, device=cuda, requires_grad=True)
     for _ in range(2):

@@ -342,7 +342,7 @@ def test_index_out_of_range_raises_at_next_wait(cuda):
         x.reshape(1, 3)[torch.zeros(2, dtype=torch.long, device=cuda), torch.zeros(3, dtype=torch.long, device=cuda)]
 
 
-def test_storage_is_freed_with_last_view(cuda):
+def test_storage_is_freed_with_last_view(cuda, no_garbage):
     before = storage.live_count()
     a = torch.zeros(8, device=cuda)
     view = a[2:4]
@@ -473,7 +473,7 @@ def test_attention_equals_cpu(cuda):
         assert torch.equal(ours, theirs)
 
 
-def test_memory_statistics_count_tensors(cuda):
+def test_memory_statistics_count_tensors(cuda, no_garbage):
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     t = torch.zeros(1 << 18, device=cuda)

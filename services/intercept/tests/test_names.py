@@ -75,7 +75,7 @@ def test_build_says_cuda(cuda):
     assert torch.backends.cudnn.is_available() and torch.backends.cudnn.version() >= 90000
 
 
-def test_memory_fraction_limits_process(cuda):
+def test_memory_fraction_limits_process(cuda, no_garbage):
     total = torch.cuda.mem_get_info()[1]
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_allocated() + (8 << 20)) / total)
     try:
@@ -111,7 +111,7 @@ def test_sync_debug_mode_warns_or_raises_when_operation_waits(cuda):
     assert x.nonzero().tolist() == [[1], [2], [3]]
 
 
-def test_allocator_addresses_and_nested_figures(cuda):
+def test_allocator_addresses_and_nested_figures(cuda, no_garbage):
     before = torch.cuda.memory_allocated()
     address = torch.cuda.caching_allocator_alloc(4096)
     assert address and torch.cuda.memory_allocated() == before + 4096

@@ -21,7 +21,7 @@ def trace_of(snapshot, device=0):
     return [entry for entry in snapshot["device_traces"][device] if entry["action"] in ("alloc", "free_completed")]
 
 
-def test_memory_snapshot_lists_each_live_storage(cuda):
+def test_memory_snapshot_lists_each_live_storage(cuda, no_garbage):
     x = torch.empty(1000, device="cuda")
     found = {s["address"]: s for s in torch.cuda.memory_snapshot()}
     assert sum(s["allocated_size"] for s in found.values()) == torch.cuda.memory_allocated()

@@ -1,6 +1,5 @@
 """Device storages: creation, size, and freeing."""
 
-import gc
 import subprocess
 import sys
 import threading
@@ -10,11 +9,7 @@ import torch
 from wooly import storage
 from wooly.kernels import transfer
 
-
-@pytest.fixture(autouse=True)
-def no_garbage():
-    """Storages that earlier tests left in cycles are gone, so that they do not vanish while a test counts."""
-    gc.collect()
+pytestmark = pytest.mark.usefixtures("no_garbage")
 
 
 def fails(*_):
