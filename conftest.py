@@ -24,8 +24,11 @@ hypothesis.settings.load_profile("wooly")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # PoCL counts its devices once per process: whoever comes first must ask for all that anybody wants.
 os.environ.setdefault("POCL_DEVICES", "basic pthread")
-# Stacks of one run's own keep what they compile in the user's folder; those of tests in this one.
-os.environ.setdefault("WOOLY_COMPILER_STATE_DIR", f"{tempfile.gettempdir()}/wooly-tests-{os.getuid()}/compiler")
+# What tests compile is kept in this folder, not in the user's.
+for service in ("compiler", "executor"):
+    os.environ.setdefault(
+        f"WOOLY_{service.upper()}_STATE_DIR", f"{tempfile.gettempdir()}/wooly-tests-{os.getuid()}/{service}"
+    )
 
 
 #: What one worker runs, because it shares processes or imports that take seconds. All others: file by file.

@@ -484,6 +484,33 @@ def test_memory_statistics_count_tensors(cuda, no_garbage):
     assert 0 < free <= total
 
 
+def test_memory_stats_have_the_keys_of_the_native_allocator(cuda, no_garbage):
+    before, stats = torch.cuda.memory_stats(), torch.cuda.memory_stats
+    kept = [torch.zeros(1 << 18, device=cuda) for _ in range(3)]
+    del kept[1:]
+    now = stats()
+    assert list(now) == sorted(now) and all(isinstance(n, int) for n in now.values())
+    for metric in ("allocation", "active", "segment", "allocated_bytes", "active_bytes", "requested_bytes"):
+        unit = 1 if metric in ("allocation", "active", "segment") else 1 << 20
+        grown = [
+            now[f"{metric}.all.{kind}"] - before[f"{metric}.all.{kind}"] for kind in ("current", "allocated", "freed")
+        ]
+        assert grown == [unit, 3 * unit, 2 * unit], metric
+        assert now[f"{metric}.all.peak"] >= now[f"{metric}.all.current"] and now[f"{metric}.small_pool.peak"] == 0
+    torch.cuda.reset_accumulated_memory_stats()
+    assert stats()["allocation.all.allocated"] == stats()["allocated_bytes.all.freed"] == 0
+    assert stats()["allocation.all.current"] == now["allocation.all.current"]
+
+
+def test_memory_summary_is_the_table_of_pytorch(cuda):
+    kept = torch.zeros(1 << 20, device=cuda)
+    lines = torch.cuda.memory_summary(abbreviated=True).splitlines()
+    assert kept.numel() and "PyTorch CUDA memory summary, device ID 0" in lines[1]
+    (allocated,) = [line.split("|")[2].split() for line in lines if line.startswith("| Allocated memory")]
+    assert allocated[1] in ("KiB", "MiB") and int(allocated[0]) >= 4
+    assert torch.cuda.memory_summary("cuda:0").count("from small pool") == 9
+
+
 def test_events_and_streams_are_in_order(cuda):
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()

@@ -111,9 +111,9 @@ async def serve(settings: ExecutorSettings, loop: DeviceLoop, bound: list[Endpoi
     async with app.running(), contextlib.aclosing(tunnels):
         actor.jobs.start(app.jetstream())
         journal = JournalPublisher(app.jetstream(), loop, settings.id)
-        borne = MemoryPublisher(app.jetstream(), loop, settings.id)
+        memory = MemoryPublisher(app.jetstream(), loop, settings.id)
         usage = UsagePublisher(app.jetstream(), loop, settings.id)
-        works = actor.works() | {"journal": journal.run, "memory borne": borne.run, "usage": usage.run}
+        works = actor.works() | {"journal": journal.run, "memory": memory.run, "usage": usage.run}
         loop.runtime.foreign.remote = KernelSource(app, settings.compiler_timeout_s)
         if isinstance(loop.runtime, PlanRuntime) and loop.tiers is not None:
             compilers = CompilerServices(app, settings.id, settings.compiler_timeout_s)
@@ -130,7 +130,7 @@ async def serve(settings: ExecutorSettings, loop: DeviceLoop, bound: list[Endpoi
         last_words_s = LAST_WORDS_S if failed is None else LAST_WORDS_OF_FAILED_S
         with contextlib.suppress(BusError, ExecutorError, TimeoutError):
             async with asyncio.timeout(last_words_s):
-                await asyncio.gather(journal.publish(), borne.publish(), usage.publish(), return_exceptions=True)
+                await asyncio.gather(journal.publish(), memory.publish(), usage.publish(), return_exceptions=True)
                 # the calls above have returned, so all sessions that the device's thread ended are known
                 await actor.report_last_closed()
 
@@ -154,9 +154,47 @@ def _device_failed(error: BaseException) -> None:
     fail("the device's thread", error, LOST if isinstance(error, ContextLostError) else BROKEN)
 
 
+class _CannotStartError(Exception):
+    """The executor cannot run with these settings on this machine. Each argument is one line of the reason."""
+
+
 @supervised("executor", (BusError,))
 def main(argv: list[str] | None = None) -> int:
     """Serve one device until SIGTERM or SIGINT."""
+    args = _parser().parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    try:
+        settings = _read_settings()
+        setup_tracing("executor")
+        loop = _make_loop(settings, _prepare_runtime(settings, args.runtime or settings.runtime))
+        token = ""
+        if args.standalone:
+            token = args.token or token_of(settings)
+            loop.admission.open_for_token(token, opaque=args.opaque_kernels)  # before the first client can arrive
+        listen = args.listen.split(",") if args.listen else settings.endpoints()
+        bound = [listen_on(loop, Endpoint.parse(text), settings) for text in listen]
+    except _CannotStartError as e:
+        for line in e.args:
+            log.error("%s", line)
+        return 2
+    except (MissingDriverError, extensions.ExtensionLibraryError, ChannelError, EndpointError, OSError) as e:
+        log.error("%s", e)
+        return 2
+    thread = start_thread(loop.run, "device-loop")
+    start_call(loop.vram.pins.restore, "wooly-pins")
+    try:
+        if args.standalone:
+            announce(loop.runtime.facts(), urls(token, settings.advertised(bound)), as_json=args.json)
+            run(serve_standalone(settings, loop))
+        else:
+            run(serve(settings, loop, bound, thread.is_alive))
+    finally:
+        loop.stop()
+        thread.join(5)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="wooly_executor", description="Serve one device to Wooly clients.")
     parser.add_argument(
         "--standalone",
@@ -172,40 +210,41 @@ def main(argv: list[str] | None = None) -> int:
         "--opaque-kernels", action="store_true", help="allow kernels that cannot be checked (with --standalone)"
     )
     parser.add_argument("--runtime", choices=RUNTIMES)
-    args = parser.parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    return parser
+
+
+def _read_settings() -> ExecutorSettings:
+    """Read the settings from the environment, and make the state folder private.
+
+    Raises:
+        _CannotStartError: a setting is invalid.
+        OSError: the state folder cannot be made.
+    """
     try:
         others, warnings = translated(os.environ, EXECUTOR)
         os.environ.update(others)
         settings = ExecutorSettings()
     except ValidationError as e:
-        for line in complaints(e):
-            log.error("%s", line)
-        return 2
+        raise _CannotStartError(*complaints(e)) from e
     except ValueError as e:
-        log.error("%s", e)
-        return 2
+        raise _CannotStartError(str(e)) from e
     for text in warnings:
         log.warning("%s", text)
-    try:
-        keep_private(settings.state_dir)
-    except OSError as e:
-        log.error("%s", e)
-        return 2
-    setup_tracing("executor")
+    keep_private(settings.state_dir)
+    return settings
+
+
+def _prepare_runtime(settings: ExecutorSettings, name: str) -> Runtime:
+    """Create the runtime `name`, load the extension libraries, and set the limits of work per call.
+
+    Raises:
+        MissingDriverError: the runtime cannot run on this machine.
+        ExtensionLibraryError: an extension library cannot be loaded.
+    """
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or min(torch.get_num_threads(), host.cores())))
-    dispatch = Dispatch(fifo=settings.dispatch == "fifo", undeclared_permille=10 * settings.undeclared_percent)
-    try:
-        runtime = make_runtime(args.runtime or settings.runtime, settings.state_dir, settings.device)
-    except MissingDriverError as e:
-        log.error("%s", e)
-        return 2
-    try:
-        key = "CPU" if runtime.device.host else "CUDA"
-        extensions.load(settings.extension_libraries(), device_key=key, laws=frozenset(EXTENSION_LAWS))
-    except extensions.ExtensionLibraryError as e:
-        log.error("%s", e)
-        return 2
+    runtime = make_runtime(name, settings.state_dir, settings.device)
+    key = "CPU" if runtime.device.host else "CUDA"
+    extensions.load(settings.extension_libraries(), device_key=key, laws=frozenset(EXTENSION_LAWS))
     runtime.bounds = Bounds(
         default_limits(
             host=runtime.device.host,
@@ -214,16 +253,20 @@ def main(argv: list[str] | None = None) -> int:
             flops=settings.max_flops,
         )
     )
-    tiers = None
     if isinstance(runtime, PlanRuntime):
         runtime.kernel_s = settings.kernel_s
-        tiers = Tiers(exact=runtime.exact) if settings.plans else None
+    return runtime
+
+
+def _make_loop(settings: ExecutorSettings, runtime: Runtime) -> DeviceLoop:
+    """Create the device loop: how it dispatches, swaps, compiles and limits, by the settings."""
+    dispatch = Dispatch(fifo=settings.dispatch == "fifo", undeclared_permille=10 * settings.undeclared_percent)
+    tiers = Tiers(exact=runtime.exact) if isinstance(runtime, PlanRuntime) and settings.plans else None
     memory = settings.device_memory(runtime.capacity() if isinstance(runtime, GpuRuntime) else None)
     taken, pace = 0, None
     if runtime.device.host:  # a GPU measures its own work with events
         taken, pace = memory, settings.paced()
         host.bound(settings.host_memory)
-    strangers, limits = settings.stranger_limits(), settings.limits()
     loop = DeviceLoop(
         runtime,
         memory,
@@ -232,35 +275,10 @@ def main(argv: list[str] | None = None) -> int:
         tiers,
         pace,
         Collector(),
-        strangers,
-        limits,
+        settings.stranger_limits(),
+        settings.limits(),
         settings.pinned_files(),
         failed=_device_failed,
     )
     loop.vram.overcommit_percent = settings.overcommit_percent
-    token = ""
-    if args.standalone:
-        try:
-            token = args.token or token_of(settings)
-        except OSError as e:
-            log.error("%s", e)
-            return 2
-        loop.admission.open_for_token(token, opaque=args.opaque_kernels)  # before the first client can arrive
-    listen = args.listen.split(",") if args.listen else settings.endpoints()
-    try:
-        bound = [listen_on(loop, Endpoint.parse(text), settings) for text in listen]
-    except (ChannelError, EndpointError, OSError) as e:
-        log.error("%s", e)
-        return 2
-    thread = start_thread(loop.run, "device-loop")
-    start_call(loop.vram.pins.restore, "wooly-pins")
-    try:
-        if args.standalone:
-            announce(runtime.facts(), urls(token, settings.advertised(bound)), as_json=args.json)
-            run(serve_standalone(settings, loop))
-        else:
-            run(serve(settings, loop, bound, thread.is_alive))
-    finally:
-        loop.stop()
-        thread.join(5)
-    return 0
+    return loop

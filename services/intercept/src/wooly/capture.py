@@ -120,8 +120,10 @@ def report_session(session_id: str, stats: Mapping[str, Any]) -> None:
     if not Path(path).is_absolute():
         return
     line = json.dumps({"session_id": session_id, "program": sys.argv[0] if sys.argv else "", "stats": stats})
-    with contextlib.suppress(OSError), open(path, "a", encoding="utf-8") as report:
-        report.write(line + "\n")
+    with contextlib.suppress(OSError):
+        Path(path).parent.mkdir(mode=0o700, exist_ok=True)
+        with open(path, "a", encoding="utf-8") as report:
+            report.write(line + "\n")
 
 
 def read_report(path: str) -> list[dict[str, Any]]:

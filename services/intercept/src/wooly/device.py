@@ -20,7 +20,7 @@ from wooly import storage
 from wooly.determinism import Determinism
 from wooly.devices import NAME, Devices
 from wooly.errors import ForkedProcessError, NotConnectedError
-from wooly.kernels import composite, views, widening
+from wooly.kernels import backend, indexing, layers, resolving, views, widening
 from wooly.kernels.autocast import Autocast
 from wooly.kernels.extensions import Extensions, register_autocast
 from wooly.kernels.generic import Generic
@@ -140,7 +140,7 @@ class RegisteredDevice:
         """Kernels that are written for one operator, by operator name."""
         own = self.transfer.kernels()
         own.update({_short(op): kernel for op, kernel in views.KERNELS.items()})
-        own.update(composite.KERNELS)
+        own.update(backend.KERNELS)
         own["record_stream"] = _record_stream
         return own
 
@@ -155,32 +155,32 @@ class RegisteredDevice:
         if bare.startswith(("quantize", "_empty_affine", "empty_quantized")):
             return None
         if any(has_kernel(op.name(), key) for key in ("Conjugate", "Negative", "ZeroTensor")):
-            kernel = composite.on_plain(op, partial(self.generic.kernel, op))
+            kernel = resolving.on_plain(op, partial(self.generic.kernel, op))
         else:
             kernel = self.generic.kernel(op)
         if name == "histc":
-            kernel = composite.histc(kernel)
+            kernel = backend.histc(kernel)
         if name == "nansum":
-            kernel = composite.nansum(kernel)
+            kernel = backend.nansum(kernel)
         if name == "_embedding_bag_backward":
-            kernel = composite.embedding_bag_backward(kernel)
+            kernel = layers.embedding_bag_backward(kernel)
         if name == "convolution":
-            kernel = composite.convolution(kernel)
+            kernel = layers.convolution(kernel)
         if bare == "native_batch_norm":
-            kernel = composite.batch_norm(
+            kernel = layers.batch_norm(
                 kernel, self.generic.kernel(getattr(aten._native_batch_norm_legit, overload_name(op)))
             )
-        if name in composite.FILLING:
-            kernel = composite.with_host_target(kernel, op)
-        if bare in composite.INDEXED:
-            kernel = composite.with_host_indices(kernel, op)
+        if name in indexing.FILLING:
+            kernel = indexing.with_host_target(kernel, op)
+        if bare in indexing.INDEXED:
+            kernel = indexing.with_host_indices(kernel, op)
         return kernel
 
     def _register_factories(self, library: torch.library.Library) -> None:
         """Register the factories under the key CUDA, too. So `device="cuda"` makes Wooly tensors without a patch per call."""
         library.impl("empty.memory_format", self.transfer.empty, "CUDA")
         library.impl("empty_strided", self.transfer.empty_strided, "CUDA")
-        library.impl("_efficientzerotensor", composite.efficient_zero, "CUDA")
+        library.impl("_efficientzerotensor", backend.efficient_zero, "CUDA")
         record_arange = self.generic.kernel(aten.arange.start_out)
         for key in ("PrivateUse1", "CUDA"):
             arange = partial(self.transfer.arange, record_arange)
@@ -193,15 +193,15 @@ class RegisteredDevice:
     def _register_whole(self, library: torch.library.Library) -> None:
         """Register the operators that are recorded as one instruction although PyTorch would decompose them."""
         convolve = self.generic.kernel(aten.convolution.default)
-        library.impl("_convolution", composite.flagged_convolution(convolve), "PrivateUse1", allow_override=True)
+        library.impl("_convolution", layers.flagged_convolution(convolve), "PrivateUse1", allow_override=True)
         record_linear = self.generic.kernel(aten.linear.default)
         library.impl("linear", record_linear, "PrivateUse1")
-        library.impl("linear", composite.linear(record_linear), "AutogradPrivateUse1")
+        library.impl("linear", layers.linear(record_linear), "AutogradPrivateUse1")
         for key in ("AutogradPrivateUse1", "PrivateUse1"):
-            library.impl("scaled_dot_product_attention", composite.attention, key)
-            library.impl("lstm.input", partial(composite.lstm_input, Whole(self.generic, aten.lstm.input)), key)
+            library.impl("scaled_dot_product_attention", layers.attention, key)
+            library.impl("lstm.input", partial(layers.lstm_input, Whole(self.generic, aten.lstm.input)), key)
             entropy = Whole(self.generic, aten.cross_entropy_loss.default)
-            library.impl("cross_entropy_loss", partial(composite.cross_entropy, entropy), key)
+            library.impl("cross_entropy_loss", partial(layers.cross_entropy, entropy), key)
         for name in widening.FOURIER:
             transform = widening.fourier(getattr(aten, name).default)
             for key in ("AutogradPrivateUse1", "PrivateUse1"):

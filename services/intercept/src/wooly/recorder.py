@@ -464,7 +464,7 @@ class Recorder:
         if self.heap.dead:
             self.release_dead()
         if not (self.words or self._frees):
-            self.heap.held_bytes = self.heap.live_bytes
+            self.heap.settle()
             if self._deferred:
                 self._send_deferred(self.require_link())
             return 0
@@ -495,7 +495,7 @@ class Recorder:
         self._reset_program()
         self._frees = rest
         if not rest:
-            self.heap.held_bytes = self.heap.live_bytes
+            self.heap.settle()
         self._deferred = send_later
         self._send_deferred(link)
         if mark is not None:

@@ -35,7 +35,7 @@ def make_room(recorder: Recorder, nbytes: int) -> None:
     if link.recording or heap.held_bytes + nbytes <= heap.granted:
         return
     if recorder.capture is not None:
-        heap.held_bytes = heap.live_bytes  # what was allocated and freed since the capture began is not held
+        heap.settle()  # what was allocated and freed since the capture began is not held
     elif recorder.recording:
         return
     else:

@@ -106,6 +106,9 @@ class Heap:
         live: number of live storages.
         live_bytes: bytes of all live storages.
         peak_bytes: highest value of `live_bytes` since the last `reset_peak`.
+        peak_live: number of live storages when `peak_bytes` was reached.
+        freed: number of storages that were freed, and whose free was sent.
+        freed_bytes: bytes of storages that were freed, up to the last `settle`.
         owner: class of the `Owner` objects. Each storage holds a reference to one `Owner`, whose value is ``bytes << 24 | id``.
         opener: called before the first storage is made, if it is not None. It opens the session.
         held_bytes: bytes that the executor holds for storages when it has run everything: `live_bytes`, and storages whose free
@@ -123,6 +126,8 @@ class Heap:
         "_reusable",
         "dead",
         "fraction",
+        "freed",
+        "freed_bytes",
         "granted",
         "held_bytes",
         "index",
@@ -135,6 +140,7 @@ class Heap:
         "orphans",
         "owner",
         "peak_bytes",
+        "peak_live",
     )
 
     def __init__(self, index: int) -> None:
@@ -145,6 +151,9 @@ class Heap:
         self.live = 0
         self.live_bytes = 0
         self.peak_bytes = 0
+        self.peak_live = 0
+        self.freed = 0
+        self.freed_bytes = 0
         self._owners = _owner_types(self)
         self.observers: tuple[HeapObserver, ...] = ()
         self.owner = self._owners.plain
@@ -178,7 +187,17 @@ class Heap:
 
         Without reuse, a long training would run out of ids within hours.
         """
+        self.freed += len(ids)
         self._reusable.extend(ids)
+
+    def unreserve(self, ids: list[int]) -> None:
+        """Give back ids from `reserve_id` that no storage got."""
+        self._reusable.extend(ids)
+
+    def settle(self) -> None:
+        """Note that the frees of all storages were sent, so the executor holds what is live."""
+        self.freed_bytes += self.held_bytes - self.live_bytes
+        self.held_bytes = self.live_bytes
 
     @property
     def reusable(self) -> Sequence[int]:
@@ -219,8 +238,8 @@ class Heap:
         owners.plain.__del__ = owners.tell_free if self.observers else owners.free  # type: ignore[attr-defined]
 
     def reset_peak(self) -> None:
-        """Set the peak to the bytes that are live now."""
-        self.peak_bytes = self.live_bytes
+        """Set the peaks to what is live now."""
+        self.peak_bytes, self.peak_live = self.live_bytes, self.live
 
 
 class _Owners(NamedTuple):
@@ -366,7 +385,7 @@ class Layout:
         heap.live += 1
         heap.live_bytes = live = heap.live_bytes + nbytes
         if live > heap.peak_bytes:
-            heap.peak_bytes = live
+            heap.peak_bytes, heap.peak_live = live, heap.live
         _hold(owner)
         address = _allocate(self.size)
         self._pack(
@@ -419,7 +438,8 @@ class Lease:
         heap.live += len(self.ids)
         heap.live_bytes += sum(sizes)
         heap.held_bytes += sum(sizes)
-        heap.peak_bytes = max(heap.peak_bytes, heap.live_bytes)
+        if heap.live_bytes > heap.peak_bytes:
+            heap.peak_bytes, heap.peak_live = heap.live_bytes, heap.live
 
 
 class Keeper:

@@ -55,7 +55,7 @@ class Answers:
         self._devices = devices
         self._cuda_version = cuda_version
         self._facts_of = facts
-        self._memory = Memory(devices, facts)
+        self._memory = Memory(devices)
 
     def patches(self) -> Iterator[Patch]:
         """Yield the patches (owner, name, value) for `torch.cuda`."""

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from wooly.devices import Devices
 from wooly.storage import Heap, heaps, pinned
@@ -31,17 +31,31 @@ def _nested(flat: dict[str, int]) -> dict[str, Any]:
     return found
 
 
+#: The four figures of each metric: now, at most, and the sums of all increases and of all decreases.
+_KINDS = ("current", "peak", "allocated", "freed")
+
+
+class _Total(NamedTuple):
+    """A number of storages and their bytes."""
+
+    count: int
+    nbytes: int
+
+    def since(self, before: _Total) -> _Total:
+        return _Total(self.count - before.count, self.nbytes - before.nbytes)
+
+
 class Memory:
     """The memory functions of `torch.cuda`.
 
     Args:
         devices: the process's devices.
-        facts: returns the properties of a device, from its executor, by index.
     """
 
-    def __init__(self, devices: Devices, facts: Callable[[int], dict[str, Any]]) -> None:
+    def __init__(self, devices: Devices) -> None:
         self._devices = devices
-        self._facts_of = facts
+        #: Freed storages and bytes, and live ones, at the last reset of the totals, by index of the device.
+        self._since: dict[int, tuple[_Total, _Total]] = {}
 
     def answers(self) -> dict[str, Callable[..., Any]]:
         """The functions, by their name in `torch.cuda`."""
@@ -51,11 +65,10 @@ class Memory:
             "memory_reserved": lambda d=None: self._asked(self._heap(d))["reserved_bytes"],
             "max_memory_reserved": lambda d=None: self._asked(self._heap(d))["reserved_peak_bytes"],
             "reset_peak_memory_stats": lambda d=None: self._heap(d).reset_peak(),
-            "reset_accumulated_memory_stats": lambda d=None: None,
+            "reset_accumulated_memory_stats": lambda d=None: self._reset_totals(self._heap(d)),
             "reset_max_memory_allocated": lambda d=None: self._heap(d).reset_peak(),
             "memory_stats": lambda d=None: self._stats(self._heap(d)),
             "mem_get_info": lambda d=None: self._info(self._heap(d)),
-            "memory_summary": lambda d=None, abbreviated=False: self._summary(self._heap(d)),
             "memory_stats_as_nested_dict": lambda d=None: _nested(self._stats(self._heap(d))),
             "memory_cached": lambda d=None: self._asked(self._heap(d))["reserved_bytes"],
             "max_memory_cached": lambda d=None: self._asked(self._heap(d))["reserved_peak_bytes"],
@@ -115,23 +128,39 @@ class Memory:
         asked = self._asked(heap)
         return asked["available_bytes"], asked["quota_bytes"]
 
-    def _stats(self, heap: Heap) -> dict[str, int]:
-        asked, live, peak = self._asked(heap), heap.live_bytes, heap.peak_bytes
-        found = {"allocation.all.current": heap.live, "num_alloc_retries": 0, "num_ooms": asked["out_of_memory"]}
-        for name in ("allocated", "active", "requested"):
-            found |= {f"{name}_bytes.all.current": live, f"{name}_bytes.all.peak": peak}
-        return found | {
-            "reserved_bytes.all.current": asked["reserved_bytes"],
-            "reserved_bytes.all.peak": asked["reserved_peak_bytes"],
-            "inactive_split_bytes.all.current": max(0, asked["reserved_bytes"] - live),
-        }
+    def _totals(self, heap: Heap) -> tuple[_Total, _Total]:
+        """What was allocated and what was freed since the process began."""
+        freed = _Total(heap.freed, heap.freed_bytes)
+        return _Total(heap.live + freed.count, heap.live_bytes + freed.nbytes), freed
 
-    def _summary(self, heap: Heap) -> str:
-        asked, mib = self._asked(heap), 1 << 20
-        return (
-            f"{self._facts_of(heap.index).get('name', 'unknown device')} (WOOLY): {heap.live_bytes / mib:.1f} MiB in "
-            f"{heap.live} tensors, peak {heap.peak_bytes / mib:.1f} MiB; the executor holds "
-            f"{asked['reserved_bytes'] / mib:.1f} MiB for this session, {asked['workspace_bytes'] / mib:.1f} MiB of it "
-            f"workspace; its part of shared contents is {asked['shared_bytes'] / mib:.1f} MiB; "
-            f"{asked['available_bytes'] / mib:.0f} MiB of {asked['quota_bytes'] / mib:.0f} MiB are free"
-        )
+    def _reset_totals(self, heap: Heap) -> None:
+        self._asked(heap)
+        self._since[heap.index] = self._totals(heap)
+
+    def _stats(self, heap: Heap) -> dict[str, int]:
+        """The figures of PyTorch's native allocator, with all of its keys.
+
+        A storage is one allocation, one active block and one segment. There is one pool, so figures of the large and of the small
+        pool are 0, as with PyTorch's backend `cudaMallocAsync`.
+        """
+        asked, live = self._asked(heap), heap.live_bytes
+        none = _Total(0, 0)
+        (allocated, freed), before = self._totals(heap), self._since.get(heap.index, (none, none))
+        allocated, freed = (now.since(then) for now, then in zip((allocated, freed), before, strict=True))
+        held, unused = asked["reserved_bytes"], max(0, asked["reserved_bytes"] - live)
+        counts = (heap.live, max(heap.peak_live, heap.live), allocated.count, freed.count)
+        nbytes = (live, heap.peak_bytes, allocated.nbytes, freed.nbytes)
+        metrics = dict.fromkeys(("allocation", "active", "segment"), counts)
+        metrics |= dict.fromkeys(("allocated_bytes", "active_bytes", "requested_bytes"), nbytes)
+        metrics["reserved_bytes"] = (held, asked["reserved_peak_bytes"], held + freed.nbytes, freed.nbytes)
+        metrics["inactive_split"] = (0, 0, 0, 0)
+        metrics["inactive_split_bytes"] = (unused, unused, unused, 0)
+        found = {"num_alloc_retries": 0, "num_ooms": asked["out_of_memory"], "num_sync_all_streams": 0}
+        found |= {"num_device_alloc": allocated.count, "num_device_free": freed.count, "max_split_size": -1}
+        for metric, figures in metrics.items():
+            for pool in ("all", "large_pool", "small_pool"):
+                shown = figures if pool == "all" else (0, 0, 0, 0)
+                found |= {f"{metric}.{pool}.{kind}": n for kind, n in zip(_KINDS, shown, strict=True)}
+        for metric in ("oversize_allocations", "oversize_segments"):
+            found |= {f"{metric}.{kind}": 0 for kind in _KINDS}
+        return dict(sorted(found.items()))

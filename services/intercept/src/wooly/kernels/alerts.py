@@ -116,7 +116,7 @@ ALERTS: dict[str, _Caller] = {
     "scatter_": _of_scatter,
     "scatter_reduce": _of_scatter_reduce,
     "scatter_reduce_": _of_scatter_reduce,
-    # SummaryOps.cu. `histc` is in the same file; `composite.histc` alerts for it, because integers are converted there.
+    # SummaryOps.cu. `histc` is in the same file; `backend.histc` alerts for it, because integers are converted there.
     "bincount": _of_bincount,
     # Sorting.cpp: which of equal elements gives the index.
     "kthvalue": _always("kthvalue CUDA"),

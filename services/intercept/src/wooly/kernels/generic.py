@@ -431,12 +431,12 @@ class Generic:
             raise
         values = answer.get("values") or []
         if values:
-            heap.recycle(ids)
+            heap.unreserve(ids)
             return values[0] if len(values) == 1 else tuple(values)
         results: list[Tensor | None] = []
         for buffer, out in zip(ids, answer["outputs"], strict=True):
             if out is None:
-                heap.recycle([buffer])
+                heap.unreserve([buffer])
                 results.append(None)
                 continue
             layout = Layout(TORCH_DTYPES[BY_LABEL[out["dtype"]]], out["sizes"], out["strides"], out["nbytes"])

@@ -16,9 +16,9 @@ from wooly_wis.program import Form, Operand, ParamKind, ParamRef, Role
 from wooly.contents import upload
 from wooly.determinism import Determinism, Mode
 from wooly.devices import NAME, Devices
-from wooly.kernels.composite import plain
 from wooly.kernels.forms import Number, host_scalar, view_of
 from wooly.kernels.overlap import refuse_overlap, refuse_partial_overlap
+from wooly.kernels.resolving import plain
 from wooly.link import MIRROR_ITEM_LIMIT, Link, ViewKey
 from wooly.recorder import Forms, Recorder, origin
 from wooly.storage import (

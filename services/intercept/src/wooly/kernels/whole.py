@@ -12,14 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wooly.kernels.composite import is_traced
 from wooly.kernels.generic import Generic
 from wooly.kernels.schema import host_tensor_at
-from wooly.torch_private import OpOverload, TreeSpec, in_transform, schema_of, tree_flatten, tree_unflatten
+from wooly.torch_private import (
+    OpOverload,
+    TreeSpec,
+    dispatch_modes,
+    in_transform,
+    schema_of,
+    tree_flatten,
+    tree_unflatten,
+)
 
 aten = torch.ops.aten
 
-#: Operators that are always recorded as one instruction. `composite` has operators for which this depends on the arguments.
+#: Operators that are always recorded as one instruction. `layers` has operators for which this depends on the arguments.
 WHOLE = (
     aten._scaled_dot_product_attention_math.default,
     aten.rms_norm.default,
@@ -35,6 +42,13 @@ WHOLE = (
     aten.rnn_tanh_cell.default,
     aten.rnn_relu_cell.default,
 )
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def is_traced(t: Tensor) -> bool:
+    """Whether PyTorch traces the call (fake tensors, dispatch modes). Then only operators that PyTorch knows may be called."""
+    return t.__class__ not in _PLAIN or dispatch_modes() > 0
 
 
 class Whole:

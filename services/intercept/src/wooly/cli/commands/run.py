@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -117,9 +118,12 @@ def _program(target: str) -> str | None:
 
 @contextlib.contextmanager
 def _report() -> Iterator[str]:
-    """A file for the sessions of other processes."""
-    with tempfile.TemporaryDirectory(prefix="wooly-run-") as folder:
-        yield str(Path(folder, "sessions"))
+    """A file for the sessions of other processes. The first of them makes it, so a run that is killed leaves nothing else."""
+    folder = Path(tempfile.gettempdir(), f"wooly-run-{secrets.token_hex(8)}")
+    try:
+        yield str(folder / "sessions")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _reach(opened: Any) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from wooly_wis.sparse import Argument, Dense, Layout, Named, Number, Sparse, Spa
 
 from wooly.devices import mixed_devices
 from wooly.dtypes import DTYPES
-from wooly.kernels.composite import plain
 from wooly.kernels.forms import number_of
+from wooly.kernels.resolving import plain
 from wooly.torch_private import OpOverload, coo_components, raw_device, schema_of
 
 

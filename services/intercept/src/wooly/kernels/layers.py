@@ -1,0 +1,298 @@
+"""Kernels for layers that PyTorch decomposes differently for an unknown device than for the CPU.
+
+For convolution, attention and LSTM, ATen's choice depends on the device type. The kernels here make the choice of the executor's
+library, so that the results have the same bits. `linear` is recorded as one instruction instead of five.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wooly.kernels.whole import is_traced
+from wooly.torch_private import (
+    SDPBackend,
+    attention_choice,
+    convolution_with_flags,
+    in_trace,
+    may_use_flash,
+    may_use_math,
+)
+
+aten = torch.ops.aten
+
+
+Kernel = Callable[..., Any]
+
+
+def linear(record: Kernel) -> Kernel:
+    """`aten.linear` under autograd: one instruction without gradients, PyTorch's decomposition with gradients."""
+    decompose = aten.linear.default.decompose
+
+    def run(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+        if torch.is_grad_enabled() and (
+            x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+        ):
+            return decompose(x, weight, bias)
+        if is_traced(x) or is_traced(weight):
+            return decompose(x, weight, bias)
+        if weight.requires_grad and not _folds(x):
+            return decompose(
+                x, weight, bias
+            )  # ATen's choice of the product depends on `requires_grad` also without gradients
+        if x.is_complex() or x.is_neg() or weight.is_neg() or (bias is not None and bias.is_neg()):
+            return decompose(x, weight, bias)  # conjugate and negative views are not resolved yet
+        return record(x, weight, bias)
+
+    return run
+
+
+def _folds(x: Tensor) -> bool:
+    """Whether the strides permit a view as a matrix with the last dimension as columns. `aten.matmul` checks the same."""
+    sizes, strides = x.shape, x.stride()
+    return all(strides[i] == strides[i + 1] * sizes[i + 1] for i in range(len(sizes) - 2))
+
+
+def convolution(record: Kernel) -> Kernel:
+    """`aten.convolution`. `torch.jit.trace` cannot record it, so a traced call becomes `aten._convolution`, as on CUDA."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if in_trace():
+            return convolution_with_flags(*args, **kwargs, **_CONVOLUTION_FLAGS)
+        return record(*args, **kwargs)
+
+    return run
+
+
+#: Arguments of `aten._convolution` that `aten.convolution` does not have. They choose among CUDA's algorithms.
+_CONVOLUTION_FLAGS = {"benchmark": False, "deterministic": False, "cudnn_enabled": True, "allow_tf32": True}
+
+
+def flagged_convolution(record: Kernel) -> Kernel:
+    """`aten._convolution`: `aten.convolution` with four more arguments, which the executor ignores."""
+    return lambda *args, **kwargs: record(*args[:9], **{k: v for k, v in kwargs.items() if k not in _CONVOLUTION_FLAGS})
+
+
+def batch_norm(record: Kernel, record_training: Kernel) -> Kernel:
+    """`aten.native_batch_norm`, which writes the running statistics in training although its schema does not declare it.
+
+    In training, this kernel records the operator `_native_batch_norm_legit`, which has the same kernel and declares the write. So
+    a later read of the statistics gets the new values, and the compiler does not move the read before the write.
+    """
+
+    def run(
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor | None,
+        var: Tensor | None,
+        *rest: Any,
+        **outs: Any,
+    ) -> Any:
+        updates = rest[0] and mean is not None and var is not None
+        return (record_training if updates else record)(x, weight, bias, mean, var, *rest, **outs)
+
+    return run
+
+
+def embedding_bag_backward(record: Kernel) -> Kernel:
+    """Wrap the gradient of `embedding_bag`. A sparse gradient consists of dense parts, which ATen's composite operator makes."""
+
+    def run(
+        grad: Tensor, indices: Tensor, offsets: Tensor, offset2bag: Tensor, bag_size: Tensor, max_indices: Tensor,
+        num_weights: int, scale_grad_by_freq: bool, mode: int, sparse: bool, *rest: Any, **named: Any,
+    ) -> Tensor:  # fmt: skip
+        counts = (num_weights, scale_grad_by_freq, mode)
+        if not sparse:
+            told = (grad, indices, offsets, offset2bag, bag_size, max_indices, *counts, sparse)
+            return record(*told, *rest, **named)  # type: ignore[no-any-return]
+        # The forward does not compute `offset2bag` in its fast case. Here as there: the bag of each index, from the bags' begins.
+        begins = offsets.new_zeros(indices.shape[0] + 1).index_add_(0, offsets, torch.ones_like(offsets))
+        bag_of = (begins.cumsum(0) - 1)[:-1]
+        made = aten._embedding_bag_sparse_backward
+        return made(grad, indices, offsets, bag_of, bag_size, *counts, *rest, **named)  # type: ignore[no-any-return]
+
+    return run
+
+
+_flash = aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
+_attention_math = aten._scaled_dot_product_attention_math.default
+
+
+_BACKENDS: Any = SDPBackend
+
+
+_FLASH, _MATH = int(_BACKENDS.FLASH_ATTENTION), int(_BACKENDS.MATH)
+
+
+_choices: dict[tuple[Any, ...], int] = {}
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`aten.scaled_dot_product_attention`: one instruction if the CPU would use its fused kernel, else the decomposition."""
+    grad = torch.is_grad_enabled()
+    needs = grad and (query.requires_grad or key.requires_grad or value.requires_grad)
+    mask_needs = attn_mask is not None and grad and attn_mask.requires_grad
+    signature = (
+        *[(t.dtype, t.shape, t.stride()) for t in (query, key, value)],
+        None if attn_mask is None else (attn_mask.dtype, attn_mask.shape, attn_mask.stride()),
+        dropout_p,
+        is_causal,
+        scale,
+        enable_gqa,
+        needs,
+        mask_needs,
+        may_use_flash(),
+        may_use_math(),
+    )
+    traced = is_traced(query)
+    choice = None if traced else _choices.get(signature)
+    if traced:
+        # Shapes may be symbolic, so PyTorch's choice is not available. Choose a kernel that is always correct.
+        choice = _MATH if dropout_p or mask_needs or query.dim() != 4 else _FLASH
+    elif choice is None:
+        if len(_choices) > 16384:
+            _choices.clear()
+        inputs = (query, key, value, attn_mask)
+        stand_ins: list[Any] = [None if t is None else _like(t, grad and t.requires_grad) for t in inputs]
+        # Ask PyTorch for its choice with host tensors of the same kind. A wrong call raises PyTorch's own error here.
+        choice = _choices[signature] = attention_choice(
+            *stand_ins,
+            dropout_p,
+            is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+        )
+    if attn_mask is not None and attn_mask.dtype is torch.bool:
+        attn_mask = torch.where(attn_mask, torch.zeros((), dtype=query.dtype), -torch.inf)
+    if choice == _FLASH:
+        return _flash(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]  # type: ignore[no-any-return]
+    return _attention_math(  # type: ignore[no-any-return]
+        query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+    )[0]
+
+
+def _like(t: Tensor, grad: bool) -> Tensor:
+    """A host tensor with the same dtype, shape and strides. Its memory is never read or written."""
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype).requires_grad_(grad)
+
+
+def cross_entropy(
+    whole: Kernel,
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    reduction: int = 1,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """`aten.cross_entropy_loss`: ATen's two operators for class indices; one instruction for label smoothing or probabilities."""
+    call = whole if label_smoothing or target.is_floating_point() else aten.cross_entropy_loss.default.decompose
+    return call(logits, target, weight, reduction, ignore_index, label_smoothing)  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _onednn_takes_bfloat16() -> bool:
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def lstm_input(
+    whole: Kernel,
+    x: Tensor,
+    hx: list[Tensor],
+    params: list[Tensor],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`aten.lstm.input`: the CPU's fused layers if the CPU would use them, else one instruction by `whole`."""
+    h0, c0 = [t.contiguous() for t in hx]
+    fused = (
+        torch.backends.mkldnn.is_available()
+        and torch.backends.mkldnn.enabled
+        and (x.dtype is torch.float32 or (x.dtype is torch.bfloat16 and _onednn_takes_bfloat16()))
+        and x.numel() > 0
+        and h0.shape[-1] == c0.shape[-1]
+        and len(params) == (4 if has_biases else 2) * num_layers * (2 if bidirectional else 1)
+    )
+    if not fused:
+        return whole(  # type: ignore[no-any-return]
+            x, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first
+        )
+    return _fused_lstm(x, h0, c0, params, has_biases, num_layers, dropout, train, bidirectional, batch_first)
+
+
+def _fused_lstm(
+    x: Tensor,
+    h0: Tensor,
+    c0: Tensor,
+    params: list[Tensor],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Call `mkldnn_rnn_layer` once per layer and direction. Each call has its own gradient."""
+    lstm_mode = 2
+    directions = 2 if bidirectional else 1
+    per_layer = 4 if has_biases else 2
+    layer_in = x.transpose(0, 1) if batch_first else x
+    layer_in = layer_in.contiguous()
+    hidden = h0.shape[2]
+    hs, cs = [], []
+    for layer in range(num_layers):
+        outs = []
+        for direction in range(directions):
+            index = layer * directions + direction
+            w = params[index * per_layer : (index + 1) * per_layer]
+            if has_biases:
+                biases = (w[2], w[3])
+            else:
+                biases = (w[0].new_zeros(w[0].shape[0]), w[0].new_zeros(w[0].shape[0]))
+            out, h, c, _ = torch.mkldnn_rnn_layer(
+                layer_in,
+                w[0],
+                w[1],
+                *biases,
+                h0[index],
+                c0[index],
+                direction == 1,
+                [],
+                lstm_mode,
+                hidden,
+                num_layers,
+                has_biases,
+                bidirectional,
+                False,
+                torch.is_grad_enabled(),  # the kernel uses only this flag, also in evaluation
+            )
+            outs.append(out)
+            hs.append(h)
+            cs.append(c)
+        layer_in = outs[0] if directions == 1 else torch.cat(outs, outs[0].dim() - 1)
+        if dropout != 0 and train and layer < num_layers - 1:
+            layer_in = torch.dropout(layer_in, dropout, True)
+    if batch_first:
+        layer_in = layer_in.transpose(0, 1)
+    return layer_in, torch.stack(hs, 0), torch.stack(cs, 0)
