@@ -3,8 +3,10 @@
 import gc
 import random
 import signal
+import sys
 import threading
 import time
+import types
 
 import pytest
 import torch
@@ -167,6 +169,14 @@ def test_handlers_of_program_are_shown_and_restored(cuda):
         assert signal.getsignal(signal.SIGUSR1) is mine
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+def test_handlers_that_a_module_with_its_own_name_of_signal_sets_are_deferred(cuda, monkeypatch):
+    module = types.ModuleType("imported_before")
+    module.signal, module.getsignal = signal.signal, "another"
+    monkeypatch.setitem(sys.modules, "imported_before", module)
+    found = [(owner, name) for owner, name, _ in interrupts.Interrupts(lambda why: None).patches()]
+    assert (module, "signal") in found and (module, "getsignal") not in found and (signal, "getsignal") in found
 
 
 def test_deferred_handler_runs_before_another_handler_is_set(cuda, monkeypatch):

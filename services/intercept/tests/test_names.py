@@ -1,8 +1,13 @@
 """Each public name of `torch.cuda`, its submodules and the modules beside it works, or raises an error with a reason."""
 
 import inspect
+import json
+import os
+import subprocess
+import sys
 import types
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -59,6 +64,33 @@ def test_public_name_works_or_says_why_not(cuda, path):
             assert "on the wooly device" in str(e)
         except TypeError as e:
             assert "argument" in str(e)
+
+
+def parameters():
+    """For each public function, the names of the parameters that can be given by position or by name."""
+    found = {}
+    for path in names():
+        where, _, name = path.rpartition(".")
+        try:
+            signature = inspect.signature(getattr(MODULES[where], name))
+        except (TypeError, ValueError):
+            continue
+        kinds = {p.kind for p in signature.parameters.values()}
+        if not kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}:
+            found[path] = [p.name for p in signature.parameters.values()]
+    return found
+
+
+def test_functions_have_the_parameter_names_of_pytorch(cuda):
+    """People call them by name: `memory_allocated(device=0)`."""
+    code = "import json, test_names; print(json.dumps(test_names.parameters()))"
+    plain = os.environ | {"WOOLYAI_CAPTURE": "", "PYTHONPATH": str(Path(__file__).parent)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=plain)
+    assert done.returncode == 0, done.stderr
+    theirs, ours = json.loads(done.stdout.splitlines()[-1]), parameters()
+    assert len(theirs) > 100 and "torch.cuda.memory_allocated" in ours
+    wrong = {path: (ours[path], theirs[path]) for path in ours.keys() & theirs.keys() if ours[path] != theirs[path]}
+    assert wrong == {}
 
 
 def eval_in_torch(expression):

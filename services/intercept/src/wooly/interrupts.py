@@ -292,11 +292,20 @@ class Interrupts:
             return set_timer
 
         _replace(wrapped)
-        yield (signal, "signal", set_handler)
-        yield (signal, "getsignal", get_handler)
+        changed: dict[str, Callable[..., Any]] = {"signal": set_handler, "getsignal": get_handler}
         for name in ("alarm", "setitimer"):
             if hasattr(signal, name):  # not on Windows
-                yield (signal, name, delivering(getattr(signal, name)))
+                changed[name] = delivering(getattr(signal, name))
+        for name, function in changed.items():
+            yield from ((module, name, function) for module in _holders(name, getattr(signal, name)))
+
+
+def _holders(name: str, function: Callable[..., Any]) -> list[Any]:
+    """The loaded modules whose global `name` is this function: `signal`, and those that ran `from signal import …`.
+
+    ipykernel is one of these. It sets a handler for each cell.
+    """
+    return [m for m in list(sys.modules.values()) if getattr(m, "__dict__", {}).get(name) is function]
 
 
 def restore() -> None:

@@ -125,10 +125,31 @@ def patches(memory: Memory, cuda_version: str) -> Iterator[Patch]:
     for name in torch.cuda.tunable.__all__:
         off = name.endswith("is_enabled")
         yield (torch.cuda.tunable, name, (lambda: False) if off else _refusal(f"tunable.{name}", _TUNING))
-    for name in ("cublas_workspace_size", "cublaslt_workspace_size", "blas_workspace_size"):
+    cublas, cublaslt = _workspace_size(), _workspace_size()
+
+    def of_blas(size: int | None = None, backend: Any = None) -> int:
+        return (cublaslt if str(backend).lower().endswith("lt") else cublas)(size)
+
+    for name, value in {
+        "cublas_workspace_size": cublas,
+        "cublaslt_workspace_size": cublaslt,
+        "blas_workspace_size": of_blas,
+    }.items():
         if hasattr(torch.backends.cuda, name):
-            yield (torch.backends.cuda, name, lambda: 0)
+            yield (torch.backends.cuda, name, value)
     yield from _accelerator()
+
+
+def _workspace_size() -> Callable[[int | None], int]:
+    """A function that keeps the size it is given, and returns it. The executor's library decides about its workspaces itself."""
+    kept = 0
+
+    def workspace_size(size: int | None = None) -> int:
+        nonlocal kept
+        kept = kept if size is None else size
+        return kept
+
+    return workspace_size
 
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -166,7 +187,7 @@ def _accelerator() -> Iterator[Patch]:
     types_of_numbers = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
     types_of_numbers += [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128]
 
-    def get_device_capability(device_index: Any = None, /) -> dict[str, Any]:
+    def get_device_capability(device: Any = None, /) -> dict[str, Any]:
         return {"supported_dtypes": set(types_of_numbers)}
 
     def empty_host_cache() -> None:

@@ -38,11 +38,11 @@ _KINDS = ("current", "peak", "allocated", "freed")
 class _Total(NamedTuple):
     """A number of storages and their bytes."""
 
-    count: int
+    number: int
     nbytes: int
 
     def since(self, before: _Total) -> _Total:
-        return _Total(self.count - before.count, self.nbytes - before.nbytes)
+        return _Total(self.number - before.number, self.nbytes - before.nbytes)
 
 
 class Memory:
@@ -60,22 +60,22 @@ class Memory:
     def answers(self) -> dict[str, Callable[..., Any]]:
         """The functions, by their name in `torch.cuda`."""
         return {
-            "memory_allocated": lambda d=None: self._live_bytes(self._heap(d)),
-            "max_memory_allocated": lambda d=None: self._heap(d).peak_bytes,
-            "memory_reserved": lambda d=None: self._asked(self._heap(d))["reserved_bytes"],
-            "max_memory_reserved": lambda d=None: self._asked(self._heap(d))["reserved_peak_bytes"],
-            "reset_peak_memory_stats": lambda d=None: self._heap(d).reset_peak(),
-            "reset_accumulated_memory_stats": lambda d=None: self._reset_totals(self._heap(d)),
-            "reset_max_memory_allocated": lambda d=None: self._heap(d).reset_peak(),
-            "memory_stats": lambda d=None: self._stats(self._heap(d)),
-            "mem_get_info": lambda d=None: self._info(self._heap(d)),
-            "memory_stats_as_nested_dict": lambda d=None: _nested(self._stats(self._heap(d))),
-            "memory_cached": lambda d=None: self._asked(self._heap(d))["reserved_bytes"],
-            "max_memory_cached": lambda d=None: self._asked(self._heap(d))["reserved_peak_bytes"],
-            "reset_max_memory_cached": lambda d=None: self._heap(d).reset_peak(),
-            "device_memory_used": lambda d=None: self._used(self._heap(d)),
+            "memory_allocated": lambda device=None: self._live_bytes(self._heap(device)),
+            "max_memory_allocated": lambda device=None: self._heap(device).peak_bytes,
+            "memory_reserved": lambda device=None: self._asked(self._heap(device))["reserved_bytes"],
+            "max_memory_reserved": lambda device=None: self._asked(self._heap(device))["reserved_peak_bytes"],
+            "reset_peak_memory_stats": lambda device=None: self._heap(device).reset_peak(),
+            "reset_accumulated_memory_stats": lambda device=None: self._reset_totals(self._heap(device)),
+            "reset_max_memory_allocated": lambda device=None: self._heap(device).reset_peak(),
+            "memory_stats": lambda device=None: self._stats(self._heap(device)),
+            "mem_get_info": lambda device=None: self._info(self._heap(device)),
+            "memory_stats_as_nested_dict": lambda device=None: _nested(self._stats(self._heap(device))),
+            "memory_cached": lambda device=None: self._asked(self._heap(device))["reserved_bytes"],
+            "max_memory_cached": lambda device=None: self._asked(self._heap(device))["reserved_peak_bytes"],
+            "reset_max_memory_cached": lambda device=None: self._heap(device).reset_peak(),
+            "device_memory_used": lambda device=None: self._used(self._heap(device)),
             "memory_usage": self._usage,
-            "get_per_process_memory_fraction": lambda d=None: self._heap(d).fraction,
+            "get_per_process_memory_fraction": lambda device=None: self._heap(device).fraction,
             "set_per_process_memory_fraction": self._set_fraction,
             "host_memory_stats": _host_stats,
             "host_memory_stats_as_nested_dict": lambda: _nested(_host_stats()),
@@ -131,7 +131,7 @@ class Memory:
     def _totals(self, heap: Heap) -> tuple[_Total, _Total]:
         """What was allocated and what was freed since the process began."""
         freed = _Total(heap.freed, heap.freed_bytes)
-        return _Total(heap.live + freed.count, heap.live_bytes + freed.nbytes), freed
+        return _Total(heap.live + freed.number, heap.live_bytes + freed.nbytes), freed
 
     def _reset_totals(self, heap: Heap) -> None:
         self._asked(heap)
@@ -148,7 +148,7 @@ class Memory:
         (allocated, freed), before = self._totals(heap), self._since.get(heap.index, (none, none))
         allocated, freed = (now.since(then) for now, then in zip((allocated, freed), before, strict=True))
         held, unused = asked["reserved_bytes"], max(0, asked["reserved_bytes"] - live)
-        counts = (heap.live, max(heap.peak_live, heap.live), allocated.count, freed.count)
+        counts = (heap.live, max(heap.peak_live, heap.live), allocated.number, freed.number)
         nbytes = (live, heap.peak_bytes, allocated.nbytes, freed.nbytes)
         metrics = dict.fromkeys(("allocation", "active", "segment"), counts)
         metrics |= dict.fromkeys(("allocated_bytes", "active_bytes", "requested_bytes"), nbytes)
@@ -156,7 +156,7 @@ class Memory:
         metrics["inactive_split"] = (0, 0, 0, 0)
         metrics["inactive_split_bytes"] = (unused, unused, unused, 0)
         found = {"num_alloc_retries": 0, "num_ooms": asked["out_of_memory"], "num_sync_all_streams": 0}
-        found |= {"num_device_alloc": allocated.count, "num_device_free": freed.count, "max_split_size": -1}
+        found |= {"num_device_alloc": allocated.number, "num_device_free": freed.number, "max_split_size": -1}
         for metric, figures in metrics.items():
             for pool in ("all", "large_pool", "small_pool"):
                 shown = figures if pool == "all" else (0, 0, 0, 0)
