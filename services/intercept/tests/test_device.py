@@ -4,6 +4,7 @@ import copy
 import io
 import types
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -500,6 +501,23 @@ def test_memory_stats_have_the_keys_of_the_native_allocator(cuda, no_garbage):
     torch.cuda.reset_accumulated_memory_stats()
     assert stats()["allocation.all.allocated"] == stats()["allocated_bytes.all.freed"] == 0
     assert stats()["allocation.all.current"] == now["allocation.all.current"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda t: t.numpy(),
+        lambda t: np.asarray(t),
+        lambda t: torch.asarray(t, device="cpu", copy=False),
+        lambda t: torch.tensor_split(t, torch.tensor([1], device="cuda")),
+        lambda t: torch.ones(1).set_(t),
+    ],
+    ids=("numpy", "array", "asarray", "tensor_split", "set_"),
+)
+def test_error_names_the_device_cuda(cuda, wrong):
+    with pytest.raises((RuntimeError, TypeError, ValueError), match="cuda:0") as caught:
+        wrong(torch.ones(2, device=cuda))
+    assert "wooly" not in str(caught.value)
 
 
 def test_memory_summary_is_the_table_of_pytorch(cuda):

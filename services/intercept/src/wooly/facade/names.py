@@ -31,6 +31,22 @@ def to_wooly(device: Any) -> Any:
     return device
 
 
+def naming_cuda(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function whose errors contain the device of a tensor, so that they call it "cuda"."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except (RuntimeError, TypeError, ValueError) as e:
+            said = str(e)
+            if f"{NAME}:" not in said:
+                raise
+            raise type(e)(said.replace(f"{NAME}:", f"{CUDA}:")).with_traceback(e.__traceback__) from None
+
+    return call
+
+
 def with_device(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `function` so that its keyword argument `device` is translated by `to_wooly`."""
 

@@ -11,7 +11,7 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 
 from wooly.device import current
 from wooly.devices import NAME
-from wooly.facade.names import CUDA, to_wooly, with_device
+from wooly.facade.names import CUDA, naming_cuda, to_wooly, with_device
 from wooly.facade.torchscript import convert_script_module
 from wooly.storage import MAX_DEVICES
 from wooly.torch_private import (
@@ -34,7 +34,6 @@ Patch = tuple[Any, str, Any]
 _GUARDED = (
     "tensor",
     "as_tensor",
-    "asarray",
     "scalar_tensor",
     "range",
     "tril_indices",
@@ -67,6 +66,8 @@ def patches() -> Iterator[Patch]:
     yield (UninitializedTensorMixin, "_allowed_methods", [*allowed, *more])
     for name in _GUARDED:
         yield (torch, name, with_device(getattr(torch, name)))
+    yield (torch, "asarray", naming_cuda(with_device(torch.asarray)))
+    yield (torch, "tensor_split", naming_cuda(torch.tensor_split))
     for name in _FACTORIES_INTO:
         yield (torch, name, _into(getattr(torch, name)))
     yield (torch.UntypedStorage, "byteswap", _byteswap_storage)
@@ -272,3 +273,5 @@ def _tensor_patches() -> Iterator[Patch]:
         return made
 
     yield (tensor, "new_tensor", new_tensor)
+    for name in ("numpy", "set_", "tensor_split"):
+        yield (tensor, name, naming_cuda(getattr(tensor, name)))
