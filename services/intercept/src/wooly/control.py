@@ -188,11 +188,11 @@ class Controller:
             self._stack.stop()
 
 
-#: A lease is renewed this often, so that a program learns within a sixth of the lease that its session has ended: its connection
+#: A lease is renewed this often, so that a program learns within a tenth of the lease that its session has ended: its connection
 #: may not show it (a cut link).
-RENEWALS_PER_LEASE = 6
-#: A failed renewal is tried again after 1/12 of the lease, so that one lost answer does not end the session.
-RETRY_DIVISOR = 12
+RENEWALS_PER_LEASE = 10
+#: A failed renewal is tried again after 1/15 of the lease, so that one lost answer does not end the session.
+RETRY_DIVISOR = 15
 #: Maximum time, in seconds, that closing a session waits for spans that are being sent.
 SPANS_TIMEOUT_S = 2.0
 #: Timeout for opening a session, in seconds. The router asks executors and writes to its database, which takes long on a busy
