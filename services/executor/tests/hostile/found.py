@@ -243,6 +243,10 @@ call("aten.mkldnn_rnn_layer.default", STEPS, *CELL, f(17).as_strided((2, 4), (0,
 call("aten.mkldnn_rnn_layer.default", f(3).as_strided((5, 2, 3), (0, 0, 0), 0), *CELL, f(2, 4), f(2, 4), *RECURRENT)
 call("aten.mkldnn_rnn_layer.default", STEPS, *CELL, f(2, 4), f(2, 4), *RECURRENT, ok=True)
 call("aten._embedding_bag.default", f(1, 1), torch.zeros(5, dtype=torch.int64).as_strided((5,), (0,), 1), i(0))
+call(
+    "aten._embedding_bag_dense_backward.default",
+    *(f(2, 0), i(0, 0, 0, 0, 0, 0), i(0, 0, 0, 1, 1, 1), i(3, 3).as_strided((2,), (0,), 1), i([0]), 1, False, 1, None),
+)
 call("aten._fft_c2r.default", f(1, 6, 1).to(torch.complex64), [-2], 0, 10)
 call("aten._stack.default", [f(21).as_strided((2, 3), (12, 4), 0)])
 call("aten._stack.default", [f(2, 3), f(2, 3)], ok=True)

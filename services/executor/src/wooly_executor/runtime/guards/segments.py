@@ -69,6 +69,9 @@ def _bag_backward_shapes(given: Arguments) -> None:
         require_shape(given, "maximum_indices", grad.shape)
     if "bag_size" in given:
         require_count(given, "bag_size", grad.shape[0])
+    for name in ("indices", "offsets", "offset2bag", "bag_size", "maximum_indices"):
+        if name in given:
+            require_contiguous(name, given[name])
 
 
 def _bag_backward_values(given: Arguments) -> None:
