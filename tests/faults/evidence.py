@@ -35,7 +35,7 @@ async def mirror_usage(client: Client) -> None:
         name=MIRROR, mirror=StreamSource(name=contracts.EXECUTOR_USAGE_RECORDED.stream_name),
         storage=StorageType.FILE, num_replicas=3, max_bytes=256 << 20,
     )  # fmt: skip
-    await client.jetstream().add_stream(config)
+    await client.jetstream(timeout=30.0).add_stream(config)  # servers that have just formed a cluster are slow
 
 
 async def usage(client: Client) -> Records:
