@@ -16,15 +16,15 @@ WHOLE = re.compile(
 )
 #: Storage surgery, other layouts, packed or quantised weights, nested tensors, raw metadata, host-only or unchecked internals.
 DENIED = re.compile(
-    r"sparse|mkldnn(?!_rnn_layer)|quantiz|qint|fbgemm|nested|jagged|_cslt|_weight_int|int_mm|int4|int8|packed|pack_"
+    r"sparse|mkldnn(?!_rnn_layer)|(?<!fake_)quantiz|qint|fbgemm|nested|jagged|_cslt|_weight_int|(?<!^_)int_mm|int4|int8|packed|pack_"
     r"|^set_|set_data|^resize|^as_strided|^_?empty|^new_empty|storage|^_copy_from|^copy_$|_local_scalar_dense|^record_stream"
     r"|^data$|pin_memory|^from_file|^_fw_primal|^_make_dual|_test_|_cudnn|^cudnn|miopen|_mps|xnnpack|^_coalesce|^to_"
     r"|^_?indices$|^_?values$|^crow_|^ccol_|^col_indices|^row_indices|^_nnz|^_dim[IV]|^_assert|^_async_error|^sym_|^_functional_sym|^_cufft"
     r"|^_efficientzero|^_make_dep|^is_|^_has|^_version|^retain|^requires_grad|^_debug|^_validate|^_spdiags|^hspmm|^sspaddmm|^_spmm|^_to_|^lift|^_lazy"
-    r"|^_unsafe_masked_index|^_thnn_fused|^_fake_quant|^fake_quant|^_fused_moving|^choose_qparams|^_saturate|^_choose_qparams"
+    r"|^_unsafe_masked_index|^_thnn_fused|^choose_qparams|^_saturate|^_choose_qparams"
     r"|^unsafe_chunk|^_dyn_quant|^_mixed_dtypes|^_convert_indices|^_compute_linear|^_transform_bias|^_linear_fp16"
     r"|^_nnpack|^_?slow_conv|^q_|^int_repr|^dequantize|^_validate_comp|^_pad_packed"
-    r"|^_wrapped|^_grouped_mm|^_scaled_grouped|^_scaled_mm|_conv_depthwise"
+    r"|^_wrapped|^_grouped_mm|^_scaled_grouped|^_scaled_mm_v2|_conv_depthwise"
 )
 
 

@@ -10,8 +10,8 @@ class WisError(Exception):
     retryable = False
 
 
-class EncodeError(WisError):
-    """A value cannot be encoded in WIS (for example an integer beyond 64 bits)."""
+class EncodeError(WisError, RuntimeError):
+    """A value cannot be encoded in WIS (for example an integer beyond 64 bits). Scripts get a RuntimeError."""
 
     code = "wis.encode"
 

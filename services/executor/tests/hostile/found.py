@@ -247,6 +247,14 @@ call(
     "aten._embedding_bag_dense_backward.default",
     *(f(2, 0), i(0, 0, 0, 0, 0, 0), i(0, 0, 0, 1, 1, 1), i(3, 3).as_strided((2,), (0,), 1), i([0]), 1, False, 1, None),
 )
+ON, POINTS = i(1), torch.zeros(3, dtype=torch.int32)
+for channels, scales in ((3, 1), (0, 0), (1, 3)):  # the library reads and writes as many as the input has channels
+    call(
+        "aten._fused_moving_avg_obs_fq_helper.default",
+        *(f(3, 4), ON, ON, f(channels), f(channels), f(scales), POINTS[:scales], 0.01, -128, 127, 0, True, True),
+    )
+call("aten._fused_moving_avg_obs_fq_helper.default",
+     f(3, 4), ON, ON, f(3), f(3), f(3), POINTS, 0.01, -128, 127, 0, True, True, ok=True)  # fmt: skip
 call("aten._fft_c2r.default", f(1, 6, 1).to(torch.complex64), [-2], 0, 10)
 call("aten._stack.default", [f(21).as_strided((2, 3), (12, 4), 0)])
 call("aten._stack.default", [f(2, 3), f(2, 3)], ok=True)

@@ -126,6 +126,35 @@ def _run(op, sample, grads):
 # -- operators without a sample -----------------------------------------------------------------------------------------
 
 
+def by_hand_quantised(lawful):
+    """Add calls of fake quantisation, and of products of short numbers."""
+    add, f = lawful.add, torch.ones
+    on, scales, points = torch.ones(1, dtype=torch.int64), f(3), torch.zeros(3, dtype=torch.int32)
+    one, point = f(1), points[:1]
+    add("aten.fake_quantize_per_tensor_affine_cachemask.default", (f(3, 4), 0.1, 0, 0, 255), {})
+    name = "aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams.default"
+    add(name, (f(3, 4), one, point, on, 0, 255), {})
+    add("aten.fake_quantize_per_channel_affine_cachemask.default", (f(3, 4), scales, points, 0, 0, 255), {})
+    add("aten.fake_quantize_per_channel_affine_cachemask.default", (f(2, 3), scales, points, 1, -128, 127), {})
+    for many, args in (("channel", (scales, f(3), 0, 0, 255)), ("tensor", (one, f(1), 0, 255))):
+        name = f"aten._fake_quantize_learnable_per_{many}_affine"
+        add(f"{name}.default", (f(3, 4), *args, 1.0), {})
+        add(f"{name}_backward.default", (f(3, 4), f(3, 4), *args, 1.0), {})
+    name = "aten._fused_moving_avg_obs_fq_helper.default"
+    add(name, (f(3, 4), on, on, f(3), f(3), scales, points, 0.01, -128, 127, 0, True, True), {})
+    add(
+        name,
+        (f(3, 4, 2), on, on, f(4), f(4), f(4), torch.zeros(4, dtype=torch.int32), 0.01, 0, 255, 1, True, False),
+        {},
+    )
+    add(name, (f(3, 4), on, on, f(1), f(1), one, point, 0.01, 0, 255, -1, False, False), {})
+    short, tiny = torch.ones(32, 32, dtype=torch.int8), f(32, 32).to(torch.float8_e4m3fn)
+    add("aten._int_mm.default", (short, short), {})
+    add("aten._int_mm.out", (short, short), {"out": torch.ones(32, 32, dtype=torch.int32)})
+    add("aten._scaled_mm.default", (tiny, tiny.t(), f(()), f(()), None, None, torch.bfloat16), {})
+    add("aten._scaled_mm.default", (tiny, tiny.t(), f(32, 1), f(1, 32), f(32).bfloat16(), None, torch.bfloat16), {})
+
+
 def by_hand(lawful):
     """Add calls of composite operators that travel as one instruction, of layers and of optimisers."""
     add, f = lawful.add, torch.ones
@@ -152,6 +181,7 @@ def by_hand(lawful):
     for lengths in ((4, 4), (4, 2)):  # the shorter lengths leave parts of the saved tensors unwritten
         ctc = (f(4, 2, 5).log_softmax(2), torch.tensor([[1, 2], [3, 4]]), lengths, (2, 1), 0, False)
         add("aten._ctc_loss.default", ctc, {})
+    by_hand_quantised(lawful)
     add("aten.linear.default", (f(2, 3), f(4, 3), f(4)), {})
     add("aten.rms_norm.default", (f(2, 3), [3], f(3), 1e-5), {})
     add("aten.cross_entropy_loss.default", (f(2, 5), torch.tensor([1, 4]), f(5), 1, -100, 0.0), {})

@@ -160,6 +160,8 @@ class RegisteredDevice:
             kernel = self.generic.kernel(op)
         if name == "histc":
             kernel = backend.histc(kernel)
+        if name == "_fused_moving_avg_obs_fq_helper":
+            kernel = backend.observed(kernel)
         if name == "nansum":
             kernel = backend.nansum(kernel)
         if name == "_embedding_bag_backward":

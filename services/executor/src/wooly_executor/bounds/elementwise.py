@@ -69,8 +69,13 @@ _PASSES = {
         cumprod cumsum linalg__powsum linalg_vector_norm norm prod renorm scatter_reduce std std_mean
         var var_mean _foreach_norm _foreach_powsum nll_loss2d_backward nll_loss2d_forward nll_loss_backward nll_loss_forward
         segment_reduce _segment_reduce_backward unfold_backward linalg_cross
+        fake_quantize_per_channel_affine_cachemask fake_quantize_per_tensor_affine_cachemask
+        _fake_quantize_learnable_per_channel_affine _fake_quantize_learnable_per_tensor_affine
+        _fake_quantize_per_tensor_affine_cachemask_tensor_qparams
     """,
     8: """
+        _fake_quantize_learnable_per_channel_affine_backward _fake_quantize_learnable_per_tensor_affine_backward
+        _fused_moving_avg_obs_fq_helper
         _batch_norm_with_update _fused_adagrad _fused_adam _fused_adamw _fused_sgd _logcumsumexp _native_batch_norm_legit
         _weight_norm_interface _weight_norm_interface_backward batch_norm_backward batch_norm_update_stats cross_entropy_loss
         multi_margin_loss multi_margin_loss_backward native_batch_norm native_batch_norm_backward native_group_norm

@@ -189,7 +189,7 @@ def _decomposition(name: str, factor: int, right: str = "") -> Rule:
 
 
 PRODUCTS: dict[str, Rule] = {
-    "mm": _product("self", "mat2"),
+    **dict.fromkeys(("mm", "_int_mm", "_scaled_mm"), _product("self", "mat2")),
     "bmm": _product("self", "mat2"),
     **dict.fromkeys(("addmm", "_addmm_activation"), _product("mat1", "mat2")),
     **dict.fromkeys(("addbmm", "baddbmm"), _product("batch1", "batch2")),

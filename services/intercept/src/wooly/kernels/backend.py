@@ -177,6 +177,22 @@ def nansum(record: Kernel) -> Kernel:
     return run
 
 
+def observed(record: Kernel) -> Kernel:
+    """`aten._fused_moving_avg_obs_fq_helper`, which gives empty ranges one element per channel. As on CUDA, before it runs."""
+
+    def run(t: Tensor, observer_on: Tensor, fake_quant_on: Tensor, *rest: Any) -> Any:
+        lowest, highest, scale, zero_point, _, _, _, axis, *flags = rest
+        if flags and flags[0] and not lowest.numel():
+            channels = t.shape[axis]
+            lowest.resize_(channels).fill_(torch.inf)
+            highest.resize_(channels).fill_(-torch.inf)
+            scale.resize_(channels)
+            zero_point.resize_(channels)
+        return record(t, observer_on, fake_quant_on, *rest)
+
+    return run
+
+
 def efficient_zero(size: Any, **options: Any) -> Tensor:
     """`aten._efficientzerotensor`, which derivatives use for zeros. Here it is an ordinary tensor of zeros."""
     return torch.zeros(size, **options)
@@ -189,6 +205,7 @@ KERNELS: dict[str, Kernel] = {
     "_convert_indices_from_coo_to_csr": rows_to_compressed,
     "_convert_indices_from_csr_to_coo": compressed_to_coordinates,
     "_efficientzerotensor": efficient_zero,
+    "_lazy_clone": torch.clone,
     "conj_physical_": conj_physical_,
     "linalg_lstsq.out": lstsq_into,
     "masked_select.out": masked_select_into,

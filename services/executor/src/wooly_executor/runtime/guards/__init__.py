@@ -31,6 +31,7 @@ from wooly_executor.runtime.guards import (
     optimisers,
     polynomials,
     pooling,
+    quantisation,
     segments,
     transforms,
     vision,
@@ -59,6 +60,7 @@ LAWS: dict[str, ArgumentLaw] = {
     **lists.LAWS,
     **optimisers.LAWS,
     **polynomials.LAWS,
+    **quantisation.LAWS,
     **transforms.LAWS,
 }
 
