@@ -13,6 +13,7 @@ import asyncio
 import dataclasses
 import heapq
 import json
+import shutil
 import sys
 import tempfile
 import time
@@ -43,13 +44,17 @@ def main(argv: list[str] | None = None) -> int:
         "--only", default="", help="kinds of faults, separated by commas: kill,stop,cut,slow,full,clock,restart"
     )
     parser.add_argument("--json", action="store_true", help="rows and faults as JSON")
-    parser.add_argument("--keep", type=Path, help="a folder for states and logs, kept; without, they are deleted")
+    parser.add_argument(
+        "--keep", type=Path, help="a folder for states and logs; without, they are kept if a row says NO"
+    )
     args = parser.parse_args(argv)
     console = Console(stderr=True, highlight=False)
-    with tempfile.TemporaryDirectory(prefix="wooly-chaos-") as temporary:
-        folder = args.keep or Path(temporary)
-        folder.mkdir(parents=True, exist_ok=True)
-        rows, faults, problems = run(folder, args.minutes, args.seed, set(filter(None, args.only.split(","))), console)
+    folder = args.keep or Path(tempfile.mkdtemp(prefix="wooly-chaos-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    rows, faults, problems = run(folder, args.minutes, args.seed, set(filter(None, args.only.split(","))), console)
+    held = all(row.ok is not False for row in rows)
+    if held and not args.keep:
+        shutil.rmtree(folder, ignore_errors=True)
     for problem in problems:
         console.print(f"[yellow]{problem}")
     title = f"{args.minutes:g} minutes, seed {args.seed}: " + ", ".join(
@@ -60,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
         print(json.dumps(found | {"faults": [dataclasses.asdict(f) for f in faults], "problems": problems}))
     else:
         show(rows, title)
-    return 0 if all(row.ok is not False for row in rows) else 1
+    return 0 if held else 1
 
 
 def show(rows: Sequence[verdict.Row], title: str) -> None:

@@ -48,7 +48,7 @@ def scripts(runs: Sequence[Run], faults: Sequence[Fault], reference: Callable[[s
             f"errors later than {KNOWN_S:.0f} s after the fault could be detected",
             f"{len(late)}" + (f" (median {ways[len(ways) // 2]:.1f} s, largest {ways[-1]:.1f} s)" if ways else ""),
             not late,
-            tuple(f"{b:.1f} s: {_last(r.error)}" for r, b in late),
+            tuple(f"{b:.1f} s, at {r.ended_s:.0f} s, {r.script} {r.seed}: {_last(r.error)}" for r, b in late),
         ),
         Row("errors without any fault before them", str(len(causeless)), not causeless, _tell(causeless)),
         Row(

@@ -101,6 +101,18 @@ def test_failed_renewal_is_retried_early(opened, monkeypatch):
     )
 
 
+def test_loss_of_session_before_anybody_listens_is_told_to_the_listener(opened):
+    def refuse():
+        error = ControlError("gone")
+        error.code = "router.no_session"
+        raise error
+
+    session, told = opened(Controller(refuse)), []
+    session._thread.join(WAIT_S)
+    session.when_lost(told.append)
+    assert told == ["gone"]
+
+
 def test_unexpected_error_in_lease_thread_ends_session(opened):
     told, heard = [], threading.Event()
 
@@ -108,6 +120,6 @@ def test_unexpected_error_in_lease_thread_ends_session(opened):
         raise KeyError("left")
 
     session = opened(Controller(fail))
-    session.on_lost = lambda why: (told.append(why), heard.set())
+    session.when_lost(lambda why: (told.append(why), heard.set()))
     assert heard.wait(WAIT_S)
     assert told == ["the thread that renews the session's lease failed: KeyError: 'left'"]

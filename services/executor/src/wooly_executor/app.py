@@ -121,12 +121,15 @@ async def serve(settings: ExecutorSettings, loop: DeviceLoop, bound: list[Endpoi
         log.info("executor %s serves %s on %s", settings.id, loop.runtime.facts()["name"], ", ".join(endpoints))
         await run_for_ever(works, until_signalled)
         failed = failure()
-        with contextlib.suppress(
-            BusError
-        ):  # without NATS the message is lost; routers then notice the missing heartbeats
-            await actor.say_end("it received a signal to stop" if failed is None else failed.reason)
-        if failed is None:
-            await asyncio.gather(actor.end_clients(), actor.jobs.stop())
+
+        async def say_end() -> None:
+            with contextlib.suppress(BusError):  # without NATS it is lost, and routers notice the missing heartbeats
+                await actor.say_end("it received a signal to stop" if failed is None else failed.reason)
+
+        if failed is None:  # clients hear it from this executor, also while NATS does not take the message
+            await asyncio.gather(say_end(), actor.end_clients(), actor.jobs.stop())
+        else:
+            await say_end()
         last_words_s = LAST_WORDS_S if failed is None else LAST_WORDS_OF_FAILED_S
         with contextlib.suppress(BusError, ExecutorError, TimeoutError):
             async with asyncio.timeout(last_words_s):

@@ -329,7 +329,7 @@ def _open() -> None:
     assert _attached is not None
     _attached.opened = opened
     links = _attached.links
-    opened.on_lost = lambda why: links[0].fail(why)
+    opened.when_lost(lambda why: links[0].fail(why))
     for recorder in _attached.device.devices.recorders:
         recorder.programs_dir = settings.programs_dir
     children.settings = _pending.model_copy(update=opened.reach)

@@ -277,9 +277,6 @@ class OpenedSession:
         opens: what the client's hello asks for, to open the session; None, because the controller has opened it.
         controlled: whether a controller has the session, so that commands can show it.
         on_closed: called after the session is closed, before the connection to the controller is closed.
-        on_lost: called with the reason when the session ends unexpectedly: the router no longer has the session, or one of its
-            executors was silent for the length of the lease. An executor answers renewals while it computes, so a silent executor
-            is frozen. The thread that renews the lease makes this call.
     """
 
     opens: DirectSession | None = None
@@ -292,7 +289,6 @@ class OpenedSession:
         self._credential = credential
         self.traced = bool(opened.trace_id) and opened.trace_id == trace.trace_id
         self.ephemeral = controller.ephemeral
-        self.on_lost: Callable[[str], None] | None = None
         self.on_closed: Callable[[Controller], None] | None = None
         self.session_id = opened.session_id
         self.token = opened.token
@@ -302,6 +298,7 @@ class OpenedSession:
         self._controller = controller
         self._lease_s = opened.lease_s
         self._closing = threading.Event()
+        self._lost: concurrent.futures.Future[str] = concurrent.futures.Future()
         self._sending: concurrent.futures.Future[None] | None = None
         self._thread = start_thread(self._keep, "wooly-lease")
 
@@ -314,14 +311,23 @@ class OpenedSession:
             return e.code in ("router.no_session", "router.executor_lost")
         return False
 
+    def when_lost(self, call: Callable[[str], None]) -> None:
+        """Call `call` with the reason when the session ends unexpectedly, or now if it has ended.
+
+        The session ends so if the router no longer has it, or if one of its executors was silent for the length of the lease. An
+        executor answers renewals while it computes, so a silent executor is frozen. The thread that renews the lease makes the
+        call.
+        """
+        self._lost.add_done_callback(lambda lost: call(lost.result()))
+
     def _keep(self) -> None:
         try:
             over = self._renew()
         except Exception as e:
             over = f"the thread that renews the session's lease failed: {type(e).__name__}: {e}"
             log.exception("session %s: the thread that renews the lease failed, so the session ends", self.session_id)
-        if over and self.on_lost is not None:
-            self.on_lost(over)
+        if over:
+            self._lost.set_result(over)
 
     def _renew(self) -> str:
         """Renew the lease until the session ends. This thread waits only for the router's answers.

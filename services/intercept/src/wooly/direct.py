@@ -92,12 +92,14 @@ class StandaloneSession:
             dedup=settings.dedup,
         )
         self.reach: dict[str, Any] = {}
-        self.on_lost: Callable[[str], None] | None = None
         self.trace = ClientTrace("session")
 
     def is_over(self) -> bool:
         """Whether the session has ended although its executor answers: never, because it ends with the connection."""
         return False
+
+    def when_lost(self, call: Callable[[str], None]) -> None:
+        """Call nothing: the connection tells that the session has ended."""
 
     def close(self) -> None:
         """End the trace. Closing the connection ends the session."""
