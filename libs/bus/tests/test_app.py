@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from pathlib import Path
 
 import psutil
 import pytest
@@ -277,11 +278,18 @@ async def test_service_ends_while_nats_is_silent(caplog):
         running = app.running()
         await running.__aenter__()
         server.suspend()
+        while not all(state == "T" for state in thread_states(server)):  # a thread may still answer until it is stopped
+            await asyncio.sleep(0.001)
         try:
             await running.__aexit__(None, None, None)
         finally:
             server.resume()
     assert "NATS is not reachable at the end of the test" in caplog.text and app._client.is_closed
+
+
+def thread_states(process):
+    """The state of each thread of a process, as in /proc: T is stopped."""
+    return [stat.read_text().rpartition(")")[2].split()[0] for stat in Path(f"/proc/{process.pid}/task").glob("*/stat")]
 
 
 def ports_of(process):
