@@ -45,6 +45,9 @@ class _Total(NamedTuple):
         return _Total(self.number - before.number, self.nbytes - before.nbytes)
 
 
+_NOTHING = _Total(0, 0)
+
+
 class Memory:
     """The memory functions of `torch.cuda`.
 
@@ -54,7 +57,7 @@ class Memory:
 
     def __init__(self, devices: Devices) -> None:
         self._devices = devices
-        #: Freed storages and bytes, and live ones, at the last reset of the totals, by index of the device.
+        #: What was allocated and what was freed until the last reset of the totals, by index of the device.
         self._since: dict[int, tuple[_Total, _Total]] = {}
 
     def answers(self) -> dict[str, Callable[..., Any]]:
@@ -144,8 +147,7 @@ class Memory:
         pool are 0, as with PyTorch's backend `cudaMallocAsync`.
         """
         asked, live = self._asked(heap), heap.live_bytes
-        none = _Total(0, 0)
-        (allocated, freed), before = self._totals(heap), self._since.get(heap.index, (none, none))
+        (allocated, freed), before = self._totals(heap), self._since.get(heap.index, (_NOTHING, _NOTHING))
         allocated, freed = (now.since(then) for now, then in zip((allocated, freed), before, strict=True))
         held, unused = asked["reserved_bytes"], max(0, asked["reserved_bytes"] - live)
         counts = (heap.live, max(heap.peak_live, heap.live), allocated.number, freed.number)

@@ -7,12 +7,13 @@ floating-point tensors of a call and then calls the operator below that layer. A
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from wooly.kernels.schema import Kernel
 from wooly.torch_private import (
     OpOverload,
     below_autocast,
@@ -23,8 +24,6 @@ from wooly.torch_private import (
     redispatch_cuda_autocast,
     schema_of,
 )
-
-Kernel = Callable[..., Any]
 
 #: Operators that run in autocast's dtype: matrix products and convolutions, which gain most speed.
 LOWER = (

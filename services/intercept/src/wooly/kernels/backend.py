@@ -1,28 +1,20 @@
-"""Kernels for operators that each backend must implement itself, and for cases that only the CPU's kernel lacks."""
+"""Kernels for operators that each backend must implement itself, and for cases that CUDA has and the CPU's kernel lacks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from wooly.devices import mixed_devices
+from wooly.kernels.schema import Kernel
 from wooly.kernels.sparse.compression import compressed_to_coordinates, rows_to_compressed
 from wooly.kernels.trials import stand_in
 from wooly.storage import span
-from wooly.torch_private import (
-    OpOverloadPacket,
-    alert_not_deterministic,
-    raw_device,
-    warn_of_resize,
-)
+from wooly.torch_private import OpOverloadPacket, alert_not_deterministic, raw_device, warn_of_resize
 
 aten = torch.ops.aten
-
-
-Kernel = Callable[..., Any]
 
 
 def conj_physical_(t: Tensor) -> Tensor:

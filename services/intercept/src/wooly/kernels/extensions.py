@@ -23,7 +23,8 @@ from torch import Tensor
 
 from wooly.devices import Devices
 from wooly.kernels.addresses import no_addresses
-from wooly.kernels.generic import Generic, Kernel
+from wooly.kernels.generic import Generic
+from wooly.kernels.schema import Kernel
 from wooly.link import Link
 from wooly.torch_private import (
     OpOverload,

@@ -26,14 +26,13 @@ from wooly.kernels.inference import Inferences
 from wooly.kernels.outs import RESIZE_SILENTLY, RESIZED_ON_HOST, ResizeOutError
 from wooly.kernels.plan import CallPlan, PlanBuilder, PlannedCall
 from wooly.kernels.promotion import without_default_dtype
-from wooly.kernels.schema import Call, OpFacts, tensors_of
+from wooly.kernels.schema import Call, Kernel, OpFacts, tensors_of
 from wooly.link import sync_debug
 from wooly.recorder import Forms, Recorder, origin
 from wooly.rng import Generator, replayed_pair, sequence_of
 from wooly.storage import DEVICE_MASK, ID_SHIFT, PLACE_MASK, Layout
 from wooly.torch_private import OpOverload, raw_device, redispatch_cpu, tree_map, warn_of_resize
 
-Kernel = Callable[..., Any]
 _NUMBERS = (float, int, bool, complex)
 #: Largest integer that can be a param.
 _MAX_INT = (1 << 63) - 1

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from wooly.torch_private import (
-    OpOverload,
-    raw_device,
-)
-
-Kernel = Callable[..., Any]
-
+from wooly.kernels.schema import Kernel
+from wooly.torch_private import OpOverload, raw_device
 
 #: Operators that also accept indices on the host.
 INDEXED = frozenset({"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"})

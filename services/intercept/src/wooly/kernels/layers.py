@@ -7,12 +7,12 @@ library, so that the results have the same bits. `linear` is recorded as one ins
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from wooly.kernels.schema import Kernel
 from wooly.kernels.whole import is_traced
 from wooly.torch_private import (
     SDPBackend,
@@ -24,9 +24,6 @@ from wooly.torch_private import (
 )
 
 aten = torch.ops.aten
-
-
-Kernel = Callable[..., Any]
 
 
 def linear(record: Kernel) -> Kernel:

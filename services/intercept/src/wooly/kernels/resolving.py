@@ -8,16 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from wooly.kernels.schema import Kernel
 from wooly.storage import dense_strides
-from wooly.torch_private import (
-    OpOverload,
-    is_zero_tensor,
-    neg_view,
-    raw_device,
-    schema_of,
-)
-
-Kernel = Callable[..., Any]
+from wooly.torch_private import OpOverload, is_zero_tensor, neg_view, raw_device, schema_of
 
 
 def plain(t: Tensor) -> Tensor:

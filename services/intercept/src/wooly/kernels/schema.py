@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from wooly.torch_private import OpOverload, schema_of, tree_leaves
+
+#: A function that PyTorch's dispatcher calls for an operator.
+Kernel = Callable[..., Any]
 
 #: Operators whose scalars determine the size of the result. So their scalars are part of the signature, not params.
 SHAPED_BY_SCALARS = frozenset({"arange", "range", "linspace", "logspace"})

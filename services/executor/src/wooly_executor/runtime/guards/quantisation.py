@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from wooly_executor.runtime.guards.law import ArgumentLaw, Arguments, require, require_contiguous, require_count
 
 
@@ -34,7 +32,7 @@ def _observed(given: Arguments) -> None:
 def _channel_parameters(given: Arguments) -> None:
     """Require one scale and one zero point per channel."""
     self, axis = given["self"], given["axis"]
-    require(isinstance(self, Tensor) and 0 <= axis < self.dim(), f"axis is out of range: {axis}")
+    require(0 <= axis < self.dim(), f"axis must be between 0 and {self.dim() - 1}, but it is {axis}")
     for name in ("scale", "zero_point"):
         require_count(given, name, int(self.shape[axis]))
 
