@@ -1,0 +1,446 @@
+"""One GPU, used by eager PyTorch and by Wooly: prefill, decode and training of a Llama-shaped model.
+
+Each figure is measured twice on the same card: by processes that use PyTorch's own CUDA, and by clients of one executor that
+computes on that card, through a nats-server. First one process alone, then two at the same time, then a request of priority P0
+beside training of priority P4. The weights are given by a formula, so both sides compute the same numbers, and their logits and
+losses are compared.
+
+Needs an NVIDIA GPU; `--fake` runs the same code on the CPU with a tiny model, for the shape of the table only.
+
+Run: .venv/bin/python bench/gpu.py [--json] [--fake] [--seconds N] [--size NAME] [--only SECTION,...]
+"""
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from figures import row, show
+
+SECTIONS = ("ceilings", "prefill", "decode", "train", "two", "priority")
+TOKEN, EXECUTOR = "bench", "bench"
+#: Number of warm-up runs of each kind of work. Afterwards, programs have their final form and their graphs.
+WARM = {"prefill": 12, "decode": 3, "train": 16}
+#: Shapes: hidden size, layers, heads, key-value heads, size of the MLP, vocabulary; then tokens of a prompt and of an answer,
+#: then rows and tokens of a training batch.
+SIZES = {
+    "tiny": ((64, 2, 4, 2, 128, 256), (64, 8), (2, 32)),
+    "small": ((768, 12, 12, 12, 2048, 32000), (1024, 64), (8, 1024)),
+    "1b": ((2048, 16, 32, 8, 8192, 32000), (2048, 64), (2, 1024)),
+    "7b": ((4096, 32, 32, 8, 14336, 32000), (2048, 64), (1, 512)),
+}
+
+
+# -- a process that works ----------------------------------------------------------------------------------------------
+
+
+def model_of(size, device, dtype):
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    hidden, layers, heads, kv, mlp, vocabulary = SIZES[size][0]
+    config = LlamaConfig(
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv,
+        intermediate_size=mlp,
+        vocab_size=vocabulary,
+        max_position_embeddings=4096,
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    model = model.to(dtype).to_empty(device=device)
+    with torch.no_grad():
+        for k, (name, p) in enumerate(model.named_parameters()):
+            if "norm" in name:
+                p.fill_(1.0)
+                continue
+            steps = torch.arange(p.numel(), device=device, dtype=torch.float32)
+            # a hash of the position: values without a pattern, the same on every device
+            p.copy_((torch.sin(steps * 12.9898 + k) * 43758.547).frac().mul_(0.06).view_as(p))
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    model.model.rotary_emb = LlamaRotaryEmbedding(config).to(device)
+    return model, config
+
+
+def prompt(size, device, rows=1):
+    import torch
+
+    length = SIZES[size][1][0]
+    ids = (torch.arange(rows * length) * 7919 % SIZES[size][0][5]).view(rows, length)
+    return ids.to(device)
+
+
+def prefill(size, device):
+    """The logits of a prompt, and reading the best token."""
+    import torch
+
+    model, _ = model_of(size, device, torch.bfloat16)
+    model.eval()
+    ids = prompt(size, device)
+
+    def run():
+        with torch.no_grad():
+            logits = model(ids, use_cache=False, logits_to_keep=1).logits
+            return logits[0, -1].argmax().item(), logits
+
+    return run, ids.shape[1]
+
+
+def decode(size, device):
+    """An answer after a short prompt, token by token, with a cache of fixed size. The tokens are read at the end."""
+    import torch
+    from transformers import StaticCache
+
+    model, config = model_of(size, device, torch.bfloat16)
+    model.eval()
+    ids, tokens = prompt(size, device)[:, :16], SIZES[size][1][1]
+    cache = StaticCache(config=config, max_cache_len=16 + tokens + 1)
+
+    def run():
+        with torch.no_grad():
+            cache.reset()
+            logits = model(ids, past_key_values=cache, cache_position=torch.arange(16, device=device)).logits
+            found = [logits[:, -1:].argmax(-1)]
+            at = torch.full((1,), 16, device=device)
+            for _ in range(tokens - 1):
+                logits = model(found[-1], past_key_values=cache, cache_position=at).logits
+                found.append(logits[:, -1:].argmax(-1))
+                at = at + 1
+            return torch.cat(found, 1).cpu(), logits
+
+    return run, tokens
+
+
+def train(size, device):
+    """A step of AdamW under autocast to bfloat16. The loss is read every tenth step, as training loops do."""
+    import torch
+
+    model, config = model_of(size, device, torch.float32)
+    rows, length = SIZES[size][2]
+    ids = (torch.arange(rows * length) * 104729 % config.vocab_size).view(rows, length).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    kind, steps = torch.device(device).type, [0]
+
+    def run():
+        with torch.autocast(kind, dtype=torch.bfloat16):
+            loss = model(ids, labels=ids, use_cache=False).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        steps[0] += 1
+        return (loss.item() if steps[0] % 10 == 0 else None), loss
+
+    return run, rows * length
+
+
+WORK = {"prefill": prefill, "decode": decode, "train": train}
+
+
+def worker(side, work, size, device, endpoint, session):
+    """For each line `seconds` on standard input, work for that time and answer with a line of JSON."""
+    import torch
+
+    if side == "ours":
+        from wooly import api
+
+        api.attach([endpoint], session, TOKEN)
+        api.install_facade()
+    run, tokens = WORK[work](size, device)
+    settle = torch.cuda.synchronize if device == "cuda" else lambda: None
+    _, first = run()
+    digest = hashlib.sha256(first.detach().float().cpu().numpy().tobytes()).hexdigest()[:16]
+    number = float(first.detach().float().abs().mean())
+    for _ in range(WARM[work] - 1):
+        run()
+    settle()
+    print(json.dumps({"digest": digest, "number": number}), flush=True)
+    for line in sys.stdin:
+        asked = time.perf_counter()
+        until, times = asked + float(line), []
+        while time.perf_counter() < until or len(times) < 3:
+            began = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - began)
+        settle()
+        seconds = time.perf_counter() - asked
+        print(json.dumps({"times": times, "seconds": seconds, "rate": len(times) * tokens / seconds}), flush=True)
+    os._exit(0)
+
+
+def ceilings(device):
+    """Bytes per second of a copy on the device, and operations per second of a product."""
+    import torch
+
+    def least(call):
+        found = []
+        for k in range(15):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            call()
+            end.record()
+            end.synchronize()
+            if k >= 5:
+                found.append(begin.elapsed_time(end) / 1e3)
+        return statistics.median(found)
+
+    source = torch.randn(1 << 28, device=device)
+    target = torch.empty_like(source)
+    copied = 2 * source.nbytes / least(lambda: target.copy_(source))
+    a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
+    computed = 2 * 8192**3 / least(lambda: a @ b)
+    host = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True)
+    memory = target.view(torch.uint8)[: 1 << 28]
+    up = host.nbytes / least(lambda: memory.copy_(host, non_blocking=True))
+    print(json.dumps({"copy GB/s": copied / 1e9, "bf16 TFLOP/s": computed / 1e12, "host to device GB/s": up / 1e9}))
+
+
+# -- both sides --------------------------------------------------------------------------------------------------------
+
+
+class Worker:
+    """A process that works, native or as a client."""
+
+    def __init__(self, argv, environment):
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--worker", *argv], text=True, env=environment, **pipes
+        )
+        self.ready = None
+
+    def wait(self):
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"a process ended with status {self.process.wait()}: {self.process.args[3:]}")
+        self.ready = json.loads(line)
+
+    def begin(self, seconds):
+        self.process.stdin.write(f"{seconds}\n")
+        self.process.stdin.flush()
+
+    def end(self):
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"a process ended with status {self.process.wait()}: {self.process.args[3:]}")
+        return json.loads(line)
+
+    def close(self):
+        self.process.kill()
+        self.process.wait()
+
+
+class Native:
+    """Processes that use PyTorch's own device."""
+
+    def __init__(self, options):
+        self._device = "cpu" if options.fake else "cuda"
+
+    @contextlib.contextmanager
+    def workers(self, *wanted):
+        """Start a process for each (work, size, priority); they are ready when the block begins."""
+        found = []
+        try:
+            for work, size, _ in wanted:
+                found.append(Worker(["native", work, size, self._device, "-", "-"], dict(os.environ)))
+            for one in found:
+                one.wait()
+            yield found
+        finally:
+            for one in found:
+                one.close()
+
+
+class Ours:
+    """A nats-server, an executor on the device, and its clients, which see no GPU."""
+
+    def __init__(self, options, url, directory):
+        from wooly_bus.rpc import ControlClient
+
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("WOOLY_EXECUTOR_")} | {
+            "WOOLY_EXECUTOR_NATS_URL": url,
+            "WOOLY_EXECUTOR_ID": EXECUTOR,
+            "WOOLY_EXECUTOR_STATE_DIR": str(directory),
+            "WOOLY_EXECUTOR_RUNTIME": "torch_cpu" if options.fake else "cuda",
+        }
+        self.log = Path(directory) / "executor.log"
+        with self.log.open("wb") as log:
+            self._executor = subprocess.Popen(
+                [sys.executable, "-m", "wooly_executor"], env=environment, stdout=log, stderr=log
+            )
+        self._control, self._count = ControlClient(url), 0
+
+    def _ask(self, rpc, message):
+        from wooly_bus.errors import BusError
+
+        deadline = time.monotonic() + 90
+        while True:
+            try:
+                return self._control.request(rpc.at(EXECUTOR), message)
+            except BusError:
+                if time.monotonic() > deadline or self._executor.poll() is not None:
+                    raise RuntimeError(f"the executor does not answer:\n{self.log.read_text()[-3000:]}") from None
+                time.sleep(0.1)
+
+    @contextlib.contextmanager
+    def workers(self, *wanted):
+        """Start a client for each (work, size, priority); they are ready when the block begins."""
+        from wooly_bus import contracts
+        from wooly_wis.messages import CloseSessionRequest, HostSessionRequest, SessionPolicy
+
+        found, names = [], []
+        try:
+            for work, size, priority in wanted:
+                self._count += 1
+                name = f"{work}-{self._count}"
+                request = HostSessionRequest(
+                    session_id=name,
+                    token=TOKEN,
+                    tenant=name,
+                    priority=priority,
+                    policy=SessionPolicy(priority=priority),
+                    lease_s=3600,
+                )
+                reply = self._ask(contracts.EXECUTOR_SESSION_OPEN, request)
+                names.append(name)
+                environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+                found.append(Worker(["ours", work, size, "cuda", reply.endpoints[0], name], environment))
+            for one in found:
+                one.wait()
+            yield found
+        finally:
+            for one in found:
+                one.close()
+            for name in names:
+                with contextlib.suppress(RuntimeError):
+                    self._ask(contracts.EXECUTOR_SESSION_CLOSE, CloseSessionRequest(session_id=name))
+
+    def close(self):
+        self._executor.terminate()
+        self._executor.wait()
+        self._control.close()
+
+
+def together(workers, seconds):
+    """Let the processes work at the same time. Returns their reports."""
+    for one in workers:
+        one.begin(seconds)
+    return [one.end() for one in workers]
+
+
+def percentile(times, share):
+    times = sorted(times)
+    return 1e3 * times[min(int(share * len(times)), len(times) - 1)]
+
+
+def measure(side, options):
+    """Return the figures of one side by name."""
+    found, seconds, size = {}, options.seconds, options.size
+    for work in ("prefill", "decode", "train"):
+        if work not in options.sections:
+            continue
+        with attempt(found, work), side.workers((work, size, 2)) as (one,):
+            reports = [together([one], seconds / 3)[0] for _ in range(3)]
+            rates = sorted(r["rate"] for r in reports)
+            found[work] = {"rate": rates[1], "spread": f"{rates[0]:.0f}-{rates[2]:.0f}", **one.ready}
+            found[work]["ms"] = statistics.median([1e3 * t for r in reports for t in r["times"]])
+    if "two" in options.sections:
+        for work in ("prefill", "decode"):
+            with attempt(found, f"two {work}"), side.workers(*[(work, size, 2)] * 2) as both:
+                found[f"two {work}"] = {"rate": sum(r["rate"] for r in together(both, seconds))}
+    if "priority" in options.sections:
+        with attempt(found, "priority"), side.workers(("decode", size, 0), ("train", size, 4)) as (urgent, background):
+            alone = together([urgent], seconds / 2)[0]
+            train_alone = together([background], seconds / 2)[0]
+            beside, trained = together([urgent, background], seconds)
+            found["priority"] = {
+                "alone": percentile(alone["times"], 0.5),
+                "beside": percentile(beside["times"], 0.5),
+                "p99": percentile(beside["times"], 0.99),
+                "train alone": train_alone["rate"],
+                "train beside": trained["rate"],
+            }
+    return found
+
+
+@contextlib.contextmanager
+def attempt(found, name):
+    """Keep the failure of one figure, and go on with the next."""
+    try:
+        yield
+    except Exception as e:
+        found[name] = {"error": f"{type(e).__name__}: {e}"[:1500]}
+        print(f"{name} failed: {found[name]['error']}", file=sys.stderr, flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--fake", action="store_true", help="on the CPU, with a tiny model")
+    parser.add_argument("--seconds", type=float, default=6.0, help="length of a measurement")
+    parser.add_argument("--size", choices=SIZES, default=None, help="shape of the model (1b)")
+    parser.add_argument("--only", default="", help=f"comma-separated: {', '.join(SECTIONS)}")
+    parser.add_argument("--sides", default="native,ours")
+    parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        if options.worker[0] == "ceilings":
+            ceilings("cuda")
+        else:
+            worker(*options.worker)
+        return
+    options.size = options.size or ("tiny" if options.fake else "1b")
+    options.sections = options.only.split(",") if options.only else SECTIONS
+    sides = {}
+    if "ceilings" in options.sections and not options.fake:
+        done = subprocess.run([sys.executable, __file__, "--worker", "ceilings"], capture_output=True, text=True)
+        print(done.stdout or done.stderr[-500:], file=sys.stderr, flush=True)
+    if "native" in options.sides:
+        sides["native"] = measure(Native(options), options)
+        print(json.dumps(sides["native"]), file=sys.stderr, flush=True)
+    if "ours" in options.sides:
+        from wooly_testkit.nats import nats_server
+
+        with tempfile.TemporaryDirectory(prefix="wooly-bench-") as directory, nats_server() as url:
+            ours = Ours(options, url, directory)
+            try:
+                sides["ours"] = measure(ours, options)
+            finally:
+                print(ours.log.read_text()[-4000:], file=sys.stderr, flush=True)
+                ours.close()
+        print(json.dumps(sides["ours"]), file=sys.stderr, flush=True)
+    if len(sides) == 2:
+        show(rows_of(sides, options), options.json, title=f"Llama of size {options.size}", baseline="eager CUDA")
+
+
+def rows_of(sides, options):
+    """The table."""
+    native, ours, rows = sides["native"], sides["ours"], []
+    goals = {"prefill": 0.95, "decode": 1.5, "train": 0.97, "two prefill": 1.4, "two decode": 1.2}
+    for name, goal in goals.items():
+        one, other = ours.get(name, {}), native.get(name, {})
+        if "rate" in one and "rate" in other:
+            same = {True: "same bits", False: "other bits"}[one.get("digest") == other.get("digest")]
+            label = f"{name}, {same}" if "digest" in one else name
+            rows.append(
+                row(label, "tokens/s", one["rate"], other["rate"], goal, higher_is_better=True, spread=one.get("spread"))
+            )
+    one, other = ours.get("priority", {}), native.get("priority", {})
+    if "beside" in one and "beside" in other:
+        rows.append(row("P0 answer beside P4, p50", "ms", one["beside"], other["beside"], None))
+        rows.append(row("P0 answer beside P4, p99", "ms", one["p99"], other["p99"], None))
+        rows.append(row("P0 beside, of alone", "", one["alone"] / one["beside"], None, 0.95, higher_is_better=True))
+        rows.append(row("P4 tokens beside P0", "tokens/s", one["train beside"], other["train beside"], None))
+    return rows
+
+
+if __name__ == "__main__":
+    main()
