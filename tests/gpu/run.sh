@@ -5,11 +5,12 @@ set -euo pipefail
 
 usage() {
     cat <<'TEXT'
-usage: tests/gpu/run.sh [--wheels DIR] [--python PY] [--truth cuda|cpu] [--json FILE]
+usage: tests/gpu/run.sh [--wheels DIR] [--python PY] [--env DIR] [--truth cuda|cpu] [--json FILE]
                         [--samples N] [--jobs N] [--only PATTERN]... [--runtime cpu|cuda] [section...]
 
   --wheels DIR     take dependencies from this folder, not from the network (default: .gpu-wheels, if it exists)
   --python PY      an interpreter with torch (default: the first of python3.12, python3.11, python3, python with torch)
+  --env DIR        keep the environment in this folder, and use it again if it exists (default: a temporary one)
   --runtime cuda   Wooly's side computes on the GPU, too, with the executor's CUDA runtime (default: on the CPU)
   --truth cpu      try the check without a GPU
   --json FILE      write the rows and all differences to FILE
@@ -18,7 +19,7 @@ usage: tests/gpu/run.sh [--wheels DIR] [--python PY] [--truth cuda|cpu] [--json 
   --only PATTERN   groups of cases, such as 'mm' or 'nn.functional.*'
   section          operators autocast training facade errors compiled script, or runtime, or runtime:NAME with NAME of
                    facts bytes_to_and_fro library kernels interop complaints arguments events graphs
-                   foreign_kernels foreign_walls speed (default: all)
+                   foreign_kernels foreign_walls speed (default: all), or none: only prepare the environment
 TEXT
 }
 
@@ -28,15 +29,16 @@ fail() {
 }
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
-wheels='' python='' truth=cuda options=() runtime=() only_runtime=() all=1
+wheels='' python='' kept='' truth=cuda options=() runtime=() only_runtime=() all=1
 while (($#)); do
     case $1 in
         -h | --help) usage; exit 0 ;;
-        --wheels | --python | --truth | --json | --samples | --jobs | --only | --runtime)
+        --wheels | --python | --env | --truth | --json | --samples | --jobs | --only | --runtime)
             (($# > 1)) || fail "$1 needs a value; see --help"
             case $1 in
                 --wheels) wheels=$2 ;;
                 --python) python=$2 ;;
+                --env) kept=$(realpath -m "$2") ;;
                 --truth) truth=$2 ;;
                 --json) options+=("$1" "$(realpath -m "$2")") ;;
                 *) options+=("$1" "$2") ;;
@@ -104,28 +106,44 @@ if sys.argv[1] == "cuda":
 PY
 
 # -- a new environment on top of the interpreter's ----------------------------------------------------------------------
-work=$(mktemp -d "${TMPDIR:-/tmp}/wooly-gpu-env.XXXXXX")
-trap 'rm -rf "$work"' EXIT
+if [[ -n $kept ]]; then
+    work=$kept
+    mkdir -p "$work"
+else
+    work=$(mktemp -d "${TMPDIR:-/tmp}/wooly-gpu-env.XXXXXX")
+    trap 'rm -rf "$work"' EXIT
+fi
 unset PYTHONPATH PYTHONHOME
-"$python" -m venv --without-pip "$work/env" || fail "cannot make a virtual environment with $python"
 ours=$work/env/bin/python
-# Not --system-site-packages: if the interpreter is in a virtual environment, that option would skip its packages.
-"$python" -c 'import site; print("\n".join(site.getsitepackages()))' > \
-    "$("$ours" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/of-the-machine.pth"
-"$python" -m pip --version >/dev/null 2>&1 || fail "$python has no pip: install it (on Debian or Ubuntu: apt-get install python3-pip)"
+prepare() {
+    "$python" -m venv --without-pip "$work/env" || fail "cannot make a virtual environment with $python"
+    # Not --system-site-packages: if the interpreter is in a virtual environment, that option would skip its packages.
+    "$python" -c 'import site; print("\n".join(site.getsitepackages()))' > \
+        "$("$ours" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/of-the-machine.pth"
+    "$python" -m pip --version >/dev/null 2>&1 || fail "$python has no pip: install it (on Debian or Ubuntu: apt-get install python3-pip)"
+    # torch and its dependencies come from the machine.
+    grep -vE '^(torch|numpy|scipy)==' "$root/constraints.txt" >"$work/constraints.txt"
+    source=(-c "$work/constraints.txt")
+    [[ -z $wheels ]] || source+=(--no-index --find-links "$wheels")
+    pip install "${source[@]}" -r "$root/requirements/gpu.txt" ||
+        fail "dependencies could not be installed${wheels:+ from $wheels (collected for another Python? make gpu-wheels GPU_PYTHON=3.11)}"
+    pip install --no-index --no-deps --no-build-isolation --no-cache-dir \
+        ./libs/wis ./libs/bus ./libs/dispatch ./libs/testkit ./libs/cuda-c ./libs/triton ./services/intercept ./services/router ./services/scheduler ./services/metering ./services/executor ./services/compiler ./deploy/local ||
+        fail "Wooly's own packages could not be installed from $root"
+    touch "$work/ready"
+}
 pip() {
     "$python" -m pip --python "$ours" --quiet --disable-pip-version-check "$@"
 }
-# torch and its dependencies come from the machine.
-grep -vE '^(torch|numpy|scipy)==' "$root/constraints.txt" >"$work/constraints.txt"
-source=(-c "$work/constraints.txt")
-[[ -z $wheels ]] || source+=(--no-index --find-links "$wheels")
-pip install "${source[@]}" -r "$root/requirements/gpu.txt" ||
-    fail "dependencies could not be installed${wheels:+ from $wheels (collected for another Python? make gpu-wheels GPU_PYTHON=3.11)}"
 cd "$root"
-pip install --no-index --no-deps --no-build-isolation --no-cache-dir \
-    ./libs/wis ./libs/bus ./libs/dispatch ./libs/testkit ./libs/cuda-c ./libs/triton ./services/intercept ./services/router ./services/executor ./services/compiler ./deploy/local ||
-    fail "Wooly's own packages could not be installed from $root"
+[[ -e $work/ready ]] || prepare
+# NVRTC comes with the interpreter's torch, where cuda.bindings does not look from the new environment.
+if [[ -z ${CUDA_PATH:-} ]]; then
+    found=$("$python" -c 'import importlib.util as u; s = u.find_spec("nvidia"); print(*(s.submodule_search_locations if s else ()), sep="\n")' |
+        while read -r folder; do [[ ! -d $folder/cu13 ]] || echo "$folder/cu13"; done | head -n 1)
+    [[ -z $found ]] || export CUDA_PATH=$found
+fi
+[[ " ${options[*]-} " != *" none "* ]] || exit 0
 
 # -- the check ------------------------------------------------------------------------------------------------------------
 # Another script runs the sections of the CUDA runtime (runtime, or runtime:NAME), even if the first script fails.

@@ -669,7 +669,10 @@ ENGINE_CODE = in_calling_thread(torch.autograd.backward).__code__
 
 #: The method with which an optimizer checks whether a CUDA graph may capture its step. Before torch 2.13, it asks `is_built`.
 JittedFunction: type = torch.cuda.jiterator._JittedFunction
-CAPTURE_CHECK_CODE = torch.optim.Optimizer._cuda_graph_capture_health_check.__code__
+_NAMES = ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check")  # the second one: torch 2.10
+CAPTURE_CHECK_CODE = next(
+    vars(torch.optim.Optimizer)[name].__code__ for name in _NAMES if hasattr(torch.optim.Optimizer, name)
+)
 
 
 def host_cache_patches() -> Iterator[tuple[Any, str, Any]]:
