@@ -431,7 +431,9 @@ def rows_of(sides, options):
             same = {True: "same bits", False: "other bits"}[one.get("digest") == other.get("digest")]
             label = f"{name}, {same}" if "digest" in one else name
             rows.append(
-                row(label, "tokens/s", one["rate"], other["rate"], goal, higher_is_better=True, spread=one.get("spread"))
+                row(
+                    label, "tokens/s", one["rate"], other["rate"], goal, higher_is_better=True, spread=one.get("spread")
+                )
             )
     one, other = ours.get("priority", {}), native.get("priority", {})
     if "beside" in one and "beside" in other:

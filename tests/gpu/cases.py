@@ -15,7 +15,6 @@ import torch
 
 #: Sections in the order of the output. A further section is a module with this name in this folder, and a line in this table.
 #: True: the section has enough work for several processes per side.
-#: work enough for several processes a side.
 SECTIONS = {
     "operators": True,
     "autocast": False,
@@ -35,6 +34,10 @@ class Raises:
 
     type: str
     text: str
+
+
+#: Variables of our side's process: the GPUs that its executors may see, and their runtime (cpu or cuda).
+VISIBLE, RUNTIME = "GPU_CHECK_VISIBLE_DEVICES", "GPU_CHECK_RUNTIME"
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from cases import SECTIONS
+from cases import SECTIONS, VISIBLE
 from records import read
 from verdicts import COLUMNS, judge
-from worker import AGAIN, VISIBLE
+from worker import AGAIN
 
 HERE = Path(__file__).parent
 LIST = HERE / "differences.txt"

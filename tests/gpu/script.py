@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from cases import Case
+from cases import RUNTIME, VISIBLE, Case
 
 _SCRIPT = Path(__file__).with_name("digits.py")
 
@@ -25,6 +25,12 @@ def run(device, side):
         wooly = ["-m", "wooly", "run"] if side == "ours" else []
         environment = os.environ | {"XDG_STATE_HOME": folder, "XDG_CONFIG_HOME": folder}
         environment = {k: v for k, v in environment.items() if not k.startswith("WOOLYAI_")}
+        if side == "ours":
+            # `wooly run` starts the executor, too, so the GPU must be visible again.
+            environment.pop("CUDA_VISIBLE_DEVICES", None)
+            visible = environment.pop(VISIBLE, "")
+            environment |= {"CUDA_VISIBLE_DEVICES": visible} if visible else {}
+            environment["WOOLY_EXECUTOR_RUNTIME"] = {"cpu": "torch_cpu"}.get(environment.get(RUNTIME, "cpu"), "cuda")
         argv = [sys.executable, *wooly, str(_SCRIPT), "--device", device]
         done = subprocess.run(argv, capture_output=True, text=True, env=environment, timeout=150)
     if done.returncode:

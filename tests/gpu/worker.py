@@ -14,13 +14,11 @@ import warnings
 from pathlib import Path
 
 import torch
-from cases import UNKNOWN, Raises, Selection
+from cases import RUNTIME, UNKNOWN, VISIBLE, Raises, Selection
 from records import append, digest, plain, read
 
 #: Exit status of a process whose CUDA context no longer works.
 AGAIN = 75
-#: GPUs that our executor may see; the client sees none.
-VISIBLE = "GPU_CHECK_VISIBLE_DEVICES"
 _FLUSH_EVERY_S = 2.0
 
 
@@ -104,6 +102,7 @@ def main():
     parser.add_argument("--runtime", choices=("cpu", "cuda"), default="cpu", help="device on which our side computes")
     parser.add_argument("--died", default="", help="how the process before this one ended")
     options = parser.parse_args()
+    os.environ[RUNTIME] = options.runtime
     torch.set_num_threads(1)
     # The truth is float32, not TF32, and deterministic.
     torch.backends.cudnn.allow_tf32 = False
