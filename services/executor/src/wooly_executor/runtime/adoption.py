@@ -37,7 +37,8 @@ def adoptable(t: Any, view: View, f: Frame, device: TorchDevice) -> Tensor:
     ):
         fits: Tensor = t
         return fits
-    own = as_view(device.zeroed(view.end, dtype), view)
+    dense = t.numel() * dtype.itemsize == view.end  # the copy writes every byte
+    own = as_view(device.empty(t.numel(), dtype) if dense else device.zeroed(view.end, dtype), view)
     own.copy_(t)
     return own
 
