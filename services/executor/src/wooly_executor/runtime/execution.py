@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from wooly_executor.errors import OperationError, OutOfMemoryError, PoisonedError
@@ -110,10 +110,11 @@ class StepExecution:
         prepared, frame = self._prepared, self._frame
         i = begin - 1
         try:
+            todo: Iterable[tuple[int, Step]] = enumerate(steps, begin)
             if self._graphs is not None and self._steps is prepared.hot:
                 i = begin
-                steps = self._graphs.run(prepared, frame, begin, steps)
-            for i, step in enumerate(steps, begin):  # noqa: B007 - the failing step's index is used below
+                todo = self._graphs.steps(prepared, frame, begin, steps)
+            for i, step in todo:  # noqa: B007 - the failing step's index is used below
                 step(frame)
         except SegmentError as e:
             self._fail(prepared, frame, begins[i], begins[i] if e.at is None else e.at, e)
