@@ -102,6 +102,21 @@ def chain(n=8):
     return program, t.params, {slots[x.slot]: torch.randn(n, 4), slots[y.slot]: torch.randn(n, 4)}, slots[s.slot]
 
 
+def layers(n=6):
+    """A program of several layers, each with a product, which no generated kernel contains. Long enough for graphs."""
+    t = Tape()
+    x, w = t.input(F32, 8, 4), t.input(F32, 4, 4)
+    held, left = x, None
+    for _ in range(n):
+        a = t.op("mm", held, w)
+        b = t.op("add", a, x, 0.25)
+        held = t.op("tanh", b)
+        left = t.op("sum", held, (1,), False)
+    t.op("add", x, held, 0.125, into=x)
+    program, slots = t.program()
+    return program, t.params, {slots[x.slot]: torch.randn(8, 4), slots[w.slot]: torch.randn(4, 4)}, slots[left.slot]
+
+
 def test_gpu_runtime_is_a_plan_runtime(gpu):
     assert isinstance(gpu.runtime, PlanRuntime) and not gpu.runtime.exact
 
@@ -355,11 +370,10 @@ def loop(side, prepared, contents, params, n, edges=()):
     return left
 
 
-@pytest.mark.parametrize("edges", [(), (5,), (3, 6)])
+@pytest.mark.parametrize("edges", [(), (27,), (24, 39)])
 @pytest.mark.parametrize("planned", [False, True])
-def test_graphs_repeated_runs_replay_with_same_results(gpu, cpu, driver, monkeypatch, edges, planned):
-    monkeypatch.setattr("wooly_executor.runtime.graphs.WORTH", 1)
-    program, params, contents, _ = chain()
+def test_graphs_repeated_runs_replay_with_same_results(gpu, cpu, driver, edges, planned):
+    program, params, contents, _ = layers()
     theirs = loop(cpu, cpu.ready(program).prepared, contents, params, 40)
     prepared = gpu.plan(program, params) if planned else gpu.ready(program).prepared
     prepared.edges = edges
@@ -371,11 +385,10 @@ def test_graphs_repeated_runs_replay_with_same_results(gpu, cpu, driver, monkeyp
             torch.testing.assert_close(mine[slot].view(-1), other[slot].view(-1))
 
 
-def test_graphs_never_cross_an_edge(gpu, monkeypatch):
-    monkeypatch.setattr("wooly_executor.runtime.graphs.WORTH", 1)
-    program, params, contents, _ = chain()
+def test_graphs_never_cross_an_edge(gpu):
+    program, params, contents, _ = layers()
     prepared = gpu.ready(program).prepared
-    prepared.edges = edges = (3, 6)
+    prepared.edges = edges = (24, 39)
     loop(gpu, prepared, contents, params, 40, edges)
     ends = [len(prepared.program.body), *edges]
     assert len(prepared.stretches) >= 2
@@ -384,9 +397,8 @@ def test_graphs_never_cross_an_edge(gpu, monkeypatch):
         assert not [e for e in ends if inside[0] < e <= inside[-1]]
 
 
-def test_graphs_results_survive_next_replay(gpu, monkeypatch, driver):
-    monkeypatch.setattr("wooly_executor.runtime.graphs.WORTH", 1)
-    program, params, contents, made = chain()
+def test_graphs_results_survive_next_replay(gpu, driver):
+    program, params, contents, made = layers()
     prepared = gpu.ready(program).prepared
     buffers = {k: Buffer(v.nbytes, v.clone()) for k, v in contents.items()}
     held = []
@@ -401,9 +413,8 @@ def test_graphs_results_survive_next_replay(gpu, monkeypatch, driver):
     assert all(torch.equal(a, b) for a, b in held)
 
 
-def test_graphs_other_addresses_or_params_are_not_replayed(gpu, cpu, driver, monkeypatch):
-    monkeypatch.setattr("wooly_executor.runtime.graphs.WORTH", 1)
-    program, params, contents, _ = chain()
+def test_graphs_other_addresses_or_params_are_not_replayed(gpu, cpu, driver):
+    program, params, contents, _ = layers()
     prepared, other = gpu.ready(program).prepared, cpu.ready(program).prepared
     loop(gpu, prepared, contents, params, 30)
     before = driver.replays
@@ -420,8 +431,7 @@ def test_graphs_other_addresses_or_params_are_not_replayed(gpu, cpu, driver, mon
     assert before and driver.replays == before
 
 
-def test_graphs_random_numbers_differ_per_run(gpu, cpu, driver, wis, monkeypatch):
-    monkeypatch.setattr("wooly_executor.runtime.graphs.WORTH", 1)
+def test_graphs_random_numbers_differ_per_run(gpu, cpu, driver, wis):
     v = wis.at(F32, 16)
     body = wis.body().alloc("x", 64)
     body.call(
@@ -443,8 +453,7 @@ def test_graphs_random_numbers_differ_per_run(gpu, cpu, driver, wis, monkeypatch
 
 
 def test_graphs_failed_capture_is_never_retried(gpu, cpu, driver, monkeypatch):
-    monkeypatch.setattr("wooly_executor.runtime.graphs.WORTH", 1)
-    program, params, contents, _ = chain()
+    program, params, contents, _ = layers()
 
     def capture(body):
         driver.captures += 1

@@ -58,8 +58,8 @@ class _TorchGraphs:
         self._index = index
 
     def new_pool(self) -> PoolId:
-        pool: Any = torch.cuda.graph_pool_handle()
-        return pool
+        first, second = torch.cuda.graph_pool_handle()
+        return int(first), int(second)
 
     def new_graph(self) -> Any:
         return torch.cuda.CUDAGraph()
