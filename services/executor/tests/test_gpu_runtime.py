@@ -14,6 +14,7 @@ from wooly_executor.errors import ContextLostError, OperationError
 from wooly_executor.memory.swap import Policy
 from wooly_executor.programs import ProgramStore
 from wooly_executor.runtime.buffers import TORCH_DTYPE, Buffer
+from wooly_executor.runtime.graphs import IDLE, History
 from wooly_executor.runtime.protocol import PlanRuntime
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
 from wooly_executor.vram import SwapSettings
@@ -370,6 +371,14 @@ def loop(side, prepared, contents, params, n, edges=()):
     return left
 
 
+def equal(ours, theirs):
+    """Check that two loops left the same."""
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.keys() == other.keys()
+        for slot in other:
+            assert mine[slot].view(-1).tolist() == other[slot].view(-1).tolist()
+
+
 @pytest.mark.parametrize("edges", [(), (27,), (24, 39)])
 @pytest.mark.parametrize("planned", [False, True])
 def test_graphs_repeated_runs_replay_with_same_results(gpu, cpu, driver, edges, planned):
@@ -467,6 +476,145 @@ def test_graphs_failed_capture_is_never_retried(gpu, cpu, driver, monkeypatch):
     for mine, other in zip(ours, theirs, strict=True):
         for slot in other:
             assert torch.equal(mine[slot], other[slot])
+
+
+def with_step_between(*call):
+    """A program of two stretches with another step between them. Returns it, its params and its contents."""
+    t = Tape()
+    x = t.input(F32, 8, 4)
+
+    def more(held, times):
+        for _ in range(times):
+            wider = t.op("add", held, x, 0.25)
+            made = t.op("tanh", wider)
+            t.free(wider)
+            if held is not x:
+                t.free(held)
+            held = made
+        return held
+
+    held = more(x, 5)
+    name, *args = call
+    t.extern(name, held, *args, results=[(F32, (4,))])
+    held = more(held, 5)
+    t.op("add", x, held, 0.125, into=x)
+    t.free(held)
+    program, slots = t.program()
+    return program, t.params, {slots[x.slot]: torch.randn(8, 4)}
+
+
+HISTOGRAM = "aten.histc.default", 4, -1.0, 1.0
+
+
+def test_graphs_step_that_waits_splits_stretch(gpu, cpu, driver):
+    program, params, contents = with_step_between(*HISTOGRAM)
+    prepared = gpu.ready(program).prepared
+    theirs = loop(cpu, cpu.ready(program).prepared, contents, params, 40)
+    ours = loop(gpu, prepared, contents, params, 40)
+    ((found),) = prepared.stretches.values()
+    assert len(found) == 2 and driver.captures == 2 and driver.replays > 20
+    equal(ours, theirs)
+
+
+def test_graphs_unknown_step_that_waits_is_found_by_failed_capture(gpu, cpu, driver, monkeypatch):
+    monkeypatch.setattr("wooly_executor.runtime.preparation.waits", lambda call, form: False)
+    monkeypatch.setattr("wooly_executor.runtime.preparation.writes_all", lambda op: True)
+    program, params, contents = with_step_between(*HISTOGRAM)
+    prepared = gpu.ready(program).prepared
+    theirs = loop(cpu, cpu.ready(program).prepared, contents, params, 60)
+    equal(loop(gpu, prepared, contents, params, 60), theirs)
+    failed = driver.captures - gpu.runtime.graphs.count
+    assert failed == 1 and driver.replays and not driver.recording and driver.generator_works
+    driver.seed(1)
+    other, params, contents = with_step_between("aten.histc.default", 4, -2.0, 2.0)
+    loop(gpu, gpu.ready(other).prepared, contents, params, 40)
+    assert driver.captures - gpu.runtime.graphs.count == failed
+    assert gpu.runtime.graphs.count >= 3
+
+
+def test_graphs_sessions_that_share_a_program_each_get_a_graph(gpu, driver):
+    program, params, contents, _ = layers()
+    prepared = gpu.ready(program).prepared
+    both = [{k: Buffer(v.nbytes, v.clone()) for k, v in contents.items()} for _ in range(2)]
+    for k in range(60):
+        gpu.run(prepared, both[k % 2], params)
+    assert driver.captures == 2 and driver.replays > 20
+
+
+def test_graphs_changing_param_leaves_other_steps_in_graphs(gpu, cpu, driver):
+    program, params, contents, _ = layers()
+    ours, theirs = gpu.ready(program).prepared, cpu.ready(program).prepared
+    buffers = [{k: Buffer(v.nbytes, v.clone()) for k, v in contents.items()} for _ in range(2)]
+    for k in range(60):
+        for side, prepared, own in ((gpu, ours, buffers[0]), (cpu, theirs, buffers[1])):
+            _, outcome, *_ = side.run(prepared, own, [*params[:-1], params[-1] / (k + 1)])
+            assert outcome.failed_at is None
+        assert all(torch.equal(own.base, buffers[1][slot].base) for slot, own in buffers[0].items())
+    assert driver.captures == 1 and driver.replays > 20
+
+
+@pytest.mark.parametrize("alternating", [False, True])
+def test_history_changing_params_are_found(alternating):
+    history = History()
+    found = [history.note([0.5, k % 3 if alternating else k], [0, 1]) for k in range(40)]
+    assert found[-1] == ([] if alternating else [1])
+
+
+def test_graphs_dropped_program_gives_graphs_back(gpu, driver):
+    for k in range(3):
+        program, params, contents, _ = layers(5 + k)
+        loop(gpu, gpu.ready(program).prepared, contents, params, 30)
+        gpu.store = ProgramStore(gpu.runtime)
+        gc.collect()
+    assert driver.captures == 3
+    program, params, contents, _ = layers(9)
+    prepared = gpu.ready(program).prepared
+    loop(gpu, prepared, contents, params, 30)
+    assert gpu.runtime.graphs.count == 1 and driver.graph_bytes() == driver.bytes_per_graph
+
+
+def test_graphs_full_pool_captures_no_more(gpu, driver):
+    driver.bytes_per_graph = 1 << 30
+    for n in (5, 6, 7):
+        program, params, contents, _ = layers(n)
+        prepared = gpu.ready(program).prepared
+        loop(gpu, prepared, contents, params, 30)
+        gpu.kept = [*getattr(gpu, "kept", []), prepared]
+    assert driver.captures == 1
+
+
+def test_graphs_unused_graph_makes_room(gpu, driver, monkeypatch):
+    monkeypatch.setattr("wooly_executor.runtime.graphs.VARIANTS", 1)
+    program, params, contents, _ = layers()
+    prepared = gpu.ready(program).prepared
+    first, second = ({k: Buffer(v.nbytes, v.clone()) for k, v in contents.items()} for _ in range(2))
+    for _ in range(30):
+        gpu.run(prepared, first, params)
+    assert driver.captures == 1
+    for k in range(IDLE + 8):
+        gpu.run(prepared, second, params)
+        assert driver.captures == (1 if k < IDLE else driver.captures)
+    assert driver.captures == 2
+
+
+def test_captures_failed_capture_raises_first_error_and_leaves_library_usable(driver):
+    fine = driver.capture(lambda: torch.ones(2).add_(1))
+
+    def waits():
+        torch.ones(2).nonzero()
+
+    with pytest.raises(RuntimeError, match="not permitted") as e:
+        driver.capture(waits)
+    assert not isinstance(e.value.__cause__, RuntimeError) and not driver.recording
+    driver.seed(0)
+    again = driver.capture(lambda: torch.ones(2).add_(1))
+    assert again.pool != fine.pool
+    fine.replay()
+    again.replay()
+    pool = again.pool
+    del again
+    gc.collect()
+    assert driver.capture(lambda: torch.ones(2)).pool != pool
 
 
 # -- operators that a GPU's library lacks ----------------------------------------------------------------------------------

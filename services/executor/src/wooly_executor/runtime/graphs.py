@@ -80,13 +80,25 @@ class Captured:
         graph: the captured work.
         made: memory in the pool whose content outlives the stretch.
         left: for each register (or ~slot) that the stretch changes, its tensor after the stretch; None: it is empty then.
+        inner: the part of `made` that the program frees itself. A run uses it in place, without a copy.
         used: number of the last run of the stretch that used the graph.
+        frame: the last run that used the graph.
     """
 
     graph: Graph
     made: list[Tensor]
     left: dict[int, Place | None]
+    inner: frozenset[int]
     used: int = 0
+    frame: weakref.ref[Frame] | None = None
+
+    def busy(self, frame: Frame) -> bool:
+        """Whether another run than `frame` still uses the inner memory. It stopped at an edge."""
+        other = self.frame() if self.frame is not None and self.inner else None
+        if other is None or other is frame:
+            return False
+        inner = [name for name, place in self.left.items() if place and not place.old and place.of in self.inner]
+        return any((other.registers[name] if name >= 0 else other.bases[~name]) is not None for name in inner)
 
 
 @dataclass(slots=True)
@@ -97,6 +109,7 @@ class Stretch:
         begin: index of the first hot step.
         end: index after the last hot step.
         params: the run's params that the stretch uses.
+        names: the registers (or ~slots) whose memory the stretch may use.
         never: the stretch cannot be captured.
         runs: number of runs.
         seen: number of runs per set of addresses and params, by its hash; the last one was used last.
@@ -106,6 +119,7 @@ class Stretch:
     begin: int
     end: int
     params: tuple[int, ...]
+    names: tuple[int, ...]
     never: bool = False
     runs: int = 0
     seen: OrderedDict[int, int] = field(default_factory=OrderedDict)
@@ -237,6 +251,8 @@ class Graphs:
                 return None
             stretch.captured[key] = captured
             del stretch.seen[short]
+        elif captured.busy(frame):
+            return None
         captured.used = stretch.runs
         stretch.captured.move_to_end(key)
         return captured
@@ -266,7 +282,8 @@ class Graphs:
         steps: Sequence[Step],
         stretch: Stretch,
     ) -> Captured | None:
-        before = _tensors_by_name(frame)
+        tensors = _tensors_by_name(frame)
+        before = {name: tensors[name] for name in stretch.names if name in tensors} | tensors
         registers, bases = list(frame.registers), list(frame.bases)
         at = -1
 
@@ -288,7 +305,7 @@ class Graphs:
             return None
         finally:
             frame.registers[:], frame.bases[:] = registers, bases
-        captured = Captured(graph, made, left)
+        captured = Captured(graph, made, left, _inner(prepared, left, len(made)))
         self.count += 1
         self._bytes = self._driver.graph_bytes()
         weakref.finalize(captured, self._destroyed.append, None).atexit = False
@@ -312,13 +329,17 @@ class Graphs:
 
     def _replay(self, captured: Captured, frame: Frame) -> None:
         captured.graph.replay()
+        captured.frame = weakref.ref(frame)
         self.replayed += 1
         self._restore(captured, frame)
 
     def _restore(self, captured: Captured, frame: Frame) -> None:
         """Set registers and memory to the state that the steps would leave."""
         fresh = []
-        for memory in captured.made:
+        for k, memory in enumerate(captured.made):
+            if k in captured.inner:
+                fresh.append(memory)
+                continue
             own = self._device.empty(len(memory))
             own.copy_(memory, non_blocking=True)
             fresh.append(own)
@@ -340,11 +361,22 @@ def _tensors_by_name(frame: Frame) -> dict[int, Tensor]:
     return found
 
 
+def _inner(prepared: PreparedProgram, left: dict[int, Place | None], made: int) -> frozenset[int]:
+    """Return the memory that a stretch made and that no buffer will ever use, because the program frees its slots itself."""
+    facts, outer = prepared.facts, set[int]()
+    for name, place in left.items():
+        slot = prepared.slot_of[name] if name >= 0 else ~name
+        if place is not None and not place.old and (facts.slot_alloc[slot] is None or not facts.slot_freed[slot]):
+            outer.add(place.of)
+    return frozenset(set(range(made)) - outer)
+
+
 def _key(stretch: Stretch, frame: Frame) -> Key:
     """Return everything that a graph depends on: addresses, and the type and value of each param."""
-    places = [-1 if t is None else t.data_ptr() for t in frame.registers]
-    places += [-1 if t is None else t.data_ptr() for t in frame.bases]
-    numbers = [(type(frame.params[k]), repr(frame.params[k])) for k in stretch.params]
+    registers, bases, params = frame.registers, frame.bases, frame.params
+    used = [registers[name] if name >= 0 else bases[~name] for name in stretch.names]
+    places = [-1 if t is None else t.data_ptr() for t in used]
+    numbers = [(type(params[k]), repr(params[k])) for k in stretch.params]
     return (*places, *numbers)
 
 
@@ -379,7 +411,9 @@ def _split(prepared: PreparedProgram, begin: int, end: int) -> list[Stretch]:
     def close(last: int) -> None:
         if work >= WORTH:
             params = dict.fromkeys([k for i in acts for k in prepared.acts[i].params])
-            found.append(Stretch(first, last, tuple(params)))
+            near = {slot for i in acts for slot in prepared.acts[i].slots}
+            names = [name for name, slot in enumerate(prepared.slot_of) if slot in near]
+            found.append(Stretch(first, last, tuple(params), (*names, *[~slot for slot in sorted(near)])))
 
     for k in range(begin, end):
         inside = range(bounds[k], bounds[k + 1])

@@ -184,8 +184,8 @@ class _Preparation:
         self._within.append(self._piece)
 
     def _mark_uncapturable(self) -> None:
-        """Mark the next step as one that a graph cannot contain."""
-        self.out.uncapturable.add(len(self.out.steps))
+        """Mark the last step as one that a graph cannot contain."""
+        self.out.uncapturable.add(len(self.out.steps) - 1)
 
     def _new_view_register(self, slot: int, view: View) -> int:
         """Allocate a register for this view."""
@@ -362,8 +362,6 @@ class _Preparation:
         allowed = [k is not None and writable[k] for k in kinds]
         step, begins = len(self.out.steps), self._foreign.begins
 
-        self._mark_uncapturable()
-
         def run(f: Frame) -> None:
             r = f.registers
             values, grid = arguments([(r[k].data_ptr(), r[k].nbytes) for k in registers], f.params[first:last])
@@ -372,6 +370,7 @@ class _Preparation:
             f.elsewhere_ns += taken
 
         self._step(run)
+        self._mark_uncapturable()
 
     def _sleep(self, form: Form) -> None:
         """Add a step that occupies the device for a time."""
