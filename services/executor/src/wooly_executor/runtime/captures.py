@@ -16,6 +16,10 @@ from typing import Any, Protocol
 PoolId = tuple[int, int]
 
 
+class InvalidCaptureError(RuntimeError):
+    """A call has invalidated a capture. The cause is the error of this call."""
+
+
 class GraphLibrary(Protocol):
     """The parts of torch that capture graphs."""
 
@@ -67,7 +71,8 @@ class Captures:
         """Return the work that `body` enqueues as a graph.
 
         Raises:
-            RuntimeError: `body` does something that a graph cannot contain.
+            InvalidCaptureError: `body` does something that a graph cannot contain.
+            Exception: errors of `body` that do not invalidate the capture.
         """
         pool, graphs = self._pool()
         graph = self._library.new_graph()
@@ -75,17 +80,14 @@ class Captures:
             try:
                 self._library.begin(graph, pool)
                 body()
-            except BaseException:
-                # the first error tells the reason, and capture_end fails because of it
-                with contextlib.suppress(RuntimeError):
-                    graph.capture_end()
-                self._repair(graph, pool)
-                raise
-            try:
-                graph.capture_end()
-            except BaseException:
-                self._repair(graph, pool)
-                raise
+            except BaseException as e:
+                valid = self._end(graph, pool) is None
+                if valid or not isinstance(e, Exception):
+                    raise
+                raise InvalidCaptureError(str(e)) from e
+            late = self._end(graph, pool)
+        if late is not None:
+            raise InvalidCaptureError(str(late)) from late
         graphs.add(graph)
         return graph
 
@@ -101,14 +103,19 @@ class Captures:
             self._usable = True
         return self._pools[-1]
 
-    def _repair(self, graph: Any, pool: PoolId) -> None:
+    def _end(self, graph: Any, pool: PoolId) -> Exception | None:
+        """End a capture. Returns the error if the capture is invalid; torch's state is then repaired."""
         try:
-            self._library.end_recording(pool)
-        except RuntimeError:  # capture_end has ended the recording
-            return
-        self._usable = False
-        self._failed.append(graph)
-        self._library.renew_generator()
+            graph.capture_end()
+        except Exception as e:
+            # if torch has ended the recording itself, it refuses to end it again
+            with contextlib.suppress(RuntimeError):
+                self._library.end_recording(pool)
+            self._usable = False
+            self._failed.append(graph)
+            self._library.renew_generator()
+            return e
+        return None
 
 
 @contextlib.contextmanager

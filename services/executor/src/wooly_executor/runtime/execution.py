@@ -24,7 +24,7 @@ _NO_MEMORY = re.compile(
 class StepExecution:
     """One run of a prepared program. Times are CPU times of the computing thread."""
 
-    __slots__ = ("_at", "_frame", "_graphs", "_places", "_prepared", "_steps", "ended", "outcome")
+    __slots__ = ("_at", "_begins", "_frame", "_graphs", "_places", "_prepared", "_steps", "ended", "outcome")
 
     def __init__(
         self,
@@ -39,13 +39,14 @@ class StepExecution:
         self._frame = Frame(buffers, bindings, params, prepared.n_registers)
         self._graphs: Graphs | None = None
         self._steps, self._places = prepared.steps, prepared.where
+        self._begins: Sequence[int] = range(len(prepared.steps))
         self._at = 0
         self.ended = False
         if prepared.hot and not single:
             try:
                 for step in prepared.gathers:
                     step(self._frame)
-                self._steps, self._places = prepared.hot, prepared.places
+                self._steps, self._places, self._begins = prepared.hot, prepared.places, prepared.begins
             except PoisonedError:  # run the single steps, which report the instruction whose operand is poisoned
                 self._frame = Frame(buffers, bindings, params, prepared.n_registers)
         self.outcome = self._frame.outcome
@@ -95,12 +96,11 @@ class StepExecution:
         return len(self._steps) if self._is_end(edge) else bisect_left(self._places, edge, self._at)
 
     def _run_to(self, edge: int) -> None:
-        prepared, begin, end = self._prepared, self._at, self._end(edge)
+        begin, end = self._at, self._end(edge)
         whole, steps = self._is_end(edge), self._steps
         if begin or not whole:
             steps = steps[begin:end]
-        begins = prepared.begins if self._steps is prepared.hot else range(len(self._steps))
-        self._run(steps, begins, begin, end, whole)
+        self._run(steps, self._begins, begin, end, whole)
 
     def _run(self, steps: Sequence[Step], begins: Sequence[int], begin: int, done: int, whole: bool) -> None:
         """Run some steps.

@@ -22,6 +22,7 @@ from wooly_wis.verifier import ProgramFacts
 
 from wooly_executor.errors import ContextLostError
 from wooly_executor.runtime.buffers import bytes_of
+from wooly_executor.runtime.captures import InvalidCaptureError
 from wooly_executor.runtime.device import TorchDevice
 from wooly_executor.runtime.driver import Driver, Graph
 from wooly_executor.runtime.frame import Frame, Step
@@ -199,21 +200,23 @@ class Graphs:
             stretches = prepared.stretches[where] = _split(prepared, *where)
         if not stretches:
             return enumerate(steps, begin)
-        return self._with_replays(prepared, frame, where, steps, stretches)
+        return self._with_replays(prepared, frame, begin, steps, stretches)
 
     def _with_replays(
         self,
         prepared: PreparedProgram,
         frame: Frame,
-        where: tuple[int, int],
+        begin: int,
         steps: Sequence[Step],
         stretches: list[Stretch],
     ) -> Iterator[tuple[int, Step]]:
-        begin = at = where[0]
+        hot, at = prepared.hot, begin
         for stretch in stretches:
             yield from enumerate(steps[at - begin : stretch.begin - begin], at)
             inside = steps[stretch.begin - begin : stretch.end - begin]
-            captured = None if stretch.never else self._find(prepared, frame, where, inside, stretch)
+            captured = None
+            if not stretch.never and prepared.hot is hot:
+                captured = self._find(prepared, frame, inside, stretch)
             if captured is None:
                 yield from enumerate(inside, stretch.begin)
             else:
@@ -225,7 +228,6 @@ class Graphs:
         self,
         prepared: PreparedProgram,
         frame: Frame,
-        where: tuple[int, int],
         steps: Sequence[Step],
         stretch: Stretch,
     ) -> Captured | None:
@@ -242,11 +244,11 @@ class Graphs:
                 stretch.seen.popitem(last=False)
             if times <= STEADY:
                 if _mark_changing(prepared, _history(prepared).note(frame.params, stretch.params)):
-                    prepared.stretches.pop(where, None)  # splits the part anew
+                    _fold_again(prepared)
                 return None
             if not self._has_room(stretch):
                 return None
-            captured = self._capture(prepared, frame, where, steps, stretch)
+            captured = self._capture(prepared, frame, steps, stretch)
             if captured is None:
                 return None
             stretch.captured[key] = captured
@@ -278,7 +280,6 @@ class Graphs:
         self,
         prepared: PreparedProgram,
         frame: Frame,
-        where: tuple[int, int],
         steps: Sequence[Step],
         stretch: Stretch,
     ) -> Captured | None:
@@ -301,7 +302,7 @@ class Graphs:
         except Exception as e:  # a graph cannot contain this work; if it is an error, the steps raise it again
             self._driver.check()
             self._failures += 1
-            self._learn(prepared, where, stretch, at, e)
+            self._learn(prepared, stretch, at, e)
             return None
         finally:
             frame.registers[:], frame.bases[:] = registers, bases
@@ -311,21 +312,23 @@ class Graphs:
         weakref.finalize(captured, self._destroyed.append, None).atexit = False
         return captured
 
-    def _learn(
-        self, prepared: PreparedProgram, where: tuple[int, int], stretch: Stretch, at: int, cause: Exception
-    ) -> None:
+    def _learn(self, prepared: PreparedProgram, stretch: Stretch, at: int, cause: Exception) -> None:
         """Exclude the step with index `at`, whose capture failed, from graphs; or the stretch if the step is not to blame."""
         stretch.never = True
-        text = str(cause)
-        if at < 0 or "captur" not in text or "previous error" in text:
+        invalid = isinstance(cause, InvalidCaptureError)
+        first = cause.__cause__ if invalid else cause
+        text = str(first)
+        if at < 0 or not (invalid or "captur" in text) or "previous error" in text:
             return
-        step = cause.at if isinstance(cause, SegmentError) and cause.at is not None else prepared.begins[at]
+        step = first.at if isinstance(first, SegmentError) else prepared.begins[at]
+        if step is None:
+            return
         act = prepared.acts[prepared.owner[step]]
         name = act.form.attr("name")
         if act.launch is None and isinstance(name, str):
             self._refused.add(name)
         prepared.uncapturable.add(step)
-        prepared.stretches.pop(where, None)  # splits the part anew
+        _fold_again(prepared)
 
     def _replay(self, captured: Captured, frame: Frame) -> None:
         captured.graph.replay()
@@ -400,6 +403,12 @@ def _mark(prepared: PreparedProgram, acts: set[int]) -> None:
     for step, owner in enumerate(prepared.owner):
         if owner in acts and not isinstance(prepared.traces[step], _FREE_OF_WORK):
             prepared.uncapturable.add(step)
+
+
+def _fold_again(prepared: PreparedProgram) -> None:
+    """Combine the steps anew, because other steps than before are uncapturable. Runs in progress keep their steps."""
+    prepared.heat(graphs=True)
+    prepared.stretches.clear()
 
 
 def _split(prepared: PreparedProgram, begin: int, end: int) -> list[Stretch]:
