@@ -554,6 +554,47 @@ def test_graphs_changing_param_leaves_other_steps_in_graphs(gpu, cpu, driver):
     assert driver.captures == 1 and driver.replays > 20
 
 
+def test_graphs_run_that_stopped_keeps_its_inner_values(gpu, driver):
+    t = Tape()
+    x = t.input(F32, 8, 4)
+    held = x
+    for _ in range(8):
+        made = t.op("tanh", t.op("add", held, x, 0.25))
+        if held is not x:
+            t.free(held)
+        held = made
+    last = t.op("add", held, x, 0.5)
+    t.free(held)
+    program, slots = t.program()
+    prepared = gpu.ready(program).prepared
+    edge, end = 14, len(program.body)  # behind a layer, whose result the next layer uses
+    prepared.edges = (edge,)
+    held = Buffer(128, torch.randn(8, 4))
+
+    def begin():
+        buffers = {slots[x.slot]: held}
+        return buffers, gpu.runtime.begin(prepared, buffers, list(range(program.n_slots)), t.params)
+
+    with torch.inference_mode():
+        for _ in range(40):
+            _, run = begin()
+            run.advance((edge,))
+            run.advance((end,))
+        before = gpu.runtime.graphs.replayed
+        first, stopped = begin()
+        stopped.advance((edge,))
+        expected = [t.clone() for t in stopped._frame.registers if t is not None]
+        assert gpu.runtime.graphs.replayed == before + 1
+        held.base.add_(1.0)
+        begin()[1].advance((edge,))
+        assert gpu.runtime.graphs.replayed == before + 1
+        now = [t for t in stopped._frame.registers if t is not None]
+        changed = [not torch.equal(a, b) for a, b in zip(now, expected, strict=True)]
+        assert sum(changed) == 1  # the input
+        stopped.advance((end,))
+    assert stopped.outcome.failed_at is None and slots[last.slot] in first
+
+
 @pytest.mark.parametrize("alternating", [False, True])
 def test_history_changing_params_are_found(alternating):
     history = History()
