@@ -391,18 +391,20 @@ def _history(prepared: PreparedProgram) -> History:
 
 
 def _mark_changing(prepared: PreparedProgram, params: list[int]) -> bool:
-    """Mark the steps that use changing params. Returns whether there are any."""
-    if params:
-        changing = set(params)
-        _mark(prepared, {i for i, act in enumerate(prepared.acts) if not changing.isdisjoint(act.params)})
-    return bool(params)
+    """Mark the steps that use changing params. Returns whether there are steps that were not marked before."""
+    changing = set(params)
+    return bool(params) and _mark(
+        prepared, {i for i, act in enumerate(prepared.acts) if not changing.isdisjoint(act.params)}
+    )
 
 
-def _mark(prepared: PreparedProgram, acts: set[int]) -> None:
-    """Mark the steps of some acts as ones that a graph cannot contain."""
+def _mark(prepared: PreparedProgram, acts: set[int]) -> bool:
+    """Mark the steps of some acts as ones that a graph cannot contain. Returns whether there are new ones."""
+    known = len(prepared.uncapturable)
     for step, owner in enumerate(prepared.owner):
         if owner in acts and not isinstance(prepared.traces[step], _FREE_OF_WORK):
             prepared.uncapturable.add(step)
+    return len(prepared.uncapturable) > known
 
 
 def _fold_again(prepared: PreparedProgram) -> None:
@@ -415,12 +417,11 @@ def _split(prepared: PreparedProgram, begin: int, end: int) -> list[Stretch]:
     """Return the stretches of the hot steps from `begin` to `end` that are worth a capture."""
     facts, found = prepared.facts, []
     bounds = [*prepared.begins, len(prepared.steps)]
-    first, work, nbytes, acts, slots = begin, 0, 0, dict[int, None](), set[int]()
+    first, work, nbytes, acts, near, slots = begin, 0, 0, dict[int, None](), set[int](), set[int]()
 
     def close(last: int) -> None:
         if work >= WORTH:
             params = dict.fromkeys([k for i in acts for k in prepared.acts[i].params])
-            near = {slot for i in acts for slot in prepared.acts[i].slots}
             names = [name for name, slot in enumerate(prepared.slot_of) if slot in near]
             found.append(Stretch(first, last, tuple(params), (*names, *[~slot for slot in sorted(near)])))
 
@@ -432,13 +433,15 @@ def _split(prepared: PreparedProgram, begin: int, end: int) -> list[Stretch]:
         blocked = not prepared.uncapturable.isdisjoint(active) or _nbytes(facts, writes) > STRETCH_BYTES
         if blocked or nbytes + _nbytes(facts, writes - slots) > STRETCH_BYTES:
             close(k)
-            first, work, nbytes, acts, slots = k, 0, 0, {}, set()
+            first, work, nbytes, acts, near, slots = k, 0, 0, {}, set(), set()
         if blocked:
             first = k + 1
             continue
         work += len(active)
         nbytes += _nbytes(facts, writes - slots)
-        acts.update(own)
+        # a step that frees memory belongs to the act behind it, whose params the stretch does not use
+        acts.update({prepared.owner[s]: None for s in active})
+        near.update([slot for i in own for slot in prepared.acts[i].slots])
         slots |= writes
     close(end)
     return found
