@@ -389,10 +389,11 @@ def test_graphs_repeated_runs_replay_with_same_results(gpu, cpu, driver, edges, 
     prepared.edges = edges
     ours = loop(gpu, prepared, contents, params, 40, edges)
     assert driver.replays > 0
+    near = 1e-3 if planned else 0.0  # generated kernels round differently, and each run uses the result of the last one
     for mine, other in zip(ours, theirs, strict=True):
         assert mine.keys() == other.keys()
         for slot in other:
-            torch.testing.assert_close(mine[slot].view(-1), other[slot].view(-1))
+            torch.testing.assert_close(mine[slot].view(-1), other[slot].view(-1), rtol=near, atol=near)
 
 
 def test_graphs_never_cross_an_edge(gpu):
