@@ -73,6 +73,18 @@ class Gpu:
         assert outcome.failed_at is None, f"instruction {outcome.failed_at}: {outcome.error}"
         return sum(times)
 
+    def tier0_single(self, program, slots, content, params):
+        """Return what runs without segments and graphs leave in the input, for each list of params."""
+        left = []
+        for own in params:
+            prepared = self.tier0(program)
+            buffers = self.buffers({0: content}, slots)
+            execution = self.runtime.begin(prepared, buffers, list(range(program.n_slots)), own, single=True)
+            execution.advance((len(program.body),))
+            assert execution.outcome.failed_at is None, execution.outcome.error
+            left.append(buffers[slots[0]].base.clone())
+        return left
+
 
 def result(buffers, slots, tensor):
     base, view = buffers[slots[tensor.slot]].base, tensor.view
@@ -263,6 +275,75 @@ def graphs(gpu):
         assert all(torch.equal(s, seen[0]) for s in seen)
 
 
+def failed_captures(gpu):
+    """After an invalidated capture, older graphs, new captures and random numbers work."""
+    x = torch.zeros(64, device=gpu.device)
+    mask = torch.zeros(64, dtype=torch.bool, device=gpu.device)
+    older = gpu.driver.capture(lambda: x.add_(1))
+    for wrong in (lambda: x[mask], lambda: x.cpu(), lambda: x.sum().item(), lambda: gpu.driver.seed(5)):
+        try:
+            gpu.driver.capture(wrong)
+        except RuntimeError as e:
+            print(f"  {type(e).__name__}: {str(e).splitlines()[0]}; cause: {type(e.__cause__).__name__}")
+        else:
+            raise AssertionError("the capture succeeded")
+        gpu.driver.check()
+        gpu.driver.seed(3)
+        first = torch.randn(64, device=gpu.device)
+        gpu.driver.seed(3)
+        assert torch.equal(first, torch.randn(64, device=gpu.device))
+        newer = gpu.driver.capture(lambda: x.mul_(2))
+        before = x.clone()
+        older.replay()
+        newer.replay()
+        assert torch.equal(x, (before + 1) * 2)
+    print(f"  the pools of 2 graphs have {gpu.driver.graph_bytes()} bytes")
+    del older, newer
+    assert gpu.driver.graph_bytes() == 0
+    gpu.driver.capture(lambda: x.mul_(2)).replay()
+
+
+def split_graphs(gpu):
+    """A step that waits, a changing param and a second set of buffers leave the other steps in graphs."""
+    t = Tape()
+    x = t.input(F32, 128, 128)
+
+    def more(held):
+        for _ in range(10):
+            wider = t.op("add", held, x, 0.25)
+            made = t.op("tanh", wider)
+            t.free(wider)
+            if held is not x:
+                t.free(held)
+            held = made
+        return held
+
+    held = more(x)
+    t.extern("aten.histc.default", held, 4, -1.0, 1.0, results=[(F32, (4,))])
+    held = more(held)
+    t.op("add", x, held, 0.125, into=x)
+    t.free(held)
+    program, slots = t.program()
+    prepared, content = gpu.tier0(program), torch.randn(128, 128)
+    both = [gpu.buffers({0: content}, slots) for _ in range(2)]
+    before, times, seen = gpu.runtime.graphs.replayed, [], []
+    for k in range(4 * SETTLE):
+        buffers = both[k % 2]
+        buffers[slots[0]].base.copy_(content)
+        params = [*t.params[:-1], 0.125 / (1 + k // 2)]
+        times.append(gpu.run(prepared, buffers, params))
+        seen.append((params[-1], buffers[slots[0]].base.clone()))
+    for k in range(0, len(seen), 2):
+        assert torch.equal(seen[k][1], seen[k + 1][1])
+    fresh = gpu.tier0_single(program, slots, content, [[*t.params[:-1], p] for p, _ in seen])
+    assert all(torch.equal(a, b) for (_, a), b in zip(seen, fresh, strict=True))
+    replayed = gpu.runtime.graphs.replayed - before
+    print(
+        f"  {replayed} replays, {gpu.runtime.graphs.count} graphs; {times[10] / 1e3:.0f} us, {times[-1] / 1e3:.0f} us"
+    )
+    assert replayed > 2 * SETTLE
+
+
 def events(gpu):
     """The runtime's clock is the device's clock: its value for a known delay, and the cost of a mark."""
     x = torch.randn(4096, 4096, device=gpu.device)
@@ -331,6 +412,8 @@ SECTIONS = {
         arguments,
         events,
         graphs,
+        failed_captures,
+        split_graphs,
         foreign_kernels,
         foreign_walls,
     )

@@ -9,11 +9,13 @@ import ctypes
 import functools
 import itertools
 import struct
+import weakref
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from wooly_executor.errors import ContextLostError, OperationError
 from wooly_executor.runtime.buffers import TORCH_DTYPE
+from wooly_executor.runtime.captures import Captures
 from wooly_executor.runtime.fresh_memory import on_zeros
 from wooly_executor.runtime.gpu import GpuRuntime
 from wooly_executor.runtime.packing import _CHARACTER, layout
@@ -23,20 +25,33 @@ from wooly_wis.kernel import text as kernel_text
 LAUNCH_NS, MARK_NS = 1000, 10
 
 
+#: Operators for which CUDA's library waits for the device.
+WAITING = {
+    *("_local_scalar_dense", "nonzero", "masked_select", "equal", "bincount", "histc", "repeat_interleave", "mode"),
+    *("_unique2", "unique_dim", "unique_consecutive", "_linalg_eigh", "_linalg_svd", "linalg_eig"),
+}
+#: What CUDA says to the first forbidden call of a capture, to the calls after it, and about the capture in the end.
+FORBIDDEN = "CUDA error: operation not permitted when stream is capturing"
+FAILED = "CUDA error: operation failed due to a previous error during capture"
+
+
 class Recording(TorchDispatchMode):
     """Records operators without running them. Written tensors stay unchanged, and new tensors have a shape but no values."""
 
-    def __init__(self, work):
+    def __init__(self, graph):
         super().__init__()
-        self.work = work
+        self.graph, self.work = graph, graph.work
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         schema = func._schema
         if func.is_view or schema.name in ("aten::as_strided", "aten::set_"):
             return func(*args, **kwargs)
-        if schema.name == "aten::_local_scalar_dense":
-            raise RuntimeError("operation not permitted when stream is capturing")
+        if not self.graph.valid:
+            raise RuntimeError(FAILED)
+        if schema.name.removeprefix("aten::").removesuffix("_out") in WAITING or _has_mask(args):
+            self.graph.valid = False
+            raise RuntimeError(FORBIDDEN)
         mutated = [a for a, s in zip(args, schema.arguments, strict=False) if s.alias_info and s.alias_info.is_write]
         mutated += [kwargs[s.name] for s in schema.arguments if s.kwarg_only and s.alias_info and s.name in kwargs]
         if mutated:
@@ -58,14 +73,67 @@ class Recording(TorchDispatchMode):
         return made
 
 
-class Replay:
-    def __init__(self, driver, work):
-        self.driver, self.work = driver, work
+def _has_mask(args):
+    """Whether an argument is a list of indices with a mask."""
+    lists = [a for a in args if isinstance(a, (list, tuple))]
+    return any(isinstance(t, torch.Tensor) and t.dtype in (torch.bool, torch.uint8) for a in lists for t in a)
+
+
+class FakeGraph:
+    """A graph, as torch captures it: after an invalidated capture, torch counts it as one in progress."""
+
+    def __init__(self, driver):
+        self.driver, self.work, self.valid, self.ended = driver, [], True, False
+
+    def capture_end(self):
+        self.driver.capturing = None
+        if not self.valid:
+            raise RuntimeError(FAILED)
+        del self.driver.recording[self.pool]
+        self.driver.generator_works = True
+        self.ended = True
 
     def replay(self):
+        assert self.ended and self.driver.capturing is None
         self.driver.replays += 1
         for do in self.work:
             do()
+
+
+class FakeGraphs:
+    """See `captures.GraphLibrary`. A pool without graphs is refused, as by torch."""
+
+    def __init__(self, driver):
+        self.driver, self.pools = driver, 0
+
+    def new_pool(self):
+        self.pools += 1
+        self.driver.graphs_of[0, self.pools] = weakref.WeakSet()
+        return 0, self.pools
+
+    def new_graph(self):
+        return FakeGraph(self.driver)
+
+    def begin(self, graph, pool):
+        driver = self.driver
+        if pool in driver.recording:
+            raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
+        members = driver.graphs_of[pool]
+        assert members or pool not in driver.used_pools, "INTERNAL ASSERT FAILED: use_count > 0"
+        driver.used_pools.add(pool)
+        members.add(graph)
+        graph.pool, driver.recording[pool], driver.capturing, driver.generator_works = pool, graph, graph, False
+
+    def end_recording(self, pool):
+        if pool not in self.driver.recording:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        self.driver.graphs_of[pool].discard(self.driver.recording.pop(pool))
+
+    def renew_generator(self):
+        self.driver.generator_works = True
+
+    def pool_bytes(self, pool):
+        return self.driver.bytes_per_graph * len(self.driver.graphs_of[pool])
 
 
 class Function:
@@ -94,7 +162,10 @@ class FakeDriver:
         self.launches = []
         self.functions = {}
         self.hung, self.ended = 0, False
-        self._capturing = None
+        #: The graph that is captured, and what the library keeps about captures.
+        self.capturing, self.recording, self.graphs_of, self.used_pools = None, {}, {}, set()
+        self.generator_works, self.bytes_per_graph = True, 1024
+        self._captures = Captures(FakeGraphs(self))
         #: Sizes of page-locked host memory by address; sizes of all memory that was ever locked; whether locking fails.
         self.locked, self.locks, self.refuse_locks = {}, [], False
 
@@ -126,10 +197,17 @@ class FakeDriver:
         yield
 
     def seed(self, seed):
+        if self.capturing is not None:
+            raise RuntimeError("CUDAGeneratorImpl::set_current_seed can be called during stream capture only if ...")
+        assert self.generator_works, "Offset increment outside graph capture encountered unexpectedly."
         torch.default_generator.manual_seed(seed)
 
     def on_zeros(self, call):
-        return on_zeros(call)
+        def run(f):
+            assert self.capturing is None, "the pool of zeroed memory is looked at during a capture"
+            return on_zeros(call)(f)
+
+        return run
 
     def pinned(self, nbytes):
         return torch.empty(nbytes, dtype=torch.uint8)
@@ -181,8 +259,8 @@ class FakeDriver:
             for k, p in zip(kinds, pointers, strict=True)
         ]  # arguments are read at the launch, as a real driver does
         self.launches.append((function.name, grid, block))
-        if self._capturing is not None:
-            self._capturing.append(lambda: self._do(function, values))
+        if self.capturing is not None:
+            self.capturing.work.append(lambda: self._do(function, values))
         else:
             self._do(function, values)
 
@@ -195,9 +273,6 @@ class FakeDriver:
         kernel_interpreter.run(kernel, lists, scalars)
         for a in kernel.arrays:
             seen[a.name].copy_(torch.tensor(lists[a.name], dtype=seen[a.name].dtype))
-
-    def reserved(self):
-        return 0
 
     def record(self):
         self.check()
@@ -223,13 +298,15 @@ class FakeDriver:
 
     def capture(self, body):
         self.captures += 1
-        self._capturing = work = []
-        try:
-            with Recording(work):
+
+        def recorded():
+            with Recording(self.capturing):
                 body()
-        finally:
-            self._capturing = None
-        return Replay(self, work)
+
+        return self._captures.capture(recorded)
+
+    def graph_bytes(self):
+        return self._captures.nbytes()
 
     def check(self):
         if self.lost:

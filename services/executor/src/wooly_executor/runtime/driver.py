@@ -120,10 +120,6 @@ class Driver(Protocol):
         """
         ...
 
-    def reserved(self) -> int:
-        """Return the bytes that torch has reserved on the device."""
-        ...
-
     def record(self) -> Any:
         """Return a new mark (event) on the stream."""
         ...
@@ -153,6 +149,10 @@ class Driver(Protocol):
         Raises:
             RuntimeError: `body` does something that a graph cannot contain.
         """
+        ...
+
+    def graph_bytes(self) -> int:
+        """Return the device memory that the graphs of `capture` use, in bytes. Takes too long for every run."""
         ...
 
     def check(self) -> None:

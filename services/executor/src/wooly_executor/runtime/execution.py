@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from wooly_executor.errors import OperationError, OutOfMemoryError, PoisonedError
@@ -24,7 +24,7 @@ _NO_MEMORY = re.compile(
 class StepExecution:
     """One run of a prepared program. Times are CPU times of the computing thread."""
 
-    __slots__ = ("_at", "_frame", "_graphs", "_places", "_prepared", "_steps", "ended", "outcome")
+    __slots__ = ("_at", "_begins", "_frame", "_graphs", "_places", "_prepared", "_steps", "ended", "outcome")
 
     def __init__(
         self,
@@ -39,13 +39,14 @@ class StepExecution:
         self._frame = Frame(buffers, bindings, params, prepared.n_registers)
         self._graphs: Graphs | None = None
         self._steps, self._places = prepared.steps, prepared.where
+        self._begins: Sequence[int] = range(len(prepared.steps))
         self._at = 0
         self.ended = False
         if prepared.hot and not single:
             try:
                 for step in prepared.gathers:
                     step(self._frame)
-                self._steps, self._places = prepared.hot, prepared.places
+                self._steps, self._places, self._begins = prepared.hot, prepared.places, prepared.begins
             except PoisonedError:  # run the single steps, which report the instruction whose operand is poisoned
                 self._frame = Frame(buffers, bindings, params, prepared.n_registers)
         self.outcome = self._frame.outcome
@@ -95,12 +96,11 @@ class StepExecution:
         return len(self._steps) if self._is_end(edge) else bisect_left(self._places, edge, self._at)
 
     def _run_to(self, edge: int) -> None:
-        prepared, begin, end = self._prepared, self._at, self._end(edge)
+        begin, end = self._at, self._end(edge)
         whole, steps = self._is_end(edge), self._steps
         if begin or not whole:
             steps = steps[begin:end]
-        begins = prepared.begins if self._steps is prepared.hot else range(len(self._steps))
-        self._run(steps, begins, begin, end, whole)
+        self._run(steps, self._begins, begin, end, whole)
 
     def _run(self, steps: Sequence[Step], begins: Sequence[int], begin: int, done: int, whole: bool) -> None:
         """Run some steps.
@@ -110,10 +110,11 @@ class StepExecution:
         prepared, frame = self._prepared, self._frame
         i = begin - 1
         try:
+            todo: Iterable[tuple[int, Step]] = enumerate(steps, begin)
             if self._graphs is not None and self._steps is prepared.hot:
                 i = begin
-                steps = self._graphs.run(prepared, frame, begin, steps)
-            for i, step in enumerate(steps, begin):  # noqa: B007 - the failing step's index is used below
+                todo = self._graphs.steps(prepared, frame, begin, steps)
+            for i, step in todo:  # noqa: B007 - the failing step's index is used below
                 step(frame)
         except SegmentError as e:
             self._fail(prepared, frame, begins[i], begins[i] if e.at is None else e.at, e)

@@ -12,7 +12,9 @@ from wooly_executor.runtime.protocol import Outcome
 class Frame:
     """The state of one run."""
 
-    __slots__ = ("bases", "bindings", "buffers", "elsewhere_ns", "kernel_ns", "outcome", "params", "registers")
+    __slots__ = (
+        *("__weakref__", "bases", "bindings", "buffers", "elsewhere_ns", "kernel_ns", "outcome", "params", "registers"),
+    )
 
     def __init__(
         self, buffers: dict[int, Buffer], bindings: Sequence[int], params: Sequence[Any], n_registers: int

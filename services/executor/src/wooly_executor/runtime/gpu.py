@@ -324,8 +324,16 @@ class GpuRuntime(TorchRuntime):
         single: bool = False,
     ) -> GpuExecution:
         """See `Runtime.begin`."""
+        if not prepared.hot:
+            self.graphs.observe(prepared, params)
         self.heat(prepared)
         return GpuExecution(self, prepared, buffers, bindings, params, single=single)
+
+    def heat(self, prepared: PreparedProgram) -> None:
+        """See `TorchRuntime.heat`."""
+        if prepared.runs + 1 == self._hot:
+            self.graphs.mark(prepared)
+        super().heat(prepared)
 
     def prepare(self, program: Program, facts: ProgramFacts) -> PreparedProgram:
         """See `Runtime.prepare`."""

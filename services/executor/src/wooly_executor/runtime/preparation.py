@@ -54,6 +54,7 @@ from wooly_executor.runtime.segments import (
     memory_name,
     register_name,
 )
+from wooly_executor.runtime.synchronising import waits
 from wooly_executor.runtime.torch_private import schema_of
 
 _COPY = torch.ops.aten.copy_.default
@@ -183,8 +184,8 @@ class _Preparation:
         self._within.append(self._piece)
 
     def _mark_uncapturable(self) -> None:
-        """Mark the next step as one that a graph cannot contain."""
-        self.out.uncapturable.add(len(self.out.steps))
+        """Mark the last step as one that a graph cannot contain."""
+        self.out.uncapturable.add(len(self.out.steps) - 1)
 
     def _new_view_register(self, slot: int, view: View) -> int:
         """Allocate a register for this view."""
@@ -361,8 +362,6 @@ class _Preparation:
         allowed = [k is not None and writable[k] for k in kinds]
         step, begins = len(self.out.steps), self._foreign.begins
 
-        self._mark_uncapturable()
-
         def run(f: Frame) -> None:
             r = f.registers
             values, grid = arguments([(r[k].data_ptr(), r[k].nbytes) for k in registers], f.params[first:last])
@@ -371,6 +370,7 @@ class _Preparation:
             f.elsewhere_ns += taken
 
         self._step(run)
+        self._mark_uncapturable()
 
     def _sleep(self, form: Form) -> None:
         """Add a step that occupies the device for a time."""
@@ -431,8 +431,7 @@ class _Preparation:
         if word is not None:
             self.out.words.append((self._act, word))
         library = guarded(library, form)
-        if looks_at_values(library):
-            self._mark_uncapturable()
+        waiting = looks_at_values(library) or waits(library, form)
         registers: dict[int, int] = {}
         results: list[int] = []
         for k, operand in enumerate(form.operands):
@@ -450,30 +449,34 @@ class _Preparation:
         if form.attr("deterministic"):
             call = deterministic(call)
         invoke = self._traced(form, library, registers) if gradients is None else None
+        if waiting and not self._device.host:  # a segment with such a step could not be captured
+            invoke = None
         if any(a.is_out for a in schema_of(library.op).arguments):
             written = [(r, form.operands[k]) for k, r in registers.items() if form.operands[k].role is Role.INOUT]
             call = with_size_check(call, [(r, _required_view(o.view).sizes) for r, o in written])
         rng = form.attr("rng")
         if isinstance(rng, tuple):
-            self._mark_uncapturable()
+            waiting = True  # the host seeds the generator
             call = seeded(call, [self._first_param + r.index for r in rng if isinstance(r, ParamRef)], self._device)
         if gradients is None and not writes_all(library.op):
-            self._mark_uncapturable()
             writes = [a for a in schema_of(library.op).arguments if a.alias_info is not None and a.alias_info.is_write]
-            call = self._device.on_zeros(call, repeatable=all(a.is_out for a in writes))
+            plain, call = call, self._device.on_zeros(call, repeatable=all(a.is_out for a in writes))
+            waiting = waiting or call is not plain  # the host looks at the pool of zeroed memory
         if gradients is not None:
-            self._mark_uncapturable()
+            waiting = True
             outs = [(slots[k], _required_view(form.operands[k].view)) for k in results]
             call = differentiated(call, operands, list(registers.values()), gradients)
             self._results(self._device.on_zeros(call), outs, single=False)
         elif not results:
             self._step(lambda f: _drop(call(f)), invoke)
         elif any(form.operands[k].view is None for k in results):
-            self._mark_uncapturable()
+            waiting = True
             self._dynamic(call, [slots[k] for k in results])
         else:
             outs = [(slots[k], _required_view(form.operands[k].view)) for k in results]
             self._results(fresh_results(library.op, call), outs, returns_one_tensor(library.op), invoke)
+        if waiting:
+            self._mark_uncapturable()
 
     def _traced(self, form: Form, library: LibraryCall, registers: dict[int, int]) -> Invoke | None:
         """Describe the call for `segments`; None if the step is more than a call."""

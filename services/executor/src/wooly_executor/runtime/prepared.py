@@ -159,6 +159,7 @@ class PreparedProgram:
         spans: the last measured times of spans.
         stretches: state of `graphs` per pair of edges, on a GPU.
         uncapturable: steps that a graph cannot contain, because they change from run to run or need the host.
+        history: recent values of params, for `graphs`, on a GPU.
         words: acts that call the library on a GPU, with the status words for operands that are out of range.
         status: the status words of kernels and of these acts, on a GPU.
         kernel_permille: last measured share of kernels in the device time, in 1/1000, on a GPU.
@@ -191,18 +192,21 @@ class PreparedProgram:
     spans: dict[Span, Stretch] = field(default_factory=dict)
     stretches: dict[tuple[int, int], Any] = field(default_factory=dict)
     uncapturable: set[int] = field(default_factory=set)
+    history: Any = None
     words: list[tuple[int, Any]] = field(default_factory=list)
     status: Any = None
     kernel_permille: int = 0
 
-    def heat(self, *, always: bool = False) -> None:
+    def heat(self, *, graphs: bool = False) -> None:
         """Combine steps into segments if this saves enough.
 
-        `always`: separate the steps that fill registers even if it does not.
+        `graphs`: the steps will be captured as graphs. The steps that fill registers, and the steps that graphs cannot contain,
+        become separate ones.
         """
         stops = {bisect_left(self.where, edge) for edge in self.edges}
-        found = compile_steps(self.traces, self.steps, self._needed(), stops)
-        if found is None and always:
+        alone = self.uncapturable if graphs else ()
+        found = compile_steps(self.traces, self.steps, self._needed(), stops, alone=alone)
+        if found is None and graphs:
             filling = [isinstance(trace, Gather) for trace in self.traces]
             others = [k for k, fills in enumerate(filling) if not fills]
             gathers = [step for step, fills in zip(self.steps, filling, strict=True) if fills]

@@ -409,6 +409,7 @@ def compile_steps(
     needed_after: Callable[[str, int], bool],
     stops: Collection[int] = (),
     within: range | None = None,
+    alone: Collection[int] = (),
 ) -> CompiledSteps | None:
     """Combine stretches of traced steps into segments.
 
@@ -418,11 +419,12 @@ def compile_steps(
         needed_after: tells whether a name is used from the step with this index on.
         stops: steps that are not combined with earlier steps.
         within: the steps to use; None: all.
+        alone: steps that are not combined.
 
     Returns:
         The steps with segments; None if segments save nothing.
     """
-    apart: set[int] = set()
+    apart = set(alone)
     for _ in range(8):
         found = _compiled(traces, steps, needed_after, apart, stops, within or range(len(steps)))
         if not isinstance(found, set):

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from wooly_executor.errors import ContextLostError, OperationError
+from wooly_executor.runtime.captures import Captures, PoolId
 from wooly_executor.runtime.gpu_fresh_memory import on_zeros
-from wooly_executor.runtime.torch_private import sleep_on_gpu, storage_at
+from wooly_executor.runtime.torch_private import end_recording, sleep_on_gpu, storage_at
 
 #: Memory that sessions may not use, for libraries' workspaces, code and graphs: the larger of this number of bytes and
 #: 1/APART_SHARE of the device memory.
@@ -50,6 +51,34 @@ class _ZeroedPool:
             torch.empty(0, dtype=torch.uint8, device=self._device).set_(memory, 0, (nbytes,), (1,)).zero_()
 
 
+class _TorchGraphs:
+    """See `captures.GraphLibrary`."""
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+
+    def new_pool(self) -> PoolId:
+        first, second = torch.cuda.graph_pool_handle()
+        return int(first), int(second)
+
+    def new_graph(self) -> Any:
+        return torch.cuda.CUDAGraph()
+
+    def begin(self, graph: Any, pool: PoolId) -> None:
+        # other threads use the device for other work meanwhile
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+
+    def end_recording(self, pool: PoolId) -> None:
+        end_recording(self._index, pool)
+
+    def renew_generator(self) -> None:
+        fresh = torch.Generator(torch.device("cuda", self._index))
+        torch.cuda.default_generators[self._index].graphsafe_set_state(fresh.graphsafe_get_state())
+
+    def pool_bytes(self, pool: PoolId) -> int:
+        return sum([segment["total_size"] for segment in torch.cuda.memory_snapshot(pool)])
+
+
 class TorchGpu:
     """The part of a `Driver` that torch provides. The vendor's driver adds code, launches, and the reason of a lost context.
 
@@ -72,7 +101,7 @@ class TorchGpu:
         self._aside: Any = torch.cuda.Stream(self.device)
         self._urgent: Any = torch.cuda.Stream(self.device, priority=-1)
         self._marks: list[Any] = []
-        self._pool: Any = None
+        self._captures = Captures(_TorchGraphs(index))
         self._zeroed: _ZeroedPool | None = None
         #: Held during a capture: no other thread may use the stream then.
         self._capturing = threading.Lock()
@@ -139,10 +168,6 @@ class TorchGpu:
         """See `Driver`."""
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
-    def reserved(self) -> int:
-        """See `Driver`."""
-        return torch.cuda.memory_reserved(self.index)
-
     def record(self) -> Any:
         """See `Driver`."""
         mark: Any = self._marks.pop() if self._marks else torch.cuda.Event(enable_timing=True)
@@ -191,16 +216,12 @@ class TorchGpu:
 
     def capture(self, body: Callable[[], None]) -> Any:
         """See `Driver`."""
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        graph: Any = torch.cuda.CUDAGraph()
         with self._capturing:
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                body()
-            finally:
-                graph.capture_end()
-        return graph
+            return self._captures.capture(body)
+
+    def graph_bytes(self) -> int:
+        """See `Driver`."""
+        return self._captures.nbytes()
 
     def check(self) -> None:
         """See `Driver`."""

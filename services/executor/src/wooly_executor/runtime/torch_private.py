@@ -38,6 +38,16 @@ gelu: Callable[..., torch.Tensor] = torch._C._nn.gelu
 sleep_on_gpu: Callable[[int], None] = torch.cuda._sleep
 
 
+def end_recording(device: int, pool: tuple[int, int]) -> None:
+    """End the recording of a capture into a memory pool of a GPU, and the capture's use of the pool.
+
+    Raises:
+        RuntimeError: no capture into this pool is recorded.
+    """
+    torch._C._cuda_endAllocateToPool(device, pool)
+    torch._C._cuda_releasePool(device, pool)
+
+
 def deterministic_switches() -> tuple[bool, bool, bool]:
     """Return the arguments of `set_deterministic` that restore the present state."""
     return (

@@ -73,7 +73,7 @@ class TorchRuntime:
         """Count a run of a prepared program, and combine its steps when it becomes hot."""
         prepared.runs += 1
         if prepared.runs == self._hot:
-            prepared.heat(always=not self.device.host)
+            prepared.heat(graphs=not self.device.host)
 
     def run(self, prepared: Any, buffers: dict[int, Buffer], bindings: Sequence[int], params: Sequence[Any]) -> Outcome:
         """Run a program from begin to end."""

@@ -1,0 +1,56 @@
+"""Tells which operators of a GPU's library wait for the device. A graph cannot contain them."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from wooly_wis.dtypes import DType
+from wooly_wis.program import Form, OperandRef
+
+from wooly_executor.runtime.calls import LibraryCall
+from wooly_executor.runtime.torch_private import schema_of
+
+#: Operators that take indices, which may be masks. A mask is turned into indices, and their number is read.
+_INDEXED: Final = frozenset(
+    ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put")
+)
+_MASKS: Final = (DType.BOOL, DType.U8)
+#: Operators that read a result of the device and have no tag for this.
+_WAITING: Final = frozenset(
+    (
+        *("nonzero", "masked_select", "item", "_local_scalar_dense", "equal", "allclose", "is_nonzero"),
+        *("_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive"),
+        *("bincount", "histc", "histogram", "repeat_interleave", "mode", "segment_reduce", "_segment_reduce_backward"),
+        *("_ctc_loss", "_ctc_loss_backward", "ctc_loss", "_pack_padded_sequence", "_pad_packed_sequence"),
+        *("cholesky", "cholesky_inverse", "cholesky_solve", "logdet", "slogdet", "_det_lu_based_helper", "inverse"),
+        *(
+            "geqrf",
+            "orgqr",
+            "ormqr",
+            "lu_solve",
+            "lu_unpack",
+            "_lu_with_info",
+            "triangular_solve",
+            "lobpcg",
+            "_symeig_helper",
+        ),
+        *("to_sparse", "_to_sparse", "coalesce"),
+    )
+)
+#: Operators of linear algebra that wait for nothing. The others check the status that their solver left on the device.
+_FREE_LINALG: Final = frozenset(("linalg_vector_norm", "linalg_cross", "linalg_vecdot", "linalg_diagonal"))
+_TAGS: Final = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
+
+
+def waits(call: LibraryCall, form: Form) -> bool:
+    """Whether a library call makes the host wait for the device. `form`: its instruction."""
+    op = call.op
+    name = op.overloadpacket.__name__.removesuffix("_out")
+    if name in _INDEXED:
+        given = dict(zip([a.name for a in schema_of(op).arguments], call.args, strict=False)).get("indices", ())
+        views = [form.operands[r.index].view for r in given if isinstance(r, OperandRef)]
+        return any(view is None or view.dtype in _MASKS for view in views)
+    if name in _WAITING or any(tag in op.tags for tag in _TAGS):
+        return True
+    return name.lstrip("_").startswith("linalg_") and name.lstrip("_") not in _FREE_LINALG
