@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 from wooly_executor.errors import OperationError
-from wooly_executor.runtime import attention as subject
-from wooly_executor.runtime.attention import Chip, Way, attention, attention_backward, choose
+from wooly_executor.runtime import gpu_attention as subject
+from wooly_executor.runtime.gpu_attention import Chip, Way, attention, attention_backward, choose
 from wooly_executor.runtime.substitutes import substitute
 
 aten = torch.ops.aten
