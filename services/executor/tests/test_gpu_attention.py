@@ -103,6 +103,32 @@ def test_attention_by_fused_operators_has_the_announced_shapes(monkeypatch, dtyp
         assert [(g.shape, g.dtype) for g in grads] == [(t.shape, dtype) for t in (q, k, v)]
 
 
+def test_attention_backward_gives_out_with_interleaved_heads(monkeypatch):
+    """The memory-efficient kernel ignores the stride of the rows of `out`."""
+    given = []
+
+    def record(grad, q, k, v, bias, out, logs, *rest, **named):
+        given.append((out, logs))
+        return q, k, v, None
+
+    class Operators:
+        class _scaled_dot_product_efficient_attention_backward:
+            default = staticmethod(record)
+
+    monkeypatch.setattr(subject, "_chip", lambda device: H100)
+    monkeypatch.setattr(subject, "aten", Operators)
+    q = torch.randn(2, 4, 5, 12)
+    logs = torch.randn(2, 5, 4).transpose(1, 2)
+    attention_backward(q, q, q, q, q, logs, 0.0, False)
+    ((out, padded),) = given
+    assert out.transpose(1, 2).is_contiguous()
+    assert torch.equal(out[..., :12], q)
+    assert padded.shape == (2, 4, 32)
+    assert padded.is_contiguous()
+    assert torch.equal(padded[..., :5], logs)
+    assert padded[..., 5:].isposinf().all()
+
+
 def test_aligned_odd_address_or_stride_is_copied():
     memory = torch.arange(4096, dtype=F16)
     good = memory[:1024].view(1, 2, 8, 64)

@@ -158,6 +158,9 @@ def attention_backward(
         return grad_query, grad_key, grad_value
     k, v = [_shared(t, query.shape[1]) for t in (key, value)]
     g, q, k, v, o = [_aligned(t) for t in _widened((grad_out, query, k, v, out), attn_mask)]
+    o = (
+        o.transpose(1, 2).contiguous().transpose(1, 2)
+    )  # the kernel computes the stride of the rows of `out` from its shape
     more = -rows % LOGS_UNIT
     logs = torch.nn.functional.pad(logsumexp.to(torch.float32), (0, more), value=math.inf).contiguous()
     seed, offset = [
