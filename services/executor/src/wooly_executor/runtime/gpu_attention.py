@@ -119,11 +119,7 @@ def attention(
     out, logs, _, _ = aten._scaled_dot_product_efficient_attention.default(
         q, k, v, bias, True, 0.0, is_causal, scale=factor
     )
-    out, logs = out[..., :width].to(dtype), logs[..., :rows]
-    if bias is not None:
-        masked = logs.isinf()
-        out, logs = out.masked_fill(masked.unsqueeze(-1), 0.0), logs.masked_fill(masked, 0.0)
-    return out, logs
+    return out[..., :width].to(dtype), logs[..., :rows]
 
 
 def attention_backward(
