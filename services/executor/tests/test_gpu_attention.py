@@ -84,6 +84,14 @@ def test_attention_with_dropout_is_refused():
         attention(q, q, q, 0.5)
 
 
+def test_attention_of_tensors_of_several_dtypes_is_refused():
+    q = torch.zeros(1, 1, 2, 8)
+    with pytest.raises(OperationError, match=r"tensors of one dtype"):
+        attention(q, q.half(), q)
+    with pytest.raises(OperationError, match=r"tensors of one dtype"):
+        attention_backward(q, q, q, q, q.half(), torch.zeros(1, 1, 2), 0.0, False)
+
+
 @pytest.mark.parametrize("dtype", [F16, F32])
 @pytest.mark.parametrize("heads", [4, 2])
 @pytest.mark.parametrize("width", [64, 20])

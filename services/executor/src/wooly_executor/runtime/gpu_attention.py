@@ -104,7 +104,7 @@ def attention(
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the result of attention, and the logarithm of the sum of exponentials of each row (0 for a fully masked row)."""
-    way = _way(query, key, dropout_p, is_causal, attn_mask)
+    way = _way((query, key, value), dropout_p, is_causal, attn_mask)
     if way is Way.MATMUL:
         return attention_by_matmul(query, key, value, is_causal, attn_mask, scale)
     factor = _factor(query, scale)
@@ -136,12 +136,12 @@ def attention_backward(
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of `attention` for query, key and value, from the logarithms of its rows."""
-    way = _way(query, key, dropout_p, is_causal, attn_mask)
+    way = _way((query, key, value, out), dropout_p, is_causal, attn_mask)
     if way is Way.MATMUL:
         return attention_backward_by_matmul(grad_out, query, key, value, out, logsumexp, is_causal, attn_mask, scale)
     factor = _factor(query, scale)
     rows, columns, width, dtype, device = query.shape[2], key.shape[2], query.shape[3], query.dtype, query.device
-    grad_out = grad_out.to(dtype)
+    grad_out, logsumexp = grad_out.to(dtype), logsumexp.to(torch.float32)
     if way is Way.FLASH:
         g, q, k, v, o = [_aligned(t) for t in (grad_out, query, key, value, out)]
         seed, offset = [
@@ -158,7 +158,7 @@ def attention_backward(
         o.transpose(1, 2).contiguous().transpose(1, 2)
     )  # the kernel computes the stride of the rows of `out` from its shape
     more = -rows % LOGS_UNIT
-    logs = torch.nn.functional.pad(logsumexp.to(torch.float32), (0, more), value=math.inf).contiguous()
+    logs = torch.nn.functional.pad(logsumexp, (0, more), value=math.inf).contiguous()
     seed, offset = [
         torch.empty((), dtype=torch.int64, device=device) for _ in range(2)
     ]  # without dropout, they are not read
@@ -185,9 +185,17 @@ def attention_backward(
 attention.writes_all = attention_backward.writes_all = True  # type: ignore[attr-defined]
 
 
-def _way(query: Tensor, key: Tensor, dropout_p: float, is_causal: bool, mask: Tensor | None) -> Way:
+def _way(tensors: tuple[Tensor, ...], dropout_p: float, is_causal: bool, mask: Tensor | None) -> Way:
+    """Return how to compute attention of tensors, which begin with query and key.
+
+    Raises:
+        OperationError: the CPU's operator does not support the call.
+    """
+    query, key, *_ = tensors
     if dropout_p:
         raise OperationError(f"the CPU's fused attention has no dropout, but dropout_p is {dropout_p}")
+    if any(t.dtype is not query.dtype for t in tensors):  # the fused operators do not check all dtypes
+        raise OperationError(f"attention needs tensors of one dtype, but they have {[t.dtype for t in tensors]}")
     found = None if mask is None else mask.dtype
     return choose(query.dtype, tuple(query.shape), tuple(key.shape), found, is_causal, _chip(query.device))
 
