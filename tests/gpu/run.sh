@@ -17,7 +17,7 @@ usage: tests/gpu/run.sh [--wheels DIR] [--python PY] [--truth cuda|cpu] [--json 
   --jobs N         number of parallel processes
   --only PATTERN   groups of cases, such as 'mm' or 'nn.functional.*'
   section          operators autocast training facade errors compiled script, or runtime, or runtime:NAME with NAME of
-                   facts bytes_to_and_fro library kernels interop complaints arguments events graphs
+                   facts bytes_to_and_fro library substitutes kernels interop complaints arguments events graphs
                    foreign_kernels foreign_walls speed (default: all)
 TEXT
 }

@@ -29,11 +29,14 @@ def layer(
     bidirectional: bool,
     batch_first: bool,
     train: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Do `aten.mkldnn_rnn_layer`: the outputs, the last states, and an empty workspace."""
+) -> tuple[Tensor, Tensor, Tensor, None]:
+    """Do `aten.mkldnn_rnn_layer`: the outputs, the last states, and no workspace.
+
+    A program announces a workspace only in training. The executor puts zeros in its place.
+    """
     weights = [weight, recurrent, bias, recurrent_bias]
     out, last, last_cell = _run(data, weights, hidden, cell, reverse, has_biases, train=False)
-    return out, last, last_cell, torch.empty(0, dtype=torch.uint8, device=data.device)
+    return out, last, last_cell, None
 
 
 def layer_backward(
