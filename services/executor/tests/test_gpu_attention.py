@@ -8,6 +8,7 @@ from wooly_executor.errors import OperationError
 from wooly_executor.runtime import gpu_attention as subject
 from wooly_executor.runtime.gpu_attention import Chip, Way, attention, attention_backward, choose
 from wooly_executor.runtime.substitutes import substitute
+from wooly_executor.runtime.torch_private import deterministic_switches, set_deterministic
 
 aten = torch.ops.aten
 _FORWARD = aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -133,6 +134,17 @@ def test_attention_backward_gives_out_with_interleaved_heads(monkeypatch):
     assert padded.is_contiguous()
     assert torch.equal(padded[..., :5], logs)
     assert padded[..., 5:].isposinf().all()
+
+
+def test_attention_backward_asked_for_determinism_switches_warnings_off():
+    before = deterministic_switches()
+    set_deterministic(on=True, warn_only=True, fill=False)
+    try:
+        assert subject._deterministic_if_asked(deterministic_switches)() == (True, False, False)
+        assert deterministic_switches() == (True, True, False)
+    finally:
+        set_deterministic(*before)
+    assert subject._deterministic_if_asked(deterministic_switches) is deterministic_switches
 
 
 def test_aligned_odd_address_or_stride_is_copied():

@@ -9,12 +9,14 @@ from __future__ import annotations
 import enum
 import functools
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from wooly_executor.errors import OperationError
+from wooly_executor.runtime.torch_private import deterministic_switches, set_deterministic
 
 aten = torch.ops.aten
 
@@ -147,7 +149,7 @@ def attention_backward(
         seed, offset = [
             torch.empty(size, dtype=torch.uint64, device=device) for size in ((2,), ())
         ]  # without dropout, unread
-        grads = aten._scaled_dot_product_flash_attention_backward.default(
+        grads = _deterministic_if_asked(aten._scaled_dot_product_flash_attention_backward.default)(
             g, q, k, v, o, logsumexp.contiguous(), None, None, rows, columns, 0.0, is_causal, seed, offset, scale=factor
         )
         grad_query, grad_key, grad_value = [t[..., :width] for t in grads]
@@ -162,7 +164,7 @@ def attention_backward(
     seed, offset = [
         torch.empty((), dtype=torch.int64, device=device) for _ in range(2)
     ]  # without dropout, they are not read
-    found = aten._scaled_dot_product_efficient_attention_backward.default(
+    found = _deterministic_if_asked(aten._scaled_dot_product_efficient_attention_backward.default)(
         g,
         q,
         k,
@@ -198,6 +200,25 @@ def _way(tensors: tuple[Tensor, ...], dropout_p: float, is_causal: bool, mask: T
         raise OperationError(f"attention needs tensors of one dtype, but they have {[t.dtype for t in tensors]}")
     found = None if mask is None else mask.dtype
     return choose(query.dtype, tuple(query.shape), tuple(key.shape), found, is_causal, _chip(query.device))
+
+
+def _deterministic_if_asked(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `call` with deterministic sums if the instruction asks for deterministic algorithms.
+
+    If the library only warns (see `invocation.deterministic`), the fused operators ignore the switch.
+    """
+    before = deterministic_switches()
+    if not before[0]:
+        return call
+
+    def strictly(*args: Any, **kwargs: Any) -> Any:
+        set_deterministic(on=True, warn_only=False, fill=False)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            set_deterministic(*before)
+
+    return strictly
 
 
 def _factor(query: Tensor, scale: float | None) -> float:
