@@ -204,6 +204,12 @@ def lstm(gpu):
             )  # fmt: skip
 
 
+def absent(gpu):
+    """Operators that the host computes."""
+    compare(gpu, "histogram", aten.histogram.bin_ct, some(1000), 10)
+    compare(gpu, "_add_relu", aten._add_relu.Tensor, some(5, 6), some(5, 6))
+
+
 def memory(gpu):
     """The memory of attention grows with the length of the sequence, not with its square."""
     q = some(1, 8, 8192, 64, dtype=BF16)
@@ -222,7 +228,7 @@ def check(gpu):
     """Run all groups. Returns what failed."""
     torch.manual_seed(0)
     failed = []
-    for group in (attention, norms, bags, lstm, memory):
+    for group in (attention, norms, bags, lstm, absent, memory):
         try:
             group(gpu)
         except Exception as e:

@@ -460,23 +460,6 @@ def test_graphs_failed_capture_is_never_retried(gpu, cpu, driver, monkeypatch):
             assert torch.equal(mine[slot], other[slot])
 
 
-# -- operators that a GPU's library lacks ----------------------------------------------------------------------------------
-
-
-def test_substitute_cpu_only_operator_is_refused_with_advice(gpu, wis):
-    v = wis.at(F32, 4)
-    body = wis.body().alloc("h", 8 * 4).alloc("e", 8 * 4)
-    body.call(
-        "aten.histogram.bin_ct",
-        ("in", "x", v),
-        ("out", "h", wis.at(F32, 8)),
-        ("out", "e", wis.at(F32, 8)),
-        args=(OperandRef(0), 8),
-    )
-    with pytest.raises(OperationError, match=r"the library has this operator only for CPUs; use torch\.histc"):
-        gpu.ready(body.program)
-
-
 def test_packing_table_covers_kernel_dtypes():
     from wooly_executor.runtime.packing import layout as of
 

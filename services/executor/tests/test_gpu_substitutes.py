@@ -2,8 +2,10 @@
 
 import pytest
 import torch
-from wooly_executor.runtime import gpu_bags, gpu_lstm, gpu_norms
+from wooly_executor.errors import OperationError
+from wooly_executor.runtime import gpu_absent, gpu_bags, gpu_lstm, gpu_norms
 from wooly_executor.runtime.gpu import GpuDevice
+from wooly_executor.runtime.gpu_absent import ABSENT
 from wooly_executor.runtime.substitutes import substitute
 from wooly_wis.dtypes import DType
 from wooly_wis.program import Form, Operand, Role, View
@@ -180,3 +182,33 @@ def test_result_that_the_cpu_leaves_empty_is_empty():
     assert device.result(torch.ones(4), (0,)).shape == (0,)
     assert device.result(torch.ones(4), (3,)).shape == (4,)
     assert torch.equal(device.result(torch.ones(0), (2,)), torch.zeros(2))
+
+
+# -- operators of the host --------------------------------------------------------------------------------------------------
+
+
+def test_absent_operator_is_computed_by_the_host():
+    x = torch.tensor([1.0, 2.0, 2.0, 5.0])
+    counts, edges = substitute(aten.histogram.bin_ct)(x, 4, range=(1.0, 5.0))
+    assert counts.tolist() == [1, 2, 0, 1]
+    assert edges.tolist() == [1, 2, 3, 4, 5]
+
+
+def test_absent_operator_writes_its_arguments():
+    x, counts, edges = torch.tensor([1.0, 2.0]), torch.empty(2), torch.empty(3)
+    found = substitute(aten.histogram.bin_ct_out)(x, 2, hist=counts, bin_edges=edges)
+    assert found[0] is counts
+    assert counts.tolist() == [1, 1]
+    y = torch.tensor([1.0, -5.0])
+    assert substitute(aten._add_relu_.Tensor)(y, x) is y
+    assert y.tolist() == [2, 0]
+
+
+def test_absent_operator_of_too_many_bytes_is_refused(monkeypatch):
+    monkeypatch.setattr(gpu_absent, "MOST", 15)
+    with pytest.raises(OperationError, match=r"its 16 bytes of arguments are too many for the host, which takes 15"):
+        substitute(aten.histogram.bin_ct)(torch.ones(4), 4)
+
+
+def test_absent_operators_exist_in_this_library():
+    assert all(hasattr(aten, name) for name in ABSENT)

@@ -10,8 +10,8 @@ from typing import Any
 from wooly_wis.dtypes import DType
 from wooly_wis.program import Form
 
-from wooly_executor.errors import OperationError
 from wooly_executor.runtime import gpu_bags, gpu_lstm, gpu_norms
+from wooly_executor.runtime.gpu_absent import ABSENT, on_host
 from wooly_executor.runtime.gpu_attention import attention, attention_backward
 from wooly_executor.runtime.torch_private import OpOverload
 
@@ -34,12 +34,6 @@ _HALVES_DONE_BY: dict[str, Callable[..., Any]] = {
     "aten.native_group_norm_backward.default": gpu_norms.group_norm_backward,
     "aten.native_batch_norm_backward.default": gpu_norms.batch_norm_backward,
 }
-_LACKING = {
-    "aten.histogram.bin_ct": "use torch.histc",
-    "aten.histogram.bin_ct_out": "use torch.histc",
-    "aten.histogram.bins_tensor": "use torch.bucketize and torch.bincount",
-    "aten.histogram.bins_tensor_out": "use torch.bucketize and torch.bincount",
-}
 _HALVES = (DType.F16, DType.BF16)
 
 
@@ -49,13 +43,10 @@ def substitute(op: OpOverload, form: Form | None = None) -> Callable[..., Any] |
     Args:
         op: the operator.
         form: the instruction; None: without the substitutes that depend on dtypes.
-
-    Raises:
-        OperationError: the library lacks the operator, and there is no substitute.
     """
     name = str(op)
-    if name in _LACKING:
-        raise OperationError(f"{name}: the library has this operator only for CPUs; {_LACKING[name]}")
+    if op.namespace == "aten" and op.overloadpacket.__name__ in ABSENT:
+        return on_host(op)
     if name in _HALVES_DONE_BY and form is not None:
         halves = any(o.view is not None and o.view.dtype in _HALVES for o in form.operands)
         return _HALVES_DONE_BY[name] if halves else None
