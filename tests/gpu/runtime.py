@@ -12,6 +12,7 @@ import traceback
 from pathlib import Path
 
 import foreign
+import substitutes as instead
 import torch
 from wooly_compiler.build.toolchains import BUILDERS
 from wooly_compiler.pipeline import compile_program
@@ -400,12 +401,19 @@ def foreign_walls(gpu):
     foreign.time_limit(gpu)
 
 
+def substitutes(gpu):
+    """Operators that the GPU's library lacks or does otherwise give the CPU's results."""
+    failed = instead.check(gpu)
+    assert not failed, "; ".join(failed)
+
+
 SECTIONS = {
     f.__name__: f
     for f in (
         facts,
         bytes_to_and_fro,
         library,
+        substitutes,
         kernels,
         interop,
         complaints,

@@ -86,15 +86,15 @@ class GpuDevice(TorchDevice):
         """
         args = tuple([symbols_replaced(a, self.device) for a in call.args])
         kwargs = tuple([(k, symbols_replaced(v, self.device)) for k, v in call.kwargs])
-        instead = substitute(call.op)
+        instead = substitute(call.op, form)
         return LibraryCall(call.op, args, kwargs, in_range(call.op, instead or function_of(call.op)) or instead)
 
     def result(self, t: Tensor, sizes: tuple[int, ...]) -> Tensor:
         """See `TorchDevice`.
 
-        The CPU's library fills some results for its own backward pass, and the GPU's library leaves them empty.
+        One of the two libraries fills some results for its own backward pass, and the other library leaves them empty.
         """
-        if not t.numel():
+        if not t.numel() or 0 in sizes:
             return torch.zeros(sizes, dtype=t.dtype, device=self.device)
         return t
 

@@ -427,6 +427,7 @@ class _Preparation:
     def _compute(self, form: Form, slots: tuple[int, ...], anew: tuple[int, LibraryCall] | None) -> None:
         out, library = anew or (None, library_call(form))
         library = self._device.library(library, form)
+        covers = writes_all(library.op) or getattr(library.instead, "writes_all", False)
         word = word_of(library)
         if word is not None:
             self.out.words.append((self._act, word))
@@ -458,7 +459,7 @@ class _Preparation:
         if isinstance(rng, tuple):
             waiting = True  # the host seeds the generator
             call = seeded(call, [self._first_param + r.index for r in rng if isinstance(r, ParamRef)], self._device)
-        if gradients is None and not writes_all(library.op):
+        if gradients is None and not covers:
             writes = [a for a in schema_of(library.op).arguments if a.alias_info is not None and a.alias_info.is_write]
             plain, call = call, self._device.on_zeros(call, repeatable=all(a.is_out for a in writes))
             waiting = waiting or call is not plain  # the host looks at the pool of zeroed memory

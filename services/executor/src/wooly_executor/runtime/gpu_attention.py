@@ -1,0 +1,325 @@
+"""Attention on a GPU: the CPU library's fused operator, done by the GPU library's fused operators.
+
+Programs are recorded as a CPU would run them (ADR 6). The results have the shapes and dtypes of the CPU's operator. A GPU's fused
+operator does not store the matrix of scores. If no fused operator fits a call, products of matrices compute the call.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from wooly_executor.errors import OperationError
+from wooly_executor.runtime.torch_private import deterministic_switches, set_deterministic
+
+aten = torch.ops.aten
+
+#: The fused operators read memory in units of this number of bytes.
+UNIT = 16
+#: The fused operators need a multiple of this number of elements per head. Zeros are added up to a multiple.
+WIDTH_UNIT = 8
+#: The rows of a mask have a multiple of this number of elements in memory (as in torch's `pad_bias`).
+MASK_UNIT = 16
+#: The memory-efficient operator's backward pass reads logarithms for a multiple of this number of rows.
+LOGS_UNIT = 32
+#: Largest head dimension of the flash operator, and the largest on chips that have less shared memory than an A100.
+FLASH_WIDTH, FLASH_WIDTH_SMALL = 256, 192
+#: CUDA's limit of the second and third dimension of a grid: the operators have one block per batch and head there.
+GRID = 65535
+
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+class Way(enum.Enum):
+    """How attention is computed."""
+
+    FLASH = "flash"
+    EFFICIENT = "efficient"
+    MATMUL = "matmul"
+
+
+class Chip(NamedTuple):
+    """A GPU: its vendor, and its compute capability."""
+
+    vendor: str
+    major: int
+    minor: int
+
+
+def choose(
+    dtype: torch.dtype,
+    query: tuple[int, ...],
+    key: tuple[int, ...],
+    mask: torch.dtype | None,
+    is_causal: bool,
+    chip: Chip | None,
+) -> Way:
+    """Return how to compute attention. A forward pass and its backward pass may differ, because their logarithms are the same.
+
+    Args:
+        dtype: dtype of query, key and value.
+        query: shape of query, (batch, heads, rows, width).
+        key: shape of key and value, (batch, heads of key, columns, width).
+        mask: dtype of the mask; None: there is no mask.
+        is_causal: whether row i sees the columns 0 to i only.
+        chip: the GPU; None: the device is not a GPU.
+    """
+    if chip is None or chip.vendor != "nvidia" or 0 in query or 0 in key:  # other vendors' operators are not tested
+        return Way.MATMUL
+    if query[0] > GRID or query[1] > GRID:
+        return Way.MATMUL
+    ampere = chip.major >= 8
+    roomy = chip.minor == 0 and chip.major in (8, 9, 10)
+    # With other numbers of rows than columns, the flash operator aligns the causal mask at the last column, not at the first.
+    square = not is_causal or query[2] == key[2]
+    fits = query[3] <= (FLASH_WIDTH if roomy else FLASH_WIDTH_SMALL)
+    if ampere and dtype in _HALVES and mask is None and square and fits:
+        return Way.FLASH
+    if chip.major < 7 or mask not in (None, torch.bool, torch.float32, dtype):
+        return Way.MATMUL
+    if dtype is torch.float32 or dtype is torch.float16 or (dtype is torch.bfloat16 and ampere):
+        return Way.EFFICIENT
+    return Way.MATMUL
+
+
+@functools.cache
+def _chip(device: torch.device) -> Chip | None:
+    if device.type != "cuda":
+        return None
+    return Chip("amd" if torch.version.hip else "nvidia", *torch.cuda.get_device_capability(device))
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the result of attention, and the logarithm of the sum of exponentials of each row (0 for a fully masked row)."""
+    way = _way((query, key, value), dropout_p, is_causal, attn_mask)
+    if way is Way.MATMUL:
+        return attention_by_matmul(query, key, value, is_causal, attn_mask, scale)
+    factor = _factor(query, scale)
+    rows, width, dtype = query.shape[2], query.shape[3], query.dtype
+    if way is Way.FLASH:
+        q, k, v = [_aligned(t) for t in (query, key, value)]
+        found = aten._scaled_dot_product_flash_attention.default(q, k, v, 0.0, is_causal, False, scale=factor)
+        return found[0][..., :width], found[1]
+    k, v = [_shared(t, query.shape[1]) for t in (key, value)]
+    q, k, v = [_aligned(t) for t in _widened((query, k, v), attn_mask)]
+    bias = _bias(attn_mask, q, k)
+    out, logs, _, _ = aten._scaled_dot_product_efficient_attention.default(
+        q, k, v, bias, True, 0.0, is_causal, scale=factor
+    )
+    return out[..., :width].to(dtype), logs[..., :rows]
+
+
+def attention_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of `attention` for query, key and value, from the logarithms of its rows."""
+    way = _way((query, key, value, out), dropout_p, is_causal, attn_mask)
+    if way is Way.MATMUL:
+        return attention_backward_by_matmul(grad_out, query, key, value, out, logsumexp, is_causal, attn_mask, scale)
+    factor = _factor(query, scale)
+    rows, columns, width, dtype, device = query.shape[2], key.shape[2], query.shape[3], query.dtype, query.device
+    grad_out, logsumexp = grad_out.to(dtype), logsumexp.to(torch.float32)
+    if way is Way.FLASH:
+        g, q, k, v, o = [_aligned(t) for t in (grad_out, query, key, value, out)]
+        seed, offset = [
+            torch.empty(size, dtype=torch.uint64, device=device) for size in ((2,), ())
+        ]  # without dropout, unread
+        grads = _deterministic_if_asked(aten._scaled_dot_product_flash_attention_backward.default)(
+            g, q, k, v, o, logsumexp.contiguous(), None, None, rows, columns, 0.0, is_causal, seed, offset, scale=factor
+        )
+        grad_query, grad_key, grad_value = [t[..., :width] for t in grads]
+        return grad_query, grad_key, grad_value
+    k, v = [_shared(t, query.shape[1]) for t in (key, value)]
+    g, q, k, v, o = [_aligned(t) for t in _widened((grad_out, query, k, v, out), attn_mask)]
+    o = (
+        o.transpose(1, 2).contiguous().transpose(1, 2)
+    )  # the kernel computes the stride of the rows of `out` from its shape
+    more = -rows % LOGS_UNIT
+    logs = torch.nn.functional.pad(logsumexp, (0, more), value=math.inf).contiguous()
+    seed, offset = [
+        torch.empty((), dtype=torch.int64, device=device) for _ in range(2)
+    ]  # without dropout, they are not read
+    found = _deterministic_if_asked(aten._scaled_dot_product_efficient_attention_backward.default)(
+        g,
+        q,
+        k,
+        v,
+        _bias(attn_mask, q, k),
+        o,
+        logs,
+        seed,
+        offset,
+        0.0,
+        [True, True, True, False],
+        is_causal,
+        scale=factor,
+    )
+    grad_query, grad_key, grad_value = [t[..., :width].to(dtype) for t in found[:3]]
+    return grad_query, _summed(grad_key, key.shape[1]), _summed(grad_value, key.shape[1])
+
+
+#: Both functions write every element of their results, so they need no zeroed memory (see `fresh_memory`).
+attention.writes_all = attention_backward.writes_all = True  # type: ignore[attr-defined]
+
+
+def _way(tensors: tuple[Tensor, ...], dropout_p: float, is_causal: bool, mask: Tensor | None) -> Way:
+    """Return how to compute attention of tensors, which begin with query and key.
+
+    Raises:
+        OperationError: the CPU's operator does not support the call.
+    """
+    query, key, *_ = tensors
+    if dropout_p:
+        raise OperationError(f"the CPU's fused attention has no dropout, but dropout_p is {dropout_p}")
+    if any(t.dtype is not query.dtype for t in tensors):  # the fused operators do not check all dtypes
+        raise OperationError(f"attention needs tensors of one dtype, but they have {[t.dtype for t in tensors]}")
+    found = None if mask is None else mask.dtype
+    return choose(query.dtype, tuple(query.shape), tuple(key.shape), found, is_causal, _chip(query.device))
+
+
+def _deterministic_if_asked(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `call` with deterministic sums if the instruction asks for deterministic algorithms.
+
+    If the library only warns (see `invocation.deterministic`), the fused operators ignore the switch.
+    """
+    before = deterministic_switches()
+    if not before[0]:
+        return call
+
+    def strictly(*args: Any, **kwargs: Any) -> Any:
+        set_deterministic(on=True, warn_only=False, fill=False)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            set_deterministic(*before)
+
+    return strictly
+
+
+def _factor(query: Tensor, scale: float | None) -> float:
+    return scale if scale is not None else 1 / math.sqrt(query.shape[-1])
+
+
+def _aligned(t: Tensor) -> Tensor:
+    """Return `t` with a head dimension and addresses that the fused operators can read. They may end the context otherwise."""
+    more = -t.shape[-1] % WIDTH_UNIT
+    if more:
+        t = torch.nn.functional.pad(t, (0, more))
+    per = UNIT // t.dtype.itemsize
+    if t.stride(-1) != 1 or any(n % per for n in t.stride()[:-1]) or t.data_ptr() % UNIT:
+        t = t.clone(memory_format=torch.contiguous_format)
+    return t
+
+
+def _widened(tensors: tuple[Tensor, ...], mask: Tensor | None) -> list[Tensor]:
+    """Return the tensors in float32 if the mask has this dtype, because the operator takes only one dtype."""
+    wide = mask is not None and mask.dtype is torch.float32
+    return [t.to(torch.float32) if wide else t for t in tensors]
+
+
+def _bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+    """Return the mask as numbers that are added to the scores, in a layout that the memory-efficient operator can read."""
+    if mask is None:
+        return None
+    if mask.dtype is torch.bool:
+        mask = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill_(~mask, -math.inf)
+    columns = key.shape[2]
+    mask = mask.view((1,) * (4 - mask.dim()) + tuple(mask.shape))
+    mask = mask.expand(*mask.shape[:3], columns)
+    if mask.stride(-1) != 1 or any(n % MASK_UNIT for n in mask.stride()[:-1]) or mask.data_ptr() % UNIT:
+        own = mask.new_zeros(*mask.shape[:3], columns + -columns % MASK_UNIT)[..., :columns]
+        mask = own.copy_(mask)
+    return mask.expand(*query.shape[:3], columns)
+
+
+def _shared(t: Tensor, heads: int) -> Tensor:
+    """Repeat each head of key or value for the heads of query that share this head."""
+    return t if t.shape[1] == heads else t.repeat_interleave(heads // t.shape[1], 1)
+
+
+def _summed(grad: Tensor, heads: int) -> Tensor:
+    """Return the gradient of `_shared`."""
+    return grad if grad.shape[1] == heads else grad.unflatten(1, (heads, -1)).sum(2)
+
+
+# -- products of matrices ------------------------------------------------------------------------------------------------------
+
+
+def attention_by_matmul(
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, mask: Tensor | None, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Do `attention` with the whole matrix of scores."""
+    scores = _scores(query, key, is_causal, mask, scale)
+    logs = _finite(torch.logsumexp(scores, -1))
+    shares = torch.exp(scores - logs.unsqueeze(-1))
+    return torch.matmul(shares, _shared(value, query.shape[1]).to(shares.dtype)).to(query.dtype), logs
+
+
+def attention_backward_by_matmul(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    is_causal: bool,
+    mask: Tensor | None,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Do `attention_backward` with the whole matrix of scores (Dao et al. 2022, algorithm 4, with one block)."""
+    scores = _scores(query, key, is_causal, mask, scale)
+    shares = torch.exp(scores - _finite(logsumexp.to(scores.dtype)).unsqueeze(-1))
+    wide, heads = shares.dtype, query.shape[1]
+    grad, factor = grad_out.to(wide), _factor(query, scale)
+    grad_value = torch.matmul(shares.transpose(-2, -1), grad)
+    along = torch.matmul(grad, _shared(value, heads).to(wide).transpose(-2, -1))
+    row = (grad * out.to(wide)).sum(-1, keepdim=True)
+    grad_scores = shares * (along - row) * factor
+    grad_query = torch.matmul(grad_scores, _shared(key, heads).to(wide))
+    grad_key = torch.matmul(grad_scores.transpose(-2, -1), query.to(wide))
+    grad_key, grad_value = [_summed(t, key.shape[1]) for t in (grad_key, grad_value)]
+    return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype)
+
+
+def _scores(query: Tensor, key: Tensor, is_causal: bool, mask: Tensor | None, scale: float | None) -> Tensor:
+    """Return the scaled and masked scores, at least in float32."""
+    wide = torch.float64 if query.dtype is torch.float64 else torch.float32
+    key = _shared(key, query.shape[1])
+    scores = torch.matmul(query.to(wide), key.to(wide).transpose(-2, -1)) * _factor(query, scale)
+    if is_causal:
+        rows, columns = scores.shape[-2:]
+        seen = torch.ones(rows, columns, dtype=torch.bool, device=query.device).tril()
+        scores = scores.masked_fill(~seen, -math.inf)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype is torch.bool else scores + mask
+    return scores
+
+
+def _finite(logs: Tensor) -> Tensor:
+    """Replace -inf by 0, as the CPU does. Fully masked rows have no finite logarithm, and all of their weights become 0."""
+    return logs.masked_fill(logs == -math.inf, 0.0)
