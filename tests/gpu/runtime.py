@@ -223,7 +223,7 @@ def interop(gpu):
     """A library product between our kernels, in one run and on one stream."""
     t = Tape()
     x, w = t.input(F32, 64, 48), t.input(F32, 48, 32)
-    y = t.op("relu", t.op("matmul", t.op("exp", x), w))
+    y = t.op("relu", t.op("mm", t.op("exp", x), w))
     program, slots = t.program()
     prepared = gpu.plan(program, t.params)
     assert prepared.by_kernel and prepared.by_library

@@ -664,51 +664,6 @@ def test_captures_failed_capture_raises_first_error_and_leaves_library_usable(dr
 # -- operators that a GPU's library lacks ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("how", ["plain", "causal", "mask", "bias"])
-def test_substitute_attention_matches_cpu_library(dtype, how):
-    from wooly_executor.runtime.substitutes import attention, attention_backward
-
-    torch.manual_seed(1)
-    q, k, v = (torch.randn(2, 3, n, 8).to(dtype) for n in (5, 7, 7))
-    mask = None
-    if how == "mask":
-        mask = torch.rand(2, 1, 5, 7) > 0.3
-        mask[..., 0] = True
-    elif how == "bias":
-        mask = torch.randn(5, 7).to(dtype)
-    forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-    given = mask
-    if how == "mask":  # the library's kernel adds the mask, so its caller converts booleans
-        given = torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, float("-inf"))
-    out, logs = forward(q, k, v, 0.0, how == "causal", attn_mask=given)
-    mine, mylogs = attention(q, k, v, 0.0, how == "causal", attn_mask=mask)
-    near = {"atol": 2e-2, "rtol": 2e-2} if dtype is torch.bfloat16 else {"atol": 2e-6, "rtol": 2e-5}
-    torch.testing.assert_close(mine, out, **near)
-    torch.testing.assert_close(mylogs.to(logs.dtype), logs, **near)
-    grad = torch.randn_like(out)
-    theirs = backward(grad, q, k, v, out, logs, 0.0, how == "causal", attn_mask=given)
-    for a, b in zip(
-        attention_backward(grad, q, k, v, out, logs, 0.0, how == "causal", attn_mask=mask), theirs, strict=True
-    ):
-        torch.testing.assert_close(a, b, **near)
-
-
-def test_substitute_cpu_only_operator_is_refused_with_advice(gpu, wis):
-    v = wis.at(F32, 4)
-    body = wis.body().alloc("h", 8 * 4).alloc("e", 8 * 4)
-    body.call(
-        "aten.histogram.bin_ct",
-        ("in", "x", v),
-        ("out", "h", wis.at(F32, 8)),
-        ("out", "e", wis.at(F32, 8)),
-        args=(OperandRef(0), 8),
-    )
-    with pytest.raises(OperationError, match=r"the library has this operator only for CPUs; use torch\.histc"):
-        gpu.ready(body.program)
-
-
 def test_packing_table_covers_kernel_dtypes():
     from wooly_executor.runtime.packing import layout as of
 
