@@ -196,6 +196,9 @@ class FakeDriver:
         self.asides += 1
         yield
 
+    def copy_target(self, nbytes):
+        return torch.empty(nbytes, dtype=torch.uint8)
+
     def seed(self, seed):
         if self.capturing is not None:
             raise RuntimeError("CUDAGeneratorImpl::set_current_seed can be called during stream capture only if ...")

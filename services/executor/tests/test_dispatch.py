@@ -28,7 +28,7 @@ class PacedExecution:
         self.at, self.size = 0, len(prepared.program.body)
         self.outcome = inner.outcome
 
-    def advance(self, edges):
+    def advance(self, edges, ahead_ns=0):
         self.runtime.arrived.set()
         assert self.runtime.going.wait(WAIT_S)
         self.inner.advance(edges)

@@ -73,7 +73,7 @@ class LiteralExecution:
         self._bindings, self._params = bindings, params
         self._at = self._first_param = 0
 
-    def advance(self, edges: Sequence[int]) -> list[int]:
+    def advance(self, edges: Sequence[int], ahead_ns: int = 0) -> list[int]:
         """See `Execution.advance`."""
         times = []
         last = time.thread_time_ns()
@@ -98,6 +98,9 @@ class ReferenceRuntime(TorchCpuRuntime):
     def facts(self) -> dict[str, Any]:
         """Return the facts of the CPU, with another runtime name."""
         return super().facts() | {"runtime": "reference"}
+
+    def settle(self) -> None:
+        """Nothing is in flight when a run returns."""
 
     def prepare(self, program: Program, facts: ProgramFacts) -> Any:
         """Check for unknown operators and for instructions that exceed the limits. Nothing is prepared or split."""

@@ -16,10 +16,6 @@ from wooly_wis.program import Form, Program
 
 from wooly_executor.runtime.protocol import Rates
 
-#: Minimum distance of two edges, in ns. Each edge costs an entry in the journal and a reading of the clock.
-EDGE_NS = 50_000
-#: Minimum distance, in ns, after `SETTLED` runs. The runtime then combines the steps between two edges.
-SEGMENT_NS = 250_000
 #: Maximum number of edges of one program, unless the program is long: see `LONGEST_NS`.
 EDGES = 1024
 #: Number of runs after which the edges of a program stay fixed. The runtimes combine steps later than this.
@@ -32,6 +28,8 @@ LEAST_NS = 1_000
 #: has more than `EDGES` edges for this reason.
 LONGEST_NS = 50_000_000
 _WHOLE: Mapping[int, int] = MappingProxyType({})
+#: Rates of a device of which nothing is known.
+DEFAULT_RATES = Rates(1, 1, 1)
 
 
 class Cut(NamedTuple):
@@ -64,21 +62,29 @@ class Estimate:
         form_ns: `instruction_ns` of each form.
         pieces: number of pieces of instructions that are split, by instruction. Each piece is a position of its own, and at first
             a kernel of its own.
+        rates: gives the minimum distances of two edges.
     """
 
-    __slots__ = ("_positions", "_samples", "cut", "runs")
+    __slots__ = ("_edge_ns", "_positions", "_samples", "_segment_ns", "cut", "runs")
 
-    def __init__(self, program: Program, form_ns: Sequence[int], pieces: Mapping[int, int] = _WHOLE) -> None:
+    def __init__(
+        self,
+        program: Program,
+        form_ns: Sequence[int],
+        pieces: Mapping[int, int] = _WHOLE,
+        rates: Rates = DEFAULT_RATES,
+    ) -> None:
+        self._edge_ns, self._segment_ns = rates.edge_ns, rates.segment_ns
         self._positions = [form_ns[i.form] for i in program.body]
         if pieces:
             self._positions = [
                 ns
                 for i, whole in enumerate(self._positions)
-                for ns in ([max(whole // pieces[i], EDGE_NS + 1)] * pieces[i] if i in pieces else [whole])
+                for ns in ([max(whole // pieces[i], self._edge_ns + 1)] * pieces[i] if i in pieces else [whole])
             ]
         self._samples: list[list[int]] = []
         self.runs = 0
-        self.cut = self._cut(EDGE_NS)
+        self.cut = self._cut(self._edge_ns)
 
     def observe(self, cut: Cut, first: int, times: Sequence[int]) -> bool:
         """Add the measured times of kernels, from kernel `first` on, of a run that was submitted as `cut`. Returns True if the
@@ -96,7 +102,7 @@ class Estimate:
             return False
         self.runs += 1
         if self.runs in (1, 2, 4, 8, SETTLED):
-            return self._review(SEGMENT_NS if self.runs == SETTLED else EDGE_NS)
+            return self._review(self._segment_ns if self.runs == SETTLED else self._edge_ns)
         if not self.runs % 16:
             self._revise()
         return False

@@ -29,6 +29,9 @@ from wooly_executor.vram import Vram
 
 #: Size, in bytes, of a RUN frame from which looking up and freeing its buffers counts as device time, because it has many.
 MANY_BUFFERS = 16 << 10
+#: Maximum device time of work in flight on a GPU, in ns, while the host prepares the next work. It is less where the window of
+#: the class in flight is smaller.
+AHEAD_NS = 2_000_000
 #: Members of enumerations on the way of every run: looked up on its class, a member costs as much as a call.
 _RUN_BEGUN = Signal.RUN_BEGUN
 _RUN_ENDED = Signal.RUN_ENDED
@@ -187,9 +190,9 @@ class Launcher:
         """
         patience, dispatch, intake = self._dispatch.patience_ns(), self._dispatch, self._intake
         times: list[int] = []
-        begin, looked = first, intake.polled_ns
+        begin, looked, ahead = first, intake.polled_ns, min(patience, AHEAD_NS)
         for end in turns(cut.kernels, first, last, patience):
-            times += execution.advance(cut.edges[begin:end])
+            times += execution.advance(cut.edges[begin:end], ahead)
             begin = end
             if begin < last and (now := time.perf_counter_ns()) - looked > patience:
                 looked = now

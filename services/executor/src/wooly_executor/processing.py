@@ -115,11 +115,14 @@ class Processing:
                 if session.recording is not None:
                     session.recording.copied(frame.seq, begun)
         elif kind == _SYNC:
+            self._runs.settle()
             if not answers.failure(session, conn):
                 answers.say(conn, {})
         elif kind == _STATS:
+            self._runs.settle()
             answers.say(conn, self._stats(session, unpack_stats(frame.payload)))
         elif kind == _PROFILE:
+            self._runs.settle()
             answers.records(conn, self._profile(session, unpack_profile(frame.payload)))
         elif kind == Kind.BUFFERS:
             behind = unpack_buffers(frame.payload)

@@ -289,7 +289,7 @@ class ProgramStore:
             with self._lock:  # for each kernel separately, because the device's thread needs the lock, too
                 kernels.append(self._runtime.foreign.kernel(sources[launch.source], launch, form, author.tenant))
         prepared = self._runtime.prepare(program, facts)
-        estimate = Estimate(program, [k.ns for k in known], prepared.pieces)
+        estimate = Estimate(program, [k.ns for k in known], prepared.pieces, self._rates)
         prepared.edges = estimate.cut.edges
         survey = _survey(program, facts)
         kept = tuple(

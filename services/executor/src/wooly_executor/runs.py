@@ -172,6 +172,10 @@ class Runs:
         account.ooms += 1
         return OutOfMemoryError(self._vram.ledger.out_of_memory(account, wanted, session.quota, held))
 
+    def settle(self) -> None:
+        """Wait until the device has done all work of finished runs."""
+        self._runtime.settle()
+
     # -- buffers -----------------------------------------------------------------------------------------------------
 
     def free(self, session: Session, buffers: Sequence[int]) -> None:

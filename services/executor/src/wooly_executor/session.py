@@ -22,7 +22,7 @@ from wooly_executor.frames import Failure, Frame
 from wooly_executor.holdings import Holdings
 from wooly_executor.host_account import BUFFER_BYTES, FRAME_BYTES, PIECE_BYTES, HostUse
 from wooly_executor.recording import Recording
-from wooly_executor.runtime.buffers import Buffer
+from wooly_executor.runtime.buffers import Buffers
 from wooly_executor.session_programs import SessionPrograms
 from wooly_executor.spans import SessionSpans
 from wooly_executor.tiers import Jit, Tiers
@@ -92,7 +92,7 @@ class Session:
     flow: Flow[Frame] = field(default_factory=Flow)
     conn: Connection | None = None
     jit: Jit = "0"
-    buffers: dict[int, Buffer] = field(default_factory=dict)
+    buffers: Buffers = field(default_factory=Buffers)
     held_bytes: int = 0
     running: bool = False
     decoding: Decoding | None = None

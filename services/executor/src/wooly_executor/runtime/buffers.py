@@ -54,6 +54,21 @@ class Buffer:
         self.poison = poison
 
 
+class Buffers(dict[int, Buffer]):
+    """The buffers of a session by id, poisoned ones included.
+
+    Attributes:
+        owed_ns: device time of launches in flight that has turned out longer (or, if negative, shorter) than what the session was
+            charged. Its next launch is charged for it.
+    """
+
+    __slots__ = ("owed_ns",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.owed_ns = 0
+
+
 def as_view(base: Tensor, view: View) -> Tensor:
     """Return the tensor that `view` describes, on the storage of `base` (whose storage offset must be 0)."""
     dtype = TORCH_DTYPE[view.dtype]

@@ -44,6 +44,10 @@ class TorchDevice:
         """Return uninitialised memory, for a caller that overwrites all of it."""
         return torch.empty(numel, dtype=dtype, device=self.named)
 
+    def copy_target(self, nbytes: int) -> Tensor:
+        """Return uninitialised memory that a copy in a `copy_context` will fill, and that programs use afterwards."""
+        return self.empty(nbytes)
+
     def on_zeros(self, call: Callable[[Any], Any], *, repeatable: bool = True) -> Callable[[Any], Any]:
         """Return `call` with an allocator that zeroes all memory that the library allocates (see `fresh_memory`).
 

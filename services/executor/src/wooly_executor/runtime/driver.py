@@ -61,6 +61,10 @@ class Driver(Protocol):
         """
         ...
 
+    def copy_target(self, nbytes: int) -> Tensor:
+        """Return uninitialised memory of the stream, inside a `copy_context`, whose stream may write it from now on."""
+        ...
+
     def seed(self, seed: int) -> None:
         """Set the generator of random numbers."""
         ...

@@ -51,7 +51,7 @@ class StepExecution:
                 self._frame = Frame(buffers, bindings, params, prepared.n_registers)
         self.outcome = self._frame.outcome
 
-    def advance(self, edges: Sequence[int]) -> list[int]:
+    def advance(self, edges: Sequence[int], ahead_ns: int = 0) -> list[int]:
         """See `Execution.advance`.
 
         Stopping at each edge and reading the clock costs more than many small operators. If the times of the parts between these

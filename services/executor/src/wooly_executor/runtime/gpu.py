@@ -24,12 +24,13 @@ from wooly_wis.verifier import ProgramFacts
 
 from wooly_executor.artifacts import ArtifactCache
 from wooly_executor.errors import ContextLostError, OperationError, OutOfMemoryError
-from wooly_executor.runtime.buffers import Buffer
+from wooly_executor.runtime.buffers import Buffer, Buffers
 from wooly_executor.runtime.builds import WorkerBuilder
 from wooly_executor.runtime.calls import LibraryCall, function_of
 from wooly_executor.runtime.device import TorchDevice, symbols_replaced
 from wooly_executor.runtime.driver import Driver
 from wooly_executor.runtime.execution import StepExecution
+from wooly_executor.runtime.flights import Flight, Flights
 from wooly_executor.runtime.foreign import KERNEL_BYTES, Foreign
 from wooly_executor.runtime.frame import Frame
 from wooly_executor.runtime.gpu_kernels import GpuKernels
@@ -39,7 +40,7 @@ from wooly_executor.runtime.packing import Arguments
 from wooly_executor.runtime.page_locked import page_locked
 from wooly_executor.runtime.plans import Run, acts_of_plan, complaint, count_work, kernels_of
 from wooly_executor.runtime.preparation import prepare_acts
-from wooly_executor.runtime.prepared import PreparedProgram
+from wooly_executor.runtime.prepared import PreparedProgram, Span
 from wooly_executor.runtime.protocol import Rates
 from wooly_executor.runtime.substitutes import substitute
 from wooly_executor.runtime.torch_runtime import HOT, TorchRuntime
@@ -49,6 +50,8 @@ log = logging.getLogger("wooly.executor")
 FUNCTIONS_KEPT = 8192
 #: One in this many runs of a plan measures the share of generated kernels in its time.
 SAMPLED = 16
+#: Minimum distance of two edges of a program, in ns. A graph lies between two edges, and each edge costs a mark.
+EDGE_NS = 500_000
 #: Maximum size in bytes of a transfer that goes through pinned memory of torch's cache.
 STAGED = 64 << 20
 #: Minimum size in bytes of host memory that is page-locked separately. Smaller memory comes from torch's cache.
@@ -133,6 +136,10 @@ class GpuDevice(TorchDevice):
         """See `TorchDevice`."""
         self._driver.attach()
 
+    def copy_target(self, nbytes: int) -> Tensor:
+        """See `TorchDevice`."""
+        return self._driver.copy_target(nbytes)
+
     def copy_context(self) -> AbstractContextManager[Any]:
         """See `TorchDevice`."""
         return self._driver.copy_context()
@@ -208,11 +215,16 @@ class GpuExecution(StepExecution):
         if prepared.by_kernel is None or prepared.runs % SAMPLED:
             self._graphs = runtime.graphs
 
-    def advance(self, edges: Sequence[int]) -> list[int]:
-        """See `Execution.advance`."""
+    def advance(self, edges: Sequence[int], ahead_ns: int = 0) -> list[int]:
+        """See `Execution.advance`.
+
+        The host waits for work whose device time is not known from earlier runs, and for work that may report a violation.
+        """
         driver, prepared, runtime = self._driver, self._prepared, self._runtime
         if self.ended:
             return [0] * len(edges)
+        flights, owner = runtime.flights, self._frame.buffers
+        span = Span(self._steps is prepared.hot, self._at, tuple(edges))
         runtime.sample = None if self._graphs is not None else []
         kernels = runtime.kernels
         kernels.begin()
@@ -228,8 +240,17 @@ class GpuExecution(StepExecution):
         if status is not None or launched:
             marks.append(driver.record())
         inside, runtime.sample = runtime.sample, None
+        if ahead_ns and isinstance(owner, Buffers) and status is None and not launched and inside is None:
+            known = flights.known(prepared, span)
+            if known is not None and self.outcome.failed_at is None:
+                times = flights.charge(owner, known)
+                flights.add(Flight(prepared, span, marks, sum(known), owner))
+                flights.land(ahead_ns)
+                self._kernels_ns += sum(times) * prepared.kernel_permille // 1000
+                return times + [0] * (len(edges) - len(times))
+        flights.land()
         found = [kernels.wait()] if launched else []
-        times = driver.elapsed_ns(marks)
+        times = flights.measured(prepared, span, marks) if self.outcome.failed_at is None else driver.elapsed_ns(marks)
         if status is not None or launched:
             times[-2:] = [times[-2] + times[-1]]
         if status is not None:
@@ -241,6 +262,8 @@ class GpuExecution(StepExecution):
             self._fail(prepared, self._frame, step, step, why)
             self.ended = True
         self._share(sum(times), inside)
+        if isinstance(owner, Buffers):
+            times = flights.charge(owner, times)
         return times + [0] * (len(edges) - len(times))
 
     def _share(self, total: int, inside: list[tuple[Any, Any]] | None) -> None:
@@ -293,6 +316,7 @@ class GpuRuntime(TorchRuntime):
             WorkerBuilder(folder), driver.chip, self.kernels.load, cache=kept, unchecked=True, begins=self.kernels.at
         )
         self.graphs = Graphs(driver, device)
+        self.flights = Flights(driver)
         self._rates: Rates | None = None
         self._functions: dict[tuple[bytes, bytes], Run] = {}
 
@@ -313,6 +337,10 @@ class GpuRuntime(TorchRuntime):
         if self._rates is None:
             self._rates = self._measure_rates()
         return self._rates
+
+    def settle(self) -> None:
+        """See `Runtime.settle`."""
+        self.flights.land()
 
     def begin(
         self,
@@ -439,4 +467,6 @@ class GpuRuntime(TorchRuntime):
                 bytes_per_us=max(2 * large.nbytes * 1000 // moved, 1),
                 flops_per_us=max(2 * 1024**3 * 1000 // computed, 1),
                 launch_ns=least(lambda: torch.add(small, small), 100),
+                edge_ns=EDGE_NS,
+                segment_ns=EDGE_NS,
             )

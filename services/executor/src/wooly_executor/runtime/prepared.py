@@ -158,6 +158,7 @@ class PreparedProgram:
         whole: compiled stretches of hot steps by begin and end, or the number of their runs.
         spans: the last measured times of spans.
         stretches: state of `graphs` per pair of edges, on a GPU.
+        device_times: device time of each part of a span as last measured, in ns, on a GPU (see `flights`).
         uncapturable: steps that a graph cannot contain, because they change from run to run or need the host.
         history: recent values of params, for `graphs`, on a GPU.
         words: acts that call the library on a GPU, with the status words for operands that are out of range.
@@ -191,6 +192,7 @@ class PreparedProgram:
     whole: dict[tuple[int, int], Stretch | int] = field(default_factory=dict)
     spans: dict[Span, Stretch] = field(default_factory=dict)
     stretches: dict[tuple[int, int], Any] = field(default_factory=dict)
+    device_times: dict[Span, list[int]] = field(default_factory=dict)
     uncapturable: set[int] = field(default_factory=set)
     history: Any = None
     words: list[tuple[int, Any]] = field(default_factory=list)

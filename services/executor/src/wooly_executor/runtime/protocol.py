@@ -58,11 +58,15 @@ class Rates:
         bytes_per_us: memory read or written per microsecond.
         flops_per_us: float32 operations per microsecond.
         launch_ns: time of an instruction that does almost nothing, in ns.
+        edge_ns: minimum distance of two edges of a program, in ns: each edge costs a reading of the device's clock.
+        segment_ns: the same after the first runs, when the runtime combines the steps between two edges.
     """
 
     bytes_per_us: int
     flops_per_us: int
     launch_ns: int
+    edge_ns: int = 50_000
+    segment_ns: int = 250_000
 
 
 class Execution(Protocol):
@@ -70,7 +74,7 @@ class Execution(Protocol):
 
     outcome: Outcome
 
-    def advance(self, edges: Sequence[int]) -> list[int]:
+    def advance(self, edges: Sequence[int], ahead_ns: int = 0) -> list[int]:
         """Run to the first of `edges`, then to the next, and so on to the last.
 
         If an instruction fails, `outcome` reports the error, nothing is raised, and the run ends. Everything that the rest of the
@@ -78,11 +82,14 @@ class Execution(Protocol):
 
         Args:
             edges: positions before which to stop, ascending. The number of the program's positions is its end.
+            ahead_ns: device time of work that may still be in flight at the return, in ns. 0: the device has done all work. A
+                runtime that blocks while it computes ignores it.
 
         Returns:
             Device time between each edge and the one before, in ns, by the runtime's own clock: a GPU's events, or the CPU time
             of the computing thread. It is never wall time, which includes the work of others, and it does not include the
-            preparation of later runs. It is 0 after the end and after a failure.
+            preparation of later runs. It is 0 after the end and after a failure. Of work that is still in flight, it is the time
+            that was last measured for the same part of the program, corrected by what earlier estimates were wrong by.
         """
         ...
 
@@ -109,6 +116,10 @@ class Runtime(Protocol):
 
     def allocate(self, nbytes: int) -> Buffer:
         """Allocate zeroed memory."""
+        ...
+
+    def settle(self) -> None:
+        """Wait until no work is in flight."""
         ...
 
     def prepare(self, program: Program, facts: ProgramFacts) -> Prepared:

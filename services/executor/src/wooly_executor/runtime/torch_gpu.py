@@ -154,6 +154,18 @@ class TorchGpu:
             finally:
                 self._aside.synchronize()
 
+    def copy_target(self, nbytes: int) -> Tensor:
+        """See `Driver`.
+
+        The memory belongs to the stream of programs. Memory of the other stream would be reused there as soon as a session frees
+        it, while programs may still use it.
+        """
+        with self._capturing:  # torch gives all memory of a stream in capture to the graph
+            with torch.cuda.stream(self.stream):
+                memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+            torch.cuda.current_stream(self.device).wait_stream(self.stream)  # earlier programs may have used it
+        return memory
+
     def on_zeros(self, call: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """See `Driver`."""
         if self._zeroed is None:

@@ -47,6 +47,9 @@ class TorchRuntime:
         """Allocate a buffer of zeroed memory."""
         return Buffer(nbytes, self.device.zeroed(nbytes))
 
+    def settle(self) -> None:
+        """See `Runtime.settle`. Nothing is in flight when a run returns."""
+
     def prepare(self, program: Program, facts: ProgramFacts) -> Any:
         """Prepare the steps of a verified program.
 

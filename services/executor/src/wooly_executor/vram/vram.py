@@ -81,7 +81,7 @@ class Vram:
         # if host memory is locked, kept pages count against its budget, and copies to files need a few pages
         kept = capacity // PAGES_SHARE if device.host else max(settings.host // PAGES_SHARE, 2 * PIECE)
         host = Pages(kept, device.host_memory)
-        pages = host if device.host else Pages(0, device.empty)  # torch itself reuses a GPU's memory
+        pages = host if device.host else Pages(0, device.copy_target)  # torch itself reuses a GPU's memory
         self.swap_space = SwapSpace(settings.host, settings.disk, settings.folder, host, in_place=device.host)
         self.mover = Mover(device)
         self.contents = Contents(self.ledger, self.swap_space, self.mover, clock, call, self._changed, post)

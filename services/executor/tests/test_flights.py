@@ -1,0 +1,108 @@
+"""Launches in flight on a GPU: what is charged for them, and when the host waits."""
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from wooly_executor.programs import ProgramStore
+from wooly_executor.runtime.buffers import Buffer, Buffers
+from wooly_executor.runtime.flights import KNOWN, Flight, Flights
+from wooly_executor.runtime.prepared import Span
+from wooly_testkit.tape import Tape
+from wooly_wis.codec import encode_program
+from wooly_wis.dtypes import DType
+
+from services.executor.tests.fake_gpu import FakeDriver, gpu_runtime
+
+TIMES = st.integers(0, 10_000_000)
+
+
+class Clock:
+    """A driver whose marks are times."""
+
+    def elapsed_ns(self, marks):
+        return [after - before for before, after in itertools.pairwise(marks)]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), TIMES, TIMES), max_size=40))
+def test_flights_sessions_pay_what_was_measured(launches):
+    flights, owners, paid, took = Flights(Clock()), [Buffers() for _ in range(4)], [0] * 4, [0] * 4
+    prepared = SimpleNamespace(device_times={})
+    for who, known, measured in launches:
+        times = flights.charge(owners[who], [known // 2, known - known // 2])
+        assert all(t >= 0 for t in times)
+        flights.add(Flight(prepared, Span(True, 0, (1, 2)), [0, measured // 3, measured], known, owners[who]))
+        paid[who] += sum(times)
+        took[who] += measured
+        flights.land(5_000_000)
+    flights.land()
+    assert not len(flights)
+    assert [one + owner.owed_ns for one, owner in zip(paid, owners, strict=True)] == took
+
+
+def test_flights_keep_limited_number_of_device_times():
+    flights, prepared = Flights(Clock()), SimpleNamespace(device_times={})
+    for k in range(3 * KNOWN):
+        flights.measured(prepared, Span(True, 0, (k,)), [0, 7])
+        assert flights.known(prepared, Span(True, 0, (k,))) == [7] and len(prepared.device_times) <= KNOWN
+
+
+@pytest.fixture
+def driver():
+    return FakeDriver()
+
+
+@pytest.fixture
+def gpu(driver):
+    return gpu_runtime(driver, hot=2)
+
+
+@pytest.fixture
+def run(gpu):
+    t = Tape()
+    held = t.input(DType.F32, 16)
+    for _ in range(6):
+        held = t.op("tanh", held)
+    program, _ = t.program()
+    ready, owner = ProgramStore(gpu).define(encode_program(program)), Buffers()
+
+    def once(ahead_ns):
+        owner.clear()
+        owner[0] = Buffer(64, torch.ones(16))
+        execution = gpu.begin(ready.prepared, owner, list(range(program.n_slots)), [])
+        (ns,) = execution.advance((len(program.body),), ahead_ns)
+        assert ns > 0 and execution.ended and execution.outcome.failed_at is None
+
+    return once
+
+
+def test_flights_known_work_returns_before_it_is_done(gpu, driver, run):
+    waited, real = [], driver.elapsed_ns
+    driver.elapsed_ns = lambda marks: waited.append(1) or real(marks)
+    found = []
+    for _ in range(6):
+        waited.clear()
+        run(1 << 40)
+        found.append(bool(waited))
+    # the first run of the single steps and the first one of the combined steps are measured at once
+    assert found.count(True) == 2 and found[0] and len(gpu.flights)
+    gpu.settle()
+    assert not len(gpu.flights)
+
+
+def test_flights_limit_of_work_in_flight_is_kept(gpu, run):
+    for _ in range(4):
+        run(1 << 40)
+    flying = len(gpu.flights)
+    assert flying
+    run(1)
+    assert not len(gpu.flights)
+
+
+def test_flights_all_work_is_done_at_return_unless_caller_allows_otherwise(gpu, run):
+    for _ in range(4):
+        run(0)
+        assert not len(gpu.flights)
