@@ -63,15 +63,15 @@ def gpu(driver):
 @pytest.fixture
 def run(gpu):
     t = Tape()
-    held = t.input(DType.F32, 16)
+    held = x = t.input(DType.F32, 16)
     for _ in range(6):
         held = t.op("tanh", held)
-    program, _ = t.program()
+    program, slots = t.program()
     ready, owner = ProgramStore(gpu).define(encode_program(program)), Buffers()
 
     def once(ahead_ns):
         owner.clear()
-        owner[0] = Buffer(64, torch.ones(16))
+        owner[slots[x.slot]] = Buffer(64, torch.ones(16))
         execution = gpu.begin(ready.prepared, owner, list(range(program.n_slots)), [])
         (ns,) = execution.advance((len(program.body),), ahead_ns)
         assert ns > 0 and execution.ended and execution.outcome.failed_at is None
