@@ -466,7 +466,7 @@ def test_graphs_random_numbers_differ_per_run(gpu, cpu, driver, wis):
 def test_graphs_failed_capture_is_never_retried(gpu, cpu, driver, monkeypatch):
     program, params, contents, _ = layers()
 
-    def capture(body):
+    def capture(body, *, apart):
         driver.captures += 1
         body_was = driver.captures
         raise RuntimeError(f"operation not permitted when stream is capturing ({body_was})")

@@ -240,6 +240,9 @@ class GpuExecution(StepExecution):
             step, why = complaints[0]
             self._fail(prepared, self._frame, step, step, why)
             self.ended = True
+        if self.ended:  # a graph can lend its memory again when no frame of an ended run uses it
+            self._frame.registers.clear()
+            self._frame.bases.clear()
         self._share(sum(times), inside)
         return times + [0] * (len(edges) - len(times))
 
