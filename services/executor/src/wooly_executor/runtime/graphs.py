@@ -160,7 +160,7 @@ class Graphs:
         if graphs is not None:
             for captured in graphs:
                 if captured.free():
-                    stretch.last, stretch.times = key, STEADY
+                    stretch.last = key
                     captured.used = stretch.runs
                     stretch.captured.move_to_end(key)
                     return captured
@@ -183,9 +183,9 @@ class Graphs:
         elif not known and stretch.moved(key):
             return None
         elif not known and stretch.changed_to(key, self._lent):
-            times = stretch.times  # an earlier stretch became a graph, and lends a result
+            times = STEADY  # an earlier stretch became a graph, whose results have the same address in every run
         times = (times or 0) + 1
-        stretch.last, stretch.times = key, times
+        stretch.last = key
         stretch.seen[short] = times
         stretch.seen.move_to_end(short)
         if len(stretch.seen) > COUNTED:

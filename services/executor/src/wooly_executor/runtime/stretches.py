@@ -56,7 +56,6 @@ class Stretch:
         fixed: number of slots whose addresses are in the key. The other slots are moving: they are copied before a replay.
         moves: for small slots, a score of their changes of address.
         last: key of the last run.
-        times: number of runs with this key.
     """
 
     begin: int
@@ -75,7 +74,6 @@ class Stretch:
     fixed: int = 0
     moves: dict[int, int] = field(default_factory=dict)
     last: Key = ()
-    times: int = 0
 
     @property
     def params(self) -> tuple[int, ...]:
@@ -143,7 +141,7 @@ class Stretch:
         """Forget all keys and graphs, because keys have another form from now on."""
         self.seen.clear()
         self.captured.clear()
-        self.moves, self.last, self.times = {}, (), 0
+        self.moves, self.last = {}, ()
 
     def changed_to(self, key: Key, known: set[int]) -> bool:
         """Whether this key differs from that of the last run only in addresses that are in `known`."""
