@@ -186,7 +186,7 @@ class FakeDriver:
         self.asides = self.attached = self.replays = self.captures = 0
         self.launches = []
         self.functions = {}
-        self.numbers = itertools.count()
+        self.numbers, self.released = itertools.count(), 0
         self.hung, self.ended = 0, False
         #: The graph that is captured, and what the library keeps about captures.
         self.capturing, self.recording, self.graphs_of, self.used_pools = None, {}, {}, set()
@@ -324,6 +324,9 @@ class FakeDriver:
 
     def graph_room(self):
         return 256 << 20
+
+    def release_cached(self):
+        self.released += 1
 
     def capture(self, body, *, apart=False):
         self.captures += 1

@@ -480,6 +480,22 @@ def test_graphs_failed_capture_is_never_retried(gpu, cpu, driver, monkeypatch):
             assert torch.equal(mine[slot], other[slot])
 
 
+@pytest.mark.parametrize("failing", [1, 2])
+def test_graphs_capture_without_memory_is_retried_once(gpu, driver, monkeypatch, failing):
+    plain = driver.capture
+
+    def capture(body, *, apart):
+        if driver.captures < failing:
+            driver.captures += 1
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+        return plain(body, apart=apart)
+
+    monkeypatch.setattr(driver, "capture", capture)
+    program, params, contents, _ = layers()
+    loop(gpu, gpu.ready(program).prepared, contents, params, 40)
+    assert driver.captures == 2 and driver.released == 1 and bool(driver.replays) == (failing == 1)
+
+
 def with_step_between(*call):
     """A program of two stretches with another step between them. Returns it, its params and its contents."""
     t = Tape()
@@ -702,6 +718,20 @@ def test_graphs_small_inputs_in_other_views_are_copied_whole(gpu, cpu, driver, v
         kept.append((mine, good))
         assert torch.equal(mine[slots[held.slot]].base.reshape(-1), good[slots[held.slot]].base.reshape(-1))
     assert driver.captures == 1 and driver.replays > 20
+
+
+def test_graphs_rare_runs_at_other_addresses_move_no_input(gpu, driver):
+    program, params, x, w, _ = rows()
+    prepared = gpu.ready(program).prepared
+    inputs, others = {x: Buffer(96, torch.randn(6, 4)), w: Buffer(64, torch.randn(4, 4))}, []
+    for k in range(200):
+        if k % 16 == 15:
+            others.append(torch.randn(6, 4))
+            step(gpu, prepared, params, inputs | {x: Buffer(96, others[-1])})
+        else:
+            step(gpu, prepared, params, dict(inputs))
+    (stretch,) = [s for found in prepared.stretches.values() for s in found]
+    assert driver.captures == 1 and driver.replays > 150 and not stretch.moving
 
 
 def test_graphs_written_or_large_inputs_at_new_addresses_are_not_replayed(gpu, driver):

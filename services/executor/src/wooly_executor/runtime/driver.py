@@ -163,6 +163,10 @@ class Driver(Protocol):
         """Return the maximum device memory for graphs, in bytes. It is not part of `capacity`."""
         ...
 
+    def release_cached(self) -> None:
+        """Return cached memory that nothing uses to the device. Waits for all enqueued work."""
+        ...
+
     def check(self) -> None:
         """Check that the device still computes.
 

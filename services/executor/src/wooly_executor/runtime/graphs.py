@@ -16,6 +16,8 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
+
 from wooly_executor.errors import ContextLostError
 from wooly_executor.runtime.captures import InvalidCaptureError
 from wooly_executor.runtime.device import TorchDevice
@@ -178,12 +180,11 @@ class Graphs:
         known = len(stretch.captured.get(key, ()))
         short = hash((key, known))
         times = stretch.seen.get(short)
-        if times is not None:
-            stretch.settled()
-        elif not known and stretch.moved(key):
-            return None
-        elif not known and stretch.changed_to(key, self._lent):
-            times = STEADY  # an earlier stretch became a graph, whose results have the same address in every run
+        if times is None and not known:
+            if stretch.moved(key):
+                return None
+            if stretch.changed_to(key, self._lent):
+                times = STEADY  # an earlier stretch became a graph, whose results have the same address in every run
         times = (times or 0) + 1
         stretch.last = key
         stretch.seen[short] = times
@@ -255,7 +256,11 @@ class Graphs:
         except Exception as e:  # a graph cannot contain this work; if it is an error, the steps raise it again
             self._driver.check()
             self._failures += 1
-            self._learn(prepared, stretch, at, e)
+            if _no_memory(e) and not stretch.full:  # cached memory is not released during a capture
+                stretch.full = True
+                self._driver.release_cached()
+            else:
+                self._learn(prepared, stretch, at, e)
             return None
         finally:
             frame.registers[:], frame.bases[:] = registers, bases
@@ -302,6 +307,10 @@ class Graphs:
     def _replay(self, captured: Captured, frame: Frame) -> None:
         self.replayed += 1
         captured.replay(frame)
+
+
+def _no_memory(e: BaseException) -> bool:
+    return isinstance(e, torch.OutOfMemoryError) or isinstance(e.__cause__, torch.OutOfMemoryError)
 
 
 def _history(prepared: PreparedProgram) -> History:

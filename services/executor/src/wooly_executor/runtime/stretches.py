@@ -26,8 +26,9 @@ SMALL = 256 << 10
 #: Alignment in bytes of memory from torch's allocators. Kernels choose their loads by the alignment.
 ALIGNED = 64
 #: Number of new keys, in which an input has another address than in the run before, that make the input a moving one. Inputs
-#: with at least MOVED of them become moving ones at the same time.
-MOVES, MOVED = 4, 2
+#: with at least MOVED of them become moving ones at the same time. Keys are counted if at most RECENT runs lie between them: now
+#: and then, a run without graphs has other addresses.
+MOVES, MOVED, RECENT = 4, 2, 8
 
 #: Steps that launch nothing on the device.
 FREE_OF_WORK = (Gather, Free, Review)
@@ -54,7 +55,8 @@ class Stretch:
         captured: graphs by key; the last one was used last.
         entered: the slots in use when the stretch begins, each with one of its names. Fixed ones come first.
         fixed: number of slots whose addresses are in the key. The other slots are moving: they are copied before a replay.
-        moves: for small slots, a score of their changes of address.
+        moves: for small slots, the number of recent changes of address, and the run of the last one.
+        full: whether a capture has failed because there was no memory.
         last: key of the last run.
     """
 
@@ -72,7 +74,8 @@ class Stretch:
     captured: OrderedDict[Key, list[Captured]] = field(default_factory=OrderedDict)
     entered: list[tuple[int, int]] | None = None
     fixed: int = 0
-    moves: dict[int, int] = field(default_factory=dict)
+    moves: dict[int, tuple[int, int]] = field(default_factory=dict)
+    full: bool = False
     last: Key = ()
 
     @property
@@ -123,19 +126,16 @@ class Stretch:
         entered, moves = self.entered or [], self.moves
         for (slot, _), before, now in zip(entered[: self.fixed], self.last, key, strict=False):
             if before != now and slot in self.small:
-                moves[slot] = moves.get(slot, 0) + 1
-        if max(moves.values(), default=0) < MOVES:
+                times, run = moves.get(slot, (0, self.runs))
+                moves[slot] = (times + 1 if self.runs - run <= RECENT else 1), self.runs
+        if not any(times >= MOVES for times, _ in moves.values()):
             return False
-        now_moving = {slot for slot, times in moves.items() if times >= MOVED}
+        now_moving = {slot for slot, (times, _) in moves.items() if times >= MOVED}
         stay = [entry for entry in entered[: self.fixed] if entry[0] not in now_moving]
         self.entered = [*stay, *[entry for entry in entered if entry not in stay]]
         self.fixed = len(stay)
         self.reset()
         return True
-
-    def settled(self) -> None:
-        """Note a run whose key is known."""
-        self.moves = {slot: times - 1 for slot, times in self.moves.items() if times > 1}
 
     def reset(self) -> None:
         """Forget all keys and graphs, because keys have another form from now on."""

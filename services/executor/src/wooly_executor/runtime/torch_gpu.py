@@ -231,6 +231,11 @@ class TorchGpu:
         """See `Driver`."""
         return self._graph_room
 
+    def release_cached(self) -> None:
+        """See `Driver`."""
+        torch.cuda.synchronize(self.index)
+        torch.cuda.empty_cache()
+
     def check(self) -> None:
         """See `Driver`."""
         why = self.lost()
