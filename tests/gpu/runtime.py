@@ -345,6 +345,45 @@ def split_graphs(gpu):
     assert replayed > 2 * SETTLE
 
 
+def moving_and_lent(gpu):
+    """Small inputs at new addresses are replayed. Large results stay where they are while they are used."""
+    for rows, keep in ((8, 0), (8, 400), (2048, 0), (2048, 1), (2048, 4)):
+        t = Tape()
+        x, w = t.input(F32, rows, 256), t.input(F32, 256, 256)
+        held = x
+        for _ in range(10):
+            wider = t.op("mm", held, w)
+            made = t.op("tanh", wider)
+            t.free(wider)
+            if held is not x:
+                t.free(held)
+            held = made
+        program, slots = t.program()
+        prepared, weights = gpu.tier0(program), Buffer(4 << 16, torch.randn(256, 256, device=gpu.device) / 16)
+        fixed = Buffer(rows << 10, torch.empty(rows, 256, device=gpu.device))
+        before, times, kept, places = gpu.runtime.graphs.replayed, [], [], set()
+        for _ in range(4 * SETTLE):
+            content = torch.randn(rows, 256, device=gpu.device)
+            fixed.base.copy_(content)
+            given = Buffer(rows << 10, content.clone()) if rows == 8 else fixed
+            buffers = {slots[x.slot]: given, slots[w.slot]: weights}
+            times.append(gpu.run(prepared, buffers, t.params))
+            mine, expected = result(buffers, slots, held), content
+            for _ in range(10):
+                expected = torch.tanh(expected @ weights.base)
+            places.add(mine.data_ptr())
+            kept.append((mine, expected, given))
+            assert all(torch.equal(a, b) for a, b, _ in kept[-8:])
+            del mine, buffers, kept[: len(kept) - keep]
+        assert all(torch.equal(a, b) for a, b, _ in kept)
+        replayed = gpu.runtime.graphs.replayed - before
+        print(
+            f"  {rows} rows, {keep} results kept: {replayed} replays, {len(places)} addresses; {times[10] / 1e3:.0f} us before, "
+            f"{statistics.median(times[-SETTLE:]) / 1e3:.0f} us after, pools of {gpu.driver.graph_bytes() >> 20} MiB"
+        )
+        assert replayed > 2 * SETTLE
+
+
 def events(gpu):
     """The runtime's clock is the device's clock: its value for a known delay, and the cost of a mark."""
     x = torch.randn(4096, 4096, device=gpu.device)
@@ -422,6 +461,7 @@ SECTIONS = {
         graphs,
         failed_captures,
         split_graphs,
+        moving_and_lent,
         foreign_kernels,
         foreign_walls,
     )

@@ -13,6 +13,7 @@ import weakref
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 from wooly_executor.errors import ContextLostError, OperationError
 from wooly_executor.runtime.buffers import TORCH_DTYPE
 from wooly_executor.runtime.captures import Captures
@@ -54,23 +55,41 @@ class Recording(TorchDispatchMode):
             raise RuntimeError(FORBIDDEN)
         mutated = [a for a, s in zip(args, schema.arguments, strict=False) if s.alias_info and s.alias_info.is_write]
         mutated += [kwargs[s.name] for s in schema.arguments if s.kwarg_only and s.alias_info and s.name in kwargs]
+        by_address = tree_map_only(torch.Tensor, _without_owner, (args, kwargs))
         if mutated:
-            self.work.append(lambda: func(*args, **kwargs))
+            self.work.append(lambda: func(*by_address[0], **by_address[1]))
             return mutated[0] if schema.returns else None
         made = func(*args, **kwargs)
-        kept = [t for t in (made if isinstance(made, (tuple, list)) else [made]) if isinstance(t, torch.Tensor)]
-        for t in kept:
+        targets = []
+
+        def in_graph(t):
             if t.is_floating_point():
                 t.fill_(float("nan"))
+            self.graph.memory.append(t)
+            targets.append(_without_owner(t))
+            return _without_owner(t, t)
 
         def again():
-            fresh = func(*args, **kwargs)
+            fresh = func(*by_address[0], **by_address[1])
             fresh = [t for t in (fresh if isinstance(fresh, (tuple, list)) else [fresh]) if isinstance(t, torch.Tensor)]
-            for t, new in zip(kept, fresh, strict=True):
+            for t, new in zip(targets, fresh, strict=True):
                 t.copy_(new)
 
         self.work.append(again)
-        return made
+        return tree_map_only(torch.Tensor, in_graph, made)
+
+
+def _without_owner(t, owner=None):
+    """Return a tensor on the memory of `t` with another storage, which keeps only `owner` alive. Graphs contain addresses."""
+    if not t.untyped_storage().nbytes():
+        return t
+    memory = (ctypes.c_uint8 * t.untyped_storage().nbytes()).from_address(t.untyped_storage().data_ptr())
+    memory.owner = owner
+    other = torch.empty(0, dtype=t.dtype).set_(
+        torch.frombuffer(memory, dtype=torch.uint8).untyped_storage(), t.storage_offset(), t.shape, t.stride()
+    )
+    other = other.conj() if t.is_conj() else other
+    return torch._neg_view(other) if t.is_neg() else other
 
 
 def _has_mask(args):
@@ -84,6 +103,7 @@ class FakeGraph:
 
     def __init__(self, driver):
         self.driver, self.work, self.valid, self.ended = driver, [], True, False
+        self.memory, self.number = [], next(driver.numbers)
 
     def capture_end(self):
         self.driver.capturing = None
@@ -96,6 +116,11 @@ class FakeGraph:
     def replay(self):
         assert self.ended and self.driver.capturing is None
         self.driver.replays += 1
+        for later in self.driver.graphs_of[
+            self.pool
+        ]:  # captures into a pool get memory that earlier graphs use for their own values
+            for t in later.memory if later.number > self.number else ():
+                t.fill_(float("nan") if t.is_floating_point() else 77)
         for do in self.work:
             do()
 
@@ -161,6 +186,7 @@ class FakeDriver:
         self.asides = self.attached = self.replays = self.captures = 0
         self.launches = []
         self.functions = {}
+        self.numbers, self.released = itertools.count(), 0
         self.hung, self.ended = 0, False
         #: The graph that is captured, and what the library keeps about captures.
         self.capturing, self.recording, self.graphs_of, self.used_pools = None, {}, {}, set()
@@ -299,14 +325,20 @@ class FakeDriver:
         self.ended = True
         target.copy_(source)
 
-    def capture(self, body):
+    def graph_room(self):
+        return 256 << 20
+
+    def release_cached(self):
+        self.released += 1
+
+    def capture(self, body, *, apart=False):
         self.captures += 1
 
         def recorded():
             with Recording(self.capturing):
                 body()
 
-        return self._captures.capture(recorded)
+        return self._captures.capture(recorded, apart=apart)
 
     def graph_bytes(self):
         return self._captures.nbytes()

@@ -61,20 +61,27 @@ class Captures:
 
     def __init__(self, library: GraphLibrary) -> None:
         self._library = library
-        #: The pools and their graphs. The last pool is used for the next capture if it has graphs.
+        #: The pools and their graphs, and the pool for graphs that may share one.
         self._pools: list[tuple[PoolId, weakref.WeakSet[Any]]] = []
-        self._usable = False
+        self._shared: tuple[PoolId, weakref.WeakSet[Any]] | None = None
+        #: The last known sizes of pools in bytes. They change only with captures.
+        self._sizes: dict[PoolId, int] = {}
         #: Torch keeps pointers to graphs whose capture failed.
         self._failed: list[Any] = []
 
-    def capture(self, body: Callable[[], None]) -> Any:
+    def capture(self, body: Callable[[], None], *, apart: bool = False) -> Any:
         """Return the work that `body` enqueues as a graph.
+
+        Args:
+            body: enqueues the work.
+            apart: the graph gets a pool of its own. In a shared pool, the memory that `body` leaves in use may be memory that
+                earlier graphs use for their own values.
 
         Raises:
             InvalidCaptureError: `body` does something that a graph cannot contain.
             Exception: errors of `body` that do not invalidate the capture.
         """
-        pool, graphs = self._pool()
+        pool, graphs = self._new_pool() if apart else self._shared_pool()
         graph = self._library.new_graph()
         with _no_collection():
             try:
@@ -93,15 +100,21 @@ class Captures:
 
     def nbytes(self) -> int:
         """Return the device memory of all pools that have graphs, in bytes."""
-        return sum([self._library.pool_bytes(pool) for pool, graphs in self._pools if len(graphs)])
+        self._pools = [known for known in self._pools if len(known[1])]
+        sizes = {pool: self._sizes.get(pool) for pool, _ in self._pools}
+        self._sizes = {pool: self._library.pool_bytes(pool) if n is None else n for pool, n in sizes.items()}
+        return sum(self._sizes.values())
 
-    def _pool(self) -> tuple[PoolId, weakref.WeakSet[Any]]:
-        """Return a pool for the next capture. Torch refuses a pool whose graphs have all been destroyed."""
-        if not self._usable or not len(self._pools[-1][1]):
-            self._pools = [known for known in self._pools if len(known[1])]
-            self._pools.append((self._library.new_pool(), weakref.WeakSet()))
-            self._usable = True
+    def _new_pool(self) -> tuple[PoolId, weakref.WeakSet[Any]]:
+        self._pools.append((self._library.new_pool(), weakref.WeakSet()))
         return self._pools[-1]
+
+    def _shared_pool(self) -> tuple[PoolId, weakref.WeakSet[Any]]:
+        """Return a pool for the next capture. Torch refuses a pool whose graphs have all been destroyed."""
+        if self._shared is None or not len(self._shared[1]):
+            self._shared = self._new_pool()
+        self._sizes.pop(self._shared[0], None)
+        return self._shared
 
     def _end(self, graph: Any, pool: PoolId) -> Exception | None:
         """End a capture. Returns the error if the capture is invalid; torch's state is then repaired."""
@@ -111,7 +124,8 @@ class Captures:
             # if torch has ended the recording itself, it refuses to end it again
             with contextlib.suppress(RuntimeError):
                 self._library.end_recording(pool)
-            self._usable = False
+            if self._shared is not None and self._shared[0] == pool:
+                self._shared = None
             self._failed.append(graph)
             self._library.renew_generator()
             return e

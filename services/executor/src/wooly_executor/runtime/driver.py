@@ -35,7 +35,7 @@ class Driver(Protocol):
         ...
 
     def capacity(self) -> int:
-        """Return the bytes that sessions may use: free memory, less the needs of libraries and code."""
+        """Return the bytes that sessions may use: free memory, less the needs of libraries, code and graphs."""
         ...
 
     def target(self) -> str:
@@ -147,8 +147,12 @@ class Driver(Protocol):
         """Copy from pinned memory to the device immediately, without waiting for enqueued or running work."""
         ...
 
-    def capture(self, body: Callable[[], None]) -> Graph:
+    def capture(self, body: Callable[[], None], *, apart: bool = False) -> Graph:
         """Capture the work that `body` enqueues as a graph, without running it.
+
+        Args:
+            body: enqueues the work.
+            apart: no other graph uses the memory that `body` leaves in use.
 
         Raises:
             RuntimeError: `body` does something that a graph cannot contain.
@@ -157,6 +161,14 @@ class Driver(Protocol):
 
     def graph_bytes(self) -> int:
         """Return the device memory that the graphs of `capture` use, in bytes. Takes too long for every run."""
+        ...
+
+    def graph_room(self) -> int:
+        """Return the maximum device memory for graphs, in bytes. It is not part of `capacity`."""
+        ...
+
+    def release_cached(self) -> None:
+        """Return cached memory that nothing uses to the device. Waits for all enqueued work."""
         ...
 
     def check(self) -> None:

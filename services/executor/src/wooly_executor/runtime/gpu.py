@@ -261,6 +261,9 @@ class GpuExecution(StepExecution):
             step, why = complaints[0]
             self._fail(prepared, self._frame, step, step, why)
             self.ended = True
+        if self.ended:  # a graph can lend its memory again when no frame of an ended run uses it
+            self._frame.registers.clear()
+            self._frame.bases.clear()
         self._share(sum(times), inside)
         if isinstance(owner, Buffers):
             times = flights.charge(owner, times)

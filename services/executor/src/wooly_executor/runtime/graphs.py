@@ -1,10 +1,11 @@
 """Captures repeated stretches of a program as graphs, and replays each with one launch.
 
-A stretch lies between two edges, at which a run may stop. So a graph is never longer than the part that the dispatch core
-launches at a time. A stretch also ends before each step that a graph cannot contain: a step that waits for the device, that draws
-random numbers, or that uses a number which changes from run to run. A graph contains the addresses and params of its run, so it
-can be replayed only for runs with the same addresses and params. The graphs of a device share memory pools. Results that outlive
-a stretch are copied out of the pool at once, so that graphs may follow each other in any order.
+A stretch is never longer than the part that the dispatch core launches at a time (see `stretches`). A graph contains the
+addresses and params of its run, so it can be replayed only for runs with the same addresses and params. Small inputs whose
+addresses change from run to run are copied to memory of the graph first. Small results are copied out of the graph's memory at
+once, so that graphs that share a memory pool may follow each other in any order. Large results, and values that the program frees
+itself, stay in the graph's memory until the next replay (see `replays`). Such a graph has a pool of its own, because in a shared
+pool other graphs use the same memory for their own values.
 """
 
 from __future__ import annotations
@@ -13,118 +14,38 @@ import functools
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
-from wooly_wis.verifier import ProgramFacts
 
 from wooly_executor.errors import ContextLostError
-from wooly_executor.runtime.buffers import bytes_of
 from wooly_executor.runtime.captures import InvalidCaptureError
 from wooly_executor.runtime.device import TorchDevice
-from wooly_executor.runtime.driver import Driver, Graph
+from wooly_executor.runtime.driver import Driver
 from wooly_executor.runtime.frame import Frame, Step
 from wooly_executor.runtime.prepared import PreparedProgram
-from wooly_executor.runtime.segments import Free, Gather, Review, SegmentError
+from wooly_executor.runtime.replays import Captured, Inputs, changed, held_in_place, tensors_by_name
+from wooly_executor.runtime.segments import SegmentError
+from wooly_executor.runtime.stretches import FREE_OF_WORK, Key, Stretch, split
 
-#: Minimum number of library calls and launches of a stretch that is captured. A shorter stretch saves too little.
-WORTH = 4
-#: Number of runs with the same addresses and params before a stretch is captured for them.
+#: Number of runs with the same key before a stretch is captured for it.
 STEADY = 3
 #: Maximum number of graphs per stretch: sessions that share a program have different buffers, and a loop may alternate between
 #: sets of buffers. A graph that was not used in the last IDLE runs of its stretch makes room for another one.
 VARIANTS, IDLE = 8, 64
-#: Maximum number of sets of addresses and params per stretch whose runs are counted.
+#: Maximum number of graphs that lend their memory, per key and per stretch. Where a loop keeps a result until it makes the next
+#: one, the second graph of a key has other memory. Where each result is the input of the next run, lent memory gives each run
+#: another key; the other graphs of the stretch copy their results, so that the keys recur.
+LENDING, LENDING_ALL = 2, 6
+#: Maximum number of keys per stretch whose runs are counted.
 COUNTED = 32
 #: Number of recent values that are known per param. A param is changing when its score exceeds CHANGING: a new value adds 2, a
 #: known one subtracts 1.
 VALUES, CHANGING = 8, 12
-#: Limits per device: number of graphs, and bytes of their memory pools. The third one limits the memory that one stretch may
-#: allocate, in bytes. The fourth one limits the number of failed captures, because torch keeps memory for each of them.
-GRAPHS, POOL_BYTES, STRETCH_BYTES, FAILURES = 512, 256 << 20, 64 << 20, 256
-
-#: Steps that launch nothing on the device.
-_FREE_OF_WORK = (Gather, Free, Review)
-
-Key = tuple[Any, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """The memory and layout of a tensor in a register.
-
-    Attributes:
-        of: a register (or ~slot for the memory of a slot) that existed before the stretch, or an index into `Captured.made`.
-        old: whether `of` is a register or slot.
-    """
-
-    of: int
-    old: bool
-    dtype: torch.dtype
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
-
-    def on(self, memory: Tensor) -> Tensor:
-        """Return a tensor of this layout on the storage of `memory`."""
-        empty = torch.empty(0, dtype=self.dtype, device=memory.device)
-        return empty.set_(memory.untyped_storage(), self.offset, self.sizes, self.strides)
-
-
-@dataclass(slots=True, weakref_slot=True)
-class Captured:
-    """The graph of a stretch for certain addresses and params.
-
-    Attributes:
-        graph: the captured work.
-        made: memory in the pool whose content outlives the stretch.
-        left: for each register (or ~slot) that the stretch changes, its tensor after the stretch; None: it is empty then.
-        inner: the part of `made` that the program frees itself. A run uses it in place, without a copy.
-        used: number of the last run of the stretch that used the graph.
-        frame: the last run that used the graph.
-    """
-
-    graph: Graph
-    made: list[Tensor]
-    left: dict[int, Place | None]
-    inner: frozenset[int]
-    used: int = 0
-    frame: weakref.ref[Frame] | None = None
-
-    def busy(self, frame: Frame) -> bool:
-        """Whether another run than `frame` still uses the inner memory. It stopped at an edge."""
-        other = self.frame() if self.frame is not None and self.inner else None
-        if other is None or other is frame:
-            return False
-        inner = [name for name, place in self.left.items() if place and not place.old and place.of in self.inner]
-        return any((other.registers[name] if name >= 0 else other.bases[~name]) is not None for name in inner)
-
-
-@dataclass(slots=True)
-class Stretch:
-    """State of steps between two edges that a graph can contain.
-
-    Attributes:
-        begin: index of the first hot step.
-        end: index after the last hot step.
-        params: the run's params that the stretch uses.
-        names: the registers (or ~slots) whose memory the stretch may use.
-        never: the stretch cannot be captured.
-        runs: number of runs.
-        seen: number of runs per set of addresses and params, by its hash; the last one was used last.
-        captured: graphs by addresses and params; the last one was used last.
-    """
-
-    begin: int
-    end: int
-    params: tuple[int, ...]
-    names: tuple[int, ...]
-    never: bool = False
-    runs: int = 0
-    seen: OrderedDict[int, int] = field(default_factory=OrderedDict)
-    captured: OrderedDict[Key, Captured] = field(default_factory=OrderedDict)
+#: Limits per device: number of graphs, and number of failed captures, because torch keeps memory for each of them.
+GRAPHS, FAILURES = 512, 256
+#: A stretch may allocate at most 1/STRETCH_SHARE of the memory for all graphs.
+STRETCH_SHARE = 4
 
 
 class History:
@@ -169,11 +90,14 @@ class Graphs:
 
     def __init__(self, driver: Driver, device: TorchDevice) -> None:
         self._driver, self._device = driver, device
-        self._failures = self._bytes = 0
+        self._failures = self._bytes = self._input_bytes = 0
+        self._room = driver.graph_room()
+        #: Addresses of memory that graphs lend.
+        self._lent: set[int] = set()
         #: Operators that a graph cannot contain, as failed captures have shown.
         self._refused: set[str] = set()
-        #: One entry per destroyed graph. Other threads destroy programs and their graphs.
-        self._destroyed: deque[None] = deque()
+        #: For each destroyed graph, its bytes for inputs and the memory that it lent. Other threads destroy programs and graphs.
+        self._destroyed: deque[tuple[int, list[int]]] = deque()
         self.replayed = self.count = 0
 
     def observe(self, prepared: PreparedProgram, params: Sequence[Any]) -> None:
@@ -194,10 +118,10 @@ class Graphs:
         Each item must be run before the next one is taken.
         """
         where = begin, begin + len(steps)
-        stretches = prepared.stretches.get(where)
+        stretches: list[Stretch] | None = prepared.stretches.get(where)
         if stretches is None:
             self.mark(prepared)
-            stretches = prepared.stretches[where] = _split(prepared, *where)
+            stretches = prepared.stretches[where] = split(prepared, *where, self._room // STRETCH_SHARE)
         if not stretches:
             return enumerate(steps, begin)
         return self._with_replays(prepared, frame, begin, steps, stretches)
@@ -233,48 +157,73 @@ class Graphs:
     ) -> Captured | None:
         """Return the graph of a stretch for this run. Captures it if the run has been repeated often enough."""
         stretch.runs += 1
-        key = _key(stretch, frame)
-        captured = stretch.captured.get(key)
-        if captured is None:
-            short = hash(key)
-            times = stretch.seen.get(short, 0) + 1
-            stretch.seen[short] = times
-            stretch.seen.move_to_end(short)
-            if len(stretch.seen) > COUNTED:
-                stretch.seen.popitem(last=False)
-            if times <= STEADY:
-                if _mark_changing(prepared, _history(prepared).note(frame.params, stretch.params)):
-                    _fold_again(prepared)
+        key = stretch.key(frame)
+        graphs = stretch.captured.get(key)
+        if graphs is not None:
+            for captured in graphs:
+                if captured.free():
+                    stretch.last = key
+                    captured.used = stretch.runs
+                    stretch.captured.move_to_end(key)
+                    return captured
+        return self._capture_if_steady(prepared, frame, steps, stretch, key)
+
+    def _capture_if_steady(
+        self,
+        prepared: PreparedProgram,
+        frame: Frame,
+        steps: Sequence[Step],
+        stretch: Stretch,
+        key: Key,
+    ) -> Captured | None:
+        """Count a run without a graph. If there were enough, capture a graph and return it."""
+        known = len(stretch.captured.get(key, ()))
+        short = hash((key, known))
+        times = stretch.seen.get(short)
+        if times is None and not known:
+            if stretch.moved(key):
                 return None
-            if not self._has_room(stretch):
-                return None
-            captured = self._capture(prepared, frame, steps, stretch)
-            if captured is None:
-                return None
-            stretch.captured[key] = captured
-            del stretch.seen[short]
-        elif captured.busy(frame):
+            if stretch.changed_to(key, self._lent):
+                times = STEADY  # an earlier stretch became a graph, whose results have the same address in every run
+        times = (times or 0) + 1
+        stretch.last = key
+        stretch.seen[short] = times
+        stretch.seen.move_to_end(short)
+        if len(stretch.seen) > COUNTED:
+            stretch.seen.popitem(last=False)
+        if times <= STEADY:
+            if _mark_changing(prepared, _history(prepared).note(frame.params, stretch.params)):
+                _fold_again(prepared)
             return None
-        captured.used = stretch.runs
+        if not self._has_room(stretch, key):
+            return None
+        lending = sum([bool(c.lent) for graphs in stretch.captured.values() for c in graphs])
+        lend = stretch.holds and known < LENDING and lending < LENDING_ALL
+        captured = self._capture(prepared, frame, steps, stretch, lend=lend)
+        if captured is None:
+            return None
+        stretch.captured.setdefault(key, []).append(captured)
         stretch.captured.move_to_end(key)
+        del stretch.seen[short]
+        captured.used = stretch.runs
         return captured
 
-    def _has_room(self, stretch: Stretch) -> bool:
-        """Whether another graph may be captured. A graph of the stretch that is not used any more makes room."""
-        if stretch.captured:
-            oldest, captured = next(iter(stretch.captured.items()))
-            unused = stretch.runs - captured.used > IDLE
-            del captured
-            if unused:
-                del stretch.captured[oldest]
-            elif len(stretch.captured) >= VARIANTS:
-                return False
+    def _has_room(self, stretch: Stretch, key: Key) -> bool:
+        """Whether another graph may be captured. Graphs of another key of the stretch that are not used any more make room."""
+        oldest = next(iter(stretch.captured), key)
+        if oldest != key and stretch.runs - max([c.used for c in stretch.captured[oldest]]) > IDLE:
+            del stretch.captured[oldest]
+        elif sum([len(graphs) for graphs in stretch.captured.values()]) >= VARIANTS:
+            return False
         if self._destroyed:
             while self._destroyed:
-                self._destroyed.popleft()
+                nbytes, lent = self._destroyed.popleft()
+                self._input_bytes -= nbytes
+                self._lent.difference_update(lent)
                 self.count -= 1
             self._bytes = self._driver.graph_bytes()
-        return self.count < GRAPHS and self._failures < FAILURES and self._bytes <= POOL_BYTES
+        fits = self._bytes + self._input_bytes + stretch.nbytes <= self._room
+        return fits and self.count < GRAPHS and self._failures < FAILURES
 
     def _capture(
         self,
@@ -282,9 +231,10 @@ class Graphs:
         frame: Frame,
         steps: Sequence[Step],
         stretch: Stretch,
+        *,
+        lend: bool,
     ) -> Captured | None:
-        tensors = _tensors_by_name(frame)
-        before = {name: tensors[name] for name in stretch.names if name in tensors} | tensors
+        """Return the graph of a stretch. `lend`: results may stay in its memory, which no other graph uses then."""
         registers, bases = list(frame.registers), list(frame.bases)
         at = -1
 
@@ -295,22 +245,46 @@ class Graphs:
             at = -1
 
         try:
-            graph = self._driver.capture(body)
-            made, left = _changed(before, _tensors_by_name(frame))
+            inputs = self._private_inputs(stretch, frame)
+            tensors = tensors_by_name(frame)
+            names = [name for of_slot in stretch.names.values() for name in of_slot]
+            before = {name: tensors[name] for name in names if name in tensors} | tensors
+            graph = self._driver.capture(body, apart=lend)
+            made, left = changed(before, tensors_by_name(frame))
         except ContextLostError:
             raise
         except Exception as e:  # a graph cannot contain this work; if it is an error, the steps raise it again
             self._driver.check()
             self._failures += 1
-            self._learn(prepared, stretch, at, e)
+            if _no_memory(e) and not stretch.full:  # cached memory is not released during a capture
+                stretch.full = True
+                self._driver.release_cached()
+            else:
+                self._learn(prepared, stretch, at, e)
             return None
         finally:
             frame.registers[:], frame.bases[:] = registers, bases
-        captured = Captured(graph, made, left, _inner(prepared, left, len(made)))
+        held = held_in_place(prepared, left.items(), made) if lend else frozenset[int]()
+        captured = Captured(graph, inputs, made, left, held)
         self.count += 1
         self._bytes = self._driver.graph_bytes()
-        weakref.finalize(captured, self._destroyed.append, None).atexit = False
+        self._input_bytes += inputs.nbytes
+        self._lent.update(captured.lent)
+        weakref.finalize(captured, self._destroyed.append, (inputs.nbytes, captured.lent)).atexit = False
         return captured
+
+    def _private_inputs(self, stretch: Stretch, frame: Frame) -> Inputs:
+        """Give a run private memory in place of the inputs that are copied before each replay."""
+        inputs = Inputs(self._device.empty)
+        for slot in stretch.moving:
+            names = stretch.names[slot]
+            tensors = {k: t for k in names if (t := frame.registers[k] if k >= 0 else frame.bases[~k]) is not None}
+            for name, own in inputs.add(tensors, stretch.small[slot]).items():
+                if name >= 0:
+                    frame.registers[name] = own
+                else:
+                    frame.bases[~name] = own
+        return inputs
 
     def _learn(self, prepared: PreparedProgram, stretch: Stretch, at: int, cause: Exception) -> None:
         """Exclude the step with index `at`, whose capture failed, from graphs; or the stretch if the step is not to blame."""
@@ -331,56 +305,12 @@ class Graphs:
         _fold_again(prepared)
 
     def _replay(self, captured: Captured, frame: Frame) -> None:
-        captured.graph.replay()
-        captured.frame = weakref.ref(frame)
         self.replayed += 1
-        self._restore(captured, frame)
-
-    def _restore(self, captured: Captured, frame: Frame) -> None:
-        """Set registers and memory to the state that the steps would leave."""
-        fresh = []
-        for k, memory in enumerate(captured.made):
-            if k in captured.inner:
-                fresh.append(memory)
-                continue
-            own = self._device.empty(len(memory))
-            own.copy_(memory, non_blocking=True)
-            fresh.append(own)
-        old = _tensors_by_name(frame)
-        for name, place in captured.left.items():
-            found = None
-            if place is not None:
-                found = place.on(old[place.of] if place.old else fresh[place.of])
-            if name >= 0:
-                frame.registers[name] = found
-            else:
-                frame.bases[~name] = found
+        captured.replay(frame)
 
 
-def _tensors_by_name(frame: Frame) -> dict[int, Tensor]:
-    """Return the tensors of all registers, and the memory of slots under ~slot."""
-    found: dict[int, Tensor] = {k: t for k, t in enumerate(frame.registers) if t is not None}
-    found.update({~k: t for k, t in enumerate(frame.bases) if t is not None})
-    return found
-
-
-def _inner(prepared: PreparedProgram, left: dict[int, Place | None], made: int) -> frozenset[int]:
-    """Return the memory that a stretch made and that no buffer will ever use, because the program frees its slots itself."""
-    facts, outer = prepared.facts, set[int]()
-    for name, place in left.items():
-        slot = prepared.slot_of[name] if name >= 0 else ~name
-        if place is not None and not place.old and (facts.slot_alloc[slot] is None or not facts.slot_freed[slot]):
-            outer.add(place.of)
-    return frozenset(set(range(made)) - outer)
-
-
-def _key(stretch: Stretch, frame: Frame) -> Key:
-    """Return everything that a graph depends on: addresses, and the type and value of each param."""
-    registers, bases, params = frame.registers, frame.bases, frame.params
-    used = [registers[name] if name >= 0 else bases[~name] for name in stretch.names]
-    places = [-1 if t is None else t.data_ptr() for t in used]
-    numbers = [(type(params[k]), repr(params[k])) for k in stretch.params]
-    return (*places, *numbers)
+def _no_memory(e: BaseException) -> bool:
+    return isinstance(e, torch.OutOfMemoryError) or isinstance(e.__cause__, torch.OutOfMemoryError)
 
 
 def _history(prepared: PreparedProgram) -> History:
@@ -402,7 +332,7 @@ def _mark(prepared: PreparedProgram, acts: set[int]) -> bool:
     """Mark the steps of some acts as ones that a graph cannot contain. Returns whether there are new ones."""
     known = len(prepared.uncapturable)
     for step, owner in enumerate(prepared.owner):
-        if owner in acts and not isinstance(prepared.traces[step], _FREE_OF_WORK):
+        if owner in acts and not isinstance(prepared.traces[step], FREE_OF_WORK):
             prepared.uncapturable.add(step)
     return len(prepared.uncapturable) > known
 
@@ -411,61 +341,3 @@ def _fold_again(prepared: PreparedProgram) -> None:
     """Combine the steps anew, because other steps than before are uncapturable. Runs in progress keep their steps."""
     prepared.heat(graphs=True)
     prepared.stretches.clear()
-
-
-def _split(prepared: PreparedProgram, begin: int, end: int) -> list[Stretch]:
-    """Return the stretches of the hot steps from `begin` to `end` that are worth a capture."""
-    facts, found = prepared.facts, []
-    bounds = [*prepared.begins, len(prepared.steps)]
-    first, work, nbytes, acts, near, slots = begin, 0, 0, dict[int, None](), set[int](), set[int]()
-
-    def close(last: int) -> None:
-        if work >= WORTH:
-            params = dict.fromkeys([k for i in acts for k in prepared.acts[i].params])
-            names = [name for name, slot in enumerate(prepared.slot_of) if slot in near]
-            found.append(Stretch(first, last, tuple(params), (*names, *[~slot for slot in sorted(near)])))
-
-    for k in range(begin, end):
-        inside = range(bounds[k], bounds[k + 1])
-        active = [s for s in inside if not isinstance(prepared.traces[s], _FREE_OF_WORK)]
-        own = {prepared.owner[s]: None for s in inside}
-        writes = {slot for i in own for slot in prepared.writes[i]}
-        blocked = not prepared.uncapturable.isdisjoint(active) or _nbytes(facts, writes) > STRETCH_BYTES
-        if blocked or nbytes + _nbytes(facts, writes - slots) > STRETCH_BYTES:
-            close(k)
-            first, work, nbytes, acts, near, slots = k, 0, 0, {}, set(), set()
-        if blocked:
-            first = k + 1
-            continue
-        work += len(active)
-        nbytes += _nbytes(facts, writes - slots)
-        # a step that frees memory belongs to the act behind it, whose params the stretch does not use
-        acts.update({prepared.owner[s]: None for s in active})
-        near.update([slot for i in own for slot in prepared.acts[i].slots])
-        slots |= writes
-    close(end)
-    return found
-
-
-def _nbytes(facts: ProgramFacts, slots: Iterable[int]) -> int:
-    """Return the bytes that the program allocates for some slots."""
-    return sum([facts.slot_alloc[slot] or 0 for slot in slots])
-
-
-def _changed(before: dict[int, Tensor], after: dict[int, Tensor]) -> tuple[list[Tensor], dict[int, Place | None]]:
-    """Return the memory that a stretch allocated and that outlives it, and the new place of each name that it changed."""
-    known: dict[int, tuple[int, bool]] = {}
-    for name, t in before.items():
-        known.setdefault(t.untyped_storage().data_ptr(), (name, True))
-    left: dict[int, Place | None] = {name: None for name in before if name not in after}
-    made: list[Tensor] = []
-    for name, t in after.items():
-        if before.get(name) is t:
-            continue
-        storage = t.untyped_storage()
-        found = known.get(storage.data_ptr())
-        if found is None or not storage.nbytes():
-            found = known[storage.data_ptr()] = (len(made), False)
-            made.append(bytes_of(t, 0, storage.nbytes()))
-        left[name] = Place(*found, t.dtype, tuple(t.shape), t.stride(), int(t.storage_offset()))
-    return made, left

@@ -17,9 +17,12 @@ from wooly_executor.runtime.captures import Captures, PoolId
 from wooly_executor.runtime.gpu_fresh_memory import on_zeros
 from wooly_executor.runtime.torch_private import end_recording, sleep_on_gpu, storage_at
 
-#: Memory that sessions may not use, for libraries' workspaces, code and graphs: the larger of this number of bytes and
-#: 1/APART_SHARE of the device memory.
-APART, APART_SHARE = 512 << 20, 32
+#: Memory that sessions may not use, for libraries' workspaces and code: the larger of this number of bytes and 1/APART_SHARE of
+#: the device memory.
+APART, APART_SHARE = 256 << 20, 32
+#: Memory for graphs, which sessions may not use either: the larger of this number of bytes and 1/GRAPH_SHARE of the free memory.
+#: Large results of a graph stay in this memory while sessions use them.
+GRAPH_BYTES, GRAPH_SHARE = 256 << 20, 8
 
 #: Waiting for a mark: polls without a pause for SPUN_S seconds, then with a pause of PAUSE_S seconds.
 SPUN_S, PAUSE_S = 2e-4, 5e-5
@@ -107,7 +110,8 @@ class TorchGpu:
         self._capturing = threading.Lock()
         self._generator = torch.cuda.default_generators[index]
         free, total = torch.cuda.mem_get_info(index)
-        self._capacity = max(free - max(APART, total // APART_SHARE), 0)
+        self._graph_room = max(GRAPH_BYTES, free // GRAPH_SHARE)
+        self._capacity = max(free - max(APART, total // APART_SHARE) - self._graph_room, 0)
 
     def facts(self) -> dict[str, Any]:
         """See `Driver`."""
@@ -226,14 +230,23 @@ class TorchGpu:
             target.copy_(source, non_blocking=True)
         self.stream.wait_stream(self._urgent)  # later work on the stream sees the copy
 
-    def capture(self, body: Callable[[], None]) -> Any:
+    def capture(self, body: Callable[[], None], *, apart: bool = False) -> Any:
         """See `Driver`."""
         with self._capturing:
-            return self._captures.capture(body)
+            return self._captures.capture(body, apart=apart)
 
     def graph_bytes(self) -> int:
         """See `Driver`."""
         return self._captures.nbytes()
+
+    def graph_room(self) -> int:
+        """See `Driver`."""
+        return self._graph_room
+
+    def release_cached(self) -> None:
+        """See `Driver`."""
+        torch.cuda.synchronize(self.index)
+        torch.cuda.empty_cache()
 
     def check(self) -> None:
         """See `Driver`."""

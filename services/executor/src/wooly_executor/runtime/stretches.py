@@ -1,0 +1,240 @@
+"""Divides a program into stretches that a graph can contain, and says which runs of a stretch are equal for a graph.
+
+A stretch lies between two edges, at which a run may stop. It also ends before each step that a graph cannot contain.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from wooly_wis.program import ParamKind
+from wooly_wis.verifier import ProgramFacts
+
+from wooly_executor.runtime.frame import Frame
+from wooly_executor.runtime.prepared import PreparedProgram
+from wooly_executor.runtime.replays import COPIED, Captured
+from wooly_executor.runtime.segments import Free, Gather, Review
+
+#: Minimum number of library calls and launches of a stretch that is captured. A shorter stretch saves too little.
+WORTH = 4
+#: Maximum size in bytes of an input that is copied before a replay because its address changes.
+SMALL = 256 << 10
+#: Alignment in bytes of memory from torch's allocators. Kernels choose their loads by the alignment.
+ALIGNED = 64
+#: Number of new keys, in which an input has another address than in the run before, that make the input a moving one. Inputs
+#: with at least MOVED of them become moving ones at the same time. Keys are counted if at most RECENT runs lie between them: now
+#: and then, a run without graphs has other addresses.
+MOVES, MOVED, RECENT = 4, 2, 8
+
+#: Steps that launch nothing on the device.
+FREE_OF_WORK = (Gather, Free, Review)
+
+Key = tuple[Any, ...]
+
+
+@dataclass(slots=True)
+class Stretch:
+    """State of steps between two edges that a graph can contain.
+
+    Attributes:
+        begin: index of the first hot step.
+        end: index after the last hot step.
+        floats: the run's params of type F64 that the stretch uses.
+        others: its other params.
+        names: the registers (or ~slots) whose memory the stretch may use, by slot.
+        small: the bytes of each slot that the stretch reads and does not write, if they are at most SMALL.
+        holds: whether results stay in the memory of the graph after the stretch.
+        nbytes: bytes that the stretch allocates.
+        never: the stretch cannot be captured.
+        runs: number of runs.
+        seen: number of runs per key, by its hash and the number of its graphs; the last one was used last.
+        captured: graphs by key; the last one was used last.
+        entered: the slots in use when the stretch begins, each with one of its names. Fixed ones come first.
+        fixed: number of slots whose addresses are in the key. The other slots are moving: they are copied before a replay.
+        moves: for small slots, the number of recent changes of address, and the run of the last one.
+        full: whether a capture has failed because there was no memory.
+        last: key of the last run.
+    """
+
+    begin: int
+    end: int
+    floats: tuple[int, ...]
+    others: tuple[int, ...]
+    names: dict[int, tuple[int, ...]]
+    small: dict[int, int]
+    holds: bool
+    nbytes: int
+    never: bool = False
+    runs: int = 0
+    seen: OrderedDict[int, int] = field(default_factory=OrderedDict)
+    captured: OrderedDict[Key, list[Captured]] = field(default_factory=OrderedDict)
+    entered: list[tuple[int, int]] | None = None
+    fixed: int = 0
+    moves: dict[int, tuple[int, int]] = field(default_factory=dict)
+    full: bool = False
+    last: Key = ()
+
+    @property
+    def params(self) -> tuple[int, ...]:
+        """The run's params that the stretch uses."""
+        return self.floats + self.others
+
+    @property
+    def moving(self) -> list[int]:
+        """The slots that are copied before a replay."""
+        return [slot for slot, _ in (self.entered or ())[self.fixed :]]
+
+    def key(self, frame: Frame) -> Key:
+        """Return everything that a graph depends on: addresses, alignments, and the type and value of each param.
+
+        All names of a slot show the same storage, in layouts that do not change. So one address per slot is enough.
+        """
+        entered = self.entered
+        if entered is None:
+            entered = self._enter(frame)
+        registers, bases, params, fixed = frame.registers, frame.bases, frame.params, self.fixed
+        try:
+            places = [(registers[k] if k >= 0 else bases[~k]).data_ptr() for _, k in entered]
+        except AttributeError:  # another slot is empty than in the runs before
+            self.entered = None
+            self.reset()
+            return self.key(frame)
+        if fixed < len(places):
+            places[fixed:] = [place % ALIGNED for place in places[fixed:]]
+        others = [params[k] for k in self.others]
+        # equal floats may differ in bits: 0.0 and -0.0
+        return (*places, array("d", [params[k] for k in self.floats]).tobytes(), *others, *map(type, others))
+
+    def _enter(self, frame: Frame) -> list[tuple[int, int]]:
+        registers, bases = frame.registers, frame.bases
+        self.entered = []
+        for slot, names in self.names.items():
+            held = [k for k in names if (registers[k] if k >= 0 else bases[~k]) is not None]
+            if held:
+                self.entered.append((slot, held[0]))
+        self.fixed = len(self.entered)
+        return self.entered
+
+    def moved(self, key: Key) -> bool:
+        """Note the addresses of a new key. Returns whether slots become moving ones, so that keys change."""
+        if not self.last:
+            return False
+        entered, moves = self.entered or [], self.moves
+        for (slot, _), before, now in zip(entered[: self.fixed], self.last, key, strict=False):
+            if before != now and slot in self.small:
+                times, run = moves.get(slot, (0, self.runs))
+                moves[slot] = (times + 1 if self.runs - run <= RECENT else 1), self.runs
+        if not any(times >= MOVES for times, _ in moves.values()):
+            return False
+        now_moving = {slot for slot, (times, _) in moves.items() if times >= MOVED}
+        stay = [entry for entry in entered[: self.fixed] if entry[0] not in now_moving]
+        self.entered = [*stay, *[entry for entry in entered if entry not in stay]]
+        self.fixed = len(stay)
+        self.reset()
+        return True
+
+    def reset(self) -> None:
+        """Forget all keys and graphs, because keys have another form from now on."""
+        self.seen.clear()
+        self.captured.clear()
+        self.moves, self.last = {}, ()
+
+    def changed_to(self, key: Key, known: set[int]) -> bool:
+        """Whether this key differs from that of the last run only in addresses that are in `known`."""
+        last, fixed = self.last, self.fixed
+        if len(last) != len(key) or last[fixed:] != key[fixed:]:
+            return False
+        return all(now in known for before, now in zip(last[:fixed], key, strict=False) if before != now)
+
+
+def split(prepared: PreparedProgram, begin: int, end: int, most: int) -> list[Stretch]:
+    """Return the stretches of the hot steps from `begin` to `end` that are worth a capture.
+
+    `most`: maximum number of bytes that a stretch may allocate.
+    """
+    facts, found = prepared.facts, []
+    bounds = [*prepared.begins, len(prepared.steps)]
+    spans, floats = _spans(prepared), _floats(prepared)
+    names: dict[int, list[int]] = {}
+    for name, slot in enumerate(prepared.slot_of):
+        names.setdefault(slot, []).append(name)
+    first, work, nbytes, acts, near, slots = begin, 0, 0, dict[int, None](), dict[int, None](), set[int]()
+
+    def close(last: int) -> None:
+        if work < WORTH:
+            return
+        params = dict.fromkeys([k for i in acts for k in prepared.acts[i].params])
+        freed = _freed(prepared, range(bounds[first], bounds[last]))
+        results = [slot for slot in slots - freed if facts.slot_alloc[slot] is not None]
+        found.append(
+            Stretch(
+                first,
+                last,
+                tuple([k for k in params if k in floats]),
+                tuple([k for k in params if k not in floats]),
+                {slot: (*names.get(slot, ()), ~slot) for slot in sorted(near)},
+                {slot: spans[slot] for slot in near if slot not in slots and 0 < spans.get(slot, 0) <= SMALL},
+                any(facts.slot_freed[slot] or (facts.slot_alloc[slot] or 0) > COPIED for slot in results),
+                nbytes,
+            )
+        )
+
+    for k in range(begin, end):
+        inside = range(bounds[k], bounds[k + 1])
+        active = [s for s in inside if not isinstance(prepared.traces[s], FREE_OF_WORK)]
+        own = {prepared.owner[s]: None for s in inside}
+        writes = {slot for i in own for slot in prepared.writes[i]}
+        blocked = not prepared.uncapturable.isdisjoint(active) or _nbytes(facts, writes) > most
+        if blocked or nbytes + _nbytes(facts, writes - slots) > most:
+            close(k)
+            first, work, nbytes, acts, near, slots = k, 0, 0, {}, {}, set()
+        if blocked:
+            first = k + 1
+            continue
+        work += len(active)
+        nbytes += _nbytes(facts, writes - slots)
+        # a step that frees memory belongs to the act behind it, whose params the stretch does not use
+        acts.update({prepared.owner[s]: None for s in active})
+        near.update({slot: None for i in own for slot in prepared.acts[i].slots})
+        slots |= writes
+    close(end)
+    return found
+
+
+def _nbytes(facts: ProgramFacts, slots: Iterable[int]) -> int:
+    """Return the bytes that the program allocates for some slots."""
+    return sum([facts.slot_alloc[slot] or 0 for slot in slots])
+
+
+def _freed(prepared: PreparedProgram, steps: range) -> set[int]:
+    """Return the slots that some steps free."""
+    frees = [trace for trace in (prepared.traces[s] for s in steps) if isinstance(trace, Free)]
+    return {slot for f in frees for slot in (*f.slots, *[prepared.slot_of[r] for r in f.registers])}
+
+
+def _spans(prepared: PreparedProgram) -> dict[int, int]:
+    """Return the bytes of each slot that the program's views span. Slots that are used without a view are left out."""
+    spans: dict[int, int] = {}
+    unknown: set[int] = set()
+    for act in prepared.acts:
+        shown = set()
+        for form, slots in act.lines or ((act.form, act.slots),):
+            for operand, slot in zip(form.operands, slots, strict=True):
+                shown.add(slot)
+                if operand.view is not None:
+                    spans[slot] = max(spans.get(slot, 0), operand.view.end)
+                elif form.opcode not in ("alloc", "free"):
+                    unknown.add(slot)
+        unknown.update(set(act.slots) - shown)
+    return {slot: nbytes for slot, nbytes in spans.items() if slot not in unknown}
+
+
+def _floats(prepared: PreparedProgram) -> set[int]:
+    """Return the run's params of type F64."""
+    program = prepared.program
+    kinds = [kind for instruction in program.body for kind in program.forms[instruction.form].params]
+    return {k for k, kind in enumerate(kinds) if kind is ParamKind.F64}
