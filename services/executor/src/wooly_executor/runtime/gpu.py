@@ -247,6 +247,7 @@ class GpuExecution(StepExecution):
                 flights.add(Flight(prepared, span, marks, sum(known), owner))
                 flights.land(ahead_ns)
                 self._kernels_ns += sum(times) * prepared.kernel_permille // 1000
+                self._leave()
                 return times + [0] * (len(edges) - len(times))
         flights.land()
         found = [kernels.wait()] if launched else []
@@ -261,13 +262,17 @@ class GpuExecution(StepExecution):
             step, why = complaints[0]
             self._fail(prepared, self._frame, step, step, why)
             self.ended = True
-        if self.ended:  # a graph can lend its memory again when no frame of an ended run uses it
-            self._frame.registers.clear()
-            self._frame.bases.clear()
+        self._leave()
         self._share(sum(times), inside)
         if isinstance(owner, Buffers):
             times = flights.charge(owner, times)
         return times + [0] * (len(edges) - len(times))
+
+    def _leave(self) -> None:
+        """Drop the tensors of a run that has ended. A graph can lend its memory again when nobody uses it."""
+        if self.ended:
+            self._frame.registers.clear()
+            self._frame.bases.clear()
 
     def _share(self, total: int, inside: list[tuple[Any, Any]] | None) -> None:
         """Divide the time between generated kernels and the library."""

@@ -30,6 +30,8 @@ MASK_UNIT = 16
 LOGS_UNIT = 32
 #: Largest head dimension of the flash operator, and the largest on chips that have less shared memory than an A100.
 FLASH_WIDTH, FLASH_WIDTH_SMALL = 256, 192
+#: torch's number of cuDNN's operator (`SDPBackend`), and the maximum number of its choices that are kept.
+CUDNN_CHOSEN, CHOICES = 3, 4096
 #: CUDA's limit of the second and third dimension of a grid: the operators have one block per batch and head there.
 GRID = 65535
 
@@ -40,6 +42,7 @@ class Way(enum.Enum):
     """How attention is computed."""
 
     FLASH = "flash"
+    CUDNN = "cudnn"
     EFFICIENT = "efficient"
     MATMUL = "matmul"
 
@@ -111,6 +114,13 @@ def attention(
         return attention_by_matmul(query, key, value, is_causal, attn_mask, scale)
     factor = _factor(query, scale)
     rows, width, dtype = query.shape[2], query.shape[3], query.dtype
+    if way is Way.CUDNN:
+        q, k, v = [_aligned(t) for t in (query, key, value)]
+        bias = _bias(attn_mask, q, k)
+        out, logs, *_ = aten._scaled_dot_product_cudnn_attention.default(
+            q, k, v, bias, True, 0.0, is_causal, False, scale=factor
+        )
+        return out[..., :width], logs.view(query.shape[:3])
     if way is Way.FLASH:
         q, k, v = [_aligned(t) for t in (query, key, value)]
         found = aten._scaled_dot_product_flash_attention.default(q, k, v, 0.0, is_causal, False, scale=factor)
@@ -144,6 +154,16 @@ def attention_backward(
     factor = _factor(query, scale)
     rows, columns, width, dtype, device = query.shape[2], key.shape[2], query.shape[3], query.dtype, query.device
     grad_out, logsumexp = grad_out.to(dtype), logsumexp.to(torch.float32)
+    if way is Way.CUDNN:
+        g, q, k, v, o = [_aligned(t) for t in (grad_out, query, key, value, out)]
+        seed, offset = [torch.empty((), dtype=torch.int64, device=device) for _ in range(2)]  # without dropout, unread
+        logs = logsumexp.contiguous().unsqueeze(-1)
+        bias = _bias(attn_mask, q, k)
+        grads = aten._scaled_dot_product_cudnn_attention_backward.default(
+            *(g, q, k, v, o, logs, seed, offset, bias, None, None, rows, columns, 0.0, is_causal), scale=factor
+        )
+        grad_query, grad_key, grad_value = [t[..., :width] for t in grads]
+        return grad_query, grad_key, grad_value
     if way is Way.FLASH:
         g, q, k, v, o = [_aligned(t) for t in (grad_out, query, key, value, out)]
         seed, offset = [
@@ -199,7 +219,24 @@ def _way(tensors: tuple[Tensor, ...], dropout_p: float, is_causal: bool, mask: T
     if any(t.dtype is not query.dtype for t in tensors):  # the fused operators do not check all dtypes
         raise OperationError(f"attention needs tensors of one dtype, but they have {[t.dtype for t in tensors]}")
     found = None if mask is None else mask.dtype
-    return choose(query.dtype, tuple(query.shape), tuple(key.shape), found, is_causal, _chip(query.device))
+    way = choose(query.dtype, tuple(query.shape), tuple(key.shape), found, is_causal, _chip(query.device))
+    if query.dtype not in _HALVES or way is Way.MATMUL or found not in (None, torch.bool, query.dtype):
+        return way
+    if deterministic_switches()[0]:  # cuDNN's gradients are not deterministic
+        return way
+    layouts = tuple([(tuple(t.shape), t.stride()) for t in (*tensors[:3], *([] if mask is None else [mask]))])
+    known = _cudnn_is_chosen.get((query.dtype, found, is_causal, layouts))
+    if known is None:
+        if len(_cudnn_is_chosen) >= CHOICES:
+            _cudnn_is_chosen.clear()
+        gqa = key.shape[1] != query.shape[1]
+        chosen = aten._fused_sdp_choice.default(query, key, tensors[2], mask, 0.0, is_causal, enable_gqa=gqa)
+        known = _cudnn_is_chosen[query.dtype, found, is_causal, layouts] = chosen == CUDNN_CHOSEN
+    return Way.CUDNN if known else way
+
+
+#: Whether torch itself would choose cuDNN's operator, by dtypes and layouts of a call. It depends on the chip and on cuDNN.
+_cudnn_is_chosen: dict[tuple[Any, ...], bool] = {}
 
 
 def _deterministic_if_asked(call: Callable[..., Any]) -> Callable[..., Any]:

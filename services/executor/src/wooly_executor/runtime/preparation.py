@@ -240,7 +240,7 @@ class _Preparation:
             def take(f: Frame) -> None:
                 f.bases[slot] = device.empty(numel, dtype)
 
-            self._step(take)
+            self._step(take, Make(slot, nbytes, dtype, device.named, zeroed=False))
             return
 
         def make(f: Frame) -> None:
@@ -399,8 +399,10 @@ class _Preparation:
             view = operand.view
             if view is not None:
                 whole = view.offset == 0 and view.end == nbytes
-                if form.opcode not in ("copy", "fill") and operand.role is Role.OUT and whole:
-                    return  # the operator's result becomes the buffer
+                if operand.role is Role.OUT and whole:
+                    if form.opcode not in ("copy", "fill"):
+                        return  # the operator's result becomes the buffer
+                    dirty = dirty or view.numel * view.dtype.itemsize == nbytes  # no element is written twice
                 anew = out_of_place(form)
                 if anew is not None and anew[0] == first[1] and whole:
                     self._out_of_place[first[0]] = anew

@@ -44,12 +44,13 @@ class Review(NamedTuple):
 
 
 class Make(NamedTuple):
-    """Allocates zeroed memory for a slot."""
+    """Allocates memory for a slot. It is zeroed unless the next access overwrites all of it."""
 
     slot: int
     nbytes: int
     dtype: torch.dtype
     device: torch.device | None = None
+    zeroed: bool = True
 
 
 class Write(NamedTuple):
@@ -168,7 +169,10 @@ class Segment:
             device = step.device
             where = none if device is None else self._give("Device", lambda r, p: device)
             values = [size, self._give("int", lambda r, p: dtype), none, where, none]
-            self._define([memory_name(step.slot)], "zeros", values, at, None)
+            if step.zeroed:
+                self._define([memory_name(step.slot)], "zeros", values, at, None)
+            else:
+                self._define([memory_name(step.slot)], "empty", [*values, none], at, None)
             self.nbytes += step.nbytes
         elif isinstance(step, Review):
             view = step.view
