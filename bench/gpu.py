@@ -24,10 +24,10 @@ from pathlib import Path
 
 from figures import row, show
 
-SECTIONS = ("ceilings", "prefill", "decode", "train", "two", "priority")
+SECTIONS = ("ceilings", "prefill", "decode", "replay", "train", "two", "priority")
 TOKEN, EXECUTOR = "bench", "bench"
 #: Number of warm-up runs of each kind of work. Afterwards, programs have their final form and their graphs.
-WARM = {"prefill": 12, "decode": 3, "train": 16}
+WARM = {"prefill": 12, "decode": 3, "replay": 3, "train": 16}
 #: Shapes: hidden size, layers, heads, key-value heads, size of the MLP, vocabulary; then tokens of a prompt and of an answer,
 #: then rows and tokens of a training batch.
 SIZES = {
@@ -121,6 +121,54 @@ def decode(size, device):
     return run, tokens
 
 
+def replay(size, device):
+    """The same answers, but a step is captured once as a CUDA graph by the script, and replayed for each token."""
+    import torch
+    from transformers import StaticCache
+
+    model, config = model_of(size, device, torch.bfloat16)
+    model.eval()
+    ids, tokens = prompt(size, device)[:, :16], SIZES[size][1][1]
+    cache = StaticCache(config=config, max_cache_len=16 + tokens + 1)
+    token, at = torch.zeros((1, 1), dtype=torch.long, device=device), torch.zeros((1,), dtype=torch.long, device=device)
+    answer = torch.zeros((1, tokens), dtype=torch.long, device=device)
+
+    def step():
+        logits = model(token, past_key_values=cache, cache_position=at).logits
+        token.copy_(logits[:, -1:].argmax(-1))
+        at.add_(1)
+        answer.index_copy_(1, at - 16, token)
+        return logits
+
+    def begin():
+        cache.reset()
+        logits = model(ids, past_key_values=cache, cache_position=torch.arange(16, device=device)).logits
+        token.copy_(logits[:, -1:].argmax(-1))
+        at.fill_(16)
+        answer.index_copy_(1, at - 16, token)
+
+    with torch.no_grad():
+        begin()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            logits = step()
+
+    def run():
+        with torch.no_grad():
+            begin()
+            for _ in range(tokens - 1):
+                graph.replay()
+            return answer.cpu(), logits
+
+    return run, tokens
+
+
 def train(size, device):
     """A step of AdamW under autocast to bfloat16. The loss is read every tenth step, as training loops do."""
     import torch
@@ -143,7 +191,7 @@ def train(size, device):
     return run, rows * length
 
 
-WORK = {"prefill": prefill, "decode": decode, "train": train}
+WORK = {"prefill": prefill, "decode": decode, "replay": replay, "train": train}
 
 
 def worker(side, work, size, device, endpoint, session):
@@ -165,7 +213,7 @@ def worker(side, work, size, device, endpoint, session):
     settle()
     print(json.dumps({"digest": digest, "number": number}), flush=True)
     for line in sys.stdin:
-        asked = time.perf_counter()
+        asked, cpu = time.perf_counter(), time.process_time()
         until, times = asked + float(line), []
         while time.perf_counter() < until or len(times) < 3:
             began = time.perf_counter()
@@ -173,7 +221,8 @@ def worker(side, work, size, device, endpoint, session):
             times.append(time.perf_counter() - began)
         settle()
         seconds = time.perf_counter() - asked
-        print(json.dumps({"times": times, "seconds": seconds, "rate": len(times) * tokens / seconds}), flush=True)
+        found = {"times": times, "seconds": seconds, "rate": len(times) * tokens / seconds}
+        print(json.dumps(found | {"busy": (time.process_time() - cpu) / seconds}), flush=True)
     os._exit(0)
 
 
@@ -244,6 +293,10 @@ class Native:
     def __init__(self, options):
         self._device = "cpu" if options.fake else "cuda"
 
+    def thread_times(self):
+        """There is no executor."""
+        return {}
+
     @contextlib.contextmanager
     def workers(self, *wanted):
         """Start a process for each (work, size, priority); they are ready when the block begins."""
@@ -306,7 +359,10 @@ class Ours:
                     token=TOKEN,
                     tenant=name,
                     priority=priority,
-                    policy=SessionPolicy(priority=priority),
+                    # P0 may use the whole device: the measurement is about its latency, not about policing
+                    policy=SessionPolicy(
+                        priority=priority, **({} if priority else {"rate_permille": 1000, "burst_ns": 10**9})
+                    ),
                     lease_s=3600,
                 )
                 reply = self._ask(contracts.EXECUTOR_SESSION_OPEN, request)
@@ -322,6 +378,11 @@ class Ours:
             for name in names:
                 with contextlib.suppress(RuntimeError):
                     self._ask(contracts.EXECUTOR_SESSION_CLOSE, CloseSessionRequest(session_id=name))
+
+    def thread_times(self):
+        """CPU time of each of the executor's threads so far, in seconds."""
+        tasks = Path(f"/proc/{self._executor.pid}/task").iterdir()
+        return {task.name: int((task / "schedstat").read_text().split()[0]) / 1e9 for task in tasks}
 
     def close(self):
         self._executor.terminate()
@@ -344,13 +405,17 @@ def percentile(times, share):
 def measure(side, options):
     """Return the figures of one side by name."""
     found, seconds, size = {}, options.seconds, options.size
-    for work in ("prefill", "decode", "train"):
-        if work not in options.sections:
+    for work in WORK:
+        if work not in options.sections or (work == "replay" and options.fake and isinstance(side, Native)):
             continue
         with attempt(found, work), side.workers((work, size, 2)) as (one,):
+            before, began = side.thread_times(), time.perf_counter()
             reports = [together([one], seconds / 3)[0] for _ in range(3)]
             rates = sorted(r["rate"] for r in reports)
             found[work] = {"rate": rates[1], "spread": f"{rates[0]:.0f}-{rates[2]:.0f}", **one.ready}
+            found[work]["client busy"] = statistics.median([r["busy"] for r in reports])
+            used = [s - before.get(thread, 0) for thread, s in side.thread_times().items()]
+            found[work]["executor busy"] = max(used, default=0) / (time.perf_counter() - began)
             found[work]["ms"] = statistics.median([1e3 * t for r in reports for t in r["times"]])
     if "two" in options.sections:
         for work in ("prefill", "decode"):
