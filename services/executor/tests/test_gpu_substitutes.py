@@ -4,6 +4,7 @@ import pytest
 import torch
 from wooly_executor.errors import OperationError
 from wooly_executor.runtime import gpu_absent, gpu_bags, gpu_lstm, gpu_norms
+from wooly_executor.runtime.adoption import put
 from wooly_executor.runtime.gpu import GpuDevice
 from wooly_executor.runtime.gpu_absent import ABSENT
 from wooly_executor.runtime.substitutes import substitute
@@ -182,6 +183,15 @@ def test_result_that_the_cpu_leaves_empty_is_empty():
     assert device.result(torch.ones(4), (0,)).shape == (0,)
     assert device.result(torch.ones(4), (3,)).shape == (4,)
     assert torch.equal(device.result(torch.ones(0), (2,)), torch.zeros(2))
+
+
+def test_result_in_memory_of_the_program_that_the_cpu_leaves_empty_is_not_copied():
+    device = GpuDevice(FakeDriver())
+    put(torch.ones(4), torch.empty(0), device)
+    put(torch.ones(2), target := torch.zeros(2), device)
+    assert target.tolist() == [1, 1]
+    put(torch.ones(0), target, device)
+    assert target.tolist() == [0, 0]
 
 
 # -- operators of the host --------------------------------------------------------------------------------------------------
