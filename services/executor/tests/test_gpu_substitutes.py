@@ -91,6 +91,39 @@ def test_bags_gradient_of_sample_weights_computes_the_bag_of_each_index():
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("padding", [-1, 3])
+def test_bags_gradient_of_the_maximum_skips_empty_bags(dtype, padding):
+    """The GPU's library marks an empty bag with the index -1, and the CPU's library with 0."""
+    torch.manual_seed(1)
+    weight, indices, offsets = some(5, 4, dtype=dtype), torch.tensor([1, 2, 4, 3]), torch.tensor([0, 2, 2, 3])
+    out, bag_of, sizes, largest = aten._embedding_bag.default(
+        weight, indices, offsets, False, 2, False, None, False, padding
+    )
+    grad, numbers = some(4, 4, dtype=dtype), (5, False, 2)
+    expected = aten._embedding_bag_dense_backward.default(
+        grad, indices, bag_of, sizes, largest, *numbers, None, padding
+    )
+    marked = torch.where((sizes == 0).unsqueeze(1), -1, largest)
+    for given in (largest, marked):
+        found = gpu_bags.dense_backward(grad, indices, bag_of, sizes, given, *numbers, None, padding)
+        torch.testing.assert_close(found, expected)
+        found = gpu_bags.backward(grad, indices, offsets, bag_of, sizes, given, *numbers, False, None, padding)
+        torch.testing.assert_close(found, expected)
+    assert torch.equal(gpu_bags._as_on_cpu((out, bag_of, sizes, marked), cut=True)[3], largest)
+
+
+@pytest.mark.parametrize("mode", [0, 1])
+def test_bags_gradients_of_sums_are_the_librarys(mode):
+    weight, indices, offsets = some(5, 4), torch.tensor([1, 2, 4, 3]), torch.tensor([0, 2, 2])
+    _, _, sizes, largest = aten._embedding_bag.default(weight, indices, offsets, False, mode)
+    bag_of, grad, numbers = torch.tensor([0, 0, 2, 2]), some(3, 4), (5, False, mode)
+    given = (bag_of, sizes, largest, *numbers)
+    expected = aten._embedding_bag_dense_backward.default(grad, indices, *given, None, -1)
+    assert torch.equal(gpu_bags.dense_backward(grad, indices, *given, None), expected)
+    assert torch.equal(gpu_bags.backward(grad, indices, offsets, *given, False, None), expected)
+
+
 # -- normalisation ---------------------------------------------------------------------------------------------------------
 
 
