@@ -63,6 +63,26 @@ def test_lstm_layer_without_incoming_gradients_has_zero_gradients():
     assert not any(g.any() for g in found)
 
 
+@pytest.mark.parametrize("biases", [False, True])
+def test_lstm_layer_gives_the_library_weights_in_one_piece_of_memory(monkeypatch, biases):
+    given = []
+
+    class Operators:
+        class lstm:
+            @staticmethod
+            def input(steps, states, weights, *rest):
+                given.extend(weights)
+                return aten.lstm.input(steps, states, weights, *rest)
+
+    monkeypatch.setattr(gpu_lstm, "aten", Operators)
+    weights = [some(16, 3), some(16, 4), some(16), some(16)]
+    gpu_lstm.layer(some(5, 2, 3), *weights, some(2, 4), some(2, 4), False, [], 2, 4, 1, biases, False, False, False)
+    ends = [given[0].data_ptr() + 4 * sum(w.numel() for w in weights[:k]) for k in range(4)]
+    assert [w.data_ptr() for w in given] == ends
+    wanted = weights if biases else [*weights[:2], torch.zeros(16), torch.zeros(16)]
+    assert all(torch.equal(a, b) for a, b in zip(given, wanted, strict=True))
+
+
 # -- bags of embeddings ----------------------------------------------------------------------------------------------------
 
 
