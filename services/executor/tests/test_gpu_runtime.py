@@ -218,6 +218,24 @@ def test_gpu_out_of_memory_has_its_own_code(gpu, driver):
     assert outcome.code == "executor.out_of_memory" and outcome.error.startswith("CUDA out of memory")
 
 
+@pytest.mark.parametrize(
+    "cause",
+    [
+        NotImplementedError("ceil is not supported for complex inputs"),
+        RuntimeError(
+            "The following operation failed in the TorchScript interpreter.\n\"dot\" not implemented for 'Bool'"
+        ),
+    ],
+    ids=["type", "text"],
+)
+def test_gpu_missing_kernel_has_its_own_code(gpu, driver, cause):
+    program, params, contents, _ = chain()
+    prepared = gpu.plan(program, params)
+    driver.fail_next = cause
+    _, outcome, *_ = gpu.run(prepared, contents, params)
+    assert outcome.code == "executor.missing_kernel" and outcome.error == str(cause)
+
+
 @pytest.mark.parametrize("when", ["launch", "end"])
 def test_gpu_lost_context_raises_context_lost(gpu, driver, when, monkeypatch):
     program, params, contents, _ = chain()

@@ -4,6 +4,7 @@ import pytest
 import torch
 from wooly_executor.errors import OperationError
 from wooly_executor.runtime import gpu_absent, gpu_bags, gpu_lstm, gpu_norms
+from wooly_executor.runtime.adoption import put
 from wooly_executor.runtime.gpu import GpuDevice
 from wooly_executor.runtime.gpu_absent import ABSENT
 from wooly_executor.runtime.substitutes import substitute
@@ -62,6 +63,26 @@ def test_lstm_layer_without_incoming_gradients_has_zero_gradients():
     assert not any(g.any() for g in found)
 
 
+@pytest.mark.parametrize("biases", [False, True])
+def test_lstm_layer_gives_the_library_weights_in_one_piece_of_memory(monkeypatch, biases):
+    given = []
+
+    class Operators:
+        class lstm:
+            @staticmethod
+            def input(steps, states, weights, *rest):
+                given.extend(weights)
+                return aten.lstm.input(steps, states, weights, *rest)
+
+    monkeypatch.setattr(gpu_lstm, "aten", Operators)
+    weights = [some(16, 3), some(16, 4), some(16), some(16)]
+    gpu_lstm.layer(some(5, 2, 3), *weights, some(2, 4), some(2, 4), False, [], 2, 4, 1, biases, False, False, False)
+    ends = [given[0].data_ptr() + 4 * sum(w.numel() for w in weights[:k]) for k in range(4)]
+    assert [w.data_ptr() for w in given] == ends
+    wanted = weights if biases else [*weights[:2], torch.zeros(16), torch.zeros(16)]
+    assert all(torch.equal(a, b) for a, b in zip(given, wanted, strict=True))
+
+
 # -- bags of embeddings ----------------------------------------------------------------------------------------------------
 
 
@@ -88,6 +109,39 @@ def test_bags_gradient_of_sample_weights_computes_the_bag_of_each_index():
     expected = aten._embedding_bag_per_sample_weights_backward.default(grad, weight, indices, offsets, bag_of, 0, -1)
     found = gpu_bags.weights_backward(grad, weight, indices, offsets, torch.empty(0, dtype=torch.int64), 0)
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("padding", [-1, 3])
+def test_bags_gradient_of_the_maximum_skips_empty_bags(dtype, padding):
+    """The GPU's library marks an empty bag with the index -1, and the CPU's library with 0."""
+    torch.manual_seed(1)
+    weight, indices, offsets = some(5, 4, dtype=dtype), torch.tensor([1, 2, 4, 3]), torch.tensor([0, 2, 2, 3])
+    out, bag_of, sizes, largest = aten._embedding_bag.default(
+        weight, indices, offsets, False, 2, False, None, False, padding
+    )
+    grad, numbers = some(4, 4, dtype=dtype), (5, False, 2)
+    expected = aten._embedding_bag_dense_backward.default(
+        grad, indices, bag_of, sizes, largest, *numbers, None, padding
+    )
+    marked = torch.where((sizes == 0).unsqueeze(1), -1, largest)
+    for given in (largest, marked):
+        found = gpu_bags.dense_backward(grad, indices, bag_of, sizes, given, *numbers, None, padding)
+        torch.testing.assert_close(found, expected)
+        found = gpu_bags.backward(grad, indices, offsets, bag_of, sizes, given, *numbers, False, None, padding)
+        torch.testing.assert_close(found, expected)
+    assert torch.equal(gpu_bags._as_on_cpu((out, bag_of, sizes, marked), cut=True)[3], largest)
+
+
+@pytest.mark.parametrize("mode", [0, 1])
+def test_bags_gradients_of_sums_are_the_librarys(mode):
+    weight, indices, offsets = some(5, 4), torch.tensor([1, 2, 4, 3]), torch.tensor([0, 2, 2])
+    _, _, sizes, largest = aten._embedding_bag.default(weight, indices, offsets, False, mode)
+    bag_of, grad, numbers = torch.tensor([0, 0, 2, 2]), some(3, 4), (5, False, mode)
+    given = (bag_of, sizes, largest, *numbers)
+    expected = aten._embedding_bag_dense_backward.default(grad, indices, *given, None, -1)
+    assert torch.equal(gpu_bags.dense_backward(grad, indices, *given, None), expected)
+    assert torch.equal(gpu_bags.backward(grad, indices, offsets, *given, False, None), expected)
 
 
 # -- normalisation ---------------------------------------------------------------------------------------------------------
@@ -182,6 +236,15 @@ def test_result_that_the_cpu_leaves_empty_is_empty():
     assert device.result(torch.ones(4), (0,)).shape == (0,)
     assert device.result(torch.ones(4), (3,)).shape == (4,)
     assert torch.equal(device.result(torch.ones(0), (2,)), torch.zeros(2))
+
+
+def test_result_in_memory_of_the_program_that_the_cpu_leaves_empty_is_not_copied():
+    device = GpuDevice(FakeDriver())
+    put(torch.ones(4), torch.empty(0), device)
+    put(torch.ones(2), target := torch.zeros(2), device)
+    assert target.tolist() == [1, 1]
+    put(torch.ones(0), target, device)
+    assert target.tolist() == [0, 0]
 
 
 # -- operators of the host --------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import pytest
 import torch
 from wooly_executor.runtime import guards
 from wooly_executor.runtime.calls import LibraryCall, library_call
+from wooly_executor.runtime.guards.writing import works_in_place
 from wooly_testkit import forks
 from wooly_wis.dtypes import DType
 from wooly_wis.externs import is_allowed
@@ -59,3 +60,19 @@ def test_guards_operator_without_law_is_called_unchanged(wis):
     form = Form("extern", (), (), (("args", ()), ("kwargs", ()), ("name", "aten.neg.default")))
     call = LibraryCall(torch.ops.aten.neg.default, (), ())
     assert guards.guarded(call, form) is call and not guards.looks_at_values(call)
+
+
+@pytest.mark.parametrize(
+    ("op", "expected"),
+    [
+        (torch.ops.aten.where.self_out, True),  # without the tag of aten.where.self
+        (torch.ops.aten.add.out, True),
+        (torch.ops.aten.isnan.out, True),
+        (torch.ops.aten.max.dim_max, False),
+        (torch.ops.aten.max.unary_out, False),
+        (torch.ops.aten.mm.out, False),
+    ],
+    ids=str,
+)
+def test_results_of_elementwise_operators_may_lie_where_an_argument_lies(op, expected):
+    assert works_in_place(op) is expected

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from wooly import api
+from wooly import api, device
 from wooly.errors import RemoteOperationError
 
 
@@ -49,6 +49,14 @@ def test_error_surfaces_at_unrelated_wait_with_its_own_operation(cuda):
         torch.ones(4, device=cuda).add(1).sum().item()
     assert error.value.operation == "aten.index.Tensor" and line_of(failing) in str(error.value)
     assert kept.shape == (1,)
+
+
+@pytest.mark.parametrize("code", ["executor.missing_kernel", "executor.operation"])
+def test_error_about_missing_kernel_is_a_not_implemented_error(cuda, code):
+    link = device.current().devices.recorders[0].link
+    error = link._remote_error({"message": "\"dot\" not implemented for 'Bool'", "code": code})
+    assert isinstance(error, RemoteOperationError) and str(error) == "\"dot\" not implemented for 'Bool'"
+    assert isinstance(error, NotImplementedError) is (code == "executor.missing_kernel")
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -77,6 +77,12 @@ class OperationError(ExecutorError):
         self.instruction = instruction
 
 
+class MissingKernelError(OperationError):
+    """The device's library has no kernel for an operator's dtype or layout. PyTorch raises NotImplementedError."""
+
+    code = "executor.missing_kernel"
+
+
 class TooMuchWorkError(OperationError):
     """An instruction exceeds the work that the device allows in one call, and cannot be split."""
 

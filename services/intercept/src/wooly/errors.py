@@ -46,6 +46,12 @@ class RemoteOperationError(WoolyError):
         self.recorded_at = recorded_at
 
 
+class RemoteNotImplementedError(RemoteOperationError, NotImplementedError):
+    """The executor's library has no kernel for an operation. It is a NotImplementedError, as in CUDA."""
+
+    code = "wooly.remote_not_implemented"
+
+
 class ForkedProcessError(WoolyError):
     """A forked process used the device of its parent's session."""
 

@@ -32,7 +32,13 @@ from wooly_wis.frames import (
     unpack_records,
 )
 
-from wooly.errors import ExecutorLostError, ForkedProcessError, RemoteOperationError, WoolyError
+from wooly.errors import (
+    ExecutorLostError,
+    ForkedProcessError,
+    RemoteNotImplementedError,
+    RemoteOperationError,
+    WoolyError,
+)
 from wooly.recorder import Origin, describe_origin
 
 if TYPE_CHECKING:
@@ -529,7 +535,8 @@ class Link:
                 del self._failures[next(iter(self._failures))]
         if code == "executor.out_of_memory":
             return torch.OutOfMemoryError(message + (f"\n  recorded at {recorded_at}" if recorded_at else ""))
-        return RemoteOperationError(message, operation=operation, recorded_at=recorded_at)
+        kind = RemoteNotImplementedError if code == "executor.missing_kernel" else RemoteOperationError
+        return kind(message, operation=operation, recorded_at=recorded_at)
 
     # -- host copies of read buffers, valid until the buffer is written ----------------------------------------------
 

@@ -43,6 +43,11 @@ def adoptable(t: Any, view: View, f: Frame, device: TorchDevice) -> Tensor:
     return own
 
 
+def put(t: Tensor, target: Tensor, device: TorchDevice) -> None:
+    """Copy a result into the memory that the program announced for it."""
+    target.copy_(t if t.shape == target.shape else device.result(t, tuple(target.shape)))
+
+
 def fits(t: Tensor, view: View) -> bool:
     """Whether `t` has the layout of `view`. Its layout may depend on numbers and contents that change from run to run."""
     return t.shape == view.sizes and t.stride() == view.strides and t.storage_offset() == 0

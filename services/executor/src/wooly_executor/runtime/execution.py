@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from wooly_executor.errors import OperationError, OutOfMemoryError, PoisonedError
+from wooly_executor.errors import MissingKernelError, OperationError, OutOfMemoryError, PoisonedError
 from wooly_executor.runtime.buffers import Buffer
 from wooly_executor.runtime.frame import Frame, Step
 from wooly_executor.runtime.graphs import Graphs
@@ -19,6 +19,8 @@ from wooly_executor.runtime.segments import SegmentError
 _NO_MEMORY = re.compile(
     r"DefaultCPUAllocator: (?:can't allocate|not enough) memory(?:: you tried to allocate (\d+) bytes)?|std::bad_alloc"
 )
+#: The library's error message for a dtype without a kernel. TorchScript's interpreter repeats the message in a RuntimeError.
+_NO_KERNEL = re.compile(r"\"\w+\" not implemented for '")
 
 
 class StepExecution:
@@ -142,6 +144,8 @@ class StepExecution:
             outcome.error = str(cause)
             if isinstance(cause, PoisonedError):
                 outcome.code = PoisonedError.code
+            elif isinstance(cause, NotImplementedError) or _NO_KERNEL.search(outcome.error):
+                outcome.code = MissingKernelError.code
         else:
             outcome.error = f"{type(cause).__name__}: {cause}"
         refused = _NO_MEMORY.search(outcome.error)

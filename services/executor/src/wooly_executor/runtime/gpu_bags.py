@@ -2,6 +2,9 @@
 
 In the sum of bags, the CPU's operator may leave `offset2bag` (the bag of each index) empty, and its gradients compute
 `offset2bag` from the offsets. The GPU's operator always fills `offset2bag`, and some of its gradients need it.
+
+In the maximum of bags, an empty bag has the index 0 on the CPU and -1 on the GPU. The CPU's gradient reads the sizes of the bags
+to skip an empty bag, and the GPU's gradient reads the index. The functions here write the CPU's index and read the sizes.
 """
 
 from __future__ import annotations
@@ -12,7 +15,8 @@ import torch
 from torch import Tensor
 
 aten = torch.ops.aten
-_SUM = 0
+_SUM, _MAX = 0, 2
+_HALVES = (torch.float16, torch.bfloat16)
 
 
 def forward(
@@ -54,7 +58,61 @@ def _as_on_cpu(found: tuple[Tensor, Tensor, Tensor, Tensor], *, cut: bool) -> tu
     out, bag_of, sizes, largest = found
     if cut:
         sizes = sizes[: out.shape[0]]
-    return out, bag_of, sizes, largest if largest.numel() else sizes.clone()
+    return out, bag_of, sizes, largest.clamp_min(0) if largest.numel() else sizes.clone()
+
+
+def backward(
+    grad: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    offset2bag: Tensor,
+    bag_size: Tensor,
+    maximum_indices: Tensor,
+    num_weights: int,
+    scale_grad_by_freq: bool,
+    mode: int,
+    sparse: bool,
+    per_sample_weights: Tensor | None,
+    padding_idx: int = -1,
+) -> Tensor:
+    """Do `aten._embedding_bag_backward`."""
+    if mode == _MAX and not sparse:
+        return _backward_of_maximum(grad, bag_size, maximum_indices, num_weights)
+    found: Tensor = aten._embedding_bag_backward.default(
+        grad, indices, offsets, offset2bag, bag_size, maximum_indices, num_weights, scale_grad_by_freq, mode, sparse,
+        per_sample_weights, padding_idx,
+    )  # fmt: skip
+    return found
+
+
+def dense_backward(
+    grad: Tensor,
+    indices: Tensor,
+    offset2bag: Tensor,
+    bag_size: Tensor,
+    maximum_indices: Tensor,
+    num_weights: int,
+    scale_grad_by_freq: bool,
+    mode: int,
+    per_sample_weights: Tensor | None,
+    padding_idx: int = -1,
+) -> Tensor:
+    """Do `aten._embedding_bag_dense_backward`."""
+    if mode == _MAX:
+        return _backward_of_maximum(grad, bag_size, maximum_indices, num_weights)
+    found: Tensor = aten._embedding_bag_dense_backward.default(
+        grad, indices, offset2bag, bag_size, maximum_indices, num_weights, scale_grad_by_freq, mode, per_sample_weights,
+        padding_idx,
+    )  # fmt: skip
+    return found
+
+
+def _backward_of_maximum(grad: Tensor, sizes: Tensor, largest: Tensor, rows: int) -> Tensor:
+    """Add the gradient of each bag to the rows that have the maximum. The sum of half precision is in float32."""
+    wide = grad.to(torch.float32) if grad.dtype in _HALVES else grad
+    wide = wide.masked_fill((sizes[: grad.shape[0]] == 0).unsqueeze(1), 0)
+    found = wide.new_zeros(rows, grad.shape[1]).scatter_add_(0, largest.clamp_min(0).to(torch.int64), wide)
+    return found.to(grad.dtype)
 
 
 def weights_backward(

@@ -86,9 +86,20 @@ def layer_backward(
 def _run(
     data: Tensor, weights: list[Tensor], hidden: Tensor, cell: Tensor, reverse: bool, has_biases: bool, *, train: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
+    # cuDNN's memory for weights always contains biases, so a layer without biases gets biases of zero
+    biases = weights[2:] if has_biases else [torch.zeros_like(w) for w in weights[2:]]
+    used = _adjacent([*weights[:2], *biases])
     states = [t.reshape(1, data.shape[1], -1) for t in (hidden, cell)]
     steps = data.flip(0) if reverse else data
-    out, last, last_cell = aten.lstm.input(
-        steps, states, weights if has_biases else weights[:2], has_biases, 1, 0.0, train, False, False
-    )
+    out, last, last_cell = aten.lstm.input(steps, states, used, True, 1, 0.0, train, False, False)
     return out.flip(0) if reverse else out, last.reshape(hidden.shape), last_cell.reshape(cell.shape)
+
+
+def _adjacent(weights: list[Tensor]) -> list[Tensor]:
+    """Return copies of the weights in one piece of memory, in cuDNN's order.
+
+    PyTorch's call of cuDNN copies weights that are apart, and prints a warning each time.
+    """
+    memory = torch.cat([w.reshape(-1) for w in weights])
+    parts = memory.split([w.numel() for w in weights])
+    return [part.view(w.shape) for part, w in zip(parts, weights, strict=True)]

@@ -19,7 +19,7 @@ from wooly_wis.verifier import ProgramFacts
 from wooly_executor.bounds import WHOLE, Pieces
 from wooly_executor.bounds.division import Piece
 from wooly_executor.errors import OperationError, PoisonedError
-from wooly_executor.runtime.adoption import adopt_dynamic, adoptable, fits
+from wooly_executor.runtime.adoption import adopt_dynamic, adoptable, fits, put
 from wooly_executor.runtime.buffers import TORCH_DTYPE, WIS_DTYPE, as_view
 from wooly_executor.runtime.calls import (
     LibraryCall,
@@ -588,7 +588,7 @@ class _Preparation:
                     f.registers[register] = as_view(device.zeroed(view.end, TORCH_DTYPE[view.dtype]), view)
                     trusted[k] = False
                 elif not fresh:
-                    f.registers[register].copy_(t)
+                    put(t, f.registers[register], device)
                 elif trusted[k] and fits(t, view):
                     f.registers[register] = t
                 else:

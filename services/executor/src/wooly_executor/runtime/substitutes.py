@@ -24,6 +24,8 @@ _DONE_BY: dict[str, Callable[..., Any]] = {
     "aten.batch_norm_backward.default": gpu_norms.batch_norm_backward_of_update,
     "aten._embedding_bag.default": gpu_bags.forward,
     "aten._embedding_bag_forward_only.default": gpu_bags.forward_only,
+    "aten._embedding_bag_backward.default": gpu_bags.backward,
+    "aten._embedding_bag_dense_backward.default": gpu_bags.dense_backward,
     "aten._embedding_bag_per_sample_weights_backward.default": gpu_bags.weights_backward,
 }
 #: Substitutes that are needed for half precision only.

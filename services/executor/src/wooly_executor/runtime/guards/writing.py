@@ -77,7 +77,10 @@ def out_arguments(call: LibraryCall) -> tuple[str, ...]:
 
 def works_in_place(op: OpOverload) -> bool:
     """Whether a result may lie exactly where an argument lies: element-wise operators, and those with an in-place form."""
-    return torch.Tag.pointwise in op.tags or hasattr(torch.ops.aten, op.overloadpacket.__name__ + "_")
+    _, name, overload = str(op).split(".")
+    # PyTorch leaves some `out=` overloads without the tag, for example aten.where.self_out
+    plain = getattr(op.overloadpacket, overload.removesuffix("out").removesuffix("_") or "default", op)
+    return any(torch.Tag.pointwise in o.tags for o in (op, plain)) or hasattr(torch.ops.aten, name + "_")
 
 
 class Layout:
