@@ -24,10 +24,10 @@ from pathlib import Path
 
 from figures import row, show
 
-SECTIONS = ("ceilings", "prefill", "decode", "replay", "train", "two", "priority")
+SECTIONS = ("ceilings", "prefill", "compiled", "decode", "replay", "train", "train_compiled", "two", "priority")
 TOKEN, EXECUTOR = "bench", "bench"
 #: Number of warm-up runs of each kind of work. Afterwards, programs have their final form and their graphs.
-WARM = {"prefill": 12, "decode": 3, "replay": 3, "train": 16}
+WARM = {"prefill": 12, "compiled": 40, "decode": 3, "replay": 3, "train": 16, "train_compiled": 40}
 #: Shapes: hidden size, layers, heads, key-value heads, size of the MLP, vocabulary; then tokens of a prompt and of an answer,
 #: then rows and tokens of a training batch.
 SIZES = {
@@ -91,6 +91,22 @@ def prefill(size, device):
     def run():
         with torch.no_grad():
             logits = model(ids, use_cache=False, logits_to_keep=1).logits
+            return logits[0, -1].argmax().item(), logits
+
+    return run, ids.shape[1]
+
+
+def compiled(size, device):
+    """The logits of a prompt by a model that the script compiles with `torch.compile`."""
+    import torch
+
+    model, _ = model_of(size, device, torch.bfloat16)
+    model.eval()
+    ids, forward = prompt(size, device), torch.compile(model, dynamic=False)
+
+    def run():
+        with torch.no_grad():
+            logits = forward(ids, use_cache=False, logits_to_keep=1).logits
             return logits[0, -1].argmax().item(), logits
 
     return run, ids.shape[1]
@@ -169,11 +185,12 @@ def replay(size, device):
     return run, tokens
 
 
-def train(size, device):
+def train(size, device, compile_it=False):
     """A step of AdamW under autocast to bfloat16. The loss is read every tenth step, as training loops do."""
     import torch
 
     model, config = model_of(size, device, torch.float32)
+    forward = torch.compile(model, dynamic=False) if compile_it else model
     rows, length = SIZES[size][2]
     ids = (torch.arange(rows * length) * 104729 % config.vocab_size).view(rows, length).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
@@ -181,7 +198,7 @@ def train(size, device):
 
     def run():
         with torch.autocast(kind, dtype=torch.bfloat16):
-            loss = model(ids, labels=ids, use_cache=False).loss
+            loss = forward(ids, labels=ids, use_cache=False).loss
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -191,7 +208,19 @@ def train(size, device):
     return run, rows * length
 
 
-WORK = {"prefill": prefill, "decode": decode, "replay": replay, "train": train}
+def train_compiled(size, device):
+    """The same step with a model that the script compiles with `torch.compile`."""
+    return train(size, device, compile_it=True)
+
+
+WORK = {
+    "prefill": prefill,
+    "compiled": compiled,
+    "decode": decode,
+    "replay": replay,
+    "train": train,
+    "train_compiled": train_compiled,
+}
 
 
 def worker(side, work, size, device, endpoint, session):
