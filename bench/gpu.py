@@ -467,9 +467,10 @@ def measure(side, options):
 
 @contextlib.contextmanager
 def attempt(found, name):
-    """Keep the failure of one figure, and go on with the next."""
+    """Keep the failure of one figure, and go on with the next. Each figure is printed at once."""
     try:
         yield
+        print(json.dumps({name: found[name]}), file=sys.stderr, flush=True)
     except Exception as e:
         found[name] = {"error": f"{type(e).__name__}: {e}"[:1500]}
         print(f"{name} failed: {found[name]['error']}", file=sys.stderr, flush=True)

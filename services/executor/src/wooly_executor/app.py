@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import faulthandler
 import logging
 import os
 from collections.abc import Callable
@@ -166,6 +167,7 @@ def main(argv: list[str] | None = None) -> int:
     """Serve one device until SIGTERM or SIGINT."""
     args = _parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    faulthandler.enable()  # if a library of the device crashes, the log shows where
     try:
         settings = _read_settings()
         setup_tracing("executor")

@@ -42,6 +42,7 @@ class Way(enum.Enum):
     """How attention is computed."""
 
     FLASH = "flash"
+    #: As torch chooses it, but never with a mask: captures of masked calls have ended the process on an H100.
     CUDNN = "cudnn"
     EFFICIENT = "efficient"
     MATMUL = "matmul"
@@ -116,9 +117,8 @@ def attention(
     rows, width, dtype = query.shape[2], query.shape[3], query.dtype
     if way is Way.CUDNN:
         q, k, v = [_aligned(t) for t in (query, key, value)]
-        bias = _bias(attn_mask, q, k)
         out, logs, *_ = aten._scaled_dot_product_cudnn_attention.default(
-            q, k, v, bias, True, 0.0, is_causal, False, scale=factor
+            q, k, v, None, True, 0.0, is_causal, False, scale=factor
         )
         return out[..., :width], logs.view(query.shape[:3])
     if way is Way.FLASH:
@@ -158,9 +158,8 @@ def attention_backward(
         g, q, k, v, o = [_aligned(t) for t in (grad_out, query, key, value, out)]
         seed, offset = [torch.empty((), dtype=torch.int64, device=device) for _ in range(2)]  # without dropout, unread
         logs = logsumexp.contiguous().unsqueeze(-1)
-        bias = _bias(attn_mask, q, k)
         grads = aten._scaled_dot_product_cudnn_attention_backward.default(
-            *(g, q, k, v, o, logs, seed, offset, bias, None, None, rows, columns, 0.0, is_causal), scale=factor
+            *(g, q, k, v, o, logs, seed, offset, None, None, None, rows, columns, 0.0, is_causal), scale=factor
         )
         grad_query, grad_key, grad_value = [t[..., :width] for t in grads]
         return grad_query, grad_key, grad_value
@@ -220,18 +219,18 @@ def _way(tensors: tuple[Tensor, ...], dropout_p: float, is_causal: bool, mask: T
         raise OperationError(f"attention needs tensors of one dtype, but they have {[t.dtype for t in tensors]}")
     found = None if mask is None else mask.dtype
     way = choose(query.dtype, tuple(query.shape), tuple(key.shape), found, is_causal, _chip(query.device))
-    if query.dtype not in _HALVES or way is Way.MATMUL or found not in (None, torch.bool, query.dtype):
+    if query.dtype not in _HALVES or way is Way.MATMUL or found is not None:  # masks: see `Way`
         return way
     if deterministic_switches()[0]:  # cuDNN's gradients are not deterministic
         return way
-    layouts = tuple([(tuple(t.shape), t.stride()) for t in (*tensors[:3], *([] if mask is None else [mask]))])
-    known = _cudnn_is_chosen.get((query.dtype, found, is_causal, layouts))
+    layouts = tuple([(tuple(t.shape), t.stride()) for t in tensors[:3]])
+    known = _cudnn_is_chosen.get((query.dtype, is_causal, layouts))
     if known is None:
         if len(_cudnn_is_chosen) >= CHOICES:
             _cudnn_is_chosen.clear()
         gqa = key.shape[1] != query.shape[1]
-        chosen = aten._fused_sdp_choice.default(query, key, tensors[2], mask, 0.0, is_causal, enable_gqa=gqa)
-        known = _cudnn_is_chosen[query.dtype, found, is_causal, layouts] = chosen == CUDNN_CHOSEN
+        chosen = aten._fused_sdp_choice.default(query, key, tensors[2], None, 0.0, is_causal, enable_gqa=gqa)
+        known = _cudnn_is_chosen[query.dtype, is_causal, layouts] = chosen == CUDNN_CHOSEN
     return Way.CUDNN if known else way
 
 
@@ -296,7 +295,10 @@ def _bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
 
 def _shared(t: Tensor, heads: int) -> Tensor:
     """Repeat each head of key or value for the heads of query that share this head."""
-    return t if t.shape[1] == heads else t.repeat_interleave(heads // t.shape[1], 1)
+    if t.shape[1] == heads:
+        return t
+    batch, own, rows, width = t.shape  # `repeat_interleave` copies a number from the host, which a graph cannot contain
+    return t.unsqueeze(2).expand(batch, own, heads // own, rows, width).reshape(batch, heads, rows, width)
 
 
 def _summed(grad: Tensor, heads: int) -> Tensor:
