@@ -1,6 +1,7 @@
 """One GPU, used by eager PyTorch and by Wooly: prefill, decode and training of a Llama-shaped model.
 
-Each figure is measured twice on the same card: by processes that use PyTorch's own CUDA, and by clients of one executor that
+Scripts run as they are, with `torch.compile` (`compiled`), and with a CUDA graph of their own (`replay`). Each figure is measured
+twice on the same card: by processes that use PyTorch's own CUDA, and by clients of one executor that
 computes on that card, through a nats-server. First one process alone, then two at the same time, then a request of priority P0
 beside training of priority P4. The weights are given by a formula, so both sides compute the same numbers, and their logits and
 losses are compared.
@@ -223,8 +224,11 @@ WORK = {
 }
 
 
-def worker(side, work, size, device, endpoint, session):
-    """For each line `seconds` on standard input, work for that time and answer with a line of JSON."""
+def worker(side, size, device, endpoint, session):
+    """For each line ``work seconds`` on standard input, work for that time and answer with a line of JSON.
+
+    The first time, the work is prepared and warmed up, too. With 0 seconds, nothing else is done.
+    """
     import torch
 
     if side == "ours":
@@ -232,26 +236,34 @@ def worker(side, work, size, device, endpoint, session):
 
         api.attach([endpoint], session, TOKEN)
         api.install_facade()
-    run, tokens = WORK[work](size, device)
     settle = torch.cuda.synchronize if device == "cuda" else lambda: None
-    _, first = run()
-    digest = hashlib.sha256(first.detach().float().cpu().numpy().tobytes()).hexdigest()[:16]
-    number = float(first.detach().float().abs().mean())
-    for _ in range(WARM[work] - 1):
-        run()
-    settle()
-    print(json.dumps({"digest": digest, "number": number}), flush=True)
+    known = {}
     for line in sys.stdin:
+        work, seconds = line.split()
+        if work not in known:
+            run, tokens = WORK[work](size, device)
+            _, first = run()
+            first = first.detach().float().cpu()
+            known[work] = (
+                run,
+                tokens,
+                hashlib.sha256(first.numpy().tobytes()).hexdigest()[:16],
+                float(first.abs().mean()),
+            )
+            for _ in range(WARM[work] - 1):
+                run()
+            settle()
+        run, tokens, digest, number = known[work]
         asked, cpu = time.perf_counter(), time.process_time()
-        until, times = asked + float(line), []
-        while time.perf_counter() < until or len(times) < 3:
+        until, times = asked + float(seconds), []
+        while float(seconds) and (time.perf_counter() < until or len(times) < 3):
             began = time.perf_counter()
             run()
             times.append(time.perf_counter() - began)
         settle()
-        seconds = time.perf_counter() - asked
-        found = {"times": times, "seconds": seconds, "rate": len(times) * tokens / seconds}
-        print(json.dumps(found | {"busy": (time.process_time() - cpu) / seconds}), flush=True)
+        took = time.perf_counter() - asked
+        found = {"times": times, "rate": len(times) * tokens / took, "busy": (time.process_time() - cpu) / took}
+        print(json.dumps(found | {"digest": digest, "number": number}), flush=True)
     os._exit(0)
 
 
@@ -290,19 +302,11 @@ class Worker:
 
     def __init__(self, argv, environment):
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, "--worker", *argv], text=True, env=environment, **pipes
-        )
-        self.ready = None
+        argv = [sys.executable, __file__, "--worker", *argv]
+        self.process = subprocess.Popen(argv, text=True, env=environment, **pipes)
 
-    def wait(self):
-        line = self.process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"a process ended with status {self.process.wait()}: {self.process.args[3:]}")
-        self.ready = json.loads(line)
-
-    def begin(self, seconds):
-        self.process.stdin.write(f"{seconds}\n")
+    def begin(self, work, seconds):
+        self.process.stdin.write(f"{work} {seconds}\n")
         self.process.stdin.flush()
 
     def end(self):
@@ -320,7 +324,7 @@ class Native:
     """Processes that use PyTorch's own device."""
 
     def __init__(self, options):
-        self._device = "cpu" if options.fake else "cuda"
+        self._device, self._size = "cpu" if options.fake else "cuda", options.size
 
     def thread_times(self):
         """There is no executor."""
@@ -328,13 +332,11 @@ class Native:
 
     @contextlib.contextmanager
     def workers(self, *wanted):
-        """Start a process for each (work, size, priority); they are ready when the block begins."""
+        """Start a process for each priority."""
         found = []
         try:
-            for work, size, _ in wanted:
-                found.append(Worker(["native", work, size, self._device, "-", "-"], dict(os.environ)))
-            for one in found:
-                one.wait()
+            for _ in wanted:
+                found.append(Worker(["native", self._size, self._device, "-", "-"], dict(os.environ)))
             yield found
         finally:
             for one in found:
@@ -358,7 +360,7 @@ class Ours:
             self._executor = subprocess.Popen(
                 [sys.executable, "-m", "wooly_executor"], env=environment, stdout=log, stderr=log
             )
-        self._control, self._count = ControlClient(url), 0
+        self._control, self._count, self._size = ControlClient(url), 0, options.size
 
     def _ask(self, rpc, message):
         from wooly_bus.errors import BusError
@@ -374,15 +376,15 @@ class Ours:
 
     @contextlib.contextmanager
     def workers(self, *wanted):
-        """Start a client for each (work, size, priority); they are ready when the block begins."""
+        """Start a client for each priority."""
         from wooly_bus import contracts
         from wooly_wis.messages import CloseSessionRequest, HostSessionRequest, SessionPolicy
 
         found, names = [], []
         try:
-            for work, size, priority in wanted:
+            for priority in wanted:
                 self._count += 1
-                name = f"{work}-{self._count}"
+                name = f"tenant-{self._count}"
                 request = HostSessionRequest(
                     session_id=name,
                     token=TOKEN,
@@ -397,9 +399,7 @@ class Ours:
                 reply = self._ask(contracts.EXECUTOR_SESSION_OPEN, request)
                 names.append(name)
                 environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-                found.append(Worker(["ours", work, size, "cuda", reply.endpoints[0], name], environment))
-            for one in found:
-                one.wait()
+                found.append(Worker(["ours", self._size, "cuda", reply.endpoints[0], name], environment))
             yield found
         finally:
             for one in found:
@@ -419,11 +419,11 @@ class Ours:
         self._control.close()
 
 
-def together(workers, seconds):
-    """Let the processes work at the same time. Returns their reports."""
-    for one in workers:
-        one.begin(seconds)
-    return [one.end() for one in workers]
+def together(works, seconds):
+    """Let processes work at the same time: pairs of a process and its work. Returns their reports."""
+    for one, work in works:
+        one.begin(work, seconds)
+    return [one.end() for one, _ in works]
 
 
 def percentile(times, share):
@@ -433,36 +433,54 @@ def percentile(times, share):
 
 def measure(side, options):
     """Return the figures of one side by name."""
-    found, seconds, size = {}, options.seconds, options.size
-    for work in WORK:
-        if work not in options.sections or (work == "replay" and options.fake and isinstance(side, Native)):
-            continue
-        with attempt(found, work), side.workers((work, size, 2)) as (one,):
-            before, began = side.thread_times(), time.perf_counter()
-            reports = [together([one], seconds / 3)[0] for _ in range(3)]
-            rates = sorted(r["rate"] for r in reports)
-            found[work] = {"rate": rates[1], "spread": f"{rates[0]:.0f}-{rates[2]:.0f}", **one.ready}
-            found[work]["client busy"] = statistics.median([r["busy"] for r in reports])
-            used = [s - before.get(thread, 0) for thread, s in side.thread_times().items()]
-            found[work]["executor busy"] = max(used, default=0) / (time.perf_counter() - began)
-            found[work]["ms"] = statistics.median([1e3 * t for r in reports for t in r["times"]])
+    found, seconds = {}, options.seconds
+    works = [work for work in WORK if work in options.sections]
+    if options.fake and isinstance(side, Native):
+        works = [work for work in works if work != "replay"]  # the CPU has no graphs
+    if works:
+        with side.workers(2) as (one,):
+            for work in works:
+                with attempt(found, work):
+                    found[work] = alone(side, one, work, seconds)
     if "two" in options.sections:
-        for work in ("prefill", "decode"):
-            with attempt(found, f"two {work}"), side.workers(*[(work, size, 2)] * 2) as both:
-                found[f"two {work}"] = {"rate": sum(r["rate"] for r in together(both, seconds))}
+        with side.workers(2, 2) as both:
+            for work in options.two:
+                with attempt(found, f"two {work}"):
+                    together([(one, work) for one in both], 0)
+                    reports = together([(one, work) for one in both], seconds)
+                    found[f"two {work}"] = {"rate": sum(r["rate"] for r in reports)}
     if "priority" in options.sections:
-        with attempt(found, "priority"), side.workers(("decode", size, 0), ("train", size, 4)) as (urgent, background):
-            alone = together([urgent], seconds / 2)[0]
-            train_alone = together([background], seconds / 2)[0]
-            beside, trained = together([urgent, background], seconds)
+        with attempt(found, "priority"), side.workers(0, 4) as (urgent, background):
+            request, training = (urgent, "replay" if not options.fake else "decode"), (background, options.background)
+            together([request, training], 0)
+            (before,), (train_alone,) = together([request], seconds / 2), together([training], seconds / 2)
+            beside, trained = together([request, training], seconds)
             found["priority"] = {
-                "alone": percentile(alone["times"], 0.5),
+                "alone": percentile(before["times"], 0.5),
                 "beside": percentile(beside["times"], 0.5),
                 "p99": percentile(beside["times"], 0.99),
                 "train alone": train_alone["rate"],
                 "train beside": trained["rate"],
             }
     return found
+
+
+def alone(side, one, work, seconds):
+    """The figures of one process that works alone."""
+    together([(one, work)], 0)
+    before, began = side.thread_times(), time.perf_counter()
+    reports = [together([(one, work)], seconds / 3)[0] for _ in range(3)]
+    rates = sorted(r["rate"] for r in reports)
+    used = [s - before.get(thread, 0) for thread, s in side.thread_times().items()]
+    return {
+        "rate": rates[1],
+        "spread": f"{rates[0]:.0f}-{rates[2]:.0f}",
+        "digest": reports[0]["digest"],
+        "number": reports[0]["number"],
+        "client busy": statistics.median([r["busy"] for r in reports]),
+        "executor busy": max(used, default=0) / (time.perf_counter() - began),
+        "ms": statistics.median([1e3 * t for r in reports for t in r["times"]]),
+    }
 
 
 @contextlib.contextmanager
@@ -484,6 +502,8 @@ def main():
     parser.add_argument("--size", choices=SIZES, default=None, help="shape of the model (1b)")
     parser.add_argument("--only", default="", help=f"comma-separated: {', '.join(SECTIONS)}")
     parser.add_argument("--sides", default="native,ours")
+    parser.add_argument("--two", default="prefill,replay", help="what two processes do at the same time")
+    parser.add_argument("--background", default="train", help="what P4 does beside P0")
     parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
@@ -493,6 +513,7 @@ def main():
             worker(*options.worker)
         return
     options.size = options.size or ("tiny" if options.fake else "1b")
+    options.two = ["prefill", "decode"] if options.fake else options.two.split(",")
     options.sections = options.only.split(",") if options.only else SECTIONS
     sides = {}
     if "ceilings" in options.sections and not options.fake:
@@ -519,17 +540,24 @@ def main():
 def rows_of(sides, options):
     """The table."""
     native, ours, rows = sides["native"], sides["ours"], []
-    goals = {"prefill": 0.95, "decode": 1.5, "train": 0.97, "two prefill": 1.4, "two decode": 1.2}
-    for name, goal in goals.items():
-        one, other = ours.get(name, {}), native.get(name, {})
+    compared = (
+        ("prefill", "prefill", 0.95),
+        ("compiled", "prefill", 0.95),
+        ("decode", "decode", None),
+        ("replay", "decode", 1.5),
+        ("replay", "replay", None),
+        ("train", "train", None),
+        ("train_compiled", "train", 0.97),
+        *[(f"two {work}", f"two {work}", 1.4 if work == "prefill" else 1.2) for work in options.two],
+    )
+    for name, against, goal in compared:
+        one, other = ours.get(name, {}), native.get(against, {})
         if "rate" in one and "rate" in other:
-            same = {True: "same bits", False: "other bits"}[one.get("digest") == other.get("digest")]
-            label = f"{name}, {same}" if "digest" in one else name
-            rows.append(
-                row(
-                    label, "tokens/s", one["rate"], other["rate"], goal, higher_is_better=True, spread=one.get("spread")
-                )
-            )
+            label = name if name == against else f"{name} against {against}"
+            if "digest" in one and "digest" in other:
+                label += ", same bits" if one["digest"] == other["digest"] else ", other bits"
+            how = {"higher_is_better": True, "spread": one.get("spread"), "digits": 2}
+            rows.append(row(label, "tokens/s", one["rate"], other["rate"], goal, **how))
     one, other = ours.get("priority", {}), native.get("priority", {})
     if "beside" in one and "beside" in other:
         rows.append(row("P0 answer beside P4, p50", "ms", one["beside"], other["beside"], None))
