@@ -16,7 +16,7 @@ from wooly_executor.runtime.buffers import bytes_of
 from wooly_executor.runtime.driver import Graph
 from wooly_executor.runtime.frame import Frame
 from wooly_executor.runtime.prepared import PreparedProgram
-from wooly_executor.runtime.torch_private import copy_each, reinterpret, uses_of
+from wooly_executor.runtime.torch_private import address_of_storage, copy_each, reinterpret, uses_of
 
 #: Maximum size in bytes of a result that is copied out of a graph's memory. A loop may keep many small results.
 COPIED = 64 << 10
@@ -178,7 +178,7 @@ class Captured:
                 copied.setdefault(t.dtype, []).append(k)
         self._copies = [(ks, [self._memory[k] for k in ks]) for ks in copied.values()]
         storages = [self._memory[k].untyped_storage() for k in sorted(held)]
-        self._counted = [(storage, storage._cdata) for storage in storages]
+        self._counted = [(storage, address_of_storage(storage)) for storage in storages]
         self.lent = [storage.data_ptr() for storage in storages]
 
     @property

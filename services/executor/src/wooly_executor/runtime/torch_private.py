@@ -37,7 +37,7 @@ gelu: Callable[..., torch.Tensor] = torch._C._nn.gelu
 #: `copy_each(targets, sources)`: copies each source to its target. On a GPU, tensors of one dtype take one launch.
 copy_each: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_
 
-#: Returns the number of references to a storage, given its `_cdata`. Each tensor has one, and the storage's Python object.
+#: Returns the number of references to a storage, given `address_of_storage`. Each tensor has one, and the storage's Python object.
 uses_of: Callable[[int], int] = torch._C._storage_Use_Count
 
 #: Launches a kernel of torch that waits for a number of the GPU's cycles.
@@ -128,3 +128,8 @@ def interpret(text: str) -> tuple[Callable[..., Any], list[str]]:
 def shares_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors have the same storage, also if it is empty."""
     return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
+
+
+def address_of_storage(storage: torch.UntypedStorage) -> int:
+    """Return the address of a storage's C++ object, which is valid while the storage exists."""
+    return int(storage._cdata)
