@@ -37,7 +37,7 @@ gelu: Callable[..., torch.Tensor] = torch._C._nn.gelu
 #: `copy_each(targets, sources)`: copies each source to its target. On a GPU, tensors of one dtype take one launch.
 copy_each: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_
 
-#: Returns the number of references to a storage, given `address_of_storage`. Each tensor has one, and the storage's Python object.
+#: Returns the number of references to a storage at `address_of_storage`. Each tensor has one, and the storage's Python object.
 uses_of: Callable[[int], int] = torch._C._storage_Use_Count
 
 #: Launches a kernel of torch that waits for a number of the GPU's cycles.
