@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from wooly_wis.dtypes import DType
+from wooly_wis.flags import SAYS
 from wooly_wis.laws import BASE, FORM_LAWS
 from wooly_wis.oprules import Arg
 from wooly_wis.optable import LOWERING, TABLE, Family, Row
@@ -47,6 +48,8 @@ def page() -> str:
     out += [f"| `{name}` | {n} | {says} |".replace("||", "\\|\\|") for name, (n, says) in PRIMITIVES.items()]
     out += ["", "## Dtypes", "", "| dtype | bytes | kind |", "|---|---|---|"]
     out += [f"| `{d.label}` | {d.itemsize} | {d.kind} |" for d in DType]
+    out += ["", "## Flags", "", "Products, convolutions and recurrent layers may have the attribute `flags`.", ""]
+    out += ["| flag | meaning |", "|---|---|", *[f"| `{flag}` | {says} |" for flag, says in SAYS.items()]]
     out += ["", "## Laws of a form", "", "| law | meaning |", "|---|---|"]
     out += [f"| `{law.name}` | {law.says} |" for law in FORM_LAWS]
     return "\n".join(out) + "\n"

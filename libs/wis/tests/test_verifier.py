@@ -66,6 +66,7 @@ BROKEN = {
         (Form("add", (Operand(Role.IN, V), Operand(Role.OUT, V)), (), (("args", (OperandRef(0),)),)), 0, 1)
     ),
     "extern": program((extern(Operand(Role.IN, V), Operand(Role.OUT, V), name="aten.from_file.default"), 0, 1)),
+    "flags": program((extern(Operand(Role.IN, V), Operand(Role.OUT, V), flags=("matmul_tf32",)), 0, 1)),
     "form-order": Program((NEG, ALLOC), (Instruction(1, (0,)), Instruction(0, (0, 1)))),
     "form-used": Program((NEG, ALLOC), (Instruction(0, (0, 1)),)),
     "form-unique": Program((NEG, extern(Operand(Role.IN, V), Operand(Role.OUT, V))), (Instruction(0, (0, 1)),)),
@@ -181,6 +182,46 @@ def test_deterministic_belongs_to_operators_with_several_algorithms(name, value,
         return
     with pytest.raises(VerifyError, match="deterministic"):
         verify_program(program((form, 0, 1)))
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "wrong"),
+    [
+        ("aten.bmm.default", ("matmul_tf32", "no_fp16_split_k"), None),
+        ("aten.convolution.default", ("cudnn_deterministic", "no_conv_tf32"), None),
+        ("aten.gru.input", ("matmul_tf32", "no_rnn_tf32"), None),
+        ("aten.mm.default", ("tf64",), "flag 'tf64' is unknown; known are cudnn_deterministic"),
+        ("aten.mm.default", ("no_conv_tf32",), "does not concern aten.mm.default"),
+        ("aten.neg.default", ("matmul_tf32",), "does not concern aten.neg.default"),
+        ("other.mm.default", ("matmul_tf32",), "does not concern other.mm.default"),
+        ("aten.mm.default", ("no_fp16_split_k", "matmul_tf32"), "not sorted"),
+        ("aten.mm.default", ("matmul_tf32", "matmul_tf32"), "occurs twice"),
+        ("aten.mm.default", (), "non-empty tuple of names"),
+        ("aten.mm.default", "matmul_tf32", "non-empty tuple of names"),
+        ("aten.mm.default", (1,), "non-empty tuple of names"),
+        ("aten.mm.default", True, "non-empty tuple of names"),
+    ],
+)
+def test_flags_are_those_that_the_operator_follows(name, flags, wrong):
+    form = extern(Operand(Role.IN, V), Operand(Role.OUT, V), name=name, flags=flags)
+    if wrong is None:
+        verify_program(program((form, 0, 1)))
+        return
+    with pytest.raises(VerifyError, match=wrong):
+        verify_program(program((form, 0, 1)))
+
+
+@pytest.mark.parametrize(("opcode", "law"), [("mm", None), ("mul", "attrs")])
+def test_native_form_has_flags_only_if_it_is_a_product(opcode, law):
+    square = View(DType.F32, (4, 4), (4, 1))
+    attrs = ("args", (OperandRef(0), OperandRef(1))), ("flags", ("matmul_tf32",))
+    form = Form(opcode, (Operand(Role.IN, square), Operand(Role.IN, square), Operand(Role.OUT, square)), (), attrs)
+    if law is None:
+        verify_program(program((form, 0, 1, 2)))
+        return
+    with pytest.raises(VerifyError) as caught:
+        verify_program(program((form, 0, 1, 2)))
+    assert caught.value.law == law
 
 
 @pytest.mark.parametrize("result", [WIDE, View(DType.F64, (4,), (1,)), None])

@@ -1,6 +1,7 @@
 """Plans: what is fused, which temporaries need no memory, and equal bits in all ways to run a plan."""
 
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -193,6 +194,27 @@ def test_split_bias_before_a_kernel_adds_the_bias_in_that_kernel(opcode):
     want = torch.nn.functional.gelu(c).numpy() + values[z]
     got = memory[slots[y.slot]].view(np.float32).reshape(2, 3, 16)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("opcode", ["linear", "addmm"])
+def test_split_bias_keeps_the_flags_of_the_product(opcode):
+    t = Tape()
+    a, w, b = t.input(F32, 6, 8), t.input(F32, 16, 8), t.input(F32, 16)
+    c = t.op("linear", a, w, b) if opcode == "linear" else t.op("addmm", b, a, w.seen((8, 16), (1, 8)))
+    t.op("gelu", c)
+    t.free(c)
+    program, _ = t.program()
+    flags = ("flags", ("matmul_tf32",))
+    forms = [replace(f, attrs=(*f.attrs, flags)) if f.opcode == opcode else f for f in program.forms]
+    plan = compile_program(replace(program, forms=tuple(forms)), biases=True)
+    product, kernel = (s for s in plan.steps if isinstance(s, (KernelStep, LibraryStep)))
+    assert len(product.line.slots) == 3 and product.line.form.attrs[-1] == flags
+    assert [line.form.opcode for line in kernel.lines] == ["add", "gelu"]
+    plans.verify(plan)
+    lost = replace(product.line, form=replace(product.line.form, attrs=product.line.form.attrs[:-1]))
+    steps = [replace(s, line=lost) if s is product else s for s in plan.steps]
+    with pytest.raises(PlanError, match="differs from the instruction in the attribute flags"):
+        plans.verify(replace(plan, steps=tuple(steps)))
 
 
 def test_split_bias_without_a_kernel_after_it_still_splits():

@@ -8,6 +8,7 @@ from wooly_wis.determinism import is_sensitive
 from wooly_wis.dtypes import DType
 from wooly_wis.errors import RuleError
 from wooly_wis.externs import is_allowed, is_extension
+from wooly_wis.flags import SAYS, followed
 from wooly_wis.foreign import ATTRS as LAUNCH_ATTRS
 from wooly_wis.foreign import OPCODE as LAUNCH
 from wooly_wis.foreign import launch_of
@@ -48,14 +49,16 @@ BASE: dict[str, BaseOpcode] = {
     "sleep": BaseOpcode((), frozenset({"ns"}), "occupies the device for `ns` nanoseconds, at most 10,000,000"),
     "extern": BaseOpcode(
         None,
-        frozenset({"args", "conj", "deterministic", "kwargs", "name", "neg", "rng", "scalars", "vjp", "wanted"}),
+        frozenset(
+            {"args", "conj", "deterministic", "flags", "kwargs", "name", "neg", "rng", "scalars", "vjp", "wanted"}
+        ),
         "calls an operator of the device's library from the allow-list, or an operator of an extension library that the "
         "executor offers; `rng` is the (seed, offset) pair of a random operator, "
         "so that a replay draws the same numbers; the operator reads the operands in `conj` conjugated and the operands in "
         "`neg` negated; `wanted` lists operands that need gradients (a library may choose its kernels by this list); with "
         "`vjp` (gradients of the operator's results), the instruction returns the gradients of `wanted`, not the results; "
         "with `deterministic`, the library must use an algorithm that gives the same bits at each run; only operators that "
-        "have several algorithms may have this attribute",
+        "have several algorithms may have this attribute; `flags` say what the script asked of the device's libraries",
     ),
     LAUNCH: BaseOpcode(
         None,
@@ -66,6 +69,7 @@ BASE: dict[str, BaseOpcode] = {
     ),
 }
 _NATIVE_ATTRS = frozenset({"args"})
+_FLAGGED_ATTRS = frozenset({"args", "flags"})
 
 
 def _opcode_known(form: Form) -> str | None:
@@ -165,7 +169,8 @@ def _sleep_bounded(form: Form) -> str | None:
 
 def _attrs_known(form: Form) -> str | None:
     names = [name for name, _ in form.attrs]
-    wrong = sorted(set(names) - (BASE[form.opcode].attrs if form.opcode in BASE else _NATIVE_ATTRS))
+    native = _FLAGGED_ATTRS if followed(form.opcode) else _NATIVE_ATTRS
+    wrong = sorted(set(names) - (BASE[form.opcode].attrs if form.opcode in BASE else native))
     if wrong:
         return f"unknown attribute {wrong[0]!r}"
     if names != sorted(set(names)):
@@ -220,6 +225,23 @@ def _extern_allowed(form: Form) -> str | None:
     if deterministic is not None and not (deterministic is True and is_sensitive(name)):
         return f"deterministic must be true, and only for operators that have several algorithms, not for {name}"
     return _reading_well_formed(form) or _vjp_well_formed(form)
+
+
+def _flags_followed(form: Form) -> str | None:
+    flags = form.attr("flags")
+    if flags is None:
+        return None
+    if not isinstance(flags, tuple) or not flags or not all(isinstance(f, str) for f in flags):
+        return "flags must be a non-empty tuple of names"
+    words = [f for f in flags if isinstance(f, str)]
+    name = form.attr("name") if form.opcode == "extern" else form.opcode
+    follows = followed(name) if isinstance(name, str) else frozenset()
+    for word in words:
+        if word not in SAYS:
+            return f"flag {word!r} is unknown; known are {', '.join(SAYS)}"
+        if word not in follows:
+            return f"flag {word!r} does not concern {name}"
+    return None if words == sorted(set(words)) else "its flags are not sorted, or a flag occurs twice"
 
 
 def _reading_well_formed(form: Form) -> str | None:
@@ -304,6 +326,11 @@ FORM_LAWS: tuple[Law[[Form]], ...] = (
         "extern",
         "`extern` names an allowed operator or an extension operator, with well-formed arguments.",
         _extern_allowed,
+    ),
+    Law(
+        "flags",
+        "Flags are known, sorted, occur once, and are among those that the operator follows.",
+        _flags_followed,
     ),
     Law(
         "launch",

@@ -15,6 +15,7 @@ from typing import Any, Final
 from wooly_wis.assembly import disassemble
 from wooly_wis.dtypes import DType
 from wooly_wis.errors import PlanError, VerifyError
+from wooly_wis.flags import followed
 from wooly_wis.kernel import laws
 from wooly_wis.kernel.ir import Kernel
 from wooly_wis.kernel.text import digest
@@ -248,6 +249,9 @@ def _lines(plan: Plan) -> str | None:
                 return f"the line for {where} calls another library operator than the instruction"
             if line.form.attr("deterministic") != form.attr("deterministic"):
                 return f"the line for {where} differs from the instruction in the attribute deterministic"
+            follows = line.form.opcode == "extern" or followed(line.form.opcode)
+            if follows and line.form.attr("flags") != form.attr("flags"):
+                return f"the line for {where} differs from the instruction in the attribute flags"
             if kinds[line.first_param : line.first_param + len(line.form.params)] != line.form.params:
                 return f"the params of the line for {where} have other kinds than those of the run"
             may = {s for s, o in zip(instruction.slots, form.operands, strict=True) if o.role is not Role.IN}

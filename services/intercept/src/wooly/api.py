@@ -387,7 +387,13 @@ def install_facade() -> None:
         if _facade is None:
             device = register()
             _facade = Facade(
-                device.devices, device_facts, device.launches, device.determinism, _lose_session, _cuda_version
+                device.devices,
+                device_facts,
+                device.launches,
+                device.determinism,
+                device.flags,
+                _lose_session,
+                _cuda_version,
             )
         _facade.install()
 

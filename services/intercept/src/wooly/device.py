@@ -20,6 +20,7 @@ from wooly import storage
 from wooly.determinism import Determinism
 from wooly.devices import NAME, Devices
 from wooly.errors import ForkedProcessError, NotConnectedError
+from wooly.flags import Flags
 from wooly.kernels import backend, indexing, layers, resolving, views, widening
 from wooly.kernels.autocast import Autocast
 from wooly.kernels.extensions import Extensions, register_autocast
@@ -75,7 +76,8 @@ class RegisteredDevice:
         for recorder in self.devices.recorders:
             recorder.heap.make_room = partial(make_room, recorder)
         self.determinism = Determinism()
-        self.generic = Generic(self.devices, forms, self.determinism)
+        self.flags = Flags()
+        self.generic = Generic(self.devices, forms, self.determinism, self.flags)
         self.transfer = Transfer(self.devices, forms, self.determinism)
         self.launches = Launches(self.devices, forms)
         self.generic.resize = self.transfer.resize
@@ -194,8 +196,8 @@ class RegisteredDevice:
 
     def _register_whole(self, library: torch.library.Library) -> None:
         """Register the operators that are recorded as one instruction although PyTorch would decompose them."""
-        convolve = self.generic.kernel(aten.convolution.default)
-        library.impl("_convolution", layers.flagged_convolution(convolve), "PrivateUse1", allow_override=True)
+        convolve = layers.flagged_convolution(partial(self.generic.kernel, aten.convolution.default))
+        library.impl("_convolution", convolve, "PrivateUse1", allow_override=True)
         record_linear = self.generic.kernel(aten.linear.default)
         library.impl("linear", record_linear, "PrivateUse1")
         library.impl("linear", layers.linear(record_linear), "AutogradPrivateUse1")

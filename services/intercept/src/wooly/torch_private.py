@@ -127,6 +127,47 @@ def deterministic_switches() -> list[tuple[Any, str]]:
     return [(torch._C, "_set_deterministic_algorithms"), (torch._C, "_set_deterministic_fill_uninitialized_memory")]
 
 
+#: `fp32_precision("cuda", op)` with op "matmul", "conv" or "rnn": the precision of float32 in CUDA's libraries ("tf32", "ieee",
+#: "none").
+fp32_precision: Callable[[str, str], str] = torch._C._get_fp32_precision_getter
+#: Whether cuBLAS may sum parts of a product in float16 (or bfloat16), and whether it may split the sums.
+fp16_reduction: Callable[[], tuple[bool, bool]] = torch._C._get_cublas_allow_fp16_reduced_precision_reduction
+bf16_reduction: Callable[[], tuple[bool, bool]] = torch._C._get_cublas_allow_bf16_reduced_precision_reduction
+#: Whether cuBLAS may sum products of float16 in float16.
+fp16_accumulation: Callable[[], bool] = torch._C._get_cublas_allow_fp16_accumulation
+#: Whether cuDNN must use deterministic algorithms.
+prefers_deterministic_cudnn: Callable[[], bool] = torch._C._get_cudnn_deterministic
+
+
+def flag_switches() -> list[tuple[Any, str]]:
+    """The functions that change these flags, as (owner, name). Properties of `torch.backends.cudnn` keep their own functions."""
+    names = (
+        *(
+            "_set_fp32_precision_setter",
+            "_set_float32_matmul_precision",
+            "_set_cublas_allow_tf32",
+            "_set_cudnn_allow_tf32",
+        ),
+        *("_set_cublas_allow_fp16_reduced_precision_reduction", "_set_cublas_allow_bf16_reduced_precision_reduction"),
+        *("_set_cublas_allow_fp16_accumulation", "_set_cudnn_deterministic"),
+    )
+    properties = vars(type(torch.backends.cudnn))
+    return [
+        *[(torch._C, name) for name in names],
+        *[(properties[name], "setter") for name in ("allow_tf32", "deterministic")],
+    ]
+
+
+def convolution_flags() -> dict[str, bool]:
+    """The arguments of `aten._convolution` that `aten.convolution` does not have, as CUDA would set them now."""
+    return {
+        "benchmark": torch._C._get_cudnn_benchmark(),
+        "deterministic": torch._C._get_cudnn_deterministic() or torch._C._get_deterministic_algorithms(),
+        "cudnn_enabled": torch._C._get_cudnn_enabled(),
+        "allow_tf32": fp32_precision("cuda", "conv") == "tf32",
+    }
+
+
 @contextlib.contextmanager
 def deterministic_off() -> Iterator[None]:
     """Switch deterministic algorithms off in the block, for all threads. Operators on the host then give no alerts."""

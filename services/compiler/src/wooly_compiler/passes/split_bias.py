@@ -31,13 +31,14 @@ def run(unit: Unit, refuse: Callable[[Line], str] = lambda line: "") -> Unit:
 def _split(line: Line, later: tuple[Line, ...]) -> list[Line]:
     form = line.form
     given = form.attr("args", ())
+    asked = tuple([(name, value) for name, value in form.attrs if name == "flags"])
     refs = [a.index for a in given if isinstance(a, OperandRef)] if isinstance(given, tuple) else []
     if (
         len(refs) != 3
         or refs != list(range(3))
         or len(form.operands) != 4
         or form.params
-        or form.attrs != (("args", tuple(map(OperandRef, refs))),)
+        or form.attrs != (("args", tuple(map(OperandRef, refs))), *asked)
     ):
         return [line]
     bias_at = 2 if form.opcode == "linear" else 0
@@ -57,7 +58,7 @@ def _split(line: Line, later: tuple[Line, ...]) -> list[Line]:
     product = Form(
         "linear" if form.opcode == "linear" else "mm",
         tuple([form.operands[k] for k in kept]),
-        attrs=(("args", (OperandRef(0), OperandRef(1))),),
+        attrs=(("args", (OperandRef(0), OperandRef(1))), *asked),
     )
     added = Form(
         "add",

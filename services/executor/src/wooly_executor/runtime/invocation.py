@@ -23,7 +23,7 @@ from wooly_executor.runtime.calls import (
 from wooly_executor.runtime.device import TorchDevice
 from wooly_executor.runtime.fast_bindings import FAST
 from wooly_executor.runtime.frame import Frame
-from wooly_executor.runtime.torch_private import deterministic_switches, set_deterministic
+from wooly_executor.runtime.torch_private import SWITCHES, deterministic_switches, set_deterministic
 
 
 def differentiated(
@@ -97,6 +97,30 @@ def deterministic(call: Callable[[Frame], Any]) -> Callable[[Frame], Any]:
             return call(f)
         finally:
             set_deterministic(*before)
+
+    return run
+
+
+def flagged(call: Callable[[Frame], Any], form: Form, device: TorchDevice) -> Callable[[Frame], Any]:
+    """Return `call` with the settings of CUDA's libraries that the form's flags ask for.
+
+    The libraries of a CPU do not have these settings. There, `call` is returned as it is.
+    """
+    flags = form.attr("flags")
+    if not isinstance(flags, tuple) or device.host:
+        return call
+    switches = [SWITCHES[str(flag)] for flag in flags]
+
+    def run(f: Frame) -> Any:
+        before: list[tuple[Any, ...]] = []
+        try:
+            for switch in switches:
+                before.append(switch.read())
+                switch.write(*switch.value)
+            return call(f)
+        finally:
+            for switch, value in zip(reversed(switches[: len(before)]), reversed(before), strict=True):
+                switch.write(*value)
 
     return run
 

@@ -40,7 +40,7 @@ from wooly_executor.runtime.frame import Frame, Step
 from wooly_executor.runtime.fresh_memory import writes_all
 from wooly_executor.runtime.gpu_ranges import word_of
 from wooly_executor.runtime.guards import guarded, looks_at_values
-from wooly_executor.runtime.invocation import calling, deterministic, differentiated, seeded, with_size_check
+from wooly_executor.runtime.invocation import calling, deterministic, differentiated, flagged, seeded, with_size_check
 from wooly_executor.runtime.parts import on_part, part_of
 from wooly_executor.runtime.prepared import Act, Launch, PreparedProgram
 from wooly_executor.runtime.segments import (
@@ -448,7 +448,7 @@ class _Preparation:
         operands = list(registers.values())
         if gradients is not None:  # each operand gets its own register, even if two operands are the same tensor
             registers = {k: self._new_register(slots[k]) for k in registers}
-        call = calling(form, library, registers, self._first_param, self._device)
+        call = flagged(calling(form, library, registers, self._first_param, self._device), form, self._device)
         if form.attr("deterministic"):
             call = deterministic(call)
         invoke = self._traced(form, library, registers) if gradients is None else None
@@ -468,7 +468,8 @@ class _Preparation:
         if gradients is not None:
             waiting = True
             outs = [(slots[k], _required_view(form.operands[k].view)) for k in results]
-            call = differentiated(call, operands, list(registers.values()), gradients)
+            # The flags must hold during the backward pass, too, which is not a part of `call`.
+            call = flagged(differentiated(call, operands, list(registers.values()), gradients), form, self._device)
             self._results(self._device.on_zeros(call), outs, single=False)
         elif not results:
             self._step(lambda f: _drop(call(f)), invoke)
@@ -485,6 +486,8 @@ class _Preparation:
         """Describe the call for `segments`; None if the step is more than a call."""
         schema = schema_of(library.op)
         if form.attr("rng") is not None or form.attr("deterministic"):
+            return None
+        if form.attr("flags") is not None and not self._device.host:
             return None
         if asks_grad_mode(library.op) or library.instead is not None:
             return None

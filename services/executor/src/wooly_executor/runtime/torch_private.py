@@ -6,7 +6,7 @@ import ctypes
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch._ops
@@ -67,6 +67,49 @@ def set_deterministic(on: bool, warn_only: bool, fill: bool) -> None:
     """Set the library's switches for deterministic algorithms, for all threads of the process."""
     torch._C._set_deterministic_algorithms(on, warn_only=warn_only)
     torch._C._set_deterministic_fill_uninitialized_memory(fill)
+
+
+class Switch(NamedTuple):
+    """A setting of CUDA's libraries, for all threads of the process.
+
+    Attributes:
+        read: returns the present value, as a tuple of arguments of `write`.
+        write: sets the value.
+        value: the value that a flag of a form asks for.
+    """
+
+    read: Callable[[], tuple[Any, ...]]
+    write: Callable[..., object]
+    value: tuple[Any, ...]
+
+
+def _precision(op: str, value: str) -> Switch:
+    read, write = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
+    return Switch(lambda: (read("cuda", op),), lambda precision: write("cuda", op, precision), (value,))
+
+
+def _sums(dtype: str, reduces: bool, splits: bool) -> Switch:
+    name = f"cublas_allow_{dtype}_reduced_precision_reduction"
+    return Switch(getattr(torch._C, f"_get_{name}"), getattr(torch._C, f"_set_{name}"), (reduces, splits))
+
+
+def _boolean(name: str) -> Switch:
+    read = getattr(torch._C, f"_get_{name}")
+    return Switch(lambda: (read(),), getattr(torch._C, f"_set_{name}"), (True,))
+
+
+#: The setting that each flag of a form changes (`wooly_wis.flags`).
+SWITCHES: dict[str, Switch] = {
+    "cudnn_deterministic": _boolean("cudnn_deterministic"),
+    "fp16_accumulation": _boolean("cublas_allow_fp16_accumulation"),
+    "matmul_tf32": _precision("matmul", "tf32"),
+    "no_bf16_reduction": _sums("bf16", False, True),
+    "no_bf16_split_k": _sums("bf16", False, False),
+    "no_conv_tf32": _precision("conv", "ieee"),
+    "no_fp16_reduction": _sums("fp16", False, True),
+    "no_fp16_split_k": _sums("fp16", False, False),
+    "no_rnn_tf32": _precision("rnn", "ieee"),
+}
 
 
 def schema_of(op: OpOverload) -> torch._C.FunctionSchema:

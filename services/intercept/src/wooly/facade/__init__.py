@@ -21,6 +21,7 @@ from wooly.facade import (
     cuda_graphs,
     default_dtype,
     determinism,
+    flags,
     generation,
     handover,
     legacy,
@@ -37,6 +38,7 @@ from wooly.facade import (
 from wooly.facade.build import CUDA_VERSION
 from wooly.facade.cuda import Answers
 from wooly.facade.snapshots import Snapshots
+from wooly.flags import Flags
 from wooly.kernels.launch import Launches
 from wooly.torch_private import device_constructors, forget_in_torchscript, tell_dynamo, tell_torchscript
 
@@ -58,6 +60,7 @@ class Facade:
         facts: returns the properties of a device, from its executor, by index.
         launches: records launches of foreign kernels.
         mode: the mode of determinism that kernels follow.
+        flags: the flags of CUDA's libraries that kernels follow.
         lose_session: ends the session with a reason.
         cuda_version: the version that `torch.version.cuda` reports; empty: that of the local PyTorch.
     """
@@ -68,11 +71,13 @@ class Facade:
         facts: Callable[[int], dict[str, Any]],
         launches: Launches,
         mode: Determinism,
+        flags: Flags,
         lose_session: Callable[[str], None],
         cuda_version: str = CUDA_VERSION,
     ) -> None:
         self._launches = launches
         self._mode = mode
+        self._flags = flags
         self._interrupts = interrupts.Interrupts(lose_session)
         self._devices = devices
         self._snapshots = Snapshots(devices)
@@ -92,6 +97,7 @@ class Facade:
             pinned.patches(),
             amp.patches(),
             determinism.patches(self._mode),
+            flags.patches(self._flags),
             default_dtype.patches(),
             state.patches(),
             self._answers.patches(),

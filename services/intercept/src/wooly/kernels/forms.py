@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from wooly_wis.determinism import is_sensitive
 from wooly_wis.dtypes import DType
+from wooly_wis.flags import concerned
 from wooly_wis.program import Attr, Form, Operand, OperandRef, ParamKind, ParamRef, Role, Symbol, View
 
 from wooly import storage
@@ -21,7 +23,12 @@ from wooly.torch_private import raw_device
 
 
 def form_of(
-    facts: OpFacts, call: Call, fresh: Sequence[Tensor | None], dynamic: bool, deterministic: bool = False
+    facts: OpFacts,
+    call: Call,
+    fresh: Sequence[Tensor | None],
+    dynamic: bool,
+    deterministic: bool = False,
+    flags: tuple[str, ...] = (),
 ) -> tuple[Form, tuple[int, ...]]:
     """The form of a call, and the positions of the operands that the call writes.
 
@@ -32,6 +39,7 @@ def form_of(
         dynamic: whether only the executor knows the shapes of the results.
         deterministic: whether the script asked for deterministic algorithms. Only forms of operators that have several
             algorithms say so.
+        flags: the flags that the script has set and that the operator follows. The form has those that concern its dtypes.
     """
     encoded = _Encoded(facts)
     names = list(facts.positions)
@@ -52,10 +60,15 @@ def form_of(
     if dynamic:
         operands.extend([Operand(Role.OUT, None)] * facts.n_returns)
     written = tuple(encoded.written)
+    dtypes = {o.view.dtype for o in operands if o.view is not None}
     if not (random or dynamic or special):
         native = native_form(facts.op, args, kwargs, tuple(operands), tuple(params))
         if native is not None:
-            return native, written
+            asked = flags and concerned(flags, native.opcode, dtypes)
+            return (replace(native, attrs=(*native.attrs, ("flags", asked))) if asked else native), written
+    asked = flags and concerned(flags, facts.name, dtypes)
+    if asked:
+        special["flags"] = asked
     return Form("extern", tuple(operands), tuple(params), tuple(sorted((attrs | special).items()))), written
 
 

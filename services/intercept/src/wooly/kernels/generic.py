@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 from wooly_wis.determinism import SENSITIVE
 from wooly_wis.dtypes import BY_LABEL
+from wooly_wis.flags import followed
 
 from wooly import storage
 from wooly.determinism import Determinism, Mode
 from wooly.devices import NAME, Devices, mixed_devices
 from wooly.dtypes import TORCH_DTYPES
 from wooly.errors import RemoteOperationError
+from wooly.flags import Flags
 from wooly.kernels import widening
 from wooly.kernels.alerts import ALERTS
 from wooly.kernels.forms import is_python_number
@@ -38,6 +40,8 @@ _NUMBERS = (float, int, bool, complex)
 _MAX_INT = (1 << 63) - 1
 #: Maximum number of cached plans of all operators; a full cache is cleared.
 _MAX_PLANS = 65536
+#: The mode of determinism at the start of a script.
+_OFF = Mode()
 
 
 class _WideIntegerError(OverflowError):
@@ -51,15 +55,11 @@ class _HostTensorError(Exception):
 class Generic:
     """Makes the kernels of operators for all devices. A call's signature contains the device, so its plan has one recorder."""
 
-    def __init__(self, devices: Devices, forms: Forms, determinism: Determinism) -> None:
+    def __init__(self, devices: Devices, forms: Forms, determinism: Determinism, flags: Flags) -> None:
         self._devices = devices
+        self._determinism, self._flags = determinism, flags
         self._builder = PlanBuilder(forms, determinism)
         self._plans: dict[tuple[Any, ...], CallPlan] = {}
-        #: The plans of operators that depend on the mode of determinism, for the current mode, and those of the other modes.
-        self._mode_plans: dict[tuple[Any, ...], CallPlan] = {}
-        self._other_modes: dict[Mode, dict[tuple[Any, ...], CallPlan]] = {}
-        self._mode = determinism.mode
-        determinism.watch(self._switch)
         #: For signatures whose `out=` tensors must be resized first: the new sizes and strides.
         self._out_sizes: dict[tuple[Any, ...], dict[str, tuple[tuple[int, ...], tuple[int, ...]]]] = {}
         #: Calls with operands in one buffer that were checked: number of the form, and for each operand the first in its buffer.
@@ -72,29 +72,53 @@ class Generic:
         """Counters of inferred signatures."""
         return self._builder.inferences
 
-    def _plans_of(self, op: OpOverload) -> dict[tuple[Any, ...], CallPlan]:
-        """The cache for the plans of an operator."""
+    def _follow(
+        self, op: OpOverload, head: Any, kept: tuple[str, ...] | None, tell: Callable[[Any, tuple[str, ...]], None]
+    ) -> None:
+        """Tell a kernel the head of its signatures and its flags, now and after each change.
+
+        So the calls of a kernel have one plan per mode of determinism and per set of flags, and a call asks for neither.
+
+        Args:
+            op: the operator.
+            head: the head of the signatures while the script departs from no default that the operator follows.
+            kept: flags that the kernel keeps; None: it follows those of the process.
+            tell: called with the head and the flags.
+        """
         name = op.overloadpacket.__name__
-        return self._mode_plans if name in SENSITIVE or name in ALERTS else self._plans
+        depends = name in SENSITIVE or name in ALERTS
+        follows = followed(str(op))
 
-    def _switch(self, mode: Mode) -> None:
-        """Exchange the plans of operators that depend on the mode of determinism."""
-        self._other_modes[self._mode] = dict(self._mode_plans)
-        self._mode_plans.clear()
-        self._mode_plans.update(self._other_modes.pop(mode, {}))
-        self._mode = mode
+        def look() -> None:
+            mode = self._determinism.mode if depends else _OFF
+            asked = tuple([f for f in self._flags.current if f in follows]) if kept is None else kept
+            tell((head, mode, asked) if asked or mode != _OFF else head, asked)
 
-    def kernel(self, op: OpOverload, views: tuple[Any, ...] = ()) -> Kernel:
+        if depends:
+            self._determinism.watch(lambda mode: look())
+        if follows and kept is None:
+            self._flags.watch(look)
+        look()
+
+    def kernel(self, op: OpOverload, views: tuple[Any, ...] = (), flags: tuple[str, ...] | None = None) -> Kernel:
         """Make the kernel of one operator overload.
 
         Args:
             op: the overload.
             views: per argument, whether it is a conjugate view and a negative view that the executor reads as such. It becomes
                 part of every signature.
+            flags: flags that the kernel keeps; None: it follows those of the process.
         """
-        head: Any = (op, views) if views else op
+        head: Any = op
+        asked: tuple[str, ...] = ()
+
+        def follow(new_head: Any, new_flags: tuple[str, ...]) -> None:
+            nonlocal head, asked
+            head, asked = new_head, new_flags
+
+        self._follow(op, (op, views) if views else op, flags, follow)
         facts = OpFacts(op)
-        plans = self._plans_of(op)
+        plans = self._plans
         devices = self._devices
         scalar_at = facts.scalar
         scalar_kw = facts.scalar_kw
@@ -145,7 +169,7 @@ class Generic:
                     narrow = widening.gap_of(gaps, call)
                     if narrow is not None and widening.is_needed(self._recorder_of(buffers, call)):
                         return widening.compute_wider(facts, narrow, call)
-                planned = self._plan(facts, signature, buffers, args, kwargs)
+                planned = self._plan(facts, signature, buffers, args, kwargs, asked)
                 if isinstance(planned, Call):
                     return run(*planned.args, drawn_from=drawn_from, **planned.kwargs)
                 if planned.doubt is not None:
@@ -199,8 +223,6 @@ class Generic:
     def forget_plans(self) -> None:
         """Clear the cache of plans, because the default dtype has changed: dtypes of results may depend on it."""
         self._plans.clear()
-        self._mode_plans.clear()
-        self._other_modes.clear()
         self._out_sizes.clear()
 
     def differentiated(self, op: OpOverload) -> Callable[..., list[Tensor]]:
@@ -211,8 +233,16 @@ class Generic:
             tensors that require a gradient; gradients of the results, to compute the gradients of the arguments, or None to
             compute the results; seed and offset of the random numbers, or None.
         """
+        head: Any = op
+        asked: tuple[str, ...] = ()
+
+        def follow(new_head: Any, new_flags: tuple[str, ...]) -> None:
+            nonlocal head, asked
+            head, asked = new_head, new_flags
+
+        self._follow(op, op, None, follow)
         facts = OpFacts(op)
-        plans = self._plans_of(op)
+        plans = self._plans
 
         def run(
             args: tuple[Any, ...],
@@ -222,7 +252,7 @@ class Generic:
             grads: tuple[Tensor | None, ...] | None,
             drawn: tuple[int, int] | None,
         ) -> list[Tensor]:
-            key: list[Any] = [op, "differentiated", places, wanted, grads is None]
+            key: list[Any] = [head, "differentiated", places, wanted, grads is None]
             buffers: list[int] = []
             params: list[Any] = []
             try:
@@ -241,7 +271,7 @@ class Generic:
             if plan is None:
                 call = Call(args, kwargs)
                 on = self._recorder_of(buffers, call)
-                plan, alerts = self._builder.differentiated(facts, call, on, places, wanted, grads)
+                plan, alerts = self._builder.differentiated(facts, call, on, places, wanted, grads, asked)
                 if not alerts:
                     plans[signature] = plan
             recorder = plan.recorder
@@ -275,6 +305,7 @@ class Generic:
         buffers: list[int],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        flags: tuple[str, ...],
     ) -> PlannedCall | Call:
         """Plan a call, and cache its plan.
 
@@ -286,7 +317,7 @@ class Generic:
         wrong = None if facts.name in RESIZED_ON_HOST else self._out_sizes.get(signature)
         if wrong is None:
             try:
-                planned = self._builder.build(facts, call, self._recorder_of(buffers, call))
+                planned = self._builder.build(facts, call, self._recorder_of(buffers, call), flags)
             except ResizeOutError as e:
                 wrong = self._out_sizes[signature] = e.sizes
             # Inference has already warned of the resize.
@@ -302,10 +333,10 @@ class Generic:
         other = without_default_dtype(facts, call, new)
         if other is not None:
             return other
-        if len(self._plans) + len(self._mode_plans) + len(self._out_sizes) >= _MAX_PLANS:
+        if len(self._plans) + len(self._out_sizes) >= _MAX_PLANS:
             self.forget_plans()
         if not planned.alerts:
-            self._plans_of(facts.op)[signature] = planned.plan
+            self._plans[signature] = planned.plan
         return planned
 
     def _recorder_of(self, buffers: list[int], call: Call) -> Recorder:
@@ -350,7 +381,7 @@ class Generic:
                 result = run(*args, **kwargs)
                 recorder.sync()
             except RemoteOperationError as e:
-                self._plans_of(planned.op).pop(signature, None)
+                self._plans.pop(signature, None)
                 if planned.doubt is not None and str(planned.doubt) in str(e):
                     raise planned.doubt from None
                 if "not implemented for" in e.message:  # the kernel does not support the dtype

@@ -7,6 +7,7 @@ library, so that the results have the same bits. `linear` is recorded as one ins
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,10 +18,12 @@ from wooly.kernels.whole import is_traced
 from wooly.torch_private import (
     SDPBackend,
     attention_choice,
+    convolution_flags,
     convolution_with_flags,
     in_trace,
     may_use_flash,
     may_use_math,
+    schema_of,
 )
 
 aten = torch.ops.aten
@@ -59,19 +62,39 @@ def convolution(record: Kernel) -> Kernel:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if in_trace():
-            return convolution_with_flags(*args, **kwargs, **_CONVOLUTION_FLAGS)
+            return convolution_with_flags(*args, **kwargs, **convolution_flags())
         return record(*args, **kwargs)
 
     return run
 
 
-#: Arguments of `aten._convolution` that `aten.convolution` does not have. They choose among CUDA's algorithms.
-_CONVOLUTION_FLAGS = {"benchmark": False, "deterministic": False, "cudnn_enabled": True, "allow_tf32": True}
+#: Number of arguments of `aten.convolution`. The other arguments of `aten._convolution` choose among CUDA's algorithms.
+_PLAIN_ARGUMENTS = 9
 
 
-def flagged_convolution(record: Kernel) -> Kernel:
-    """`aten._convolution`: `aten.convolution` with four more arguments, which the executor ignores."""
-    return lambda *args, **kwargs: record(*args[:9], **{k: v for k, v in kwargs.items() if k not in _CONVOLUTION_FLAGS})
+def flagged_convolution(make: Callable[..., Kernel]) -> Kernel:
+    """`aten._convolution`: `aten.convolution`, but the call has its own flags instead of those of the process.
+
+    Like `torch.backends.cudnn.benchmark` and `.enabled`, the arguments `benchmark` and `cudnn_enabled` have no effect.
+
+    Args:
+        make: makes the kernel of `aten.convolution`. The argument `flags` are flags that the kernel keeps.
+    """
+    kernels = {}
+    for deterministic in (False, True):
+        for tf32 in (False, True):
+            flags = ("cudnn_deterministic",) * deterministic + ("no_conv_tf32",) * (not tf32)
+            kernels[deterministic, tf32] = make(flags=flags)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        named = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
+        kernel = kernels[bool(named["deterministic"]), bool(named.get("allow_tf32", True))]
+        return kernel(*[named[name] for name in _ARGUMENTS[:_PLAIN_ARGUMENTS]])
+
+    return run
+
+
+_ARGUMENTS = tuple([a.name for a in schema_of(aten._convolution.default).arguments])
 
 
 def batch_norm(record: Kernel, record_training: Kernel) -> Kernel:

@@ -25,7 +25,7 @@ from wooly.kernels.schema import Call, OpFacts, unsupported
 from wooly.kernels.trials import Trials, raise_kernel_errors
 from wooly.recorder import Forms, Recorder
 from wooly.storage import Layout
-from wooly.torch_private import OpOverload, deterministic_off
+from wooly.torch_private import deterministic_off
 
 _REPEAT = torch.ops.aten.repeat_interleave.Tensor
 
@@ -60,13 +60,11 @@ class PlannedCall(NamedTuple):
         plan: the plan.
         doubt: error of the call's trial on the host, or None. The device may still accept the call, so run the call and wait.
         alerts: the call warned that it is not deterministic. It must warn each time, so do not cache the plan.
-        op: the operator.
     """
 
     plan: CallPlan
     doubt: Exception | None
     alerts: bool
-    op: OpOverload
 
 
 class PlanBuilder:
@@ -78,8 +76,8 @@ class PlanBuilder:
         self.inferences = Inferences()
         self.trials = Trials(self.inferences)
 
-    def build(self, facts: OpFacts, call: Call, recorder: Recorder) -> PlannedCall:
-        """Build the plan for a call on the device of `recorder`.
+    def build(self, facts: OpFacts, call: Call, recorder: Recorder, flags: tuple[str, ...]) -> PlannedCall:
+        """Build the plan for a call on the device of `recorder`. `flags` are the flags that the operator follows.
 
         Raises:
             NotImplementedError: the operator is not in the allow-list, or its result cannot be described in WIS.
@@ -96,12 +94,12 @@ class PlanBuilder:
             doubt = self.trials.attempt(facts, call, recorder)
         alerts = mode.on and alert(facts, call)
         refuse_overlaps(facts, call)
-        form, written = form_of(facts, call, fresh, dynamic, mode.on)
+        form, written = form_of(facts, call, fresh, dynamic, mode.on, flags)
         outs = tuple([None if t is None else self._out(t) for t in fresh])
         apart = () if dynamic else may_overlap(facts, form.operands, written)
         draws = facts.draws(call)
         plan = CallPlan(recorder, self._forms.intern(form), outs, written, draws, dynamic or bool(apart), apart)
-        return PlannedCall(plan, doubt, alerts, facts.op)
+        return PlannedCall(plan, doubt, alerts)
 
     def _results(self, facts: OpFacts, call: Call) -> tuple[list[Tensor | None], bool]:
         """The new results as tensors without data, and whether only the executor knows their shapes."""
@@ -133,6 +131,7 @@ class PlanBuilder:
         places: tuple[int, ...],
         wanted: tuple[int, ...],
         grads: tuple[Tensor | None, ...] | None,
+        flags: tuple[str, ...],
     ) -> tuple[CallPlan, bool]:
         """Build the plan for a call with gradients. Returns also whether the call warned that it is not deterministic.
 
@@ -143,10 +142,11 @@ class PlanBuilder:
             places: index among the distinct tensors, for each tensor argument.
             wanted: indices of the distinct tensors that require a gradient.
             grads: gradients of the results, to compute the gradients of the arguments; None: compute the results.
+            flags: the flags that the operator follows.
         """
         on = self._determinism.mode.on
         alerts = on and grads is None and alert(facts, call)
-        form, _ = form_of(facts, call, [], dynamic=False, deterministic=on)
+        form, _ = form_of(facts, call, [], dynamic=False, deterministic=on, flags=flags)
         if form.opcode != "extern":
             raise unsupported(facts.name, "its gradients cannot be recorded as one instruction")
         operands = [form.operands[places.index(k)] for k in range(max(places) + 1)]
