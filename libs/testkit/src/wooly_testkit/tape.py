@@ -103,8 +103,9 @@ class Tape:
         self,
         name: str,
         *args: Tensor | Attr,
-        results: Sequence[tuple[DType, Sequence[int]]],
+        results: Sequence[tuple[DType, Sequence[int]]] = (),
         written: Sequence[Tensor] = (),
+        out: tuple[DType, Sequence[int]] | None = None,
     ) -> list[Tensor]:
         """Add a library operator, and return its results.
 
@@ -113,10 +114,17 @@ class Tape:
             args: arguments of its schema.
             results: dtype and sizes of each result.
             written: arguments that the operator writes.
+            out: dtype and sizes of a new tensor for the argument `out`, which becomes the last result.
         """
         operands: list[Operand] = []
         slots: list[int] = []
         given: list[Attr] = []
+        kwargs: tuple[Attr, ...] = ()
+        target = [] if out is None else [self._fresh(out[0], tuple(out[1]))]
+        for t in target:
+            kwargs = (("out", OperandRef(len(operands))),)
+            operands.append(Operand(Role.INOUT, t.view))
+            slots.append(t.slot)
         for value in args:
             if isinstance(value, Tensor):
                 given.append(OperandRef(len(operands)))
@@ -126,9 +134,9 @@ class Tape:
                 given.append(value)
         made = [self._fresh(dtype, tuple(sizes)) for dtype, sizes in results]
         operands += [Operand(Role.OUT, t.view) for t in made]
-        attrs = (("args", tuple(given)), ("kwargs", ()), ("name", name))
+        attrs = (("args", tuple(given)), ("kwargs", kwargs), ("name", name))
         self._add(Form("extern", tuple(operands), (), attrs), (*slots, *[t.slot for t in made]))
-        return made
+        return [*made, *target]
 
     def copy(self, a: Tensor, dtype: DType | None = None) -> Tensor:
         """Add a dense copy, optionally with another dtype."""
