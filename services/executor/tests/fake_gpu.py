@@ -56,7 +56,9 @@ class Recording(TorchDispatchMode):
         kwargs = kwargs or {}
         schema = func._schema
         if func.is_view or schema.name in ("aten::as_strided", "aten::set_"):
-            return func(*args, **kwargs)
+            seen = func(*args, **kwargs)
+            if not isinstance(seen, torch.Tensor) or _storage_address(seen) in map(_storage_address, _tensors(args)):
+                return seen  # otherwise it is a copy, such as that of `to` or `reshape`
         if not self.graph.valid:
             raise RuntimeError(FAILED)
         if schema.name.removeprefix("aten::").removesuffix("_out") in WAITING or _has_mask(args):
@@ -88,6 +90,14 @@ class Recording(TorchDispatchMode):
 
         self.work.append(again)
         return tree_map_only(torch.Tensor, in_graph, made)
+
+
+def _tensors(args):
+    return [a for a in args if isinstance(a, torch.Tensor)]
+
+
+def _storage_address(t):
+    return t.untyped_storage().data_ptr()
 
 
 def _without_owner(t, owner=None):

@@ -7,7 +7,7 @@ the generator a new state.
 Torch may end the process in these cases (read in the sources and the library of torch 2.11), so they do not occur here:
 
 - The destructor of a graph raises, for example because `capture_begin` failed after the graph got the generator's state and
-  before the state got the graph. C++ ends the process then. Graphs whose capture did not end are kept for ever.
+  before the state got the graph. C++ ends the process then. Graphs whose capture did not end are never destroyed.
 - A graph is destroyed in one thread while another thread begins or ends a capture. Torch releases Python's lock there, and both
   change the generator's set of graphs. So only the device thread destroys graphs, between two captures.
 - A graph is destroyed in the thread that captures. This invalidates the capture.
@@ -16,7 +16,9 @@ Torch may end the process in these cases (read in the sources and the library of
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
+import itertools
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -64,15 +66,20 @@ class GraphLibrary(Protocol):
 class CapturedGraph:
     """A graph. Any thread may drop it: the device thread destroys the library's graph later.
 
-    Attributes:
-        replay: enqueues the captured work.
+    Args:
+        graphs: has the library's graphs, and the only reference to each of them.
+        number: number of the graph there.
         pool: the memory pool of the graph.
     """
 
-    __slots__ = ("__weakref__", "pool", "replay")
+    __slots__ = ("__weakref__", "_graphs", "_number", "pool")
 
-    def __init__(self, replay: Callable[[], None], pool: PoolId) -> None:
-        self.replay, self.pool = replay, pool
+    def __init__(self, graphs: dict[int, Any], number: int, pool: PoolId) -> None:
+        self._graphs, self._number, self.pool = graphs, number, pool
+
+    def replay(self) -> None:
+        """Enqueue the captured work."""
+        self._graphs[self._number].replay()
 
 
 class Captures:
@@ -89,10 +96,11 @@ class Captures:
         self._shared: PoolId | None = None
         #: The last known sizes of pools in bytes. They change only with captures.
         self._sizes: dict[PoolId, int] = {}
-        #: The library's graphs that nobody uses any more, and their pools. Any thread appends to it.
-        self._unused: deque[tuple[PoolId, Any]] = deque()
-        #: Torch keeps pointers to graphs whose capture failed, and their destructor may end the process.
-        self._failed: list[Any] = []
+        #: The library's graphs by number, and the numbers and pools of graphs that nobody uses any more. Any thread appends to
+        #: `_unused`.
+        self._graphs: dict[int, Any] = {}
+        self._unused: deque[tuple[PoolId, int]] = deque()
+        self._numbers = itertools.count()
 
     def capture(self, body: Callable[[], None], *, apart: bool = False) -> CapturedGraph:
         """Return the work that `body` enqueues as a graph.
@@ -117,8 +125,7 @@ class Captures:
                 valid = self._end(graph, pool) is None
                 self._abandon(pool)
                 if valid:
-                    self._count(pool)
-                    self._unused.append((pool, graph))
+                    self._unused.append((pool, self._add(graph, pool)))
                 del graph  # the trace of the error must not destroy it
                 if valid or not isinstance(e, Exception):
                     raise
@@ -127,11 +134,11 @@ class Captures:
         if late is not None:
             self._abandon(pool)
             raise InvalidCaptureError(str(late)) from late
-        self._count(pool)
+        number = self._add(graph, pool)
         if not apart:
             self._shared = pool
-        captured = CapturedGraph(graph.replay, pool)
-        weakref.finalize(captured, self._unused.append, (pool, graph)).atexit = False
+        captured = CapturedGraph(self._graphs, number, pool)
+        weakref.finalize(captured, self._unused.append, (pool, number)).atexit = False
         return captured
 
     def nbytes(self) -> int:
@@ -145,18 +152,21 @@ class Captures:
     def destroy_unused(self) -> None:
         """Destroy the library's graphs that nobody uses any more. Their memory becomes free."""
         while self._unused:
-            pool, graph = self._unused.popleft()
-            del graph
+            pool, number = self._unused.popleft()
+            del self._graphs[number]
             self._pools[pool] -= 1
             if not self._pools[pool]:
                 del self._pools[pool]
                 if self._shared == pool:  # torch refuses a pool whose graphs have all been destroyed
                     self._shared = None
 
-    def _count(self, pool: PoolId) -> None:
-        """Note that a pool has one more graph of the library."""
+    def _add(self, graph: Any, pool: PoolId) -> int:
+        """Keep a graph of the library, which has memory in a pool. Returns its number."""
         self._pools[pool] = self._pools.get(pool, 0) + 1
         self._sizes.pop(pool, None)
+        number = next(self._numbers)
+        self._graphs[number] = graph
+        return number
 
     def _abandon(self, pool: PoolId) -> None:
         """Use the pool of a failed capture for no other capture. Traces of errors may keep tensors in its memory."""
@@ -171,7 +181,8 @@ class Captures:
             # if torch has ended the recording itself, it refuses to end it again
             with contextlib.suppress(RuntimeError):
                 self._library.end_recording(pool)
-            self._failed.append(graph)
+            # torch keeps pointers to such a graph, and its destructor may end the process, also at the process's exit
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(graph))
             self._library.renew_generator()
             return e
         return None

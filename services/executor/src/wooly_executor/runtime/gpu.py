@@ -90,7 +90,7 @@ class GpuDevice(TorchDevice):
         """
         args = tuple([symbols_replaced(a, self.device) for a in call.args])
         kwargs = tuple([(k, symbols_replaced(v, self.device)) for k, v in call.kwargs])
-        if _lacks_device(call):  # a tensor on the host would be copied here, which waits, and which a graph cannot contain
+        if _lacks_device(call):  # the host would make the tensor; a graph cannot contain the copy
             kwargs += (("device", self.device),)
         instead = substitute(call.op, form)
         return LibraryCall(call.op, args, kwargs, in_range(call.op, instead or function_of(call.op)) or instead)

@@ -42,7 +42,8 @@ class Way(enum.Enum):
     """How attention is computed."""
 
     FLASH = "flash"
-    #: As torch chooses it, but never with a mask: captures of masked calls have ended the process on an H100.
+    #: As torch chooses it, but never with a mask: cuDNN's gradients are then NaN for some lengths (issue 196678 of PyTorch, since
+    #: 2.11), and a decoder with masks ended its process on an H100 during a capture (`decode_by_cudnn` in tests/gpu/captured.py).
     CUDNN = "cudnn"
     EFFICIENT = "efficient"
     MATMUL = "matmul"
