@@ -207,8 +207,12 @@ def cudnn_with_mask_of_one_head(gpu):
 
 
 def cudnn_with_mask_planned_in_capture(gpu):
-    """cuDNN plans and loads a kernel during the capture."""
-    return attention_in_graphs(gpu, mask=True, warm=0, columns=(40, 81, 200, 333, 1025))
+    """cuDNN plans and loads a kernel during the capture. If this fails, the same call follows outside a capture."""
+    try:
+        return attention_in_graphs(gpu, mask=True, warm=0, columns=(40, 81, 200, 333, 1025))
+    except Exception as e:
+        print(f"not planned in a capture: {str(e).splitlines()[0]}", flush=True)
+        return attention_in_graphs(gpu, mask=True, columns=(40, 81, 200, 333, 1025))
 
 
 def cudnn_without_mask(gpu):
@@ -315,6 +319,19 @@ def no_memory_to_begin(gpu):
     return f"{said.splitlines()[0][:50]}...; {capture_more(gpu)}"
 
 
+def _without_plan(gpu):
+    """Return a call of cuDNN's attention that cuDNN cannot plan, and its tensors."""
+    q, k, v = [torch.zeros(1, 2, n, 1024, device=gpu.device, dtype=torch.bfloat16) for n in (3, 5, 5)]
+    return (q, k, v), lambda: by_cudnn(q, k, v)
+
+
+def cudnn_without_plan(gpu):
+    """A call that cuDNN cannot plan is not repeated."""
+    tensors, call = _without_plan(gpu)
+    said = [gpu_attention.planned("forward", tensors, False, call) is None for _ in range(3)]
+    return f"cuDNN failed: {said[0]}; {capture_more(gpu)}"
+
+
 # -- cases of torch alone ------------------------------------------------------------------------------------------------
 
 
@@ -331,6 +348,20 @@ def torch_no_memory_to_begin(gpu):
         return "the capture began"
 
     return without_memory(gpu, begin)
+
+
+def torch_cudnn_without_plan(gpu):
+    """A call that cuDNN cannot plan, twice."""
+    _, call = _without_plan(gpu)
+    said = []
+    for _ in range(2):
+        try:
+            call()
+            said.append("no error")
+        except RuntimeError as e:
+            said.append(str(e).splitlines()[0][:60])
+            print(said[-1], flush=True)
+    return " then ".join(said)
 
 
 def _plain(body, pool=None):
@@ -411,6 +442,8 @@ CASES = {
         empty,
         zeroed_pool,
         no_memory_to_begin,
+        cudnn_without_plan,
+        torch_cudnn_without_plan,
         torch_no_memory_to_begin,
         torch_other_thread_destroys,
         torch_destroyed_in_capture,
