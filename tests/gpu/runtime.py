@@ -11,6 +11,7 @@ import time
 import traceback
 from pathlib import Path
 
+import captured
 import foreign
 import substitutes as instead
 import torch
@@ -446,6 +447,12 @@ def substitutes(gpu):
     assert not failed, "; ".join(failed)
 
 
+def captures(gpu):
+    """Captures that might end the process, each in a process of its own."""
+    failed = captured.check()
+    assert not failed, ", ".join(failed)
+
+
 SECTIONS = {
     f.__name__: f
     for f in (
@@ -462,6 +469,7 @@ SECTIONS = {
         failed_captures,
         split_graphs,
         moving_and_lent,
+        captures,
         foreign_kernels,
         foreign_walls,
     )

@@ -9,6 +9,7 @@ import ctypes
 import functools
 import itertools
 import struct
+import threading
 import weakref
 
 import torch
@@ -36,6 +37,14 @@ FORBIDDEN = "CUDA error: operation not permitted when stream is capturing"
 FAILED = "CUDA error: operation failed due to a previous error during capture"
 
 
+#: What torch says if a tensor of the host is copied during a capture. The capture stays valid.
+HOST_COPY = "Cannot copy between CPU and CUDA tensors during CUDA graph capture unless the CPU tensor is pinned."
+
+
+class AbortedError(BaseException):
+    """Torch would have ended the process here."""
+
+
 class Recording(TorchDispatchMode):
     """Records operators without running them. Written tensors stay unchanged, and new tensors have a shape but no values."""
 
@@ -47,12 +56,16 @@ class Recording(TorchDispatchMode):
         kwargs = kwargs or {}
         schema = func._schema
         if func.is_view or schema.name in ("aten::as_strided", "aten::set_"):
-            return func(*args, **kwargs)
+            seen = func(*args, **kwargs)
+            if not isinstance(seen, torch.Tensor) or _storage_address(seen) in map(_storage_address, _tensors(args)):
+                return seen  # otherwise it is a copy, such as that of `to` or `reshape`
         if not self.graph.valid:
             raise RuntimeError(FAILED)
         if schema.name.removeprefix("aten::").removesuffix("_out") in WAITING or _has_mask(args):
             self.graph.valid = False
             raise RuntimeError(FORBIDDEN)
+        if _makes_host_tensor(schema, kwargs):
+            raise RuntimeError(HOST_COPY)
         mutated = [a for a, s in zip(args, schema.arguments, strict=False) if s.alias_info and s.alias_info.is_write]
         mutated += [kwargs[s.name] for s in schema.arguments if s.kwarg_only and s.alias_info and s.name in kwargs]
         by_address = tree_map_only(torch.Tensor, _without_owner, (args, kwargs))
@@ -79,6 +92,14 @@ class Recording(TorchDispatchMode):
         return tree_map_only(torch.Tensor, in_graph, made)
 
 
+def _tensors(args):
+    return [a for a in args if isinstance(a, torch.Tensor)]
+
+
+def _storage_address(t):
+    return t.untyped_storage().data_ptr()
+
+
 def _without_owner(t, owner=None):
     """Return a tensor on the memory of `t` with another storage, which keeps only `owner` alive. Graphs contain addresses."""
     if not t.untyped_storage().nbytes():
@@ -92,6 +113,13 @@ def _without_owner(t, owner=None):
     return torch._neg_view(other) if t.is_neg() else other
 
 
+def _makes_host_tensor(schema, kwargs):
+    """Whether an operator makes a tensor from numbers only, on no device that it names."""
+    if any("Tensor" in str(a.type) for a in schema.arguments):
+        return False
+    return any(a.name == "device" for a in schema.arguments) and kwargs.get("device") is None
+
+
 def _has_mask(args):
     """Whether an argument is a list of indices with a mask."""
     lists = [a for a in args if isinstance(a, (list, tuple))]
@@ -99,11 +127,26 @@ def _has_mask(args):
 
 
 class FakeGraph:
-    """A graph, as torch captures it: after an invalidated capture, torch counts it as one in progress."""
+    """A graph, as torch captures it: after an invalidated capture, torch counts it as one in progress.
+
+    Torch may end the process if such a graph is destroyed while it is recorded, during another capture, or in another thread
+    than the one that captures.
+    """
 
     def __init__(self, driver):
         self.driver, self.work, self.valid, self.ended = driver, [], True, False
-        self.memory, self.number = [], next(driver.numbers)
+        self.memory, self.number, self.pool, self.thread = [], next(driver.numbers), None, threading.get_ident()
+
+    def __del__(self):
+        driver = self.driver
+        if self.pool in driver.recording and driver.recording[self.pool] is self:
+            driver.aborts.append("a graph was destroyed whose capture torch still records")
+        elif not self.valid or self.pool is None or not self.ended:
+            driver.aborts.append("a graph was destroyed whose capture did not end")
+        elif driver.capturing is not None:
+            driver.aborts.append("a graph was destroyed during a capture")
+        elif threading.get_ident() != self.thread:
+            driver.aborts.append("a graph was destroyed in another thread")
 
     def capture_end(self):
         self.driver.capturing = None
@@ -126,10 +169,10 @@ class FakeGraph:
 
 
 class FakeGraphs:
-    """See `captures.GraphLibrary`. A pool without graphs is refused, as by torch."""
+    """See `captures.GraphLibrary`. A pool without graphs is refused, as by torch. `fail_begin`: error of the next capture."""
 
     def __init__(self, driver):
-        self.driver, self.pools = driver, 0
+        self.driver, self.pools, self.fail_begin = driver, 0, None
 
     def new_pool(self):
         self.pools += 1
@@ -146,6 +189,9 @@ class FakeGraphs:
         members = driver.graphs_of[pool]
         assert members or pool not in driver.used_pools, "INTERNAL ASSERT FAILED: use_count > 0"
         driver.used_pools.add(pool)
+        if self.fail_begin is not None:
+            error, self.fail_begin = self.fail_begin, None
+            raise error
         members.add(graph)
         graph.pool, driver.recording[pool], driver.capturing, driver.generator_works = pool, graph, graph, False
 
@@ -158,6 +204,8 @@ class FakeGraphs:
         self.driver.generator_works = True
 
     def pool_bytes(self, pool):
+        if not self.driver.graphs_of[pool]:
+            raise AbortedError("the size of a pool without graphs was asked")
         return self.driver.bytes_per_graph * len(self.driver.graphs_of[pool])
 
 
@@ -191,7 +239,10 @@ class FakeDriver:
         #: The graph that is captured, and what the library keeps about captures.
         self.capturing, self.recording, self.graphs_of, self.used_pools = None, {}, {}, set()
         self.generator_works, self.bytes_per_graph = True, 1024
-        self._captures = Captures(FakeGraphs(self))
+        self.library = FakeGraphs(self)
+        self._captures = Captures(self.library)
+        #: Why torch would have ended the process.
+        self.aborts = []
         #: Sizes of page-locked host memory by address; sizes of all memory that was ever locked; whether locking fails.
         self.locked, self.locks, self.refuse_locks = {}, [], False
 
@@ -329,10 +380,12 @@ class FakeDriver:
         return 256 << 20
 
     def release_cached(self):
+        self._captures.destroy_unused()
         self.released += 1
 
     def capture(self, body, *, apart=False):
         self.captures += 1
+        self.survives()
 
         def recorded():
             with Recording(self.capturing):
@@ -342,6 +395,11 @@ class FakeDriver:
 
     def graph_bytes(self):
         return self._captures.nbytes()
+
+    def survives(self):
+        """Raise an error if torch would have ended the process by now."""
+        if self.aborts:
+            raise AbortedError(self.aborts[0])
 
     def check(self):
         if self.lost:

@@ -182,3 +182,47 @@ def test_bias_of_booleans_is_minus_infinity_where_false():
 def test_substitute_of_attention_needs_no_zeroed_memory():
     assert substitute(_FORWARD).writes_all
     assert substitute(_BACKWARD).writes_all
+
+
+@pytest.fixture
+def plans(monkeypatch):
+    monkeypatch.setattr(subject, "_planned", set())
+    monkeypatch.setattr(subject, "_unplannable", set())
+
+
+@pytest.mark.usefixtures("plans")
+def test_planned_call_that_failed_is_never_repeated():
+    q, calls = torch.zeros(1, 2, 3, 8), []
+
+    def fails():
+        calls.append(1)
+        raise RuntimeError("cuDNN Frontend error: [cudnn_frontend] Error: No execution plans support the graph.")
+
+    assert subject.planned("forward", (q, q, q), False, fails) is None
+    assert subject.planned("forward", (q.clone(), q, q), False, fails) is None
+    assert len(calls) == 1
+    assert subject.planned("forward", (q, q, q), True, lambda: "made") == "made"
+
+
+@pytest.mark.usefixtures("plans")
+def test_planned_call_without_memory_raises_and_is_not_repeated():
+    q = torch.zeros(1, 2, 3, 8)
+
+    def fails():
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        subject.planned("forward", (q, q, q), False, fails)
+    assert subject.planned("forward", (q, q, q), False, lambda: "made") is None
+
+
+@pytest.mark.usefixtures("plans")
+def test_planned_call_in_capture_needs_an_earlier_call(monkeypatch):
+    q = torch.zeros(1, 2, 3, 8)
+    monkeypatch.setattr(subject, "_in_capture", lambda: True)
+    with pytest.raises(RuntimeError, match="before a graph can contain it"):
+        subject.planned("forward", (q, q, q), False, lambda: "made")
+    monkeypatch.setattr(subject, "_in_capture", lambda: False)
+    subject.planned("forward", (q, q, q), False, lambda: "made")
+    monkeypatch.setattr(subject, "_in_capture", lambda: True)
+    assert subject.planned("forward", (q, q, q), False, lambda: "again") == "again"

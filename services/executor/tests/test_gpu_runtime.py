@@ -63,7 +63,9 @@ class Side:
 
 @pytest.fixture
 def driver():
-    return FakeDriver()
+    made = FakeDriver()
+    yield made
+    made.survives()
 
 
 @pytest.fixture
@@ -906,6 +908,93 @@ def test_captures_failed_capture_raises_first_error_and_leaves_library_usable(dr
     del again
     gc.collect()
     assert driver.capture(lambda: torch.ones(2)).pool != pool
+
+
+def test_captures_failed_first_step_leaves_its_pool_unused(driver):
+    shared = driver.capture(lambda: torch.ones(2, device="cpu"))
+
+    def fails():
+        raise RuntimeError("not possible during a capture")
+
+    with pytest.raises(RuntimeError, match="not possible") as kept:
+        driver.capture(fails)
+    others = [driver.capture(lambda: torch.ones(2, device="cpu").add_(1), apart=k % 2 == 0) for k in range(8)]
+    assert shared.pool not in {other.pool for other in others} and kept
+    assert driver.graph_bytes() == 9 * driver.bytes_per_graph and not driver.recording
+    for other in others:
+        other.replay()
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_captures_that_cannot_begin_keep_their_graph(driver, apart):
+    driver.capture(lambda: torch.ones(2, device="cpu"), apart=apart)
+    driver.library.fail_begin = torch.OutOfMemoryError("CUDA out of memory.")
+    with pytest.raises(InvalidCaptureError, match="out of memory"):
+        driver.capture(lambda: None, apart=apart)
+    gc.collect()
+    driver.capture(lambda: torch.ones(2, device="cpu"), apart=apart).replay()
+
+
+def test_captures_graphs_dropped_elsewhere_are_destroyed_between_captures(driver):
+    held = [driver.capture(lambda: torch.ones(2, device="cpu"), apart=True) for _ in range(3)]
+    thread = threading.Thread(target=held.pop)
+    thread.start()
+    thread.join()
+    driver.survives()
+
+    def body():
+        held.pop()  # the last use of an older graph ends during the capture
+        gc.collect()
+        torch.ones(2, device="cpu")
+
+    last = driver.capture(body)
+    driver.survives()
+    assert driver.graph_bytes() == 2 * driver.bytes_per_graph and last.pool != held[0].pool
+
+
+def decoder(width=160, layers=4):
+    """A step of a decoder. It makes places from numbers and a mask from the place of the token, and leaves a large result.
+
+    Returns the program, its params, and the slots of the token, its place, the weights, the cache and both results.
+    """
+    t = Tape()
+    x, at = t.input(F32, 1, width), t.input(I64, 1)
+    w, cache = t.input(F32, width, width), t.input(F32, width, width)
+    (places,) = t.extern("aten.arange.start_out", 0, width, 1, out=(I64, (width,)))
+    seen = t.op("le", places, at)
+    held = x
+    for _ in range(layers):
+        a = t.op("mm", held, w)
+        b = t.op("mul", a, seen)
+        t.free(a)
+        if held is not x:
+            t.free(held)
+        held = t.op("tanh", b)
+        t.free(b)
+    large = t.op("mul", cache, held)
+    t.free(places, seen)
+    program, slots = t.program()
+    return program, t.params, [slots[k.slot] for k in (x, at, w, cache, held, large)]
+
+
+def test_graphs_of_decoding_loop_replay_without_failed_capture(gpu, cpu, driver):
+    program, params, (x, at, w, cache, token, large) = decoder()
+    prepared, other = gpu.ready(program).prepared, cpu.ready(program).prepared
+    fixed, kept = {w: Buffer(4 * 160**2, torch.randn(160, 160)), cache: Buffer(4 * 160**2, torch.randn(160, 160))}, []
+    now = torch.randn(1, 160)
+    for k in range(3 * IDLE):
+        place = torch.tensor([16 + k % 64])
+        mine, good = [
+            step(side, own, params, {x: Buffer(640, now.clone()), at: Buffer(8, place.clone()), **fixed})
+            for side, own in ((gpu, prepared), (cpu, other))
+        ]
+        kept.append((mine[large].base, good[large].base, mine[token].base))
+        assert all(torch.equal(a.view(-1), b.view(-1)) for a, b, _ in kept[-3:])
+        now = mine[token].base.view(1, 160)
+        if k % 40 == 39:
+            kept.clear()
+    assert driver.replays > IDLE and driver.captures == gpu.runtime.graphs.count
+    assert not gpu.runtime.graphs._refused and not prepared.uncapturable
 
 
 # -- operators that a GPU's library lacks ----------------------------------------------------------------------------------

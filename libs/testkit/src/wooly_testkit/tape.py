@@ -103,8 +103,10 @@ class Tape:
         self,
         name: str,
         *args: Tensor | Attr,
-        results: Sequence[tuple[DType, Sequence[int]]],
+        results: Sequence[tuple[DType, Sequence[int]]] = (),
         written: Sequence[Tensor] = (),
+        named: Sequence[tuple[str, Tensor | Attr]] = (),
+        out: tuple[DType, Sequence[int]] | None = None,
     ) -> list[Tensor]:
         """Add a library operator, and return its results.
 
@@ -113,22 +115,28 @@ class Tape:
             args: arguments of its schema.
             results: dtype and sizes of each result.
             written: arguments that the operator writes.
+            named: keyword arguments.
+            out: dtype and sizes of a new tensor for the argument `out`, which becomes the last result.
         """
         operands: list[Operand] = []
         slots: list[int] = []
-        given: list[Attr] = []
-        for value in args:
-            if isinstance(value, Tensor):
-                given.append(OperandRef(len(operands)))
-                operands.append(Operand(Role.INOUT if value in written else Role.IN, value.view))
-                slots.append(value.slot)
-            else:
-                given.append(value)
+
+        def attribute(value: Tensor | Attr) -> Attr:
+            if not isinstance(value, Tensor):
+                return value
+            operands.append(Operand(Role.INOUT if value in written else Role.IN, value.view))
+            slots.append(value.slot)
+            return OperandRef(len(operands) - 1)
+
+        target = [] if out is None else [self._fresh(out[0], tuple(out[1]))]
+        written = [*written, *target]
+        given = [attribute(value) for value in args]
+        kwargs = [(name, attribute(value)) for name, value in (*named, *[("out", t) for t in target])]
         made = [self._fresh(dtype, tuple(sizes)) for dtype, sizes in results]
         operands += [Operand(Role.OUT, t.view) for t in made]
-        attrs = (("args", tuple(given)), ("kwargs", ()), ("name", name))
+        attrs = (("args", tuple(given)), ("kwargs", tuple(kwargs)), ("name", name))
         self._add(Form("extern", tuple(operands), (), attrs), (*slots, *[t.slot for t in made]))
-        return made
+        return [*made, *target]
 
     def copy(self, a: Tensor, dtype: DType | None = None) -> Tensor:
         """Add a dense copy, optionally with another dtype."""

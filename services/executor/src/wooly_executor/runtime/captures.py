@@ -3,13 +3,24 @@
 After an invalidated capture, torch still counts the capture as one in progress: the next capture into the same pool fails, and
 the default generator of random numbers refuses every draw. So the recording is ended here, the next capture gets a new pool, and
 the generator a new state.
+
+Torch may end the process in these cases (read in the sources and the library of torch 2.11), so they do not occur here:
+
+- The destructor of a graph raises, for example because `capture_begin` failed after the graph got the generator's state and
+  before the state got the graph. C++ ends the process then. Graphs whose capture did not end are never destroyed.
+- A graph is destroyed in one thread while another thread begins or ends a capture. Torch releases Python's lock there, and both
+  change the generator's set of graphs. So only the device thread destroys graphs, between two captures.
+- A graph is destroyed in the thread that captures. This invalidates the capture.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
+import itertools
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -52,6 +63,25 @@ class GraphLibrary(Protocol):
         ...
 
 
+class CapturedGraph:
+    """A graph. Any thread may drop it: the device thread destroys the library's graph later.
+
+    Args:
+        graphs: has the library's graphs, and the only reference to each of them.
+        number: number of the graph there.
+        pool: the memory pool of the graph.
+    """
+
+    __slots__ = ("__weakref__", "_graphs", "_number", "pool")
+
+    def __init__(self, graphs: dict[int, Any], number: int, pool: PoolId) -> None:
+        self._graphs, self._number, self.pool = graphs, number, pool
+
+    def replay(self) -> None:
+        """Enqueue the captured work."""
+        self._graphs[self._number].replay()
+
+
 class Captures:
     """The graphs of a device and their memory pools. Only the device thread uses it.
 
@@ -61,15 +91,18 @@ class Captures:
 
     def __init__(self, library: GraphLibrary) -> None:
         self._library = library
-        #: The pools and their graphs, and the pool for graphs that may share one.
-        self._pools: list[tuple[PoolId, weakref.WeakSet[Any]]] = []
-        self._shared: tuple[PoolId, weakref.WeakSet[Any]] | None = None
+        #: Number of the library's graphs per pool, without pools that have none, and the pool for graphs that may share one.
+        self._pools: dict[PoolId, int] = {}
+        self._shared: PoolId | None = None
         #: The last known sizes of pools in bytes. They change only with captures.
         self._sizes: dict[PoolId, int] = {}
-        #: Torch keeps pointers to graphs whose capture failed.
-        self._failed: list[Any] = []
+        #: The library's graphs by number, and the numbers and pools of graphs that nobody uses any more. Any thread appends to
+        #: `_unused`.
+        self._graphs: dict[int, Any] = {}
+        self._unused: deque[tuple[PoolId, int]] = deque()
+        self._numbers = itertools.count()
 
-    def capture(self, body: Callable[[], None], *, apart: bool = False) -> Any:
+    def capture(self, body: Callable[[], None], *, apart: bool = False) -> CapturedGraph:
         """Return the work that `body` enqueues as a graph.
 
         Args:
@@ -81,7 +114,8 @@ class Captures:
             InvalidCaptureError: `body` does something that a graph cannot contain.
             Exception: errors of `body` that do not invalidate the capture.
         """
-        pool, graphs = self._new_pool() if apart else self._shared_pool()
+        self.destroy_unused()
+        pool = self._library.new_pool() if apart or self._shared is None else self._shared
         graph = self._library.new_graph()
         with _no_collection():
             try:
@@ -89,32 +123,55 @@ class Captures:
                 body()
             except BaseException as e:
                 valid = self._end(graph, pool) is None
+                self._abandon(pool)
+                if valid:
+                    self._unused.append((pool, self._add(graph, pool)))
+                del graph  # the trace of the error must not destroy it
                 if valid or not isinstance(e, Exception):
                     raise
                 raise InvalidCaptureError(str(e)) from e
             late = self._end(graph, pool)
         if late is not None:
+            self._abandon(pool)
             raise InvalidCaptureError(str(late)) from late
-        graphs.add(graph)
-        return graph
+        number = self._add(graph, pool)
+        if not apart:
+            self._shared = pool
+        captured = CapturedGraph(self._graphs, number, pool)
+        weakref.finalize(captured, self._unused.append, (pool, number)).atexit = False
+        return captured
 
     def nbytes(self) -> int:
         """Return the device memory of all pools that have graphs, in bytes."""
-        self._pools = [known for known in self._pools if len(known[1])]
-        sizes = {pool: self._sizes.get(pool) for pool, _ in self._pools}
-        self._sizes = {pool: self._library.pool_bytes(pool) if n is None else n for pool, n in sizes.items()}
+        self.destroy_unused()
+        self._sizes = {
+            pool: self._sizes[pool] if pool in self._sizes else self._library.pool_bytes(pool) for pool in self._pools
+        }
         return sum(self._sizes.values())
 
-    def _new_pool(self) -> tuple[PoolId, weakref.WeakSet[Any]]:
-        self._pools.append((self._library.new_pool(), weakref.WeakSet()))
-        return self._pools[-1]
+    def destroy_unused(self) -> None:
+        """Destroy the library's graphs that nobody uses any more. Their memory becomes free."""
+        while self._unused:
+            pool, number = self._unused.popleft()
+            del self._graphs[number]
+            self._pools[pool] -= 1
+            if not self._pools[pool]:
+                del self._pools[pool]
+                if self._shared == pool:  # torch refuses a pool whose graphs have all been destroyed
+                    self._shared = None
 
-    def _shared_pool(self) -> tuple[PoolId, weakref.WeakSet[Any]]:
-        """Return a pool for the next capture. Torch refuses a pool whose graphs have all been destroyed."""
-        if self._shared is None or not len(self._shared[1]):
-            self._shared = self._new_pool()
-        self._sizes.pop(self._shared[0], None)
-        return self._shared
+    def _add(self, graph: Any, pool: PoolId) -> int:
+        """Keep a graph of the library, which has memory in a pool. Returns its number."""
+        self._pools[pool] = self._pools.get(pool, 0) + 1
+        self._sizes.pop(pool, None)
+        number = next(self._numbers)
+        self._graphs[number] = graph
+        return number
+
+    def _abandon(self, pool: PoolId) -> None:
+        """Use the pool of a failed capture for no other capture. Traces of errors may keep tensors in its memory."""
+        if self._shared == pool:
+            self._shared = None
 
     def _end(self, graph: Any, pool: PoolId) -> Exception | None:
         """End a capture. Returns the error if the capture is invalid; torch's state is then repaired."""
@@ -124,9 +181,8 @@ class Captures:
             # if torch has ended the recording itself, it refuses to end it again
             with contextlib.suppress(RuntimeError):
                 self._library.end_recording(pool)
-            if self._shared is not None and self._shared[0] == pool:
-                self._shared = None
-            self._failed.append(graph)
+            # torch keeps pointers to such a graph, and its destructor may end the process, also at the process's exit
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(graph))
             self._library.renew_generator()
             return e
         return None

@@ -43,6 +43,7 @@ from wooly_executor.runtime.preparation import prepare_acts
 from wooly_executor.runtime.prepared import PreparedProgram, Span
 from wooly_executor.runtime.protocol import Rates
 from wooly_executor.runtime.substitutes import substitute
+from wooly_executor.runtime.torch_private import schema_of
 from wooly_executor.runtime.torch_runtime import HOT, TorchRuntime
 
 log = logging.getLogger("wooly.executor")
@@ -84,11 +85,13 @@ class GpuDevice(TorchDevice):
     def library(self, call: LibraryCall, form: Form) -> LibraryCall:
         """See `TorchDevice`.
 
-        The call gets this device in place of the symbol for a device, substitutes for operators that only the host's library has,
-        and checks for operands that would end the context.
+        The call gets this device in place of the symbol for a device, or if it makes a tensor without naming a device. It gets
+        substitutes for operators that only the host's library has, and checks for operands that would end the context.
         """
         args = tuple([symbols_replaced(a, self.device) for a in call.args])
         kwargs = tuple([(k, symbols_replaced(v, self.device)) for k, v in call.kwargs])
+        if _lacks_device(call):  # the host would make the tensor; a graph cannot contain the copy
+            kwargs += (("device", self.device),)
         instead = substitute(call.op, form)
         return LibraryCall(call.op, args, kwargs, in_range(call.op, instead or function_of(call.op)) or instead)
 
@@ -153,6 +156,15 @@ class GpuDevice(TorchDevice):
         except RuntimeError:
             self._driver.check()
             raise
+
+
+def _lacks_device(call: LibraryCall) -> bool:
+    """Whether a call makes a tensor from numbers only, without naming its device."""
+    declared = schema_of(call.op).arguments
+    at = next((i for i, a in enumerate(declared) if a.name == "device"), None)
+    if at is None or at < len(call.args) or any(k == "device" for k, _ in call.kwargs):
+        return False
+    return not any("Tensor" in str(a.type) for a in declared)
 
 
 class StatusWords:

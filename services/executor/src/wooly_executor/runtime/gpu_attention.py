@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import functools
 import math
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -42,7 +43,8 @@ class Way(enum.Enum):
     """How attention is computed."""
 
     FLASH = "flash"
-    #: As torch chooses it, but never with a mask: captures of masked calls have ended the process on an H100.
+    #: As torch chooses it, but never with a mask: cuDNN's gradients are then NaN for some lengths (issue 196678 of PyTorch, since
+    #: 2.11), and a decoder with masks ended its process on an H100 during a capture (`decode_by_cudnn` in tests/gpu/captured.py).
     CUDNN = "cudnn"
     EFFICIENT = "efficient"
     MATMUL = "matmul"
@@ -117,10 +119,13 @@ def attention(
     rows, width, dtype = query.shape[2], query.shape[3], query.dtype
     if way is Way.CUDNN:
         q, k, v = [_aligned(t) for t in (query, key, value)]
-        out, logs, *_ = aten._scaled_dot_product_cudnn_attention.default(
-            q, k, v, None, True, 0.0, is_causal, False, scale=factor
+        by_cudnn = aten._scaled_dot_product_cudnn_attention.default
+        made = planned(
+            "forward", (q, k, v), is_causal, lambda: by_cudnn(q, k, v, None, True, 0.0, is_causal, False, scale=factor)
         )
-        return out[..., :width], logs.view(query.shape[:3])
+        if made is not None:
+            return made[0][..., :width], made[1].view(query.shape[:3])
+        way = _without_cudnn(query, key, None, is_causal)
     if way is Way.FLASH:
         q, k, v = [_aligned(t) for t in (query, key, value)]
         found = aten._scaled_dot_product_flash_attention.default(q, k, v, 0.0, is_causal, False, scale=factor)
@@ -158,11 +163,13 @@ def attention_backward(
         g, q, k, v, o = [_aligned(t) for t in (grad_out, query, key, value, out)]
         seed, offset = [torch.empty((), dtype=torch.int64, device=device) for _ in range(2)]  # without dropout, unread
         logs = logsumexp.contiguous().unsqueeze(-1)
-        grads = aten._scaled_dot_product_cudnn_attention_backward.default(
-            *(g, q, k, v, o, logs, seed, offset, None, None, None, rows, columns, 0.0, is_causal), scale=factor
-        )
-        grad_query, grad_key, grad_value = [t[..., :width] for t in grads]
-        return grad_query, grad_key, grad_value
+        by_cudnn = aten._scaled_dot_product_cudnn_attention_backward.default
+        given = (g, q, k, v, o, logs, seed, offset, None, None, None, rows, columns, 0.0, is_causal)
+        grads = planned("backward", (g, q, k, v, o), is_causal, lambda: by_cudnn(*given, scale=factor))
+        if grads is not None:
+            grad_query, grad_key, grad_value = [t[..., :width] for t in grads]
+            return grad_query, grad_key, grad_value
+        way = _without_cudnn(query, key, None, is_causal)
     if way is Way.FLASH:
         g, q, k, v, o = [_aligned(t) for t in (grad_out, query, key, value, out)]
         seed, offset = [
@@ -218,7 +225,7 @@ def _way(tensors: tuple[Tensor, ...], dropout_p: float, is_causal: bool, mask: T
     if any(t.dtype is not query.dtype for t in tensors):  # the fused operators do not check all dtypes
         raise OperationError(f"attention needs tensors of one dtype, but they have {[t.dtype for t in tensors]}")
     found = None if mask is None else mask.dtype
-    way = choose(query.dtype, tuple(query.shape), tuple(key.shape), found, is_causal, _chip(query.device))
+    way = _without_cudnn(query, key, found, is_causal)
     if query.dtype not in _HALVES or way is Way.MATMUL or found is not None:  # masks: see `Way`
         return way
     if deterministic_switches()[0]:  # cuDNN's gradients are not deterministic
@@ -234,6 +241,54 @@ def _way(tensors: tuple[Tensor, ...], dropout_p: float, is_causal: bool, mask: T
     return Way.CUDNN if known else way
 
 
+def _without_cudnn(query: Tensor, key: Tensor, mask: torch.dtype | None, is_causal: bool) -> Way:
+    return choose(query.dtype, tuple(query.shape), tuple(key.shape), mask, is_causal, _chip(query.device))
+
+
+def planned(which: str, tensors: tuple[Tensor, ...], is_causal: bool, call: Callable[[], Any]) -> Any:
+    """Return the results of an operator of cuDNN; None if cuDNN cannot plan it.
+
+    Torch makes one plan per thread and layout. Torch 2.11 keeps an empty entry if cuDNN fails to make the plan, and the next call
+    with this layout then reads address 0, which ends the process. So such a call is never repeated, and no plan is made during a
+    capture, where cuDNN may fail.
+
+    Args:
+        which: name of the operator.
+        tensors: its tensors.
+        is_causal: its argument.
+        call: calls it.
+
+    Raises:
+        RuntimeError: there is no plan, and a capture is in progress.
+    """
+    layouts = tuple([(tuple(t.shape), t.stride()) for t in tensors])
+    key = which, threading.get_ident(), tensors[0].device, tensors[0].dtype, is_causal, layouts
+    if key in _planned:
+        return call()
+    if key in _unplannable:
+        return None
+    if _in_capture():
+        raise RuntimeError("cuDNN must plan this attention before a graph can contain it")
+    try:
+        made = call()
+    except Exception as e:
+        _unplannable.add(key)
+        if isinstance(e, torch.OutOfMemoryError):
+            raise
+        return None
+    if len(_planned) >= CHOICES:
+        _planned.clear()
+    _planned.add(key)
+    return made
+
+
+def _in_capture() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+#: Calls of cuDNN's operators that have a plan, and those for which cuDNN has failed.
+_planned: set[tuple[Any, ...]] = set()
+_unplannable: set[tuple[Any, ...]] = set()
 #: Whether torch itself would choose cuDNN's operator, by dtypes and layouts of a call. It depends on the chip and on cuDNN.
 _cudnn_is_chosen: dict[tuple[Any, ...], bool] = {}
 

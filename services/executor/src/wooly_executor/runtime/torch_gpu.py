@@ -245,6 +245,7 @@ class TorchGpu:
 
     def release_cached(self) -> None:
         """See `Driver`."""
+        self._captures.destroy_unused()
         torch.cuda.synchronize(self.index)
         torch.cuda.empty_cache()
 
