@@ -29,8 +29,8 @@ from wooly_executor.vram import Vram
 
 #: Size, in bytes, of a RUN frame from which looking up and freeing its buffers counts as device time, because it has many.
 MANY_BUFFERS = 16 << 10
-#: Maximum device time of work in flight on a GPU, in ns, while the host prepares the next work. It is less where the window of
-#: the class in flight is smaller.
+#: Maximum device time of earlier work in flight on a GPU, in ns, while the host prepares the next launch. It is less where the
+#: window of the class in flight is smaller.
 AHEAD_NS = 2_000_000
 #: Members of enumerations on the way of every run: looked up on its class, a member costs as much as a call.
 _RUN_BEGUN = Signal.RUN_BEGUN

@@ -76,16 +76,28 @@ class Flights:
         self._flying.append(flight)
         self._ns += flight.expected
 
-    def land(self, longest_ns: int = 0) -> None:
-        """Wait until at most `longest_ns` of work is in flight.
+    def make_way(self, longest_ns: int) -> None:
+        """Wait until at most `longest_ns` of work, or a single launch, is in flight. Then the host may prepare more.
 
         Raises:
             ContextLostError: the context is lost.
         """
-        while self._flying and (self._ns > longest_ns or not longest_ns):
-            flight = self._flying.popleft()
-            self._ns -= flight.expected
-            flight.owner.owed_ns += sum(self.measured(flight.prepared, flight.span, flight.marks)) - flight.expected
+        while len(self._flying) > 1 and self._ns > longest_ns:
+            self._land_oldest()
+
+    def land(self) -> None:
+        """Wait until no work is in flight.
+
+        Raises:
+            ContextLostError: the context is lost.
+        """
+        while self._flying:
+            self._land_oldest()
+
+    def _land_oldest(self) -> None:
+        flight = self._flying.popleft()
+        self._ns -= flight.expected
+        flight.owner.owed_ns += sum(self.measured(flight.prepared, flight.span, flight.marks)) - flight.expected
 
     def measured(self, prepared: PreparedProgram, span: Span, marks: Sequence[Any]) -> list[int]:
         """Wait for the last mark of a launch. Returns the device time between each mark and the one before it."""

@@ -237,6 +237,7 @@ class GpuExecution(StepExecution):
             return [0] * len(edges)
         flights, owner = runtime.flights, self._frame.buffers
         span = Span(self._steps is prepared.hot, self._at, tuple(edges))
+        flights.make_way(ahead_ns)
         runtime.sample = None if self._graphs is not None else []
         kernels = runtime.kernels
         kernels.begin()
@@ -257,7 +258,6 @@ class GpuExecution(StepExecution):
             if known is not None and self.outcome.failed_at is None:
                 times = flights.charge(owner, known)
                 flights.add(Flight(prepared, span, marks, sum(known), owner))
-                flights.land(ahead_ns)
                 self._kernels_ns += sum(times) * prepared.kernel_permille // 1000
                 self._leave()
                 return times + [0] * (len(edges) - len(times))

@@ -82,8 +82,9 @@ class Execution(Protocol):
 
         Args:
             edges: positions before which to stop, ascending. The number of the program's positions is its end.
-            ahead_ns: device time of work that may still be in flight at the return, in ns. 0: the device has done all work. A
-                runtime that blocks while it computes ignores it.
+            ahead_ns: device time of earlier work that may still be in flight when this work is enqueued, in ns; at least one
+                launch may be. This work may be in flight at the return. 0: the device has done all work then. A runtime that
+                blocks while it computes ignores it.
 
         Returns:
             Device time between each edge and the one before, in ns, by the runtime's own clock: a GPU's events, or the CPU time
