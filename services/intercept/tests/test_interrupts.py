@@ -139,6 +139,26 @@ def test_exception_during_callback_of_collector_comes_after_it(cuda):
     assert rung == ["start"]
 
 
+def test_callback_of_weak_reference_in_pytorch_is_not_interrupted():
+    """Dynamo keeps its data about tensors in such a dictionary. Python prints and ignores exceptions of its callbacks."""
+    from torch._dynamo.utils import ExactWeakKeyDictionary
+    from wooly.interrupts import Moment, moment
+
+    class Key:
+        pass
+
+    class Watched(dict):
+        def __contains__(self, key):
+            found.extend([moment(sys._getframe(1)), moment(sys._getframe(2))])
+            return super().__contains__(key)
+
+    found, known, key = [], ExactWeakKeyDictionary(), Key()
+    known[key] = 1
+    known.values = Watched(known.values)
+    del key
+    assert found == [Moment.CALLBACK] * 2 and not known.values
+
+
 def test_remote_error_of_interrupted_wait_is_raised_by_next_wait(cuda, alarms):
     x = torch.ones(600, 600, device=cuda)
     for _ in range(40):

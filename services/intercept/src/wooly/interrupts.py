@@ -51,8 +51,13 @@ _LIBRARIES = (
     "<frozen",
     "<string>",
 )
-#: Files of callbacks whose exceptions Python prints and ignores.
-_CALLBACKS = (weakref.__file__, weakref.WeakSet.__init__.__code__.co_filename)
+#: Files of callbacks whose exceptions Python prints and ignores, and a class of PyTorch whose functions are such callbacks.
+_CALLBACKS = (
+    weakref.__file__,
+    weakref.WeakSet.__init__.__code__.co_filename,
+    os.path.join(os.path.dirname(torch.__file__), "utils", "weak.py"),
+)
+_CALLBACK_CLASS = os.path.join(os.path.dirname(torch.__file__), "_dynamo", "utils.py"), "ExactWeakKeyDictionary."
 #: The function that waits for an answer.
 _WAITING: CodeType = ChannelClient.await_input.__code__
 #: Instructions at which Python runs signal handlers itself: the start of a function, and the end of a loop's turn. At all others,
@@ -90,6 +95,12 @@ def _in_collector(frame: FrameType) -> bool:
     return False
 
 
+def _is_callback(code: CodeType) -> bool:
+    """Whether this is code of callbacks of weak references."""
+    file, prefix = _CALLBACK_CLASS
+    return code.co_filename in _CALLBACKS or (code.co_filename == file and code.co_qualname.startswith(prefix))
+
+
 def moment(frame: FrameType | None) -> Moment:
     """What the main thread does, by its innermost frame."""
     if frame is None:
@@ -99,7 +110,7 @@ def moment(frame: FrameType | None) -> Moment:
         return Moment.FREE
     if code is ENGINE_CODE:
         return Moment.OPERATION
-    if code.co_filename in _CALLBACKS or (gc.callbacks and _in_collector(frame)):
+    if _is_callback(code) or (gc.callbacks and _in_collector(frame)):
         return Moment.CALLBACK
     caller: FrameType | None = frame
     while caller is not None:
