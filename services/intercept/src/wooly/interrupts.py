@@ -36,6 +36,7 @@ Handler = Callable[[int, FrameType | None], Any]
 Patch = tuple[Any, str, Any]
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_TORCH = os.path.dirname(torch.__file__) + os.sep
 #: Code that keeps the client's records: files and folders whose functions must not be interrupted.
 _RECORDING = (
     *[f"{_HERE}{name}.py" for name in ("device", "devices", "interrupts", "link", "recorder", "rng", "storage")],
@@ -46,7 +47,7 @@ _RECORDING = (
 #: Code that recording functions call. Whether its caller may be interrupted decides.
 _LIBRARIES = (
     os.path.dirname(os.__file__) + os.sep,
-    os.path.dirname(torch.__file__) + os.sep,
+    _TORCH,
     _HERE,
     "<frozen",
     "<string>",
@@ -55,9 +56,9 @@ _LIBRARIES = (
 _CALLBACKS = (
     weakref.__file__,
     weakref.WeakSet.__init__.__code__.co_filename,
-    os.path.join(os.path.dirname(torch.__file__), "utils", "weak.py"),
+    f"{_TORCH}utils{os.sep}weak.py",
 )
-_CALLBACK_CLASS = os.path.join(os.path.dirname(torch.__file__), "_dynamo", "utils.py"), "ExactWeakKeyDictionary."
+_CALLBACK_CLASS = f"{_TORCH}_dynamo{os.sep}utils.py", "ExactWeakKeyDictionary."
 #: The function that waits for an answer.
 _WAITING: CodeType = ChannelClient.await_input.__code__
 #: Instructions at which Python runs signal handlers itself: the start of a function, and the end of a loop's turn. At all others,
