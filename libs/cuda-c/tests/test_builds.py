@@ -24,15 +24,15 @@ def worker():
         yield found
 
 
-#: Target whose builds are slow: PoCL needs half a minute for the kernel with every function, so only `make test-all` builds it.
-#: `test_cuda_c` builds and runs the other kernels with PoCL.
-SLOW = "opencl:cpu"
+def is_slow(case, name):
+    """Whether a build takes long: PoCL's (`test_cuda_c` builds and runs its kernels), and all functions for NVIDIA."""
+    return name == "opencl:cpu" or (case[1] == "everything" and name == "cuda:sm_90")
 
 
 @pytest.mark.parametrize(
     ("case", "name"),
     [
-        pytest.param(case, name, id=f"{case[1]}-{name}", marks=pytest.mark.slow if name == SLOW else ())
+        pytest.param(case, name, id=f"{case[1]}-{name}", marks=pytest.mark.slow if is_slow(case, name) else ())
         for case in CASES
         for name in ("opencl:cpu", "cuda:sm_90", "hip:gfx942")
     ],
