@@ -102,8 +102,12 @@ bench-jit: setup ## generated kernels on PoCL, as ratios to eager PyTorch; who c
 	$(BIN)/python bench/jit.py
 	$(BIN)/python bench/coverage.py
 
+.PHONY: kernel-table
+kernel-table: setup ## build every kernel for six GPUs, and write docs/performance/registers.md anew (needs `make amd-compiler`, no GPU; ten minutes)
+	$(BIN)/python -m services.compiler.tests.chips.table
+
 .PHONY: amd-compiler
-amd-compiler: ## install the compiler for AMD targets (Debian; its tests skip without it)
+amd-compiler: ## install the compiler for AMD targets (Debian; `make test` skips its tests without it, `make test-all` needs it)
 	apt-get install -y --no-install-recommends clang-19 lld-19
 
 .PHONY: postgres

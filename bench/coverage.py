@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from wooly import api
 from wooly.link import Link
-from wooly_compiler.pipeline import compile_program
+from wooly_compiler.artifacts import compiled
 from wooly_testkit.executor import executor_process
 from wooly_wis.codec import decode_program, digest
 from wooly_wis.frames import Kind, unpack_run
@@ -50,13 +50,16 @@ class Capture:
     def __init__(self):
         self.programs = {}
         self.runs = Counter()
+        self.params = {}  # of the last run of each program
 
     def frame(self, kind, data):
         """Record one frame that the client sends."""
         if kind == Kind.DEFINE:
             self.programs[digest(data)] = decode_program(data)
         elif kind == Kind.RUN:
-            self.runs[unpack_run(data).digest] += 1
+            run = unpack_run(data)
+            self.runs[run.digest] += 1
+            self.params[run.digest] = run.params
 
 
 def llama_config(layers=2):
@@ -213,9 +216,8 @@ class Share:
         return self.kernels + self.removed + self.library + self.tier0
 
 
-def share_of(name: str, capture: Capture) -> Share:
-    """Run a model, and compile the programs that it sent. A program that an earlier model defined is not sent again."""
-    found = Share()
+def captured(name: str, capture: Capture) -> None:
+    """Run a model, and record what it sends. A program that an earlier model defined is not sent again."""
     capture.runs.clear()
 
     def measure(run):
@@ -236,8 +238,14 @@ def share_of(name: str, capture: Capture) -> Share:
         MODELS[name][0](measure)
     finally:
         Link._send = send
+
+
+def share_of(name: str, capture: Capture) -> Share:
+    """Run a model, and compile the programs that it sent."""
+    found = Share()
+    captured(name, capture)
     for key, times in capture.runs.items():
-        found.add(compile_program(capture.programs[key], checks=True), times)
+        found.add(compiled(capture.programs[key], trace=None, checks=True), times)
     return found
 
 

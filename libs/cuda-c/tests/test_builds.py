@@ -12,21 +12,10 @@ from wooly_cuda_c.printing.dialects import DIALECTS
 from wooly_cuda_c.printing.translate import translate
 from wooly_wis.foreign import decode_code
 
+from services.compiler.tests.chips.texts import CUDA_C
 from services.compiler.tests.kernels import cuda_kernels as kernels
 
-B = "buffer"
-CASES = [
-    (kernels.ADD, "add", (B, B, B, "i64"), (256, 1, 1), ""),
-    (kernels.HISTOGRAM, "histogram", (B, B, "i64"), (96, 1, 1), ""),
-    (kernels.REDUCE, "reduce", (B, B, "i64"), (128, 1, 1), ""),
-    (kernels.WARPS, "row_sums", (B, B, "i64"), (256, 1, 1), ""),
-    (kernels.WARPS, "votes", (B, B, B), (64, 1, 1), ""),
-    (kernels.TEMPLATE, "scale", (B, B, "i64"), (128, 1, 1), "double, 3, true"),
-    (kernels.STENCIL, "stencil", (B, B, "i64", "i64"), (16, 8, 1), ""),
-    (kernels.MATMUL, "matmul", (B, B, B, "i64", "i64", "i64"), (16, 16, 1), ""),
-    (kernels.MANY, "many", (B, B, "f64", "b1", "i64"), (1, 1, 1), ""),
-    (kernels.every_function(), "everything", (B, B, B, B, B, B), (64, 1, 1), ""),
-]
+CASES = [*CUDA_C, (kernels.every_function(), "everything", ("buffer",) * 6, (64, 1, 1), "")]
 
 
 @pytest.fixture(scope="module")
@@ -35,15 +24,15 @@ def worker():
         yield found
 
 
-#: Target whose builds are slow: PoCL needs half a minute for the kernel with every function, so only `make test-all` builds it.
-#: `test_cuda_c` builds and runs the other kernels with PoCL.
-SLOW = "opencl:cpu"
+def is_slow(case, name):
+    """Whether a build takes long: PoCL's (`test_cuda_c` builds and runs its kernels), and all functions for NVIDIA."""
+    return name == "opencl:cpu" or (case[1] == "everything" and name == "cuda:sm_90")
 
 
 @pytest.mark.parametrize(
     ("case", "name"),
     [
-        pytest.param(case, name, id=f"{case[1]}-{name}", marks=pytest.mark.slow if name == SLOW else ())
+        pytest.param(case, name, id=f"{case[1]}-{name}", marks=pytest.mark.slow if is_slow(case, name) else ())
         for case in CASES
         for name in ("opencl:cpu", "cuda:sm_90", "hip:gfx942")
     ],

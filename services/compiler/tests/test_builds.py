@@ -12,10 +12,8 @@ from wooly_compiler.build.worker import MAX_SOURCE, BuildWorker, Limits
 from wooly_compiler.errors import BuildError
 from wooly_compiler.pipeline import compile_program
 from wooly_compiler.render.printer import render
-from wooly_testkit.tape import Tape
-from wooly_wis.dtypes import DType
 
-F32, BF16, F16 = DType.F32, DType.BF16, DType.F16
+from services.compiler.tests.chips.programs import every_kind, vendors_functions
 
 
 @pytest.fixture(scope="module")
@@ -26,50 +24,11 @@ def worker():
 
 @functools.cache
 def kernels():
-    """A varied set of kernels: pointwise, folds, mixed types, every function of Wooly's own."""
-    t = Tape()
-    x, w, b = t.input(F32, 64, 96), t.input(F32, 96), t.input(F32, 96)
-    m = t.op("mul", x, w)
-    s = t.op("add", m, b)
-    y = t.op("gelu", s)
-    t.free(m, s)
-    n, mean, rstd = t.ops("layer_norm", y, (96,), w, b, 1e-5)
-    t.free(mean, rstd)
-    t.op("softmax", n, -1)
-    h, k = t.input(BF16, 7, 5), t.input(F16, 7, 5)
-    hk = t.op("mul", h, k)
-    e = t.input(F32, 1000)
-    for op in ("exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "tanh", "erf", "sin", "cos", "floor", "sqrt"):
-        e = t.op(op, e)
-    i = t.input(DType.I64, 33)
-    t.op("lt", t.op("abs", i), t.copy(i, DType.I32))
-    t.op("any", t.op("isnan", hk), (1,))
-    w, i, j = t.input(F32, 50, 32), t.input(DType.I64, 12), t.input(DType.I64, 12)
-    picked = t.op("embedding", w, i)
-    t.op("argmax", t.op("tril", picked, 1), 1)
-    t.op("remainder", i, j)
-    t.ops("concat", (picked, t.op("neg", picked)), 1)
-    columns = t.input(F32, 300, 32)
-    t.op("softmax", columns, 0)
-    t.op("argmin", columns, 0)
-    t.extern(
-        "aten.nll_loss_forward.default", columns, t.input(DType.I64, 300), None, 1, 5, results=[(F32, ()), (F32, ())]
-    )
-    for n in (5000, 64, 3):
-        p, g = t.input(F32, n), t.input(F32, n)
-        t.op("add", p, g, -0.1, into=p)
-    program, _ = t.program()
-    return compile_program(program, checks=True).kernels
+    return compile_program(every_kind().program()[0], checks=True).kernels
 
 
 def vendors_kernels():
-    """Kernels with functions of the vendor's. AMD's are in a library that only the device's machine has."""
-    t = Tape()
-    t.op("pow", t.input(DType.F64, 9), 2.5)
-    t.op("div_floor", t.input(F32, 9), 3.5)
-    t.op("atan2", t.input(F32, 7), t.input(F32, 7))
-    program, _ = t.program()
-    return compile_program(program).kernels
+    return compile_program(vendors_functions().program()[0]).kernels
 
 
 #: Slow targets: PoCL takes seconds for all kernels, and the other compilers treat most of these architectures alike.

@@ -67,7 +67,7 @@ def plan_of(
     if mode == "full":
         params = _params(program, decided)
         left = weigh.why_not if cpu is not None else weigh.why_not_on_gpus
-        return _compiled(program, params=params, checks=True, biases=True, refuse=left, trace=trace)
+        return compiled(program, params=params, checks=True, biases=True, refuse=left, trace=trace)
     if cpu is None:
         raise CompilerError(
             f"mode exact is not available for {target}: only CPUs have kernels with the library's bits; use mode full"
@@ -78,11 +78,15 @@ def plan_of(
 
     costs = Costs(cores=int(cpu[1]))
     params = _params(program, decided)
-    return _compiled(program, params=params, checks=True, refuse=refuse, costs=costs, trace=trace)
+    return compiled(program, params=params, checks=True, refuse=refuse, costs=costs, trace=trace)
 
 
-def _compiled(program: Program, *, trace: Trace | None, **how: Any) -> Plan:
-    """Return the plan. If fusion needs more memory than the program itself, return a plan without fusion."""
+def compiled(program: Program, *, trace: Trace | None, **how: Any) -> Plan:
+    """Return a program's plan. If fusion needs more memory than the program itself, return a plan without fusion.
+
+    Raises:
+        WisError: as `compile_program`.
+    """
     try:
         return compile_program(program, trace=trace, **how)
     except PlanError as e:

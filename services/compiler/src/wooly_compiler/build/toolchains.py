@@ -66,7 +66,17 @@ def default_signals() -> None:
         signal.signal(crash, signal.SIG_DFL)
 
 
-def _nvrtc(source: str, arch: str) -> bytes:
+def nvrtc(source: str, arch: str, *more: str) -> tuple[bytes, str]:
+    """Compile CUDA C with NVRTC, and return the code and what the compiler says.
+
+    Args:
+        source: the text.
+        arch: like ``sm_90``.
+        more: options beside those of every build, like ``--ptxas-options=-v``, which lets the assembler report registers.
+
+    Raises:
+        BuildError: NVRTC rejects the text.
+    """
     nvrtc = _module("cuda.bindings.nvrtc")
 
     def check(result: Any) -> Any:
@@ -76,17 +86,22 @@ def _nvrtc(source: str, arch: str) -> bytes:
 
     program = check(nvrtc.nvrtcCreateProgram(source.encode(), b"kernel.cu", 0, [], []))
     try:
-        flags = [f"--gpu-architecture={arch}".encode(), *[f.encode() for f in _NVRTC_FLAGS]]
+        flags = [f.encode() for f in (f"--gpu-architecture={arch}", *_NVRTC_FLAGS, *more)]
         (status,) = nvrtc.nvrtcCompileProgram(program, len(flags), flags)
+        log = b" " * check(nvrtc.nvrtcGetProgramLogSize(program))
+        nvrtc.nvrtcGetProgramLog(program, log)
+        said = log.rstrip(bytes(1)).decode(errors="replace")
         if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-            log = b" " * check(nvrtc.nvrtcGetProgramLogSize(program))
-            nvrtc.nvrtcGetProgramLog(program, log)
-            raise BuildError(f"NVRTC rejects the source: {log.rstrip(bytes(1)).decode(errors='replace')[:2000]}")
+            raise BuildError(f"NVRTC rejects the source: {said[:2000]}")
         cubin: bytes = b" " * check(nvrtc.nvrtcGetCUBINSize(program))
         check((*nvrtc.nvrtcGetCUBIN(program, cubin), cubin))
-        return cubin
+        return cubin, said
     finally:
         nvrtc.nvrtcDestroyProgram(program)
+
+
+def _nvrtc(source: str, arch: str) -> bytes:
+    return nvrtc(source, arch)[0]
 
 
 def _hip(source: str, arch: str) -> bytes:
