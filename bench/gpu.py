@@ -354,6 +354,7 @@ class Ours:
             "WOOLY_EXECUTOR_ID": EXECUTOR,
             "WOOLY_EXECUTOR_STATE_DIR": str(directory),
             "WOOLY_EXECUTOR_RUNTIME": "torch_cpu" if options.fake else "cuda",
+            "WOOLY_EXECUTOR_GRAPHS": str(options.graphs),
         }
         self.log = Path(directory) / "executor.log"
         with self.log.open("wb") as log:
@@ -502,6 +503,8 @@ def main():
     parser.add_argument("--size", choices=SIZES, default=None, help="shape of the model (1b)")
     parser.add_argument("--only", default="", help=f"comma-separated: {', '.join(SECTIONS)}")
     parser.add_argument("--sides", default="native,ours")
+    parser.add_argument("--graphs", type=int, choices=(0, 1), default=0, help="1: the executor replays graphs")
+    parser.add_argument("--log", type=Path, help="keep the executor's log in this file")
     parser.add_argument("--two", default="prefill,replay", help="what two processes do at the same time")
     parser.add_argument("--background", default="train", help="what P4 does beside P0")
     parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
@@ -530,7 +533,10 @@ def main():
             try:
                 sides["ours"] = measure(ours, options)
             finally:
-                print(ours.log.read_text()[-4000:], file=sys.stderr, flush=True)
+                log = ours.log.read_text()
+                print(log[max(log.find("Fatal Python error"), 0) :][:4000], file=sys.stderr, flush=True)
+                if options.log:
+                    options.log.write_text(log)
                 ours.close()
         print(json.dumps(sides["ours"]), file=sys.stderr, flush=True)
     if len(sides) == 2:

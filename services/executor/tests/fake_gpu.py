@@ -243,6 +243,7 @@ class FakeDriver:
         self._captures = Captures(self.library)
         #: Why torch would have ended the process.
         self.aborts = []
+        self.keeps_room = True
         #: Sizes of page-locked host memory by address; sizes of all memory that was ever locked; whether locking fails.
         self.locked, self.locks, self.refuse_locks = {}, [], False
 
@@ -392,6 +393,9 @@ class FakeDriver:
                 body()
 
         return self._captures.capture(recorded, apart=apart)
+
+    def keep_no_room_for_graphs(self):
+        self.keeps_room = False
 
     def graph_bytes(self):
         return self._captures.nbytes()

@@ -997,6 +997,14 @@ def test_graphs_of_decoding_loop_replay_without_failed_capture(gpu, cpu, driver)
     assert not gpu.runtime.graphs._refused and not prepared.uncapturable
 
 
+def test_graphs_off_nothing_is_captured_and_sessions_get_the_room(gpu, cpu, driver):
+    program, params, contents = with_step_between(*HISTOGRAM)
+    gpu.runtime.leave_out_graphs()
+    theirs = loop(cpu, cpu.ready(program).prepared, contents, params, 40)
+    equal(loop(gpu, gpu.ready(program).prepared, contents, params, 40), theirs)
+    assert not driver.captures and not gpu.runtime.graphs.replayed and not driver.keeps_room
+
+
 # -- operators that a GPU's library lacks ----------------------------------------------------------------------------------
 
 

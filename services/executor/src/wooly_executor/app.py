@@ -260,6 +260,8 @@ def _prepare_runtime(settings: ExecutorSettings, name: str) -> Runtime:
     )
     if isinstance(runtime, PlanRuntime):
         runtime.kernel_s = settings.kernel_s
+    if isinstance(runtime, GpuRuntime) and not settings.graphs:
+        runtime.leave_out_graphs()
     return runtime
 
 

@@ -58,6 +58,11 @@ class ExecutorSettings(BaseSettings):
         "`state_dir`",
     )
     plans: bool = Field(default=True, description="0: programs run without generated kernels")
+    graphs: bool = Field(
+        default=False,
+        description="1: a GPU replays steady parts of programs as graphs; off by default, because captures have ended "
+        "executors on an H100",
+    )
     libraries: str | None = Field(
         default=None,
         description="comma-separated import names of extension libraries whose operators programs may call; by default "

@@ -163,6 +163,10 @@ class Driver(Protocol):
         """Return the device memory that the graphs of `capture` use, in bytes. Takes too long for every run."""
         ...
 
+    def keep_no_room_for_graphs(self) -> None:
+        """Add the memory that is kept for graphs to the capacity."""
+        ...
+
     def graph_room(self) -> int:
         """Return the maximum device memory for graphs, in bytes. It is not part of `capacity`."""
         ...

@@ -208,7 +208,7 @@ class StatusWords:
 class GpuExecution(StepExecution):
     """A run on a GPU. Times are measured with the stream's events."""
 
-    __slots__ = ("_driver", "_kernels_ns", "_runtime")
+    __slots__ = ("_driver", "_kernels_ns", "_runtime", "_sampled")
 
     def __init__(
         self,
@@ -224,7 +224,8 @@ class GpuExecution(StepExecution):
         self._driver = runtime.driver
         self._kernels_ns = 0
         super().__init__(prepared, buffers, bindings, params, single=single)
-        if prepared.by_kernel is None or prepared.runs % SAMPLED:
+        self._sampled = prepared.by_kernel is not None and not prepared.runs % SAMPLED
+        if runtime.with_graphs and not self._sampled:
             self._graphs = runtime.graphs
 
     def advance(self, edges: Sequence[int], ahead_ns: int = 0) -> list[int]:
@@ -238,7 +239,7 @@ class GpuExecution(StepExecution):
         flights, owner = runtime.flights, self._frame.buffers
         span = Span(self._steps is prepared.hot, self._at, tuple(edges))
         flights.make_way(ahead_ns)
-        runtime.sample = None if self._graphs is not None else []
+        runtime.sample = [] if self._sampled else None
         kernels = runtime.kernels
         kernels.begin()
         marks = [driver.record()]
@@ -336,9 +337,15 @@ class GpuRuntime(TorchRuntime):
             WorkerBuilder(folder), driver.chip, self.kernels.load, cache=kept, unchecked=True, begins=self.kernels.at
         )
         self.graphs = Graphs(driver, device)
+        self.with_graphs = True
         self.flights = Flights(driver)
         self._rates: Rates | None = None
         self._functions: dict[tuple[bytes, bytes], Run] = {}
+
+    def leave_out_graphs(self) -> None:
+        """Replay no graphs from now on, and give sessions the memory that is kept for graphs. Call it before `capacity`."""
+        self.with_graphs = False
+        self.driver.keep_no_room_for_graphs()
 
     def facts(self) -> dict[str, Any]:
         """See `Runtime.facts`."""

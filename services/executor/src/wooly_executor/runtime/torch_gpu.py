@@ -239,6 +239,11 @@ class TorchGpu:
         """See `Driver`."""
         return self._captures.nbytes()
 
+    def keep_no_room_for_graphs(self) -> None:
+        """See `Driver`."""
+        self._capacity += self._graph_room
+        self._graph_room = 0
+
     def graph_room(self) -> int:
         """See `Driver`."""
         return self._graph_room
