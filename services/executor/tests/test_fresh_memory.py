@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from wooly_executor.bounds import Bounds
+from wooly_executor.bounds.limits import Limits
 from wooly_executor.errors import OperationError
 from wooly_executor.memory.book import Scope
 from wooly_executor.programs import ProgramStore
@@ -18,6 +20,7 @@ from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
 from wooly_executor.runtime.torch_private import interpret, zero_fill
 from wooly_testkit.reference import ReferenceRuntime
 from wooly_wis.dtypes import DType
+from wooly_wis.program import Form, Operand, OperandRef, Role, View
 
 from services.executor.tests.fake_gpu import FakeDriver, gpu_runtime
 
@@ -106,6 +109,48 @@ def test_fresh_memory_unwritten_results_are_zero(wis, junk, kind, name):
     found = left(kind(), body(wis), operands())
     assert all(JUNK not in raw for raw in found.values())
     assert any(bytes(64) in raw for raw in found.values())  # the operator does leave a part unwritten
+
+
+#: Nine elements with nine addresses, but some of them share one, and four addresses are left out.
+GAPS = View(DType.F32, (3, 3), (2, 2))
+
+
+def copied_into_gaps(wis):
+    return wis.body().alloc("y", GAPS.end).copy("x", wis.at(DType.F32, 3, 3), "y", GAPS)
+
+
+def filled_into_gaps(wis):
+    return wis.body().alloc("y", GAPS.end).fill("y", GAPS, 1.0)
+
+
+def computed_into_gaps(wis):
+    body = wis.body().alloc("y", GAPS.end)
+    return body.call("aten.neg.default", ("in", "x", wis.at(DType.F32, 3, 3)), ("out", "y", GAPS))
+
+
+@pytest.mark.parametrize("kind", [TorchCpuRuntime, OpenClRuntime, lambda: gpu_runtime(FakeDriver())])
+@pytest.mark.parametrize("body", [copied_into_gaps, filled_into_gaps, computed_into_gaps])
+def test_fresh_memory_addresses_between_written_elements_are_zero(wis, junk, kind, body):
+    runtime = kind()
+    for runs in (1, 6):  # single steps, and combined ones
+        made = body(wis)
+        raw = left(runtime, made, {"x": torch.ones(3, 3)} if "x" in made.names else {}, runs)["y"]
+        assert JUNK not in raw and raw[4:8] == bytes(4) and raw[:4] != bytes(4)
+
+
+def test_fresh_memory_addresses_between_results_of_pieces_are_zero(wis, junk):
+    n = 301
+    gaps = View(DType.F32, (n, n), ((n + 1) // 2,) * 2)
+    assert gaps.end == 4 * n * n and not gaps.dense
+    dense = wis.at(DType.F32, n, n)
+    operands = (Operand(Role.OUT, gaps), Operand(Role.IN, dense), Operand(Role.IN, dense))
+    form = Form("mul", operands, (), (("args", (OperandRef(1), OperandRef(2))),))
+    body = wis.body().alloc("y", gaps.end).add(form, "y", "x", "z")
+    runtime = TorchCpuRuntime()
+    runtime.bounds = Bounds(Limits(1 << 62, 1 << 62, 5_000, 1 << 62))
+    assert ProgramStore(runtime).define(body.raw).prepared.pieces
+    raw = left(runtime, body, {"x": torch.ones(n, n), "z": torch.ones(n, n)})["y"]
+    assert JUNK not in raw and raw[4:8] == bytes(4) and raw[:4] != bytes(4)
 
 
 @pytest.mark.parametrize(("operator", "zeroed"), [("median", True), ("trace", False)])

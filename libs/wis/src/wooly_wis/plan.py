@@ -335,7 +335,7 @@ def fills(step: Step, slot: int, nbytes: int) -> bool:
             break
         views.append(a.view)
     whole = _side_by_side(views)
-    return whole is not None and whole.offset == 0 and _dense(whole) and whole.numel * whole.dtype.itemsize == nbytes
+    return whole is not None and whole.fills(nbytes)
 
 
 def _side_by_side(views: Sequence[View]) -> View | None:
@@ -356,16 +356,6 @@ def _side_by_side(views: Sequence[View]) -> View | None:
             return None
         sizes[along] += v.sizes[along]
     return View(first.dtype, tuple(sizes), first.strides, first.offset)
-
-
-def _dense(view: View) -> bool:
-    """Whether a view covers a contiguous part of memory and sees each element once."""
-    expected = 1
-    for stride, size in sorted((s, n) for n, s in zip(view.sizes, view.strides, strict=True) if n != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def _bounds(plan: Plan) -> str | None:

@@ -44,6 +44,24 @@ class View:
             last += (size - 1) * stride
         return self.offset + (last + 1) * self.dtype.itemsize
 
+    @property
+    def dense(self) -> bool:
+        """Whether the elements cover a contiguous part of memory, each address once.
+
+        Equal numbers of elements and addresses do not show it: sizes (3, 3) with strides (2, 2) have nine of each, and leave four
+        addresses out.
+        """
+        expected = 1
+        for stride, size in sorted([(s, n) for n, s in zip(self.sizes, self.strides, strict=True) if n != 1]):
+            if stride != expected:
+                return False
+            expected *= size
+        return True
+
+    def fills(self, nbytes: int) -> bool:
+        """Whether a write of all elements writes each of the first `nbytes` bytes of the buffer."""
+        return self.offset == 0 and self.dense and self.numel * self.dtype.itemsize == nbytes
+
 
 class Role(IntEnum):
     """What an instruction does with an operand."""

@@ -37,8 +37,7 @@ def adoptable(t: Any, view: View, f: Frame, device: TorchDevice) -> Tensor:
     ):
         fits: Tensor = t
         return fits
-    dense = t.numel() * dtype.itemsize == view.end  # the copy writes every byte
-    own = as_view(device.empty(t.numel(), dtype) if dense else device.zeroed(view.end, dtype), view)
+    own = as_view(device.empty(t.numel(), dtype) if view.fills(view.end) else device.zeroed(view.end, dtype), view)
     own.copy_(t)
     return own
 

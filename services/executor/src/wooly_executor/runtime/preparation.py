@@ -343,10 +343,10 @@ class _Preparation:
         register = self._new_view_register(slot, view)
         self._adopted[slot] = (register, view)
         dtype = TORCH_DTYPE[view.dtype]
-        dense = view.numel * view.dtype.itemsize == view.end
+        filled = view.fills(view.end)
 
         def make(f: Frame) -> None:
-            memory = device.empty(view.numel, dtype) if dense else device.zeroed(view.end, dtype)
+            memory = device.empty(view.numel, dtype) if filled else device.zeroed(view.end, dtype)
             f.registers[register] = as_view(memory, view)
 
         self._step(make)
@@ -402,7 +402,7 @@ class _Preparation:
                 if operand.role is Role.OUT and whole:
                     if form.opcode not in ("copy", "fill"):
                         return  # the operator's result becomes the buffer
-                    dirty = dirty or view.numel * view.dtype.itemsize == nbytes  # no element is written twice
+                    dirty = dirty or view.fills(nbytes)
                 anew = out_of_place(form)
                 if anew is not None and anew[0] == first[1] and whole:
                     self._out_of_place[first[0]] = anew
