@@ -48,7 +48,6 @@ WRITE_ALL: Final = frozenset(
         *("embedding_dense_backward", "native_group_norm", "native_layer_norm_backward"),
         *("_adaptive_avg_pool2d", "adaptive_avg_pool2d", "avg_pool2d"),
         *("max_pool2d_with_indices", "max_pool2d_with_indices_backward"),
-        *("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward"),
         *("glu", "glu_backward", "mse_loss", "mse_loss_backward", "native_dropout", "nll_loss_backward"),
         *("_fused_adagrad", "_fused_adam", "_fused_adamw", "_fused_sgd"),
     )
