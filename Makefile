@@ -102,6 +102,10 @@ bench-jit: setup ## generated kernels on PoCL, as ratios to eager PyTorch; who c
 	$(BIN)/python bench/jit.py
 	$(BIN)/python bench/coverage.py
 
+.PHONY: bench-gpu
+bench-gpu: setup ## one GPU, used by eager CUDA and by Wooly (needs an NVIDIA GPU; BENCH_GPU="--fake" shows the table without one)
+	$(BIN)/python bench/gpu.py $(BENCH_GPU)
+
 .PHONY: kernel-table
 kernel-table: setup ## build every kernel for six GPUs, and write docs/performance/registers.md anew (needs `make amd-compiler`, no GPU; ten minutes)
 	$(BIN)/python -m services.compiler.tests.chips.table
