@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from wooly_executor.errors import ContextLostError, OperationError
 from wooly_executor.runtime.buffers import TORCH_DTYPE
-from wooly_executor.runtime.captures import Captures
+from wooly_executor.runtime.captures import Captures, Turns
 from wooly_executor.runtime.fresh_memory import on_zeros
 from wooly_executor.runtime.gpu import GpuRuntime
 from wooly_executor.runtime.packing import _CHARACTER, layout
@@ -240,7 +240,7 @@ class FakeDriver:
         self.capturing, self.recording, self.graphs_of, self.used_pools = None, {}, {}, set()
         self.generator_works, self.bytes_per_graph = True, 1024
         self.library = FakeGraphs(self)
-        self._captures = Captures(self.library)
+        self._captures, self._turns = Captures(self.library), Turns()
         #: Why torch would have ended the process.
         self.aborts = []
         self.keeps_room = True
@@ -271,8 +271,9 @@ class FakeDriver:
 
     @contextlib.contextmanager
     def copy_context(self):
-        self.asides += 1
-        yield
+        with self._turns.use():
+            self.asides += 1
+            yield
 
     def copy_target(self, nbytes):
         return torch.empty(nbytes, dtype=torch.uint8)
@@ -392,7 +393,8 @@ class FakeDriver:
             with Recording(self.capturing):
                 body()
 
-        return self._captures.capture(recorded, apart=apart)
+        with self._turns.capture() as free:
+            return self._captures.capture(recorded, apart=apart) if free else None
 
     def keep_no_room_for_graphs(self):
         self.keeps_room = False

@@ -997,6 +997,47 @@ def test_graphs_of_decoding_loop_replay_without_failed_capture(gpu, cpu, driver)
     assert not gpu.runtime.graphs._refused and not prepared.uncapturable
 
 
+def test_graphs_nothing_is_captured_while_another_thread_uses_the_device(gpu, driver):
+    program, params, contents = with_step_between(*HISTOGRAM)
+    prepared = gpu.ready(program).prepared
+    inside, over = threading.Event(), threading.Event()
+
+    def copy():
+        with driver.copy_context():
+            inside.set()
+            over.wait(60)
+
+    other = threading.Thread(target=copy)
+    other.start()
+    inside.wait(60)
+    loop(gpu, prepared, contents, params, 30)
+    assert not gpu.runtime.graphs.count and not gpu.runtime.graphs.replayed
+    over.set()
+    other.join()
+    loop(gpu, prepared, contents, params, 30)
+    assert gpu.runtime.graphs.count == 2 and gpu.runtime.graphs.replayed
+
+
+def test_captures_other_threads_wait_for_the_end_of_a_capture(driver):
+    entered, seen = [], []
+
+    def copy():
+        with driver.copy_context():
+            entered.append(1)
+
+    def body():
+        other.start()
+        other.join(0.05)
+        seen.extend(entered)
+        with pytest.raises(RuntimeError, match="beside the run"), driver.copy_context():
+            pass
+
+    other = threading.Thread(target=copy)
+    driver.capture(body)
+    other.join(60)
+    assert not seen and entered
+
+
 def test_graphs_off_nothing_is_captured_and_sessions_get_the_room(gpu, cpu, driver):
     program, params, contents = with_step_between(*HISTOGRAM)
     gpu.runtime.leave_out_graphs()

@@ -11,6 +11,8 @@ Torch may end the process in these cases (read in the sources and the library of
 - A graph is destroyed in one thread while another thread begins or ends a capture. Torch releases Python's lock there, and both
   change the generator's set of graphs. So only the device thread destroys graphs, between two captures.
 - A graph is destroyed in the thread that captures. This invalidates the capture.
+- Another thread allocates memory of the device or page-locked memory, or loads code, during a capture (`Turns`). It is not
+  proven that this may end the process. An executor on an H100 ended in captures while other threads prepared programs.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import contextlib
 import ctypes
 import gc
 import itertools
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -61,6 +64,52 @@ class GraphLibrary(Protocol):
     def pool_bytes(self, pool: PoolId) -> int:
         """Return the device memory of a pool, in bytes."""
         ...
+
+
+class Turns:
+    """Keeps other threads from using a device while it captures.
+
+    A capture does not wait for other threads. It is tried again at a later run.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._users = 0
+        self._capturer: int | None = None
+
+    @contextlib.contextmanager
+    def use(self) -> Iterator[None]:
+        """Use the device for work that is no part of a run. Waits for the end of a capture.
+
+        Raises:
+            RuntimeError: the calling thread captures.
+        """
+        with self._changed:
+            if self._capturer == threading.get_ident():
+                raise RuntimeError("a graph cannot contain work beside the run that is captured")
+            while self._capturer is not None:
+                self._changed.wait()
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._users -= 1
+
+    @contextlib.contextmanager
+    def capture(self) -> Iterator[bool]:
+        """Capture, if this yields True. If it yields False, another thread uses the device."""
+        with self._changed:
+            free = not self._users and self._capturer is None
+            if free:
+                self._capturer = threading.get_ident()
+        try:
+            yield free
+        finally:
+            if free:
+                with self._changed:
+                    self._capturer = None
+                    self._changed.notify_all()
 
 
 class CapturedGraph:

@@ -164,6 +164,10 @@ class CudaDriver(TorchGpu):
 
     def load(self, image: bytes, entry: str, kinds: Sequence[Kind], shared: int = 0) -> Any:
         """See `Driver`."""
+        with self._turns.use():
+            return self._load(image, entry, kinds, shared)
+
+    def _load(self, image: bytes, entry: str, kinds: Sequence[Kind], shared: int) -> Any:
         cuda = self._cuda
         self._do(cuda.cuCtxSetCurrent(self._context))  # every thread has its own current context
         module = self._do(cuda.cuModuleLoadData(image))

@@ -147,8 +147,8 @@ class Driver(Protocol):
         """Copy from pinned memory to the device immediately, without waiting for enqueued or running work."""
         ...
 
-    def capture(self, body: Callable[[], None], *, apart: bool = False) -> Graph:
-        """Capture the work that `body` enqueues as a graph, without running it.
+    def capture(self, body: Callable[[], None], *, apart: bool = False) -> Graph | None:
+        """Capture the work that `body` enqueues as a graph, without running it. None: another thread uses the device.
 
         Args:
             body: enqueues the work.

@@ -250,6 +250,8 @@ class Graphs:
             names = [name for of_slot in stretch.names.values() for name in of_slot]
             before = {name: tensors[name] for name in names if name in tensors} | tensors
             graph = self._driver.capture(body, apart=lend)
+            if graph is None:  # a later run tries again
+                return None
             made, left = changed(before, tensors_by_name(frame))
         except ContextLostError:
             raise

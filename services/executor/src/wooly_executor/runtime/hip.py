@@ -107,8 +107,9 @@ class HipDriver(TorchGpu):
         most: int = torch.cuda.get_device_properties(self.index).shared_memory_per_block
         if shared > most:
             raise OperationError(f"it needs {shared} bytes of shared memory, but {self.arch()} has {most}")
-        module = self._do(self._hip.hipModuleLoadData(image))
-        return self._do(self._hip.hipModuleGetFunction(module, entry.encode()))
+        with self._turns.use():
+            module = self._do(self._hip.hipModuleLoadData(image))
+            return self._do(self._hip.hipModuleGetFunction(module, entry.encode()))
 
     def launch(
         self,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from wooly_executor.errors import ContextLostError, OperationError
-from wooly_executor.runtime.captures import Captures, PoolId
+from wooly_executor.runtime.captures import Captures, PoolId, Turns
 from wooly_executor.runtime.gpu_fresh_memory import on_zeros
 from wooly_executor.runtime.torch_private import end_recording, sleep_on_gpu, storage_at
 
@@ -106,8 +105,7 @@ class TorchGpu:
         self._marks: list[Any] = []
         self._captures = Captures(_TorchGraphs(index))
         self._zeroed: _ZeroedPool | None = None
-        #: Held during a capture: no other thread may use the stream then.
-        self._capturing = threading.Lock()
+        self._turns = Turns()
         self._generator = torch.cuda.default_generators[index]
         free, total = torch.cuda.mem_get_info(index)
         self._graph_room = max(GRAPH_BYTES, free // GRAPH_SHARE)
@@ -150,9 +148,8 @@ class TorchGpu:
     @contextlib.contextmanager
     def copy_context(self) -> Iterator[None]:
         """See `Driver`."""
-        with torch.cuda.stream(self._aside):
-            with self._capturing:
-                self._aside.wait_stream(self.stream)
+        with self._turns.use(), torch.cuda.stream(self._aside):
+            self._aside.wait_stream(self.stream)
             try:
                 yield
             finally:
@@ -164,10 +161,9 @@ class TorchGpu:
         The memory belongs to the stream of programs. Memory of the other stream would be reused there as soon as a session frees
         it, while programs may still use it.
         """
-        with self._capturing:  # torch gives all memory of a stream in capture to the graph
-            with torch.cuda.stream(self.stream):
-                memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-            torch.cuda.current_stream(self.device).wait_stream(self.stream)  # earlier programs may have used it
+        with torch.cuda.stream(self.stream):
+            memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        torch.cuda.current_stream(self.device).wait_stream(self.stream)  # earlier programs may have used it
         return memory
 
     def on_zeros(self, call: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -232,8 +228,8 @@ class TorchGpu:
 
     def capture(self, body: Callable[[], None], *, apart: bool = False) -> Any:
         """See `Driver`."""
-        with self._capturing:
-            return self._captures.capture(body, apart=apart)
+        with self._turns.capture() as free:
+            return self._captures.capture(body, apart=apart) if free else None
 
     def graph_bytes(self) -> int:
         """See `Driver`."""
