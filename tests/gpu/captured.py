@@ -293,6 +293,34 @@ def other_thread_drops_graphs(gpu):
     return capture_more(gpu)
 
 
+def other_thread_prepares(gpu):
+    """As a decoder's thread does while the device's thread captures: each program gets status words on the device."""
+    done, prepared = threading.Event(), []
+
+    def prepare():
+        with torch.inference_mode():
+            while not done.is_set():
+                t = Tape()
+                t.op("embedding", t.input(DType.F32, 7, 5 + len(prepared)), t.input(DType.I64, 4))
+                program, _ = t.program()
+                prepared.append(gpu.tier0(program))
+                time.sleep(0.0005)
+
+    thread = threading.Thread(target=prepare)
+    thread.start()
+    x, captured = torch.zeros(1 << 10, device=gpu.device), 0
+    try:
+        for k in range(4000):
+            graph = gpu.driver.capture(lambda: x.add_(1), apart=k % 2 == 0)
+            captured += graph is not None
+            time.sleep(0)
+    finally:
+        done.set()
+        thread.join()
+    assert captured, "no capture found its turn"
+    return f"{captured} captures, {len(prepared)} programs; {capture_more(gpu)}"
+
+
 def empty(gpu):
     for k in range(20):
         graph = gpu.driver.capture(lambda: None, apart=k % 2 == 0)
@@ -394,6 +422,34 @@ def torch_other_thread_destroys(gpu):
     return "400 captures"
 
 
+def torch_other_thread_allocates(gpu):
+    """What `Turns` excludes: memory of the device and page-locked memory from another thread, during captures."""
+    done, count = threading.Event(), [0]
+
+    def allocate():
+        aside = torch.cuda.Stream()
+        with torch.inference_mode(), torch.cuda.stream(aside):
+            while not done.is_set():
+                words = torch.zeros(64, dtype=torch.int32, device=gpu.device)
+                host = torch.empty(256 + count[0] % 4096, dtype=torch.uint8, pin_memory=True)
+                host[:256].view(torch.int32).copy_(words, non_blocking=True)
+                aside.synchronize()
+                count[0] += 1
+
+    thread = threading.Thread(target=allocate)
+    thread.start()
+    x, graphs = torch.zeros(1 << 16, device=gpu.device), []
+    try:
+        for _ in range(2000):
+            graphs.append(_plain(lambda: (x + 1) * 2))
+            torch.cuda.memory_snapshot()
+            del graphs[: len(graphs) - 8]
+    finally:
+        done.set()
+        thread.join()
+    return f"2000 captures, {count[0]} allocations"
+
+
 def torch_destroyed_in_capture(gpu):
     x = torch.zeros(1 << 10, device=gpu.device)
     held = [_plain(lambda: x.add_(1))]
@@ -439,6 +495,7 @@ CASES = {
         invalidated,
         trace_keeps_memory,
         other_thread_drops_graphs,
+        other_thread_prepares,
         empty,
         zeroed_pool,
         no_memory_to_begin,
@@ -446,6 +503,7 @@ CASES = {
         torch_cudnn_without_plan,
         torch_no_memory_to_begin,
         torch_other_thread_destroys,
+        torch_other_thread_allocates,
         torch_destroyed_in_capture,
         torch_pool_of_dead_graph,
     )
