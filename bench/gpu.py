@@ -1,10 +1,9 @@
 """One GPU, used by eager PyTorch and by Wooly: prefill, decode and training of a Llama-shaped model.
 
 Scripts run as they are, with `torch.compile` (`compiled`), and with a CUDA graph of their own (`replay`). Each figure is measured
-twice on the same card: by processes that use PyTorch's own CUDA, and by clients of one executor that
-computes on that card, through a nats-server. First one process alone, then two at the same time, then a request of priority P0
-beside training of priority P4. The weights are given by a formula, so both sides compute the same numbers, and their logits and
-losses are compared.
+twice on the same card: by processes that use PyTorch's own CUDA, and by clients of one executor that computes on that card,
+through a nats-server. First one process works alone, then two at the same time, then a request of priority P0 beside training of
+priority P4. The weights are given by a formula, so both sides compute the same numbers, and their logits and losses are compared.
 
 Needs an NVIDIA GPU; `--fake` runs the same code on the CPU with a tiny model, for the shape of the table only.
 
@@ -81,29 +80,13 @@ def prompt(size, device, rows=1):
     return ids.to(device)
 
 
-def prefill(size, device):
+def prefill(size, device, compile_it=False):
     """The logits of a prompt, and reading the best token."""
     import torch
 
     model, _ = model_of(size, device, torch.bfloat16)
     model.eval()
-    ids = prompt(size, device)
-
-    def run():
-        with torch.no_grad():
-            logits = model(ids, use_cache=False, logits_to_keep=1).logits
-            return logits[0, -1].argmax().item(), logits
-
-    return run, ids.shape[1]
-
-
-def compiled(size, device):
-    """The logits of a prompt by a model that the script compiles with `torch.compile`."""
-    import torch
-
-    model, _ = model_of(size, device, torch.bfloat16)
-    model.eval()
-    ids, forward = prompt(size, device), torch.compile(model, dynamic=False)
+    ids, forward = prompt(size, device), torch.compile(model, dynamic=False) if compile_it else model
 
     def run():
         with torch.no_grad():
@@ -111,6 +94,11 @@ def compiled(size, device):
             return logits[0, -1].argmax().item(), logits
 
     return run, ids.shape[1]
+
+
+def compiled(size, device):
+    """The same with a model that the script compiles with `torch.compile`."""
+    return prefill(size, device, compile_it=True)
 
 
 def decode(size, device):

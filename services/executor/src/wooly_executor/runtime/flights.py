@@ -60,7 +60,10 @@ class Flights:
         return found
 
     def charge(self, owner: Buffers, times: Sequence[int]) -> list[int]:
-        """Return the times that a session pays for a launch: `times`, plus what it owes. They are never negative."""
+        """Add what a session owes to the times of its launch, and return the times to charge.
+
+        No time becomes negative. If the session owes less than nothing, the rest reduces its later launches.
+        """
         charged = list(times)
         owed, owner.owed_ns = owner.owed_ns, 0
         for k in reversed(range(len(charged))):

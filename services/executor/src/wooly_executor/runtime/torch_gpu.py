@@ -67,7 +67,7 @@ class _TorchGraphs:
         return torch.cuda.CUDAGraph()
 
     def begin(self, graph: Any, pool: PoolId) -> None:
-        # other threads use the device for other work meanwhile
+        # calls of other threads that a capture forbids do not invalidate it
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
 
     def end_recording(self, pool: PoolId) -> None:
