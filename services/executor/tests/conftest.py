@@ -20,7 +20,17 @@ from wooly_executor.memory.book import Scope
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
 from wooly_wis.codec import digest, encode_program
 from wooly_wis.dtypes import DType
-from wooly_wis.frames import CONTENT, MAX_CHUNK, READ_HEAD, WRITE_HEAD, Kind, pack_json, pack_run
+from wooly_wis.frames import (
+    CONTENT,
+    CUT_HEAD,
+    MAX_CHUNK,
+    READ_HEAD,
+    RESTORE_HEAD,
+    WRITE_HEAD,
+    Kind,
+    pack_json,
+    pack_run,
+)
 from wooly_wis.program import Form, Instruction, Operand, OperandRef, Program, Role, View
 
 WAIT_S = 30
@@ -189,6 +199,15 @@ class Client:
         while self.stats()["sealing"]:
             time.sleep(0.001)
 
+    def cut(self, number=0, known=0, *, stored=True):
+        """Take a cut, and wait until it is stored."""
+        self.channel.send(Kind.CUT, CUT_HEAD.pack(number, known, stored))
+        return self.answer()
+
+    def restore(self, number):
+        self.channel.send(Kind.RESTORE, RESTORE_HEAD.pack(number))
+        return self.answer()
+
     def pin(self, do, name=""):
         self.channel.send(Kind.PIN, pack_json({"do": do, "name": name}))
         return self.answer()
@@ -206,7 +225,9 @@ class Client:
 class Device:
     """A device loop in a thread of this process, reached over its unix socket. `told`: what ended it, and that it has ended."""
 
-    def __init__(self, path, runtime, memory, dispatch, swap=None, limits=None, pace=None, pinned=None):
+    def __init__(
+        self, path, runtime, memory, dispatch, swap=None, limits=None, pace=None, pinned=None, checkpoints=None
+    ):
         self.told = []
         self.loop = DeviceLoop(
             runtime,
@@ -216,6 +237,7 @@ class Device:
             pace=pace,
             limits=limits,
             pinned=pinned,
+            checkpoints=checkpoints,
             failed=self.told.append,
             ended=lambda: self.told.append(f"ended: {self.loop.lost}"),
         )
@@ -297,9 +319,11 @@ def make_device():
     devices = []
     with tempfile.TemporaryDirectory(prefix="wooly-") as directory:
 
-        def make(*, runtime=None, memory=1 << 30, dispatch=None, swap=None, limits=None, pace=None):
+        def make(*, runtime=None, memory=1 << 30, dispatch=None, swap=None, limits=None, pace=None, checkpoints=None):
             path = Path(directory) / f"{len(devices)}.sock"
-            devices.append(Device(path, runtime or TorchCpuRuntime(), memory, dispatch, swap, limits, pace))
+            devices.append(
+                Device(path, runtime or TorchCpuRuntime(), memory, dispatch, swap, limits, pace, None, checkpoints)
+            )
             return devices[-1]
 
         yield make

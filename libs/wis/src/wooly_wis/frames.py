@@ -45,6 +45,8 @@ class Kind(IntEnum):
     PROFILE = 19
     RECORDS = 20
     BUFFERS = 21
+    CUT = 22
+    RESTORE = 23
 
 
 RUN_HEAD = struct.Struct(f"<{DIGEST_SIZE}sIIII")
@@ -55,6 +57,11 @@ STATS_HEAD = struct.Struct("<Q")
 #: Layout of BUFFERS: the answer lists at most `BUFFERS_AT_ONCE` buffers, from the first id that is greater than this one.
 BUFFERS_HEAD = struct.Struct("<Q")
 BUFFERS_AT_ONCE = 1 << 14
+#: Layout of CUT: number of the new cut (0: none), newest cut that the client knows to be stored, whether to wait until the
+#: newest cut is stored.
+CUT_HEAD = struct.Struct("<III")
+#: Layout of RESTORE: number of the cut.
+RESTORE_HEAD = struct.Struct("<I")
 #: Layout of PROFILE: what to do.
 PROFILE_HEAD = struct.Struct("<I")
 #: What a PROFILE frame asks for: begin to measure, only answer, or end. Each answer has the records since the last answer.
@@ -170,6 +177,29 @@ def unpack_stats(payload: bytes | memoryview) -> int:
     if len(payload) != STATS_HEAD.size:
         raise DecodeError(f"STATS frame has {len(payload)} bytes, not {STATS_HEAD.size}")
     return int(STATS_HEAD.unpack(payload)[0])
+
+
+def unpack_cut(payload: bytes | memoryview) -> tuple[int, int, bool]:
+    """The number of a CUT frame, the newest cut that the client knows to be stored, and whether to wait until one is stored.
+
+    Raises:
+        DecodeError: the frame's length is wrong.
+    """
+    if len(payload) != CUT_HEAD.size:
+        raise DecodeError(f"CUT frame has {len(payload)} bytes, not {CUT_HEAD.size}")
+    number, known, wait = CUT_HEAD.unpack(payload)
+    return number, known, bool(wait)
+
+
+def unpack_restore(payload: bytes | memoryview) -> int:
+    """The number of the cut that a RESTORE frame names.
+
+    Raises:
+        DecodeError: the frame's length is wrong.
+    """
+    if len(payload) != RESTORE_HEAD.size:
+        raise DecodeError(f"RESTORE frame has {len(payload)} bytes, not {RESTORE_HEAD.size}")
+    return int(RESTORE_HEAD.unpack(payload)[0])
 
 
 def unpack_profile(payload: bytes | memoryview) -> int:

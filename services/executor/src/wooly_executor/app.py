@@ -285,6 +285,7 @@ def _make_loop(settings: ExecutorSettings, runtime: Runtime) -> DeviceLoop:
         settings.stranger_limits(),
         settings.limits(),
         settings.pinned_files(),
+        settings.checkpoint_files(),
         failed=_device_failed,
     )
     loop.vram.overcommit_percent = settings.overcommit_percent

@@ -60,6 +60,8 @@ CLIENTS_S = 1.0
 WEIGHTS = 1024
 #: Seconds between two samples of what traced sessions ran.
 SAMPLE_S = 1.0
+#: Seconds between two searches for checkpoints that nobody will restore.
+SWEEP_S = 600.0
 
 
 def _policy(message: SessionPolicy) -> Policy:
@@ -279,6 +281,7 @@ class ExecutorActor(Actor):
             "leases": self._expire_leases,
             "closed sessions": self.report_closed,
             "samples": self._sample_spans,
+            "checkpoints": self._sweep_checkpoints,
         }
 
     async def _send_heartbeats(self) -> None:
@@ -317,6 +320,12 @@ class ExecutorActor(Actor):
         while True:
             await asyncio.sleep(SAMPLE_S)
             await asyncio.wrap_future(self._loop.call(self._loop.sessions.sample_spans))
+
+    async def _sweep_checkpoints(self) -> None:
+        """Remove checkpoints that nobody will restore."""
+        while True:
+            await asyncio.wrap_future(self._loop.call(lambda: self._loop.cuts.sweep(self._loop.sessions.all())))
+            await asyncio.sleep(SWEEP_S)
 
     async def heartbeat(self) -> ExecutorHeartbeat:
         """The current heartbeat.

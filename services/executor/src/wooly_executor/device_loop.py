@@ -25,6 +25,8 @@ from wooly_wis.frames import WRITE_HEAD, Kind
 
 from wooly_executor.answers import Answers
 from wooly_executor.busy_time import BusyTime
+from wooly_executor.checkpoints.cuts import Cuts
+from wooly_executor.checkpoints.files import Checkpoints
 from wooly_executor.collector import Collector
 from wooly_executor.connection_admission import ConnectionAdmission, refusal
 from wooly_executor.core_speed import CoreSpeed
@@ -67,6 +69,7 @@ class DeviceLoop:
         strangers: limits of connections that have not sent a valid hello.
         limits: limits of the host memory that sessions use.
         pinned: where pinned weights are saved; None: nowhere.
+        checkpoints: where cuts of sessions are stored; None: nowhere.
         failed: called first with the error if `run` fails.
         ended: called when `run` has ended.
 
@@ -89,6 +92,7 @@ class DeviceLoop:
         strangers: StrangerLimits | None = None,
         limits: HostLimits | None = None,
         pinned: PinnedFiles | None = None,
+        checkpoints: Checkpoints | None = None,
         *,
         failed: Callable[[BaseException], None] | None = None,
         ended: Callable[[], object] | None = None,
@@ -111,10 +115,12 @@ class DeviceLoop:
         self.decoders = Decoders(limits.decode_s)
         self.usage = UsageBook()
         self._answers = Answers(server, runtime.device, post, limits)
+        self.cuts = Cuts(vram, runtime.device, self._calls.call, post, runtime.settle, checkpoints, limits.checkpoints)
         self.sessions = Sessions(
             runtime,
             tiers,
             vram,
+            self.cuts,
             dispatch,
             self.store,
             self.usage,
@@ -127,11 +133,12 @@ class DeviceLoop:
         self.runs = Runs(runtime, vram)
         self._upload_targets = UploadTargets(runtime.device, vram, self.runs)
         self.busy = BusyTime()
-        self.processing = Processing(self.sessions, self.runs, vram, self._answers, self.busy)
+        self.processing = Processing(self.sessions, self.runs, vram, self._answers, self.busy, self.cuts)
         interpreter = Interpreter(
             self.sessions,
             self.processing,
             vram,
+            self.cuts,
             dispatch,
             self.store,
             self.decoders,

@@ -131,6 +131,12 @@ class LostCopyError(ExecutorError):
     code = "executor.swap"
 
 
+class CheckpointError(ExecutorError):
+    """A checkpoint cannot be taken or restored. Only its session gets this error."""
+
+    code = "executor.checkpoint"
+
+
 class FullDiskError(ExecutorError):
     """The disk of the executor's files has no room for a kernel's code. The code itself is fine."""
 

@@ -14,7 +14,19 @@ from wooly_executor.programs import ReadyProgram
 from wooly_executor.runtime.protocol import Execution
 
 #: Kinds of frames whose client always waits for an answer.
-_ASKS = frozenset((Kind.READ, Kind.SYNC, Kind.STATS, Kind.OFFER, Kind.PIN, Kind.PROFILE, Kind.BUFFERS))
+_ASKS = frozenset(
+    (
+        Kind.READ,
+        Kind.SYNC,
+        Kind.STATS,
+        Kind.OFFER,
+        Kind.PIN,
+        Kind.PROFILE,
+        Kind.BUFFERS,
+        Kind.CUT,
+        Kind.RESTORE,
+    )
+)
 
 
 @dataclass(frozen=True, slots=True)

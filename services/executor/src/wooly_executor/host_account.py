@@ -30,6 +30,7 @@ class HostLimits:
         executor: host memory of all sessions. Above it, the largest session of the tenant with the most memory ends.
         decode_s: core time for decoding one definition.
         programs: programs that no session has any more. They are cached for sessions that define them again.
+        checkpoints: copies of buffers of all sessions that are being stored as checkpoints.
     """
 
     answers: int = 16 << 20
@@ -39,6 +40,7 @@ class HostLimits:
     executor: int = 4 << 30
     decode_s: float = 10.0
     programs: int = 256 << 20
+    checkpoints: int = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from wooly_wis.codec import DIGEST_SIZE, digest
 from wooly_wis.errors import DecodeError
-from wooly_wis.frames import Kind, unpack_content, unpack_run
+from wooly_wis.frames import Kind, unpack_content, unpack_cut, unpack_restore, unpack_run
 
 from wooly_executor.answers import Answers
+from wooly_executor.checkpoints.cuts import Cuts
 from wooly_executor.core_speed import FULL, CoreSpeed
 from wooly_executor.decoding import Decoders, Decoding
 from wooly_executor.dispatch import Dispatch
@@ -42,6 +43,7 @@ _PROCESSED = Signal.PROCESSED
 _RUN = Kind.RUN
 _DEFINITION_READY = Signal.DEFINITION_READY
 _MEMORY_READY = Signal.MEMORY_READY
+_COPYING = frozenset((Kind.CUT, Kind.RESTORE))
 
 
 class Interpreter:
@@ -51,6 +53,7 @@ class Interpreter:
         sessions: the open sessions.
         processing: processes frames when their turn has come.
         vram: the device's memory.
+        cuts: takes and restores the cuts of sessions.
         dispatch: orders the runs.
         store: has the programs of all sessions.
         decoders: decode definitions outside this thread.
@@ -69,6 +72,7 @@ class Interpreter:
         sessions: Sessions,
         processing: Processing,
         vram: Vram,
+        cuts: Cuts,
         dispatch: Dispatch,
         store: ProgramStore,
         decoders: Decoders,
@@ -78,6 +82,7 @@ class Interpreter:
         pace: CoreSpeed | None,
     ) -> None:
         self._sessions, self._processing, self._vram, self._dispatch = sessions, processing, vram, dispatch
+        self._cuts = cuts
         self._store, self._decoders, self._answers = store, decoders, answers
         self._post, self._calls, self._pace = post, calls, pace
         self.served: dict[Session, None] = {}
@@ -206,10 +211,12 @@ class Interpreter:
     # -- frames in processing ----------------------------------------------------------------------------------------
 
     def _reach(self, session: Session) -> Signal:
-        """Check that the memory a frame touches is on the device, with room for copies, and for a PIN that all contents are
-        hashed.
+        """Check that the memory a frame touches is on the device, with room for copies; for a PIN, that all contents are hashed;
+        for a CUT and a RESTORE, that the memory is copied.
         """
         frame = _next(session)
+        if frame.kind in _COPYING:
+            return self._reach_copied(session, frame)
         if frame.kind == Kind.PIN:
             return Signal.MEMORY_AWAITED if session.holdings.sealing else _MEMORY_READY
         if frame.kind == Kind.OFFER:
@@ -220,6 +227,16 @@ class Interpreter:
             if not head:
                 return _MEMORY_READY if self._vram.writable(session, buffer) else Signal.MEMORY_AWAITED
         return _MEMORY_READY if self._vram.present(session) else Signal.MEMORY_AWAITED
+
+    def _reach_copied(self, session: Session, frame: Frame) -> Signal:
+        try:
+            if frame.kind == Kind.CUT:
+                ready = self._cuts.reach(session, *unpack_cut(frame.payload))
+            else:
+                ready = self._cuts.restore(session, unpack_restore(frame.payload))
+        except DecodeError:
+            return _MEMORY_READY  # processing refuses the frame later
+        return _MEMORY_READY if ready else Signal.MEMORY_AWAITED
 
     def _process(self, session: Session) -> Signal:
         conn, frame = session.conn, session.flow.current

@@ -16,14 +16,17 @@ from wooly_wis.frames import (
     Kind,
     unpack_buffers,
     unpack_content,
+    unpack_cut,
     unpack_json,
     unpack_profile,
     unpack_read,
+    unpack_restore,
     unpack_stats,
 )
 
 from wooly_executor.answers import Answers
 from wooly_executor.busy_time import BusyTime
+from wooly_executor.checkpoints.cuts import Cuts
 from wooly_executor.counters import Work
 from wooly_executor.errors import ContextLostError, ExecutorError, InternalError, forget_frames
 from wooly_executor.flow.state import DEFINITIONS
@@ -58,12 +61,16 @@ class Processing:
         vram: the device's memory.
         answers: sends answers to clients.
         busy: knows how busy the device is.
+        cuts: takes and restores the cuts of sessions.
 
     Attributes:
         work: how the programs of all sessions ran.
     """
 
-    def __init__(self, sessions: Sessions, runs: Runs, vram: Vram, answers: Answers, busy: BusyTime) -> None:
+    def __init__(
+        self, sessions: Sessions, runs: Runs, vram: Vram, answers: Answers, busy: BusyTime, cuts: Cuts
+    ) -> None:
+        self._cuts = cuts
         self._sessions, self._runs, self._vram, self._answers, self._busy = sessions, runs, vram, answers, busy
         self.work = Work()
 
@@ -137,6 +144,13 @@ class Processing:
             if len(frame.payload) > PIN_BYTES:
                 raise DecodeError(f"a PIN frame has {len(frame.payload)} bytes, at most {PIN_BYTES} are allowed")
             answers.say(conn, self._pin(session, unpack_json(frame.payload)))
+        elif kind == Kind.CUT:
+            unpack_cut(frame.payload)
+            if not answers.failure(session, conn):
+                answers.say(conn, self._cuts.answer(session))
+        elif kind == Kind.RESTORE:
+            unpack_restore(frame.payload)
+            answers.say(conn, self._cuts.restored(session))
         elif kind == Kind.CLOSE:
             self._sessions.close(session.id, "")
         else:
@@ -192,6 +206,8 @@ class Processing:
 
     def _offer(self, session: Session, frame: Frame) -> bool:
         buffer, nbytes, head, name = unpack_content(frame.payload)
+        if session.cuts is not None and not head:
+            session.cuts.changed.add(buffer)
         try:
             return self._vram.contents.offer(session, buffer, nbytes, head, name)
         except ExecutorError as e:  # the upload that follows reports the failure; an OFFER always gets its own answer

@@ -84,6 +84,8 @@ class Runs:
         bindings, vram, holdings = run.bindings, self._vram, session.holdings
         if holdings.guarded:
             vram.contents.unshare(session, [bindings[slot] for slot in ready.written])
+        if session.cuts is not None:
+            session.cuts.changed.update([bindings[slot] for slot in ready.written])
         before = session.held_bytes
         freed = sum([session.buffers[bindings[slot]].nbytes for slot in ready.prepared.dropped])
         recording = session.recording
@@ -194,6 +196,8 @@ class Runs:
         If the program is unknown, all buffers that the run names are poisoned.
         """
         ready, buffers = session.programs.get(run.digest), session.buffers
+        if session.cuts is not None:
+            session.cuts.changed.update(run.bindings)
         fits = ready is not None and len(run.bindings) == len(ready.facts.slot_bytes)
         for slot, buffer in enumerate(run.bindings):
             if ready is not None and fits:
@@ -225,6 +229,8 @@ class Runs:
             raise BindingError(
                 f"bytes {offset} to {offset + nbytes} are out of bounds: buffer {buffer} has {known.nbytes} bytes"
             )
+        if writing and session.cuts is not None:
+            session.cuts.changed.add(buffer)
         if writing and session.holdings.guarded:
             self._vram.contents.unshare(session, [buffer], whole=nbytes == known.nbytes)
         if known.base is None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from wooly_bus.channel import Connection
 from wooly_bus.channel.token import Pass
 
+from wooly_executor.checkpoints.state import SessionCuts
 from wooly_executor.counters import Counters, Work
 from wooly_executor.decoding import Decoding
 from wooly_executor.flow import Flow
@@ -77,6 +78,7 @@ class Session:
         failure: the first failure since the last answer.
         spans: its spans, after its client's hello; None: it is not traced.
         recording: the records of its work; None: its client does not profile.
+        cuts: its cuts; None: its client has asked for none.
     """
 
     id: str
@@ -104,6 +106,7 @@ class Session:
     failure: Failure | None = None
     spans: SessionSpans | None = None
     recording: Recording | None = None
+    cuts: SessionCuts | None = None
 
     def largest_shared(self) -> tuple[str, ...]:
         """Names of the largest contents that it shared, largest first."""

@@ -15,6 +15,7 @@ from wooly_wis.frames import PROTOCOL, Kind
 from wooly_wis.messages import DirectSession
 
 from wooly_executor.answers import Answers
+from wooly_executor.checkpoints.cuts import Cuts
 from wooly_executor.connection_admission import ConnectionAdmission, Hello, HelloRefusedError, refusal
 from wooly_executor.dispatch import Dispatch
 from wooly_executor.errors import AdmissionError, HostMemoryError, UnknownSessionError
@@ -48,6 +49,7 @@ class Sessions:
         runtime: runs programs.
         tiers: decides how programs run; None: all programs run at tier 0.
         vram: the device's memory.
+        cuts: takes and restores the cuts of sessions.
         dispatch: orders the runs.
         store: has the programs of all sessions.
         usage: measures what sessions use.
@@ -63,6 +65,7 @@ class Sessions:
         runtime: Runtime,
         tiers: Tiers | None,
         vram: Vram,
+        cuts: Cuts,
         dispatch: Dispatch,
         store: ProgramStore,
         usage: UsageBook,
@@ -73,6 +76,7 @@ class Sessions:
         limits: HostLimits,
     ) -> None:
         self._runtime, self._tiers, self._vram, self._dispatch = runtime, tiers, vram, dispatch
+        self._cuts = cuts
         self._store, self._usage, self._admission, self._answers = store, usage, admission, answers
         self._post, self._server, self._limits = post, server, limits
         self._open: dict[str, Session] = {}
@@ -258,6 +262,7 @@ class Sessions:
             session.spans.end(session.counters, session.work, session.holdings.swaps, reason)
         self._usage.closed(session_id, self._vram.clock())
         self._vram.close(session)
+        self._cuts.closed(session, by_client=not reason)
         session.release()
         conn, session.conn = session.conn, None
         if conn is not None:

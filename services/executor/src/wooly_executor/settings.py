@@ -14,6 +14,7 @@ from wooly_bus import host
 from wooly_bus.channel import Endpoint, StrangerLimits
 from wooly_wis.messages import Id
 
+from wooly_executor.checkpoints.files import Checkpoints
 from wooly_executor.core_speed import CoreSpeed
 from wooly_executor.host_account import HostLimits
 from wooly_executor.memory.swap import Policy
@@ -100,6 +101,21 @@ class ExecutorSettings(BaseSettings):
         description="maximum bytes of disk, in `state_dir`, for pinned weights (`wooly weights add`), so that they survive the "
         "process; 0: they are lost with it",
     )
+    checkpoints: str = Field(
+        default="",
+        description="folder of the checkpoints from which sessions go on in another executor, by default in `state_dir`; "
+        "executors that may replace each other need the same folder; `off`: no checkpoints",
+    )
+    checkpoint_host: Annotated[int, Field(ge=0)] | None = Field(
+        default=None,
+        description="maximum bytes of host memory for checkpoints of all sessions until they are stored, by default an eighth of "
+        "`host_memory`",
+    )
+    checkpoints_kept_s: float = Field(
+        default=86400.0,
+        gt=0,
+        description="seconds for which checkpoints remain after the end of a session that its client did not close",
+    )
     overcommit_percent: int = Field(
         default=0, ge=0, le=1000, validation_alias=AliasChoices(f"{PREFIX}OVERCOMMIT_PERCENT", DEFAULT_OVERCOMMIT)
     )
@@ -174,11 +190,26 @@ class ExecutorSettings(BaseSettings):
         """Where pinned weights are saved; None: nowhere."""
         return PinnedFiles(self.state_dir / "pins" / self.id, self.pins_disk) if self.pins_disk else None
 
+    def checkpoint_files(self) -> Checkpoints | None:
+        """Where checkpoints are stored; None: nowhere."""
+        if self.checkpoints == "off":
+            return None
+        folder = Path(self.checkpoints) if self.checkpoints else self.state_dir / "checkpoints"
+        return Checkpoints(folder, self.checkpoints_kept_s)
+
     def limits(self) -> HostLimits:
         """Limits of the host memory that sessions use."""
         executor = self.sessions_host or max(self.host_memory // 16, 256 << 20)
+        checkpoints = self.host_memory // 8 if self.checkpoint_host is None else self.checkpoint_host
         return HostLimits(
-            self.answers, self.answers_s, self.definitions, self.session_host, executor, self.decode_s, self.programs
+            self.answers,
+            self.answers_s,
+            self.definitions,
+            self.session_host,
+            executor,
+            self.decode_s,
+            self.programs,
+            checkpoints,
         )
 
     def paced(self) -> CoreSpeed | None:

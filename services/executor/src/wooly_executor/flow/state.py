@@ -25,7 +25,8 @@ DEFINITIONS = frozenset((int(Kind.DEFINE), int(Kind.SOURCE)))
 #: Kinds of frames that wait while their session is held or suspended.
 WORK = DEFINITIONS | {int(Kind.RUN)}
 #: Kinds of frames that need the session's memory on the device, but no launch. A PIN needs its contents hashed.
-TOUCHES = frozenset((int(Kind.READ), int(Kind.OFFER), int(Kind.SEAL), int(Kind.PIN)))
+#: A CUT and a RESTORE need that memory copied.
+TOUCHES = frozenset(map(int, (Kind.READ, Kind.OFFER, Kind.SEAL, Kind.PIN, Kind.CUT, Kind.RESTORE)))
 RUN = int(Kind.RUN)
 
 

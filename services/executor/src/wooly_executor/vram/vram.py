@@ -175,6 +175,14 @@ class Vram:
         promised = promises(self._residents.declarations())
         return self.capacity - promised.fixed - (0 if swappable else promised.movable)
 
+    def release(self, session: Session) -> None:
+        """Free the memory of a session that has ended while a job used it: the job has ended."""
+        self._swapping.release(session)
+
+    def priority(self, session: Session) -> int:
+        """The class of a session."""
+        return self._residents.priority(session)
+
     # -- programs ----------------------------------------------------------------------------------------------------
 
     def admit(self, session: Session, frame: Frame, ready: ReadyProgram | None) -> bool:
@@ -259,13 +267,18 @@ class Vram:
         """
         if not self.present(session):
             return False
-        lacks = (
-            self.ledger.cost_of_writing(session.holdings.account, [buffer]) if buffer in session.holdings.guarded else 0
-        )
-        if lacks > self.ledger.spare and not session.holdings.given_up:
+        guarded = buffer in session.holdings.guarded
+        return self.room_for(session, self.ledger.cost_of_writing(session.holdings.account, [buffer]) if guarded else 0)
+
+    def room_for(self, session: Session, nbytes: int) -> bool:
+        """Whether a session whose memory is here may take more bytes now, or will not get them.
+
+        If not, room is requested, and the event MEMORY_CAME follows.
+        """
+        if nbytes > self.ledger.spare and not session.holdings.given_up:
             self._residents.drop_workspaces(session)
-            if lacks > self.ledger.spare and self._residents.room_without_others(session) >= lacks:
-                session.holdings.writing = lacks
+            if nbytes > self.ledger.spare and self._residents.room_without_others(session) >= nbytes:
+                session.holdings.writing = nbytes
                 session.holdings.lacking = session.holdings.lacking or self.clock()
                 self._waiting.ask(session)
                 return False

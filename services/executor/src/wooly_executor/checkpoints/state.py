@@ -1,0 +1,53 @@
+"""The state of the cuts of one session."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from wooly_executor.checkpoints.files import SessionFiles, Table
+from wooly_executor.checkpoints.jobs import StoreJob
+from wooly_executor.errors import ExecutorError
+
+
+@dataclass(eq=False)
+class SessionCuts:
+    """The cuts of one session.
+
+    Attributes:
+        files: their files.
+        changed: buffers that may have changed since the last cut.
+        table: the buffers of the last stored cut.
+        number: number of the last cut that was taken, and of the last one that is stored.
+        kept: see `number`.
+        copying: the cut whose buffers are being copied; 0: none.
+        storing: the job that stores the last cut.
+        staged: bytes of host memory that the last cut uses until it is stored.
+        pause_ns: how long the session waited for the last cut.
+        store_ns: how long storing the last cut took.
+        error: why the last cut is not stored; empty if it is, or is being stored.
+        waits: the session's next frame waits until the last cut is stored.
+        restoring: the restore in progress; None: there is none.
+    """
+
+    files: SessionFiles
+    changed: set[int] = field(default_factory=set)
+    table: Table = field(default_factory=dict)
+    number: int = 0
+    kept: int = 0
+    copying: int = 0
+    storing: StoreJob | None = None
+    staged: int = 0
+    pause_ns: int = 0
+    store_ns: int = 0
+    error: str = ""
+    waits: bool = False
+    restoring: Restoring | None = None
+
+
+@dataclass(eq=False)
+class Restoring:
+    """A restore. `table` is None until it was read. `error`: why it failed. `done`: the session has its buffers."""
+
+    table: Table | None = None
+    error: ExecutorError | None = None
+    done: bool = False
