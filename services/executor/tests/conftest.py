@@ -250,10 +250,10 @@ class Device:
         self.thread = threading.Thread(target=self.loop.run, daemon=True)
         self.thread.start()
 
-    def on_closed(self, session_id, reason, contents):
+    def on_closed(self, ended):
         with self.changed:
-            self.closed.append(session_id)
-            self.brought[session_id] = contents
+            self.closed.append(ended.session_id)
+            self.brought[ended.session_id] = ended.contents
             self.changed.notify_all()
 
     def call(self, function):

@@ -46,7 +46,7 @@ from wooly_executor.errors import AdmissionError, ExecutorError, LoopEndedError
 from wooly_executor.jobs import Jobs
 from wooly_executor.memory.book import Scope
 from wooly_executor.runtime import extensions
-from wooly_executor.sessions import STOPPING
+from wooly_executor.sessions import STOPPING, Ended
 from wooly_executor.settings import PREFIX, ExecutorSettings
 from wooly_executor.spans import hosted_under
 
@@ -114,7 +114,7 @@ class ExecutorActor(Actor):
             **{**loop.runtime.facts(), "total_memory": loop.memory, "libraries": extensions.versions()}
         )
         self._leases: dict[str, _Lease] = {}
-        self._closed: asyncio.Queue[tuple[str, str, tuple[str, ...]]] = asyncio.Queue()
+        self._closed: asyncio.Queue[Ended] = asyncio.Queue()
         self._events = asyncio.get_running_loop()
         loop.sessions.follow(self._on_closed)
         self._asked: Future[tuple[MemoryState, list[str]]] | None = None
@@ -213,6 +213,7 @@ class ExecutorActor(Actor):
             hosted=hosted,
             opaque=request.opaque_kernels,
             claim=request.claim,
+            epoch=request.epoch,
         )
 
     async def on_steer_session(self, request: SteerSessionRequest) -> SteerSessionReply:
@@ -263,16 +264,18 @@ class ExecutorActor(Actor):
         operator.
         """
         known = self.jobs.cancel(request.session_id) or request.session_id in self._leases
-        closing = asyncio.wrap_future(self._close(request.session_id, request.reason or "closed by the router"))
+        closing = asyncio.wrap_future(
+            self._close(request.session_id, request.reason or "closed by the router", passing=request.passing)
+        )
         done, _ = await asyncio.wait((closing,), timeout=BUSY_S)
         if not done:
             return CloseSessionReply(closed=known, running_s=self._loop.launcher.running_s(request.session_id))
         with _refused():
             return CloseSessionReply(closed=closing.result())
 
-    def _close(self, session_id: str, reason: str) -> Future[bool]:
+    def _close(self, session_id: str, reason: str, *, passing: bool) -> Future[bool]:
         self._leases.pop(session_id, None)
-        return self._loop.call(lambda: self._loop.sessions.close(session_id, reason))
+        return self._loop.call(lambda: self._loop.sessions.close(session_id, reason, passing=passing))
 
     def works(self) -> dict[str, Work]:
         """The tasks that run until the process ends: heartbeats, leases, closed sessions, spans."""
@@ -312,7 +315,7 @@ class ExecutorActor(Actor):
                     log.warning(
                         "session %s ends: the router did not renew its lease of %.0f s", session_id, lease.length_s
                     )
-                    self._close(session_id, "the session's lease lapsed")
+                    self._close(session_id, "the session's lease lapsed", passing=True)
             await asyncio.sleep(self._settings.heartbeat_s)
 
     async def _sample_spans(self) -> None:
@@ -367,35 +370,40 @@ class ExecutorActor(Actor):
         vram = self._loop.vram
         return vram.state(), vram.contents.largest(WEIGHTS)
 
-    def _on_closed(self, session_id: str, reason: str, contents: tuple[str, ...]) -> None:
+    def _on_closed(self, closed: Ended) -> None:
         """Note a closed session (in the loop's thread). A lease that is not opened yet belongs to a newer session with the same
         id.
         """
-        lease = self._leases.get(session_id)
+        lease = self._leases.get(closed.session_id)
         ended = lease if lease is not None and lease.opened else None
         with contextlib.suppress(RuntimeError):  # the event loop has ended, so nothing is left to report to
-            self._events.call_soon_threadsafe(self._note_closed, session_id, ended, (session_id, reason, contents))
+            self._events.call_soon_threadsafe(self._note_closed, ended, closed)
 
-    def _note_closed(self, session_id: str, lease: _Lease | None, closed: tuple[str, str, tuple[str, ...]]) -> None:
+    def _note_closed(self, lease: _Lease | None, closed: Ended) -> None:
         if lease is not None:
-            self._forget(session_id, lease)
+            self._forget(closed.session_id, lease)
         # Do not report an id that is open again. Sessions that end with the executor are in its last heartbeat.
-        if session_id not in self._leases and closed[1] != STOPPING:
+        if closed.session_id not in self._leases and closed.reason != STOPPING:
             self._closed.put_nowait(closed)
 
     async def report_closed(self) -> None:
         """Report closed sessions to the router until cancelled."""
         while True:
-            await self._report(*await self._closed.get())
+            await self._report(await self._closed.get())
 
     async def report_last_closed(self) -> None:
         """Report the closed sessions that were not reported yet, and return."""
         while not self._closed.empty():
-            await self._report(*self._closed.get_nowait())
+            await self._report(self._closed.get_nowait())
 
-    async def _report(self, session_id: str, reason: str, contents: tuple[str, ...]) -> None:
+    async def _report(self, ended: Ended) -> None:
         closed = SessionClosed(
-            session_id=session_id, executor_id=self._settings.id, reason=reason[:4096], contents=contents
+            session_id=ended.session_id,
+            executor_id=self._settings.id,
+            reason=ended.reason[:4096],
+            contents=ended.contents,
+            passing=ended.passing,
+            epoch=ended.epoch,
         )
         await self._app.publish(contracts.EXECUTOR_SESSION_CLOSED, closed)
 

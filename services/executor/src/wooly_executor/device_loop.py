@@ -6,6 +6,7 @@ programs, `vram` arranges memory. Other threads use `call` to run functions in t
 
 from __future__ import annotations
 
+import functools
 import logging
 import ssl
 import threading
@@ -205,7 +206,7 @@ class DeviceLoop:
                 self._attempt(self._report_loss, session, code)
             self._attempt(self._answers.flush)
         for session in self.sessions.all():
-            self._attempt(self.sessions.close, session.id, self.lost or STOPPING)
+            self._attempt(functools.partial(self.sessions.close, session.id, self.lost or STOPPING, passing=True))
         self._calls.end(self.lost or STOPPING)
         for ending in (self.vram.stop, self.decoders.stop, self.acceptor.close, self.server.close, self._report_end):
             self._attempt(ending)

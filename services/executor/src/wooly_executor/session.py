@@ -63,6 +63,7 @@ class Session:
         tiers: decides how its programs run; None: all programs run at tier 0.
         hosted: trace context in which it was opened; None: it is not traced.
         job_bytes: returns the host memory of its client in this process; None: it is no job.
+        epoch: how often it has gone on in another executor.
         flow: state of its life.
         conn: connection to its client.
         jit: the mode of its programs.
@@ -91,6 +92,7 @@ class Session:
     tiers: Tiers | None = None
     hosted: SpanContext | None = None
     job_bytes: Callable[[], int] | None = None
+    epoch: int = 0
     flow: Flow[Frame] = field(default_factory=Flow)
     conn: Connection | None = None
     jit: Jit = "0"

@@ -6,6 +6,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from opentelemetry.trace import SpanContext
 from wooly_bus.channel import ChannelServer, Connection
@@ -38,8 +39,24 @@ log = logging.getLogger("wooly.executor")
 STOPPING = "the executor is stopping"
 #: Maximum bytes that a client may send before the executor acknowledges earlier frames.
 WINDOW = 64 << 20
-#: Callback for a session that ended: its id, the reason (empty: its client closed it), and the names of contents that it shared.
-Closed = Callable[[str, str, tuple[str, ...]], None]
+
+
+class Ended(NamedTuple):
+    """A session that ended.
+
+    Attributes:
+        session_id: its id.
+        reason: why; empty: its client closed it.
+        contents: names of the contents that it shared.
+        passing: it may go on in another executor.
+        epoch: its epoch.
+    """
+
+    session_id: str
+    reason: str
+    contents: tuple[str, ...]
+    passing: bool
+    epoch: int
 
 
 class Sessions:
@@ -80,7 +97,7 @@ class Sessions:
         self._store, self._usage, self._admission, self._answers = store, usage, admission, answers
         self._post, self._server, self._limits = post, server, limits
         self._open: dict[str, Session] = {}
-        self._closed: Closed | None = None
+        self._closed: Callable[[Ended], None] | None = None
 
     def __len__(self) -> int:
         return len(self._open)
@@ -96,7 +113,7 @@ class Sessions:
         """The open sessions."""
         return list(self._open.values())
 
-    def follow(self, closed: Closed) -> None:
+    def follow(self, closed: Callable[[Ended], None]) -> None:
         """Call `closed` in the device's thread for every session that ends from now on."""
         self._closed = closed
 
@@ -117,6 +134,7 @@ class Sessions:
         opaque: bool = False,
         claim: int = 0,
         job_bytes: Callable[[], int] | None = None,
+        epoch: int = 0,
     ) -> None:
         """Open a session.
 
@@ -133,6 +151,7 @@ class Sessions:
             opaque: it may launch kernels that cannot be checked.
             claim: bytes with which it counts at least if it declares none.
             job_bytes: returns the host memory that its client needs in this process, if the session is a job.
+            epoch: how often the session has gone on in another executor.
 
         Raises:
             AdmissionError: the id is in use, or the declared memory cannot be promised.
@@ -154,6 +173,7 @@ class Sessions:
             tiers=self._tiers,
             hosted=hosted,
             job_bytes=job_bytes,
+            epoch=epoch,
         )
         self._vram.enter(session)
         self._open[session_id] = session
@@ -250,8 +270,14 @@ class Sessions:
 
     # -- ending ------------------------------------------------------------------------------------------------------
 
-    def close(self, session_id: str, reason: str) -> bool:
-        """End a session and free all its memory. Returns False if no session has this id."""
+    def close(self, session_id: str, reason: str, *, passing: bool = False) -> bool:
+        """End a session and free all its memory. Returns False if no session has this id.
+
+        Args:
+            session_id: its id.
+            reason: why; empty: its client closed it.
+            passing: it may go on in another executor, because nothing that it did is the reason.
+        """
         session = self._open.pop(session_id, None)
         if session is None:
             return False
@@ -269,9 +295,9 @@ class Sessions:
             # breaks the reference cycle, so that both are freed now and not at the next garbage collection (`collector`)
             conn.owner = None
             if not conn.closed:
-                conn.close(reason)
+                conn.close(reason, passing=passing)
         if self._closed is not None:
-            self._closed(session_id, reason, session.largest_shared())
+            self._closed(Ended(session_id, reason, session.largest_shared(), passing, session.epoch))
         return True
 
     def end(self, session: Session, why: str) -> None:
@@ -295,10 +321,10 @@ class Sessions:
         if session is not None:
             if reason:
                 log.warning("session %s ends: %s", session.id, reason)
-            self.close(session.id, reason or "its client closed the connection")
+            self.close(session.id, reason or "its client closed the connection", passing=True)
 
     def end_clients(self) -> None:
         """Close the sessions that have clients, so that clients need not wait for the rest of the shutdown."""
         for session_id, session in list(self._open.items()):
             if session.conn is not None:
-                self.close(session_id, STOPPING)
+                self.close(session_id, STOPPING, passing=True)

@@ -8,15 +8,15 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from wooly_bus.access import Access
 from wooly_bus.channel import ChannelClient, ChannelError, ChannelTlsError, Endpoint, client_context
-from wooly_bus.supervision import start_thread
+from wooly_bus.supervision import start_call, start_thread
 
 from wooly import capture, children
 from wooly.contents import OfferPolicy
@@ -25,6 +25,7 @@ from wooly.errors import NotConnectedError, WoolyError
 from wooly.facade import Facade
 from wooly.facade.build import CUDA_VERSION
 from wooly.link import Link
+from wooly.recovery import Recovery, Reopened, wanted
 from wooly.room import first_grant
 from wooly.routes import reason_not_to_try
 from wooly.storage import MAX_DEVICES, NO_LIMIT
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from wooly.traces import ClientTrace
 
 log = logging.getLogger("wooly")
+T = TypeVar("T")
 #: Maximum number of sessions that `enable` opens, one after the other, if an executor ends before the client connects to it.
 MAX_OPENS = 3
 #: Interval, in seconds, at which the timer checks all links of a session with several devices. A link may break while the program
@@ -110,6 +112,7 @@ def attach(
     jit: str = "exact",
     trace: ClientTrace | None = None,
     opens: DirectSession | None = None,
+    recovery: Recovery | None = None,
 ) -> RegisteredDevice:
     """Connect the devices of a session to their executors.
 
@@ -132,6 +135,7 @@ def attach(
         jit: generated kernels that the executor may use: "0", "exact" or "full".
         trace: the session's trace.
         opens: opens the session at a standalone executor; None: a controller has opened it.
+        recovery: lets the session go on in another executor; None: it ends with its executor.
 
     Raises:
         NotConnectedError: no endpoint answers, or an executor's certificate is not trusted.
@@ -154,9 +158,8 @@ def attach(
                     contextlib.nullcontext("") if trace is None else trace.step("connect", executor=part.executor_id)
                 )
                 with connecting as parent:
-                    link, endpoint = _connect(
-                        part, session_id, token, channel, control_url, tls_ca, plaintext, jit, parent, opens
-                    )
+                    greet = _greeting(session_id, part.token or token, jit, parent, opens)
+                    link, endpoint = _connect(part, channel, control_url, tls_ca, plaintext, greet)
                 links.append(link)
                 answered.append(endpoint)
         except BaseException:
@@ -166,6 +169,8 @@ def attach(
         for link in links:
             link.siblings = [other for other in links if other is not link]
             link.offers = OfferPolicy() if dedup != "off" else None
+        if len(links) == 1:
+            links[0].recovery = recovery
         _adopt(device, links)
         _attached = _Attached(device, links, parts, answered)
         _start_flusher(device, flush_interval_s)
@@ -205,18 +210,26 @@ def _forget_sessions(device: RegisteredDevice) -> None:
             recorder.forget_session()
 
 
+def _greeting(
+    session_id: str, token: str, jit: str, trace: str, opens: DirectSession | None
+) -> Callable[[ChannelClient, str], Link]:
+    """Return a function that makes a link of a connected channel to an executor with a name."""
+
+    def greet(client: ChannelClient, where: str) -> Link:
+        return Link(client, session_id, token, where, jit=jit, trace=trace, opens=opens)
+
+    return greet
+
+
 def _connect(
     part: Part,
-    session_id: str,
-    token: str,
     channel: str,
     control_url: str | Access,
     tls_ca: Path | None,
     plaintext: bool,
-    jit: str,
-    trace: str,
-    opens: DirectSession | None = None,
-) -> tuple[Link, Endpoint]:
+    greet: Callable[[ChannelClient, str], T],
+) -> tuple[T, Endpoint]:
+    """Connect to the first endpoint that answers. Returns what `greet` makes of the channel, and the endpoint."""
     who = f"the executor {part.executor_id}" if part.executor_id else "the executor"
     failures = []
     offered = [Endpoint.parse(text) for text in part.endpoints]
@@ -228,8 +241,7 @@ def _connect(
         try:
             client = _dial(endpoint, control_url, tls_ca)
             try:
-                where = f"{part.executor_id or 'executor'} ({endpoint})"
-                return Link(client, session_id, part.token or token, where, jit=jit, trace=trace, opens=opens), endpoint
+                return greet(client, f"{part.executor_id or 'executor'} ({endpoint})"), endpoint
             except BaseException:
                 client.close()
                 raise
@@ -328,13 +340,28 @@ def _open() -> None:
     opened = _open_and_attach(settings)
     assert _attached is not None
     _attached.opened = opened
-    links = _attached.links
-    opened.when_lost(lambda why: links[0].fail(why))
+    opened.when_lost(_on_lost)
     for recorder in _attached.device.devices.recorders:
         recorder.programs_dir = settings.programs_dir
     children.settings = _pending.model_copy(update=opened.reach)
     children.close_at_exit(disable)
     _pending = None
+
+
+def _on_lost(why: str) -> None:
+    """The session has lost its executor, or has ended, as the thread that renews the lease knows."""
+    attached = _attached
+    if attached is None:
+        return
+    link, recorder = attached.link, attached.device.recorder
+    link.fail(why)
+    if link.recovery is not None:
+
+        def go_on() -> None:  # a thread that waits for an answer does it first
+            with recorder.lock, contextlib.suppress(WoolyError):
+                link.go_on()
+
+        start_call(go_on, "wooly-recovery")
 
 
 def _open_and_attach(settings: Any) -> Any:
@@ -368,6 +395,7 @@ def _open_and_attach(settings: Any) -> Any:
                 dedup=settings.dedup,
                 trace=opened.trace,
                 opens=opened.opens,
+                recovery=_recovery(settings, opened) if wanted(settings) else None,
             )
             return opened
         except BaseException as e:
@@ -376,6 +404,23 @@ def _open_and_attach(settings: Any) -> Any:
             if not again:
                 raise
             log.warning("an executor ended before the client connected to it; another session is opened: %s", e)
+
+
+def _recovery(settings: Settings, opened: Any) -> Recovery:
+    """How the session goes on in another executor."""
+
+    def reopen(why: str) -> Reopened:
+        (part,) = [Part(p.endpoints, p.executor_id, p.node, p.token) for p in opened.recover(why)]
+
+        def greet(client: ChannelClient, where: str) -> Reopened:
+            return Reopened(client, opened.session_id, part.token or opened.token, where)
+
+        there, endpoint = _connect(part, settings.channel, opened.tunnels, settings.tls_ca, settings.plaintext, greet)
+        if _attached is not None:
+            _attached.parts, _attached.endpoints = [part], [endpoint]
+        return there
+
+    return Recovery(reopen, always=settings.recovery == "on")
 
 
 def install_facade() -> None:

@@ -82,6 +82,7 @@ def upload(link: Link, buffer: int, data: memoryview) -> None:
     _hash_rest(data, digests)
     name = content_id(digests, n)
     if link.offer(buffer, n, name, head=False):
+        link.keep_content(buffer, data)
         return
     link.write(buffer, 0, data)
     link.seal(buffer, n, name)

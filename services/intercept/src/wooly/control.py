@@ -36,11 +36,14 @@ from wooly_wis.messages import (
     NodesRequest,
     OpenSessionReply,
     OpenSessionRequest,
+    QueuePlace,
     RenewSessionRequest,
+    SessionPart,
     SteerSessionReply,
     SteerSessionRequest,
 )
 
+from wooly import recovery
 from wooly.access import access_of
 from wooly.errors import WoolyError
 from wooly.settings import Settings
@@ -53,6 +56,8 @@ log = logging.getLogger("wooly")
 #: Maximum size, in bytes, of a program that `wooly disasm --passes` sends. In base64, the program must fit into one NATS message,
 #: which has at most 1 MiB by default.
 LARGEST_PROGRAM = 640 << 10
+#: Minimum time, in seconds, for which a session that lost its executor waits for another one.
+RECOVERY_S = 60.0
 #: Maximum size, in bytes, of the compiler's decompressed answer.
 LARGEST_TEXT = 256 << 20
 
@@ -283,7 +288,13 @@ class OpenedSession:
     controlled = True
 
     def __init__(
-        self, controller: Controller, opened: OpenSessionReply, trace: ClientTrace, credential: str = ""
+        self,
+        controller: Controller,
+        opened: OpenSessionReply,
+        trace: ClientTrace,
+        request: OpenSessionRequest,
+        credential: str = "",
+        queue_s: float = 0.0,
     ) -> None:
         self.trace = trace
         self._credential = credential
@@ -297,8 +308,15 @@ class OpenedSession:
         self.tunnels = _tunnels(controller.access, opened.credentials)
         self._controller = controller
         self._lease_s = opened.lease_s
+        self._request, self._queue_s = request, queue_s
         self._closing = threading.Event()
-        self._lost: concurrent.futures.Future[str] = concurrent.futures.Future()
+        #: Set while the lease may be renewed: not between the loss of the executor and the opening at another one.
+        self._hosted = threading.Event()
+        self._hosted.set()
+        self._call_lost: Callable[[str], None] | None = None
+        self._was_lost = ""
+        self._recoveries = 0
+        self._lock = threading.Lock()
         self._sending: concurrent.futures.Future[None] | None = None
         self._thread = start_thread(self._keep, "wooly-lease")
 
@@ -318,16 +336,61 @@ class OpenedSession:
         executor answers renewals while it computes, so a silent executor is frozen. The thread that renews the lease makes the
         call.
         """
-        self._lost.add_done_callback(lambda lost: call(lost.result()))
+        with self._lock:
+            self._call_lost, lost = call, self._was_lost
+        if lost:
+            call(lost)
+
+    def recover(self, why: str) -> tuple[SessionPart, ...]:
+        """Open the session at another executor, after the loss of its own. It waits in the queue if there is no room.
+
+        Args:
+            why: why the executor was lost.
+
+        Returns:
+            The new parts.
+
+        Raises:
+            ControlError: no controller answers, or the session cannot go on.
+        """
+        self._hosted.clear()
+        request = self._request.model_copy(update={"lost": why[:4096]})
+        opened = Turn(
+            request,
+            max(self._queue_s, RECOVERY_S),
+            lambda asked: self._controller.ask(contracts.ROUTER_SESSION_OPEN, asked, timeout=OPEN_TIMEOUT_S),
+            lambda place: self._controller.ask(contracts.ROUTER_SESSION_CLOSE, place, timeout=2.0),
+            place=QueuePlace(session_id=self.session_id, token=self.token),
+        ).open()
+        self.parts, self._lease_s = opened.parts, opened.lease_s
+        self.tunnels = _tunnels(self._controller.access, opened.credentials)
+        self._recoveries += 1
+        self._hosted.set()
+        return self.parts
 
     def _keep(self) -> None:
+        over = self._keep_on()
+        while over:
+            if self._hosted.is_set():  # else the thread that recovers the session knows already
+                self._hosted.clear()
+                with self._lock:
+                    self._was_lost, call = over, self._call_lost
+                if call is not None:
+                    call(over)
+            if not self._request.recovers:
+                return
+            while not self._hosted.wait(1.0):
+                if self._closing.is_set():
+                    return
+            self._was_lost = ""
+            over = self._keep_on()
+
+    def _keep_on(self) -> str:
         try:
-            over = self._renew()
+            return self._renew()
         except Exception as e:
-            over = f"the thread that renews the session's lease failed: {type(e).__name__}: {e}"
             log.exception("session %s: the thread that renews the lease failed, so the session ends", self.session_id)
-        if over:
-            self._lost.set_result(over)
+            return f"the thread that renews the session's lease failed: {type(e).__name__}: {e}"
 
     def _renew(self) -> str:
         """Renew the lease until the session ends. This thread waits only for the router's answers.
@@ -338,7 +401,10 @@ class OpenedSession:
         request = RenewSessionRequest(session_id=self.session_id, token=self.token)
         renewed, pause = time.monotonic(), self._lease_s / RENEWALS_PER_LEASE
         while not self._closing.wait(pause):
+            if not self._hosted.is_set():
+                return "the session's executor is lost"
             asked, pause = time.monotonic(), self._lease_s / RENEWALS_PER_LEASE
+            recoveries = self._recoveries
             try:
                 self._controller.ask(contracts.ROUTER_SESSION_RENEW, request)
                 renewed = time.monotonic()
@@ -346,6 +412,9 @@ class OpenedSession:
             except ControlError as e:
                 if self._closing.is_set():
                     return ""
+                if recoveries != self._recoveries or not self._hosted.is_set():
+                    renewed = time.monotonic()
+                    continue  # this answer is about an executor that the session has left
                 log.warning("a renewal of the session's lease failed and is tried again: %s", e)
                 silent = e.code == "router.executor_lost" and time.monotonic() - renewed >= self._lease_s
                 if silent or e.code == "router.no_session":
@@ -425,6 +494,7 @@ def _open_session(settings: Settings, controller: Controller, trace: ClientTrace
         service_ns=round(settings.service_ms * 1e6),
         objective_ns=round(settings.latency_objective_ms * 1e6),
         interval_ns=round(settings.interval_ms * 1e6),
+        recovers=recovery.wanted(settings),
         required_vram=settings.required_vram,
         gpu_count=settings.gpu_count,
         gpu_mode=settings.gpu_mode,
@@ -444,7 +514,7 @@ def _open_session(settings: Settings, controller: Controller, trace: ClientTrace
                 lambda place: controller.ask(contracts.ROUTER_SESSION_CLOSE, place, timeout=2.0),
             ).open()
         trace.root.set_attribute("task_id", opened.session_id)
-        return OpenedSession(controller, opened, trace, settings.credential)
+        return OpenedSession(controller, opened, trace, request, settings.credential, settings.queue_s)
     except BaseException:
         controller.close()
         raise

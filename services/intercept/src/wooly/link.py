@@ -6,22 +6,27 @@ line which recorded the failed operation.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import time
 import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
-from wooly_bus.channel import ChannelClient, ChannelError, Expected, Frame
+from wooly_bus.channel import ChannelClient, ChannelError
+from wooly_bus.contents import chunk_digest
 from wooly_wis.frames import (
     BUFFERS_AT_ONCE,
     BUFFERS_HEAD,
     CONTENT,
+    CUT_HEAD,
     MAX_CHUNK,
     PROFILE_HEAD,
     PROTOCOL,
     READ_HEAD,
+    RESTORE_HEAD,
     STATS_HEAD,
     WRITE_HEAD,
     Kind,
@@ -40,6 +45,7 @@ from wooly.errors import (
     WoolyError,
 )
 from wooly.recorder import Origin, describe_origin
+from wooly.recovery import ERROR, KEPT, DifferentResultError, KeptFrame, Pending, Recovery
 
 if TYPE_CHECKING:
     from wooly_wis.messages import DirectSession
@@ -62,6 +68,8 @@ MIRROR_ITEM_LIMIT = 1 << 20
 
 #: Maximum time, in seconds, that closing a session waits until the executor has closed it, if no controller does that.
 CLOSE_S = 1.0
+#: Maximum time, in seconds, that another executor takes to answer the hello of a session that goes on there.
+RESTORE_S = 30.0
 #: Maximum number of reads that `Link.fetch` has started and that are not answered.
 MAX_STARTED_READS = 64
 
@@ -73,14 +81,14 @@ class _StartedRead(NamedTuple):
 
     Attributes:
         seq: sequence number of the READ frame.
-        nbytes: number of bytes to read.
-        expected: the answer.
+        into: target memory.
+        pending: the answer.
         owner: object that owns the target memory.
     """
 
     seq: int
-    nbytes: int
-    expected: Expected
+    into: memoryview
+    pending: Pending
     owner: Any
 
 
@@ -134,6 +142,7 @@ class Link:
         interrupted: set when an exception of a signal handler ended a wait before a frame was sent. The recorder clears it.
         offers: decides which uploads first ask whether the device has the content; None: the session shares no contents.
         observer: is told about frames; None in most sessions.
+        recovery: keeps frames, so that the session can go on in another executor; None: it ends with its executor.
     """
 
     def __init__(
@@ -158,7 +167,9 @@ class Link:
         self._lost: WoolyError | None = None
         self._started: deque[_StartedRead] = deque()
         #: Answers for which a caller stopped to wait, because a signal handler raised an exception.
-        self._abandoned: deque[Expected] = deque()
+        self._abandoned: deque[Pending] = deque()
+        #: The answer to the last run with `reply`.
+        self._reply: Pending | None = None
         self._failed: Exception | None = None
         #: Code, operation and Python line of failures, by message. What needs a result of theirs fails with the same message.
         self._failures: dict[str, tuple[str, str | None, str | None]] = {}
@@ -173,33 +184,62 @@ class Link:
         self.interrupted = False
         self.offers: OfferPolicy | None = None
         self.observer: FrameObserver | None = None
-        hello: dict[str, Any] = {"protocol": PROTOCOL, "session_id": session_id, "token": token, "jit": jit}
-        if trace:
-            hello["trace"] = trace
+        self.recovery: Recovery | None = None
+        #: Numbers of frames, as this link counts, minus numbers of the channel; and the former of frames that were sent again.
+        self._shift = 0
+        self._replayed: dict[int, int] = {}
+        self._why = ""
+        self._kept: KeptFrame | None = None
+        self._hello = {"protocol": PROTOCOL, "jit": jit} | ({"trace": trace} if trace else {})
+        hello: dict[str, Any] = self._hello | {"session_id": session_id, "token": token}
         if opens is not None:
             hello["session"] = opens.model_dump()
-        self._send(Kind.HELLO, pack_json(hello))
-        welcome = self._answer(Kind.WELCOME, timeout)
+        welcome = self._greet(hello, timeout)
         self.device: dict[str, Any] = welcome.get("device", {})
-        channel.window = int(welcome.get("window", channel.window))
 
     # -- sending -----------------------------------------------------------------------------------------------------
 
-    def _send(self, kind: Kind, *buffers: Any) -> int:
+    def _greet(self, hello: dict[str, Any], timeout: float) -> dict[str, Any]:
+        """Send the hello and wait for the answer."""
+        channel = self._channel
+        try:
+            self._last = channel.send(Kind.HELLO, pack_json(hello))
+            answer = channel.recv(timeout)
+        except ChannelError as e:
+            raise self._fail(e) from e
+        if answer.kind != Kind.WELCOME:
+            raise self._fail(WoolyError(f"the executor answered a hello with a frame of kind {answer.kind}"))
+        welcome = unpack_json(answer.payload)
+        channel.window = int(welcome.get("window", channel.window))
+        return welcome
+
+    def _send(self, kind: Kind, *buffers: Any, into: memoryview | None = None, asks: bool = False) -> int:
         if self._lost is not None:
             raise self._lost
         if os.getpid() != self._pid:
             raise ForkedProcessError
         for b in buffers:
             self.bytes_sent += len(b)
+        recovery = self.recovery
+        frame = None
+        if recovery is not None:
+            frame = recovery.keep(kind, buffers, into, asks=asks) if kind in KEPT else None
+            self._kept = frame
         try:
-            self._last = seq = self._channel.send(kind, *buffers)
-            return seq
+            self._last = seq = self._channel.send(kind, *buffers) + self._shift
         except ChannelError as e:
-            raise self._fail(e) from e
+            self._recover(e)  # sends the frame, if it is kept
+            if frame is None:
+                self._last = self._channel.send(kind, *buffers) + self._shift
+            return self._last
         except BaseException:
             self.interrupted = True
+            if frame is not None and recovery is not None:
+                recovery.drop(frame)
             raise
+        if frame is not None:
+            frame.seq = seq
+        return seq
 
     def _fail(self, cause: Exception) -> WoolyError:
         for sibling in self.siblings:
@@ -223,7 +263,14 @@ class Link:
             self._set_lost(WoolyError("the executor closed the connection"))
 
     def fail(self, why: str) -> None:
-        """End all links of the session, because the router ended it. Any thread may call this; waiting threads wake up."""
+        """End all links of the session, because the router ended it. Any thread may call this; waiting threads wake up.
+
+        A session that can go on elsewhere loses its executor instead.
+        """
+        if self.recovery is not None and self._lost is None:
+            self._why = why
+            self._channel.abort()
+            return
         error = ExecutorLostError(
             f"lost the executor: {why}. All tensors on its device are lost; start the program again "
             "(`wooly status` shows what is running, `wooly up` starts a local stack)."
@@ -239,6 +286,8 @@ class Link:
 
     def define(self, program: bytes) -> None:
         """Send a program to the executor, which verifies it before the first run."""
+        if self.recovery is not None:
+            self.recovery.define(program)
         self._send(Kind.DEFINE, program)
 
     def source(self, name: bytes, raw: bytes) -> None:
@@ -249,6 +298,8 @@ class Link:
             raw: the source, encoded by `wooly_wis.foreign.encode_source`.
         """
         if name not in self._sources:
+            if self.recovery is not None:
+                self.recovery.sources.append(raw)
             self._send(Kind.SOURCE, raw)
             self._sources.add(name)
 
@@ -265,14 +316,20 @@ class Link:
         """Send one run. Returns its sequence number; an error report for this run contains the same number."""
         if self.observer is not None:
             self.observer.will_run()
+        if self.recovery is not None:
+            self._cut_if_due(self.recovery)
         inflight = self._inflight
         if len(inflight) > RUNS_REMEMBERED + _POLL_EVERY:
             # A program that never waits for an answer reads acknowledgements only here.
             self.poll()
-            acked = self._channel.acked
+            acked = self._channel.acked + self._shift
             while len(inflight) > RUNS_REMEMBERED and inflight[0][0] <= acked:
                 inflight.popleft()
-        seq = self._send(Kind.RUN, pack_run(digest, bindings, params, frees, reply=reply))
+        seq = self._send(Kind.RUN, pack_run(digest, bindings, params, frees, reply=reply), asks=reply)
+        if reply:
+            kept = self._kept
+            again = None if kept is None else kept.pending  # a recovery has sent the run again
+            self._reply = again or Pending(self._channel.expect_frame(), kept)
         inflight.append((seq, words, origins))
         if self.observer is not None:
             self.observer.ran(seq, words, origins)
@@ -280,11 +337,21 @@ class Link:
 
     def write(self, buffer: int, offset: int, data: memoryview) -> None:
         """Write `data` into a buffer at a byte offset. After the return, the caller may change `data`."""
+        if self.recovery is not None:
+            self._cut_if_due(self.recovery)
         for at in range(0, len(data), MAX_CHUNK):
             chunk = data[at : at + MAX_CHUNK]
             seq = self._send(Kind.WRITE, WRITE_HEAD.pack(buffer, offset + at), chunk)
             if self.observer is not None:
                 self.observer.copied(seq, len(chunk), to_device=True)
+
+    def keep_content(self, buffer: int, data: memoryview) -> None:
+        """Note the content of a buffer that the device had already, and that was therefore not sent."""
+        if self.recovery is not None:
+            self._cut_if_due(self.recovery)
+            for at in range(0, len(data), MAX_CHUNK):
+                kept = self.recovery.keep(Kind.WRITE, (WRITE_HEAD.pack(buffer, at), data[at : at + MAX_CHUNK]))
+                kept.seq = self._last
 
     def offer(self, buffer: int, nbytes: int, name: bytes, *, head: bool) -> bool:
         """Ask whether the device has a content.
@@ -295,8 +362,7 @@ class Link:
             name: digest of the content, or with `head` digest of its first chunk.
             head: ask only whether a content with this first chunk exists. The buffer does not change.
         """
-        self._send(Kind.OFFER, CONTENT.pack(buffer, nbytes, head, name))
-        return bool(self._answer(Kind.RESULT).get("known"))
+        return bool(self._answer(Kind.OFFER, CONTENT.pack(buffer, nbytes, head, name)).get("known"))
 
     def seal(self, buffer: int, nbytes: int, name: bytes) -> None:
         """Tell the executor that the buffer is complete, and the digest of its content. Other sessions may then share it."""
@@ -308,36 +374,60 @@ class Link:
         Raises:
             WoolyError: the executor refuses; the message says why.
         """
-        self._send(Kind.PIN, pack_json({"do": do, "name": name}))
-        answer = self._answer(Kind.RESULT)
+        answer = self._answer(Kind.PIN, pack_json({"do": do, "name": name}))
         if "error" in answer:
             raise WoolyError(answer["error"])
         return answer
 
     # -- answers -----------------------------------------------------------------------------------------------------
 
-    def _wait(self, expected: Expected, timeout: float | None = None) -> None:
-        """Wait for an answer. If a signal handler raises an exception meanwhile, the answer is taken in when it arrives."""
-        try:
-            self._channel.complete(expected, timeout)
-        except ChannelError as e:
-            raise self._fail(e) from e
-        except BaseException:
-            if not expected.done:
-                self._abandoned.append(expected)
-            raise
+    def _wait(self, pending: Pending) -> bool:
+        """Wait for an answer. If a signal handler raises an exception meanwhile, the answer is taken in when it arrives.
 
-    def _answer(self, kind: Kind, timeout: float | None = None) -> dict[str, Any]:
-        return unpack_json(self._payload(kind, timeout))
+        Returns:
+            False if the session went on elsewhere and the question must be asked again, because its frame was not kept.
+        """
+        while True:
+            try:
+                self._channel.complete(pending.expected)
+                return True
+            except ChannelError as e:
+                self._recover(e)
+                if pending.frame is None:
+                    return False
+            except BaseException:
+                if not pending.expected.done:
+                    self._abandoned.append(pending)
+                raise
 
-    def _payload(self, kind: Kind, timeout: float | None = None) -> bytes:
-        expected = self._channel.expect_frame()
-        self._wait(expected, timeout)
-        frame = expected.other
+    def _answer(self, ask: Kind, *payload: bytes) -> dict[str, Any]:
+        return unpack_json(self._payload(ask, *payload))
+
+    def _payload(self, ask: Kind, *payload: bytes, kind: Kind = Kind.RESULT) -> bytes:
+        """Send a frame that does not change the session, and wait for the answer."""
+        while True:
+            self._send(ask, *payload)
+            pending = Pending(self._channel.expect_frame())
+            if self._wait(pending):
+                break
+        if (
+            self.recovery is not None
+            and pending.expected.other is not None
+            and pending.expected.other.kind == Kind.ERROR
+        ):
+            kept = self.recovery.keep(ask, payload)  # the answer has taken the session's error
+            kept.seq = self._last
+            kept.answered(ERROR)
+        return self._take_answer(pending, kind)
+
+    def _take_answer(self, pending: Pending, kind: Kind) -> bytes:
+        frame = pending.expected.other
         assert frame is not None
         self.syncs += 1
         self.bytes_received += len(frame.payload)
         self._process_answers()
+        if pending.frame is not None:
+            pending.frame.answered(ERROR if frame.kind == Kind.ERROR else chunk_digest(memoryview(frame.payload)))
         if frame.kind == Kind.ERROR:
             error = self._remote_error(unpack_json(frame.payload))
             self._note_all_answered()
@@ -350,8 +440,7 @@ class Link:
         """Id and bytes of each buffer of the session on the executor, in the order of the ids. Waits for all work so far."""
         found: list[tuple[int, int]] = []
         while True:
-            self._send(Kind.BUFFERS, BUFFERS_HEAD.pack(found[-1][0] if found else 0))
-            listed = self._answer(Kind.RESULT)["buffers"]
+            listed = self._answer(Kind.BUFFERS, BUFFERS_HEAD.pack(found[-1][0] if found else 0))["buffers"]
             found += [(buffer, nbytes) for buffer, nbytes in listed]
             if len(listed) < BUFFERS_AT_ONCE:
                 return found
@@ -366,12 +455,15 @@ class Link:
             The executor's clock in ns, the number of records that it dropped, the number of records for later calls, and the next
             records.
         """
-        self._send(Kind.PROFILE, PROFILE_HEAD.pack(what))
-        return unpack_records(self._payload(Kind.RECORDS))
+        return unpack_records(self._payload(Kind.PROFILE, PROFILE_HEAD.pack(what), kind=Kind.RECORDS))
 
     def result(self) -> dict[str, Any]:
         """Wait for the answer to a run that was sent with `reply`."""
-        answer = self._answer(Kind.RESULT)
+        pending, self._reply = self._reply, None
+        assert pending is not None, "no run was sent with `reply`"
+        if not self._wait(pending):
+            raise self._fail(WoolyError("the answer to a run was lost"))
+        answer = unpack_json(self._take_answer(pending, Kind.RESULT))
         self._note_all_answered()
         return answer
 
@@ -382,8 +474,7 @@ class Link:
             RemoteOperationError: an operation since the last answer failed.
             ExecutorLostError: the connection to the executor ended.
         """
-        self._send(Kind.SYNC)
-        self._answer(Kind.RESULT)
+        self._answer(Kind.SYNC)
         self._note_all_answered()
 
     def stats(self, wanted: int = 0) -> dict[str, Any]:
@@ -392,8 +483,7 @@ class Link:
         Args:
             wanted: bytes that the session wants to allocate. If they are not there, the key "shortage" has the error's text.
         """
-        self._send(Kind.STATS, STATS_HEAD.pack(min(wanted, _MOST_WANTED)))
-        return self._answer(Kind.RESULT)
+        return self._answer(Kind.STATS, STATS_HEAD.pack(min(wanted, _MOST_WANTED)))
 
     def read(self, buffer: int, offset: int, into: memoryview) -> None:
         """Fill `into` from a buffer at a byte offset, and wait for it. The data is received without a copy.
@@ -403,13 +493,11 @@ class Link:
         """
         if sync_debug.mode:
             sync_debug.note()
-        seq = self._send(Kind.READ, READ_HEAD.pack(buffer, offset, len(into)))
-        if self.observer is not None:
-            self.observer.copied(seq, len(into), to_device=False)
-        expected = self._channel.expect(into, Kind.DATA)
-        self._wait(expected)
+        _, pending = self._begin_read(buffer, offset, into)
+        if not self._wait(pending):
+            raise self._fail(WoolyError("the answer to a read was lost"))
         self._process_answers()
-        failure = self._received(len(into), expected.other)
+        failure = self._received(into, pending)
         self._note_all_answered(failure)
 
     def fetch(self, buffer: int, offset: int, into: memoryview, owner: Any) -> None:
@@ -427,10 +515,17 @@ class Link:
         """
         if len(self._started) >= MAX_STARTED_READS:
             self.finish_reads()
-        seq = self._send(Kind.READ, READ_HEAD.pack(buffer, offset, len(into)))
+        seq, pending = self._begin_read(buffer, offset, into)
+        self._started.append(_StartedRead(seq, into, pending, owner))
+
+    def _begin_read(self, buffer: int, offset: int, into: memoryview) -> tuple[int, Pending]:
+        seq = self._send(Kind.READ, READ_HEAD.pack(buffer, offset, len(into)), into=into, asks=True)
+        kept = self._kept
+        again = None if kept is None else kept.pending  # a recovery has sent the frame again
+        pending = again or Pending(self._channel.expect(into, Kind.DATA), kept)
         if self.observer is not None:
             self.observer.copied(seq, len(into), to_device=False)
-        self._started.append(_StartedRead(seq, len(into), self._channel.expect(into, Kind.DATA), owner))
+        return seq, pending
 
     @property
     def many_reads_started(self) -> bool:
@@ -444,13 +539,11 @@ class Link:
             RemoteOperationError: a read failed, or an operation before it.
             ExecutorLostError: the connection to the executor ended.
         """
-        try:
-            for coming in self._started:
-                if seq is not None and coming.seq > seq:
-                    break
-                self._channel.complete(coming.expected)
-        except ChannelError as e:
-            raise self._fail(e) from e
+        for coming in list(self._started):
+            if seq is not None and coming.seq > seq:
+                break
+            if not coming.pending.expected.done:
+                self._wait(coming.pending)
         self._process_answers()
         self._raise_failed()
 
@@ -478,23 +571,33 @@ class Link:
 
     def _process_answers(self) -> None:
         """Process the answers to `fetch` that have arrived. The first error is kept for the next call that waits."""
-        while self._abandoned and self._abandoned[0].done:
-            late = self._abandoned.popleft().other
+        while self._abandoned and self._abandoned[0].expected.done:
+            pending = self._abandoned.popleft()
+            late = pending.expected.other
+            if pending.frame is not None and late is not None:
+                pending.frame.answered(ERROR if late.kind == Kind.ERROR else chunk_digest(memoryview(late.payload)))
+            elif pending.frame is not None and pending.frame.into is not None:
+                pending.frame.answered(chunk_digest(pending.frame.into))
             if late is not None and late.kind == Kind.ERROR:
                 self._failed = self._failed or self._remote_error(unpack_json(late.payload))
         coming = self._started
-        while coming and coming[0].expected.done:
-            seq, nbytes, expected, _ = coming.popleft()
-            failure = self._received(nbytes, expected.other)
+        while coming and coming[0].pending.expected.done:
+            seq, into, pending, _ = coming.popleft()
+            failure = self._received(into, pending)
             self._failed = self._failed or failure
             self._answered = seq
             while self._inflight and self._inflight[0][0] <= seq:
                 self._inflight.popleft()
+        if self.recovery is not None:
+            self._take_cut(self.recovery)
 
-    def _received(self, nbytes: int, other: Frame | None) -> Exception | None:
-        """Process the answer to a READ: its data, or the frame `other` that came instead. Returns the error, if any."""
+    def _received(self, into: memoryview, pending: Pending) -> Exception | None:
+        """Process the answer to a READ: its data, or another frame that came instead. Returns the error, if any."""
         self.syncs += 1
-        self.bytes_received += nbytes
+        self.bytes_received += len(into)
+        other = pending.expected.other
+        if pending.frame is not None:
+            pending.frame.answered(ERROR if other is not None else chunk_digest(into))
         if other is None:
             return None
         if other.kind == Kind.ERROR:
@@ -520,9 +623,11 @@ class Link:
     def _remote_error(self, error: dict[str, Any]) -> Exception:
         message, code = str(error.get("message", "")), str(error.get("code", ""))
         operation = recorded_at = None
+        at = int(error.get("seq", 0))
+        at = self._replayed.get(at, at + self._shift)
         for seq, words, origins in self._inflight:
             index = error.get("instruction")
-            if seq == error.get("seq") and isinstance(index, int) and index < len(origins):
+            if seq == at and isinstance(index, int) and index < len(origins):
                 operation, recorded_at = self.name_of(words, index), describe_origin(origins[index])
         if code == "executor.poisoned":
             failed = self._failures.get(message)
@@ -537,6 +642,145 @@ class Link:
             return torch.OutOfMemoryError(message + (f"\n  recorded at {recorded_at}" if recorded_at else ""))
         kind = RemoteNotImplementedError if code == "executor.missing_kernel" else RemoteOperationError
         return kind(message, operation=operation, recorded_at=recorded_at)
+
+    # -- going on in another executor ----------------------------------------------------------------------------------
+
+    def _cut_if_due(self, recovery: Recovery) -> None:
+        """Ask for a cut if one is due. If too much is kept, wait until one is stored, or give recovery up."""
+        if recovery.answer is not None:
+            if not recovery.over and not recovery.answer.done:
+                return
+            if not self._wait(Pending(recovery.answer)):
+                return
+            self._take_cut(recovery)
+        while recovery.over:
+            self._ask_cut(recovery, wait=True)
+            if recovery.answer is not None and self._wait(Pending(recovery.answer)):
+                self._take_cut(recovery)
+            if why := recovery.exhausted():
+                self.recovery = None
+                warnings.warn(f"this session cannot go on in another executor any more: {why}", stacklevel=2)
+                return
+        if recovery.due:
+            self._ask_cut(recovery, wait=False)
+
+    def _ask_cut(self, recovery: Recovery, *, wait: bool) -> None:
+        number = recovery.begin()
+        self._send(Kind.CUT, CUT_HEAD.pack(number, recovery.stored, wait))
+        recovery.answer = self._channel.expect_frame()
+
+    def _take_cut(self, recovery: Recovery) -> None:
+        """Process the answer to the last CUT, if it has arrived."""
+        answer = recovery.answer
+        if answer is None or not answer.done or answer.other is None:
+            return
+        recovery.answer = None
+        if answer.other.kind == Kind.ERROR:
+            self._failed = self._failed or self._remote_error(unpack_json(answer.other.payload))
+            recovery.failed()
+        else:
+            recovery.taken(unpack_json(answer.other.payload))
+
+    def go_on(self) -> None:
+        """Go on in another executor now, if the connection is broken. The caller holds the recorder's lock."""
+        if self._lost is None and self.recovery is not None and self._channel.broken():
+            self._recover(ChannelError("the connection broke"))
+
+    def _recover(self, cause: ChannelError) -> None:
+        """Go on in another executor after the loss of this one.
+
+        Raises:
+            ExecutorLostError: the session cannot go on.
+        """
+        recovery = self.recovery
+        if recovery is None or self._lost is not None or not cause.passing:
+            raise self._fail(cause) from cause
+        begun = time.monotonic()
+        why, self._why = self._why or str(cause), ""
+        recovery.say(f"wooly: lost the executor {self.where}: {why}. The session goes on in another executor ...")
+        while True:
+            if not recovery.begun():
+                raise self._fail(WoolyError(f"{why}; the session has gone on elsewhere too often lately")) from cause
+            try:
+                there = recovery.reopen(why)
+                self._channel.close()
+                self._channel, self.where = there.channel, there.where
+                self._greet(self._hello | {"session_id": there.session_id, "token": there.token}, RESTORE_S)
+                self._replay(recovery)
+                break
+            except ChannelError as e:
+                why = str(e)
+            except WoolyError as e:
+                raise self._fail(e) from cause
+        took = time.monotonic() - begun
+        recovery.say(f"wooly: the session goes on in the executor {self.where}, after {took:.1f} s")
+
+    def _replay(self, recovery: Recovery) -> None:
+        """Bring the session in the new executor to where it was: restore the last cut and send all kept frames again.
+
+        Raises:
+            WoolyError: the cut cannot be restored, or a result differs.
+            ChannelError: this connection broke, too.
+        """
+        channel = self._channel
+        self._abandoned = deque([p for p in self._abandoned if p.frame is not None])
+        if recovery.stored:
+            channel.send(Kind.RESTORE, RESTORE_HEAD.pack(recovery.stored))
+            answer = channel.recv()
+            if answer.kind == Kind.ERROR:
+                raise WoolyError(str(unpack_json(answer.payload).get("message")))
+        for raw in recovery.sources:
+            channel.send(Kind.SOURCE, raw)
+        defined = recovery.newest_programs()
+        for raw in defined.values():
+            channel.send(Kind.DEFINE, raw)
+        numbers: dict[int, int] = {}
+        for frame in recovery.frames:
+            if frame.kind == Kind.CUT:
+                continue
+            if frame.kind == Kind.RUN and (missing := recovery.undefined(frame, defined)):
+                channel.send(Kind.DEFINE, missing)
+            sent = channel.send(frame.kind, frame.payload)
+            if not frame.seq:
+                self._last += 1
+                frame.seq = self._last
+            numbers[sent] = frame.seq
+            if frame.answer:
+                self._compare(channel, frame)
+            elif frame.asks:
+                into = frame.into
+                expected = channel.expect_frame() if into is None else channel.expect(into, Kind.DATA)
+                if frame.pending is None:
+                    Pending(expected, frame)
+                else:
+                    frame.pending.expected = expected
+        self._replayed = numbers
+        sent = channel.send(Kind.SYNC)
+        self._shift = self._last - sent
+        done = channel.expect_frame()
+        channel.complete(done)
+        assert done.other is not None
+        if done.other.kind == Kind.ERROR:
+            self._failed = self._failed or self._remote_error(unpack_json(done.other.payload))
+
+    def _compare(self, channel: ChannelClient, frame: KeptFrame) -> None:
+        """Receive an answer that the script has read before, and compare it.
+
+        Raises:
+            DifferentResultError: it differs.
+        """
+        if frame.kind == Kind.READ:
+            into = memoryview(bytearray(READ_HEAD.unpack(frame.payload)[2]))
+            other = channel.recv_data(into, Kind.DATA)
+            answer = chunk_digest(into) if other is None else ERROR
+        else:
+            found = channel.recv()
+            answer = ERROR if found.kind == Kind.ERROR else chunk_digest(memoryview(found.payload))
+        if answer != frame.answer:
+            raise DifferentResultError(
+                "after the recovery, a result differs from the one that the script has read: the other executor's library "
+                "or device computes other bits, or the operation does not repeat"
+            )
 
     # -- host copies of read buffers, valid until the buffer is written ----------------------------------------------
 
@@ -576,19 +820,23 @@ class Link:
         try:
             self._channel.poll_acks()
         except ChannelError as e:
-            self._fail(e)
+            if self.recovery is None:
+                self._fail(e)
+            else:
+                with contextlib.suppress(WoolyError):  # the next call raises it
+                    self._recover(e)
             return False
         except BaseException:
             self.interrupted = True
             raise
-        return not self._inflight or self._channel.acked >= self._inflight[-1][0]
+        return not self._inflight or self._channel.acked + self._shift >= self._inflight[-1][0]
 
     def close(self) -> None:
         """Tell the executor that the session ends, if the connection is open, and close the connection."""
         if self._lost is None and os.getpid() == self._pid:
             try:
                 self._channel.send(Kind.CLOSE)
-                if self._opened_here:
+                if self._opened_here or (self.recovery is not None and self.recovery.number):
                     self._channel.await_end(CLOSE_S)
             except ChannelError as e:
                 self._fail(e)

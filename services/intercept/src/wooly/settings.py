@@ -107,6 +107,11 @@ class Settings(BaseSettings):
         description="seconds to wait in the queue if no device has room, by class and then in order of arrival; 0: end with an "
         "error at once",
     )
+    recovery: Literal["off", "auto", "on"] = Field(
+        "auto",
+        description="whether the session goes on in another executor if its own is lost. auto: if its buffers have at most "
+        "2 GiB; on: always; off: it ends with an error",
+    )
     swap_from_vram: bool = Field(
         True, description="1: the executor may swap out the session's idle memory; 0: it must not"
     )

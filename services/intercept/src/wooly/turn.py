@@ -44,6 +44,7 @@ class Turn:
         say: prints a line.
         clock: returns monotonic seconds.
         sleep: waits for some seconds.
+        place: the session that is opened again, after it lost its executor; None: a new session.
     """
 
     def __init__(
@@ -56,12 +57,13 @@ class Turn:
         say: Callable[[str], None] = _say,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
+        place: QueuePlace | None = None,
     ) -> None:
         self._request = request.model_copy(update={"queue": queue_s > 0})
         self._queue_s, self._ask, self._leave = queue_s, ask, leave
         self._say, self._clock, self._sleep = say, clock, sleep
         self._since = clock()
-        self._place: QueuePlace | None = None
+        self._place = place
         self._wait: SessionWait | None = None
         self._said = (0, float("-inf"))
 
@@ -98,6 +100,8 @@ class Turn:
             if self._place is None or not (e.retryable or e.code == "wooly.control"):
                 raise
             if e.code == "router.place_lost":  # this process was stopped for a while
+                if self._request.lost:  # another session would not have its checkpoints
+                    raise
                 self._place = None
             return None
         if reply.wait is not None:

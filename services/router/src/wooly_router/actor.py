@@ -28,6 +28,7 @@ from wooly_wis.messages import (
     NodesRequest,
     OpenSessionReply,
     OpenSessionRequest,
+    QueuePlace,
     RenewSessionReply,
     RenewSessionRequest,
     SessionClosed,
@@ -46,7 +47,7 @@ from wooly_router.gate import Caller, Gate
 from wooly_router.limits import Limits
 from wooly_router.opening import ABANDONED_S, Opening
 from wooly_router.settings import RouterSettings
-from wooly_router.state.tasks import TaskRecord
+from wooly_router.state.tasks import Lease, TaskRecord
 from wooly_router.state.world import World
 from wooly_router.tenants import TenantActor
 
@@ -63,6 +64,8 @@ NEW_SESSION_S = 5.0
 #: Why a session ended whose client stopped renewing it, or stopped asking for its turn in the queue.
 LAPSED = "the session's lease lapsed"
 LEFT = "its client no longer asked for its turn in the queue"
+#: Seconds, besides a lease, in which the client of a session that lost its executor must ask for another one.
+RECOVERY_GRACE_S = 30.0
 #: Seconds between two checks whether the last operator of a cancelled task has ended.
 RELEASE_S = 1.0
 
@@ -156,6 +159,8 @@ class RouterActor:
         wish = Wish.of_start(request.priority, request.weight, request.gpu_mode)
         granted = await self.ceilings.granted(tenant, wish, caller)
         terms = {"tenant": tenant, "credential": "", "priority": granted.priority, "weight": granted.weight}
+        if request.place is not None and request.lost:
+            await self._requeue_for(request.place, tenant, request.lost)
         return await self._opening.open(request.model_copy(update=terms))
 
     # -- living ------------------------------------------------------------------------------------------------------
@@ -221,7 +226,7 @@ class RouterActor:
         problems: list[tuple[str, BaseException]] = []
         for name, answer in zip(names, answers, strict=True):
             if isinstance(answer, RefusedError) and answer.code == "executor.no_session":
-                await self.lose_part(record, name, f"executor {name} no longer has it")
+                await self.lose_part(record, name, f"executor {name} no longer has it", passing=True)
                 raise RefusedError("router.no_session", f"executor {name}: {answer}") from answer
             if isinstance(answer, BaseException):
                 problems.append((name, answer))
@@ -303,19 +308,56 @@ class RouterActor:
         now = self.clock()
         await self.world.tasks.amend(record.id, reason, now, f"its last operator ended, {now - begun:.1f} s later")
 
-    async def lose_part(self, record: TaskRecord, executor_id: str, reason: str, state: str = "failed") -> None:
-        """End a session that one executor has lost. The other executors are told in the background."""
+    # -- going on in another executor --------------------------------------------------------------------------------
+
+    async def _requeue_for(self, place: QueuePlace, tenant: str, reason: str) -> None:
+        """Put a session back into the queue whose client says that it lost its executor.
+
+        Raises:
+            RefusedError: the session is not open, or belongs to another client.
+        """
+        record = await self._open(place.session_id, place.token)
+        if record is None or record.tenant != tenant:
+            raise RefusedError("router.no_session", await self._reason_of_end(place.session_id))
+        if record.state == "started":
+            if not record.wants.get("recovers"):
+                raise RefusedError("router.no_session", f"session {record.id} cannot go on in another executor")
+            # Its executor may live and have the session, for example if only the connection broke.
+            names = [p.executor_id for p in record.parts]
+            await self.executors.close(names, record.id, "it goes on in another executor", passing=True)
+            await self._requeue(record, f"its client lost {', '.join(names)}: {reason}")
+
+    async def _requeue(self, record: TaskRecord, reason: str) -> bool:
+        """Put a session that lost its executor back into the queue. Returns False if it has ended."""
+        now = self.clock()
+        lease = await self.world.tasks.lease(record.id)
+        if lease is None:
+            return False
+        waiting = Lease(record.id, lease.token, now + self.settings.lease_s + RECOVERY_GRACE_S)
+        async with self.world.database.writing() as s:
+            return await self.world.tasks.requeue(s, record, reason, now, waiting)
+
+    async def lose_part(
+        self, record: TaskRecord, executor_id: str, reason: str, state: str = "failed", *, passing: bool = False
+    ) -> None:
+        """End a session that one executor has lost. The other executors are told in the background.
+
+        With `passing`, a session whose client can go on in another executor goes back into the queue instead.
+        """
         others = [p.executor_id for p in record.parts if p.executor_id != executor_id]
+        if passing and record.wants.get("recovers"):
+            await self._requeue(record, reason)
+            return
         async with self.world.database.writing() as s:
             lost = await self.world.tasks.move(s, record.id, state, reason, self.clock(), only_from=["started"])
         if lost and others:
             closing = self.executors.close(others, record.id, f"it ended on executor {executor_id}")
             start_errand(closing, f"closing of session {record.id}")
 
-    async def _lose_after_grace(self, record: TaskRecord, executor_id: str, reason: str) -> None:
+    async def _lose_after_grace(self, record: TaskRecord, event: SessionClosed, reason: str) -> None:
         """End a lost session after a delay: a client that exits may still report its close, and that report comes first."""
         await asyncio.sleep(CLOSE_GRACE_S)
-        await self.lose_part(record, executor_id, reason)
+        await self.lose_part(record, event.executor_id, reason, passing=event.passing)
 
     # -- nodes -------------------------------------------------------------------------------------------------------
 
@@ -360,9 +402,11 @@ class RouterActor:
                 record.tenant, brings["name"], brings["dedup"], event.contents, self.clock()
             )
         if record is not None and record.kind == "session" and record.state == "started":
+            if event.epoch != record.attempt:
+                return  # it goes on in another executor by now
             if event.reason:
                 why = f"it ended on executor {event.executor_id}: {event.reason}"
-                start_errand(self._lose_after_grace(record, event.executor_id, why), f"end of session {record.id}")
+                start_errand(self._lose_after_grace(record, event, why), f"end of session {record.id}")
             else:
                 await self.lose_part(record, event.executor_id, "closed by its client", "completed")
 
@@ -396,7 +440,7 @@ class RouterActor:
                 reason = self.missing(part.executor_id, record.id, record.started_at or now)
                 if reason:
                     log.warning("session %s is over: %s", record.id, reason)
-                    await self.lose_part(record, part.executor_id, reason)
+                    await self.lose_part(record, part.executor_id, reason, passing=True)
                     count += 1
                     break
         return count

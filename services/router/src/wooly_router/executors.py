@@ -57,8 +57,16 @@ class Executors:
             return_exceptions=True,
         )
 
-    async def close(self, executor_ids: list[str], session_id: str, reason: str) -> dict[str, float]:
+    async def close(
+        self, executor_ids: list[str], session_id: str, reason: str, *, passing: bool = False
+    ) -> dict[str, float]:
         """Ask executors to close a session. If an executor does not answer, the end of the lease closes the session there.
+
+        Args:
+            executor_ids: the executors.
+            session_id: id of the session.
+            reason: why it ends.
+            passing: it may go on in another executor.
 
         Returns:
             By executor, the seconds for which an operator of the session still runs there. Executors without such an operator
@@ -69,7 +77,7 @@ class Executors:
             try:
                 reply = await self._app.request(
                     contracts.EXECUTOR_SESSION_CLOSE.at(executor_id),
-                    CloseSessionRequest(session_id=session_id, reason=reason),
+                    CloseSessionRequest(session_id=session_id, reason=reason, passing=passing),
                     timeout=EXECUTOR_TIMEOUT_S,
                 )
             except BusError as e:

@@ -143,6 +143,7 @@ class Opening:
                 "brings": {"name": _model(request), "dedup": request.dedup},
                 "weights": await self._expected(request),
                 "claim": (await self._world.settings())[0].default_vram_claim,
+                "recovers": request.recovers,
             },
         )
         return await self._open_traced(request, task, secrets.token_urlsafe(32), until)
@@ -338,7 +339,7 @@ class Opening:
             if unexpected is not None:
                 raise unexpected
             return None
-        await self._start(task.id, token, taken)
+        await self._start(task, token, taken)
         credentials = ""
         if self._issuer is not None:
             ttl_s = self._settings.session_credentials_s
@@ -373,6 +374,7 @@ class Opening:
             lease_s=self._settings.lease_s,
             channel_key=self._channel_key.public,
             at=self._clock(),
+            epoch=task.attempt,
         )
 
     def _parts(
@@ -410,15 +412,17 @@ class Opening:
                 parts.append(part)
         return parts, unexpected
 
-    async def _start(self, session_id: str, token: str, names: list[str]) -> None:
+    async def _start(self, task: TaskRecord, token: str, names: list[str]) -> None:
         """Mark the session as started: all executors host it.
 
         Raises:
             RefusedError: the session was cancelled meanwhile.
         """
-        now = self._clock()
+        now, session_id = self._clock(), task.id
         async with self._world.database.writing() as s:
-            opened = await self._world.tasks.move(s, session_id, "started", f"on {', '.join(names)}", now, attempt=0)
+            opened = await self._world.tasks.move(
+                s, session_id, "started", f"on {', '.join(names)}", now, attempt=task.attempt
+            )
             if opened:
                 await self._world.tasks.set_lease(s, Lease(session_id, token, now + self._settings.lease_s))
         if not opened:

@@ -24,6 +24,7 @@ from wooly_bus.channel.framing import (
     END,
     HEADER,
     MAX_FRAME,
+    PASSING,
     SOCKET_BUFFER,
     ChannelClosedError,
     ChannelError,
@@ -295,7 +296,7 @@ class ChannelClient:
             self._take_ack(incoming.seq)
             return
         if incoming.kind == END:
-            raise ChannelClosedError(bytes(incoming.into).decode(errors="replace"))
+            raise ChannelClosedError(bytes(incoming.into).decode(errors="replace"), passing=incoming.seq == PASSING)
         self._check_seq(incoming.seq)
         length, expected = len(incoming.into), incoming.expected
         if expected is None:

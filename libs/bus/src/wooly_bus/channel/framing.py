@@ -8,8 +8,10 @@ from dataclasses import dataclass
 #: Payload length, kind, flags, zero, sequence number.
 HEADER = struct.Struct("<IBBHQ")
 ACK = 1
-#: Kind of the last frame: the reason why its sender closes the connection, as UTF-8 of at most `MAX_REASON` bytes. Not numbered.
+#: Kind of the last frame: the reason why its sender closes the connection, as UTF-8 of at most `MAX_REASON` bytes. It has no
+#: number; in place of one it has 0, or `PASSING` if the session may go on over another connection.
 END = 18
+PASSING = 1
 MAX_REASON = 4096
 #: Largest payload of a frame, in bytes.
 MAX_FRAME = 16 << 20
@@ -24,6 +26,8 @@ class ChannelError(Exception):
 
     code = "channel.error"
     retryable = False
+    #: Whether the session may go on over another connection: nothing that it did is the cause.
+    passing = False
 
 
 class ChannelClosedError(ChannelError):
@@ -31,6 +35,10 @@ class ChannelClosedError(ChannelError):
 
     code = "channel.closed"
     retryable = True
+
+    def __init__(self, message: str, *, passing: bool = True) -> None:
+        super().__init__(message)
+        self.passing = passing
 
 
 class ChannelTimeoutError(ChannelError):

@@ -19,7 +19,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from wooly_bus.channel.acceptor import Guest
-from wooly_bus.channel.framing import ACK, END, HEADER, MAX_REASON, ChannelClosedError, ProtocolError, parse_header
+from wooly_bus.channel.framing import (
+    ACK,
+    END,
+    HEADER,
+    MAX_REASON,
+    PASSING,
+    ChannelClosedError,
+    ProtocolError,
+    parse_header,
+)
 
 log = logging.getLogger("wooly.channel")
 #: Bytes read from a connection per poll if it is the only one. Reading a mebibyte takes the owner's thread up to 2 ms.
@@ -166,9 +175,14 @@ class Connection:
         self.server._resumed[self] = None
         self.server._watch(self)
 
-    def close(self, reason: str = "") -> None:
-        """Close at once. A `Disconnected` event follows. The client gets the reason if the socket buffer has room for it."""
-        self.server._close(self, reason)
+    def close(self, reason: str = "", *, passing: bool = False) -> None:
+        """Close at once. A `Disconnected` event follows. The client gets the reason if the socket buffer has room for it.
+
+        Args:
+            reason: why.
+            passing: the session may go on over another connection.
+        """
+        self.server._close(self, reason, passing=passing)
 
 
 class ChannelServer:
@@ -228,7 +242,7 @@ class ChannelServer:
             self._closed = True
         self._take_guests()
         for conn in list(self._connections):
-            self._close(conn, "the executor is stopping")
+            self._close(conn, "the executor is stopping", passing=True)
         self._selector.close()
         self._wake_in.close()
         self._wake_out.close()
@@ -306,7 +320,7 @@ class ChannelServer:
             return
         conn._interest = want
 
-    def _close(self, conn: Connection, reason: str) -> None:
+    def _close(self, conn: Connection, reason: str, *, passing: bool = False) -> None:
         if conn.closed:
             return
         if conn._out and not reason:
@@ -316,7 +330,7 @@ class ChannelServer:
         conn.closed = True
         if reason:
             why = reason.encode(errors="replace")[:MAX_REASON]
-            conn._out += [memoryview(HEADER.pack(len(why), END, 0, 0, 0)), memoryview(why)]
+            conn._out += [memoryview(HEADER.pack(len(why), END, 0, 0, PASSING if passing else 0)), memoryview(why)]
             self._writable(conn)
         if conn._interest:
             conn._interest = 0

@@ -30,7 +30,9 @@ class OpenSessionRequest(Message):
 
     `model`: name of the session's model, for bills. `weight`: relative share inside the class. `service_ns`, `objective_ns` and
     `interval_ns`: as in `AdmitSessionRequest`. `queue`: if no device has room, the session waits in the queue instead of being
-    refused. `place`: the session waits already, and its client asks whether its turn has come. `node`: the node of all devices,
+    refused. `place`: the session waits already, and its client asks whether its turn has come. `lost`: why a session with a
+    `place` that is open has lost its executor; it is opened again, and waits if there is no room. `recovers`: the client can go
+    on in another executor. `node`: the node of all devices,
     or the executor of the only device; empty: any.
     """
 
@@ -53,6 +55,8 @@ class OpenSessionRequest(Message):
     model: str = Field(default="", max_length=256)
     queue: bool = False
     place: QueuePlace | None = None
+    lost: str = Field(default="", max_length=4096)
+    recovers: bool = False
     client: ClientFacts
 
 
@@ -123,11 +127,12 @@ class RenewSessionReply(Message):
 
 
 class CloseSessionRequest(Message):
-    """Close a session: the client has finished, or the router cancels the session."""
+    """Close a session: the client has finished, or the router cancels it. `passing`: it may go on in another executor."""
 
     session_id: SessionId
     token: Token = ""
     reason: str = Field(default="", max_length=4096)
+    passing: bool = False
 
 
 class CloseSessionReply(Message):
@@ -168,6 +173,7 @@ class HostSessionRequest(Message):
         channel_key: key that signs the tokens for the data channel; without it, clients show `token`.
         at: the router's time, in seconds since the epoch.
         opaque_kernels: the session may launch kernels that executors cannot check.
+        epoch: how often the session has gone on in another executor.
     """
 
     session_id: SessionId
@@ -185,6 +191,7 @@ class HostSessionRequest(Message):
     lease_s: float = Field(gt=0)
     channel_key: str = Field(default="", max_length=128)
     at: float = Field(default=0.0, ge=0)
+    epoch: int = Field(default=0, ge=0)
 
 
 class DirectSession(Message):
@@ -237,10 +244,13 @@ class HostSessionReply(Message):
 class SessionClosed(Message):
     """A session ended on its executor (event). `reason` is empty if the client closed the session normally.
 
-    `contents`: the largest contents that the session shared, named as in `ExecutorHeartbeat.weights`.
+    `contents`: the largest contents that the session shared, named as in `ExecutorHeartbeat.weights`. `passing`: nothing that the
+    session did is the reason, so it may go on in another executor. `epoch`: as in `HostSessionRequest`.
     """
 
     session_id: SessionId
     executor_id: Id
     reason: str = Field(default="", max_length=4096)
     contents: tuple[Digest, ...] = Field(default=(), max_length=1024)
+    passing: bool = False
+    epoch: int = Field(default=0, ge=0)

@@ -207,6 +207,26 @@ class TaskStore:
         await self._tell(s, task_id, at, state, reason)
         return True
 
+    async def requeue(self, s: AsyncSession, task: TaskRecord, reason: str, at: float, lease: Lease) -> bool:
+        """Put a session that lost its executor back into the queue, until its client asks for another one.
+
+        Its attempt grows, so that what its last executor still says about it has no effect. Returns False, without a change, if
+        the session has ended, or is in the queue already.
+
+        Args:
+            s: the transaction.
+            task: the session.
+            reason: why it lost its executor.
+            at: time of the loss.
+            lease: its client's token, and until when the client must ask.
+        """
+        condition = and_(TaskRow.id == task.id, TaskRow.attempt == task.attempt)
+        moved = await self.move(s, task.id, "pending", reason, at, attempt=task.attempt, only_from=["started"])
+        if moved:
+            await s.execute(update(TaskRow).where(condition).values(attempt=task.attempt + 1))
+            await self.set_lease(s, lease)
+        return moved
+
     async def _tell(self, s: AsyncSession, task_id: str, at: float, state: str, reason: str) -> None:
         last = select(func.coalesce(func.max(TaskEventRow.number), 0)).where(TaskEventRow.task_id == task_id)
         number = (await s.scalar(last) or 0) + 1

@@ -1,0 +1,298 @@
+"""What a client needs so that its session can go on in another executor: the frames that the session sent since its last stored
+cut.
+
+A cut is a checkpoint of the session that an executor has stored. After a loss, another executor restores the newest stored cut
+(or starts empty, if there is none), and the link sends the kept frames again. Frames have no times and no random state, so the
+results are the same bits. Bytes that the script has already read are compared with what is read again.
+
+This module knows no sockets: the link sends the frames, and `reopen` finds the executor.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from wooly_bus.channel import ChannelClient, Expected
+from wooly_wis.codec import DIGEST_SIZE, digest
+from wooly_wis.frames import Kind
+
+from wooly.errors import WoolyError
+
+if TYPE_CHECKING:
+    from wooly.settings import Settings
+
+log = logging.getLogger("wooly")
+#: Bytes of kept frames, and number of kept frames, after which the client asks for a cut.
+CUT_BYTES, CUT_FRAMES = 64 << 20, 20_000
+#: Minimum seconds between two cuts that only time makes due.
+CUT_S = 10.0
+#: A session waits for its cuts, and executors work on them, for at most this part of the time.
+COST = 0.02
+#: Bytes of kept frames up to which the client waits until a cut is stored. Above, it gives recovery up.
+KEPT_BYTES = 256 << 20
+#: Bytes of a session's buffers above which a session without WOOLYAI_RECOVERY=on takes no cuts.
+AUTO_BYTES = 2 << 30
+#: Number of programs that an executor knows at the end of a replay: as in `recorder.PROGRAMS_KEPT`.
+PROGRAMS_KEPT = 1024
+#: Seconds between two questions whether the last cut is stored.
+ASK_S = 0.5
+#: Maximum number of recoveries of a session without a new cut, or `HEALED_S` seconds, between them.
+MAX_RECOVERIES, HEALED_S = 4, 60.0
+#: Kinds of frames that change a session, or whose answers a script has read.
+KEPT = frozenset((Kind.RUN, Kind.WRITE, Kind.SEAL, Kind.READ))
+#: Answer of a frame that was answered by an error.
+ERROR = b"error"
+
+
+class Pending:
+    """An answer that is expected.
+
+    Attributes:
+        expected: what the channel will receive. After a recovery, another channel receives it.
+        frame: the kept frame that is answered; None: no frame is kept for it.
+    """
+
+    __slots__ = ("expected", "frame")
+
+    def __init__(self, expected: Expected, frame: KeptFrame | None = None) -> None:
+        self.expected, self.frame = expected, frame
+        if frame is not None:
+            frame.pending = self
+
+
+class KeptFrame:
+    """One frame since the last stored cut.
+
+    Attributes:
+        kind: kind of the frame; CUT: the place of a cut.
+        payload: its payload.
+        seq: its number, as the link counts.
+        into: memory for the answer to a READ that is not answered.
+        asks: the executor answers it.
+        pending: the answer, if it is expected.
+        answer: digest of the answer, or `ERROR`; empty: not answered.
+    """
+
+    __slots__ = ("answer", "asks", "into", "kind", "payload", "pending", "seq")
+
+    def __init__(self, kind: Kind, payload: bytes) -> None:
+        self.kind, self.payload = kind, payload
+        self.seq = 0
+        self.into: memoryview | None = None
+        self.asks = False
+        self.pending: Pending | None = None
+        self.answer = b""
+
+    def answered(self, answer: bytes) -> None:
+        """Note the digest of the answer, or `ERROR`."""
+        self.answer, self.into, self.pending = answer, None, None
+
+
+class Reopened(NamedTuple):
+    """A session that was opened again.
+
+    Attributes:
+        channel: a connected channel to its executor.
+        session_id: id of the session.
+        token: token for the executor.
+        where: name and endpoint of the executor, for messages.
+    """
+
+    channel: ChannelClient
+    session_id: str
+    token: str
+    where: str
+
+
+class DifferentResultError(WoolyError):
+    """After a recovery, an executor computed another result than the one that the script has read."""
+
+    code = "wooly.different_result"
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+class Recovery:
+    """The kept frames of one session, and when it needs a cut.
+
+    Args:
+        reopen: opens the session at another executor, because of the reason that it gets. It raises WoolyError.
+        always: take cuts of a session of any size.
+        say: prints a line.
+        clock: returns monotonic seconds.
+
+    Attributes:
+        frames: the kept frames.
+        nbytes: bytes of their payloads.
+        programs: definitions by digest, least recently used first.
+        sources: kernel sources.
+        number: number of the last cut that was asked for.
+        stored: number of the newest cut that is known to be stored; 0: none.
+        answer: the expected answer to the last CUT frame; None: it was answered.
+        recoveries: how often the session has gone on elsewhere.
+    """
+
+    def __init__(
+        self,
+        reopen: Callable[[str], Reopened],
+        *,
+        always: bool = False,
+        say: Callable[[str], None] = _say,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.reopen, self._always, self.say, self._clock = reopen, always, say, clock
+        self.frames: deque[KeptFrame] = deque()
+        self.nbytes = 0
+        self.programs: OrderedDict[bytes, bytes] = OrderedDict()
+        self.sources: list[bytes] = []
+        self.number = self.stored = self.recoveries = 0
+        self.answer: Expected | None = None
+        self._refused = ""
+        self._taken = 0
+        self._next_cut = clock() + CUT_S
+        self._next_question = 0.0
+        self._recent: deque[float] = deque(maxlen=MAX_RECOVERIES)
+
+    # -- keeping frames ----------------------------------------------------------------------------------------------
+
+    def keep(
+        self, kind: Kind, buffers: tuple[Any, ...], into: memoryview | None = None, *, asks: bool = False
+    ) -> KeptFrame:
+        """Keep a frame that is about to be sent.
+
+        Args:
+            kind: its kind.
+            buffers: its payload.
+            into: memory for the answer to a READ.
+            asks: the executor answers it.
+        """
+        payload = bytes(buffers[0]) if len(buffers) == 1 else b"".join(buffers)
+        frame = KeptFrame(kind, payload)
+        frame.into, frame.asks = into, asks
+        self.frames.append(frame)
+        self.nbytes += len(payload)
+        if kind == Kind.RUN and payload[:DIGEST_SIZE] in self.programs:
+            self.programs.move_to_end(payload[:DIGEST_SIZE])
+        return frame
+
+    def drop(self, frame: KeptFrame) -> None:
+        """Forget the last frame, which was not sent."""
+        if self.frames and self.frames[-1] is frame:
+            self.frames.pop()
+            self.nbytes -= len(frame.payload)
+
+    def define(self, raw: bytes) -> None:
+        """Keep the definition of a program."""
+        self.programs[digest(raw)] = raw
+
+    # -- cuts --------------------------------------------------------------------------------------------------------
+
+    @property
+    def due(self) -> bool:
+        """Whether to ask for a cut now, or whether the last cut is stored."""
+        if self.answer is not None or self._refused:
+            return False
+        if self._taken > self.stored:
+            return self._clock() >= self._next_question
+        return (
+            self.nbytes > CUT_BYTES
+            or len(self.frames) > CUT_FRAMES
+            or (bool(self.frames) and not len(self.frames) & 7 and self._clock() >= self._next_cut)
+        )
+
+    @property
+    def over(self) -> bool:
+        """Whether so much is kept that the client waits until a cut is stored."""
+        return self.nbytes > KEPT_BYTES
+
+    def begin(self) -> int:
+        """The number of the cut to ask for; 0: ask only whether the last one is stored."""
+        if self._taken > self.stored:
+            self._next_question = self._clock() + ASK_S
+            return 0
+        self.number += 1
+        mark = KeptFrame(Kind.CUT, b"")
+        mark.seq = self.number
+        self.frames.append(mark)
+        return self.number
+
+    def taken(self, answer: dict[str, Any]) -> None:
+        """Process the answer to a CUT."""
+        now = self._clock()
+        stored, self._taken = int(answer["stored"]), int(answer["taken"])
+        if stored > self.stored:
+            self._trim(stored)
+            pause, store = int(answer["pause_ns"]) / 1e9, int(answer["store_ns"]) / 1e9
+            self._next_cut = now + max(CUT_S, (pause + store) / COST)
+        elif self._taken > stored:
+            self._next_question = now + ASK_S
+        else:
+            self._next_cut = now + CUT_S
+        if answer["error"] and self._taken <= stored:
+            log.warning("a checkpoint of this session was not taken: %s", answer["error"])
+        if not self._always and int(answer["held"]) > AUTO_BYTES:
+            self._refused = f"the session has {int(answer['held'])} bytes, and WOOLYAI_RECOVERY is not `on`"
+        elif answer["error"] and (self.over or not self._taken):
+            self._refused = str(answer["error"])
+
+    def failed(self) -> None:
+        """The CUT was answered by an error of the session: there is no cut."""
+        self._next_cut = self._clock() + CUT_S
+
+    def _trim(self, stored: int) -> None:
+        """Forget the frames before a stored cut."""
+        frames = self.frames
+        if any(f.kind == Kind.CUT and f.seq == stored for f in frames):
+            while frames:
+                gone = frames.popleft()
+                self.nbytes -= len(gone.payload)
+                if gone.kind == Kind.CUT and gone.seq == stored:
+                    break
+        self.stored = stored
+        while len(self.programs) > PROGRAMS_KEPT:
+            self.programs.popitem(last=False)
+        self._recent.clear()
+
+    def exhausted(self) -> str:
+        """Why nothing more can be kept, so that the session cannot go on elsewhere; empty if it can."""
+        return (self._refused or "its checkpoints are stored too slowly") if self.over else ""
+
+    def newest_programs(self) -> OrderedDict[bytes, bytes]:
+        """The programs that the recorder may name without defining them, least recently used first."""
+        return OrderedDict(list(self.programs.items())[-PROGRAMS_KEPT:])
+
+    def undefined(self, run: KeptFrame, defined: OrderedDict[bytes, bytes]) -> bytes:
+        """The definition of a kept run's program, if the executor has none; empty if it has. Updates `defined`."""
+        name = run.payload[:DIGEST_SIZE]
+        if name in defined:
+            defined.move_to_end(name)
+            return b""
+        defined[name] = raw = self.programs[name]
+        if len(defined) > PROGRAMS_KEPT:
+            defined.popitem(last=False)
+        return raw
+
+    # -- going on ----------------------------------------------------------------------------------------------------
+
+    def begun(self) -> bool:
+        """A recovery begins. Returns False if the session was recovered too often lately."""
+        now = self._clock()
+        if len(self._recent) == MAX_RECOVERIES and now - self._recent[0] < HEALED_S:
+            return False
+        self._recent.append(now)
+        self.recoveries += 1
+        self.answer = None
+        self._taken = self.stored
+        return True
+
+
+def wanted(settings: Settings) -> bool:
+    """Whether the session of these settings is to go on after the loss of its executor."""
+    return settings.recovery != "off" and settings.gpu_count == 1 and not settings.executor_url

@@ -1,0 +1,78 @@
+"""A cluster of two executors with one folder for checkpoints. A thread starts each executor again that ended."""
+
+import contextlib
+import threading
+from pathlib import Path
+
+import pytest
+from wooly_testkit import forks
+from wooly_testkit.cluster import Cluster, Tenant
+
+SCRIPTS = Path(__file__).parent / "scripts"
+TIMEOUT_S = 300
+
+
+class Keeper:
+    """Starts executors again that ended, and writes their process ids to files."""
+
+    def __init__(self, cluster, names):
+        self.cluster, self.names = cluster, names
+        self.pids = cluster.folder / "pids"
+        self.pids.mkdir()
+        self.restarts = 0
+        self._over = threading.Event()
+        for name in names:
+            self._note(name)
+        self._thread = threading.Thread(target=self._keep)
+        self._thread.start()
+
+    def _note(self, name):
+        new = self.pids / f"{name}.new"
+        new.write_text(str(self.cluster.processes[name].pid))
+        new.rename(self.pids / name)
+
+    def _keep(self):
+        while not self._over.wait(0.05):
+            for name in self.names:
+                if self.cluster.processes[name].poll() is not None:
+                    self.restarts += 1
+                    self.cluster.start(name)
+                    self._note(name)
+
+    def stop(self):
+        self._over.set()
+        self._thread.join()
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with contextlib.ExitStack() as stack:
+        folder = tmp_path_factory.mktemp("cluster")
+        executor = {"CHECKPOINTS": str(folder / "checkpoints"), "HEARTBEAT_S": "0.2"}
+        cluster = Cluster(folder, stack, executors=("a", "b"), executor=executor)
+        cluster.keeper = Keeper(cluster, ("a", "b"))
+        stack.callback(cluster.keeper.stop)
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def alice(cluster):
+    alice = Tenant(cluster, "alice")
+    yield alice
+    alice.control.close()
+
+
+@pytest.fixture
+def run(cluster, alice):
+    """Run a script. Returns its output and what it said."""
+
+    def run(script, *arguments, code=0, **env):
+        more = {"OMP_NUM_THREADS": "1", "PIDS": str(cluster.keeper.pids), **env}
+        argv = ["run", str(SCRIPTS / script), *map(str, arguments)]
+        done = forks.run("wooly", *argv, env=alice.env() | more, timeout=TIMEOUT_S)
+        assert done.returncode == code, done.stderr + done.stdout
+        return done.stdout, done.stderr
+
+    return run
+
+
