@@ -48,7 +48,7 @@ class Keeper:
 def cluster(tmp_path_factory):
     with contextlib.ExitStack() as stack:
         folder = tmp_path_factory.mktemp("cluster")
-        executor = {"CHECKPOINTS": str(folder / "checkpoints"), "HEARTBEAT_S": "0.2"}
+        executor = {"CHECKPOINTS": str(folder / "checkpoints"), "HEARTBEAT_S": "0.2", "RUNTIME": "opencl"}
         cluster = Cluster(folder, stack, executors=("a", "b"), executor=executor)
         cluster.keeper = Keeper(cluster, ("a", "b"))
         stack.callback(cluster.keeper.stop)
@@ -74,5 +74,3 @@ def run(cluster, alice):
         return done.stdout, done.stderr
 
     return run
-
-

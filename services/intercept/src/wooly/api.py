@@ -420,7 +420,7 @@ def _recovery(settings: Settings, opened: Any) -> Recovery:
             _attached.parts, _attached.endpoints = [part], [endpoint]
         return there
 
-    return Recovery(reopen, always=settings.recovery == "on")
+    return Recovery(reopen, always=settings.recovery == "on", every_s=settings.checkpoint_s)
 
 
 def install_facade() -> None:

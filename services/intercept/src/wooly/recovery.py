@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("wooly")
 #: Bytes of kept frames, and number of kept frames, after which the client asks for a cut.
 CUT_BYTES, CUT_FRAMES = 64 << 20, 20_000
-#: Minimum seconds between two cuts that only time makes due.
-CUT_S = 10.0
 #: A session waits for its cuts, and executors work on them, for at most this part of the time.
 COST = 0.02
 #: Bytes of kept frames up to which the client waits until a cut is stored. Above, it gives recovery up.
@@ -125,6 +123,7 @@ class Recovery:
     Args:
         reopen: opens the session at another executor, because of the reason that it gets. It raises WoolyError.
         always: take cuts of a session of any size.
+        every_s: minimum seconds between two cuts that only time makes due; 0: take a cut after each program.
         say: prints a line.
         clock: returns monotonic seconds.
 
@@ -144,10 +143,12 @@ class Recovery:
         reopen: Callable[[str], Reopened],
         *,
         always: bool = False,
+        every_s: float = 10.0,
         say: Callable[[str], None] = _say,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.reopen, self._always, self.say, self._clock = reopen, always, say, clock
+        self._every_s = every_s
         self.frames: deque[KeptFrame] = deque()
         self.nbytes = 0
         self.programs: OrderedDict[bytes, bytes] = OrderedDict()
@@ -156,7 +157,7 @@ class Recovery:
         self.answer: Expected | None = None
         self._refused = ""
         self._taken = 0
-        self._next_cut = clock() + CUT_S
+        self._next_cut = clock() + every_s
         self._next_question = 0.0
         self._recent: deque[float] = deque(maxlen=MAX_RECOVERIES)
 
@@ -204,7 +205,7 @@ class Recovery:
         return (
             self.nbytes > CUT_BYTES
             or len(self.frames) > CUT_FRAMES
-            or (bool(self.frames) and not len(self.frames) & 7 and self._clock() >= self._next_cut)
+            or (bool(self.frames) and self._clock() >= self._next_cut)
         )
 
     @property
@@ -230,11 +231,11 @@ class Recovery:
         if stored > self.stored:
             self._trim(stored)
             pause, store = int(answer["pause_ns"]) / 1e9, int(answer["store_ns"]) / 1e9
-            self._next_cut = now + max(CUT_S, (pause + store) / COST)
+            self._next_cut = now + (max(self._every_s, (pause + store) / COST) if self._every_s else 0)
         elif self._taken > stored:
             self._next_question = now + ASK_S
         else:
-            self._next_cut = now + CUT_S
+            self._next_cut = now + self._every_s
         if answer["error"] and self._taken <= stored:
             log.warning("a checkpoint of this session was not taken: %s", answer["error"])
         if not self._always and int(answer["held"]) > AUTO_BYTES:
@@ -244,7 +245,7 @@ class Recovery:
 
     def failed(self) -> None:
         """The CUT was answered by an error of the session: there is no cut."""
-        self._next_cut = self._clock() + CUT_S
+        self._next_cut = self._clock() + self._every_s
 
     def _trim(self, stored: int) -> None:
         """Forget the frames before a stored cut."""

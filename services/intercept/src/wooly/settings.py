@@ -112,6 +112,12 @@ class Settings(BaseSettings):
         description="whether the session goes on in another executor if its own is lost. auto: if its buffers have at most "
         "2 GiB; on: always; off: it ends with an error",
     )
+    checkpoint_s: float = Field(
+        10.0,
+        ge=0,
+        le=86400,
+        description="minimum seconds between two checkpoints of the session; 0: take one after each program, whatever it costs",
+    )
     swap_from_vram: bool = Field(
         True, description="1: the executor may swap out the session's idle memory; 0: it must not"
     )
