@@ -76,3 +76,19 @@ def test_guards_operator_without_law_is_called_unchanged(wis):
 )
 def test_results_of_elementwise_operators_may_lie_where_an_argument_lies(op, expected):
     assert works_in_place(op) is expected
+
+
+@pytest.mark.parametrize("name", ["median", "nanmedian"])
+def test_the_median_of_repeated_elements_reads_only_these(wis, name):
+    out = (("indices", OperandRef(2)), ("values", OperandRef(1)))
+    attrs = (("args", (OperandRef(0), 1)), ("kwargs", out), ("name", f"aten.{name}.dim_values"))
+    results = [Operand(Role.OUT, wis.at(DType.I64, 2))] * 2
+    at = wis.at(DType.I64, 2, 3, strides=(3, 0))
+    form = Form("extern", (Operand(Role.IN, at), *results), (), attrs)
+    call = guards.guarded(library_call(form), form)
+    memory = torch.tensor([5, 100, 200, 300, 400, 500])
+    values, indices = torch.zeros(2, 2, dtype=torch.int64)
+    call.instead(memory.as_strided((2, 3), (3, 0)), 1, values=values, indices=indices)
+    assert values.tolist() == [5, 300]
+    plain = Form("extern", (Operand(Role.IN, wis.at(DType.I64, 2, 3)), *results), (), attrs)
+    assert not guards.looks_at_values(guards.guarded(library_call(plain), plain))

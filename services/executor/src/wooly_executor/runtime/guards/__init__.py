@@ -33,6 +33,7 @@ from wooly_executor.runtime.guards import (
     pooling,
     quantisation,
     segments,
+    selection,
     transforms,
     vision,
 )
@@ -61,6 +62,7 @@ LAWS: dict[str, ArgumentLaw] = {
     **optimisers.LAWS,
     **polynomials.LAWS,
     **quantisation.LAWS,
+    **selection.LAWS,
     **transforms.LAWS,
 }
 

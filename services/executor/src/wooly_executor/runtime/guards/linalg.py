@@ -95,7 +95,7 @@ def _finite(given: Arguments) -> None:
 
 LAWS: dict[str, ArgumentLaw] = {
     "_cholesky_solve_helper": ArgumentLaw(_factored),
-    "_linalg_eigvals": ArgumentLaw(None, _finite),
+    **dict.fromkeys(("_linalg_eigvals", "linalg_eigvals", "linalg_eig"), ArgumentLaw(None, _finite)),
     "addbmm_": ArgumentLaw(_added_products),
     "linalg_lu": ArgumentLaw(_factors),
     "linalg_lstsq": ArgumentLaw(_has_columns),
