@@ -1,6 +1,7 @@
-"""A cluster of two executors with one folder for checkpoints. A thread starts each executor again that ended."""
+"""A cluster of two executors with one folder for checkpoints. A thread starts each process again that ended."""
 
 import contextlib
+import socket
 import threading
 from pathlib import Path
 
@@ -13,7 +14,7 @@ TIMEOUT_S = 300
 
 
 class Keeper:
-    """Starts executors again that ended, and writes their process ids to files."""
+    """Starts processes again that ended, and writes their process ids to files."""
 
     def __init__(self, cluster, names):
         self.cluster, self.names = cluster, names
@@ -48,9 +49,11 @@ class Keeper:
 def cluster(tmp_path_factory):
     with contextlib.ExitStack() as stack:
         folder = tmp_path_factory.mktemp("cluster")
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = str(free.getsockname()[1])
         executor = {"CHECKPOINTS": str(folder / "checkpoints"), "HEARTBEAT_S": "0.2", "RUNTIME": "opencl"}
-        cluster = Cluster(folder, stack, executors=("a", "b"), executor=executor)
-        cluster.keeper = Keeper(cluster, ("a", "b"))
+        cluster = Cluster(folder, stack, executors=("a", "b"), executor=executor, router={"HTTP_PORT": port})
+        cluster.keeper = Keeper(cluster, ("a", "b", "router"))
         stack.callback(cluster.keeper.stop)
         yield cluster
 

@@ -13,11 +13,49 @@ CASES = {
 }
 
 
+@pytest.fixture(scope="module")
+def undisturbed():
+    """The output of undisturbed runs, by case."""
+    return {}
+
+
+@pytest.fixture
+def expect(run, undisturbed):
+    """The output of an undisturbed run."""
+
+    def expect(case):
+        if case not in undisturbed:
+            undisturbed[case] = run(*CASES[case][0], WOOLYAI_RECOVERY="off")[0]
+        return undisturbed[case]
+
+    return expect
+
+
+def losing(case):
+    command, lose = CASES[case]
+    return command, {"LOSE": lose, "WOOLYAI_CHECKPOINT_S": "0"}
+
+
 @pytest.mark.parametrize("checkpoint_s", ["0", "10"], ids=["cuts", "frames"])
 @pytest.mark.parametrize("case", CASES)
-def test_a_script_goes_on_after_the_death_of_its_executor(run, case, checkpoint_s):
-    command, lose = CASES[case]
-    expected, _ = run(*command, WOOLYAI_RECOVERY="off")
-    found, said = run(*command, LOSE=lose, WOOLYAI_CHECKPOINT_S=checkpoint_s)
-    assert found == expected
+def test_a_script_goes_on_after_the_death_of_its_executor(run, expect, case, checkpoint_s):
+    command, env = losing(case)
+    found, said = run(*command, **env | {"WOOLYAI_CHECKPOINT_S": checkpoint_s})
+    assert found == expect(case)
     assert said.count(GONE_ON) >= 2, said
+
+
+@pytest.mark.parametrize(
+    "how", [{"ROUTER": "1"}, {"CUT": "1"}, {"WOOLYAI_CHANNEL": "tunnel"}], ids=["router", "link", "tunnel"]
+)
+def test_a_training_goes_on_after_other_losses(run, expect, how):
+    """The router dies as well; only the connection breaks; the connection goes through NATS."""
+    command, env = losing("train")
+    found, said = run(*command, **env | how)
+    assert found == expect("train")
+    assert said.count(GONE_ON) >= 2, said
+
+
+def test_without_recovery_the_loss_is_an_error(run):
+    _, said = run(*CASES["train"][0], LOSE="6", WOOLYAI_RECOVERY="off", code=1)
+    assert "ExecutorLostError" in said and GONE_ON not in said

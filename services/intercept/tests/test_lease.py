@@ -57,11 +57,11 @@ class Trace:
 def opened():
     sessions = []
 
-    def make(controller, trace=None):
+    def make(controller, trace=None, *, recovers=False):
         reply = SimpleNamespace(
             session_id="s", token="t", parts=(), lease_s=LEASE_S, trace_id="1" if trace else "", credentials=""
         )
-        sessions.append(OpenedSession(controller, reply, trace or Trace()))
+        sessions.append(OpenedSession(controller, reply, trace or Trace(), SimpleNamespace(recovers=recovers)))
         return sessions[-1]
 
     yield make
@@ -86,7 +86,7 @@ def test_failed_renewal_is_retried_early(opened, monkeypatch):
             pauses.append(timeout)
             return super().wait(timeout)
 
-    monkeypatch.setattr(control, "threading", SimpleNamespace(Event=Event))
+    monkeypatch.setattr(control, "threading", SimpleNamespace(Event=Event, Lock=threading.Lock))
     left = [ControlError("no answer")] * 2
 
     def answer():

@@ -99,7 +99,8 @@ def listening(answer):
 def attach(*endpoints, tls_ca=None, plaintext=False):
     """The error of a client that cannot connect. Calls `_connect`, because `attach` does nothing if the process has a session."""
     with pytest.raises(NotConnectedError) as failed:
-        api._connect(api.Part(endpoints), "session", "secret", "auto", "", tls_ca, plaintext, "exact", "")
+        greet = api._greeting("session", "secret", "exact", "", None)
+        api._connect(api.Part(endpoints), "auto", "", tls_ca, plaintext, greet)
     return str(failed.value)
 
 

@@ -1,4 +1,7 @@
-"""Kills the executor of this process at the steps in LOSE; its process id is in PIDS/<executor>."""
+"""Kills the executor of this process at the steps in LOSE, and the router if ROUTER is set. PIDS has their process ids, by name.
+
+With CUT, only the connection of this process to its executor breaks.
+"""
 
 import os
 import signal
@@ -12,5 +15,9 @@ def step(number):
     if number in LOSE:
         from wooly import api
 
-        name = api._attached.parts[0].executor_id
-        os.kill(int(Path(os.environ["PIDS"], name).read_text()), signal.SIGKILL)
+        if "CUT" in os.environ:
+            api._attached.link._channel.abort()
+            return
+        names = [api._attached.parts[0].executor_id, *(["router"] if "ROUTER" in os.environ else [])]
+        for name in names:
+            os.kill(int(Path(os.environ["PIDS"], name).read_text()), signal.SIGKILL)

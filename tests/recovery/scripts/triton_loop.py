@@ -22,4 +22,6 @@ for step in range(int(sys.argv[1])):
     out = torch.empty_like(x)
     scale_add[(triton.cdiv(1000, 256),)](x, y, out, 1000, 0.5 + step / 64, BLOCK=256)
     x = out
+    if step % 4 == 0:
+        print(x[0].item())
 print(x.sum().item(), x.abs().max().item())
