@@ -52,7 +52,12 @@ def cluster(tmp_path_factory):
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = str(free.getsockname()[1])
         executor = {"CHECKPOINTS": str(folder / "checkpoints"), "HEARTBEAT_S": "0.2", "RUNTIME": "opencl"}
-        cluster = Cluster(folder, stack, executors=("a", "b"), executor=executor, router={"HTTP_PORT": port})
+        first = executor | {"NODE": "one"}
+        cluster = Cluster(folder, stack, executors=("a",), executor=first, router={"HTTP_PORT": port})
+        second = {"ID": "b", "NODE": "two", "LISTEN": f"unix://{folder}/b.sock", "MEMORY": str(1 << 30)}
+        cluster.prepare("b", "executor", executor | second | {"CHANNEL_KEY": cluster.keys.channel_public})
+        cluster.start("b")
+        cluster.wait(lambda: len(cluster.rest("GET", "nodes")["nodes"]) == 2)
         cluster.keeper = Keeper(cluster, ("a", "b", "router"))
         stack.callback(cluster.keeper.stop)
         yield cluster

@@ -5,6 +5,7 @@ With CUT, only the connection of this process to its executor breaks.
 
 import os
 import signal
+import time
 from pathlib import Path
 
 LOSE = {int(s) for s in os.environ.get("LOSE", "").split(",") if s}
@@ -12,6 +13,8 @@ LOSE = {int(s) for s in os.environ.get("LOSE", "").split(",") if s}
 
 def step(number):
     """Say that a step begins."""
+    if "SLOW" in os.environ:
+        time.sleep(0.2)
     if number in LOSE:
         from wooly import api
 

@@ -66,6 +66,7 @@ from wooly_wis.messages import (
     HostSessionRequest,
     JobEnded,
     MemoryBorne,
+    MoveTaskRequest,
     NodesReply,
     NodesRequest,
     OpenSessionReply,
@@ -198,6 +199,14 @@ ROUTER_TASK_CANCEL = Rpc(
     TaskRequest,
     TaskReply,
     "Cancel a task.",
+    queue="router",
+    scope="tasks:write",
+)
+ROUTER_TASK_MOVE = Rpc(
+    f"{_RPC}.router.task.move",
+    MoveTaskRequest,
+    TaskReply,
+    "Move a running session to another device.",
     queue="router",
     scope="tasks:write",
 )

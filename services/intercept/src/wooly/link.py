@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
-from wooly_bus.channel import ChannelClient, ChannelError
+from wooly_bus.channel import ChannelClient, ChannelClosedError, ChannelError
 from wooly_bus.contents import chunk_digest
 from wooly_wis.frames import (
     BUFFERS_AT_ONCE,
@@ -684,7 +684,12 @@ class Link:
     def go_on(self) -> None:
         """Go on in another executor now, if the connection is broken. The caller holds the recorder's lock."""
         if self._lost is None and self.recovery is not None and self._channel.broken():
-            self._recover(ChannelError("the connection broke"))
+            cause: ChannelError = ChannelClosedError("the connection broke")
+            try:
+                self._channel.poll_acks()  # the executor may have said why
+            except ChannelError as e:
+                cause = e
+            self._recover(cause)
 
     def _recover(self, cause: ChannelError) -> None:
         """Go on in another executor after the loss of this one.

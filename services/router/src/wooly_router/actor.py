@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from sqlalchemy.exc import SQLAlchemyError
@@ -39,7 +40,7 @@ from wooly_router.blobs import TenantBlobs
 from wooly_router.ceilings import CeilingActor
 from wooly_router.core.ceilings import Wish
 from wooly_router.core.cluster import overcommit_of
-from wooly_router.core.placement import Room, room_on
+from wooly_router.core.placement import Room, room_on, summary
 from wooly_router.core.registry import LOST_AFTER_S, Registry
 from wooly_router.core.tasks import still_running
 from wooly_router.executors import Executors
@@ -327,7 +328,56 @@ class RouterActor:
             await self.executors.close(names, record.id, "it goes on in another executor", passing=True)
             await self._requeue(record, f"its client lost {', '.join(names)}: {reason}")
 
-    async def _requeue(self, record: TaskRecord, reason: str) -> bool:
+    async def move(self, record: TaskRecord, reason: str, node: str = "") -> None:
+        """Let a running session go on in another executor: its client hears of it, and asks for one.
+
+        Args:
+            record: the session.
+            reason: why, for its story.
+            node: the node or the executor to use from now on; empty: as before.
+
+        Raises:
+            RefusedError: the session does not run, its client cannot go on elsewhere, or no other device has room.
+        """
+        if record.kind != "session" or record.state != "started":
+            raise RefusedError("router.not_movable", f"task {record.id} is not a running session")
+        if not record.wants.get("recovers"):
+            raise RefusedError(
+                "router.not_movable",
+                f"the client of session {record.id} cannot go on in another executor (WOOLYAI_RECOVERY=off, several devices, or "
+                "an older client)",
+            )
+        names = [p.executor_id for p in record.parts]
+        want = replace(record.want(), barred=frozenset(names), node=node or record.want().node)
+        async with self.world.database.reading() as s:
+            _, _, pool = await self.world.pool(s, self.registry, self.clock())
+        placement = pool.place(want)
+        if not placement.gpus:
+            others = {n: why for n, why in placement.waits.items() if n not in names}
+            raise RefusedError(
+                "router.no_fit",
+                f"no other device can take session {record.id} now: {summary(others) or 'there is no other device'}",
+                retryable=True,
+            )
+        if await self._requeue(record, reason, names, node):
+            await self.executors.close(names, record.id, reason, passing=True)
+
+    async def move_from_draining_nodes(self) -> None:
+        """Move one session from a node that is being drained, if another device has room for it."""
+        _, nodes = await self.world.settings()
+        draining = {name for name, node in nodes.items() if node.wish == "draining"}
+        if not draining:
+            return
+        for record in await self.world.tasks.in_states("started", kind="session"):
+            left = [p.node for p in record.parts if p.node in draining]
+            if left and record.wants.get("recovers"):
+                try:
+                    await self.move(record, f"node {left[0]} is being drained")
+                    return
+                except RefusedError as e:
+                    log.info("session %s stays on a node that is being drained: %s", record.id, e)
+
+    async def _requeue(self, record: TaskRecord, reason: str, barred: Sequence[str] = (), node: str = "") -> bool:
         """Put a session that lost its executor back into the queue. Returns False if it has ended."""
         now = self.clock()
         lease = await self.world.tasks.lease(record.id)
@@ -335,7 +385,7 @@ class RouterActor:
             return False
         waiting = Lease(record.id, lease.token, now + self.settings.lease_s + RECOVERY_GRACE_S)
         async with self.world.database.writing() as s:
-            return await self.world.tasks.requeue(s, record, reason, now, waiting)
+            return await self.world.tasks.requeue(s, record, reason, now, waiting, barred, node)
 
     async def lose_part(
         self, record: TaskRecord, executor_id: str, reason: str, state: str = "failed", *, passing: bool = False

@@ -51,6 +51,7 @@ class Duties:
         await self.keep_nodes()
         await self._actor.lapse()
         await self._actor.reconcile()
+        await self._actor.move_from_draining_nodes()
         await self._jobs.round()
         if not self._leadership.alone:  # JetStream is available
             await self._jobs.tell()

@@ -260,7 +260,7 @@ class Opening:
         The claims are stored, so the next choice counts them.
         """
         now = self._clock()
-        want = replace(task.want(), barred=frozenset(failed))
+        want = replace(task.want(), barred=task.want().barred | frozenset(failed))
         alive = {e.executor_id: e for e in self._registry.alive(now)}
         if not alive:
             raise await self._none_alive(now)

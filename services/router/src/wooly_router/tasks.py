@@ -11,6 +11,7 @@ from wooly_bus.app import ServiceApp
 from wooly_bus.errors import BusError, RefusedError
 from wooly_wis.messages import (
     JobOutput,
+    MoveTaskRequest,
     PrioritizeTaskRequest,
     SteerSessionRequest,
     TaskInfo,
@@ -28,7 +29,7 @@ from wooly_router.jobs import JobActor
 from wooly_router.state.tasks import TaskFilter, TaskRecord, session_of
 
 STEER_TIMEOUT_S = 2.0
-Q = TypeVar("Q", TasksRequest, TaskRequest, PrioritizeTaskRequest)
+Q = TypeVar("Q", TasksRequest, TaskRequest, MoveTaskRequest, PrioritizeTaskRequest)
 R = TypeVar("R", TasksReply, TaskReply)
 
 
@@ -42,10 +43,12 @@ class TaskActor:
         app.serve(contracts.ROUTER_TASK_GET, self._authorized(self.on_task, "tasks:read"))
         cancel = self._authorized(self.on_cancel_task, "tasks:write")
         app.serve(contracts.ROUTER_TASK_CANCEL, cancel)
+        app.serve(contracts.ROUTER_TASK_MOVE, self._authorized(self.on_move_task, "tasks:write"))
         app.serve(contracts.ROUTER_TASK_PRIORITIZE, self._on_prioritize)
         app.serve_tenants(contracts.ROUTER_TASK_LIST, self._of_tenant(self.on_tasks))
         app.serve_tenants(contracts.ROUTER_TASK_GET, self._of_tenant(self.on_task))
         app.serve_tenants(contracts.ROUTER_TASK_CANCEL, self._of_tenant(self.on_cancel_task))
+        app.serve_tenants(contracts.ROUTER_TASK_MOVE, self._of_tenant(self.on_move_task))
         app.serve_tenants(contracts.ROUTER_TASK_PRIORITIZE, self._on_prioritize_of)
 
     def _authorized(self, handler: Callable[[Q], Awaitable[R]], scope: str) -> Callable[[Q], Awaitable[R]]:
@@ -108,6 +111,12 @@ class TaskActor:
         else:
             await self._router.end(task, "cancelled", reason)
         return await self.on_task(request)
+
+    async def on_move_task(self, request: MoveTaskRequest) -> TaskReply:
+        """Move a running session to another device."""
+        task = await self._get(request.task_id, request.tenant)
+        await self._router.move(task, "moved on request", request.node)
+        return await self.on_task(TaskRequest(task_id=task.id, tenant=request.tenant))
 
     async def on_prioritize_task(self, request: PrioritizeTaskRequest, caller: Caller | None = None) -> TaskReply:
         """Change a task's class, in the queue and, if a scheduler answers, on its devices.

@@ -91,6 +91,7 @@ from wooly_wis.messages.sessions import (
     SteerSessionRequest,
 )
 from wooly_wis.messages.tasks import (
+    MoveTaskRequest,
     PrioritizeTaskRequest,
     TaskChanged,
     TaskInfo,
@@ -163,6 +164,7 @@ __all__ = [
     "MemoryBorne",
     "MemoryState",
     "Message",
+    "MoveTaskRequest",
     "Name",
     "NodeInfo",
     "NodesReply",

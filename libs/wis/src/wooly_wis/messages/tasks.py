@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from wooly_wis.messages.base import Id, Message, Name, SessionId
+from wooly_wis.messages.base import Host, Id, Message, Name, SessionId
 from wooly_wis.messages.jobs import JobOutput
 
 TaskState = Literal["pending", "started", "completed", "failed", "cancelled"]
@@ -102,6 +102,15 @@ class TaskReply(Message):
 
     task: TaskInfo
     story: tuple[TaskStep, ...] = ()
+
+
+class MoveTaskRequest(Message):
+    """Move a running session to another device. `node`: the node or the executor to use from now on; empty: as before."""
+
+    task_id: SessionId
+    tenant: Name | None = None
+    credential: str = Field(default="", max_length=65536)
+    node: Host = ""
 
 
 class PrioritizeTaskRequest(Message):

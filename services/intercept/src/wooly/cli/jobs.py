@@ -13,6 +13,7 @@ from rich.console import Console
 from wooly_bus import contracts
 from wooly_bus.access import Access
 from wooly_wis.messages import (
+    MoveTaskRequest,
     PrioritizeTaskRequest,
     TaskChanged,
     TaskReply,
@@ -196,6 +197,12 @@ def cancel(controller: Controller, settings: Settings, task_id: str, reason: str
         TaskRequest(task_id=task_id, reason=reason, credential=settings.credential),
         timeout=6.0,
     )
+
+
+def move(controller: Controller, settings: Settings, task_id: str, node: str) -> TaskReply:
+    """Move a running session to another device."""
+    request = MoveTaskRequest(task_id=task_id, node=node, credential=settings.credential)
+    return controller.ask(contracts.ROUTER_TASK_MOVE, request, timeout=6.0)
 
 
 def prioritize(controller: Controller, settings: Settings, task_id: str, priority: int) -> TaskReply:

@@ -204,6 +204,12 @@ class PriorityBody(Body):
     priority: int = Field(ge=0, le=4)
 
 
+class MoveBody(Body):
+    """Where a session is moved: a node or an executor; empty: any other device."""
+
+    node: str = Field(default="", max_length=255)
+
+
 class BlobInfo(BaseModel):
     """A stored blob."""
 

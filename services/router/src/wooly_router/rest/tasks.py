@@ -11,6 +11,7 @@ from wooly_bus.blobs import Upload
 from wooly_bus.errors import RefusedError
 from wooly_wis.messages import (
     Digest,
+    MoveTaskRequest,
     PrioritizeTaskRequest,
     SubmitJob,
     TaskInfo,
@@ -27,6 +28,7 @@ from wooly_router.rest.held import HeldStream
 from wooly_router.rest.models import (
     BlobInfo,
     CancelBody,
+    MoveBody,
     PartInfo,
     PriorityBody,
     SessionInfo,
@@ -148,6 +150,19 @@ async def prioritize_task(
         PrioritizeTaskRequest(task_id=ask.task_id, tenant=ask.tenant, priority=body.priority), caller
     )
     await access.log(caller, "task.priority", task_id, priority=body.priority)
+    return _detail(reply)
+
+
+@router.post("/tasks/{task_id}/move")
+async def move_task(
+    request: Request, task_id: str, body: MoveBody, caller: Annotated[Caller, Depends(needs("tasks", "write"))]
+) -> TaskDetail:
+    """Move a running session to another device. Its client goes on there."""
+    desk: TaskActor = request.app.state.desk
+    access: Access = request.app.state.access
+    ask = _ask(caller, task_id)
+    reply = await desk.on_move_task(MoveTaskRequest(task_id=ask.task_id, tenant=ask.tenant, node=body.node))
+    await access.log(caller, "task.move", task_id, node=body.node)
     return _detail(reply)
 
 

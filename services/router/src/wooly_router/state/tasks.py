@@ -207,7 +207,16 @@ class TaskStore:
         await self._tell(s, task_id, at, state, reason)
         return True
 
-    async def requeue(self, s: AsyncSession, task: TaskRecord, reason: str, at: float, lease: Lease) -> bool:
+    async def requeue(
+        self,
+        s: AsyncSession,
+        task: TaskRecord,
+        reason: str,
+        at: float,
+        lease: Lease,
+        barred: Sequence[str] = (),
+        node: str = "",
+    ) -> bool:
         """Put a session that lost its executor back into the queue, until its client asks for another one.
 
         Its attempt grows, so that what its last executor still says about it has no effect. Returns False, without a change, if
@@ -219,11 +228,14 @@ class TaskStore:
             reason: why it lost its executor.
             at: time of the loss.
             lease: its client's token, and until when the client must ask.
+            barred: executors that may not take it.
+            node: the node or the executor to use from now on; empty: as before.
         """
         condition = and_(TaskRow.id == task.id, TaskRow.attempt == task.attempt)
+        wants = task.wants | {"barred": list(barred)} | ({"node": node} if node else {})
         moved = await self.move(s, task.id, "pending", reason, at, attempt=task.attempt, only_from=["started"])
         if moved:
-            await s.execute(update(TaskRow).where(condition).values(attempt=task.attempt + 1))
+            await s.execute(update(TaskRow).where(condition).values(attempt=task.attempt + 1, wants=wants))
             await self.set_lease(s, lease)
         return moved
 

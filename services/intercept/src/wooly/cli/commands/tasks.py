@@ -49,6 +49,20 @@ def cancel(
         out.print(f"task {task}: {reply.task.state}", highlight=False)
 
 
+@tasks.command()
+def move(
+    task: Annotated[str, typer.Argument(metavar="TASK", help="The session's id.")],
+    to: Annotated[str, typer.Option("--to", help="Node or executor to use from now on.")] = "",
+    as_json: Json = False,
+) -> None:
+    """Move a running session to another device. Its script waits meanwhile, and goes on there."""
+    reply = with_router(lambda jobs, c, settings: jobs.move(c, settings, task, to))
+    if as_json:
+        print(json.dumps(reply.task.model_dump(mode="json")))
+    else:
+        out.print(f"task {task}: {reply.task.reason}", highlight=False)
+
+
 SessionArgument = Annotated[str, typer.Argument(metavar="SESSION", help="The session's id.")]
 
 
