@@ -200,3 +200,15 @@ def test_compressed_indices_convert_both_ways(cuda, narrow):
         back = torch._convert_indices_from_csr_to_coo(ours, columns.to(cuda), **options)
         expected = torch._convert_indices_from_csr_to_coo(theirs, columns, **options)
         assert back.dtype is expected.dtype and back.cpu().equal(expected)
+
+
+def test_sums_of_sparse_tensors_in_half_precision(cuda):
+    for found, expected in ((torch.add, VALUES * 3), (torch.sub, -VALUES)):
+        t = found(coo(cuda, torch.float16), coo(cuda, torch.float16), alpha=2).coalesce()
+        assert t.dtype is torch.float16
+        assert torch.equal(
+            t.to_dense().cpu().float(), torch.zeros(3, 3).index_put_(tuple(INDICES), expected, accumulate=True)
+        )
+    t = coo(cuda, torch.float16)
+    t += t
+    assert torch.equal(t.to_dense().cpu().float(), coo("cpu").to_dense() * 2)

@@ -76,6 +76,8 @@ class SparseCalls:
         def run(*args: Any, **kwargs: Any) -> Any:
             return self(op, *args, **kwargs)
 
+        if str(op) in ("aten.add.Tensor", "aten.sub.Tensor"):
+            return _summed(run)
         if packet in ("mul", "mul_", "div", "div_"):
             return _scaled(packet, run)
         return run
@@ -194,6 +196,17 @@ def _coo(indices: Tensor, values: Tensor, size: tuple[int, ...], coalesced: bool
         device=raw_device(values),
         is_coalesced=coalesced,
     )
+
+
+def _summed(record: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel of a sum or difference. CUDA adds sparse tensors in float16, and the CPU does not: they are added in float32."""
+
+    def run(a: Any, b: Any, **kwargs: Any) -> Any:
+        if not (is_sparse(a) and is_sparse(b)) or torch.result_type(a, b) is not torch.float16:
+            return record(a, b, **kwargs)
+        return record(a.float(), b.float(), **kwargs).half()
+
+    return run
 
 
 def _scaled(packet: str, otherwise: Callable[..., Any]) -> Callable[..., Any]:
