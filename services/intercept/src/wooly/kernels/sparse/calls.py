@@ -41,6 +41,8 @@ HOST_KEYS = {"SparsePrivateUse1": "SparseCPU", "SparseCsrPrivateUse1": "SparseCs
 _SAME_INDICES = {"sparse_mask": 1}
 #: Operators whose text announces the layouts of their results, so that nothing waits for the executor.
 _ANNOUNCED = ("dense", "values")
+#: Operators that check the elements of a tensor, of which a trial has none.
+_CHECKS = ("_validate_compressed_sparse_indices",)
 #: Maximum number of remembered trials; a full cache is cleared.
 _MAX_TRIALS = 4096
 
@@ -98,6 +100,8 @@ class SparseCalls:
             self._try(op, args, kwargs)
             self._record["update"](call.call.text(), target, call.tensors, call.numbers)
             return target
+        if op.overloadpacket.__name__ in _CHECKS:
+            return self._dynamic(call)
         found = self._try(op, args, kwargs)
         if found.dense is not None:
             results = self._record["dense"](call.call.text(), results_text(found.dense), call.tensors, call.numbers)
