@@ -209,3 +209,9 @@ def test_preferred_libraries_are_kept(cuda):
             linalg("lapack")
     finally:
         linalg("default"), blas("default")
+
+
+def test_uuid_of_the_device_has_cudas_form(cuda):
+    found = torch.cuda.get_device_properties(0).uuid
+    assert len(str(found)) == 36 and len(found.bytes) == 16
+    assert found == torch.cuda.get_device_properties(0).uuid

@@ -52,7 +52,9 @@ _GAPS: Final = {
     "trace": _COMPLEX_HALF | {torch.bool},
 }
 #: Operators that CUDA computes in float32 if their arguments are narrower, and the CPU in the dtype of the arguments.
-_PRECISE: Final = frozenset({"grid_sampler_2d", "grid_sampler_2d_backward", "grid_sampler_3d", "grid_sampler_3d_backward"})
+_PRECISE: Final = frozenset(
+    {"grid_sampler_2d", "grid_sampler_2d_backward", "grid_sampler_3d", "grid_sampler_3d_backward"}
+)
 #: Fourier transforms. PyTorch checks their dtypes before it chooses a kernel.
 FOURIER: Final = tuple(
     f"fft_{inverse}{kind}{dims}" for kind in ("fft", "rfft", "hfft") for inverse in ("", "i") for dims in ("", "2", "n")
