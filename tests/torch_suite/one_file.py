@@ -27,15 +27,17 @@ LOST = 3
 #: Tests of features that Wooly does not have and says so: CUDA's text for elementwise kernels.
 UNCLAIMED = "jiterator"
 #: Tests whose numbers are not results of operators: they count blocks and segments of CUDA's allocator, or expect that a graph
-#: overwrites the memory of another one.
+#: overwrites the memory of another one, or that `query` does not wait.
 COUNTS = frozenset(
     {
         "test_allocate_in_thread_to_pool",
+        "test_allocator_settings",
         "test_cuda_graph_allocator_propagates_stream",
         "test_graph_memory_stats_and_use_result_after_destroy_graph",
         "test_graph_three_successive",
         "test_graph_two_successive",
         "test_memory_stats_of_multiple_generators_and_graphs",
+        "test_to_non_blocking",
     }
 )
 

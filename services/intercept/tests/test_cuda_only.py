@@ -79,3 +79,19 @@ def test_module_with_new_parameters_on_conversion(cuda):
         assert (model.weight.device.type, model.weight.grad.device.type) == ("cuda", "cuda")
     finally:
         torch.__future__.set_overwrite_module_params_on_conversion(False)
+
+
+def test_svd_takes_the_drivers_of_cusolver(cuda):
+    x = torch.tensor([[3.0, 0.0], [0.0, 2.0]], device=cuda)
+    for driver in ("gesvd", "gesvdj", "gesvda"):
+        assert torch.linalg.svd(x, driver=driver).S.tolist() == [3.0, 2.0]
+    with pytest.raises(RuntimeError, match="unknown svd driver"):
+        torch.linalg.svd(x, driver="magma")
+
+
+def test_norm_of_empty_tensor_raises_at_the_call_for_each_order(cuda):
+    x = torch.empty(0, 3, device=cuda)
+    assert torch.linalg.vector_norm(x, 2.0).item() == 0
+    for order in (-1.0, float("inf")):
+        with pytest.raises(RuntimeError, match="linalg.vector_norm cannot compute"):
+            torch.linalg.vector_norm(x, order)

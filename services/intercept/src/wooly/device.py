@@ -170,6 +170,8 @@ class RegisteredDevice:
             kernel = backend.checked(kernel, backend.CHECKED[bare])
         if bare in backend.DECOMPOSITIONS:
             kernel = backend.at_call(kernel, self._recorder_of)
+        if bare == "linalg_vector_norm":
+            kernel = backend.vector_norm(kernel)
         if name == "addmv.out":
             kernel = backend.unless_empty(kernel)
         if bare == "_addmm_activation":

@@ -208,8 +208,10 @@ def at_call(record: Kernel, recorder_of: Callable[[Tensor], Recorder]) -> Kernel
         recorder_of: returns the recorder of a tensor's device.
     """
 
-    def run(t: Tensor, *args: Any, **kwargs: Any) -> Any:
-        found = record(t, *args, **kwargs)
+    def run(t: Tensor, *args: Any, driver: str | None = None, **kwargs: Any) -> Any:
+        if driver not in (None, "gesvd", "gesvdj", "gesvda"):
+            raise RuntimeError(f"torch.linalg.svd: unknown svd driver {driver}: use gesvd, gesvdj or gesvda")
+        found = record(t, *args, **kwargs)  # the executor's library chooses its driver itself
         recorder = recorder_of(t)
         with recorder.lock:
             if recorder.capture is None and not recorder.recording and not recorder.require_link().recording:
@@ -228,6 +230,18 @@ def at_call(record: Kernel, recorder_of: Callable[[Tensor], Recorder]) -> Kernel
                     kind = LinAlgError if "failed to converge" in e.message else RuntimeError
                     raise kind(e.message) from None
         return found
+
+    return run
+
+
+def vector_norm(record: Kernel) -> Kernel:
+    """`aten.linalg_vector_norm`. Whether an empty tensor has a norm depends on the order, which is no part of a signature."""
+
+    def run(t: Tensor, order: Any = 2, *args: Any, **kwargs: Any) -> Any:
+        if not t.numel() and not isinstance(order, complex) and (order < 0 or order == torch.inf):
+            given = {name: value for name, value in kwargs.items() if name != "out"}
+            aten.linalg_vector_norm(torch.empty(t.shape, dtype=t.dtype, device="meta"), order, *args, **given)
+        return record(t, order, *args, **kwargs)
 
     return run
 
