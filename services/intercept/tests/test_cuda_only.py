@@ -93,5 +93,5 @@ def test_norm_of_empty_tensor_raises_at_the_call_for_each_order(cuda):
     x = torch.empty(0, 3, device=cuda)
     assert torch.linalg.vector_norm(x, 2.0).item() == 0
     for order in (-1.0, float("inf")):
-        with pytest.raises(RuntimeError, match="linalg.vector_norm cannot compute"):
+        with pytest.raises(RuntimeError, match=r"linalg.vector_norm cannot compute"):
             torch.linalg.vector_norm(x, order)
