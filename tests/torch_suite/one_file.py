@@ -26,6 +26,22 @@ NUMBERS = ("Tensor-likes are not", "Scalars are not", "Booleans mismatch")
 LOST = 3
 #: Tests of features that Wooly does not have and says so: CUDA's text for elementwise kernels.
 UNCLAIMED = "jiterator"
+#: Tests whose numbers are not results of operators: they count blocks, segments and events of CUDA's allocator, or expect that a
+#: graph overwrites the memory of another one, or that `query` does not wait. Their comparisons are failures, not wrong numbers.
+COUNTS = frozenset(
+    {
+        "test_allocate_in_thread_to_pool",
+        "test_allocator_settings",
+        "test_cuda_graph_allocator_propagates_stream",
+        "test_graph_memory_stats_and_use_result_after_destroy_graph",
+        "test_graph_three_successive",
+        "test_graph_two_successive",
+        "test_memory_stats_of_multiple_generators_and_graphs",
+        "test_memory_plots_free_segment_stack",
+        "test_mempool_multithread",
+        "test_to_non_blocking",
+    }
+)
 
 
 class Events(unittest.TestResult):
@@ -79,6 +95,7 @@ class Events(unittest.TestResult):
             return self.write(group=str(test), detail=f"{kind.__name__}: {' '.join(text.split())}"[:300])  # setUpClass
         if self._outcome not in ("wrong", "fail"):
             numbers = issubclass(kind, AssertionError) and text.startswith(NUMBERS)
+            numbers = numbers and getattr(test, "_testMethodName", "") not in COUNTS
             self._outcome = "wrong" if numbers else "fail"
             self._detail = f"{kind.__name__}: {' '.join(text.split())}"[:300]
         if not self._alive():
@@ -105,13 +122,14 @@ def tests_of(suite):
 
 def load(path):
     """Import a test file as `__main__` would be, with its folder on the path."""
-    shims.rename(path.read_text())
+    source = path.read_text()
+    shims.rename(source)
     sys.path.insert(0, str(path.parent))
     sys.argv = [str(path)]
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
+    exec(compile(shims.current(source), path, "exec"), module.__dict__)  # noqa: S102  # a test file of PyTorch
     return module
 
 
@@ -123,11 +141,11 @@ def run(path, options, out, alive):
     chosen = [
         test
         for test in found
-        if name_of(test) not in skipped
-        and UNCLAIMED not in name_of(test)
+        if UNCLAIMED not in name_of(test)
         and (only is None or name_of(test) in only)
         and (not options.keyword or fnmatch.fnmatchcase(name_of(test), f"*{options.keyword}*"))
     ]
+    chosen = [test for test in chosen[:: options.every] if name_of(test) not in skipped]
     events = Events(out, alive)
     events.write(tests=len(chosen))
     unittest.TestSuite(chosen).run(events)  # a suite, which calls setUpClass and setUpModule
@@ -139,6 +157,9 @@ def on_device(path, options, out):
     from wooly_testkit.executor import executor_process
 
     with executor_process() as running:
+        # Some tests start Python processes, which get sessions of their own.
+        os.environ["WOOLYAI_EXECUTOR_URL"] = running.endpoints[0].replace("://", f"://{running.token}@", 1)
+        os.environ["WOOLYAI_CAPTURE"] = "1"
         api.attach(running.endpoints, running.session_id, running.token)
         api.install_facade()
         shims.install()
@@ -167,6 +188,7 @@ def main():
     parser.add_argument(
         "--keyword", default="", help="run only the tests with this in their name; * and ? are wildcards"
     )
+    parser.add_argument("--every", type=int, default=1, help="run only each Nth of these tests")
     parser.add_argument("--only", type=Path, help="file with the names of the tests to run")
     parser.add_argument("--without", type=Path, help="file with the names of tests not to run")
     options = parser.parse_args()

@@ -55,6 +55,15 @@ def rename(source):
                 setattr(module, name, found(module))
 
 
+def current(source):
+    """The text of a test file in the form that the installed PyTorch's test library expects; no line moves.
+
+    Device tests inherit from their generic class since PyTorch 2.7. Before, its methods were copied, and called their parent's
+    by `self.__class__`, which now is a call of themselves without end.
+    """
+    return source.replace("super(self.__class__, self)", "super()")
+
+
 def _with_references(invocations, group):
     """The operators of a group of the test library and their references in Python, each once: some releases' groups have both."""
     operators = getattr(invocations, group)

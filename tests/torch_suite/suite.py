@@ -88,7 +88,7 @@ class Outcomes:
             file.write(json.dumps(line) + "\n")
 
 
-def rows_of(path, side, *, keyword="", only=None, limit=60.0, progress=lambda *outcome: None, known=None):
+def rows_of(path, side, *, keyword="", only=None, every=1, limit=60.0, progress=lambda *outcome: None, known=None):
     """Run the tests of one file on one side, in as many processes as crashes and hangs require.
 
     Args:
@@ -96,6 +96,7 @@ def rows_of(path, side, *, keyword="", only=None, limit=60.0, progress=lambda *o
         side: "cuda" or "cpu".
         keyword: part of the names of the tests to run.
         only: names of the tests to run; None: all.
+        every: run only each Nth of these tests.
         limit: seconds per test.
         progress: called with each test's name, outcome and detail.
         known: test → (outcome, detail) of tests that are not run again.
@@ -108,7 +109,7 @@ def rows_of(path, side, *, keyword="", only=None, limit=60.0, progress=lambda *o
     barren = 0
     while True:
         before = len(done)
-        finished = _process(path, side, keyword, only, limit, done, progress)
+        finished = _process(path, side, keyword, only, every, limit, done, progress)
         if finished:
             return done
         if len(done) == before:
@@ -117,14 +118,14 @@ def rows_of(path, side, *, keyword="", only=None, limit=60.0, progress=lambda *o
             return done
 
 
-def _process(path, side, keyword, only, limit, done, progress):
+def _process(path, side, keyword, only, every, limit, done, progress):
     """One process. Adds to `done`; returns whether all chosen tests are in it, or none can be run."""
     with tempfile.TemporaryDirectory(prefix="wooly-torch-suite-") as folder:
         without = Path(folder, "without")
         without.write_text("\n".join(done))
         reader, writer = os.pipe()
         argv = [sys.executable, str(HERE / "one_file.py"), str(path), "--side", side, "--out", str(writer)]
-        argv += ["--keyword", keyword, "--without", str(without)]
+        argv += ["--keyword", keyword, "--without", str(without), "--every", str(every)]
         if only is not None:
             chosen = Path(folder, "only")
             chosen.write_text("\n".join(only))
@@ -214,7 +215,7 @@ def judge(name, device, failing, known):
     return new, {unit for unit in ran if failing.get(unit[1], ("pass", ""))[0] != unit[2]}
 
 
-def check(path, known, keyword, limit, root, outcomes):
+def check(path, known, keyword, every, limit, root, outcomes):
     """Both sides of a file."""
     name = str(path.relative_to(root))
 
@@ -226,7 +227,7 @@ def check(path, known, keyword, limit, root, outcomes):
 
         return {"limit": limit, "progress": progress, "known": outcomes.of(name, side)}
 
-    device = rows_of(path, "cuda", keyword=keyword, **on("cuda"))
+    device = rows_of(path, "cuda", keyword=keyword, every=every, **on("cuda"))
     twins = sorted({twin(test) for test, (outcome, _) in device.items() if outcome in OUTCOMES and test})
     host = rows_of(path, "cpu", only=twins, **on("cpu")) if twins else {}
     failing = alone(device, host)
@@ -260,6 +261,7 @@ def main(argv=None):
     parser.add_argument(
         "-k", dest="keyword", default="", help="only tests with this in their name; * and ? are wildcards"
     )
+    parser.add_argument("--every", type=int, default=1, help="run only each Nth of these tests, for a sample")
     parser.add_argument(
         "--root", type=Path, default=HERE.parents[1] / ".torch-suite" / "test", help="folder of the tests"
     )
@@ -284,7 +286,9 @@ def main(argv=None):
         print(f"{'file':36}" + "".join(f"{c:>8}" for c in columns), flush=True)
     good = True
     with ThreadPoolExecutor(options.jobs) as pool:
-        for row in pool.map(lambda p: check(p, known, options.keyword, options.limit, root, outcomes), paths):
+        for row in pool.map(
+            lambda p: check(p, known, options.keyword, options.every, options.limit, root, outcomes), paths
+        ):
             good = good and not row["new"] and not row["passing"]
             if options.json:
                 print(json.dumps(row), flush=True)

@@ -35,6 +35,17 @@ def test_rows_of_file_with_every_outcome_classifies_and_goes_on(tmp_path):
     }
 
 
+def test_rows_of_every_second_test_go_on_after_a_crash(tmp_path):
+    path = tmp_path / "test_small.py"
+    path.write_text(SMALL)
+    rows = suite.rows_of(path, "cpu", keyword="test_[b-f]_*", every=2, limit=5.0)
+    assert {test.removeprefix("TestSmall.test_")[0]: outcome for test, (outcome, _) in rows.items()} == {
+        "b": "wrong",
+        "d": "hang",
+        "f": "fail",
+    }
+
+
 def test_outcomes_of_a_killed_run_are_taken_over(tmp_path):
     path, kept = tmp_path / "test_small.py", tmp_path / "outcomes.jsonl"
     path.write_text(

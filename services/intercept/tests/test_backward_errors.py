@@ -83,3 +83,20 @@ def test_exception_in_backward_is_raised_and_process_goes_on(cuda, make, begin):
         assert error.value.__context__ is None and error.traceback[-1].name in ("_raise", "backward")
     y = (x * 4).tanh().sum()
     assert torch.autograd.grad(y, x)[0].shape == (3,)
+
+
+@pytest.mark.parametrize("kind", [torch.nn.GRU, torch.nn.LSTM])
+def test_backward_of_recurrent_network_without_any_gradient(cuda, kind):
+    class Cut(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, y):
+            return y.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return None
+
+    x = torch.ones(2, 1, 3, device=cuda, requires_grad=True)
+    y, _ = kind(3, 4, device=cuda)(x)
+    (grad,) = torch.autograd.grad(Cut.apply(y).sum(), x, allow_unused=True)
+    assert grad is None or not grad.any().item()

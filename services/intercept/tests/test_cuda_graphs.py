@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 from wooly import api
-from wooly.graphs import captured
+from wooly.graphs import capture, captured
 
 NOT_PERMITTED = "operation not permitted when stream is capturing"
 INVALIDATED = "operation failed due to a previous error during capture"
@@ -587,3 +587,23 @@ def test_interrupted_replays_run_whole_or_not_at_all(side):
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert x[0].item() > 0 and torch.equal(x, -y)
+
+
+def test_capture_that_waits_for_another_thread_on_the_device_ends(side, monkeypatch):
+    monkeypatch.setattr(capture, "WAIT_S", 0.2)
+    x, errors = torch.ones(4, device="cuda"), []
+
+    def work():
+        try:
+            torch.zeros(4, device="cuda")
+        except RuntimeError as e:
+            errors.append(str(e))
+
+    graph, thread = torch.cuda.CUDAGraph(), threading.Thread(target=work)
+    with torch.cuda.graph(graph, capture_error_mode="relaxed"):
+        y = x + 1
+        thread.start()
+        thread.join()
+    assert NOT_PERMITTED in errors[0] and "Another thread has captured a CUDA graph" in errors[0]
+    graph.replay()
+    assert y.tolist() == [2.0] * 4 and torch.zeros(1, device="cuda").item() == 0

@@ -94,3 +94,29 @@ def test_assertion_that_fails_raises_its_message_later(cuda):
 def test_assertion_of_several_values_raises_at_the_call(cuda):
     with pytest.raises(RuntimeError, match="more than one value is ambiguous"):
         torch._assert_async(torch.ones(3, device=cuda))
+
+
+SINGULAR = {
+    "cholesky_ex": (torch.linalg.cholesky_ex, "linalg.cholesky_ex: The factorization could not be completed"),
+    "inv_ex": (torch.linalg.inv_ex, "linalg.inv_ex: The diagonal element 1 is zero"),
+    "solve_ex": (lambda t, **k: torch.linalg.solve_ex(t, t, **k), "torch.linalg.solve_ex: The solver failed"),
+}
+
+
+@pytest.mark.parametrize("name", SINGULAR)
+def test_checked_factorisation_raises_at_the_call(cuda, name):
+    factorise, text = SINGULAR[name]
+    assert factorise(torch.zeros(2, 2, device=cuda)).info.item()
+    with pytest.raises(torch.linalg.LinAlgError, match=text):
+        factorise(torch.zeros(2, 2, device=cuda), check_errors=True)
+    with pytest.raises(torch.linalg.LinAlgError, match=r"Batch element 0"):
+        factorise(torch.zeros(2, 2, 2, device=cuda), check_errors=True)
+
+
+def test_decomposition_that_fails_raises_at_the_call(cuda):
+    bad = torch.full((2, 2), float("nan"), device=cuda)
+    with pytest.raises(torch.linalg.LinAlgError, match=r"linalg.svd: The algorithm failed to converge"):
+        torch.linalg.svd(bad)
+    with pytest.raises(RuntimeError, match=r"^torch.linalg.eig: input tensor should not contain infs or NaNs.$"):
+        torch.linalg.eig(bad)
+    torch.cuda.synchronize()

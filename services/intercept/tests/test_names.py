@@ -190,3 +190,28 @@ def test_jiterator_says_what_to_use_instead(cuda):
     negated = torch.cuda.jiterator._create_jit_fn("template <typename T> T negated(T x) { return -x; }")
     with pytest.raises(NotImplementedError, match="_compile_kernel"):
         negated(torch.ones(2, device="cuda"))
+
+
+def test_error_of_a_status_has_cudas_text(cuda):
+    torch.cuda.check_error(0)
+    with pytest.raises(torch.cuda.CudaError, match=r"^out of memory \(2\)$"):
+        torch.cuda.check_error(2)
+
+
+def test_preferred_libraries_are_kept(cuda):
+    linalg, blas = torch.backends.cuda.preferred_linalg_library, torch.backends.cuda.preferred_blas_library
+    assert linalg().name == "Default"
+    try:
+        assert linalg("cusolver").name == linalg().name == "Cusolver"
+        assert blas("cublaslt").name == blas().name == "Cublaslt"
+        assert blas(blas()).name == "Cublaslt"
+        with pytest.raises(RuntimeError, match="Choose from: default, cusolver, magma"):
+            linalg("lapack")
+    finally:
+        linalg("default"), blas("default")
+
+
+def test_uuid_of_the_device_has_cudas_form(cuda):
+    found = torch.cuda.get_device_properties(0).uuid
+    assert len(str(found)) == 36 and len(found.bytes) == 16
+    assert found == torch.cuda.get_device_properties(0).uuid

@@ -75,3 +75,20 @@ def test_call_that_fails_at_once_keeps_the_content_of_out(cuda):
         with pytest.raises(RuntimeError, match=f"{name} only supports bool tensor for result, got: Float"):
             getattr(torch, name)(x, 0, out=out)
     assert out.tolist() == [5, 5]
+
+
+def test_solve_triangular_into_its_argument(cuda):
+    a, b = torch.tensor([[2.0, 1.0], [0.0, 4.0]]), torch.tensor([[2.0], [8.0]])
+    there = b.to(cuda)
+    assert torch.linalg.solve_triangular(a.to(cuda), there, upper=True, out=there) is there
+    assert torch.equal(there.cpu(), torch.linalg.solve_triangular(a, b, upper=True))
+    out = torch.linalg.solve_triangular(a.to(cuda), b.to(cuda), upper=True, out=torch.empty(0, device=cuda))
+    assert out.stride() == torch.linalg.solve_triangular(a, b, upper=True, out=torch.empty(0)).stride()
+    with pytest.raises(RuntimeError, match="expected scalar type Float but found Double"):
+        torch.linalg.solve_triangular(a.to(cuda), there, upper=True, out=there.double())
+
+
+def test_product_into_empty_vector(cuda):
+    out = torch.empty(0, device=cuda)
+    assert torch.mv(torch.ones(0, 2, device=cuda), torch.ones(2, device=cuda), out=out) is out
+    torch.cuda.synchronize()

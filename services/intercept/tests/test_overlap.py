@@ -68,3 +68,39 @@ def test_operands_that_share_memory_without_conflict_equal_cpu(cuda, name):
     for _ in range(2):
         assert torch.equal(PERMITTED[name](there, cuda).cpu(), PERMITTED[name](here, "cpu"))
         assert torch.equal(there.cpu(), here)
+
+
+def rows(device):
+    return torch.tensor([1, 2], device=device)
+
+
+#: Writes to expanded tensors for which ATen warns, as functions of a tensor of shape (2, 3) whose columns share memory.
+WARNED = {
+    "index_fill_": lambda t, d: t.index_fill_(1, rows(d), 5),
+    "index_fill_ of a tensor": lambda t, d: t.index_fill_(0, rows(d)[:1], torch.tensor(5.0, device=d)),
+    "masked_fill_": lambda t, d: t.masked_fill_(torch.tensor([False, True, False], device=d), 5),
+    "masked_fill_ of a tensor": lambda t, d: t.masked_fill_(t > 0, torch.tensor(5.0, device=d)),
+    "index_put_": lambda t, d: t.index_put_((rows(d)[:1], rows(d)[:1]), torch.tensor(5.0, device=d)),
+    "index_put_ accumulate": lambda t, d: t.index_put_(
+        (rows(d) - 1, rows(d)), torch.ones(2, device=d), accumulate=True
+    ),
+    "mask": lambda t, d: t.__setitem__(t == 1, 7.0),
+}
+
+
+@pytest.mark.parametrize("name", WARNED)
+def test_write_to_expanded_tensor_warns_and_equals_cpu(cuda, name):
+    outcome = []
+    for device in ("cpu", cuda):
+        memory = torch.tensor([[0.0], [1.0]], device=device)
+        with pytest.warns(UserWarning, match=r"Use of \w+_ on expanded tensors is deprecated"):
+            WARNED[name](memory.expand(2, 3), device)
+        outcome.append(memory.cpu())
+    assert torch.equal(*outcome)
+
+
+def test_last_of_several_values_for_one_element_counts(cuda):
+    memory = torch.zeros(1, device=cuda)
+    with pytest.warns(UserWarning, match="Use of index_put_ on expanded tensors is deprecated"):
+        memory.expand(4)[torch.tensor([0, 2], device=cuda)] = torch.tensor([3.0, 4.0], device=cuda)
+    assert memory.item() == 4

@@ -188,3 +188,18 @@ def test_failed_fetch_raises_at_next_wait(cuda):
     assert second.tolist() == [1, 1] and first.tolist() == [0, 0]
     torch.cuda.synchronize()
     assert (good + 1).tolist() == [2, 2]
+
+
+def test_converting_upload_waits_for_started_download(cuda):
+    x = torch.full((1,), 7.0, device=cuda)
+    host, there = torch.zeros(1, pin_memory=True), torch.empty(1, dtype=torch.int64, device=cuda)
+    torch.cuda._sleep(50_000_000)
+    host.copy_(x, non_blocking=True)
+    there.copy_(host, non_blocking=True)
+    assert there.item() == 7
+
+
+def test_registered_host_memory_is_pinned(cuda):
+    t = torch.ones(20)
+    assert not torch.cuda.cudart().cudaHostRegister(t.data_ptr(), 80, 0) and t.is_pinned()
+    assert not torch.cuda.cudart().cudaHostUnregister(t.data_ptr()) and not t.is_pinned()

@@ -200,3 +200,29 @@ def test_compressed_indices_convert_both_ways(cuda, narrow):
         back = torch._convert_indices_from_csr_to_coo(ours, columns.to(cuda), **options)
         expected = torch._convert_indices_from_csr_to_coo(theirs, columns, **options)
         assert back.dtype is expected.dtype and back.cpu().equal(expected)
+
+
+def test_sums_of_sparse_tensors_in_half_precision(cuda):
+    for found, expected in ((torch.add, VALUES * 3), (torch.sub, -VALUES)):
+        t = found(coo(cuda, torch.float16), coo(cuda, torch.float16), alpha=2).coalesce()
+        assert t.dtype is torch.float16
+        assert torch.equal(
+            t.to_dense().cpu().float(), torch.zeros(3, 3).index_put_(tuple(INDICES), expected, accumulate=True)
+        )
+    t = coo(cuda, torch.float16)
+    t += t
+    assert torch.equal(t.to_dense().cpu().float(), coo("cpu").to_dense() * 2)
+
+
+def test_products_with_checked_invariants_equal_cpu(cuda):
+    with torch.sparse.check_sparse_tensor_invariants(True):
+        for layout in (torch.sparse_csr, torch.sparse_csc):
+            weight = [DENSE.to(d).to_sparse(layout=layout).requires_grad_() for d in ("cpu", cuda)]
+            host, there = [nn.functional.linear(torch.ones(3, device=w.device), w) for w in weight]
+            assert torch.equal(there.cpu(), host)
+            grads = [torch.autograd.grad(y.sum(), w)[0] for y, w in zip((host, there), weight, strict=True)]
+            assert torch.equal(grads[0].to_dense(), grads[1].to_dense().cpu())
+        with pytest.raises(RuntimeError, match="a row must have 0 to 2 elements"):
+            torch.sparse_csr_tensor(
+                torch.tensor([0, 2, 1], device=cuda), torch.tensor([0], device=cuda), torch.ones(1, device=cuda), (2, 2)
+            )

@@ -116,3 +116,16 @@ def test_power_of_half_and_complex_number_is_complex_half(cuda):
     assert found.dtype is torch.complex32 and torch.view_as_real(found.cpu()).equal(
         torch.view_as_real((x.float() ** (1 + 2j)).to(torch.complex32))
     )
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("mode", ["bilinear", "nearest", "bicubic"])
+def test_grid_sample_in_half_is_rounded_once(cuda, mode, dtype):
+    x, grid = torch.randn(1, 2, 8, 8).to(dtype), (torch.rand(1, 6, 6, 2) * 2 - 1).to(dtype)
+    leaves = [x.to(cuda).requires_grad_(), x.float().requires_grad_()]
+    found = F.grid_sample(leaves[0], grid.to(cuda), mode=mode, align_corners=False)
+    expected = F.grid_sample(leaves[1], grid.float(), mode=mode, align_corners=False)
+    assert torch.equal(found.cpu(), expected.to(dtype))
+    found.sum().backward()
+    expected.sum().backward()
+    torch.testing.assert_close(leaves[0].grad.cpu(), leaves[1].grad.to(dtype), rtol=1e-2, atol=1e-2)

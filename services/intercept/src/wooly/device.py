@@ -21,7 +21,7 @@ from wooly.determinism import Determinism
 from wooly.devices import NAME, Devices
 from wooly.errors import ForkedProcessError, NotConnectedError
 from wooly.flags import Flags
-from wooly.kernels import backend, indexing, layers, resolving, views, widening
+from wooly.kernels import backend, indexing, layers, resolving, sync_norm, views, widening
 from wooly.kernels.autocast import Autocast
 from wooly.kernels.extensions import Extensions, register_autocast
 from wooly.kernels.generic import Generic
@@ -39,6 +39,7 @@ from wooly.torch_private import (
     avoid_dynamo_import,
     has_kernel,
     overload_name,
+    raw_device,
     redispatch_cpu,
     redispatch_nested_host,
     register_backend,
@@ -143,6 +144,7 @@ class RegisteredDevice:
         own = self.transfer.kernels()
         own.update({_short(op): kernel for op, kernel in views.KERNELS.items()})
         own.update(backend.KERNELS)
+        own.update(sync_norm.KERNELS)
         own["record_stream"] = _record_stream
         return own
 
@@ -164,6 +166,16 @@ class RegisteredDevice:
             kernel = backend.histc(kernel)
         if name == "_fused_moving_avg_obs_fq_helper":
             kernel = backend.observed(kernel)
+        if bare in backend.CHECKED:
+            kernel = backend.checked(kernel, backend.CHECKED[bare])
+        if bare in backend.DECOMPOSITIONS:
+            kernel = backend.at_call(kernel, self._recorder_of)
+        if bare == "linalg_vector_norm":
+            kernel = backend.vector_norm(kernel)
+        if name == "addmv.out":
+            kernel = backend.unless_empty(kernel)
+        if bare == "_addmm_activation":
+            kernel = backend.addmm_activation(kernel, self._is_on_cpu)
         if name == "nansum":
             kernel = backend.nansum(kernel)
         if name == "_embedding_bag_backward":
@@ -174,11 +186,19 @@ class RegisteredDevice:
             kernel = layers.batch_norm(
                 kernel, self.generic.kernel(getattr(aten._native_batch_norm_legit, overload_name(op)))
             )
+        if name in indexing.ON_EXPANDED:
+            kernel = indexing.on_expanded(kernel, op, indexing.ON_EXPANDED[name])
         if name in indexing.FILLING:
             kernel = indexing.with_host_target(kernel, op)
         if bare in indexing.INDEXED:
             kernel = indexing.with_host_indices(kernel, op)
         return kernel
+
+    def _recorder_of(self, t: torch.Tensor) -> Recorder:
+        return self.devices.recorders[raw_device(t).index]
+
+    def _is_on_cpu(self, t: torch.Tensor) -> bool:
+        return widening.is_needed(self._recorder_of(t))
 
     def _register_factories(self, library: torch.library.Library) -> None:
         """Register the factories under the key CUDA, too. So `device="cuda"` makes Wooly tensors without a patch per call."""

@@ -15,7 +15,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
 from wooly_wis.codec import digest, encode_form, join_program
 from wooly_wis.dtypes import DType
@@ -108,6 +108,20 @@ class Taken(NamedTuple):
     origins: list[Origin]
     freed: list[int]
     operations: int
+
+
+class Lock(Protocol):
+    """A reentrant lock."""
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        """Take the lock, or return whether it was taken."""
+
+    def release(self) -> None:
+        """Give the lock back."""
+
+    def __enter__(self) -> bool: ...
+
+    def __exit__(self, *error: Any) -> None: ...
 
 
 class Capture(Protocol):
@@ -275,7 +289,8 @@ class Recorder:
     """
 
     def __init__(self, limit: int, forms: Forms, heap: Heap, generator: Generator) -> None:
-        self.lock = threading.RLock()
+        self._own_lock = threading.RLock()
+        self.lock: Lock = self._own_lock
         self.forms = forms
         self.heap = heap
         self.generator = generator
@@ -738,6 +753,7 @@ class Recorder:
 
     def forked(self) -> None:
         """Make recording fail in a forked process whose parent has a session, as CUDA does."""
+        self.lock = self._own_lock
         unlock_after_fork(self.lock)
         if self.link is not None:
             self.emit = self.require_link = _refuse_forked  # type: ignore[method-assign]

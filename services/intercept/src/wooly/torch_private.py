@@ -139,6 +139,13 @@ fp16_accumulation: Callable[[], bool] = torch._C._get_cublas_allow_fp16_accumula
 prefers_deterministic_cudnn: Callable[[], bool] = torch._C._get_cudnn_deterministic
 
 
+#: The libraries of CUDA that a script may prefer, by the function of `torch.backends.cuda` that sets them.
+PREFERABLE: dict[str, dict[str, Any]] = {
+    "preferred_linalg_library": torch.backends.cuda._LinalgBackends,
+    "preferred_blas_library": torch.backends.cuda._BlasBackends,
+}
+
+
 def flag_switches() -> list[tuple[Any, str]]:
     """The functions that change these flags, as (owner, name). Properties of `torch.backends.cudnn` keep their own functions."""
     names = (

@@ -6,6 +6,7 @@ these patches, a CPU build would raise an AttributeError of `torch._C`, or crash
 
 from __future__ import annotations
 
+import functools
 import os
 import types
 from collections.abc import Callable, Iterator
@@ -16,7 +17,8 @@ import torch
 from wooly.facade.memory import Memory
 from wooly.link import sync_debug
 from wooly.python_private import frame_at
-from wooly.torch_private import CAPTURE_CHECK_CODE
+from wooly.storage import pinned
+from wooly.torch_private import CAPTURE_CHECK_CODE, PREFERABLE
 
 Patch = tuple[Any, str, Any]
 
@@ -47,6 +49,25 @@ def _refusal(name: str, why: str) -> Callable[..., NoReturn]:
     return refuse
 
 
+#: CUDA's texts of the statuses that scripts see most.
+_ERRORS = {
+    0: "no error",
+    1: "invalid argument",
+    2: "out of memory",
+    3: "initialization error",
+    100: "no CUDA-capable device is detected",
+    101: "invalid device ordinal",
+    700: "an illegal memory access was encountered",
+    709: "context is destroyed",
+    999: "unknown error",
+}
+
+
+def _error_text(code: int) -> str:
+    """`cudaGetErrorString`."""
+    return _ERRORS.get(code, "unrecognized error code")
+
+
 class _Runtime(types.SimpleNamespace):
     """`torch.cuda.cudart()`: the functions of CUDA's runtime that scripts call."""
 
@@ -54,11 +75,19 @@ class _Runtime(types.SimpleNamespace):
         def done(*args: Any) -> int:
             return 0
 
+        def register(address: int, nbytes: int, flags: int = 0) -> int:
+            pinned.add(address)
+            return 0
+
+        def unregister(address: int) -> int:
+            pinned.discard(address)
+            return 0
+
         super().__init__(
             cudaError=types.SimpleNamespace(success=0),
-            cudaGetErrorString=lambda code: "no error" if not code else f"error {code}",
-            cudaHostRegister=done,
-            cudaHostUnregister=done,
+            cudaGetErrorString=_error_text,
+            cudaHostRegister=register,
+            cudaHostUnregister=unregister,
             cudaMemGetInfo=memory.answers()["mem_get_info"],
             cudaProfilerStart=done,
             cudaProfilerStop=done,
@@ -122,9 +151,12 @@ def patches(memory: Memory, cuda_version: str) -> Iterator[Patch]:
     for owner in (torch.cuda, torch.cuda.profiler):
         yield (owner, "cudart", lambda: runtime)
         yield (owner, "check_error", _check_error)
+    yield (torch.cuda.CudaError, "__init__", _init_error)
     for name in torch.cuda.tunable.__all__:
         off = name.endswith("is_enabled")
         yield (torch.cuda.tunable, name, (lambda: False) if off else _refusal(f"tunable.{name}", _TUNING))
+    for name, known in PREFERABLE.items():
+        yield (torch.backends.cuda, name, _preference(getattr(torch.backends.cuda, name), known))
     cublas, cublaslt = _workspace_size(), _workspace_size()
 
     def of_blas(size: int | None = None, backend: Any = None) -> int:
@@ -138,6 +170,31 @@ def patches(memory: Memory, cuda_version: str) -> Iterator[Patch]:
         if hasattr(torch.backends.cuda, name):
             yield (torch.backends.cuda, name, value)
     yield from _accelerator()
+
+
+def _preference(real: Callable[..., Any], known: dict[str, Any]) -> Callable[..., Any]:
+    """A function that keeps the preferred library, without effect: the executor's PyTorch chooses its libraries itself.
+
+    Args:
+        real: PyTorch's function, which refuses libraries that are not in this build.
+        known: the libraries by name.
+    """
+    kept = real()
+
+    @functools.wraps(real)
+    def preferred(backend: Any = None) -> Any:
+        nonlocal kept
+        try:
+            chosen = real(backend)
+        except RuntimeError as e:
+            if "has not been compiled" not in str(e):
+                raise
+            chosen = known.get(backend, backend)
+        if backend is not None:
+            kept = chosen
+        return kept
+
+    return preferred
 
 
 def _workspace_size() -> Callable[[int | None], int]:
@@ -181,6 +238,11 @@ def _check_error(res: int) -> None:
     """`torch.cuda.check_error`: raise an error for a status of CUDA's runtime other than success."""
     if res:
         raise torch.cuda.CudaError(res)
+
+
+def _init_error(self: RuntimeError, code: int) -> None:
+    """`torch.cuda.CudaError.__init__`, which would ask CUDA's runtime for the text."""
+    RuntimeError.__init__(self, f"{_error_text(code)} ({code})")
 
 
 def _accelerator() -> Iterator[Patch]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import uuid
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -124,7 +125,7 @@ class Answers:
             max_threads_per_multi_processor=2048,
             warp_size=32,
             gcnArchName="",
-            uuid=f"wooly-{index}" if index else "wooly",
+            uuid=uuid.uuid5(uuid.NAMESPACE_URL, f"wooly:{self.name_of(index)}/{index}"),
             L2_cache_size=0,
             regs_per_multiprocessor=65536,
             shared_memory_per_block=49152,

@@ -123,7 +123,8 @@ def _keeping_parameters(real: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `Module._apply` so that `module.to("cuda")` keeps the parameter objects, as for CUDA.
 
     For CUDA, PyTorch exchanges the memory of each parameter. For other backends, it makes new parameters, and an optimizer would
-    still hold the old ones. So this wrapper enables PyTorch's alternative, which swaps the contents of the tensor objects.
+    still hold the old ones. So this wrapper enables PyTorch's alternative, which swaps the contents of the tensor objects, unless
+    the script has chosen new parameters.
     """
     future = torch.__future__
 
@@ -131,7 +132,7 @@ def _keeping_parameters(real: Callable[..., Any]) -> Callable[..., Any]:
     def apply(module: torch.nn.Module, fn: Any, recurse: bool = True) -> Any:
         if isinstance(module, torch.jit.ScriptModule):
             return convert_script_module(module, fn)
-        if future.get_swap_module_params_on_conversion():
+        if future.get_swap_module_params_on_conversion() or future.get_overwrite_module_params_on_conversion():
             return _keeping_lazy(real, module, fn, recurse)
         future.set_swap_module_params_on_conversion(True)
         try:

@@ -14,9 +14,13 @@ import torch
 
 from wooly.errors import NotConnectedError
 from wooly.graphs.captured import CapturedGraph, build
-from wooly.recorder import Recorder, Work
+from wooly.recorder import Lock, Recorder, Work
 from wooly.rng import CapturedDraws, Generator
 from wooly.storage import ID_MASK
+
+#: Maximum number of seconds for which another thread waits for the end of a capture. Captures take milliseconds; those that
+#: compile kernels take longer.
+WAIT_S = 30.0
 
 
 def capture_error(what: str, more: str) -> torch.AcceleratorError:
@@ -27,6 +31,42 @@ def capture_error(what: str, more: str) -> torch.AcceleratorError:
         more: cause and cure.
     """
     return torch.AcceleratorError(f"CUDA error: {what}\n{more}")
+
+
+class _LockInCapture:
+    """The lock of a recorder while a graph is captured. The capturing thread has it; another thread waits for a limited time.
+
+    Without a limit, a script that waits for such a thread within the capture would never end.
+    """
+
+    def __init__(self, lock: Lock) -> None:
+        self.lock = lock
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        """Take the lock, or return False if another thread has it.
+
+        Raises:
+            torch.AcceleratorError: the capture took longer than `WAIT_S`. It is the error of CUDA for calls in another thread.
+        """
+        if not blocking or timeout >= 0:
+            return self.lock.acquire(blocking, timeout) if blocking else self.lock.acquire(blocking=False)
+        if not self.lock.acquire(timeout=WAIT_S):
+            raise capture_error(
+                "operation not permitted when stream is capturing",
+                f"Another thread has captured a CUDA graph on this device for {WAIT_S:.0f} seconds. Its capture does not contain "
+                "the work of this thread: do not wait for this thread within the capture.",
+            )
+        return True
+
+    def release(self) -> None:
+        """Give the lock back."""
+        self.lock.release()
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self.lock.release()
 
 
 class GraphCapture:
@@ -46,6 +86,7 @@ class GraphCapture:
         self._deaths: dict[int, int] = {}
         self._generators = list(dict.fromkeys((recorder.generator, *registered)))
         self._draws: list[CapturedDraws] = []
+        self._lock: _LockInCapture
 
     def begin(self) -> None:
         """Begin the capture.
@@ -55,7 +96,8 @@ class GraphCapture:
             WoolyError: no session is open, or the connection ended.
         """
         recorder = self._recorder
-        recorder.lock.acquire()
+        lock = recorder.lock
+        lock.acquire()
         try:
             if recorder.capture is not None:
                 raise capture_error(
@@ -64,8 +106,9 @@ class GraphCapture:
                 )
             recorder.begin_capture(self)
             self._draws = [CapturedDraws(g) for g in self._generators]
+            recorder.lock = self._lock = _LockInCapture(lock)
         except BaseException:
-            recorder.lock.release()
+            lock.release()
             raise
 
     def owns(self, stream_id: int) -> bool:
@@ -112,6 +155,7 @@ class GraphCapture:
             graph = build(recorder, recorder.end_capture(), self._draws, self._deaths)
             recorder.flush()
         finally:
+            recorder.lock = self._lock.lock
             recorder.lock.release()
         if self._invalid:
             graph.release()

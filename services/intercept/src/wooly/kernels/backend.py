@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.linalg import LinAlgError  # type: ignore[attr-defined] # public, but not in its __all__
 
 from wooly.devices import mixed_devices
+from wooly.errors import RemoteOperationError
 from wooly.kernels.schema import Kernel
 from wooly.kernels.sparse.compression import compressed_to_coordinates, rows_to_compressed
 from wooly.kernels.trials import stand_in
+from wooly.recorder import Recorder
 from wooly.storage import span
-from wooly.torch_private import OpOverloadPacket, alert_not_deterministic, raw_device, warn_of_resize
+from wooly.torch_private import (
+    OpOverloadPacket,
+    alert_not_deterministic,
+    raw_device,
+    warn_of_resize,
+)
 
 aten = torch.ops.aten
 
@@ -160,6 +169,124 @@ def histc(record: Kernel) -> Kernel:
     return run
 
 
+#: Factorisations with an argument `check_errors`, and their names in errors.
+CHECKED = {
+    "linalg_cholesky_ex": "linalg.cholesky_ex",
+    "linalg_inv_ex": "linalg.inv_ex",
+    "linalg_ldl_factor_ex": "torch.linalg.ldl_factor_ex",
+    "linalg_lu_factor_ex": "torch.linalg.lu_factor_ex",
+    "_linalg_solve_ex": "torch.linalg.solve_ex",
+}
+
+
+def checked(record: Kernel, name: str) -> Kernel:
+    """Wrap a factorisation of `CHECKED`, so that `torch.linalg.LinAlgError` comes at the call, as on CUDA.
+
+    Args:
+        record: the kernel of the overload.
+        name: the operator's name in errors.
+    """
+
+    def run(t: Tensor, *args: Any, check_errors: bool = False, **kwargs: Any) -> Any:
+        found = record(t, *args, **kwargs)
+        if check_errors:
+            aten._linalg_check_errors(found[-1], name, is_matrix=t.dim() == 2)
+        return found
+
+    return run
+
+
+#: Decompositions whose kernels raise errors that depend on values. CUDA waits for the device in them, and raises at the call.
+DECOMPOSITIONS = frozenset({"_linalg_eigh", "_linalg_eigvals", "_linalg_svd", "linalg_eig", "linalg_eigvals"})
+
+
+def at_call(record: Kernel, recorder_of: Callable[[Tensor], Recorder]) -> Kernel:
+    """Wrap a decomposition of `DECOMPOSITIONS`, so that its error comes at the call, with PyTorch's type.
+
+    Args:
+        record: the kernel of the overload.
+        recorder_of: returns the recorder of a tensor's device.
+    """
+
+    def run(t: Tensor, *args: Any, driver: str | None = None, **kwargs: Any) -> Any:
+        if driver not in (None, "gesvd", "gesvdj", "gesvda"):
+            raise RuntimeError(f"torch.linalg.svd: unknown svd driver {driver}: use gesvd, gesvdj or gesvda")
+        found = record(t, *args, **kwargs)  # the executor's library chooses its driver itself
+        recorder = recorder_of(t)
+        with recorder.lock:
+            if recorder.capture is None and not recorder.recording and not recorder.require_link().recording:
+                try:
+                    recorder.sync()
+                except RemoteOperationError as e:
+                    if (
+                        e.operation is None
+                        or not e.operation.startswith("aten.")
+                        or type(e) is not RemoteOperationError
+                    ):
+                        raise
+                    name = e.operation.split(".")[1]
+                    if name not in DECOMPOSITIONS:
+                        raise
+                    kind = LinAlgError if "failed to converge" in e.message else RuntimeError
+                    raise kind(e.message) from None
+        return found
+
+    return run
+
+
+def vector_norm(record: Kernel) -> Kernel:
+    """`aten.linalg_vector_norm`. Whether an empty tensor has a norm depends on the order, which is no part of a signature."""
+
+    def run(t: Tensor, order: Any = 2, *args: Any, **kwargs: Any) -> Any:
+        if not t.numel() and not isinstance(order, complex) and (order < 0 or order == torch.inf):
+            given = {name: value for name, value in kwargs.items() if name != "out"}
+            aten.linalg_vector_norm(torch.empty(t.shape, dtype=t.dtype, device="meta"), order, *args, **given)
+        return record(t, order, *args, **kwargs)
+
+    return run
+
+
+def solve_triangular_into(
+    a: Tensor, b: Tensor, *, upper: bool, left: bool = True, unitriangular: bool = False, out: Tensor
+) -> Tensor:
+    """`aten.linalg_solve_triangular.out`. `out` may be an argument, which the executor refuses."""
+    result = aten.linalg_solve_triangular(a, b, upper=upper, left=left, unitriangular=unitriangular)
+    _require_one_device(a, b, out)
+    if out.dtype is not result.dtype:
+        raise RuntimeError(f"expected scalar type {_scalar_type(a)} but found {_scalar_type(out)}")
+    return _resized(out, result, laid_out=True)
+
+
+def unless_empty(record: Kernel) -> Kernel:
+    """Wrap `aten.addmv.out`. `torch.mv(…, out=out)` passes `out` twice, which the executor refuses if `out` is empty."""
+
+    def run(t: Tensor, matrix: Tensor, *args: Any, out: Tensor, **kwargs: Any) -> Tensor:
+        if not out.numel() and matrix.dim() == 2 and not matrix.shape[0]:
+            return out
+        return record(t, matrix, *args, out=out, **kwargs)  # type: ignore[no-any-return]
+
+    return run
+
+
+def addmm_activation(record: Kernel, on_cpu: Callable[[Tensor], bool]) -> Kernel:
+    """`aten._addmm_activation`. CUDA approximates GELU by the hyperbolic tangent, and the CPU's kernel does not.
+
+    Args:
+        record: the kernel of the overload.
+        on_cpu: whether the device of a tensor is a CPU.
+    """
+
+    def run(
+        t: Tensor, a: Tensor, b: Tensor, *, use_gelu: bool = False, out: Tensor | None = None, **scales: Any
+    ) -> Any:
+        into = {} if out is None else {"out": out}
+        if not use_gelu or not on_cpu(a):
+            return record(t, a, b, use_gelu=use_gelu, **scales, **into)
+        return aten.gelu(aten.addmm(t, a, b, **scales), approximate="tanh", **into)
+
+    return run
+
+
 def nansum(record: Kernel) -> Kernel:
     """`aten.nansum`. CUDA also supports complex numbers, but the CPU kernel does not, so numbers with NaN become zeros first."""
 
@@ -200,6 +327,7 @@ KERNELS: dict[str, Kernel] = {
     "_lazy_clone": torch.clone,
     "conj_physical_": conj_physical_,
     "linalg_lstsq.out": lstsq_into,
+    "linalg_solve_triangular.out": solve_triangular_into,
     "masked_select.out": masked_select_into,
     "mode.values": mode_into,
     "nonzero.out": nonzero_into,

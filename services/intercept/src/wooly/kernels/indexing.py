@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from wooly.kernels.overlap import overlaps, without_overlap
 from wooly.kernels.schema import Kernel
 from wooly.torch_private import OpOverload, raw_device
 
@@ -60,3 +62,50 @@ def _on_device_of(t: Tensor, indices: list[Tensor | None]) -> list[Tensor | None
         else:
             found.append(i.to(raw_device(t)))
     return found
+
+
+#: Operators that ATen lets write to expanded tensors, with a warning, and the position of their values after the tensor.
+ON_EXPANDED = {
+    "index_fill_.int_Scalar": 2,
+    "index_fill_.int_Tensor": 2,
+    "index_put_": 1,
+    "_index_put_impl_": 1,
+    "masked_fill_.Scalar": 1,
+    "masked_fill_.Tensor": 1,
+}
+
+
+def on_expanded(record: Kernel, op: OpOverload, values_at: int) -> Kernel:
+    """Wrap an operator of `ON_EXPANDED`. An instruction cannot write an element twice, so the operator writes a copy.
+
+    If several elements at one address are written, the last of them counts. CUDA does not say which one counts there.
+    """
+    name = op.overloadpacket.__name__.replace("_index_put_impl_", "index_put_")
+    example = "tensor[indices] = tensor" if name == "index_put_" else "tensor[mask] = scalar"
+
+    def run(t: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not overlaps(t):
+            return record(t, *args, **kwargs)
+        warnings.warn(
+            f"Use of {name} on expanded tensors is deprecated. Please clone() the tensor before performing this operation. "
+            f"This also applies to advanced indexing e.g. {example}",
+            UserWarning,
+            stacklevel=2,
+        )
+        own = without_overlap(t)
+        shared = [k for k in range(t.dim()) if own.shape[k] != t.shape[k]]
+        if name == "index_put_" and (kwargs.get("accumulate") or (len(args) > 2 and args[2])):
+            added = op(torch.zeros_like(t, memory_format=torch.contiguous_format), *args, **kwargs)
+            own.add_(added.sum(shared, keepdim=True, dtype=t.dtype))
+            return t
+        values = args[values_at]
+        marks = torch.ones_like(values, dtype=torch.bool) if isinstance(values, Tensor) else True
+        marked = (*args[:values_at], marks, *args[values_at + 1 :])
+        written = op(torch.zeros(t.shape, dtype=torch.bool, device=t.device), *marked, **kwargs)
+        found = op(t.clone(memory_format=torch.contiguous_format), *args, **kwargs)
+        there, new = [x.movedim(shared, list(range(-len(shared), 0))).flatten(-len(shared)) for x in (written, found)]
+        last = (there * torch.arange(1, there.shape[-1] + 1, device=t.device)).argmax(-1, keepdim=True)
+        own.copy_(torch.where(there.any(-1).view(own.shape), new.gather(-1, last).view(own.shape), own))
+        return t
+
+    return run

@@ -46,6 +46,7 @@ INFERRED_ON_HOST = frozenset(
         "aten.native_batch_norm.out",
         "aten._native_batch_norm_legit.out",
         "aten.batch_norm_update_stats.default",
+        "aten.multi_margin_loss.default",
         "aten.multilabel_margin_loss_forward.default",
     }
 )

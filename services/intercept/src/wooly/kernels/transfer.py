@@ -347,6 +347,7 @@ class Transfer:
                 link.write(to >> ID_SHIFT, (to & OFFSET_MASK) + start, part)
 
     def _upload(self, dst: Tensor, src: Tensor) -> None:
+        self._finish_reads(self._recorder_at(address_of(dst)))
         host = src.detach()
         if host.is_conj() or host.is_neg():
             host = host.resolve_conj().resolve_neg()
@@ -367,9 +368,6 @@ class Transfer:
         with recorder.lock:
             recorder.operations += 1
             link = recorder.require_link()
-            if recorder.has_deferred:
-                recorder.flush()
-            link.finish_reads()  # a started read may still write to the host memory that is uploaded
             buffer = at >> ID_SHIFT
             link.forget(buffer)
             if host.numel() == 1 and not (recorder.recording or link.recording) and self._fill(dst, host):
@@ -381,6 +379,14 @@ class Transfer:
                 upload(link, buffer, data)
             else:
                 link.write(buffer, at & OFFSET_MASK, data)
+
+    @staticmethod
+    def _finish_reads(recorder: Recorder) -> None:
+        """Wait for the reads that were started: they may still write to the host memory that is read next."""
+        with recorder.lock:
+            if recorder.has_deferred:
+                recorder.flush()
+            recorder.require_link().finish_reads()
 
     def _fill(self, dst: Tensor, host: Tensor) -> bool:
         """Record the upload of one element as a `fill` with this number, so that the open program does not end.

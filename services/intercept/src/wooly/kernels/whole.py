@@ -125,6 +125,8 @@ class _WholeCall(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         whole, leaves, wanted = ctx.whole, list(ctx.rest), ctx.wanted
+        if all(g is None for g in grads):  # nothing depends on the results
+            return (None, None, *[None] * len(leaves))
         for i, t in zip(ctx.at, ctx.saved_tensors, strict=True):
             leaves[i] = t
         args, kwargs = tree_unflatten(leaves, ctx.spec)

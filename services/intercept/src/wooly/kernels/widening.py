@@ -51,6 +51,10 @@ _GAPS: Final = {
     "rrelu_with_noise": frozenset({torch.float16}),
     "trace": _COMPLEX_HALF | {torch.bool},
 }
+#: Operators that CUDA computes in float32 if their arguments are narrower, and the CPU in the dtype of the arguments.
+_PRECISE: Final = frozenset(
+    {"grid_sampler_2d", "grid_sampler_2d_backward", "grid_sampler_3d", "grid_sampler_3d_backward"}
+)
 #: Fourier transforms. PyTorch checks their dtypes before it chooses a kernel.
 FOURIER: Final = tuple(
     f"fft_{inverse}{kind}{dims}" for kind in ("fft", "rfft", "hfft") for inverse in ("", "i") for dims in ("", "2", "n")
@@ -58,8 +62,9 @@ FOURIER: Final = tuple(
 
 
 def gaps_of(op: OpOverload) -> frozenset[torch.dtype]:
-    """Dtypes that the operator's CPU kernel does not support, although its CUDA kernel does."""
-    return _GAPS.get(op.overloadpacket.__name__.removesuffix("_"), frozenset())
+    """Dtypes that the operator's CUDA kernel supports, and its CPU kernel does not, or with less precision."""
+    name = op.overloadpacket.__name__.removesuffix("_")
+    return _HALVES if name in _PRECISE else _GAPS.get(name, frozenset())
 
 
 def gap_of(gaps: frozenset[torch.dtype], call: Call) -> torch.dtype | None:

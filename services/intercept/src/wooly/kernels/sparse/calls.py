@@ -41,6 +41,8 @@ HOST_KEYS = {"SparsePrivateUse1": "SparseCPU", "SparseCsrPrivateUse1": "SparseCs
 _SAME_INDICES = {"sparse_mask": 1}
 #: Operators whose text announces the layouts of their results, so that nothing waits for the executor.
 _ANNOUNCED = ("dense", "values")
+#: Operators that check the elements of a tensor, of which a trial has none.
+_CHECKS = ("_validate_compressed_sparse_indices",)
 #: Maximum number of remembered trials; a full cache is cleared.
 _MAX_TRIALS = 4096
 
@@ -76,6 +78,8 @@ class SparseCalls:
         def run(*args: Any, **kwargs: Any) -> Any:
             return self(op, *args, **kwargs)
 
+        if str(op) in ("aten.add.Tensor", "aten.sub.Tensor"):
+            return _summed(run)
         if packet in ("mul", "mul_", "div", "div_"):
             return _scaled(packet, run)
         return run
@@ -96,6 +100,8 @@ class SparseCalls:
             self._try(op, args, kwargs)
             self._record["update"](call.call.text(), target, call.tensors, call.numbers)
             return target
+        if op.overloadpacket.__name__ in _CHECKS:
+            return self._dynamic(call)
         found = self._try(op, args, kwargs)
         if found.dense is not None:
             results = self._record["dense"](call.call.text(), results_text(found.dense), call.tensors, call.numbers)
@@ -194,6 +200,17 @@ def _coo(indices: Tensor, values: Tensor, size: tuple[int, ...], coalesced: bool
         device=raw_device(values),
         is_coalesced=coalesced,
     )
+
+
+def _summed(record: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel of a sum or difference. CUDA adds sparse tensors in float16, and the CPU does not: they are added in float32."""
+
+    def run(a: Any, b: Any, **kwargs: Any) -> Any:
+        if not (is_sparse(a) and is_sparse(b)) or torch.result_type(a, b) is not torch.float16:
+            return record(a, b, **kwargs)
+        return record(a.float(), b.float(), **kwargs).half()
+
+    return run
 
 
 def _scaled(packet: str, otherwise: Callable[..., Any]) -> Callable[..., Any]:

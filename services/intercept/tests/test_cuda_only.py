@@ -1,0 +1,97 @@
+"""Operators that ATen computes on GPUs only, or there in another way than on a CPU: the results are those of CUDA."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+@pytest.mark.parametrize("out", [False, True])
+def test_addmm_activation_approximates_gelu_by_tanh(cuda, out):
+    bias, a, b = torch.randn(5), torch.randn(3, 4), torch.randn(4, 5)
+    into = {"out": torch.empty(3, 5, device=cuda)} if out else {}
+    found = torch._addmm_activation(bias.to(cuda), a.to(cuda), b.to(cuda), beta=2, use_gelu=True, **into)
+    torch.testing.assert_close(found.cpu(), F.gelu(2 * bias + a @ b, approximate="tanh"))
+    found = torch._addmm_activation(bias.to(cuda), a.to(cuda), b.to(cuda))
+    torch.testing.assert_close(found.cpu(), F.relu(bias + a @ b))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_operators_of_sync_batch_norm_equal_batch_norm(cuda, dtype):
+    x, grad, eps = torch.randn(4, 3, 5).to(dtype), torch.randn(4, 3, 5).to(dtype), 1e-5
+    weight, bias = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0.0, 1.0, 2.0])
+    leaves = [t.float().requires_grad_() for t in (x, weight, bias)]
+    running = [torch.zeros(3), torch.ones(3)]
+    expected = F.batch_norm(leaves[0], *running, *leaves[1:], training=True, momentum=0.1, eps=eps)
+    expected.backward(grad.float())
+    halves = [h.to(cuda) for h in (x[:1], x[1:])]  # two processes with 5 and 15 elements per channel
+    counts = torch.tensor([5.0, 15.0], device=cuda)
+    mean, invstd = [torch.stack(s) for s in zip(*[torch.batch_norm_stats(h, eps) for h in halves], strict=True)]
+    mine = [torch.zeros(3, device=cuda), torch.ones(3, device=cuda)]
+    mean, invstd = torch.batch_norm_gather_stats_with_counts(halves[0], mean, invstd, *mine, 0.1, eps, counts)
+    found = torch.batch_norm_elemt(x.to(cuda), weight.to(cuda), bias.to(cuda), mean, invstd, eps)
+    assert found.dtype is dtype
+    close = {"rtol": 2e-3, "atol": 2e-3} if dtype is torch.float16 else {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(found.cpu().float(), expected.detach(), **close)
+    for a, b in zip(mine, running, strict=True):
+        torch.testing.assert_close(a.cpu(), b, **close)
+    sums = torch.batch_norm_backward_reduce(grad.to(cuda), x.to(cuda), mean, invstd, weight.to(cuda), True, True, True)
+    torch.testing.assert_close(sums[2].cpu(), leaves[1].grad, **close)
+    torch.testing.assert_close(sums[3].cpu(), leaves[2].grad, **close)
+    back = torch.batch_norm_backward_elemt(
+        grad.to(cuda), x.to(cuda), mean, invstd, weight.to(cuda), *sums[:2], counts.to(torch.int32)
+    )
+    torch.testing.assert_close(back.cpu().float(), leaves[0].grad, **close)
+
+
+def test_statistics_of_equal_counts(cuda):
+    x = torch.randn(4, 3, 5, device=cuda)
+    mean, invstd = torch.batch_norm_stats(x, 1e-5)
+    found = torch.batch_norm_gather_stats(x, mean[None], invstd[None], None, None, 0.1, 1e-5, 20)
+    torch.testing.assert_close(found[0].cpu(), mean.cpu())
+    torch.testing.assert_close(found[1].cpu(), invstd.cpu())
+
+
+def test_multi_margin_loss_of_one_sample_has_its_targets_shape(cuda):
+    x = torch.randn(5, device=cuda)
+    for target in (torch.tensor(1), torch.tensor([1])):
+        assert F.multi_margin_loss(x, target.to(cuda), reduction="none").shape == target.shape
+    torch.cuda.synchronize()
+
+
+def test_masked_softmax_with_whole_mask_of_each_kind(cuda):
+    x, mask = torch.randn(2, 3, 4, 4), torch.arange(4).eq(1).expand(2, 3, 4, 4)
+    for kind in (0, 1, 2):
+        found = torch._masked_softmax(x.to(cuda), mask.to(cuda), 3, kind)
+        torch.testing.assert_close(found.cpu(), torch._masked_softmax(x, mask, 3, kind))
+
+
+def test_module_with_new_parameters_on_conversion(cuda):
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    try:
+        model = nn.Linear(2, 2)
+        weight = model.weight
+        assert model.double().weight is not weight and weight.dtype is torch.float32
+        model.weight.grad = torch.ones(2, 2, dtype=torch.float64)
+        weight, grad = model.weight, model.weight.grad
+        model.to(cuda)
+        assert (weight.device.type, grad.device.type) == ("cpu", "cpu")
+        assert (model.weight.device.type, model.weight.grad.device.type) == ("cuda", "cuda")
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(False)
+
+
+def test_svd_takes_the_drivers_of_cusolver(cuda):
+    x = torch.tensor([[3.0, 0.0], [0.0, 2.0]], device=cuda)
+    for driver in ("gesvd", "gesvdj", "gesvda"):
+        assert torch.linalg.svd(x, driver=driver).S.tolist() == [3.0, 2.0]
+    with pytest.raises(RuntimeError, match="unknown svd driver"):
+        torch.linalg.svd(x, driver="magma")
+
+
+def test_norm_of_empty_tensor_raises_at_the_call_for_each_order(cuda):
+    x = torch.empty(0, 3, device=cuda)
+    assert torch.linalg.vector_norm(x, 2.0).item() == 0
+    for order in (-1.0, float("inf")):
+        with pytest.raises(RuntimeError, match=r"linalg.vector_norm cannot compute"):
+            torch.linalg.vector_norm(x, order)
