@@ -199,7 +199,8 @@ def test_killed_executor_reports_error_and_does_not_hang(stack, tmp_path):
         """,
     )
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with Forked("wooly", "run", path, env=environment(stack, None), **pipes) as client:
+    env = environment(stack, None) | {"WOOLYAI_RECOVERY": "off"}
+    with Forked("wooly", "run", path, env=env, **pipes) as client:
         assert client.stdout.readline() == "ready\n"
         os.kill(stack.services["executor-0"], signal.SIGKILL)
         _, errors = client.communicate(timeout=60)

@@ -402,6 +402,7 @@ OPEN_TO_OPERATORS = {
     ("POST", "/api/v1/tasks"),  # for the operator's own tenant
     ("GET", "/api/v1/tasks/{task_id}"),
     ("POST", "/api/v1/tasks/{task_id}/cancel"),
+    ("POST", "/api/v1/tasks/{task_id}/move"),
     ("PUT", "/api/v1/tasks/{task_id}/priority"),
     ("GET", "/api/v1/tasks/{task_id}/trace"),
     ("GET", "/api/v1/traces"),

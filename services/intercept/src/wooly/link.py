@@ -207,6 +207,8 @@ class Link:
             answer = channel.recv(timeout)
         except ChannelError as e:
             raise self._fail(e) from e
+        if answer.kind == Kind.ERROR:
+            raise self._remote_error(unpack_json(answer.payload))
         if answer.kind != Kind.WELCOME:
             raise self._fail(WoolyError(f"the executor answered a hello with a frame of kind {answer.kind}"))
         welcome = unpack_json(answer.payload)

@@ -65,8 +65,10 @@ NEW_SESSION_S = 5.0
 #: Why a session ended whose client stopped renewing it, or stopped asking for its turn in the queue.
 LAPSED = "the session's lease lapsed"
 LEFT = "its client no longer asked for its turn in the queue"
+#: Why a session ended that lost its executor: why it was lost, and this.
+NOT_BACK = "its client did not ask for another executor"
 #: Seconds, besides a lease, in which the client of a session that lost its executor must ask for another one.
-RECOVERY_GRACE_S = 30.0
+RECOVERY_GRACE_S = 15.0
 #: Seconds between two checks whether the last operator of a cancelled task has ended.
 RELEASE_S = 1.0
 
@@ -471,9 +473,7 @@ class RouterActor:
         self.registry.forget_old(now)
         await self.write_leases()
         records = [await self.world.tasks.get(task_id) for task_id in await self.world.tasks.lapsed(now)]
-        ended = await asyncio.gather(
-            *[self.end(r, "failed", LEFT if r.state == "pending" else LAPSED) for r in records if r is not None]
-        )
+        ended = await asyncio.gather(*[self.end(r, "failed", _why_over(r)) for r in records if r is not None])
         for record in await self.world.tasks.in_states("pending", kind="session"):
             if now - record.created_at > ABANDONED_S and await self.world.tasks.lease(record.id) is None:
                 ended.append(await self.end(record, "failed", "the router that was opening it has ended"))
@@ -509,6 +509,13 @@ class RouterActor:
         if now - since <= NEW_SESSION_S or self.registry.heard(executor_id) is None:
             return ""
         return "" if self.registry.has(executor_id, session_id) else f"executor {executor_id} does not have it"
+
+
+def _why_over(record: TaskRecord) -> str:
+    """Why a session ends whose lease is over."""
+    if record.state != "pending":
+        return LAPSED
+    return f"{record.reason}; {NOT_BACK}" if record.wants.get("away") else LEFT
 
 
 def _same(token: str, given: str) -> bool:

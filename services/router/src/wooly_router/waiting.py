@@ -80,6 +80,10 @@ class SessionQueue:
                 retryable=True,
             )
         self._asking.add(task.id)
+        if task.wants.get("away"):
+            async with self._world.database.writing() as s:
+                await self._world.tasks.returned(s, task)
+            return await self._world.tasks.get(task.id) or task
         return task
 
     def leave(self, session_id: str) -> None:

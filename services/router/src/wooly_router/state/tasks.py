@@ -217,9 +217,10 @@ class TaskStore:
         barred: Sequence[str] = (),
         node: str = "",
     ) -> bool:
-        """Put a session that lost its executor back into the queue, until its client asks for another one.
+        """Let a session that lost its executor wait until its client asks for another one. Then it waits in the queue.
 
-        Its attempt grows, so that what its last executor still says about it has no effect. Returns False, without a change, if
+        The client may be dead, so the session has no place in the queue before. Its attempt grows, so that what its last executor
+        still says about it has no effect. Returns False, without a change, if
         the session has ended, or is in the queue already.
 
         Args:
@@ -232,7 +233,7 @@ class TaskStore:
             node: the node or the executor to use from now on; empty: as before.
         """
         condition = and_(TaskRow.id == task.id, TaskRow.attempt == task.attempt)
-        wants = task.wants | {"barred": list(barred)} | ({"node": node} if node else {})
+        wants = task.wants | {"barred": list(barred), "away": True} | ({"node": node} if node else {})
         moved = await self.move(s, task.id, "pending", reason, at, attempt=task.attempt, only_from=["started"])
         if moved:
             await s.execute(update(TaskRow).where(condition).values(attempt=task.attempt + 1, wants=wants))
@@ -433,7 +434,12 @@ class TaskStore:
 
     async def queue(self, s: AsyncSession) -> list[TaskRecord]:
         """Return the jobs and sessions that wait for devices."""
-        return [t for t in await self.in_states("pending", s=s) if not t.parts]
+        return [t for t in await self.in_states("pending", s=s) if not t.parts and not t.wants.get("away")]
+
+    async def returned(self, s: AsyncSession, task: TaskRecord) -> None:
+        """Let a session that lost its executor wait in the queue, because its client has come back."""
+        values = {"wants": task.wants | {"away": False}}
+        await s.execute(update(TaskRow).where(TaskRow.id == task.id, TaskRow.attempt == task.attempt).values(values))
 
     async def page(self, chosen: TaskFilter, limit: int, after: tuple[float, str] | None = None) -> list[TaskRecord]:
         """Return a page of tasks, newest first, after the position (created_at, id)."""
