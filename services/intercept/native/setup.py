@@ -11,15 +11,15 @@ from setuptools import setup
 from torch.utils.cpp_extension import BuildExtension, CppExtension
 
 HERE = Path(__file__).parent
-RELEASE = torch.__version__.partition("+")[0]
+BUILD = str(torch.__version__)  # with its build, such as +cpu: other builds may have other flags
 
 (HERE / "wooly_native" / "_built.py").write_text(
-    f'"""The release of PyTorch for which the module was built. Written by setup.py."""\n\nTORCH = "{RELEASE}"\n'
+    f'"""The release of PyTorch for which the module was built. Written by setup.py."""\n\nTORCH = "{BUILD}"\n'
 )
 
 setup(
     version=(HERE.parents[2] / "VERSION").read_text().strip(),
-    install_requires=[f"torch=={RELEASE}"],
+    install_requires=[f"torch=={BUILD.partition('+')[0]}"],
     ext_modules=[
         CppExtension(
             "wooly_native._native",

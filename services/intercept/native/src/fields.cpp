@@ -85,6 +85,7 @@ PyMemberDef program_members[] = {
     HIDDEN(ProgramFields, frees),
     HIDDEN(ProgramFields, freed),
     HIDDEN(ProgramFields, end_forms),
+    HIDDEN(ProgramFields, closed_at_end_form),
     HIDDEN(ProgramFields, free_form),
     {nullptr, 0, 0, 0, nullptr},
 };

@@ -45,6 +45,7 @@ struct ProgramFields {
   PyObject* frees;     // list
   PyObject* freed;     // list
   PyObject* end_forms; // set
+  PyObject* closed_at_end_form;
   PyObject* free_form; // int
 };
 

@@ -8,8 +8,11 @@
 #include <unordered_map>
 
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/GradMode.h>
 #include <c10/core/StorageImpl.h>
 #include <c10/core/TensorImpl.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/Exceptions.h>
 
@@ -129,7 +132,7 @@ std::unordered_map<PyObject*, bool> library_code;
 struct {
   PyObject* code = nullptr;
   int at = -1;
-  Ref origin;
+  PyObject* origin = nullptr;
 } last_origin;
 
 // The innermost Python line that is not in a library (`wooly.recorder.origin`). Returns a borrowed reference.
@@ -167,7 +170,8 @@ PyObject* find_origin() {
   int at = PyFrame_GetLasti(found);
   if (last_origin.code != code.object || last_origin.at != at) {
     Ref number(made(PyLong_FromLong(at)));
-    last_origin.origin = Ref(made(PyTuple_Pack(2, code.object, number.object)));
+    PyObject* origin = made(PyTuple_Pack(2, code.object, number.object));
+    Py_XSETREF(last_origin.origin, origin);
     last_origin.code = code.object; // alive as long as the tuple
     last_origin.at = at;
   }
@@ -203,7 +207,7 @@ size_t n_plans = 0;
 PyObject *str_mirrors, *str_forget, *str_close_if_due, *str_drop_incomplete, *str_acquire, *str_release;
 
 // Counters for tests and benchmarks: calls that were recorded here, and calls that Python handled.
-unsigned long long n_native = 0, n_python = 0;
+std::atomic<unsigned long long> n_native{0}, n_python{0};
 
 void append(PyObject* list, PyObject* item) { must(PyList_Append(list, item) == 0); }
 
@@ -277,6 +281,14 @@ void close_if_due(ProgramFields* program, PyObject* form) {
   if (count < program->room) {
     return;
   }
+  if (count < program->open_limit) {
+    int is_end = PySet_Contains(program->end_forms, form);
+    must(is_end >= 0);
+    if (!is_end) { // most calls: what Python does with them
+      Py_SETREF(program->closed_at_end_form, Py_NewRef(Py_None));
+      return;
+    }
+  }
   Ref(made(PyObject_CallMethodOneArg(reinterpret_cast<PyObject*>(program), str_close_if_due, form)));
 }
 
@@ -305,8 +317,12 @@ bool is_usual(const Plan& plan, const HeapFields* heap) {
   if (program->replaced || heap->observed || program->link == Py_None) {
     return false;
   }
-  if (PyList_GET_SIZE(heap->dead) && (program->capture != Py_None || PyDict_GET_SIZE(heap->kept))) {
-    return false;
+  if (PyList_GET_SIZE(heap->dead)) {
+    // An instruction that an exception left incomplete has a slot, and no origin.
+    const bool incomplete = PyDict_GET_SIZE(program->slot_of) && !PyList_GET_SIZE(program->origins);
+    if (program->capture != Py_None || PyDict_GET_SIZE(heap->kept) || incomplete) {
+      return false;
+    }
   }
   long long nbytes = 0;
   Py_ssize_t n = 0;
@@ -364,21 +380,23 @@ class Kernel final : public c10::OperatorKernel {
   Kernel(Facts facts, c10::SafeKernelFunction python) : facts_(std::move(facts)), python_(std::move(python)) {}
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
-    Signature s;
-    if (!enabled.load(std::memory_order_relaxed) || !sign(facts_, op.schema(), *stack, s)) {
-      ++n_python;
+    if (!enabled.load(std::memory_order_relaxed)) {
       python_.callBoxed(op, keys, stack);
       return;
     }
+    Signature s;
     bool teach = false;
-    if (!try_record(op, s, stack, teach)) {
-      ++n_python;
-      pending.push_back({&facts_, &s, &plans_, teach});
-      struct Pop {
-        ~Pop() { pending.pop_back(); }
-      } pop;
-      python_.callBoxed(op, keys, stack);
+    if (sign(facts_, op.schema(), *stack, s) && try_record(op, s, stack, teach)) {
+      n_native.fetch_add(1, std::memory_order_relaxed);
+      return;
     }
+    n_python.fetch_add(1, std::memory_order_relaxed);
+    // Without `teach` too, so that Python does not teach an outer call of the same operator.
+    pending.push_back({&facts_, &s, &plans_, teach});
+    struct Pop {
+      ~Pop() { pending.pop_back(); }
+    } pop;
+    python_.callBoxed(op, keys, stack);
   }
 
  private:
@@ -426,7 +444,6 @@ class Kernel final : public c10::OperatorKernel {
     } catch (const PythonFailure&) {
       raise_python_error();
     }
-    ++n_native;
     finish(op, results, stack);
     return true;
   }
@@ -456,7 +473,8 @@ class Kernel final : public c10::OperatorKernel {
 
   Facts facts_;
   c10::SafeKernelFunction python_;
-  std::unordered_map<uint64_t, Learned> plans_;
+  // Never freed: PyTorch ends its kernels after Python has ended.
+  std::unordered_map<uint64_t, Learned>& plans_ = *new std::unordered_map<uint64_t, Learned>();
   uint64_t epoch_ = 0;
 };
 
@@ -477,6 +495,79 @@ class ViewKernel final : public c10::OperatorKernel {
   c10::SafeKernelFunction python_;
 };
 
+// `aten.linear` under autograd, for plain tensors (`wooly.kernels.layers.linear`): one instruction without gradients, PyTorch's
+// decomposition with gradients.
+class LinearKernel final : public c10::OperatorKernel {
+ public:
+  explicit LinearKernel(c10::SafeKernelFunction python) : python_(std::move(python)) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+    bool plain = enabled.load(std::memory_order_relaxed) && !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::Python);
+    bool gradients = false;
+    for (size_t i = 0; plain && i < 3; ++i) {
+      const c10::IValue& a = torch::jit::peek(*stack, i, 3);
+      if (a.isNone() && i == 2) {
+        continue;
+      }
+      const at::Tensor& t = a.toTensor();
+      if (i == 2 && !t.defined()) {
+        continue;
+      }
+      plain = t.defined() && is_plain(t.unsafeGetTensorImpl()) && !t.is_complex();
+      gradients = gradients || (plain && t.requires_grad());
+    }
+    if (!plain || (gradients && !c10::GradMode::is_enabled())) {
+      python_.callBoxed(op, keys, stack);
+    } else if (gradients) {
+      op.callBoxedForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd, *stack);
+    } else {
+      op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), stack);
+    }
+  }
+
+ private:
+  c10::SafeKernelFunction python_;
+};
+
+// PyTorch's guard for backends in Python asks Python for its type, several times per operation of a backward, and the type is in
+// each of its answers. It has no state, so its answers are asked for once.
+class Guard final : public c10::impl::DeviceGuardImplInterface {
+ public:
+  explicit Guard(const c10::impl::DeviceGuardImplInterface* python)
+      : python_(python),
+        type_(python->type()),
+        device_(python->getDevice()),
+        exchanged_(python->exchangeDevice(device_)),
+        stream_(python->getStream(device_)),
+        exchanged_stream_(python->exchangeStream(stream_)) {}
+
+  c10::DeviceType type() const override { return on() ? type_ : python_->type(); }
+  c10::Device exchangeDevice(c10::Device d) const override { return on() ? exchanged_ : python_->exchangeDevice(d); }
+  c10::Device getDevice() const override { return on() ? device_ : python_->getDevice(); }
+  c10::Stream getStream(c10::Device d) const override { return on() ? stream_ : python_->getStream(d); }
+  c10::Stream exchangeStream(c10::Stream s) const override { return on() ? exchanged_stream_ : python_->exchangeStream(s); }
+  void setDevice(c10::Device d) const override { python_->setDevice(d); }
+  void uncheckedSetDevice(c10::Device d) const noexcept override { python_->uncheckedSetDevice(d); }
+  c10::Stream getNewStream(c10::Device d, int priority) const override { return python_->getNewStream(d, priority); }
+  c10::DeviceIndex deviceCount() const noexcept override { return python_->deviceCount(); }
+  void record(void** event, const c10::Stream& s, const c10::DeviceIndex d, const c10::EventFlag flag) const override {
+    python_->record(event, s, d, flag);
+  }
+  void block(void* event, const c10::Stream& s) const override { python_->block(event, s); }
+  bool queryEvent(void* event) const override { return python_->queryEvent(event); }
+  void destroyEvent(void* event, const c10::DeviceIndex d) const noexcept override { python_->destroyEvent(event, d); }
+  bool queryStream(const c10::Stream& s) const override { return python_->queryStream(s); }
+  void synchronizeStream(const c10::Stream& s) const override { python_->synchronizeStream(s); }
+
+ private:
+  static bool on() { return enabled.load(std::memory_order_relaxed); }
+
+  const c10::impl::DeviceGuardImplInterface* python_;
+  c10::DeviceType type_;
+  c10::Device device_, exchanged_;
+  c10::Stream stream_, exchanged_stream_;
+};
+
 // -- the module -----------------------------------------------------------------------------------------------------------
 
 std::vector<std::unique_ptr<c10::RegistrationHandleRAII>>& registrations() {
@@ -485,9 +576,9 @@ std::vector<std::unique_ptr<c10::RegistrationHandleRAII>>& registrations() {
 }
 
 template <typename Functor>
-void put(const c10::OperatorHandle& op, std::unique_ptr<Functor> functor) {
+void put(const c10::OperatorHandle& op, c10::DispatchKey key, std::unique_ptr<Functor> functor) {
   registrations().push_back(std::make_unique<c10::RegistrationHandleRAII>(c10::Dispatcher::singleton().registerImpl(
-      op.operator_name(), c10::DispatchKey::PrivateUse1,
+      op.operator_name(), key,
       c10::KernelFunction::makeFromBoxedFunctor(std::move(functor)), std::nullopt, nullptr, "wooly_native")));
 }
 
@@ -525,7 +616,8 @@ PyObject* register_kernel(PyObject*, PyObject* args) {
     auto at = argument == Py_None ? std::nullopt : schema.argumentIndexWithName(PyUnicode_AsUTF8(argument));
     facts.returned.push_back(at.has_value() ? *at : -1);
   }
-  put(op, std::make_unique<Kernel>(std::move(facts), op.getComputedKernelForDispatchKey(c10::DispatchKey::PrivateUse1)));
+  const auto key = c10::DispatchKey::PrivateUse1;
+  put(op, key, std::make_unique<Kernel>(std::move(facts), op.getComputedKernelForDispatchKey(key)));
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
@@ -537,11 +629,22 @@ PyObject* register_view(PyObject*, PyObject* args) {
   }
   HANDLE_TH_ERRORS
   auto op = operator_of(name, overload);
-  put(op, std::make_unique<ViewKernel>(op.getComputedKernelForDispatchKey(c10::DispatchKey::PrivateUse1)));
+  const auto key = c10::DispatchKey::PrivateUse1;
+  put(op, key, std::make_unique<ViewKernel>(op.getComputedKernelForDispatchKey(key)));
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
 
+PyObject* register_linear(PyObject*, PyObject*) {
+  HANDLE_TH_ERRORS
+  auto op = operator_of("aten::linear", "");
+  const auto key = c10::DispatchKey::AutogradPrivateUse1;
+  put(op, key, std::make_unique<LinearKernel>(op.getComputedKernelForDispatchKey(key)));
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+// Also puts the guard in place.
 PyObject* set_up(PyObject*, PyObject* args) {
   PyObject *known_heaps, *asks;
   if (!PyArg_ParseTuple(args, "O!O", &PyTuple_Type, &known_heaps, &asks)) {
@@ -551,6 +654,8 @@ PyObject* set_up(PyObject*, PyObject* args) {
     heaps[i] = reinterpret_cast<HeapFields*>(Py_NewRef(PyTuple_GET_ITEM(known_heaps, i)));
   }
   Py_XSETREF(is_library, Py_NewRef(asks));
+  auto& registered = c10::impl::device_guard_impl_registry[static_cast<size_t>(c10::kPrivateUse1)];
+  registered.store(new Guard(registered.load())); // as long as the process
   Py_RETURN_NONE;
 }
 
@@ -573,7 +678,7 @@ PyObject* switch_to(PyObject*, PyObject* on) {
   Py_RETURN_NONE;
 }
 
-PyObject* counts(PyObject*, PyObject*) { return Py_BuildValue("KK", n_native, n_python); }
+PyObject* counts(PyObject*, PyObject*) { return Py_BuildValue("KK", n_native.load(), n_python.load()); }
 
 PyObject* disarm(PyObject*, PyObject*) {
   if (!pending.empty()) {
@@ -689,6 +794,7 @@ PyObject* learn(PyObject*, PyObject* args) {
 PyMethodDef methods[] = {
     {"register_kernel", register_kernel, METH_VARARGS, "Put a native kernel before the kernel in Python of an operator."},
     {"register_view", register_view, METH_VARARGS, "Let an operator on metadata run its CPU kernel."},
+    {"register_linear", register_linear, METH_NOARGS, "Put a native kernel before the kernel in Python of aten.linear."},
     {"set_up", set_up, METH_VARARGS, "Set the heaps, and the function that says whether code belongs to a library."},
     {"learn", learn, METH_VARARGS, "Teach the kernel that called Python the plan of its call."},
     {"disarm", disarm, METH_NOARGS, "The call of the kernel that called Python must not be taught."},

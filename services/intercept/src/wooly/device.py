@@ -158,6 +158,7 @@ class RegisteredDevice:
                 facts.mutable,
                 facts.list_return,
             )
+        module.register_linear()
         for op in self._view_ops:
             module.register_view(op.name().partition(".")[0], op.name().partition(".")[2])
 
@@ -393,6 +394,8 @@ def register(flush_instructions: int = 0) -> RegisteredDevice:
     global _device
     with _lock:
         if _device is None:
+            if os.environ.get(native.VARIABLE) == "on":
+                native.switch("on")
             device = RegisteredDevice(flush_instructions)
             register_backend(NAME, BackendModule(device))
             use_resize_warning_of_aten()

@@ -1,8 +1,8 @@
 """The optional native kernels (`wooly-native`): whether they are there, and what the rest of the client uses of them.
 
-Native kernels record calls whose plan Python has taught them, as `kernels.generic` would, with the same programs. Everything else
-stays in Python. Without the module, or with WOOLYAI_NATIVE=off, Python does everything. The fields of heaps and recorders on which
-both work are the base classes here: C structs with the module, plain attributes without it.
+Native kernels record calls whose plan Python has taught them, as `kernels.generic` would, with the same programs. Everything
+else stays in Python. Without the module, or with WOOLYAI_NATIVE=off, Python does everything. The fields of heaps and recorders on
+which both work are the base classes here: C structs with the module, plain attributes without it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+
+from wooly.errors import WoolyError
 
 if TYPE_CHECKING:
     from wooly.link import Link
@@ -33,7 +35,7 @@ def _load() -> tuple[Any, str]:
     if importlib.util.find_spec("wooly_native") is None:
         return None, "wooly-native is not installed"
     package = importlib.import_module("wooly_native")
-    built_for, have = package.TORCH, torch.__version__.partition("+")[0]
+    built_for, have = package.TORCH, str(torch.__version__)
     if built_for != have:
         return None, f"wooly-native was built for PyTorch {built_for}, and PyTorch {have} is installed"
     try:
@@ -86,6 +88,7 @@ class _ProgramFields:
     _frees: list[int]
     _freed: list[int]
     _end_forms: set[int]
+    _closed_at_end_form: tuple[bytes, int] | None
     _free_form: int
 
 
@@ -96,16 +99,21 @@ else:
     ProgramFields = module.ProgramFields if module else _ProgramFields
 
 
+_switched_off = False
+
+
 def switch(wish: Wish) -> None:
     """Let native kernels record calls, or give all calls to Python.
 
     Raises:
-        ImportError: they are required, and not there.
+        WoolyError: they are required, and not there.
     """
     if wish == "on" and module is None:
-        raise ImportError(f"{VARIABLE}=on, but {reason}; set it to auto, or build wooly-native: make native")
+        raise WoolyError(f"{VARIABLE}=on, but {reason}; set it to auto, or build wooly-native: make native")
+    global _switched_off
+    _switched_off = wish == "off"
     if module is not None:
-        module.switch(wish != "off")
+        module.switch(not _switched_off)
 
 
 def forget() -> None:
@@ -116,4 +124,6 @@ def forget() -> None:
 
 def describe() -> str:
     """In a few words, whether native kernels are used."""
-    return f"on (built for PyTorch {torch.__version__.partition('+')[0]})" if module is not None else f"off: {reason}"
+    if module is None:
+        return f"off: {reason}"
+    return "off: the setting `native` is off" if _switched_off else f"on (built for PyTorch {torch.__version__})"
