@@ -8,6 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from wooly import device, native, storage
+from wooly.recorder import describe_origin
 from wooly.settings import Settings
 
 pytestmark = pytest.mark.skipif(native.module is None, reason=native.reason)
@@ -27,7 +28,7 @@ class Recorded:
             define(raw)
 
         def keep_run(digest, bind, params, frees, words, origins, reply=False):
-            lines = [(code.co_name, at) for code, at in origins]
+            lines = [describe_origin(where) for where in origins]
             self.frames.append(("run", digest, tuple(bind), bytes(params), tuple(frees), reply, lines))
             return run(digest, bind, params, frees, words, origins, reply)
 

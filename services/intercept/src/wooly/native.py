@@ -48,7 +48,7 @@ def _load() -> tuple[Any, str]:
 module, reason = _load()
 
 
-class _HeapFields:
+class HeapFields:
     """Fields of `storage.Heap`."""
 
     __slots__ = (
@@ -69,7 +69,7 @@ class _HeapFields:
     _reusable: list[int]
 
 
-class _ProgramFields:
+class ProgramFields:
     """Fields of `recorder.Recorder`."""
 
     operations: int
@@ -92,11 +92,8 @@ class _ProgramFields:
     _free_form: int
 
 
-if TYPE_CHECKING:
-    HeapFields, ProgramFields = _HeapFields, _ProgramFields
-else:
-    HeapFields = module.HeapFields if module else _HeapFields
-    ProgramFields = module.ProgramFields if module else _ProgramFields
+if not TYPE_CHECKING and module is not None:
+    HeapFields, ProgramFields = module.HeapFields, module.ProgramFields
 
 
 _switched_off = False
