@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 #: Name of the setting as an environment variable.
 VARIABLE = "WOOLYAI_NATIVE"
+#: The package with the native module. No requirement names it, because it is optional and fits one release of PyTorch.
+PACKAGE = "wooly_native"
 
 Wish = Literal["auto", "on", "off"]
 
@@ -32,14 +34,14 @@ def _load() -> tuple[Any, str]:
     """The native module, and why it is None."""
     if os.environ.get(VARIABLE) == "off":
         return None, f"{VARIABLE}=off"
-    if importlib.util.find_spec("wooly_native") is None:
+    if importlib.util.find_spec(PACKAGE) is None:
         return None, "wooly-native is not installed"
-    package = importlib.import_module("wooly_native")
+    package = importlib.import_module(PACKAGE)
     built_for, have = package.TORCH, str(torch.__version__)
     if built_for != have:
         return None, f"wooly-native was built for PyTorch {built_for}, and PyTorch {have} is installed"
     try:
-        return importlib.import_module("wooly_native._native"), ""
+        return importlib.import_module(f"{PACKAGE}._native"), ""
     except ImportError as e:
         return None, f"wooly-native cannot be loaded: {e}"
 
