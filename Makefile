@@ -29,7 +29,19 @@ $(STAMP): $(MANIFESTS)
 		{ echo "cannot make a virtual environment; on Debian or Ubuntu: apt-get install python3-venv"; exit 1; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r requirements/dev.txt
+	@if command -v $${CXX:-c++} > /dev/null; then $(MAKE) --no-print-directory native || echo "wooly-native was not built; the client is pure Python"; \
+		else echo "no C++ compiler, so wooly-native is not built; the client is pure Python"; fi
 	@touch $(STAMP)
+
+.PHONY: native
+native: ## build the client's native kernels into .venv (optional; needs a C++ compiler, one minute)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps -e services/intercept/native
+
+.PHONY: test-native
+test-native: setup ## the client's and the conformance tests with native kernels, and without them
+	for native in on off; do \
+		WOOLYAI_NATIVE=$$native $(PYTEST) -m "not slow and not gpu and not docker" services/intercept/tests tests/conformance || exit 1; \
+	done
 
 .PHONY: run
 run: setup ## train a network on the digits data set, its "cuda" work executed by another process

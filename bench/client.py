@@ -19,7 +19,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 from torch import nn
-from wooly import api
+from torch.utils._python_dispatch import TorchDispatchMode
+from wooly import api, native
 from wooly_testkit.delay_proxy import delay_proxy
 from wooly_testkit.executor import executor_process
 
@@ -68,6 +69,71 @@ def bench_chain(repeat):
     yield row("client CPU per eager op", "us", statistics.median(found), base * 1e3, 20, spread=spread, against="value")
     wall, _ = timed(settle, repeat)
     yield row("chain of 1,000 adds, wall", "ms", wall * 1e3, base * 1e3, 20)
+
+
+def quartiles(found):
+    """Median, and (lower quartile, upper quartile)."""
+    low, middle, high = statistics.quantiles(found, n=4)
+    return middle, [round(low, 2), round(high, 2)]
+
+
+def bench_native(repeat):
+    """Client CPU time per operation with native kernels and in Python, in turn: eager adds; forward and backward of an MLP.
+
+    An operation of the MLP is one that the dispatcher gives to the device, views included. The baseline is local PyTorch, which
+    also computes. The spread is the quartiles.
+    """
+
+    def perceptron(device):
+        torch.manual_seed(0)
+        layers = [m for _ in range(4) for m in (nn.Linear(64, 64), nn.ReLU())]
+        model, x = nn.Sequential(*layers, nn.Linear(64, 10)).to(device), torch.randn(32, 64).to(device)
+        parameters = list(model.parameters())
+
+        def run(steps=10):
+            for _ in range(steps):
+                model(x).sum().backward()
+                for p in parameters:
+                    p.grad = None
+
+        return run
+
+    class Count(TorchDispatchMode):
+        n = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.n += 1
+            return func(*args, **(kwargs or {}))
+
+    work = {"chain": (chain("cuda"), chain("cpu")), "MLP": (perceptron("cuda"), perceptron("cpu"))}
+    work["MLP"][0]()
+    with Count() as counted:
+        work["MLP"][0]()
+    operations = {"chain": 1000, "MLP": counted.n}
+    ways = ("native", "Python") if native.module is not None else ("Python",)
+    for name, (ours, local) in work.items():
+        found = {way: [] for way in (*ways, "local")}
+        for _ in range(4 * repeat):
+            for way in found:
+                function = local if way == "local" else ours
+                if way != "local":
+                    native.switch("off" if way == "Python" else "auto")
+                    function()
+                    torch.cuda.synchronize()
+                started = time.thread_time()
+                result = function()
+                found[way].append((time.thread_time() - started) / operations[name] * 1e6)
+                del result
+                torch.cuda.synchronize()
+        native.switch("auto")
+        base, _ = quartiles(found["local"])
+        for way in ways:
+            goal = {"chain": (3.5, 9), "MLP": (4, 12)}[name][way == "Python"]
+            value, spread = quartiles(found[way])
+            label = (
+                "client CPU per eager op" if name == "chain" else "client CPU per op, forward and backward of an MLP"
+            )
+            yield row(f"{label}, {way}", "us", value, base, goal, spread=spread, against="value")
 
 
 def bench_item(repeat):
@@ -372,6 +438,7 @@ def bench_traces(repeat):
 
 BENCHES = {
     "chain": bench_chain,
+    "native": bench_native,
     "item": bench_item,
     "mlp": bench_mlp,
     "graph": bench_graph,

@@ -24,6 +24,7 @@ OUTSIDE = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "services/executor/tests/hostile/README.md": "components/hostile.md",
+    "services/intercept/native/README.md": "components/native.md",
     **{
         path.relative_to(ROOT).as_posix(): f"components/{path.parent.name}.md"
         for kind in ("libs", "services", "deploy")

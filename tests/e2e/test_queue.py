@@ -49,20 +49,25 @@ def tasks(stack, state):
     return stack.request("GET", f"tasks?state={state}")["tasks"]
 
 
+def queue(stack):
+    """The tasks that wait. Sessions of earlier tests whose clients were killed are pending, too, and wait for nothing."""
+    return [t for t in tasks(stack, "pending") if t["reason"].startswith("waits")]
+
+
 def test_session_on_full_device_waits_says_its_place_and_runs_when_its_turn_comes(stack, run):
     first = run()
     assert first.stdout.readline() == "running 3.0\n"
     second = run()
     line = second.stderr.readline()
     assert "place 1 of 1 in the queue" in line and "is held exclusively by another session" in line
-    (waiting,) = tasks(stack, "pending")
+    (waiting,) = queue(stack)
     assert waiting["name"].endswith("use.py") and waiting["reason"].startswith("waits: place 1 of 1")
     refused = run(QUEUE_S="0")
     assert refused.wait(60) != 0 and "is held exclusively" in refused.stderr.read()
     gone = run()
     assert "place 2 of 2" in gone.stderr.readline()
     gone.send_signal(signal.SIGINT)
-    assert gone.wait(60) != 0 and [t["task_id"] for t in tasks(stack, "pending")] == [waiting["task_id"]]
+    assert gone.wait(60) != 0 and [t["task_id"] for t in queue(stack)] == [waiting["task_id"]]
     first.stdin.close()
     assert second.stdout.readline() == "running 3.0\n"
     second.stdin.close()

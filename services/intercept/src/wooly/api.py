@@ -18,7 +18,7 @@ from wooly_bus.access import Access
 from wooly_bus.channel import ChannelClient, ChannelError, ChannelTlsError, Endpoint, client_context
 from wooly_bus.supervision import start_call, start_thread
 
-from wooly import capture, children
+from wooly import capture, children, native
 from wooly.contents import OfferPolicy
 from wooly.device import RegisteredDevice, register
 from wooly.errors import NotConnectedError, WoolyError
@@ -310,6 +310,7 @@ def enable_on_use(settings: Any = None) -> None:
             again = _pending is not None
             _pending = children.settings = settings or load()
             _cuda_version = _pending.cuda_version
+            native.switch(_pending.native)
             device = register(_pending.flush_instructions)
             device.devices.offered = _pending.gpu_count
             device.devices.look()

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import wooly_wis
 
-from wooly import storage
+from wooly import native, storage
 from wooly.determinism import Determinism
 from wooly.devices import NAME, Devices
 from wooly.errors import ForkedProcessError, NotConnectedError
@@ -30,7 +30,7 @@ from wooly.kernels.sparse.calls import SparseCalls
 from wooly.kernels.sparse.registration import register_sparse
 from wooly.kernels.transfer import Transfer
 from wooly.kernels.whole import WHOLE, Whole
-from wooly.recorder import Forms, Recorder, set_library_roots
+from wooly.recorder import Forms, Recorder, is_library, set_library_roots
 from wooly.rng import DeviceGenerator, Generator
 from wooly.room import make_room
 from wooly.torch_private import (
@@ -85,6 +85,9 @@ class RegisteredDevice:
         self.autocast = Autocast(NAME)
         self.forked = False
         self._libraries: list[torch.library.Library] = []
+        #: Operators whose kernel is the generic one, and operators that run their CPU kernel because they read only metadata.
+        self._generic_ops: list[OpOverload] = []
+        self._view_ops: list[OpOverload] = list(views.KERNELS)
 
     @property
     def recorder(self) -> Recorder:
@@ -137,7 +140,28 @@ class RegisteredDevice:
         for op in _NESTED_METADATA:
             library.impl(_short(op), redispatch_nested_host(op), "NestedTensorPrivateUse1")
         self._libraries += register_sparse(SparseCalls(self.generic))
+        if native.module is not None:
+            self._register_native(native.module)
         set_library_roots(tuple(os.path.dirname(m.__file__ or "") for m in (torch, storage, wooly_wis)))
+
+    def _register_native(self, module: Any) -> None:
+        """Put native kernels before the kernels in Python, which handle what the native ones do not know."""
+        module.set_up(storage.heaps, is_library)
+        for op in self._generic_ops:
+            facts = self.generic.facts[op]
+            module.register_kernel(
+                op.name().partition(".")[0],
+                op.name().partition(".")[2],
+                facts.name,
+                facts.scalar,
+                facts.scalar_kw,
+                facts.returns_written,
+                facts.mutable,
+                facts.list_return,
+            )
+        module.register_linear()
+        for op in self._view_ops:
+            module.register_view(op.name().partition(".")[0], op.name().partition(".")[2])
 
     def _own_kernels(self) -> dict[str, Any]:
         """Kernels that are written for one operator, by operator name."""
@@ -155,6 +179,7 @@ class RegisteredDevice:
         if not travels and not has_kernel(op.name(), "CPU"):
             return None
         if bare in _METADATA or views.is_view(op):
+            self._view_ops.append(op)
             return redispatch_cpu(op)
         if bare.startswith(("quantize", "_empty_affine", "empty_quantized")):
             return None
@@ -162,6 +187,7 @@ class RegisteredDevice:
             kernel = resolving.on_plain(op, partial(self.generic.kernel, op))
         else:
             kernel = self.generic.kernel(op)
+        generic = kernel
         if name == "histc":
             kernel = backend.histc(kernel)
         if name == "_fused_moving_avg_obs_fq_helper":
@@ -192,6 +218,8 @@ class RegisteredDevice:
             kernel = indexing.with_host_target(kernel, op)
         if bare in indexing.INDEXED:
             kernel = indexing.with_host_indices(kernel, op)
+        if kernel is generic and name != "_convolution":  # `_register_whole` replaces its kernel
+            self._generic_ops.append(op)
         return kernel
 
     def _recorder_of(self, t: torch.Tensor) -> Recorder:
@@ -220,6 +248,7 @@ class RegisteredDevice:
         library.impl("_convolution", convolve, "PrivateUse1", allow_override=True)
         record_linear = self.generic.kernel(aten.linear.default)
         library.impl("linear", record_linear, "PrivateUse1")
+        self._generic_ops.append(aten.linear.default)
         library.impl("linear", layers.linear(record_linear), "AutogradPrivateUse1")
         for key in ("AutogradPrivateUse1", "PrivateUse1"):
             library.impl("scaled_dot_product_attention", layers.attention, key)
@@ -385,6 +414,8 @@ def register(flush_instructions: int = 0) -> RegisteredDevice:
     global _device
     with _lock:
         if _device is None:
+            if os.environ.get(native.VARIABLE) == "on":
+                native.switch("on")
             device = RegisteredDevice(flush_instructions)
             register_backend(NAME, BackendModule(device))
             use_resize_warning_of_aten()

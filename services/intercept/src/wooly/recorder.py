@@ -22,7 +22,9 @@ from wooly_wis.dtypes import DType
 from wooly_wis.limits import MAX_FREES
 from wooly_wis.program import Form, Operand, ParamKind, Role, View
 
+from wooly import native
 from wooly.errors import ForkedProcessError, NotConnectedError, WoolyError
+from wooly.native import ProgramFields
 from wooly.python_private import frame_at, unlock_after_fork
 from wooly.rng import Generator
 from wooly.storage import ID_MASK, NO_LIMIT, Heap
@@ -176,6 +178,8 @@ def set_library_roots(roots: tuple[str, ...]) -> None:
     _library_roots = (*_GENERATED, *roots)
     _library_code.clear()
     _codes_seen.clear()
+    if native.module is not None:
+        native.module.forget_origins()
 
 
 def add_library_root(root: str) -> None:
@@ -184,7 +188,8 @@ def add_library_root(root: str) -> None:
         set_library_roots((*_library_roots, root))
 
 
-def _is_library(code: CodeType) -> bool:
+def is_library(code: CodeType) -> bool:
+    """Whether a code object belongs to a library."""
     _codes_seen.append(code)
     known = _library_code[id(code)] = code.co_filename.startswith(_library_roots)
     return known
@@ -199,7 +204,7 @@ def origin(depth: int = 2) -> Origin:
         code = frame.f_code
         library = known.get(id(code))
         if library is None:
-            library = _is_library(code)
+            library = is_library(code)
         if not library:
             return code, frame.f_lasti
         frame = frame.f_back
@@ -267,7 +272,7 @@ class Forms:
         return known
 
 
-class Recorder:
+class Recorder(ProgramFields):
     """Records instructions for one device. Callers of all public methods hold `lock`.
 
     Attributes:
@@ -283,6 +288,7 @@ class Recorder:
         after_replay: whether the open program began after a program that was sent by `replay`. In a loop, it begins at this point
             in every iteration.
         foreign_draws: number of random operators so far that used a generator of the user.
+        replaced: whether `emit` is replaced.
         capture: what keeps the open program; None: it is sent.
         opener: opens the session; None if the session is open, or if nobody asked for one.
         programs_dir: folder to which new programs are written as ``<digest>.wis``; None: they are not written.
@@ -298,7 +304,7 @@ class Recorder:
         self.link: Link | None = None
         self.opener: Callable[[], None] | None = None
         self.programs_dir: Path | None = None
-        self.recording = self.after_replay = False
+        self.recording = self.after_replay = self.replaced = False
         self.capture: Capture | None = None
         self._limit_before_capture = self._operations_before_capture = 0
         self.foreign_draws = 0
@@ -354,6 +360,7 @@ class Recorder:
 
         Without `mark`, recording is not slower than before.
         """
+        self.replaced = mark is not None
         if mark is None:
             self.__dict__.pop("emit", None)
             return
@@ -756,6 +763,7 @@ class Recorder:
         self.lock = self._own_lock
         unlock_after_fork(self.lock)
         if self.link is not None:
+            self.replaced = True
             self.emit = self.require_link = _refuse_forked  # type: ignore[method-assign]
 
     def forget_session(self) -> None:

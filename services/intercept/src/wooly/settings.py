@@ -161,6 +161,12 @@ class Settings(BaseSettings):
     programs_dir: Path | None = Field(
         None, description="folder to which the client writes each new program, for `wooly disasm`"
     )
+    native: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="native kernels of the client, from the package `wooly-native`, which change no program. auto: if the "
+        "package is installed for this PyTorch; on: required, otherwise the session is not opened; off: none, Python records "
+        "everything",
+    )
     flush_instructions: int = Field(
         128, ge=1, le=4096, description="maximum number of instructions before the client sends a program"
     )

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
+from wooly.native import HeapFields
 from wooly.torch_private import from_dlpack, redispatch_cpu, reinterpret
 
 #: Position of the buffer id in an address; the bits below contain the byte offset.
@@ -95,7 +96,7 @@ class HeapObserver(Protocol):
         """A storage was freed."""
 
 
-class Heap:
+class Heap(HeapFields):
     """The storages of one device: allocates their ids and counts their bytes.
 
     Attributes:
@@ -118,29 +119,21 @@ class Heap:
         make_room: called with the bytes of a storage that exceeds `granted`. It raises an error if there is no memory.
         orphans: owners of kept buffers whose storages were freed, by id.
         observers: are told about storages; see `observe`.
+        observed: whether there are observers.
+        tell_free: finalizer of an owner while there are observers, or of an entry of `dead` that has no owner.
     """
 
     __slots__ = (
         "_next",
         "_owners",
-        "_reusable",
-        "dead",
         "fraction",
         "freed",
         "freed_bytes",
-        "granted",
-        "held_bytes",
-        "index",
-        "kept",
-        "live",
-        "live_bytes",
         "make_room",
         "observers",
         "opener",
         "orphans",
         "owner",
-        "peak_bytes",
-        "peak_live",
     )
 
     def __init__(self, index: int) -> None:
@@ -156,7 +149,9 @@ class Heap:
         self.freed_bytes = 0
         self._owners = _owner_types(self)
         self.observers: tuple[HeapObserver, ...] = ()
+        self.observed = False
         self.owner = self._owners.plain
+        self.tell_free = self._owners.tell_free
         self.opener: Callable[[], None] | None = None
         self.held_bytes = 0
         self.granted = NO_LIMIT
@@ -233,6 +228,7 @@ class Heap:
         """Tell `observer` about storages from now on; `on` false: no longer. Without observers, a storage costs nothing more."""
         others = tuple([known for known in self.observers if known is not observer])
         self.observers = (*others, observer) if on else others
+        self.observed = bool(self.observers)
         owners = self._owners
         self.owner = owners.observed if self.observers else owners.plain
         owners.plain.__del__ = owners.tell_free if self.observers else owners.free  # type: ignore[attr-defined]

@@ -15,7 +15,7 @@ from wooly_wis.determinism import SENSITIVE
 from wooly_wis.dtypes import BY_LABEL
 from wooly_wis.flags import followed
 
-from wooly import storage
+from wooly import native, storage
 from wooly.determinism import Determinism, Mode
 from wooly.devices import NAME, Devices, mixed_devices
 from wooly.dtypes import TORCH_DTYPES
@@ -42,6 +42,7 @@ _MAX_INT = (1 << 63) - 1
 _MAX_PLANS = 65536
 #: The mode of determinism at the start of a script.
 _OFF = Mode()
+_learn = None if native.module is None else native.module.learn
 
 
 class _WideIntegerError(OverflowError):
@@ -64,6 +65,8 @@ class Generic:
         self._out_sizes: dict[tuple[Any, ...], dict[str, tuple[tuple[int, ...], tuple[int, ...]]]] = {}
         #: Calls with operands in one buffer that were checked: number of the form, and for each operand the first in its buffer.
         self._share_memory: set[tuple[int, ...]] = set()
+        #: Facts of the operators whose kernel is `kernel` without special arguments.
+        self.facts: dict[OpOverload, OpFacts] = {}
         #: Resizes an `out=` tensor to sizes and strides. `RegisteredDevice` sets it to `Transfer.resize`.
         self.resize: Callable[[Tensor, tuple[int, ...], tuple[int, ...]], None] | None = None
 
@@ -93,6 +96,7 @@ class Generic:
             mode = self._determinism.mode if depends else _OFF
             asked = tuple([f for f in self._flags.current if f in follows]) if kept is None else kept
             tell((head, mode, asked) if asked or mode != _OFF else head, asked)
+            native.forget()
 
         if depends:
             self._determinism.watch(lambda mode: look())
@@ -118,6 +122,8 @@ class Generic:
 
         self._follow(op, (op, views) if views else op, flags, follow)
         facts = OpFacts(op)
+        if not views and flags is None:
+            self.facts[op] = facts
         plans = self._plans
         devices = self._devices
         scalar_at = facts.scalar
@@ -161,7 +167,12 @@ class Generic:
                 key.append(devices.current)
             signature = tuple(key)
             plan = plans.get(signature)
-            if plan is None:
+            if plan is not None:
+                if _learn is not None and not (plan.special or plan.random or (mutable and plan.outs)):
+                    _learn(facts.name, plan.recorder, plan.form, plan.outs, plan.written, buffers, params)
+            else:
+                if native.module is not None:
+                    native.module.disarm()
                 if facts.each_alone and not _on_one_device(buffers):
                     return redispatch_cpu(op)(*args, **kwargs)
                 if gaps:
@@ -224,6 +235,7 @@ class Generic:
         """Clear the cache of plans, because the default dtype has changed: dtypes of results may depend on it."""
         self._plans.clear()
         self._out_sizes.clear()
+        native.forget()
 
     def differentiated(self, op: OpOverload) -> Callable[..., list[Tensor]]:
         """Make the kernel of one operator overload for calls with gradients. It records the call as one instruction.
@@ -382,6 +394,7 @@ class Generic:
                 recorder.sync()
             except RemoteOperationError as e:
                 self._plans.pop(signature, None)
+                native.forget()
                 if planned.doubt is not None and str(planned.doubt) in str(e):
                     raise planned.doubt from None
                 if "not implemented for" in e.message:  # the kernel does not support the dtype

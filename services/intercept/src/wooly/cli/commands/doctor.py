@@ -47,6 +47,7 @@ def doctor(
 
     check("python", _check_python)
     check("torch", _check_torch)
+    check("native kernels", _check_native)
     settings: list[Settings] = []
     if check("configuration", lambda: _check_configuration(settings)):
         if settings[0].executor_url:
@@ -164,6 +165,12 @@ def _check_torch() -> str:
             f"torch {torch.__version__} is not supported; Wooly is tested with 2.11 to 2.15: pip install torch==2.13.0"
         )
     return str(torch.__version__)
+
+
+def _check_native() -> str:
+    from wooly import native
+
+    return native.describe()
 
 
 def _check_configuration(found: list[Settings]) -> str:

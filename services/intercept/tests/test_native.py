@@ -1,0 +1,376 @@
+"""Native kernels record what the kernels in Python record: the same programs, params, bindings and frees, byte for byte."""
+
+import gc
+import threading
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from wooly import device, native, storage
+from wooly.recorder import describe_origin
+from wooly.settings import Settings
+
+pytestmark = pytest.mark.skipif(native.module is None, reason=native.reason)
+
+
+class Recorded:
+    """Records with native kernels or without them, and keeps what is sent."""
+
+    def __init__(self, monkeypatch):
+        self.recorder = device.current().devices.recorders[0]
+        self.frames = []
+        link = self.recorder.link
+        define, run = link.define, link.run
+
+        def keep_define(raw):
+            self.frames.append(("define", bytes(raw)))
+            define(raw)
+
+        def keep_run(digest, bind, params, frees, words, origins, reply=False):
+            lines = [describe_origin(where) for where in origins]
+            self.frames.append(("run", digest, tuple(bind), bytes(params), tuple(frees), reply, lines))
+            return run(digest, bind, params, frees, words, origins, reply)
+
+        monkeypatch.setattr(link, "define", keep_define)
+        monkeypatch.setattr(link, "run", keep_run)
+        monkeypatch.setattr(
+            self.recorder, "try_flush", lambda: None
+        )  # the timer cuts programs at other points each time
+
+    def __call__(self, work, *, on):
+        """What is sent while `work` runs, and its result. Each call starts with the same free ids and no known program."""
+        recorder, heap = self.recorder, self.recorder.heap
+        torch.cuda.synchronize()
+        if heap.live:
+            gc.collect()
+            torch.cuda.synchronize()
+        assert heap.live == 0, "tensors of an earlier test live"
+        heap._reusable.sort()
+        recorder._sent.clear()
+        recorder._end_forms.clear()
+        recorder._kept_whole.clear()
+        recorder._without_end_form, recorder._closed_at_end_form = 0, None
+        recorder.generator.manual_seed(0)
+        recorder.set_limit(recorder.limit)
+        heap.reset_peak()
+        self.frames.clear()
+        before = native.module.counts()[0]
+        native.module.switch(on)
+        try:
+            result = work()
+            torch.cuda.synchronize()
+        finally:
+            native.module.switch(True)
+        self.natively = native.module.counts()[0] - before
+        counted = (heap.live, heap.live_bytes, heap.held_bytes, heap.peak_bytes, heap.peak_live)
+        return [*self.frames], result, counted
+
+
+@pytest.fixture
+def recorded(cuda, monkeypatch):
+    """The function that records."""
+    return Recorded(monkeypatch)
+
+
+def assert_equal_recordings(recorded, work, calls=1):
+    """Record `work` in Python until its plans are known, then natively, and compare."""
+    for _ in range(2):
+        recorded(work, on=False)
+    expected = recorded(work, on=False)
+    for _ in range(2):
+        recorded(work, on=True)  # Python teaches its plans
+    found = recorded(work, on=True)
+    assert recorded.natively >= calls
+    for mine, theirs in zip(found[0], expected[0], strict=True):
+        assert mine == theirs
+    assert found[1:] == expected[1:]
+
+
+def bits(t):
+    """The content of a tensor."""
+    return t.detach().cpu().contiguous().view(torch.uint8).tolist()
+
+
+def test_elementwise_and_products_equal(recorded):
+    def work():
+        x = torch.arange(16.0, device="cuda").view(4, 4)
+        y = torch.ones(4, 4, device="cuda")
+        for k in range(5):
+            y = (x @ y + x * 0.5 - k).relu()
+        return bits(y)
+
+    assert_equal_recordings(recorded, work, calls=20)
+
+
+def test_views_and_in_place_operations_equal(recorded):
+    def work():
+        x = torch.arange(24.0, device="cuda").view(4, 6)
+        x[1:3].mul_(2)
+        x.t().add_(x.reshape(6, 4) * 1)
+        x[:, 0] += x.sum(1)
+        x.unsqueeze(0).expand(2, 4, 6).sum((0, 2)).sqrt_()
+        return bits(x)
+
+    assert_equal_recordings(recorded, work, calls=5)
+
+
+def test_in_place_operation_updates_version_and_host_copy(cuda):
+    for _ in range(3):
+        x = torch.ones(3, device="cuda")
+        total = x.sum()
+        assert total.item() == 3 and total.item() == 3
+        before = total._version
+        total.add_(1)
+        assert total._version == before + 1
+        assert total.item() == 4
+
+
+def test_training_steps_equal(recorded):
+    torch.manual_seed(0)
+    host = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.ReLU(), torch.nn.Linear(5, 3))
+    data = torch.randn(4, 6)
+
+    def work():
+        model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.ReLU(), torch.nn.Linear(5, 3)).to("cuda")
+        with torch.no_grad():
+            for p, q in zip(model.parameters(), host.parameters(), strict=True):
+                p.copy_(q)
+        x = data.to("cuda")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        return [bits(p) for p in model.parameters()]
+
+    assert_equal_recordings(recorded, work, calls=30)
+
+
+def test_inference_mode_makes_inference_tensors(cuda):
+    x = torch.ones(2, 2, device="cuda")
+    for _ in range(3):
+        with torch.inference_mode():
+            made = x + x
+        assert made.is_inference() and not (x + x).is_inference()
+
+
+def test_other_values_of_constants_are_other_calls(cuda):
+    x = torch.arange(6.0, device="cuda").view(2, 3)
+    for _ in range(4):
+        assert x.sum(0).tolist() == [3, 5, 7] and x.sum(1).tolist() == [3, 12]
+        assert x.sum(1, keepdim=True).shape == (2, 1)
+        assert torch.add(x, x, alpha=2)[1, 2].item() == 15 and torch.add(x, x)[1, 2].item() == 10
+        assert (x * 2)[0, 1].item() == 2 and (x * 2.5)[0, 1].item() == 2.5 and (x * True)[0, 1].item() == 1
+        assert torch.sub(x, 1, alpha=3)[0, 0].item() == -3
+
+
+def test_default_dtype_changes_results_of_known_calls(cuda):
+    n = torch.arange(4, device="cuda")
+    for _ in range(3):
+        assert (n / 2).dtype is torch.float32
+    torch.set_default_dtype(torch.float64)
+    try:
+        for _ in range(3):
+            assert (n / 2).dtype is torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert (n / 2).dtype is torch.float32
+
+
+def test_wrong_arguments_raise_after_right_ones(cuda):
+    x = torch.ones(2, 3, device="cuda")
+    for _ in range(3):
+        assert (x + x).shape == (2, 3)
+        with pytest.raises(RuntimeError, match="must match"):
+            x + torch.ones(4, 5, device="cuda")
+        with pytest.raises(RuntimeError, match="same device"):
+            x + torch.zeros(2, 3)
+
+
+def test_out_of_wrong_size_is_resized_at_each_call(cuda):
+    x = torch.ones(2, 3, device="cuda")
+    for _ in range(4):
+        out = torch.empty(0, device="cuda")
+        torch.add(x, x, out=out)
+        assert out.tolist() == [[2, 2, 2], [2, 2, 2]]
+
+
+def test_conjugate_views_are_resolved(cuda):
+    x = torch.tensor([1 + 2j, 3 - 1j])
+    y = x.to("cuda")
+    for _ in range(3):
+        assert torch.equal((y + y).cpu(), x + x)
+        assert torch.equal((y.conj() + y).cpu(), x.conj() + x)
+
+
+def test_remote_error_names_line_of_native_call(cuda):
+    table, index = torch.zeros(3, device=cuda), torch.tensor([2], device=cuda)
+    for i in (2, 2, 2, 7):
+        index.fill_(i)
+        found = table.index_select(0, index)  # this line is reported
+    with pytest.raises(RuntimeError, match=r"index out of range.*\n.*test_remote_error_names_line_of_native_call"):
+        found.cpu()
+
+
+def test_no_room_for_result_raises_at_call(cuda):
+    x = torch.ones(1024, device="cuda")
+    for _ in range(3):
+        x + x
+    heap = storage.heaps[0]
+    asked = []
+
+    def make_room(nbytes):
+        asked.append(nbytes)
+        raise torch.OutOfMemoryError("no room")
+
+    kept, heap.make_room = (heap.granted, heap.make_room), make_room
+    heap.granted = heap.held_bytes
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            x + x
+    finally:
+        heap.granted, heap.make_room = kept
+    assert asked == [4096]
+    assert (x + x)[0].item() == 2
+
+
+def test_observers_hear_of_native_storages(cuda):
+    heard = []
+
+    class Observer:
+        def allocated(self, buffer, nbytes):
+            heard.append(("allocated", nbytes))
+
+        def freed(self, buffer, nbytes):
+            heard.append(("freed", nbytes))
+
+    x = torch.ones(256, device="cuda")
+    for _ in range(3):
+        x + x
+    made = x + x
+    observer, heap = Observer(), storage.heaps[0]
+    live = heap.live
+    heap.observe(observer)
+    try:
+        del made
+        other = x + x
+        del other
+    finally:
+        heap.observe(observer, on=False)
+    assert heard == [("freed", 1024), ("allocated", 1024), ("freed", 1024)]
+    assert heap.live == live - 1
+
+
+def test_threads_record_at_once(cuda):
+    results = {}
+
+    def work(k):
+        x = torch.full((8,), float(k), device="cuda")
+        t = x
+        for _ in range(200):
+            t = t + x
+        results[k] = t.tolist()
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {k: [201.0 * k] * 8 for k in range(4)}
+
+
+def test_thread_waits_for_lock_of_recorder(cuda):
+    x = torch.ones(4, device="cuda")
+    for _ in range(3):
+        x + x
+    recorder, found = device.current().devices.recorders[0], []
+    with recorder.lock:
+        thread = threading.Thread(target=lambda: found.append(x + x))
+        thread.start()
+        thread.join(0.2)
+        assert not found
+    thread.join()
+    assert found[0].tolist() == [2] * 4
+
+
+def test_error_of_hook_leaves_backward(cuda):
+    x = torch.ones(3, device="cuda", requires_grad=True)
+    for _ in range(3):
+        y = x * 2
+        y.register_hook(lambda g: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            y.sum().backward()
+    (x * 2).sum().backward()
+    assert x.grad.tolist() == [2, 2, 2]
+
+
+def test_setting_on_without_module_is_refused(monkeypatch):
+    from wooly.errors import WoolyError
+
+    monkeypatch.setattr(native, "module", None)
+    with pytest.raises(WoolyError, match="WOOLYAI_NATIVE=on"):
+        native.switch("on")
+    assert Settings(native="off").native == "off"
+
+
+# -- random sequences ------------------------------------------------------------------------------------------------------
+
+#: Operations on a pool of tensors of shape (4, 4). Each takes the pool and three numbers.
+OPERATIONS = (
+    lambda p, a, b, k: p.append(p[a] + p[b]),
+    lambda p, a, b, k: p.append(p[a] * (k / 4)),
+    lambda p, a, b, k: p.append(p[a] - k),
+    lambda p, a, b, k: p.append(torch.add(p[a], p[b], alpha=k)),
+    lambda p, a, b, k: p.append(p[a] @ p[b]),
+    lambda p, a, b, k: p.append(torch.addmm(p[a], p[b], p[a], beta=0.5)),
+    lambda p, a, b, k: p.append(p[a].t()),
+    lambda p, a, b, k: p.append(p[a].relu()),
+    lambda p, a, b, k: p.append(p[a].sum(k % 2, keepdim=True).expand(4, 4)),
+    lambda p, a, b, k: p.append(torch.cat([p[a][:2], p[b][2:]])),
+    lambda p, a, b, k: p.append(torch.where(p[a] > p[b], p[a], p[b])),
+    lambda p, a, b, k: p.append(p[a].clamp(-k, k)),
+    lambda p, a, b, k: p.append(p[a].to(torch.float64).to(torch.float32)),
+    lambda p, a, b, k: p.append(p[a].max(k % 2, keepdim=True).values.expand(4, 4)),
+    lambda p, a, b, k: p.append(torch.softmax(p[a], k % 2)),
+    lambda p, a, b, k: p[a].contiguous().add_(p[b]),
+    lambda p, a, b, k: p[a][k % 4].mul_(0.5) if p[a].stride(1) else None,
+    lambda p, a, b, k: p[a].fill_(k) if p[a].is_contiguous() else None,
+    lambda p, a, b, k: torch.mul(p[b], p[b], out=p[a]) if p[a].is_contiguous() and a != b else None,
+    lambda p, a, b, k: p.pop(a) if len(p) > 3 else None,
+    lambda p, a, b, k: p.append(p[a].new_full((4, 4), float(p[b][0, 0].item() > k))),
+    lambda p, a, b, k: p.append(p[a].clone()),
+    lambda p, a, b, k: p.append(torch.zeros_like(p[a])),
+)
+SEQUENCES = st.lists(st.tuples(st.integers(0, len(OPERATIONS) - 1), *[st.integers(0, 7)] * 3), min_size=1, max_size=40)
+
+
+def run_sequence(sequence):
+    """Run a sequence of operations. Returns the bits of all tensors."""
+    pool = [torch.arange(16.0, device="cuda").view(4, 4) / 16, torch.ones(4, 4, device="cuda")]
+    for which, a, b, k in sequence:
+        OPERATIONS[which](pool, a % len(pool), b % len(pool), k)
+    return [bits(t) for t in pool]
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(SEQUENCES)
+def test_random_sequence_equals_python(recorded, sequence):
+    assert_equal_recordings(recorded, lambda: run_sequence(sequence), calls=0)
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(SEQUENCES)
+def test_random_gradients_equal_python(recorded, sequence):
+    pure = [s for s in sequence if s[0] < 15]
+
+    def work():
+        x = (torch.arange(16.0, device="cuda").view(4, 4) / 16).requires_grad_()
+        w = torch.ones(4, 4, device="cuda", requires_grad=True)
+        pool = [x * 1, w * 1]
+        for which, a, b, k in pure:
+            OPERATIONS[which](pool, a % len(pool), b % len(pool), k)
+        sum([t.sum() for t in pool]).backward()
+        return [bits(x.grad), bits(w.grad)]
+
+    assert_equal_recordings(recorded, work, calls=1)
