@@ -440,7 +440,8 @@ def _after_fork() -> None:
     _attached = None
 
 
-os.register_at_fork(after_in_child=_after_fork)
+if hasattr(os, "register_at_fork"):  # not on Windows, which cannot fork
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def device_facts(index: int = 0) -> dict[str, Any]:

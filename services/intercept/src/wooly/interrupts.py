@@ -208,7 +208,10 @@ class _Deferred:
             with self._lock:
                 if number in self._waiting:
                     self._resent.add(number)
-                    signal.pthread_kill(main, number)
+                    if hasattr(signal, "pthread_kill"):
+                        signal.pthread_kill(main, number)
+                    else:  # on Windows, every signal reaches the main thread
+                        signal.raise_signal(number)
 
 
 _deferred: _Deferred | None = None
