@@ -21,7 +21,7 @@ from wooly_bus.supervision import start_thread
 from wooly import capture, children
 from wooly.contents import OfferPolicy
 from wooly.device import RegisteredDevice, register
-from wooly.errors import NotConnectedError, WoolyError
+from wooly.errors import NotConnectedError, ReleaseError, WoolyError
 from wooly.facade import Facade
 from wooly.facade.build import CUDA_VERSION
 from wooly.link import Link
@@ -135,6 +135,7 @@ def attach(
 
     Raises:
         NotConnectedError: no endpoint answers, or an executor's certificate is not trusted.
+        ReleaseError: an executor's PyTorch and this process's do not work together.
     """
     global _attached
     with _lock:
@@ -237,6 +238,8 @@ def _connect(
             raise NotConnectedError(
                 f"the TLS connection to {who} failed, and no other endpoint is tried, because this could be an attack: {e}"
             ) from e
+        except ReleaseError:
+            raise  # another endpoint leads to the same executor
         except (ChannelError, WoolyError) as e:
             failures.append(f"{endpoint}: {e}")
     raise NotConnectedError(

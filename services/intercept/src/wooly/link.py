@@ -31,10 +31,12 @@ from wooly_wis.frames import (
     unpack_json,
     unpack_records,
 )
+from wooly_wis.releases import mismatch
 
 from wooly.errors import (
     ExecutorLostError,
     ForkedProcessError,
+    ReleaseError,
     RemoteNotImplementedError,
     RemoteOperationError,
     WoolyError,
@@ -147,6 +149,12 @@ class Link:
         trace: str = "",
         opens: DirectSession | None = None,
     ) -> None:
+        """Say hello, and wait for the answer.
+
+        Raises:
+            ReleaseError: the executor's PyTorch and this process's do not work together.
+            WoolyError: the executor refuses the session.
+        """
         self._channel = channel
         self._opened_here = opens is not None
         self._last = 0
@@ -181,6 +189,8 @@ class Link:
         self._send(Kind.HELLO, pack_json(hello))
         welcome = self._answer(Kind.WELCOME, timeout)
         self.device: dict[str, Any] = welcome.get("device", {})
+        if why := mismatch(torch.__version__, str(self.device.get("torch_version", ""))):
+            raise ReleaseError(f"cannot use {where}: {why}.")
         channel.window = int(welcome.get("window", channel.window))
 
     # -- sending -----------------------------------------------------------------------------------------------------
