@@ -23,7 +23,9 @@ def connect(executor, endpoints, session_id):
 
 
 def test_client_with_unknown_other_release_is_refused_at_opening(executor, monkeypatch):
-    real = torch.__version__.split("+")[0]
+    link, _ = connect(executor, executor.endpoints, "same")
+    real = link.device["torch_version"]
+    link.close()
     monkeypatch.setattr(torch, "__version__", "2.99.0+cpu")
     with pytest.raises(ReleaseError, match=r"only from 2\.11 to 2\.15") as caught:
         connect(executor, executor.endpoints, "other")
