@@ -23,8 +23,8 @@ help: ## list the tasks
 setup: $(STAMP) ## prepare .venv with everything (both run and test call it)
 
 $(STAMP): $(MANIFESTS)
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' || \
-		{ echo "Wooly needs Python 3.11 or 3.12; $(PYTHON) is $$($(PYTHON) --version). Try: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' || \
+		{ echo "Wooly needs Python 3.11 to 3.14; $(PYTHON) is $$($(PYTHON) --version). Try: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
 		{ echo "cannot make a virtual environment; on Debian or Ubuntu: apt-get install python3-venv"; exit 1; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
@@ -55,18 +55,13 @@ test: setup ## the tests (about seven minutes on two cores)
 test-all: setup ## all tests, the slow ones too
 	WOOLY_THOROUGH=1 $(PYTEST) -m "not gpu and not docker"
 
-# Releases of PyTorch beside the pinned one. Each lies in a folder that precedes .venv's packages.
-RELEASES ?= 2.11.0 2.12.1 2.14.1 2.15.0
+# Python:PyTorch; client@executor: the client's tests with an executor of the other environment. docs/guides/install.md says what is supported.
+MATRIX ?= 3.11:2.11 3.12:2.12 3.13:2.13 3.14:2.14 3.14:2.15 3.11:2.11@3.14:2.15 3.14:2.15@3.11:2.11
 
 .PHONY: test-matrix
-test-matrix: setup ## the client's, the executor's and the conformance tests with other releases of PyTorch (gigabytes; RELEASES="2.14.1")
-	@for release in $(RELEASES); do \
-		test -d .matrix/$$release/torch || \
-			$(BIN)/python -m pip install --quiet --disable-pip-version-check --target .matrix/$$release torch==$$release || exit 1; \
-		echo "torch $$release"; \
-		PYTHONPATH=$(CURDIR)/.matrix/$$release $(PYTEST) -m "not slow and not gpu and not docker" \
-			services/intercept/tests services/executor/tests tests/conformance || exit 1; \
-	done
+test-matrix: setup ## the client's, the executor's and the conformance tests with other releases of Python and PyTorch (gigabytes; MATRIX="3.12:2.12 3.13:2.13")
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r requirements/matrix.txt
+	$(BIN)/python tests/matrix.py --workers $(WORKERS) $(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX)) $(MATRIX)
 
 ECOSYSTEM := .ecosystem
 
@@ -225,4 +220,4 @@ dist: setup ## build a wheel of each distribution into dist/ (docs/guides/instal
 
 .PHONY: clean
 clean: ## remove the virtual environment, caches, wheels and the site
-	rm -rf $(VENV) site dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) .matrix site dist .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -12,6 +12,7 @@ from wooly_testkit import forks
 from wooly_wis.dtypes import DType
 from wooly_wis.externs import is_allowed
 from wooly_wis.program import Form, Operand, OperandRef, ParamKind, ParamRef, Role
+from wooly_wis.releases import lacks
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +34,9 @@ def test_guards_both_runtimes_report_same_errors(outcome):
 
 def test_guards_every_law_has_an_allowed_operator():
     for name in guards.LAWS:
-        packet = getattr(torch.ops.aten, name)
-        assert any(is_allowed(f"aten.{name}.{kind}") for kind in packet.overloads()), name
+        if not lacks(torch.__version__, f"aten.{name}.default"):
+            packet = getattr(torch.ops.aten, name)
+            assert any(is_allowed(f"aten.{name}.{kind}") for kind in packet.overloads()), name
 
 
 def _unfold(wis, *rest, params=()):

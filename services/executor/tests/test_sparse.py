@@ -6,7 +6,7 @@ from wooly_executor.errors import OperationError
 from wooly_executor.runtime.sparse import operators
 from wooly_wis.sparse import Dense, DenseResult, Layout, Sparse, SparseCall, SparseTextError, Written, results_text
 
-pytestmark = pytest.mark.filterwarnings("ignore:Sparse CS[RC] tensor support")
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse CS[RC] tensor support", "ignore:Sparse invariant checks")
 DENSE = torch.arange(9.0).reshape(3, 3)
 ONE = results_text([DenseResult((3, 3), (3, 1), "f32")])
 

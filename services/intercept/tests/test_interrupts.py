@@ -159,6 +159,22 @@ def test_callback_of_weak_reference_in_pytorch_is_not_interrupted():
     assert found == [Moment.CALLBACK] * 2 and not known.values
 
 
+def test_audit_hook_inside_operation_is_not_interrupted(cuda):
+    """Dynamo loads filelock, which has such a hook: an exception there lost a frame that was numbered already."""
+    found, on = [], [True]
+
+    def hook(event, arguments):
+        if on and event == "socket.sendmsg":
+            found.append(interrupts.moment(sys._getframe()))
+
+    sys.addaudithook(hook)  # Python cannot remove it
+    try:
+        (torch.ones(3, device=cuda) + 1).tolist()
+    finally:
+        on.clear()
+    assert found and set(found) == {interrupts.Moment.OPERATION}
+
+
 def test_remote_error_of_interrupted_wait_is_raised_by_next_wait(cuda, alarms):
     x = torch.ones(600, 600, device=cuda)
     for _ in range(40):

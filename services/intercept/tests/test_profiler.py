@@ -13,6 +13,8 @@ from wooly import device, storage
 from wooly.profiling.device_events import DeviceEvent, in_turn
 from wooly.profiling.enclosing import enclosing
 
+# torch 2.11 warns at the first profile of a process
+pytestmark = pytest.mark.filterwarnings("ignore:Warning. Profiler clears events at the end of each cycle")
 BOTH = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
 
 

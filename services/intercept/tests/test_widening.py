@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from wooly.dtypes import DTYPES
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
@@ -106,6 +107,10 @@ def test_sums_of_bool_and_complex_numbers_have_dtypes_of_cuda(cuda):
 @pytest.mark.parametrize("dtype", [torch.int16, torch.bfloat16, torch.float32])
 def test_power_of_other_dtype_and_complex_number_equals_cpu(cuda, dtype):
     x = torch.tensor([1, 2, 3], dtype=dtype)
+    if torch.result_type(x, 1j) not in DTYPES:  # from torch 2.14 on, a dtype of two bfloat16
+        with pytest.raises(NotImplementedError, match="BComplex32"):
+            x.cuda() ** (1 + 2j)
+        return
     found, expected = x.cuda() ** (1 + 2j), x ** (1 + 2j)
     assert found.dtype is expected.dtype and found.cpu().equal(expected)
 

@@ -1,6 +1,6 @@
 """The private names of CPython that the local stack uses, in one file, so that they can be checked for a new Python release.
 
-Checked against Python 3.11 and 3.12.
+Checked against Python 3.11 to 3.14.
 """
 
 from __future__ import annotations

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 TOKEN = "test-token"
+#: Environment variable with another interpreter for executors: its environment may have another PyTorch (`tests/matrix.py`).
+OTHER_PYTHON = "WOOLY_TEST_EXECUTOR"
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class RunningExecutor:
 
 
 def _popen(module: str, *arguments: str, **options: Any) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-m", module, *arguments], **options)
+    return subprocess.Popen([os.environ.get(OTHER_PYTHON) or sys.executable, "-m", module, *arguments], **options)
 
 
 @contextlib.contextmanager
@@ -59,7 +61,7 @@ def executor_process(
         wanted |= environment or {}
         argv = ["--standalone", "--runtime", runtime, "--listen", ",".join(endpoints), "--token", TOKEN]
         with log.open("wb") as out:
-            process = start(
+            process = (_popen if os.environ.get(OTHER_PYTHON) else start)(
                 "wooly_executor",
                 *argv,
                 stdout=out,

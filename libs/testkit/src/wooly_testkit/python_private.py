@@ -1,4 +1,4 @@
-"""The private names of CPython that the test kit uses, in one file. Checked against Python 3.11 and 3.12."""
+"""The private names of CPython that the test kit uses, in one file. Checked against Python 3.11 to 3.14."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from wooly_bus.supervision import start_call, start_thread
 from wooly import capture, children, native
 from wooly.contents import OfferPolicy
 from wooly.device import RegisteredDevice, register
-from wooly.errors import NotConnectedError, WoolyError
+from wooly.errors import NotConnectedError, ReleaseError, WoolyError
 from wooly.facade import Facade
 from wooly.facade.build import CUDA_VERSION
 from wooly.link import Link
@@ -139,6 +139,7 @@ def attach(
 
     Raises:
         NotConnectedError: no endpoint answers, or an executor's certificate is not trusted.
+        ReleaseError: an executor's PyTorch and this process's do not work together.
     """
     global _attached
     with _lock:
@@ -249,6 +250,8 @@ def _connect(
             raise NotConnectedError(
                 f"the TLS connection to {who} failed, and no other endpoint is tried, because this could be an attack: {e}"
             ) from e
+        except ReleaseError:
+            raise  # another endpoint leads to the same executor
         except (ChannelError, WoolyError) as e:
             failures.append(f"{endpoint}: {e}")
     raise NotConnectedError(
@@ -486,7 +489,8 @@ def _after_fork() -> None:
     _attached = None
 
 
-os.register_at_fork(after_in_child=_after_fork)
+if hasattr(os, "register_at_fork"):  # not on Windows, which cannot fork
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def device_facts(index: int = 0) -> dict[str, Any]:

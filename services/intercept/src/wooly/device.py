@@ -421,7 +421,8 @@ def register(flush_instructions: int = 0) -> RegisteredDevice:
             use_resize_warning_of_aten()
             avoid_dynamo_import()
             device.register_kernels()
-            os.register_at_fork(after_in_child=device.after_fork)
+            if hasattr(os, "register_at_fork"):  # not on Windows, which cannot fork
+                os.register_at_fork(after_in_child=device.after_fork)
             _device = device
         for recorder in _device.devices.recorders if flush_instructions else ():
             recorder.set_limit(flush_instructions)

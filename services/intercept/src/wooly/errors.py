@@ -16,6 +16,12 @@ class NotConnectedError(WoolyError):
     code = "wooly.not_connected"
 
 
+class ReleaseError(NotConnectedError):
+    """The client's PyTorch and the executor's do not work together."""
+
+    code = "wooly.release"
+
+
 class ExecutorLostError(WoolyError):
     """The connection to the executor ended while the session was open."""
 

@@ -44,6 +44,13 @@ _RECORDING = (
     os.path.dirname(wooly_bus.channel.__file__ or "") + os.sep,
     os.path.dirname(wooly_wis.__file__ or "") + os.sep,
 )
+#: Of these, code that never calls a function of the program. Below it, other people's functions are hooks of the interpreter
+#: (`sys.addaudithook`; Dynamo loads a library that has one).
+_CLOSED = (
+    f"{_HERE}link.py",
+    os.path.dirname(wooly_bus.channel.__file__ or "") + os.sep,
+    os.path.dirname(wooly_wis.__file__ or "") + os.sep,
+)
 #: Code that recording functions call. Whether its caller may be interrupted decides.
 _LIBRARIES = (
     os.path.dirname(os.__file__) + os.sep,
@@ -102,6 +109,19 @@ def _is_callback(code: CodeType) -> bool:
     return code.co_filename in _CALLBACKS or (code.co_filename == file and code.co_qualname.startswith(prefix))
 
 
+def _is_hook(frame: FrameType) -> bool:
+    """Whether a function of others runs inside an operation, as a hook of the interpreter. A handler in a wait does not."""
+    inner = frame.f_back
+    while inner is not None:
+        code = inner.f_code
+        if code is _WAITING or code.co_filename == f"{_HERE}interrupts.py":
+            return False
+        if code.co_filename.startswith(_CLOSED):
+            return True
+        inner = inner.f_back
+    return False
+
+
 def moment(frame: FrameType | None) -> Moment:
     """What the main thread does, by its innermost frame."""
     if frame is None:
@@ -119,6 +139,8 @@ def moment(frame: FrameType | None) -> Moment:
         if caller.f_code is GUARD_CODE or name.startswith(_RECORDING):
             return Moment.OPERATION
         if not name.startswith(_LIBRARIES):
+            if _is_hook(caller):
+                return Moment.OPERATION
             break
         caller = caller.f_back
     return Moment.FREE if dis.opname[code.co_code[at]].startswith(_BETWEEN) else Moment.CALL
@@ -208,7 +230,10 @@ class _Deferred:
             with self._lock:
                 if number in self._waiting:
                     self._resent.add(number)
-                    signal.pthread_kill(main, number)
+                    if hasattr(signal, "pthread_kill"):
+                        signal.pthread_kill(main, number)
+                    else:  # on Windows, every signal reaches the main thread
+                        signal.raise_signal(number)
 
 
 _deferred: _Deferred | None = None

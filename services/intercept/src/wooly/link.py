@@ -36,10 +36,12 @@ from wooly_wis.frames import (
     unpack_json,
     unpack_records,
 )
+from wooly_wis.releases import mismatch
 
 from wooly.errors import (
     ExecutorLostError,
     ForkedProcessError,
+    ReleaseError,
     RemoteNotImplementedError,
     RemoteOperationError,
     WoolyError,
@@ -156,6 +158,12 @@ class Link:
         trace: str = "",
         opens: DirectSession | None = None,
     ) -> None:
+        """Say hello, and wait for the answer.
+
+        Raises:
+            ReleaseError: the executor's PyTorch and this process's do not work together.
+            WoolyError: the executor refuses the session.
+        """
         self._channel = channel
         self._opened_here = opens is not None
         self._last = 0
@@ -212,6 +220,8 @@ class Link:
         if answer.kind != Kind.WELCOME:
             raise self._fail(WoolyError(f"the executor answered a hello with a frame of kind {answer.kind}"))
         welcome = unpack_json(answer.payload)
+        if why := mismatch(torch.__version__, str(welcome.get("device", {}).get("torch_version", ""))):
+            raise ReleaseError(f"cannot use {self.where}: {why}.")
         channel.window = int(welcome.get("window", channel.window))
         return welcome
 

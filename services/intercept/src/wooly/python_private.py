@@ -1,6 +1,6 @@
 """All private names of CPython that the client uses. Check this file against each new Python release.
 
-Checked against Python 3.11 and 3.12.
+Checked against Python 3.11 to 3.14.
 """
 
 from __future__ import annotations

@@ -737,6 +737,11 @@ class Recorder(ProgramFields):
         self.params = kept
         return own
 
+    @property
+    def torch_version(self) -> str:
+        """Version of the executor's PyTorch; empty if it is not known."""
+        return "" if self.link is None else str(self.link.device.get("torch_version", ""))
+
     def require_link(self) -> Link:
         """The session's link.
 

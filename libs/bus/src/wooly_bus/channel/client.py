@@ -11,7 +11,6 @@ that waits for room receives, too; after such an exception, its frame is not sen
 from __future__ import annotations
 
 import contextlib
-import select
 import socket
 import ssl
 import time
@@ -33,13 +32,11 @@ from wooly_bus.channel.framing import (
     ProtocolError,
     parse_header,
 )
+from wooly_bus.channel.sockets import Buffer, hung_up, input_of, send_gathered, unix_socket
 from wooly_bus.channel.tls import client_context, handshake_error
 
-Buffer = bytes | bytearray | memoryview
 #: Received payload bytes after which the client sends an acknowledgement: half of the default window.
 _ACK_EVERY = 32 << 20
-_HANGUP = getattr(select, "POLLRDHUP", 0)  # `poll` always reports POLLHUP and POLLERR
-
 
 #: The kind of an `Expected` that takes the next frame, whatever its kind.
 _ANY = -1
@@ -94,8 +91,7 @@ class ChannelClient:
         self._header_view = memoryview(self._header)
         self._header_at = 0
         self._incoming: _Incoming | None = None
-        self._input = select.poll()  # `select.select` does not accept descriptors above 1023
-        self._input.register(sock, select.POLLIN)
+        self._input = input_of(sock)
         self._sent = 0
         self._received = 0
         self._unacked: deque[tuple[int, int]] = deque()
@@ -119,7 +115,7 @@ class ChannelClient:
         sock: socket.socket | None = None
         try:
             if endpoint.scheme == "unix":
-                sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                sock = unix_socket()
                 sock.settimeout(timeout)
                 tune(sock, SOCKET_BUFFER)
                 sock.connect(endpoint.path)
@@ -172,7 +168,7 @@ class ChannelClient:
                 for b in buffers:
                     sock.sendall(b)
                 return
-            n = sock.sendmsg(buffers)
+            n = send_gathered(sock, buffers)
             while n < size:
                 rest: list[Buffer] = []
                 for b in buffers:
@@ -183,7 +179,7 @@ class ChannelClient:
                         n = 0
                 buffers = rest
                 size = sum(len(b) for b in buffers)
-                n = sock.sendmsg(buffers)
+                n = send_gathered(sock, buffers)
         except OSError as e:
             raise self._send_error(e) from e
 
@@ -378,12 +374,7 @@ class ChannelClient:
 
     def broken(self) -> bool:
         """Whether the other end closed the connection. Received frames may still be unread. Any thread may call this."""
-        poll = select.poll()
-        try:
-            poll.register(self._sock, _HANGUP)
-        except (OSError, ValueError):  # this end is closed
-            return True
-        return bool(poll.poll(0))
+        return hung_up(self._sock)
 
     def abort(self) -> None:
         """Shut the connection down.

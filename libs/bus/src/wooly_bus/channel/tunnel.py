@@ -30,7 +30,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -103,14 +103,31 @@ class TunnelSocket(socket.socket):
             raise ConnectionAbortedError(self._end_reason.reason)
         return n
 
-    def sendmsg(self, *args: Any) -> int:
-        """Behave as `socket.socket`, but raise the reason of a broken tunnel.
+    if hasattr(socket.socket, "sendmsg"):
+
+        def sendmsg(self, *args: Any) -> int:
+            """Behave as `socket.socket`, but raise the reason of a broken tunnel.
+
+            Raises:
+                ConnectionAbortedError: the tunnel broke; the message has the reason.
+            """
+            parent: Any = super()  # mypy knows no `sendmsg` on Windows
+            with self._errors():
+                return int(parent.sendmsg(*args))
+
+    def sendall(self, *args: Any) -> None:
+        """Behave as `socket.socket`, but raise the reason of a broken tunnel. Windows has no `sendmsg`.
 
         Raises:
             ConnectionAbortedError: the tunnel broke; the message has the reason.
         """
+        with self._errors():
+            super().sendall(*args)
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
         try:
-            return super().sendmsg(*args)
+            yield
         except ConnectionError as e:
             if self._end_reason.reason:
                 raise ConnectionAbortedError(self._end_reason.reason) from e

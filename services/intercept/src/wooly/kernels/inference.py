@@ -57,6 +57,9 @@ _STAND_IN_LIMIT = 1 << 24
 #: Dtypes that meta kernels widen before they compute.
 _WIDENED = frozenset({torch.float16, torch.bfloat16})
 
+#: Attention with the logarithms of its sums, which the CPU kernel computes in float64 for float64.
+_ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu.default"
+
 #: Operators that return a result and its statistics.
 _NORMS = frozenset({"aten.native_layer_norm.default", "aten.native_group_norm.default"})
 
@@ -272,6 +275,8 @@ def _correct(
     if facts.name in _ITERATED and where == "meta" and fresh[0] is not None:
         iterated = torch.add(*[a for a in args if isinstance(a, Tensor)])
         fresh[0] = torch.empty_strided(iterated.shape, iterated.stride(), dtype=fresh[0].dtype, device=where)
+    if facts.name == _ATTENTION and fresh[1] is not None:  # before torch 2.13, the meta kernel says float32
+        fresh[1] = fresh[1].to(torch.float64 if call.args[0].dtype is torch.float64 else torch.float32)
     if facts.name in _NORMS:
         fresh[1:] = [t if t is None else t.to(_statistics_dtype(call)) for t in fresh[1:]]
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from wooly_wis.externs import is_allowed
 from wooly_wis.program import Attr, Form, Operand, OperandRef, Role, View
+from wooly_wis.releases import lacks
 
 from wooly.determinism import Determinism
 from wooly.dtypes import DTYPES
@@ -86,6 +87,12 @@ class PlanBuilder:
         """
         if not (is_allowed(facts.name) or facts.extension):
             raise unsupported(facts.name, "the executor does not offer this operator")
+        if lacks(recorder.torch_version, facts.name):
+            raise unsupported(
+                facts.name,
+                f"the executor has PyTorch {recorder.torch_version}, which lacks this operator; this client has PyTorch "
+                f"{torch.__version__}: install the same release on both",
+            )
         refuse_writes_on_host(facts, call)  # before the trial, which runs the call on host tensors
         mode = self._determinism.mode
         with deterministic_off() if mode.warn_only else contextlib.nullcontext():  # the host's kernels may warn, too

@@ -149,9 +149,9 @@ def _exercise() -> int:
 
 
 def _check_python() -> str:
-    if not (3, 11) <= sys.version_info[:2] <= (3, 12):
+    if not (3, 11) <= sys.version_info[:2] <= (3, 14):
         raise RuntimeError(
-            f"Python {platform.python_version()} is not supported; Wooly is tested with 3.11 and 3.12: install one of them"
+            f"Python {platform.python_version()} is not supported; Wooly is tested with 3.11 to 3.14: install one of them"
         )
     return platform.python_version()
 

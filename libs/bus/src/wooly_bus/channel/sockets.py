@@ -1,0 +1,89 @@
+"""What a client of a data channel does with its socket, on every system.
+
+Python for Windows has neither `poll` nor `sendmsg` nor unix sockets.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+Buffer = bytes | bytearray | memoryview
+#: Longest wait of one `select`, in seconds. On Windows, a signal does not interrupt it; the handler runs between two waits.
+_SLICE_S = 0.2
+_INPUT = getattr(select, "POLLIN", 0)
+_HANGUP = getattr(select, "POLLRDHUP", 0)  # `poll` always reports POLLHUP and POLLERR
+
+
+class Input(Protocol):
+    """Waits for input of one socket."""
+
+    def poll(self, milliseconds: float | None = None, /) -> Sequence[object]:
+        """Wait until the socket has input, or until the time is over. The result is empty if there is no input."""
+
+
+class _Selected:
+    """Waits with `select.select`, which is available on every system."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+
+    def poll(self, milliseconds: float | None = None, /) -> Sequence[object]:
+        left = float("inf") if milliseconds is None else milliseconds / 1000
+        while True:
+            ready, _, _ = select.select([self._sock], [], [], max(min(left, _SLICE_S), 0))
+            left -= _SLICE_S
+            if ready or left <= 0:
+                return ready
+
+
+def input_of(sock: socket.socket) -> Input:
+    """Return what waits for input of a socket: `poll` if the system has it, since `select` refuses descriptors above 1023."""
+    if not hasattr(select, "poll"):
+        return _Selected(sock)
+    found: Input = _poll(sock, _INPUT)
+    return found
+
+
+def unix_socket() -> socket.socket:
+    """Return a new unix socket.
+
+    Raises:
+        OSError: this system, or its Python, has no unix sockets.
+    """
+    if not hasattr(socket, "AF_UNIX"):
+        raise OSError(
+            "Python on this system has no unix sockets; let the executor listen on tcp://… or tls://… as well"
+        )
+    return socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+
+
+def send_gathered(sock: socket.socket, buffers: Sequence[Buffer]) -> int:
+    """Send the first bytes of consecutive buffers. Returns their number: all, where `sendmsg` is missing."""
+    if hasattr(sock, "sendmsg"):
+        return int(sock.sendmsg(buffers))
+    for buffer in buffers:
+        sock.sendall(buffer)
+    return sum([len(buffer) for buffer in buffers])
+
+
+def hung_up(sock: socket.socket) -> bool:
+    """Whether the other end closed the connection, or this end did. Received bytes may still be unread, and stay so.
+
+    Where `poll` is missing, only a close of this end is seen: another thread may be the reader, and a look at its input could
+    wait. The reader then finds the close.
+    """
+    if not hasattr(select, "poll"):
+        return sock.fileno() < 0
+    try:
+        return bool(_poll(sock, _HANGUP).poll(0))
+    except (OSError, ValueError):  # this end is closed
+        return True
+
+
+def _poll(sock: socket.socket, events: int) -> Any:
+    found = select.poll()  # type: ignore[attr-defined, unused-ignore] # the callers have checked that it exists
+    found.register(sock, events)
+    return found
