@@ -40,7 +40,7 @@ def test_lists_equal_cuda():
     more = {name for name in theirs - ours if not re.search(r"\.(dimname|names_|dim_Dimname|Dimname)", name)}
     assert more <= {"_cudnn_rnn", "cudnn_convolution", "cudnn_convolution_transpose"}
     known = {name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names()}
-    assert (ours - theirs).isdisjoint(known)
+    assert (ours - theirs) & known <= {"rms_norm"}  # torch 2.11's lists do not have it, so it is not registered there
     assert (ours & known) - cases.NOT_CALLED <= set(cases.CALLS)
 
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from wooly_testkit.forks import OTHER_PYTHON
+
 TOKEN = "test-token"
-#: Environment variable with another interpreter for executors: its environment may have another PyTorch (`tests/matrix.py`).
-OTHER_PYTHON = "WOOLY_TEST_EXECUTOR"
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def executor_process(
         wanted |= environment or {}
         argv = ["--standalone", "--runtime", runtime, "--listen", ",".join(endpoints), "--token", TOKEN]
         with log.open("wb") as out:
-            process = (_popen if os.environ.get(OTHER_PYTHON) else start)(
+            process = start(
                 "wooly_executor",
                 *argv,
                 stdout=out,

@@ -39,6 +39,8 @@ _OF_A_CLIENT = (
 )  # fmt: skip
 #: Services whose modules are loaded before the fork of a module. The services of a stack are forks of its supervisor.
 _OF_A_STACK = {"wooly_local.supervisor": _SERVICES, **{service: (service,) for service in _SERVICES}}
+#: Environment variable with another interpreter for executors: its environment may have another PyTorch (`tests/matrix.py`).
+OTHER_PYTHON = "WOOLY_TEST_EXECUTOR"
 _lock = threading.Lock()
 _parent: tuple[subprocess.Popen[bytes] | None, socket.socket] | None = None
 #: The folder of the socket at which the parent listens for other processes, once `share` has been called.
@@ -56,6 +58,13 @@ class Forked(subprocess.Popen[Any]):
     """
 
     _status: socket.socket
+
+    def __new__(cls, module: str, *arguments: str, like: str = "", **options: Any) -> Any:
+        """An executor of another interpreter is no fork."""
+        other = os.environ.get(OTHER_PYTHON)
+        if other and module == "wooly_executor":
+            return subprocess.Popen([other, "-m", module, *arguments], **options)
+        return super().__new__(cls)
 
     def __init__(self, module: str, *arguments: str, like: str = "", **options: Any) -> None:
         self._like = like or module
