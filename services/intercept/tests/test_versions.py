@@ -19,7 +19,8 @@ def executor():
 
 def connect(executor, endpoints, session_id):
     part = api.Part(endpoints, executor_id="gpu-7")
-    return api._connect(part, session_id, executor.token, "auto", "", None, False, "exact", "")
+    greet = api._greeting(session_id, executor.token, "exact", "", None)
+    return api._connect(part, "auto", "", None, False, greet)
 
 
 def test_client_with_unknown_other_release_is_refused_at_opening(executor, monkeypatch):

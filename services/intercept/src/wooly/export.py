@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import inspect
 import runpy
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 import torch
 from torch import Tensor as TorchTensor
@@ -49,6 +50,8 @@ class RecordingLink:
     recording = True
     mirroring = False
     offers = None
+    #: No host copies; native kernels look here.
+    _mirrors: Final[OrderedDict[int, Any]] = OrderedDict()
 
     def __init__(self) -> None:
         self.device = dict(_FACTS)

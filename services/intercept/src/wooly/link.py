@@ -669,11 +669,12 @@ class Link:
             self._ask_cut(recovery, wait=True)
             if recovery.answer is not None and self._wait(Pending(recovery.answer)):
                 self._take_cut(recovery)
-            if why := recovery.exhausted():
-                self.recovery = None
-                warnings.warn(f"this session cannot go on in another executor any more: {why}", stacklevel=2)
-                return
-        if recovery.due:
+            if recovery.given_up:
+                break
+        if why := recovery.given_up:
+            self.recovery = None
+            recovery.tell_given_up(why)
+        elif recovery.due:
             self._ask_cut(recovery, wait=False)
 
     def _ask_cut(self, recovery: Recovery, *, wait: bool) -> None:

@@ -261,9 +261,19 @@ class Recovery:
             self.programs.popitem(last=False)
         self._recent.clear()
 
-    def exhausted(self) -> str:
-        """Why nothing more can be kept, so that the session cannot go on elsewhere; empty if it can."""
+    @property
+    def given_up(self) -> str:
+        """Why the session cannot go on elsewhere any more; empty if it can."""
+        if self._refused and not self._always:
+            return self._refused
         return (self._refused or "its checkpoints are stored too slowly") if self.over else ""
+
+    def tell_given_up(self, why: str) -> None:
+        """Say that the session cannot go on elsewhere any more, if the user has asked for it."""
+        if self._always:
+            self.say(f"wooly: this session cannot go on in another executor any more: {why}")
+        else:
+            log.info("this session cannot go on in another executor any more: %s", why)
 
     def newest_programs(self) -> OrderedDict[bytes, bytes]:
         """The programs that the recorder may name without defining them, least recently used first."""

@@ -19,7 +19,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from blake3 import blake3
 from wooly_bus.contents import CHUNK, chunk_digest
 
 from wooly_executor.errors import CheckpointError
@@ -217,4 +216,4 @@ def chunks_of(data: memoryview) -> list[memoryview]:
 
 def _name(text: str) -> str:
     """The name of a folder for any text."""
-    return blake3(text.encode()).hexdigest(16)
+    return chunk_digest(text.encode()).hex()[:32]

@@ -1,0 +1,257 @@
+"""Measures sessions that go on in another executor: what this costs while nothing fails, and how long a loss lasts.
+
+`train`, `decode`: a training step (three layers of 1024, Adam) and the decoding of 64 tokens (a small Llama), with
+WOOLYAI_RECOVERY off and on in turn. `loss`: from the death of the executor to the first new result, for 64 MiB to 1 GiB of
+buffers that a checkpoint has, compared with copying these bytes. `bytes`: what a second checkpoint stores, compared with what
+was written since the first. `move`: the longest step of a training that `wooly tasks move` moves.
+
+Run: .venv/bin/python bench/recovery.py [--json] [--only NAME[,NAME]] [--pairs N]
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from figures import row, show
+
+MIB = 1 << 20
+SIZES = (64, 256, 1024)
+CHILD = "child"
+
+
+# -- in the client's process ---------------------------------------------------------------------------------------------
+
+
+def training(seconds, told=lambda step: None):
+    """Train for some seconds. Returns the time of each step, in seconds."""
+    import torch
+    from torch import nn
+
+    torch.manual_seed(1)
+    layers = [nn.Linear(1024, 1024), nn.GELU(), nn.Linear(1024, 1024), nn.GELU(), nn.Linear(1024, 1024)]
+    model = nn.Sequential(*layers).to("cuda")
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
+    x = torch.randn(32, 1024, device="cuda")
+    times, until = [], time.monotonic() + seconds
+    while time.monotonic() < until:
+        begun = time.perf_counter()
+        loss = (model(x) - x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        loss.item()
+        times.append(time.perf_counter() - begun)
+        told(len(times))
+    return times[10:]
+
+
+def child_train(seconds):
+    return statistics.median(training(float(seconds)))
+
+
+def child_move(seconds):
+    times = training(float(seconds))
+    return max(times), statistics.median(times)
+
+
+def child_decode(rounds):
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(1)
+    sizes = {"vocab_size": 1000, "hidden_size": 256, "intermediate_size": 512}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=4, num_attention_heads=4)).to("cuda").eval()
+    prompt, times = torch.randint(0, 1000, (1, 16)).to("cuda"), []
+    for _ in range(int(rounds)):
+        begun = time.perf_counter()
+        model.generate(prompt, max_new_tokens=64, min_new_tokens=64, do_sample=False, pad_token_id=0)
+        times.append(time.perf_counter() - begun)
+    return statistics.median(times[2:])
+
+
+def stored(link, number):
+    """Make steps until a checkpoint after this one is stored."""
+    import torch
+
+    step = torch.zeros(1, device="cuda")
+    while link.recovery.stored <= number:
+        step += 1
+        step.item()
+        time.sleep(0.02)
+    return link.recovery.stored
+
+
+def child_loss(mebibytes):
+    import torch
+    from wooly import api
+
+    buffers = [torch.randn(MIB, device="cuda") for _ in range(int(mebibytes) // 4)]
+    total = sum(b.sum() for b in buffers[:4]).item()
+    stored(api._attached.link, api._attached.link.recovery.number)
+    pid = int(Path(os.environ["PIDS"], api._attached.parts[0].executor_id).read_text())
+    begun = time.perf_counter()
+    os.kill(pid, signal.SIGKILL)
+    assert sum(b.sum() for b in buffers[:4]).item() == total
+    took = time.perf_counter() - begun
+    host = torch.zeros(int(mebibytes) * MIB, dtype=torch.uint8)
+    begun = time.perf_counter()
+    host.clone()
+    return took, time.perf_counter() - begun
+
+
+def child_bytes(mebibytes):
+    import torch
+    from wooly import api
+
+    link, folder = api._attached.link if api._attached else None, Path(os.environ["CHECKPOINTS"])
+    before = size_of(folder)
+    buffers = [torch.randn(MIB, device="cuda") for _ in range(int(mebibytes) // 4)]
+    buffers[0].sum().item()
+    link = api._attached.link
+    number = stored(link, link.recovery.number)
+    first = size_of(folder) - before
+    for b in buffers[::10]:
+        b.normal_()
+    stored(link, max(number, link.recovery.number))
+    return first, size_of(folder) - before - first, 4 * MIB * len(buffers[::10])
+
+
+def size_of(folder):
+    """Bytes of all chunks that were ever stored and are there."""
+    return sum(p.stat().st_size for p in folder.glob("*/chunks/*"))
+
+
+# -- the measuring process -----------------------------------------------------------------------------------------------
+
+
+class Bench:
+    """A cluster of two executors, which are started again when they end."""
+
+    def __init__(self, folder, stack):
+        from wooly_testkit.cluster import Cluster, Tenant
+
+        self.folder, self.checkpoints = folder, folder / "checkpoints"
+        executor = {
+            "CHECKPOINTS": str(self.checkpoints),
+            "HEARTBEAT_S": "0.5",
+            "RUNTIME": "auto",
+            "MEMORY": str(4 << 30),
+        }
+        self.cluster = Cluster(folder, stack, executors=("a", "b"), executor=executor)
+        self.tenant = Tenant(self.cluster, "bench")
+        stack.callback(self.tenant.control.close)
+        self.pids = folder / "pids"
+        self.pids.mkdir()
+        over = threading.Event()
+        keeper = threading.Thread(target=self._keep, args=(over,))
+        for name in "ab":
+            self._note(name)
+        keeper.start()
+        stack.callback(keeper.join)
+        stack.callback(over.set)
+
+    def _note(self, name):
+        (self.pids / name).write_text(str(self.cluster.processes[name].pid))
+
+    def _keep(self, over):
+        while not over.wait(0.05):
+            for name in "ab":
+                if self.cluster.processes[name].poll() is not None:
+                    self.cluster.start(name)
+                    self._note(name)
+
+    def run(self, mode, *arguments, **settings):
+        """Run a mode of this file as a script of the tenant. Returns what it measured."""
+        from wooly_testkit import forks
+
+        env = self.tenant.env(**settings) | {"PIDS": str(self.pids), "CHECKPOINTS": str(self.checkpoints)}
+        env |= {"PYTHONPATH": str(Path(__file__).parent)}
+        done = forks.run("wooly", "run", __file__, CHILD, mode, *map(str, arguments), env=env, timeout=600)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1])
+
+
+def cost(bench, pairs, name, mode, argument, goal):
+    measured = {"off": [], "on": []}
+    for _ in range(pairs):
+        for recovery in measured:
+            measured[recovery].append(bench.run(mode, argument, RECOVERY=recovery))
+    off, on = (statistics.median(measured[r]) * 1e3 for r in ("off", "on"))
+    spread = f"{min(measured['on']) * 1e3:.2f}-{max(measured['on']) * 1e3:.2f}"
+    return row(name, "ms", on, off, goal, spread=spread)
+
+
+def losses(bench, pairs):
+    for size in SIZES:
+        took = [bench.run("loss", size, RECOVERY="on", CHECKPOINT_S="0") for _ in range(max(pairs // 2, 1))]
+        ours, copying = (statistics.median(x) for x in zip(*took, strict=True))
+        yield row(f"loss: {size} MiB to the first result", "s", ours, copying, 3, against="value")
+
+
+def second_checkpoint(bench):
+    first, second, written = bench.run("bytes", 400, RECOVERY="on", CHECKPOINT_S="0")
+    yield row("bytes: first checkpoint of 400 MiB", "MiB", first / MIB, None, None)
+    yield row("bytes: second checkpoint", "MiB", second / MIB, written / MIB, 1.02)
+
+
+def moved(bench):
+    """Move a session during a training."""
+    found = []
+    thread = threading.Thread(target=lambda: found.append(bench.run("move", 30, RECOVERY="on")))
+    thread.start()
+
+    def running():
+        tasks = bench.cluster.rest("GET", "tasks?limit=50")["tasks"]
+        return [t["task_id"] for t in tasks if t["state"] == "started"]
+
+    while not running():
+        time.sleep(0.1)
+    time.sleep(20)
+    bench.cluster.rest("POST", f"tasks/{running()[0]}/move", {})
+    thread.join()
+    longest, step = found[0]
+    yield row("move: longest step", "s", longest, step, 1, against="value")
+
+
+def measure(only, pairs):
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="wooly-")))
+        bench = Bench(folder, stack)
+        if "train" in only:
+            yield cost(bench, pairs, "train: step", "train", 20, 1.03)
+        if "decode" in only:
+            yield cost(bench, pairs, "decode: 64 tokens", "decode", 12, 1.01)
+        if "loss" in only:
+            yield from losses(bench, pairs)
+        if "bytes" in only:
+            yield from second_checkpoint(bench)
+        if "move" in only:
+            yield from moved(bench)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--only", default="train,decode,loss,bytes,move")
+    parser.add_argument("--pairs", type=int, default=4)
+    args = parser.parse_args()
+    show(list(measure(args.only.split(","), args.pairs)), args.json)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == [CHILD]:
+        print(
+            json.dumps(
+                {name[6:]: f for name, f in globals().items() if name.startswith("child_")}[sys.argv[2]](*sys.argv[3:])
+            )
+        )
+    else:
+        main()
