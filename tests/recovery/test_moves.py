@@ -74,6 +74,7 @@ def test_draining_a_node_moves_its_sessions(cluster, running, run):
     assert found == run(*COMMAND, WOOLYAI_RECOVERY="off")[0]
 
 
+@pytest.mark.slow
 def test_a_session_without_another_device_stays(cluster, alice, running):
     task, output = running
     (node,) = task["nodes"]

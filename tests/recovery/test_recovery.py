@@ -36,8 +36,16 @@ def losing(case):
     return command, {"LOSE": lose, "WOOLYAI_CHECKPOINT_S": "0"}
 
 
-@pytest.mark.parametrize("checkpoint_s", ["0", "10"], ids=["cuts", "frames"])
-@pytest.mark.parametrize("case", CASES)
+def cases():
+    """Each case with a cut after each program ("0"), and with kept frames alone ("10")."""
+    quick = {("train", "0"), ("generate", "10"), ("triton", "0")}
+    for case in CASES:
+        for checkpoint_s, name in (("0", "cuts"), ("10", "frames")):
+            marks = () if (case, checkpoint_s) in quick else pytest.mark.slow
+            yield pytest.param(case, checkpoint_s, id=f"{case}-{name}", marks=marks)
+
+
+@pytest.mark.parametrize(("case", "checkpoint_s"), list(cases()))
 def test_a_script_goes_on_after_the_death_of_its_executor(run, expect, case, checkpoint_s):
     command, env = losing(case)
     found, said = run(*command, **env | {"WOOLYAI_CHECKPOINT_S": checkpoint_s})
@@ -46,7 +54,12 @@ def test_a_script_goes_on_after_the_death_of_its_executor(run, expect, case, che
 
 
 @pytest.mark.parametrize(
-    "how", [{"ROUTER": "1"}, {"CUT": "1"}, {"WOOLYAI_CHANNEL": "tunnel"}], ids=["router", "link", "tunnel"]
+    "how",
+    [
+        pytest.param({"ROUTER": "1"}, id="router", marks=pytest.mark.slow),
+        pytest.param({"CUT": "1"}, id="link"),
+        pytest.param({"WOOLYAI_CHANNEL": "tunnel"}, id="tunnel", marks=pytest.mark.slow),
+    ],
 )
 def test_a_training_goes_on_after_other_losses(run, expect, how):
     """The router dies as well; only the connection breaks; the connection goes through NATS."""
