@@ -111,22 +111,26 @@ def child_bytes(mebibytes):
     import torch
     from wooly import api
 
-    link, folder = api._attached.link if api._attached else None, Path(os.environ["CHECKPOINTS"])
-    before = size_of(folder)
+    folder = Path(os.environ["CHECKPOINTS"])
+    before = chunks(folder)
     buffers = [torch.randn(MIB, device="cuda") for _ in range(int(mebibytes) // 4)]
     buffers[0].sum().item()
     link = api._attached.link
     number = stored(link, link.recovery.number)
-    first = size_of(folder) - before
+    first = chunks(folder)
     for b in buffers[::10]:
         b.normal_()
-    stored(link, max(number, link.recovery.number))
-    return first, size_of(folder) - before - first, 4 * MIB * len(buffers[::10])
+    stored(link, max(number, link.recovery.number) + 1)  # the next cut may be before the writes
+    second = chunks(folder)
+    stored_bytes = [
+        sum(now[name] for name in now.keys() - old.keys()) for old, now in ((before, first), (first, second))
+    ]
+    return *stored_bytes, 4 * MIB * len(buffers[::10])
 
 
-def size_of(folder):
-    """Bytes of all chunks that were ever stored and are there."""
-    return sum(p.stat().st_size for p in folder.glob("*/chunks/*"))
+def chunks(folder):
+    """Bytes of each chunk, by name."""
+    return {p.name: p.stat().st_size for p in folder.glob("*/chunks/*")}
 
 
 # -- the measuring process -----------------------------------------------------------------------------------------------

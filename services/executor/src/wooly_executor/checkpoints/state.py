@@ -17,8 +17,8 @@ class SessionCuts:
         files: their files.
         changed: buffers that may have changed since the last cut.
         table: the buffers of the last stored cut.
-        number: number of the last cut that was taken, and of the last one that is stored.
-        kept: see `number`.
+        number: number of the last cut that was taken.
+        kept: number of the last cut that is stored.
         copying: the cut whose buffers are being copied; 0: none.
         storing: the job that stores the last cut.
         staged: bytes of host memory that the last cut uses until it is stored.
