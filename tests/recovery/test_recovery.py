@@ -1,8 +1,11 @@
 """Scripts whose executor ends go on in another one, with the bits of an undisturbed run."""
 
+from pathlib import Path
+
 import pytest
 
 pytestmark = pytest.mark.connected
+SCRIPTS = Path(__file__).parent / "scripts"
 GONE_ON = "the session goes on in the executor"
 
 CASES = {
@@ -72,3 +75,11 @@ def test_a_training_goes_on_after_other_losses(run, expect, how):
 def test_without_recovery_the_loss_is_an_error(run):
     _, said = run(*CASES["train"][0], LOSE="6", WOOLYAI_RECOVERY="off", code=1)
     assert "ExecutorLostError" in said and GONE_ON not in said
+
+
+def test_an_error_after_a_loss_names_its_line(run):
+    found, said = run("mistake.py", LOSE="0")
+    line = next(
+        i for i, text in enumerate((SCRIPTS / "mistake.py").read_text().splitlines(), 1) if "the mistake" in text
+    )
+    assert f"mistake.py:{line}" in found and said.count(GONE_ON) == 1

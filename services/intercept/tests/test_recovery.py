@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from wooly.recovery import AUTO_BYTES, CUT_BYTES, KEPT_BYTES, MAX_RECOVERIES, PROGRAMS_KEPT, Recovery
+from wooly.recovery import AUTO_BYTES, CUT_BYTES, ERROR, KEPT_BYTES, MAX_RECOVERIES, PROGRAMS_KEPT, Recovery
 from wooly_wis.codec import digest
 from wooly_wis.frames import Kind
 
@@ -91,11 +91,29 @@ def test_an_executor_that_stores_nothing_is_enough_for_short_sessions(clock):
     recovery = Recovery(lambda why: None, always=True, clock=clock)
     keep(recovery, b"x")
     recovery.begin()
-    answer(recovery, error="this executor stores no checkpoints")
+    answer(recovery, error="this executor stores no checkpoints", never=True)
     clock.now += 1000
     assert not recovery.due and not recovery.given_up
     keep(recovery, bytes(KEPT_BYTES))
     assert recovery.given_up == "this executor stores no checkpoints"
+
+
+def test_a_cut_that_could_not_be_stored_is_followed_by_another(recovery, clock):
+    keep(recovery, b"x")
+    assert recovery.begin() == 1
+    answer(recovery, taken=1, error="the disk is almost full")
+    assert not recovery.due and not recovery.given_up
+    clock.now += 10
+    assert recovery.due and recovery.begin() == 2
+    answer(recovery, taken=2, stored=2)
+    assert recovery.stored == 2 and not recovery.frames
+
+
+def test_an_error_that_a_cut_reported_is_not_reported_again(recovery):
+    keep(recovery, b"x")
+    recovery.begin()
+    recovery.failed()
+    assert [(f.kind, f.answer) for f in recovery.frames][-1] == (Kind.SYNC, ERROR)
 
 
 def test_a_session_that_is_lost_again_and_again_ends(recovery, clock):
@@ -139,5 +157,5 @@ def test_all_frames_since_the_stored_cut_are_kept_in_order(steps):
         else:
             recovery._recent.clear()
             recovery.begun()
-        assert [f.payload for f in recovery.frames if f.kind != Kind.CUT] == sent[cuts[recovery.stored] :]
+        assert [f.payload for f in recovery.frames if f.kind == Kind.WRITE] == sent[cuts[recovery.stored] :]
         assert recovery.nbytes == sum(len(p) for p in sent[cuts[recovery.stored] :])

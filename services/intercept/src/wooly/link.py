@@ -202,7 +202,11 @@ class Link:
         hello: dict[str, Any] = self._hello | {"session_id": session_id, "token": token}
         if opens is not None:
             hello["session"] = opens.model_dump()
-        welcome = self._greet(hello, timeout)
+        try:
+            welcome = self._greet(hello, timeout)
+        except ChannelError as e:
+            raise self._fail(e) from e
+        self._last = 1
         self.device: dict[str, Any] = welcome.get("device", {})
 
     # -- sending -----------------------------------------------------------------------------------------------------
@@ -210,11 +214,8 @@ class Link:
     def _greet(self, hello: dict[str, Any], timeout: float) -> dict[str, Any]:
         """Send the hello and wait for the answer."""
         channel = self._channel
-        try:
-            self._last = channel.send(Kind.HELLO, pack_json(hello))
-            answer = channel.recv(timeout)
-        except ChannelError as e:
-            raise self._fail(e) from e
+        channel.send(Kind.HELLO, pack_json(hello))
+        answer = channel.recv(timeout)
         if answer.kind == Kind.ERROR:
             raise self._remote_error(unpack_json(answer.payload))
         if answer.kind != Kind.WELCOME:
@@ -241,9 +242,7 @@ class Link:
             self._last = seq = self._channel.send(kind, *buffers) + self._shift
         except ChannelError as e:
             self._recover(e)  # sends the frame, if it is kept
-            if frame is None:
-                self._last = self._channel.send(kind, *buffers) + self._shift
-            return self._last
+            return self._send(kind, *buffers) if frame is None else frame.seq
         except BaseException:
             self.interrupted = True
             if frame is not None and recovery is not None:

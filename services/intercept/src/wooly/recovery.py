@@ -22,6 +22,7 @@ from wooly_wis.codec import DIGEST_SIZE, digest
 from wooly_wis.frames import Kind
 
 from wooly.errors import WoolyError
+from wooly.recorder import PROGRAMS_KEPT
 
 if TYPE_CHECKING:
     from wooly.settings import Settings
@@ -35,8 +36,6 @@ COST = 0.02
 KEPT_BYTES = 256 << 20
 #: Bytes of a session's buffers above which a session without WOOLYAI_RECOVERY=on takes no cuts.
 AUTO_BYTES = 2 << 30
-#: Number of programs that an executor knows at the end of a replay: as in `recorder.PROGRAMS_KEPT`.
-PROGRAMS_KEPT = 1024
 #: Seconds between two questions whether the last cut is stored.
 ASK_S = 0.5
 #: Maximum number of recoveries of a session without a new cut, or `HEALED_S` seconds, between them.
@@ -135,7 +134,6 @@ class Recovery:
         number: number of the last cut that was asked for.
         stored: number of the newest cut that is known to be stored; 0: none.
         answer: the expected answer to the last CUT frame; None: it was answered.
-        recoveries: how often the session has gone on elsewhere.
     """
 
     def __init__(
@@ -153,9 +151,11 @@ class Recovery:
         self.nbytes = 0
         self.programs: OrderedDict[bytes, bytes] = OrderedDict()
         self.sources: list[bytes] = []
-        self.number = self.stored = self.recoveries = 0
+        self.number = self.stored = 0
         self.answer: Expected | None = None
-        self._refused = ""
+        #: Why the executor stores nothing, and why the session is too large; empty: it does, it is not.
+        self._refused = self._too_large = ""
+        self._told = False
         self._taken = 0
         self._next_cut = clock() + every_s
         self._next_question = 0.0
@@ -198,7 +198,7 @@ class Recovery:
     @property
     def due(self) -> bool:
         """Whether to ask for a cut now, or whether the last cut is stored."""
-        if self.answer is not None or self._refused:
+        if self.answer is not None or self._refused or self._too_large:
             return False
         if self._taken > self.stored:
             return self._clock() >= self._next_question
@@ -232,20 +232,27 @@ class Recovery:
             self._trim(stored)
             pause, store = int(answer["pause_ns"]) / 1e9, int(answer["store_ns"]) / 1e9
             self._next_cut = now + (max(self._every_s, (pause + store) / COST) if self._every_s else 0)
-        elif self._taken > stored:
+        elif self._taken > stored and not answer["error"]:
             self._next_question = now + ASK_S
         else:
             self._next_cut = now + self._every_s
-        if answer["error"] and self._taken <= stored:
-            log.warning("a checkpoint of this session was not taken: %s", answer["error"])
+        if answer["error"]:  # the last cut was not taken or not stored; another one may be
+            self._taken = stored
+            if not self._told:
+                log.warning("a checkpoint of this session is missing: %s", answer["error"])
+            self._told = True
+            if self.over or answer.get("never"):
+                self._refused = str(answer["error"])
         if not self._always and int(answer["held"]) > AUTO_BYTES:
-            self._refused = f"the session has {int(answer['held'])} bytes, and WOOLYAI_RECOVERY is not `on`"
-        elif answer["error"] and (self.over or not self._taken):
-            self._refused = str(answer["error"])
+            self._too_large = f"the session has {int(answer['held'])} bytes, and WOOLYAI_RECOVERY is not `on`"
 
     def failed(self) -> None:
-        """The CUT was answered by an error of the session: there is no cut."""
+        """The CUT was answered by an error of the session: there is no cut, and the answer has taken the error."""
         self._next_cut = self._clock() + self._every_s
+        frame = KeptFrame(Kind.SYNC, b"")
+        frame.seq = -1  # no frame of the session has this number
+        frame.answered(ERROR)
+        self.frames.append(frame)
 
     def _trim(self, stored: int) -> None:
         """Forget the frames before a stored cut."""
@@ -264,8 +271,8 @@ class Recovery:
     @property
     def given_up(self) -> str:
         """Why the session cannot go on elsewhere any more; empty if it can."""
-        if self._refused and not self._always:
-            return self._refused
+        if self._too_large:
+            return self._too_large
         return (self._refused or "its checkpoints are stored too slowly") if self.over else ""
 
     def tell_given_up(self, why: str) -> None:
@@ -298,7 +305,6 @@ class Recovery:
         if len(self._recent) == MAX_RECOVERIES and now - self._recent[0] < HEALED_S:
             return False
         self._recent.append(now)
-        self.recoveries += 1
         self.answer = None
         self._taken = self.stored
         return True

@@ -195,8 +195,8 @@ class Cuts:
         """The answer to a CUT."""
         cuts = session.cuts
         if self._checkpoints is None:
-            error = "this executor stores no checkpoints (WOOLY_EXECUTOR_CHECKPOINTS is empty)"
-            return {"taken": 0, "stored": 0, "held": session.held_bytes, "error": error}
+            error = "this executor stores no checkpoints (WOOLY_EXECUTOR_CHECKPOINTS=off)"
+            return {"taken": 0, "stored": 0, "held": session.held_bytes, "error": error, "never": True}
         if cuts is None:  # the session has a failure, which is the answer
             return {"taken": 0, "stored": 0, "held": session.held_bytes, "error": ""}
         return {
@@ -294,7 +294,7 @@ class Cuts:
         """
         cuts = session.cuts
         if self._checkpoints is None:
-            raise CheckpointError("this executor stores no checkpoints (WOOLY_EXECUTOR_CHECKPOINTS is empty)")
+            raise CheckpointError("this executor stores no checkpoints (WOOLY_EXECUTOR_CHECKPOINTS=off)")
         if cuts is None or cuts.restoring is None:
             raise CheckpointError("a session restores a checkpoint before it does anything else")
         if cuts.restoring.error is not None:
