@@ -22,7 +22,6 @@ from wooly_wis.codec import DIGEST_SIZE, digest
 from wooly_wis.frames import Kind
 
 from wooly.errors import WoolyError
-from wooly.recorder import PROGRAMS_KEPT
 
 if TYPE_CHECKING:
     from wooly.settings import Settings
@@ -36,6 +35,8 @@ COST = 0.02
 KEPT_BYTES = 256 << 20
 #: Bytes of a session's buffers above which a session without WOOLYAI_RECOVERY=on takes no cuts.
 AUTO_BYTES = 2 << 30
+#: Number of programs that an executor knows at the end of a replay. It equals `recorder.PROGRAMS_KEPT`; the recorder needs torch.
+PROGRAMS_KEPT = 1024
 #: Seconds between two questions whether the last cut is stored.
 ASK_S = 0.5
 #: Maximum number of recoveries of a session without a new cut, or `HEALED_S` seconds, between them.
