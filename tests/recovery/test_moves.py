@@ -55,8 +55,11 @@ def test_a_session_is_moved_on_request(cluster, alice, running, run):
     assert ("pending", "moved on request") in story(cluster, task)
     found, said = output()
     assert found == run(*COMMAND, WOOLYAI_RECOVERY="off")[0]
-    assert said.count("goes on in the executor") == 1
-    assert story(cluster, task)[-1][0] == "completed"
+    assert said.count("goes on in the executor") == 1 and "lost the executor" not in said
+    told = story(cluster, task)
+    assert told[-1][0] == "completed"
+    (pause,) = [reason for _, reason in told if "after a pause of" in reason]
+    assert "sent again" not in pause  # it left at its checkpoint
 
 
 def test_draining_a_node_moves_its_sessions(cluster, running, run):
@@ -72,6 +75,93 @@ def test_draining_a_node_moves_its_sessions(cluster, running, run):
     finally:
         cluster.rest("PUT", f"nodes/{old}/state", {"state": "active"})
     assert found == run(*COMMAND, WOOLYAI_RECOVERY="off")[0]
+
+
+@pytest.fixture
+def pausing(run, cluster, tmp_path, request):
+    """A script that uses no device for now. Returns its task, and a function that lets it go on and returns its output."""
+    found, paused, code = [], tmp_path / "paused", getattr(request, "param", 0)
+    known = {t["task_id"] for t in tasks(cluster)}
+    thread = threading.Thread(target=lambda: found.append(run("pausing.py", paused, code=code)))
+    thread.start()
+    until = time.monotonic() + WAIT_S
+    while not paused.exists():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    (task,) = [t for t in tasks(cluster) if t["task_id"] not in known]
+
+    def output():
+        paused.with_suffix(".go").touch()
+        thread.join(WAIT_S)
+        return found[0]
+
+    yield task, output
+    paused.with_suffix(".go").touch()
+    thread.join(WAIT_S)
+
+
+@pytest.fixture
+def unpaused(run, tmp_path):
+    """The output of the script that never hibernated."""
+    go = tmp_path / "undisturbed"
+    go.with_suffix(".go").touch()
+    return run("pausing.py", go, WOOLYAI_RECOVERY="off")[0]
+
+
+def in_state(cluster, task, state):
+    """Wait until a task is in a state. Returns the task."""
+    until = time.monotonic() + WAIT_S
+    while (now := cluster.rest("GET", f"tasks/{task['task_id']}")["task"])["state"] != state:
+        assert time.monotonic() < until, now
+        time.sleep(0.05)
+    return now
+
+
+def held(cluster):
+    """Number of sessions on all devices."""
+    return sum(gpu["sessions"] for node in cluster.rest("GET", "nodes")["nodes"] for gpu in node["gpus"])
+
+
+def test_a_hibernated_session_holds_no_device_until_its_next_operation(cluster, alice, pausing, unpaused):
+    task, output = pausing
+    alice.wooly("tasks", "hibernate", task["task_id"])
+    assert in_state(cluster, task, "hibernated")["executors"] == []
+    cluster.wait(lambda: held(cluster) == 0)
+    found, said = output()
+    assert found == unpaused
+    assert "the session hibernates" in said and "the session wakes up: its script goes on" in said
+    assert [state for state, _ in story(cluster, task)][-1] == "completed"
+
+
+def test_a_hibernated_session_is_woken_on_request(cluster, alice, pausing, unpaused):
+    task, output = pausing
+    alice.wooly("tasks", "hibernate", task["task_id"])
+    said = alice.wooly("tasks", "wake", task["task_id"])
+    assert "started: on " in said
+    assert held(cluster) == 1
+    found, said = output()
+    assert found == unpaused and "woken on request" in said
+
+
+def test_a_session_hibernates_after_a_time_without_operations(cluster, pausing, unpaused):
+    task, output = pausing
+    cluster.rest("PUT", "config", {"hibernate_after_s": 1.0})
+    try:
+        in_state(cluster, task, "hibernated")
+    finally:
+        cluster.rest("PUT", "config", {"hibernate_after_s": 0.0})
+    assert output()[0] == unpaused
+
+
+@pytest.mark.parametrize("pausing", [1], indirect=True)
+def test_a_cancelled_hibernated_session_ends_with_a_clear_error(cluster, alice, pausing):
+    task, output = pausing
+    alice.wooly("tasks", "hibernate", task["task_id"])
+    sessions = [*cluster.folder.glob("checkpoints/*/sessions/*")]
+    assert len(sessions) == 1
+    alice.wooly("tasks", "cancel", task["task_id"])
+    cluster.wait(lambda: not sessions[0].exists())
+    assert "it is cancelled (cancelled on request)" in output()[1]
 
 
 @pytest.mark.slow

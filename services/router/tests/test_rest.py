@@ -403,6 +403,8 @@ OPEN_TO_OPERATORS = {
     ("GET", "/api/v1/tasks/{task_id}"),
     ("POST", "/api/v1/tasks/{task_id}/cancel"),
     ("POST", "/api/v1/tasks/{task_id}/move"),
+    ("POST", "/api/v1/tasks/{task_id}/hibernate"),
+    ("POST", "/api/v1/tasks/{task_id}/wake"),
     ("PUT", "/api/v1/tasks/{task_id}/priority"),
     ("GET", "/api/v1/tasks/{task_id}/trace"),
     ("GET", "/api/v1/traces"),

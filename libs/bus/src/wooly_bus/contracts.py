@@ -62,9 +62,13 @@ from wooly_wis.messages import (
     GetBlobRequest,
     GpusReply,
     GpusRequest,
+    HibernateSessionReply,
+    HibernateSessionRequest,
     HostSessionReply,
     HostSessionRequest,
     JobEnded,
+    KeepCheckpointsReply,
+    KeepCheckpointsRequest,
     MemoryBorne,
     MoveTaskRequest,
     NodesReply,
@@ -140,6 +144,14 @@ ROUTER_SESSION_RENEW = Rpc(
     queue="router",
     scope="tasks:write",
 )
+ROUTER_SESSION_HIBERNATE = Rpc(
+    f"{_RPC}.router.session.hibernate",
+    HibernateSessionRequest,
+    HibernateSessionReply,
+    "Free the executor of a session whose client has a checkpoint of it.",
+    queue="router",
+    scope="tasks:write",
+)
 ROUTER_SESSION_CLOSE = Rpc(
     f"{_RPC}.router.session.close",
     CloseSessionRequest,
@@ -207,6 +219,22 @@ ROUTER_TASK_MOVE = Rpc(
     MoveTaskRequest,
     TaskReply,
     "Move a running session to another device.",
+    queue="router",
+    scope="tasks:write",
+)
+ROUTER_TASK_HIBERNATE = Rpc(
+    f"{_RPC}.router.task.hibernate",
+    TaskRequest,
+    TaskReply,
+    "Free the device of a running session until its next operation.",
+    queue="router",
+    scope="tasks:write",
+)
+ROUTER_TASK_WAKE = Rpc(
+    f"{_RPC}.router.task.wake",
+    TaskRequest,
+    TaskReply,
+    "Give a hibernated session a device again.",
     queue="router",
     scope="tasks:write",
 )
@@ -455,6 +483,12 @@ EXECUTOR_SESSION_STEER = AddressedRpc(
     SteerSessionRequest,
     SteerSessionReply,
     "Change the class, weight or policy of a session; suspend, resume or hold the session.",
+)
+EXECUTOR_CHECKPOINT_KEEP = AddressedRpc(
+    f"{_RPC}.executor.checkpoint.keep.{{executor_id}}",
+    KeepCheckpointsRequest,
+    KeepCheckpointsReply,
+    "Keep or remove checkpoints whose sessions no executor has.",
 )
 EXECUTOR_EPOCH_END = AddressedRpc(
     f"{_RPC}.executor.epoch.end.{{executor_id}}",

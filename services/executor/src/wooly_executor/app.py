@@ -120,7 +120,12 @@ async def serve(settings: ExecutorSettings, loop: DeviceLoop, bound: list[Endpoi
             compilers = CompilerServices(app, settings.id, settings.compiler_timeout_s)
             works["plans"] = PlanSource(compilers, loop, loop.runtime, settings.state_dir / "artifacts").run
         log.info("executor %s serves %s on %s", settings.id, loop.runtime.facts()["name"], ", ".join(endpoints))
-        await run_for_ever(works, until_signalled)
+
+        async def until_left() -> None:
+            await until_signalled()
+            await actor.leave()
+
+        await run_for_ever(works, until_left)
         failed = failure()
 
         async def say_end() -> None:

@@ -31,6 +31,8 @@ from wooly_wis.messages import (
     ExecutorHeartbeat,
     HostSessionReply,
     HostSessionRequest,
+    KeepCheckpointsReply,
+    KeepCheckpointsRequest,
     MemoryState,
     RenewSessionReply,
     RenewSessionRequest,
@@ -60,8 +62,20 @@ CLIENTS_S = 1.0
 WEIGHTS = 1024
 #: Seconds between two samples of what traced sessions ran.
 SAMPLE_S = 1.0
+#: Maximum seconds between two questions whether all sessions have left.
+LEAVE_POLL_S = 0.25
 #: Seconds between two searches for checkpoints that nobody will restore.
 SWEEP_S = 600.0
+
+
+def _store_of(settings: ExecutorSettings) -> str:
+    """The identity of the place where checkpoints are stored; empty: nowhere, or it cannot be used."""
+    checkpoints = settings.checkpoint_files()
+    try:
+        return "" if checkpoints is None else checkpoints.identity()
+    except OSError as e:
+        log.warning("no checkpoints are stored: %s", e)
+        return ""
 
 
 def _policy(message: SessionPolicy) -> Policy:
@@ -121,11 +135,14 @@ class ExecutorActor(Actor):
         self._last: tuple[MemoryState, list[str]] = (MemoryState(capacity=loop.vram.capacity), [])
         self._busy_ns = 0
         self._busy_at = clock()
+        self._leaving = ""
+        self._store = _store_of(settings)
         # Not `alone`: these handlers share only the leases, and no handler changes a lease across an await.
         app.serve(contracts.EXECUTOR_SESSION_OPEN.at(settings.id), self.on_host_session)
         app.serve(contracts.EXECUTOR_SESSION_RENEW.at(settings.id), self.on_renew_session)
         app.serve(contracts.EXECUTOR_SESSION_CLOSE.at(settings.id), self.on_close_session)
         app.serve(contracts.EXECUTOR_SESSION_STEER.at(settings.id), self.on_steer_session)
+        app.serve(contracts.EXECUTOR_CHECKPOINT_KEEP.at(settings.id), self.on_keep_checkpoints)
         app.serve(contracts.EXECUTOR_EPOCH_END.at(settings.id), self.on_end_epoch)
         self.jobs = Jobs(loop, settings.id)
         app.serve(contracts.EXECUTOR_JOB_RUN.at(settings.id), self.alone(self.jobs.on_run_job))
@@ -294,6 +311,20 @@ class ExecutorActor(Actor):
                 await self._app.publish(contracts.EXECUTOR_NODE_HEARTBEAT, heartbeat)
             await asyncio.sleep(self._settings.heartbeat_s)
 
+    async def on_keep_checkpoints(self, request: KeepCheckpointsRequest) -> KeepCheckpointsReply:
+        """Keep or remove checkpoints whose sessions no executor has."""
+        kept, dropped = ([(n.tenant, n.session_id) for n in named] for named in (request.keep, request.drop))
+        await self._ask(lambda: self._loop.cuts.keep(kept, dropped))
+        return KeepCheckpointsReply()
+
+    async def leave(self) -> None:
+        """Wait until all sessions and jobs have left, for at most `drain_s`: routers let them go on elsewhere."""
+        until = self._clock() + self._settings.drain_s
+        self._leaving = "its executor is being stopped"
+        while self._clock() < until and (self._leases or self.jobs.sessions()):
+            await self._app.publish(contracts.EXECUTOR_NODE_HEARTBEAT, await self.heartbeat())
+            await asyncio.sleep(min(self._settings.heartbeat_s, LEAVE_POLL_S))
+
     async def say_end(self, reason: str) -> None:
         """Send the last heartbeat: this executor stops, so the router can restart its sessions elsewhere at once."""
         last = self._heartbeat().model_copy(update={"ending": reason[:1024], "sessions": ()})
@@ -364,6 +395,8 @@ class ExecutorActor(Actor):
             weights=tuple(weights),
             memory=memory,
             work=WorkDone.model_validate(self._loop.processing.work.to_json()),
+            leaving=self._leaving,
+            checkpoints=self._store,
         )
 
     def _read_memory(self) -> tuple[MemoryState, list[str]]:

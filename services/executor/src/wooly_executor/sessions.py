@@ -288,7 +288,7 @@ class Sessions:
             session.spans.end(session.counters, session.work, session.holdings.swaps, reason)
         self._usage.closed(session_id, self._vram.clock())
         self._vram.close(session)
-        self._cuts.closed(session, by_client=not reason)
+        self._cuts.closed(session, passing=passing)
         session.release()
         conn, session.conn = session.conn, None
         if conn is not None:

@@ -116,6 +116,11 @@ class ExecutorSettings(BaseSettings):
         gt=0,
         description="seconds for which checkpoints remain after the end of a session that its client did not close",
     )
+    drain_s: float = Field(
+        default=0.0,
+        ge=0,
+        description="seconds for which an executor that receives SIGTERM waits until its sessions have gone on elsewhere",
+    )
     overcommit_percent: int = Field(
         default=0, ge=0, le=1000, validation_alias=AliasChoices(f"{PREFIX}OVERCOMMIT_PERCENT", DEFAULT_OVERCOMMIT)
     )

@@ -20,6 +20,7 @@ from wooly_bus.supervision import start_call, start_thread
 
 from wooly import capture, children, native
 from wooly.contents import OfferPolicy
+from wooly.departures import Departures
 from wooly.device import RegisteredDevice, register
 from wooly.errors import NotConnectedError, ReleaseError, WoolyError
 from wooly.facade import Facade
@@ -345,6 +346,8 @@ def _open() -> None:
     assert _attached is not None
     _attached.opened = opened
     opened.when_lost(_on_lost)
+    if _attached.link.recovery is not None:
+        opened.departures = Departures(_attached.link, _attached.device.recorder.lock)
     for recorder in _attached.device.devices.recorders:
         recorder.programs_dir = settings.programs_dir
     children.settings = _pending.model_copy(update=opened.reach)
@@ -413,8 +416,8 @@ def _open_and_attach(settings: Any) -> Any:
 def _recovery(settings: Settings, opened: Any) -> Recovery:
     """How the session goes on in another executor."""
 
-    def reopen(why: str) -> Reopened:
-        (part,) = [Part(p.endpoints, p.executor_id, p.node, p.token) for p in opened.recover(why)]
+    def reopen(why: str, cut: int) -> Reopened:
+        (part,) = [Part(p.endpoints, p.executor_id, p.node, p.token) for p in opened.recover(why, cut)]
 
         def greet(client: ChannelClient, where: str) -> Reopened:
             return Reopened(client, opened.session_id, part.token or opened.token, where)
@@ -424,7 +427,7 @@ def _recovery(settings: Settings, opened: Any) -> Recovery:
             _attached.parts, _attached.endpoints = [part], [endpoint]
         return there
 
-    return Recovery(reopen, always=settings.recovery == "on", every_s=settings.checkpoint_s)
+    return Recovery(reopen, opened.hibernate, always=settings.recovery == "on", every_s=settings.checkpoint_s)
 
 
 def install_facade() -> None:

@@ -31,6 +31,7 @@ from wooly_wis.messages import (
     ExplainProgramRequest,
     GpusRequest,
     GpuState,
+    HibernateSessionRequest,
     JitMode,
     NodesReply,
     NodesRequest,
@@ -45,11 +46,13 @@ from wooly_wis.messages import (
 
 from wooly import recovery
 from wooly.access import access_of
+from wooly.departures import STAYS
 from wooly.errors import WoolyError
 from wooly.settings import Settings
 from wooly.turn import Turn
 
 if TYPE_CHECKING:
+    from wooly.departures import Departures
     from wooly.traces import ClientTrace
 
 log = logging.getLogger("wooly")
@@ -281,11 +284,13 @@ class OpenedSession:
         ephemeral: whether the controller stops when this process ends.
         opens: what the client's hello asks for, to open the session; None, because the controller has opened it.
         controlled: whether a controller has the session, so that commands can show it.
+        departures: does what the router asks the session for; None: the session cannot leave its executor.
         on_closed: called after the session is closed, before the connection to the controller is closed.
     """
 
     opens: DirectSession | None = None
     controlled = True
+    departures: Departures | None = None
 
     def __init__(
         self,
@@ -316,6 +321,7 @@ class OpenedSession:
         self._call_lost: Callable[[str], None] | None = None
         self._was_lost = ""
         self._recoveries = 0
+        self._hibernates, self._cut = False, 0
         self._lock = threading.Lock()
         self._sending: concurrent.futures.Future[None] | None = None
         self._thread = start_thread(self._keep, "wooly-lease")
@@ -341,32 +347,62 @@ class OpenedSession:
         if lost:
             call(lost)
 
-    def recover(self, why: str) -> tuple[SessionPart, ...]:
-        """Open the session at another executor, after the loss of its own. It waits in the queue if there is no room.
+    def recover(self, why: str, cut: int) -> tuple[SessionPart, ...]:
+        """Open the session at another executor. It waits in the queue if there is no room.
 
         Args:
-            why: why the executor was lost.
+            why: why the session leaves or left its own.
+            cut: number of the checkpoint that the executor must have; 0: none.
 
         Returns:
             The new parts.
 
         Raises:
-            ControlError: no controller answers, or the session cannot go on.
+            ControlError: no controller answers, the session cannot go on, or it stays where it is. A session that hibernated
+                still does.
         """
         self._hosted.clear()
-        request = self._request.model_copy(update={"lost": why[:4096]})
-        opened = Turn(
-            request,
-            max(self._queue_s, RECOVERY_S),
-            lambda asked: self._controller.ask(contracts.ROUTER_SESSION_OPEN, asked, timeout=OPEN_TIMEOUT_S),
-            lambda place: self._controller.ask(contracts.ROUTER_SESSION_CLOSE, place, timeout=2.0),
-            place=QueuePlace(session_id=self.session_id, token=self.token),
-        ).open()
+        request = self._request.model_copy(update={"lost": why[:4096], "cut": cut})
+        try:
+            opened = Turn(
+                request,
+                max(self._queue_s, RECOVERY_S),
+                lambda asked: self._controller.ask(contracts.ROUTER_SESSION_OPEN, asked, timeout=OPEN_TIMEOUT_S),
+                self._leave_queue,
+                place=QueuePlace(session_id=self.session_id, token=self.token),
+            ).open()
+        except BaseException as e:
+            if self._hibernates or getattr(e, "code", "") == STAYS:
+                self._hosted.set()
+            raise
         self.parts, self._lease_s = opened.parts, opened.lease_s
         self.tunnels = _tunnels(self._controller.access, opened.credentials)
         self._recoveries += 1
+        self._hibernates = False
         self._hosted.set()
         return self.parts
+
+    def _leave_queue(self, place: CloseSessionRequest) -> None:
+        """Leave the queue: a session that hibernated does so again, any other session ends."""
+        if self._hibernates:
+            self.hibernate(self._cut, "no device was free")
+        else:
+            self._controller.ask(contracts.ROUTER_SESSION_CLOSE, place, timeout=2.0)
+
+    def hibernate(self, cut: int, why: str) -> None:
+        """Tell the router that the session needs no executor.
+
+        Args:
+            cut: number of its checkpoint.
+            why: the reason.
+
+        Raises:
+            ControlError: no controller answers, or the session cannot hibernate.
+        """
+        request = HibernateSessionRequest(session_id=self.session_id, token=self.token, cut=cut, reason=why[:4096])
+        self._controller.ask(contracts.ROUTER_SESSION_HIBERNATE, request)
+        self._recoveries += 1
+        self._hibernates, self._cut = True, cut
 
     def _keep(self) -> None:
         over = self._keep_on()
@@ -398,7 +434,6 @@ class OpenedSession:
         Returns:
             The reason why the session ended; empty if `close` ended it.
         """
-        request = RenewSessionRequest(session_id=self.session_id, token=self.token)
         renewed, pause = time.monotonic(), self._lease_s / RENEWALS_PER_LEASE
         while not self._closing.wait(pause):
             if not self._hosted.is_set():
@@ -406,8 +441,10 @@ class OpenedSession:
             asked, pause = time.monotonic(), self._lease_s / RENEWALS_PER_LEASE
             recoveries = self._recoveries
             try:
-                self._controller.ask(contracts.ROUTER_SESSION_RENEW, request)
+                reply = self._controller.ask(contracts.ROUTER_SESSION_RENEW, self._renewal())
                 renewed = time.monotonic()
+                if self.departures is not None and recoveries == self._recoveries:
+                    self.departures.heed(reply)
                 self._begin_sending()
             except ControlError as e:
                 if self._closing.is_set():
@@ -422,6 +459,16 @@ class OpenedSession:
                 pause = self._lease_s / RETRY_DIVISOR
             pause = max(asked + pause - time.monotonic(), 0.01)
         return ""
+
+    def _renewal(self) -> RenewSessionRequest:
+        """The next renewal, with what the router should know."""
+        request = RenewSessionRequest(session_id=self.session_id, token=self.token)
+        departures = self.departures
+        if departures is None:
+            return request
+        stays, departures.stays = departures.stays, ""
+        told = {"stays": stays[:4096], "recovers": departures.recovers, "resumed": departures.take_resumed()}
+        return request.model_copy(update=told)
 
     def _begin_sending(self) -> None:
         """Start to send spans in another thread, so that the next renewal does not wait for them."""

@@ -38,6 +38,7 @@ from wooly_wis.frames import (
 )
 from wooly_wis.releases import mismatch
 
+from wooly.departures import STAYS, HibernatedChannel
 from wooly.errors import (
     ExecutorLostError,
     ForkedProcessError,
@@ -241,16 +242,24 @@ class Link:
         try:
             self._last = seq = self._channel.send(kind, *buffers) + self._shift
         except ChannelError as e:
-            self._recover(e)  # sends the frame, if it is kept
+            try:
+                self._recover(e)  # sends the frame, if it is kept
+            except BaseException:
+                if self._lost is None:  # the session still hibernates, or a signal handler ended the recovery
+                    self._not_sent(frame)
+                raise
             return self._send(kind, *buffers) if frame is None else frame.seq
         except BaseException:
-            self.interrupted = True
-            if frame is not None and recovery is not None:
-                recovery.drop(frame)
+            self._not_sent(frame)
             raise
         if frame is not None:
             frame.seq = seq
         return seq
+
+    def _not_sent(self, frame: KeptFrame | None) -> None:
+        self.interrupted = True
+        if frame is not None and self.recovery is not None:
+            self.recovery.drop(frame)
 
     def _fail(self, cause: Exception) -> WoolyError:
         for sibling in self.siblings:
@@ -693,6 +702,99 @@ class Link:
         else:
             recovery.taken(unpack_json(answer.other.payload))
 
+    # The callers of these functions hold the recorder's lock, too.
+
+    @property
+    def next_cut(self) -> int:
+        """Number of the next cut."""
+        return 0 if self.recovery is None else self.recovery.number + 1
+
+    def advance_cut(self, number: int) -> bool:
+        """Bring about, without waiting, that a cut with this number is stored. Returns False if that takes longer.
+
+        Returns True, too, if there is nothing to store, the cut failed, or the session cannot go on elsewhere any more.
+        """
+        self.poll()
+        recovery = self.recovery
+        if recovery is None or self._lost is not None or recovery.complete or recovery.hibernates:
+            return True
+        self._take_cut(recovery)
+        if recovery.stored >= number or (recovery.failure and recovery.number >= number):
+            return True
+        if recovery.answer is None:
+            self._ask_cut(recovery, wait=False)
+        return False
+
+    def cut_here(self) -> str:
+        """Wait until a cut of the session as it is now is stored. Returns why there is none; empty: it is stored."""
+        for _ in range(3):  # the answer to an earlier CUT, its storing, and the cut itself
+            recovery = self.recovery
+            if recovery is None:
+                return "it cannot go on in another executor any more"
+            if recovery.answer is None and not recovery.complete:
+                self._ask_cut(recovery, wait=True)
+            if recovery.answer is not None and self._wait(Pending(recovery.answer)):
+                self._take_cut(recovery)
+            if recovery.complete:
+                return ""
+        return (recovery and recovery.failure) or "its checkpoint is not stored"
+
+    def move(self, why: str, begun: float) -> None:
+        """Go on in another executor.
+
+        Args:
+            why: the reason.
+            begun: since when the script waits, on the monotonic clock.
+
+        Raises:
+            WoolyError: there is no room elsewhere any more; the session stays. Or the session has ended.
+        """
+        recovery = self.recovery
+        if recovery is None or self._lost is not None or recovery.hibernates:
+            return
+        recovery.say(f"wooly: the session leaves the executor {self.where}: {why} ...")
+        try:
+            self._go_on(recovery, why, begun)
+        except WoolyError as e:
+            if e.code == STAYS:
+                recovery.say(f"wooly: the session stays: {e}")
+                raise
+            raise self._fail(e) from e
+
+    def hibernate(self, why: str) -> None:
+        """Leave the executor until the next operation. The last cut has everything that the session did.
+
+        Raises:
+            WoolyError: the controller refuses.
+        """
+        recovery = self.recovery
+        if recovery is None or self._lost is not None or recovery.hibernates:
+            return
+        recovery.hibernate(recovery.stored, why)
+        self._channel.close()
+        self._channel = HibernatedChannel(self._last - self._shift)
+        recovery.hibernates = True
+        recovery.say(f"wooly: the session hibernates: {why}. Its next operation wakes it")
+
+    def wake(self, why: str) -> None:
+        """End the hibernation.
+
+        Raises:
+            ExecutorLostError: the session cannot go on.
+            WoolyError: no executor has room now, or the controller does not answer. The session still hibernates.
+        """
+        recovery = self.recovery
+        if recovery is None or self._lost is not None or not recovery.hibernates:
+            return
+        recovery.say(f"wooly: the session wakes up: {why} ...")
+        begun = time.monotonic()
+        try:
+            self._go_on(recovery, why, begun)
+        except WoolyError as e:
+            if not recovery.hibernates:
+                raise self._fail(e) from e
+            raise
+
     def go_on(self) -> None:
         """Go on in another executor now, if the connection is broken. The caller holds the recorder's lock."""
         if self._lost is None and self.recovery is not None and self._channel.broken():
@@ -704,32 +806,52 @@ class Link:
             self._recover(cause)
 
     def _recover(self, cause: ChannelError) -> None:
-        """Go on in another executor after the loss of this one.
+        """Go on in another executor after the loss of this one, or at the end of the hibernation.
 
         Raises:
             ExecutorLostError: the session cannot go on.
+            WoolyError: a hibernated session does not find an executor now. It still hibernates.
         """
         recovery = self.recovery
         if recovery is None or self._lost is not None or not cause.passing:
             raise self._fail(cause) from cause
         begun = time.monotonic()
+        if recovery.hibernates and not self._channel.broken():
+            self.wake("its script goes on")
+            return
         why, self._why = self._why or str(cause), ""
         recovery.say(f"wooly: lost the executor {self.where}: {why}. The session goes on in another executor ...")
+        try:
+            self._go_on(recovery, why, begun)
+        except WoolyError as e:
+            raise self._fail(e) from cause
+
+    def _go_on(self, recovery: Recovery, why: str, begun: float) -> None:
+        """Open the session at another executor, and bring it there to where it was.
+
+        Raises:
+            WoolyError: the session cannot go on.
+        """
         while True:
             if not recovery.begun():
-                raise self._fail(WoolyError(f"{why}; the session has gone on elsewhere too often lately")) from cause
+                raise WoolyError(f"{why}; the session has gone on elsewhere too often lately")
             try:
-                there = recovery.reopen(why)
+                there = recovery.reopen(why, recovery.stored)
                 self._channel.close()
-                self._channel, self.where = there.channel, there.where
+                self._channel, self.where, recovery.hibernates = there.channel, there.where, False
                 self._greet(self._hello | {"session_id": there.session_id, "token": there.token}, RESTORE_S)
                 self._replay(recovery)
                 break
             except ChannelError as e:
                 why = str(e)
-            except WoolyError as e:
-                raise self._fail(e) from cause
+            except WoolyError:
+                raise
+            except BaseException:  # of a signal handler: the next use recovers again
+                if not recovery.hibernates:
+                    self._channel.abort()
+                raise
         took = time.monotonic() - begun
+        recovery.resumed = took, sum([frame.kind != Kind.CUT for frame in recovery.frames])
         recovery.say(f"wooly: the session goes on in the executor {self.where}, after {took:.1f} s")
 
     def _replay(self, recovery: Recovery) -> None:

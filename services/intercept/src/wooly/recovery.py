@@ -121,7 +121,10 @@ class Recovery:
     """The kept frames of one session, and when it needs a cut.
 
     Args:
-        reopen: opens the session at another executor, because of the reason that it gets. It raises WoolyError.
+        reopen: opens the session at another executor. It gets the reason, and the number of the cut that this executor must have
+            (0: none). It raises WoolyError.
+        hibernate: tells the controller that the session has no executor any more. It gets the number of the last cut, and the
+            reason. It raises WoolyError.
         always: take cuts of a session of any size.
         every_s: minimum seconds between two cuts that only time makes due; 0: take a cut after each program.
         say: prints a line.
@@ -135,18 +138,23 @@ class Recovery:
         number: number of the last cut that was asked for.
         stored: number of the newest cut that is known to be stored; 0: none.
         answer: the expected answer to the last CUT frame; None: it was answered.
+        failure: why the last cut was not taken or not stored; empty if it was.
+        hibernates: the session has no executor.
+        resumed: seconds for which the script waited when the session last went on elsewhere, and number of frames that were sent
+            again; None: it was told.
     """
 
     def __init__(
         self,
-        reopen: Callable[[str], Reopened],
+        reopen: Callable[[str, int], Reopened],
+        hibernate: Callable[[int, str], None],
         *,
         always: bool = False,
         every_s: float = 10.0,
         say: Callable[[str], None] = _say,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.reopen, self._always, self.say, self._clock = reopen, always, say, clock
+        self.reopen, self.hibernate, self._always, self.say, self._clock = reopen, hibernate, always, say, clock
         self._every_s = every_s
         self.frames: deque[KeptFrame] = deque()
         self.nbytes = 0
@@ -154,6 +162,9 @@ class Recovery:
         self.sources: list[bytes] = []
         self.number = self.stored = 0
         self.answer: Expected | None = None
+        self.failure = ""
+        self.hibernates = False
+        self.resumed: tuple[float, int] | None = None
         #: Why the executor stores nothing, and why the session is too large; empty: it does, it is not.
         self._refused = self._too_large = ""
         self._told = False
@@ -210,6 +221,11 @@ class Recovery:
         )
 
     @property
+    def complete(self) -> bool:
+        """Whether the newest stored cut has everything that the session did."""
+        return not self.frames and self.stored == self.number
+
+    @property
     def over(self) -> bool:
         """Whether so much is kept that the client waits until a cut is stored."""
         return self.nbytes > KEPT_BYTES
@@ -237,6 +253,7 @@ class Recovery:
             self._next_question = now + ASK_S
         else:
             self._next_cut = now + self._every_s
+        self.failure = str(answer["error"])
         if answer["error"]:  # the last cut was not taken or not stored; another one may be
             self._taken = stored
             if not self._told:
@@ -250,6 +267,7 @@ class Recovery:
     def failed(self) -> None:
         """The CUT was answered by an error of the session: there is no cut, and the answer has taken the error."""
         self._next_cut = self._clock() + self._every_s
+        self.failure = "an operation of the session failed"
         frame = KeptFrame(Kind.SYNC, b"")
         frame.seq = -1  # no frame of the session has this number
         frame.answered(ERROR)

@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 from sqlalchemy.exc import SQLAlchemyError
@@ -24,6 +23,8 @@ from wooly_wis.messages import (
     CloseSessionReply,
     CloseSessionRequest,
     ExecutorHeartbeat,
+    HibernateSessionReply,
+    HibernateSessionRequest,
     NodeInfo,
     NodesReply,
     NodesRequest,
@@ -40,15 +41,16 @@ from wooly_router.blobs import TenantBlobs
 from wooly_router.ceilings import CeilingActor
 from wooly_router.core.ceilings import Wish
 from wooly_router.core.cluster import overcommit_of
-from wooly_router.core.placement import Room, room_on, summary
+from wooly_router.core.placement import Room, room_on
 from wooly_router.core.registry import LOST_AFTER_S, Registry
 from wooly_router.core.tasks import still_running
 from wooly_router.executors import Executors
 from wooly_router.gate import Caller, Gate
 from wooly_router.limits import Limits
+from wooly_router.moves import Moves
 from wooly_router.opening import ABANDONED_S, Opening
 from wooly_router.settings import RouterSettings
-from wooly_router.state.tasks import Lease, TaskRecord
+from wooly_router.state.tasks import TaskRecord
 from wooly_router.state.world import World
 from wooly_router.tenants import TenantActor
 
@@ -67,8 +69,6 @@ LAPSED = "the session's lease lapsed"
 LEFT = "its client no longer asked for its turn in the queue"
 #: Why a session ended that lost its executor: why it was lost, and this.
 NOT_BACK = "its client did not ask for another executor"
-#: Seconds, besides a lease, in which the client of a session that lost its executor must ask for another one.
-RECOVERY_GRACE_S = 15.0
 #: Seconds between two checks whether the last operator of a cancelled task has ended.
 RELEASE_S = 1.0
 
@@ -109,6 +109,7 @@ class RouterActor:
         self._opening = Opening(
             settings, world, self.registry, self.executors, self.advice, self.issuer, clock, self.limits
         )
+        self.moves = Moves(settings, app, world, self.registry, self.executors, clock)
         self.credentials_s = settings.credentials_s
         #: Leases that were renewed but are not written yet, and sessions whose lease is being renewed.
         self._prolonged: dict[str, float] = {}
@@ -116,11 +117,13 @@ class RouterActor:
         self.client_nats_url = settings.client_nats_url or shown(settings.nats_url)
         app.serve(contracts.ROUTER_SESSION_OPEN, self.on_open_session)
         app.serve(contracts.ROUTER_SESSION_RENEW, self.on_renew_session, concurrency=MAX_RENEWALS)
+        app.serve(contracts.ROUTER_SESSION_HIBERNATE, self.on_hibernate_session)
         app.serve(contracts.ROUTER_SESSION_CLOSE, self.on_close_session)
         app.serve(contracts.ROUTER_NODE_LIST, self.on_nodes)
         app.serve(contracts.ROUTER_TOKEN_CHECK, self.on_check_token)
         app.serve_tenants(contracts.ROUTER_SESSION_OPEN, self.on_open_tenants)
         app.serve_tenants(contracts.ROUTER_SESSION_RENEW, self.on_renew_tenants, concurrency=MAX_RENEWALS)
+        app.serve_tenants(contracts.ROUTER_SESSION_HIBERNATE, self.on_hibernate_tenants)
         app.serve_tenants(contracts.ROUTER_SESSION_CLOSE, self.on_close_tenants)
         app.serve_tenants(contracts.ROUTER_NODE_LIST, self.on_nodes_of)
         app.listen(contracts.EXECUTOR_NODE_HEARTBEAT, self.on_heartbeat)
@@ -163,7 +166,7 @@ class RouterActor:
         granted = await self.ceilings.granted(tenant, wish, caller)
         terms = {"tenant": tenant, "credential": "", "priority": granted.priority, "weight": granted.weight}
         if request.place is not None and request.lost:
-            await self._requeue_for(request.place, tenant, request.lost)
+            await self._requeue_for(request.place, tenant, request.lost, request.cut)
         return await self._opening.open(request.model_copy(update=terms))
 
     # -- living ------------------------------------------------------------------------------------------------------
@@ -212,6 +215,7 @@ class RouterActor:
         record = await self._open(request.session_id, request.token)
         if record is None or record.state == "pending":
             raise RefusedError("router.no_session", await self._reason_of_end(request.session_id))
+        await self.moves.hear(record, request)
         if record.id in self._renewing:
             raise RefusedError(
                 "router.renewing", f"the lease of session {record.id} is being renewed already", retryable=True
@@ -224,7 +228,8 @@ class RouterActor:
 
     async def _renew(self, record: TaskRecord, request: RenewSessionRequest) -> RenewSessionReply:
         names = [p.executor_id for p in record.parts]
-        answers = await self.executors.renew(names, request)
+        renewal = RenewSessionRequest(session_id=request.session_id, token=request.token)
+        answers = await self.executors.renew(names, renewal)
         leases: list[float] = []
         problems: list[tuple[str, BaseException]] = []
         for name, answer in zip(names, answers, strict=True):
@@ -241,8 +246,14 @@ class RouterActor:
                     "router.executor_lost", f"executor {name} does not answer", retryable=True
                 ) from problem
             raise problem
-        self._prolonged[record.id] = self.clock() + min(leases)
-        return RenewSessionReply(lease_s=min(leases))
+        lease_s = min(leases, default=self.settings.lease_s)  # a hibernated session has no executor
+        self._prolonged[record.id] = self.clock() + lease_s
+        config, _ = await self.world.settings()
+        reply = RenewSessionReply(lease_s=lease_s, hibernate_after_s=config.hibernate_after_s)
+        wish = record.wish
+        if wish.do and not request.stays:
+            reply = reply.model_copy(update={"wish": wish.do, "reason": wish.reason})
+        return reply
 
     async def keep_leases(self) -> None:
         """Write renewed leases until cancelled.
@@ -289,6 +300,8 @@ class RouterActor:
             ended = await self.world.tasks.move(s, record.id, state, reason, self.clock())
         if ended:
             await self.close_on_executors(record, record.id, reason)
+            if not record.parts and record.wants.get("store"):
+                start_errand(self.moves.drop_checkpoints(record), f"removal of the checkpoints of {record.id}")
         return ended
 
     async def close_on_executors(self, record: TaskRecord, session_id: str, reason: str) -> None:
@@ -311,83 +324,34 @@ class RouterActor:
         now = self.clock()
         await self.world.tasks.amend(record.id, reason, now, f"its last operator ended, {now - begun:.1f} s later")
 
-    # -- going on in another executor --------------------------------------------------------------------------------
-
-    async def _requeue_for(self, place: QueuePlace, tenant: str, reason: str) -> None:
-        """Put a session back into the queue whose client says that it lost its executor.
+    async def on_hibernate_session(self, request: HibernateSessionRequest) -> HibernateSessionReply:
+        """Free the executor of a session whose client has a checkpoint of it.
 
         Raises:
-            RefusedError: the session is not open, or belongs to another client.
+            RefusedError: the session is not open, or cannot hibernate.
+        """
+        record = await self._open(request.session_id, request.token)
+        if record is None:
+            raise RefusedError("router.no_session", await self._reason_of_end(request.session_id))
+        return HibernateSessionReply(lease_s=await self.moves.hibernates(record, request.reason))
+
+    async def on_hibernate_tenants(self, request: HibernateSessionRequest, tenant: str) -> HibernateSessionReply:
+        """Let a tenant's session hibernate."""
+        await self._check_owner(request.session_id, tenant)
+        return await self.on_hibernate_session(request)
+
+    # -- losses ------------------------------------------------------------------------------------------------------
+
+    async def _requeue_for(self, place: QueuePlace, tenant: str, reason: str, cut: int) -> None:
+        """Put a session back into the queue whose client says that it lost its executor, or leaves it.
+
+        Raises:
+            RefusedError: the session is not open, belongs to another client, or stays where it is.
         """
         record = await self._open(place.session_id, place.token)
         if record is None or record.tenant != tenant:
             raise RefusedError("router.no_session", await self._reason_of_end(place.session_id))
-        if record.state == "started":
-            if not record.wants.get("recovers"):
-                raise RefusedError("router.no_session", f"session {record.id} cannot go on in another executor")
-            # Its executor may live and have the session, for example if only the connection broke.
-            names = [p.executor_id for p in record.parts]
-            await self.executors.close(names, record.id, "it goes on in another executor", passing=True)
-            await self._requeue(record, f"its client lost {', '.join(names)}: {reason}")
-
-    async def move(self, record: TaskRecord, reason: str, node: str = "") -> None:
-        """Let a running session go on in another executor: its client hears of it, and asks for one.
-
-        Args:
-            record: the session.
-            reason: why, for its story.
-            node: the node or the executor to use from now on; empty: as before.
-
-        Raises:
-            RefusedError: the session does not run, its client cannot go on elsewhere, or no other device has room.
-        """
-        if record.kind != "session" or record.state != "started":
-            raise RefusedError("router.not_movable", f"task {record.id} is not a running session")
-        if not record.wants.get("recovers"):
-            raise RefusedError(
-                "router.not_movable",
-                f"the client of session {record.id} cannot go on in another executor (WOOLYAI_RECOVERY=off, several devices, or "
-                "an older client)",
-            )
-        names = [p.executor_id for p in record.parts]
-        want = replace(record.want(), barred=frozenset(names), node=node or record.want().node)
-        async with self.world.database.reading() as s:
-            _, _, pool = await self.world.pool(s, self.registry, self.clock())
-        placement = pool.place(want)
-        if not placement.gpus:
-            others = {n: why for n, why in placement.waits.items() if n not in names}
-            raise RefusedError(
-                "router.no_fit",
-                f"no other device can take session {record.id} now: {summary(others) or 'there is no other device'}",
-                retryable=True,
-            )
-        if await self._requeue(record, reason, names, node):
-            await self.executors.close(names, record.id, reason, passing=True)
-
-    async def move_from_draining_nodes(self) -> None:
-        """Move one session from a node that is being drained, if another device has room for it."""
-        _, nodes = await self.world.settings()
-        draining = {name for name, node in nodes.items() if node.wish == "draining"}
-        if not draining:
-            return
-        for record in await self.world.tasks.in_states("started", kind="session"):
-            left = [p.node for p in record.parts if p.node in draining]
-            if left and record.wants.get("recovers"):
-                try:
-                    await self.move(record, f"node {left[0]} is being drained")
-                    return
-                except RefusedError as e:
-                    log.info("session %s stays on a node that is being drained: %s", record.id, e)
-
-    async def _requeue(self, record: TaskRecord, reason: str, barred: Sequence[str] = (), node: str = "") -> bool:
-        """Put a session that lost its executor back into the queue. Returns False if it has ended."""
-        now = self.clock()
-        lease = await self.world.tasks.lease(record.id)
-        if lease is None:
-            return False
-        waiting = Lease(record.id, lease.token, now + self.settings.lease_s + RECOVERY_GRACE_S)
-        async with self.world.database.writing() as s:
-            return await self.world.tasks.requeue(s, record, reason, now, waiting, barred, node)
+        await self.moves.comes_back(record, reason, cut)
 
     async def lose_part(
         self, record: TaskRecord, executor_id: str, reason: str, state: str = "failed", *, passing: bool = False
@@ -398,7 +362,7 @@ class RouterActor:
         """
         others = [p.executor_id for p in record.parts if p.executor_id != executor_id]
         if passing and record.wants.get("recovers"):
-            await self._requeue(record, reason)
+            await self.moves.requeue(record, reason)
             return
         async with self.world.database.writing() as s:
             lost = await self.world.tasks.move(s, record.id, state, reason, self.clock(), only_from=["started"])

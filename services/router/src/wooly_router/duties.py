@@ -51,7 +51,7 @@ class Duties:
         await self.keep_nodes()
         await self._actor.lapse()
         await self._actor.reconcile()
-        await self._actor.move_from_draining_nodes()
+        await self._actor.moves.drain()
         await self._jobs.round()
         if not self._leadership.alone:  # JetStream is available
             await self._jobs.tell()
@@ -59,6 +59,8 @@ class Duties:
                 await self._uploads.drop()
         if self._is_due("sample", SAMPLE_S):
             await self.sample()
+        if self._is_due("checkpoints", FORGET_S):
+            await self._actor.moves.keep_checkpoints()
         if self._is_due("forget", FORGET_S):
             await self.forget()
 

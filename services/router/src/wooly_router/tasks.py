@@ -44,11 +44,15 @@ class TaskActor:
         cancel = self._authorized(self.on_cancel_task, "tasks:write")
         app.serve(contracts.ROUTER_TASK_CANCEL, cancel)
         app.serve(contracts.ROUTER_TASK_MOVE, self._authorized(self.on_move_task, "tasks:write"))
+        app.serve(contracts.ROUTER_TASK_HIBERNATE, self._authorized(self.on_hibernate_task, "tasks:write"))
+        app.serve(contracts.ROUTER_TASK_WAKE, self._authorized(self.on_wake_task, "tasks:write"))
         app.serve(contracts.ROUTER_TASK_PRIORITIZE, self._on_prioritize)
         app.serve_tenants(contracts.ROUTER_TASK_LIST, self._of_tenant(self.on_tasks))
         app.serve_tenants(contracts.ROUTER_TASK_GET, self._of_tenant(self.on_task))
         app.serve_tenants(contracts.ROUTER_TASK_CANCEL, self._of_tenant(self.on_cancel_task))
         app.serve_tenants(contracts.ROUTER_TASK_MOVE, self._of_tenant(self.on_move_task))
+        app.serve_tenants(contracts.ROUTER_TASK_HIBERNATE, self._of_tenant(self.on_hibernate_task))
+        app.serve_tenants(contracts.ROUTER_TASK_WAKE, self._of_tenant(self.on_wake_task))
         app.serve_tenants(contracts.ROUTER_TASK_PRIORITIZE, self._on_prioritize_of)
 
     def _authorized(self, handler: Callable[[Q], Awaitable[R]], scope: str) -> Callable[[Q], Awaitable[R]]:
@@ -113,9 +117,21 @@ class TaskActor:
         return await self.on_task(request)
 
     async def on_move_task(self, request: MoveTaskRequest) -> TaskReply:
-        """Move a running session to another device."""
+        """Ask the client of a running session to move it to another device."""
         task = await self._get(request.task_id, request.tenant)
-        await self._router.move(task, "moved on request", request.node)
+        await self._router.moves.move(task, "moved on request", request.node)
+        return await self.on_task(TaskRequest(task_id=task.id, tenant=request.tenant))
+
+    async def on_hibernate_task(self, request: TaskRequest) -> TaskReply:
+        """Ask the client of a running session to let it hibernate."""
+        task = await self._get(request.task_id, request.tenant)
+        await self._router.moves.hibernate(task, request.reason or "hibernated on request")
+        return await self.on_task(TaskRequest(task_id=task.id, tenant=request.tenant))
+
+    async def on_wake_task(self, request: TaskRequest) -> TaskReply:
+        """Ask the client of a hibernated session to take a device again."""
+        task = await self._get(request.task_id, request.tenant)
+        await self._router.moves.wake(task, request.reason or "woken on request")
         return await self.on_task(TaskRequest(task_id=task.id, tenant=request.tenant))
 
     async def on_prioritize_task(self, request: PrioritizeTaskRequest, caller: Caller | None = None) -> TaskReply:

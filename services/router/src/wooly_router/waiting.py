@@ -66,7 +66,7 @@ class SessionQueue:
             raise RefusedError(
                 "router.place_lost", f"session {task.id} left the queue: {task.reason}; ask anew", retryable=True
             )
-        if lease is None or task.state != "pending":
+        if lease is None or task.state not in ("pending", "hibernated"):
             why = f" ({task.reason})" if task.reason else ""
             raise RefusedError(
                 "router.no_session", f"session {task.id} does not wait in the queue: it is {task.state}{why}"
@@ -82,7 +82,7 @@ class SessionQueue:
         self._asking.add(task.id)
         if task.wants.get("away"):
             async with self._world.database.writing() as s:
-                await self._world.tasks.returned(s, task)
+                await self._world.tasks.returned(s, task, self._clock())
             return await self._world.tasks.get(task.id) or task
         return task
 

@@ -50,6 +50,9 @@ class ExecutorHeartbeat(Message):
             circle
             (`wooly_bus.contents.shared_name`).
         ending: why the process ends, in its last heartbeat; otherwise empty.
+        leaving: why the process will end as soon as its sessions have gone on elsewhere; otherwise empty.
+        checkpoints: identity of the place where it stores checkpoints. Executors with the same identity can restore each other's
+            sessions. Empty: it stores none.
     """
 
     executor_id: Id
@@ -64,6 +67,29 @@ class ExecutorHeartbeat(Message):
     memory: MemoryState | None = None
     work: WorkDone = WorkDone()
     ending: str = Field(default="", max_length=1024)
+    leaving: str = Field(default="", max_length=1024)
+    checkpoints: str = Field(default="", max_length=64)
+
+
+class NamedSession(Message):
+    """A session and its tenant."""
+
+    tenant: Name
+    session_id: SessionId
+
+
+class KeepCheckpointsRequest(Message):
+    """What becomes of checkpoints whose sessions no executor has (router to executor).
+
+    `keep`: hibernated sessions. `drop`: sessions that have ended.
+    """
+
+    keep: tuple[NamedSession, ...] = Field(default=(), max_length=1000)
+    drop: tuple[NamedSession, ...] = Field(default=(), max_length=1000)
+
+
+class KeepCheckpointsReply(Message):
+    """The executor has begun to do so."""
 
 
 class NodesRequest(Message):

@@ -31,9 +31,9 @@ class OpenSessionRequest(Message):
     `model`: name of the session's model, for bills. `weight`: relative share inside the class. `service_ns`, `objective_ns` and
     `interval_ns`: as in `AdmitSessionRequest`. `queue`: if no device has room, the session waits in the queue instead of being
     refused. `place`: the session waits already, and its client asks whether its turn has come. `lost`: why a session with a
-    `place` that is open has lost its executor; it is opened again, and waits if there is no room. `recovers`: the client can go
-    on in another executor. `node`: the node of all devices,
-    or the executor of the only device; empty: any.
+    `place` that is open has lost its executor, or leaves it; it is opened again, and waits if there is no room. `cut`: number of
+    the checkpoint from which such a session goes on; 0: it needs none. `recovers`: the client can go on in another executor.
+    `node`: the node of all devices, or the executor of the only device; empty: any.
     """
 
     tenant: Name = "default"
@@ -56,6 +56,7 @@ class OpenSessionRequest(Message):
     queue: bool = False
     place: QueuePlace | None = None
     lost: str = Field(default="", max_length=4096)
+    cut: int = Field(default=0, ge=0, lt=1 << 32)
     recovers: bool = False
     client: ClientFacts
 
@@ -113,15 +114,58 @@ class OpenSessionReply(Message):
         return self
 
 
+class Resumed(Message):
+    """How a session went on in another executor: seconds for which its script waited, and number of frames sent again."""
+
+    seconds: float = Field(ge=0)
+    frames: int = Field(ge=0)
+
+
 class RenewSessionRequest(Message):
-    """Renew the session's lease."""
+    """Renew the session's lease.
+
+    `stays`: why the client does not do what the last reply asked for. `recovers`: whether the client can still go on in another
+    executor. `resumed`: how it last did, once.
+    """
 
     session_id: SessionId
     token: Token
+    stays: str = Field(default="", max_length=4096)
+    recovers: bool = True
+    resumed: Resumed | None = None
+
+
+#: What the router asks a session's client to do: to go on in another executor, to hibernate, to end the hibernation.
+Wish = Literal["move", "hibernate", "wake"]
 
 
 class RenewSessionReply(Message):
-    """The lease ends `lease_s` seconds from now."""
+    """The lease ends `lease_s` seconds from now.
+
+    `wish`: what the client is to do, and `reason`: why. `hibernate_after_s`: seconds without an operation after which the client
+    hibernates by itself; 0: never.
+    """
+
+    lease_s: float = Field(gt=0)
+    wish: Wish | None = None
+    reason: str = Field(default="", max_length=4096)
+    hibernate_after_s: float = Field(default=0.0, ge=0)
+
+
+class HibernateSessionRequest(Message):
+    """A session hibernates: its client has a checkpoint of it, and needs no executor until the next operation.
+
+    `cut`: number of the checkpoint. `reason`: why.
+    """
+
+    session_id: SessionId
+    token: Token
+    cut: int = Field(ge=0, lt=1 << 32)
+    reason: str = Field(default="", max_length=4096)
+
+
+class HibernateSessionReply(Message):
+    """The session's executor is free. The client still renews the lease, within `lease_s` seconds."""
 
     lease_s: float = Field(gt=0)
 

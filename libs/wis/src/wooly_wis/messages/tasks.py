@@ -9,7 +9,7 @@ from pydantic import Field
 from wooly_wis.messages.base import Host, Id, Message, Name, SessionId
 from wooly_wis.messages.jobs import JobOutput
 
-TaskState = Literal["pending", "started", "completed", "failed", "cancelled"]
+TaskState = Literal["pending", "started", "hibernated", "completed", "failed", "cancelled"]
 
 
 class TaskChanged(Message):

@@ -303,15 +303,28 @@ class Cuts:
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
-    def closed(self, session: Session, *, by_client: bool) -> None:
-        """A session has ended. If its client closed it, nobody restores it any more, so its files are removed."""
+    def closed(self, session: Session, *, passing: bool) -> None:
+        """A session has ended here. Unless it may go on in another executor (`passing`), its files are removed."""
         cuts = session.cuts
-        if cuts is None:
+        if cuts is None or passing:
             return
-        if cuts.storing is not None and by_client:
+        if cuts.storing is not None:
             cuts.storing.cancel()
-        if by_client:
-            self._vram.mover.submit(FilesJob(LEAST_URGENT, _ended, work=cuts.files.remove))
+        self._vram.mover.submit(FilesJob(LEAST_URGENT, _ended, work=cuts.files.remove))
+
+    def keep(self, kept: list[tuple[str, str]], dropped: list[tuple[str, str]]) -> None:
+        """Keep the files of some sessions that nobody has open, and remove those of others: (tenant, session id)."""
+        checkpoints = self._checkpoints
+        if checkpoints is None:
+            return
+
+        def work() -> None:
+            for tenant, session_id in kept:
+                checkpoints.of(tenant, session_id).touch()
+            for tenant, session_id in dropped:
+                checkpoints.of(tenant, session_id).remove()
+
+        self._vram.mover.submit(FilesJob(LEAST_URGENT, _ended, work=work))
 
     def sweep(self, sessions: list[Session]) -> None:
         """Remove the files of sessions that ended long ago without their client."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import shutil
 import time
 from collections.abc import Iterable
@@ -191,6 +192,22 @@ class Checkpoints:
 
     def __init__(self, folder: Path, kept_s: float) -> None:
         self._folder, self._kept_s = folder, kept_s
+
+    def identity(self) -> str:
+        """The name of the folder. Executors that use the same folder have the same name. The first call makes the folder.
+
+        Raises:
+            OSError: the folder cannot be made.
+        """
+        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path = self._folder / "id"
+        if not path.exists():
+            new = self._folder / f"id-{os.getpid()}.new"
+            new.write_text(secrets.token_hex(16))
+            with contextlib.suppress(FileExistsError):  # another executor was first
+                os.link(new, path)
+            new.unlink()
+        return path.read_text()
 
     def of(self, tenant: str, session_id: str) -> SessionFiles:
         """The files of a session."""

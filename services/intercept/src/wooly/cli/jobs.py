@@ -27,6 +27,12 @@ from wooly.settings import Settings
 
 #: Interval, in seconds, at which `wooly logs --follow` reads the task.
 POLL_INTERVAL_S = 0.5
+#: Interval, in seconds, at which a command looks whether a session has left its executor.
+FOLLOW_S = 0.2
+#: States of tasks that have ended.
+ENDED = ("completed", "failed", "cancelled")
+#: How the step of a story begins that says why a session did not leave its executor.
+STAYS = "it stays"
 #: Default of the setting `tenant`.
 DEFAULT_TENANT = "default"
 
@@ -203,6 +209,40 @@ def move(controller: Controller, settings: Settings, task_id: str, node: str) ->
     """Move a running session to another device."""
     request = MoveTaskRequest(task_id=task_id, node=node, credential=settings.credential)
     return controller.ask(contracts.ROUTER_TASK_MOVE, request, timeout=6.0)
+
+
+def hibernate(controller: Controller, settings: Settings, task_id: str) -> TaskReply:
+    """Let a running session hibernate."""
+    request = TaskRequest(task_id=task_id, credential=settings.credential)
+    return controller.ask(contracts.ROUTER_TASK_HIBERNATE, request, timeout=6.0)
+
+
+def wake(controller: Controller, settings: Settings, task_id: str) -> TaskReply:
+    """Wake a hibernated session."""
+    request = TaskRequest(task_id=task_id, credential=settings.credential)
+    return controller.ask(contracts.ROUTER_TASK_WAKE, request, timeout=6.0)
+
+
+def followed(
+    controller: Controller, settings: Settings, reply: TaskReply, timeout_s: float, *, until: tuple[str, ...]
+) -> TaskReply:
+    """Wait until a session that was asked to leave its executor is in one of some states, has gone on, stays, or has ended.
+
+    Args:
+        controller: the connection to the controller.
+        settings: the client's settings.
+        reply: the task after the request.
+        timeout_s: seconds to wait at most.
+        until: states of a session that has done what it was asked for.
+    """
+    told, deadline = len(reply.story), time.monotonic() + timeout_s
+    request = TaskRequest(task_id=reply.task.task_id, credential=settings.credential)
+    while time.monotonic() < deadline:
+        if any(s.state in (*until, *ENDED) or s.reason.startswith(STAYS) for s in reply.story[told:]):
+            break
+        time.sleep(FOLLOW_S)
+        reply = controller.ask(contracts.ROUTER_TASK_GET, request)
+    return reply
 
 
 def prioritize(controller: Controller, settings: Settings, task_id: str, priority: int) -> TaskReply:

@@ -26,6 +26,7 @@ class ClusterConfig(BaseModel):
         queue_patience_s: seconds for which later tasks may overtake a waiting task; after that, devices are held for the
             waiting task.
         queue_aging_s: seconds of waiting after which a task rises by one class in the queue.
+        hibernate_after_s: seconds without an operation after which a session hibernates; 0: never.
         job_attempts: number of attempts of a job whose executors are lost.
         task_retention_s: seconds for which ended tasks are kept.
         history_retention_s: seconds for which samples of devices are kept.
@@ -37,6 +38,7 @@ class ClusterConfig(BaseModel):
     default_vram_claim: int = Field(default=0, ge=0, lt=1 << 63)
     queue_patience_s: float = Field(default=30.0, ge=0, le=DAY_S, allow_inf_nan=False)
     queue_aging_s: float = Field(default=600.0, ge=1, le=30 * DAY_S, allow_inf_nan=False)
+    hibernate_after_s: float = Field(default=0.0, ge=0, le=365 * DAY_S, allow_inf_nan=False)
     job_attempts: int = Field(default=5, ge=1, le=100)
     task_retention_s: float = Field(default=30 * DAY_S, ge=60, le=3650 * DAY_S, allow_inf_nan=False)
     history_retention_s: float = Field(default=7 * DAY_S, ge=60, le=3650 * DAY_S, allow_inf_nan=False)
@@ -95,7 +97,7 @@ def gpus_of(
 def _gpu(
     heartbeat: ExecutorHeartbeat, alive: bool, node: NodeSettings | None, config: ClusterConfig, starvation: int
 ) -> Gpu:
-    wish = "active" if node is None else node.wish
+    wish = "draining" if heartbeat.leaving else "active" if node is None else node.wish
     return Gpu(
         executor_id=heartbeat.executor_id,
         node=heartbeat.node,
@@ -108,4 +110,5 @@ def _gpu(
         utilization=round(1000 * heartbeat.utilization),
         starvation=starvation,
         weights=frozenset(heartbeat.weights),
+        store=heartbeat.checkpoints,
     )

@@ -3,8 +3,9 @@
 Pure: the same pool and the same request always give the same choice and the same reasons.
 
 **Filter.** A device can take a task if all of these hold: the device is active (not lost, cordoned or draining); it is in one
-of the requested groups (or in no group, if the task requests none), and on the requested node; it has the requested vendor and
-architecture; no other task uses it exclusively, and it has no sessions if the task wants it exclusively; it has enough memory.
+of the requested groups (or in no group, if the task requests none), and on the requested node; it can read the checkpoint from
+which the task goes on; it has the requested vendor and architecture; no other task uses it exclusively, and it has no sessions
+if the task wants it exclusively; it has enough memory.
 The memory rule is the executor's admission rule: all promised memory fits into the capacity plus overcommit, and a running task
 fits next to all memory that cannot be swapped out; a task that cannot be swapped out fits, with all promised memory, into the
 capacity alone. A task that declares no size counts with the default claim or with what it uses, whichever is more.
@@ -43,6 +44,7 @@ class Gpu:
         state: "active", or the reason why it takes no new task: "lost", "cordoned", "draining".
         weights: contents in its memory that a task could share, as names with their sharing domain
             (`wooly_bus.contents.shared_name`).
+        store: identity of the place where its executor stores checkpoints; empty: nowhere.
     """
 
     executor_id: str
@@ -56,6 +58,7 @@ class Gpu:
     utilization: int = 0
     starvation: int = 0
     weights: frozenset[str] = EMPTY
+    store: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,7 @@ class DeviceRequest:
         node: node of the devices, or the only executor to choose; empty: any.
         weights: contents that the task will probably share, named as in `Gpu.weights`.
         barred: devices that must not be chosen, because this task was lost there or they refused it.
+        store: place of the checkpoints from which the task goes on; empty: it needs none.
     """
 
     gpu_count: int = 1
@@ -80,6 +84,7 @@ class DeviceRequest:
     weights: tuple[str, ...] = ()
     barred: frozenset[str] = EMPTY
     claim: int = 0
+    store: str = ""
 
     @property
     def asked(self) -> int:
@@ -154,7 +159,7 @@ def fits(want: DeviceRequest, gpu: Gpu, load: Load) -> bool:
         return False
     if gpu.executor_id in want.barred or not _fits_groups(want, gpu) or not _fits_kind(want, gpu):
         return False
-    if not _fits_node(want, gpu):
+    if not _fits_node(want, gpu) or (want.store and want.store != gpu.store):
         return False
     asked = want.asked
     return not asked or asked <= room_for(gpu, load, swappable=want.swappable)
@@ -219,6 +224,8 @@ def unfit(want: DeviceRequest, gpu: Gpu, load: Load) -> str:
         return f"is reserved for the group{'s' * (len(gpu.groups) > 1)} {', '.join(sorted(gpu.groups))}"
     if not _fits_node(want, gpu):
         return f"is on node {gpu.node}, but the task requests {want.node}"
+    if want.store and want.store != gpu.store:
+        return "does not have the session's checkpoint, which is in another folder (WOOLY_EXECUTOR_CHECKPOINTS)"
     if not _fits_kind(want, gpu):
         return (
             f"is {gpu.vendor} {gpu.arch}".rstrip() + f", but the task requests {f'{want.vendor} {want.arch}'.strip()}"

@@ -67,6 +67,15 @@ class Registry:
         seen = self._seen.get(executor_id)
         return "" if seen is None else seen.ended
 
+    def leaving(self, now: float) -> dict[str, str]:
+        """Return the executors that end as soon as their sessions have gone on elsewhere, each with its reason."""
+        return {h.executor_id: h.leaving for h in self.alive(now) if h.leaving}
+
+    def store(self, executor_id: str) -> str:
+        """Return the identity of the place where an executor stores checkpoints; empty: nowhere, or unknown."""
+        seen = self._seen.get(executor_id)
+        return "" if seen is None else seen.heartbeat.checkpoints
+
     def has(self, executor_id: str, session_id: str) -> bool:
         """Tell whether an executor's last heartbeat lists a session."""
         seen = self._seen.get(executor_id)

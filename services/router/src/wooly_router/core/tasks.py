@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-State = Literal["pending", "started", "completed", "failed", "cancelled"]
+State = Literal["pending", "started", "hibernated", "completed", "failed", "cancelled"]
 Kind = Literal["session", "job"]
 
-#: The states that may follow each state. A job whose executor is lost becomes pending again.
+#: The states that may follow each state. A task whose executor is lost becomes pending again. A session that hibernates has no
+#: executor and no place in the queue.
 TRANSITIONS: dict[str, frozenset[str]] = {
-    "pending": frozenset({"started", "failed", "cancelled"}),
-    "started": frozenset({"pending", "completed", "failed", "cancelled"}),
+    "pending": frozenset({"started", "hibernated", "failed", "cancelled"}),
+    "started": frozenset({"pending", "hibernated", "completed", "failed", "cancelled"}),
+    "hibernated": frozenset({"pending", "completed", "failed", "cancelled"}),
     "completed": frozenset(),
     "failed": frozenset(),
     "cancelled": frozenset(),

@@ -66,7 +66,7 @@ def _ask(caller: Caller, task_id: str, reason: str = "") -> TaskRequest:
 async def list_tasks(
     request: Request,
     caller: Annotated[Caller, Depends(needs("tasks", "read"))],
-    state: Annotated[list[TaskState] | None, Query(max_length=5)] = None,
+    state: Annotated[list[TaskState] | None, Query(max_length=6)] = None,
     kind: Literal["session", "job"] | None = None,
     tenant: OfTenant = None,
     priority: Annotated[int | None, Query(ge=0, le=4)] = None,
@@ -157,12 +157,36 @@ async def prioritize_task(
 async def move_task(
     request: Request, task_id: str, body: MoveBody, caller: Annotated[Caller, Depends(needs("tasks", "write"))]
 ) -> TaskDetail:
-    """Move a running session to another device. Its client goes on there."""
+    """Ask the client of a running session to go on at another device. The task's story says when it has, or why it stays."""
     desk: TaskActor = request.app.state.desk
     access: Access = request.app.state.access
     ask = _ask(caller, task_id)
     reply = await desk.on_move_task(MoveTaskRequest(task_id=ask.task_id, tenant=ask.tenant, node=body.node))
     await access.log(caller, "task.move", task_id, node=body.node)
+    return _detail(reply)
+
+
+@router.post("/tasks/{task_id}/hibernate")
+async def hibernate_task(
+    request: Request, task_id: str, caller: Annotated[Caller, Depends(needs("tasks", "write"))]
+) -> TaskDetail:
+    """Ask the client of a running session to free its device until the next operation."""
+    desk: TaskActor = request.app.state.desk
+    access: Access = request.app.state.access
+    reply = await desk.on_hibernate_task(_ask(caller, task_id))
+    await access.log(caller, "task.hibernate", task_id)
+    return _detail(reply)
+
+
+@router.post("/tasks/{task_id}/wake")
+async def wake_task(
+    request: Request, task_id: str, caller: Annotated[Caller, Depends(needs("tasks", "write"))]
+) -> TaskDetail:
+    """Ask the client of a hibernated session to take a device again."""
+    desk: TaskActor = request.app.state.desk
+    access: Access = request.app.state.access
+    reply = await desk.on_wake_task(_ask(caller, task_id))
+    await access.log(caller, "task.wake", task_id)
     return _detail(reply)
 
 

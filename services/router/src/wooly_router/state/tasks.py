@@ -34,6 +34,23 @@ class PartRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class TaskWish:
+    """What a session's client was asked to do, as `RenewSessionReply.wish` says.
+
+    Attributes:
+        do: move, hibernate, wake; empty: nothing.
+        reason: why.
+        node: the node or the executor to use from now on; empty: as before.
+        barred: executors that may not take it.
+    """
+
+    do: str = ""
+    reason: str = ""
+    node: str = ""
+    barred: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class TaskRecord:
     """A task, detached from the database. `parts` are its devices, in order. The other fields are as in `TaskRow`."""
 
@@ -75,7 +92,13 @@ class TaskRecord:
             weights=tuple(more.get("weights", ())),
             barred=frozenset(more.get("barred", ())),
             claim=int(more.get("claim", 0)),
+            store=str(more.get("store", "")),
         )
+
+    @property
+    def wish(self) -> TaskWish:
+        """What the session's client was asked to do."""
+        return TaskWish(**(self.wants.get("wish") or {}))
 
     def waiting(self) -> Waiting:
         """Return the task as an entry of the queue."""
@@ -200,45 +223,66 @@ class TaskStore:
         moved = await s.execute(update(TaskRow).where(condition).values(values).returning(TaskRow.id))
         if moved.first() is None:
             return False
-        if state in ENDED or state == "pending":
+        if state in ENDED or state in ("pending", "hibernated"):
             await s.execute(delete(LeaseRow).where(LeaseRow.task_id == task_id))
-        if state == "pending":
+        if state in ("pending", "hibernated"):
             await s.execute(delete(PartRow).where(PartRow.task_id == task_id))
         await self._tell(s, task_id, at, state, reason)
         return True
 
-    async def requeue(
-        self,
-        s: AsyncSession,
-        task: TaskRecord,
-        reason: str,
-        at: float,
-        lease: Lease,
-        barred: Sequence[str] = (),
-        node: str = "",
+    async def leave(
+        self, s: AsyncSession, task: TaskRecord, state: str, reason: str, at: float, lease: Lease, **wants: Any
     ) -> bool:
-        """Let a session that lost its executor wait until its client asks for another one. Then it waits in the queue.
+        """Let a session leave its executor: it waits (`pending`) until its client asks for another one, or hibernates.
 
         The client may be dead, so the session has no place in the queue before. Its attempt grows, so that what its last executor
-        still says about it has no effect. Returns False, without a change, if
-        the session has ended, or is in the queue already.
+        still says about it has no effect. Returns False, without a change, if the session has ended or changed meanwhile.
 
         Args:
             s: the transaction.
             task: the session.
-            reason: why it lost its executor.
-            at: time of the loss.
-            lease: its client's token, and until when the client must ask.
-            barred: executors that may not take it.
-            node: the node or the executor to use from now on; empty: as before.
+            state: pending or hibernated.
+            reason: why it leaves.
+            at: the time.
+            lease: its client's token, and until when the client must ask or renew.
+            wants: changes of its wants.
         """
-        condition = and_(TaskRow.id == task.id, TaskRow.attempt == task.attempt)
-        wants = task.wants | {"barred": list(barred), "away": True} | ({"node": node} if node else {})
-        moved = await self.move(s, task.id, "pending", reason, at, attempt=task.attempt, only_from=["started"])
-        if moved:
-            await s.execute(update(TaskRow).where(condition).values(attempt=task.attempt + 1, wants=wants))
-            await self.set_lease(s, lease)
-        return moved
+        moved = await self.move(s, task.id, state, reason, at, attempt=task.attempt, only_from=["started", "pending"])
+        if not moved:
+            return False
+        changed = task.wants | {"away": True, "wish": None, "barred": []} | wants
+        changes = {"attempt": task.attempt + 1, "wants": changed}
+        await s.execute(update(TaskRow).where(TaskRow.id == task.id).values(changes))
+        await self.set_lease(s, lease)
+        return True
+
+    async def change_wants(
+        self,
+        s: AsyncSession,
+        task_id: str,
+        *,
+        state: str = "",
+        attempt: int | None = None,
+        tell: tuple[float, str] | None = None,
+        **changes: Any,
+    ) -> bool:
+        """Change some of a task's wants. Returns False, without a change, if the task is in another state or at another attempt.
+
+        Args:
+            s: the transaction.
+            task_id: the task.
+            state: the state in which the task must be; empty: any.
+            attempt: the attempt at which it must be; None: any.
+            tell: time and text of a step for the task's story.
+            changes: the new values.
+        """
+        row = await s.scalar(select(TaskRow).where(TaskRow.id == task_id).with_for_update())
+        if row is None or (state and row.state != state) or (attempt is not None and row.attempt != attempt):
+            return False
+        row.wants = row.wants | changes
+        if tell is not None:
+            await self._tell(s, task_id, tell[0], row.state, tell[1])
+        return True
 
     async def _tell(self, s: AsyncSession, task_id: str, at: float, state: str, reason: str) -> None:
         last = select(func.coalesce(func.max(TaskEventRow.number), 0)).where(TaskEventRow.task_id == task_id)
@@ -436,10 +480,14 @@ class TaskStore:
         """Return the jobs and sessions that wait for devices."""
         return [t for t in await self.in_states("pending", s=s) if not t.parts and not t.wants.get("away")]
 
-    async def returned(self, s: AsyncSession, task: TaskRecord) -> None:
-        """Let a session that lost its executor wait in the queue, because its client has come back."""
-        values = {"wants": task.wants | {"away": False}}
-        await s.execute(update(TaskRow).where(TaskRow.id == task.id, TaskRow.attempt == task.attempt).values(values))
+    async def returned(self, s: AsyncSession, task: TaskRecord, at: float) -> None:
+        """Let a session without an executor wait in the queue, because its client asks for one."""
+        if task.state == "hibernated":
+            lease = await s.get(LeaseRow, task.id)
+            await self.move(s, task.id, "pending", "it wakes up", at, attempt=task.attempt, only_from=["hibernated"])
+            if lease is not None:
+                await self.set_lease(s, Lease(task.id, lease.token, lease.lease_until))
+        await self.change_wants(s, task.id, attempt=task.attempt, away=False, wish=None)
 
     async def page(self, chosen: TaskFilter, limit: int, after: tuple[float, str] | None = None) -> list[TaskRecord]:
         """Return a page of tasks, newest first, after the position (created_at, id)."""

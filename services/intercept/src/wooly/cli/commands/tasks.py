@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from contextlib import closing
 from typing import Annotated, Any
 
 import typer
+from wooly_wis.messages import TaskReply
 
 from wooly.cli.commands.app import Json, app, fail, out, read_settings, with_router
-from wooly.control import ControlError, connect
+from wooly.control import ControlError, Controller, connect
 from wooly.errors import WoolyError
+from wooly.settings import Settings
 
 tasks = typer.Typer(name="tasks", help="List tasks (sessions and jobs), or change them.", invoke_without_command=True)
 app.add_typer(tasks)
 Filter = Annotated[
-    list[str] | None, typer.Option("--state", help="pending, started, completed, failed or cancelled; may be repeated.")
+    list[str] | None,
+    typer.Option("--state", help="pending, started, hibernated, completed, failed or cancelled; may be repeated."),
 ]
 
 
@@ -49,18 +53,55 @@ def cancel(
         out.print(f"task {task}: {reply.task.state}", highlight=False)
 
 
+NoWait = Annotated[bool, typer.Option("--no-wait", help="Do not wait until the session's client has done it.")]
+#: Seconds for which commands wait until a session's client has done what it was asked for.
+WAIT_S = 60.0
+
+
+def _asked(ask: Callable[..., TaskReply], until: str, no_wait: bool, as_json: bool) -> None:
+    """Ask for a change of a session, wait until its client has made it, and print the last step of its story."""
+
+    def work(jobs: Any, controller: Controller, settings: Settings) -> TaskReply:
+        reply = ask(jobs, controller, settings)
+        return reply if no_wait else jobs.followed(controller, settings, reply, WAIT_S, until=(until,))
+
+    reply = with_router(work)
+    if as_json:
+        print(reply.model_dump_json())
+    else:
+        last = reply.story[-1]
+        out.print(f"task {reply.task.task_id}: {last.state}: {last.reason}", highlight=False)
+
+
 @tasks.command()
 def move(
     task: Annotated[str, typer.Argument(metavar="TASK", help="The session's id.")],
     to: Annotated[str, typer.Option("--to", help="Node or executor to use from now on.")] = "",
+    no_wait: NoWait = False,
     as_json: Json = False,
 ) -> None:
-    """Move a running session to another device. Its script waits meanwhile, and goes on there."""
-    reply = with_router(lambda jobs, c, settings: jobs.move(c, settings, task, to))
-    if as_json:
-        print(json.dumps(reply.task.model_dump(mode="json")))
-    else:
-        out.print(f"task {task}: {reply.task.reason}", highlight=False)
+    """Move a running session to another device. Its script waits for a moment, and goes on there."""
+    _asked(lambda jobs, c, settings: jobs.move(c, settings, task, to), "started", no_wait, as_json)
+
+
+@tasks.command()
+def hibernate(
+    task: Annotated[str, typer.Argument(metavar="TASK", help="The session's id.")],
+    no_wait: NoWait = False,
+    as_json: Json = False,
+) -> None:
+    """Store the memory of a session and free its device, until its script uses it again."""
+    _asked(lambda jobs, c, settings: jobs.hibernate(c, settings, task), "hibernated", no_wait, as_json)
+
+
+@tasks.command()
+def wake(
+    task: Annotated[str, typer.Argument(metavar="TASK", help="The session's id.")],
+    no_wait: NoWait = False,
+    as_json: Json = False,
+) -> None:
+    """Give a hibernated session a device now, before its script uses it."""
+    _asked(lambda jobs, c, settings: jobs.wake(c, settings, task), "started", no_wait, as_json)
 
 
 SessionArgument = Annotated[str, typer.Argument(metavar="SESSION", help="The session's id.")]

@@ -1,0 +1,334 @@
+"""Sessions that leave their executor: after its loss, on request, from a node that is being drained, and to hibernate.
+
+After a loss, the router puts the session back into the queue, and its client asks for another executor. Everything else is a
+wish: the answer to the next renewal tells it to the client, which takes a checkpoint and then leaves the executor by itself. Only
+the client knows the place in the session at which it leaves, and whether it can.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+
+from wooly_bus import contracts
+from wooly_bus.app import ServiceApp
+from wooly_bus.errors import BusError, RefusedError
+from wooly_wis.messages import KeepCheckpointsRequest, NamedSession, RenewSessionRequest
+
+from wooly_router.core.placement import Claim, DeviceRequest, Pool, summary
+from wooly_router.core.registry import Registry
+from wooly_router.executors import Executors
+from wooly_router.settings import RouterSettings
+from wooly_router.state.tasks import Lease, TaskRecord
+from wooly_router.state.world import World
+
+log = logging.getLogger("wooly.router")
+#: Seconds, besides a lease, in which the client of a session that lost its executor must ask for another one.
+RECOVERY_GRACE_S = 15.0
+#: Maximum seconds to wait for an executor that removes or keeps checkpoints.
+KEEP_TIMEOUT_S = 5.0
+#: Maximum number of sessions in one request to keep checkpoints.
+KEPT_AT_ONCE = 1000
+DRAINED = "node {} is being drained"
+
+
+class Moves:
+    """Decides and stores what becomes of sessions that leave their executors.
+
+    Args:
+        settings: lease length.
+        app: the connection to NATS.
+        world: the state that all routers share.
+        registry: the known executors.
+        executors: closes sessions on executors.
+        clock: returns seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        app: ServiceApp,
+        world: World,
+        registry: Registry,
+        executors: Executors,
+        clock: Callable[[], float],
+    ) -> None:
+        self._settings, self._app, self._world, self._registry = settings, app, world, registry
+        self._executors, self._clock = executors, clock
+
+    # -- after a loss ------------------------------------------------------------------------------------------------
+
+    async def requeue(self, record: TaskRecord, reason: str) -> bool:
+        """Put a session that leaves its executor back into the queue. Returns False if it has ended."""
+        now = self._clock()
+        lease = await self._world.tasks.lease(record.id)
+        if lease is None:
+            return False
+        waiting = Lease(record.id, lease.token, now + self._settings.lease_s + RECOVERY_GRACE_S)
+        wish = record.wish
+        async with self._world.database.writing() as s:
+            return await self._world.tasks.leave(
+                s,
+                record,
+                "pending",
+                reason,
+                now,
+                waiting,
+                barred=wish.barred,
+                **({"node": wish.node} if wish.node else {}),
+                store=self._store_of(record),
+            )
+
+    async def comes_back(self, record: TaskRecord, reason: str, cut: int) -> None:
+        """The client of a session asks for another executor, because it lost its own or because it was asked to leave it.
+
+        Args:
+            record: the session.
+            reason: why, as the client says.
+            cut: number of the checkpoint that the next executor must have; 0: none.
+
+        Raises:
+            RefusedError: the session cannot go on elsewhere; or it was asked to leave, and no other device has room any more
+                (`router.stays`). Then it stays where it is.
+        """
+        if record.state == "started":
+            if not record.wants.get("recovers"):
+                raise RefusedError("router.no_session", f"session {record.id} cannot go on in another executor")
+            names = [p.executor_id for p in record.parts]
+            wish = record.wish
+            if wish.do == "move":
+                try:
+                    await self._check_room(record, wish.node)
+                except RefusedError as e:
+                    await self.stays(record, str(e))
+                    raise RefusedError("router.stays", str(e)) from e
+            # Its executor may live and have the session, for example if only the connection broke.
+            await self._executors.close(names, record.id, wish.reason or reason, passing=True)
+            await self.requeue(record, wish.reason or f"its client lost {', '.join(names)}: {reason}")
+        if not cut:  # it needs no checkpoint, so any executor will do
+            async with self._world.database.writing() as s:
+                await self._world.tasks.change_wants(s, record.id, store="")
+
+    def _store_of(self, record: TaskRecord) -> str:
+        """The identity of the place where the checkpoints of a session are; empty: there are none."""
+        return next((self._registry.store(p.executor_id) for p in record.parts), "")
+
+    # -- wishes ------------------------------------------------------------------------------------------------------
+
+    async def move(self, record: TaskRecord, reason: str, node: str = "") -> None:
+        """Ask the client of a running session to go on in another executor.
+
+        Args:
+            record: the session.
+            reason: why, for its story.
+            node: the node or the executor to use from now on; empty: as before.
+
+        Raises:
+            RefusedError: the session does not run, its client cannot go on elsewhere, or no other device has room.
+        """
+        _check_movable(record)
+        await self._check_room(record, node)
+        await self._wish(record, "move", reason, node=node, barred=[p.executor_id for p in record.parts])
+
+    async def _check_room(self, record: TaskRecord, node: str) -> None:
+        """Check that another device can take a session, besides the sessions that were asked to move before.
+
+        Raises:
+            RefusedError: no other device can.
+        """
+        async with self._world.database.reading() as s:
+            _, _, pool = await self._world.pool(s, self._registry, self._clock())
+            asked = [
+                t for t in await self._world.tasks.in_states("started", kind="session", s=s) if t.wish.do == "move"
+            ]
+        for other in asked:
+            if other.id != record.id:
+                self._claim(pool, other)
+        placement = pool.place(self._elsewhere(record, node))
+        if not placement.gpus:
+            names = {p.executor_id for p in record.parts}
+            others = {n: why for n, why in placement.waits.items() if n not in names}
+            raise RefusedError(
+                "router.no_fit",
+                f"no other device can take session {record.id} now: {summary(others) or 'there is no other device'}",
+                retryable=True,
+            )
+
+    def _elsewhere(self, record: TaskRecord, node: str) -> DeviceRequest:
+        want = record.want()
+        barred = frozenset([p.executor_id for p in record.parts])
+        return replace(want, barred=barred, node=node or want.node, store=self._store_of(record))
+
+    def _claim(self, pool: Pool, record: TaskRecord) -> None:
+        """Claim the device to which a session will move."""
+        want = self._elsewhere(record, record.wish.node)
+        for gpu in pool.place(want).gpus:
+            pool.claim(Claim(gpu.executor_id, want.asked or None, want.exclusive, want.swappable))
+
+    async def hibernate(self, record: TaskRecord, reason: str) -> None:
+        """Ask the client of a running session to hibernate.
+
+        Raises:
+            RefusedError: the session does not run, or its client cannot go on in another executor.
+        """
+        if record.state == "hibernated":
+            return
+        _check_movable(record)
+        if not self._store_of(record):
+            raise RefusedError(
+                "router.not_movable",
+                f"the executor of session {record.id} stores no checkpoints (WOOLY_EXECUTOR_CHECKPOINTS=off)",
+            )
+        await self._wish(record, "hibernate", reason)
+
+    async def wake(self, record: TaskRecord, reason: str) -> None:
+        """Ask the client of a hibernated session to take a device again.
+
+        Raises:
+            RefusedError: the session does not hibernate.
+        """
+        if record.state == "started" and record.wish.do == "hibernate":
+            await self._forget_wish(record, "it was woken before it hibernated")
+        elif record.state == "hibernated":
+            await self._wish(record, "wake", reason)
+        elif record.state not in ("started", "pending"):
+            raise RefusedError("router.not_hibernated", f"task {record.id} does not hibernate: it is {record.state}")
+
+    async def _wish(
+        self, record: TaskRecord, do: str, reason: str, *, node: str = "", barred: Sequence[str] = ()
+    ) -> None:
+        wish = {"do": do, "reason": reason, "node": node, "barred": list(barred)}
+        told = {"move": "its client is asked to move it", "hibernate": "its client is asked to let it hibernate"}
+        async with self._world.database.writing() as s:
+            await self._world.tasks.change_wants(
+                s,
+                record.id,
+                state=record.state,
+                attempt=record.attempt,
+                tell=(self._clock(), f"{told.get(do, 'its client is asked to wake it')}: {reason}"),
+                wish=wish,
+            )
+
+    async def _forget_wish(self, record: TaskRecord, why: str, **changes: object) -> None:
+        async with self._world.database.writing() as s:
+            await self._world.tasks.change_wants(
+                s,
+                record.id,
+                state=record.state,
+                attempt=record.attempt,
+                tell=(self._clock(), why),
+                wish=None,
+                **changes,
+            )
+
+    async def stays(self, record: TaskRecord, why: str) -> None:
+        """A session that was asked to leave its executor stays there."""
+        await self._forget_wish(record, f"it stays: {why}")
+
+    async def hear(self, record: TaskRecord, said: RenewSessionRequest) -> None:
+        """Note what the client says in a renewal."""
+        if not said.recovers and record.wants.get("recovers"):
+            why = f"it cannot go on in another executor any more: {said.stays or 'its checkpoints are not stored'}"
+            await self._forget_wish(record, why, recovers=False)
+        elif said.stays and record.wish.do:
+            await self.stays(record, said.stays)
+        if said.resumed is not None:
+            again = f", {said.resumed.frames} frames were sent again" if said.resumed.frames else ""
+            async with self._world.database.writing() as s:
+                told = self._clock(), f"its script goes on after a pause of {said.resumed.seconds:.1f} s{again}"
+                await self._world.tasks.change_wants(
+                    s, record.id, state=record.state, attempt=record.attempt, tell=told
+                )
+
+    # -- hibernation -------------------------------------------------------------------------------------------------
+
+    async def hibernates(self, record: TaskRecord, reason: str) -> float:
+        """The client of a session has a checkpoint of it, and leaves the executor. Returns the length of the lease.
+
+        Raises:
+            RefusedError: the session has no executor, or cannot go on elsewhere.
+        """
+        lease_s = self._settings.lease_s
+        if record.state == "hibernated":
+            return lease_s
+        lease = await self._world.tasks.lease(record.id)
+        if lease is None or not record.wants.get("recovers") or record.state not in ("started", "pending"):
+            raise RefusedError("router.no_session", f"session {record.id} cannot hibernate: it is {record.state}")
+        reason = record.wish.reason or reason
+        names = [p.executor_id for p in record.parts]
+        if names:
+            await self._executors.close(names, record.id, f"it hibernates: {reason}", passing=True)
+        now = self._clock()
+        kept = Lease(record.id, lease.token, now + lease_s + RECOVERY_GRACE_S)
+        changes = {"store": self._store_of(record)} if names else {}  # else it hibernated before
+        async with self._world.database.writing() as s:
+            await self._world.tasks.leave(s, record, "hibernated", reason, now, kept, **changes)
+        return lease_s
+
+    async def keep_checkpoints(self) -> None:
+        """Let executors keep the checkpoints of hibernated sessions. Executors remove checkpoints of sessions that they do not
+        know after some time.
+        """
+        by_store: dict[str, list[NamedSession]] = {}
+        for record in await self._world.tasks.in_states("hibernated", kind="session"):
+            named = NamedSession(tenant=record.tenant, session_id=record.id)
+            by_store.setdefault(str(record.wants.get("store", "")), []).append(named)
+        for store, sessions in by_store.items():
+            for at in range(0, len(sessions), KEPT_AT_ONCE):
+                await self._tell_store(store, KeepCheckpointsRequest(keep=tuple(sessions[at : at + KEPT_AT_ONCE])))
+
+    async def drop_checkpoints(self, record: TaskRecord) -> None:
+        """Remove the checkpoints of a session that has ended without an executor."""
+        named = NamedSession(tenant=record.tenant, session_id=record.id)
+        await self._tell_store(str(record.wants.get("store", "")), KeepCheckpointsRequest(drop=(named,)))
+
+    async def _tell_store(self, store: str, request: KeepCheckpointsRequest) -> None:
+        for heartbeat in self._registry.alive(self._clock()):
+            if store and heartbeat.checkpoints == store:
+                try:
+                    await self._app.request(
+                        contracts.EXECUTOR_CHECKPOINT_KEEP.at(heartbeat.executor_id), request, timeout=KEEP_TIMEOUT_S
+                    )
+                    return
+                except BusError as e:
+                    log.warning("executor %s could not be told about checkpoints: %s", heartbeat.executor_id, e)
+
+    # -- draining ----------------------------------------------------------------------------------------------------
+
+    async def drain(self) -> None:
+        """Ask the sessions of nodes that are being drained, and of executors that will end, to move."""
+        _, nodes = await self._world.settings()
+        draining = {name: DRAINED.format(name) for name, node in nodes.items() if node.wish == "draining"}
+        leaving = self._registry.leaving(self._clock())
+        if not draining and not leaving:
+            return
+        for record in await self._world.tasks.in_states("started", kind="session"):
+            reason = _reason_to_leave(record, draining, leaving)
+            if reason and record.wants.get("recovers") and not record.wish.do:
+                try:
+                    await self.move(record, reason)
+                except RefusedError as e:
+                    log.info("session %s stays on a device that it should leave: %s", record.id, e)
+
+
+def _reason_to_leave(record: TaskRecord, draining: dict[str, str], leaving: dict[str, str]) -> str:
+    reasons: Collection[str] = [draining[p.node] for p in record.parts if p.node in draining]
+    reasons = reasons or [leaving[p.executor_id] for p in record.parts if p.executor_id in leaving]
+    return next(iter(reasons), "")
+
+
+def _check_movable(record: TaskRecord) -> None:
+    """Check that a session runs, and that its client can go on in another executor.
+
+    Raises:
+        RefusedError: it does not, or the client cannot.
+    """
+    if record.kind != "session" or record.state != "started":
+        raise RefusedError("router.not_movable", f"task {record.id} is not a running session: it is {record.state}")
+    if not record.wants.get("recovers"):
+        raise RefusedError(
+            "router.not_movable",
+            f"the client of session {record.id} cannot go on in another executor (WOOLYAI_RECOVERY=off, several devices, a "
+            "session above 2 GiB without WOOLYAI_RECOVERY=on, or an older client)",
+        )
