@@ -104,7 +104,8 @@ class TaskActor:
             TaskStep.model_validate({"number": e.number, "at": e.at, "state": e.state, "reason": e.reason})
             for e in story
         ]
-        return TaskReply(task=info(task), story=tuple(steps))
+        checkpoint = self._router.registry.checkpoint(task.parts[0].executor_id, task.id) if task.parts else None
+        return TaskReply(task=info(task), story=tuple(steps), checkpoint=checkpoint)
 
     async def on_cancel_task(self, request: TaskRequest) -> TaskReply:
         """End a task. A task that has already ended does not change."""

@@ -51,6 +51,7 @@ from wooly_wis.messages.memory import (
     MemoryBorne,
     MemoryState,
     SessionMemory,
+    StoredCheckpoint,
 )
 from wooly_wis.messages.nodes import (
     DeviceFacts,
@@ -201,6 +202,7 @@ __all__ = [
     "SetTenantRequest",
     "SteerSessionReply",
     "SteerSessionRequest",
+    "StoredCheckpoint",
     "SubmitJob",
     "SubmitJobReply",
     "TaskChanged",

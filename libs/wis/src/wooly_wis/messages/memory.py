@@ -9,6 +9,24 @@ from pydantic import Field, StringConstraints
 from wooly_wis.messages.base import Bytes, Id, Message
 
 
+class StoredCheckpoint(Message):
+    """The newest stored checkpoint of a session.
+
+    Attributes:
+        number: its number; the first has the number 1.
+        at: when it was stored, in seconds since the epoch.
+        nbytes: bytes of all buffers in it.
+        written: bytes of those that it stored, because they had changed since the last checkpoint.
+        pause_s: seconds for which the session waited for it.
+    """
+
+    number: int = Field(ge=1)
+    at: float = Field(ge=0)
+    nbytes: Bytes = 0
+    written: Bytes = 0
+    pause_s: float = Field(default=0.0, ge=0)
+
+
 class SessionMemory(Message):
     """The memory of one session, in bytes.
 
@@ -21,6 +39,7 @@ class SessionMemory(Message):
             default claim or what it uses, whichever is more.
         swaps: how often the session was swapped out.
         residence: here, leaving, away or coming.
+        checkpoint: its newest stored checkpoint; None: it has none.
 
     Pinned contents are listed as a session called `pin …`.
     """
@@ -35,6 +54,7 @@ class SessionMemory(Message):
     swappable: bool = True
     residence: Literal["here", "leaving", "away", "coming"] = "here"
     swaps: int = Field(default=0, ge=0)
+    checkpoint: StoredCheckpoint | None = None
 
 
 class MemoryState(Message):

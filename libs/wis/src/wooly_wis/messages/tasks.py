@@ -8,6 +8,7 @@ from pydantic import Field
 
 from wooly_wis.messages.base import Host, Id, Message, Name, SessionId
 from wooly_wis.messages.jobs import JobOutput
+from wooly_wis.messages.memory import StoredCheckpoint
 
 TaskState = Literal["pending", "started", "hibernated", "completed", "failed", "cancelled"]
 
@@ -98,10 +99,11 @@ class TaskRequest(Message):
 
 
 class TaskReply(Message):
-    """A task and its history."""
+    """A task and its history. `checkpoint`: the newest checkpoint of a session that runs."""
 
     task: TaskInfo
     story: tuple[TaskStep, ...] = ()
+    checkpoint: StoredCheckpoint | None = None
 
 
 class MoveTaskRequest(Message):

@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from wooly_wis.messages import StoredCheckpoint
+
 from wooly_executor.checkpoints.files import Checkpoints, SavedBuffer, Table
 from wooly_executor.checkpoints.jobs import Copied, CopyJob, FilesJob, FillJob, ReadJob, StoreJob
 from wooly_executor.checkpoints.state import Restoring, SessionCuts
@@ -176,6 +178,13 @@ class Cuts:
             log.warning("checkpoint %d of session %s is not stored: %s", job.number, session.id, error)
         else:
             cuts.table, cuts.kept = job.table, job.number
+            cuts.stored = StoredCheckpoint(
+                number=job.number,
+                at=time.time(),
+                nbytes=sum([saved.nbytes for saved in job.table.values()]),
+                written=job.written,
+                pause_s=cuts.pause_ns / 1e9,
+            )
         session.used.decoded(job.core_ns)
         if cuts.waits:
             cuts.waits = False

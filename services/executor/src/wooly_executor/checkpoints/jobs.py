@@ -54,6 +54,7 @@ class StoreJob(Job):
 
     Attributes:
         table: the buffers that did not change, and at the end all buffers.
+        written: bytes of the copied buffers.
         core_ns: core time so far.
     """
 
@@ -62,6 +63,7 @@ class StoreJob(Job):
     known: int = 0
     buffers: list[Copied] = field(default_factory=list)
     table: Table = field(default_factory=dict)
+    written: int = 0
     core_ns: int = 0
 
     def steps(self) -> Iterator[int]:
@@ -79,6 +81,7 @@ class StoreJob(Job):
                     yield small
                     small = 0
             self.table[each.buffer] = SavedBuffer(len(each.copy), tuple(digests))
+            self.written += len(each.copy)
         self.files.write(self.number, self.table, self.known)
         yield small
 

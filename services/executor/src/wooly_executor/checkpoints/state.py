@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from wooly_wis.messages import StoredCheckpoint
+
 from wooly_executor.checkpoints.files import SessionFiles, Table
 from wooly_executor.checkpoints.jobs import StoreJob
 from wooly_executor.errors import ExecutorError
@@ -24,6 +26,7 @@ class SessionCuts:
         staged: bytes of host memory that the last cut uses until it is stored.
         pause_ns: how long the session waited for the last cut.
         store_ns: how long storing the last cut took.
+        stored: figures of the last stored cut; None: none is stored.
         error: why the last cut is not stored; empty if it is, or is being stored.
         waits: the session's next frame waits until the last cut is stored.
         restoring: the restore in progress; None: there is none.
@@ -39,6 +42,7 @@ class SessionCuts:
     staged: int = 0
     pause_ns: int = 0
     store_ns: int = 0
+    stored: StoredCheckpoint | None = None
     error: str = ""
     waits: bool = False
     restoring: Restoring | None = None

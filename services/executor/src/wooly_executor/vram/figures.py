@@ -123,6 +123,7 @@ def _memory_of(session: Session, residents: Residents) -> SessionMemory:
         swappable=session.holdings.swappable,
         residence=_RESIDENCES[session.flow.residence],
         swaps=session.holdings.swaps,
+        checkpoint=None if session.cuts is None else session.cuts.stored,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from wooly_wis.messages import ExecutorHeartbeat, MemoryState, NodeInfo
+from wooly_wis.messages import ExecutorHeartbeat, MemoryState, NodeInfo, StoredCheckpoint
 
 LOST_AFTER_S = 5.0
 FORGOTTEN_AFTER_S = 3600.0
@@ -75,6 +75,13 @@ class Registry:
         """Return the identity of the place where an executor stores checkpoints; empty: nowhere, or unknown."""
         seen = self._seen.get(executor_id)
         return "" if seen is None else seen.heartbeat.checkpoints
+
+    def checkpoint(self, executor_id: str, session_id: str) -> StoredCheckpoint | None:
+        """Return the newest stored checkpoint of a session, as its executor's last heartbeat says."""
+        seen = self._seen.get(executor_id)
+        if seen is None or seen.heartbeat.memory is None:
+            return None
+        return next((s.checkpoint for s in seen.heartbeat.memory.sessions if s.session_id == session_id), None)
 
     def has(self, executor_id: str, session_id: str) -> bool:
         """Tell whether an executor's last heartbeat lists a session."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
-from wooly_wis.messages import Blob, Digest, GpuState, JobId, Name, NodeInfo, TaskInfo, TaskStep
+from wooly_wis.messages import Blob, Digest, GpuState, JobId, Name, NodeInfo, StoredCheckpoint, TaskInfo, TaskStep
 from wooly_wis.traces import SpanInfo, TraceInfo
 
 from wooly_router.gate import SCOPES
@@ -159,10 +159,11 @@ class Task(TaskInfo):
 
 
 class TaskDetail(BaseModel):
-    """A task and its story."""
+    """A task and its story. `checkpoint`: the newest checkpoint of a session that runs."""
 
     task: Task
     story: list[TaskStep]
+    checkpoint: StoredCheckpoint | None = None
 
 
 class TaskList(BaseModel):

@@ -51,7 +51,7 @@ def _task(found: TaskInfo) -> Task:
 
 
 def _detail(reply: TaskReply) -> TaskDetail:
-    return TaskDetail(task=_task(reply.task), story=list(reply.story))
+    return TaskDetail(task=_task(reply.task), story=list(reply.story), checkpoint=reply.checkpoint)
 
 
 def _ask(caller: Caller, task_id: str, reason: str = "") -> TaskRequest:

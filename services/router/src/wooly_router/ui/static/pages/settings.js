@@ -11,6 +11,7 @@ const CONFIG = [
   ["default_vram_claim", "Default claim, MiB", "Memory with which a session that declares none counts at least on each device. What it uses counts if it is more.", 0, 1073741824, 1 << 20],
   ["queue_patience_s", "Patience, seconds", "How long later tasks may overtake a waiting task before devices are held for it.", 0, 86400, 1],
   ["queue_aging_s", "Aging, seconds", "How long a task waits before it rises by one class.", 1, 2592000, 1],
+  ["hibernate_after_s", "Hibernation, minutes", "How long a session does nothing before its memory is stored and its device is free. 0: never.", 0, 525600, 60],
   ["job_attempts", "Attempts per job", "How often a job is tried if its executors are lost.", 1, 100, 1],
   ["task_retention_s", "Retention of ended tasks, days", "", 60 / DAY, 3650, DAY],
   ["history_retention_s", "Retention of metrics, days", "", 60 / DAY, 3650, DAY],

@@ -4,7 +4,7 @@ import { api, refresher } from "../api.js";
 import { ask, chip, field, h, swap, toast } from "../dom.js";
 import { bytes, clock, plural, span } from "../format.js";
 
-const STATES = ["pending", "started", "completed", "failed", "cancelled"];
+const STATES = ["pending", "started", "hibernated", "completed", "failed", "cancelled"];
 const ENDED = ["completed", "failed", "cancelled"];
 const PAGE = 50;
 
@@ -187,6 +187,40 @@ export default function tasks({ body, live, can, rest, query }) {
     );
   }
 
+  function move(task) {
+    ask(`Move ${task.name || task.task_id}?`, "Move the session", (form) => {
+      const node = h("input", { maxlength: 255 });
+      form.append(
+        h("p", {}, "Its script waits for a moment, and goes on at another device, from a checkpoint."),
+        field("Node or executor", node, "Empty: the best other device."),
+      );
+      return async () => {
+        await api.post(["tasks", task.task_id, "move"], { node: node.value });
+        toast(`${task.name || task.task_id} is asked to move; its story says when it has`);
+        reopen(task);
+      };
+    });
+  }
+
+  async function change(task, what, said) {
+    try {
+      await api.post(["tasks", task.task_id, what]);
+      toast(`${task.name || task.task_id} ${said}`);
+    } catch (error) {
+      toast(error.message, "bad");
+    }
+    reopen(task);
+  }
+
+  /** Read the story of an opened task again. */
+  async function reopen(task) {
+    look();
+    if (open.has(task.task_id)) {
+      open.set(task.task_id, await api.get(["tasks", task.task_id]));
+      if (!look.stopped()) draw();
+    }
+  }
+
   async function prioritize(task, priority) {
     try {
       await api.put(["tasks", task.task_id, "priority"], { priority: Number(priority) });
@@ -195,6 +229,11 @@ export default function tasks({ body, live, can, rest, query }) {
       toast(error.message, "bad");
     }
     look();
+  }
+
+  function checkpoint(stored) {
+    const written = stored.written < stored.nbytes ? `, of which ${bytes(stored.written)} were new` : "";
+    return `${stored.number}, ${span(Date.now() / 1000 - stored.at)} ago: ${bytes(stored.nbytes)}${written}; its script waited ${stored.pause_s.toFixed(2)} s`;
   }
 
   function detail(task, reply) {
@@ -218,6 +257,7 @@ export default function tasks({ body, live, can, rest, query }) {
         fact("devices", `${task.gpu_count}, ${task.gpu_mode}${task.node_groups.length ? `, in ${task.node_groups.join(" or ")}` : ""}`),
         fact("on", task.executors.join(", ")),
         task.kind === "job" && fact("attempt", String(task.attempt)),
+        reply?.checkpoint && fact("checkpoint", checkpoint(reply.checkpoint)),
         fact("created", clock(task.created_at)),
         task.deadline_at !== null && fact("deadline", clock(task.deadline_at)),
       ),
@@ -236,6 +276,19 @@ export default function tasks({ body, live, can, rest, query }) {
         { class: "actions" },
         h("a", { class: "button", href: `#/traces/of/${encodeURIComponent(task.task_id)}`, "data-key": `trace ${task.task_id}` }, "Trace"),
         can("tasks:write") && !ENDED.includes(task.state) && h("label", { class: "inline" }, "Class ", classes),
+        can("tasks:write") &&
+          task.kind === "session" &&
+          task.state === "started" && [
+            h("button", { type: "button", "data-key": `move ${task.task_id}`, onclick: () => move(task) }, "Move…"),
+            h(
+              "button",
+              { type: "button", "data-key": `hibernate ${task.task_id}`, onclick: () => change(task, "hibernate", "is asked to hibernate") },
+              "Hibernate",
+            ),
+          ],
+        can("tasks:write") &&
+          task.state === "hibernated" &&
+          h("button", { type: "button", "data-key": `wake ${task.task_id}`, onclick: () => change(task, "wake", "is asked to wake up") }, "Wake"),
         can("tasks:write") &&
           !ENDED.includes(task.state) &&
           h("button", { type: "button", class: "danger", "data-key": `cancel ${task.task_id}`, onclick: () => cancel(task) }, "Cancel…"),
