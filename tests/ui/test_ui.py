@@ -12,6 +12,7 @@ from wooly_wis.traces import SpanRecord
 pytestmark = [pytest.mark.connected, pytest.mark.timeout(120)]
 PAGES = ["Dashboard", "Tasks", "Nodes", "Groups", "Credits", "Traces", "Settings"]
 ABSENT = "status of 404"
+REFUSED = "status of 4"
 #: Accessibility rules for users who cannot see or have no mouse; returns the violations.
 ACCESSIBLE = """() => {
   const wrong = [];
@@ -261,6 +262,19 @@ def test_tasks_page_finds_opens_and_cancels_tasks(visit, cluster):
     page.get_by_role("searchbox", name="Search").fill(high)
     page.get_by_role("button", name="find-high.py").wait_for()
     page.get_by_role("button", name="find-low.py").wait_for(state="detached")
+
+
+def test_tasks_page_says_why_a_session_cannot_move_or_hibernate(visit, cluster):
+    task = cluster.open("stays-here.py")  # its client cannot go on elsewhere
+    page = visit(f"#/tasks?text={task}", expected=[REFUSED])
+    page.get_by_role("button", name="stays-here.py").click()
+    page.get_by_role("button", name="Hibernate").click()
+    page.get_by_text("cannot go on in another executor").wait_for()
+    page.get_by_role("button", name="Move…").click()
+    dialog = page.get_by_role("dialog", name="Move stays-here.py?")
+    assert page.evaluate(ACCESSIBLE) == []
+    dialog.get_by_role("button", name="Move the session").click()
+    dialog.get_by_text("cannot go on in another executor").wait_for()
 
 
 def test_tasks_page_shows_changes_without_reload(visit, cluster):

@@ -28,6 +28,7 @@ from wooly_wis.messages import (
     DeviceFacts,
     ExecutorHeartbeat,
     HostSessionReply,
+    KeepCheckpointsReply,
     OpenSessionRequest,
     QueuePlace,
     RenewSessionReply,
@@ -55,11 +56,13 @@ class FakeExecutor:
         self.policies = {}
         self.refuse = None
         self.asked, self.held_up = [], 0
+        self.kept, self.dropped = [], []
         app.serve(contracts.EXECUTOR_SESSION_OPEN.at(name), self.on_open)
         app.serve(contracts.EXECUTOR_SESSION_RENEW.at(name), self.on_renew)
         app.serve(contracts.EXECUTOR_SESSION_CLOSE.at(name), self.on_close)
         app.serve(contracts.EXECUTOR_SESSION_STEER.at(name), self.on_steer)
         app.serve(contracts.EXECUTOR_JOB_RUN.at(name), self.on_run_job)
+        app.serve(contracts.EXECUTOR_CHECKPOINT_KEEP.at(name), self.on_keep_checkpoints)
 
     async def on_open(self, request):
         self.asked.append(request)
@@ -85,6 +88,11 @@ class FakeExecutor:
         self.jobs.append(request)
         self.sessions[request.session_id] = request
         return RunJobReply()
+
+    async def on_keep_checkpoints(self, request):
+        self.kept += [n.session_id for n in request.keep]
+        self.dropped += [n.session_id for n in request.drop]
+        return KeepCheckpointsReply()
 
     async def on_renew(self, request):
         if request.session_id not in self.sessions:
@@ -142,7 +150,7 @@ class Rig:
         other = RouterActor(
             self.actor.settings, ServiceApp("other", self.app.url), self.actor.world, self.actor.gate, self.clock
         )
-        other._app = other.advice._app = other.executors._app = self.app
+        other._app = other.advice._app = other.executors._app = other.moves._app = self.app
         return other
 
     def duties(self):

@@ -422,9 +422,13 @@ def test_plan_result_fits_memory(gpus, wants, now):
 # -- states ----------------------------------------------------------------------------------------------------------
 
 
-def test_transitions_end_and_only_started_returns_to_pending():
-    assert set(ENDED) == {"completed", "failed", "cancelled"} and sources("pending") == ("started",)
-    assert set(sources("cancelled")) == {"pending", "started"} and sources("completed") == ("started",)
+def test_transitions_end_and_only_started_and_hibernated_return_to_pending():
+    assert set(ENDED) == {"completed", "failed", "cancelled"} and set(sources("pending")) == {"started", "hibernated"}
+    assert set(sources("cancelled")) == {"pending", "started", "hibernated"}
+    assert set(sources("completed")) == {"started", "hibernated"} and set(sources("hibernated")) == {
+        "pending",
+        "started",
+    }
     assert all(after <= TRANSITIONS.keys() for after in TRANSITIONS.values())
 
 

@@ -110,6 +110,8 @@ class RouterActor:
             settings, world, self.registry, self.executors, self.advice, self.issuer, clock, self.limits
         )
         self.moves = Moves(settings, app, world, self.registry, self.executors, clock)
+        #: The cluster's setting, as `Duties` reads it from time to time: a renewal must be cheap.
+        self.hibernate_after_s = 0.0
         self.credentials_s = settings.credentials_s
         #: Leases that were renewed but are not written yet, and sessions whose lease is being renewed.
         self._prolonged: dict[str, float] = {}
@@ -248,8 +250,7 @@ class RouterActor:
             raise problem
         lease_s = min(leases, default=self.settings.lease_s)  # a hibernated session has no executor
         self._prolonged[record.id] = self.clock() + lease_s
-        config, _ = await self.world.settings()
-        reply = RenewSessionReply(lease_s=lease_s, hibernate_after_s=config.hibernate_after_s)
+        reply = RenewSessionReply(lease_s=lease_s, hibernate_after_s=self.hibernate_after_s)
         wish = record.wish
         if wish.do and not request.stays:
             reply = reply.model_copy(update={"wish": wish.do, "reason": wish.reason})

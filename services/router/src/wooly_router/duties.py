@@ -41,6 +41,8 @@ class Duties:
             await self._jobs.wait(every_s)
             try:
                 await self.listen_to_scheduler()
+                if self._is_due("settings", 2 * EVERY_S):
+                    self._actor.hibernate_after_s = (await self._actor.world.settings())[0].hibernate_after_s
                 if self._leadership.held:
                     await self.round()
             except Exception:

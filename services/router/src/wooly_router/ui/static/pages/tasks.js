@@ -202,7 +202,7 @@ export default function tasks({ body, live, can, rest, query }) {
     });
   }
 
-  async function change(task, what, said) {
+  async function request(task, what, said) {
     try {
       await api.post(["tasks", task.task_id, what]);
       toast(`${task.name || task.task_id} ${said}`);
@@ -282,13 +282,13 @@ export default function tasks({ body, live, can, rest, query }) {
             h("button", { type: "button", "data-key": `move ${task.task_id}`, onclick: () => move(task) }, "Move…"),
             h(
               "button",
-              { type: "button", "data-key": `hibernate ${task.task_id}`, onclick: () => change(task, "hibernate", "is asked to hibernate") },
+              { type: "button", "data-key": `hibernate ${task.task_id}`, onclick: () => request(task, "hibernate", "is asked to hibernate") },
               "Hibernate",
             ),
           ],
         can("tasks:write") &&
           task.state === "hibernated" &&
-          h("button", { type: "button", "data-key": `wake ${task.task_id}`, onclick: () => change(task, "wake", "is asked to wake up") }, "Wake"),
+          h("button", { type: "button", "data-key": `wake ${task.task_id}`, onclick: () => request(task, "wake", "is asked to wake up") }, "Wake"),
         can("tasks:write") &&
           !ENDED.includes(task.state) &&
           h("button", { type: "button", class: "danger", "data-key": `cancel ${task.task_id}`, onclick: () => cancel(task) }, "Cancel…"),

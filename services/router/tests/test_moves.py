@@ -1,0 +1,261 @@
+"""Sessions that leave their executor: wishes in renewals, moves, hibernation, draining executors, and what clients answer."""
+
+import asyncio
+
+import pytest
+from wooly_bus.errors import RefusedError
+from wooly_router.opening import ABANDONED_S
+from wooly_wis.messages import (
+    HibernateSessionRequest,
+    QueuePlace,
+    RenewSessionRequest,
+    Resumed,
+    TaskRequest,
+)
+
+pytestmark = pytest.mark.connected
+
+
+async def refusal(work):
+    with pytest.raises(RefusedError) as caught:
+        await work
+    return caught.value
+
+
+async def beat(r, **stores):
+    """Send a heartbeat of each executor, with the place of its checkpoints."""
+    for executor in r.executors:
+        await r.actor.on_heartbeat(executor.heartbeat(checkpoints=stores.get(executor.name, "store")))
+
+
+async def renew(r, opened, **said):
+    return await r.actor.on_renew_session(RenewSessionRequest(session_id=opened.session_id, token=opened.token, **said))
+
+
+async def come_back(r, opened, lost="left", cut=1):
+    """The client asks for another executor."""
+    place = QueuePlace(session_id=opened.session_id, token=opened.token)
+    r.clock.now += 1
+    return await r.open(place=place, lost=lost, cut=cut, queue=True, recovers=True)
+
+
+async def hibernate(r, opened, cut=1, reason="idle"):
+    request = HibernateSessionRequest(session_id=opened.session_id, token=opened.token, cut=cut, reason=reason)
+    return await r.actor.on_hibernate_session(request)
+
+
+async def story(r, opened):
+    reply = await r.desk.on_task(TaskRequest(task_id=opened.session_id))
+    return [(step.state, step.reason) for step in reply.story]
+
+
+async def record(r, opened):
+    return await r.tasks.get(opened.session_id)
+
+
+@pytest.mark.on_both
+async def test_a_client_is_asked_to_move_and_gets_another_executor(rig):
+    async with rig("a", "b") as r:
+        await beat(r)
+        opened = await r.open(recovers=True)
+        assert (await renew(r, opened)).wish is None
+        await r.actor.moves.move(await record(r, opened), "moved on request")
+        reply = await renew(r, opened)
+        assert (reply.wish, reply.reason) == ("move", "moved on request")
+        (old,) = [p.executor_id for p in opened.parts]
+        again = await come_back(r, opened)
+        assert {old, again.parts[0].executor_id} == {"a", "b"}
+        assert (await renew(r, opened)).wish is None
+        assert await story(r, opened) == [
+            ("pending", ""),
+            ("started", f"on {old}"),
+            ("started", "its client is asked to move it: moved on request"),
+            ("pending", "moved on request"),
+            ("started", f"on {again.parts[0].executor_id}"),
+        ]
+
+
+async def test_a_move_is_refused_if_no_other_device_has_room_or_the_checkpoint(rig):
+    async with rig("a", "b") as r:
+        await beat(r, b="another folder")
+        opened = await r.open(recovers=True, node="a")
+        error = await refusal(r.actor.moves.move(await record(r, opened), "why", "b"))
+        assert error.code == "router.no_fit" and "does not have the session's checkpoint" in str(error)
+        await beat(r)
+        await r.open(node="b", gpu_mode="exclusive")
+        error = await refusal(r.actor.moves.move(await record(r, opened), "why", "b"))
+        assert "is held exclusively" in str(error)
+
+
+async def test_moves_that_were_asked_for_before_count(rig):
+    async with rig("a", "b") as r:
+        await beat(r)
+        first, second = [await r.open(recovers=True, node="a", required_vram=400) for _ in range(2)]
+        await r.open(node="b", required_vram=400)
+        await r.actor.moves.move(await record(r, first), "why", "b")
+        error = await refusal(r.actor.moves.move(await record(r, second), "why", "b"))
+        assert "unreserved" in str(error)
+
+
+async def test_a_session_stays_if_the_room_is_taken_meanwhile(rig):
+    async with rig("a", "b") as r:
+        await beat(r)
+        opened = await r.open(recovers=True, node="a", required_vram=600)
+        await r.actor.moves.move(await record(r, opened), "why", "b")
+        await r.open(node="b", required_vram=600)
+        assert (await refusal(come_back(r, opened))).code == "router.stays"
+        now = await record(r, opened)
+        assert now.state == "started" and [p.executor_id for p in now.parts] == ["a"]
+        assert (await renew(r, opened)).wish is None
+        assert (await story(r, opened))[-1][1].startswith("it stays: no other device can take session")
+        assert opened.session_id in r.executors[0].sessions
+
+
+async def test_what_a_client_says_about_a_move_is_in_the_story(rig):
+    async with rig("a", "b") as r:
+        await beat(r)
+        opened = await r.open(recovers=True)
+        await r.actor.moves.move(await record(r, opened), "why")
+        assert (await renew(r, opened, stays="the disk is full")).wish is None
+        assert (await renew(r, opened)).wish is None
+        await renew(r, opened, resumed=Resumed(seconds=1.25, frames=7))
+        await renew(r, opened, recovers=False, stays="too large")
+        assert [reason for _, reason in await story(r, opened)][-3:] == [
+            "it stays: the disk is full",
+            "its script goes on after a pause of 1.2 s, 7 frames were sent again",
+            "it cannot go on in another executor any more: too large",
+        ]
+        assert (await refusal(r.actor.moves.move(await record(r, opened), "why"))).code == "router.not_movable"
+
+
+async def test_a_session_without_a_checkpoint_goes_on_in_any_executor_and_another_only_where_it_is(rig):
+    async with rig("a", "b") as r:
+        await beat(r, b="another folder")
+        opened = await r.open(recovers=True, node="")
+        (old,) = [p.executor_id for p in opened.parts]
+        executor = {e.name: e for e in r.executors}[old]
+        await r.actor.on_heartbeat(executor.heartbeat(ending="the machine was switched off", checkpoints="store"))
+        await r.actor.reconcile()
+        waiting = await come_back(r, opened, cut=3)
+        assert waiting.wait is not None and "does not have the session's checkpoint" in waiting.wait.reason
+        again = await come_back(r, opened, cut=0)
+        assert again.parts[0].executor_id != old
+
+
+@pytest.mark.on_both
+async def test_a_hibernated_session_has_no_executor_and_keeps_its_lease(rig):
+    async with rig("a") as r:
+        await beat(r)
+        opened = await r.open(recovers=True, required_vram=900)
+        await r.actor.moves.hibernate(await record(r, opened), "hibernated on request")
+        assert (await renew(r, opened)).wish == "hibernate"
+        await hibernate(r, opened)
+        now = await record(r, opened)
+        assert (now.state, now.reason, now.parts) == ("hibernated", "hibernated on request", ())
+        assert r.executors[0].sessions == {}
+        other = await r.open(required_vram=900)
+        for _ in range(4):
+            r.clock.now += 8
+            await beat(r)
+            await renew(r, other)
+            assert (await renew(r, opened)).wish is None
+            await r.actor.lapse()
+        assert (await record(r, opened)).state == "hibernated"
+        await r.actor.moves.keep_checkpoints()
+        assert r.executors[0].kept == [opened.session_id]
+        assert (await come_back(r, opened)).wait is not None  # the device is in use
+        await r.close(other)
+        assert (await come_back(r, opened)).parts[0].executor_id == "a"
+
+
+async def test_a_hibernated_session_ends_with_its_client_or_on_request(rig):
+    async with rig("a") as r:
+        ended = []
+        for how in ("close", "cancel", "lapse"):
+            await beat(r)
+            opened = await r.open(recovers=True)
+            await hibernate(r, opened)
+            if how == "close":
+                await r.close(opened)
+            elif how == "cancel":
+                await r.desk.on_cancel_task(TaskRequest(task_id=opened.session_id))
+            else:
+                r.clock.now += 100
+                await beat(r)
+                await r.actor.lapse()
+            state = {"close": "completed", "cancel": "cancelled", "lapse": "failed"}[how]
+            assert (await record(r, opened)).state == state
+            assert (await refusal(renew(r, opened))).code == "router.no_session"
+            ended.append(opened.session_id)
+        while len(r.executors[0].dropped) < len(ended):
+            await asyncio.sleep(0.01)
+        assert sorted(r.executors[0].dropped) == sorted(ended)
+
+
+async def test_a_client_that_stops_to_wait_hibernates_again(rig):
+    async with rig("a") as r:
+        await beat(r)
+        opened = await r.open(recovers=True, required_vram=900)
+        await hibernate(r, opened)
+        await r.open(required_vram=900)
+        assert (await come_back(r, opened)).wait is not None
+        assert (await record(r, opened)).state == "pending"
+        await hibernate(r, opened, reason="no device was free")
+        assert (await record(r, opened)).state == "hibernated"
+        assert (await record(r, opened)).wants["store"] == "store"
+
+
+async def test_wake_is_a_wish(rig):
+    async with rig("a") as r:
+        await beat(r)
+        opened = await r.open(recovers=True)
+        task = TaskRequest(task_id=opened.session_id)
+        assert (await refusal(r.desk.on_wake_task(TaskRequest(task_id="nothing")))).code == "router.no_task"
+        await r.desk.on_hibernate_task(task)
+        await r.desk.on_wake_task(task)  # before the client has heard of it
+        assert (await renew(r, opened)).wish is None
+        await hibernate(r, opened)
+        await r.desk.on_hibernate_task(task)  # it does already
+        await r.desk.on_wake_task(task)
+        assert (await renew(r, opened)).wish == "wake"
+        await come_back(r, opened)
+        assert (await renew(r, opened)).wish is None
+
+
+async def test_hibernation_needs_a_client_and_an_executor_that_can(rig):
+    async with rig("a") as r:
+        opened = await r.open(recovers=False)
+        assert (await refusal(hibernate(r, opened))).code == "router.no_session"
+        assert (await refusal(r.actor.moves.hibernate(await record(r, opened), "why"))).code == "router.not_movable"
+        other = await r.open(recovers=True)
+        error = await refusal(r.actor.moves.hibernate(await record(r, other), "why"))
+        assert "stores no checkpoints" in str(error)
+
+
+async def test_sessions_of_an_executor_that_will_end_are_asked_to_move(rig):
+    async with rig("a", "b") as r:
+        await beat(r)
+        stays, opened = await r.open(recovers=False, node="a"), await r.open(recovers=True, node="")
+        old = opened.parts[0].executor_id
+        for executor in r.executors:
+            leaving = "its executor is being stopped" if executor.name == old else ""
+            await r.actor.on_heartbeat(executor.heartbeat(checkpoints="store", leaving=leaving))
+        await r.actor.moves.drain()
+        assert (await renew(r, opened)).wish == "move"
+        assert (await renew(r, stays)).wish is None
+        assert (await come_back(r, opened)).parts[0].executor_id != old
+
+
+async def test_an_old_answer_of_an_executor_does_not_touch_a_session_that_left_it(rig):
+    async with rig("a", "b") as r:
+        await beat(r)
+        opened = await r.open(recovers=True)
+        before = await record(r, opened)
+        await hibernate(r, opened)
+        assert not await r.actor.moves.requeue(before, "an executor says that it is gone")
+        assert (await record(r, opened)).state == "hibernated"
+        r.clock.now += ABANDONED_S
+        await beat(r)
+        await renew(r, opened)
+        await r.actor.reconcile()
+        assert (await record(r, opened)).state == "hibernated"
