@@ -51,7 +51,12 @@ def cluster(tmp_path_factory):
         folder = tmp_path_factory.mktemp("cluster")
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = str(free.getsockname()[1])
-        executor = {"CHECKPOINTS": str(folder / "checkpoints"), "HEARTBEAT_S": "0.2", "RUNTIME": "opencl"}
+        executor = {
+            "CHECKPOINTS": str(folder / "checkpoints"),
+            "HEARTBEAT_S": "0.2",
+            "RUNTIME": "opencl",
+            "DRAIN_S": "30",
+        }
         first = executor | {"NODE": "one"}
         cluster = Cluster(folder, stack, executors=("a",), executor=first, router={"HTTP_PORT": port})
         second = {"ID": "b", "NODE": "two", "LISTEN": f"unix://{folder}/b.sock", "MEMORY": str(1 << 30)}

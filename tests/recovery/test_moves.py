@@ -77,6 +77,30 @@ def test_draining_a_node_moves_its_sessions(cluster, running, run):
     assert found == run(*COMMAND, WOOLYAI_RECOVERY="off")[0]
 
 
+@pytest.mark.slow
+def test_a_rolling_upgrade_of_all_executors_loses_no_session(cluster, run):
+    """Each executor gets SIGTERM in turn, while three trainings run."""
+    found = []
+    command = ("train.py", 120, 5)
+    threads = [threading.Thread(target=lambda: found.append(run(*command, SLOW="1"))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    cluster.wait(lambda: held(cluster) == 3)
+    for name in ("a", "b", "a"):
+        before, process = cluster.keeper.restarts, cluster.processes[name]
+        process.terminate()
+        cluster.wait(lambda before=before: cluster.keeper.restarts > before)
+        assert process.returncode == 0
+        cluster.wait(lambda: len([n for n in cluster.rest("GET", "nodes")["nodes"] if n["state"] == "active"]) == 2)
+    for thread in threads:
+        thread.join(3 * WAIT_S)
+    undisturbed = run(*command, WOOLYAI_RECOVERY="off")[0]
+    for output, said in found:
+        assert output == undisturbed
+        assert "lost the executor" not in said
+    assert sum(said.count("the session goes on in the executor") for _, said in found) >= 3
+
+
 @pytest.fixture
 def pausing(run, cluster, tmp_path, request):
     """A script that uses no device for now. Returns its task, and a function that lets it go on and returns its output."""
