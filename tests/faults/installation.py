@@ -23,9 +23,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
-from links import Link
 from schedule import Fault, Kind
 from wooly_bus.authority import make_authority
+from wooly_testkit.links import Link
 from wooly_testkit.postgres import PostgresMissingError, PostgresServer, postgres_server
 from work import rest
 

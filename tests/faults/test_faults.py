@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import schedule
 import soak
 import verdict
-from links import Link
+from wooly_testkit.links import Link
 from work import Job, Run
 
 HERE = Path(__file__).parent

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from wooly_testkit import forks
 from wooly_testkit.cluster import Cluster, Tenant
+from wooly_testkit.links import Link
 
 SCRIPTS = Path(__file__).parent / "scripts"
 TIMEOUT_S = 300
@@ -66,6 +67,46 @@ def cluster(tmp_path_factory):
         cluster.keeper = Keeper(cluster, ("a", "b", "router"))
         stack.callback(cluster.keeper.stop)
         yield cluster
+
+
+class Linked:
+    """A cluster whose executors reach NATS and their clients through links that can be cut: by executor, by name."""
+
+    def __init__(self, folder, stack):
+        executor = {"CHECKPOINTS": str(folder / "checkpoints"), "HEARTBEAT_S": "0.5"}
+        self.cluster = Cluster(folder, stack, executors=())
+        host, port = self.cluster.nats_url.removeprefix("nats://").rsplit(":", 1)
+        self.nats, self.data = {}, {}
+        for name in "ab":
+            self.nats[name] = self._link(stack, name, (host, int(port)))
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                own = free.getsockname()[1]
+            self.data[name] = self._link(stack, name, ("127.0.0.1", own))
+            settings = executor | {
+                "ID": name,
+                "NODE": f"node-{name}",
+                "NATS_URL": f"nats://127.0.0.1:{self.nats[name].port}",
+                "LISTEN": f"tcp://127.0.0.1:{own}",
+                "ADVERTISE": f"tcp://127.0.0.1:{self.data[name].port}",
+                "CHANNEL_KEY": self.cluster.keys.channel_public,
+                "MEMORY": str(1 << 30),
+                "RUNTIME": "torch_cpu",
+            }
+            self.cluster.prepare(name, "executor", settings)
+            self.cluster.start(name)
+        self.cluster.wait(lambda: len(self.cluster.rest("GET", "nodes")["nodes"]) == 2)
+
+    @staticmethod
+    def _link(stack, name, target):
+        link = Link(name, [target])
+        stack.callback(link.close)
+        return link
+
+
+@pytest.fixture(scope="module")
+def linked(tmp_path_factory):
+    with contextlib.ExitStack() as stack:
+        yield Linked(tmp_path_factory.mktemp("linked"), stack)
 
 
 @pytest.fixture(scope="module")
