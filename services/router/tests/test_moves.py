@@ -259,3 +259,13 @@ async def test_an_old_answer_of_an_executor_does_not_touch_a_session_that_left_i
         await renew(r, opened)
         await r.actor.reconcile()
         assert (await record(r, opened)).state == "hibernated"
+
+
+async def test_the_cluster_says_whether_sessions_recover_whose_clients_do_not_say_it(rig):
+    async with rig("a") as r:
+        await beat(r)
+        assert (await r.open(recovers=True, asks_recovery=True)).recovery == "auto"
+        await r.actor.world.config.write({"recovery": "off"}, r.clock(), "admin")
+        asks, says = await r.open(recovers=True, asks_recovery=True), await r.open(recovers=True)
+        assert asks.recovery == "off" and not (await record(r, asks)).wants["recovers"]
+        assert (await record(r, says)).wants["recovers"]

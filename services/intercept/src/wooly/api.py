@@ -402,7 +402,7 @@ def _open_and_attach(settings: Any) -> Any:
                 dedup=settings.dedup,
                 trace=opened.trace,
                 opens=opened.opens,
-                recovery=_recovery(settings, opened) if wanted(settings) else None,
+                recovery=_recovery(settings, opened),
             )
             return opened
         except BaseException as e:
@@ -413,8 +413,11 @@ def _open_and_attach(settings: Any) -> Any:
             log.warning("an executor ended before the client connected to it; another session is opened: %s", e)
 
 
-def _recovery(settings: Settings, opened: Any) -> Recovery:
-    """How the session goes on in another executor."""
+def _recovery(settings: Settings, opened: Any) -> Recovery | None:
+    """How the session goes on in another executor; None: it does not."""
+    mode = settings.recovery if "recovery" in settings.model_fields_set else opened.recovery
+    if not wanted(settings) or mode == "off":
+        return None
 
     def reopen(why: str, cut: int) -> Reopened:
         (part,) = [Part(p.endpoints, p.executor_id, p.node, p.token) for p in opened.recover(why, cut)]
@@ -427,7 +430,13 @@ def _recovery(settings: Settings, opened: Any) -> Recovery:
             _attached.parts, _attached.endpoints = [part], [endpoint]
         return there
 
-    return Recovery(reopen, opened.hibernate, always=settings.recovery == "on", every_s=settings.checkpoint_s)
+    return Recovery(
+        reopen,
+        opened.hibernate,
+        always=mode == "on",
+        every_s=settings.checkpoint_s,
+        around=lambda why: opened.trace.step("recover", reason=why),
+    )
 
 
 def install_facade() -> None:

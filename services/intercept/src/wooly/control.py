@@ -38,6 +38,7 @@ from wooly_wis.messages import (
     OpenSessionReply,
     OpenSessionRequest,
     QueuePlace,
+    RecoveryMode,
     RenewSessionRequest,
     SessionPart,
     SteerSessionReply,
@@ -282,6 +283,7 @@ class OpenedSession:
         trace: spans of this process for this session.
         traced: whether the router keeps the session's trace.
         ephemeral: whether the controller stops when this process ends.
+        recovery: whether the session goes on in another executor: off, auto, on.
         opens: what the client's hello asks for, to open the session; None, because the controller has opened it.
         controlled: whether a controller has the session, so that commands can show it.
         departures: does what the router asks the session for; None: the session cannot leave its executor.
@@ -314,6 +316,7 @@ class OpenedSession:
         self._controller = controller
         self._lease_s = opened.lease_s
         self._request, self._queue_s = request, queue_s
+        self.recovery: RecoveryMode = opened.recovery
         self._closing = threading.Event()
         #: Set while the lease may be renewed: not between the loss of the executor and the opening at another one.
         self._hosted = threading.Event()
@@ -542,6 +545,7 @@ def _open_session(settings: Settings, controller: Controller, trace: ClientTrace
         objective_ns=round(settings.latency_objective_ms * 1e6),
         interval_ns=round(settings.interval_ms * 1e6),
         recovers=recovery.wanted(settings),
+        asks_recovery="recovery" not in settings.model_fields_set,
         required_vram=settings.required_vram,
         gpu_count=settings.gpu_count,
         gpu_mode=settings.gpu_mode,

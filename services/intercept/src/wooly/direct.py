@@ -74,6 +74,7 @@ class StandaloneSession:
     traced: Final = False
     ephemeral: Final = False
     controlled: Final = False
+    recovery: Final = "off"
     tunnels: Final[str | Access] = ""
 
     def __init__(self, settings: Settings) -> None:

@@ -832,6 +832,13 @@ class Link:
         Raises:
             WoolyError: the session cannot go on.
         """
+        with recovery.around(why):
+            self._reopen(recovery, why)
+        took = time.monotonic() - begun
+        recovery.resumed = took, sum([frame.kind != Kind.CUT for frame in recovery.frames])
+        recovery.say(f"wooly: the session goes on in the executor {self.where}, after {took:.1f} s")
+
+    def _reopen(self, recovery: Recovery, why: str) -> None:
         while True:
             if not recovery.begun():
                 raise WoolyError(f"{why}; the session has gone on elsewhere too often lately")
@@ -841,7 +848,7 @@ class Link:
                 self._channel, self.where, recovery.hibernates = there.channel, there.where, False
                 self._greet(self._hello | {"session_id": there.session_id, "token": there.token}, RESTORE_S)
                 self._replay(recovery)
-                break
+                return
             except ChannelError as e:
                 why = str(e)
             except WoolyError:
@@ -850,9 +857,6 @@ class Link:
                 if not recovery.hibernates:
                     self._channel.abort()
                 raise
-        took = time.monotonic() - begun
-        recovery.resumed = took, sum([frame.kind != Kind.CUT for frame in recovery.frames])
-        recovery.say(f"wooly: the session goes on in the executor {self.where}, after {took:.1f} s")
 
     def _replay(self, recovery: Recovery) -> None:
         """Bring the session in the new executor to where it was: restore the last cut and send all kept frames again.

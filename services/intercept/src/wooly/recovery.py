@@ -15,6 +15,7 @@ import sys
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from wooly_bus.channel import ChannelClient, Expected
@@ -128,6 +129,7 @@ class Recovery:
         always: take cuts of a session of any size.
         every_s: minimum seconds between two cuts that only time makes due; 0: take a cut after each program.
         say: prints a line.
+        around: a context for the time in which the session goes on elsewhere, because of the reason that it gets.
         clock: returns monotonic seconds.
 
     Attributes:
@@ -152,10 +154,11 @@ class Recovery:
         always: bool = False,
         every_s: float = 10.0,
         say: Callable[[str], None] = _say,
+        around: Callable[[str], AbstractContextManager[object]] = nullcontext,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.reopen, self.hibernate, self._always, self.say, self._clock = reopen, hibernate, always, say, clock
-        self._every_s = every_s
+        self._every_s, self.around = every_s, around
         self.frames: deque[KeptFrame] = deque()
         self.nbytes = 0
         self.programs: OrderedDict[bytes, bytes] = OrderedDict()

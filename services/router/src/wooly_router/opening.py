@@ -123,6 +123,8 @@ class Opening:
                 self._queue.leave(task.id)
         self._limits.begin(request.tenant)
         await self._first_heartbeat()
+        config, _ = await self._world.settings()
+        recovery = config.recovery if request.asks_recovery else "on"
         task = TaskRecord(
             id=secrets.token_hex(8),
             kind="session",
@@ -142,8 +144,9 @@ class Opening:
                 "arch": request.arch,
                 "brings": {"name": _model(request), "dedup": request.dedup},
                 "weights": await self._expected(request),
-                "claim": (await self._world.settings())[0].default_vram_claim,
-                "recovers": request.recovers,
+                "claim": config.default_vram_claim,
+                "recovers": request.recovers and recovery != "off",
+                "recovery": recovery,
             },
         )
         return await self._open_traced(request, task, secrets.token_urlsafe(32), until)
@@ -346,7 +349,12 @@ class Opening:
             credentials = self._issuer.session(request.tenant, task.id, taken, ttl_s=ttl_s).text()
         lease = self._settings.lease_s
         return OpenSessionReply(
-            session_id=task.id, token=token, lease_s=lease, parts=tuple(parts), credentials=credentials
+            session_id=task.id,
+            token=token,
+            lease_s=lease,
+            parts=tuple(parts),
+            credentials=credentials,
+            recovery=task.wants.get("recovery", "auto"),
         )
 
     def _ask(

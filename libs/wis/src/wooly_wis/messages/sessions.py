@@ -18,6 +18,10 @@ class ClientFacts(Message):
     program: str = Field(default="", max_length=4096)
 
 
+#: Which sessions go on in another executor: none, those with small buffers, all.
+RecoveryMode = Literal["off", "auto", "on"]
+
+
 class QueuePlace(Message):
     """The place of a session in the queue: the id and the token of the answer with which it began to wait."""
 
@@ -32,7 +36,8 @@ class OpenSessionRequest(Message):
     `interval_ns`: as in `AdmitSessionRequest`. `queue`: if no device has room, the session waits in the queue instead of being
     refused. `place`: the session waits already, and its client asks whether its turn has come. `lost`: why a session with a
     `place` that is open has lost its executor, or leaves it; it is opened again, and waits if there is no room. `cut`: number of
-    the checkpoint from which such a session goes on; 0: it needs none. `recovers`: the client can go on in another executor.
+    the checkpoint from which such a session goes on; 0: it needs none. `recovers`: the client can go on in another executor;
+    `asks_recovery`: unless the cluster's setting `recovery` is `off`.
     `node`: the node of all devices, or the executor of the only device; empty: any.
     """
 
@@ -58,6 +63,7 @@ class OpenSessionRequest(Message):
     lost: str = Field(default="", max_length=4096)
     cut: int = Field(default=0, ge=0, lt=1 << 32)
     recovers: bool = False
+    asks_recovery: bool = False
     client: ClientFacts
 
 
@@ -96,7 +102,8 @@ class OpenSessionReply(Message):
     seconds. Or, without `parts`, a session that waits: the client asks again within `lease_s`, or the session leaves the queue.
 
     `credentials`: NATS credentials for tunnels to these executors; empty if NATS needs none. `trace_id`: the stored trace of the
-    session; empty if the session is not traced. `wait`: why the session waits, and where in the queue.
+    session; empty if the session is not traced. `wait`: why the session waits, and where in the queue. `recovery`: the cluster's
+    setting, for clients without their own.
     """
 
     session_id: SessionId
@@ -106,6 +113,7 @@ class OpenSessionReply(Message):
     credentials: str = Field(default="", max_length=65536)
     trace_id: str = Field(default="", max_length=32)
     wait: SessionWait | None = None
+    recovery: RecoveryMode = "auto"
 
     @model_validator(mode="after")
     def _is_open_or_waits(self) -> OpenSessionReply:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
-from wooly_wis.messages import ExecutorHeartbeat
+from wooly_wis.messages import ExecutorHeartbeat, RecoveryMode
 
 from wooly_router.core.placement import EMPTY, Gpu
 from wooly_router.core.queue import Patience
@@ -26,6 +26,8 @@ class ClusterConfig(BaseModel):
         queue_patience_s: seconds for which later tasks may overtake a waiting task; after that, devices are held for the
             waiting task.
         queue_aging_s: seconds of waiting after which a task rises by one class in the queue.
+        recovery: which sessions go on in another executor after the loss of their own, if their clients do not say it: none
+            (off), those whose buffers have at most 2 GiB (auto), all (on).
         hibernate_after_s: seconds without an operation after which a session hibernates; 0: never.
         job_attempts: number of attempts of a job whose executors are lost.
         task_retention_s: seconds for which ended tasks are kept.
@@ -38,6 +40,7 @@ class ClusterConfig(BaseModel):
     default_vram_claim: int = Field(default=0, ge=0, lt=1 << 63)
     queue_patience_s: float = Field(default=30.0, ge=0, le=DAY_S, allow_inf_nan=False)
     queue_aging_s: float = Field(default=600.0, ge=1, le=30 * DAY_S, allow_inf_nan=False)
+    recovery: RecoveryMode = "auto"
     hibernate_after_s: float = Field(default=0.0, ge=0, le=365 * DAY_S, allow_inf_nan=False)
     job_attempts: int = Field(default=5, ge=1, le=100)
     task_retention_s: float = Field(default=30 * DAY_S, ge=60, le=3650 * DAY_S, allow_inf_nan=False)
