@@ -117,10 +117,13 @@ def test_an_error_that_a_cut_reported_is_not_reported_again(recovery):
 
 
 def test_a_session_that_is_lost_again_and_again_ends(recovery, clock):
-    assert all(recovery.begun() for _ in range(MAX_RECOVERIES))
-    assert not recovery.begun()
+    assert all(recovery.begun(progress=False) for _ in range(MAX_RECOVERIES))
+    assert not recovery.begun(progress=False)
+    assert all(recovery.begun(progress=True) for _ in range(2 * MAX_RECOVERIES))
+    assert all(recovery.begun(progress=False) for _ in range(MAX_RECOVERIES - 1))
+    assert not recovery.begun(progress=False)
     clock.now += 61
-    assert recovery.begun()
+    assert recovery.begun(progress=False)
 
 
 def test_programs_are_kept_while_a_kept_run_names_them(recovery):
@@ -156,6 +159,6 @@ def test_all_frames_since_the_stored_cut_are_kept_in_order(steps):
             recovery.failed()
         else:
             recovery._recent.clear()
-            recovery.begun()
+            recovery.begun(progress=False)
         assert [f.payload for f in recovery.frames if f.kind == Kind.WRITE] == sent[cuts[recovery.stored] :]
         assert recovery.nbytes == sum(len(p) for p in sent[cuts[recovery.stored] :])

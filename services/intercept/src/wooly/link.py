@@ -197,6 +197,8 @@ class Link:
         #: Numbers of frames, as this link counts, minus numbers of the channel; and the former of frames that were sent again.
         self._shift = 0
         self._replayed: dict[int, int] = {}
+        #: Number of the last frame that was sent again at the last recovery.
+        self._resumed_at = 0
         self._why = ""
         self._kept: KeptFrame | None = None
         self._hello = {"protocol": PROTOCOL, "jit": jit} | ({"trace": trace} if trace else {})
@@ -840,7 +842,7 @@ class Link:
 
     def _reopen(self, recovery: Recovery, why: str) -> None:
         while True:
-            if not recovery.begun():
+            if not recovery.begun(progress=self._channel.acked + self._shift > self._resumed_at):
                 raise WoolyError(f"{why}; the session has gone on elsewhere too often lately")
             try:
                 there = recovery.reopen(why, recovery.stored)
@@ -898,6 +900,7 @@ class Link:
                 else:
                     frame.pending.expected = expected
         self._replayed = numbers
+        self._resumed_at = self._last
         sent = channel.send(Kind.SYNC)
         self._shift = self._last - sent
         done = channel.expect_frame()

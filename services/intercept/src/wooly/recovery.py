@@ -40,7 +40,7 @@ AUTO_BYTES = 2 << 30
 PROGRAMS_KEPT = 1024
 #: Seconds between two questions whether the last cut is stored.
 ASK_S = 0.5
-#: Maximum number of recoveries of a session without a new cut, or `HEALED_S` seconds, between them.
+#: Maximum number of recoveries of a session without progress, a new cut, or `HEALED_S` seconds between them.
 MAX_RECOVERIES, HEALED_S = 4, 60.0
 #: Kinds of frames that change a session, or whose answers a script has read.
 KEPT = frozenset((Kind.RUN, Kind.WRITE, Kind.SEAL, Kind.READ))
@@ -321,9 +321,16 @@ class Recovery:
 
     # -- going on ----------------------------------------------------------------------------------------------------
 
-    def begun(self) -> bool:
-        """A recovery begins. Returns False if the session was recovered too often lately."""
+    def begun(self, *, progress: bool) -> bool:
+        """A recovery begins. Returns False if the session was recovered too often lately without getting any further.
+
+        Args:
+            progress: since the last recovery, an executor has processed a frame that none had processed before. So it is not the
+                session that ends executors.
+        """
         now = self._clock()
+        if progress:
+            self._recent.clear()
         if len(self._recent) == MAX_RECOVERIES and now - self._recent[0] < HEALED_S:
             return False
         self._recent.append(now)
