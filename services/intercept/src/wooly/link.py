@@ -842,7 +842,8 @@ class Link:
 
     def _reopen(self, recovery: Recovery, why: str) -> None:
         while True:
-            if not recovery.begun(progress=self._channel.acked + self._shift > self._resumed_at):
+            reached = max(self._channel.acked + self._shift, self._answered)
+            if not recovery.begun(progress=reached > self._resumed_at):
                 raise WoolyError(f"{why}; the session has gone on elsewhere too often lately")
             try:
                 there = recovery.reopen(why, recovery.stored)
