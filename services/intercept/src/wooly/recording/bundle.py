@@ -357,9 +357,9 @@ class Bundle:
             self._at[kind].append(at)
         elif kind == Part.LINE:
             file, number, function = _json(payload, list)
-            if len(self.lines) >= MAX_LINES or not (isinstance(number, int) and isinstance(function, str)):
+            if len(self.lines) >= MAX_LINES or not (isinstance(number, int) and 0 <= number < 1 << 31):
                 raise ValueError("a Python line is not valid")
-            self.lines.append(Line(_printable(str(file)), number, _printable(function)))
+            self.lines.append(Line(printable(str(file)), number, printable(str(function))))
         elif kind == Part.CONTENT:
             if len(payload) < DIGEST:
                 raise ValueError("a content has no digest")
@@ -498,6 +498,6 @@ def _json(payload: bytes, kind: type) -> Any:
     return value
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """The text without control characters, which could change what a terminal shows."""
     return "".join([c if c.isprintable() else "?" for c in text])

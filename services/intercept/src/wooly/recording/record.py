@@ -157,13 +157,14 @@ def _same(one: list[Origin], other: list[Origin]) -> bool:
     return len(one) == len(other) and all([a is b or (a[0] is b[0] and a[1] == b[1]) for a, b in zip(one, other, strict=True)])
 
 
-def begin(path: Path, link: Link, program: str, *, data: bool, say: Callable[[str], None]) -> Recording:
+def begin(path: Path, link: Link, program: str, jit: str, *, data: bool, say: Callable[[str], None]) -> Recording:
     """Record what a link sends from now on.
 
     Args:
         path: file of the bundle.
         link: link of a session that has sent nothing.
         program: name of the script.
+        jit: generated kernels that the executor may use.
         data: keep contents and the digests of answers.
         say: prints a line.
 
@@ -185,6 +186,7 @@ def begin(path: Path, link: Link, program: str, *, data: bool, say: Callable[[st
         "protocol": PROTOCOL,
         "program": program,
         "device": link.device,
+        "jit": jit,
         "data": data,
     }
     link.log = recording = Recording(BundleWriter(path, facts), data=data, say=say)
