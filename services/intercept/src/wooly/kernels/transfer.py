@@ -370,9 +370,9 @@ class Transfer:
             link = recorder.require_link()
             buffer = at >> ID_SHIFT
             link.forget(buffer)
-            if host.numel() == 1 and not (recorder.recording or link.recording or link.hides_data):
-                if self._fill(dst, host):
-                    return
+            as_param = host.numel() == 1 and not (recorder.recording or link.recording or link.hides_data)
+            if as_param and self._fill(dst, host):
+                return
             recorder.flush()
             data = bytes_of(host)
             whole = len(data) >= MIN_OFFER_BYTES and dst.untyped_storage().nbytes() == len(data)

@@ -151,7 +151,7 @@ class BundleWriter:
                 with path.open("rb") as old:
                     if old.read(len(MAGIC)) != MAGIC:
                         raise BundleError(f"{path} exists and is no bundle, so it is not replaced; choose another name")
-            self._file: BinaryIO = path.open("wb", buffering=0)  # type: ignore[assignment]
+            self._file: BinaryIO = path.open("wb", buffering=0)
             path.chmod(0o600)  # it has the script's data
             self._write(_START.pack(MAGIC, VERSION))
         except OSError as e:
@@ -248,8 +248,8 @@ class Bundle:
         complete: the recording ended normally.
         dropped: bytes at the end that belong to an incomplete record.
         counts: number of records of each kind.
-        sizes: bytes of the payloads of each kind.
-        written: bytes of all writes; equal contents are stored once.
+        written: bytes of all writes.
+        kept: bytes of the contents, each once.
     """
 
     path: Path
@@ -260,8 +260,8 @@ class Bundle:
     complete: bool = False
     dropped: int = 0
     written: int = 0
+    kept: int = 0
     counts: dict[Part, int] = field(default_factory=lambda: dict.fromkeys(Part, 0))
-    sizes: dict[Part, int] = field(default_factory=lambda: dict.fromkeys(Part, 0))
 
     def __post_init__(self) -> None:
         """Read and check all records.
@@ -306,7 +306,6 @@ class Bundle:
             if self.complete or (kind == Part.FACTS) != (at == _START.size):
                 raise self._damaged(at, f"a record of kind {kind.name} is out of place")
             self.counts[kind] += 1
-            self.sizes[kind] += len(payload)
             try:
                 self._take(kind, at, payload)
             except (ValueError, struct.error, WisError) as e:
@@ -364,6 +363,7 @@ class Bundle:
             if len(payload) < DIGEST:
                 raise ValueError("a content has no digest")
             self._contents[payload[:DIGEST]] = at
+            self.kept += len(payload) - DIGEST
         elif kind in _FRAMES:
             self._frames_at.append(at)
             self._check(self._frame(len(self._frames_at), kind, payload))
@@ -408,6 +408,12 @@ class Bundle:
     def has_data(self) -> bool:
         """Whether the bundle has the contents of uploads and the digests of answers."""
         return self.facts.get("data") is not False
+
+    @property
+    def device(self) -> dict[str, Any]:
+        """Facts of the device on which it was recorded."""
+        found = self.facts.get("device")
+        return found if isinstance(found, dict) else {}
 
     @property
     def programs(self) -> int:

@@ -7,14 +7,14 @@ The first run that differs by more is played again, in new sessions, instruction
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from wooly_wis.dtypes import DType
-from wooly_wis.program import Form, Role, View
+from wooly_wis.program import Role, View
 
 from wooly.errors import WoolyError
 from wooly.recording.bundle import AnyFrame, Bundle, Line, ReadFrame, RunFrame, WriteFrame
@@ -165,8 +165,8 @@ def compare(
         other = single.play(1, suspect.frame - 1)
         if other is not None:
             raise UnrepeatableError(
-                f"the first run that differs was frame {suspect.frame}, and frame {other.frame} ({other.line}) when it was played "
-                "again: the operations of an executor do not repeat their bits"
+                f"the first run that differs was frame {suspect.frame}, and frame {other.frame} ({other.line}) when it was "
+                "played again: the operations of an executor do not repeat their bits"
             )
         again.culprit = single.single_step(suspect, last or bundle.frames)
     return again
@@ -236,8 +236,7 @@ class _Comparison:
             buffer = frame.run.bindings[slot]
             if use.written is None or use.freed or buffer in frame.run.frees:
                 continue
-            dtype = DType.U8 if use.view is None else use.view.dtype
-            view = flat_view(dtype, self._size(buffer))
+            view = flat_view(use.dtype, self._size(buffer))
             gap = self._compare(buffer, view)
             if gap is None:
                 continue
@@ -267,11 +266,11 @@ class _Comparison:
     def _note(self, frame: RunFrame) -> None:
         """Note the sizes of the buffers that a run makes."""
         decoded = self.programs.of(frame)
-        for buffer, size in zip(frame.run.bindings, decoded.facts.slot_alloc, strict=True):
-            if size is None and decoded.slots[frame.run.bindings.index(buffer)].born:
-                self.sizes.pop(buffer, None)
-            elif size is not None:
+        for buffer, size, use in zip(frame.run.bindings, decoded.facts.slot_alloc, decoded.slots, strict=True):
+            if size is not None:
                 self.sizes[buffer] = size
+            elif use.born:
+                self.sizes.pop(buffer, None)
         for buffer in frame.run.frees:
             self.sizes.pop(buffer, None)
 
@@ -295,12 +294,18 @@ class _Comparison:
         for index, _ in enumerate(decoded.program.body):
             piece, form = decoded.piece(index, index + 1), decoded.form(index)
             frees = run.frees if index == len(decoded.program.body) - 1 else []
-            reply = run.reply and any([o.view is None and o.role is Role.OUT for o in form.operands])
+            reply = run.reply and any(o.view is None and o.role is Role.OUT for o in form.operands)
             outcomes = []
             for player in self.pair[:2]:
                 try:
                     answer = player.run(
-                        piece.raw, [decoded.names[index]], piece.bindings(run), piece.params(run), frees, [lines[index]], reply=reply
+                        piece.raw,
+                        [decoded.names[index]],
+                        piece.bindings(run),
+                        piece.params(run),
+                        frees,
+                        [lines[index]],
+                        reply=reply,
                     )
                     player.link.sync()
                     outcomes.append(Result(bytearray(answer)))
@@ -331,8 +336,7 @@ class _Comparison:
                 continue
             view = operand.view
             if view is None:
-                known = decoded.slots[slot].view
-                view = flat_view(DType.U8 if known is None else known.dtype, self._size(buffer))
+                view = flat_view(decoded.slots[slot].dtype, self._size(buffer))
             gap = self._compare(buffer, view)
             if gap is not None and (worst is None or _worse(gap, worst[1])):
                 worst = k, gap
@@ -381,32 +385,45 @@ def _relative(gap: Gap) -> float:
 
 def difference(one: torch.Tensor, two: torch.Tensor) -> Gap | None:
     """How two tensors of the same dtype and sizes differ; None if all elements are equal (-0.0 and 0.0 are, and NaN and NaN)."""
-    exact = one.dtype in _EXACT
-    kind = torch.complex128 if one.is_complex() else torch.float64
-    a, b = (one, two) if exact else (one.to(kind), two.to(kind))
-    same = a == b
-    if not exact:
-        same |= a.isnan() & b.isnan()
-    if bool(same.all()):
+    a, b = one.flatten(), two.flatten()
+    exact = not (a.is_floating_point() or a.is_complex())
+    if a.dtype in _SIGNED:
+        a, b = a.view(_SIGNED[a.dtype]), b.view(_SIGNED[b.dtype])
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    x, y = a.to(wide), b.to(wide)
+    unlike = a != b if exact else (x != y) & ~(x.isnan() & y.isnan())
+    if not bool(unlike.any()):
         return None
-    unlike = ~same
-    wide = torch.complex128 if one.is_complex() else torch.float64
-    gaps = (a.to(wide) - b.to(wide)).abs()
-    gaps = torch.where(unlike, gaps, torch.zeros_like(gaps))
-    infinite = ~gaps.isfinite()
-    at = int(infinite.flatten().nonzero()[0]) if bool(infinite.any()) else int(gaps.flatten().argmax())
-    where = [int(n) for n in torch.unravel_index(torch.tensor(at), gaps.shape)]
-    sizes = a.to(wide).abs()
+    gaps = (x - y).abs().where(unlike, 0.0)
+    infinite = ~gaps.isfinite() & unlike
+    at = (
+        int((infinite if bool(infinite.any()) else gaps).to(torch.float64).argmax())
+        if not exact
+        else int(unlike.int().argmax())
+    )
+    sizes = x.abs()
     finite = sizes[sizes.isfinite()]
-    scale = float(finite.max()) if finite.numel() else 0.0
-    largest = None if exact or bool(infinite.any()) else float(gaps.flatten()[at])
-    values = _number(one.flatten()[at]), _number(two.flatten()[at])
-    return Gap(largest, scale, where, values, int(unlike.sum()), one.numel())
+    return Gap(
+        largest=None if exact or bool(infinite.any()) else float(gaps[at]),
+        scale=float(finite.max()) if finite.numel() else 0.0,
+        at=_index(at, tuple(one.shape)),
+        values=(_number(one.flatten()[at]), _number(two.flatten()[at])),
+        count=int(unlike.sum()),
+        of=one.numel(),
+    )
 
 
-_EXACT = frozenset(
-    {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64}
-)
+#: Unsigned dtypes, which torch compares only as the signed ones of their size.
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
+
+def _index(at: int, sizes: tuple[int, ...]) -> list[int]:
+    """The index of an element, of its position in row-major order."""
+    index: list[int] = []
+    for size in reversed(sizes):
+        at, place = divmod(at, size)
+        index.append(place)
+    return index[::-1]
 
 
 def _number(t: torch.Tensor) -> Any:

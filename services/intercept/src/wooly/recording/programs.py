@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from wooly_wis.codec import decode_program, digest, encode_program
+from wooly_wis.dtypes import DType
 from wooly_wis.errors import WisError
 from wooly_wis.frames import Run
 from wooly_wis.program import Form, Instruction, ParamKind, Program, Role, View
@@ -28,6 +29,7 @@ class SlotUse:
         written: index of the last instruction that writes it.
         read: first view through which it is read; None: it is not read.
         view: the largest dense view; None: there is none.
+        dtype: dtype of its last view; bytes if there is none.
         freed: whether the program frees it.
     """
 
@@ -36,6 +38,7 @@ class SlotUse:
     written: int | None = None
     read: View | None = None
     view: View | None = None
+    dtype: DType = DType.U8
     freed: bool = False
 
     def use(self, index: int, role: Role, view: View | None, *, allocates: bool) -> None:
@@ -51,6 +54,7 @@ class SlotUse:
         if role is not Role.OUT and self.read is None:
             self.read = view
         self.view = larger(self.view, view)
+        self.dtype = self.dtype if view is None else view.dtype
 
 
 def larger(one: View | None, other: View | None) -> View | None:

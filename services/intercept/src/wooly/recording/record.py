@@ -154,7 +154,9 @@ class Recording:
 
 def _same(one: list[Origin], other: list[Origin]) -> bool:
     """Whether two lists have the same code objects and offsets. Equal code objects may belong to different files."""
-    return len(one) == len(other) and all([a is b or (a[0] is b[0] and a[1] == b[1]) for a, b in zip(one, other, strict=True)])
+    if len(one) != len(other):
+        return False
+    return all(a is b or (a[0] is b[0] and a[1] == b[1]) for a, b in zip(one, other, strict=True))
 
 
 def begin(path: Path, link: Link, program: str, jit: str, *, data: bool, say: Callable[[str], None]) -> Recording:

@@ -129,8 +129,8 @@ class Player:
             return b""
         if isinstance(frame, ReadFrame):
             return self._read(frame)
-        decoded, run = self._programs.of(frame), frame.run
-        return self.run(decoded.raw, decoded.names, run.bindings, run.params, run.frees, self._bundle.origins(frame.origins), reply=run.reply)
+        decoded, run, lines = self._programs.of(frame), frame.run, self._bundle.origins(frame.origins)
+        return self.run(decoded.raw, decoded.names, run.bindings, run.params, run.frees, lines, reply=run.reply)
 
     def send_sources(self, frame: AnyFrame) -> None:
         """Send the sources of kernels that came before a frame."""

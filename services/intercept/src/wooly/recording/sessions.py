@@ -123,7 +123,9 @@ def _in_cluster(runtime: Runtime, settings: Settings, why: RuntimeMissingError) 
     except WoolyError as e:
         raise RuntimeMissingError(f"{why}; and no cluster offers one: {e}" if e is not why else str(why)) from e
     for node in nodes:
-        if node.state == "alive" and node.device.get("runtime", "").replace("-", "_") == runtime:
+        if node.state == "alive" and node.device.runtime.replace("-", "_") == runtime:
             return node.executor_id
-    kinds = sorted({str(node.device.get("runtime", "")) for node in nodes})
-    raise RuntimeMissingError(f"{why}; and no executor of the cluster has it (there: {', '.join(kinds) or 'none'})") from why
+    kinds = sorted({node.device.runtime for node in nodes})
+    raise RuntimeMissingError(
+        f"{why}; and no executor of the cluster has it (there: {', '.join(kinds) or 'none'})"
+    ) from why

@@ -54,7 +54,11 @@ class LiveBuffer:
     @property
     def name(self) -> str:
         """A name for files: the line that made it, its last operator, its buffer."""
-        made = "" if self.made is None else f"{self.made.file.replace(chr(92), '/').rpartition('/')[2]}:{self.made.number} "
+        made = (
+            ""
+            if self.made is None
+            else f"{self.made.file.replace(chr(92), '/').rpartition('/')[2]}:{self.made.number} "
+        )
         return f"{made}{self.operator or 'zeros'} #{self.buffer}"
 
 
@@ -102,9 +106,7 @@ class LiveBuffers:
             self.by_id[buffer].view = view
 
 
-def first_reads(
-    bundle: Bundle, programs: Programs, buffers: set[int], first: int
-) -> Iterator[tuple[int, View]]:
+def first_reads(bundle: Bundle, programs: Programs, buffers: set[int], first: int) -> Iterator[tuple[int, View]]:
     """Yield each of these buffers with the view through which the frames from `first` on read it first."""
     for frame in bundle.all_frames(first):
         if not buffers:
@@ -161,7 +163,7 @@ def as_tensor(data: bytearray, view: View) -> torch.Tensor:
 
 
 def statistics(t: torch.Tensor) -> dict[str, Any]:
-    """Minimum, maximum and mean of the numbers of a tensor, and how many are NaN or infinite. Of complex numbers: of their size."""
+    """Minimum, maximum and mean of the numbers of a tensor, and how many are NaN or infinite. Complex numbers: their sizes."""
     if not t.numel():
         return {"min": None, "max": None, "mean": None, "nan": 0, "inf": 0}
     if t.is_complex():
@@ -180,30 +182,33 @@ class LiveTensor:
 
     Attributes:
         buffer: the buffer.
-        view: what the tensor shows of it.
-        tensor: the content; None: it cannot be read.
+        row: the tensor for tables and JSON.
+        tensor: the content; None: it cannot be read, or was dropped.
         error: why it cannot be read.
     """
 
     buffer: LiveBuffer
-    view: View
+    row: dict[str, Any]
     tensor: torch.Tensor | None
     error: str = ""
 
-    def row(self) -> dict[str, Any]:
-        """The tensor for tables and JSON."""
-        b = self.buffer
-        row: dict[str, Any] = {
-            "name": b.name,
-            "made": None if b.made is None else str(b.made),
-            "written": None if b.written is None else str(b.written),
-            "operator": b.operator,
-            "frame": b.frame,
-            "dtype": self.view.dtype.label,
-            "shape": list(self.view.sizes),
-            "error": self.error,
-        }
-        return row if self.tensor is None else row | statistics(self.tensor)
+    def without_content(self) -> LiveTensor:
+        """The row alone, so that the content does not stay in memory."""
+        return replace(self, tensor=None)
+
+
+def _live_tensor(b: LiveBuffer, view: View, tensor: torch.Tensor | None, error: str = "") -> LiveTensor:
+    row: dict[str, Any] = {
+        "name": b.name,
+        "made": None if b.made is None else str(b.made),
+        "written": None if b.written is None else str(b.written),
+        "operator": b.operator,
+        "frame": b.frame,
+        "dtype": view.dtype.label,
+        "shape": list(view.sizes),
+        "error": error,
+    }
+    return LiveTensor(b, row if tensor is None else row | statistics(tensor), tensor, error)
 
 
 def live_tensors(live: Mapping[int, LiveBuffer], link: Link) -> Iterable[LiveTensor]:
@@ -220,7 +225,6 @@ def live_tensors(live: Mapping[int, LiveBuffer], link: Link) -> Iterable[LiveTen
         try:
             data = read_bytes(link, b.buffer, view.offset, max(view.end - view.offset, 0))
         except REMOTE_ERRORS as e:
-            yield LiveTensor(b, view, None, str(e))
+            yield _live_tensor(b, view, None, str(e))
             continue
-        yield LiveTensor(b, view, as_tensor(data, view))
-
+        yield _live_tensor(b, view, as_tensor(data, view))
