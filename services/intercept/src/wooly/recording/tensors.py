@@ -100,14 +100,14 @@ class LiveBuffers:
                 found.write(frame, lines[use.written], decoded.names[use.written])
 
     def find_views(self, after: int) -> None:
-        """Take the dtypes of uploads that no program has used from the frames after `after`."""
-        missing = {b.buffer for b in self.by_id.values() if b.view is None and b.operator == UPLOAD}
-        for buffer, view in first_reads(self._bundle, self._programs, missing, after + 1):
+        """Take the shapes of buffers that no program has used yet from the frames after `after`."""
+        missing = {b.buffer for b in self.by_id.values() if b.view is None}
+        for buffer, view in first_views(self._bundle, self._programs, missing, after + 1):
             self.by_id[buffer].view = view
 
 
-def first_reads(bundle: Bundle, programs: Programs, buffers: set[int], first: int) -> Iterator[tuple[int, View]]:
-    """Yield each of these buffers with the view through which the frames from `first` on read it first."""
+def first_views(bundle: Bundle, programs: Programs, buffers: set[int], first: int) -> Iterator[tuple[int, View]]:
+    """Yield each of these buffers with the largest view of the first program from the frame `first` on that uses it."""
     for frame in bundle.all_frames(first):
         if not buffers:
             return
@@ -116,8 +116,8 @@ def first_reads(bundle: Bundle, programs: Programs, buffers: set[int], first: in
         for buffer, use in zip(frame.run.bindings, programs.of(frame).slots, strict=True):
             if buffer in buffers:
                 buffers.discard(buffer)
-                if use.read is not None:
-                    yield buffer, use.read
+                if use.view is not None and not use.born:
+                    yield buffer, use.view
 
 
 def dtypes_of_writes(bundle: Bundle, programs: Programs) -> dict[int, DType]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -14,6 +15,7 @@ from rich.markup import escape
 from wooly.cli.commands.app import Json, app, err, fail, out, read_settings, size
 from wooly.cli.commands.run import program_of, run_python
 from wooly.cli.tables import Fitted, plain_table
+from wooly.control import begin
 from wooly.errors import WoolyError
 
 if TYPE_CHECKING:
@@ -58,11 +60,11 @@ def record(
 
     def opened() -> Callable[[], str]:
         from wooly import api
-        from wooly.recording.record import begin
+        from wooly.recording import record
 
         (link,) = api.attached_links()
         try:
-            recording = begin(output, link, name, settings.jit, data=not no_data, say=_say)
+            recording = record.begin(output, link, name, settings.jit, data=not no_data, say=_say)
         except WoolyError as e:
             api.disable()
             raise fail(e) from e
@@ -134,6 +136,7 @@ def replay(
             if not bundle.frames:
                 raise WoolyError(f"{file} has no frames: the script used no device")
             settings = read_settings()
+            begin(settings)
             if against:
                 _against(bundle, settings, against, until, tolerance, seed, as_json=as_json)
             else:
@@ -200,7 +203,7 @@ def _replay(
         except (OSError, RuntimeError) as e:
             raise WoolyError(f"cannot save the tensors: {e}") from e
     if as_json:
-        print(json.dumps(_report(bundle, found, stop, device) | {"tensors": [t.row for t in tensors]}))
+        _print_json(_report(bundle, found, stop, device) | {"tensors": [t.row for t in tensors]})
     else:
         _print_replayed(bundle, found, stop, device)
         if until:
@@ -243,7 +246,7 @@ def _against(
     if as_json:
         culprit = None if found.culprit is None else found.culprit.row()
         counts = {name: getattr(found, name) for name in ("frames", "runs", "rounded", "accumulated")}
-        print(json.dumps({"file": str(bundle.path), "tolerance": tolerance, **counts, "first_difference": culprit}))
+        _print_json({"file": str(bundle.path), "tolerance": tolerance, **counts, "first_difference": culprit})
     else:
         _print_compared(found, tolerance, last)
     if found.culprit is not None:
@@ -251,6 +254,19 @@ def _against(
 
 
 # -- printing --------------------------------------------------------------------------------------------------------------
+
+
+def _print_json(value: dict[str, Any]) -> None:
+    """Print JSON, which has no numbers for NaN and infinity: they become strings."""
+
+    def plain(part: Any) -> Any:
+        if isinstance(part, dict):
+            return {k: plain(v) for k, v in part.items()}
+        if isinstance(part, (list, tuple)):
+            return [plain(v) for v in part]
+        return str(part) if isinstance(part, float) and not math.isfinite(part) else part
+
+    print(json.dumps(plain(value)))
 
 
 def _report(bundle: Bundle, found: Replayed, stop: Stop, device: dict[str, Any]) -> dict[str, Any]:
@@ -403,7 +419,7 @@ def _print_info(bundle: Bundle, *, as_json: bool) -> None:
         },
     }
     if as_json:
-        print(json.dumps(report))
+        _print_json(report)
         return
     by, device = report["recorded_by"], report["device"]
     state = "complete" if bundle.complete else _incomplete(bundle)
