@@ -8,6 +8,7 @@ import sys
 from array import array
 from collections.abc import Callable
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,8 @@ from wooly.recording.bundle import BundleError, BundleWriter, Line, Part
 
 if TYPE_CHECKING:
     from wooly.link import Link
+
+_CODE, _OFFSET = itemgetter(0), itemgetter(1)
 
 
 class Recording:
@@ -53,8 +56,9 @@ class Recording:
         self._line_of: dict[tuple[int, int], int] = {}
         self._codes: list[Any] = []
         self._origins: dict[tuple[int, ...], int] = {}
-        #: The last origins of each program, and their number. In a loop, a program has the same lines each time.
-        self._last: dict[bytes, tuple[list[Origin], int]] = {}
+        #: The last origins of each program (ids of code objects, then offsets), and their number. In a loop, a program has the
+        #: same origins each time.
+        self._last: dict[bytes, tuple[list[int], int]] = {}
 
     # -- what the link says ----------------------------------------------------------------------------------------------
 
@@ -102,15 +106,16 @@ class Recording:
 
     def _number_of(self, name: bytes, origins: list[Origin]) -> int:
         """The number of the lines of a program's instructions."""
+        where = [*map(id, map(_CODE, origins)), *map(_OFFSET, origins)]
         last = self._last.get(name)
-        if last is not None and _same(last[0], origins):
+        if last is not None and last[0] == where:
             return last[1]
-        lines = tuple([self._line(where) for where in origins])
+        lines = tuple([self._line(one) for one in origins])
         number = self._origins.get(lines)
         if number is None:
             number = self._origins[lines] = len(self._origins)
             self._add(Part.ORIGINS, bundle.origins_record(array("I", lines)))
-        self._last[name] = [*origins], number
+        self._last[name] = where, number
         return number
 
     def _line(self, where: Origin) -> int:
@@ -150,13 +155,6 @@ class Recording:
                 self.ended = str(e)
                 self._say(f"wooly: the recording is not complete: {e}")
         return self._writer.nbytes
-
-
-def _same(one: list[Origin], other: list[Origin]) -> bool:
-    """Whether two lists have the same code objects and offsets. Equal code objects may belong to different files."""
-    if len(one) != len(other):
-        return False
-    return all(a is b or (a[0] is b[0] and a[1] == b[1]) for a, b in zip(one, other, strict=True))
 
 
 def begin(path: Path, link: Link, program: str, jit: str, *, data: bool, say: Callable[[str], None]) -> Recording:
