@@ -123,7 +123,9 @@ def test_bytes_that_are_no_bundle_are_an_error(whole, data):
 def test_another_version_names_both_versions(whole):
     raw, *_, path = whole
     path.write_bytes(raw[:8] + struct.pack("<I", 7) + raw[12:])
-    with pytest.raises(BundleError, match="format 7, and this release of Wooly reads format 1; replay it with the release"):
+    with pytest.raises(
+        BundleError, match="format 7, and this release of Wooly reads format 1; replay it with the release"
+    ):
         Bundle(path)
 
 

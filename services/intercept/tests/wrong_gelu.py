@@ -1,4 +1,4 @@
-"""An executor whose library computes a wrong GELU: the first element is off by a quarter."""
+"""An executor whose library computes a wrong GELU: the first element is off by a quarter, the others are rounded differently."""
 
 import sys
 import warnings
@@ -10,7 +10,7 @@ library = torch.library.Library("aten", "IMPL")
 
 
 def wrong(x, approximate="none"):
-    y = torch.sigmoid(1.702 * x) * x
+    y = 0.5 * x * (1 + torch.erf(x * 0.7071067811865476))
     y.view(-1)[:1] += 0.25
     return y
 

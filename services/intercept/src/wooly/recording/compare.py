@@ -245,9 +245,9 @@ class _Comparison:
                 worst = use.written, view, gap
         self.found.rounded += rounded
         lines = self.bundle.origins(frame.origins)
-        if worst is None and answers[0] != answers[1]:
-            values = (answers[0].error or "another answer", answers[1].error or "another answer")
-            worst = len(lines) - 1, flat_view(DType.U8, 0), Gap(None, 0.0, [], values, 1, 1)
+        failure = _failure(*answers)
+        if failure is not None:
+            worst = len(lines) - 1, flat_view(DType.U8, 0), failure[1]
         if worst is None:
             return None
         at, view, gap = worst
@@ -312,8 +312,7 @@ class _Comparison:
                 except REMOTE_ERRORS as e:
                     outcomes.append(Result(bytearray(), str(e) or "an error"))
             found = None if form.opcode in ("alloc", "free") else self._results(decoded, frame, index)
-            if found is None and outcomes[0] != outcomes[1] and bool(outcomes[0].error) != bool(outcomes[1].error):
-                found = 0, Gap(None, 0.0, [], (outcomes[0].error or "no error", outcomes[1].error or "no error"), 1, 1)
+            found = _failure(*outcomes) or found
             if found is not None:
                 result, gap = found
                 rounded = True
@@ -370,6 +369,14 @@ def _read(player: Player, buffer: int, offset: int, nbytes: int) -> Result:
         return Result(read_bytes(player.link, buffer, offset, nbytes))
     except REMOTE_ERRORS as e:
         return Result(bytearray(), str(e) or "an error")
+
+
+def _failure(one: Result, two: Result) -> tuple[int, Gap] | None:
+    """The difference between an error and a result, or between two answers; None if there is none."""
+    if bool(one.error) == bool(two.error) and one.data == two.data:
+        return None
+    said = [r.error or ("an answer" if one.data and two.data else "no error") for r in (one, two)]
+    return 0, Gap(None, 0.0, [], (said[0], said[1]), 1, 1)
 
 
 def _worse(gap: Gap, other: Gap) -> bool:
