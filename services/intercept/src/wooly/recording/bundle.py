@@ -308,7 +308,7 @@ class Bundle:
             self.counts[kind] += 1
             try:
                 self._take(kind, at, payload)
-            except (ValueError, struct.error, WisError) as e:
+            except (ValueError, struct.error, WisError, RecursionError) as e:
                 raise self._damaged(at, str(e)) from e
         if not self.facts:
             raise BundleError(f"the bundle {self.path} is empty: the recording ended before it began")
@@ -345,7 +345,7 @@ class Bundle:
             ValueError: the record is not valid.
         """
         if kind == Part.FACTS:
-            self.facts = _json(payload, dict)
+            self.facts = _plain(_json(payload, dict))
         elif kind in self._at:
             if kind == Part.PROGRAM:
                 self._names.append(digest(payload))
@@ -502,6 +502,15 @@ def _json(payload: bytes, kind: type) -> Any:
     if not isinstance(value, kind):
         raise ValueError("a record has JSON of another type")
     return value
+
+
+def _plain(value: Any) -> Any:
+    """A JSON value whose texts have no control characters."""
+    if isinstance(value, dict):
+        return {printable(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_plain(v) for v in value]
+    return printable(value) if isinstance(value, str) else value
 
 
 def printable(text: str) -> str:

@@ -349,6 +349,8 @@ class _Comparison:
         Returns:
             How they differ; None if they are equal, or if both failed.
         """
+        if view.end > self._size(buffer):
+            return None  # the run failed, or the buffers have different sizes: then it had different answers
         offset, nbytes = view.offset, max(view.end - view.offset, 0)
         one, two = [_read(player, buffer, offset, nbytes) for player in self.pair[:2]]
         if one.error or two.error:

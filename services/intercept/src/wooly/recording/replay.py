@@ -373,11 +373,16 @@ def find_stop(bundle: Bundle, text: str) -> Stop:
     found: Stop | None = None
     if at:
         lines = {bundle.lines[k] for k in at}
+
+        @cache
+        def last_of(origins: int) -> int:
+            return max([k for k, line in enumerate(bundle.origins(origins)) if line in lines], default=-1)
+
         for frame in bundle.all_frames():
-            own = bundle.lines_of(frame)
-            last = max([k for k, line in enumerate(own) if line in lines], default=-1)
-            if last >= 0:
-                found = Stop(frame.number, last if isinstance(frame, RunFrame) else None)
+            if not isinstance(frame, RunFrame):
+                found = Stop(frame.number) if frame.line in at else found
+            elif last_of(frame.origins) >= 0:
+                found = Stop(frame.number, last_of(frame.origins))
     if found is None:
         numbers = sorted({line.number for line in bundle.lines if line.file in matching})
         near = sorted(numbers, key=lambda n: abs(n - wanted))[:6]

@@ -140,6 +140,7 @@ def read_bytes(link: Link, buffer: int, offset: int, nbytes: int) -> bytearray:
 
     Raises:
         RemoteOperationError: an operation that computed the buffer failed, or another operation before the read.
+        MemoryError: this process has no memory for it.
     """
     data = bytearray(nbytes)
     view = memoryview(data)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -17,6 +18,7 @@ from wooly.cli.commands.run import program_of, run_python
 from wooly.cli.tables import Fitted, plain_table
 from wooly.control import begin
 from wooly.errors import WoolyError
+from wooly.visible import VISIBLE, visible
 
 if TYPE_CHECKING:
     from wooly.recording.bundle import Bundle
@@ -52,6 +54,10 @@ def record(
     settings = read_settings()
     if settings.gpu_count > 1:
         raise fail(WoolyError("only sessions with one device can be recorded: set WOOLYAI_GPU_COUNT=1"))
+    if not visible(1):
+        raise fail(
+            WoolyError(f"{VISIBLE}={os.environ.get(VISIBLE)!r} hides all devices, so there is nothing to record")
+        )
     if not module and (not Path(target).exists() or program_of(target) is not None):
         raise fail(WoolyError(f"{target} is no Python script; `wooly record` runs a script, or a module with -m"))
     if not output.absolute().parent.is_dir():
@@ -143,6 +149,10 @@ def replay(
                 _replay(bundle, settings, until, seed, save, interactive=interactive, as_json=as_json)
     except WoolyError as e:
         raise fail(Exception(escape(str(e)))) from e
+    except MemoryError as e:
+        raise fail(
+            WoolyError("this process has no memory for a buffer of the recording; replay on a larger machine")
+        ) from e
 
 
 def _incomplete(bundle: Bundle) -> str:
@@ -393,17 +403,17 @@ def _print_compared(found: Compared, tolerance: float, last: int) -> None:
 
 
 def _print_info(bundle: Bundle, *, as_json: bool) -> None:
-    from wooly.recording.bundle import Part, printable
+    from wooly.recording.bundle import Part
 
     report: dict[str, Any] = {
         "file": str(bundle.path),
         "complete": bundle.complete,
         "dropped_bytes": bundle.dropped,
         "data": bundle.has_data,
-        "recorded_by": {k: printable(str(bundle.facts.get(k, "?"))) for k in ("wooly", "torch", "python", "platform")},
-        "program": printable(str(bundle.facts.get("program", "?"))),
-        "device": {k: printable(str(v)) for k, v in bundle.device.items()},
-        "jit": printable(str(bundle.facts.get("jit", "?"))),
+        "recorded_by": {k: str(bundle.facts.get(k, "?")) for k in ("wooly", "torch", "python", "platform")},
+        "program": str(bundle.facts.get("program", "?")),
+        "device": {k: str(v) for k, v in bundle.device.items()},
+        "jit": str(bundle.facts.get("jit", "?")),
         "frames": bundle.frames,
         "runs": bundle.counts[Part.RUN],
         "reads": bundle.counts[Part.READ],
