@@ -192,7 +192,9 @@ class Programs:
             try:
                 found = self._decoded[number] = Decoded(self._bundle.program(number))
             except WisError as e:
-                raise BundleError(f"program {number} of the bundle is not valid: {e}") from e
+                lines, at = self._bundle.origins(frame.origins), getattr(e, "instruction", None)
+                where = f", recorded at {lines[at]}" if at is not None and at < len(lines) else ""
+                raise BundleError(f"the program of frame {frame.number} is not valid{where}: {e}") from e
             if len(self._decoded) > _DECODED_KEPT:
                 self._decoded.popitem(last=False)
         else:

@@ -100,7 +100,7 @@ def _started(runtime: Runtime, state_dir: Path) -> Iterator[str]:
                 assert process.stdout is not None
                 said = process.stdout.readline()
                 if not said:
-                    last = log.read_text(errors="replace").strip().rpartition("\n")[2]
+                    last = log.read_text(errors="replace").strip().rpartition("\n")[2].rpartition(" wooly.executor ")[2]
                     raise RuntimeMissingError(f"an executor with the runtime {runtime} does not start here: {last}")
                 yield str(json.loads(said)["urls"][0])
             finally:

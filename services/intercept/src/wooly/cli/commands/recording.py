@@ -58,8 +58,10 @@ def record(
         raise fail(
             WoolyError(f"{VISIBLE}={os.environ.get(VISIBLE)!r} hides all devices, so there is nothing to record")
         )
-    if not module and (not Path(target).exists() or program_of(target) is not None):
+    if not module and program_of(target) is not None:
         raise fail(WoolyError(f"{target} is no Python script; `wooly record` runs a script, or a module with -m"))
+    if not module and not Path(target).exists():
+        raise fail(WoolyError(f"can't open file {target!r}: the file does not exist"))
     if not output.absolute().parent.is_dir():
         raise fail(WoolyError(f"the folder {output.absolute().parent} does not exist"))
     name = target if module else Path(target).name
