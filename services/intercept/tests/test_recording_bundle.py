@@ -191,8 +191,9 @@ def test_a_record_that_says_that_it_is_large_is_not_read(tmp_path):
 
 def test_control_characters_do_not_reach_the_terminal(tmp_path):
     line = (Part.LINE, json.dumps(["\x1b[2Jx.py", 3, "f\n"]).encode())
-    with Bundle(forged(tmp_path / "b", line)) as bundle:
+    with Bundle(forged(tmp_path / "b", line, facts={"program": "\x1b[2J", "device": {"name": "\x07"}})) as bundle:
         assert bundle.lines == [Line("?[2Jx.py", 3, "f?")]
+        assert bundle.facts == {"program": "?[2J", "device": {"name": "?"}}
 
 
 def test_a_file_that_is_no_bundle_is_not_replaced(tmp_path):

@@ -246,7 +246,7 @@ class _Comparison:
         self.found.rounded += rounded
         lines = self.bundle.origins(frame.origins)
         failure = _failure(*answers)
-        if failure is not None:
+        if failure is not None and lines:
             worst = len(lines) - 1, flat_view(DType.U8, 0), failure[1]
         if worst is None:
             return None

@@ -11,8 +11,7 @@ from pathlib import PurePath
 from typing import Any
 
 import torch
-from blake3 import blake3
-from wooly_bus.contents import chunk_digest
+from wooly_bus.contents import chunk_digest, chunk_hasher
 from wooly_wis.codec import digest
 from wooly_wis.dtypes import DType
 from wooly_wis.frames import PROTOCOL, pack_json
@@ -164,7 +163,7 @@ class Player:
         return chunk_digest(pack_json(self.link.result())) if reply else b""
 
     def _read(self, frame: ReadFrame) -> bytes:
-        hashing = blake3()
+        hashing = chunk_hasher()
         piece = memoryview(bytearray(min(frame.nbytes, READ_PIECE)))
         for at in range(0, frame.nbytes, READ_PIECE):
             into = piece[: min(READ_PIECE, frame.nbytes - at)]
