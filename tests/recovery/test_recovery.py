@@ -1,11 +1,14 @@
 """Scripts whose executor ends go on in another one, with the bits of an undisturbed run."""
 
+import json
 from pathlib import Path
 
 import pytest
+from wooly_testkit import forks
 
 pytestmark = pytest.mark.connected
 SCRIPTS = Path(__file__).parent / "scripts"
+TIMEOUT_S = 300
 GONE_ON = "the session goes on in the executor"
 
 CASES = {
@@ -83,3 +86,18 @@ def test_an_error_after_a_loss_names_its_line(run):
         i for i, text in enumerate((SCRIPTS / "mistake.py").read_text().splitlines(), 1) if "the mistake" in text
     )
     assert f"mistake.py:{line}" in found and said.count(GONE_ON) == 1
+
+
+@pytest.mark.slow
+def test_a_recording_goes_on_after_a_loss_and_replays(cluster, alice, expect, tmp_path):
+    """The frames that are sent again to another executor are recorded once."""
+    command, env = losing("train")
+    bundle = tmp_path / "train.wooly"
+    more = {"OMP_NUM_THREADS": "1", "PIDS": str(cluster.keeper.pids), **env}
+    argv = ["record", "-o", bundle, SCRIPTS / command[0], *command[1:]]
+    done = forks.run("wooly", *map(str, argv), env=alice.env() | more, timeout=TIMEOUT_S)
+    assert done.returncode == 0 and done.stdout == expect("train"), done.stderr
+    assert done.stderr.count(GONE_ON) >= 2
+    report = json.loads(alice.wooly("replay", bundle, "--json"))
+    assert report["different"] == 0 and report["errors"] == [] and report["frames"] == report["of"] > 0
+    assert report["compared"] == 11  # five losses, and six tensors of the model

@@ -27,6 +27,11 @@ def chunk_digest(data: bytes | memoryview) -> bytes:
     return blake3(data).digest()
 
 
+def chunk_hasher() -> blake3:
+    """A hash object whose digest is the `chunk_digest` of all that it was given, for data that comes in pieces."""
+    return blake3()
+
+
 def content_id(digests: Sequence[bytes], nbytes: int) -> bytes:
     """The id of a content.
 

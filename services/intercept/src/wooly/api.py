@@ -413,6 +413,35 @@ def _open_and_attach(settings: Any) -> Any:
             log.warning("an executor ended before the client connected to it; another session is opened: %s", e)
 
 
+def open_link(settings: Settings) -> tuple[Any, Link]:
+    """Open a session with one device and connect to its executor, without a device of PyTorch.
+
+    The process may have other sessions. The session ends with its executor.
+
+    Args:
+        settings: the client's settings, with `gpu_count` 1 and `recovery` off.
+
+    Returns:
+        The session and its link. The caller closes both, the link first.
+
+    Raises:
+        WoolyError: no controller or no executor is available.
+    """
+    from wooly.control import open_session
+    from wooly.direct import StandaloneSession
+
+    opened: Any = StandaloneSession(settings) if settings.executor_url else open_session(settings)
+    try:
+        (part,) = [Part(p.endpoints, p.executor_id, p.node, p.token) for p in opened.parts]
+        greet = _greeting(opened.session_id, part.token or opened.token, settings.jit, "", opened.opens)
+        link, _ = _connect(part, settings.channel, opened.tunnels, settings.tls_ca, settings.plaintext, greet)
+    except BaseException:
+        opened.close()
+        raise
+    opened.when_lost(link.fail)
+    return opened, link
+
+
 def _recovery(settings: Settings, opened: Any) -> Recovery | None:
     """How the session goes on in another executor; None: it does not."""
     mode = settings.recovery if "recovery" in settings.model_fields_set else opened.recovery

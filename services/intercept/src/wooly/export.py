@@ -48,6 +48,7 @@ class RecordingLink:
     """Replaces a session's `Link`, and keeps the frames instead of sending them. There is no executor that answers."""
 
     recording = True
+    hides_data = False
     mirroring = False
     offers = None
     #: No host copies; native kernels look here.

@@ -132,6 +132,36 @@ class FrameObserver(Protocol):
         """Bytes were sent to the device, or asked for, with frame `seq`."""
 
 
+class SessionLog(Protocol):
+    """Records what a link sends (`wooly.recording`).
+
+    Attributes:
+        frames: number of runs, writes and reads so far.
+        data: whether it keeps contents. If not, the upload of one element is not recorded as a param.
+    """
+
+    frames: int
+    data: bool
+
+    def defined(self, program: bytes) -> None:
+        """A program will be defined."""
+
+    def source(self, raw: bytes) -> None:
+        """The source of foreign kernels was sent."""
+
+    def ran(self, payload: bytes, origins: list[Origin]) -> Callable[[bytes], None]:
+        """A run was sent. Returns what is told its answer, if it has one."""
+
+    def wrote(self, buffer: int, offset: int, data: memoryview) -> None:
+        """A write was sent."""
+
+    def asked(self, buffer: int, offset: int, nbytes: int) -> Callable[[bytes], None]:
+        """A read was sent. Returns what is told its answer."""
+
+    def failed(self, after: int) -> None:
+        """An answer took the session's error, after so many frames."""
+
+
 class Link:
     """The client end of a session's data channel.
 
@@ -146,6 +176,7 @@ class Link:
         offers: decides which uploads first ask whether the device has the content; None: the session shares no contents.
         observer: is told about frames; None in most sessions.
         recovery: keeps frames, so that the session can go on in another executor; None: it ends with its executor.
+        log: records what the session sends; None: nobody records it.
     """
 
     def __init__(
@@ -194,6 +225,9 @@ class Link:
         self.offers: OfferPolicy | None = None
         self.observer: FrameObserver | None = None
         self.recovery: Recovery | None = None
+        self.log: SessionLog | None = None
+        #: Number of the log's frames when the last cut was asked for.
+        self._cut_at = 0
         #: Numbers of frames, as this link counts, minus numbers of the channel; and the former of frames that were sent again.
         self._shift = 0
         self._replayed: dict[int, int] = {}
@@ -310,6 +344,8 @@ class Link:
         """Send a program to the executor, which verifies it before the first run."""
         if self.recovery is not None:
             self.recovery.define(program)
+        if self.log is not None:
+            self.log.defined(program)
         self._send(Kind.DEFINE, program)
 
     def source(self, name: bytes, raw: bytes) -> None:
@@ -324,6 +360,8 @@ class Link:
                 self.recovery.sources.append(raw)
             self._send(Kind.SOURCE, raw)
             self._sources.add(name)
+            if self.log is not None:
+                self.log.source(raw)
 
     def run(
         self,
@@ -347,11 +385,14 @@ class Link:
             acked = self._channel.acked + self._shift
             while len(inflight) > RUNS_REMEMBERED and inflight[0][0] <= acked:
                 inflight.popleft()
-        seq = self._send(Kind.RUN, pack_run(digest, bindings, params, frees, reply=reply), asks=reply)
+        payload = pack_run(digest, bindings, params, frees, reply=reply)
+        seq = self._send(Kind.RUN, payload, asks=reply)
+        tell = None if self.log is None else self.log.ran(payload, origins)
         if reply:
             kept = self._kept
             again = None if kept is None else kept.pending  # a recovery has sent the run again
             self._reply = again or Pending(self._channel.expect_frame(), kept)
+            self._reply.tell = tell
         inflight.append((seq, words, origins))
         if self.observer is not None:
             self.observer.ran(seq, words, origins)
@@ -364,6 +405,8 @@ class Link:
         for at in range(0, len(data), MAX_CHUNK):
             chunk = data[at : at + MAX_CHUNK]
             seq = self._send(Kind.WRITE, WRITE_HEAD.pack(buffer, offset + at), chunk)
+            if self.log is not None:
+                self.log.wrote(buffer, offset + at, chunk)
             if self.observer is not None:
                 self.observer.copied(seq, len(chunk), to_device=True)
 
@@ -374,6 +417,9 @@ class Link:
             for at in range(0, len(data), MAX_CHUNK):
                 kept = self.recovery.keep(Kind.WRITE, (WRITE_HEAD.pack(buffer, at), data[at : at + MAX_CHUNK]))
                 kept.seq = self._last
+        if self.log is not None:
+            for at in range(0, len(data), MAX_CHUNK):
+                self.log.wrote(buffer, at, data[at : at + MAX_CHUNK])
 
     def offer(self, buffer: int, nbytes: int, name: bytes, *, head: bool) -> bool:
         """Ask whether the device has a content.
@@ -432,14 +478,14 @@ class Link:
             pending = Pending(self._channel.expect_frame())
             if self._wait(pending):
                 break
-        if (
-            self.recovery is not None
-            and pending.expected.other is not None
-            and pending.expected.other.kind == Kind.ERROR
-        ):
-            kept = self.recovery.keep(ask, payload)  # the answer has taken the session's error
-            kept.seq = self._last
-            kept.answered(ERROR)
+        other = pending.expected.other
+        if other is not None and other.kind == Kind.ERROR:  # the answer has taken the session's error
+            if self.recovery is not None:
+                kept = self.recovery.keep(ask, payload)
+                kept.seq = self._last
+                kept.answered(ERROR)
+            if self.log is not None:
+                self.log.failed(self.log.frames)
         return self._take_answer(pending, kind)
 
     def _take_answer(self, pending: Pending, kind: Kind) -> bytes:
@@ -448,8 +494,7 @@ class Link:
         self.syncs += 1
         self.bytes_received += len(frame.payload)
         self._process_answers()
-        if pending.frame is not None:
-            pending.frame.answered(ERROR if frame.kind == Kind.ERROR else chunk_digest(memoryview(frame.payload)))
+        pending.answered(frame)
         if frame.kind == Kind.ERROR:
             error = self._remote_error(unpack_json(frame.payload))
             self._note_all_answered()
@@ -545,6 +590,8 @@ class Link:
         kept = self._kept
         again = None if kept is None else kept.pending  # a recovery has sent the frame again
         pending = again or Pending(self._channel.expect(into, Kind.DATA), kept)
+        if self.log is not None:
+            pending.tell = self.log.asked(buffer, offset, len(into))
         if self.observer is not None:
             self.observer.copied(seq, len(into), to_device=False)
         return seq, pending
@@ -596,10 +643,10 @@ class Link:
         while self._abandoned and self._abandoned[0].expected.done:
             pending = self._abandoned.popleft()
             late = pending.expected.other
-            if pending.frame is not None and late is not None:
-                pending.frame.answered(ERROR if late.kind == Kind.ERROR else chunk_digest(memoryview(late.payload)))
+            if late is not None:
+                pending.answered(late)
             elif pending.frame is not None and pending.frame.into is not None:
-                pending.frame.answered(chunk_digest(pending.frame.into))
+                pending.answered(None, pending.frame.into)
             if late is not None and late.kind == Kind.ERROR:
                 self._failed = self._failed or self._remote_error(unpack_json(late.payload))
         coming = self._started
@@ -618,8 +665,7 @@ class Link:
         self.syncs += 1
         self.bytes_received += len(into)
         other = pending.expected.other
-        if pending.frame is not None:
-            pending.frame.answered(ERROR if other is not None else chunk_digest(into))
+        pending.answered(other, into)
         if other is None:
             return None
         if other.kind == Kind.ERROR:
@@ -690,6 +736,7 @@ class Link:
     def _ask_cut(self, recovery: Recovery, *, wait: bool) -> None:
         number = recovery.begin()
         self._send(Kind.CUT, CUT_HEAD.pack(number, recovery.stored, wait))
+        self._cut_at = 0 if self.log is None else self.log.frames
         recovery.answer = self._channel.expect_frame()
 
     def _take_cut(self, recovery: Recovery) -> None:
@@ -701,6 +748,8 @@ class Link:
         if answer.other.kind == Kind.ERROR:
             self._failed = self._failed or self._remote_error(unpack_json(answer.other.payload))
             recovery.failed()
+            if self.log is not None:
+                self.log.failed(self._cut_at)
         else:
             recovery.taken(unpack_json(answer.other.payload))
 
@@ -909,6 +958,8 @@ class Link:
         assert done.other is not None
         if done.other.kind == Kind.ERROR:
             self._failed = self._failed or self._remote_error(unpack_json(done.other.payload))
+            if self.log is not None:
+                self.log.failed(self.log.frames)
 
     def _compare(self, channel: ChannelClient, frame: KeptFrame) -> None:
         """Receive an answer that the script has read before, and compare it.
@@ -932,6 +983,11 @@ class Link:
     # -- host copies of read buffers, valid until the buffer is written ----------------------------------------------
 
     recording = False
+
+    @property
+    def hides_data(self) -> bool:
+        """Whether the session is recorded without its contents, so that no upload may become a param."""
+        return self.log is not None and not self.log.data
 
     @property
     def mirroring(self) -> bool:

@@ -212,15 +212,19 @@ def origin(depth: int = 2) -> Origin:
     return first.f_code, first.f_lasti
 
 
-def describe_origin(where: Origin) -> str:
-    """``file:line`` of an origin."""
+def line_of(where: Origin) -> int:
+    """Number of the line of an origin."""
     code, last = where
-    line = code.co_firstlineno
     for start, end, number in code.co_lines():
         if start <= last < end and number is not None:
-            line = number
-            break
-    return f"{code.co_filename}:{line} in {code.co_name}"
+            return number
+    return code.co_firstlineno
+
+
+def describe_origin(where: Origin) -> str:
+    """``file:line`` of an origin."""
+    code, _ = where
+    return f"{code.co_filename}:{line_of(where)} in {code.co_name}"
 
 
 def _refuse_forked(*args: object, **kwargs: object) -> NoReturn:

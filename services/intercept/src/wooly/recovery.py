@@ -18,7 +18,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from wooly_bus.channel import ChannelClient, Expected
+from wooly_bus.channel import ChannelClient, Expected, Frame
+from wooly_bus.contents import chunk_digest
 from wooly_wis.codec import DIGEST_SIZE, digest
 from wooly_wis.frames import Kind
 
@@ -54,14 +55,29 @@ class Pending:
     Attributes:
         expected: what the channel will receive. After a recovery, another channel receives it.
         frame: the kept frame that is answered; None: no frame is kept for it.
+        tell: is told the digest of the answer, or `ERROR`; None: nobody records the session.
     """
 
-    __slots__ = ("expected", "frame")
+    __slots__ = ("expected", "frame", "tell")
 
     def __init__(self, expected: Expected, frame: KeptFrame | None = None) -> None:
         self.expected, self.frame = expected, frame
+        self.tell: Callable[[bytes], None] | None = None
         if frame is not None:
             frame.pending = self
+
+    def answered(self, other: Frame | None, into: memoryview | None = None) -> None:
+        """Note the answer: one frame, or what was received into memory."""
+        if self.frame is None and self.tell is None:
+            return
+        if other is not None:
+            answer = ERROR if other.kind == Kind.ERROR else chunk_digest(memoryview(other.payload))
+        else:
+            answer = chunk_digest(memoryview(b"") if into is None else into)
+        if self.frame is not None:
+            self.frame.answered(answer)
+        if self.tell is not None:
+            self.tell(answer)
 
 
 class KeptFrame:

@@ -370,7 +370,8 @@ class Transfer:
             link = recorder.require_link()
             buffer = at >> ID_SHIFT
             link.forget(buffer)
-            if host.numel() == 1 and not (recorder.recording or link.recording) and self._fill(dst, host):
+            as_param = host.numel() == 1 and not (recorder.recording or link.recording or link.hides_data)
+            if as_param and self._fill(dst, host):
                 return
             recorder.flush()
             data = bytes_of(host)

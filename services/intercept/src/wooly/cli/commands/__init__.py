@@ -9,6 +9,7 @@ from wooly.cli.commands import (  # noqa: F401
     environment,
     jobs,
     programs,
+    recording,
     run,
     serve,
     smi,

@@ -15,9 +15,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -51,12 +51,35 @@ def run(
     """
     settings = read_settings()
     if not module:
-        program = _program(target)
+        program = program_of(target)
         if program is not None:
             raise typer.Exit(_run_program([program, *context.args], settings, quiet=quiet))
         if not Path(target).exists():
             why = f"can't open file {target!r}: the file does not exist, and no program in PATH has this name"
             raise fail(FileNotFoundError(why))
+    run_python(target, list(context.args), settings, module=module, quiet=quiet)
+
+
+def run_python(
+    target: str,
+    arguments: list[str],
+    settings: Settings,
+    *,
+    module: bool,
+    quiet: bool,
+    opened: Callable[[], Callable[[], str]] | None = None,
+) -> NoReturn:
+    """Run a Python script or module with a session in this process, and end the process.
+
+    Args:
+        target: path of a script, or with `module` the name of a module.
+        arguments: its arguments.
+        settings: the client's settings.
+        module: run a module, like `python -m`.
+        quiet: print nothing but the script's own output.
+        opened: called before the script, if a session is open. It returns what is called after the script, and returns a line
+            for the summary.
+    """
     if not settings.model:
         settings = settings.model_copy(update={"model": (target if module else Path(target).name)[:256]})
     started = time.monotonic()
@@ -72,22 +95,25 @@ def run(
             raise fail(e) from e
     if not api.has_session() and not quiet:
         err.print(f"[yellow]wooly:[/] {VISIBLE}={os.environ.get(VISIBLE)!r} hides all devices", highlight=False)
+    finish = opened() if opened is not None and api.has_session() else None
     with _report() as report:
         os.environ.update(capture.variables(_reach(api.opened_session() if api.has_session() else None), report))
-        code = script.run(target, list(context.args), module=module)
+        code = script.run(target, arguments, module=module)
         if code == 0:
             code = _finish()
         os.environ.pop(capture.VARIABLE, None)
         seconds = time.monotonic() - started
         if api.has_session():
-            stats, opened = api.session_stats(), None if quiet else api.opened_session()
-            billed = opened is not None and opened.controlled
-            bill = bill_at_end(opened) if billed else []
+            stats, session = api.session_stats(), None if quiet else api.opened_session()
+            billed = session is not None and session.controlled
+            bill = bill_at_end(session) if billed else []
             api.disable()
             if not quiet:
-                _summary(stats, seconds, opened)
+                _summary(stats, seconds, session)
             if billed:
                 err.print(f"       {bill_line(bill)}", highlight=False, soft_wrap=True)
+        if finish is not None and (line := finish()) and not quiet:
+            err.print(f"       {line}", highlight=False, soft_wrap=True)
         if not quiet and (more := capture.read_report(report)):
             err.print(f"       its processes had {_count(len(more), 'more session')}: {_names(more)}", highlight=False)
     sys.stdout.flush()
@@ -104,7 +130,7 @@ def shell() -> None:
     raise typer.Exit(_run_program([program], read_settings(), quiet=False))
 
 
-def _program(target: str) -> str | None:
+def program_of(target: str) -> str | None:
     """The path of a program that is no Python script; None for a script, folder or archive that this process runs itself."""
     path = Path(target)
     if not path.exists():
