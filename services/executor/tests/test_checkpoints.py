@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from wooly_bus.contents import CHUNK
-from wooly_executor.checkpoints import files as checkpoint_files
+from wooly_executor.checkpoints import folder as folder_of_checkpoints
 from wooly_executor.checkpoints.files import Checkpoints
 from wooly_executor.host_account import HostLimits
 from wooly_executor.memory.book import Scope
@@ -232,7 +232,7 @@ def test_a_full_disk_fails_the_cut_alone(device_with, monkeypatch, wis):
     a.cut(1)
     usage = shutil.disk_usage("/")._replace(free=0)
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_files.shutil, "disk_usage", lambda path: usage)
+        patch.setattr(folder_of_checkpoints.shutil, "disk_usage", lambda path: usage)
         double(wis, a, 8, 1)
         said = a.cut(2, known=1)
     assert (said["stored"], "almost full" in said["error"]) == (1, True)
