@@ -197,7 +197,7 @@ class ObjectStore:
             FileNotFoundError: it does not exist.
             CheckpointError: the store has failed.
         """
-        return bytes(self._tried(f"read {path}", lambda: self._files.cat_file(path)))
+        return bytes(self._tried(f"read {path}", lambda: self._files.cat_file(path), missing=True))
 
     def names(self, folder: str) -> list[str]:
         """The names below a path."""
@@ -227,8 +227,13 @@ class ObjectStore:
         found: list[str] = self._tried(f"list {folder}", find)
         return found
 
-    def _tried(self, what: str, request: Callable[[], T]) -> T:
+    def _tried(self, what: str, request: Callable[[], T], *, missing: bool = False) -> T:
         """Do a request. A failed one is tried again a few times.
+
+        Args:
+            what: what it does, for messages.
+            request: the request.
+            missing: its object may not exist.
 
         Raises:
             FileNotFoundError: an object does not exist.
@@ -237,10 +242,10 @@ class ObjectStore:
         for pause in (*PAUSES_S, 0.0):
             try:
                 return request()
-            except FileNotFoundError:
-                raise
             except Exception as e:
-                if isinstance(e, PermissionError) or not pause or self._closing.wait(pause):
+                if missing and isinstance(e, FileNotFoundError):
+                    raise
+                if isinstance(e, (FileNotFoundError, PermissionError)) or not pause or self._closing.wait(pause):
                     raise CheckpointError(
                         f"the object store {self._url} cannot {what}: {type(e).__name__}: {e} "
                         "(WOOLY_EXECUTOR_CHECKPOINTS)"
