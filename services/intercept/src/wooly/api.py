@@ -424,7 +424,8 @@ def _recovery(settings: Settings, opened: Any) -> Recovery:
             _attached.parts, _attached.endpoints = [part], [endpoint]
         return there
 
-    return Recovery(reopen, always=settings.recovery == "on", every_s=settings.checkpoint_s)
+    always = settings.recovery == "on"
+    return Recovery(reopen, always=always, every_s=settings.checkpoint_s, note=opened.note)
 
 
 def install_facade() -> None:

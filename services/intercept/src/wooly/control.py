@@ -42,6 +42,7 @@ from wooly_wis.messages import (
     SteerSessionReply,
     SteerSessionRequest,
 )
+from wooly_wis.messages.sessions import MAX_NOTE
 
 from wooly import recovery
 from wooly.access import access_of
@@ -316,6 +317,8 @@ class OpenedSession:
         self._call_lost: Callable[[str], None] | None = None
         self._was_lost = ""
         self._recoveries = 0
+        #: What the next renewal adds to the story of the session's task.
+        self._note = ""
         self._lock = threading.Lock()
         self._sending: concurrent.futures.Future[None] | None = None
         self._thread = start_thread(self._keep, "wooly-lease")
@@ -368,6 +371,17 @@ class OpenedSession:
         self._hosted.set()
         return self.parts
 
+    def note(self, line: str) -> None:
+        """Add a line to the story of the session's task, with the next renewal of the lease."""
+        self._note = line[:MAX_NOTE]
+
+    def _ask_renewal(self, timeout: float = 4.0) -> None:
+        note = self._note
+        request = RenewSessionRequest(session_id=self.session_id, token=self.token, note=note)
+        self._controller.ask(contracts.ROUTER_SESSION_RENEW, request, timeout=timeout)
+        if self._note is note:
+            self._note = ""
+
     def _keep(self) -> None:
         over = self._keep_on()
         while over:
@@ -398,7 +412,6 @@ class OpenedSession:
         Returns:
             The reason why the session ended; empty if `close` ended it.
         """
-        request = RenewSessionRequest(session_id=self.session_id, token=self.token)
         renewed, pause = time.monotonic(), self._lease_s / RENEWALS_PER_LEASE
         while not self._closing.wait(pause):
             if not self._hosted.is_set():
@@ -406,7 +419,7 @@ class OpenedSession:
             asked, pause = time.monotonic(), self._lease_s / RENEWALS_PER_LEASE
             recoveries = self._recoveries
             try:
-                self._controller.ask(contracts.ROUTER_SESSION_RENEW, request)
+                self._ask_renewal()
                 renewed = time.monotonic()
                 self._begin_sending()
             except ControlError as e:
@@ -442,6 +455,8 @@ class OpenedSession:
         if self._sending is None or concurrent.futures.wait((self._sending,), SPANS_TIMEOUT_S).done:
             self._send_spans()
         try:
+            if self._note:
+                self._ask_renewal(timeout=2.0)
             with self.trace.current():
                 self._controller.ask(contracts.ROUTER_SESSION_CLOSE, request, timeout=2.0)
         except ControlError as e:

@@ -47,7 +47,7 @@ from wooly.errors import (
     WoolyError,
 )
 from wooly.recorder import Origin, describe_origin
-from wooly.recovery import ERROR, KEPT, DifferentResultError, KeptFrame, Pending, Recovery
+from wooly.recovery import ERROR, KEPT, DifferentResultError, KeptFrame, Pending, Recovery, kind_of
 
 if TYPE_CHECKING:
     from wooly_wis.messages import DirectSession
@@ -207,7 +207,12 @@ class Link:
         except ChannelError as e:
             raise self._fail(e) from e
         self._last = 1
+        self._meet(welcome)
+
+    def _meet(self, welcome: dict[str, Any]) -> None:
+        """Note what the executor is."""
         self.device: dict[str, Any] = welcome.get("device", {})
+        self._executor_kind = kind_of(self.device)
 
     # -- sending -----------------------------------------------------------------------------------------------------
 
@@ -428,7 +433,7 @@ class Link:
         ):
             kept = self.recovery.keep(ask, payload)  # the answer has taken the session's error
             kept.seq = self._last
-            kept.answered(ERROR)
+            kept.answered(ERROR, self._executor_kind)
         return self._take_answer(pending, kind)
 
     def _take_answer(self, pending: Pending, kind: Kind) -> bytes:
@@ -438,7 +443,9 @@ class Link:
         self.bytes_received += len(frame.payload)
         self._process_answers()
         if pending.frame is not None:
-            pending.frame.answered(ERROR if frame.kind == Kind.ERROR else chunk_digest(memoryview(frame.payload)))
+            pending.frame.answered(
+                ERROR if frame.kind == Kind.ERROR else chunk_digest(memoryview(frame.payload)), self._executor_kind
+            )
         if frame.kind == Kind.ERROR:
             error = self._remote_error(unpack_json(frame.payload))
             self._note_all_answered()
@@ -586,9 +593,11 @@ class Link:
             pending = self._abandoned.popleft()
             late = pending.expected.other
             if pending.frame is not None and late is not None:
-                pending.frame.answered(ERROR if late.kind == Kind.ERROR else chunk_digest(memoryview(late.payload)))
+                pending.frame.answered(
+                    ERROR if late.kind == Kind.ERROR else chunk_digest(memoryview(late.payload)), self._executor_kind
+                )
             elif pending.frame is not None and pending.frame.into is not None:
-                pending.frame.answered(chunk_digest(pending.frame.into))
+                pending.frame.answered(chunk_digest(pending.frame.into), self._executor_kind)
             if late is not None and late.kind == Kind.ERROR:
                 self._failed = self._failed or self._remote_error(unpack_json(late.payload))
         coming = self._started
@@ -608,7 +617,7 @@ class Link:
         self.bytes_received += len(into)
         other = pending.expected.other
         if pending.frame is not None:
-            pending.frame.answered(ERROR if other is not None else chunk_digest(into))
+            pending.frame.answered(ERROR if other is not None else chunk_digest(into), self._executor_kind)
         if other is None:
             return None
         if other.kind == Kind.ERROR:
@@ -722,7 +731,8 @@ class Link:
                 there = recovery.reopen(why)
                 self._channel.close()
                 self._channel, self.where = there.channel, there.where
-                self._greet(self._hello | {"session_id": there.session_id, "token": there.token}, RESTORE_S)
+                hello = self._hello | {"session_id": there.session_id, "token": there.token}
+                self._meet(self._greet(hello, RESTORE_S))
                 self._replay(recovery)
                 break
             except ChannelError as e:
@@ -752,6 +762,7 @@ class Link:
         for raw in defined.values():
             channel.send(Kind.DEFINE, raw)
         numbers: dict[int, int] = {}
+        other = ""
         for frame in recovery.frames:
             if frame.kind == Kind.CUT:
                 continue
@@ -763,7 +774,7 @@ class Link:
                 frame.seq = self._last
             numbers[sent] = frame.seq
             if frame.answer:
-                self._compare(channel, frame)
+                other = self._compare(channel, frame) or other
             elif frame.asks:
                 into = frame.into
                 expected = channel.expect_frame() if into is None else channel.expect(into, Kind.DATA)
@@ -772,6 +783,10 @@ class Link:
                 else:
                     frame.pending.expected = expected
         self._replayed = numbers
+        if other:
+            told = f"results that the script has read differ on {self._executor_kind} from those of {other}"
+            recovery.say(f"wooly: {told}; the session goes on")
+            recovery.note(told)
         sent = channel.send(Kind.SYNC)
         self._shift = self._last - sent
         done = channel.expect_frame()
@@ -780,11 +795,14 @@ class Link:
         if done.other.kind == Kind.ERROR:
             self._failed = self._failed or self._remote_error(unpack_json(done.other.payload))
 
-    def _compare(self, channel: ChannelClient, frame: KeptFrame) -> None:
+    def _compare(self, channel: ChannelClient, frame: KeptFrame) -> str:
         """Receive an answer that the script has read before, and compare it.
 
+        Returns:
+            The kind of the executor that gave the earlier answer, if it is another kind and its answer differs; else nothing.
+
         Raises:
-            DifferentResultError: it differs.
+            DifferentResultError: it differs, and both executors are of one kind; or only one of the answers is an error.
         """
         if frame.kind == Kind.READ:
             into = memoryview(bytearray(READ_HEAD.unpack(frame.payload)[2]))
@@ -793,11 +811,20 @@ class Link:
         else:
             found = channel.recv()
             answer = ERROR if found.kind == Kind.ERROR else chunk_digest(memoryview(found.payload))
-        if answer != frame.answer:
+        if answer == frame.answer:
+            return ""
+        if ERROR in (answer, frame.answer):
+            said = "fails" if answer == ERROR else "succeeds"
             raise DifferentResultError(
-                "after the recovery, a result differs from the one that the script has read: the other executor's library "
-                "or device computes other bits, or the operation does not repeat"
+                f"after the recovery, an operation {said} on {self._executor_kind} whose earlier answer was another: the "
+                f"script read it from {frame.by or self._executor_kind}"
             )
+        if frame.by == self._executor_kind:
+            raise DifferentResultError(
+                "after the recovery, a result differs from the one that the script has read, and both executors are "
+                f"{self._executor_kind}: the operation does not repeat"
+            )
+        return frame.by
 
     # -- host copies of read buffers, valid until the buffer is written ----------------------------------------------
 

@@ -14,7 +14,7 @@ import logging
 import sys
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from wooly_bus.channel import ChannelClient, Expected
@@ -74,9 +74,10 @@ class KeptFrame:
         asks: the executor answers it.
         pending: the answer, if it is expected.
         answer: digest of the answer, or `ERROR`; empty: not answered.
+        by: the kind of the executor that answered.
     """
 
-    __slots__ = ("answer", "asks", "into", "kind", "payload", "pending", "seq")
+    __slots__ = ("answer", "asks", "by", "into", "kind", "payload", "pending", "seq")
 
     def __init__(self, kind: Kind, payload: bytes) -> None:
         self.kind, self.payload = kind, payload
@@ -84,11 +85,11 @@ class KeptFrame:
         self.into: memoryview | None = None
         self.asks = False
         self.pending: Pending | None = None
-        self.answer = b""
+        self.answer, self.by = b"", ""
 
-    def answered(self, answer: bytes) -> None:
-        """Note the digest of the answer, or `ERROR`."""
-        self.answer, self.into, self.pending = answer, None, None
+    def answered(self, answer: bytes, by: str) -> None:
+        """Note the digest of the answer, or `ERROR`, and the kind of the executor."""
+        self.answer, self.by, self.into, self.pending = answer, by, None, None
 
 
 class Reopened(NamedTuple):
@@ -113,6 +114,16 @@ class DifferentResultError(WoolyError):
     code = "wooly.different_result"
 
 
+def kind_of(device: Mapping[str, Any]) -> str:
+    """The kind of an executor, in words. Executors of one kind compute the same bits.
+
+    Args:
+        device: properties of its device, from its WELCOME.
+    """
+    name, runtime, cores, release = (device.get(key, "") for key in ("name", "runtime", "cores", "torch_version"))
+    return f"{name} ({runtime}, {cores} cores, PyTorch {release})"
+
+
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
@@ -125,6 +136,7 @@ class Recovery:
         always: take cuts of a session of any size.
         every_s: minimum seconds between two cuts that only time makes due; 0: take a cut after each program.
         say: prints a line.
+        note: adds a line to the story of the session's task.
         clock: returns monotonic seconds.
 
     Attributes:
@@ -144,9 +156,10 @@ class Recovery:
         always: bool = False,
         every_s: float = 10.0,
         say: Callable[[str], None] = _say,
+        note: Callable[[str], None] = lambda line: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.reopen, self._always, self.say, self._clock = reopen, always, say, clock
+        self.reopen, self._always, self.say, self.note, self._clock = reopen, always, say, note, clock
         self._every_s = every_s
         self.frames: deque[KeptFrame] = deque()
         self.nbytes = 0
@@ -252,7 +265,7 @@ class Recovery:
         self._next_cut = self._clock() + self._every_s
         frame = KeptFrame(Kind.SYNC, b"")
         frame.seq = -1  # no frame of the session has this number
-        frame.answered(ERROR)
+        frame.answered(ERROR, "")
         self.frames.append(frame)
 
     def _trim(self, stored: int) -> None:

@@ -242,6 +242,8 @@ class RouterActor:
                 ) from problem
             raise problem
         self._prolonged[record.id] = self.clock() + min(leases)
+        if request.note:
+            await self.world.tasks.note(record.id, f"its client says: {request.note}", self.clock())
         return RenewSessionReply(lease_s=min(leases))
 
     async def keep_leases(self) -> None:

@@ -113,11 +113,16 @@ class OpenSessionReply(Message):
         return self
 
 
+#: Maximum size, in characters, of a line that a client adds to the story of its task.
+MAX_NOTE = 1024
+
+
 class RenewSessionRequest(Message):
-    """Renew the session's lease."""
+    """Renew the session's lease. `note`: a line that the client adds to the story of the session's task."""
 
     session_id: SessionId
     token: Token
+    note: str = Field(default="", max_length=MAX_NOTE)
 
 
 class RenewSessionReply(Message):
