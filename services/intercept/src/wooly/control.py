@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import concurrent.futures
+import contextlib
 import json
 import logging
 import os
@@ -372,8 +373,10 @@ class OpenedSession:
         return self.parts
 
     def note(self, line: str) -> None:
-        """Add a line to the story of the session's task, with the next renewal of the lease."""
+        """Add a line to the story of the session's task, now or with the next renewal of the lease."""
         self._note = line[:MAX_NOTE]
+        with contextlib.suppress(ControlError):
+            self._ask_renewal(timeout=2.0)
 
     def _ask_renewal(self, timeout: float = 4.0) -> None:
         note = self._note
@@ -455,8 +458,6 @@ class OpenedSession:
         if self._sending is None or concurrent.futures.wait((self._sending,), SPANS_TIMEOUT_S).done:
             self._send_spans()
         try:
-            if self._note:
-                self._ask_renewal(timeout=2.0)
             with self.trace.current():
                 self._controller.ask(contracts.ROUTER_SESSION_CLOSE, request, timeout=2.0)
         except ControlError as e:
