@@ -5,6 +5,7 @@ import shutil
 import struct
 import time
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -13,6 +14,8 @@ from wooly_executor.checkpoints import folder as folder_of_checkpoints
 from wooly_executor.host_account import HostLimits
 from wooly_executor.memory.book import Scope
 from wooly_executor.memory.swap import Policy
+from wooly_executor.runtime.opencl import OpenClRuntime
+from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
 from wooly_executor.vram import SwapSettings
 from wooly_wis.dtypes import DType
 from wooly_wis.frames import Kind
@@ -138,6 +141,30 @@ def test_a_shared_content_is_part_of_a_cut(device_with):
     again = other.open("b", tenant="t")
     again.restore(1)
     assert again.read(8, CHUNK) == data
+
+
+@pytest.mark.parametrize("order", ["torch to opencl", "opencl to torch"])
+def test_a_session_goes_on_between_runtimes_and_back(device_with, wis, tmp_path, order):
+    """On the CPU alone and with OpenCL: the same layouts, and here the same bits."""
+    made = {"torch": TorchCpuRuntime, "opencl": lambda: OpenClRuntime(tmp_path)}
+    there = [device_with(runtime=made[name]()) for name in order.split(" to ")]
+    a = there[0].open("s")
+    a.make(8, 0.1, 0.2, 0.3)
+    a.cut(1)
+    expected = [float(np.float32(x)) for x in (0.1, 0.2, 0.3)]
+    for number, device in enumerate([there[1], there[0], there[1]], 1):
+        leave(a)
+        for each in there:
+            if each.residence():
+                each.wait_closed("s")
+            each.closed.clear()
+        a = device.open("s")
+        a.restore(number)
+        double(wis, a, 8, 3)
+        expected = [2 * x for x in expected]
+        assert a.floats(8, 3) == expected
+        assert a.cut(number + 1, known=number)["stored"] == number + 1
+    assert {d.call(lambda d=d: d.loop.runtime.facts()["runtime"]) for d in there} == {"torch-cpu", "opencl"}
 
 
 def test_a_poisoned_buffer_stays_poisoned(device_with, wis):
