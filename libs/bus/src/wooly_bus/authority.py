@@ -179,9 +179,7 @@ def main() -> int:
     print(
         f"routers:      WOOLY_ROUTER_SIGNING_KEY={authority.signing_seed} WOOLY_ROUTER_CHANNEL_KEY={authority.channel_seed}"
     )
-    print(
-        f"executors:    WOOLY_EXECUTOR_CHANNEL_KEY={public} WOOLY_EXECUTOR_CHECKPOINT_KEY={authority.checkpoint_key}"
-    )
+    print(f"executors:    WOOLY_EXECUTOR_CHANNEL_KEY={public} WOOLY_EXECUTOR_CHECKPOINT_KEY={authority.checkpoint_key}")
     print(f"administrator: WOOLYAI_NATS_CREDS={authority.admin_creds}")
     return 0
 
