@@ -12,7 +12,7 @@ RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=secret,id=ca,ta
     python3 -m venv /opt/wooly && cd /src \
     && pip install -c constraints.txt --find-links /wheels ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch \
     && pip install -c constraints.txt ./libs/wis ./libs/bus ./libs/dispatch ./libs/cuda-c ./libs/triton \
-       './services/executor[opencl,compiler]' ./services/compiler opentelemetry-exporter-otlp-proto-http \
+       './services/executor[opencl,compiler,object-store]' ./services/compiler opentelemetry-exporter-otlp-proto-http \
     && pip uninstall -y pip setuptools wheel
 
 FROM ${PYTHON}

@@ -18,7 +18,7 @@ from wooly_bus import web
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "deploy" / "helm" / "wooly"
 #: Kinds without a schema in Kubernetes: the operator's (checked against its CRDs), and the Prometheus operator's.
-FILES_OF_KEYS = {"nats.conf", "service.creds", "signing.seed", "channel.seed", "channel.public"}
+FILES_OF_KEYS = {"nats.conf", "service.creds", "signing.seed", "channel.seed", "channel.public", "checkpoint.key"}
 OWN = {"ClusterGPUPolicy", "ServiceMonitor"}
 
 VALUES = {
@@ -307,6 +307,25 @@ def test_chart_has_one_executor_per_gpu():
     assert mounts.count("checkpoints") == 8  # sessions go on from there in another of them
     own = [m for m in mounts if m != "checkpoints"]
     assert len(own) == len(set(own)) == len(sets[0]["spec"]["template"]["spec"]["volumes"]) - 1
+
+
+def test_checkpoints_lie_where_the_values_say_and_have_their_key():
+    def found(**values):
+        (pods,) = of_kind(rendered({"executors": values}), "DaemonSet")
+        pod = pods["spec"]["template"]["spec"]
+        env = {e["name"]: e for e in pod["containers"][0]["env"]}
+        return env, [m["name"] for m in pod["containers"][0]["volumeMounts"]], {v["name"]: v for v in pod["volumes"]}
+
+    env, mounts, volumes = found()
+    assert env["WOOLY_EXECUTOR_CHECKPOINTS"]["value"] == "/checkpoints" and "checkpoints" in mounts
+    assert volumes["checkpoints"]["emptyDir"] == {} and "WOOLY_EXECUTOR_CHECKPOINT_KEY" not in env
+    env, mounts, volumes = found(checkpointsClaim="shared", checkpointsKeySecret="installation")
+    assert volumes["checkpoints"]["persistentVolumeClaim"] == {"claimName": "shared"}
+    key = env["WOOLY_EXECUTOR_CHECKPOINT_KEY"]["valueFrom"]["secretKeyRef"]
+    assert key == {"name": "installation", "key": "checkpoint.key"} and key["key"] in FILES_OF_KEYS
+    env, mounts, volumes = found(checkpointsUrl="s3://bucket/wooly")
+    assert env["WOOLY_EXECUTOR_CHECKPOINTS"]["value"] == "s3://bucket/wooly"
+    assert "checkpoints" not in mounts and "checkpoints" not in volumes
 
 
 def test_overcommit_value_is_set_in_router_and_policy():

@@ -79,6 +79,7 @@ def test_keys_are_separate_and_private(tmp_path):
     assert {p.name for p in (tmp_path / "keys-service").iterdir()} == {"service.creds"}
     assert {p.name for p in (tmp_path / "keys-nats").iterdir()} == {"nats.conf"}
     assert {p.name for p in (tmp_path / "keys-router").iterdir()} == {"service.creds", "signing.seed", "channel.seed"}
+    assert {p.name for p in (tmp_path / "keys-executor").iterdir()} == {"checkpoint.key"}
     assert all(p.stat().st_mode & 0o077 == 0 for p in tmp_path.glob("keys*/*"))
 
 
@@ -97,13 +98,22 @@ def test_stack_with_compose_keys_runs_scripts_and_jobs_with_token(tmp_path):
         url = stack.enter_context(nats_server("-c", str(tmp_path / "nats" / "single.conf")))
         for name in ("router", "scheduler", "executor-cpu"):
             service = services()[name]
-            (mount,) = service["volumes"]
+            mounts = [volume.split(":")[:2] for volume in service["volumes"] if volume.startswith("keys-")]
             prefix = f"WOOLY_{name.split('-')[0].upper()}_"
             env = {}
             for variable, value in service["environment"].items():
-                value = re.sub(r"\$\{(\w+)[^}]*\}", lambda m: SECRETS.get(m[1], ""), value or "")
-                env[variable] = value.replace(mount.split(":")[1], str(tmp_path / mount.split(":")[0]))
-            assert env.pop(f"{prefix}NATS_URL") == "nats://nats:4222" and mount.endswith(":ro")
+                value = re.sub(
+                    r"\$\{(\w+)(?::-([^}]*)|[^}]*)\}",
+                    lambda m: SECRETS.get(m[1], m[2] if (m[2] or "").startswith("/") else ""),
+                    value or "",
+                )
+                for folder, there in mounts:
+                    value = value.replace(there, str(tmp_path / folder))
+                env[variable] = value
+            assert env.pop(f"{prefix}NATS_URL") == "nats://nats:4222"
+            assert all(volume.endswith(":ro") for volume in service["volumes"] if volume.startswith("keys-"))
+            if name == "executor-cpu":
+                env["WOOLY_EXECUTOR_CHECKPOINTS"] = str(tmp_path / "checkpoints")
             for other in ("DATABASE_URL", "CLIENT_NATS_URL", "ADVERTISE", "NODE", "MEMORY"):
                 env.pop(f"{prefix}{other}", None)
             env = {k: v for k, v in env.items() if k.startswith("WOOLY_")}

@@ -142,7 +142,7 @@ def test_executor_declares_the_compiler_that_it_starts():
 def test_images_for_gpus_install_the_extras_and_no_list_of_their_own():
     for image, extra in (("executor-cuda", "cuda"), ("executor-rocm", "rocm")):
         text = (ROOT / f"deploy/docker/{image}.Dockerfile").read_text()
-        assert f"'./services/executor[{extra},compiler]' './services/compiler[{extra}]'" in text
+        assert f"'./services/executor[{extra},compiler,object-store]' './services/compiler[{extra}]'" in text
         assert not re.search(r"cuda-bindings|nvrtc|hip-python", text)
     text = (ROOT / "deploy/docker/compiler.Dockerfile").read_text()
     assert '"./services/compiler${EXTRAS}"' in text and not re.search(r"cuda-bindings|nvrtc|hip-python|triton=", text)

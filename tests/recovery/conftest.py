@@ -17,8 +17,8 @@ TIMEOUT_S = 300
 class Keeper:
     """Starts processes again that ended, and writes their process ids to files."""
 
-    def __init__(self, cluster, names):
-        self.cluster, self.names = cluster, names
+    def __init__(self, cluster, names, more):
+        self.cluster, self.names, self._more = cluster, names, more
         self.pids = cluster.folder / "pids"
         self.pids.mkdir()
         self.restarts = 0
@@ -38,7 +38,7 @@ class Keeper:
             for name in self.names:
                 if self.cluster.processes[name].poll() is not None:
                     self.restarts += 1
-                    self.cluster.start(name)
+                    self.cluster.start(name, **self._more.get(name, {}))
                     self._note(name)
 
     def stop(self):
@@ -47,7 +47,9 @@ class Keeper:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
+def cluster(request, tmp_path_factory):
+    """The cluster. A module may have settings and environments of the executors in `EXECUTORS`."""
+    (own, env), (others, other_env) = getattr(request.module, "EXECUTORS", (({}, {}), ({}, {})))
     with contextlib.ExitStack() as stack:
         folder = tmp_path_factory.mktemp("cluster")
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -58,13 +60,13 @@ def cluster(tmp_path_factory):
             "RUNTIME": "opencl",
             "DRAIN_S": "30",
         }
-        first = executor | {"NODE": "one"}
+        first = executor | {"NODE": "one"} | own
         cluster = Cluster(folder, stack, executors=("a",), executor=first, router={"HTTP_PORT": port})
-        second = {"ID": "b", "NODE": "two", "LISTEN": f"unix://{folder}/b.sock", "MEMORY": str(1 << 30)}
+        second = {"ID": "b", "NODE": "two", "LISTEN": f"unix://{folder}/b.sock", "MEMORY": str(1 << 30)} | others
         cluster.prepare("b", "executor", executor | second | {"CHANNEL_KEY": cluster.keys.channel_public})
-        cluster.start("b")
+        cluster.start("b", **other_env)
         cluster.wait(lambda: len(cluster.rest("GET", "nodes")["nodes"]) == 2)
-        cluster.keeper = Keeper(cluster, ("a", "b", "router"))
+        cluster.keeper = Keeper(cluster, ("a", "b", "router"), {"a": env, "b": other_env})
         stack.callback(cluster.keeper.stop)
         yield cluster
 

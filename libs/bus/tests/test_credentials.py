@@ -73,11 +73,20 @@ async def allowed(url, credentials, *, publish=None, subscribe=None):
 
 def test_make_authority_twice_keeps_private_keys(authority):
     files = sorted(authority.folder.iterdir())
-    assert len(files) == 8 and all(stat.S_IMODE(f.stat().st_mode) == 0o600 for f in files)
+    assert len(files) == 9 and all(stat.S_IMODE(f.stat().st_mode) == 0o600 for f in files)
     assert stat.S_IMODE(authority.folder.stat().st_mode) == 0o700
     before = {f: f.read_text() for f in files}
     assert make_authority(authority.folder) == authority
     assert {f: f.read_text() for f in files} == before
+
+
+def test_make_authority_adds_a_checkpoint_key_to_an_older_installation(tmp_path):
+    authority = make_authority(tmp_path / "keys")
+    seed = authority.signing_seed.read_text()
+    authority.checkpoint_key.unlink()
+    key = make_authority(tmp_path / "keys").checkpoint_key.read_text()
+    assert len(bytes.fromhex(key)) == 32 and authority.signing_seed.read_text() == seed
+    assert make_authority(tmp_path / "keys").checkpoint_key.read_text() == key
 
 
 def test_authority_command_makes_keys_and_prints_settings(tmp_path):
@@ -85,7 +94,7 @@ def test_authority_command_makes_keys_and_prints_settings(tmp_path):
     made = Authority(tmp_path / "keys")
     assert f"WOOLY_EXECUTOR_CHANNEL_KEY={made.channel_public}" in said and str(made.signing_seed) in said
     secret = [path for path in made.folder.iterdir() if path != made.channel_public_file]
-    assert len(secret) == 7 and not any(path.read_text() in said for path in secret)
+    assert len(secret) == 8 and not any(path.read_text() in said for path in secret)
 
 
 async def test_connect_without_or_with_foreign_credentials_is_refused(url, issuer):

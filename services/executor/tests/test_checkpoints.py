@@ -5,37 +5,42 @@ import shutil
 import struct
 import time
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from wooly_bus.contents import CHUNK
-from wooly_executor.checkpoints import files as checkpoint_files
-from wooly_executor.checkpoints.files import Checkpoints
+from wooly_executor.checkpoints import folder as folder_of_checkpoints
 from wooly_executor.host_account import HostLimits
 from wooly_executor.memory.book import Scope
 from wooly_executor.memory.swap import Policy
+from wooly_executor.runtime.opencl import OpenClRuntime
+from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
 from wooly_executor.vram import SwapSettings
 from wooly_wis.dtypes import DType
 from wooly_wis.frames import Kind
 
+from services.executor.tests.checkpoint_places import KINDS, Place
+
+#: Tests that say nothing else use a folder.
+ALL = pytest.mark.parametrize("place", KINDS, indirect=True)
+
 
 @pytest.fixture
-def folder(tmp_path):
-    return tmp_path / "checkpoints"
+def place(request, tmp_path):
+    found = Place(getattr(request, "param", "folder"), tmp_path / "checkpoints")
+    yield found
+    found.remove()
 
 
 @pytest.fixture
-def device_with(make_device, folder):
-    """Makes devices that store checkpoints in one folder."""
+def device_with(make_device, place):
+    """Makes devices that store checkpoints in one place."""
 
     def make(**more):
-        return make_device(checkpoints=Checkpoints(folder, 3600.0), **more)
+        return make_device(checkpoints=place.checkpoints(), **more)
 
     return make
-
-
-def chunks(folder):
-    return {p.name for p in folder.glob("*/chunks/*")}
 
 
 def double(wis, client, buffer, n):
@@ -85,33 +90,35 @@ def test_a_cut_has_the_content_of_its_place_among_the_frames(device_with, wis):
     assert b.floats(8, 4096) == [1.0] * 4096
 
 
-def test_a_second_cut_stores_only_what_has_changed(device_with, folder):
+@ALL
+def test_a_second_cut_stores_only_what_has_changed(device_with, place):
     device = device_with()
     a = device.open("s")
     large = os.urandom(3 * CHUNK)
     a.load(8, large)
     a.make(16, 1.0)
     a.cut(1)
-    before = chunks(folder)
+    before = place.chunks()
     assert len(before) == 4
     a.write(16, struct.pack("<f", 2.0))
     assert a.cut(2, known=1)["stored"] == 2
-    assert len(chunks(folder) - before) == 1
+    assert len(place.chunks() - before) == 1
     a.write(8, b"x", offset=CHUNK)  # one chunk of the large buffer
     a.cut(3, known=2)
-    assert len(chunks(folder) - before) == 2
+    assert len(place.chunks() - before) == 2
     a.cut(4, known=4)  # the chunks that only earlier cuts needed are gone
-    assert len(chunks(folder)) == 4
+    assert len(place.chunks()) == 4
 
 
-def test_equal_chunks_of_a_tenants_sessions_are_stored_once(device_with, folder):
+@ALL
+def test_equal_chunks_of_a_tenants_sessions_are_stored_once(device_with, place):
     device = device_with()
     a, b = device.open("a", tenant="t"), device.open("b", tenant="t")
     data = os.urandom(CHUNK)
     for client in (a, b):
         client.load(8, data)
         client.cut(1)
-    assert len(chunks(folder)) == 1
+    assert len(place.chunks()) == 1
     close(a)
     b.cut(2)
     leave(b)
@@ -134,6 +141,30 @@ def test_a_shared_content_is_part_of_a_cut(device_with):
     again = other.open("b", tenant="t")
     again.restore(1)
     assert again.read(8, CHUNK) == data
+
+
+@pytest.mark.parametrize("order", ["torch to opencl", "opencl to torch"])
+def test_a_session_goes_on_between_runtimes_and_back(device_with, wis, tmp_path, order):
+    """On the CPU alone and with OpenCL: the same layouts, and here the same bits."""
+    made = {"torch": TorchCpuRuntime, "opencl": lambda: OpenClRuntime(tmp_path)}
+    there = [device_with(runtime=made[name]()) for name in order.split(" to ")]
+    a = there[0].open("s")
+    a.make(8, 0.1, 0.2, 0.3)
+    a.cut(1)
+    expected = [float(np.float32(x)) for x in (0.1, 0.2, 0.3)]
+    for number, device in enumerate([there[1], there[0], there[1]], 1):
+        leave(a)
+        for each in there:
+            if each.residence():
+                each.wait_closed("s")
+            each.closed.clear()
+        a = device.open("s")
+        a.restore(number)
+        double(wis, a, 8, 3)
+        expected = [2 * x for x in expected]
+        assert a.floats(8, 3) == expected
+        assert a.cut(number + 1, known=number)["stored"] == number + 1
+    assert {d.call(lambda d=d: d.loop.runtime.facts()["runtime"]) for d in there} == {"torch-cpu", "opencl"}
 
 
 def test_a_poisoned_buffer_stays_poisoned(device_with, wis):
@@ -160,8 +191,8 @@ def test_a_failure_is_reported_in_place_of_a_cut(device_with, wis):
     assert a.cut()["taken"] == 0
 
 
-def test_a_cut_of_a_swapped_out_session_brings_it_back(device_with, folder):
-    device = device_with(memory=1 << 20, swap=SwapSettings(Policy(0, 1 << 20, 0), 1 << 30, 0, folder, 10_000_000_000))
+def test_a_cut_of_a_swapped_out_session_brings_it_back(device_with, tmp_path):
+    device = device_with(memory=1 << 20, swap=SwapSettings(Policy(0, 1 << 20, 0), 1 << 30, 0, tmp_path, 10_000_000_000))
     a = device.open("a")
     a.load(8, bytes(700_000))
     b = device.open("b", priority=0)
@@ -196,16 +227,17 @@ def test_a_session_that_has_begun_cannot_restore(device_with, wis):
     assert a.floats(8, 1) == [1.0]
 
 
-def test_a_damaged_chunk_is_an_error_and_leaves_no_memory(device_with, wis, folder):
+@ALL
+def test_a_damaged_chunk_is_an_error_and_leaves_no_memory(device_with, wis, place):
     first, second = device_with(), device_with()
     a = first.open("s")
     a.make(8, 1.0)
     a.make(16, 2.0)
     a.cut(1)
     leave(a)
-    name = sorted(chunks(folder))[0]
-    for path in folder.rglob(name):
-        path.write_bytes(b"1234")
+    name = sorted(place.chunks())[0]
+    for path in place.chunk_paths(name):
+        place.write(path, b"1234")
     b = second.open("s")
     with pytest.raises(wis.error, match="damaged"):
         b.restore(1)
@@ -232,7 +264,7 @@ def test_a_full_disk_fails_the_cut_alone(device_with, monkeypatch, wis):
     a.cut(1)
     usage = shutil.disk_usage("/")._replace(free=0)
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_files.shutil, "disk_usage", lambda path: usage)
+        patch.setattr(folder_of_checkpoints.shutil, "disk_usage", lambda path: usage)
         double(wis, a, 8, 1)
         said = a.cut(2, known=1)
     assert (said["stored"], "almost full" in said["error"]) == (1, True)
@@ -259,20 +291,21 @@ def test_an_executor_without_a_folder_says_so(device, wis):
         a.restore(1)
 
 
-def test_a_client_that_closes_its_session_removes_its_files(device_with, folder):
+@ALL
+def test_a_client_that_closes_its_session_removes_its_files(device_with, place):
     device = device_with()
     a = device.open("s")
     a.make(8, 1.0)
     a.cut(1)
     close(a)
     until = time.monotonic() + 30
-    while [*folder.glob("*/sessions/*")] and time.monotonic() < until:
+    while place.sessions() and time.monotonic() < until:
         time.sleep(0.01)
-    assert not [*folder.glob("*/sessions/*")]
-    assert not chunks(folder)
+    assert not place.paths()
 
 
-def test_files_of_a_lost_session_are_removed_after_a_while(device_with, folder):
+@ALL
+def test_files_of_a_lost_session_are_removed_after_a_while(device_with, place):
     device = device_with()
     a, b = device.open("a"), device.open("b")
     for client in (a, b):
@@ -280,14 +313,13 @@ def test_files_of_a_lost_session_are_removed_after_a_while(device_with, folder):
         client.cut(1)
     leave(a)
     device.wait_closed("a")
-    assert Checkpoints(folder, 3600.0).sweep() == 0
-    for path in folder.glob("*/sessions/*"):
-        os.utime(path, (0, 0))
+    assert place.checkpoints().sweep() == 0
+    place.age()
     device.call(lambda: device.loop.cuts.sweep(device.loop.sessions.all()))
     until = time.monotonic() + 30
-    while len([*folder.glob("*/sessions/*")]) > 1 and time.monotonic() < until:
+    while len(place.sessions()) > 1 and time.monotonic() < until:
         time.sleep(0.01)
-    assert len([*folder.glob("*/sessions/*")]) == 1  # the open session's
+    assert len(place.sessions()) == 1  # the open session's
     assert b.cut(2)["stored"] == 2
 
 
@@ -303,11 +335,12 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=STEPS)
-def test_any_cut_restores_what_was_there(make_device, tmp_path_factory, wis, steps):
-    folder = tmp_path_factory.mktemp("checkpoints")
-    first, second = [make_device(checkpoints=Checkpoints(folder, 3600.0)) for _ in range(2)]
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_cut_restores_what_was_there(make_device, tmp_path_factory, wis, kind, steps):
+    place = Place(kind, tmp_path_factory.mktemp("checkpoints") / "checkpoints")
+    first, second = [make_device(checkpoints=place.checkpoints()) for _ in range(2)]
     a = first.open("s")
     model, cuts = {}, {}
     for what, buffer, value in [*steps, ("cut", 0, True)]:
@@ -338,3 +371,4 @@ def test_any_cut_restores_what_was_there(make_device, tmp_path_factory, wis, ste
         second.wait_closed("s")
         second.closed.clear()
     second.check()
+    place.remove()

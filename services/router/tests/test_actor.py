@@ -12,6 +12,7 @@ from wooly_bus.errors import RefusedError
 from wooly_router import advice, executors, opening
 from wooly_router.actor import ABANDONED_S, NEW_SESSION_S
 from wooly_router.opening import HEARTBEAT_GRACE_S, OPEN_BUDGET_S
+from wooly_router.state import tasks
 from wooly_router.state.nodes import GroupRecord
 from wooly_router.state.tasks import PartRecord
 from wooly_testkit.nats import nats_server as start_nats_server
@@ -224,6 +225,26 @@ async def test_renewal_with_token_extends_lease_and_without_is_refused(rig):
         for wrong in ({"token": "x"}, {"token": "schlüssel"}, {"session_id": "other"}):
             request = RenewSessionRequest(**{"session_id": opened.session_id, "token": opened.token} | wrong)
             assert (await refusal(r.actor.on_renew_session(request))).code == "router.no_session"
+
+
+@pytest.mark.on_both
+async def test_renewal_with_a_note_adds_it_to_the_story_once(rig, monkeypatch):
+    async with rig("a") as r:
+        opened = await r.open()
+
+        async def renew(note):
+            request = RenewSessionRequest(session_id=opened.session_id, token=opened.token, note=note)
+            await r.actor.on_renew_session(request)
+            return [(e.state, e.reason) for e in await r.tasks.story(opened.session_id)]
+
+        before = await renew("")
+        assert await renew("results differ") == [*before, ("started", "its client says: results differ")]
+        assert len(await renew("results differ")) == len(before) + 1
+        monkeypatch.setattr(tasks, "STEPS", len(before) + 2)
+        assert len(await renew("another")) == len(before) + 2
+        assert len(await renew("one too many")) == len(before) + 2
+        await r.actor.on_close_session(CloseSessionRequest(session_id=opened.session_id, token=opened.token))
+        assert not await r.tasks.note(opened.session_id, "too late", r.clock.now)
 
 
 async def test_renewal_during_database_writes_counts_at_once(rig):

@@ -61,6 +61,11 @@ class Authority:
         return Key.read(self.channel_seed.read_text(), "cluster").public
 
     @property
+    def checkpoint_key(self) -> Path:
+        """Key with which executors encrypt checkpoints."""
+        return self.folder / "checkpoint.key"
+
+    @property
     def service_creds(self) -> Path:
         """Credentials of services for NATS."""
         return self.folder / "service.creds"
@@ -99,6 +104,8 @@ def make_authority(folder: Path) -> Authority:
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     folder.chmod(0o700)
     authority = Authority(folder)
+    if not authority.checkpoint_key.exists():  # installations of before do not have it
+        _write(authority.checkpoint_key, secrets.token_hex(32))
     if authority.server_conf.exists():  # this file is written last
         return authority
     operator, system, account, signing = (Key.new(k) for k in ("operator", "account", "account", "account"))
@@ -172,7 +179,7 @@ def main() -> int:
     print(
         f"routers:      WOOLY_ROUTER_SIGNING_KEY={authority.signing_seed} WOOLY_ROUTER_CHANNEL_KEY={authority.channel_seed}"
     )
-    print(f"executors:    WOOLY_EXECUTOR_CHANNEL_KEY={public}")
+    print(f"executors:    WOOLY_EXECUTOR_CHANNEL_KEY={public} WOOLY_EXECUTOR_CHECKPOINT_KEY={authority.checkpoint_key}")
     print(f"administrator: WOOLYAI_NATS_CREDS={authority.admin_creds}")
     return 0
 

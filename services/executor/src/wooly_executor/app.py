@@ -33,7 +33,7 @@ from wooly_executor.compilers import CompilerServices, KernelSource
 from wooly_executor.control import ExecutorActor
 from wooly_executor.device_loop import DeviceLoop
 from wooly_executor.dispatch import Dispatch
-from wooly_executor.errors import ContextLostError, ExecutorError, MissingDriverError
+from wooly_executor.errors import CheckpointError, ContextLostError, ExecutorError, MissingDriverError
 from wooly_executor.journal import JournalPublisher
 from wooly_executor.memory_publisher import MemoryPublisher
 from wooly_executor.runtime import cuda, extensions, hip, opencl
@@ -187,7 +187,14 @@ def main(argv: list[str] | None = None) -> int:
         for line in e.args:
             log.error("%s", line)
         return 2
-    except (MissingDriverError, extensions.ExtensionLibraryError, ChannelError, EndpointError, OSError) as e:
+    except (
+        CheckpointError,
+        MissingDriverError,
+        extensions.ExtensionLibraryError,
+        ChannelError,
+        EndpointError,
+        OSError,
+    ) as e:
         log.error("%s", e)
         return 2
     thread = start_thread(loop.run, "device-loop")

@@ -208,7 +208,14 @@ class DeviceLoop:
         for session in self.sessions.all():
             self._attempt(functools.partial(self.sessions.close, session.id, self.lost or STOPPING, passing=True))
         self._calls.end(self.lost or STOPPING)
-        for ending in (self.vram.stop, self.decoders.stop, self.acceptor.close, self.server.close, self._report_end):
+        for ending in (
+            self.vram.stop,
+            self.cuts.stop,
+            self.decoders.stop,
+            self.acceptor.close,
+            self.server.close,
+            self._report_end,
+        ):
             self._attempt(ending)
 
     def _attempt(self, step: Callable[..., object], *args: object) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from wooly_bus.contents import CHUNK, chunk_digest, content_id
 from wooly_bus.supervision import start_thread
 
-from wooly_executor.errors import LostCopyError
+from wooly_executor.errors import ExecutorError, LostCopyError
 from wooly_executor.runtime.device import HOST, TorchDevice
 from wooly_executor.swap_space import Copy, Pages
 
@@ -212,7 +212,7 @@ class Mover:
                 pass
             except Exception as e:
                 error = e
-                if not isinstance(e, OSError):
+                if not isinstance(e, (OSError, ExecutorError)):
                     log.exception("unexpected error while moving memory; the job fails")
             else:
                 job.moved += n

@@ -8,14 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AliasChoices, Field, ValidationError
+from pydantic import AliasChoices, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 from wooly_bus import host
 from wooly_bus.channel import Endpoint, StrangerLimits
 from wooly_wis.messages import Id
 
+from wooly_executor.checkpoints.encryption import Secret
 from wooly_executor.checkpoints.files import Checkpoints
 from wooly_executor.core_speed import CoreSpeed
+from wooly_executor.errors import CheckpointError
 from wooly_executor.host_account import HostLimits
 from wooly_executor.memory.swap import Policy
 from wooly_executor.pinned_files import PinnedFiles
@@ -26,6 +28,8 @@ PREFIX = "WOOLY_EXECUTOR_"
 DEFAULT_OVERCOMMIT = "CONTROLLER_DEFAULT_VRAM_OVERCOMMIT_PERCENT"
 #: A CPU device leaves this part of the host's memory, one in so many, to the executor and to running operators.
 OWN_PART = 8
+#: URL of a folder of this machine.
+LOCAL = "file://"
 ANY_ADDRESS = ("0.0.0.0", "::")
 
 
@@ -103,8 +107,15 @@ class ExecutorSettings(BaseSettings):
     )
     checkpoints: str = Field(
         default="",
-        description="folder of the checkpoints from which sessions go on in another executor, by default in `state_dir`; "
-        "executors that may replace each other need the same folder; `off`: no checkpoints",
+        description="folder, or URL of an object store (`s3://bucket/prefix`), of the checkpoints from which sessions go on in "
+        "another executor, by default a folder in `state_dir`; executors that may replace each other need the same place; "
+        "`off`: no checkpoints",
+    )
+    checkpoint_key: SecretStr = Field(
+        default=SecretStr(""),
+        description="key with which checkpoints are encrypted: 64 hexadecimal digits, 32 bytes in base64, or the path of a file "
+        "with either (`python -m wooly_bus.authority` makes `checkpoint.key`); executors that may replace each other need the "
+        "same key; empty: they are not encrypted",
     )
     checkpoint_host: Annotated[int, Field(ge=0)] | None = Field(
         default=None,
@@ -196,11 +207,28 @@ class ExecutorSettings(BaseSettings):
         return PinnedFiles(self.state_dir / "pins" / self.id, self.pins_disk) if self.pins_disk else None
 
     def checkpoint_files(self) -> Checkpoints | None:
-        """Where checkpoints are stored; None: nowhere."""
+        """Where checkpoints are stored; None: nowhere.
+
+        Raises:
+            CheckpointError: the place or the key cannot be used.
+        """
         if self.checkpoints == "off":
             return None
-        folder = Path(self.checkpoints) if self.checkpoints else self.state_dir / "checkpoints"
-        return Checkpoints(folder, self.checkpoints_kept_s)
+        secret = self._checkpoint_secret()
+        if "://" not in self.checkpoints or self.checkpoints.startswith(LOCAL):
+            folder = self.checkpoints.removeprefix(LOCAL) or self.state_dir / "checkpoints"
+            return Checkpoints(Path(folder), self.checkpoints_kept_s, secret)
+        from wooly_executor.checkpoints.objects import ObjectStore  # fsspec is loaded only where it is used
+
+        store = ObjectStore(self.checkpoints, "" if secret is None else secret.id)
+        return Checkpoints(store, self.checkpoints_kept_s, secret)
+
+    def _checkpoint_secret(self) -> Secret | None:
+        text = self.checkpoint_key.get_secret_value()
+        try:
+            return Secret.read(text) if text else None
+        except (ValueError, OSError) as e:
+            raise CheckpointError(f"{PREFIX}CHECKPOINT_KEY cannot be used: {e}") from e
 
     def limits(self) -> HostLimits:
         """Limits of the host memory that sessions use."""

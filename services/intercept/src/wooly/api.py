@@ -464,6 +464,7 @@ def _recovery(settings: Settings, opened: Any) -> Recovery | None:
         opened.hibernate,
         always=mode == "on",
         every_s=settings.checkpoint_s,
+        note=opened.note,
         around=lambda why: opened.trace.step("recover", reason=why),
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import concurrent.futures
+import contextlib
 import json
 import logging
 import os
@@ -39,11 +40,13 @@ from wooly_wis.messages import (
     OpenSessionRequest,
     QueuePlace,
     RecoveryMode,
+    RenewSessionReply,
     RenewSessionRequest,
     SessionPart,
     SteerSessionReply,
     SteerSessionRequest,
 )
+from wooly_wis.messages.sessions import MAX_NOTE
 
 from wooly import recovery
 from wooly.access import access_of
@@ -325,6 +328,8 @@ class OpenedSession:
         self._was_lost = ""
         self._recoveries = 0
         self._hibernates, self._cut = False, 0
+        #: What the next renewal adds to the story of the session's task.
+        self._note = ""
         self._lock = threading.Lock()
         self._sending: concurrent.futures.Future[None] | None = None
         self._thread = start_thread(self._keep, "wooly-lease")
@@ -407,6 +412,19 @@ class OpenedSession:
         self._recoveries += 1
         self._hibernates, self._cut = True, cut
 
+    def note(self, line: str) -> None:
+        """Add a line to the story of the session's task, now or with the next renewal of the lease."""
+        self._note = line[:MAX_NOTE]
+        with contextlib.suppress(ControlError):
+            self._ask_renewal(timeout=2.0)
+
+    def _ask_renewal(self, timeout: float = 4.0) -> RenewSessionReply:
+        request = self._renewal()
+        reply = self._controller.ask(contracts.ROUTER_SESSION_RENEW, request, timeout=timeout)
+        if self._note == request.note:
+            self._note = ""
+        return reply
+
     def _keep(self) -> None:
         over = self._keep_on()
         while over:
@@ -444,7 +462,7 @@ class OpenedSession:
             asked, pause = time.monotonic(), self._lease_s / RENEWALS_PER_LEASE
             recoveries = self._recoveries
             try:
-                reply = self._controller.ask(contracts.ROUTER_SESSION_RENEW, self._renewal())
+                reply = self._ask_renewal()
                 renewed = time.monotonic()
                 if self.departures is not None and recoveries == self._recoveries:
                     self.departures.heed(reply)
@@ -465,7 +483,7 @@ class OpenedSession:
 
     def _renewal(self) -> RenewSessionRequest:
         """The next renewal, with what the router should know."""
-        request = RenewSessionRequest(session_id=self.session_id, token=self.token)
+        request = RenewSessionRequest(session_id=self.session_id, token=self.token, note=self._note)
         departures = self.departures
         if departures is None:
             return request

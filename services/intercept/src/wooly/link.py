@@ -48,7 +48,7 @@ from wooly.errors import (
     WoolyError,
 )
 from wooly.recorder import Origin, describe_origin
-from wooly.recovery import ERROR, KEPT, DifferentResultError, KeptFrame, Pending, Recovery
+from wooly.recovery import ERROR, KEPT, DifferentResultError, KeptFrame, Pending, Recovery, kind_of
 
 if TYPE_CHECKING:
     from wooly_wis.messages import DirectSession
@@ -244,7 +244,12 @@ class Link:
         except ChannelError as e:
             raise self._fail(e) from e
         self._last = 1
+        self._meet(welcome)
+
+    def _meet(self, welcome: dict[str, Any]) -> None:
+        """Note what the executor is."""
         self.device: dict[str, Any] = welcome.get("device", {})
+        self._executor_kind = kind_of(self.device)
 
     # -- sending -----------------------------------------------------------------------------------------------------
 
@@ -483,7 +488,7 @@ class Link:
             if self.recovery is not None:
                 kept = self.recovery.keep(ask, payload)
                 kept.seq = self._last
-                kept.answered(ERROR)
+                kept.answered(ERROR, self._executor_kind)
             if self.log is not None:
                 self.log.failed(self.log.frames)
         return self._take_answer(pending, kind)
@@ -494,7 +499,7 @@ class Link:
         self.syncs += 1
         self.bytes_received += len(frame.payload)
         self._process_answers()
-        pending.answered(frame)
+        pending.answered(frame, by=self._executor_kind)
         if frame.kind == Kind.ERROR:
             error = self._remote_error(unpack_json(frame.payload))
             self._note_all_answered()
@@ -644,9 +649,9 @@ class Link:
             pending = self._abandoned.popleft()
             late = pending.expected.other
             if late is not None:
-                pending.answered(late)
+                pending.answered(late, by=self._executor_kind)
             elif pending.frame is not None and pending.frame.into is not None:
-                pending.answered(None, pending.frame.into)
+                pending.answered(None, pending.frame.into, by=self._executor_kind)
             if late is not None and late.kind == Kind.ERROR:
                 self._failed = self._failed or self._remote_error(unpack_json(late.payload))
         coming = self._started
@@ -665,7 +670,7 @@ class Link:
         self.syncs += 1
         self.bytes_received += len(into)
         other = pending.expected.other
-        pending.answered(other, into)
+        pending.answered(other, into, by=self._executor_kind)
         if other is None:
             return None
         if other.kind == Kind.ERROR:
@@ -898,7 +903,8 @@ class Link:
                 there = recovery.reopen(why, recovery.stored)
                 self._channel.close()
                 self._channel, self.where, recovery.hibernates = there.channel, there.where, False
-                self._greet(self._hello | {"session_id": there.session_id, "token": there.token}, RESTORE_S)
+                hello = self._hello | {"session_id": there.session_id, "token": there.token}
+                self._meet(self._greet(hello, RESTORE_S))
                 self._replay(recovery)
                 return
             except ChannelError as e:
@@ -930,6 +936,7 @@ class Link:
         for raw in defined.values():
             channel.send(Kind.DEFINE, raw)
         numbers: dict[int, int] = {}
+        other = ""
         for frame in recovery.frames:
             if frame.kind == Kind.CUT:
                 continue
@@ -941,7 +948,7 @@ class Link:
                 frame.seq = self._last
             numbers[sent] = frame.seq
             if frame.answer:
-                self._compare(channel, frame)
+                other = self._compare(channel, frame) or other
             elif frame.asks:
                 into = frame.into
                 expected = channel.expect_frame() if into is None else channel.expect(into, Kind.DATA)
@@ -951,6 +958,10 @@ class Link:
                     frame.pending.expected = expected
         self._replayed = numbers
         self._resumed_at = self._last
+        if other:
+            told = f"results that the script has read differ on {self._executor_kind} from those of {other}"
+            recovery.say(f"wooly: {told}; the session goes on")
+            recovery.note(told)
         sent = channel.send(Kind.SYNC)
         self._shift = self._last - sent
         done = channel.expect_frame()
@@ -961,11 +972,14 @@ class Link:
             if self.log is not None:
                 self.log.failed(self.log.frames)
 
-    def _compare(self, channel: ChannelClient, frame: KeptFrame) -> None:
+    def _compare(self, channel: ChannelClient, frame: KeptFrame) -> str:
         """Receive an answer that the script has read before, and compare it.
 
+        Returns:
+            The kind of the executor that gave the earlier answer, if it is another kind and its answer differs; else nothing.
+
         Raises:
-            DifferentResultError: it differs.
+            DifferentResultError: it differs, and both executors are of one kind; or only one of the answers is an error.
         """
         if frame.kind == Kind.READ:
             into = memoryview(bytearray(READ_HEAD.unpack(frame.payload)[2]))
@@ -974,11 +988,20 @@ class Link:
         else:
             found = channel.recv()
             answer = ERROR if found.kind == Kind.ERROR else chunk_digest(memoryview(found.payload))
-        if answer != frame.answer:
+        if answer == frame.answer:
+            return ""
+        if ERROR in (answer, frame.answer):
+            said = "fails" if answer == ERROR else "succeeds"
             raise DifferentResultError(
-                "after the recovery, a result differs from the one that the script has read: the other executor's library "
-                "or device computes other bits, or the operation does not repeat"
+                f"after the recovery, an operation {said} on {self._executor_kind} whose earlier answer was another: the "
+                f"script read it from {frame.by or self._executor_kind}"
             )
+        if frame.by == self._executor_kind:
+            raise DifferentResultError(
+                "after the recovery, a result differs from the one that the script has read, and both executors are "
+                f"{self._executor_kind}: the operation does not repeat"
+            )
+        return frame.by
 
     # -- host copies of read buffers, valid until the buffer is written ----------------------------------------------
 

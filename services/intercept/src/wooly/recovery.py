@@ -14,7 +14,7 @@ import logging
 import sys
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -66,8 +66,8 @@ class Pending:
         if frame is not None:
             frame.pending = self
 
-    def answered(self, other: Frame | None, into: memoryview | None = None) -> None:
-        """Note the answer: one frame, or what was received into memory."""
+    def answered(self, other: Frame | None, into: memoryview | None = None, *, by: str) -> None:
+        """Note the answer: one frame, or what was received into memory. `by`: the kind of the executor."""
         if self.frame is None and self.tell is None:
             return
         if other is not None:
@@ -75,7 +75,7 @@ class Pending:
         else:
             answer = chunk_digest(memoryview(b"") if into is None else into)
         if self.frame is not None:
-            self.frame.answered(answer)
+            self.frame.answered(answer, by)
         if self.tell is not None:
             self.tell(answer)
 
@@ -91,9 +91,10 @@ class KeptFrame:
         asks: the executor answers it.
         pending: the answer, if it is expected.
         answer: digest of the answer, or `ERROR`; empty: not answered.
+        by: the kind of the executor that answered.
     """
 
-    __slots__ = ("answer", "asks", "into", "kind", "payload", "pending", "seq")
+    __slots__ = ("answer", "asks", "by", "into", "kind", "payload", "pending", "seq")
 
     def __init__(self, kind: Kind, payload: bytes) -> None:
         self.kind, self.payload = kind, payload
@@ -101,11 +102,11 @@ class KeptFrame:
         self.into: memoryview | None = None
         self.asks = False
         self.pending: Pending | None = None
-        self.answer = b""
+        self.answer, self.by = b"", ""
 
-    def answered(self, answer: bytes) -> None:
-        """Note the digest of the answer, or `ERROR`."""
-        self.answer, self.into, self.pending = answer, None, None
+    def answered(self, answer: bytes, by: str) -> None:
+        """Note the digest of the answer, or `ERROR`, and the kind of the executor."""
+        self.answer, self.by, self.into, self.pending = answer, by, None, None
 
 
 class Reopened(NamedTuple):
@@ -130,6 +131,16 @@ class DifferentResultError(WoolyError):
     code = "wooly.different_result"
 
 
+def kind_of(device: Mapping[str, Any]) -> str:
+    """The kind of an executor, in words. Executors of one kind compute the same bits.
+
+    Args:
+        device: properties of its device, from its WELCOME.
+    """
+    name, runtime, cores, release = (device.get(key, "") for key in ("name", "runtime", "cores", "torch_version"))
+    return f"{name} ({runtime}, {cores} cores, PyTorch {release})"
+
+
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
@@ -145,6 +156,7 @@ class Recovery:
         always: take cuts of a session of any size.
         every_s: minimum seconds between two cuts that only time makes due; 0: take a cut after each program.
         say: prints a line.
+        note: adds a line to the story of the session's task.
         around: a context for the time in which the session goes on elsewhere, because of the reason that it gets.
         clock: returns monotonic seconds.
 
@@ -170,11 +182,12 @@ class Recovery:
         always: bool = False,
         every_s: float = 10.0,
         say: Callable[[str], None] = _say,
+        note: Callable[[str], None] = lambda line: None,
         around: Callable[[str], AbstractContextManager[object]] = nullcontext,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.reopen, self.hibernate, self._always, self.say, self._clock = reopen, hibernate, always, say, clock
-        self._every_s, self.around = every_s, around
+        self._every_s, self.note, self.around = every_s, note, around
         self.frames: deque[KeptFrame] = deque()
         self.nbytes = 0
         self.programs: OrderedDict[bytes, bytes] = OrderedDict()
@@ -289,7 +302,7 @@ class Recovery:
         self.failure = "an operation of the session failed"
         frame = KeptFrame(Kind.SYNC, b"")
         frame.seq = -1  # no frame of the session has this number
-        frame.answered(ERROR)
+        frame.answered(ERROR, "")
         self.frames.append(frame)
 
     def _trim(self, stored: int) -> None:

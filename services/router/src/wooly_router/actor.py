@@ -251,6 +251,8 @@ class RouterActor:
         lease_s = min(leases, default=self.settings.lease_s)  # a hibernated session has no executor
         self._prolonged[record.id] = self.clock() + lease_s
         reply = RenewSessionReply(lease_s=lease_s, hibernate_after_s=self.hibernate_after_s)
+        if request.note:
+            await self.world.tasks.note(record.id, f"its client says: {request.note}", self.clock())
         wish = record.wish
         if wish.do and not request.stays:
             reply = reply.model_copy(update={"wish": wish.do, "reason": wish.reason})

@@ -122,6 +122,10 @@ class OpenSessionReply(Message):
         return self
 
 
+#: Maximum size, in characters, of a line that a client adds to the story of its task.
+MAX_NOTE = 1024
+
+
 class Resumed(Message):
     """How a session went on in another executor: seconds for which its script waited, and number of frames sent again."""
 
@@ -133,7 +137,7 @@ class RenewSessionRequest(Message):
     """Renew the session's lease.
 
     `stays`: why the client does not do what the last reply asked for. `recovers`: whether the client can still go on in another
-    executor. `resumed`: how it last did, once.
+    executor. `resumed`: how it last did, once. `note`: a line for the story of the session's task.
     """
 
     session_id: SessionId
@@ -141,6 +145,7 @@ class RenewSessionRequest(Message):
     stays: str = Field(default="", max_length=4096)
     recovers: bool = True
     resumed: Resumed | None = None
+    note: str = Field(default="", max_length=MAX_NOTE)
 
 
 #: What the router asks a session's client to do: to go on in another executor, to hibernate, to end the hibernation.

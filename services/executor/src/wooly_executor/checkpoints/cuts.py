@@ -21,7 +21,7 @@ from wooly_executor.checkpoints.jobs import Copied, CopyJob, FilesJob, FillJob, 
 from wooly_executor.checkpoints.state import Restoring, SessionCuts
 from wooly_executor.errors import CheckpointError, ExecutorError, OutOfMemoryError
 from wooly_executor.flow import Signal
-from wooly_executor.mover import LEAST_URGENT, Job
+from wooly_executor.mover import LEAST_URGENT, Job, Mover
 from wooly_executor.post import Post
 from wooly_executor.runtime.buffers import Buffer, bytes_of
 from wooly_executor.runtime.device import TorchDevice
@@ -61,6 +61,14 @@ class Cuts:
         self._checkpoints, self._budget = checkpoints, budget
         self._pages = Pages(budget // 2, device.host_memory)
         self._staged = 0
+        #: Stores and reads in another thread than the one that swaps, and outside the device's contexts: stores may be slow.
+        self._files = Mover()
+
+    def stop(self) -> None:
+        """End the thread that stores and reads."""
+        if self._checkpoints is not None:
+            self._checkpoints.close()
+        self._files.stop()
 
     # -- cuts --------------------------------------------------------------------------------------------------------
 
@@ -164,7 +172,7 @@ class Cuts:
         cuts.storing = StoreJob(
             LEAST_URGENT, done, files=cuts.files, number=number, known=known, buffers=job.buffers, table=kept
         )
-        self._vram.mover.submit(cuts.storing)
+        self._files.submit(cuts.storing)
 
     def _stored(
         self, session: Session, cuts: SessionCuts, job: Job, error: Exception | None, changed: set[int], begun: int
@@ -249,7 +257,7 @@ class Cuts:
                 restoring.error = error if isinstance(error, ExecutorError) else CheckpointError(str(error))
             self._post.add(session, Signal.MEMORY_CAME)
 
-        self._vram.mover.submit(ReadJob(self._vram.priority(session), done, files=cuts.files, number=number))
+        self._files.submit(ReadJob(self._vram.priority(session), done, files=cuts.files, number=number))
 
     def _fill(self, session: Session, cuts: SessionCuts, restoring: Restoring, table: Table) -> bool:
         """Reserve the memory of the cut's buffers, and start to fill it. Returns True if there is no room."""
@@ -273,7 +281,7 @@ class Cuts:
         session.holdings.job = FillJob(
             self._vram.priority(session), done, files=cuts.files, table=table, device=self._device
         )
-        self._vram.mover.submit(session.holdings.job)
+        self._files.submit(session.holdings.job)
         return False
 
     def _filled(
@@ -319,7 +327,7 @@ class Cuts:
             return
         if cuts.storing is not None:
             cuts.storing.cancel()
-        self._vram.mover.submit(FilesJob(LEAST_URGENT, _ended, work=cuts.files.remove))
+        self._files.submit(FilesJob(LEAST_URGENT, _ended, work=cuts.files.remove))
 
     def keep(self, kept: list[tuple[str, str]], dropped: list[tuple[str, str]]) -> None:
         """Keep the files of some sessions that nobody has open, and remove those of others: (tenant, session id)."""
@@ -333,7 +341,7 @@ class Cuts:
             for tenant, session_id in dropped:
                 checkpoints.of(tenant, session_id).remove()
 
-        self._vram.mover.submit(FilesJob(LEAST_URGENT, _ended, work=work))
+        self._files.submit(FilesJob(LEAST_URGENT, _ended, work=work))
 
     def sweep(self, sessions: list[Session]) -> None:
         """Remove the files of sessions that ended long ago without their client."""
@@ -347,7 +355,7 @@ class Cuts:
                 files.touch()
             checkpoints.sweep()
 
-        self._vram.mover.submit(FilesJob(LEAST_URGENT, _ended, work=work))
+        self._files.submit(FilesJob(LEAST_URGENT, _ended, work=work))
 
 
 def _ended(job: Job, error: Exception | None) -> None:

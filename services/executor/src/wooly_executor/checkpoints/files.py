@@ -1,33 +1,25 @@
-"""The files of checkpoints: chunks by their digest, and one list per cut.
-
-    <folder>/<tenant>/chunks/<digest>            a chunk that sessions of the tenant share
-    <folder>/<tenant>/sessions/<session>/        a hard link to each chunk that the session's cuts need, and `cut-<number>.json`
-
-The file system counts the references to a chunk: a chunk with a single link belongs to no session and is removed. Several
-executors, and executors of several machines with a common file system, may use one folder at the same time. Files are not synced
-to the disk: they survive the process, and not a power cut.
-"""
+"""The checkpoints of sessions: chunks by name, and one list per cut, encrypted or not, in a folder or an object store."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
-import secrets
-import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from wooly_bus.contents import CHUNK, chunk_digest
+from wooly_bus.contents import CHUNK
 
+from wooly_executor.checkpoints.encryption import Encrypted, Plain, Secret, TenantCipher
+from wooly_executor.checkpoints.folder import FolderStore
+from wooly_executor.checkpoints.stores import Store
 from wooly_executor.errors import CheckpointError
 
-#: Bytes of the disk that must stay free.
-LEFT_FREE = 1 << 30
 #: Version of the lists of cuts. Another version cannot be restored.
 VERSION = 1
+#: Chunks that are stored or read together: more small ones would keep other sessions waiting.
+TOGETHER = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +28,7 @@ class SavedBuffer:
 
     Attributes:
         nbytes: size of the buffer.
-        chunks: digests of its chunks, in order.
+        chunks: names of its chunks, in order.
         poison: why the buffer has no content; empty if it has.
     """
 
@@ -50,87 +42,80 @@ Table = dict[int, SavedBuffer]
 
 
 class SessionFiles:
-    """The files of one session's cuts. Any thread may use them, one at a time.
+    """What one session's cuts have stored. Any thread may use it, one at a time.
 
     Args:
-        tenant: folder of the session's tenant.
+        store: where everything lies.
+        cipher: how it is named and encrypted.
         session_id: id of the session.
+
+    Attributes:
+        at_once: bytes that one call of `keep` or `load` should have.
     """
 
-    def __init__(self, tenant: Path, session_id: str) -> None:
-        self._pool = tenant / "chunks"
-        self.folder = tenant / "sessions" / _name(session_id)
+    def __init__(self, store: Store, cipher: TenantCipher, session_id: str) -> None:
+        self._store, self._cipher, self._id = store, cipher, session_id
+        self._place = store.session(cipher.folder, cipher.session_folder(session_id))
+        self.at_once = store.at_once
         self._kept: set[bytes] = set()
+        #: Names of the chunks of lists, by cut.
+        self._needed: dict[int, set[bytes]] = {}
 
-    def keep(self, data: memoryview) -> bytes:
-        """Store a chunk, unless it is stored. Returns its digest.
+    def together(self, chunks: Sequence[memoryview]) -> Iterator[slice]:
+        """Divide chunks into parts, each for one call of `keep` or `load`."""
+        begin = nbytes = 0
+        for i, chunk in enumerate(chunks):
+            nbytes += len(chunk)
+            if nbytes >= self.at_once or i + 1 - begin >= TOGETHER or i + 1 == len(chunks):
+                yield slice(begin, i + 1)
+                begin, nbytes = i + 1, 0
+
+    def keep(self, chunks: Sequence[memoryview]) -> tuple[list[bytes], int]:
+        """Store those chunks that are not stored yet. When this returns or raises, the chunks may change.
+
+        Returns:
+            Their names, and the core time in ns.
 
         Raises:
             OSError: the disk is full or has failed.
+            CheckpointError: the object store has failed.
         """
-        digest = chunk_digest(data)
-        if digest not in self._kept:
-            self._link(digest, data)
-            self._kept.add(digest)
-        return digest
+        done = self._store.each(self._keep, chunks)
+        return [name for name, _ in done], sum([ns for _, ns in done])
 
-    def _link(self, digest: bytes, data: memoryview) -> None:
-        own, shared = self.folder / digest.hex(), self._pool / digest.hex()
-        if own.exists():
-            return
-        try:
-            os.link(shared, own)
-            return
-        except FileNotFoundError:
-            self._pool.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if shutil.disk_usage(self._pool).free < len(data) + LEFT_FREE:
-            raise OSError(f"the disk of {self._pool.parent.parent} is almost full")
-        new = self.folder / f"{digest.hex()}.new"
-        new.write_bytes(data)
-        with contextlib.suppress(FileExistsError):
-            os.link(new, shared)
-        new.rename(own)
+    def _keep(self, chunk: memoryview) -> tuple[bytes, int]:
+        begun = time.thread_time_ns()
+        name = self._cipher.name(chunk)
+        if name not in self._kept:
+            self._place.keep(name.hex(), len(chunk), lambda: self._cipher.encrypt_chunk(name, chunk))
+            self._kept.add(name)
+        return name, time.thread_time_ns() - begun
 
     def write(self, number: int, table: Table, known: int) -> None:
         """Write the list of a cut whose chunks are stored. Cuts before `known`, and chunks that no cut needs, are removed.
 
         Raises:
             OSError: the disk is full or has failed.
+            CheckpointError: the object store has failed.
         """
         buffers = [[b, s.nbytes, [c.hex() for c in s.chunks], s.poison] for b, s in table.items()]
-        text = json.dumps({"version": VERSION, "buffers": buffers}, separators=(",", ":"))
-        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        new = self.folder / f"cut-{number}.new"
-        new.write_text(text)
-        new.rename(self._list(number))
-        self._forget_before(known, {number: table})
+        text = json.dumps({"version": VERSION, "buffers": buffers}, separators=(",", ":")).encode()
+        self._place.put_list(number, self._cipher.encrypt_list(self._id, number, text))
+        self._needed[number] = _chunks(table)
+        self._forget_before(known)
 
-    def _list(self, number: int) -> Path:
-        return self.folder / f"cut-{number}.json"
-
-    def _forget_before(self, known: int, tables: dict[int, Table]) -> None:
-        needed: set[str] = set()
-        for path in self.folder.glob("cut-*.json"):
-            number = int(path.stem.removeprefix("cut-"))
-            if number < known:
-                path.unlink(missing_ok=True)
-                continue
-            table = tables.get(number) or self.read(number)
-            needed.update([chunk.hex() for saved in table.values() for chunk in saved.chunks])
-        names = [entry.name for entry in os.scandir(self.folder) if not entry.name.startswith("cut-")]
-        self._drop([name for name in names if name not in needed])
-
-    def _drop(self, names: Iterable[str]) -> None:
-        for name in names:
-            (self.folder / name).unlink(missing_ok=True)
-            if "." in name:  # a list, or a file that was not finished
-                continue
-            shared = self._pool / name
-            with contextlib.suppress(FileNotFoundError):
-                if shared.stat().st_nlink == 1:
-                    shared.unlink()
-            self._kept.discard(bytes.fromhex(name))
+    def _forget_before(self, known: int) -> None:
+        numbers = self._place.lists()
+        for number in numbers:
+            if number not in self._needed:
+                with contextlib.suppress(CheckpointError):  # it cannot be restored, so it needs nothing
+                    self._needed[number] = _chunks(self.read(number))
+        over = [number for number in numbers if number < known]
+        self._place.drop_lists(over)
+        unneeded = self._kept.union(*[self._needed.pop(number, set()) for number in over])
+        unneeded.difference_update(*self._needed.values())
+        self._place.drop([name.hex() for name in unneeded])
+        self._kept -= unneeded
 
     def read(self, number: int) -> Table:
         """The buffers of a cut.
@@ -139,91 +124,95 @@ class SessionFiles:
             CheckpointError: the cut is not stored here, or its list is damaged.
         """
         try:
-            found = json.loads(self._list(number).read_bytes())
+            text = self._cipher.decrypt_list(self._id, number, self._place.get_list(number))
+            found = json.loads(text)
             if found["version"] != VERSION:
                 raise CheckpointError(f"checkpoint {number} has version {found['version']}, not {VERSION}")
-            return {
-                int(b): SavedBuffer(int(nbytes), tuple([bytes.fromhex(c) for c in chunks]), str(poison))
-                for b, nbytes, chunks, poison in found["buffers"]
-            }
+            return {int(b): _saved(int(n), chunks, str(poison)) for b, n, chunks, poison in found["buffers"]}
         except FileNotFoundError as e:
             raise CheckpointError(
                 f"this executor does not have checkpoint {number} of the session; executors that may replace each other need "
-                "one folder for checkpoints (WOOLY_EXECUTOR_CHECKPOINTS)"
+                f"one place for checkpoints (WOOLY_EXECUTOR_CHECKPOINTS){self._other_keys()}"
             ) from e
-        except (ValueError, KeyError, TypeError) as e:
+        except OSError as e:
+            raise CheckpointError(f"the list of checkpoint {number} cannot be read: {e}") from e
+        except (ValueError, KeyError, TypeError, RecursionError) as e:
             raise CheckpointError(f"the list of checkpoint {number} is damaged: {e}") from e
 
-    def load(self, digest: bytes, into: memoryview) -> None:
-        """Fill `into` with a chunk.
+    def _other_keys(self) -> str:
+        """With which other keys something lies in the same place, as the end of a sentence."""
+        others = self._store.others()
+        if not others:
+            return ""
+        named = " and ".join([f"with the key {key}" if key else "without a key" for key in others])
+        return f" and one WOOLY_EXECUTOR_CHECKPOINT_KEY: there are checkpoints {named}"
+
+    def load(self, chunks: Sequence[tuple[bytes, memoryview]]) -> None:
+        """Fill memory with chunks, by name.
 
         Raises:
-            CheckpointError: the chunk is missing or damaged.
+            CheckpointError: a chunk is missing or damaged.
         """
+        self._store.each(self._load, chunks)
+
+    def _load(self, chunk: tuple[bytes, memoryview]) -> None:
+        name, into = chunk
+        longer = self._cipher.longer
+        stored = memoryview(bytearray(len(into) + longer)) if longer else into
         try:
-            with (self.folder / digest.hex()).open("rb", buffering=0) as file:
-                at = 0
-                while at < len(into) and (n := file.readinto(into[at:])):
-                    at += n
+            nbytes = self._place.fill(name.hex(), stored)
         except OSError as e:
             raise CheckpointError(f"a chunk of the checkpoint cannot be read: {e}") from e
-        if at != len(into) or chunk_digest(into) != digest:
-            raise CheckpointError("a chunk of the checkpoint is damaged")
+        if nbytes != len(stored):
+            raise CheckpointError(
+                f"a chunk of the checkpoint is damaged: it has {nbytes} bytes in the store, not {len(stored)}"
+            )
+        self._cipher.decrypt_chunk(name, stored, into)
 
     def touch(self) -> None:
         """Note that the session is open, so that `Checkpoints.sweep` leaves its files."""
-        with contextlib.suppress(OSError):
-            os.utime(self.folder)
+        self._place.touch()
 
     def remove(self) -> None:
         """Remove all cuts of the session."""
-        with contextlib.suppress(FileNotFoundError):
-            self._drop([entry.name for entry in os.scandir(self.folder)])
-            self.folder.rmdir()
+        self._place.remove()
 
 
 class Checkpoints:
-    """The folder of all checkpoints.
+    """The place of all checkpoints.
 
     Args:
-        folder: the folder. It is made when the first cut is stored.
+        store: where everything lies; a path: in this folder.
         kept_s: seconds for which the files of a session remain that no executor has open.
+        secret: the secret with which everything is encrypted; None: nothing is.
     """
 
-    def __init__(self, folder: Path, kept_s: float) -> None:
-        self._folder, self._kept_s = folder, kept_s
+    def __init__(self, store: Store | Path, kept_s: float, secret: Secret | None = None) -> None:
+        key = "" if secret is None else secret.id
+        self._store = FolderStore(store, key) if isinstance(store, Path) else store
+        self._kept_s, self._secret = kept_s, secret
 
     def identity(self) -> str:
-        """The name of the folder. Executors that use the same folder have the same name. The first call makes the folder.
+        """The name of the place. Executors with the same name can restore each other's sessions.
 
         Raises:
-            OSError: the folder cannot be made.
+            OSError: the place cannot be used.
         """
-        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        path = self._folder / "id"
-        if not path.exists():
-            new = self._folder / f"id-{os.getpid()}.new"
-            new.write_text(secrets.token_hex(16))
-            with contextlib.suppress(FileExistsError):  # another executor was first
-                os.link(new, path)
-            new.unlink()
-        return path.read_text()
+        key = "" if self._secret is None else f"-{self._secret.id}"
+        return self._store.identity() + key
 
     def of(self, tenant: str, session_id: str) -> SessionFiles:
         """The files of a session."""
-        return SessionFiles(self._folder / _name(tenant), session_id)
+        cipher = Plain(tenant) if self._secret is None else Encrypted(self._secret, tenant)
+        return SessionFiles(self._store, cipher, session_id)
 
     def sweep(self) -> int:
         """Remove the files of sessions that ended without their client. Returns the number of sessions."""
-        before, count = time.time() - self._kept_s, 0
-        for folder in self._folder.glob("*/sessions/*"):
-            with contextlib.suppress(OSError):
-                if folder.stat().st_mtime < before:
-                    files = SessionFiles(folder.parent.parent, "")
-                    files.folder = folder
-                    files.remove()
-                    count += 1
-        return count
+        return self._store.sweep(time.time() - self._kept_s)
+
+    def close(self) -> None:
+        """Let requests that are being repeated fail soon."""
+        self._store.close()
 
 
 def chunks_of(data: memoryview) -> list[memoryview]:
@@ -231,6 +220,13 @@ def chunks_of(data: memoryview) -> list[memoryview]:
     return [data[at : at + CHUNK] for at in range(0, len(data), CHUNK)]
 
 
-def _name(text: str) -> str:
-    """The name of a folder for any text."""
-    return chunk_digest(text.encode()).hex()[:32]
+def _chunks(table: Table) -> set[bytes]:
+    """The names of the chunks of a cut."""
+    return {name for saved in table.values() for name in saved.chunks}
+
+
+def _saved(nbytes: int, chunks: list[str], poison: str) -> SavedBuffer:
+    names = tuple([bytes.fromhex(chunk) for chunk in chunks])
+    if nbytes < 0 or (len(names) != -(-nbytes // CHUNK) and not poison):
+        raise ValueError(f"a buffer of {nbytes} bytes has {len(names)} chunks")
+    return SavedBuffer(nbytes, names, poison)

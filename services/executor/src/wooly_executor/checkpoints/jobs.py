@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import time
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from torch import Tensor
 from wooly_bus.contents import CHUNK
 
-from wooly_executor.checkpoints.files import SavedBuffer, SessionFiles, Table, chunks_of
+from wooly_executor.checkpoints.files import TOGETHER, SavedBuffer, SessionFiles, Table, chunks_of
 from wooly_executor.mover import PIECE, Job
 from wooly_executor.runtime.device import TorchDevice
 from wooly_executor.swap_space import Pages
@@ -68,22 +68,24 @@ class StoreJob(Job):
 
     def steps(self) -> Iterator[int]:
         assert self.files is not None
-        small = 0
+        chunks: list[memoryview] = []
         for each in self.buffers:
             assert each.copy is not None
-            digests = []
-            for chunk in chunks_of(each.copy.numpy().data):
-                begun = time.thread_time_ns()
-                digests.append(self.files.keep(chunk))
-                self.core_ns += time.thread_time_ns() - begun
-                small += len(chunk)
-                if small >= CHUNK:
-                    yield small
-                    small = 0
-            self.table[each.buffer] = SavedBuffer(len(each.copy), tuple(digests))
-            self.written += len(each.copy)
+            chunks += chunks_of(each.copy.numpy().data)
+        names: list[bytes] = []
+        for part in self.files.together(chunks):
+            found, ns = self.files.keep(chunks[part])
+            names += found
+            self.core_ns += ns
+            yield sum([len(chunk) for chunk in chunks[part]])
+        of = iter(names)
+        for each in self.buffers:
+            assert each.copy is not None
+            nbytes = len(each.copy)
+            self.table[each.buffer] = SavedBuffer(nbytes, tuple(itertools.islice(of, -(-nbytes // CHUNK))))
+            self.written += nbytes
         self.files.write(self.number, self.table, self.known)
-        yield small
+        yield 0
 
 
 @dataclass(eq=False)
@@ -112,22 +114,32 @@ class FillJob(Job):
     def steps(self) -> Iterator[int]:
         device, files = self.device, self.files
         assert device is not None and files is not None
-        small = 0
-        for buffer, saved in self.table.items():
-            if saved.poison:
+        coming: list[tuple[int, Tensor]] = []
+        chunks: list[tuple[bytes, memoryview]] = []
+        nbytes = 0
+        wanted = [(buffer, saved) for buffer, saved in self.table.items() if not saved.poison]
+        for i, (buffer, saved) in enumerate(wanted, 1):
+            host = device.copy_target(saved.nbytes) if device.host else device.host_memory(saved.nbytes)
+            coming.append((buffer, host))
+            chunks += zip(saved.chunks, chunks_of(host.numpy().data), strict=True)
+            nbytes += saved.nbytes
+            if i < len(wanted) and nbytes < files.at_once and len(chunks) < TOGETHER:
                 continue
-            target = device.copy_target(saved.nbytes)
-            host = target if device.host else device.host_memory(saved.nbytes)
-            for digest, chunk in zip(saved.chunks, chunks_of(host.numpy().data), strict=True):
-                files.load(digest, chunk)
-                small += len(chunk)
-                if small >= CHUNK:
-                    yield small
-                    small = 0
-            if host is not target:
+            for part in files.together([chunk for _, chunk in chunks]):
+                files.load(chunks[part])
+                yield sum([len(chunk) for _, chunk in chunks[part]])
+            if device.host:
+                self.made.update(coming)
+            else:
+                self._to_device(device, coming)
+            coming, chunks, nbytes = [], [], 0
+        yield 0
+
+    def _to_device(self, device: TorchDevice, buffers: list[tuple[int, Tensor]]) -> None:
+        with device.copy_context():
+            for buffer, host in buffers:
+                self.made[buffer] = target = device.copy_target(len(host))
                 target.copy_(host)
-            self.made[buffer] = target
-        yield small
 
 
 @dataclass(eq=False)

@@ -23,6 +23,8 @@ from wooly_router.state.tables import LeaseRow, PartRow, TaskEventRow, TaskRow
 
 #: Maximum length of a stored reason, in characters.
 REASON_CHARS = 4096
+#: Maximum number of steps of a story to which clients add lines.
+STEPS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,6 +326,17 @@ class TaskStore:
             state = changed.scalar()
             if state is not None:
                 await self._tell(s, task_id, at, state, told or reason)
+
+    async def note(self, task_id: str, text: str, at: float) -> bool:
+        """Add a step to the story of a started task. Returns False if the story has it already, or has `STEPS` steps."""
+        story = select(TaskEventRow.reason).where(TaskEventRow.task_id == task_id)
+        async with self.database.writing() as s:
+            started = select(TaskRow.id).where(TaskRow.id == task_id, TaskRow.state == "started")
+            told = list(await s.scalars(story))
+            if await s.scalar(started) is None or text[:REASON_CHARS] in told or len(told) >= STEPS:
+                return False
+            await self._tell(s, task_id, at, "started", text)
+        return True
 
     async def set_lease(self, s: AsyncSession, lease: Lease) -> None:
         """Add or replace the lease of a session that is open or waits in the queue."""

@@ -1,0 +1,560 @@
+"""Where checkpoints lie: what attackers of a store can do, object stores with failures, and executors that use one at a time."""
+
+import base64
+import itertools
+import os
+import struct
+import threading
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from wooly_bus.contents import CHUNK
+from wooly_executor.checkpoints import objects
+from wooly_executor.checkpoints.encryption import LONGER, Secret
+from wooly_executor.checkpoints.files import Checkpoints, SavedBuffer
+from wooly_executor.checkpoints.objects import ObjectStore
+from wooly_executor.errors import CheckpointError
+from wooly_executor.memory.swap import Policy
+from wooly_executor.settings import ExecutorSettings
+from wooly_executor.vram import SwapSettings
+
+from services.executor.tests.checkpoint_places import KINDS, SECRET, HookedFileSystem, Place, Steps
+
+ENCRYPTED = [kind for kind in KINDS if kind.endswith("encrypted")]
+OTHER = Secret(bytes(32))
+
+
+@pytest.fixture
+def place(request, tmp_path):
+    found = Place(getattr(request, "param", "objects"), tmp_path / "checkpoints")
+    yield found
+    found.remove()
+
+
+def hook(function):
+    HookedFileSystem.hook = staticmethod(function)
+
+
+@pytest.fixture
+def no_pauses(monkeypatch):
+    monkeypatch.setattr(objects, "PAUSES_S", (0.001, 0.001, 0.001))
+
+
+def store(files, number, *contents, known=0):
+    names, _ = files.keep([memoryview(c) for c in contents])
+    table = {8 * (i + 1): SavedBuffer(len(c), (n,)) for i, (c, n) in enumerate(zip(contents, names, strict=True))}
+    files.write(number, table, known)
+    return table
+
+
+def restored(files, number):
+    found = {}
+    for buffer, saved in files.read(number).items():
+        found[buffer] = memoryview(bytearray(saved.nbytes))
+        files.load([(saved.chunks[0], found[buffer])])
+    return [bytes(content) for content in found.values()]
+
+
+# -- encryption ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", KINDS, indirect=True)
+def test_a_cut_is_restored_by_another_executor(place):
+    content = os.urandom(CHUNK)
+    store(place.checkpoints().of("t", "s"), 1, content, b"small")
+    assert restored(place.checkpoints().of("t", "s"), 1) == [content, b"small"]
+
+
+@pytest.mark.parametrize("place", ENCRYPTED, indirect=True)
+def test_the_store_shows_neither_content_nor_names(place):
+    content = b"a secret of the tenant" * 100
+    store(place.checkpoints().of("tenant-name", "session-name"), 1, content)
+    plain = Place(place.kind.split(",")[0], place.folder.parent / "plain")
+    store(plain.checkpoints().of("tenant-name", "session-name"), 1, content)
+    everything = b"".join([place.read(path) for path in place.paths()])
+    assert content[:22] not in everything and b"buffers" not in everything
+    plain_names = {part for path in plain.paths() for part in path.split("/") if len(part) >= 32}
+    assert plain_names and not {name for path in place.paths() for name in plain_names if name in path}
+    plain.remove()
+
+
+@pytest.mark.parametrize("place", ENCRYPTED, indirect=True)
+def test_equal_chunks_have_equal_names_only_within_a_tenant(place):
+    checkpoints = place.checkpoints()
+    for tenant, session in (("t", "a"), ("t", "b"), ("u", "c")):
+        store(checkpoints.of(tenant, session), 1, b"weights")
+    assert len(place.chunks()) == 2
+    data = [place.read(p) for name in place.chunks() for p in place.chunk_paths(name)]
+    assert len(set(data)) == 2
+
+
+@settings(max_examples=30, deadline=None)
+@given(at=st.integers(0, 99), bit=st.integers(0, 7), of_list=st.booleans())
+@pytest.mark.parametrize("kind", ENCRYPTED)
+def test_a_flipped_bit_is_an_error(tmp_path_factory, kind, at, bit, of_list):
+    place = Place(kind, tmp_path_factory.mktemp("flipped") / "checkpoints")
+    store(place.checkpoints().of("t", "s"), 1, b"content")
+    paths = place.list_paths() if of_list else place.chunk_paths(*place.chunks())
+    for path in paths:
+        data = bytearray(place.read(path))
+        data[at * len(data) // 100] ^= 1 << bit
+        place.write(path, bytes(data))
+    with pytest.raises(CheckpointError, match=r"damaged|another key"):
+        restored(place.checkpoints().of("t", "s"), 1)
+    place.remove()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [0, 1, LONGER - 1, LONGER, -1])
+def test_a_truncated_file_is_an_error(tmp_path_factory, kind, size):
+    for paths in (Place.list_paths, lambda p: p.chunk_paths(*p.chunks())):
+        place = Place(kind, tmp_path_factory.mktemp("truncated") / "checkpoints")
+        store(place.checkpoints().of("t", "s"), 1, bytes(200))
+        for path in paths(place):
+            place.write(path, place.read(path)[:size])
+        with pytest.raises(CheckpointError, match="damaged"):
+            restored(place.checkpoints().of("t", "s"), 1)
+        place.remove()
+
+
+@pytest.mark.parametrize("place", ENCRYPTED, indirect=True)
+def test_swapped_chunks_are_an_error(place):
+    store(place.checkpoints().of("t", "s"), 1, b"first", b"other")
+    one, other = [place.chunk_paths(name) for name in sorted(place.chunks())]
+    contents = [place.read(one[0]), place.read(other[0])]
+    for path in one:
+        place.write(path, contents[1])
+    for path in other:
+        place.write(path, contents[0])
+    with pytest.raises(CheckpointError, match="belongs to another place"):
+        restored(place.checkpoints().of("t", "s"), 1)
+
+
+@pytest.mark.parametrize("place", ENCRYPTED, indirect=True)
+@pytest.mark.parametrize(
+    ("tenant", "session", "number"), [("u", "s", 1), ("t", "other", 1), ("t", "s", 2)], ids=["tenant", "session", "cut"]
+)
+def test_the_list_of_another_cut_is_an_error(place, tenant, session, number):
+    checkpoints = place.checkpoints()
+    store(checkpoints.of("t", "s"), 1, b"content")
+    (mine,) = place.list_paths()
+    store(checkpoints.of(tenant, session), number, b"content")
+    (theirs,) = [path for path in place.list_paths() if path != mine]
+    place.write(theirs, place.read(mine))
+    with pytest.raises(CheckpointError, match="belongs to another place or tenant"):
+        checkpoints.of(tenant, session).read(number)
+
+
+@pytest.mark.parametrize("place", ENCRYPTED, indirect=True)
+def test_a_chunk_of_another_tenant_is_an_error(place):
+    checkpoints = place.checkpoints()
+    store(checkpoints.of("t", "s"), 1, b"content")
+    (mine,) = place.chunks()
+    store(checkpoints.of("u", "s"), 1, b"content")
+    (theirs,) = place.chunks() - {mine}
+    for path in place.chunk_paths(theirs):
+        place.write(path, place.read(place.chunk_paths(mine)[0]))
+    with pytest.raises(CheckpointError, match="belongs to another place or tenant"):
+        restored(checkpoints.of("u", "s"), 1)
+
+
+@pytest.mark.parametrize("place", ENCRYPTED, indirect=True)
+def test_another_key_is_named_and_its_files_are_swept(place):
+    store(place.checkpoints(secret=SECRET).of("t", "s"), 1, b"content")
+    rotated = place.checkpoints(secret=OTHER)
+    with pytest.raises(CheckpointError, match=f"there are checkpoints with the key {SECRET.id}"):
+        rotated.of("t", "s").read(1)
+    store(rotated.of("t", "new"), 1, b"content")
+    (new,) = [path for path in place.list_paths() if OTHER.id in path]
+    (old,) = [path for path in place.list_paths() if SECRET.id in path]
+    place.write(new, place.read(old))
+    with pytest.raises(CheckpointError, match=f"is encrypted with another key \\({SECRET.id}\\)"):
+        rotated.of("t", "new").read(1)
+    place.age()
+    assert rotated.sweep() == 2 and not place.paths()
+
+
+@pytest.mark.parametrize("place", ENCRYPTED, indirect=True)
+def test_checkpoints_without_a_key_are_named(place):
+    store(Checkpoints(place.store(), 3600.0).of("t", "s"), 1, b"content")
+    with pytest.raises(CheckpointError, match="there are checkpoints without a key"):
+        place.checkpoints().of("t", "s").read(1)
+
+
+@pytest.mark.parametrize("place", KINDS[::2], indirect=True)
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"\xff",
+        b"[" * 100_000,
+        b"[]",
+        b'{"version": 1}',
+        b'{"version": 1, "buffers": 5}',
+        b'{"version": 1, "buffers": [[8, -1, [], ""]]}',
+        b'{"version": 1, "buffers": [[8, 5, [], ""]]}',
+        b'{"version": 1, "buffers": [[8, 5, ["../../x"], ""]]}',
+        b'{"version": 1, "buffers": [[8, 5, [1], ""]]}',
+    ],
+)
+def test_a_list_that_is_no_list_is_an_error(place, text):
+    store(place.checkpoints().of("t", "s"), 1, b"x")
+    place.write(*place.list_paths(), text)
+    with pytest.raises(CheckpointError, match="damaged"):
+        place.checkpoints().of("t", "s").read(1)
+
+
+def test_a_list_of_another_version_is_an_error(place):
+    store(place.checkpoints().of("t", "s"), 1, b"x")
+    place.write(*place.list_paths(), b'{"version": 2, "buffers": []}')
+    with pytest.raises(CheckpointError, match="has version 2, not 1"):
+        place.checkpoints().of("t", "s").read(1)
+
+
+# -- the key -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_key_is_read_from_each_of_its_forms(tmp_path):
+    raw = bytes(range(224, 256))
+    forms = [raw.hex(), base64.b64encode(raw).decode(), base64.urlsafe_b64encode(raw).decode()]
+    for i, text in enumerate(forms):
+        path = tmp_path / f"{i}.key"
+        path.write_text(f"{text}\n")
+        assert Secret.read(text).id == Secret.read(str(path)).id == Secret(raw).id
+    assert Secret(raw).id != SECRET.id
+
+
+@pytest.mark.parametrize("text", ["-xyz-", "ab" * 31, "ab" * 33, base64.b64encode(bytes(31)).decode(), "g" * 64])
+def test_a_text_that_is_no_key_is_refused_without_showing_it(monkeypatch, text):
+    monkeypatch.setenv("WOOLY_EXECUTOR_CHECKPOINT_KEY", text)
+    with pytest.raises(CheckpointError, match=r"WOOLY_EXECUTOR_CHECKPOINT_KEY cannot be used: .*64 hexadecimal") as e:
+        ExecutorSettings().checkpoint_files()
+    assert text not in str(e.value) and text not in repr(ExecutorSettings())
+
+
+def test_a_file_that_has_no_key_is_refused(tmp_path, monkeypatch):
+    path = tmp_path / "key"
+    monkeypatch.setenv("WOOLY_EXECUTOR_CHECKPOINT_KEY", str(path))
+    with pytest.raises(CheckpointError, match="No such file"):
+        ExecutorSettings().checkpoint_files()
+    path.write_bytes(os.urandom(32))
+    with pytest.raises(CheckpointError, match="does not contain a key"):
+        ExecutorSettings().checkpoint_files()
+
+
+@pytest.mark.parametrize("url", ["nonsense://bucket", "abfs://container/x"])
+def test_an_url_that_cannot_be_used_is_refused(monkeypatch, url):
+    monkeypatch.setenv("WOOLY_EXECUTOR_CHECKPOINTS", url)
+    with pytest.raises(CheckpointError, match=f"checkpoints cannot be stored at {url}: "):
+        ExecutorSettings().checkpoint_files()
+
+
+def test_an_url_of_a_folder_is_the_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("WOOLY_EXECUTOR_CHECKPOINTS", f"file://{tmp_path}/there")
+    store(ExecutorSettings().checkpoint_files().of("t", "s"), 1, b"x")
+    monkeypatch.setenv("WOOLY_EXECUTOR_CHECKPOINTS", f"{tmp_path}/there")
+    assert restored(ExecutorSettings().checkpoint_files().of("t", "s"), 1) == [b"x"]
+
+
+# -- object stores -------------------------------------------------------------------------------------------------------
+
+
+def test_requests_that_fail_are_tried_again(place, no_pauses):
+    failures = {}
+
+    def fail(kind, path):
+        failures[kind, path] = failures.get((kind, path), 0) + 1
+        if failures[kind, path] <= 3:
+            raise ConnectionResetError("gone")
+
+    hook(fail)
+    files = place.checkpoints().of("t", "s")
+    store(files, 1, b"content")
+    assert restored(place.checkpoints().of("t", "s"), 1) == [b"content"]
+    files.remove()
+    assert {kind for kind, _ in failures} == {"put", "get", "list", "remove"}
+    hook(lambda kind, path: None)
+    assert not place.paths()
+
+
+@pytest.mark.parametrize("kind", ["put", "list"])
+def test_a_store_that_does_not_answer_fails_the_cut_alone(make_device, place, no_pauses, kind):
+    device = make_device(checkpoints=place.checkpoints())
+    a = device.open("s")
+    a.make(8, 1.0)
+    assert a.cut(1)["stored"] == 1
+
+    def fail(asked, path):
+        if asked == kind:
+            raise TimeoutError("no answer in 20 s")
+
+    hook(fail)
+    a.write(8, struct.pack("<f", 2.0))
+    said = a.cut(2, known=1)
+    assert said["stored"] == 1
+    assert f"the object store {place.url} cannot" in said["error"] and "no answer in 20 s" in said["error"]
+    hook(lambda asked, path: None)
+    assert a.cut(3, known=1)["stored"] == 3
+    a.channel.close()
+    b = make_device(checkpoints=place.checkpoints()).open("s")
+    b.restore(3)
+    assert b.floats(8, 1) == [2.0]
+
+
+def test_a_store_that_does_not_answer_is_an_error_of_the_restore(make_device, wis, place, no_pauses):
+    store(place.checkpoints().of("", "s"), 1, b"1234")
+
+    def fail(kind, path):
+        if kind == "get" and "data-" in path:
+            raise OSError("503")
+
+    hook(fail)
+    b = make_device(checkpoints=place.checkpoints()).open("s")
+    with pytest.raises(wis.error, match=r"cannot read .*503 \(WOOLY_EXECUTOR_CHECKPOINTS\)"):
+        b.restore(1)
+    b.make(8, 5.0)  # the session is as new
+    assert b.floats(8, 1) == [5.0]
+
+
+def test_a_refused_request_is_not_tried_again(place):
+    asked = []
+
+    def refuse(kind, path):
+        asked.append(path)
+        raise PermissionError("403 Forbidden")
+
+    hook(refuse)
+    with pytest.raises(CheckpointError, match="403 Forbidden"):
+        place.checkpoints().of("t", "s").keep([memoryview(b"x")])
+    assert len(asked) == 1
+
+
+def test_closing_a_store_ends_its_retries(place, monkeypatch):
+    monkeypatch.setattr(objects, "PAUSES_S", (3600.0,))
+    failing = threading.Event()
+
+    def fail(kind, path):
+        failing.set()
+        raise TimeoutError("no answer")
+
+    hook(fail)
+    checkpoints, found = place.checkpoints(), []
+
+    def keep():
+        try:
+            checkpoints.of("t", "s").keep([memoryview(b"x")])
+        except CheckpointError as e:
+            found.append(e)
+
+    thread = threading.Thread(target=keep)
+    thread.start()
+    assert failing.wait(30)
+    checkpoints.close()
+    thread.join(30)
+    assert "no answer" in str(found[0])
+    with pytest.raises(CheckpointError, match="the executor stops"):
+        checkpoints.of("t", "s").keep([memoryview(b"x")])
+
+
+def test_a_slow_store_does_not_delay_swaps(make_device, place, tmp_path):
+    """While a request hangs, another session is swapped out and comes back."""
+    swap = SwapSettings(Policy(0, 1 << 20, 0), 1 << 30, 0, tmp_path, 10_000_000_000)
+    device = make_device(memory=1 << 20, swap=swap, checkpoints=place.checkpoints())
+    hangs, go_on = threading.Event(), threading.Event()
+
+    def hang(kind, path):
+        hangs.set()
+        assert go_on.wait(60)
+
+    slow = device.open("slow")
+    slow.make(8, 1.0)
+    hook(hang)
+    slow.cut(1, stored=False)
+    assert hangs.wait(30)
+    try:
+        a = device.open("a")
+        a.load(8, bytes(700_000))
+        b = device.open("b", priority=0)
+        b.load(8, bytes(700_000))
+        b.sync()
+        assert device.residence()["a"] == "away"
+        b.close()
+        assert a.read(8, 4) == bytes(4)
+        assert slow.floats(8, 1) == [1.0]
+        assert slow.cut(stored=False)["stored"] == 0
+    finally:
+        go_on.set()
+    assert slow.cut(stored=True)["stored"] == 1
+
+
+def test_requests_of_a_cut_run_at_the_same_time(place):
+    """Each of the first puts waits until several are under way."""
+    together = threading.Barrier(4)
+
+    def meet(kind, path):
+        if kind == "put" and "/ref-" in path:
+            together.wait(30)
+
+    hook(meet)
+    contents = [bytes([i]) * 10 for i in range(8)]
+    store(place.checkpoints().of("t", "s"), 1, *contents)
+    assert len(place.chunks()) == 8
+
+
+def keeper_and_leaver(place, order):
+    """One session begins to need a chunk while another gives it up, request by request in this order."""
+    store(place.checkpoints().of("t", "old"), 1, b"shared", b"own")
+    old, new = place.checkpoints().of("t", "old"), place.checkpoints().of("t", "new")
+    steps = Steps(order)
+    works = {"k": lambda: new._place.keep(name, 6, lambda: (b"shared",)), "d": lambda: old._place.drop([name])}
+    (name,) = [n for n in place.chunks() if place.read(place.chunk_paths(n)[0]) == b"shared"]
+    hook(steps.wait)
+    # the pool's threads belong to the dropping session
+    old._store._pool.submit(lambda: None).result()
+    old._store.each = lambda work, items: [work(item) for item in items]
+    threads = [threading.Thread(target=steps.run, args=(who, work)) for who, work in works.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    hook(lambda kind, path: None)
+    found = bytearray(6)
+    assert new._place.fill(name, memoryview(found)) == 6 and bytes(found) == b"shared"
+    new._place.drop([name])
+    assert not [p for p in place.paths() if name in p]
+    place.remove()
+
+
+def test_a_chunk_that_one_session_gives_up_while_another_begins_to_need_it_stays(tmp_path):
+    """Every order of the requests of both sessions: 2 or 3 of the one, 6 of the other."""
+    for number, at in enumerate(itertools.combinations(range(9), 3)):
+        order = ["k" if i in at else "d" for i in range(9)]
+        keeper_and_leaver(Place("objects", tmp_path / str(number)), order)
+
+
+@settings(max_examples=50, deadline=None)
+@given(order=st.permutations(["k"] * 3 + ["d"] * 6 + ["e"] * 6))
+def test_a_chunk_stays_while_two_others_give_it_up(tmp_path_factory, order):
+    place = Place("objects", tmp_path_factory.mktemp("objects"))
+    sessions = {who: place.store().session("t", who) for who in "kde"}
+    for who in "de":
+        sessions[who].keep("c0", 6, lambda: (b"shared",))
+        sessions[who]._store.each = lambda work, items: [work(item) for item in items]
+    steps = Steps(order)
+    works = {
+        "k": lambda: sessions["k"].keep("c0", 6, lambda: (b"shared",)),
+        "d": lambda: sessions["d"].drop(["c0"]),
+        "e": lambda: sessions["e"].drop(["c0"]),
+    }
+    hook(steps.wait)
+    threads = [threading.Thread(target=steps.run, args=(who, work)) for who, work in works.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    hook(lambda kind, path: None)
+    found = bytearray(6)
+    assert sessions["k"].fill("c0", memoryview(found)) == 6 and bytes(found) == b"shared"
+    sessions["k"]._store.each = lambda work, items: [work(item) for item in items]
+    sessions["k"].drop(["c0"])
+    assert not place.paths()
+    place.remove()
+
+
+@pytest.mark.parametrize("request_number", range(12))
+def test_what_an_executor_leaves_that_dies_is_swept(place, no_pauses, request_number):
+    """It dies at one of the requests of storing and of removing a cut."""
+    store(place.checkpoints().of("t", "other"), 1, b"shared")
+    count = itertools.count()
+
+    def die(kind, path):
+        if next(count) >= request_number:
+            raise PermissionError("dead")
+
+    hook(die)
+    files = place.checkpoints().of("t", "s")
+    with pytest.raises(CheckpointError, match="dead"):
+        store(files, 1, b"shared", b"own")
+        files.remove()
+    hook(lambda kind, path: None)
+    place.checkpoints().sweep()
+    assert restored(place.checkpoints().of("t", "other"), 1) == [b"shared"]
+    place.age()
+    place.checkpoints().sweep()
+    place.age()  # the first sweep may have found a session whose marks the dead executor had begun to remove
+    place.checkpoints().sweep()
+    assert not place.paths()
+
+
+def test_a_sweep_during_a_cut_leaves_its_chunks(place):
+    files, other = place.checkpoints().of("t", "s"), place.checkpoints()
+    names, _ = files.keep([memoryview(b"content")])
+    assert other.sweep() == 0
+    files.write(1, {8: SavedBuffer(7, (names[0],))}, 0)
+    assert restored(place.checkpoints().of("t", "s"), 1) == [b"content"]
+
+
+def test_a_store_in_memory_is_found_by_its_url(tmp_path, monkeypatch):
+    monkeypatch.setenv("WOOLY_EXECUTOR_CHECKPOINTS", f"memory://{tmp_path.name}/checkpoints")
+    monkeypatch.setenv("WOOLY_EXECUTOR_CHECKPOINT_KEY", "ab" * 32)
+    checkpoints = ExecutorSettings().checkpoint_files()
+    store(checkpoints.of("t", "s"), 1, b"x")
+    assert restored(ExecutorSettings().checkpoint_files().of("t", "s"), 1) == [b"x"]
+    checkpoints.of("t", "s").remove()
+    with pytest.raises(CheckpointError, match="does not have checkpoint 1"):
+        ExecutorSettings().checkpoint_files().of("t", "s").read(1)
+
+
+# -- S3 ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def s3(monkeypatch):
+    """A server with the protocol of S3, and the URL of a bucket."""
+    boto3, server = pytest.importorskip("boto3"), pytest.importorskip("moto.server")
+    for name, value in {"ACCESS_KEY_ID": "test", "SECRET_ACCESS_KEY": "test", "DEFAULT_REGION": "us-east-1"}.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    there = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    there.start()
+    host, port = there.get_host_and_port()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+    boto3.client("s3").create_bucket(Bucket="wooly")
+    yield there
+    there.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("secret", [None, SECRET], ids=["plain", "encrypted"])
+def test_a_session_goes_on_from_s3(make_device, s3, secret):
+    key = "" if secret is None else secret.id
+
+    def device():
+        return make_device(checkpoints=Checkpoints(ObjectStore("s3://wooly/checkpoints", key), 3600.0, secret))
+
+    a = device().open("s", tenant="t")
+    content = os.urandom(3 * CHUNK)
+    a.load(8, content)
+    a.make(16, 1.0)
+    assert a.cut(1)["stored"] == 1
+    a.write(16, struct.pack("<f", 2.0))
+    assert a.cut(2, known=1)["stored"] == 2
+    a.channel.close()
+    b = device().open("s", tenant="t")
+    b.restore(2)
+    assert b.read(8, len(content)) == content and b.floats(16, 1) == [2.0]
+    files = ObjectStore("s3://wooly/checkpoints", key)
+    assert Checkpoints(files, 3600.0, secret).sweep() == 0
+    Checkpoints(files, 3600.0, secret).of("t", "s").remove()
+    assert files._found(files._root) == []
+
+
+@pytest.mark.slow
+def test_s3_without_a_server_or_a_bucket_is_an_error(s3, no_pauses):
+    files = Checkpoints(ObjectStore("s3://missing/checkpoints"), 3600.0).of("t", "s")
+    with pytest.raises(CheckpointError, match=r"s3://missing/checkpoints cannot store .* bucket does not exist"):
+        store(files, 1, b"x")
+    s3.stop()
+    files = Checkpoints(ObjectStore("s3://wooly/checkpoints"), 3600.0).of("t", "s")
+    with pytest.raises(CheckpointError, match="s3://wooly/checkpoints cannot store"):
+        store(files, 1, b"x")

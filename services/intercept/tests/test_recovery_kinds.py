@@ -1,0 +1,173 @@
+"""Results that the script has read and that another executor repeats: on the same kind they must be equal."""
+
+import struct
+from collections import deque
+
+import pytest
+import torch
+from wooly.errors import ExecutorLostError
+from wooly.link import Link
+from wooly.recovery import Recovery, Reopened
+from wooly_bus.channel import ChannelClosedError
+from wooly_wis.frames import READ_HEAD, Kind, pack_json
+
+RELEASE = torch.__version__.split("+")[0]
+CPU = {"name": "CPU", "runtime": "torch-cpu", "cores": 2, "torch_version": RELEASE}
+
+
+class Answer:
+    """An expected answer, as the channel's."""
+
+    def __init__(self, into=None):
+        self.into, self.other, self.done = into, None, False
+
+
+class Other:
+    def __init__(self, kind, payload):
+        self.kind, self.payload = kind, payload
+
+
+class Executor:
+    """A channel to an executor that answers each READ with `value`, or with an error if it is None."""
+
+    def __init__(self, value, **device):
+        self.value, self.device = value, CPU | device
+        self.sent, self.lost, self.window, self.acked = 0, False, 1 << 20, 0
+        self.answers, self.expected = deque(), deque()
+
+    def send(self, kind, *buffers):
+        if self.lost:
+            raise ChannelClosedError("the connection broke")
+        self.sent += 1
+        if kind == Kind.HELLO:
+            self.answers.append(Other(Kind.WELCOME, pack_json({"device": self.device})))
+        elif kind == Kind.READ and self.value is None:
+            self.answers.append(Other(Kind.ERROR, pack_json({"message": "it failed", "code": "executor.operation"})))
+        elif kind == Kind.READ:
+            size = READ_HEAD.unpack(bytes(buffers[0]))[2]
+            self.answers.append(Other(Kind.DATA, struct.pack("<f", self.value)[:size]))
+        elif kind == Kind.SYNC:
+            self.answers.append(Other(Kind.RESULT, b"{}"))
+        return self.sent
+
+    def expect(self, into, kind):
+        self.expected.append(Answer(into))
+        return self.expected[-1]
+
+    def expect_frame(self):
+        return self.expect(None, None)
+
+    def complete(self, wanted, timeout=None):
+        if self.lost:
+            raise ChannelClosedError("the connection broke")
+        while not wanted.done:
+            at, answer = self.expected.popleft(), self.answers.popleft()
+            at.done = True
+            if answer.kind == Kind.DATA:
+                at.into[:] = answer.payload
+            else:
+                at.other = answer
+
+    def recv(self, timeout=None):
+        return self.answers.popleft()
+
+    def recv_data(self, into, kind):
+        answer = self.answers.popleft()
+        if answer.kind != kind:
+            return answer
+        into[:] = answer.payload
+        return None
+
+    def broken(self):
+        return self.lost
+
+    def close(self):
+        self.lost = True
+
+
+class Session:
+    """A link whose executor can be lost. `said` and `noted`: what the user and the story were told."""
+
+    def __init__(self, first, *others):
+        self.said, self.noted, self.channel = [], [], first
+        coming = iter(others)
+
+        def reopen(why):
+            self.channel = next(coming)
+            return Reopened(self.channel, "s", "t", "other")
+
+        self.link = Link(first, "s", "t", "first")
+        self.link.recovery = Recovery(reopen, every_s=1000.0, say=self.said.append, note=self.noted.append)
+
+    def read(self):
+        into = bytearray(4)
+        self.link.read(8, 0, memoryview(into))
+        return struct.unpack("<f", into)[0]
+
+    def lose(self):
+        self.channel.lost = True
+
+    @property
+    def differences(self):
+        return [line for line in self.said if "differ" in line]
+
+
+OTHER_KINDS = [{"name": "GPU"}, {"runtime": "opencl"}, {"cores": 4}]
+
+
+@pytest.mark.parametrize("device", OTHER_KINDS)
+def test_a_result_that_differs_on_another_kind_is_told_once_and_the_session_goes_on(device):
+    session = Session(Executor(1.0), Executor(2.0, **device))
+    assert [session.read(), session.read()] == [1.0, 1.0]
+    session.lose()
+    assert session.read() == 2.0
+    assert len(session.differences) == len(session.noted) == 1
+    assert "CPU (torch-cpu, 2 cores" in session.noted[0] and "the session goes on" in session.differences[0]
+
+
+def test_a_result_that_differs_on_the_same_kind_ends_the_session():
+    session = Session(Executor(1.0), Executor(2.0))
+    session.read()
+    session.lose()
+    with pytest.raises(ExecutorLostError, match=r"both executors are CPU .*does not repeat"):
+        session.read()
+    assert not session.noted
+
+
+def test_equal_results_of_another_kind_are_not_told():
+    session = Session(Executor(1.0), Executor(1.0, runtime="opencl"))
+    session.read()
+    session.lose()
+    assert session.read() == 1.0
+    assert not session.differences and not session.noted
+
+
+def test_results_are_compared_with_the_kind_that_gave_them():
+    """The first answer is of the first kind, the second of the other, to which the session returns."""
+    session = Session(Executor(1.0), Executor(2.0, runtime="opencl"), Executor(2.5, runtime="opencl"))
+    session.read()
+    session.lose()
+    assert session.read() == 2.0
+    session.lose()
+    with pytest.raises(ExecutorLostError, match=r"both executors are CPU \(opencl"):
+        session.read()
+
+
+def test_a_session_that_returns_to_its_first_kind_goes_on():
+    session = Session(Executor(1.0), Executor(2.0, runtime="opencl"), Executor(1.0))
+    session.read()
+    session.lose()
+    assert session.read() == 2.0
+    session.lose()
+    assert session.read() == 1.0
+    assert len(session.differences) == 2  # the answer of the other kind differs as well
+    assert session.link.device["runtime"] == "torch-cpu"
+
+
+def test_an_operation_that_fails_only_on_another_kind_ends_the_session():
+    session = Session(Executor(1.0), Executor(None, runtime="opencl"))
+    session.read()
+    session.lose()
+    with pytest.raises(ExecutorLostError, match=r"an operation fails on CPU \(opencl"):
+        session.read()
+    assert not session.noted
