@@ -4,6 +4,7 @@ import threading
 import time
 
 import pytest
+from wooly_testkit import forks
 
 pytestmark = pytest.mark.connected
 WAIT_S = 40.0
@@ -28,6 +29,19 @@ def running(run, cluster):
 
     yield new[0], output
     thread.join(WAIT_S)
+
+
+@pytest.fixture
+def operator(cluster, alice):
+    """Run a command of `wooly` as the administrator."""
+
+    def operate(*argv):
+        env = alice.env(CREDENTIAL=cluster.token) | {"OMP_NUM_THREADS": "1"}
+        ran = forks.run("wooly", *argv, env=env, timeout=100)
+        assert ran.returncode == 0, ran.stderr + ran.stdout
+        return ran.stdout
+
+    return operate
 
 
 def tasks(cluster):
@@ -62,18 +76,19 @@ def test_a_session_is_moved_on_request(cluster, alice, running, run):
     assert "sent again" not in pause  # it left at its checkpoint
 
 
-def test_draining_a_node_moves_its_sessions(cluster, running, run):
+def test_draining_a_node_moves_its_sessions(cluster, operator, running, run):
     task, output = running
     (old,) = task["nodes"]
-    cluster.rest("PUT", f"nodes/{old}/state", {"state": "draining"})
     try:
+        said = operator("nodes", "drain", old)
+        assert "1 task left" in said and "without tasks" in said
         gone_on(cluster, task, {"one": "b", "two": "a"}[old])
         cluster.wait(
             lambda: {n["node_id"]: n["state"] for n in cluster.rest("GET", "nodes")["nodes"]}[old] == "drained"
         )
         found, _ = output()
     finally:
-        cluster.rest("PUT", f"nodes/{old}/state", {"state": "active"})
+        operator("nodes", "activate", old)
     assert found == run(*COMMAND, WOOLYAI_RECOVERY="off")[0]
 
 

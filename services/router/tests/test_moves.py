@@ -5,11 +5,13 @@ import asyncio
 import pytest
 from wooly_bus.errors import RefusedError
 from wooly_router.opening import ABANDONED_S
+from wooly_router.state.nodes import GroupRecord
 from wooly_wis.messages import (
     HibernateSessionRequest,
     QueuePlace,
     RenewSessionRequest,
     Resumed,
+    SetNodeStateRequest,
     TaskRequest,
 )
 
@@ -269,3 +271,37 @@ async def test_the_cluster_says_whether_sessions_recover_whose_clients_do_not_sa
         asks, says = await r.open(recovers=True, asks_recovery=True), await r.open(recovers=True)
         assert asks.recovery == "off" and not (await record(r, asks)).wants["recovers"]
         assert (await record(r, says)).wants["recovers"]
+
+
+async def test_a_session_is_moved_to_a_group_or_a_vendor(rig):
+    async with rig("a", "b") as r:
+        for executor in r.executors:
+            vendor = {"a": "cpu", "b": "nvidia"}[executor.name]
+            device = executor.heartbeat().device.model_copy(update={"vendor": vendor})
+            beats = {"node": f"node-{executor.name}", "device": device, "checkpoints": "store"}
+            await r.actor.on_heartbeat(executor.heartbeat(**beats))
+        await r.duties().keep_nodes()
+        opened = await r.open(recovers=True, node="a")
+        assert (await refusal(r.actor.moves.move_to(await record(r, opened), "why", "c"))).code == "router.no_node"
+        await r.actor.moves.move_to(await record(r, opened), "why", "nvidia")
+        again = await come_back(r, opened)
+        assert again.parts[0].executor_id == "b" and (await record(r, opened)).want().vendor == "nvidia"
+        await r.actor.world.nodes.put_group(GroupRecord("mine", "", r.clock(), ("node-a",)))
+        error = await refusal(r.actor.moves.move_to(await record(r, opened), "why", "mine"))
+        assert error.code == "router.no_fit"  # the group has no device of this vendor
+        assert (await record(r, opened)).want().groups == ()
+
+
+async def test_operators_cordon_and_drain_nodes_and_tenants_do_not(rig):
+    async with rig("a", "b", auth="open") as r:
+        await beat(r)
+        await r.duties().keep_nodes()
+        opened = await r.open(recovers=True)
+        reply = await r.actor.on_set_node_state(SetNodeStateRequest(node="host", state="draining"))
+        assert reply.tasks == (opened.session_id,) and reply.moving == ()
+        again = await r.actor.on_set_node_state(SetNodeStateRequest(node="host", state="draining"))
+        assert again == reply
+        error = await refusal(r.actor.on_set_node_state(SetNodeStateRequest(node="nowhere", state="active")))
+        assert error.code == "router.no_node"
+        audit = [e.action for e in await r.actor.world.audit.page(10)]
+        assert audit.count("node.state") == 1

@@ -83,6 +83,8 @@ from wooly_wis.messages import (
     RunJobReply,
     RunJobRequest,
     SessionClosed,
+    SetNodeStateReply,
+    SetNodeStateRequest,
     SetTenantRequest,
     SteerSessionReply,
     SteerSessionRequest,
@@ -284,6 +286,13 @@ ROUTER_TOKEN_CHECK = Rpc(
     CheckTokenRequest,
     CheckTokenReply,
     "Look up the owner and the permissions of an API token that a service received over HTTP.",
+    queue="router",
+)
+ROUTER_NODE_SET = Rpc(
+    f"{_RPC}.router.node.set",
+    SetNodeStateRequest,
+    SetNodeStateReply,
+    "Cordon or drain a node, or let it take tasks again, for operators. Without a change, it tells what the node still has.",
     queue="router",
 )
 ROUTER_TENANT_LIST = Rpc(

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from sqlalchemy.exc import SQLAlchemyError
 from wooly_bus import contracts
@@ -34,6 +34,8 @@ from wooly_wis.messages import (
     RenewSessionReply,
     RenewSessionRequest,
     SessionClosed,
+    SetNodeStateReply,
+    SetNodeStateRequest,
 )
 
 from wooly_router.advice import Advice
@@ -50,6 +52,7 @@ from wooly_router.limits import Limits
 from wooly_router.moves import Moves
 from wooly_router.opening import ABANDONED_S, Opening
 from wooly_router.settings import RouterSettings
+from wooly_router.state.config import AuditRecord
 from wooly_router.state.tasks import TaskRecord
 from wooly_router.state.world import World
 from wooly_router.tenants import TenantActor
@@ -122,6 +125,7 @@ class RouterActor:
         app.serve(contracts.ROUTER_SESSION_HIBERNATE, self.on_hibernate_session)
         app.serve(contracts.ROUTER_SESSION_CLOSE, self.on_close_session)
         app.serve(contracts.ROUTER_NODE_LIST, self.on_nodes)
+        app.serve(contracts.ROUTER_NODE_SET, self.on_set_node_state)
         app.serve(contracts.ROUTER_TOKEN_CHECK, self.on_check_token)
         app.serve_tenants(contracts.ROUTER_SESSION_OPEN, self.on_open_tenants)
         app.serve_tenants(contracts.ROUTER_SESSION_RENEW, self.on_renew_tenants, concurrency=MAX_RENEWALS)
@@ -404,6 +408,36 @@ class RouterActor:
         reply = await self.on_nodes(request)
         found = [n.model_copy(update={"memory": n.memory and n.memory.of_tenant(tenant)}) for n in reply.nodes]
         return NodesReply(nodes=tuple(found))
+
+    async def on_set_node_state(self, request: SetNodeStateRequest) -> SetNodeStateReply:
+        """Cordon or drain a node, or let it take tasks again.
+
+        Raises:
+            RefusedError: the caller may not, or the node does not exist.
+        """
+        caller = await self.gate.over_nats(request.credential, None, "nodes:write")
+        await self.set_node_state(caller, request.node, request.state)
+        tasks = [t for t in await self.world.tasks.in_states("started") if request.node in [p.node for p in t.parts]]
+        return SetNodeStateReply(
+            node=request.node,
+            state=request.state,
+            tasks=tuple([t.id for t in tasks]),
+            moving=tuple([t.id for t in tasks if t.wish.do == "move"]),
+        )
+
+    async def set_node_state(self, caller: Caller, node: str, state: Literal["active", "cordoned", "draining"]) -> None:
+        """Store an operator's wish for a node. A wish that is in force already changes nothing.
+
+        Raises:
+            RefusedError: the node does not exist.
+        """
+        _, nodes = await self.world.settings()
+        if node in nodes and nodes[node].wish == state:
+            return
+        if not await self.world.nodes.set_wish(node, state):
+            raise RefusedError("router.no_node", f"node {node} does not exist")
+        audit = AuditRecord(self.clock(), caller.actor, caller.own, "node.state", node, {"state": state})
+        await self.world.audit.add(audit)
 
     async def on_heartbeat(self, heartbeat: ExecutorHeartbeat) -> None:
         """Record a heartbeat."""

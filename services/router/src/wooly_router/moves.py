@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from typing import Any
 
 from wooly_bus import contracts
 from wooly_bus.app import ServiceApp
@@ -115,6 +116,34 @@ class Moves:
         return next((self._registry.store(p.executor_id) for p in record.parts), "")
 
     # -- wishes ------------------------------------------------------------------------------------------------------
+
+    async def move_to(self, record: TaskRecord, reason: str, to: str = "") -> None:
+        """Ask the client of a running session to go on in another executor.
+
+        Args:
+            record: the session.
+            reason: why, for its story.
+            to: the node, executor, group of nodes, or vendor to use from now on; empty: as before.
+
+        Raises:
+            RefusedError: as `move`; or nothing has this name.
+        """
+        executors = self._registry.all()
+        if not to or to in {e.executor_id for e in executors} | {e.node for e in executors}:
+            await self.move(record, reason, to)
+            return
+        if to in {group.name for group in await self._world.nodes.groups()}:
+            change: dict[str, Any] = {"groups": [to], "node": ""}
+        elif to in {e.device.vendor for e in executors}:
+            change = {"vendor": to, "arch": "", "node": ""}
+        else:
+            raise RefusedError("router.no_node", f"no node, executor, group or vendor is called {to}")
+        wanted = replace(record, wants=record.wants | change)
+        _check_movable(wanted)
+        await self._check_room(wanted, "")
+        async with self._world.database.writing() as s:
+            await self._world.tasks.change_wants(s, record.id, state=record.state, attempt=record.attempt, **change)
+        await self._wish(wanted, "move", reason, barred=[p.executor_id for p in record.parts])
 
     async def move(self, record: TaskRecord, reason: str, node: str = "") -> None:
         """Ask the client of a running session to go on in another executor.

@@ -120,7 +120,7 @@ class TaskActor:
     async def on_move_task(self, request: MoveTaskRequest) -> TaskReply:
         """Ask the client of a running session to move it to another device."""
         task = await self._get(request.task_id, request.tenant)
-        await self._router.moves.move(task, "moved on request", request.node)
+        await self._router.moves.move_to(task, "moved on request", request.node)
         return await self.on_task(TaskRequest(task_id=task.id, tenant=request.tenant))
 
     async def on_hibernate_task(self, request: TaskRequest) -> TaskReply:

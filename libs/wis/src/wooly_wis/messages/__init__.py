@@ -62,6 +62,8 @@ from wooly_wis.messages.nodes import (
     NodeInfo,
     NodesReply,
     NodesRequest,
+    SetNodeStateReply,
+    SetNodeStateRequest,
     WorkDone,
 )
 from wooly_wis.messages.scheduling import (
@@ -201,6 +203,8 @@ __all__ = [
     "SessionPart",
     "SessionPolicy",
     "SessionWait",
+    "SetNodeStateReply",
+    "SetNodeStateRequest",
     "SetTenantRequest",
     "SteerSessionReply",
     "SteerSessionRequest",

@@ -118,3 +118,20 @@ class NodesReply(Message):
     """All executors that the router knows."""
 
     nodes: tuple[NodeInfo, ...]
+
+
+class SetNodeStateRequest(Message):
+    """Change whether a node takes tasks (active), takes no new ones (cordoned), or loses its sessions, too (draining)."""
+
+    node: Host
+    state: Literal["active", "cordoned", "draining"]
+    credential: str = Field(default="", max_length=65536)
+
+
+class SetNodeStateReply(Message):
+    """The state of a node, and the sessions and jobs that it still has. `moving`: sessions whose clients were asked to move."""
+
+    node: Host
+    state: Literal["active", "cordoned", "draining"]
+    tasks: tuple[SessionId, ...] = ()
+    moving: tuple[SessionId, ...] = ()

@@ -107,7 +107,10 @@ class TaskReply(Message):
 
 
 class MoveTaskRequest(Message):
-    """Move a running session to another device. `node`: the node or the executor to use from now on; empty: as before."""
+    """Move a running session to another device.
+
+    `node`: the node, executor, group of nodes or vendor to use from now on; empty: as before.
+    """
 
     task_id: SessionId
     tenant: Name | None = None

@@ -149,10 +149,7 @@ async def set_node_state(
     request: Request, node_id: NodeId, body: NodeState, caller: Annotated[Caller, Depends(needs("nodes", "write"))]
 ) -> Node:
     """Cordon or drain a node, or let it take tasks again."""
-    access: Access = request.app.state.access
-    if not await _world(request).nodes.set_wish(node_id, body.state):
-        raise RefusedError("router.no_node", f"node {node_id} does not exist")
-    await access.log(caller, "node.state", node_id, state=body.state)
+    await request.app.state.actor.set_node_state(caller, node_id, body.state)
     return await _node(request, node_id)
 
 

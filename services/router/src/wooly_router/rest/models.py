@@ -206,7 +206,7 @@ class PriorityBody(Body):
 
 
 class MoveBody(Body):
-    """Where a session is moved: a node or an executor; empty: any other device."""
+    """Where a session is moved: a node, an executor, a group or a vendor; empty: any other device."""
 
     node: str = Field(default="", max_length=255)
 

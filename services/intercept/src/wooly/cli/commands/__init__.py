@@ -8,6 +8,7 @@ from wooly.cli.commands import (  # noqa: F401
     doctor,
     environment,
     jobs,
+    nodes,
     programs,
     recording,
     run,

@@ -136,7 +136,7 @@ def status(as_json: Json = False) -> None:
         _print_places({name: f"pid {pid}" for name, pid in report["services"].items()})
         if problem:
             out.print(f"  {problem}", highlight=False)
-        _print_nodes(report["nodes"])
+        print_nodes(report["nodes"])
         _print_memory(report["nodes"])
     if report["state"] != "up":
         raise typer.Exit(1)
@@ -157,7 +157,8 @@ def nodes_of(settings: Settings) -> list[dict[str, Any]]:
         return [n.model_dump(mode="json") for n in controller.nodes().nodes]
 
 
-def _print_nodes(nodes: list[dict[str, Any]]) -> None:
+def print_nodes(nodes: list[dict[str, Any]]) -> None:
+    """Print a table of executors."""
     table = plain_table()
     for column in ("executor", "node", "state", "device", "memory", "sessions", "busy"):
         table.add_column(column)
@@ -184,19 +185,6 @@ def _print_memory(nodes: list[dict[str, Any]]) -> None:
             table.add_row(f"  {tenant}", str(len(its)), *[size(b) for b in held])
         if memory.sessions:
             out.print(Fitted(table))
-
-
-@app.command()
-def nodes(as_json: Json = False) -> None:
-    """List the executors that the controller knows."""
-    try:
-        found = nodes_of(read_settings())
-    except WoolyError as e:
-        raise fail(e) from e
-    if as_json:
-        print(json.dumps({"nodes": found}))
-    else:
-        _print_nodes(found)
 
 
 @app.command()

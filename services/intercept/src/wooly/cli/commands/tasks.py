@@ -76,7 +76,7 @@ def _asked(ask: Callable[..., TaskReply], until: str, no_wait: bool, as_json: bo
 @tasks.command()
 def move(
     task: Annotated[str, typer.Argument(metavar="TASK", help="The session's id.")],
-    to: Annotated[str, typer.Option("--to", help="Node or executor to use from now on.")] = "",
+    to: Annotated[str, typer.Option("--to", help="Node, executor, group or vendor to use from now on.")] = "",
     no_wait: NoWait = False,
     as_json: Json = False,
 ) -> None:

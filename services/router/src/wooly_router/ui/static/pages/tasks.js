@@ -192,7 +192,7 @@ export default function tasks({ body, live, can, rest, query }) {
       const node = h("input", { maxlength: 255 });
       form.append(
         h("p", {}, "Its script waits for a moment, and goes on at another device, from a checkpoint."),
-        field("Node or executor", node, "Empty: the best other device."),
+        field("Node, executor, group or vendor", node, "Empty: the best other device."),
       );
       return async () => {
         await api.post(["tasks", task.task_id, "move"], { node: node.value });
