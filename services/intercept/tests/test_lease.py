@@ -59,7 +59,13 @@ def opened():
 
     def make(controller, trace=None, *, recovers=False):
         reply = SimpleNamespace(
-            session_id="s", token="t", parts=(), lease_s=LEASE_S, trace_id="1" if trace else "", credentials=""
+            session_id="s",
+            token="t",
+            parts=(),
+            lease_s=LEASE_S,
+            trace_id="1" if trace else "",
+            credentials="",
+            recovery="auto",
         )
         sessions.append(OpenedSession(controller, reply, trace or Trace(), SimpleNamespace(recovers=recovers)))
         return sessions[-1]

@@ -92,12 +92,13 @@ class Session:
         self.said, self.noted, self.channel = [], [], first
         coming = iter(others)
 
-        def reopen(why):
+        def reopen(why, cut):
             self.channel = next(coming)
             return Reopened(self.channel, "s", "t", "other")
 
         self.link = Link(first, "s", "t", "first")
-        self.link.recovery = Recovery(reopen, every_s=1000.0, say=self.said.append, note=self.noted.append)
+        told = {"say": self.said.append, "note": self.noted.append}
+        self.link.recovery = Recovery(reopen, lambda cut, why: None, every_s=1000.0, **told)
 
     def read(self):
         into = bytearray(4)

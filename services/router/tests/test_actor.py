@@ -154,6 +154,20 @@ async def test_open_larger_than_empty_device_is_refused_at_once(rig, monkeypatch
             assert "400 bytes unreserved" in str(await refusal(r.open(required_vram=1200)))
 
 
+async def test_open_uses_executor_that_comes_while_the_database_is_busy(rig, monkeypatch):
+    async with rig("a", "b") as r:
+        await r.open(node="a", gpu_mode="exclusive")
+        r.actor.registry.forget("b")
+        pool = r.actor.world.pool
+
+        async def slow_pool(*args):
+            await r.actor.on_heartbeat(r.executors[1].heartbeat())
+            return await pool(*args)
+
+        monkeypatch.setattr(r.actor.world, "pool", slow_pool)
+        assert (await r.open()).parts[0].executor_id == "b"
+
+
 async def test_open_with_dead_or_refusing_executors_uses_another(rig):
     async with rig("a", "b", "c") as r:
         await r.actor.on_heartbeat(r.executors[0].heartbeat(executor_id="0-dead"))

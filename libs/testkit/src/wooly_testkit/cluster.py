@@ -108,7 +108,7 @@ class Cluster:
             self.start(name)
         self.find_router()
         self.token = (folder / "router" / "admin.token").read_text()
-        self.wait(lambda: len(self.rest("GET", "nodes")["nodes"]) >= len(executors))
+        self.wait(lambda: sum([len(n["gpus"]) for n in self.rest("GET", "nodes")["nodes"]]) >= len(executors))
 
     def prepare(self, name: str, service: str, settings: Mapping[str, str]) -> None:
         """Say how the process called `name` is to be started: the service and its settings, without their prefix."""
