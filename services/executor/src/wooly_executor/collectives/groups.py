@@ -388,7 +388,10 @@ def difference(first: Arrival, other: Arrival) -> str:
             (a.writes[b.rank].elements, b.reads[0].elements),
         ]
     elif what is What.ALL_TO_ALL:
-        found = [(a.reads[b.rank].elements, b.writes[a.rank].elements), (a.writes[b.rank].elements, b.reads[a.rank].elements)]
+        found = [
+            (a.reads[b.rank].elements, b.writes[a.rank].elements),
+            (a.writes[b.rank].elements, b.reads[a.rank].elements),
+        ]
     elif what in (What.BROADCAST, What.GATHER, What.SCATTER):
         found = _rooted(a, b)
     wrong = next(((m, n) for m, n in found if m != n), None)
