@@ -10,6 +10,7 @@ import ctypes
 import sys
 import threading
 import warnings
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from datetime import timedelta
 from functools import cache, wraps
@@ -778,6 +779,43 @@ def make_gloo(store: Any, rank: int, size: int, timeout: Any) -> Any:
     made = c10d.ProcessGroupGloo(store, rank, size, timeout=timeout)
     made._set_sequence_number_for_group()
     return made
+
+
+@cache
+def accept_pinned_memory() -> None:
+    """Let `empty_strided` on the CPU make ordinary memory where pinned memory is asked for.
+
+    The reducer of DistributedDataParallel asks for it in C++ if unused parameters are searched for, and a build without CUDA has
+    no pinned memory. Each `empty_strided` on the CPU then takes some microseconds more, so call this only if it is needed.
+    """
+
+    def empty_strided(
+        size: list[int],
+        stride: list[int],
+        *,
+        dtype: torch.dtype | None = None,
+        layout: torch.layout | None = None,
+        device: torch.device | None = None,
+        pin_memory: bool | None = None,
+    ) -> torch.Tensor:
+        last = sum([(n - 1) * step for n, step in zip(size, stride, strict=True)])
+        made = torch.empty(last + 1 if all(size) else 0, dtype=dtype, device="cpu").as_strided(size, stride)
+        if pin_memory:
+            asked.append(raw_data_ptr(made))
+        return made
+
+    def is_pinned(t: torch.Tensor, device: torch.device | None = None) -> bool:
+        return raw_data_ptr(t) in asked
+
+    asked: deque[int] = deque(maxlen=64)  # the reducer looks at once
+    _libraries.append(torch.library.Library("aten", "IMPL"))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Warning only once for all operators")
+        _libraries[-1].impl("empty_strided", empty_strided, "CPU", allow_override=True)
+        _libraries[-1].impl("is_pinned", is_pinned, "CPU", allow_override=True)
+
+
+_libraries: list[torch.library.Library] = []
 
 
 def distributed_patches(connect: Callable[..., Any], group_type: Any) -> Iterator[tuple[Any, str, Any]]:

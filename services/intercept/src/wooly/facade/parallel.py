@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from wooly.torch_private import in_calling_thread, run_backward_patches
+from wooly.torch_private import accept_pinned_memory, in_calling_thread, run_backward_patches
 
 Patch = tuple[Any, str, Any]
 _BY_HAND = (
@@ -27,6 +27,8 @@ def patches() -> Iterator[Patch]:
     function = torch.nn.parallel.data_parallel
     yield (torch.nn.parallel, "data_parallel", _one_device(function))
     yield (torch.nn.parallel.scatter_gather, "Scatter", _Scatter)
+    distributed = torch.nn.parallel.DistributedDataParallel
+    yield (distributed, "__init__", _searching(distributed.__init__))
 
 
 def _one_device(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -44,6 +46,20 @@ def _one_device(call: Callable[..., Any]) -> Callable[..., Any]:
         return call(*args, device_ids=device_ids, **kwargs) if device_ids is not None else call(*args, **kwargs)
 
     return checked
+
+
+def _searching(init: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the constructor of `DistributedDataParallel`, whose search for unused parameters asks for pinned memory."""
+
+    @functools.wraps(init)
+    def searching(
+        self: Any, module: torch.nn.Module, *args: Any, find_unused_parameters: bool = False, **kwargs: Any
+    ) -> Any:
+        if find_unused_parameters and any(p.is_cuda for p in module.parameters()):
+            accept_pinned_memory()
+        return init(self, module, *args, find_unused_parameters=find_unused_parameters, **kwargs)
+
+    return searching
 
 
 class _Scatter:
