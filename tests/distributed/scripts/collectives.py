@@ -37,7 +37,7 @@ def values(n, dtype=torch.float32):
 def everybodys(host):
     """The values of all ranks, in their order."""
     found = [torch.empty_like(host) for _ in range(size)]
-    dist.all_gather(found, host)
+    dist.all_gather([f.view(torch.uint8) for f in found], host.view(torch.uint8))
     return found
 
 
@@ -118,7 +118,7 @@ def movements():
         for ours, part in zip(out or [], parts, strict=False):
             check("gather", ours, part)
         y = torch.empty_like(x)
-        dist.scatter(y, [x + 0, *[x] * (size - 1)] if rank == 1 else None, 1)
+        dist.scatter(y, [x.clone(), *[x] * (size - 1)] if rank == 1 else None, 1)
         check("scatter", y, parts[1])
     spread = torch.zeros(size, 2, 3, device="cuda").transpose(1, 2)
     dist.all_gather([spread[k] for k in range(size)], torch.full((3, 2), rank + 1.0, device="cuda"))

@@ -749,12 +749,6 @@ _work_from_future: Any = getattr(torch._C._distributed_c10d, "_create_work_from_
 _NCCL_TIMEOUT = timedelta(minutes=10)
 
 
-def group_names() -> dict[Any, str]:
-    """The names of all process groups."""
-    names: dict[Any, str] = c10d._world.pg_names
-    return names
-
-
 def completed_work(result: Any) -> Any:
     """A handle of an asynchronous collective that needs no waiting."""
     done: Any = torch.futures.Future()

@@ -22,7 +22,6 @@ from wooly.kernels.resolving import plain
 from wooly.torch_private import (
     PythonProcessGroup,
     completed_work,
-    group_names,
     raw_device,
     reduction_of,
     suggested_format,
@@ -59,7 +58,7 @@ class DeviceGroup(PythonProcessGroup):  # type: ignore[misc] # the class is PyTo
         super().__init__(rank, size)
         self._rank, self._size, self._carrier, self._host = rank, size, carrier, host
         self._batch: list[tuple[Tensor, int, bool]] | None = None
-        self._description = "undefined"
+        self._group_name, self._description = "", "undefined"
 
     # -- what PyTorch asks -------------------------------------------------------------------------------------------
 
@@ -71,7 +70,7 @@ class DeviceGroup(PythonProcessGroup):  # type: ignore[misc] # the class is PyTo
 
     @property
     def group_name(self) -> str:
-        return group_names()[self]
+        return self._group_name
 
     pg_name = group_name
 
@@ -80,7 +79,7 @@ class DeviceGroup(PythonProcessGroup):  # type: ignore[misc] # the class is PyTo
         return self._description
 
     def _set_group_name(self, name: str) -> None:
-        """PyTorch keeps the name in its own table, too."""
+        self._group_name = name
 
     def _set_group_desc(self, description: str) -> None:
         self._description = description

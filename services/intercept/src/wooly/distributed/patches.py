@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch.cuda.nccl
 from torch.distributed import DistBackendError
 from wooly_wis.collectives import GROUP_BYTES, MAX_RANKS, What
 
@@ -19,6 +20,8 @@ from wooly.distributed.group import DeviceGroup
 from wooly.torch_private import PrefixStore, distributed_patches, make_gloo
 
 Patch = tuple[Any, str, Any]
+#: The release of NCCL that scripts see: that of PyTorch's builds for CUDA 13.
+NCCL_VERSION = (2, 28, 9)
 _STAYS = "it is a rank of a torch.distributed group, whose collectives cannot be repeated"
 
 
@@ -45,6 +48,7 @@ def patches(devices: Devices, mode: Callable[[], str]) -> Iterator[Patch]:
         return carrier, host
 
     yield from distributed_patches(connect, DeviceGroup)
+    yield (torch.cuda.nccl, "version", lambda: NCCL_VERSION)
 
 
 def _meet(devices: Devices, store: Any, rank: int, size: int, timeout_s: float) -> FrameCarrier:
