@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from wooly_wis.collectives import Reduction, What
+from wooly_wis.collectives import REDUCING, Reduction, What
 
 from wooly.distributed.carrier import Work
 from wooly.torch_private import make_gloo
@@ -64,7 +64,9 @@ class ClientCarrier:
             What.EXCHANGE: self._exchange,
             What.BARRIER: self._barrier,
         }
-        steps[work.what](work, reads, results)
+        moved = work.what not in REDUCING  # gloo does not know all dtypes
+        raw = [[t.view(torch.uint8) if moved else t for t in tensors] for tensors in (reads, results)]
+        steps[work.what](work, *raw)
         for target, result in zip(work.writes, results, strict=True):
             target.copy_(result)
 
