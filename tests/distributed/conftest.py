@@ -15,7 +15,7 @@ TIMEOUT_S = 300
 
 
 class Program:
-    """The ranks of one script.
+    """The ranks of one script. `url` is a list if each rank has an executor of its own.
 
     Attributes:
         ranks: their processes.
@@ -24,7 +24,6 @@ class Program:
     def __init__(self, url, script, *arguments, ranks=2, **env):
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         common = {
-            "WOOLYAI_EXECUTOR_URL": url,
             "WORLD_SIZE": str(ranks),
             "LOCAL_WORLD_SIZE": str(ranks),
             "MASTER_ADDR": "127.0.0.1",
@@ -34,13 +33,17 @@ class Program:
             "PYTHONUNBUFFERED": "1",
             **env,
         }
+        urls = url if isinstance(url, list) else [url] * ranks
         self.ranks = [
             forks.Forked(
                 "rank",
                 *(str(SCRIPTS / script), *map(str, arguments)),
                 like="wooly",
                 cwd=SCRIPTS,
-                env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                env=os.environ
+                | common
+                | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                | {"WOOLYAI_EXECUTOR_URL": urls[rank]},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -74,13 +77,19 @@ def url():
         yield running.endpoints[0].replace("unix://", f"unix://{running.token}@")
 
 
+@pytest.fixture(scope="session")
+def other_url():
+    with executor_process(start=forks.Forked) as running:
+        yield running.endpoints[0].replace("unix://", f"unix://{running.token}@")
+
+
 @pytest.fixture
 def program(url):
     """Starts a script in several ranks."""
     programs = []
 
-    def start(script, *arguments, **how):
-        programs.append(Program(url, script, *arguments, **how))
+    def start(script, *arguments, at=url, **how):
+        programs.append(Program(at, script, *arguments, **how))
         return programs[-1]
 
     yield start

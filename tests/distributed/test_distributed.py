@@ -71,6 +71,15 @@ def test_collectives_through_the_clients_agree(program):
 
 
 @pytest.mark.slow
+def test_ranks_on_two_executors_get_an_error_with_two_cures_of_which_one_is_tried(program, url, other_url):
+    for status, _, errors in program("waiting.py", "slow", at=[url, other_url]).results():
+        assert status == 1 and "on 2 executors" in errors
+        assert "WOOLYAI_NODE" in errors and "WOOLYAI_COLLECTIVES=clients" in errors
+    through = program("training.py", at=[url, other_url], WOOLYAI_COLLECTIVES="clients").output()
+    assert "FSDP2 agrees" in through[0]
+
+
+@pytest.mark.slow
 def test_torchrun_runs_an_unmodified_script(url):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
