@@ -21,6 +21,8 @@ from wooly_wis.collectives import Collective, Range, Reduction, What
 from wooly_wis.dtypes import DType
 from wooly_wis.frames import Kind
 
+from services.executor.tests.fake_gpu import FakeDriver, gpu_runtime
+
 GROUP = b"sixteen bytes id"
 DATA = {DType.F32: (torch.float32, 4), DType.F16: (torch.float16, 2), DType.I64: (torch.int64, 8)}
 
@@ -137,6 +139,20 @@ def test_large_collective_is_done_in_pieces_and_billed_to_all_ranks(device):
     shares = [now - then for now, then in zip(used, before, strict=True)]
     assert shares[0] == shares[1] > 0
     device.check()
+
+
+@pytest.mark.parametrize("count", [4, 1 << 18])
+def test_collective_on_a_gpu_waits_for_work_in_flight(make_device, wis, count):
+    device = make_device(runtime=gpu_runtime(FakeDriver()))
+    ranks, v = Ranks(device, 2), wis.at(DType.F32, count)
+    for client in ranks.clients:
+        client.run(wis.body().alloc("x", 4 * count).fill("x", v, 1.0), {"x": 1})
+        for _ in range(20):  # known programs may be in flight
+            client.run(wis.body().call("aten.add_.Tensor", ("inout", "x", v), args=(wis.ref(0), wis.ref(0))), {"x": 1})
+    all_reduce(ranks, count)
+    for client in ranks.clients:
+        client.run(wis.body().call("aten.add_.Tensor", ("inout", "x", v), args=(wis.ref(0), wis.ref(0))), {"x": 1})
+        assert client.read(1, 4 * count) == struct.pack("<f", 2.0**22) * count
 
 
 def pair(device, *values):
