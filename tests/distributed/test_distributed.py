@@ -23,6 +23,7 @@ def test_trainings_of_two_ranks_have_the_weights_of_one_process(program):
         "DDP agrees",
         "DDP with options agrees",
         "FSDP2 agrees",
+        "FSDP agrees",
         "mixed precision runs",
         "tensor parallel agrees",
     ):

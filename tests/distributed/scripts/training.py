@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -88,6 +88,19 @@ loss.backward()
 assert all(p.grad is not None and p.grad.full_tensor().isfinite().all().item() for p in model.parameters())
 if rank == 0:
     print("FSDP2 with mixed precision runs", flush=True)
+
+model = FullyShardedDataParallel(network().to(local_rank), device_id=local_rank, use_orig_params=True)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+trained(model, optimizer, lambda step: model(data[step].to(local_rank)).square().mean())
+with FullyShardedDataParallel.summon_full_params(model):
+    agree("FSDP", [(name, p.detach()) for name, p in model.named_parameters()], expected)
+
+torch.manual_seed(0)
+layers = nn.Sequential(nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3))
+images = torch.randn(2 * size, 2, 4, 4, generator=torch.Generator().manual_seed(3))
+model = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(layers)).to(local_rank)
+ours = DDP(model, device_ids=[local_rank])(images[2 * rank : 2 * rank + 2].to(local_rank))
+assert torch.allclose(ours.detach().cpu(), layers(images).detach()[2 * rank : 2 * rank + 2], atol=1e-5)
 
 mesh = init_device_mesh("cuda", (size,))
 whole = network()

@@ -65,8 +65,7 @@ class DeviceGroup(PythonProcessGroup):  # type: ignore[misc] # the class is PyTo
     def getBackendName(self) -> str:
         return "nccl"
 
-    def name(self) -> str:
-        return "nccl"
+    name = _get_backend_name = getBackendName
 
     @property
     def group_name(self) -> str:

@@ -16,6 +16,7 @@ from wooly import children, dynamo, interrupts, triton_capture
 from wooly.determinism import Determinism
 from wooly.devices import Devices
 from wooly.distributed import patches as distributed
+from wooly.distributed import sharding
 from wooly.facade import (
     accelerator,
     amp,
@@ -124,12 +125,14 @@ class Facade:
         generation.activate()
         sources.activate()
         handover.activate()
+        sharding.activate()
         replaced = [(old, owner.__dict__.get(name)) for owner, name, old in self._undo]
         tell_dynamo(replaced)
         tell_torchscript(replaced)
 
     def uninstall(self) -> None:
         """Remove all patches."""
+        sharding.deactivate()
         handover.deactivate()
         generation.deactivate()
         sources.deactivate()
