@@ -1,6 +1,10 @@
-"""Each collective on "cuda" tensors is compared with gloo on the same CPU tensors, and with the sum in the order of the ranks."""
+"""Each collective on "cuda" tensors is compared with gloo on the same CPU tensors, and with the sum in the order of the ranks.
+
+`collectives.py all` does so for more dtypes.
+"""
 
 import datetime
+import sys
 import warnings
 
 import torch
@@ -8,16 +12,8 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
 warnings.simplefilter("ignore")
-DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.uint8,
-    torch.int8,
-)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int64)
+FURTHER = (torch.float64, torch.int32, torch.uint8, torch.int8)
 SIZES = (1, 1000, 300_000)
 
 dist.init_process_group("cpu:gloo,cuda:nccl", timeout=datetime.timedelta(seconds=250))
@@ -60,7 +56,7 @@ def reductions():
         dist.ReduceOp.MIN: torch.minimum,
         dist.ReduceOp.MAX: torch.maximum,
     }
-    for dtype in DTYPES:
+    for dtype in (*DTYPES, *(FURTHER if "all" in sys.argv else ())):
         for n in SIZES if dtype is torch.float32 else SIZES[:2]:
             host = values(n, dtype)
             parts = everybodys(host)

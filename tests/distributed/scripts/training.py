@@ -1,7 +1,11 @@
-"""Trainings of several ranks, as tutorials write them, have the weights of a training in one process on the CPU."""
+"""Trainings of several ranks, as tutorials write them, have the weights of a training in one process on the CPU.
+
+`training.py all` also tries wrappers and options that fewer programs use.
+"""
 
 import copy
 import os
+import sys
 import warnings
 
 import torch
@@ -57,6 +61,36 @@ def agree(name, found, expected):
         print(name, "agrees", flush=True)
 
 
+def further_wrappers():
+    model = DDP(network().cuda(), find_unused_parameters=True, gradient_as_bucket_view=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with model.no_sync():  # gradients that nobody waits for
+        model(data[0].cuda()).sum().backward()
+    trained(model, optimizer, lambda step: model(data[step].cuda()).square().mean())
+    agree("DDP with options", model.module.named_parameters(), expected)
+
+    model = network().to(local_rank)
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+    loss = model(data[0].to(local_rank)).float().square().mean()
+    loss.backward()
+    assert all(p.grad is not None and p.grad.full_tensor().isfinite().all().item() for p in model.parameters())
+    if rank == 0:
+        print("FSDP2 with mixed precision runs", flush=True)
+
+    model = FullyShardedDataParallel(network().to(local_rank), device_id=local_rank, use_orig_params=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    trained(model, optimizer, lambda step: model(data[step].to(local_rank)).square().mean())
+    with FullyShardedDataParallel.summon_full_params(model):
+        agree("FSDP", [(name, p.detach()) for name, p in model.named_parameters()], expected)
+
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3))
+    images = torch.randn(2 * size, 2, 4, 4, generator=torch.Generator().manual_seed(3))
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(layers)).to(local_rank)
+    ours = DDP(model, device_ids=[local_rank])(images[2 * rank : 2 * rank + 2].to(local_rank))
+    assert torch.allclose(ours.detach().cpu(), layers(images).detach()[2 * rank : 2 * rank + 2], atol=1e-5)
+
+
 expected = reference()
 
 model = DDP(network().to(local_rank), device_ids=[local_rank])
@@ -64,13 +98,6 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 data = batches(rank)
 trained(model, optimizer, lambda step: model(data[step].to(local_rank)).square().mean())
 agree("DDP", model.module.named_parameters(), expected)
-
-model = DDP(network().cuda(), find_unused_parameters=True, gradient_as_bucket_view=True)
-optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-with model.no_sync():  # gradients that nobody waits for
-    model(data[0].cuda()).sum().backward()
-trained(model, optimizer, lambda step: model(data[step].cuda()).square().mean())
-agree("DDP with options", model.module.named_parameters(), expected)
 
 model = network().to(local_rank)
 for layer in model:
@@ -80,27 +107,6 @@ fully_shard(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 trained(model, optimizer, lambda step: model(data[step].to(local_rank)).square().mean())
 agree("FSDP2", [(name, p.full_tensor().detach()) for name, p in model.named_parameters()], expected)
-
-model = network().to(local_rank)
-fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
-loss = model(data[0].to(local_rank)).float().square().mean()
-loss.backward()
-assert all(p.grad is not None and p.grad.full_tensor().isfinite().all().item() for p in model.parameters())
-if rank == 0:
-    print("FSDP2 with mixed precision runs", flush=True)
-
-model = FullyShardedDataParallel(network().to(local_rank), device_id=local_rank, use_orig_params=True)
-optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-trained(model, optimizer, lambda step: model(data[step].to(local_rank)).square().mean())
-with FullyShardedDataParallel.summon_full_params(model):
-    agree("FSDP", [(name, p.detach()) for name, p in model.named_parameters()], expected)
-
-torch.manual_seed(0)
-layers = nn.Sequential(nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3))
-images = torch.randn(2 * size, 2, 4, 4, generator=torch.Generator().manual_seed(3))
-model = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(layers)).to(local_rank)
-ours = DDP(model, device_ids=[local_rank])(images[2 * rank : 2 * rank + 2].to(local_rank))
-assert torch.allclose(ours.detach().cpu(), layers(images).detach()[2 * rank : 2 * rank + 2], atol=1e-5)
 
 mesh = init_device_mesh("cuda", (size,))
 whole = network()
@@ -125,4 +131,6 @@ assert torch.equal(rows.redistribute(mesh, [Replicate()]).to_local().cpu(), tabl
 assert torch.equal((rows * 2).sum().full_tensor().cpu(), 2 * table.sum())
 if rank == 0:
     print("tensor parallel agrees", flush=True)
+if "all" in sys.argv:
+    further_wrappers()
 dist.destroy_process_group()
