@@ -10,21 +10,24 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from wooly_executor.collectives import groups as pure
+from wooly_executor.collectives import service
 from wooly_executor.collectives.groups import Groups
 from wooly_executor.collectives.work import Part, steps
 from wooly_executor.errors import CollectiveError
 from wooly_executor.memory.book import Scope
 from wooly_executor.memory.swap import Policy
+from wooly_executor.runtime.buffers import TORCH_DTYPE
 from wooly_executor.vram import SwapSettings
 from wooly_testkit.effort import examples
-from wooly_wis.collectives import Collective, Range, Reduction, What
+from wooly_wis.collectives import REDUCIBLE, Collective, Range, Reduction, What, pack_collective, unpack_collective
 from wooly_wis.dtypes import DType
+from wooly_wis.errors import DecodeError
 from wooly_wis.frames import Kind
 
 from services.executor.tests.fake_gpu import FakeDriver, gpu_runtime
 
 GROUP = b"sixteen bytes id"
-DATA = {DType.F32: (torch.float32, 4), DType.F16: (torch.float16, 2), DType.I64: (torch.int64, 8)}
+ONE = Range(1, 0, 1)
 
 
 class Ranks:
@@ -115,6 +118,34 @@ def test_pieces_of_any_size_have_the_bits_of_additions_one_after_the_other(dtype
     done = sum(steps([Part(tuple(sources), tuple(targets))], call, 64))
     assert done == 8 * count * dtype.itemsize
     assert all(torch.equal(target, expected) for target in targets)
+
+
+@pytest.mark.parametrize("dtype", sorted(REDUCIBLE, key=lambda d: d.code), ids=lambda d: d.label)
+def test_each_reducible_dtype_has_all_its_reductions(dtype):
+    for reduction in Reduction:
+        call = Collective(GROUP, 1, 0, 2, 1000, What.ALL_REDUCE, dtype, (ONE,), (ONE,), reduction)
+        try:
+            call = unpack_collective(pack_collective(call))
+        except DecodeError:
+            continue
+        out = torch.empty(1, dtype=TORCH_DTYPE[dtype])
+        list(steps([Part((torch.ones_like(out), torch.ones_like(out)), (out,))], call, 64))
+        doubled = reduction in (Reduction.SUM, Reduction.PREMUL_SUM) and dtype is not DType.BOOL
+        assert out.item() == (2 if doubled else 1), reduction
+
+
+def test_unexpected_error_of_the_work_fails_the_ranks_and_not_the_executor(device, wis, monkeypatch):
+    def broken(*args):
+        raise RuntimeError("the library fails")
+        yield 0
+
+    ranks = pair(device, 1.0)
+    monkeypatch.setattr(service, "steps", broken)
+    all_reduce(ranks, 1)
+    assert all("the library fails" in why for why in errors_of(wis, ranks.clients))
+    monkeypatch.undo()
+    all_reduce(ranks, 1, reads=2, writes=2)
+    assert contents(ranks, 2, 1) == [[0.0]] * 2
 
 
 def test_average_of_integers_is_truncated_and_sum_of_bools_is_or():

@@ -63,10 +63,10 @@ class Reduction(IntEnum):
 
 REDUCING = frozenset((What.ALL_REDUCE, What.REDUCE, What.REDUCE_SCATTER))
 ROOTED = frozenset((What.REDUCE, What.BROADCAST, What.GATHER, What.SCATTER))
-#: Dtypes whose elements can be reduced: those of NCCL.
+#: Dtypes whose elements can be reduced: those of PyTorch's groups of the backend nccl.
 REDUCIBLE = frozenset(
     (
-        *(DType.BOOL, DType.U8, DType.I8, DType.I32, DType.U32, DType.I64, DType.U64),
+        *(DType.BOOL, DType.U8, DType.I8, DType.I32, DType.I64),
         *(DType.F16, DType.BF16, DType.F32, DType.F64),
     )
 )

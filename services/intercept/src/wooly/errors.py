@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from torch.distributed import DistBackendError
-
 
 class WoolyError(RuntimeError):
     """Base class of Wooly's errors. It is a RuntimeError because PyTorch programs catch RuntimeError."""
@@ -58,12 +56,6 @@ class RemoteNotImplementedError(RemoteOperationError, NotImplementedError):
     """The executor's library has no kernel for an operation. It is a NotImplementedError, as in CUDA."""
 
     code = "wooly.remote_not_implemented"
-
-
-class RemoteCollectiveError(RemoteOperationError, DistBackendError):
-    """A collective of several ranks failed. It is torch.distributed's error of a backend."""
-
-    code = "wooly.remote_collective"
 
 
 class ForkedProcessError(WoolyError):

@@ -39,11 +39,11 @@ from wooly_wis.frames import (
 from wooly_wis.releases import mismatch
 
 from wooly.departures import STAYS, HibernatedChannel
+from wooly.distributed.errors import RemoteCollectiveError
 from wooly.errors import (
     ExecutorLostError,
     ForkedProcessError,
     ReleaseError,
-    RemoteCollectiveError,
     RemoteNotImplementedError,
     RemoteOperationError,
     WoolyError,

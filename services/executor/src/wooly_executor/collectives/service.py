@@ -8,6 +8,7 @@ billed for an equal share.
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from wooly_wis.collectives import REDUCING, Collective, Range, What, unpack_coll
 
 from wooly_executor.collectives.groups import Arrival, Groups, Meeting
 from wooly_executor.collectives.work import PIECE_ON_GPU, PIECE_ON_HOST, Memory, Part, WorkJob, parts_of, steps
-from wooly_executor.errors import CollectiveError, ExecutorError
+from wooly_executor.errors import CollectiveError, ContextLostError, ExecutorError, forget_frames
 from wooly_executor.flow import Readiness, Residence, Signal
 from wooly_executor.frames import Frame
 from wooly_executor.mover import Job
@@ -29,6 +30,7 @@ from wooly_executor.runtime.device import TorchDevice
 from wooly_executor.session import Session
 from wooly_executor.vram import Vram
 
+log = logging.getLogger("wooly.executor")
 #: Maximum bytes that a collective reads and writes in the device's thread. On a host, this takes less than half a millisecond.
 DONE_HERE = 512 << 10
 #: Minimum seconds between two searches for ranks that have waited too long.
@@ -163,21 +165,27 @@ class Collectives:
         begun = time.perf_counter_ns()
         arrivals = sorted(meeting.arrivals, key=lambda a: a.call.rank) if meeting.read < 0 else meeting.arrivals
         sessions = [s for a in arrivals for s in sessions if s.id == a.session]
+        call = arrivals[0].call
+        parts: list[Part] = []
+        small = False
         try:
             why = next((w for a, s in zip(arrivals, sessions, strict=True) if (w := self._unusable(s, a, meeting))), "")
-            parts = [] if why else self._parts(meeting, arrivals, sessions)
-        except ExecutorError as e:
-            why, parts = str(e), []
-        if why:
-            self._settle(meeting, why)
-            return
-        call = arrivals[0].call
-        if sum([part.nbytes for part in parts]) <= DONE_HERE:
-            for _ in steps(parts, call, self._piece):
-                pass
+            if not why:
+                parts = self._parts(meeting, arrivals, sessions)
+                small = sum([part.nbytes for part in parts]) <= DONE_HERE
+                for _ in steps(parts, call, self._piece) if small else ():
+                    pass
+        except ContextLostError:
+            raise
+        except Exception as e:
+            if not isinstance(e, ExecutorError):
+                log.exception("unexpected error in a collective; its ranks get it")
+            why = str(e)
+            forget_frames(e)
+        if why or small:
             took = time.perf_counter_ns() - begun
             self._bill(sessions, took, took)
-            self._settle(meeting)
+            self._settle(meeting, why)
             return
         self._runs.settle()
         meeting.running = True
