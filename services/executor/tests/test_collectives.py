@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from wooly_executor.collectives import groups as pure
@@ -484,6 +484,21 @@ def test_overlapping_operands_are_refused(device, wis, reads, writes, error):
     assert all(
         f"rank 0, all_gather at train.py:1: {error}" in why or error in why for why in errors_of(wis, ranks.clients)
     )
+
+
+@given(data=st.data(), size=st.sampled_from([1, 2, 3]))
+def test_overlaps_are_those_of_the_bytes(data, size):
+    def ranges(n):
+        one = st.builds(lambda b, o, n: Range(b, 4 * o, n), st.integers(1, 2), st.integers(0, 6), st.integers(0, 3))
+        return tuple(data.draw(st.lists(one, min_size=n, max_size=n)))
+
+    call = Collective(GROUP, 1, 0, size, 1000, What.ALL_TO_ALL, DType.F32, ranges(size), ranges(size))
+    written = [{(w.buffer, w.offset + k) for k in range(4 * w.elements)} for w in call.writes]
+    read = [{(r.buffer, r.offset + k) for k in range(4 * r.elements)} for r in call.reads]
+    expected = any(written[i] & written[j] for i in range(size) for j in range(i)) or any(
+        r & w and not (i == j == 0 and r == w) for i, r in enumerate(read) for j, w in enumerate(written)
+    )
+    assert bool(service.overlap(call, call.reads, call.writes)) == expected
 
 
 # -- hostile frames ------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ billed for an equal share.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import logging
 import time
@@ -336,13 +337,16 @@ def overlap(call: Collective, reads: Sequence[Range], writes: Sequence[Range]) -
     for (buffer, _, end, k), (other, start, _, j) in itertools.pairwise(spans):
         if buffer == other and start < end:
             return f"the ranges {k} and {j} that it writes overlap"
+    starts = [(buffer, start) for buffer, start, _, _ in spans]
     for number, r in enumerate(reads):
         end = r.offset + r.elements * size
-        for buffer, start, stop, k in spans if r.elements else ():
-            if buffer != r.buffer or start >= end or r.offset >= stop:
-                continue
-            in_place = (start, stop) == (r.offset, end) and _is_own(call, number, k)
-            if not in_place:
+        at = bisect.bisect_left(starts, (r.buffer, end))  # the ranges from here on begin behind the range that is read
+        while r.elements and at:
+            at -= 1
+            buffer, start, stop, k = spans[at]
+            if buffer != r.buffer or stop <= r.offset:
+                break
+            if (start, stop) != (r.offset, end) or not _is_own(call, number, k):
                 return f"range {number} that it reads overlaps range {k} that it writes"
     return ""
 
