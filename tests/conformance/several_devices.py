@@ -546,7 +546,6 @@ def test_parallel_wrappers_are_refused_with_remedy():
         lambda: nn.DataParallel(module, device_ids=["cuda:0", "cuda:1"]),
         lambda: nn.parallel.data_parallel(module, x),
         lambda: nn.parallel.data_parallel(module, x, (0, 1)),
-        lambda: nn.parallel.DistributedDataParallel(module, device_ids=[0]),
     ):
         with pytest.raises(NotImplementedError, match=r"by hand .*part.to\('cuda:1'\)"):
             use()

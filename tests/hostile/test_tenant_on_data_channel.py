@@ -19,6 +19,7 @@ from wooly_bus.errors import BusError
 from wooly_testkit.cluster import Cluster, Tenant, enter
 from wooly_wis.assembly import row_major
 from wooly_wis.codec import digest, encode_program
+from wooly_wis.collectives import Collective, Range, Reduction, What, pack_collective
 from wooly_wis.dtypes import DType
 from wooly_wis.foreign import Source, encode_source
 from wooly_wis.frames import CONTENT, READ_HEAD, WRITE_HEAD, Kind, pack_json, pack_run
@@ -514,4 +515,66 @@ def test_definitions_beyond_the_limits_are_refused(cluster, bob):
         attacker.send(Kind.SYNC)
         assert attacker.recv(20).kind == Kind.ERROR
     assert answers_correctly(attacker)
+    attacker.close()
+
+
+# -- collectives ---------------------------------------------------------------------------------------------------------
+
+
+def part(rank, **how):
+    """A rank's part in the first all_reduce of a group of two."""
+    one = (Range(1, 0, 1),)
+    call = {
+        "group": b"known to the foe",
+        "sequence": 1,
+        "rank": rank,
+        "size": 2,
+        "timeout_ms": 60_000,
+        "dtype": DType.F32,
+    }
+    call |= {"what": What.ALL_REDUCE, "reads": one, "writes": one, "reduction": Reduction.SUM}
+    return pack_collective(Collective(**{**call, **how}))
+
+
+def test_attacker_who_knows_a_groups_id_is_not_its_rank(alice, bob):
+    ranks, attacker = [session_with_buffer(alice) for _ in range(2)], session_with_buffer(bob)
+    ranks[0].send(Kind.COLLECTIVE, part(0))
+    attacker.send(Kind.COLLECTIVE, part(1, timeout_ms=50))
+    attacker.send(Kind.SYNC)
+    error = json.loads(bytes(attacker.recv(60).payload))
+    assert error["code"] == "executor.collective" and "rank 0 did not come" in error["message"]
+    ranks[1].send(Kind.COLLECTIVE, part(1))
+    for rank in ranks:
+        rank.send(Kind.SYNC)
+        assert rank.recv(60).kind == Kind.RESULT
+    for channel in (*ranks, attacker):
+        channel.close()
+
+
+def test_malformed_collectives_fail_their_session_only(alice, bob):
+    victim, attacker = session_with_buffer(alice), session_with_buffer(bob)
+    whole = part(0)
+    frames = [whole[:cut] for cut in range(0, len(whole), 7)]
+    frames += [
+        part(0, size=1 << 31),
+        part(7),
+        part(0, sequence=1 << 63),
+        part(0, reads=(Range(1, (1 << 64) - 4, 1),) * 2),
+    ]
+    frames += [
+        part(
+            0,
+            size=1,
+            timeout_ms=1,
+            reads=(Range(1, (1 << 64) - 4, (1 << 64) - 1),),
+            writes=(Range(1, 0, (1 << 64) - 1),),
+        )
+    ]
+    for raw in frames:
+        attacker.send(Kind.COLLECTIVE, raw)
+        attacker.send(Kind.SYNC)
+        assert attacker.recv(60).kind == Kind.ERROR
+    attacker.send(Kind.SYNC)
+    assert attacker.recv(60).kind == Kind.RESULT and answers_correctly(victim)
+    victim.close()
     attacker.close()

@@ -19,6 +19,7 @@ from wooly_executor.device_loop import DeviceLoop
 from wooly_executor.memory.book import Scope
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
 from wooly_wis.codec import digest, encode_program
+from wooly_wis.collectives import Collective, Range, pack_collective
 from wooly_wis.dtypes import DType
 from wooly_wis.frames import (
     CONTENT,
@@ -165,6 +166,11 @@ class Client:
 
     def floats(self, buffer, n):
         return list(struct.unpack(f"<{n}f", self.read(buffer, 4 * n)))
+
+    def collective(self, what, **how):
+        """Send a rank's part in a collective. Ranges are (buffer, byte offset, elements[, peer])."""
+        how |= {name: tuple(Range(*r) for r in how.get(name, ())) for name in ("reads", "writes")}
+        self.channel.send(Kind.COLLECTIVE, pack_collective(Collective(what=what, **how)))
 
     def sync(self):
         self.channel.send(Kind.SYNC)

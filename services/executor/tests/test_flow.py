@@ -25,6 +25,7 @@ CLIENTS = (
     Kind.SEAL,
     Kind.PIN,
     Kind.SOURCE,
+    Kind.COLLECTIVE,
 )
 
 
@@ -94,6 +95,8 @@ class Environment:
         if self.flow.residence is not Residence.HERE or "memory" in self.later:
             self.asked.add("memory")
             return Signal.MEMORY_AWAITED
+        if self.flow.next.kind == Kind.COLLECTIVE:
+            return self._perhaps("peers", Signal.MEMORY_READY, Signal.PEERS_AWAITED)
         return Signal.MEMORY_READY
 
     def process(self):
@@ -141,6 +144,28 @@ def test_flow_run_with_resident_memory_is_submitted_in_one_step():
     e.note(Signal.RUN_BEGUN)
     e.send(Signal.RUN_ENDED)
     assert did(e) == ["PROCESS"] and e.processed == [2] and e.flow.quiet
+
+
+def test_flow_collective_waits_for_peers_and_nothing_overtakes_it():
+    e = Environment()
+    e.later = {"peers"}
+    e.arrive(Kind.COLLECTIVE)
+    e.arrive(Kind.RUN)
+    assert did(e) == [] and waits_for(e.flow) == "the other ranks of its collective"
+    e.send(Signal.MEMORY_CAME)
+    assert did(e) == []  # not what it waits for
+    e.later = set()
+    e.send(Signal.PEERS_CAME)
+    assert did(e) == ["REACH", "PROCESS", "SUBMIT"] and e.processed == [2]
+
+
+def test_flow_collective_of_a_suspended_session_waits_until_it_is_resumed():
+    e = Environment()
+    e.send(Signal.PAUSED)
+    e.arrive(Kind.COLLECTIVE)
+    assert did(e) == [] and waits_for(e.flow) == "the session to be resumed"
+    e.send(Signal.RESUMED)
+    assert did(e) == ["REACH", "PROCESS"]
 
 
 def test_flow_steps_of_a_run_allocate_nothing():
@@ -385,7 +410,7 @@ class FlowMachine(RuleBasedStateMachine):
                 self.e.arrive(kind, 1)
 
     @rule(
-        later=st.sets(st.sampled_from(["kernels", "plan", "room", "decoder", "memory"])),
+        later=st.sets(st.sampled_from(["kernels", "plan", "room", "decoder", "memory", "peers"])),
         lend=st.booleans(),
         unread=st.booleans(),
     )
@@ -401,6 +426,7 @@ class FlowMachine(RuleBasedStateMachine):
         if what == "memory":
             self.bring()
         signals = {"kernels": Signal.KERNELS_BUILT, "plan": Signal.PLAN_KNOWN, "decoder": Signal.DECODED}
+        signals |= {"peers": Signal.PEERS_CAME}
         self.e.send(signals.get(what, Signal.MEMORY_CAME))
 
     @precondition(lambda self: self.e.flow.residence is Residence.PREEMPTED)
@@ -468,7 +494,7 @@ class FlowMachine(RuleBasedStateMachine):
                 break
             for event in (Held(""), Signal.RESUMED, Signal.ANSWERS_READ, Signal.BUFFERS_RETURNED, Signal.TURN_CAME):
                 e.send(event)
-            for event in (Signal.KERNELS_BUILT, Signal.PLAN_KNOWN, Signal.DECODED):
+            for event in (Signal.KERNELS_BUILT, Signal.PLAN_KNOWN, Signal.DECODED, Signal.PEERS_CAME):
                 e.send(event)
             if e.flow.residence is Residence.LEAVING:
                 e.note(Signal.STAYED)

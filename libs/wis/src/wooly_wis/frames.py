@@ -47,6 +47,7 @@ class Kind(IntEnum):
     BUFFERS = 21
     CUT = 22
     RESTORE = 23
+    COLLECTIVE = 24
 
 
 RUN_HEAD = struct.Struct(f"<{DIGEST_SIZE}sIIII")

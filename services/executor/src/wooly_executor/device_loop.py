@@ -28,6 +28,7 @@ from wooly_executor.answers import Answers
 from wooly_executor.busy_time import BusyTime
 from wooly_executor.checkpoints.cuts import Cuts
 from wooly_executor.checkpoints.files import Checkpoints
+from wooly_executor.collectives.service import Collectives
 from wooly_executor.collector import Collector
 from wooly_executor.connection_admission import ConnectionAdmission, refusal
 from wooly_executor.core_speed import CoreSpeed
@@ -117,11 +118,16 @@ class DeviceLoop:
         self.usage = UsageBook()
         self._answers = Answers(server, runtime.device, post, limits)
         self.cuts = Cuts(vram, runtime.device, self._calls.call, post, runtime.settle, checkpoints, limits.checkpoints)
+        self.runs = Runs(runtime, vram)
+        self.collectives = Collectives(
+            vram, self.runs, runtime.device, self._calls.call, post, lambda session_id: self.sessions.get(session_id)
+        )
         self.sessions = Sessions(
             runtime,
             tiers,
             vram,
             self.cuts,
+            self.collectives,
             dispatch,
             self.store,
             self.usage,
@@ -131,15 +137,17 @@ class DeviceLoop:
             server,
             limits,
         )
-        self.runs = Runs(runtime, vram)
         self._upload_targets = UploadTargets(runtime.device, vram, self.runs)
         self.busy = BusyTime()
-        self.processing = Processing(self.sessions, self.runs, vram, self._answers, self.busy, self.cuts)
+        self.processing = Processing(
+            self.sessions, self.runs, vram, self._answers, self.busy, self.cuts, self.collectives
+        )
         interpreter = Interpreter(
             self.sessions,
             self.processing,
             vram,
             self.cuts,
+            self.collectives,
             dispatch,
             self.store,
             self.decoders,
@@ -264,19 +272,29 @@ class DeviceLoop:
             or bool(dispatch.wanted)
             or self.intake.posted
             or self.vram.due
+            or self.collectives.due
             or not self._calls.empty()
         )
 
     def _timeout(self) -> float | None:
         """Seconds until there may be work without a new event. None: only an event can bring work."""
         collector = None if self._collector is None else self._collector.timeout()
-        timeouts = (self.vram.timeout(), collector, self._answers.timeout(), self.intake.timeout())
+        timeouts = (
+            self.vram.timeout(),
+            collector,
+            self._answers.timeout(),
+            self.intake.timeout(),
+            self.collectives.timeout(),
+        )
         return min([t for t in timeouts if t is not None], default=None)
 
     def _run_calls(self) -> None:
         calls, vram, wanted, settle = self._calls, self.vram, self.dispatch.wanted, self.intake.settle
         while not calls.empty():
             calls.run_one()
+            settle()
+        if self.collectives.due:
+            self.collectives.expire()
             settle()
         while wanted:
             vram.ask(wanted.popleft())

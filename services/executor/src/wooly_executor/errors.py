@@ -137,6 +137,17 @@ class CheckpointError(ExecutorError):
     code = "executor.checkpoint"
 
 
+class CollectiveError(ExecutorError):
+    """A collective of a group of sessions failed. All sessions that take part get the error.
+
+    Attributes:
+        instruction: 0: a COLLECTIVE frame is one instruction.
+    """
+
+    code = "executor.collective"
+    instruction = 0
+
+
 class FullDiskError(ExecutorError):
     """The disk of the executor's files has no room for a kernel's code. The code itself is fine."""
 

@@ -16,6 +16,7 @@ from wooly_wis.frames import Kind, unpack_content, unpack_cut, unpack_restore, u
 
 from wooly_executor.answers import Answers
 from wooly_executor.checkpoints.cuts import Cuts
+from wooly_executor.collectives.service import Collectives
 from wooly_executor.core_speed import FULL, CoreSpeed
 from wooly_executor.decoding import Decoders, Decoding
 from wooly_executor.dispatch import Dispatch
@@ -54,6 +55,7 @@ class Interpreter:
         processing: processes frames when their turn has come.
         vram: the device's memory.
         cuts: takes and restores the cuts of sessions.
+        collectives: brings the ranks of groups together.
         dispatch: orders the runs.
         store: has the programs of all sessions.
         decoders: decode definitions outside this thread.
@@ -73,6 +75,7 @@ class Interpreter:
         processing: Processing,
         vram: Vram,
         cuts: Cuts,
+        collectives: Collectives,
         dispatch: Dispatch,
         store: ProgramStore,
         decoders: Decoders,
@@ -82,7 +85,7 @@ class Interpreter:
         pace: CoreSpeed | None,
     ) -> None:
         self._sessions, self._processing, self._vram, self._dispatch = sessions, processing, vram, dispatch
-        self._cuts = cuts
+        self._cuts, self._collectives = cuts, collectives
         self._store, self._decoders, self._answers = store, decoders, answers
         self._post, self._calls, self._pace = post, calls, pace
         self.served: dict[Session, None] = {}
@@ -212,9 +215,14 @@ class Interpreter:
 
     def _reach(self, session: Session) -> Signal:
         """Check that the memory a frame touches is on the device, with room for copies; for a PIN, that all contents are hashed;
-        for a CUT and a RESTORE, that the memory is copied.
+        for a CUT and a RESTORE, that the memory is copied; for a COLLECTIVE, that all ranks are there.
         """
         frame = _next(session)
+        if frame.kind == Kind.COLLECTIVE:
+            try:
+                return self._collectives.reach(session, frame)
+            except DecodeError:
+                return _MEMORY_READY  # processing refuses the frame later
         if frame.kind in _COPYING:
             return self._reach_copied(session, frame)
         if frame.kind == Kind.PIN:

@@ -27,6 +27,7 @@ from wooly_wis.frames import (
 from wooly_executor.answers import Answers
 from wooly_executor.busy_time import BusyTime
 from wooly_executor.checkpoints.cuts import Cuts
+from wooly_executor.collectives.service import Collectives
 from wooly_executor.counters import Work
 from wooly_executor.errors import ContextLostError, ExecutorError, InternalError, forget_frames
 from wooly_executor.flow.state import DEFINITIONS
@@ -62,15 +63,23 @@ class Processing:
         answers: sends answers to clients.
         busy: knows how busy the device is.
         cuts: takes and restores the cuts of sessions.
+        collectives: brings the ranks of groups together.
 
     Attributes:
         work: how the programs of all sessions ran.
     """
 
     def __init__(
-        self, sessions: Sessions, runs: Runs, vram: Vram, answers: Answers, busy: BusyTime, cuts: Cuts
+        self,
+        sessions: Sessions,
+        runs: Runs,
+        vram: Vram,
+        answers: Answers,
+        busy: BusyTime,
+        cuts: Cuts,
+        collectives: Collectives,
     ) -> None:
-        self._cuts = cuts
+        self._cuts, self._collectives = cuts, collectives
         self._sessions, self._runs, self._vram, self._answers, self._busy = sessions, runs, vram, answers, busy
         self.work = Work()
 
@@ -151,6 +160,8 @@ class Processing:
         elif kind == Kind.RESTORE:
             unpack_restore(frame.payload)
             answers.say(conn, self._cuts.restored(session))
+        elif kind == Kind.COLLECTIVE:
+            self._collectives.finish(session, frame)
         elif kind == Kind.CLOSE:
             self._sessions.close(session.id, "")
         else:

@@ -190,6 +190,15 @@ class Runs:
         if buffers:
             self._vram.free(session, buffers)
 
+    def poison(self, session: Session, buffers: Sequence[int], why: str) -> None:
+        """Poison buffers that a failed operation should have written. Unknown ids are ignored."""
+        for buffer in buffers:
+            known = session.buffers.get(buffer)
+            if known is not None:
+                known.base, known.view, known.poison = None, None, known.poison or why
+        if session.cuts is not None:
+            session.cuts.changed.update(buffers)
+
     def _poison(self, session: Session, run: Run, why: str) -> None:
         """Poison the buffers that a failed run should have written, and free the buffers that it should have freed.
 

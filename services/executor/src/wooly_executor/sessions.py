@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import secrets
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -17,6 +18,7 @@ from wooly_wis.messages import DirectSession
 
 from wooly_executor.answers import Answers
 from wooly_executor.checkpoints.cuts import Cuts
+from wooly_executor.collectives.service import Collectives
 from wooly_executor.connection_admission import ConnectionAdmission, Hello, HelloRefusedError, refusal
 from wooly_executor.dispatch import Dispatch
 from wooly_executor.errors import AdmissionError, HostMemoryError, UnknownSessionError
@@ -67,6 +69,7 @@ class Sessions:
         tiers: decides how programs run; None: all programs run at tier 0.
         vram: the device's memory.
         cuts: takes and restores the cuts of sessions.
+        collectives: brings the ranks of groups together.
         dispatch: orders the runs.
         store: has the programs of all sessions.
         usage: measures what sessions use.
@@ -83,6 +86,7 @@ class Sessions:
         tiers: Tiers | None,
         vram: Vram,
         cuts: Cuts,
+        collectives: Collectives,
         dispatch: Dispatch,
         store: ProgramStore,
         usage: UsageBook,
@@ -93,11 +97,13 @@ class Sessions:
         limits: HostLimits,
     ) -> None:
         self._runtime, self._tiers, self._vram, self._dispatch = runtime, tiers, vram, dispatch
-        self._cuts = cuts
+        self._cuts, self._collectives = cuts, collectives
         self._store, self._usage, self._admission, self._answers = store, usage, admission, answers
         self._post, self._server, self._limits = post, server, limits
         self._open: dict[str, Session] = {}
         self._closed: Callable[[Ended], None] | None = None
+        #: Names this process, so that the ranks of a group know whether their sessions are on one executor.
+        self._instance = secrets.token_hex(16)
 
     def __len__(self) -> int:
         return len(self._open)
@@ -201,6 +207,7 @@ class Sessions:
         conn.ack(1)
         libraries = extensions.facts(opaque=session.programs.author.opaque)
         facts = self._runtime.facts() | {"total_memory": session.quota, "libraries": libraries}
+        facts["instance"] = self._instance
         welcome = {"protocol": PROTOCOL, "session_id": session.id, "window": WINDOW, "device": facts}
         self._answers.say(conn, welcome, Kind.WELCOME)
         self._post.add(session, ClientCame(planned=hello.jit == "full" and session.tiers is not None))
@@ -289,6 +296,7 @@ class Sessions:
         self._usage.closed(session_id, self._vram.clock())
         self._vram.close(session)
         self._cuts.closed(session, passing=passing)
+        self._collectives.closed(session, reason)
         session.release()
         conn, session.conn = session.conn, None
         if conn is not None:

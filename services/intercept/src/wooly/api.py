@@ -22,6 +22,7 @@ from wooly import capture, children, native
 from wooly.contents import OfferPolicy
 from wooly.departures import Departures
 from wooly.device import RegisteredDevice, register
+from wooly.devices import ranks_here
 from wooly.errors import NotConnectedError, ReleaseError, WoolyError
 from wooly.facade import Facade
 from wooly.facade.build import CUDA_VERSION
@@ -82,6 +83,10 @@ class _Attached:
         """Link of the first device."""
         return self.links[0]
 
+    def link_of(self, index: int) -> Link:
+        """Link of a device. The devices of a rank of torchrun share one."""
+        return self.links[index if index < len(self.links) else 0]
+
 
 #: Protects the state of this module. A thread that waits for it may hold a recorder's lock (`_first_use`). So a thread that has
 #: it takes no recorder's lock while a first use may wait.
@@ -92,6 +97,8 @@ _pending: Settings | None = None
 _facade: Facade | None = None
 #: The version that `torch.version.cuda` reports from the first `enable` on.
 _cuda_version = CUDA_VERSION
+#: Who carries collectives from the first `enable` on: the setting WOOLYAI_COLLECTIVES.
+_collectives = "executor"
 _flusher: threading.Thread | None = None
 
 
@@ -197,10 +204,12 @@ def attach_link(link: Any) -> RegisteredDevice:
 
 def _adopt(device: RegisteredDevice, links: list[Link]) -> None:
     """Give each recorder its link. If the first use of a device opens the session, its operation is being recorded."""
-    device.set_count(len(links))
+    shared = len(links) == 1 and _pending is not None and _shown(_pending) > 1
+    device.set_count(device.devices.count if shared else len(links))
     if _pending is None:
         _forget_sessions(device)
-    for recorder, link in zip(device.devices.active(), links, strict=True):
+    for index, recorder in enumerate(device.devices.active()):
+        link = links[0 if shared else index]
         link.name_of = recorder.name_of
         recorder.link = link
         recorder.heap.granted = first_grant(link) or NO_LIMIT
@@ -306,22 +315,28 @@ def enable_on_use(settings: Any = None) -> None:
     Raises:
         SettingsError: a setting is invalid.
     """
-    global _pending, _cuda_version
+    global _pending, _cuda_version, _collectives
     with _lock:
         if _attached is None:
             from wooly.settings import load
 
             again = _pending is not None
             _pending = children.settings = settings or load()
-            _cuda_version = _pending.cuda_version
+            _cuda_version, _collectives = _pending.cuda_version, _pending.collectives
             native.switch(_pending.native)
             device = register(_pending.flush_instructions)
-            device.devices.offered = _pending.gpu_count
+            device.devices.offered = _shown(_pending)
             device.devices.look()
             if not again:
                 _forget_sessions(device)
+            device.devices.share(on=_pending.gpu_count == 1 and device.devices.offered > 1)
             device.set_opener(_first_use)
         install_facade()
+
+
+def _shown(settings: Settings) -> int:
+    """Number of devices that the process sees, before CUDA_VISIBLE_DEVICES chooses."""
+    return settings.gpu_count if settings.gpu_count > 1 else min(ranks_here(), MAX_DEVICES)
 
 
 def _first_use() -> None:
@@ -339,7 +354,7 @@ def _open() -> None:
     """Open the pending session."""
     global _pending
     assert _pending is not None
-    settings = _pending.model_copy(update={"gpu_count": register().devices.count})
+    settings = _pending.model_copy(update={"gpu_count": min(register().devices.count, _pending.gpu_count)})
     if settings.programs_dir is not None:
         settings.programs_dir.mkdir(parents=True, exist_ok=True)
     opened = _open_and_attach(settings)
@@ -485,6 +500,7 @@ def install_facade() -> None:
                 device.flags,
                 _lose_session,
                 _cuda_version,
+                lambda: _collectives,
             )
         _facade.install()
 
@@ -514,8 +530,9 @@ def disable() -> None:
     for recorder, link in zip(attached.device.devices.recorders, attached.links, strict=False):
         with recorder.lock:
             link.close()
-            if recorder.link is link:  # otherwise another thread has opened the next session
-                recorder.forget_session()
+            for each in [recorder, *[r for r in attached.device.devices.recorders if r.lock is recorder.lock]]:
+                if each.link is link:  # otherwise another thread has opened the next session
+                    each.forget_session()
     if attached.opened is not None:
         attached.opened.close()
         capture.report_session(attached.opened.session_id, stats)
@@ -539,7 +556,7 @@ def device_facts(index: int = 0) -> dict[str, Any]:
     """Properties of an attached device, from its executor; empty if no session is open. Opens a session that is pending."""
     if _attached is None and _pending is not None:
         _first_use()
-    return _attached.links[index].device if _attached is not None else {}
+    return _attached.link_of(index).device if _attached is not None else {}
 
 
 def _require_session() -> _Attached:
@@ -586,22 +603,22 @@ def session_stats() -> dict[str, Any]:
 
 
 def _stats(attached: _Attached) -> dict[str, Any]:
+    active, links = attached.device.devices.active(), attached.links
+    recorders = [active if len(links) < len(active) else active[k : k + 1] for k in range(len(links))]
     devices = [
         {
             "executor_id": part.executor_id,
             "node": part.node,
             "device": link.device.get("name", ""),
             "endpoint": str(endpoint),
-            "operations": recorder.operations,
-            "instructions": recorder.instructions,
-            "programs": recorder.programs,
+            "operations": sum([recorder.operations for recorder in own]),
+            "instructions": sum([recorder.instructions for recorder in own]),
+            "programs": sum([recorder.programs for recorder in own]),
             "bytes_sent": link.bytes_sent,
             "bytes_received": link.bytes_received,
             "syncs": link.syncs,
         }
-        for part, link, endpoint, recorder in zip(
-            attached.parts, attached.links, attached.endpoints, attached.device.devices.active(), strict=True
-        )
+        for part, link, endpoint, own in zip(attached.parts, links, attached.endpoints, recorders, strict=True)
     ]
     sums = {name: sum([d[name] for d in devices]) for name in _COUNTED}
     return sums | {"seconds": time.monotonic() - attached.started, "devices": devices}
@@ -624,7 +641,7 @@ def has_session() -> bool:
 def synchronize() -> None:
     """Wait for all devices. Raises the errors of operations whose results nothing else has read."""
     if _attached is not None:
-        for index in range(len(_attached.links)):
+        for index in range(_attached.device.devices.count):
             torch.wooly.synchronize(index)  # type: ignore[attr-defined]
 
 

@@ -24,12 +24,21 @@ class _Thread(threading.local):
     current = 0
 
 
+def ranks_here() -> int:
+    """Number of ranks of the program on this machine, if torchrun or a similar launcher has started this process; else 1."""
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(int(ranks), 1) if ranks.isdecimal() else 1
+
+
 class Devices:
     """All devices that the process can have. The session uses the first `count` of them.
 
+    A rank of torchrun sees as many devices as ranks are on its machine, although its session has one device. Then all its devices
+    are this one: `share`.
+
     Attributes:
         recorders: one recorder per device, by index.
-        count: number of devices in the session.
+        count: number of devices that the process sees.
         offered: until the first use, the number of devices of which CUDA_VISIBLE_DEVICES chooses; None: it does not choose.
     """
 
@@ -103,6 +112,11 @@ class Devices:
         if found.type not in ("cuda", NAME):
             raise ValueError(f"Expected a cuda device, but got: {device}")
         return self.current if found.index is None else self.check(found.index)
+
+    def share(self, *, on: bool) -> None:
+        """Let all devices be one device of the session. Call it while no session is open."""
+        for recorder in self.recorders[1:]:
+            recorder.share(self.recorders[0] if on else None)
 
     def active(self) -> tuple[Recorder, ...]:
         """The recorders of the session's devices."""

@@ -39,6 +39,7 @@ from wooly_wis.frames import (
 from wooly_wis.releases import mismatch
 
 from wooly.departures import STAYS, HibernatedChannel
+from wooly.distributed.errors import RemoteCollectiveError
 from wooly.errors import (
     ExecutorLostError,
     ForkedProcessError,
@@ -55,6 +56,11 @@ if TYPE_CHECKING:
 
     from wooly.contents import OfferPolicy
 
+#: Errors of operations by the executor's code.
+_ERRORS: dict[str, type[RemoteOperationError]] = {
+    "executor.missing_kernel": RemoteNotImplementedError,
+    "executor.collective": RemoteCollectiveError,
+}
 #: Number of failed operations that a link remembers.
 _FAILURES_KEPT = 64
 #: Highest number of bytes that a STATS frame can ask for.
@@ -201,7 +207,7 @@ class Link:
         self._last = 0
         self._pid = os.getpid()
         self.where = where
-        self._inflight: deque[tuple[int, list[int], list[Origin]]] = deque()
+        self._inflight: deque[tuple[int, list[int] | str, list[Origin]]] = deque()
         self._mirrors: OrderedDict[int, dict[ViewKey, torch.Tensor]] = OrderedDict()
         self._mirror_bytes = 0
         self._lost: WoolyError | None = None
@@ -383,13 +389,7 @@ class Link:
             self.observer.will_run()
         if self.recovery is not None:
             self._cut_if_due(self.recovery)
-        inflight = self._inflight
-        if len(inflight) > RUNS_REMEMBERED + _POLL_EVERY:
-            # A program that never waits for an answer reads acknowledgements only here.
-            self.poll()
-            acked = self._channel.acked + self._shift
-            while len(inflight) > RUNS_REMEMBERED and inflight[0][0] <= acked:
-                inflight.popleft()
+        self._prune()
         payload = pack_run(digest, bindings, params, frees, reply=reply)
         seq = self._send(Kind.RUN, payload, asks=reply)
         tell = None if self.log is None else self.log.ran(payload, origins)
@@ -398,10 +398,43 @@ class Link:
             again = None if kept is None else kept.pending  # a recovery has sent the run again
             self._reply = again or Pending(self._channel.expect_frame(), kept)
             self._reply.tell = tell
-        inflight.append((seq, words, origins))
+        self._inflight.append((seq, words, origins))
         if self.observer is not None:
             self.observer.ran(seq, words, origins)
         return seq
+
+    def _prune(self) -> None:
+        """Forget the origins of old runs, if there are too many."""
+        inflight = self._inflight
+        if len(inflight) > RUNS_REMEMBERED + _POLL_EVERY:
+            # A program that never waits for an answer reads acknowledgements only here.
+            self.poll()
+            acked = self._channel.acked + self._shift
+            while len(inflight) > RUNS_REMEMBERED and inflight[0][0] <= acked:
+                inflight.popleft()
+
+    def collective(self, payload: bytes, name: str, where: Origin) -> None:
+        """Send this rank's part in a collective.
+
+        Args:
+            payload: the content of the COLLECTIVE frame.
+            name: what it is, for messages.
+            where: the Python line that asks for it.
+
+        Raises:
+            WoolyError: the session is being recorded.
+        """
+        if self.log is not None:
+            raise WoolyError("`wooly record` cannot record the collectives of torch.distributed")
+        self._prune()
+        seq = self._send(Kind.COLLECTIVE, payload)
+        self._inflight.append((seq, name, [where]))
+
+    def stay(self, why: str) -> None:
+        """From now on, the session ends with its executor and is not moved."""
+        recovery, self.recovery = self.recovery, None
+        if recovery is not None:
+            recovery.tell_given_up(why)
 
     def write(self, buffer: int, offset: int, data: memoryview) -> None:
         """Write `data` into a buffer at a byte offset. After the return, the caller may change `data`."""
@@ -701,7 +734,8 @@ class Link:
         for seq, words, origins in self._inflight:
             index = error.get("instruction")
             if seq == at and isinstance(index, int) and index < len(origins):
-                operation, recorded_at = self.name_of(words, index), describe_origin(origins[index])
+                operation = words if isinstance(words, str) else self.name_of(words, index)
+                recorded_at = describe_origin(origins[index])
         if code == "executor.poisoned":
             failed = self._failures.get(message)
             if failed is not None:
@@ -713,7 +747,7 @@ class Link:
                 del self._failures[next(iter(self._failures))]
         if code == "executor.out_of_memory":
             return torch.OutOfMemoryError(message + (f"\n  recorded at {recorded_at}" if recorded_at else ""))
-        kind = RemoteNotImplementedError if code == "executor.missing_kernel" else RemoteOperationError
+        kind = _ERRORS.get(code, RemoteOperationError)
         return kind(message, operation=operation, recorded_at=recorded_at)
 
     # -- going on in another executor ----------------------------------------------------------------------------------

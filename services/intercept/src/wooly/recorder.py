@@ -767,6 +767,11 @@ class Recorder(ProgramFields):
             i += 1 + self._forms[words[i]].arity
         return self._forms[words[i]].name
 
+    def share(self, other: Recorder | None) -> None:
+        """Use the link of another recorder, together with it; None: a link of its own. Call it while no session is open."""
+        self.lock = self._own_lock if other is None else other.lock
+        self._sent = OrderedDict() if other is None else other._sent
+
     def forked(self) -> None:
         """Make recording fail in a forked process whose parent has a session, as CUDA does."""
         self.lock = self._own_lock

@@ -107,6 +107,11 @@ class Settings(BaseSettings):
         description="seconds to wait in the queue if no device has room, by class and then in order of arrival; 0: end with an "
         "error at once",
     )
+    collectives: Literal["executor", "clients"] = Field(
+        "executor",
+        description="who carries collectives of torch.distributed. executor: the executor, which must have the sessions of all "
+        "ranks; clients: the ranks' processes, which is slow and works across executors",
+    )
     recovery: Literal["off", "auto", "on"] = Field(
         "auto",
         description="whether the session goes on in another executor if its own is lost. auto: if its buffers have at most "

@@ -10,7 +10,9 @@ import ctypes
 import sys
 import threading
 import warnings
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from datetime import timedelta
 from functools import cache, wraps
 from types import CellType, FunctionType
 from typing import Any
@@ -731,3 +733,129 @@ def host_cache_patches() -> Iterator[tuple[Any, str, Any]]:
 def in_transform() -> bool:
     """Whether a function transform (`torch.func`) is active. Transforms cannot handle Wooly's autograd functions."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+#: The module behind `torch.distributed`.
+c10d: Any = torch.distributed.distributed_c10d
+#: The base class of process groups that are written in Python.
+PythonProcessGroup: Any = torch._C._distributed_c10d.ProcessGroup
+PrefixStore: Any = torch._C._distributed_c10d.PrefixStore
+
+
+_work_from_future: Any = getattr(torch._C._distributed_c10d, "_create_work_from_future")  # noqa: B009 - its stub is not complete
+
+
+#: The timeout of NCCL's groups, which a build without NCCL does not know.
+_NCCL_TIMEOUT = timedelta(minutes=10)
+
+
+def completed_work(result: Any) -> Any:
+    """A handle of an asynchronous collective that needs no waiting."""
+    done: Any = torch.futures.Future()
+    done.set_result(result)
+    return _work_from_future(done)
+
+
+def reduction_of(options: Any) -> tuple[str, float]:
+    """The reduction that a collective's options (or None, or a `ReduceOp`) name, and the factor of PREMUL_SUM."""
+    if options is None:
+        return "SUM", 1.0
+    op: Any = getattr(options, "reduceOp", options)
+    state: Any = op.__getstate__() if isinstance(op, torch.distributed.ReduceOp) else (op, None)
+    kind, factor = state
+    if isinstance(factor, torch.Tensor):
+        factor = factor.item()
+    return str(kind.name), 1.0 if factor is None else float(factor)
+
+
+def make_gloo(store: Any, rank: int, size: int, timeout: Any) -> Any:
+    """A backend for CPU tensors."""
+    made = c10d.ProcessGroupGloo(store, rank, size, timeout=timeout)
+    made._set_sequence_number_for_group()
+    return made
+
+
+@cache
+def accept_pinned_memory() -> None:
+    """Let `empty_strided` on the CPU make ordinary memory where pinned memory is asked for.
+
+    The reducer of DistributedDataParallel asks for it in C++ if unused parameters are searched for, and a build without CUDA has
+    no pinned memory. Each `empty_strided` on the CPU then takes some microseconds more, so call this only if it is needed.
+    """
+
+    def empty_strided(
+        size: list[int],
+        stride: list[int],
+        *,
+        dtype: torch.dtype | None = None,
+        layout: torch.layout | None = None,
+        device: torch.device | None = None,
+        pin_memory: bool | None = None,
+    ) -> torch.Tensor:
+        last = sum([(n - 1) * step for n, step in zip(size, stride, strict=True)])
+        made = torch.empty(last + 1 if all(size) else 0, dtype=dtype, device="cpu").as_strided(size, stride)
+        if pin_memory:
+            asked.append(raw_data_ptr(made))
+        return made
+
+    def is_pinned(t: torch.Tensor, device: torch.device | None = None) -> bool:
+        return raw_data_ptr(t) in asked
+
+    asked: deque[int] = deque(maxlen=64)  # the reducer looks at once
+    _libraries.append(torch.library.Library("aten", "IMPL"))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Warning only once for all operators")
+        _libraries[-1].impl("empty_strided", empty_strided, "CPU", allow_override=True)
+        _libraries[-1].impl("is_pinned", is_pinned, "CPU", allow_override=True)
+
+
+_libraries: list[torch.library.Library] = []
+
+
+def distributed_patches(connect: Callable[..., Any], group_type: Any) -> Iterator[tuple[Any, str, Any]]:
+    """Yield the patches (owner, name, value) by which torch.distributed uses groups in Python for the backend "nccl".
+
+    Args:
+        connect: `connect(store, rank, size, options, has_host)` returns the further arguments of `group_type`. `has_host`: the
+            group also has a backend for CPU tensors.
+        group_type: class of the groups: `group_type(rank, size, ...)`. Its context `batched()` collects sends and receives.
+    """
+    helper, batch, split = c10d._new_process_group_helper, c10d.batch_isend_irecv, c10d.split_group
+    state = threading.local()
+
+    class ProcessGroupNCCL(group_type):  # type: ignore[misc]
+        """What PyTorch calls to make a group, and compares groups with."""
+
+        def __init__(self, store: Any, rank: int, size: int, options: Any = None) -> None:
+            super().__init__(rank, size, *connect(store, rank, size, options or self.Options(), state.has_host))
+
+    @wraps(helper)
+    def new_group(group_size: int, group_rank: int, ranks: Any, backend: Any, *args: Any, **kwargs: Any) -> Any:
+        state.has_host = "cpu" in c10d.BackendConfig(c10d.Backend(str(backend))).get_device_backend_map()
+        return helper(group_size, group_rank, ranks, backend, *args, **kwargs)
+
+    @wraps(batch)
+    def batch_isend_irecv(p2p_op_list: Any) -> Any:
+        group = (p2p_op_list[0].group or c10d._get_default_group()) if p2p_op_list else None
+        if not isinstance(group, group_type):
+            return batch(p2p_op_list)
+        with group.batched():
+            return batch(p2p_op_list)
+
+    @wraps(split)
+    def split_group(parent_pg: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(parent_pg or c10d._get_default_group(), group_type):
+            raise NotImplementedError(
+                "torch.distributed.split_group is not supported on the wooly device; make the groups with "
+                "torch.distributed.new_group"
+            )
+        return split(parent_pg, *args, **kwargs)
+
+    yield (c10d, "_NCCL_AVAILABLE", True)
+    yield (c10d, "default_pg_nccl_timeout", _NCCL_TIMEOUT)
+    yield (c10d, "_new_process_group_helper", new_group)
+    for owner in (c10d, torch.distributed):
+        yield (owner, "ProcessGroupNCCL", ProcessGroupNCCL)
+        yield (owner, "batch_isend_irecv", batch_isend_irecv)
+        yield (owner, "split_group", split_group)
+    yield (torch._C, "_get_accelerator", lambda *args: torch.device("cuda"))

@@ -293,7 +293,9 @@ class Opening:
                 taken = TakenError("router.no_fit", why, retryable=True)
                 taken.would_fit, taken.record = would_fit(want, pool, turn.held), as_record(want, placement)
                 raise taken
-            alive |= {e.executor_id: e for e in self._registry.alive(now)}  # some may have come while the database was busy
+            alive |= {
+                e.executor_id: e for e in self._registry.alive(now)
+            }  # some may have come while the database was busy
             executors = tuple([alive[g.executor_id] for g in placement.gpus])
             parts = [PartRecord(e.executor_id, e.node) for e in executors]
             begun = {"placement": as_record(want, placement), "attempt": task.attempt, "retry_at": now + ABANDONED_S}

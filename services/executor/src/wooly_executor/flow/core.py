@@ -16,6 +16,7 @@ from wooly_executor.flow.errors import FlowError
 from wooly_executor.flow.events import ClientCame, Event, Held, Overdue, Signal
 from wooly_executor.flow.instructions import Instruction
 from wooly_executor.flow.state import (
+    COLLECTIVE,
     DEFINITIONS,
     MOST_BYTES,
     MOST_FRAMES,
@@ -152,6 +153,8 @@ def _begin(flow: Flow[Any], frame: Frame) -> Instruction | None:
     if flow.inbox.submitted or flow.yielded:
         return None
     if kind in TOUCHES and stage is _STAGE_NEW:
+        if kind == COLLECTIVE and (flow.hold.paused or flow.hold.reason):
+            return None
         return _REACH
     if flow.served >= TURN:  # even if no other session is open: a new client may be waiting for admission
         return _YIELD
@@ -368,6 +371,7 @@ _HANDLERS: dict[Signal, Callable[[Flow[Any]], None]] = {
     Signal.ROOM_AWAITED: _wait_for(Readiness.ROOM),
     Signal.MEMORY_READY: _next_is(Stage.READY),
     Signal.MEMORY_AWAITED: _wait_for(Readiness.MEMORY),
+    Signal.PEERS_AWAITED: _wait_for(Readiness.PEERS),
     Signal.DEFINITION_READY: _next_is(Stage.READY),
     Signal.DEFINITION_AWAITED: _wait_for(Readiness.DECODER),
     Signal.PROCESSED: _processed,
@@ -381,6 +385,7 @@ _HANDLERS: dict[Signal, Callable[[Flow[Any]], None]] = {
     Signal.PLAN_KNOWN: _came(Readiness.PLAN),
     Signal.DECODED: _decoded,
     Signal.MEMORY_CAME: _came(Readiness.MEMORY),
+    Signal.PEERS_CAME: _came(Readiness.PEERS),
     Signal.RUN_BEGUN: _run_begun,
     Signal.RUN_ENDED: _run_ended,
     Signal.ANSWERS_UNREAD: _unread,

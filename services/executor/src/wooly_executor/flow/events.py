@@ -27,6 +27,8 @@ class Signal(IntEnum):
     #: Outcome of REACH: the memory that the first frame touches is on the device. `_AWAITED`: the memory was asked for.
     MEMORY_READY = auto()
     MEMORY_AWAITED = auto()
+    #: Outcome of REACH: the first frame is a collective, and other ranks are not there, or the work of all ranks is in progress.
+    PEERS_AWAITED = auto()
     #: Outcome of DECODE: the definition is decoded. `_AWAITED`: a decoder has it.
     DEFINITION_READY = auto()
     DEFINITION_AWAITED = auto()
@@ -52,6 +54,8 @@ class Signal(IntEnum):
     DECODED = auto()
     #: Requested memory is on the device, or the request failed; or all contents are hashed.
     MEMORY_CAME = auto()
+    #: Something has changed for a session that waits at a collective: the ranks are there, the work is done or has failed.
+    PEERS_CAME = auto()
     #: The device begins to run the first frame.
     RUN_BEGUN = auto()
     #: The device has finished the first frame, or cannot run it.

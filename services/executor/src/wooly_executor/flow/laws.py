@@ -19,6 +19,7 @@ from wooly_executor.flow.errors import FlowError
 from wooly_executor.flow.events import Event
 from wooly_executor.flow.instructions import Instruction
 from wooly_executor.flow.state import (
+    COLLECTIVE,
     DEFINITIONS,
     MOST_BYTES,
     MOST_FRAMES,
@@ -122,10 +123,11 @@ def waits_for(flow: Flow[Any]) -> str:
         return "an answer, which leaves from the session's buffers"
     if flow.readiness is not Readiness.READY:
         return str(flow.readiness.value)
-    if frame.kind in DEFINITIONS and frame.stage is Stage.NEW:
+    if frame.kind in DEFINITIONS | {COLLECTIVE} and frame.stage is Stage.NEW:
         if flow.hold.reason:
             return f"the session's hold: {flow.hold.reason}"
-        return "the session to be resumed" if flow.hold.paused else ""
+        if flow.hold.paused:
+            return "the session to be resumed"
     if frame.kind != RUN and inbox.submitted:
         return "the runs before it"
     if flow.yielded and flow.served >= TURN:

@@ -1,7 +1,6 @@
 """The state of the fold of one session. Only `core.step` changes it; others may read it.
 
-Future extensions belong here: the cut and the epoch of a session that can migrate, the peers of a collective, several runs in
-flight.
+Future extensions belong here: the cut and the epoch of a session that can migrate, several runs in flight.
 """
 
 from __future__ import annotations
@@ -23,11 +22,12 @@ TURN = 64
 #: Kinds of frames that define programs or kernels; decoders decode them.
 DEFINITIONS = frozenset((int(Kind.DEFINE), int(Kind.SOURCE)))
 #: Kinds of frames that wait while their session is held or suspended.
-WORK = DEFINITIONS | {int(Kind.RUN)}
+WORK = DEFINITIONS | {int(Kind.RUN), int(Kind.COLLECTIVE)}
 #: Kinds of frames that need the session's memory on the device, but no launch. A PIN needs its contents hashed.
-#: A CUT and a RESTORE need that memory copied.
-TOUCHES = frozenset(map(int, (Kind.READ, Kind.OFFER, Kind.SEAL, Kind.PIN, Kind.CUT, Kind.RESTORE)))
+#: A CUT and a RESTORE need that memory copied. A COLLECTIVE needs the frames and the memory of all ranks.
+TOUCHES = frozenset(map(int, (Kind.READ, Kind.OFFER, Kind.SEAL, Kind.PIN, Kind.CUT, Kind.RESTORE, Kind.COLLECTIVE)))
 RUN = int(Kind.RUN)
+COLLECTIVE = int(Kind.COLLECTIVE)
 
 
 class Link(Enum):
@@ -59,6 +59,7 @@ class Readiness(Enum):
     ROOM = "the runs before it"
     MEMORY = "its memory"
     DECODER = "a decoder"
+    PEERS = "the other ranks of its collective"
 
 
 class Stage(Enum):

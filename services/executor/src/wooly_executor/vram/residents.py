@@ -53,8 +53,10 @@ class Residents:
         return found.policy.priority if found is not None else 2
 
     def idle_since(self, session: Session) -> int | None:
-        """Since when the session has been idle, monotonic ns; None: it works. A session that waits for memory counts as idle."""
-        return session.holdings.lacking or session.holdings.idle_since
+        """Since when the session has been idle, monotonic ns; None: it works. A session that waits for memory, or at a collective
+        for other ranks, counts as idle.
+        """
+        return session.holdings.lacking or session.holdings.parked or session.holdings.idle_since
 
     def between_programs(self, session: Session) -> bool:
         """Whether nothing uses the session's memory now, although it may have queued programs.

@@ -15,6 +15,8 @@ from typing import Any
 from wooly import children, dynamo, interrupts, triton_capture
 from wooly.determinism import Determinism
 from wooly.devices import Devices
+from wooly.distributed import patches as distributed
+from wooly.distributed import sharding
 from wooly.facade import (
     accelerator,
     amp,
@@ -63,6 +65,7 @@ class Facade:
         flags: the flags of CUDA's libraries that kernels follow.
         lose_session: ends the session with a reason.
         cuda_version: the version that `torch.version.cuda` reports; empty: that of the local PyTorch.
+        collectives: returns who carries collectives: "executor" or "clients".
     """
 
     def __init__(
@@ -74,7 +77,9 @@ class Facade:
         flags: Flags,
         lose_session: Callable[[str], None],
         cuda_version: str = CUDA_VERSION,
+        collectives: Callable[[], str] = lambda: "executor",
     ) -> None:
+        self._collectives = collectives
         self._launches = launches
         self._mode = mode
         self._flags = flags
@@ -108,6 +113,7 @@ class Facade:
             self._snapshots.patches(),
             profiler.patches(self._devices, self._answers.name_of),
             parallel.patches(),
+            distributed.patches(self._devices, self._collectives),
             children.patches(),
             dynamo.patches(),
             self._interrupts.patches(),
@@ -119,12 +125,14 @@ class Facade:
         generation.activate()
         sources.activate()
         handover.activate()
+        sharding.activate()
         replaced = [(old, owner.__dict__.get(name)) for owner, name, old in self._undo]
         tell_dynamo(replaced)
         tell_torchscript(replaced)
 
     def uninstall(self) -> None:
         """Remove all patches."""
+        sharding.deactivate()
         handover.deactivate()
         generation.deactivate()
         sources.deactivate()

@@ -1,4 +1,4 @@
-"""Patches for several devices: backward in the calling thread, and errors for unsupported parallel wrappers."""
+"""Patches for several devices: backward in the calling thread, and errors for `DataParallel`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from wooly.torch_private import in_calling_thread, run_backward_patches
+from wooly.torch_private import accept_pinned_memory, in_calling_thread, run_backward_patches
 
 Patch = tuple[Any, str, Any]
 _BY_HAND = (
@@ -28,7 +28,7 @@ def patches() -> Iterator[Patch]:
     yield (torch.nn.parallel, "data_parallel", _one_device(function))
     yield (torch.nn.parallel.scatter_gather, "Scatter", _Scatter)
     distributed = torch.nn.parallel.DistributedDataParallel
-    yield (distributed, "__init__", _no_cuda_module(distributed.__init__))
+    yield (distributed, "__init__", _searching(distributed.__init__))
 
 
 def _one_device(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -40,12 +40,26 @@ def _one_device(call: Callable[..., Any]) -> Callable[..., Any]:
         ids = named[0] if named and named[0] is not None else range(torch.cuda.device_count())
         if len(ids) > 1:
             raise NotImplementedError(
-                f"nn.DataParallel over {len(ids)} devices is not supported, and DistributedDataParallel is not supported either; "
-                f"{_BY_HAND} (device_ids=[0])"
+                f"nn.DataParallel over {len(ids)} devices is not supported; use DistributedDataParallel with one process per "
+                f"device (torchrun), {_BY_HAND} (device_ids=[0])"
             )
         return call(*args, device_ids=device_ids, **kwargs) if device_ids is not None else call(*args, **kwargs)
 
     return checked
+
+
+def _searching(init: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the constructor of `DistributedDataParallel`, whose search for unused parameters asks for pinned memory."""
+
+    @functools.wraps(init)
+    def searching(
+        self: Any, module: torch.nn.Module, *args: Any, find_unused_parameters: bool = False, **kwargs: Any
+    ) -> Any:
+        if find_unused_parameters and any(p.is_cuda for p in module.parameters()):
+            accept_pinned_memory()
+        return init(self, module, *args, find_unused_parameters=find_unused_parameters, **kwargs)
+
+    return searching
 
 
 class _Scatter:
@@ -57,15 +71,3 @@ class _Scatter:
             raise NotImplementedError(f"scattering a tensor over several devices is not supported; {_BY_HAND}")
         (device,) = devices
         return (tensor.to(f"cuda:{device}" if isinstance(device, int) else device, non_blocking=True),)
-
-
-def _no_cuda_module(init: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(init)
-    def checked(self: Any, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if any(p.is_cuda for p in module.parameters()):
-            raise NotImplementedError(
-                f"nn.parallel.DistributedDataParallel is not supported on the wooly device; {_BY_HAND}"
-            )
-        return init(self, module, *args, **kwargs)
-
-    return checked

@@ -1,0 +1,132 @@
+"""Measures collectives of torch.distributed on one executor, compared with gloo between local processes on CPU tensors.
+
+`all_reduce`: one all_reduce of 4 KiB, 1 MiB and 64 MiB of float32, with a wait after each, over 2 and 4 ranks. `ddp`: one step of
+DistributedDataParallel of three layers of 1024, with SGD. All processes and the executor share this machine.
+
+Run: .venv/bin/python bench/distributed.py [--json] [--only NAME[,NAME]] [--ranks N[,N]]
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import time
+from pathlib import Path
+
+from figures import row, show
+
+KIB, MIB = 1 << 10, 1 << 20
+SIZES = (("4 KiB", 4 * KIB, 30), ("1 MiB", MIB, 15), ("64 MiB", 64 * MIB, 4))
+
+
+# -- in a rank -----------------------------------------------------------------------------------------------------------
+
+
+def rank_main(device, only):
+    """Measure in one rank, and print the medians as JSON in rank 0."""
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    found = {}
+
+    def wait():
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    def median(rounds, work):
+        times = []
+        for number in range(rounds + 2):
+            dist.barrier()
+            begun = time.perf_counter()
+            work()
+            wait()
+            if number > 1:
+                times.append(time.perf_counter() - begun)
+        return statistics.median(times)
+
+    if "all_reduce" in only:
+        for name, nbytes, rounds in SIZES:
+            x = torch.zeros(nbytes // 4, device=device)
+            found[f"all_reduce: {name}"] = median(rounds, lambda x=x: dist.all_reduce(x))
+    if "ddp" in only:
+        torch.manual_seed(0)
+        layers = [
+            torch.nn.Linear(1024, 1024),
+            torch.nn.ReLU(),
+            torch.nn.Linear(1024, 1024),
+            torch.nn.Linear(1024, 1024),
+        ]
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*layers).to(device))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        x = torch.randn(32, 1024, device=device)
+
+        def step():
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+
+        found["ddp: a step"] = median(8, step)
+    if not dist.get_rank():
+        print(json.dumps(found), flush=True)
+    dist.destroy_process_group()
+
+
+# -- the measuring process -----------------------------------------------------------------------------------------------
+
+
+def measure(device, ranks, only, url):
+    """Medians of one run, in seconds by name."""
+    from torch.distributed import TCPStore
+    from wooly_testkit import forks
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    common = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
+    common |= {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1"}
+    common |= {"WOOLYAI_EXECUTOR_URL": url, "PYTHONPATH": str(Path(__file__).parent)}
+    processes = [
+        forks.Forked(
+            "distributed",
+            *("--rank-of", device, "--only", ",".join(only)),
+            like="wooly",
+            env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    outputs = [process.communicate(timeout=580)[0] for process in processes]
+    assert all(process.returncode == 0 for process in processes)
+    return json.loads(outputs[0].splitlines()[-1])
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--only", default="all_reduce,ddp")
+    parser.add_argument("--ranks", default="2,4")
+    parser.add_argument("--rank-of", default="", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    only = args.only.split(",")
+    if args.rank_of:
+        if args.rank_of == "cuda":
+            from wooly import api
+
+            api.enable_on_use()
+        rank_main(args.rank_of, only)
+        return
+    from wooly_testkit import forks
+    from wooly_testkit.executor import executor_process
+
+    rows = []
+    with executor_process(start=forks.Forked) as running:
+        url = running.endpoints[0].replace("unix://", f"unix://{running.token}@")
+        for ranks in map(int, args.ranks.split(",")):
+            ours, gloo = measure("cuda", ranks, only, url), measure("cpu", ranks, only, url)
+            rows += [row(f"{name}, {ranks} ranks", "ms", ours[name] * 1e3, gloo[name] * 1e3, None) for name in ours]
+    show(rows, args.json, title="torch.distributed on one executor", baseline="gloo")
+
+
+if __name__ == "__main__":
+    main()

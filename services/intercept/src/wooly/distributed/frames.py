@@ -1,0 +1,116 @@
+"""The carrier of ranks whose sessions are on one executor: a COLLECTIVE frame per collective. The data stays on the device.
+
+The frame travels in the order of the rank's work, so nothing waits in the script. The executor brings the ranks together. Errors
+come at the next wait, like those of other operations.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+
+from torch import Tensor
+from wooly_wis.collectives import Collective, Range, What, pack_collective
+from wooly_wis.dtypes import DType
+
+from wooly.devices import Devices, shown
+from wooly.distributed.carrier import Work
+from wooly.dtypes import DTYPES
+from wooly.errors import WoolyError
+from wooly.link import Link
+from wooly.recorder import Origin, Recorder, describe_origin, origin
+from wooly.storage import ID_SHIFT, OFFSET_MASK, address_of
+from wooly.torch_private import raw_device
+
+_described = functools.lru_cache(maxsize=1024)(describe_origin)
+
+
+class FrameCarrier:
+    """Sends COLLECTIVE frames.
+
+    Args:
+        devices: the process's devices.
+        link: the session's link.
+        name: random id of the group.
+        rank: this rank.
+        size: number of ranks.
+        timeout_s: maximum seconds to wait for other ranks.
+    """
+
+    def __init__(self, devices: Devices, link: Link, name: bytes, rank: int, size: int, timeout_s: float) -> None:
+        self._devices, self._link, self._name = devices, link, name
+        self._rank, self._size, self.timeout_s = rank, size, timeout_s
+        self._sequence = 0
+
+    def carry(self, work: Work) -> None:
+        """Send this rank's part."""
+        tensors = [*work.reads, *work.writes]
+        recorders = list({raw_device(t).index: self._recorder_of(t) for t in tensors}.values()) or self._recorders()
+        where = origin()
+        peers = list(work.peers) or [0] * len(tensors)
+        ranges = [_range(t, peer) for t, peer in zip(tensors, peers, strict=True)]
+        single = work.what in (What.EXCHANGE, What.LEAVE)
+        with recorders[0].lock:
+            for recorder in recorders:
+                recorder.flush()
+            call = Collective(
+                group=self._name,
+                sequence=0 if single else self._sequence + 1,
+                rank=self._rank,
+                size=self._size,
+                timeout_ms=max(int(1e3 * (work.timeout_s or self.timeout_s)), 1),
+                what=work.what,
+                reads=tuple(ranges[: len(work.reads)]),
+                writes=tuple(ranges[len(work.reads) :]),
+                reduction=work.reduction,
+                root=work.root,
+                factor=work.factor,
+                origin=_short(where),
+                dtype=DTYPES[tensors[0].dtype] if tensors else DType.U8,
+            )
+            for w in call.writes:
+                self._link.forget(w.buffer)
+            self._link.collective(pack_collective(call), f"torch.distributed {call.name}", where)
+            recorders[0].operations += 1
+            self._sequence += not single
+
+    def wait(self) -> None:
+        """Wait for all work of the session."""
+        for recorder in self._recorders():
+            with recorder.lock:
+                recorder.sync()
+
+    def leave(self) -> None:
+        """Leave the group, if the session is still open."""
+        with contextlib.suppress(WoolyError):
+            self.carry(Work(What.LEAVE))
+
+    def _recorder_of(self, t: Tensor) -> Recorder:
+        """The recorder of a tensor's device.
+
+        Raises:
+            RuntimeError: the device is not the group's.
+        """
+        recorder = self._devices.recorders[raw_device(t).index]
+        if recorder.link is not self._link:
+            raise RuntimeError(
+                f"a tensor is on {shown(raw_device(t))}, which is not the device that this process group uses: its device was "
+                "current when the group was made (torch.cuda.set_device)"
+            )
+        return recorder
+
+    def _recorders(self) -> list[Recorder]:
+        """The recorders of the group's device. A rank of torchrun has several, which share their lock."""
+        found = [r for r in self._devices.active() if r.link is self._link]
+        if not found:
+            raise WoolyError("the session in which the process group was made has ended")
+        return found
+
+
+def _range(t: Tensor, peer: int) -> Range:
+    at = address_of(t)
+    return Range(at >> ID_SHIFT, at & OFFSET_MASK, t.numel(), peer)
+
+
+def _short(where: Origin) -> str:
+    return _described(where)[-256:]
