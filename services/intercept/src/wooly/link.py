@@ -79,6 +79,9 @@ MIRROR_ITEM_LIMIT = 1 << 20
 CLOSE_S = 1.0
 #: Maximum time, in seconds, that another executor takes to answer the hello of a session that goes on there.
 RESTORE_S = 30.0
+#: Seconds after which a hibernated session that found no executor asks for one again. The timer that sends open programs would
+#: otherwise ask all the time.
+WAKE_AGAIN_S = 5.0
 #: Maximum number of reads that `Link.fetch` has started and that are not answered.
 MAX_STARTED_READS = 64
 
@@ -239,6 +242,8 @@ class Link:
         self._replayed: dict[int, int] = {}
         #: Number of the last frame that was sent again at the last recovery.
         self._resumed_at = 0
+        #: When a hibernated session may be woken again, and why the last attempt failed.
+        self._not_woken: tuple[float, WoolyError] | None = None
         self._why = ""
         self._kept: KeptFrame | None = None
         self._hello = {"protocol": PROTOCOL, "jit": jit} | ({"trace": trace} if trace else {})
@@ -876,13 +881,17 @@ class Link:
         recovery = self.recovery
         if recovery is None or self._lost is not None or not recovery.hibernates:
             return
-        recovery.say(f"wooly: the session wakes up: {why} ...")
         begun = time.monotonic()
+        if self._not_woken is not None and begun < self._not_woken[0]:
+            raise self._not_woken[1]
+        recovery.say(f"wooly: the session wakes up: {why} ...")
         try:
             self._go_on(recovery, why, begun)
         except WoolyError as e:
             if not recovery.hibernates:
                 raise self._fail(e) from e
+            recovery.say(f"wooly: the session still hibernates: {e}")
+            self._not_woken = time.monotonic() + WAKE_AGAIN_S, e
             raise
 
     def go_on(self) -> None:
