@@ -4,7 +4,9 @@ import asyncio
 
 import pytest
 from wooly_bus.errors import RefusedError
+from wooly_router.moves import ASK_AGAIN_S
 from wooly_router.opening import ABANDONED_S
+from wooly_router.state import tasks
 from wooly_router.state.nodes import GroupRecord
 from wooly_wis.messages import (
     HibernateSessionRequest,
@@ -305,3 +307,35 @@ async def test_operators_cordon_and_drain_nodes_and_tenants_do_not(rig):
         assert error.code == "router.no_node"
         audit = [e.action for e in await r.actor.world.audit.page(10)]
         assert audit.count("node.state") == 1
+
+
+async def test_what_clients_say_does_not_fill_the_database(rig, monkeypatch):
+    monkeypatch.setattr(tasks, "STEPS", 8)
+    async with rig("a") as r:
+        await beat(r)
+        opened = await r.open(recovers=True)
+        for n in range(20):
+            await renew(r, opened, resumed=Resumed(seconds=n, frames=0), note=f"line {n}")
+        assert len(await story(r, opened)) == 8
+
+
+async def test_a_session_that_stays_is_asked_again_after_a_while(rig):
+    async with rig("a", "b") as r:
+        await beat(r)
+        opened = await r.open(recovers=True)
+        old = opened.parts[0].executor_id
+
+        async def drain():
+            for executor in r.executors:
+                leaving = "its executor is being stopped" if executor.name == old else ""
+                await r.actor.on_heartbeat(executor.heartbeat(checkpoints="store", leaving=leaving))
+            await r.actor.moves.drain()
+
+        await drain()
+        assert (await renew(r, opened)).wish == "move"
+        await renew(r, opened, stays="the disk is full")
+        await drain()
+        assert (await renew(r, opened)).wish is None
+        r.clock.now += ASK_AGAIN_S
+        await drain()
+        assert (await renew(r, opened)).wish == "move"

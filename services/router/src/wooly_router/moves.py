@@ -31,6 +31,8 @@ RECOVERY_GRACE_S = 15.0
 KEEP_TIMEOUT_S = 5.0
 #: Maximum number of sessions in one request to keep checkpoints.
 KEPT_AT_ONCE = 1000
+#: Seconds after which a session that stayed is asked again to leave a node that is being drained.
+ASK_AGAIN_S = 30.0
 DRAINED = "node {} is being drained"
 
 
@@ -57,6 +59,8 @@ class Moves:
     ) -> None:
         self._settings, self._app, self._world, self._registry = settings, app, world, registry
         self._executors, self._clock = executors, clock
+        #: When `drain` asked each session to move.
+        self._asked: dict[str, float] = {}
 
     # -- after a loss ------------------------------------------------------------------------------------------------
 
@@ -334,7 +338,11 @@ class Moves:
             return
         for record in await self._world.tasks.in_states("started", kind="session"):
             reason = _reason_to_leave(record, draining, leaving)
+            now = self._clock()
+            if now - self._asked.get(record.id, float("-inf")) < ASK_AGAIN_S:
+                continue
             if reason and record.wants.get("recovers") and not record.wish.do:
+                self._asked = {k: at for k, at in self._asked.items() if now - at < ASK_AGAIN_S} | {record.id: now}
                 try:
                     await self.move(record, reason)
                 except RefusedError as e:

@@ -283,12 +283,17 @@ class TaskStore:
             return False
         row.wants = row.wants | changes
         if tell is not None:
-            await self._tell(s, task_id, tell[0], row.state, tell[1])
+            await self._tell(s, task_id, tell[0], row.state, tell[1], limited=True)
         return True
 
-    async def _tell(self, s: AsyncSession, task_id: str, at: float, state: str, reason: str) -> None:
+    async def _tell(
+        self, s: AsyncSession, task_id: str, at: float, state: str, reason: str, *, limited: bool = False
+    ) -> None:
+        """Add a step to a task's story; with `limited`, only if the story has less than `STEPS`."""
         last = select(func.coalesce(func.max(TaskEventRow.number), 0)).where(TaskEventRow.task_id == task_id)
         number = (await s.scalar(last) or 0) + 1
+        if limited and number > STEPS:
+            return
         values = {
             "task_id": task_id,
             "number": number,
