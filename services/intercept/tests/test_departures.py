@@ -54,8 +54,9 @@ class Session:
         )
         self.departures = Departures(self.link, threading.RLock())
 
-    def reopen(self, why, cut):
+    def reopen(self, why, cut, leaves):
         self.asked.append((why, cut))
+        self.left = leaves
         found = self.outcomes.pop(0)
         if isinstance(found, Exception):
             raise found
@@ -92,6 +93,7 @@ def test_a_move_sends_nothing_again():
     assert session.read() == 1.0
     session.heed("move")
     assert session.asked == [("on request", session.link.recovery.stored)] and session.link.recovery.stored
+    assert session.left
     assert first.lost and Kind.RESTORE in second.kinds
     assert not {Kind.RUN, Kind.READ} & set(second.kinds)
     assert session.read() == 2.0

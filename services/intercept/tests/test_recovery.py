@@ -25,7 +25,7 @@ def clock():
 
 @pytest.fixture
 def recovery(clock):
-    return Recovery(lambda why, cut: None, lambda cut, why: None, every_s=10.0, clock=clock)
+    return Recovery(lambda why, cut, leaves: None, lambda cut, why: None, every_s=10.0, clock=clock)
 
 
 def keep(recovery, *payloads):
@@ -80,7 +80,7 @@ def test_a_large_session_is_given_up_unless_it_is_wanted(recovery):
     recovery.begin()
     answer(recovery, taken=1, stored=1, held=AUTO_BYTES + 1)
     assert "WOOLYAI_RECOVERY is not `on`" in recovery.given_up
-    wanted = Recovery(lambda why, cut: None, lambda cut, why: None, always=True)
+    wanted = Recovery(lambda why, cut, leaves: None, lambda cut, why: None, always=True)
     keep(wanted, b"x")
     wanted.begin()
     answer(wanted, taken=1, stored=1, held=AUTO_BYTES + 1)
@@ -88,7 +88,7 @@ def test_a_large_session_is_given_up_unless_it_is_wanted(recovery):
 
 
 def test_an_executor_that_stores_nothing_is_enough_for_short_sessions(clock):
-    recovery = Recovery(lambda why, cut: None, lambda cut, why: None, always=True, clock=clock)
+    recovery = Recovery(lambda why, cut, leaves: None, lambda cut, why: None, always=True, clock=clock)
     keep(recovery, b"x")
     recovery.begin()
     answer(recovery, error="this executor stores no checkpoints", never=True)
@@ -143,7 +143,7 @@ def test_programs_are_kept_while_a_kept_run_names_them(recovery):
 
 @given(st.lists(st.sampled_from(["keep", "cut", "stored", "failed", "recovered"]), max_size=40))
 def test_all_frames_since_the_stored_cut_are_kept_in_order(steps):
-    recovery, sent, cuts, n = Recovery(lambda why, cut: None, lambda cut, why: None, every_s=0.0), [], {0: 0}, 0
+    recovery, sent, cuts, n = Recovery(lambda why, cut, leaves: None, lambda cut, why: None, every_s=0.0), [], {0: 0}, 0
     for step in steps:
         if step == "keep":
             n += 1

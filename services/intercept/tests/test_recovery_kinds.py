@@ -92,7 +92,7 @@ class Session:
         self.said, self.noted, self.channel = [], [], first
         coming = iter(others)
 
-        def reopen(why, cut):
+        def reopen(why, cut, leaves):
             self.channel = next(coming)
             return Reopened(self.channel, "s", "t", "other")
 

@@ -36,11 +36,11 @@ async def renew(r, opened, **said):
     return await r.actor.on_renew_session(RenewSessionRequest(session_id=opened.session_id, token=opened.token, **said))
 
 
-async def come_back(r, opened, lost="left", cut=1):
+async def come_back(r, opened, lost="left", cut=1, leaves=False):
     """The client asks for another executor."""
     place = QueuePlace(session_id=opened.session_id, token=opened.token)
     r.clock.now += 1
-    return await r.open(place=place, lost=lost, cut=cut, queue=True, recovers=True)
+    return await r.open(place=place, lost=lost, cut=cut, leaves=leaves, queue=True, recovers=True)
 
 
 async def hibernate(r, opened, cut=1, reason="idle"):
@@ -67,7 +67,7 @@ async def test_a_client_is_asked_to_move_and_gets_another_executor(rig):
         reply = await renew(r, opened)
         assert (reply.wish, reply.reason) == ("move", "moved on request")
         (old,) = [p.executor_id for p in opened.parts]
-        again = await come_back(r, opened)
+        again = await come_back(r, opened, "moved on request", leaves=True)
         assert {old, again.parts[0].executor_id} == {"a", "b"}
         assert (await renew(r, opened)).wish is None
         assert await story(r, opened) == [
@@ -107,12 +107,26 @@ async def test_a_session_stays_if_the_room_is_taken_meanwhile(rig):
         opened = await r.open(recovers=True, node="a", required_vram=600)
         await r.actor.moves.move(await record(r, opened), "why", "b")
         await r.open(node="b", required_vram=600)
-        assert (await refusal(come_back(r, opened))).code == "router.stays"
+        assert (await refusal(come_back(r, opened, leaves=True))).code == "router.stays"
         now = await record(r, opened)
         assert now.state == "started" and [p.executor_id for p in now.parts] == ["a"]
         assert (await renew(r, opened)).wish is None
         assert (await story(r, opened))[-1][1].startswith("it stays: no other device can take session")
         assert opened.session_id in r.executors[0].sessions
+
+
+async def test_a_session_that_loses_its_executor_before_a_move_is_not_bound_to_it(rig):
+    async with rig("a", "b") as r:
+        await beat(r)
+        opened = await r.open(recovers=True, node="", required_vram=600)
+        (old,) = [p.executor_id for p in opened.parts]
+        await r.actor.moves.move(await record(r, opened), "why")
+        (other,) = {"a", "b"} - {old}
+        await r.open(node=other, required_vram=600)  # no room elsewhere; the executor itself is back at once
+        again = await come_back(r, opened, "the connection broke")
+        assert again.parts[0].executor_id == old
+        assert any(reason == f"its client lost {old}: the connection broke" for _, reason in await story(r, opened))
+        assert (await renew(r, opened)).wish is None
 
 
 async def test_what_a_client_says_about_a_move_is_in_the_story(rig):
@@ -247,7 +261,7 @@ async def test_sessions_of_an_executor_that_will_end_are_asked_to_move(rig):
         await r.actor.moves.drain()
         assert (await renew(r, opened)).wish == "move"
         assert (await renew(r, stays)).wish is None
-        assert (await come_back(r, opened)).parts[0].executor_id != old
+        assert (await come_back(r, opened, leaves=True)).parts[0].executor_id != old
 
 
 async def test_an_old_answer_of_an_executor_does_not_touch_a_session_that_left_it(rig):
@@ -286,7 +300,7 @@ async def test_a_session_is_moved_to_a_group_or_a_vendor(rig):
         opened = await r.open(recovers=True, node="a")
         assert (await refusal(r.actor.moves.move_to(await record(r, opened), "why", "c"))).code == "router.no_node"
         await r.actor.moves.move_to(await record(r, opened), "why", "nvidia")
-        again = await come_back(r, opened)
+        again = await come_back(r, opened, leaves=True)
         assert again.parts[0].executor_id == "b" and (await record(r, opened)).want().vendor == "nvidia"
         await r.actor.world.nodes.put_group(GroupRecord("mine", "", r.clock(), ("node-a",)))
         error = await refusal(r.actor.moves.move_to(await record(r, opened), "why", "mine"))

@@ -463,8 +463,8 @@ def _recovery(settings: Settings, opened: Any) -> Recovery | None:
     if not wanted(settings) or mode == "off":
         return None
 
-    def reopen(why: str, cut: int) -> Reopened:
-        (part,) = [Part(p.endpoints, p.executor_id, p.node, p.token) for p in opened.recover(why, cut)]
+    def reopen(why: str, cut: int, leaves: bool) -> Reopened:
+        (part,) = [Part(p.endpoints, p.executor_id, p.node, p.token) for p in opened.recover(why, cut, leaves=leaves)]
 
         def greet(client: ChannelClient, where: str) -> Reopened:
             return Reopened(client, opened.session_id, part.token or opened.token, where)

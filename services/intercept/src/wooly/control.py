@@ -355,12 +355,13 @@ class OpenedSession:
         if lost:
             call(lost)
 
-    def recover(self, why: str, cut: int) -> tuple[SessionPart, ...]:
+    def recover(self, why: str, cut: int, *, leaves: bool) -> tuple[SessionPart, ...]:
         """Open the session at another executor. It waits in the queue if there is no room.
 
         Args:
             why: why the session leaves or left its own.
             cut: number of the checkpoint that the executor must have; 0: none.
+            leaves: the session still has its executor, and was asked to leave it.
 
         Returns:
             The new parts.
@@ -370,7 +371,7 @@ class OpenedSession:
                 still does.
         """
         self._hosted.clear()
-        request = self._request.model_copy(update={"lost": why[:4096], "cut": cut})
+        request = self._request.model_copy(update={"lost": why[:4096], "cut": cut, "leaves": leaves})
         try:
             opened = Turn(
                 request,

@@ -849,7 +849,7 @@ class Link:
             return
         recovery.say(f"wooly: the session leaves the executor {self.where}: {why} ...")
         try:
-            self._go_on(recovery, why, begun)
+            self._go_on(recovery, why, begun, leaves=True)
         except WoolyError as e:
             if e.code == STAYS:
                 recovery.say(f"wooly: the session stays: {e}")
@@ -925,25 +925,25 @@ class Link:
         except WoolyError as e:
             raise self._fail(e) from cause
 
-    def _go_on(self, recovery: Recovery, why: str, begun: float) -> None:
-        """Open the session at another executor, and bring it there to where it was.
+    def _go_on(self, recovery: Recovery, why: str, begun: float, *, leaves: bool = False) -> None:
+        """Open the session at another executor, and bring it there to where it was. `leaves`: it still has its executor.
 
         Raises:
             WoolyError: the session cannot go on.
         """
         with recovery.around(why):
-            self._reopen(recovery, why)
+            self._reopen(recovery, why, leaves)
         took = time.monotonic() - begun
         recovery.resumed = took, sum([frame.kind != Kind.CUT for frame in recovery.frames])
         recovery.say(f"wooly: the session goes on in the executor {self.where}, after {took:.1f} s")
 
-    def _reopen(self, recovery: Recovery, why: str) -> None:
+    def _reopen(self, recovery: Recovery, why: str, leaves: bool) -> None:
         while True:
             reached = max(self._channel.acked + self._shift, self._answered)
             if not recovery.begun(progress=reached > self._resumed_at):
                 raise WoolyError(f"{why}; the session has gone on elsewhere too often lately")
             try:
-                there = recovery.reopen(why, recovery.stored)
+                there, leaves = recovery.reopen(why, recovery.stored, leaves), False
                 self._channel.close()
                 self._channel, self.where, recovery.hibernates = there.channel, there.where, False
                 hello = self._hello | {"session_id": there.session_id, "token": there.token}

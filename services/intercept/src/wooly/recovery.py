@@ -149,8 +149,8 @@ class Recovery:
     """The kept frames of one session, and when it needs a cut.
 
     Args:
-        reopen: opens the session at another executor. It gets the reason, and the number of the cut that this executor must have
-            (0: none). It raises WoolyError.
+        reopen: opens the session at another executor. It gets the reason, the number of the cut that this executor must have (0:
+            none), and whether the session still has its executor. It raises WoolyError.
         hibernate: tells the controller that the session has no executor any more. It gets the number of the last cut, and the
             reason. It raises WoolyError.
         always: take cuts of a session of any size.
@@ -176,7 +176,7 @@ class Recovery:
 
     def __init__(
         self,
-        reopen: Callable[[str, int], Reopened],
+        reopen: Callable[[str, int, bool], Reopened],
         hibernate: Callable[[int, str], None],
         *,
         always: bool = False,

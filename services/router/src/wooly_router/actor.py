@@ -172,7 +172,7 @@ class RouterActor:
         granted = await self.ceilings.granted(tenant, wish, caller)
         terms = {"tenant": tenant, "credential": "", "priority": granted.priority, "weight": granted.weight}
         if request.place is not None and request.lost:
-            await self._requeue_for(request.place, tenant, request.lost, request.cut)
+            await self._requeue_for(request.place, tenant, request)
         return await self._opening.open(request.model_copy(update=terms))
 
     # -- living ------------------------------------------------------------------------------------------------------
@@ -349,7 +349,7 @@ class RouterActor:
 
     # -- losses ------------------------------------------------------------------------------------------------------
 
-    async def _requeue_for(self, place: QueuePlace, tenant: str, reason: str, cut: int) -> None:
+    async def _requeue_for(self, place: QueuePlace, tenant: str, request: OpenSessionRequest) -> None:
         """Put a session back into the queue whose client says that it lost its executor, or leaves it.
 
         Raises:
@@ -358,7 +358,7 @@ class RouterActor:
         record = await self._open(place.session_id, place.token)
         if record is None or record.tenant != tenant:
             raise RefusedError("router.no_session", await self._reason_of_end(place.session_id))
-        await self.moves.comes_back(record, reason, cut)
+        await self.moves.comes_back(record, request.lost, request.cut, leaves=request.leaves)
 
     async def lose_part(
         self, record: TaskRecord, executor_id: str, reason: str, state: str = "failed", *, passing: bool = False

@@ -21,7 +21,7 @@ from wooly_router.core.placement import Claim, DeviceRequest, Pool, summary
 from wooly_router.core.registry import Registry
 from wooly_router.executors import Executors
 from wooly_router.settings import RouterSettings
-from wooly_router.state.tasks import Lease, TaskRecord
+from wooly_router.state.tasks import NO_WISH, Lease, TaskRecord, TaskWish
 from wooly_router.state.world import World
 
 log = logging.getLogger("wooly.router")
@@ -31,6 +31,8 @@ RECOVERY_GRACE_S = 15.0
 KEEP_TIMEOUT_S = 5.0
 #: Maximum number of sessions in one request to keep checkpoints.
 KEPT_AT_ONCE = 1000
+#: Maximum number of sessions that one round asks to move: for each, the room on all devices is looked up.
+MOVES_AT_ONCE = 16
 #: Seconds after which a session that stayed is asked again to leave a node that is being drained.
 ASK_AGAIN_S = 30.0
 DRAINED = "node {} is being drained"
@@ -64,14 +66,13 @@ class Moves:
 
     # -- after a loss ------------------------------------------------------------------------------------------------
 
-    async def requeue(self, record: TaskRecord, reason: str) -> bool:
-        """Put a session that leaves its executor back into the queue. Returns False if it has ended."""
+    async def requeue(self, record: TaskRecord, reason: str, wish: TaskWish = NO_WISH) -> bool:
+        """Put a session that leaves its executor back into the queue, as `wish` says. Returns False if it has ended."""
         now = self._clock()
         lease = await self._world.tasks.lease(record.id)
         if lease is None:
             return False
         waiting = Lease(record.id, lease.token, now + self._settings.lease_s + RECOVERY_GRACE_S)
-        wish = record.wish
         async with self._world.database.writing() as s:
             return await self._world.tasks.leave(
                 s,
@@ -85,13 +86,14 @@ class Moves:
                 store=self._store_of(record),
             )
 
-    async def comes_back(self, record: TaskRecord, reason: str, cut: int) -> None:
+    async def comes_back(self, record: TaskRecord, reason: str, cut: int, *, leaves: bool) -> None:
         """The client of a session asks for another executor, because it lost its own or because it was asked to leave it.
 
         Args:
             record: the session.
             reason: why, as the client says.
             cut: number of the checkpoint that the next executor must have; 0: none.
+            leaves: the session still has its executor, and leaves it because it was asked to.
 
         Raises:
             RefusedError: the session cannot go on elsewhere; or it was asked to leave, and no other device has room any more
@@ -101,16 +103,18 @@ class Moves:
             if not record.wants.get("recovers"):
                 raise RefusedError("router.no_session", f"session {record.id} cannot go on in another executor")
             names = [p.executor_id for p in record.parts]
-            wish = record.wish
-            if wish.do == "move":
+            wish = record.wish if leaves else NO_WISH
+            if leaves:
                 try:
                     await self._check_room(record, wish.node)
                 except RefusedError as e:
                     await self.stays(record, str(e))
                     raise RefusedError("router.stays", str(e)) from e
             # Its executor may live and have the session, for example if only the connection broke.
-            await self._executors.close(names, record.id, wish.reason or reason, passing=True)
-            await self.requeue(record, wish.reason or f"its client lost {', '.join(names)}: {reason}")
+            await self._executors.close(names, record.id, "it goes on in another executor", passing=True)
+            await self.requeue(
+                record, (wish.reason or reason) if leaves else f"its client lost {', '.join(names)}: {reason}", wish
+            )
         if not cut:  # it needs no checkpoint, so any executor will do
             async with self._world.database.writing() as s:
                 await self._world.tasks.change_wants(s, record.id, store="")
@@ -336,12 +340,15 @@ class Moves:
         leaving = self._registry.leaving(self._clock())
         if not draining and not leaving:
             return
+        now, count = self._clock(), 0
         for record in await self._world.tasks.in_states("started", kind="session"):
             reason = _reason_to_leave(record, draining, leaving)
-            now = self._clock()
             if now - self._asked.get(record.id, float("-inf")) < ASK_AGAIN_S:
                 continue
             if reason and record.wants.get("recovers") and not record.wish.do:
+                if count == MOVES_AT_ONCE:
+                    return
+                count += 1
                 self._asked = {k: at for k, at in self._asked.items() if now - at < ASK_AGAIN_S} | {record.id: now}
                 try:
                     await self.move(record, reason)

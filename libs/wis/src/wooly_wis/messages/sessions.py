@@ -35,10 +35,10 @@ class OpenSessionRequest(Message):
     `model`: name of the session's model, for bills. `weight`: relative share inside the class. `service_ns`, `objective_ns` and
     `interval_ns`: as in `AdmitSessionRequest`. `queue`: if no device has room, the session waits in the queue instead of being
     refused. `place`: the session waits already, and its client asks whether its turn has come. `lost`: why a session with a
-    `place` that is open has lost its executor, or leaves it; it is opened again, and waits if there is no room. `cut`: number of
-    the checkpoint from which such a session goes on; 0: it needs none. `recovers`: the client can go on in another executor;
-    `asks_recovery`: unless the cluster's setting `recovery` is `off`.
-    `node`: the node of all devices, or the executor of the only device; empty: any.
+    `place` that is open has lost its executor; it is opened again, and waits if there is no room. `leaves`: it has not lost it,
+    but was asked to leave it, and stays there if there is no room. `cut`: number of the checkpoint from which it goes on; 0: it
+    needs none. `recovers`: the client can go on in another executor; `asks_recovery`: unless the cluster's setting `recovery` is
+    `off`. `node`: the node of all devices, or the executor of the only device; empty: any.
     """
 
     tenant: Name = "default"
@@ -61,6 +61,7 @@ class OpenSessionRequest(Message):
     queue: bool = False
     place: QueuePlace | None = None
     lost: str = Field(default="", max_length=4096)
+    leaves: bool = False
     cut: int = Field(default=0, ge=0, lt=1 << 32)
     recovers: bool = False
     asks_recovery: bool = False

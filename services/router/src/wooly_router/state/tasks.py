@@ -52,6 +52,9 @@ class TaskWish:
     barred: Sequence[str] = ()
 
 
+NO_WISH = TaskWish()
+
+
 @dataclass(frozen=True, slots=True)
 class TaskRecord:
     """A task, detached from the database. `parts` are its devices, in order. The other fields are as in `TaskRow`."""
