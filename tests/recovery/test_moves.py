@@ -177,7 +177,7 @@ def test_a_hibernated_session_is_woken_on_request(cluster, alice, pausing, unpau
     alice.wooly("tasks", "hibernate", task["task_id"])
     said = alice.wooly("tasks", "wake", task["task_id"])
     assert "started: on " in said
-    assert held(cluster) == 1
+    cluster.wait(lambda: held(cluster) == 1)  # after the next heartbeat
     found, said = output()
     assert found == unpaused and "woken on request" in said
 
