@@ -26,6 +26,7 @@ from wooly.kernels.autocast import Autocast
 from wooly.kernels.extensions import Extensions, register_autocast
 from wooly.kernels.generic import Generic
 from wooly.kernels.launch import Launches
+from wooly.kernels.nested import dense_kernels, register_nested
 from wooly.kernels.sparse.calls import SparseCalls
 from wooly.kernels.sparse.registration import register_sparse
 from wooly.kernels.transfer import Transfer
@@ -41,7 +42,6 @@ from wooly.torch_private import (
     overload_name,
     raw_device,
     redispatch_cpu,
-    redispatch_nested_host,
     register_backend,
     use_resize_warning_of_aten,
 )
@@ -60,12 +60,6 @@ _FACTORIES = (
 )
 #: Operators on metadata. Their CPU kernels do not access the tensor's memory, so they work for device tensors, too.
 _METADATA = ("is_set_to", "_sparse_broadcast_to")
-#: Sizes, strides and offsets of nested tensors, which are in host memory. Autograd reads them where an error ends the process.
-_NESTED_METADATA = (
-    aten._nested_tensor_size.default,
-    aten._nested_tensor_strides.default,
-    aten._nested_tensor_storage_offsets.default,
-)
 
 
 class RegisteredDevice:
@@ -137,8 +131,7 @@ class RegisteredDevice:
         self.autocast.register(library)
         self._libraries.append(register_autocast())
         self._libraries.append(_register_fallbacks(Extensions(self.devices, self.generic, _unsupported)))
-        for op in _NESTED_METADATA:
-            library.impl(_short(op), redispatch_nested_host(op), "NestedTensorPrivateUse1")
+        register_nested(library)
         self._libraries += register_sparse(SparseCalls(self.generic))
         if native.module is not None:
             self._register_native(native.module)
@@ -169,6 +162,7 @@ class RegisteredDevice:
         own.update({_short(op): kernel for op, kernel in views.KERNELS.items()})
         own.update(backend.KERNELS)
         own.update(sync_norm.KERNELS)
+        own.update(dense_kernels())
         own["record_stream"] = _record_stream
         return own
 

@@ -66,6 +66,7 @@ def patches() -> Iterator[Patch]:
     yield (UninitializedTensorMixin, "_allowed_methods", [*allowed, *more])
     for name in _GUARDED:
         yield (torch, name, with_device(getattr(torch, name)))
+    yield (torch.nested, "nested_tensor", with_device(torch.nested.nested_tensor))
     yield (torch, "asarray", naming_cuda(with_device(torch.asarray)))
     yield (torch, "tensor_split", naming_cuda(torch.tensor_split))
     for name in _FACTORIES_INTO:

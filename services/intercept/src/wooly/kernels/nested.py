@@ -1,0 +1,251 @@
+"""Kernels of operators on nested tensors with the strided layout.
+
+Such a tensor is an object with one dense tensor, its buffer, and with sizes, strides and offsets in host memory. Most of
+PyTorch's kernels for nested host tensors only handle that object and call dense operators on the buffer, by the dispatcher.
+Those run for device tensors as they are. The list is closed: other kernels would read through an address that does not exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wooly.torch_private import (
+    OpOverload,
+    all_aten_overloads,
+    has_kernel,
+    overload_name,
+    redispatch_cpu,
+    redispatch_nested_host,
+)
+
+aten = torch.ops.aten
+
+#: Operators whose kernels for nested host tensors read no memory of the tensor.
+_OF_OBJECTS = frozenset(
+    (
+        *(
+            "_nested_tensor_size",
+            "_nested_tensor_strides",
+            "_nested_tensor_storage_offsets",
+            "is_same_size",
+            "is_pinned",
+        ),
+        *(
+            "alias",
+            "chunk",
+            "clone",
+            "copy_",
+            "detach",
+            "empty_like",
+            "ones_like",
+            "_to_copy",
+            "values",
+            "zero_",
+            "cat",
+        ),
+        *("narrow", "select", "split_with_sizes", "squeeze", "transpose", "unbind", "unsqueeze", "view"),
+        *("_nested_from_padded_and_nested_example", "_nested_select_backward", "to_padded_tensor"),
+        *("value_selecting_reduction_backward", "fill_", "normal_"),
+    )
+)
+#: Functions of elements, which these kernels compute on the buffer.
+_OF_ELEMENTS = frozenset(
+    (
+        *(
+            "abs",
+            "abs_",
+            "cos",
+            "gelu",
+            "gelu_",
+            "gelu_backward",
+            "isinf",
+            "isnan",
+            "isneginf",
+            "isposinf",
+            "logical_not",
+        ),
+        *(
+            "logical_not_",
+            "neg",
+            "neg_",
+            "relu",
+            "relu_",
+            "sgn",
+            "sgn_",
+            "silu",
+            "silu_",
+            "silu_backward",
+            "sin",
+            "sqrt",
+        ),
+        *(
+            "tanh",
+            "tanh_",
+            "threshold_backward",
+            "add",
+            "add_",
+            "div",
+            "eq",
+            "ge",
+            "gt",
+            "masked_fill",
+            "mul",
+            "mul_",
+            "sub",
+        ),
+        *("where", "native_dropout", "native_dropout_backward", "all"),
+    )
+)
+#: Those of two tensors.
+_ARITHMETIC = frozenset(("add", "add_", "div", "eq", "mul", "mul_", "sub"))
+#: Operators that compute on the parts, or on the padded tensor.
+_OF_PARTS = frozenset(
+    (
+        *(
+            "_safe_softmax",
+            "_softmax",
+            "_softmax_backward_data",
+            "_nested_tensor_softmax_with_shape",
+            "bmm",
+            "embedding",
+        ),
+        *("linear", "linear_backward", "matmul", "matmul_backward", "_fused_sdp_choice"),
+        *("_native_multi_head_attention", "_transformer_encoder_layer_fwd"),
+    )
+)
+#: Operators that make a nested tensor of a dense one, or check its mask. Their kernels for host tensors read no memory, either.
+_FROM_DENSE = (
+    aten._nested_tensor_from_mask.default,
+    aten._nested_tensor_from_mask_left_aligned.default,
+    aten._nested_view_from_buffer.default,
+)
+
+
+def register_nested(library: torch.library.Library) -> None:
+    """Register the kernels of nested device tensors, and those that make nested tensors of dense ones."""
+    own = {aten.native_layer_norm.default: _layer_norm, aten.native_layer_norm_backward.default: _layer_norm_backward}
+    own[aten._transform_bias_rescale_qkv.default] = _transform_bias_rescale_qkv
+    for op, kernel in [*_redispatched(), *own.items()]:
+        library.impl(_short(op), kernel, "NestedTensorPrivateUse1")
+
+
+def dense_kernels() -> dict[str, Callable[..., Any]]:
+    """Kernels of dense device tensors, by the operator's name, whose results are nested or describe a nested tensor."""
+    own: dict[str, Callable[..., Any]] = {
+        "_nested_from_padded": _from_padded,
+        "_transform_bias_rescale_qkv": _transform_bias_rescale_qkv,
+    }
+    return own | {_short(op): redispatch_cpu(op) for op in _FROM_DENSE}
+
+
+def _redispatched() -> Iterator[tuple[OpOverload, Callable[..., Any]]]:
+    for op in all_aten_overloads():
+        packet = op.overloadpacket.__name__
+        if packet in _OF_OBJECTS | _OF_ELEMENTS | _OF_PARTS and has_kernel(op.name(), "NestedTensorCPU"):
+            kernel = redispatch_nested_host(op)
+            yield (op, _with_numbers(kernel) if packet in _ARITHMETIC and overload_name(op) == "Tensor" else kernel)
+
+
+def _with_numbers(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel of two tensors. PyTorch passes a number in place of one of them as a number, which C++ kernels do not take."""
+
+    def run(first: Any, second: Any, **kwargs: Any) -> Any:
+        if isinstance(second, Tensor) and not isinstance(first, Tensor):
+            return kernel(_number(first, second), second, **kwargs)
+        return kernel(first, second if isinstance(second, Tensor) else _number(second, first), **kwargs)
+
+    return run
+
+
+def _number(value: Any, other: Tensor) -> Tensor:
+    """A number as a host tensor that leaves the dtype of the result as it is for a number, and loses no precision."""
+    dtype = torch.result_type(torch.empty(1, dtype=other.dtype), value)
+    if dtype == other.dtype and dtype.is_floating_point:
+        dtype = torch.float64
+    return torch.scalar_tensor(value, dtype=dtype)
+
+
+def _short(op: OpOverload) -> str:
+    return str(op.name()).removeprefix("aten::")
+
+
+def _nested(buffer: Tensor, sizes: Tensor) -> Tensor:
+    """A contiguous nested tensor of a buffer `[elements]` and host sizes `[parts, dimensions]`."""
+    strides, offsets = aten._nested_compute_contiguous_strides_offsets(sizes)
+    return aten._nested_view_from_buffer(buffer, sizes, strides, offsets)  # type: ignore[no-any-return]
+
+
+def _from_padded(padded: Tensor, sizes: Tensor, fuse_transform_0213: bool = False) -> Tensor:
+    """`aten._nested_from_padded`: drop the padding of each part. Nothing waits, because the sizes are in host memory."""
+    if fuse_transform_0213:
+        padded = padded.transpose(1, 2).flatten(2)
+    if padded.dim() - 1 != sizes.size(1):
+        raise RuntimeError(f"dim: {padded.dim()} target_size: {sizes.size(1)}")
+    parts = list[Tensor]()
+    for part, size in zip(padded.unbind(), sizes.tolist(), strict=True):
+        for dim, length in enumerate(size):
+            part = part.narrow(dim, 0, length)
+        parts.append(part.reshape(-1))
+    return _nested(torch.cat(parts) if parts else padded.new_empty(0), sizes)
+
+
+def _rows(input: Tensor, normalized_shape: list[int]) -> Tensor:
+    """The buffer of a nested tensor as `[rows, *normalized_shape]`. Raises RuntimeError as PyTorch does."""
+    if not input.is_contiguous():
+        raise RuntimeError("layer_norm needs a contiguous nested tensor")
+    sizes = aten._nested_tensor_size(input)
+    rest = sizes[:, -len(normalized_shape) :]
+    if len(normalized_shape) > sizes.size(1) or (rest != rest[:1]).any():
+        raise RuntimeError("normalized_shape extends into irregular dimensions for the nested tensor")
+    if rest[:1].tolist() != [normalized_shape]:
+        raise RuntimeError(f"The shape {normalized_shape} of normalized_shape doesn't match the input")
+    return input.values().view(-1, *normalized_shape)
+
+
+def _layer_norm(
+    input: Tensor, normalized_shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    if weight is None or bias is None:
+        raise RuntimeError("NestedTensor layer_norm requires weight and bias")
+    rows = _rows(input, list(normalized_shape))
+    normal, mean, rstd = aten.native_layer_norm(rows, normalized_shape, weight, bias, eps)
+    return _nested(normal.view(-1), aten._nested_tensor_size(input)), mean.view(-1), rstd.view(-1)
+
+
+def _layer_norm_backward(
+    grad_out: Tensor,
+    input: Tensor,
+    normalized_shape: list[int],
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    output_mask: list[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    rows = _rows(input, list(normalized_shape))
+    column = [rows.size(0), *[1] * len(normalized_shape)]
+    found, of_weight, of_bias = aten.native_layer_norm_backward(
+        *(
+            grad_out.contiguous().values().view(rows.shape),
+            rows,
+            normalized_shape,
+            mean.view(column),
+            rstd.view(column),
+        ),
+        *(weight, bias, output_mask),
+    )
+    of_input = _nested(found.view(-1), aten._nested_tensor_size(input)) if output_mask[0] else None
+    return of_input, of_weight, of_bias
+
+
+def _transform_bias_rescale_qkv(qkv: Tensor, qkv_bias: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values, each `[batch, heads, length, width]`, of a projection `[batch, length, 3 * heads * width]`."""
+    padded = qkv.to_padded_tensor(0.0) if qkv.is_nested else qkv
+    width = padded.size(2) // (3 * num_heads)
+    q, k, v = (padded + qkv_bias).unflatten(2, (3, num_heads, width)).permute(2, 0, 3, 1, 4).unbind()
+    scale = 1.0 / torch.tensor(float(width), dtype=qkv.dtype).sqrt().item()
+    return (q * scale).contiguous(), k.contiguous(), v.contiguous()

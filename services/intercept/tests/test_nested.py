@@ -1,0 +1,116 @@
+"""Nested tensors with the strided layout: results, gradients and errors are the CPU's."""
+
+import pytest
+import torch
+from torch import nn
+
+pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:enable_nested_tensor")
+SIZES = ((3, 8), (5, 8), (1, 8))
+
+
+def parts(device, sizes=SIZES):
+    g = torch.Generator().manual_seed(0)
+    return [torch.randn(s, generator=g).to(device) for s in sizes]
+
+
+def on_both(function, sizes=SIZES):
+    """Results of a function of a nested tensor on both devices."""
+    return [function(torch.nested.nested_tensor(parts(device, sizes))) for device in ("cpu", "cuda")]
+
+
+def same(expected, found):
+    assert found.is_nested == expected.is_nested
+    assert found.device.type == "cuda"
+    if expected.is_nested:
+        assert found.size(0) == expected.size(0)
+        for a, b in zip(expected.unbind(), found.unbind(), strict=True):
+            assert torch.equal(a, b.cpu())
+    else:
+        assert torch.equal(expected, found.cpu())
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        torch.relu, torch.tanh, torch.abs, torch.neg, torch.sin, torch.cos, torch.sgn, torch.isnan, torch.clone,
+        nn.functional.gelu, nn.functional.silu, torch.ones_like, torch.zeros_like,
+        lambda n: n + n, lambda n: n.half() * 0.1, lambda n: n.double() + 0.1, lambda n: n.to(torch.int64) / 3,
+        lambda n: n - n * 2, lambda n: n / 3, lambda n: n * torch.tensor(2.0), lambda n: n > 0,
+        lambda n: n.masked_fill(n > 0, 1.0),
+        lambda n: n.transpose(1, 2), lambda n: n.transpose(1, 2).contiguous(), lambda n: n.unsqueeze(2).squeeze(2),
+        lambda n: n.view(3, -1, 2, 4), lambda n: n.reshape(3, -1, 2, 4).transpose(1, 2), lambda n: n.chunk(2, -1)[1],
+        lambda n: n[1], lambda n: n.select(0, 2), lambda n: n.softmax(-1), lambda n: n.transpose(1, 2).softmax(1),
+        lambda n: n.to_padded_tensor(0.5), lambda n: n.to_padded_tensor(0.5, (4, 6, 9)), lambda n: n.double(),
+        lambda n: torch.matmul(n, n.transpose(1, 2)), lambda n: torch.bmm(n, n.transpose(1, 2)),
+        lambda n: torch.cat([n, n]), lambda n: n.add_(1.0), lambda n: n.relu_().mul_(2.0), lambda n: n.detach().zero_(),
+        lambda n: nn.functional.scaled_dot_product_attention(*[n.view(3, -1, 2, 4).transpose(1, 2).contiguous()] * 3),
+        lambda n: torch._nested_from_padded(n.to_padded_tensor(0.0), torch.tensor([[3, 8], [5, 8], [1, 8]])),
+    ],
+)  # fmt: skip
+def test_operators_have_the_cpus_bits(cuda, function):
+    same(*on_both(function))
+
+
+def test_layer_norm_and_linear_with_gradients(cuda):
+    grads = []
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 8)).to(device)
+        leaves = [t.requires_grad_() for t in parts(device)]
+        out = model(torch.nested.as_nested_tensor(leaves))
+        out.to_padded_tensor(0.0).square().sum().backward()
+        grads.append([t.grad.cpu() for t in [*leaves, *model.parameters()]])
+    for a, b in zip(*grads, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(("norm_first", "activation"), [(False, "relu"), (True, "relu"), (False, "gelu")])
+def test_an_encoder_with_a_padding_mask_takes_its_fast_path(cuda, norm_first, activation):
+    found = []
+    for device in ("cpu", cuda):
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, activation=activation, norm_first=norm_first, batch_first=True)
+        model = nn.TransformerEncoder(layer, 2).eval().to(device)
+        x = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(1)).to(device)
+        mask = torch.arange(5, device=device) >= torch.tensor([[5], [2], [4]], device=device)
+        with torch.no_grad():
+            found.append(model(x, src_key_padding_mask=mask))
+    if activation == "gelu":  # CUDA's fused kernel, which we follow, approximates GELU
+        assert torch.allclose(found[0], found[1].cpu(), atol=1e-3)
+    else:
+        same(*found)
+
+
+def test_a_device_may_be_named_at_creation(cuda):
+    n = torch.nested.nested_tensor(parts("cpu"), device="cuda")
+    assert n.device == torch.device("cuda", 0) and n.unbind()[1].device.type == "cuda"
+    moved = torch.nested.nested_tensor(parts("cpu")).cuda()
+    same(n.cpu(), moved)
+    assert repr(n).startswith("nested_tensor([") and "wooly" not in repr(n)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda n: n.transpose(0, 1),
+        lambda n: n + torch.nested.nested_tensor(parts(n.device, ((2, 8), (5, 8), (1, 8)))),
+        lambda n: nn.functional.layer_norm(
+            n, (5, 8), torch.ones(5, 8, device=n.device), torch.ones(5, 8, device=n.device)
+        ),
+        lambda n: nn.functional.linear(n, torch.zeros(3, 7, device=n.device)),
+        lambda n: torch.nested.nested_tensor([n[0], n[0][0]]),
+        lambda n: torch.bmm(n, n),
+    ],
+)
+def test_errors_are_the_cpus(cuda, function):
+    messages = []
+    for device in ("cpu", "cuda"):
+        with pytest.raises(RuntimeError) as e:
+            function(torch.nested.nested_tensor(parts(device)))
+        messages.append((type(e.value), str(e.value)))
+    assert messages[0] == messages[1]
+
+
+def test_an_operator_that_cuda_lacks_is_refused(cuda):
+    with pytest.raises(NotImplementedError, match=r"aten.sum.dim_IntList"):
+        torch.nested.nested_tensor(parts("cuda")).sum(-1, keepdim=True)
