@@ -114,3 +114,38 @@ def test_errors_are_the_cpus(cuda, function):
 def test_an_operator_that_cuda_lacks_is_refused(cuda):
     with pytest.raises(NotImplementedError, match=r"aten.sum.dim_IntList"):
         torch.nested.nested_tensor(parts("cuda")).sum(-1, keepdim=True)
+
+
+def test_a_dense_row_for_each_part_is_added_and_multiplied_as_on_cuda(cuda):
+    host = parts("cpu")
+    n, rows = torch.nested.nested_tensor(parts(cuda)), torch.arange(24.0).reshape(3, 1, 8)
+    for found, expected in ((n + rows.to(cuda), torch.add), (n * rows.to(cuda), torch.mul)):
+        for a, part, row in zip(found.unbind(), host, rows, strict=True):
+            assert torch.equal(a.cpu(), expected(part, row))
+    with pytest.raises(RuntimeError, match="Expected both self and other to be nested"):
+        n + torch.ones(3, 1, 7, device=cuda)
+
+
+def test_jagged_values_are_padded_and_back(cuda):
+    offsets, lengths = torch.tensor([0, 3, 3, 8]), [4]
+    found = []
+    for device in ("cpu", cuda):
+        values = torch.arange(16.0).reshape(8, 2).to(device)
+        o = offsets.to(device)
+        padded = torch.ops.aten._jagged_to_padded_dense_forward(values, [o], [5], -1.0)
+        back = torch.ops.aten._padded_dense_to_jagged_forward(padded * 2, [o], 8)
+        cut = torch.ops.aten._jagged_to_padded_dense_forward(values, [o], lengths, 0.5)
+        found.append([t.cpu() for t in (padded, back, cut)])
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_jagged_tensor_is_padded_with_gradients(cuda):
+    found = []
+    for device in ("cpu", cuda):
+        leaves = [t.requires_grad_() for t in parts(device)]
+        n = torch.nested.as_nested_tensor(leaves, layout=torch.jagged)
+        n.sin().to_padded_tensor(0.0).square().sum().backward()
+        found.append([t.grad.cpu() for t in leaves])
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)

@@ -138,6 +138,8 @@ def dense_kernels() -> dict[str, Callable[..., Any]]:
     own: dict[str, Callable[..., Any]] = {
         "_nested_from_padded": _from_padded,
         "_transform_bias_rescale_qkv": _transform_bias_rescale_qkv,
+        "_jagged_to_padded_dense_forward": _jagged_to_padded,
+        "_padded_dense_to_jagged_forward": _padded_to_jagged,
     }
     return own | {_short(op): redispatch_cpu(op) for op in _FROM_DENSE}
 
@@ -147,18 +149,37 @@ def _redispatched() -> Iterator[tuple[OpOverload, Callable[..., Any]]]:
         packet = op.overloadpacket.__name__
         if packet in _OF_OBJECTS | _OF_ELEMENTS | _OF_PARTS and has_kernel(op.name(), "NestedTensorCPU"):
             kernel = redispatch_nested_host(op)
-            yield (op, _with_numbers(kernel) if packet in _ARITHMETIC and overload_name(op) == "Tensor" else kernel)
+            yield (op, _with_more(kernel) if packet in _ARITHMETIC and overload_name(op) == "Tensor" else kernel)
 
 
-def _with_numbers(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """A kernel of two tensors. PyTorch passes a number in place of one of them as a number, which C++ kernels do not take."""
+def _with_more(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel of two tensors that takes what C++ kernels do not: numbers as PyTorch passes them, and a row for each part."""
 
     def run(first: Any, second: Any, **kwargs: Any) -> Any:
-        if isinstance(second, Tensor) and not isinstance(first, Tensor):
+        if not isinstance(first, Tensor):
             return kernel(_number(first, second), second, **kwargs)
-        return kernel(first, second if isinstance(second, Tensor) else _number(second, first), **kwargs)
+        if not isinstance(second, Tensor):
+            return kernel(first, _number(second, first), **kwargs)
+        if first.is_nested and not second.is_nested and _is_row_per_part(first, second):
+            second = _nested(_repeated(first, second), aten._nested_tensor_size(first))
+            first = first.contiguous()
+        return kernel(first, second, **kwargs)
 
     return run
+
+
+def _is_row_per_part(nested: Tensor, dense: Tensor) -> bool:
+    """Whether tensors are `[batch, *, width]` and `[batch, 1, width]`, which CUDA's kernels add and multiply."""
+    if nested.dim() != 3 or dense.dim() != 3 or dense.device != nested.device:
+        return False
+    widths = aten._nested_tensor_size(nested)[:, 1]
+    return [*dense.shape] == [nested.size(0), 1, dense.size(2)] and bool((widths == dense.size(2)).all())
+
+
+def _repeated(nested: Tensor, rows: Tensor) -> Tensor:
+    """The buffer of a nested tensor with the sizes of `nested`, all of whose parts consist of one row of `rows`."""
+    lengths = aten._nested_tensor_size(nested)[:, 0].tolist()
+    return torch.cat([row.expand(length, -1).reshape(-1) for row, length in zip(rows.unbind(), lengths, strict=True)])
 
 
 def _number(value: Any, other: Tensor) -> Tensor:
@@ -201,8 +222,9 @@ def _rows(input: Tensor, normalized_shape: list[int]) -> Tensor:
     rest = sizes[:, -len(normalized_shape) :]
     if len(normalized_shape) > sizes.size(1) or (rest != rest[:1]).any():
         raise RuntimeError("normalized_shape extends into irregular dimensions for the nested tensor")
-    if rest[:1].tolist() != [normalized_shape]:
-        raise RuntimeError(f"The shape {normalized_shape} of normalized_shape doesn't match the input")
+    for dim, (length, normalized) in enumerate(zip(rest[0].tolist(), normalized_shape, strict=True)):
+        if length != normalized:
+            raise RuntimeError(f"The shape at dimension {dim} of normalized_shape doesn't match the input")
     return input.values().view(-1, *normalized_shape)
 
 
@@ -249,3 +271,33 @@ def _transform_bias_rescale_qkv(qkv: Tensor, qkv_bias: Tensor, num_heads: int) -
     q, k, v = (padded + qkv_bias).unflatten(2, (3, num_heads, width)).permute(2, 0, 3, 1, 4).unbind()
     scale = 1.0 / torch.tensor(float(width), dtype=qkv.dtype).sqrt().item()
     return (q * scale).contiguous(), k.contiguous(), v.contiguous()
+
+
+def _only(offsets: list[Tensor]) -> Tensor:
+    if len(offsets) != 1 or offsets[0].dim() != 1:
+        raise RuntimeError("only a single jagged dimension, with offsets in one dimension, is supported")
+    return offsets[0]
+
+
+def _jagged_to_padded(
+    values: Tensor, offsets: list[Tensor], max_lengths: list[int], padding_value: float = 0.0
+) -> Tensor:
+    """`aten._jagged_to_padded_dense_forward`: rows `[total, ...]` as `[batch, length, ...]`. Longer parts are cut, as on CUDA."""
+    (length,) = max_lengths
+    starts, ends = _only(offsets)[:-1, None], _only(offsets)[1:, None]
+    padded = values.new_full((starts.size(0), length, *values.shape[1:]), padding_value)
+    if padded.numel() == 0 or values.size(0) == 0:
+        return padded
+    rows = starts + torch.arange(length, device=values.device)
+    inside = rows < ends
+    shape = (*inside.shape, *[1] * (values.dim() - 1))
+    return torch.where(inside.view(shape), values[torch.where(inside, rows, 0)], padded)
+
+
+def _padded_to_jagged(dense: Tensor, offsets: list[Tensor], total_L: int | None = None) -> Tensor:
+    """`aten._padded_dense_to_jagged_forward`: the rows of `[batch, length, ...]` without padding. Waits if `total_L` is None."""
+    only = _only(offsets)
+    total = int(only[-1]) if total_L is None else total_L
+    rows = torch.arange(total, device=dense.device, dtype=only.dtype)
+    part = torch.searchsorted(only, rows, right=True) - 1
+    return dense[part, rows - only[part]]
