@@ -149,3 +149,13 @@ def test_a_jagged_tensor_is_padded_with_gradients(cuda):
         found.append([t.grad.cpu() for t in leaves])
     for a, b in zip(*found, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_host_tensors_can_be_pinned(cuda, layout):
+    n = torch.nested.nested_tensor(parts("cpu"), layout=layout)
+    pinned = n.pin_memory()
+    assert pinned.is_pinned() and not n.is_pinned() and pinned.pin_memory() is pinned
+    same(n, pinned.to(cuda, non_blocking=True))
+    if layout is torch.jagged:
+        assert torch.nested.nested_tensor(parts("cpu"), layout=layout, pin_memory=True).is_pinned()

@@ -359,6 +359,22 @@ def redispatch_nested_host(op: torch._ops.OpOverload) -> Callable[..., Any]:
     return run
 
 
+def with_values(nested: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """A nested tensor with the sizes of `nested`, strided or jagged, and other values."""
+    if nested.layout is torch.jagged:
+        from torch.nested._internal.ops import extract_kwargs
+
+        made: torch.Tensor = type(nested)(values, **extract_kwargs(nested))
+        return made
+    aten = torch.ops.aten
+    facts = (
+        aten._nested_tensor_size(nested),
+        aten._nested_tensor_strides(nested),
+        aten._nested_tensor_storage_offsets(nested),
+    )
+    return torch._nested_view_from_buffer(values, *facts)
+
+
 def redispatch_sparse_host(op: torch._ops.OpOverload, key: str) -> Callable[..., Any]:
     """A callable that runs the kernel of `op` for sparse host tensors on tensors of any device.
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from wooly.devices import NAME
 from wooly.storage import pinned, span
-from wooly.torch_private import raw_device
+from wooly.torch_private import raw_device, with_values
 
 Patch = tuple[Any, str, Any]
 
@@ -34,6 +34,8 @@ _METHODS = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tenso
 
 def is_pinned(t: Tensor, device: Any = None) -> bool:
     """Whether the tensor is in memory that the program has pinned."""
+    if t.is_nested:
+        return is_pinned(t.values(), device)
     return t.is_cpu and t.layout is torch.strided and t.untyped_storage().data_ptr() in pinned
 
 
@@ -41,8 +43,10 @@ def pin_memory(t: Tensor, device: Any = None) -> Tensor:
     """The tensor itself if it is pinned, else a pinned copy.
 
     Raises:
-        RuntimeError: the tensor is not a dense host tensor.
+        RuntimeError: the tensor is not a dense or nested host tensor.
     """
+    if t.is_nested and t.is_cpu:
+        return t if is_pinned(t) else with_values(t, pin_memory(t.values()))
     if not t.is_cpu or t.layout is not torch.strided:
         raise RuntimeError(f"cannot pin '{t.type()}' only dense CPU tensors can be pinned")
     if is_pinned(t):
