@@ -159,3 +159,56 @@ def test_nested_host_tensors_can_be_pinned(cuda, layout):
     same(n, pinned.to(cuda, non_blocking=True))
     if layout is torch.jagged:
         assert torch.nested.nested_tensor(parts("cpu"), layout=layout, pin_memory=True).is_pinned()
+
+
+def heads(device, lengths=(3, 5, 1), dtype=torch.float32, **more):
+    """A jagged tensor `[batch, heads, *, width]`, and its parts."""
+    g = torch.Generator().manual_seed(0)
+    leaves = [torch.randn(n, 2, 8, generator=g).to(device, dtype).requires_grad_(**more) for n in lengths]
+    return torch.nested.as_nested_tensor(leaves, layout=torch.jagged).transpose(1, 2), leaves
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_attention_over_jagged_tensors_equals_attention_over_each_sequence(cuda, causal, dtype):
+    n, leaves = heads(cuda, dtype=dtype)
+    out = nn.functional.scaled_dot_product_attention(n, n, n, is_causal=causal)
+    assert out.layout is torch.jagged
+    out.values().float().square().sum().backward()
+    dense = [t.detach().cpu().requires_grad_() for t in leaves]
+    tolerance = 1e-5 if dtype is torch.float32 else 1e-2
+    for part, t in zip(out.unbind(), dense, strict=True):
+        one = t.transpose(0, 1)[None]
+        expected = nn.functional.scaled_dot_product_attention(one, one, one, is_causal=causal)[0]
+        expected.float().square().sum().backward()
+        assert torch.allclose(part.cpu(), expected, atol=tolerance)
+    for t, expected in zip(leaves, dense, strict=True):
+        assert torch.allclose(t.grad.cpu(), expected.grad, atol=10 * tolerance)
+
+
+def test_a_packed_projection_of_a_jagged_tensor_is_attended(cuda):
+    torch.manual_seed(0)
+    projection = nn.Linear(16, 48).to(cuda)
+    n = torch.nested.nested_tensor([torch.randn(k, 16, device=cuda) for k in (4, 2)], layout=torch.jagged)
+    q, k, v = (t.unflatten(-1, [2, 8]).transpose(1, 2) for t in projection(n).chunk(3, -1))
+    out = nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=0.5, is_causal=True).transpose(1, 2).flatten(-2)
+    assert [t.shape for t in out.unbind()] == [(4, 16), (2, 16)]
+    out.values().sum().backward()
+    assert projection.weight.grad.isfinite().all()
+
+
+def test_attention_over_jagged_tensors_is_compiled(cuda):
+    n, _ = heads(cuda, requires_grad=False)
+    attend = lambda n: nn.functional.scaled_dot_product_attention(n, n, n, is_causal=True).values()  # noqa: E731
+    assert torch.equal(torch.compile(attend, fullgraph=True)(n), attend(n))
+
+
+def test_a_compiled_graph_whose_only_device_tensor_is_jagged_runs_on_the_device(cuda):
+    from torch.nested._internal.nested_tensor import nested_from_padded
+
+    def sine(n):
+        return nested_from_padded(n.to_padded_tensor(4.2).sin(), n.offsets(), sum_S=n.values().shape[0])
+
+    n = torch.nested.nested_tensor(parts(cuda), layout=torch.jagged)
+    found = torch.compile(lambda n: torch.utils.checkpoint.checkpoint(sine, n, use_reentrant=False), fullgraph=True)(n)
+    assert torch.equal(found.values(), n.values().sin())

@@ -21,7 +21,7 @@ from wooly.determinism import Determinism
 from wooly.devices import NAME, Devices
 from wooly.errors import ForkedProcessError, NotConnectedError
 from wooly.flags import Flags
-from wooly.kernels import backend, indexing, layers, resolving, sync_norm, views, widening
+from wooly.kernels import backend, indexing, jagged, layers, resolving, sync_norm, views, widening
 from wooly.kernels.autocast import Autocast
 from wooly.kernels.extensions import Extensions, register_autocast
 from wooly.kernels.generic import Generic
@@ -246,6 +246,7 @@ class RegisteredDevice:
         library.impl("linear", layers.linear(record_linear), "AutogradPrivateUse1")
         for key in ("AutogradPrivateUse1", "PrivateUse1"):
             library.impl("scaled_dot_product_attention", layers.attention, key)
+            library.impl("_efficient_attention_forward", jagged.efficient_attention, key)
             library.impl("lstm.input", partial(layers.lstm_input, Whole(self.generic, aten.lstm.input)), key)
             entropy = Whole(self.generic, aten.cross_entropy_loss.default)
             library.impl("cross_entropy_loss", partial(layers.cross_entropy, entropy), key)

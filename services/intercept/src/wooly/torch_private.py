@@ -359,6 +359,14 @@ def redispatch_nested_host(op: torch._ops.OpOverload) -> Callable[..., Any]:
     return run
 
 
+def jagged_attention() -> tuple[Any, str, Callable[..., bool]]:
+    """Where PyTorch asks whether its memory-efficient attention can take jagged tensors: module, name and function."""
+    from torch.nested._internal import sdpa
+
+    name = "can_use_efficient_attention"
+    return sdpa, name, getattr(sdpa, name)
+
+
 def with_values(nested: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """A nested tensor with the sizes of `nested`, strided or jagged, and other values."""
     if nested.layout is torch.jagged:
@@ -552,10 +560,16 @@ def fake_device_patches(real: str, shown: str) -> Iterator[tuple[Any, str, Any]]
 
 
 def fake_device(t: torch.Tensor) -> torch.device | None:
-    """The device that a fake tensor represents; None for other tensors."""
+    """The device that a fake tensor represents, or the first fake tensor inside a subclass; None for other tensors."""
     from torch._subclasses.fake_tensor import FakeTensor
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-    return t.fake_device if isinstance(t, FakeTensor) else None
+    if isinstance(t, FakeTensor):
+        return t.fake_device
+    if is_traceable_wrapper_subclass(t):
+        found = [fake_device(getattr(t, name)) for name in t.__tensor_flatten__()[0]]
+        return next((d for d in found if d is not None), None)
+    return None
 
 
 def inductor(mode: str | None, options: dict[str, Any] | None) -> Callable[..., Any]:

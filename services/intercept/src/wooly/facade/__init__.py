@@ -41,6 +41,7 @@ from wooly.facade.build import CUDA_VERSION
 from wooly.facade.cuda import Answers
 from wooly.facade.snapshots import Snapshots
 from wooly.flags import Flags
+from wooly.kernels import jagged
 from wooly.kernels.launch import Launches
 from wooly.torch_private import device_constructors, forget_in_torchscript, tell_dynamo, tell_torchscript
 
@@ -116,6 +117,7 @@ class Facade:
             distributed.patches(self._devices, self._collectives),
             children.patches(),
             dynamo.patches(),
+            jagged.patches(),
             self._interrupts.patches(),
         ):
             for owner, name, value in patches:
