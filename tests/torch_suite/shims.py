@@ -39,7 +39,7 @@ _OLDER = {
     "binary_ufuncs_and_refs": ("common_methods_invocations", lambda module: _with_references(module, "binary_ufuncs")),
 }
 
-#: Imports of names that newer releases do not have, and what stands in their place. The tests that use the names fail on both sides.
+#: Imports of names that newer releases do not have, and what stands in their place. Tests that use them fail on both sides.
 _GONE = {"import create_nested_block_mask, flex_attention": "import flex_attention; create_nested_block_mask = None"}
 
 
