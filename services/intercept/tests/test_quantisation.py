@@ -65,6 +65,25 @@ def test_scaled_product_of_float8_equals_cpu(cuda, out_dtype):
     assert torch.equal(product(cuda, out_dtype), product("cpu", out_dtype))
 
 
+@pytest.mark.parametrize(("recipe", "rows"), [("TensorWise", False), ("RowWise", True)])
+def test_public_scaled_product_equals_cpu(cuda, recipe, rows):
+    kind, found = getattr(torch.nn.functional.ScalingType, recipe), []
+    for device in ("cpu", cuda):
+        torch.manual_seed(0)
+        a, b = [torch.randn(16, 32).to(torch.float8_e4m3fn).to(device) for _ in range(2)]
+        scales = [torch.rand(shape if rows else ()).to(device) for shape in ((16, 1), (1, 16))]
+        found.append(torch.nn.functional.scaled_mm(a, b.t(), scales[0], kind, scales[1], kind).cpu())
+    assert torch.equal(*found)
+
+
+def test_public_scaled_product_of_blocks_is_refused_with_the_cure(cuda):
+    a, kind = torch.zeros(16, 32, device=cuda).to(torch.float8_e4m3fn), torch.nn.functional.ScalingType.BlockWise1x128
+    with pytest.raises(NotImplementedError, match="TensorWise and RowWise"):
+        torch.nn.functional.scaled_mm(
+            a, a.t(), torch.ones(16, 1, device=cuda), kind, torch.ones(1, 16, device=cuda), kind
+        )
+
+
 def test_product_of_int8_is_exact_in_int32(cuda):
     a, b = torch.randint(-99, 99, (33, 64), dtype=torch.int8), torch.randint(-99, 99, (64, 40), dtype=torch.int8)
     found = torch._int_mm(a.to(cuda), b.to(cuda))

@@ -163,6 +163,7 @@ class RegisteredDevice:
         own.update(backend.KERNELS)
         own.update(sync_norm.KERNELS)
         own.update(dense_kernels())
+        own.update(jagged.KERNELS)
         own["record_stream"] = _record_stream
         return own
 

@@ -318,6 +318,39 @@ def efficient_zero(size: Any, **options: Any) -> Tensor:
 
 
 #: Kernels for operators that each backend must implement itself.
+def scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    scale_a: list[Tensor],
+    recipe_a: list[int],
+    swizzle_a: list[int],
+    scale_b: list[Tensor],
+    recipe_b: list[int],
+    swizzle_b: list[int],
+    bias: Tensor | None,
+    out_dtype: torch.dtype | None,
+    contraction_dim: list[int] | tuple[int, ...] = (),
+    use_fast_accum: bool = False,
+) -> Tensor:
+    """`aten._scaled_mm_v2`, which `torch.nn.functional.scaled_mm` calls, for scales of whole tensors and of rows.
+
+    Raises:
+        NotImplementedError: the scales are of blocks, or the operands are not multiplied along their inner dimensions.
+    """
+    if (
+        [*recipe_a] != [*recipe_b]
+        or [*recipe_a] not in ([0], [1])
+        or len(contraction_dim)
+        or any((*swizzle_a, *swizzle_b))
+    ):
+        raise NotImplementedError(
+            "scaled_mm on the wooly device takes the recipes TensorWise and RowWise, without swizzles and contraction_dim; scale "
+            "the operands before the product"
+        )
+    found: Tensor = aten._scaled_mm(a, b, scale_a[0], scale_b[0], bias, None, out_dtype, use_fast_accum)
+    return found
+
+
 KERNELS: dict[str, Kernel] = {
     "_assert_async": assert_async,
     "_assert_async.msg": assert_async,
@@ -325,6 +358,7 @@ KERNELS: dict[str, Kernel] = {
     "_convert_indices_from_csr_to_coo": compressed_to_coordinates,
     "_efficientzerotensor": efficient_zero,
     "_lazy_clone": torch.clone,
+    "_scaled_mm_v2": scaled_mm,
     "conj_physical_": conj_physical_,
     "linalg_lstsq.out": lstsq_into,
     "linalg_solve_triangular.out": solve_triangular_into,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,8 +12,12 @@ from torch.nn import functional
 
 from wooly.torch_private import jagged_attention
 
+_Window = tuple[int | None, int | None]
+
 #: Values of `custom_mask_type`: no mask, causal from the first, and from the last position of each sequence.
-_NONE, _FROM_FIRST, _FROM_LAST = 0, 1, 2
+_NONE, _FROM_FIRST = 0, 1
+#: For each value: how many keys before and behind its own position a query sees (None: all).
+_WINDOWS: tuple[_Window, ...] = ((None, None), (None, 0), (None, 0))
 
 
 def efficient_attention(
@@ -51,7 +55,9 @@ def efficient_attention(
         )
     q = _padded(query[0], cu_seqlens_q, max_seqlen_q)
     k, v = [_padded(t[0], cu_seqlens_k, max_seqlen_k) for t in (key, value)]
-    mask = _mask(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, custom_mask_type)
+    lengths_q, lengths_k = cu_seqlens_q.diff(), cu_seqlens_k.diff()
+    first = custom_mask_type == _FROM_FIRST
+    mask = _mask(lengths_k if first else lengths_q, lengths_k, max_seqlen_q, max_seqlen_k, _WINDOWS[custom_mask_type])
     attended = functional.scaled_dot_product_attention(q, k, v, mask, dropout_p, scale=scale)
     out = _packed(attended.transpose(1, 2), cu_seqlens_q, query.size(1)).unsqueeze(0)
     sums = query.new_empty((cu_seqlens_q.size(0) - 1, query.size(2), 0), dtype=torch.float32)
@@ -83,17 +89,136 @@ def _packed(padded: Tensor, cumulative: Tensor, total: int) -> Tensor:
     return padded[sequence, rows - cumulative[sequence]]
 
 
-def _mask(cumulative_q: Tensor, cumulative_k: Tensor, length_q: int, length_k: int, kind: int) -> Tensor:
-    """Which keys each query sees: bool `[batch, 1, length_q, length_k]`."""
-    places = torch.arange(length_k, device=cumulative_k.device)
-    queries = torch.arange(length_q, device=cumulative_q.device)[None, :, None]
-    lengths = (cumulative_k[1:] - cumulative_k[:-1])[:, None, None]
-    mask = places < lengths
-    if kind == _FROM_LAST:
-        queries = queries + lengths - (cumulative_q[1:] - cumulative_q[:-1])[:, None, None]
-    if kind != _NONE:
-        mask = mask & (places <= queries)
-    return mask.expand(-1, length_q, -1)[:, None]
+def _mask(lengths_q: Tensor, lengths_k: Tensor, length_q: int, length_k: int, window: _Window) -> Tensor:
+    """Which keys each query sees: bool `[batch, 1, length_q, length_k]`. The last query's position is that of the last key."""
+    before, behind = window
+    lengths = lengths_k[:, None, None]
+    keys = torch.arange(length_k, device=lengths.device)
+    own = torch.arange(length_q, device=lengths.device)[None, :, None] + lengths - lengths_q[:, None, None]
+    mask = (keys < lengths).expand(-1, length_q, -1)
+    if behind is not None:
+        mask = mask & (keys <= own + behind)
+    if before is not None:
+        mask = mask & (keys >= own - before)
+    return mask[:, None]
+
+
+class _Flash:
+    """One call of flash attention, computed in float32 on padded sequences `[batch, heads, length, width]`."""
+
+    def __init__(
+        self, query: Tensor, key: Tensor, cumulative: tuple[Tensor | None, Tensor | None], longest: tuple[int, int],
+        causal: bool, scale: float | None, window: tuple[int | None, int | None], used: Tensor | None,
+    ) -> None:  # fmt: skip
+        self._places = [
+            _even(t, length) if c is None else (c, length)
+            for t, c, length in zip((query, key), cumulative, longest, strict=True)
+        ]
+        self._shapes = (query.shape, key.shape)
+        self._groups = query.size(-2) // key.size(-2)
+        self.scale = 1 / math.sqrt(query.size(-1)) if scale is None else scale
+        before, behind = (None if w is None or w < 0 else w for w in window)
+        self.queries, self.keys = self.padded(query, 0), self.repeated(key)
+        lengths_q, lengths_k = (c.diff() for c, _ in self._places)
+        mask = _mask(
+            *(lengths_q, lengths_k if used is None else used, self._places[0][1], self._places[1][1]),
+            (before, 0 if causal else behind),
+        )
+        scores = torch.matmul(self.queries * self.scale, self.keys.transpose(2, 3))
+        self.scores = scores.masked_fill(~mask, -math.inf)
+
+    def padded(self, t: Tensor, side: int) -> Tensor:
+        """A tensor with rows of queries (side 0) or keys (side 1), padded."""
+        return _padded(t.reshape(-1, *t.shape[-2:]).float(), *self._places[side])
+
+    def repeated(self, t: Tensor) -> Tensor:
+        """Padded keys or values, with one head for each head of the queries."""
+        return self.padded(t, 1).repeat_interleave(self._groups, 1)
+
+    def packed(self, t: Tensor, side: int, dtype: torch.dtype) -> Tensor:
+        """A padded result in the form of the queries or keys; the sum over the heads that share a head."""
+        shape = self._shapes[side]
+        if side == 1:
+            t = t.unflatten(1, (shape[-2], self._groups)).sum(2)
+        rows = math.prod(shape[:-2])
+        return _packed(t.transpose(1, 2), self._places[side][0], rows).reshape(*shape[:-1], t.size(-1)).to(dtype)
+
+    def sums(self, logsumexp: Tensor) -> Tensor:
+        """The logarithms of the sums `[batch, heads, length, 1]`, of those that the forward has returned."""
+        if logsumexp.dim() == 3:
+            return logsumexp[..., None]
+        return _padded(logsumexp.t()[..., None], *self._places[0])
+
+    def weights(self, sums: Tensor) -> Tensor:
+        """The weights of the values. A query that sees no key has zeros."""
+        return torch.where(sums == -math.inf, 0, (self.scores - sums).exp())
+
+
+def _even(t: Tensor, length: int) -> tuple[Tensor, int]:
+    """Places of the sequences of a dense tensor `[batch, length, heads, width]`."""
+    return torch.arange(t.size(0) + 1, device=t.device, dtype=torch.int32) * t.size(1), t.size(1)
+
+
+def flash_attention(
+    query: Tensor, key: Tensor, value: Tensor, cum_seq_q: Tensor | None, cum_seq_k: Tensor | None, max_q: int, max_k: int,
+    dropout_p: float, is_causal: bool, return_debug_mask: bool, *, scale: float | None = None,
+    window_size_left: int | None = None, window_size_right: int | None = None, seqused_k: Tensor | None = None,
+    alibi_slopes: Tensor | None = None, block_table: Tensor | None = None, num_splits: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """`aten._flash_attention_forward`, which `torch.nn.attention.varlen` calls. The state of random numbers is empty.
+
+    Raises:
+        NotImplementedError: the call has dropout, slopes, or pages of keys.
+    """
+    if dropout_p or return_debug_mask or alibi_slopes is not None or block_table is not None:
+        raise NotImplementedError(
+            "aten._flash_attention_forward on the wooly device takes no dropout, alibi_slopes or block_table; use "
+            "torch.nn.functional.scaled_dot_product_attention"
+        )
+    call = _Flash(
+        *(query, key, (cum_seq_q, cum_seq_k), (max_q, max_k), is_causal, scale, (window_size_left, window_size_right)),
+        seqused_k,
+    )
+    sums = call.scores.logsumexp(3, keepdim=True)
+    out = call.packed(torch.matmul(call.weights(sums), call.repeated(value)), 0, query.dtype)
+    sums = sums[..., 0] if cum_seq_q is None else _packed(sums.transpose(1, 2), cum_seq_q, query.size(0))[..., 0].t()
+    nothing = query.new_empty(0)
+    return out, sums.contiguous(), nothing, nothing.clone(), nothing.clone()
+
+
+def flash_attention_into(out: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """`aten._flash_attention_forward_no_dropout_inplace`."""
+    found, sums, *_ = flash_attention(*args, **kwargs)
+    out.copy_(found)
+    return sums
+
+
+def flash_attention_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None, max_q: int, max_k: int, dropout_p: float, is_causal: bool, rng_state: Tensor, unused: Tensor,
+    *, scale: float | None = None, window_size_left: int | None = None, window_size_right: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`aten._flash_attention_backward`: the gradients of queries, keys and values."""
+    call = _Flash(
+        *(query, key, (cum_seq_q, cum_seq_k), (max_q, max_k), is_causal, scale, (window_size_left, window_size_right)),
+        None,
+    )
+    weights = call.weights(call.sums(logsumexp))
+    grad, values = call.padded(grad_out, 0), call.repeated(value)
+    share = (grad * call.padded(out, 0)).sum(3, keepdim=True)
+    of_scores = weights * (torch.matmul(grad, values.transpose(2, 3)) - share) * call.scale
+    return (
+        call.packed(torch.matmul(of_scores, call.keys), 0, query.dtype),
+        call.packed(torch.matmul(of_scores.transpose(2, 3), call.queries), 1, key.dtype),
+        call.packed(torch.matmul(weights.transpose(2, 3), grad), 1, value.dtype),
+    )
+
+
+KERNELS: dict[str, Callable[..., Any]] = {
+    "_flash_attention_forward": flash_attention,
+    "_flash_attention_forward_no_dropout_inplace": flash_attention_into,
+    "_flash_attention_backward": flash_attention_backward,
+}
 
 
 def patches() -> Iterator[tuple[Any, str, Any]]:
