@@ -214,10 +214,15 @@ def flash_attention_backward(
     )
 
 
+#: Kernels by the operator's name. Some releases of PyTorch do not have all of the operators.
 KERNELS: dict[str, Callable[..., Any]] = {
-    "_flash_attention_forward": flash_attention,
-    "_flash_attention_forward_no_dropout_inplace": flash_attention_into,
-    "_flash_attention_backward": flash_attention_backward,
+    name: kernel
+    for name, kernel in (
+        ("_flash_attention_forward", flash_attention),
+        ("_flash_attention_forward_no_dropout_inplace", flash_attention_into),
+        ("_flash_attention_backward", flash_attention_backward),
+    )
+    if hasattr(torch.ops.aten, name)
 }
 
 
