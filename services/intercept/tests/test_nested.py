@@ -122,8 +122,12 @@ def test_a_dense_row_for_each_part_is_added_and_multiplied_as_on_cuda(cuda):
     for found, expected in ((n + rows.to(cuda), torch.add), (n * rows.to(cuda), torch.mul)):
         for a, part, row in zip(found.unbind(), host, rows, strict=True):
             assert torch.equal(a.cpu(), expected(part, row))
-    with pytest.raises(RuntimeError, match="Expected both self and other to be nested"):
-        n + torch.ones(3, 1, 7, device=cuda)
+    flat = torch.nested.nested_tensor([t[:, 0] for t in host]).to(cuda)
+    for a, part, row in zip((flat * rows[..., 1].to(cuda)).unbind(), host, rows, strict=True):
+        assert torch.equal(a.cpu(), part[:, 0] * row[:, 1])
+    for shape in ((3, 1, 7), (3, 1), (2, 1, 8), (3, 2, 8)):
+        with pytest.raises(RuntimeError, match="Expected both self and other to be nested"):
+            n + torch.ones(shape, device=cuda)
 
 
 def test_jagged_values_are_padded_and_back(cuda):

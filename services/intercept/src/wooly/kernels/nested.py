@@ -169,17 +169,19 @@ def _with_more(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_row_per_part(nested: Tensor, dense: Tensor) -> bool:
-    """Whether tensors are `[batch, *, width]` and `[batch, 1, width]`, which CUDA's kernels add and multiply."""
-    if nested.dim() != 3 or dense.dim() != 3 or dense.device != nested.device:
+    """Whether tensors are `[batch, *, width]` and `[batch, 1, width]`, or without the width: CUDA adds and multiplies them."""
+    sizes = aten._nested_tensor_size(nested)
+    if nested.dim() not in (2, 3) or dense.dim() != nested.dim() or dense.device != nested.device:
         return False
-    widths = aten._nested_tensor_size(nested)[:, 1]
-    return [*dense.shape] == [nested.size(0), 1, dense.size(2)] and bool((widths == dense.size(2)).all())
+    return [*dense.shape[:2]] == [nested.size(0), 1] and bool((sizes[:, 1:] == torch.tensor(dense.shape[2:])).all())
 
 
 def _repeated(nested: Tensor, rows: Tensor) -> Tensor:
     """The buffer of a nested tensor with the sizes of `nested`, all of whose parts consist of one row of `rows`."""
     lengths = aten._nested_tensor_size(nested)[:, 0].tolist()
-    return torch.cat([row.expand(length, -1).reshape(-1) for row, length in zip(rows.unbind(), lengths, strict=True)])
+    return torch.cat(
+        [row.expand(length, *row.shape[1:]).reshape(-1) for row, length in zip(rows.unbind(), lengths, strict=True)]
+    )
 
 
 def _number(value: Any, other: Tensor) -> Tensor:
