@@ -11,6 +11,20 @@ WAIT_S = 40.0
 COMMAND = ("train.py", 40, 5)
 
 
+@pytest.fixture(scope="module")
+def outputs():
+    """The outputs of undisturbed runs, by script."""
+    return {}
+
+
+@pytest.fixture
+def undisturbed(run, outputs):
+    """The output of the training that nobody moved."""
+    if "train" not in outputs:
+        outputs["train"] = run(*COMMAND, WOOLYAI_RECOVERY="off")[0]
+    return outputs["train"]
+
+
 @pytest.fixture
 def running(run, cluster):
     """A training in the background. Returns its task, and a function that returns its output."""
@@ -60,7 +74,7 @@ def gone_on(cluster, task, executor):
         time.sleep(0.05)
 
 
-def test_a_session_is_moved_on_request(cluster, alice, running, run):
+def test_a_session_is_moved_on_request(cluster, alice, running, undisturbed):
     task, output = running
     (old,) = task["executors"]
     new = {"a": "b", "b": "a"}[old]
@@ -68,7 +82,7 @@ def test_a_session_is_moved_on_request(cluster, alice, running, run):
     gone_on(cluster, task, new)
     assert ("pending", "moved on request") in story(cluster, task)
     found, said = output()
-    assert found == run(*COMMAND, WOOLYAI_RECOVERY="off")[0]
+    assert found == undisturbed
     assert said.count("goes on in the executor") == 1 and "lost the executor" not in said
     told = story(cluster, task)
     assert told[-1][0] == "completed"
@@ -76,7 +90,7 @@ def test_a_session_is_moved_on_request(cluster, alice, running, run):
     assert "sent again" not in pause  # it left at its checkpoint
 
 
-def test_draining_a_node_moves_its_sessions(cluster, operator, running, run):
+def test_draining_a_node_moves_its_sessions(cluster, operator, running, undisturbed):
     task, output = running
     (old,) = task["nodes"]
     try:
@@ -89,7 +103,7 @@ def test_draining_a_node_moves_its_sessions(cluster, operator, running, run):
         found, _ = output()
     finally:
         operator("nodes", "activate", old)
-    assert found == run(*COMMAND, WOOLYAI_RECOVERY="off")[0]
+    assert found == undisturbed
 
 
 @pytest.mark.slow
@@ -140,11 +154,13 @@ def pausing(run, cluster, tmp_path, request):
 
 
 @pytest.fixture
-def unpaused(run, tmp_path):
+def unpaused(run, outputs, tmp_path):
     """The output of the script that never hibernated."""
-    go = tmp_path / "undisturbed"
-    go.with_suffix(".go").touch()
-    return run("pausing.py", go, WOOLYAI_RECOVERY="off")[0]
+    if "pausing" not in outputs:
+        go = tmp_path / "undisturbed"
+        go.with_suffix(".go").touch()
+        outputs["pausing"] = run("pausing.py", go, WOOLYAI_RECOVERY="off")[0]
+    return outputs["pausing"]
 
 
 def in_state(cluster, task, state):
