@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from wooly_executor.memory.accounts import Account
 from wooly_executor.mover import Job
 from wooly_executor.swap_space import Copy
+
+if TYPE_CHECKING:
+    from wooly_executor.ipc import IpcBuffer
 
 
 @dataclass(eq=False, slots=True)
@@ -15,7 +19,7 @@ class Holdings:
 
     Attributes:
         account: the session's account in the ledger.
-        swappable: the session may be swapped out.
+        allows_swap: the session was opened so that it may be swapped out.
         declared: bytes that the session declared as its requirement; None: it declared none.
         claim: bytes with which a session without a declaration counts at least.
         idle_since: when the session last had work, monotonic ns; None while it has work.
@@ -26,6 +30,8 @@ class Holdings:
         chosen: number of the last eviction decision that chose this session.
         swaps: how often the session was swapped out.
         guarded: buffers that are shared or being hashed, so that a write must be announced.
+        ipc: buffers that it shares with other sessions for reading and writing, by buffer. A negative key stands for a buffer that it
+            has freed while an export of it was not yet imported.
         sealing: hash jobs in progress, by buffer.
         copies: copies of its own buffers outside the device, by buffer.
         job: the job that moves its memory now.
@@ -34,7 +40,7 @@ class Holdings:
     """
 
     account: Account
-    swappable: bool = True
+    allows_swap: bool = True
     declared: int | None = None
     claim: int = 0
     idle_since: int | None = None
@@ -45,8 +51,14 @@ class Holdings:
     chosen: int = 0
     swaps: int = 0
     guarded: set[int] = field(default_factory=set)
+    ipc: dict[int, IpcBuffer] = field(default_factory=dict)
     sealing: dict[int, Job] = field(default_factory=dict)
     copies: dict[int, Copy] = field(default_factory=dict)
     job: Job | None = None
     leaving_bytes: int = 0
     closed: bool = False
+
+    @property
+    def swappable(self) -> bool:
+        """Whether the session may be swapped out. A session that shares buffers with others for writing stays on the device."""
+        return self.allows_swap and not self.ipc
