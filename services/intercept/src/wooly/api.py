@@ -339,22 +339,44 @@ def _shown(settings: Settings) -> int:
     return settings.gpu_count if settings.gpu_count > 1 else min(ranks_here(), MAX_DEVICES)
 
 
-def _first_use() -> None:
-    """Open the session, if it is not open."""
+def _first_use(where: str = "") -> None:
+    """Open the session, if it is not open: at this node or executor, if one is named and the settings name none."""
     with _lock:
         device = register()
         device.devices.require_any()
         if _attached is None and _pending is not None:
-            _open()
+            _open(where)
         device.set_opener(None)
         device.devices.offered = None
 
 
-def _open() -> None:
-    """Open the pending session."""
+def open_near(executor_id: str, node: str) -> None:
+    """Open the pending session at an executor, or with several devices on its node. Do nothing if a session is open.
+
+    Raises:
+        WoolyError: the session cannot be opened there.
+    """
+    if _attached is None:
+        single = _pending is None or min(register().devices.count, _pending.gpu_count) == 1
+        _first_use(executor_id if single else node)
+
+
+def place_of(link: Link) -> tuple[str, str]:
+    """Id and node of the executor of a link, as the controller knows them; empty without a controller."""
+    attached = _attached
+    if attached is None or attached.opened is None or not attached.opened.controlled:
+        return "", ""
+    part = attached.parts[attached.links.index(link)]
+    return part.executor_id, part.node
+
+
+def _open(where: str = "") -> None:
+    """Open the pending session. `where`: a node or an executor; it holds if the settings name neither."""
     global _pending
     assert _pending is not None
     settings = _pending.model_copy(update={"gpu_count": min(register().devices.count, _pending.gpu_count)})
+    if where and not (settings.node or settings.executor_url):
+        settings = settings.model_copy(update={"node": where})
     if settings.programs_dir is not None:
         settings.programs_dir.mkdir(parents=True, exist_ok=True)
     opened = _open_and_attach(settings)
@@ -529,6 +551,8 @@ def disable() -> None:
             link.siblings = []
     for recorder, link in zip(attached.device.devices.recorders, attached.links, strict=False):
         with recorder.lock:
+            if link.shares:  # the other processes see the last work, too
+                recorder.settle()
             link.close()
             for each in [recorder, *[r for r in attached.device.devices.recorders if r.lock is recorder.lock]]:
                 if each.link is link:  # otherwise another thread has opened the next session
