@@ -94,6 +94,8 @@ _lock = threading.RLock()
 _attached: _Attached | None = None
 #: Settings of the session that the first use of a device opens; None: there is none to open.
 _pending: Settings | None = None
+#: Id of the executor that this session prefers; empty: none.
+_near = ""
 _facade: Facade | None = None
 #: The version that `torch.version.cuda` reports from the first `enable` on.
 _cuda_version = CUDA_VERSION
@@ -306,21 +308,22 @@ def enable(settings: Any = None) -> None:
                 raise
 
 
-def enable_on_use(settings: Any = None) -> None:
+def enable_on_use(settings: Any = None, near: str = "") -> None:
     """Redirect "cuda". The first use of a device opens the session, so a process that uses none occupies none.
 
     Args:
         settings: as for `enable`.
+        near: id of the executor that the session prefers; empty: none.
 
     Raises:
         SettingsError: a setting is invalid.
     """
-    global _pending, _cuda_version, _collectives
+    global _pending, _near, _cuda_version, _collectives
     with _lock:
         if _attached is None:
             from wooly.settings import load
 
-            again = _pending is not None
+            again, _near = _pending is not None, near
             _pending = children.settings = settings or load()
             _cuda_version, _collectives = _pending.cuda_version, _pending.collectives
             native.switch(_pending.native)
@@ -368,6 +371,15 @@ def place_of(link: Link) -> tuple[str, str]:
         return "", ""
     part = attached.parts[attached.links.index(link)]
     return part.executor_id, part.node
+
+
+def _own_executor() -> str:
+    """Id of the executor of cuda:0, as the controller knows it; empty: there is no session, or no controller."""
+    attached = _attached
+    return place_of(attached.link)[0] if attached is not None and attached.links else ""
+
+
+children.where = _own_executor
 
 
 def _open(where: str = "") -> None:
@@ -419,7 +431,7 @@ def _open_and_attach(settings: Any) -> Any:
     others = MAX_OPENS
     while True:
         others -= 1
-        opened: Any = StandaloneSession(settings) if settings.executor_url else open_session(settings)
+        opened: Any = StandaloneSession(settings) if settings.executor_url else open_session(settings, _near)
         try:
             first, *more = [Part(p.endpoints, p.executor_id, p.node, p.token) for p in opened.parts]
             attach(

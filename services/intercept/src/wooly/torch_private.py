@@ -393,7 +393,7 @@ def identity_of(generator: torch._C.Generator) -> int:
 
 def identity_of_storage(storage: torch.UntypedStorage) -> int:
     """Address of the C++ storage. All Python objects of one storage have the same address."""
-    return storage._cdata
+    return int(storage._cdata)
 
 
 def set_generator_device(generator: torch._C.Generator, device: torch.device) -> None:
