@@ -22,9 +22,7 @@ class Script:
             *(str(SCRIPTS / script), *map(str, arguments)),
             like="wooly",
             cwd=SCRIPTS,
-            env=os.environ
-            | {"WOOLYAI_EXECUTOR_URL": url, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-            | env,
+            env=os.environ | {"WOOLYAI_EXECUTOR_URL": url, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | env,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

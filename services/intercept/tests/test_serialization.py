@@ -6,7 +6,6 @@ import os
 import pickle
 import subprocess
 import sys
-from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch

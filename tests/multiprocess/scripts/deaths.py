@@ -1,6 +1,6 @@
 """Processes that die while they share a tensor, and sessions on different executors.
 
-    deaths.py sender | receiver  ADDRESS  sender-dies | receiver-dies | elsewhere
+deaths.py sender | receiver  ADDRESS  sender-dies | receiver-dies | elsewhere
 """
 
 import os

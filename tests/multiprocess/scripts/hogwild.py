@@ -56,7 +56,9 @@ def main():
             optimizer.zero_grad()
             nn.functional.mse_loss(here(x), y).backward()
             optimizer.step()
-        assert all(torch.allclose(a, b.cpu(), atol=1e-6) for a, b in zip(here.parameters(), there.parameters(), strict=True))
+        assert all(
+            torch.allclose(a, b.cpu(), atol=1e-6) for a, b in zip(here.parameters(), there.parameters(), strict=True)
+        )
     assert counter.item() == 20 * N_PROCESSES, counter
     losses = [nn.functional.mse_loss(model(x.cuda()), y.cuda()).item() for x, y in map(data, range(N_PROCESSES))]
     first = [y.square().mean().item() for _, y in map(data, range(N_PROCESSES))]

@@ -1,8 +1,8 @@
 """Tensors, modules and events that are handed to another process, and what each process sees of the other's writes.
 
-    sharing.py spawn | forkserver       starts a process
-    sharing.py listen ADDRESS           waits for a process that was started as
-    sharing.py connect ADDRESS
+sharing.py spawn | forkserver       starts a process
+sharing.py listen ADDRESS           waits for a process that was started as
+sharing.py connect ADDRESS
 """
 
 import sys
@@ -37,12 +37,16 @@ def serve(argument, module, way):
 
 
 def look(tensors, argument, module):
-    return argument.is_cuda, argument.cpu(), [p.detach().cpu() for p in module.parameters()], next(module.parameters()).is_leaf
+    return (
+        argument.is_cuda,
+        argument.cpu(),
+        [p.detach().cpu() for p in module.parameters()],
+        next(module.parameters()).is_leaf,
+    )
 
 
 def fill(tensors, argument, module, value):
     argument.fill_(value)
-    return None
 
 
 def keep(tensors, argument, module, name, t):

@@ -3,14 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from wooly_executor.memory.accounts import Account
 from wooly_executor.mover import Job
 from wooly_executor.swap_space import Copy
 
-if TYPE_CHECKING:
-    from wooly_executor.ipc import IpcBuffer
+
+@dataclass(eq=False, slots=True)
+class IpcBuffer:
+    """One buffer that sessions share for reading and writing. Only `ipc` changes it.
+
+    Attributes:
+        name: its name.
+        tenant: tenant of the sessions.
+        store: its store in the ledger.
+        nbytes: its size.
+        exporter: id of the session that has exported it; empty: that session has ended.
+        exports: number of exports that were not imported or taken back.
+        holders: the key of the buffer in `Holdings.ipc`, by id of the session.
+    """
+
+    name: bytes
+    tenant: str
+    store: int
+    nbytes: int
+    exporter: str
+    exports: int = 0
+    holders: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(eq=False, slots=True)
@@ -30,8 +49,8 @@ class Holdings:
         chosen: number of the last eviction decision that chose this session.
         swaps: how often the session was swapped out.
         guarded: buffers that are shared or being hashed, so that a write must be announced.
-        ipc: buffers that it shares with other sessions for reading and writing, by buffer. A negative key stands for a buffer that it
-            has freed while an export of it was not yet imported.
+        ipc: buffers that it shares with other sessions for reading and writing, by buffer. A negative key stands for a buffer
+            that it has freed while an export of it was not imported.
         sealing: hash jobs in progress, by buffer.
         copies: copies of its own buffers outside the device, by buffer.
         job: the job that moves its memory now.

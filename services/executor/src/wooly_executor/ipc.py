@@ -4,8 +4,8 @@ A session exports a buffer and gets a name, which its process sends to another p
 buffer by the name. Both use the same memory from then on, and it is freed with the last session that holds it. The device loop's
 thread owns this module.
 
-A name is 128 random bits, and only sessions of the exporter's tenant can use it. It is valid while the exporter's session is open,
-and as long as there is an export that was not imported, or two sessions hold the buffer.
+A name is 128 random bits, and only sessions of the exporter's tenant can use it. It is valid while the exporter's session is
+open, and as long as there is an export that was not imported, or two sessions hold the buffer.
 """
 
 from __future__ import annotations
@@ -13,40 +13,19 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 
 from torch import Tensor
 from wooly_wis.frames import IPC_NAME_BYTES
 
 from wooly_executor.contents import Contents, flat
 from wooly_executor.errors import AdmissionError, BindingError, IpcError, PoisonedError
+from wooly_executor.holdings import IpcBuffer
 from wooly_executor.memory.ledger import Ledger
 from wooly_executor.runtime.buffers import Buffer
 from wooly_executor.session import Session
 
 #: Maximum number of buffers that one session shares in this way. It bounds the work at the end of a session.
 IPC_BUFFERS_AT_MOST = 1 << 14
-
-
-@dataclass(eq=False, slots=True)
-class IpcBuffer:
-    """One buffer that sessions share.
-
-    Attributes:
-        name: its name.
-        store: its store in the ledger.
-        nbytes: its size.
-        exporter: the session that has exported it; None: that session has ended.
-        exports: number of exports that were not imported or taken back.
-        holders: the key of the buffer in `Holdings.ipc`, by session.
-    """
-
-    name: bytes
-    store: int
-    nbytes: int
-    exporter: Session | None
-    exports: int = 0
-    holders: dict[Session, int] = field(default_factory=dict)
 
 
 class IpcBuffers:
@@ -69,6 +48,8 @@ class IpcBuffers:
         self._ledger, self._contents, self._clock = ledger, contents, clock
         self._require_room_to_stay = require_room_to_stay
         self._named: dict[tuple[str, bytes], IpcBuffer] = {}
+        #: The sessions that hold such buffers, until their accounts are closed.
+        self._sessions: dict[str, Session] = {}
         self._freed = itertools.count(1)
 
     def export_buffer(self, session: Session, buffer: int) -> bytes:
@@ -90,7 +71,7 @@ class IpcBuffers:
             self._require_may_share(session)
             self._contents.unshare(session, [buffer])
             shared = self._expose(session, buffer, known)
-        elif shared.exporter is not session:
+        elif shared.exporter != session.id:
             raise IpcError(
                 "Attempted to send CUDA tensor received from another process; this is not currently supported. Consider cloning "
                 "before sending."
@@ -110,17 +91,17 @@ class IpcBuffers:
                 self._require_room_to_stay(session)
             except AdmissionError as e:
                 raise IpcError(
-                    "memory that processes share stays on the device, but the device's memory is promised to other sessions, too: "
-                    f"{e}; declare less with WOOLYAI_REQUIRED_VRAM, or use a device with less overcommit"
+                    "memory that processes share stays on the device, but the device's memory is promised to other sessions, "
+                    f"too: {e}; declare less with WOOLYAI_REQUIRED_VRAM, or use a device with less overcommit"
                 ) from e
 
     def _expose(self, session: Session, buffer: int, known: Buffer) -> IpcBuffer:
         assert known.base is not None
         store = self._ledger.expose(session.holdings.account, buffer, known.nbytes, self._clock())
         self._contents.here[store] = flat(known.base, known.nbytes)
-        shared = IpcBuffer(secrets.token_bytes(IPC_NAME_BYTES), store, known.nbytes, session)
+        shared = IpcBuffer(secrets.token_bytes(IPC_NAME_BYTES), session.tenant, store, known.nbytes, session.id)
         self._hold(shared, session, buffer)
-        self._named[session.tenant, shared.name] = shared
+        self._named[shared.tenant, shared.name] = shared
         return shared
 
     def import_buffer(self, session: Session, buffer: int, nbytes: int, name: bytes) -> None:
@@ -142,7 +123,7 @@ class IpcBuffers:
                 "no buffer of this size is shared under this name: the process that sent it has ended, has not kept the tensor "
                 "until it was received, or belongs to another tenant"
             )
-        if session in shared.holders:
+        if session.id in shared.holders:
             raise IpcError(
                 "the session has this buffer already: a process cannot receive what it has sent, and receives a buffer once"
             )
@@ -168,9 +149,9 @@ class IpcBuffers:
         return None if shared is None else self._contents.here[shared.store]
 
     def free(self, session: Session, buffer: int) -> None:
-        """A session frees a buffer that is shared. An export that was not imported keeps it for the importer, on the same account."""
+        """A session frees a shared buffer. If an export was not imported, the buffer stays on the session's account for it."""
         shared, account = session.holdings.ipc[buffer], session.holdings.account
-        if shared.exporter is session and shared.exports:
+        if shared.exporter == session.id and shared.exports:
             key = -next(self._freed)
             self._ledger.adopt(account, key, shared.store, self._clock())
             session.held_bytes += shared.nbytes
@@ -185,11 +166,12 @@ class IpcBuffers:
         """The account of a session is closed."""
         left = list(session.holdings.ipc.values())
         session.holdings.ipc.clear()
+        self._sessions.pop(session.id, None)
         for shared in left:
-            del shared.holders[session]
-            if shared.exporter is session:
-                shared.exporter, shared.exports = None, 0
-                self._named.pop((session.tenant, shared.name), None)
+            del shared.holders[session.id]
+            if shared.exporter == session.id:
+                shared.exporter, shared.exports = "", 0
+                self._named.pop((shared.tenant, shared.name), None)
             self._settle(shared)
 
     def check(self, sessions: Iterable[Session]) -> None:
@@ -200,7 +182,7 @@ class IpcBuffers:
         """
         for session in sessions:
             for key, shared in session.holdings.ipc.items():
-                assert shared.holders[session] == key, "a session's buffer has another key at the sharing"
+                assert shared.holders[session.id] == key, "a session's buffer has another key at the sharing"
                 assert session.holdings.account.shared[key] == shared.store, (
                     "a buffer has another store than its sharing"
                 )
@@ -209,26 +191,27 @@ class IpcBuffers:
                 )
                 assert key > 0 or shared.exports, "a freed buffer is kept, but no export waits"
                 assert key not in session.holdings.guarded, "a buffer that is shared for writing is copied on a write"
-                known = self._named.get((session.tenant, shared.name))
-                assert known is (None if shared.exporter is None else shared), "a name is valid without its exporter"
+                known = self._named.get((shared.tenant, shared.name))
+                assert known is (shared if shared.exporter else None), "a name is valid without its exporter"
         assert all(shared.holders for shared in self._named.values()), (
             "a name is valid, but no session holds its buffer"
         )
 
     def _hold(self, shared: IpcBuffer, session: Session, key: int) -> None:
-        shared.holders[session] = key
+        self._sessions[session.id] = session
+        shared.holders[session.id] = key
         session.holdings.ipc[key] = shared
 
     def _drop(self, shared: IpcBuffer, session: Session) -> None:
-        key = shared.holders.pop(session)
+        key = shared.holders.pop(session.id)
         del session.holdings.ipc[key]
         self._contents.drop_released(self._ledger.free(session.holdings.account, key, self._clock()))
 
     def _received(self, shared: IpcBuffer) -> None:
         """Note that one export was imported or taken back."""
         shared.exports = max(shared.exports - 1, 0)
-        exporter = shared.exporter
-        if exporter is not None and not shared.exports and shared.holders[exporter] < 0:
+        if shared.exporter and not shared.exports and shared.holders[shared.exporter] < 0:
+            exporter = self._sessions[shared.exporter]
             exporter.held_bytes -= shared.nbytes
             self._drop(shared, exporter)
         self._settle(shared)
@@ -237,9 +220,9 @@ class IpcBuffers:
         """End the sharing if only one session holds the buffer and no export waits: then it is that session's own again."""
         if shared.exports or len(shared.holders) > 1:
             return
-        if shared.exporter is not None:
-            self._named.pop((shared.exporter.tenant, shared.name), None)
-        for session, key in shared.holders.items():
+        self._named.pop((shared.tenant, shared.name), None)
+        for session_id, key in shared.holders.items():
+            session = self._sessions[session_id]
             del session.holdings.ipc[key]
             self._contents.own(session, key)
         shared.holders.clear()

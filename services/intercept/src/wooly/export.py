@@ -51,6 +51,7 @@ class RecordingLink:
     hides_data = False
     mirroring = False
     shares = False
+    shared: Final[dict[int, Any]] = {}
     offers = None
     #: No host copies; native kernels look here.
     _mirrors: Final[OrderedDict[int, Any]] = OrderedDict()
@@ -147,7 +148,9 @@ class RecordingLink:
 
     def ipc(self, what: int, buffer: int = 0, nbytes: int = 0, name: bytes = b"") -> NoReturn:
         """Refuse: a module has its buffers for itself."""
-        raise ExportError("an exported function cannot share tensors with other processes; do so outside of the function")
+        raise ExportError(
+            "an exported function cannot share tensors with other processes; do so outside of the function"
+        )
 
     def check_open(self) -> None:
         """Do nothing: there is no connection."""

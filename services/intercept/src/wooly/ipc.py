@@ -23,10 +23,11 @@ from wooly_wis.frames import IPC_EXPORT, IPC_IMPORT, IPC_NAME_BYTES, IPC_RELEASE
 
 from wooly.device import current_devices
 from wooly.errors import WoolyError
+from wooly.link import SharedStorage
 from wooly.python_private import fenced_semaphores
 from wooly.recorder import Recorder
 from wooly.storage import ID_SHIFT, Layout
-from wooly.torch_private import identity_of_storage, raw_storage_device
+from wooly.torch_private import raw_storage_device
 
 Patch = tuple[Any, str, Any]
 
@@ -36,11 +37,6 @@ _HANDLE_BYTES = 4096
 _EVENT_BYTES = 64
 #: The first bytes of the handle of an event. The rest is random.
 _EVENT_MARK = b"wooly event 1 "
-
-#: Storages that were received from other processes, by identity. A weak reference keeps an identity from being used again.
-_received: dict[int, StorageWeakRef] = {}
-#: Number of entries of `_received` at which those of freed storages are removed.
-_received_limit = 128
 
 
 class HandleError(WoolyError):
@@ -80,7 +76,7 @@ class Handle:
             if not isinstance(raw, bytes) or len(raw) > _HANDLE_BYTES:
                 raise ValueError("it has the wrong type or size")
             handle = cls(**json.loads(raw))
-            if not all([isinstance(text, str) for text in asdict(handle).values()]):
+            if not all(isinstance(text, str) for text in asdict(handle).values()):
                 raise ValueError("a field is no text")
             if len(bytes.fromhex(handle.name)) != IPC_NAME_BYTES:
                 raise ValueError("the name has the wrong size")
@@ -117,7 +113,9 @@ def share_storage(storage: torch.UntypedStorage) -> tuple[Any, ...]:
     with recorder.lock:
         link = recorder.require_link()
         recorder.flush()
-        answer = link.ipc(IPC_EXPORT, storage.data_ptr() >> ID_SHIFT)
+        buffer = storage.data_ptr() >> ID_SHIFT
+        answer = link.ipc(IPC_EXPORT, buffer)
+        link.shared[buffer] = SharedStorage(StorageWeakRef(storage), received=False)
         executor, node = api.place_of(link)
         handle = Handle(str(answer["name"]), str(link.device.get("instance", "")), executor, node).pack()
     return index, handle, nbytes, 0, handle, 0, None, False
@@ -137,20 +135,20 @@ def receive_storage(index: int, raw: bytes, nbytes: int, *rest: Any) -> torch.Un
         WoolyError: the executor refuses the import.
     """
     handle = Handle.unpack(raw)
-    recorder = _recorder_at(handle)
+    recorder = _recorder_at(handle, index)
     if not isinstance(nbytes, int) or not 0 < nbytes < 1 << ID_SHIFT:
         raise HandleError(f"CUDA error: invalid argument: a storage cannot have {nbytes} bytes")
     with recorder.lock:
         heap = recorder.heap
         recorder.flush()
-        buffer = heap.reserve_id()
+        link, buffer = recorder.require_link(), heap.reserve_id()
         try:
-            recorder.require_link().ipc(IPC_IMPORT, buffer, nbytes, bytes.fromhex(handle.name))
+            link.ipc(IPC_IMPORT, buffer, nbytes, bytes.fromhex(handle.name))
         except BaseException:
             heap.unreserve([buffer])
             raise
         storage = Layout(torch.uint8, (nbytes,), (1,)).new(heap, buffer)[0].untyped_storage()
-    _remember(storage)
+        link.shared[buffer] = SharedStorage(StorageWeakRef(storage), received=True)
     return storage
 
 
@@ -163,22 +161,15 @@ def release_export(raw: bytes, offset: int, device: Any = None) -> None:
 
 
 def is_received(storage: torch.UntypedStorage) -> bool:
-    """Whether the storage was received from another process."""
-    known = _received.get(identity_of_storage(storage))
-    return known is not None and not known.expired()
+    """Whether a device storage was received from another process."""
+    link = current_devices().recorders[raw_storage_device(storage).index].link
+    known = None if link is None or not link.shares else link.shared.get(storage.data_ptr() >> ID_SHIFT)
+    return known is not None and known.received and not known.storage.expired()
 
 
-def _remember(storage: torch.UntypedStorage) -> None:
-    global _received_limit
-    if len(_received) >= _received_limit:
-        for identity in [i for i, known in _received.items() if known.expired()]:
-            del _received[identity]
-        _received_limit = max(128, 2 * len(_received))
-    _received[identity_of_storage(storage)] = StorageWeakRef(storage)
-
-
-def _recorder_at(handle: Handle) -> Recorder:
-    """The recorder of the device whose executor has a buffer. If no session is open, it is opened there.
+def _recorder_at(handle: Handle, index: int = 0) -> Recorder:
+    """The recorder of the device whose executor has a buffer, with this index if possible. If no session is open, it is opened
+    there.
 
     Raises:
         HandleError: this process's session is on another executor.
@@ -186,15 +177,17 @@ def _recorder_at(handle: Handle) -> Recorder:
     from wooly import api
 
     api.open_near(handle.executor, handle.node)
-    for recorder in current_devices().active():
+    active = current_devices().active()
+    for recorder in (*active[index : index + 1], *active):
         with recorder.lock:
             link = recorder.require_link()
         if link.device.get("instance") == handle.instance:
             return recorder
+    there = f"the executor {handle.executor} of node {handle.node}" if handle.executor else "another executor"
     raise HandleError(
-        f"the tensor is on the executor {handle.executor or 'of another process'}{f' of node {handle.node}' if handle.node else ''}, "
-        f"but the session of this process is on {link.where}, and processes share memory on one executor only; receive the tensor "
-        f"before this process uses the device, set WOOLYAI_NODE={handle.executor or '…'} for all processes, or send tensor.cpu()"
+        f"the tensor is on {there}, but the session of this process is on {link.where}, and processes share memory on one "
+        "executor only; receive the tensor before this process uses the device, name one executor for all processes with "
+        f"WOOLYAI_NODE={handle.executor or '…'}, or send tensor.cpu()"
     )
 
 

@@ -107,6 +107,18 @@ class _StartedRead(NamedTuple):
     owner: Any
 
 
+class SharedStorage(NamedTuple):
+    """A storage that other processes can write.
+
+    Attributes:
+        storage: a weak reference to the storage, which expires when the storage is freed.
+        received: whether it came from another process.
+    """
+
+    storage: Any
+    received: bool
+
+
 class SyncDebug:
     """What happens when an operation waits for the device, as `torch.cuda.set_sync_debug_mode` says.
 
@@ -190,6 +202,7 @@ class Link:
         recovery: keeps frames, so that the session can go on in another executor; None: it ends with its executor.
         log: records what the session sends; None: nobody records it.
         shares: whether the session shares memory with other processes.
+        shared: storages that other processes can write, by buffer. An entry stays when its storage is freed.
     """
 
     def __init__(
@@ -240,9 +253,7 @@ class Link:
         self.recovery: Recovery | None = None
         self.log: SessionLog | None = None
         self.shares = False
-        #: Ids of buffers that other processes can write, so that a host copy may be outdated at any time. An id stays here when its
-        #: buffer is freed.
-        self._shared: set[int] = set()
+        self.shared: dict[int, SharedStorage] = {}
         #: Number of the log's frames when the last cut was asked for.
         self._cut_at = 0
         #: Numbers of frames, as this link counts, minus numbers of the channel; and the former of frames that were sent again.
@@ -468,9 +479,13 @@ class Link:
         answer = self._answer(Kind.IPC, IPC_HEAD.pack(what, buffer, nbytes, name))
         self._note_all_answered()
         self.forget(buffer)
-        self._shared.add(buffer)
         self.shares = True
         return answer
+
+    def is_shared(self, buffer: int) -> bool:
+        """Whether other processes can write the buffer, so that a host copy of it may be outdated at any time."""
+        known = self.shared.get(buffer)
+        return known is not None and not known.storage.expired()
 
     def stay(self, why: str) -> None:
         """From now on, the session ends with its executor and is not moved."""
@@ -1114,7 +1129,7 @@ class Link:
 
     def keep(self, buffer: int, key: ViewKey, host: torch.Tensor) -> None:
         """Cache the host copy of a view. If the cache exceeds `_MIRROR_LIMIT`, the oldest buffers are evicted."""
-        if host.nbytes > MIRROR_ITEM_LIMIT or buffer in self._shared:
+        if host.nbytes > MIRROR_ITEM_LIMIT or self.is_shared(buffer):
             return
         self._mirrors.setdefault(buffer, {})[key] = host
         self._mirror_bytes += host.nbytes

@@ -22,8 +22,8 @@ def unlock_after_fork(lock: Any) -> None:
 
 
 def fenced_semaphores(before: Callable[[], None]) -> Iterator[tuple[Any, str, Any]]:
-    """Yield patches (owner, name, value) by which all locks, semaphores, conditions, events and barriers of `multiprocessing` call
-    `before` before they are released.
+    """Yield patches (owner, name, value) by which all locks, semaphores, conditions, events and barriers of `multiprocessing`
+    call `before` before they are released.
     """
     real_methods, real_exit = SemLock._make_methods, SemLock.__exit__  # type: ignore[attr-defined]
 

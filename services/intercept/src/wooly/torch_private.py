@@ -391,11 +391,6 @@ def identity_of(generator: torch._C.Generator) -> int:
     return generator._cdata  # type: ignore[attr-defined, no-any-return]
 
 
-def identity_of_storage(storage: torch.UntypedStorage) -> int:
-    """Address of the C++ storage. All Python objects of one storage have the same address."""
-    return int(storage._cdata)
-
-
 def set_generator_device(generator: torch._C.Generator, device: torch.device) -> None:
     """Change the device of a new CPU generator, so that PyTorch's own checks refuse it for other devices.
 

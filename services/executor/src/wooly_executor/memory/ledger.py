@@ -268,7 +268,7 @@ class Ledger:
         return store, False
 
     def expose(self, account: Account, buffer: int, nbytes: int, now: int) -> int:
-        """Move a session's own buffer to a store without a content id, so that other accounts can `adopt` it. Returns the store."""
+        """Move a session's own buffer to a store without a content id, which other accounts can `adopt`. Returns the store."""
         self._settle_all(now)
         offset = account.own.pop(buffer)
         store = self.book.allocate(account.name, buffer, self.pool.size(offset))

@@ -178,7 +178,7 @@ class Vram:
         return self.capacity - promised.fixed - (0 if swappable else promised.movable)
 
     def _require_room_to_stay(self, session: Session) -> None:
-        """Check that a session may stay on the device from now on, although it was promised memory as one that can be swapped out.
+        """Check that a session may stay on the device from now on, although it was admitted as one that can be swapped out.
 
         Raises:
             AdmissionError: the memory is promised to other sessions. The message has the numbers.

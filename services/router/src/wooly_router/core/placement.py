@@ -13,9 +13,10 @@ capacity alone. A task that declares no size counts with the default claim or wi
 **Score.** The device with the lowest cost wins. The cost in points is: 500 per session, utilization and starvation in permille,
 and half a point per permille of promised memory. It is 1,000 points lower if all weights of the task are already on the device.
 (Executors report the contents of their memory. The expected weights of a session are the contents that the last session of the
-same tenant and model shared.) A device that the task prefers wins if it fits: the session of a child process prefers the device of
-its parent, because processes can share memory on one device. Devices of equal cost are ordered by id. A task with several devices goes to the node whose most
-expensive chosen device is cheapest. If no node has enough devices, the task goes to as few nodes as possible.
+same tenant and model shared.) A device that the task prefers wins if it fits: the session of a child process prefers the device
+of its parent, because processes can share memory on one device. Devices of equal cost are ordered by id. A task with several
+devices goes to the node whose most expensive chosen device is cheapest. If no node has enough devices, the task goes to as few
+nodes as possible.
 """
 
 from __future__ import annotations
