@@ -6,6 +6,7 @@ import json
 import multiprocessing
 from multiprocessing.connection import Pipe
 from multiprocessing.reduction import ForkingPickler
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 from wooly import api, ipc
+from wooly.errors import WoolyError
 from wooly.ipc import Handle, HandleError
 
 GOOD = {"name": "ab" * 16, "instance": "i", "executor": "e", "node": "n"}
@@ -132,6 +134,21 @@ def test_host_copies_of_sent_tensors_are_not_used_again(cuda):
     before = link.syncs
     again.cpu()
     assert link.syncs == before
+
+
+def test_recorded_session_and_old_executor_do_not_share(cuda, monkeypatch):
+    t = torch.ones(3, device=cuda)
+    torch.wooly.synchronize()
+    link = api.attached_links()[0]
+    with monkeypatch.context() as patch:
+        patch.setattr(link, "log", Mock())
+        with pytest.raises(WoolyError, match="`wooly record` cannot record"):
+            reduce_tensor(t)
+    with monkeypatch.context() as patch:
+        patch.delitem(link.device, "ipc")
+        with pytest.raises(WoolyError, match="cannot share memory between processes; update it"):
+            reduce_tensor(t)
+    assert reduce_tensor(t)[1][7]
 
 
 def test_session_that_shares_stays_at_its_executor(cuda):
