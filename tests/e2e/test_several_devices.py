@@ -237,3 +237,45 @@ def test_weights_are_kept_on_every_executor(stack, tmp_path):
     kept = json.loads(run("weights", "list", "--json", stack=stack).stdout)["weights"]
     assert sorted(pin["executor"] for pin in kept) == sorted(said["on"])
     assert run("weights", "rm", "m", stack=stack).returncode == 0
+
+
+SHARES = """
+    import torch, torch.multiprocessing as mp
+    from wooly import api
+
+    def fill(t, value, way):
+        t.fill_(value)  # the tensor has opened the session
+        way.send(api.opened_session().parts[0].executor_id)
+
+    def make(way):
+        t = torch.arange(4.0, device="cuda")  # this has
+        way.send((api.opened_session().parts[0].executor_id, t))
+        way.recv()
+
+    if __name__ == "__main__":
+        context = mp.get_context("spawn")
+        t = torch.zeros(4, device="cuda")
+        here = api.opened_session().parts[0].executor_id
+        for value in (1.0, 2.0):
+            way, there = context.Pipe()
+            child = context.Process(target=fill, args=(t, value, there))
+            child.start()
+            assert way.recv() == here
+            child.join()
+            assert child.exitcode == 0 and t.cpu().tolist() == [value] * 4
+        way, there = context.Pipe()
+        child = context.Process(target=make, args=(there,))
+        child.start()
+        at, made = way.recv()
+        assert at == here and made.cpu().tolist() == [0.0, 1.0, 2.0, 3.0]
+        way.send(None)
+        child.join()
+        print("shared on", here)
+"""
+
+
+@pytest.mark.slow  # children import PyTorch
+def test_child_processes_share_tensors_on_the_executor_of_their_parent(stack, tmp_path):
+    """The other executor is idle, so sessions without a reason would go there."""
+    done = run("run", script(tmp_path, SHARES), stack=stack)
+    assert done.returncode == 0 and "shared on local-" in done.stdout, done.stdout + done.stderr

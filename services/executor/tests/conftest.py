@@ -24,6 +24,10 @@ from wooly_wis.dtypes import DType
 from wooly_wis.frames import (
     CONTENT,
     CUT_HEAD,
+    IPC_EXPORT,
+    IPC_HEAD,
+    IPC_IMPORT,
+    IPC_RELEASE,
     MAX_CHUNK,
     READ_HEAD,
     RESTORE_HEAD,
@@ -217,6 +221,20 @@ class Client:
     def pin(self, do, name=""):
         self.channel.send(Kind.PIN, pack_json({"do": do, "name": name}))
         return self.answer()
+
+    def ipc(self, what, buffer=0, nbytes=0, name=b""):
+        self.channel.send(Kind.IPC, IPC_HEAD.pack(what, buffer, nbytes, name))
+        return self.answer()
+
+    def export_buffer(self, buffer):
+        """The name by which other sessions can import a buffer."""
+        return bytes.fromhex(self.ipc(IPC_EXPORT, buffer)["name"])
+
+    def import_buffer(self, buffer, nbytes, name):
+        self.ipc(IPC_IMPORT, buffer, nbytes, name)
+
+    def release_export(self, name):
+        return self.ipc(IPC_RELEASE, name=name)["known"]
 
     def make(self, buffer, *values):
         """A new buffer of f32 values."""

@@ -26,6 +26,7 @@ CLIENTS = (
     Kind.PIN,
     Kind.SOURCE,
     Kind.COLLECTIVE,
+    Kind.IPC,
 )
 
 

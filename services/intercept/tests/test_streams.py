@@ -181,7 +181,6 @@ def test_nvtx_ranges_nest(cuda):
     ("call", "hint"),
     [
         (lambda: torch.cuda.ExternalStream(1234), r"use torch\.cuda\.Stream\(\)"),
-        (lambda: torch.cuda.Event(interprocess=True).ipc_handle(), "synchronize instead"),
     ],
 )
 def test_unsupported_call_error_has_advice(cuda, call, hint):

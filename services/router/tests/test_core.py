@@ -275,6 +275,15 @@ def test_placement_prefers_few_sessions_then_low_load():
     assert chosen(DeviceRequest(), [gpu("a"), gpu("b")], [Claim("a", 50), Claim("b", 10)]) == ["b"]
 
 
+def test_placement_takes_preferred_device_if_it_fits():
+    gpus = [gpu("a"), gpu("b", utilization=1000, groups=frozenset()), gpu("c", weights=frozenset("w"))]
+    near = DeviceRequest(near="b", weights=("w",))
+    assert chosen(near, gpus, [Claim("b")] * 20) == ["b"]
+    assert chosen(near, gpus, [Claim("b", exclusive=True)]) == ["c"]
+    assert chosen(near, gpus[::2]) == ["c"]
+    assert Pool(gpus).place(near).here["b"]["near"] < -10_000
+
+
 def test_placement_prefers_resident_weights_unless_device_is_busy():
     gpus = [gpu("a"), gpu("b", weights=frozenset("w"))]
     assert chosen(DeviceRequest(weights=("w",)), gpus, [Claim("b")]) == ["b"]

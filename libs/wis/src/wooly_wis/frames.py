@@ -48,6 +48,7 @@ class Kind(IntEnum):
     CUT = 22
     RESTORE = 23
     COLLECTIVE = 24
+    IPC = 25
 
 
 RUN_HEAD = struct.Struct(f"<{DIGEST_SIZE}sIIII")
@@ -73,6 +74,11 @@ RECORDS_HEAD = struct.Struct("<QQQ")
 RECORD_WORDS, WHOLE_FRAME = 4, 0xFFFFFFFF
 #: Layout of OFFER and SEAL: buffer, byte count, whether the digest covers only the first chunk, digest.
 CONTENT = struct.Struct("<QQI32s")
+#: Layout of IPC: what to do, buffer, bytes of the buffer, name of the exported buffer. What is not needed is zero.
+IPC_NAME_BYTES = 16
+IPC_HEAD = struct.Struct(f"<IQQ{IPC_NAME_BYTES}s")
+#: What an IPC frame asks for: export a buffer, import an exported buffer, or take back one export that nobody will import.
+IPC_EXPORT, IPC_IMPORT, IPC_RELEASE = 1, 2, 3
 
 
 class Record(NamedTuple):
@@ -215,6 +221,20 @@ def unpack_profile(payload: bytes | memoryview) -> int:
     if what not in (PROFILE_BEGIN, PROFILE_TAKE, PROFILE_END):
         raise DecodeError(f"PROFILE frame asks for {what}, which is unknown")
     return int(what)
+
+
+def unpack_ipc(payload: bytes | memoryview) -> tuple[int, int, int, bytes]:
+    """(what to do, buffer, byte count, name) of an IPC frame.
+
+    Raises:
+        DecodeError: the frame's length is wrong, or it asks for something unknown.
+    """
+    if len(payload) != IPC_HEAD.size:
+        raise DecodeError(f"IPC frame has {len(payload)} bytes, not {IPC_HEAD.size}")
+    what, buffer, nbytes, name = IPC_HEAD.unpack(payload)
+    if what not in (IPC_EXPORT, IPC_IMPORT, IPC_RELEASE):
+        raise DecodeError(f"IPC frame asks for {what}, which is unknown")
+    return what, buffer, nbytes, name
 
 
 def unpack_buffers(payload: bytes | memoryview) -> int:

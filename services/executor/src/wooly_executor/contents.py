@@ -88,6 +88,12 @@ class Contents:
                 self.drop_released(written.found)
             session.holdings.guarded.discard(buffer)
 
+    def own(self, session: Session, buffer: int) -> None:
+        """Make a buffer that no other buffer shares its session's own. Its bytes stay where they are."""
+        written = self._ledger.write(session.holdings.account, buffer, self._clock())
+        assert not written.copy, "a buffer that others share is made a session's own"
+        self.drop_released(written.found)
+
     def drop_released(self, found: Iterable[Gone | Leaving]) -> None:
         """Delete the bytes and copies of contents that the book has released."""
         for each in found:
@@ -182,6 +188,7 @@ class Contents:
             or known.base is None
             or not nbytes
             or buffer in session.holdings.guarded
+            or buffer in session.holdings.ipc  # another session may write it
         ):
             return
 

@@ -148,6 +148,12 @@ class CollectiveError(ExecutorError):
     instruction = 0
 
 
+class IpcError(ExecutorError):
+    """A buffer cannot be exported to another session, or imported from one."""
+
+    code = "executor.ipc"
+
+
 class FullDiskError(ExecutorError):
     """The disk of the executor's files has no room for a kernel's code. The code itself is fine."""
 

@@ -25,6 +25,7 @@ _ASKS = frozenset(
         Kind.BUFFERS,
         Kind.CUT,
         Kind.RESTORE,
+        Kind.IPC,
     )
 )
 

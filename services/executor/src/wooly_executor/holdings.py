@@ -10,12 +10,35 @@ from wooly_executor.swap_space import Copy
 
 
 @dataclass(eq=False, slots=True)
+class IpcBuffer:
+    """One buffer that sessions share for reading and writing. Only `ipc` changes it.
+
+    Attributes:
+        name: its name.
+        tenant: tenant of the sessions.
+        store: its store in the ledger.
+        nbytes: its size.
+        exporter: id of the session that has exported it; empty: that session has ended.
+        exports: number of exports that were not imported or taken back.
+        holders: the key of the buffer in `Holdings.ipc`, by id of the session.
+    """
+
+    name: bytes
+    tenant: str
+    store: int
+    nbytes: int
+    exporter: str
+    exports: int = 0
+    holders: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(eq=False, slots=True)
 class Holdings:
     """The device memory of one session.
 
     Attributes:
         account: the session's account in the ledger.
-        swappable: the session may be swapped out.
+        allows_swap: the session was opened so that it may be swapped out.
         declared: bytes that the session declared as its requirement; None: it declared none.
         claim: bytes with which a session without a declaration counts at least.
         idle_since: when the session last had work, monotonic ns; None while it has work.
@@ -26,6 +49,8 @@ class Holdings:
         chosen: number of the last eviction decision that chose this session.
         swaps: how often the session was swapped out.
         guarded: buffers that are shared or being hashed, so that a write must be announced.
+        ipc: buffers that it shares with other sessions for reading and writing, by buffer. A negative key stands for a buffer
+            that it has freed while an export of it was not imported.
         sealing: hash jobs in progress, by buffer.
         copies: copies of its own buffers outside the device, by buffer.
         job: the job that moves its memory now.
@@ -34,7 +59,7 @@ class Holdings:
     """
 
     account: Account
-    swappable: bool = True
+    allows_swap: bool = True
     declared: int | None = None
     claim: int = 0
     idle_since: int | None = None
@@ -45,8 +70,14 @@ class Holdings:
     chosen: int = 0
     swaps: int = 0
     guarded: set[int] = field(default_factory=set)
+    ipc: dict[int, IpcBuffer] = field(default_factory=dict)
     sealing: dict[int, Job] = field(default_factory=dict)
     copies: dict[int, Copy] = field(default_factory=dict)
     job: Job | None = None
     leaving_bytes: int = 0
     closed: bool = False
+
+    @property
+    def swappable(self) -> bool:
+        """Whether the session may be swapped out. A session that shares buffers with others for writing stays on the device."""
+        return self.allows_swap and not self.ipc

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from wooly_wis.codec import DIGEST_SIZE, digest
 from wooly_wis.errors import DecodeError
-from wooly_wis.frames import Kind, unpack_content, unpack_cut, unpack_restore, unpack_run
+from wooly_wis.frames import IPC_EXPORT, Kind, unpack_content, unpack_cut, unpack_ipc, unpack_restore, unpack_run
 
 from wooly_executor.answers import Answers
 from wooly_executor.checkpoints.cuts import Cuts
@@ -215,7 +215,8 @@ class Interpreter:
 
     def _reach(self, session: Session) -> Signal:
         """Check that the memory a frame touches is on the device, with room for copies; for a PIN, that all contents are hashed;
-        for a CUT and a RESTORE, that the memory is copied; for a COLLECTIVE, that all ranks are there.
+        for a CUT and a RESTORE, that the memory is copied; for a COLLECTIVE, that all ranks are there; for an IPC, that it has
+        room for a copy.
         """
         frame = _next(session)
         if frame.kind == Kind.COLLECTIVE:
@@ -227,6 +228,13 @@ class Interpreter:
             return self._reach_copied(session, frame)
         if frame.kind == Kind.PIN:
             return Signal.MEMORY_AWAITED if session.holdings.sealing else _MEMORY_READY
+        if frame.kind == Kind.IPC:
+            try:
+                what, buffer, _, _ = unpack_ipc(frame.payload)
+            except DecodeError:
+                return _MEMORY_READY  # processing refuses the frame later
+            if what == IPC_EXPORT:
+                return _MEMORY_READY if self._vram.writable(session, buffer) else Signal.MEMORY_AWAITED
         if frame.kind == Kind.OFFER:
             try:
                 buffer, _, head, _ = unpack_content(frame.payload)

@@ -76,13 +76,13 @@ class PinnedWeights:
                 f"{name[:NAME_LENGTH]!r} is not a valid name for weights; use 1 to {NAME_LENGTH} printable characters"
             )
         key = (account.tenant, name)
-        if not account.shared:
+        stores = dict.fromkeys([s for b, s in account.shared.items() if b not in session.holdings.ipc])
+        if not stores:
             raise BindingError(
                 "nothing to pin: this session shares no content; set WOOLYAI_DEDUP and upload the weights first"
             )
         if key in self.accounts:
             raise BindingError(f"weights {name!r} are already pinned; remove them first: `wooly weights rm {name}`")
-        stores = dict.fromkeys(account.shared.values())
         mine = [pin for (tenant, _), pin in self.accounts.items() if tenant == account.tenant]
         tensors = len(stores) + sum([len(pin.shared) for pin in mine])
         if len(mine) >= PINS_PER_TENANT or tensors > TENSORS_PER_TENANT:

@@ -11,12 +11,15 @@ from wooly_bus.channel import Connection
 from wooly_wis.errors import DecodeError
 from wooly_wis.frames import (
     BUFFERS_AT_ONCE,
+    IPC_EXPORT,
+    IPC_IMPORT,
     PROFILE_BEGIN,
     PROFILE_END,
     Kind,
     unpack_buffers,
     unpack_content,
     unpack_cut,
+    unpack_ipc,
     unpack_json,
     unpack_profile,
     unpack_read,
@@ -162,6 +165,10 @@ class Processing:
             answers.say(conn, self._cuts.restored(session))
         elif kind == Kind.COLLECTIVE:
             self._collectives.finish(session, frame)
+        elif kind == Kind.IPC:
+            asked = unpack_ipc(frame.payload)
+            if not answers.failure(session, conn):
+                answers.say(conn, self._ipc(session, *asked))
         elif kind == Kind.CLOSE:
             self._sessions.close(session.id, "")
         else:
@@ -224,6 +231,18 @@ class Processing:
         except ExecutorError as e:  # the upload that follows reports the failure; an OFFER always gets its own answer
             session.fail(e.code, str(e), frame.seq)
             return False
+
+    def _ipc(self, session: Session, what: int, buffer: int, nbytes: int, name: bytes) -> dict[str, Any]:
+        """Export a buffer to other sessions, import one, or take an export back."""
+        ipc = self._vram.ipc
+        if what == IPC_EXPORT:
+            self._runs.settle()  # what the importer does comes after this session's work
+            return {"name": ipc.export_buffer(session, buffer).hex()}
+        if what == IPC_IMPORT:
+            self._runs.require_room_for_buffer(session, nbytes)
+            ipc.import_buffer(session, buffer, nbytes, name)
+            return {}
+        return {"known": ipc.release_export(session, name)}
 
     def _pin(self, session: Session, ask: dict[str, Any]) -> dict[str, Any]:
         """Pin contents, unpin them, or list what is pinned."""

@@ -169,6 +169,17 @@ class Runs:
         if session.held_bytes + ready.peak_bytes > session.quota:
             raise self._out_of_memory(session, ready.peak_bytes, session.held_bytes)
 
+    def require_room_for_buffer(self, session: Session, nbytes: int) -> None:
+        """Check that the session may have one more buffer.
+
+        Raises:
+            OutOfMemoryError: it exceeds its quota, or has too many buffers.
+        """
+        if len(session.buffers) >= BUFFERS_KEPT:
+            raise OutOfMemoryError(f"the session has {len(session.buffers)} buffers, which is the limit")
+        if session.held_bytes + nbytes > session.quota:
+            raise self._out_of_memory(session, nbytes, session.held_bytes)
+
     def _out_of_memory(self, session: Session, wanted: int, held: int) -> OutOfMemoryError:
         account = session.holdings.account
         account.ooms += 1
@@ -243,5 +254,6 @@ class Runs:
         if writing and session.holdings.guarded:
             self._vram.contents.unshare(session, [buffer], whole=nbytes == known.nbytes)
         if known.base is None:
-            known.base, known.poison = self._runtime.device.zeroed(known.nbytes), ""
+            shared = self._vram.ipc.memory(session, buffer)
+            known.base, known.poison = self._runtime.device.zeroed(known.nbytes) if shared is None else shared, ""
         return bytes_of(known.base, offset, nbytes)

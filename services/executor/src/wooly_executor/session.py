@@ -124,7 +124,7 @@ class Session:
             definitions=self.programs.nbytes,
             decoded=self.programs.held,
             sources=self.programs.source_bytes,
-            buffers=BUFFER_BYTES * len(self.buffers),
+            buffers=BUFFER_BYTES * (len(self.buffers) + len(self.holdings.ipc)),
             records=0 if self.recording is None else self.recording.nbytes,
             job=0 if self.job_bytes is None else self.job_bytes(),
         )

@@ -102,7 +102,7 @@ class Sessions:
         self._post, self._server, self._limits = post, server, limits
         self._open: dict[str, Session] = {}
         self._closed: Callable[[Ended], None] | None = None
-        #: Names this process, so that the ranks of a group know whether their sessions are on one executor.
+        #: Names this process, so that clients know whether their sessions are on one executor.
         self._instance = secrets.token_hex(16)
 
     def __len__(self) -> int:
@@ -207,7 +207,7 @@ class Sessions:
         conn.ack(1)
         libraries = extensions.facts(opaque=session.programs.author.opaque)
         facts = self._runtime.facts() | {"total_memory": session.quota, "libraries": libraries}
-        facts["instance"] = self._instance
+        facts |= {"instance": self._instance, "ipc": True}
         welcome = {"protocol": PROTOCOL, "session_id": session.id, "window": WINDOW, "device": facts}
         self._answers.say(conn, welcome, Kind.WELCOME)
         self._post.add(session, ClientCame(planned=hello.jit == "full" and session.tiers is not None))

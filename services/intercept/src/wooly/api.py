@@ -94,6 +94,8 @@ _lock = threading.RLock()
 _attached: _Attached | None = None
 #: Settings of the session that the first use of a device opens; None: there is none to open.
 _pending: Settings | None = None
+#: Id of the executor that this session prefers; empty: none.
+_near = ""
 _facade: Facade | None = None
 #: The version that `torch.version.cuda` reports from the first `enable` on.
 _cuda_version = CUDA_VERSION
@@ -306,21 +308,22 @@ def enable(settings: Any = None) -> None:
                 raise
 
 
-def enable_on_use(settings: Any = None) -> None:
+def enable_on_use(settings: Any = None, near: str = "") -> None:
     """Redirect "cuda". The first use of a device opens the session, so a process that uses none occupies none.
 
     Args:
         settings: as for `enable`.
+        near: id of the executor that the session prefers; empty: none.
 
     Raises:
         SettingsError: a setting is invalid.
     """
-    global _pending, _cuda_version, _collectives
+    global _pending, _near, _cuda_version, _collectives
     with _lock:
         if _attached is None:
             from wooly.settings import load
 
-            again = _pending is not None
+            again, _near = _pending is not None, near
             _pending = children.settings = settings or load()
             _cuda_version, _collectives = _pending.cuda_version, _pending.collectives
             native.switch(_pending.native)
@@ -339,22 +342,53 @@ def _shown(settings: Settings) -> int:
     return settings.gpu_count if settings.gpu_count > 1 else min(ranks_here(), MAX_DEVICES)
 
 
-def _first_use() -> None:
-    """Open the session, if it is not open."""
+def _first_use(where: str = "") -> None:
+    """Open the session, if it is not open: at this node or executor, if one is named and the settings name none."""
     with _lock:
         device = register()
         device.devices.require_any()
         if _attached is None and _pending is not None:
-            _open()
+            _open(where)
         device.set_opener(None)
         device.devices.offered = None
 
 
-def _open() -> None:
-    """Open the pending session."""
+def open_near(executor_id: str, node: str) -> None:
+    """Open the pending session at an executor, or with several devices on its node. Do nothing if a session is open.
+
+    Raises:
+        WoolyError: the session cannot be opened there.
+    """
+    if _attached is None:
+        single = _pending is None or min(register().devices.count, _pending.gpu_count) == 1
+        _first_use(executor_id if single else node)
+
+
+def place_of(link: Link) -> tuple[str, str]:
+    """Id and node of the executor of a link, as the controller knows them; empty without a controller."""
+    attached = _attached
+    if attached is None or attached.opened is None or not attached.opened.controlled:
+        return "", ""
+    part = attached.parts[attached.links.index(link)]
+    return part.executor_id, part.node
+
+
+def _own_executor() -> str:
+    """Id of the executor of cuda:0, as the controller knows it; empty: there is no session, or no controller."""
+    attached = _attached
+    return place_of(attached.link)[0] if attached is not None and attached.links else ""
+
+
+children.where = _own_executor
+
+
+def _open(where: str = "") -> None:
+    """Open the pending session. `where`: a node or an executor; it holds if the settings name neither."""
     global _pending
     assert _pending is not None
     settings = _pending.model_copy(update={"gpu_count": min(register().devices.count, _pending.gpu_count)})
+    if where and not (settings.node or settings.executor_url):
+        settings = settings.model_copy(update={"node": where})
     if settings.programs_dir is not None:
         settings.programs_dir.mkdir(parents=True, exist_ok=True)
     opened = _open_and_attach(settings)
@@ -397,7 +431,7 @@ def _open_and_attach(settings: Any) -> Any:
     others = MAX_OPENS
     while True:
         others -= 1
-        opened: Any = StandaloneSession(settings) if settings.executor_url else open_session(settings)
+        opened: Any = StandaloneSession(settings) if settings.executor_url else open_session(settings, _near)
         try:
             first, *more = [Part(p.endpoints, p.executor_id, p.node, p.token) for p in opened.parts]
             attach(
@@ -529,6 +563,8 @@ def disable() -> None:
             link.siblings = []
     for recorder, link in zip(attached.device.devices.recorders, attached.links, strict=False):
         with recorder.lock:
+            if link.shares:  # the other processes see the last work, too
+                recorder.settle()
             link.close()
             for each in [recorder, *[r for r in attached.device.devices.recorders if r.lock is recorder.lock]]:
                 if each.link is link:  # otherwise another thread has opened the next session

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 Patch = tuple[Any, str, Any]
 
+#: Returns the id of the executor of this process's session; empty: there is no session, or no controller. `api` sets it.
+where: Callable[[], str] = str
+
 #: Settings by which a child opens its session; None while "cuda" is not redirected in this process.
 settings: Settings | None = None
 
@@ -26,18 +29,23 @@ settings: Settings | None = None
 class _Opening:
     """Redirects "cuda" in a child when the child unpickles it."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+    def __init__(self, settings: Settings, near: str) -> None:
+        self._settings, self._near = settings, near
 
     def __reduce__(self) -> Any:
-        return begin, (self._settings,)
+        return begin, (self._settings, self._near)
 
 
-def begin(settings: Settings) -> None:
-    """Redirect "cuda" in this child process. The first use of a device opens a session, which ends when the child exits."""
+def begin(settings: Settings, near: str) -> None:
+    """Redirect "cuda" in this child process. The first use of a device opens a session, which ends when the child exits.
+
+    Args:
+        settings: the parent's settings.
+        near: the parent's executor, which the session prefers, because the processes may share memory.
+    """
     from wooly import api
 
-    api.enable_on_use(settings)
+    api.enable_on_use(settings, near)
 
 
 def close_at_exit(close: Callable[[], None]) -> None:
@@ -54,7 +62,7 @@ def patches() -> Iterator[Patch]:
     def get_preparation_data(name: str) -> dict[str, Any]:
         data: dict[str, Any] = dict(real(name))
         if settings is not None:
-            data["wooly"] = _Opening(settings)
+            data["wooly"] = _Opening(settings, where())
         return data
 
     yield (multiprocessing.spawn, "get_preparation_data", get_preparation_data)

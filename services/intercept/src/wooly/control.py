@@ -532,10 +532,14 @@ def _tunnels(access: Access, credentials: str) -> Access:
     return replace(access, credentials=lambda: held)
 
 
-def open_session(settings: Settings) -> OpenedSession:
+def open_session(settings: Settings, near: str = "") -> OpenedSession:
     """Open a session at the controller. If no controller is configured or running, start a local stack for this process.
 
     On a full cluster, this function waits until the session's turn comes (`turn`).
+
+    Args:
+        settings: the client's settings.
+        near: id of the executor to prefer; empty: none.
 
     Raises:
         ControlError: no controller answers, or it refuses the session. The message says what to do.
@@ -547,14 +551,14 @@ def open_session(settings: Settings) -> OpenedSession:
     try:
         with trace.step("find_controller"):
             controller = connect(settings, start=True)
-        return _open_session(settings, controller, trace)
+        return _open_session(settings, near, controller, trace)
     except BaseException as e:
         trace.end(type(e).__name__)
         trace.flush()
         raise
 
 
-def _open_session(settings: Settings, controller: Controller, trace: ClientTrace) -> OpenedSession:
+def _open_session(settings: Settings, near: str, controller: Controller, trace: ClientTrace) -> OpenedSession:
     request = OpenSessionRequest(
         tenant=settings.tenant,
         credential=settings.credential,
@@ -570,6 +574,7 @@ def _open_session(settings: Settings, controller: Controller, trace: ClientTrace
         gpu_mode=settings.gpu_mode,
         node_groups=settings.node_groups,
         node=settings.node,
+        near=near,
         swap=settings.swap_from_vram,
         dedup=settings.dedup,
         model=settings.model,

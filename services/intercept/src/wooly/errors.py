@@ -58,6 +58,12 @@ class RemoteNotImplementedError(RemoteOperationError, NotImplementedError):
     code = "wooly.remote_not_implemented"
 
 
+class IpcError(RemoteOperationError):
+    """The executor does not share a tensor with another process, or a handle is not valid any more."""
+
+    code = "wooly.ipc"
+
+
 class ForkedProcessError(WoolyError):
     """A forked process used the device of its parent's session."""
 

@@ -50,6 +50,8 @@ class RecordingLink:
     recording = True
     hides_data = False
     mirroring = False
+    shares = False
+    shared: Final[dict[int, Any]] = {}
     offers = None
     #: No host copies; native kernels look here.
     _mirrors: Final[OrderedDict[int, Any]] = OrderedDict()
@@ -143,6 +145,12 @@ class RecordingLink:
 
     def forget(self, buffer: int) -> None:
         """Do nothing: there are no cached host copies."""
+
+    def ipc(self, what: int, buffer: int = 0, nbytes: int = 0, name: bytes = b"") -> NoReturn:
+        """Refuse: a module has its buffers for itself."""
+        raise ExportError(
+            "an exported function cannot share tensors with other processes; do so outside of the function"
+        )
 
     def check_open(self) -> None:
         """Do nothing: there is no connection."""

@@ -22,6 +22,7 @@ from wooly_wis.frames import (
     BUFFERS_HEAD,
     CONTENT,
     CUT_HEAD,
+    IPC_HEAD,
     MAX_CHUNK,
     PROFILE_HEAD,
     PROTOCOL,
@@ -43,6 +44,7 @@ from wooly.distributed.errors import RemoteCollectiveError
 from wooly.errors import (
     ExecutorLostError,
     ForkedProcessError,
+    IpcError,
     ReleaseError,
     RemoteNotImplementedError,
     RemoteOperationError,
@@ -60,6 +62,7 @@ if TYPE_CHECKING:
 _ERRORS: dict[str, type[RemoteOperationError]] = {
     "executor.missing_kernel": RemoteNotImplementedError,
     "executor.collective": RemoteCollectiveError,
+    "executor.ipc": IpcError,
 }
 #: Number of failed operations that a link remembers.
 _FAILURES_KEPT = 64
@@ -102,6 +105,18 @@ class _StartedRead(NamedTuple):
     into: memoryview
     pending: Pending
     owner: Any
+
+
+class SharedStorage(NamedTuple):
+    """A storage that other processes can write.
+
+    Attributes:
+        storage: a weak reference to the storage, which expires when the storage is freed.
+        received: whether it came from another process.
+    """
+
+    storage: Any
+    received: bool
 
 
 class SyncDebug:
@@ -186,6 +201,8 @@ class Link:
         observer: is told about frames; None in most sessions.
         recovery: keeps frames, so that the session can go on in another executor; None: it ends with its executor.
         log: records what the session sends; None: nobody records it.
+        shares: whether the session shares memory with other processes.
+        shared: storages that other processes can write, by buffer. An entry stays when its storage is freed.
     """
 
     def __init__(
@@ -235,6 +252,8 @@ class Link:
         self.observer: FrameObserver | None = None
         self.recovery: Recovery | None = None
         self.log: SessionLog | None = None
+        self.shares = False
+        self.shared: dict[int, SharedStorage] = {}
         #: Number of the log's frames when the last cut was asked for.
         self._cut_at = 0
         #: Numbers of frames, as this link counts, minus numbers of the channel; and the former of frames that were sent again.
@@ -434,6 +453,39 @@ class Link:
         self._prune()
         seq = self._send(Kind.COLLECTIVE, payload)
         self._inflight.append((seq, name, [where]))
+
+    def ipc(self, what: int, buffer: int = 0, nbytes: int = 0, name: bytes = b"") -> dict[str, Any]:
+        """Share a buffer with other processes: export, import or release it (`wooly_wis.frames`). Waits for all work so far.
+
+        From the first time on, the session ends with its executor and is not moved.
+
+        Args:
+            what: `IPC_EXPORT`, `IPC_IMPORT` or `IPC_RELEASE`.
+            buffer: the buffer to export, or the id of the imported buffer.
+            nbytes: size of the imported buffer.
+            name: name of the buffer that is imported or released.
+
+        Raises:
+            IpcError: the executor refuses.
+            WoolyError: the executor cannot share memory, or the session is being recorded.
+        """
+        if self.log is not None:
+            raise WoolyError("`wooly record` cannot record tensors that are shared with another process")
+        if not self.device.get("ipc"):
+            raise WoolyError(f"the executor {self.where} cannot share memory between processes; update it")
+        if self.recovery is not None:
+            self.sync()  # it wakes a session that hibernates
+            self.stay("it shares memory with another process")
+        answer = self._answer(Kind.IPC, IPC_HEAD.pack(what, buffer, nbytes, name))
+        self._note_all_answered()
+        self.forget(buffer)
+        self.shares = True
+        return answer
+
+    def is_shared(self, buffer: int) -> bool:
+        """Whether other processes can write the buffer, so that a host copy of it may be outdated at any time."""
+        known = self.shared.get(buffer)
+        return known is not None and not known.storage.expired()
 
     def stay(self, why: str) -> None:
         """From now on, the session ends with its executor and is not moved."""
@@ -725,6 +777,16 @@ class Link:
         self._inflight.clear()
         self._failed = self._failed or failure
         self._raise_failed()
+
+    @property
+    def unanswered(self) -> bool:
+        """Whether it is unknown if all frames so far have been processed."""
+        return self._answered < self._last
+
+    def keep_error(self, error: Exception) -> None:
+        """Raise an error of an operation at the next call that waits."""
+        if self._lost is None:
+            self._failed = self._failed or error
 
     def _raise_failed(self) -> None:
         failed, self._failed = self._failed, None
@@ -1067,7 +1129,7 @@ class Link:
 
     def keep(self, buffer: int, key: ViewKey, host: torch.Tensor) -> None:
         """Cache the host copy of a view. If the cache exceeds `_MIRROR_LIMIT`, the oldest buffers are evicted."""
-        if host.nbytes > MIRROR_ITEM_LIMIT:
+        if host.nbytes > MIRROR_ITEM_LIMIT or self.is_shared(buffer):
             return
         self._mirrors.setdefault(buffer, {})[key] = host
         self._mirror_bytes += host.nbytes

@@ -5,8 +5,10 @@ Checked against Python 3.11 to 3.14.
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from multiprocessing.synchronize import SemLock
 from types import FrameType
 from typing import Any
 
@@ -17,3 +19,29 @@ frame_at: Callable[[int], FrameType] = sys._getframe
 def unlock_after_fork(lock: Any) -> None:
     """Release a lock in a forked process. A thread of the parent may hold the lock, and the fork does not have that thread."""
     lock._at_fork_reinit()
+
+
+def fenced_semaphores(before: Callable[[], None]) -> Iterator[tuple[Any, str, Any]]:
+    """Yield patches (owner, name, value) by which all locks, semaphores, conditions, events and barriers of `multiprocessing`
+    call `before` before they are released.
+    """
+    real_methods, real_exit = SemLock._make_methods, SemLock.__exit__  # type: ignore[attr-defined]
+
+    @functools.wraps(real_methods)
+    def make_methods(self: Any) -> None:
+        real_methods(self)
+        release = self.release
+
+        def fenced() -> None:
+            before()
+            release()
+
+        self.release = fenced
+
+    @functools.wraps(real_exit)
+    def leave(self: Any, *exc: Any) -> None:
+        before()
+        real_exit(self, *exc)
+
+    yield (SemLock, "_make_methods", make_methods)
+    yield (SemLock, "__exit__", leave)

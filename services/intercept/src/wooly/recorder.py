@@ -572,6 +572,16 @@ class Recorder(ProgramFields):
         self.require_link().sync()
         self.idle()
 
+    def settle(self) -> None:
+        """As `sync`, if something was recorded or sent since the last answer. An error is kept for the next call that waits."""
+        link = self.link
+        if link is None or not (self.open or link.unanswered):
+            return
+        try:
+            self.sync()
+        except RuntimeError as e:  # an operation has failed, or the connection has ended
+            link.keep_error(e)
+
     def mark(self) -> Mark:
         """The current point in the work, for `reach`. If a program is open, the point is the end of this program."""
         if self.link is not None and not self.open:

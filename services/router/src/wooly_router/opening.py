@@ -140,6 +140,7 @@ class Opening:
                 "gpu_count": request.gpu_count,
                 "groups": list(request.node_groups),
                 "node": request.node,
+                "near": request.near,
                 "vendor": request.vendor,
                 "arch": request.arch,
                 "brings": {"name": _model(request), "dedup": request.dedup},

@@ -38,7 +38,8 @@ class OpenSessionRequest(Message):
     `place` that is open has lost its executor; it is opened again, and waits if there is no room. `leaves`: it has not lost it,
     but was asked to leave it, and stays there if there is no room. `cut`: number of the checkpoint from which it goes on; 0: it
     needs none. `recovers`: the client can go on in another executor; `asks_recovery`: unless the cluster's setting `recovery` is
-    `off`. `node`: the node of all devices, or the executor of the only device; empty: any.
+    `off`. `node`: the node of all devices, or the executor of the only device; empty: any. `near`: the
+    executor to prefer for the only device, because processes that share memory need one executor.
     """
 
     tenant: Name = "default"
@@ -53,6 +54,7 @@ class OpenSessionRequest(Message):
     gpu_mode: Literal["shared", "exclusive"] = "shared"
     node_groups: tuple[Name, ...] = Field(default=(), max_length=64)
     node: Host = ""
+    near: Host = ""
     vendor: str = Field(default="", max_length=64)
     arch: str = Field(default="", max_length=64)
     swap: bool = True

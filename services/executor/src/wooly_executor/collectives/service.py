@@ -228,6 +228,11 @@ class Collectives:
                     f"{what}: bytes {operand.offset} to {operand.offset + nbytes} are out of bounds: buffer {operand.buffer} has "
                     f"{known.nbytes} bytes"
                 )
+            if writing and operand.buffer in session.holdings.ipc:
+                return (
+                    f"{what}: buffer {operand.buffer} is shared with another process, so a collective cannot write it; use a "
+                    "clone, and copy the result"
+                )
             if operand.offset % size:
                 return f"{what}: byte offset {operand.offset} is not a multiple of the elements' {size} bytes"
         found = overlap(arrival.call, reads, writes)

@@ -25,7 +25,10 @@ DEFINITIONS = frozenset((int(Kind.DEFINE), int(Kind.SOURCE)))
 WORK = DEFINITIONS | {int(Kind.RUN), int(Kind.COLLECTIVE)}
 #: Kinds of frames that need the session's memory on the device, but no launch. A PIN needs its contents hashed.
 #: A CUT and a RESTORE need that memory copied. A COLLECTIVE needs the frames and the memory of all ranks.
-TOUCHES = frozenset(map(int, (Kind.READ, Kind.OFFER, Kind.SEAL, Kind.PIN, Kind.CUT, Kind.RESTORE, Kind.COLLECTIVE)))
+#: An IPC needs room for a copy of its own if it exports a shared content.
+TOUCHES = frozenset(
+    map(int, (Kind.READ, Kind.OFFER, Kind.SEAL, Kind.PIN, Kind.CUT, Kind.RESTORE, Kind.COLLECTIVE, Kind.IPC))
+)
 RUN = int(Kind.RUN)
 COLLECTIVE = int(Kind.COLLECTIVE)
 

@@ -267,6 +267,16 @@ class Ledger:
         self._heads.add(store, (None if account.scope is Scope.SHARED else account.tenant, head, nbytes))
         return store, False
 
+    def expose(self, account: Account, buffer: int, nbytes: int, now: int) -> int:
+        """Move a session's own buffer to a store without a content id, which other accounts can `adopt`. Returns the store."""
+        self._settle_all(now)
+        offset = account.own.pop(buffer)
+        store = self.book.allocate(account.name, buffer, self.pool.size(offset))
+        self.pool.move(offset, _CONTENTS)
+        self._where[store], self._nominal[store] = offset, nbytes
+        account.shared[buffer] = store
+        return store
+
     def adopt(self, account: Account, buffer: int, store: int, now: int) -> None:
         """Add a buffer on an existing store to another account."""
         self._settle_all(now)

@@ -80,6 +80,8 @@ def check(residents: Residents, swap_space: SwapSpace) -> None:
         assert away or not session.holdings.copies, f"{session.id} is on the device but has copies elsewhere"
         if session.flow.residence is Residence.HERE:
             for buffer, store in session.holdings.account.shared.items():
+                if buffer < 0:  # freed, but exported
+                    continue
                 base = session.buffers[buffer].base
                 known = contents.here[store]
                 assert base is None or base.untyped_storage().data_ptr() == known.untyped_storage().data_ptr()

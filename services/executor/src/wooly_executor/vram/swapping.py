@@ -10,6 +10,7 @@ from torch import Tensor
 
 from wooly_executor.dispatch import Dispatch
 from wooly_executor.flow import Residence, Signal, note
+from wooly_executor.ipc import IpcBuffers
 from wooly_executor.memory.swap import Place
 from wooly_executor.mover import Job, Loading, LoadJob, Mover, SaveJob, Saving
 from wooly_executor.session import Session
@@ -29,6 +30,7 @@ class Swapping:
         mover: copies the bytes.
         dispatch: is told when a session's memory has left.
         call: runs a function in the device loop's thread; any thread may use it.
+        ipc: the buffers that sessions share for writing.
 
     Attributes:
         swapped_out: number of swap-outs.
@@ -43,7 +45,9 @@ class Swapping:
         mover: Mover,
         dispatch: Dispatch,
         call: Callable[[Callable[[], None]], Any],
+        ipc: IpcBuffers,
     ) -> None:
+        self._ipc = ipc
         self._residents, self._swap_space, self._pages, self._mover = residents, swap_space, pages, mover
         self._dispatch, self._call = dispatch, call
         self._ledger, self._contents = residents.ledger, residents.contents
@@ -167,6 +171,7 @@ class Swapping:
         for copy in session.holdings.copies.values():
             self._swap_space.drop(copy)
         session.holdings.copies.clear()
+        self._ipc.closed(session)
         self._residents.due = True
 
     # -- in ----------------------------------------------------------------------------------------------------------

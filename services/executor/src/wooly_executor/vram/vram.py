@@ -16,6 +16,7 @@ from wooly_executor.dispatch import Dispatch
 from wooly_executor.flow import Residence
 from wooly_executor.frames import Frame
 from wooly_executor.holdings import Holdings
+from wooly_executor.ipc import IpcBuffers
 from wooly_executor.memory.accounts import Account
 from wooly_executor.memory.book import Scope
 from wooly_executor.memory.ledger import Ledger
@@ -89,7 +90,8 @@ class Vram:
         self.pins = PinnedWeights(self.ledger, self.contents, self._samples, clock, pinned, call, device)
         self._residents = Residents(self.ledger, policy, dispatch, self.contents, self.pins, clock)
         self._sessions = self._residents.sessions
-        self._swapping = Swapping(self._residents, self.swap_space, pages, self.mover, dispatch, call)
+        self.ipc = IpcBuffers(self.ledger, self.contents, clock, self._require_room_to_stay)
+        self._swapping = Swapping(self._residents, self.swap_space, pages, self.mover, dispatch, call, self.ipc)
         self._victims = Victims(self._residents, self._swapping, self.swap_space)
         patience = max(policy.idle_ns, settings.patience_ns)
         self._waiting = Waiting(self._residents, self._victims, self._swapping, dispatch, patience, post)
@@ -174,6 +176,16 @@ class Vram:
             return required
         promised = promises(self._residents.declarations())
         return self.capacity - promised.fixed - (0 if swappable else promised.movable)
+
+    def _require_room_to_stay(self, session: Session) -> None:
+        """Check that a session may stay on the device from now on, although it was admitted as one that can be swapped out.
+
+        Raises:
+            AdmissionError: the memory is promised to other sessions. The message has the numbers.
+        """
+        asked = Commitment(session.id, self._residents.counted(session), swappable=False)
+        others = [c for c in self._residents.commitments() if c.session != session.id]
+        admit(asked, others, self.capacity, self.overcommit_percent)
 
     def release(self, session: Session) -> None:
         """Free the memory of a session that has ended while a job used it: the job has ended."""
@@ -314,6 +326,9 @@ class Vram:
         copy = session.holdings.copies.pop(buffer, None)
         if copy is not None:
             self.swap_space.drop(copy)
+        if buffer in session.holdings.ipc:
+            self.ipc.free(session, buffer)
+            return
         found = self.ledger.free(session.holdings.account, buffer, now)
         if found:
             self.contents.drop_released(found)
@@ -354,6 +369,7 @@ class Vram:
             AssertionError: they disagree.
         """
         check(self._residents, self.swap_space)
+        self.ipc.check(self._sessions.values())
 
     def state(self) -> MemoryState:
         """Where every byte of the device is, and which session has it."""

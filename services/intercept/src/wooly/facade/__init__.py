@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from wooly import children, dynamo, interrupts, triton_capture
+from wooly import children, dynamo, interrupts, ipc, triton_capture
 from wooly.determinism import Determinism
 from wooly.devices import Devices
 from wooly.distributed import patches as distributed
@@ -116,6 +116,7 @@ class Facade:
             parallel.patches(),
             distributed.patches(self._devices, self._collectives),
             children.patches(),
+            ipc.patches(),
             dynamo.patches(),
             jagged.patches(),
             self._interrupts.patches(),

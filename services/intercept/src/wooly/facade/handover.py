@@ -1,8 +1,8 @@
-"""Sends device tensors from a data loader's worker process to the process of the loader.
+"""How device tensors and events are pickled for other processes.
 
-Under CUDA, the two processes share the memory. Here each process has a session of its own, so the tensor is copied through host
-memory. For a data loader the result is the same, because the worker does not use the tensor afterwards. Other processes may rely
-on shared memory, so for them `UntypedStorage._share_cuda_` raises an error.
+PyTorch's own reductions share the memory of tensors, through `wooly.ipc`. Only a data loader's worker sends a copy through host
+memory, because its session may be on another executor. For a data loader the result is the same: the worker does not use the
+tensor afterwards.
 """
 
 from __future__ import annotations
@@ -11,15 +11,17 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import reduce_tensor
+from torch.multiprocessing.reductions import reduce_event, reduce_tensor
 from torch.utils.data import get_worker_info
 
 from wooly.devices import NAME
+from wooly.facade.streams import Event
 from wooly.torch_private import raw_device
 
 
 def activate() -> None:
-    """Let workers of data loaders send device tensors."""
+    """Register the reductions."""
+    ForkingPickler.register(Event, reduce_event)
     ForkingPickler.register(torch.Tensor, _reduce)
 
 

@@ -63,17 +63,10 @@ def _storage_patches() -> Iterator[Patch]:
         real = raw_storage_device(self)
         return torch.device(CUDA, real.index) if real.type == NAME else real
 
-    def share(self: torch.UntypedStorage, *args: Any) -> Any:
-        raise NotImplementedError(
-            "storages on the wooly device cannot be shared with another process, because it has a session of its own; send "
-            "tensor.cpu() instead (workers of a DataLoader may return device tensors)"
-        )
-
     yield (storage, "__new__", staticmethod(new))
     yield (storage, "to", to)
     yield (storage, "cuda", cuda)
     yield (storage, "device", property(device))
-    yield (storage, "_share_cuda_", share)
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 
+from wooly import ipc
 from wooly.device import current_devices
 from wooly.devices import NAME
-from wooly.facade.names import to_wooly
+from wooly.facade.names import CUDA, to_wooly
 from wooly.recorder import Mark, Recorder
 from wooly.torch_private import CUDA_DEVICE_TYPE, BaseEvent, BaseStream, next_operation, running_operation
 
@@ -220,9 +221,15 @@ def set_stream(stream: Stream | None) -> None:
 
 
 class Event(BaseEvent):
-    """`torch.cuda.Event`. With `enable_timing`, `record` waits until the work before the event has run."""
+    """`torch.cuda.Event`. With `enable_timing` or `interprocess`, `record` waits until the work before the event has run.
+
+    So another process that gets the event, or is told about it, has nothing to wait for.
+    """
 
     _timing: bool
+    _interprocess: bool
+    _received: bool
+    _handle: bytes
     _at: float
     _mark: Mark
     _device: torch.device | None
@@ -232,6 +239,9 @@ class Event(BaseEvent):
     ) -> Event:
         self: Event = super().__new__(cls, device=NAME, enable_timing=enable_timing)
         self._timing = enable_timing
+        self._interprocess = interprocess
+        self._received = False
+        self._handle = b""
         self._at = 0.0
         self._mark = Mark(None, 0)
         self._device = None
@@ -260,9 +270,11 @@ class Event(BaseEvent):
 
     def record(self, stream: Any = None) -> None:
         """Record the event at the current point of the work."""
+        self._require_no_timing()
         self._device = (current_stream() if stream is None else stream).device
+        self._received = False
         recorder = _recorder(self._device)
-        if self._timing and recorder.capture is None:
+        if (self._timing or self._interprocess) and recorder.capture is None:
             torch.cuda.synchronize(self._device)
         with recorder.lock:
             self._mark = recorder.mark()
@@ -272,8 +284,8 @@ class Event(BaseEvent):
         """Do nothing: all work runs in order."""
 
     def synchronize(self) -> None:
-        """Wait until the work before the event has run. Does nothing if the event was not recorded."""
-        if self._device is not None:
+        """Wait until the work before the event has run. Does nothing if the event was not recorded in this process."""
+        if self._device is not None and not self._received:
             recorder = _recorder(self._device)
             with recorder.lock:
                 recorder.reach(self._mark)
@@ -295,16 +307,39 @@ class Event(BaseEvent):
             raise RuntimeError("Both events must be recorded before calculating elapsed time.")
         return float(end_event._at - self._at) * 1e3
 
-    def ipc_handle(self) -> Any:
-        raise NotImplementedError(
-            "events of the wooly device cannot be shared with another process; synchronize instead"
-        )
+    def _require_no_timing(self) -> None:
+        if self._timing and self._interprocess:
+            raise RuntimeError(
+                "CUDA error: invalid argument: an event cannot have both enable_timing=True and interprocess=True"
+            )
+
+    def ipc_handle(self) -> bytes:
+        """The handle by which another process can make this event with `from_ipc_handle`.
+
+        Raises:
+            RuntimeError: the event was made without `interprocess`, or with `enable_timing`.
+        """
+        self._require_no_timing()
+        if not self._interprocess:
+            raise RuntimeError(
+                "CUDA error: invalid resource handle: the event must be made with interprocess=True to have a handle"
+            )
+        if self._device is None:
+            self._device, self._received = current_stream().device, True
+        self._handle = self._handle or ipc.new_event_handle()
+        return self._handle
 
     @classmethod
     def from_ipc_handle(cls, device: Any, handle: Any) -> Event:
-        raise NotImplementedError(
-            "events of the wooly device cannot be shared with another process; synchronize instead"
-        )
+        """The event of another process.
+
+        Raises:
+            RuntimeError: the handle is not valid.
+        """
+        self = cls(interprocess=True)
+        self._handle = ipc.check_event_handle(handle)
+        self._device, self._received = torch.device(CUDA, _index(device)), True
+        return self
 
     def __repr__(self) -> str:
         return (

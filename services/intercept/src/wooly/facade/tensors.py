@@ -13,6 +13,7 @@ from wooly.device import current
 from wooly.devices import NAME
 from wooly.facade.names import CUDA, naming_cuda, to_wooly, with_device
 from wooly.facade.torchscript import convert_script_module
+from wooly.ipc import is_received
 from wooly.storage import MAX_DEVICES
 from wooly.torch_private import (
     DeviceContext,
@@ -112,6 +113,8 @@ def _resize_storage(storage: torch.UntypedStorage, size: int) -> torch.UntypedSt
     """`UntypedStorage.resize_`: changes the size, in bytes, in place."""
     if raw_storage_device(storage).type != NAME or not isinstance(size, int):
         return _real_resize(storage, size)  # type: ignore[no-any-return]
+    if is_received(storage):
+        raise RuntimeError("Trying to resize storage that is not resizable")
     current().transfer.resize_storage(storage, size)
     return storage
 

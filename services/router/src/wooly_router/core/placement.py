@@ -13,8 +13,10 @@ capacity alone. A task that declares no size counts with the default claim or wi
 **Score.** The device with the lowest cost wins. The cost in points is: 500 per session, utilization and starvation in permille,
 and half a point per permille of promised memory. It is 1,000 points lower if all weights of the task are already on the device.
 (Executors report the contents of their memory. The expected weights of a session are the contents that the last session of the
-same tenant and model shared.) Devices of equal cost are ordered by id. A task with several devices goes to the node whose most
-expensive chosen device is cheapest. If no node has enough devices, the task goes to as few nodes as possible.
+same tenant and model shared.) A device that the task prefers wins if it fits: the session of a child process prefers the device
+of its parent, because processes can share memory on one device. Devices of equal cost are ordered by id. A task with several
+devices goes to the node whose most expensive chosen device is cheapest. If no node has enough devices, the task goes to as few
+nodes as possible.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ from wooly_dispatch.overcommit import counted
 
 POINTS_PER_SESSION = 500
 RESIDENT_POINTS = 1000
+#: More than any device costs.
+NEAR_POINTS = 1_000_000
 EMPTY: frozenset[str] = frozenset()
 #: Maximum number of devices in an answer that explains why each device was rejected.
 MAX_REASONS = 64
@@ -68,6 +72,7 @@ class DeviceRequest:
     Attributes:
         claim: bytes on each device with which a task without a fixed amount counts.
         node: node of the devices, or the only executor to choose; empty: any.
+        near: the executor that a task with one device prefers; empty: none.
         weights: contents that the task will probably share, named as in `Gpu.weights`.
         barred: devices that must not be chosen, because this task was lost there or they refused it.
         store: place of the checkpoints from which the task goes on; empty: it needs none.
@@ -79,6 +84,7 @@ class DeviceRequest:
     swappable: bool = True
     groups: tuple[str, ...] = ()
     node: str = ""
+    near: str = ""
     vendor: str = ""
     arch: str = ""
     weights: tuple[str, ...] = ()
@@ -259,6 +265,10 @@ def _saved(want: DeviceRequest, gpu: Gpu) -> int:
     return RESIDENT_POINTS * sum(w in gpu.weights for w in want.weights) // len(want.weights)
 
 
+def _preferred(want: DeviceRequest, gpu: Gpu) -> int:
+    return NEAR_POINTS if want.near == gpu.executor_id and want.gpu_count == 1 else 0
+
+
 class Pool:
     """Devices in the order of their cost, with the claims on them. Only `claim` and `release` change a pool.
 
@@ -367,8 +377,10 @@ class Pool:
     def _ranked(self, want: DeviceRequest, held: Collection[str]) -> Iterator[tuple[int, str]]:
         """Yield the devices that fit, cheapest for this task first, with regard to weights."""
         holders = {e for w in want.weights for e in self._holders.get(w, ())}
+        if want.near in self._gpus:
+            holders.add(want.near)
         near = [self._gpus[e] for e in holders if e not in held and fits(want, self._gpus[e], self.load(e))]
-        first = sorted([(self._cost(g) - _saved(want, g), g.executor_id) for g in near])
+        first = sorted([(self._cost(g) - _saved(want, g) - _preferred(want, g), g.executor_id) for g in near])
         rest = ((c, g.executor_id) for c, g in self._fitting(want, holders.union(held) if holders else held))
         return heapq.merge(first, rest) if first else rest
 
@@ -407,6 +419,7 @@ class Pool:
             "starvation": gpu.starvation,
             "promised": promised // 2,
             "resident": -_saved(want, gpu),
+            "near": -_preferred(want, gpu),
         }
         return {k: v for k, v in parts.items() if v} | {"cost": sum(parts.values())}
 

@@ -92,6 +92,7 @@ class TaskRecord:
             swappable=not self.noswap,
             groups=tuple(more.get("groups", ())),
             node=str(more.get("node", "")),
+            near=str(more.get("near", "")),
             vendor=str(more.get("vendor", "")),
             arch=str(more.get("arch", "")),
             weights=tuple(more.get("weights", ())),
