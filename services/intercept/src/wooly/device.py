@@ -26,6 +26,7 @@ from wooly.kernels.autocast import Autocast
 from wooly.kernels.extensions import Extensions, register_autocast
 from wooly.kernels.generic import Generic
 from wooly.kernels.launch import Launches
+from wooly.kernels.quantised.registration import register_quantised
 from wooly.kernels.sparse.calls import SparseCalls
 from wooly.kernels.sparse.registration import register_sparse
 from wooly.kernels.transfer import Transfer
@@ -140,6 +141,7 @@ class RegisteredDevice:
         for op in _NESTED_METADATA:
             library.impl(_short(op), redispatch_nested_host(op), "NestedTensorPrivateUse1")
         self._libraries += register_sparse(SparseCalls(self.generic))
+        self._libraries += register_quantised(self.devices)
         if native.module is not None:
             self._register_native(native.module)
         set_library_roots(tuple(os.path.dirname(m.__file__ or "") for m in (torch, storage, wooly_wis)))
