@@ -21,7 +21,7 @@ from wooly.determinism import Determinism
 from wooly.devices import NAME, Devices
 from wooly.errors import ForkedProcessError, NotConnectedError
 from wooly.flags import Flags
-from wooly.kernels import backend, indexing, layers, resolving, sync_norm, views, widening
+from wooly.kernels import backend, indexing, layers, packed_weights, resolving, sync_norm, views, widening
 from wooly.kernels.autocast import Autocast
 from wooly.kernels.extensions import Extensions, register_autocast
 from wooly.kernels.generic import Generic
@@ -170,6 +170,7 @@ class RegisteredDevice:
         own = self.transfer.kernels()
         own.update({_short(op): kernel for op, kernel in views.KERNELS.items()})
         own.update(backend.KERNELS)
+        own.update(packed_weights.KERNELS)
         own.update(sync_norm.KERNELS)
         own["record_stream"] = _record_stream
         return own

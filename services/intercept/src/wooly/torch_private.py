@@ -67,8 +67,9 @@ OpOverloadPacket = torch._ops.OpOverloadPacket
 BaseGenerator = torch._C.Generator
 BaseStream = torch._C.Stream
 BaseEvent = torch._C.Event
-#: PyTorch's own descriptor of `Tensor.data`. The facade puts another one on `torch.Tensor`.
+#: PyTorch's own descriptors of `Tensor.data` and `Tensor.grad`. The facade puts others on `torch.Tensor`.
 tensor_data: Any = TensorBase.data
+tensor_grad: Any = TensorBase.grad
 #: The number of the device type CUDA, for streams and events.
 CUDA_DEVICE_TYPE = int(torch._C._autograd.DeviceType.CUDA.value)
 
@@ -726,6 +727,16 @@ def default_dtype_patches(changed: Callable[[], None]) -> Iterator[tuple[Any, st
 
     for name in ("_set_default_dtype", "_set_default_tensor_type"):
         yield torch._C, name, telling(getattr(torch._C, name))
+
+
+def conversion_patches(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[tuple[Any, str, Any]]:
+    """Yield the patches (owner, name, value) that wrap the operators which ask CUDA's device guard for the current device.
+
+    They ask for it if their device argument has no index, and a build of PyTorch without CUDA has no such guard.
+    """
+    aten = torch.ops.aten
+    for op in (aten._to_copy, aten._to_copy.default, aten.to, aten.to.device, aten.to.dtype_layout):
+        yield op, "_op", wrap(op._op)
 
 
 def run_backward_patches() -> list[tuple[Any, str, Callable[..., Any]]]:
