@@ -59,7 +59,7 @@ def _lu_factor(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _eliminate(a: Tensor) -> Tensor:
-    """Gaussian elimination of a batch of matrices, without exchanging rows. A pivot of 0 gives infinite numbers and NaN.
+    """Gaussian elimination of a batch of matrices, without exchanging rows. A column whose pivot is 0 is not divided, as in LAPACK.
 
     Raises:
         RuntimeError: these are no matrices of floating-point or complex numbers.
@@ -73,8 +73,8 @@ def _eliminate(a: Tensor) -> Tensor:
     for start in range(0, min(rows, columns), BLOCK):
         end = min(start + BLOCK, rows, columns)
         for j in range(start, end):
-            below = lu[..., j + 1 :, j : j + 1]
-            below /= lu[..., j : j + 1, j : j + 1]
+            below, pivot = lu[..., j + 1 :, j : j + 1], lu[..., j : j + 1, j : j + 1]
+            below /= torch.where(pivot == 0, 1, pivot)
             lu[..., j + 1 :, j + 1 : end] -= below * lu[..., j : j + 1, j + 1 : end]
         if end < columns:
             corner, right = lu[..., start:end, start:end], lu[..., start:end, end:]

@@ -1,6 +1,6 @@
-"""Products with int4 weights in CUDA's packing, as plain operators.
+"""Products with weights of 8 bits, and with weights of 4 bits in CUDA's packing, as plain operators.
 
-CUDA packs 8 values of 4 bits into an int32, in the order in which its matrix units read them: `[n / 8][k / (16 * tiles)][32][tiles
+The CPU's kernel for 8 bits does not check its arguments, and there is none for CUDA's packing of 4 bits. CUDA packs 8 values of 4 bits into an int32, in the order in which its matrix units read them: `[n / 8][k / (16 * tiles)][32][tiles
 / 2]`, where `tiles` is 2, 4 or 8. The packing here is the same, bit by bit.
 """
 
@@ -16,6 +16,7 @@ from wooly.torch_private import raw_device
 aten = torch.ops.aten
 #: Sizes of the groups of weights that have one scale.
 _GROUPS = (32, 64, 128, 256)
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 #: Rows and columns of a tile.
 _ROWS, _COLUMNS = 8, 16
 
@@ -70,8 +71,7 @@ def multiply(t: Tensor, packed: Tensor, group: int, scales_and_zeros: Tensor) ->
     Raises:
         RuntimeError: the arguments have other sizes or dtypes.
     """
-    if len({raw_device(a) for a in (t, packed, scales_and_zeros)}) > 1:
-        raise mixed_devices((t, packed, scales_and_zeros))
+    _require_one_device(t, packed, scales_and_zeros)
     _require(t.dtype is torch.bfloat16 and t.dim() == 2, "self must be a matrix of bfloat16")
     _require(t.is_contiguous() and packed.is_contiguous(), "self and mat2 must be contiguous")
     _require(packed.dtype is torch.int32 and packed.dim() == 4, "mat2 must have 4 dimensions and the dtype int32")
@@ -90,9 +90,38 @@ def multiply(t: Tensor, packed: Tensor, group: int, scales_and_zeros: Tensor) ->
     return torch.mm(t.float(), weight.reshape(n, k).t()).bfloat16()
 
 
+def multiply_bytes(t: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+    """`aten._weight_int8pack_mm`: multiply a matrix by weights of int8. Sums are in float32.
+
+    Args:
+        t: `[m][k]` in bfloat16, float16 or float32.
+        weight: `[n][k]` in int8.
+        scales: `[n]`, with the dtype of `t`.
+
+    Raises:
+        RuntimeError: the arguments have other sizes or dtypes.
+    """
+    _require_one_device(t, weight, scales)
+    _require(t.dtype in _FLOATS and t.dim() == 2, "self must be a matrix of bfloat16, float16 or float32")
+    _require(weight.dtype is torch.int8 and weight.dim() == 2, "mat2 must be a matrix of int8")
+    _require(t.shape[1] == weight.shape[1], f"self has {t.shape[1]} columns, and mat2 has {weight.shape[1]}")
+    n = weight.shape[0]
+    _require(scales.dtype is t.dtype and tuple(scales.shape) == (n,), f"scales must have the dtype {t.dtype} and the shape [{n}]")
+    return (torch.mm(t.float(), weight.float().t()) * scales.float()).to(t.dtype)
+
+
 def _require(holds: bool, why: str) -> None:
     if not holds:
-        raise RuntimeError(f"int4 weights: {why}")
+        raise RuntimeError(f"packed weights: {why}")
 
 
-KERNELS: dict[str, Kernel] = {"_convert_weight_to_int4pack": convert, "_weight_int4pack_mm": multiply}
+def _require_one_device(*tensors: Tensor) -> None:
+    if len({raw_device(t) for t in tensors}) > 1:
+        raise mixed_devices(tensors)
+
+
+KERNELS: dict[str, Kernel] = {
+    "_convert_weight_to_int4pack": convert,
+    "_weight_int4pack_mm": multiply,
+    "_weight_int8pack_mm": multiply_bytes,
+}
