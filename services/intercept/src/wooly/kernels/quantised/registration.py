@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,14 @@ _ON_METADATA = (
     *(aten.q_scale.default, aten.q_zero_point.default, aten.qscheme.default),
     *(aten.q_per_channel_scales.default, aten.q_per_channel_zero_points.default, aten.q_per_channel_axis.default),
 )
+#: Operators whose code for every device reads the memory of its arguments itself, which ends the process (also on CUDA).
+_READING_MEMORY = (
+    *("_saturate_weight_to_fp16", "_wrapped_linear_prepack", "_wrapped_quantized_linear_prepacked", "choose_qparams_optimized"),
+    *("fbgemm_linear_fp16_weight", "fbgemm_linear_fp16_weight_fp32_activation", "fbgemm_linear_int8_weight"),
+    *("fbgemm_linear_int8_weight_fp32_activation", "fbgemm_linear_quantize_weight", "fbgemm_pack_gemm_matrix_fp16"),
+    *("fbgemm_pack_quantized_matrix", "quantized_gru_cell", "quantized_lstm_cell", "quantized_rnn_relu_cell"),
+    "quantized_rnn_tanh_cell",
+)
 _KEY = "QuantizedPrivateUse1"
 
 
@@ -45,6 +54,10 @@ def register_quantised(devices: Devices) -> list[torch.library.Library]:
         library.impl(name, kernel, _KEY)
     for name, kernel in MAKERS.items():
         library.impl(name, kernel, "PrivateUse1", allow_override=True)
+    for packet in [getattr(aten, name) for name in _READING_MEMORY if hasattr(aten, name)]:
+        for overload in packet.overloads():
+            op = getattr(packet, overload)
+            library.impl(_short(op), partial(_refuse_reading, op), "PrivateUse1")
     packed.impl("linear_prepack", linear_prepack, _KEY)
     rest.fallback(_refuse, _KEY)
     return [library, packed, rest]
@@ -58,4 +71,11 @@ def _refuse(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
     raise NotImplementedError(
         f"Could not run '{op.name()}' with arguments from the 'QuantizedCUDA' backend: CUDA has no kernel of this operator for "
         "quantized tensors; dequantize them first (x.dequantize()), or compute on the CPU (x.cpu())"
+    )
+
+
+def _refuse_reading(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    raise NotImplementedError(
+        f"Could not run '{op.name()}' with arguments from the 'CUDA' backend: the operator reads host memory; compute it on the CPU: "
+        "x.cpu()"
     )
