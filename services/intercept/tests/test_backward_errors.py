@@ -104,7 +104,10 @@ def test_backward_of_recurrent_network_without_any_gradient(cuda, kind):
 
 def test_errors_about_gradients_of_another_device_name_cuda(cuda):
     ours, theirs = torch.ones(2, device=cuda).requires_grad_(), torch.ones(2).requires_grad_()
-    for t, grad, kinds in ((theirs, ours, "'cuda' to a tensor with device type 'cpu'"), (ours, theirs, "'cpu' to a tensor with device type 'cuda'")):
+    for t, grad, kinds in (
+        (theirs, ours, "'cuda' to a tensor with device type 'cpu'"),
+        (ours, theirs, "'cpu' to a tensor with device type 'cuda'"),
+    ):
         with pytest.raises(RuntimeError, match=f"attempting to assign a gradient with device type {kinds}"):
             t.grad = grad.detach()
     with pytest.raises(RuntimeError, match="expected device cuda:0 but got cpu"):

@@ -105,10 +105,14 @@ def test_lu_without_pivoting_gives_factors_without_exchanges(cuda, shape, dtype)
     p, lower, upper = torch.linalg.lu(t.to(cuda), pivot=False)
     assert p.shape == (0,)
     torch.testing.assert_close((lower @ upper).cpu(), t, rtol=1e-5, atol=1e-4)
-    assert torch.equal(lower.cpu(), lower.cpu().tril(-1) + torch.eye(*lower.shape[-2:])) and torch.equal(upper, upper.triu())
+    assert torch.equal(lower.cpu(), lower.cpu().tril(-1) + torch.eye(*lower.shape[-2:])) and torch.equal(
+        upper, upper.triu()
+    )
     packed, pivots, info = torch.linalg.lu_factor_ex(t.to(cuda), pivot=False)
     theirs = torch.linalg.lu_factor_ex(t)
-    assert [(a.shape, a.dtype, a.stride()) for a in (packed, pivots, info)] == [(a.shape, a.dtype, a.stride()) for a in theirs]
+    assert [(a.shape, a.dtype, a.stride()) for a in (packed, pivots, info)] == [
+        (a.shape, a.dtype, a.stride()) for a in theirs
+    ]
     assert not info.any() and torch.equal(pivots.cpu(), torch.arange(1, min(shape[-2:]) + 1).expand_as(pivots))
     assert torch.equal(torch.lu_unpack(packed, pivots, unpack_pivots=False)[2], upper)
 
@@ -119,7 +123,10 @@ def test_lu_without_pivoting_names_the_first_zero_pivot(cuda):
     ones = torch.ones(3, 3, device=cuda)
     lower, upper = torch.linalg.lu(ones, pivot=False)[1:]
     assert torch.equal(lower @ upper, ones)
-    for call in (lambda: torch.linalg.lu_factor(t, pivot=False), lambda: torch.linalg.lu_factor_ex(t, pivot=False, check_errors=True)):
+    for call in (
+        lambda: torch.linalg.lu_factor(t, pivot=False),
+        lambda: torch.linalg.lu_factor_ex(t, pivot=False, check_errors=True),
+    ):
         with pytest.raises(RuntimeError, match=r"U\[1,1\] is zero"):
             call()
 

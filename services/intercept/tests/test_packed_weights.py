@@ -32,7 +32,9 @@ def test_int4_weights_are_packed_as_cuda_packs_them(cuda, n, k, tiles):
     assert found.is_cuda and torch.equal(found.cpu(), packed_by_hand(weight, tiles))
 
 
-@pytest.mark.parametrize(("m", "n", "k", "group", "tiles"), [(1, 16, 64, 32, 2), (33, 48, 128, 64, 4), (5, 32, 256, 128, 8)])
+@pytest.mark.parametrize(
+    ("m", "n", "k", "group", "tiles"), [(1, 16, 64, 32, 2), (33, 48, 128, 64, 4), (5, 32, 256, 128, 8)]
+)
 def test_product_with_int4_weights_equals_cpu(cuda, m, n, k, group, tiles):
     whole, weight = nibbles(n, k)
     x, scales = torch.randn(m, k).bfloat16(), torch.rand(k // group, n, 2).bfloat16()
@@ -53,7 +55,9 @@ def test_product_with_int8_weights_equals_cpu(cuda, dtype):
     torch.testing.assert_close(found.cpu(), expected, rtol=4 * torch.finfo(dtype).eps, atol=1e-3)
 
 
-def call_int4(cuda, x=(4, 64), packed=(2, 2, 32, 1), group=32, scales=(2, 16, 2), dtype=torch.bfloat16, words=torch.int32):
+def call_int4(
+    cuda, x=(4, 64), packed=(2, 2, 32, 1), group=32, scales=(2, 16, 2), dtype=torch.bfloat16, words=torch.int32
+):
     arguments = torch.ones(x, dtype=dtype), torch.zeros(packed, dtype=words), torch.ones(scales, dtype=torch.bfloat16)
     x, packed, scales = [a.to(cuda) for a in arguments]
     return torch._weight_int4pack_mm(x, packed, group, scales)
@@ -61,8 +65,10 @@ def call_int4(cuda, x=(4, 64), packed=(2, 2, 32, 1), group=32, scales=(2, 16, 2)
 
 @pytest.mark.parametrize(("wrong", "why"), [
     ({"x": (4, 96)}, "96 columns"), ({"x": (64,)}, "matrix"), ({"dtype": torch.float32}, "bfloat16"),
-    ({"packed": (2, 2, 16, 1)}, "packed weight"), ({"packed": (2, 2, 32, 3)}, "packed weight"), ({"packed": (4, 32)}, "4 dimensions"),
-    ({"words": torch.int64}, "int32"), ({"group": 16}, "qGroupSize"), ({"group": 0}, "qGroupSize"), ({"group": 128}, "qGroupSize"),
+    ({"packed": (2, 2, 16, 1)}, "packed weight"), ({"packed": (2, 2, 32, 3)}, "packed weight"),
+    ({"packed": (4, 32)}, "4 dimensions"),
+    ({"words": torch.int64}, "int32"), ({"group": 16}, "qGroupSize"), ({"group": 0}, "qGroupSize"),
+    ({"group": 128}, "qGroupSize"),
     ({"scales": (1, 16, 2)}, "qScaleAndZeros"), ({"packed": (2, 0, 32, 1), "x": (4, 0)}, "qGroupSize"),
 ])  # fmt: skip
 def test_int4_product_refuses_bad_arguments(cuda, wrong, why):
@@ -92,11 +98,15 @@ def test_int8_product_refuses_bad_arguments(cuda, x, weight, scales, why):
     with pytest.raises(RuntimeError, match=why):
         torch._weight_int8pack_mm(x.to(cuda), weight.to(cuda), scales.to(cuda))
     with pytest.raises(RuntimeError, match="same device"):
-        torch._weight_int8pack_mm(torch.ones(2, 8, device=cuda), torch.ones(4, 8, dtype=torch.int8), torch.ones(4, device=cuda))
+        torch._weight_int8pack_mm(
+            torch.ones(2, 8, device=cuda), torch.ones(4, 8, dtype=torch.int8), torch.ones(4, device=cuda)
+        )
 
 
 def test_operators_of_the_cpus_packing_are_refused(cuda):
     with pytest.raises(NotImplementedError, match="_dyn_quant_matmul_4bit"):
-        torch._dyn_quant_matmul_4bit(torch.ones(2, 32, device=cuda), torch.zeros(64, dtype=torch.uint8, device=cuda), 32, 32, 4)
+        torch._dyn_quant_matmul_4bit(
+            torch.ones(2, 32, device=cuda), torch.zeros(64, dtype=torch.uint8, device=cuda), 32, 32, 4
+        )
     with pytest.raises(NotImplementedError, match="_convert_weight_to_int4pack_for_cpu"):
         torch._convert_weight_to_int4pack_for_cpu(torch.zeros(16, 64, dtype=torch.int32, device=cuda), 2)

@@ -80,7 +80,10 @@ def test_quantisation_has_the_bits_of_the_cpu(cuda, values, scale, point, dtype)
     whole=st.booleans(),
 )
 def test_quantisation_by_channel_has_the_bits_of_the_cpu(cuda, values, scales, points, dtype, whole):
-    by = torch.tensor(scales), torch.tensor(points, dtype=torch.int64 if whole or dtype is torch.qint32 else torch.float32)
+    by = (
+        torch.tensor(scales),
+        torch.tensor(points, dtype=torch.int64 if whole or dtype is torch.qint32 else torch.float32),
+    )
     t = torch.from_numpy(values)
     if by[1].is_floating_point():  # the CPU's kernel for such zero points does not define what is larger than an int32
         t = t.nan_to_num(0).clamp(-1e6, 1e6)
@@ -100,13 +103,17 @@ def test_integers_dequantise_to_the_bits_of_the_cpu(cuda, dtype):
         assert same(found, expected) and same(found.dequantize(), expected.dequantize())
         by = torch.tensor([scale, 0.7]), torch.tensor([point, 1])
         expected = torch._make_per_channel_quantized_tensor(torch.stack([whole, whole]), *by, 0)
-        found = torch._make_per_channel_quantized_tensor(torch.stack([whole, whole]).to(cuda), *[b.to(cuda) for b in by], 0)
+        found = torch._make_per_channel_quantized_tensor(
+            torch.stack([whole, whole]).to(cuda), *[b.to(cuda) for b in by], 0
+        )
         assert same(found, expected) and same(found.dequantize(), expected.dequantize())
 
 
 def test_quantisers_from_tensors_and_from_the_range(cuda):
     for make in (
-        lambda t: torch.quantize_per_tensor(t, torch.tensor(0.1, device=t.device), torch.tensor(2, device=t.device), torch.quint8),
+        lambda t: torch.quantize_per_tensor(
+            t, torch.tensor(0.1, device=t.device), torch.tensor(2, device=t.device), torch.quint8
+        ),
         lambda t: torch.quantize_per_tensor_dynamic(t, torch.quint8, False),
         lambda t: torch.quantize_per_tensor_dynamic(t, torch.qint8, True),
         lambda t: torch.quantize_per_tensor_dynamic(t, torch.float16, False),
@@ -207,7 +214,10 @@ def test_quantised_tensor_is_saved_and_loaded(cuda, make, target):
 
 
 def test_copy_brings_the_quantiser(cuda):
-    for source in (torch.quantize_per_tensor(X, 0.5, 1, torch.qint8), torch.quantize_per_tensor(X.to(cuda), 0.5, 1, torch.qint8)):
+    for source in (
+        torch.quantize_per_tensor(X, 0.5, 1, torch.qint8),
+        torch.quantize_per_tensor(X.to(cuda), 0.5, 1, torch.qint8),
+    ):
         host, q = one_scale(X), one_scale(X.to(cuda))
         view = q[0]
         assert torch.equal(host.copy_(source), source.cpu()) and same(q.copy_(source), source.cpu())
@@ -227,7 +237,9 @@ def test_factories_make_quantised_tensors(cuda):
     assert q.q_per_channel_scales().is_cuda and q.q_per_channel_axis() == 0
     assert torch.empty_quantized([4], one_scale(X.to(cuda))).q_scale() == 0.1
     assert torch.empty(2, dtype=torch.qint8, device=cuda).is_quantized
-    assert torch._empty_affine_quantized([0, 3], scale=1.0, zero_point=0, dtype=torch.qint8, device=cuda).dequantize().shape == (0, 3)
+    assert torch._empty_affine_quantized(
+        [0, 3], scale=1.0, zero_point=0, dtype=torch.qint8, device=cuda
+    ).dequantize().shape == (0, 3)
 
 
 def test_printed_quantised_tensor_names_device_and_quantiser(cuda):
@@ -250,7 +262,7 @@ def test_operator_that_cuda_lacks_raises_its_error_at_the_call(cuda, operate):
     (lambda t: torch.quantize_per_tensor(t.double(), 0.1, 0, torch.quint8), RuntimeError, "Float"),
     (lambda t: torch.quantize_per_tensor(t, 0.1, 0, torch.int8), RuntimeError, "."),
     (lambda t: torch.quantize_per_tensor(t, 0.1, 0, torch.quint4x2), NotImplementedError, "quint4x2"),
-    (lambda t: torch.quantize_per_channel(t, SCALES[:2].to(t.device), POINTS[:2].to(t.device), 1, torch.qint8), RuntimeError, "."),
+    (lambda t: torch.quantize_per_channel(t, *[p[:2].to(t.device) for p in (SCALES, POINTS)], 1, torch.qint8), RuntimeError, "."),
     (lambda t: torch.quantize_per_channel(t, SCALES, POINTS, 1, torch.qint8), RuntimeError, "same device"),
     (lambda t: torch._make_per_channel_quantized_tensor(t.to(torch.int8), SCALES, POINTS, 1), RuntimeError, "same device"),
     (lambda t: torch._make_per_tensor_quantized_tensor(t, 1.0, 0), RuntimeError, "."),

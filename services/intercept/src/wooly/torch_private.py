@@ -393,8 +393,8 @@ def redispatch_quantised_host(op: torch._ops.OpOverload) -> Callable[..., Any]:
 
 _allocator_lock = threading.Lock()
 _NO_QUANTISED = (
-    f"quantized tensors are not supported on the wooly device with torch {torch.__version__} on this system; install a release from "
-    "2.11 to 2.15 for Linux or macOS, or quantize on the CPU: x.cpu()"
+    f"quantized tensors are not supported on the wooly device with torch {torch.__version__} on this system; install a release "
+    "from 2.11 to 2.15 for Linux or macOS, or quantize on the CPU: x.cpu()"
 )
 
 
@@ -407,7 +407,10 @@ def _allocators() -> tuple[int, Callable[[Any], None]]:
     """
     try:
         library = ctypes.CDLL(next(str(p) for p in (Path(torch.__file__).parent / "lib").glob("libc10.*")))
-        find, put = library._ZN3c1012GetAllocatorERKNS_10DeviceTypeE, library._ZN3c1012SetAllocatorENS_10DeviceTypeEPNS_9AllocatorEh
+        find, put = (
+            library._ZN3c1012GetAllocatorERKNS_10DeviceTypeE,
+            library._ZN3c1012SetAllocatorENS_10DeviceTypeEPNS_9AllocatorEh,
+        )
     except (AttributeError, OSError, StopIteration):
         raise NotImplementedError(_NO_QUANTISED) from None
     find.restype, find.argtypes = ctypes.c_void_p, [ctypes.POINTER(ctypes.c_int8)]
@@ -416,7 +419,7 @@ def _allocators() -> tuple[int, Callable[[Any], None]]:
     return find(ctypes.byref(ctypes.c_int8(int(DeviceType.Meta.value)))), lambda allocator: put(ours, allocator, 0)
 
 
-#: Byte offset of `device_` (type and index, one byte each) in c10::StorageImpl: after the vtable, two counts, and three pointers.
+#: Byte offset of `device_` (type and index, one byte each) in c10::StorageImpl: after the vtable, 2 counts and 3 pointers.
 _STORAGE_DEVICE_AT = 40
 
 

@@ -59,13 +59,17 @@ def _lu_factor(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _eliminate(a: Tensor) -> Tensor:
-    """Gaussian elimination of a batch of matrices, without exchanging rows. A column whose pivot is 0 is not divided, as in LAPACK.
+    """Gaussian elimination of a batch of matrices, without exchanging rows.
+
+    A column whose pivot is 0 is not divided, as in LAPACK.
 
     Raises:
         RuntimeError: these are no matrices of floating-point or complex numbers.
     """
     if a.dim() < 2:
-        raise RuntimeError(f"linalg.lu_factor: Expected tensor with 2 or more dimensions. Got size: {list(a.shape)} instead")
+        raise RuntimeError(
+            f"linalg.lu_factor: Expected tensor with 2 or more dimensions. Got size: {list(a.shape)} instead"
+        )
     if a.dtype not in _DTYPES:
         raise RuntimeError(f'"lu_factor" not implemented for {a.dtype}')
     lu = a.clone(memory_format=torch.contiguous_format)

@@ -1,7 +1,8 @@
 """Products with weights of 8 bits, and with weights of 4 bits in CUDA's packing, as plain operators.
 
-The CPU's kernel for 8 bits does not check its arguments, and there is none for CUDA's packing of 4 bits. CUDA packs 8 values of 4 bits into an int32, in the order in which its matrix units read them: `[n / 8][k / (16 * tiles)][32][tiles
-/ 2]`, where `tiles` is 2, 4 or 8. The packing here is the same, bit by bit.
+The CPU's kernel for 8 bits does not check its arguments, and there is none for CUDA's packing of 4 bits. CUDA packs 8 values of
+4 bits into an int32, in the order in which its matrix units read them: `[n / 8][k / (16 * tiles)][32][tiles / 2]`, where `tiles`
+is 2, 4 or 8. The packing here is the same, bit by bit.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ def convert(weight: Tensor, inner_k_tiles: int) -> Tensor:
     _require(inner_k_tiles in (2, 4, 8), f"innerKTiles must be 2, 4 or 8, but it is {inner_k_tiles}")
     rows, width = weight.shape
     step = inner_k_tiles * _COLUMNS
-    _require(width > 0 and 2 * width % step == 0, f"the weight has {2 * width} columns, which must be a multiple of {step}")
+    _require(
+        width > 0 and 2 * width % step == 0, f"the weight has {2 * width} columns, which must be a multiple of {step}"
+    )
     if rows % _ROWS:
         weight = torch.nn.functional.pad(weight, (0, 0, 0, -rows % _ROWS))
     pairs = inner_k_tiles // 2
@@ -76,10 +79,15 @@ def multiply(t: Tensor, packed: Tensor, group: int, scales_and_zeros: Tensor) ->
     _require(t.is_contiguous() and packed.is_contiguous(), "self and mat2 must be contiguous")
     _require(packed.dtype is torch.int32 and packed.dim() == 4, "mat2 must have 4 dimensions and the dtype int32")
     tiles, steps, lanes, pairs = packed.shape
-    _require(lanes == 32 and pairs in (1, 2, 4), f"mat2 must be a packed weight, but it has the shape {list(packed.shape)}")
+    _require(
+        lanes == 32 and pairs in (1, 2, 4), f"mat2 must be a packed weight, but it has the shape {list(packed.shape)}"
+    )
     n, k = tiles * _ROWS, steps * pairs * 2 * _COLUMNS
     _require(t.shape[1] == k, f"self has {t.shape[1]} columns, and the weight has {k}")
-    _require(group in _GROUPS and k > 0 and k % group == 0, f"qGroupSize must be 32, 64, 128 or 256 and divide {k}, but it is {group}")
+    _require(
+        group in _GROUPS and k > 0 and k % group == 0,
+        f"qGroupSize must be 32, 64, 128 or 256 and divide {k}, but it is {group}",
+    )
     wanted = [k // group, n, 2]
     _require(
         scales_and_zeros.dtype is torch.bfloat16 and list(scales_and_zeros.shape) == wanted,
@@ -106,7 +114,10 @@ def multiply_bytes(t: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
     _require(weight.dtype is torch.int8 and weight.dim() == 2, "mat2 must be a matrix of int8")
     _require(t.shape[1] == weight.shape[1], f"self has {t.shape[1]} columns, and mat2 has {weight.shape[1]}")
     n = weight.shape[0]
-    _require(scales.dtype is t.dtype and tuple(scales.shape) == (n,), f"scales must have the dtype {t.dtype} and the shape [{n}]")
+    _require(
+        scales.dtype is t.dtype and tuple(scales.shape) == (n,),
+        f"scales must have the dtype {t.dtype} and the shape [{n}]",
+    )
     return (torch.mm(t.float(), weight.float().t()) * scales.float()).to(t.dtype)
 
 

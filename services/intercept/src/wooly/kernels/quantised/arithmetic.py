@@ -16,7 +16,8 @@ INTEGERS = {torch.qint8: torch.int8, torch.quint8: torch.uint8, torch.qint32: to
 def quantise(t: Tensor, scale: float, zero_point: int, dtype: torch.dtype) -> Tensor:
     """The integers of a float32 tensor, with one scale.
 
-    The CPU's kernel for 8 bits rounds `t / scale + zero_point` once (FMA). In float64, the product of two float32 numbers is exact.
+    The CPU's kernel for 8 bits rounds `t / scale + zero_point` once (FMA). So the sum is computed in float64, in which the
+    product of two float32 numbers is exact.
 
     Args:
         t: the numbers.
@@ -34,7 +35,9 @@ def quantise(t: Tensor, scale: float, zero_point: int, dtype: torch.dtype) -> Te
 def quantise_channels(t: Tensor, scales: Tensor, zero_points: Tensor, axis: int, dtype: torch.dtype) -> Tensor:
     """The integers of a float32 tensor, with a scale and a zero point per channel, which are the positions along `axis`."""
     inverse = _along(scales.float().reciprocal(), t, axis)
-    return _rounded(t * inverse + _along(zero_points, t, axis).float(), dtype, nan=-torch.inf if dtype is torch.qint32 else 0.0)
+    return _rounded(
+        t * inverse + _along(zero_points, t, axis).float(), dtype, nan=-torch.inf if dtype is torch.qint32 else 0.0
+    )
 
 
 def dequantise(integers: Tensor, scale: float, zero_point: int) -> Tensor:

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from wooly.devices import mixed_devices
-from wooly.kernels.quantised.arithmetic import dequantise, dequantise_channels, quantise, quantise_channels
+from wooly.kernels.quantised.arithmetic import INTEGERS, dequantise, dequantise_channels, quantise, quantise_channels
 from wooly.kernels.quantised.tensors import (
-    INTEGERS,
     integers,
     is_ours,
     is_per_channel,
@@ -59,12 +58,16 @@ def quantize_per_channel(t: Tensor, scales: Tensor, zero_points: Tensor, axis: i
     scale, point = torch.ones(scales.shape, dtype=scales.dtype), torch.zeros(zero_points.shape, dtype=zero_points.dtype)
     torch.quantize_per_channel(torch.zeros(sizes, dtype=t.dtype), scale, point, axis, dtype)  # raises PyTorch's errors
     _require_device(t, scales, zero_points)
-    return per_channel(quantise_channels(_laid_out(t), scales, zero_points, axis, dtype), scales, zero_points, axis, dtype)
+    return per_channel(
+        quantise_channels(_laid_out(t), scales, zero_points, axis, dtype), scales, zero_points, axis, dtype
+    )
 
 
 def make_per_tensor(t: Tensor, scale: float, zero_point: int) -> Tensor:
     """`aten._make_per_tensor_quantized_tensor`: a quantised tensor with a copy of the integers `t`."""
-    like = torch._make_per_tensor_quantized_tensor(torch.empty(0, dtype=t.dtype), scale, zero_point)  # or PyTorch's error
+    like = torch._make_per_tensor_quantized_tensor(
+        torch.empty(0, dtype=t.dtype), scale, zero_point
+    )  # or PyTorch's error
     return per_tensor(t.clone(memory_format=torch.contiguous_format), scale, zero_point, like.dtype)
 
 
@@ -109,7 +112,9 @@ def _require_device(*tensors: Tensor) -> None:
 
 def _require_one_scale(q: Tensor, operator: str) -> None:
     if q.qscheme() is not torch.per_tensor_affine:
-        raise RuntimeError(f"{operator} for quantized tensors is currently only supported for per tensor quantized tensors")
+        raise RuntimeError(
+            f"{operator} for quantized tensors is currently only supported for per tensor quantized tensors"
+        )
 
 
 # -- copies -----------------------------------------------------------------------------------------------------------
@@ -172,7 +177,10 @@ def _moved_quantiser(src: Tensor, dst: Tensor) -> Tensor:
         )
     axis = src.q_per_channel_axis()
     sizes = [n if d == axis else 0 for d, n in enumerate(src.shape)]
-    channels = {"scales": src.q_per_channel_scales().to(there), "zero_points": src.q_per_channel_zero_points().to(there)}
+    channels = {
+        "scales": src.q_per_channel_scales().to(there),
+        "zero_points": src.q_per_channel_zero_points().to(there),
+    }
     return aten._empty_per_channel_affine_quantized(  # type: ignore[no-any-return]
         sizes, **channels, axis=axis, dtype=src.dtype, device=there
     )
@@ -221,7 +229,9 @@ def masked_fill_(q: Tensor, mask: Tensor, value: Any) -> Tensor:
     return q
 
 
-def index_put(q: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False, unsafe: bool = False) -> Tensor:
+def index_put(
+    q: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False, unsafe: bool = False
+) -> Tensor:
     """`aten._index_put_impl_`: the values are numbers, which are quantised first."""
     if values.is_quantized:
         raise RuntimeError("Value argument for quantized input_put should not be quantized")
@@ -240,7 +250,9 @@ def fill_(q: Tensor, value: Any) -> Tensor:
     return q
 
 
-def max_pool2d(q: Tensor, kernel_size: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False) -> Tensor:
+def max_pool2d(
+    q: Tensor, kernel_size: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False
+) -> Tensor:
     """`aten.quantized_max_pool2d`. Float64 has all integers, so the largest one is exact."""
     _require_one_scale(q, "max_pool2d")
     t = integers(q).contiguous(memory_format=suggested_format(q)).double()

@@ -29,7 +29,12 @@ _ON_METADATA = (
 )
 #: Operators whose code for every device reads the memory of its arguments itself, which ends the process (also on CUDA).
 _READING_MEMORY = (
-    *("_saturate_weight_to_fp16", "_wrapped_linear_prepack", "_wrapped_quantized_linear_prepacked", "choose_qparams_optimized"),
+    *(
+        "_saturate_weight_to_fp16",
+        "_wrapped_linear_prepack",
+        "_wrapped_quantized_linear_prepacked",
+        "choose_qparams_optimized",
+    ),
     *("fbgemm_linear_fp16_weight", "fbgemm_linear_fp16_weight_fp32_activation", "fbgemm_linear_int8_weight"),
     *("fbgemm_linear_int8_weight_fp32_activation", "fbgemm_linear_quantize_weight", "fbgemm_pack_gemm_matrix_fp16"),
     *("fbgemm_pack_quantized_matrix", "quantized_gru_cell", "quantized_lstm_cell", "quantized_rnn_relu_cell"),
@@ -76,6 +81,6 @@ def _refuse(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
 
 def _refuse_reading(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
     raise NotImplementedError(
-        f"Could not run '{op.name()}' with arguments from the 'CUDA' backend: the operator reads host memory; compute it on the CPU: "
-        "x.cpu()"
+        f"Could not run '{op.name()}' with arguments from the 'CUDA' backend: the operator reads host memory; compute it on the "
+        "CPU: x.cpu()"
     )

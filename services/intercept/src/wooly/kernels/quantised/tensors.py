@@ -34,7 +34,9 @@ def factory(op: OpOverload, devices: Devices) -> Callable[..., Tensor]:
     """
     make = redispatch_quantised_host(op)
 
-    def run(size: list[int], *, device: torch.device | None = None, pin_memory: bool | None = None, **rest: Any) -> Tensor:
+    def run(
+        size: list[int], *, device: torch.device | None = None, pin_memory: bool | None = None, **rest: Any
+    ) -> Tensor:
         if device is not None and device.type not in ("cuda", NAME):  # the scales of a device tensor for a host tensor
             return op(size, device=device, **{k: v.to(device) if isinstance(v, Tensor) else v for k, v in rest.items()})  # type: ignore[no-any-return]
         if pin_memory:
@@ -76,7 +78,9 @@ def of_integers(t: Tensor, like: Tensor) -> Tensor:
     """A quantised tensor on the storage of the integers `t`, with the quantiser of `like`."""
     dtype = next(q for q, i in INTEGERS.items() if i is t.dtype)
     if is_per_channel(like):
-        return per_channel(t, like.q_per_channel_scales(), like.q_per_channel_zero_points(), like.q_per_channel_axis(), dtype)
+        return per_channel(
+            t, like.q_per_channel_scales(), like.q_per_channel_zero_points(), like.q_per_channel_axis(), dtype
+        )
     return per_tensor(t, like.q_scale(), like.q_zero_point(), dtype)
 
 
