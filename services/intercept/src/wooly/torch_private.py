@@ -426,9 +426,9 @@ _STORAGE_DEVICE_AT = 40
 def without_memory(make: Callable[[], torch.Tensor], device: torch.device) -> torch.Tensor:
     """Call `make`, which makes a quantised tensor of `device` with PyTorch's own code. The tensor has no memory yet.
 
-    PyTorch asks the device type's allocator for memory, which is C++ code. Wooly has none, so the allocator of meta tensors, which
-    gives no memory, stands in for it during the call. No other code allocates memory of this device type in C++. The storage
-    without memory then gets the device.
+    PyTorch asks the device type's allocator for memory, which is C++ code. Wooly has none, so the allocator of meta tensors takes
+    its place during the call. It gives no memory. No other code allocates memory of this device type in C++. The storage without
+    memory then gets the device.
 
     Raises:
         NotImplementedError: this build of PyTorch does not export the functions that set allocators, or its storages have another
