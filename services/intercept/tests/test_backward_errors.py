@@ -100,3 +100,21 @@ def test_backward_of_recurrent_network_without_any_gradient(cuda, kind):
     y, _ = kind(3, 4, device=cuda)(x)
     (grad,) = torch.autograd.grad(Cut.apply(y).sum(), x, allow_unused=True)
     assert grad is None or not grad.any().item()
+
+
+def test_errors_about_gradients_of_another_device_name_cuda(cuda):
+    ours, theirs = torch.ones(2, device=cuda).requires_grad_(), torch.ones(2).requires_grad_()
+    for t, grad, kinds in (
+        (theirs, ours, "'cuda' to a tensor with device type 'cpu'"),
+        (ours, theirs, "'cpu' to a tensor with device type 'cuda'"),
+    ):
+        with pytest.raises(RuntimeError, match=f"attempting to assign a gradient with device type {kinds}"):
+            t.grad = grad.detach()
+    with pytest.raises(RuntimeError, match="expected device cuda:0 but got cpu"):
+        torch.autograd.backward(ours * 2, torch.ones(2))
+    with pytest.raises(RuntimeError, match=r"gradient of size '\[3\]'"):
+        ours.grad = torch.ones(3, device=cuda)
+    ours.grad = torch.ones(2, device=cuda)
+    assert ours.grad.tolist() == [1, 1]
+    del ours.grad
+    assert ours.grad is None

@@ -95,3 +95,50 @@ def test_norm_of_empty_tensor_raises_at_the_call_for_each_order(cuda):
     for order in (-1.0, float("inf")):
         with pytest.raises(RuntimeError, match=r"linalg.vector_norm cannot compute"):
             torch.linalg.vector_norm(x, order)
+
+
+@pytest.mark.parametrize("shape", [(3, 3), (2, 70, 70), (5, 3), (3, 5), (2, 40, 70), (0, 0), (3, 0), (2, 0, 3, 3)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
+def test_lu_without_pivoting_gives_factors_without_exchanges(cuda, shape, dtype):
+    t = torch.randn(shape, dtype=dtype)
+    t.diagonal(dim1=-2, dim2=-1).add_(20)
+    p, lower, upper = torch.linalg.lu(t.to(cuda), pivot=False)
+    assert p.shape == (0,)
+    torch.testing.assert_close((lower @ upper).cpu(), t, rtol=1e-5, atol=1e-4)
+    assert torch.equal(lower.cpu(), lower.cpu().tril(-1) + torch.eye(*lower.shape[-2:])) and torch.equal(
+        upper, upper.triu()
+    )
+    packed, pivots, info = torch.linalg.lu_factor_ex(t.to(cuda), pivot=False)
+    theirs = torch.linalg.lu_factor_ex(t)
+    assert [(a.shape, a.dtype, a.stride()) for a in (packed, pivots, info)] == [
+        (a.shape, a.dtype, a.stride()) for a in theirs
+    ]
+    assert not info.any() and torch.equal(pivots.cpu(), torch.arange(1, min(shape[-2:]) + 1).expand_as(pivots))
+    assert torch.equal(torch.lu_unpack(packed, pivots, unpack_pivots=False)[2], upper)
+
+
+def test_lu_without_pivoting_names_the_first_zero_pivot(cuda):
+    t = torch.tensor([[[0.0, 1.0], [1.0, 0.0]], [[2.0, 1.0], [4.0, 2.0]], [[1.0, 0.0], [0.0, 1.0]]], device=cuda)
+    assert torch.linalg.lu_factor_ex(t, pivot=False).info.tolist() == [1, 2, 0]
+    ones = torch.ones(3, 3, device=cuda)
+    lower, upper = torch.linalg.lu(ones, pivot=False)[1:]
+    assert torch.equal(lower @ upper, ones)
+    for call in (
+        lambda: torch.linalg.lu_factor(t, pivot=False),
+        lambda: torch.linalg.lu_factor_ex(t, pivot=False, check_errors=True),
+    ):
+        with pytest.raises(RuntimeError, match=r"U\[1,1\] is zero"):
+            call()
+
+
+def test_lu_without_pivoting_has_gradients_and_outs(cuda):
+    t = (torch.randn(3, 3, dtype=torch.float64) + 9 * torch.eye(3, dtype=torch.float64)).to(cuda).requires_grad_()
+    assert torch.autograd.gradcheck(lambda t: torch.linalg.lu(t, pivot=False)[1:], t)
+    assert torch.autograd.gradcheck(lambda t: torch.linalg.lu_factor(t, pivot=False)[0], t)
+    t = t.detach()
+    outs = [torch.empty(0, dtype=torch.float64, device=cuda) for _ in range(3)]
+    found = torch.linalg.lu(t, pivot=False, out=outs)
+    assert all(a is b for a, b in zip(found, outs, strict=True)) and outs[0].shape == (0,)
+    torch.testing.assert_close(outs[1] @ outs[2], t)
+    with pytest.raises(NotImplementedError, match="Half"):
+        torch.linalg.lu_factor(t.half(), pivot=False)

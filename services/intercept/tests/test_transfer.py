@@ -82,3 +82,19 @@ def test_copy_of_python_number_equals_the_host(cuda, value, dtype):
 def test_copy_of_wide_python_integer_is_exact(cuda):
     wide = torch.zeros(2, dtype=torch.int64, device=cuda).copy_((1 << 62) + 1)
     assert wide.tolist() == [(1 << 62) + 1] * 2
+
+
+def test_conversion_operators_take_cuda_without_an_index(cuda):
+    aten, host = torch.ops.aten, torch.arange(3.0)
+    for device in ("cuda", torch.device("cuda"), torch.device("cuda", 0)):
+        for there in (
+            aten._to_copy(host, device=device),
+            aten._to_copy.default(host, device=device),
+            aten.to.device(host, device, torch.float64),
+            aten.to.dtype_layout(host, device=device),
+            aten.to(host, device, torch.float32),
+        ):
+            assert str(there.device) == "cuda:0" and there.tolist() == [0, 1, 2]
+    back = aten._to_copy(there, device="cpu", dtype=torch.int64)
+    assert back.device.type == "cpu" and back.dtype is torch.int64
+    assert aten._to_copy(host, dtype=torch.float16).dtype is torch.float16

@@ -195,7 +195,7 @@ class ReferenceRuntime(TorchCpuRuntime):
         tensor: Any,
         outcome: Outcome,
     ) -> None:
-        library = guarded(library_call(form), form)
+        library = guarded(HOST.library(library_call(form), form), form)
         results = [k for k, o in enumerate(form.operands) if o.role is Role.OUT]
         operands: list[Any] = [None if k in results else tensor(k) for k in range(len(form.operands))]
         for k, read in readings(form):

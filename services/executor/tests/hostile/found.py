@@ -66,6 +66,19 @@ for pivots in (i(1, 2, 3, 5), i(0, 2, 3, 4), i(1, -2, 3, 4), i(1, 2, 3, -(2**31)
 call("aten.lu_unpack.default", SQUARE, i(1).int())
 call("aten.linalg_ldl_solve.default", SQUARE[None], i([1, 2, 3, 4]).int(), f(2, 4, 2))
 call("aten._cholesky_solve_helper.default", f(3, 2), SQUARE, False)
+FACTORS = {"pivot": False, "LU": f(4, 4), "pivots": i(1, 1, 1, 1).int(), "info": i(0)[0].int()}
+call("aten.linalg_lu.default", SQUARE, pivot=False, ok=True)
+call("aten.linalg_lu_factor_ex.out", SQUARE, **FACTORS, ok=True)
+for wrong in (
+    {"LU": f(4, 3)},
+    {"pivots": i(1, 1).int()},
+    {"info": i(0).int()},
+    {"LU": f(4).expand(4, 4)},
+    {"pivots": FACTORS["LU"]},
+):
+    call("aten.linalg_lu_factor_ex.out", SQUARE, **(FACTORS | wrong))
+for t in (f(4), f(4, 4).half(), i([1, 2], [3, 4]), f(4, 4).bool()):
+    call("aten.linalg_lu_factor_ex.default", t, pivot=False)
 WEIGHT, PICKED = f(10, 4), i(1, 2, 4, 5, 4, 3)
 for picked, offsets in (
     (PICKED, i(0, -FAR)),

@@ -155,6 +155,24 @@ def by_hand_quantised(lawful):
     add("aten._scaled_mm.default", (tiny, tiny.t(), f(32, 1), f(1, 32), f(32).bfloat16(), None, torch.bfloat16), {})
 
 
+def by_hand_unpivoted(lawful):
+    """Add LU factorisations without pivoting, which PyTorch's library for CPUs refuses."""
+    add = lawful.add
+    for size in ((3, 3), (2, 4, 3), (2, 40)):
+        t = torch.ones(size).tril() + torch.eye(*size[-2:])
+        k, batch = min(size[-2:]), size[:-2]
+        add("aten.linalg_lu.default", (t,), {"pivot": False})
+        add("aten.linalg_lu_factor_ex.default", (t,), {"pivot": False})
+        factors = {"P": t.new_ones(0), "L": torch.ones(*batch, size[-2], k), "U": torch.ones(*batch, k, size[-1])}
+        add("aten.linalg_lu.out", (t,), {"pivot": False, **factors})
+        pivots, info = torch.ones(*batch, k, dtype=torch.int32), torch.ones(batch, dtype=torch.int32)
+        add(
+            "aten.linalg_lu_factor_ex.out",
+            (t,),
+            {"pivot": False, "LU": torch.ones(size), "pivots": pivots, "info": info},
+        )
+
+
 def by_hand(lawful):
     """Add calls of composite operators that travel as one instruction, of layers and of optimisers."""
     add, f = lawful.add, torch.ones
@@ -182,6 +200,7 @@ def by_hand(lawful):
         ctc = (f(4, 2, 5).log_softmax(2), torch.tensor([[1, 2], [3, 4]]), lengths, (2, 1), 0, False)
         add("aten._ctc_loss.default", ctc, {})
     by_hand_quantised(lawful)
+    by_hand_unpivoted(lawful)
     add("aten.linear.default", (f(2, 3), f(4, 3), f(4)), {})
     add("aten.rms_norm.default", (f(2, 3), [3], f(3), 1e-5), {})
     add("aten.cross_entropy_loss.default", (f(2, 5), torch.tensor([1, 4]), f(5), 1, -100, 0.0), {})

@@ -21,12 +21,23 @@ from wooly.determinism import Determinism
 from wooly.devices import NAME, Devices
 from wooly.errors import ForkedProcessError, NotConnectedError
 from wooly.flags import Flags
-from wooly.kernels import backend, indexing, jagged, layers, resolving, sync_norm, views, widening
+from wooly.kernels import (
+    backend,
+    indexing,
+    jagged,
+    layers,
+    packed_weights,
+    resolving,
+    sync_norm,
+    views,
+    widening,
+)
 from wooly.kernels.autocast import Autocast
 from wooly.kernels.extensions import Extensions, register_autocast
 from wooly.kernels.generic import Generic
 from wooly.kernels.launch import Launches
 from wooly.kernels.nested import dense_kernels, register_nested
+from wooly.kernels.quantised.registration import register_quantised
 from wooly.kernels.sparse.calls import SparseCalls
 from wooly.kernels.sparse.registration import register_sparse
 from wooly.kernels.transfer import Transfer
@@ -133,6 +144,7 @@ class RegisteredDevice:
         self._libraries.append(_register_fallbacks(Extensions(self.devices, self.generic, _unsupported)))
         register_nested(library)
         self._libraries += register_sparse(SparseCalls(self.generic))
+        self._libraries += register_quantised(self.devices)
         if native.module is not None:
             self._register_native(native.module)
         set_library_roots(tuple(os.path.dirname(m.__file__ or "") for m in (torch, storage, wooly_wis)))
@@ -161,6 +173,7 @@ class RegisteredDevice:
         own = self.transfer.kernels()
         own.update({_short(op): kernel for op, kernel in views.KERNELS.items()})
         own.update(backend.KERNELS)
+        own.update(packed_weights.KERNELS)
         own.update(sync_norm.KERNELS)
         own.update(dense_kernels())
         own.update(jagged.KERNELS)

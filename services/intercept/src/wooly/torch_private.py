@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from datetime import timedelta
 from functools import cache, wraps
+from pathlib import Path
 from types import CellType, FunctionType
 from typing import Any
 
@@ -66,8 +67,9 @@ OpOverloadPacket = torch._ops.OpOverloadPacket
 BaseGenerator = torch._C.Generator
 BaseStream = torch._C.Stream
 BaseEvent = torch._C.Event
-#: PyTorch's own descriptor of `Tensor.data`. The facade puts another one on `torch.Tensor`.
+#: PyTorch's own descriptors of `Tensor.data` and `Tensor.grad`. The facade puts others on `torch.Tensor`.
 tensor_data: Any = TensorBase.data
+tensor_grad: Any = TensorBase.grad
 #: The number of the device type CUDA, for streams and events.
 CUDA_DEVICE_TYPE = int(torch._C._autograd.DeviceType.CUDA.value)
 
@@ -400,6 +402,77 @@ def redispatch_sparse_host(op: torch._ops.OpOverload, key: str) -> Callable[...,
     return run
 
 
+def redispatch_quantised_host(op: torch._ops.OpOverload) -> Callable[..., Any]:
+    """A callable that runs the kernel of `op` for quantised host tensors on tensors of any device.
+
+    Correct only if the kernel reads no memory itself.
+    """
+    call, keys = op._handle.redispatch_boxed, DispatchKeySet(DispatchKey.QuantizedCPU)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return call(keys, *args, **kwargs)
+
+    return run
+
+
+_allocator_lock = threading.Lock()
+_NO_QUANTISED = (
+    f"quantized tensors are not supported on the wooly device with torch {torch.__version__} on this system; install a release "
+    "from 2.11 to 2.15 for Linux or macOS, or quantize on the CPU: x.cpu()"
+)
+
+
+@cache
+def _allocators() -> tuple[int, Callable[[Any], None]]:
+    """The address of the allocator of meta tensors, and a function that sets the allocator of the device type PrivateUse1.
+
+    Raises:
+        NotImplementedError: this build of PyTorch does not export the functions.
+    """
+    try:
+        library = ctypes.CDLL(next(str(p) for p in (Path(torch.__file__).parent / "lib").glob("libc10.*")))
+        find, put = (
+            library._ZN3c1012GetAllocatorERKNS_10DeviceTypeE,
+            library._ZN3c1012SetAllocatorENS_10DeviceTypeEPNS_9AllocatorEh,
+        )
+    except (AttributeError, OSError, StopIteration):
+        raise NotImplementedError(_NO_QUANTISED) from None
+    find.restype, find.argtypes = ctypes.c_void_p, [ctypes.POINTER(ctypes.c_int8)]
+    put.restype, put.argtypes = None, [ctypes.c_int8, ctypes.c_void_p, ctypes.c_uint8]
+    ours = int(DeviceType.PrivateUse1.value)
+    return find(ctypes.byref(ctypes.c_int8(int(DeviceType.Meta.value)))), lambda allocator: put(ours, allocator, 0)
+
+
+#: Byte offset of `device_` (type and index, one byte each) in c10::StorageImpl: after the vtable, 2 counts and 3 pointers.
+_STORAGE_DEVICE_AT = 40
+
+
+def without_memory(make: Callable[[], torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Call `make`, which makes a quantised tensor of `device` with PyTorch's own code. The tensor has no memory yet.
+
+    PyTorch asks the device type's allocator for memory, which is C++ code. Wooly has none, so the allocator of meta tensors takes
+    its place during the call. It gives no memory. No other code allocates memory of this device type in C++. The storage without
+    memory then gets the device.
+
+    Raises:
+        NotImplementedError: this build of PyTorch does not export the functions that set allocators, or its storages have another
+            memory layout.
+    """
+    nothing, put = _allocators()
+    with _allocator_lock:
+        put(nothing)
+        try:
+            made = make()
+        finally:
+            put(None)
+    address = made.untyped_storage()._cdata
+    there = (ctypes.c_int8 * 2).from_address(address + _STORAGE_DEVICE_AT)
+    if tuple(there) != (int(DeviceType.Meta.value), -1):
+        raise NotImplementedError(_NO_QUANTISED)
+    there[:] = [int(DeviceType.PrivateUse1.value), device.index]
+    return made
+
+
 def coo_components(t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Indices and values of a COO tensor, which may be unsorted or repeated."""
     return t._indices(), t._values()
@@ -687,6 +760,16 @@ def default_dtype_patches(changed: Callable[[], None]) -> Iterator[tuple[Any, st
 
     for name in ("_set_default_dtype", "_set_default_tensor_type"):
         yield torch._C, name, telling(getattr(torch._C, name))
+
+
+def conversion_patches(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[tuple[Any, str, Any]]:
+    """Yield the patches (owner, name, value) that wrap the operators which ask CUDA's device guard for the current device.
+
+    They ask for it if their device argument has no index, and a build of PyTorch without CUDA has no such guard.
+    """
+    aten = torch.ops.aten
+    for op in (aten._to_copy, aten._to_copy.default, aten.to, aten.to.device, aten.to.dtype_layout):
+        yield op, "_op", wrap(op._op)
 
 
 def run_backward_patches() -> list[tuple[Any, str, Callable[..., Any]]]:

@@ -188,6 +188,14 @@ def _decomposition(name: str, factor: int, right: str = "") -> Rule:
     return rule
 
 
+def _factorisation(given: Given) -> Work:
+    """Count an LU factorisation. Without pivoting, small operators eliminate one column after the other."""
+    work, sizes = _decomposition("A", 2)(given), given.sizes("A")
+    if given.values.get("pivot", True) is True or len(sizes) < 2:
+        return work
+    return work + Work(min(sizes[-2:]) * STEP, 0)
+
+
 PRODUCTS: dict[str, Rule] = {
     **dict.fromkeys(("mm", "_int_mm", "_scaled_mm"), _product("self", "mat2")),
     "bmm": _product("self", "mat2"),
@@ -211,7 +219,8 @@ PRODUCTS: dict[str, Rule] = {
     **dict.fromkeys(("cholesky", "cholesky_inverse"), _decomposition("self", 2)),
     "_cholesky_solve_helper": _decomposition("A", 2, "self"),
     "linalg_cholesky_ex": _decomposition("self", 2),
-    **dict.fromkeys(("_linalg_det", "_linalg_slogdet", "linalg_lu", "linalg_lu_factor_ex"), _decomposition("A", 2)),
+    **dict.fromkeys(("_linalg_det", "_linalg_slogdet"), _decomposition("A", 2)),
+    **dict.fromkeys(("linalg_lu", "linalg_lu_factor_ex"), _factorisation),
     "linalg_inv_ex": _decomposition("A", 4),
     "_linalg_solve_ex": _decomposition("A", 2, "B"),
     "linalg_lu_solve": _decomposition("LU", 2, "B"),

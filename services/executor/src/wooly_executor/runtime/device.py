@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from wooly_wis.program import Form, Symbol
 
 from wooly_executor.runtime.calls import LibraryCall
 from wooly_executor.runtime.fresh_memory import on_zeros
+from wooly_executor.runtime.unpivoted import unpivoted
 
 
 class TorchDevice:
@@ -67,7 +69,8 @@ class TorchDevice:
         Raises:
             OperationError: the library has no operator for it on this device.
         """
-        return call
+        instead = unpivoted(call)
+        return call if instead is None else replace(call, instead=instead)
 
     def result(self, t: Tensor, sizes: tuple[int, ...]) -> Tensor:
         """Convert a result to the announced shape. The default returns `t` unchanged, and the caller checks the shape."""

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from wooly.devices import NAME
+from wooly.facade.names import CUDA
 from wooly.torch_private import accept_pinned_memory, in_calling_thread, run_backward_patches
 
 Patch = tuple[Any, str, Any]
@@ -21,7 +23,7 @@ def patches() -> Iterator[Patch]:
     """Yield the patches (owner, name, value) for several devices."""
     for owner, name, run_backward in run_backward_patches():
         # PyTorch's backward threads support only the first device. The switch against them is per thread, so set it at each call.
-        yield (owner, name, in_calling_thread(run_backward))
+        yield (owner, name, _naming_cuda(in_calling_thread(run_backward)))
     data_parallel = torch.nn.DataParallel
     yield (data_parallel, "__init__", _one_device(data_parallel.__init__))
     function = torch.nn.parallel.data_parallel
@@ -29,6 +31,21 @@ def patches() -> Iterator[Patch]:
     yield (torch.nn.parallel.scatter_gather, "Scatter", _Scatter)
     distributed = torch.nn.parallel.DistributedDataParallel
     yield (distributed, "__init__", _searching(distributed.__init__))
+
+
+def _naming_cuda(run_backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function that runs a backward, so that the engine's own errors call the device "cuda"."""
+
+    @functools.wraps(run_backward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return run_backward(*args, **kwargs)
+        except RuntimeError as e:
+            if type(e) is not RuntimeError or f"{NAME}:" not in str(e):
+                raise
+            raise RuntimeError(str(e).replace(f"{NAME}:", f"{CUDA}:")).with_traceback(e.__traceback__) from e.__cause__
+
+    return run
 
 
 def _one_device(call: Callable[..., Any]) -> Callable[..., Any]:

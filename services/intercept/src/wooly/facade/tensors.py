@@ -18,6 +18,7 @@ from wooly.storage import MAX_DEVICES
 from wooly.torch_private import (
     DeviceContext,
     apply_of_modules,
+    conversion_patches,
     make_subclass,
     make_wrapper_subclass,
     methods_of_lazy_tensors,
@@ -27,6 +28,7 @@ from wooly.torch_private import (
     raw_is_cuda,
     raw_storage_device,
     tensor_data,
+    tensor_grad,
 )
 
 Patch = tuple[Any, str, Any]
@@ -72,6 +74,7 @@ def patches() -> Iterator[Patch]:
     yield (torch, "tensor_split", naming_cuda(torch.tensor_split))
     for name in _FACTORIES_INTO:
         yield (torch, name, _into(getattr(torch, name)))
+    yield from conversion_patches(_to_named)
     yield (torch.UntypedStorage, "byteswap", _byteswap_storage)
     yield (torch.UntypedStorage, "resize_", _resize_storage)
     yield (torch.nn.Module, "_apply", _keeping_parameters(apply_of_modules()))
@@ -193,6 +196,32 @@ def _set_data(t: torch.Tensor, value: torch.Tensor) -> None:
         t.grad = grad.to(value.device)  # PyTorch refuses a gradient on another device than its tensor
 
 
+def _set_grad(t: torch.Tensor, value: torch.Tensor | None) -> None:
+    """`t.grad = value`. PyTorch's error contains the type of a device of another type than the tensor's.
+
+    Raises:
+        RuntimeError: the gradient has another device, shape, dtype or layout than the tensor.
+    """
+    try:
+        tensor_grad.__set__(t, value)
+    except RuntimeError as e:
+        if f"'{NAME}'" not in str(e):
+            raise
+        raise RuntimeError(str(e).replace(f"'{NAME}'", f"'{CUDA}'")) from None
+
+
+def _to_named(convert: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap an operator that converts tensors, so that the device "cuda" means a Wooly device."""
+
+    @functools.wraps(convert)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("device") is not None:
+            kwargs["device"] = to_wooly(kwargs["device"])
+        return convert(*[to_wooly(a) if isinstance(a, (torch.device, str)) else a for a in args], **kwargs)
+
+    return call
+
+
 def _into(factory: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `factory` so that `device="cuda"` is accepted together with an `out=` tensor on the device."""
 
@@ -228,6 +257,7 @@ def _tensor_patches() -> Iterator[Patch]:
     yield (tensor, "device", property(device))
     yield (tensor, "is_cuda", property(is_cuda))
     yield (tensor, "data", property(tensor_data.__get__, _set_data))
+    yield (tensor, "grad", property(tensor_grad.__get__, _set_grad, tensor_grad.__delete__))
     # A subclass that wraps a device tensor passes the tensor's device. A wrapper on CUDA itself would abort in autograd.
     yield (tensor, "_make_wrapper_subclass", staticmethod(_wrapper_subclass))
     real_to, real_type = tensor.to, tensor.type

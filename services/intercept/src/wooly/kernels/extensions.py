@@ -84,7 +84,7 @@ class Extensions:
         return self._devices.current
 
     def _kernel(self, op: OpOverload, link: Link) -> Callable[..., Any]:
-        if op.namespace in ("aten", "prims"):
+        if op.namespace in ("aten", "prims", "quantized"):
             return lambda *args, **kwargs: self._unsupported(op, *args, **kwargs)
         name, mine = str(op), hashlib.sha256(str(schema_of(op)).encode()).hexdigest()[:16]
         body = python_body(op)

@@ -27,6 +27,9 @@ _NEVER_TRIED = frozenset({"_ctc_loss", "_ctc_loss_backward", "linalg_ldl_solve",
 #: executor finds their errors.
 _FAIL_ON_ZEROS = frozenset({"_functional_assert_async", "repeat_interleave"})
 
+#: Factorisations that are tried with pivoting, because PyTorch has those without pivoting for CUDA only.
+_PIVOTED = frozenset({"linalg_lu", "linalg_lu_factor_ex"})
+
 #: Maximum number of bytes of the storages of a call that is tried because its operands share memory.
 _SHARED_LIMIT = 64 << 20
 
@@ -125,6 +128,8 @@ class Trials:
         """Run the call on zeros of at most `limit` elements per dimension. Returns its error, but raises errors about dtypes."""
         args = [stand_in(a, limit) for a in call.args]
         kwargs = {k: stand_in(v, limit) for k, v in call.kwargs.items()}
+        if facts.op.overloadpacket.__name__ in _PIVOTED:
+            kwargs["pivot"] = True
         self._counts.trials += 1
         state = torch.get_rng_state() if facts.random else None
         try:
