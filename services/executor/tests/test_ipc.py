@@ -21,9 +21,9 @@ from services.executor.tests.fake_gpu import FakeDriver, gpu_runtime
 KIB = 1 << 10
 
 
-def pair(device, *values, tenant=""):
+def pair(device, *values, **how):
     """Two sessions that share a buffer: 1 of the exporter is 7 of the importer."""
-    exporter, importer = device.open("exporter", tenant=tenant), device.open("importer", tenant=tenant)
+    exporter, importer = device.open("exporter", **how), device.open("importer", **how)
     exporter.make(1, *values)
     importer.import_buffer(7, 4 * len(values), exporter.export_buffer(1))
     return exporter, importer
@@ -179,6 +179,19 @@ def test_content_of_a_shared_buffer_is_not_given_to_sessions_that_load_it(device
     exporter.sealed()
     assert not loader.load(1, data)
     assert "nothing to pin" in exporter.pin("add", "weights")["error"]
+    device.check()
+
+
+def test_shared_buffer_is_not_hashed_and_a_write_after_a_seal_does_not_make_a_copy(device, wis, monkeypatch):
+    exporter, importer = pair(device, *[1.0] * KIB, scope=Scope.TENANT)
+    data = struct.pack(f"<{KIB}f", *[2.0] * KIB)
+    jobs = []
+    monkeypatch.setattr(device.loop.vram.mover, "submit", jobs.append)
+    exporter.write(1, data)
+    exporter.seal(1, data)
+    exporter.write(1, struct.pack("<f", 3.0))
+    exporter.sync()
+    assert not jobs and importer.floats(7, 2) == [3.0, 2.0]
     device.check()
 
 
