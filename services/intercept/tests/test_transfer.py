@@ -98,3 +98,8 @@ def test_conversion_operators_take_cuda_without_an_index(cuda):
     back = aten._to_copy(there, device="cpu", dtype=torch.int64)
     assert back.device.type == "cpu" and back.dtype is torch.int64
     assert aten._to_copy(host, dtype=torch.float16).dtype is torch.float16
+
+
+def test_conversion_operators_stay_keys_of_tables(cuda):
+    operator = torch.ops.aten._to_copy.default
+    assert {operator: 1}[torch.ops.aten._to_copy.default] == 1 and hash(operator) in map(hash, torch._decomp.decomposition_table)

@@ -762,6 +762,22 @@ def default_dtype_patches(changed: Callable[[], None]) -> Iterator[tuple[Any, st
         yield torch._C, name, telling(getattr(torch._C, name))
 
 
+class _Wrapped:
+    """A function in place of another one. It has the hash of the other one, which is the hash of the operator that has it."""
+
+    def __init__(self, real: Callable[..., Any], function: Callable[..., Any]) -> None:
+        self._real, self._function = real, function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    def __hash__(self) -> int:
+        return hash(self._real)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
 def conversion_patches(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[tuple[Any, str, Any]]:
     """Yield the patches (owner, name, value) that wrap the operators which ask CUDA's device guard for the current device.
 
@@ -769,7 +785,7 @@ def conversion_patches(wrap: Callable[[Callable[..., Any]], Callable[..., Any]])
     """
     aten = torch.ops.aten
     for op in (aten._to_copy, aten._to_copy.default, aten.to, aten.to.device, aten.to.dtype_layout):
-        yield op, "_op", wrap(op._op)
+        yield op, "_op", _Wrapped(op._op, wrap(op._op))
 
 
 def run_backward_patches() -> list[tuple[Any, str, Callable[..., Any]]]:
