@@ -19,7 +19,7 @@ def step(number):
         from wooly import api
 
         if "CUT" in os.environ:
-            api._attached.link._channel.abort()
+            api._attached.link.connection.channel.abort()
             return
         names = [api._attached.parts[0].executor_id, *(["router"] if "ROUTER" in os.environ else [])]
         for name in names:

@@ -381,7 +381,7 @@ def _on_lost(why: str) -> None:
 
         def go_on() -> None:  # a thread that waits for an answer does it first
             with recorder.lock, contextlib.suppress(WoolyError):
-                link.go_on()
+                link.continuation.go_on()
 
         start_call(go_on, "wooly-recovery")
 

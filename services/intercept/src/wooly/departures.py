@@ -138,20 +138,20 @@ class Departures:
     def _move(self, reason: str) -> None:
         link = self._link
         with self._lock:
-            number = link.next_cut
+            number = link.continuation.next_cut
         done = False
         while not done:
             with self._lock:
-                done = link.advance_cut(number)
+                done = link.continuation.advance_cut(number)
             if not done:
                 time.sleep(POLL_S)
         with self._lock:
             begun = time.monotonic()
-            problem = link.cut_here()
+            problem = link.continuation.cut_here()
             if link.recovery is not None:
                 if problem:
                     log.info("the session moves without a new checkpoint: %s", problem)
-                link.move(reason, begun)
+                link.continuation.move(reason, begun)
 
     def _hibernate(self, reason: str) -> None:
         with self._lock:
@@ -164,12 +164,12 @@ class Departures:
             self._position = -1
 
     def _hibernate_here(self, reason: str) -> None:
-        problem = self._link.cut_here()
+        problem = self._link.continuation.cut_here()
         if problem:
             self.stays = problem
         elif self._link.recovery is not None:
-            self._link.hibernate(reason)
+            self._link.continuation.hibernate(reason)
 
     def _wake(self, reason: str) -> None:
         with self._lock:
-            self._link.wake(reason)
+            self._link.continuation.wake(reason)

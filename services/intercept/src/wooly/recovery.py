@@ -14,7 +14,7 @@ import logging
 import sys
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -129,16 +129,6 @@ class DifferentResultError(WoolyError):
     """After a recovery, an executor computed another result than the one that the script has read."""
 
     code = "wooly.different_result"
-
-
-def kind_of(device: Mapping[str, Any]) -> str:
-    """The kind of an executor, in words. Executors of one kind compute the same bits.
-
-    Args:
-        device: properties of its device, from its WELCOME.
-    """
-    name, runtime, cores, release = (device.get(key, "") for key in ("name", "runtime", "cores", "torch_version"))
-    return f"{name} ({runtime}, {cores} cores, PyTorch {release})"
 
 
 def _say(line: str) -> None:
