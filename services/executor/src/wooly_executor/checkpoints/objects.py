@@ -4,18 +4,19 @@
     <root>/[key-<id>/]<tenant>/sessions/<session>/open-<time>            the session was open at this time
     <root>/[key-<id>/]<tenant>/chunks/<name>/data-<time>-<random>        the bytes of a chunk
     <root>/[key-<id>/]<tenant>/chunks/<name>/ref-<session>-<time>        a session has the chunk
-    <root>/[key-<id>/]<tenant>/chunks/<name>/gone-<time>-<random>        somebody is removing the chunk
+    <root>/[key-<id>/]<tenant>/chunks/<name>/gone-<time>-<random>        an executor is removing the chunk
 
-An object store has no links, and no operation that several executors see as one step. The marks take their place, with two rules:
+An object store has no hard links and no transactions. The objects `ref` and `gone` replace them, with two rules:
 
-- Who keeps a chunk first stores its `ref`, then lists the chunk. It uses the bytes that are there only if there is no `gone`;
-  otherwise it stores the bytes again, under a new name.
-- Who removes a chunk first stores `gone`, then lists the chunk. It removes the bytes that it has listed only if there is no
-  `ref`, and removes its `gone` at the very end.
+- An executor that keeps a chunk first stores a `ref`, then lists the chunk. If the list has `data` and no `gone`, the executor
+  uses this data. Otherwise it stores the data again, under a new name.
+- An executor that removes a chunk first stores a `gone`, then lists the chunk. If the list has no `ref`, the executor removes the
+  data in this list. At the end it removes its `gone`.
 
-So one of them always sees the other, whatever the order of their steps, if a list shows all that was stored before (S3, GCS and
-Azure do). What a dead executor left is removed by `sweep` when it is older than the time for which checkpoints are kept. This
-time, seconds of the executors' clocks in the names, is therefore longer than storing a cut takes.
+If two executors do this at the same time, at least one of them sees the object of the other, in any order of the steps. This
+needs a store whose lists show all objects that were stored before (S3, GCS and Azure have such lists). `sweep` removes what dead
+executors left, when it is older than the time for which checkpoints are kept. The names have times, in seconds of the executors'
+clocks. So checkpoints must be kept for longer than it takes to store a cut.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class ObjectSession:
         """See `SessionStore`."""
         chunk = f"{self._tenant}/chunks/{name}"
         for data in sorted([each for each in self._store.names(chunk) if each.startswith("data-")], reverse=True):
-            with contextlib.suppress(FileNotFoundError):  # an older one may be about to be removed
+            with contextlib.suppress(FileNotFoundError):  # another executor may remove an older object now
                 found = self._store.get(f"{chunk}/{data}")
                 if len(found) == len(into):
                     into[:] = found
@@ -141,7 +142,7 @@ class ObjectStore:
 
     def __init__(self, url: str, key: str = "", **options: Any) -> None:
         self._url, self._key = url, key
-        if url.startswith("s3://"):  # what is here is tried again here
+        if url.startswith("s3://"):  # `_tried` repeats failed requests, so botocore must not
             limits = {"connect_timeout": CONNECT_S, "read_timeout": SILENT_S, "retries": {"max_attempts": 1}}
             options = {"config_kwargs": limits | {"max_pool_connections": 2 * PARALLEL}} | options
         try:
@@ -172,7 +173,7 @@ class ObjectStore:
         try:
             runs = [self._pool.submit(work, item) for item in items]
         except RuntimeError as e:
-            raise CheckpointError("the executor stops, so it uses the object store no more") from e
+            raise CheckpointError("the executor stops, so it sends no more requests to the object store") from e
         done, _ = concurrent.futures.wait(runs, return_when=concurrent.futures.FIRST_EXCEPTION)
         if any(run.exception() is not None for run in done):
             for run in runs:
@@ -209,7 +210,7 @@ class ObjectStore:
         return [path[len(folder) + 1 :] for path in self._found(folder)]
 
     def remove(self, paths: Sequence[str]) -> None:
-        """Remove objects. Those that do not exist are not an error."""
+        """Remove objects. An object that does not exist is not an error."""
         for at in range(0, len(paths), REMOVED_AT_ONCE):
             some = list(paths[at : at + REMOVED_AT_ONCE])
             self._tried(f"remove {some[0]}", lambda some=some: self._removed(some))  # type: ignore[misc]
@@ -217,7 +218,7 @@ class ObjectStore:
     def _removed(self, paths: list[str]) -> None:
         try:
             self._files.rm(paths)
-        except FileNotFoundError:  # of some file systems; others may remain
+        except FileNotFoundError:  # some file systems raise this at the first missing object, and leave the others
             for path in paths:
                 with contextlib.suppress(FileNotFoundError):
                     self._files.rm_file(path)
@@ -233,15 +234,15 @@ class ObjectStore:
         return found
 
     def _tried(self, what: str, request: Callable[[], T], *, missing: bool = False) -> T:
-        """Do a request. A failed one is tried again a few times.
+        """Send a request. A failed request is repeated a few times.
 
         Args:
-            what: what it does, for messages.
+            what: what the request does, for messages.
             request: the request.
-            missing: its object may not exist.
+            missing: the object may not exist.
 
         Raises:
-            FileNotFoundError: an object does not exist.
+            FileNotFoundError: the object does not exist.
             CheckpointError: the request failed each time.
         """
         for pause in (*PAUSES_S, 0.0):
@@ -261,7 +262,7 @@ class ObjectStore:
     # -- removing ----------------------------------------------------------------------------------------------------
 
     def collect(self, chunks: Sequence[str]) -> None:
-        """Remove those chunks that no session has."""
+        """Remove the chunks that belong to no session."""
 
         def unused(chunk: str) -> list[str]:
             gone = f"gone-{_now()}-{secrets.token_hex(8)}"
@@ -285,7 +286,7 @@ class ObjectStore:
         self.remove([path for path in lists if "/cut-" not in path])
 
     def sweep(self, before: float) -> int:
-        """See `Store`. It removes sessions of all keys, and what executors left that ended in the middle of their work."""
+        """See `Store`. It removes sessions of all keys, and unfinished work of executors that died."""
         tenants: dict[str, dict[str, list[str]]] = defaultdict(lambda: {"sessions": [], "chunks": []})
         for path in self._found(self._root):
             parts = path[len(self._root) + 1 :].rsplit("/", 3)
