@@ -353,3 +353,49 @@ async def test_a_session_that_stays_is_asked_again_after_a_while(rig):
         r.clock.now += ASK_AGAIN_S
         await drain()
         assert (await renew(r, opened)).wish == "move"
+
+
+async def repeats(r, opened):
+    """Whether the executor of a session was told that the session repeats lost work."""
+    (part,) = opened.parts
+    executor = next(e for e in r.executors if e.name == part.executor_id)
+    return executor.sessions[opened.session_id].repeats
+
+
+async def test_a_client_that_says_that_it_lost_a_living_executor_repeats_nothing_for_free(rig):
+    async with rig("a", "b") as r:
+        await beat(r)
+        opened = await r.open(recovers=True)
+        assert not await repeats(r, opened)
+        again = await come_back(r, opened, "the connection broke")
+        assert not await repeats(r, again)
+        await r.actor.moves.move(await record(r, again), "moved on request")
+        assert not await repeats(r, await come_back(r, again, "moved on request", leaves=True))
+
+
+async def anywhere(r, opened):
+    async with r.actor.world.database.writing() as s:
+        await r.tasks.change_wants(s, opened.session_id, node="")
+
+
+async def test_a_session_whose_executor_does_not_answer_repeats_lost_work_for_free(rig, beating_executor):
+    async with rig("a") as r:
+        async with beating_executor("gone") as gone:
+            await r.actor.on_heartbeat(gone.heartbeat())
+            opened = await r.open(recovers=True, node="gone")
+            await anywhere(r, opened)
+        again = await come_back(r, opened, "the connection broke")
+        assert again.parts[0].executor_id == "a" and await repeats(r, again)
+        assert not await repeats(r, await come_back(r, again, "the connection broke"))
+
+
+async def test_a_session_whose_executor_sends_no_heartbeats_repeats_lost_work_for_free(rig):
+    async with rig("a", "b") as r:
+        await beat(r)
+        opened = await r.open(recovers=True, node="a")
+        await anywhere(r, opened)
+        r.clock.now += ABANDONED_S
+        await r.actor.on_heartbeat(r.executors[1].heartbeat(checkpoints="store"))
+        await r.actor.reconcile()
+        again = await come_back(r, opened, "it was quiet")
+        assert again.parts[0].executor_id == "b" and await repeats(r, again)

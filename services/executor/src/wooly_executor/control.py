@@ -231,6 +231,8 @@ class ExecutorActor(Actor):
             opaque=request.opaque_kernels,
             claim=request.claim,
             epoch=request.epoch,
+            part=request.part,
+            repeats=request.repeats,
         )
 
     async def on_steer_session(self, request: SteerSessionRequest) -> SteerSessionReply:

@@ -66,9 +66,24 @@ class Moves:
 
     # -- after a loss ------------------------------------------------------------------------------------------------
 
-    async def requeue(self, record: TaskRecord, reason: str, wish: TaskWish = NO_WISH) -> bool:
-        """Put a session that leaves its executor back into the queue, as `wish` says. Returns False if it has ended."""
+    async def requeue(
+        self, record: TaskRecord, reason: str, wish: TaskWish = NO_WISH, *, silent: Collection[str] = ()
+    ) -> bool:
+        """Put a session that leaves its executor back into the queue.
+
+        Args:
+            record: the session.
+            reason: why it leaves, for its story.
+            wish: what it was asked for, if it leaves because of that.
+            silent: its executors that do not answer.
+
+        Returns:
+            False if it has ended.
+        """
         now = self._clock()
+        alive = {e.executor_id for e in self._registry.alive(now)} - set(silent)
+        # A client may say that it lost its executor when it did not. Its repeated work is free only if the cluster saw the loss.
+        repeats = not wish.do and any(p.executor_id not in alive for p in record.parts)
         lease = await self._world.tasks.lease(record.id)
         if lease is None:
             return False
@@ -84,6 +99,7 @@ class Moves:
                 barred=wish.barred,
                 **({"node": wish.node} if wish.node else {}),
                 store=self._store_of(record),
+                repeats=repeats,
             )
 
     async def comes_back(self, record: TaskRecord, reason: str, cut: int, *, leaves: bool) -> None:
@@ -111,10 +127,9 @@ class Moves:
                     await self.stays(record, str(e))
                     raise RefusedError("router.stays", str(e)) from e
             # Its executor may live and have the session, for example if only the connection broke.
-            await self._executors.close(names, record.id, "it goes on in another executor", passing=True)
-            await self.requeue(
-                record, (wish.reason or reason) if leaves else f"its client lost {', '.join(names)}: {reason}", wish
-            )
+            silent = await self._executors.leave(names, record.id, "it goes on in another executor")
+            why = (wish.reason or reason) if leaves else f"its client lost {', '.join(names)}: {reason}"
+            await self.requeue(record, why, wish, silent=silent)
         if not cut:  # it needs no checkpoint, so any executor will do
             async with self._world.database.writing() as s:
                 await self._world.tasks.change_wants(s, record.id, store="")

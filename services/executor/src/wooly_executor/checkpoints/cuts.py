@@ -130,6 +130,7 @@ class Cuts:
             return True
         changed, cuts.changed = cuts.changed, set()
         cuts.copying, cuts.staged = number, nbytes
+        cuts.used = session.used.mark()
         self._staged += nbytes
         begun = time.perf_counter_ns()
 
@@ -186,6 +187,8 @@ class Cuts:
             log.warning("checkpoint %d of session %s is not stored: %s", job.number, session.id, error)
         else:
             cuts.table, cuts.kept = job.table, job.number
+            if cuts.used is not None:
+                session.used.saved(cuts.used)
             cuts.stored = StoredCheckpoint(
                 number=job.number,
                 at=time.time(),

@@ -255,7 +255,7 @@ class TaskStore:
         moved = await self.move(s, task.id, state, reason, at, attempt=task.attempt, only_from=["started", "pending"])
         if not moved:
             return False
-        changed = task.wants | {"away": True, "wish": None, "barred": []} | wants
+        changed = task.wants | {"away": True, "wish": None, "barred": [], "repeats": False} | wants
         changes = {"attempt": task.attempt + 1, "wants": changed}
         await s.execute(update(TaskRow).where(TaskRow.id == task.id).values(changes))
         await self.set_lease(s, lease)
