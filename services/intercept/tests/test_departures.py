@@ -53,7 +53,7 @@ class Session:
         self.link.recovery = Recovery(
             self.reopen, lambda cut, why: self.hibernations.append((cut, why)), every_s=1000.0, say=self.said.append
         )
-        self.departures = Departures(self.link, threading.RLock())
+        self.departures = Departures([(self.link, threading.RLock())])
 
     def reopen(self, why, cut, leaves):
         self.asked.append((why, cut))

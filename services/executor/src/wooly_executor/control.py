@@ -315,7 +315,10 @@ class ExecutorActor(Actor):
 
     async def on_keep_checkpoints(self, request: KeepCheckpointsRequest) -> KeepCheckpointsReply:
         """Keep or remove checkpoints whose sessions no executor has."""
-        kept, dropped = ([(n.tenant, n.session_id) for n in named] for named in (request.keep, request.drop))
+        kept, dropped = (
+            [(n.tenant, n.session_id, part) for n in named for part in range(n.devices)]
+            for named in (request.keep, request.drop)
+        )
         await self._ask(lambda: self._loop.cuts.keep(kept, dropped))
         return KeepCheckpointsReply()
 

@@ -195,10 +195,22 @@ class Continuation:
 
     # -- after a loss ------------------------------------------------------------------------------------------------
 
+    def abandon(self, why: str) -> None:
+        """Break the connection to the executor, because the session leaves it. Any thread may call this; waiting threads wake up.
+
+        A session that hibernates has no connection.
+        """
+        recovery = self._link.recovery
+        if recovery is not None and not recovery.hibernates and self._link.lost is None:
+            self.why = why
+            self._link.connection.channel.abort()
+
     def go_on(self) -> None:
-        """Go on in another executor now, if the connection is broken."""
-        channel = self._link.connection.channel
-        if self._recovery() is not None and channel.broken():
+        """Go on in another executor now, if the connection is broken, or if the session has left this executor."""
+        channel, recovery = self._link.connection.channel, self._recovery()
+        if recovery is not None and recovery.hibernates and recovery.left():
+            self.wake("another device wakes up")
+        elif recovery is not None and channel.broken():
             cause: ChannelError = ChannelClosedError("the connection broke")
             try:
                 channel.poll_acks()  # the executor may have said why
@@ -243,7 +255,7 @@ class Continuation:
         connection = self._link.connection
         while True:
             reached = max(connection.acked, self._link.answered)
-            if not recovery.begun(progress=reached > self._resumed_at):
+            if not recovery.begun(progress=reached > self._resumed_at or recovery.left()):
                 raise WoolyError(f"{why}; the session has gone on elsewhere too often lately")
             try:
                 there, leaves = recovery.reopen(why, recovery.stored, leaves), False
@@ -254,8 +266,10 @@ class Continuation:
                 return
             except ChannelError as e:
                 why = str(e)
-            except WoolyError:
-                raise
+            except WoolyError as e:
+                if not recovery.left():  # else it has left that executor meanwhile
+                    raise
+                why = str(e)
             except BaseException:  # of a signal handler: the next use recovers again
                 if not recovery.hibernates:
                     connection.channel.abort()

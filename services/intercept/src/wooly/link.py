@@ -291,8 +291,11 @@ class Link:
         return self.lost
 
     def check_open(self) -> None:
-        """Check whether the executor closed the connection. Any thread may call this; it receives no frames."""
-        if self.lost is None and self.connection.channel.broken():
+        """Check whether the executor closed the connection. Any thread may call this; it receives no frames.
+
+        A link that can go on elsewhere does so at its next use.
+        """
+        if self.lost is None and self.recovery is None and self.connection.channel.broken():
             self._set_lost(WoolyError("the executor closed the connection"))
 
     def fail(self, why: str) -> None:

@@ -324,7 +324,7 @@ class Moves:
         """
         by_store: dict[str, list[NamedSession]] = {}
         for record in await self._world.tasks.in_states("hibernated", kind="session"):
-            named = NamedSession(tenant=record.tenant, session_id=record.id)
+            named = _named(record)
             by_store.setdefault(str(record.wants.get("store", "")), []).append(named)
         for store, sessions in by_store.items():
             for at in range(0, len(sessions), KEPT_AT_ONCE):
@@ -332,8 +332,7 @@ class Moves:
 
     async def drop_checkpoints(self, record: TaskRecord) -> None:
         """Remove the checkpoints of a session that has ended without an executor."""
-        named = NamedSession(tenant=record.tenant, session_id=record.id)
-        await self._tell_store(str(record.wants.get("store", "")), KeepCheckpointsRequest(drop=(named,)))
+        await self._tell_store(str(record.wants.get("store", "")), KeepCheckpointsRequest(drop=(_named(record),)))
 
     async def _tell_store(self, store: str, request: KeepCheckpointsRequest) -> None:
         for heartbeat in self._registry.alive(self._clock()):
@@ -371,6 +370,10 @@ class Moves:
                     log.info("session %s stays on a device that it should leave: %s", record.id, e)
 
 
+def _named(record: TaskRecord) -> NamedSession:
+    return NamedSession(tenant=record.tenant, session_id=record.id, devices=record.want().gpu_count)
+
+
 def _reason_to_leave(record: TaskRecord, draining: dict[str, str], leaving: dict[str, str]) -> str:
     reasons: Collection[str] = [draining[p.node] for p in record.parts if p.node in draining]
     reasons = reasons or [leaving[p.executor_id] for p in record.parts if p.executor_id in leaving]
@@ -388,6 +391,6 @@ def _check_movable(record: TaskRecord) -> None:
     if not record.wants.get("recovers"):
         raise RefusedError(
             "router.not_movable",
-            f"the client of session {record.id} cannot go on in another executor (WOOLYAI_RECOVERY=off, several devices, a "
-            "session above 2 GiB without WOOLYAI_RECOVERY=on, or an older client)",
+            f"the client of session {record.id} cannot go on in another executor (WOOLYAI_RECOVERY=off, a session above "
+            "2 GiB without WOOLYAI_RECOVERY=on, or an older client)",
         )

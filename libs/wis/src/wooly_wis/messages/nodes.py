@@ -72,10 +72,11 @@ class ExecutorHeartbeat(Message):
 
 
 class NamedSession(Message):
-    """A session and its tenant."""
+    """A session, its tenant, and its number of devices."""
 
     tenant: Name
     session_id: SessionId
+    devices: int = Field(default=1, ge=1, le=8)
 
 
 class KeepCheckpointsRequest(Message):

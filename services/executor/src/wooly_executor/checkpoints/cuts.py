@@ -100,7 +100,7 @@ class Cuts:
 
     def _begun(self, session: Session) -> SessionCuts:
         assert self._checkpoints is not None
-        return SessionCuts(self._checkpoints.of(session.tenant, session.id), set(session.buffers))
+        return SessionCuts(self._checkpoints.of(session.tenant, session.id, session.part), set(session.buffers))
 
     def _copy(self, session: Session, cuts: SessionCuts, number: int, known: int) -> bool:
         """Start to copy the buffers that have changed. Returns True if there is nothing to wait for."""
@@ -332,17 +332,22 @@ class Cuts:
             cuts.storing.cancel()
         self._files.submit(FilesJob(LEAST_URGENT, _ended, work=cuts.files.remove))
 
-    def keep(self, kept: list[tuple[str, str]], dropped: list[tuple[str, str]]) -> None:
-        """Keep the files of some sessions that nobody has open, and remove those of others: (tenant, session id)."""
+    def keep(self, kept: list[tuple[str, str, int]], dropped: list[tuple[str, str, int]]) -> None:
+        """Keep the files of some sessions that nobody has open, and remove those of others.
+
+        Args:
+            kept: tenant, session id and index of the device.
+            dropped: the same.
+        """
         checkpoints = self._checkpoints
         if checkpoints is None:
             return
 
         def work() -> None:
-            for tenant, session_id in kept:
-                checkpoints.of(tenant, session_id).touch()
-            for tenant, session_id in dropped:
-                checkpoints.of(tenant, session_id).remove()
+            for named in kept:
+                checkpoints.of(*named).touch()
+            for named in dropped:
+                checkpoints.of(*named).remove()
 
         self._files.submit(FilesJob(LEAST_URGENT, _ended, work=work))
 

@@ -47,7 +47,7 @@ class SessionFiles:
     Args:
         store: where everything lies.
         cipher: how it is named and encrypted.
-        session_id: id of the session.
+        session_id: id of the session; of its second device and later ones, with the device's index.
 
     Attributes:
         at_once: bytes that one call of `keep` or `load` should have.
@@ -201,10 +201,10 @@ class Checkpoints:
         key = "" if self._secret is None else f"-{self._secret.id}"
         return self._store.identity() + key
 
-    def of(self, tenant: str, session_id: str) -> SessionFiles:
-        """The files of a session."""
+    def of(self, tenant: str, session_id: str, part: int = 0) -> SessionFiles:
+        """The files of a session's device; `part`: its index."""
         cipher = Plain(tenant) if self._secret is None else Encrypted(self._secret, tenant)
-        return SessionFiles(self._store, cipher, session_id)
+        return SessionFiles(self._store, cipher, f"{session_id}/{part}" if part else session_id)
 
     def sweep(self) -> int:
         """Remove the files of sessions that ended without their client. Returns the number of sessions."""
