@@ -416,3 +416,19 @@ def test_a_checkpoint_ends_what_is_repeated(device_with, wis):
     assert client.floats(8, 1) == [4.0]
     core, repeated, unsaved = usage(device)["s"]
     assert core > 0 and repeated == 0 and unsaved is not None
+
+
+@ALL
+def test_the_devices_of_a_session_have_cuts_of_their_own(device_with, place):
+    executors = [device_with() for _ in range(2)]
+    for part, device in enumerate(executors):
+        client = device.open("s", part=part)
+        client.make(8, 1.0 + part)
+        assert client.cut(1)["stored"] == 1
+        leave(client)
+    others = [device_with() for _ in range(2)]
+    for part, device in enumerate(others):
+        device.call(lambda device=device: device.loop.cuts.keep([("", "s", 0), ("", "s", 1)], []))
+        client = device.open("s", part=part)
+        client.restore(1)
+        assert client.floats(8, 1) == [1.0 + part]

@@ -399,3 +399,45 @@ async def test_a_session_whose_executor_sends_no_heartbeats_repeats_lost_work_fo
         await r.actor.reconcile()
         again = await come_back(r, opened, "it was quiet")
         assert again.parts[0].executor_id == "b" and await repeats(r, again)
+
+
+async def test_a_session_with_two_devices_keeps_the_one_whose_node_is_not_drained(rig):
+    async with rig("a", "b", "c") as r:
+        await beat(r)
+        opened = await r.open(recovers=True, gpu_count=2, gpu_mode="exclusive")
+        before = {p.executor_id for p in opened.parts}
+        old = opened.parts[0].executor_id
+        for executor in r.executors:
+            leaving = "its executor is being stopped" if executor.name == old else ""
+            await r.actor.on_heartbeat(executor.heartbeat(checkpoints="store", leaving=leaving))
+        await r.actor.moves.drain()
+        assert (await renew(r, opened)).wish == "move"
+        again = await come_back(r, opened, leaves=True)
+        assert {p.executor_id for p in again.parts} == {"a", "b", "c"} - {old}
+        asked = {e.name: e.sessions[opened.session_id].part for e in r.executors if opened.session_id in e.sessions}
+        assert asked == {p.executor_id: part for part, p in enumerate(again.parts)}
+        assert before - {old} <= asked.keys()
+
+
+async def test_a_session_with_two_devices_leaves_both_when_one_is_lost(rig):
+    async with rig("a", "b", "c") as r:
+        await beat(r)
+        opened = await r.open(recovers=True, gpu_count=2)
+        lost, other = (p.executor_id for p in opened.parts)
+        before = await record(r, opened)
+        await r.actor.lose_part(before, lost, "it was lost", passing=True)
+        (kept,) = [e for e in r.executors if e.name == other]
+        assert opened.session_id not in kept.sessions
+        again = await come_back(r, opened, "lost")
+        count = len(kept.closed)
+        await r.actor.lose_part(before, lost, "the same loss, reported late", passing=True)
+        assert len(kept.closed) == count and len(again.parts) == 2
+
+
+async def test_checkpoints_of_all_devices_of_a_hibernated_session_are_kept(rig):
+    async with rig("a", "b") as r:
+        await beat(r)
+        opened = await r.open(recovers=True, gpu_count=2)
+        await hibernate(r, opened)
+        await r.actor.moves.keep_checkpoints()
+        assert [named for e in r.executors for named in e.kept_devices] == [(opened.session_id, 2)]

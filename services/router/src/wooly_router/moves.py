@@ -122,7 +122,7 @@ class Moves:
             wish = record.wish if leaves else NO_WISH
             if leaves:
                 try:
-                    await self._check_room(record, wish.node)
+                    await self._check_room(record, wish.node, wish.barred)
                 except RefusedError as e:
                     await self.stays(record, str(e))
                     raise RefusedError("router.stays", str(e)) from e
@@ -163,58 +163,64 @@ class Moves:
             raise RefusedError("router.no_node", f"no node, executor, group or vendor is called {to}")
         wanted = replace(record, wants=record.wants | change)
         _check_movable(wanted)
-        await self._check_room(wanted, "")
+        barred = [p.executor_id for p in record.parts]
+        await self._check_room(wanted, "", barred)
         async with self._world.database.writing() as s:
             await self._world.tasks.change_wants(s, record.id, state=record.state, attempt=record.attempt, **change)
-        await self._wish(wanted, "move", reason, barred=[p.executor_id for p in record.parts])
+        await self._wish(wanted, "move", reason, barred=barred)
 
-    async def move(self, record: TaskRecord, reason: str, node: str = "") -> None:
+    async def move(self, record: TaskRecord, reason: str, node: str = "", leave: Collection[str] = ()) -> None:
         """Ask the client of a running session to go on in another executor.
 
         Args:
             record: the session.
             reason: why, for its story.
             node: the node or the executor to use from now on; empty: as before.
+            leave: those of its executors that it must leave; empty: all.
 
         Raises:
             RefusedError: the session does not run, its client cannot go on elsewhere, or no other device has room.
         """
         _check_movable(record)
-        await self._check_room(record, node)
-        await self._wish(record, "move", reason, node=node, barred=[p.executor_id for p in record.parts])
+        barred = list(leave) or [p.executor_id for p in record.parts]
+        await self._check_room(record, node, barred)
+        await self._wish(record, "move", reason, node=node, barred=barred)
 
-    async def _check_room(self, record: TaskRecord, node: str) -> None:
-        """Check that another device can take a session, besides the sessions that were asked to move before.
+    async def _check_room(self, record: TaskRecord, node: str, barred: Collection[str]) -> None:
+        """Check that other devices can take a session, besides the sessions that were asked to move before.
+
+        Args:
+            record: the session.
+            node: the node or the executor to use; empty: as before.
+            barred: executors that it must leave.
 
         Raises:
             RefusedError: no other device can.
         """
         async with self._world.database.reading() as s:
-            _, _, pool = await self._world.pool(s, self._registry, self._clock())
+            _, _, pool = await self._world.pool(s, self._registry, self._clock(), without=record.id)
             asked = [
                 t for t in await self._world.tasks.in_states("started", kind="session", s=s) if t.wish.do == "move"
             ]
         for other in asked:
             if other.id != record.id:
                 self._claim(pool, other)
-        placement = pool.place(self._elsewhere(record, node))
+        placement = pool.place(self._elsewhere(record, node, barred))
         if not placement.gpus:
-            names = {p.executor_id for p in record.parts}
-            others = {n: why for n, why in placement.waits.items() if n not in names}
+            others = {n: why for n, why in placement.waits.items() if n not in barred}
             raise RefusedError(
                 "router.no_fit",
                 f"no other device can take session {record.id} now: {summary(others) or 'there is no other device'}",
                 retryable=True,
             )
 
-    def _elsewhere(self, record: TaskRecord, node: str) -> DeviceRequest:
+    def _elsewhere(self, record: TaskRecord, node: str, barred: Collection[str]) -> DeviceRequest:
         want = record.want()
-        barred = frozenset([p.executor_id for p in record.parts])
-        return replace(want, barred=barred, node=node or want.node, store=self._store_of(record))
+        return replace(want, barred=frozenset(barred), node=node or want.node, store=self._store_of(record))
 
     def _claim(self, pool: Pool, record: TaskRecord) -> None:
-        """Claim the device to which a session will move."""
-        want = self._elsewhere(record, record.wish.node)
+        """Claim the devices to which a session will move."""
+        want = self._elsewhere(record, record.wish.node, record.wish.barred)
         for gpu in pool.place(want).gpus:
             pool.claim(Claim(gpu.executor_id, want.asked or None, want.exclusive, want.swappable))
 
@@ -356,7 +362,8 @@ class Moves:
             return
         now, count = self._clock(), 0
         for record in await self._world.tasks.in_states("started", kind="session"):
-            reason = _reason_to_leave(record, draining, leaving)
+            reasons = _reasons_to_leave(record, draining, leaving)
+            reason = next(iter(reasons.values()), "")
             if now - self._asked.get(record.id, float("-inf")) < ASK_AGAIN_S:
                 continue
             if reason and record.wants.get("recovers") and not record.wish.do:
@@ -365,7 +372,7 @@ class Moves:
                 count += 1
                 self._asked = {k: at for k, at in self._asked.items() if now - at < ASK_AGAIN_S} | {record.id: now}
                 try:
-                    await self.move(record, reason)
+                    await self.move(record, reason, leave=reasons)
                 except RefusedError as e:
                     log.info("session %s stays on a device that it should leave: %s", record.id, e)
 
@@ -374,10 +381,10 @@ def _named(record: TaskRecord) -> NamedSession:
     return NamedSession(tenant=record.tenant, session_id=record.id, devices=record.want().gpu_count)
 
 
-def _reason_to_leave(record: TaskRecord, draining: dict[str, str], leaving: dict[str, str]) -> str:
-    reasons: Collection[str] = [draining[p.node] for p in record.parts if p.node in draining]
-    reasons = reasons or [leaving[p.executor_id] for p in record.parts if p.executor_id in leaving]
-    return next(iter(reasons), "")
+def _reasons_to_leave(record: TaskRecord, draining: dict[str, str], leaving: dict[str, str]) -> dict[str, str]:
+    """Why a session should leave its executors, by executor."""
+    found = {p.executor_id: draining.get(p.node) or leaving.get(p.executor_id, "") for p in record.parts}
+    return {name: reason for name, reason in found.items() if reason}
 
 
 def _check_movable(record: TaskRecord) -> None:

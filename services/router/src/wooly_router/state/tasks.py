@@ -470,12 +470,15 @@ class TaskStore:
         async with self.database.reading() as s:
             return [_record(r) for r in await s.scalars(query)]
 
-    async def claims(self, s: AsyncSession, used: Mapping[tuple[str, str], int] | None = None) -> list[Claim]:
+    async def claims(
+        self, s: AsyncSession, used: Mapping[tuple[str, str], int] | None = None, *, without: str = ""
+    ) -> list[Claim]:
         """Return the claims of all tasks that run or are being started.
 
         Args:
             s: the transaction.
             used: bytes that sessions use, by executor and session. They count for tasks that declare no size.
+            without: a task whose claims do not count.
         """
         used = used or {}
         query = (
@@ -489,6 +492,7 @@ class TaskStore:
         return [
             Claim(e, counted(vram, wants.get("claim", 0), used.get((e, i), 0)) or None, mode == "exclusive", not noswap)
             for e, i, vram, mode, noswap, wants in await s.execute(query)
+            if i != without
         ]
 
     async def queueing_tenants(self) -> set[str]:
