@@ -195,6 +195,7 @@ class Sessions:
     def welcome(self, conn: Connection, hello: Hello) -> None:
         """Start to serve an admitted client, unless its session has ended meanwhile."""
         if hello.opens is not None:
+            self.close(hello.session_id, "its client has come back with another connection", passing=True)
             try:
                 self._open_direct(hello, hello.opens)
             except AdmissionError as e:

@@ -44,6 +44,8 @@ log = logging.getLogger("wooly")
 T = TypeVar("T")
 #: Maximum number of sessions that `enable` opens, one after the other, if an executor ends before the client connects to it.
 MAX_OPENS = 3
+#: Maximum time, in seconds, for which a client tries to come back to its standalone executor; and the time between two attempts.
+RETURN_S, RETURN_AGAIN_S = 60.0, 0.25
 #: Interval, in seconds, at which the timer checks all links of a session with several devices. A link may break while the program
 #: uses only another device.
 _CHECK_INTERVAL_S = 0.25
@@ -480,7 +482,17 @@ def _recovery(settings: Settings, opened: Any) -> tuple[Reopening, list[Recovery
         def greet(client: ChannelClient, where: str) -> Reopened:
             return Reopened(client, opened.session_id, part.token or opened.token, where)
 
-        there, endpoint = _connect(part, settings.channel, opened.tunnels, settings.tls_ca, settings.plaintext, greet)
+        until = time.monotonic() + (0.0 if opened.controlled else RETURN_S)
+        while True:
+            try:
+                there, endpoint = _connect(
+                    part, settings.channel, opened.tunnels, settings.tls_ca, settings.plaintext, greet
+                )
+                break
+            except NotConnectedError:
+                if time.monotonic() >= until:
+                    raise
+            time.sleep(RETURN_AGAIN_S)
         if _attached is not None:
             _attached.parts[index], _attached.endpoints[index] = part, endpoint
         return there

@@ -205,11 +205,11 @@ class Link:
         self.recovery: Recovery | None = None
         self.log: SessionLog | None = None
         self._kept: KeptFrame | None = None
-        asked = {"protocol": PROTOCOL, "jit": jit} | ({"trace": trace} if trace else {})
-        self.continuation = Continuation(self, asked)
-        hello: dict[str, Any] = asked | {"session_id": session_id, "token": token}
+        asked: dict[str, Any] = {"protocol": PROTOCOL, "jit": jit} | ({"trace": trace} if trace else {})
         if opens is not None:
-            hello["session"] = opens.model_dump()
+            asked["session"] = opens.model_dump()
+        self.continuation = Continuation(self, asked | ({} if opens is None else {"returns": True}))
+        hello = asked | {"session_id": session_id, "token": token}
         try:
             self.connection.greet(hello, timeout)
         except ChannelError as e:
