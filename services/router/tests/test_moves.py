@@ -441,3 +441,16 @@ async def test_checkpoints_of_all_devices_of_a_hibernated_session_are_kept(rig):
         await hibernate(r, opened)
         await r.actor.moves.keep_checkpoints()
         assert [named for e in r.executors for named in e.kept_devices] == [(opened.session_id, 2)]
+
+
+async def test_a_session_that_cannot_go_on_elsewhere_says_why_in_its_story_and_to_who_moves_it(rig):
+    async with rig("a", "b") as r:
+        await beat(r)
+        opened = await r.open(recovers=True)
+        why = "the PTX of the kernel count has the variable counter on the device"
+        for _ in range(2):
+            await renew(r, opened, recovers=False, stays=why)
+        told = [reason for _, reason in await story(r, opened) if why in reason]
+        assert told == [f"it cannot go on in another executor any more: {why}"]
+        error = await refusal(r.actor.moves.move(await record(r, opened), "moved on request"))
+        assert error.code == "router.not_movable" and str(error).endswith(why)

@@ -106,6 +106,14 @@ class Departures:
     def _hibernates(self) -> bool:
         return any(link.recovery is not None and link.recovery.hibernates for link in self._links)
 
+    def take_stays(self) -> str:
+        """Why the session stays where it is; empty: it did what it was asked for, or was asked for nothing.
+
+        Each reason is returned once, except why it cannot go on elsewhere any more.
+        """
+        stays, self.stays = self.stays, ""
+        return stays or next(filter(None, [link.stays for link in self._links]), "")
+
     def take_resumed(self) -> Resumed | None:
         """How the session last went on in another executor. Each is returned once."""
         found = []

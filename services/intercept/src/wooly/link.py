@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from wooly_bus.channel import ChannelClient, ChannelError
+from wooly_wis.foreign import decode_source, hidden_state
 from wooly_wis.frames import (
     BUFFERS_AT_ONCE,
     BUFFERS_HEAD,
@@ -159,6 +160,7 @@ class Link:
         offers: decides which uploads first ask whether the device has the content; None: the session shares no contents.
         observer: is told about frames; None in most sessions.
         recovery: keeps frames, so that the session can go on in another executor; None: it ends with its executor.
+        stays: why the session cannot go on in another executor any more; empty: it can, or never could.
         log: records what the session sends; None: nobody records it.
     """
 
@@ -203,6 +205,7 @@ class Link:
         self.offers: OfferPolicy | None = None
         self.observer: FrameObserver | None = None
         self.recovery: Recovery | None = None
+        self.stays = ""
         self.log: SessionLog | None = None
         self._kept: KeptFrame | None = None
         asked: dict[str, Any] = {"protocol": PROTOCOL, "jit": jit} | ({"trace": trace} if trace else {})
@@ -336,6 +339,8 @@ class Link:
             raw: the source, encoded by `wooly_wis.foreign.encode_source`.
         """
         if name not in self._sources:
+            if self.recovery is not None and (why := hidden_state(decode_source(raw))):
+                self.stay(why)
             if self.recovery is not None:
                 self.recovery.sources.append(raw)
             self.send(Kind.SOURCE, raw)
@@ -400,6 +405,7 @@ class Link:
         """From now on, the session ends with its executor and is not moved."""
         recovery, self.recovery = self.recovery, None
         if recovery is not None:
+            self.stays = why
             recovery.tell_given_up(why)
 
     def write(self, buffer: int, offset: int, data: memoryview) -> None:

@@ -35,6 +35,8 @@ KEPT_AT_ONCE = 1000
 MOVES_AT_ONCE = 16
 #: Seconds after which a session that stayed is asked again to leave a node that is being drained.
 ASK_AGAIN_S = 30.0
+#: Maximum number of characters that are kept of the reason why a session cannot move.
+REASON_KEPT = 1024
 DRAINED = "node {} is being drained"
 
 
@@ -287,8 +289,9 @@ class Moves:
     async def hear(self, record: TaskRecord, said: RenewSessionRequest) -> None:
         """Note what the client says in a renewal."""
         if not said.recovers and record.wants.get("recovers"):
-            why = f"it cannot go on in another executor any more: {said.stays or 'its checkpoints are not stored'}"
-            await self._forget_wish(record, why, recovers=False)
+            stays = said.stays or "its checkpoints are not stored"
+            why = f"it cannot go on in another executor any more: {stays}"
+            await self._forget_wish(record, why, recovers=False, stays=stays[:REASON_KEPT])
         elif said.stays and record.wish.do:
             await self.stays(record, said.stays)
         if said.resumed is not None:
@@ -395,6 +398,8 @@ def _check_movable(record: TaskRecord) -> None:
     """
     if record.kind != "session" or record.state != "started":
         raise RefusedError("router.not_movable", f"task {record.id} is not a running session: it is {record.state}")
+    if stays := record.wants.get("stays"):
+        raise RefusedError("router.not_movable", f"session {record.id} cannot go on in another executor: {stays}")
     if not record.wants.get("recovers"):
         raise RefusedError(
             "router.not_movable",
