@@ -127,7 +127,7 @@ def test_swapped_chunks_are_an_error(place):
         place.write(path, contents[1])
     for path in other:
         place.write(path, contents[0])
-    with pytest.raises(CheckpointError, match="belongs to another place"):
+    with pytest.raises(CheckpointError, match="are those of another chunk"):
         restored(place.checkpoints().of("t", "s"), 1)
 
 
@@ -142,7 +142,7 @@ def test_the_list_of_another_cut_is_an_error(place, tenant, session, number):
     store(checkpoints.of(tenant, session), number, b"content")
     (theirs,) = [path for path in place.list_paths() if path != mine]
     place.write(theirs, place.read(mine))
-    with pytest.raises(CheckpointError, match="belongs to another place or tenant"):
+    with pytest.raises(CheckpointError, match="are those of another chunk, checkpoint or tenant"):
         checkpoints.of(tenant, session).read(number)
 
 
@@ -155,7 +155,7 @@ def test_a_chunk_of_another_tenant_is_an_error(place):
     (theirs,) = place.chunks() - {mine}
     for path in place.chunk_paths(theirs):
         place.write(path, place.read(place.chunk_paths(mine)[0]))
-    with pytest.raises(CheckpointError, match="belongs to another place or tenant"):
+    with pytest.raises(CheckpointError, match="are those of another chunk, checkpoint or tenant"):
         restored(checkpoints.of("u", "s"), 1)
 
 
@@ -173,6 +173,57 @@ def test_another_key_is_named_and_its_files_are_swept(place):
         rotated.of("t", "new").read(1)
     place.age()
     assert rotated.sweep() == 2 and not place.paths()
+
+
+@pytest.mark.parametrize("place", ENCRYPTED, indirect=True)
+def test_a_session_goes_on_from_a_cut_under_the_earlier_key_and_is_stored_under_the_new_one(make_device, place):
+    old = make_device(checkpoints=place.checkpoints(secret=SECRET))
+    a = old.open("s")
+    a.make(8, 1.0)
+    a.make(16, 2.0)
+    assert a.cut(1)["stored"] == 1
+    a.channel.close()
+    both = place.checkpoints(secret=OTHER, earlier=SECRET)
+    b = make_device(checkpoints=both).open("s")
+    b.restore(1)
+    b.write(16, struct.pack("<f", 3.0))
+    assert b.cut(2, known=1)["stored"] == 2
+    b.channel.close()
+    c = make_device(checkpoints=place.checkpoints(secret=OTHER)).open("s")  # the earlier key is gone
+    c.restore(2)
+    assert (c.floats(8, 1), c.floats(16, 1)) == ([1.0], [3.0])
+    both.of("", "s").remove()
+    assert not place.paths()
+
+
+@pytest.mark.parametrize("place", ENCRYPTED, indirect=True)
+def test_files_under_the_earlier_key_are_kept_as_long_as_their_session(place):
+    store(place.checkpoints(secret=SECRET).of("t", "s"), 1, b"content")
+    both = place.checkpoints(secret=OTHER, earlier=SECRET)
+    place.age()
+    both.of("t", "s").touch()
+    assert both.sweep() == 0 and restored(both.of("t", "s").holder(1), 1) == [b"content"]
+
+
+def test_executors_with_two_keys_name_both_places(tmp_path, monkeypatch):
+    keys = {"CHECKPOINT_KEY": bytes(32).hex(), "CHECKPOINT_KEY_EARLIER": bytes(range(32)).hex()}
+    found = []
+    for names in (("CHECKPOINT_KEY",), ("CHECKPOINT_KEY_EARLIER",), tuple(keys)):
+        for name in keys:
+            monkeypatch.delenv(f"WOOLY_EXECUTOR_{name}", raising=False)
+        monkeypatch.setenv("WOOLY_EXECUTOR_CHECKPOINTS", str(tmp_path))
+        for name in names:
+            monkeypatch.setenv(f"WOOLY_EXECUTOR_{name if len(names) > 1 else 'CHECKPOINT_KEY'}", keys[name])
+        checkpoints = ExecutorSettings().checkpoint_files()
+        found.append((checkpoints.identity(), *checkpoints.readable()))
+    (new,), (old,), both = found
+    assert both == (new, old) and new != old
+
+
+def test_an_earlier_key_that_is_no_key_is_refused(monkeypatch):
+    monkeypatch.setenv("WOOLY_EXECUTOR_CHECKPOINT_KEY_EARLIER", "nonsense")
+    with pytest.raises(CheckpointError, match="WOOLY_EXECUTOR_CHECKPOINT_KEY_EARLIER cannot be used"):
+        ExecutorSettings().checkpoint_files()
 
 
 @pytest.mark.parametrize("place", ENCRYPTED, indirect=True)

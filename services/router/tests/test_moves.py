@@ -454,3 +454,22 @@ async def test_a_session_that_cannot_go_on_elsewhere_says_why_in_its_story_and_t
         assert told == [f"it cannot go on in another executor any more: {why}"]
         error = await refusal(r.actor.moves.move(await record(r, opened), "moved on request"))
         assert error.code == "router.not_movable" and str(error).endswith(why)
+
+
+async def test_a_session_goes_only_to_executors_that_can_read_its_checkpoint(rig):
+    """While keys are changed: `b` stores under the new key and reads both, `a` knows only the former key."""
+    async with rig("a", "b") as r:
+        a, b = r.executors
+
+        async def both():
+            await r.actor.on_heartbeat(a.heartbeat(checkpoints="old"))
+            await r.actor.on_heartbeat(b.heartbeat(checkpoints="new", checkpoints_read=("old",)))
+
+        await both()
+        opened = await r.open(recovers=True, node="a")
+        await r.actor.moves.move(await record(r, opened), "why", "b")
+        again = await come_back(r, opened, leaves=True)
+        assert again.parts[0].executor_id == "b"
+        await both()
+        error = await refusal(r.actor.moves.move(await record(r, again), "why", "a"))
+        assert "does not have the session's checkpoint" in str(error)

@@ -345,7 +345,7 @@ class Moves:
 
     async def _tell_store(self, store: str, request: KeepCheckpointsRequest) -> None:
         for heartbeat in self._registry.alive(self._clock()):
-            if store and heartbeat.checkpoints == store:
+            if store and store in (heartbeat.checkpoints, *heartbeat.checkpoints_read):
                 try:
                     await self._app.request(
                         contracts.EXECUTOR_CHECKPOINT_KEEP.at(heartbeat.executor_id), request, timeout=KEEP_TIMEOUT_S

@@ -254,7 +254,7 @@ class Cuts:
         def read(job: Job, error: Exception | None) -> None:
             assert isinstance(job, ReadJob)
             if error is None:
-                restoring.table = job.table
+                restoring.table, restoring.holder = job.table, job.holder
                 cuts.number = cuts.kept = number
             else:
                 restoring.error = error if isinstance(error, ExecutorError) else CheckpointError(str(error))
@@ -282,7 +282,7 @@ class Cuts:
             self._call(lambda: self._filled(session, cuts, restoring, job, error))
 
         session.holdings.job = FillJob(
-            self._vram.priority(session), done, files=cuts.files, table=table, device=self._device
+            self._vram.priority(session), done, files=restoring.holder, table=table, device=self._device
         )
         self._files.submit(session.holdings.job)
         return False
@@ -303,7 +303,8 @@ class Cuts:
             for buffer, saved in job.table.items():
                 session.buffers[buffer] = Buffer(saved.nbytes, job.made.get(buffer), None, saved.poison)
             session.held_bytes = sum([saved.nbytes for saved in job.table.values()])
-            cuts.table, cuts.changed = job.table, set()
+            # The files of an earlier key have no part in the next cut.
+            cuts.table, cuts.changed = job.table, set() if restoring.holder is cuts.files else set(job.table)
         self._post.add(session, Signal.MEMORY_CAME)
 
     def restored(self, session: Session) -> dict[str, Any]:

@@ -39,7 +39,7 @@ TRAILER = NONCE + ID + len(MAGIC)
 LONGER = TAG + TRAILER
 #: The purpose of all derived keys. Another version of the format derives other keys.
 PURPOSE = b"wooly checkpoints 1\0"
-CHANGED = "{} is damaged: its bytes were changed, or it belongs to another session or tenant"
+CHANGED = "{} is damaged: its bytes were changed, or are those of another chunk, checkpoint or tenant"
 
 #: Bytes that are written one after the other.
 Pieces = tuple[bytes | memoryview, ...]

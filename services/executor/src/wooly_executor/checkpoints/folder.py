@@ -144,6 +144,10 @@ class FolderStore:
             new.unlink()
         return path.read_text()
 
+    def keyed(self, key: str) -> FolderStore:
+        """See `Store`."""
+        return FolderStore(self._folder, key)
+
     def session(self, tenant: str, session: str) -> FolderSession:
         """See `Store`."""
         keyed = self._folder / f"{KEYED}{self._key}" if self._key else self._folder

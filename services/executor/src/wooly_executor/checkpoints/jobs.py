@@ -90,15 +90,17 @@ class StoreJob(Job):
 
 @dataclass(eq=False)
 class ReadJob(Job):
-    """Reads the list of a cut."""
+    """Reads the list of a cut. `holder`: the files that have it."""
 
     files: SessionFiles | None = None
     number: int = 0
     table: Table = field(default_factory=dict)
+    holder: SessionFiles | None = None
 
     def steps(self) -> Iterator[int]:
         assert self.files is not None
-        self.table = self.files.read(self.number)
+        self.holder = self.files.holder(self.number)
+        self.table = self.holder.read(self.number)
         yield 0
 
 

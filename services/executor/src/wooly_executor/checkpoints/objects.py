@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import copy
 import logging
 import os
 import secrets
@@ -162,6 +163,12 @@ class ObjectStore:
     def identity(self) -> str:
         """See `Store`. Executors name the same place by the same URL and endpoint."""
         return chunk_digest(f"{self._url} {os.environ.get('AWS_ENDPOINT_URL', '')}".encode()).hex()[:32]
+
+    def keyed(self, key: str) -> ObjectStore:
+        """See `Store`."""
+        other = copy.copy(self)
+        other._key = key
+        return other
 
     def session(self, tenant: str, session: str) -> ObjectSession:
         """See `Store`."""

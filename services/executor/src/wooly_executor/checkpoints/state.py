@@ -53,8 +53,11 @@ class SessionCuts:
 
 @dataclass(eq=False)
 class Restoring:
-    """A restore. `table` is None until it was read. `error`: why it failed. `done`: the session has its buffers."""
+    """A restore. `table` is None until it was read, from the files `holder`. `error`: why it failed. `done`: the session has its
+    buffers.
+    """
 
+    holder: SessionFiles | None = None
     table: Table | None = None
     error: ExecutorError | None = None
     done: bool = False

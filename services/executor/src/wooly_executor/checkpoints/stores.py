@@ -82,6 +82,10 @@ class Store(Protocol):
         """The name of the place: the same for all executors that use it."""
         ...
 
+    def keyed(self, key: str) -> Store:
+        """The same place, as executors with another key see it; `key`: id of the key."""
+        ...
+
     def session(self, tenant: str, session: str) -> SessionStore:
         """The place of a session; `tenant` and `session` are names of folders."""
         ...
