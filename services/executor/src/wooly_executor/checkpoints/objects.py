@@ -1,4 +1,5 @@
-"""Checkpoints in an object store, through fsspec: `s3://bucket/prefix`, `gs://`, `abfs://`, `memory://` and others.
+"""Checkpoints in an object store: through fsspec (`s3://bucket/prefix`, `gs://`, `abfs://`, `memory://` and others), or in
+JetStream (`nats://`, see `jetstream`).
 
     <root>/[key-<id>/]<tenant>/sessions/<session>/cut-<number>           the list of a cut
     <root>/[key-<id>/]<tenant>/sessions/<session>/open-<time>            the session was open at this time
@@ -14,7 +15,7 @@ An object store has no hard links and no transactions. The objects `ref` and `go
   data in this list. At the end it removes its `gone`.
 
 If two executors do this at the same time, at least one of them sees the object of the other, in any order of the steps. This
-needs a store whose lists show all objects that were stored before (S3, GCS and Azure have such lists). `sweep` removes what dead
+needs a store whose lists show all objects that were stored before (as in S3, GCS, Azure and JetStream). `sweep` removes what dead
 executors left, when it is older than the time for which checkpoints are kept. The names have times, in seconds of the executors'
 clocks. So checkpoints must be kept for longer than it takes to store a cut.
 """
@@ -38,6 +39,7 @@ from wooly_bus.contents import CHUNK, chunk_digest
 
 from wooly_executor.checkpoints.encryption import Pieces
 from wooly_executor.checkpoints.folder import KEYED
+from wooly_executor.checkpoints.jetstream import JetStreamFiles
 from wooly_executor.errors import CheckpointError
 
 T = TypeVar("T")
@@ -146,8 +148,13 @@ class ObjectStore:
         if url.startswith("s3://"):  # `_tried` repeats failed requests, so botocore must not
             limits = {"connect_timeout": CONNECT_S, "read_timeout": SILENT_S, "retries": {"max_attempts": 1}}
             options = {"config_kwargs": limits | {"max_pool_connections": 2 * PARALLEL}} | options
+        self._jetstream: JetStreamFiles | None = None
         try:
-            self._files, path = fsspec.url_to_fs(url, use_listings_cache=False, skip_instance_cache=True, **options)
+            if url.startswith("nats://"):
+                self._files: Any = JetStreamFiles(url)
+                self._jetstream, path = self._files, self._files.root
+            else:
+                self._files, path = fsspec.url_to_fs(url, use_listings_cache=False, skip_instance_cache=True, **options)
         except ImportError as e:
             raise CheckpointError(
                 f"checkpoints cannot be stored at {url}: {e}; for s3:// install wooly-executor[object-store]"
@@ -192,6 +199,8 @@ class ObjectStore:
         """See `Store`."""
         self._closing.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
+        if self._jetstream is not None:
+            self._jetstream.close()
 
     # -- single requests ---------------------------------------------------------------------------------------------
 
@@ -294,6 +303,8 @@ class ObjectStore:
 
     def sweep(self, before: float) -> int:
         """See `Store`. It removes sessions of all keys, and unfinished work of executors that died."""
+        if self._jetstream is not None:
+            self._tried("remove old contents", lambda: self._files.sweep(before))
         tenants: dict[str, dict[str, list[str]]] = defaultdict(lambda: {"sessions": [], "chunks": []})
         for path in self._found(self._root):
             parts = path[len(self._root) + 1 :].rsplit("/", 3)
