@@ -51,7 +51,8 @@ class SessionFiles:
         earlier: its files under an earlier key, which are only read and removed; None: there is no earlier key.
 
     Attributes:
-        at_once: bytes that one call of `keep` or `load` should have.
+        at_once: bytes that one call of `keep` should have.
+        read_at_once: bytes that one call of `load` should have.
     """
 
     def __init__(
@@ -59,17 +60,17 @@ class SessionFiles:
     ) -> None:
         self._store, self._cipher, self._id, self._earlier = store, cipher, session_id, earlier
         self._place = store.session(cipher.folder, cipher.session_folder(session_id))
-        self.at_once = store.at_once
+        self.at_once, self.read_at_once = store.at_once, store.read_at_once
         self._kept: set[bytes] = set()
         #: Names of the chunks of lists, by cut.
         self._needed: dict[int, set[bytes]] = {}
 
-    def together(self, chunks: Sequence[memoryview]) -> Iterator[slice]:
-        """Divide chunks into parts, each for one call of `keep` or `load`."""
+    def together(self, chunks: Sequence[memoryview], at_once: int) -> Iterator[slice]:
+        """Divide chunks into parts of about `at_once` bytes, each for one call of `keep` or `load`."""
         begin = nbytes = 0
         for i, chunk in enumerate(chunks):
             nbytes += len(chunk)
-            if nbytes >= self.at_once or i + 1 - begin >= TOGETHER or i + 1 == len(chunks):
+            if nbytes >= at_once or i + 1 - begin >= TOGETHER or i + 1 == len(chunks):
                 yield slice(begin, i + 1)
                 begin, nbytes = i + 1, 0
 
@@ -168,7 +169,7 @@ class SessionFiles:
         Raises:
             CheckpointError: a chunk is missing or damaged.
         """
-        self._store.each(self._load, chunks)
+        self._store.read_each(self._load, chunks)
 
     def _load(self, chunk: tuple[bytes, memoryview]) -> None:
         name, into = chunk

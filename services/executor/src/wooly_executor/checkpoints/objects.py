@@ -141,7 +141,7 @@ class ObjectStore:
         CheckpointError: the URL cannot be used; the message says what is missing.
     """
 
-    at_once = PARALLEL * CHUNK
+    at_once = read_at_once = PARALLEL * CHUNK
 
     def __init__(self, url: str, key: str = "", **options: Any) -> None:
         self._url, self._key = url, key
@@ -194,6 +194,10 @@ class ObjectStore:
                 run.cancel()
             concurrent.futures.wait(runs)
         return [run.result() for run in runs if not run.cancelled()]
+
+    def read_each(self, work: Callable[[T], R], items: Sequence[T]) -> list[R]:
+        """See `Store`."""
+        return self.each(work, items)
 
     def close(self) -> None:
         """See `Store`."""
