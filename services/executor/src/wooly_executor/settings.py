@@ -120,9 +120,9 @@ class ExecutorSettings(BaseSettings):
     )
     checkpoints: str = Field(
         default="",
-        description="folder, or URL of an object store (`s3://bucket/prefix`), of the checkpoints from which sessions go on in "
-        "another executor, by default a folder in `state_dir`; executors that may replace each other need the same place; "
-        "`off`: no checkpoints",
+        description="folder, or URL of an object store (`s3://bucket/prefix`, `nats://host:4222/BUCKET`), of the checkpoints "
+        "from which sessions go on in another executor, by default a folder in `state_dir`; executors that may replace each "
+        "other need the same place; `off`: no checkpoints",
     )
     checkpoint_key: SecretStr = Field(
         default=SecretStr(""),
