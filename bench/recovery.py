@@ -180,7 +180,7 @@ class Bench:
             "MEMORY": str(4 << 30),
         }
         self.cluster = Cluster(folder, stack, executors=("a", "b"), executor=executor)
-        self.tenant = Tenant(self.cluster, "bench")
+        self.tenant = Tenant(self.cluster, "bench", class_ceiling=0)
         stack.callback(self.tenant.control.close)
         self.pids = folder / "pids"
         self.pids.mkdir()
