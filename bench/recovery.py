@@ -3,7 +3,8 @@
 `train`, `decode`: a training step (three layers of 1024, Adam) and the decoding of 64 tokens (a small Llama), with
 WOOLYAI_RECOVERY off and on in turn. `loss`: from the death of the executor to the first new result, for 64 MiB to 1 GiB of
 buffers that a checkpoint has, compared with copying these bytes. `bytes`: what a second checkpoint stores, compared with what
-was written since the first. `move`: the longest step of a training that `wooly tasks move` moves.
+was written since the first. `move`: the longest step of a training that `wooly tasks move` moves. `beside`: the p99 of small
+steps of a P0 session, while a P4 session on the same device writes 256 MiB again and again, with and without checkpoints of it.
 
 Run: .venv/bin/python bench/recovery.py [--json] [--only NAME[,NAME]] [--pairs N]
 """
@@ -107,6 +108,35 @@ def child_loss(mebibytes):
     return took, time.perf_counter() - begun
 
 
+def child_small(seconds):
+    """Small steps, each followed by a pause. Returns the p99 and the median."""
+    import torch
+
+    x, times, until = torch.rand(64, 64, device="cuda"), [], time.monotonic() + float(seconds)
+    while time.monotonic() < until:
+        begun = time.perf_counter()
+        (x @ x).sum().item()
+        times.append(time.perf_counter() - begun)
+        time.sleep(0.003)
+    times = sorted(times[20:])
+    return times[len(times) * 99 // 100], statistics.median(times)
+
+
+def child_dirty(seconds):
+    """Write 256 MiB again and again. Returns the number of stored checkpoints."""
+    import torch
+    from wooly import api
+
+    buffers = [torch.zeros(MIB, device="cuda") for _ in range(64)]
+    until = time.monotonic() + float(seconds)
+    while time.monotonic() < until:
+        for b in buffers:
+            b.add_(1.0)
+        buffers[-1].sum().item()
+    recovery = api._attached.link.recovery
+    return 0 if recovery is None else recovery.stored
+
+
 def child_bytes(mebibytes):
     import torch
     from wooly import api
@@ -150,7 +180,7 @@ class Bench:
             "MEMORY": str(4 << 30),
         }
         self.cluster = Cluster(folder, stack, executors=("a", "b"), executor=executor)
-        self.tenant = Tenant(self.cluster, "bench")
+        self.tenant = Tenant(self.cluster, "bench", class_ceiling=0)
         stack.callback(self.tenant.control.close)
         self.pids = folder / "pids"
         self.pids.mkdir()
@@ -206,6 +236,30 @@ def second_checkpoint(bench):
     yield row("bytes: second checkpoint", "MiB", second / MIB, written / MIB, 1.02)
 
 
+def beside(bench, pairs):
+    """A P0 session beside a P4 session on one executor."""
+    found = {"off": [], "on": []}
+    for _ in range(max(pairs // 2, 1)):
+        for recovery in found:
+            stored = []
+
+            def dirty(recovery=recovery, stored=stored):
+                settings = {"PRIORITY": "4", "RECOVERY": recovery, "CHECKPOINT_S": "0", "NODE": "a"}
+                stored.append(bench.run("dirty", 30, **settings))
+
+            thread = threading.Thread(target=dirty)
+            thread.start()
+            time.sleep(8)
+            found[recovery].append(bench.run("small", 12, PRIORITY="0", RECOVERY="off", NODE="a"))
+            thread.join()
+            assert (stored[0] > 0) == (recovery == "on"), stored
+    alone = bench.run("small", 12, PRIORITY="0", RECOVERY="off", NODE="a")
+    cuts, without = ([statistics.median(x) * 1e3 for x in zip(*found[r], strict=True)] for r in ("on", "off"))
+    yield row("beside: p99 of a P0 step, P4 with checkpoints", "ms", cuts[0], without[0], 1.5)
+    yield row("beside: median of a P0 step, P4 with checkpoints", "ms", cuts[1], without[1], 1.5)
+    yield row("beside: p99 of a P0 step alone", "ms", alone[0] * 1e3, None, None)
+
+
 def moved(bench):
     """Move a session during a training."""
     found = []
@@ -237,6 +291,8 @@ def measure(only, pairs):
             yield from losses(bench, pairs)
         if "bytes" in only:
             yield from second_checkpoint(bench)
+        if "beside" in only:
+            yield from beside(bench, pairs)
         if "move" in only:
             yield from moved(bench)
 
@@ -244,7 +300,7 @@ def measure(only, pairs):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--only", default="train,decode,loss,bytes,move")
+    parser.add_argument("--only", default="train,decode,loss,bytes,beside,move")
     parser.add_argument("--pairs", type=int, default=4)
     args = parser.parse_args()
     show(list(measure(args.only.split(","), args.pairs)), args.json)

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from wooly.link import RUNS_REMEMBERED
+from wooly.failures import RUNS_REMEMBERED
 from wooly.recorder import PROGRAMS_KEPT
 from wooly_testkit.executor import executor_process
 
@@ -20,7 +20,7 @@ MIB = 1 << 20
 #: Containers that may grow up to their own limit after the warm-up.
 LIMITED = {
     "recorder._sent": PROGRAMS_KEPT,  # the timer ends programs at varying places
-    "link._inflight": 2 * RUNS_REMEMBERED,
+    "failures.inflight": 2 * RUNS_REMEMBERED,
 }
 #: Data of one step is released again. It is bounded by the size of a program and by how far the client runs ahead.
 PASSING = {

@@ -123,3 +123,56 @@ def test_serve_stopped_ends_its_sessions_with_the_reason(served, tmp_path):
         _, errors = running.communicate(timeout=60)
     assert executor.wait(60) == 0
     assert running.returncode == 1 and "lost the executor" in errors and "the executor is stopping" in errors
+
+
+LOSING = """
+import sys, time
+from pathlib import Path
+import torch
+
+torch.manual_seed(0)
+x = torch.rand(64, 64, device="cuda")
+for step in range(12):
+    if step == 6:
+        Path(sys.argv[1]).touch()
+        while not Path(sys.argv[2]).exists():
+            x = x + 0.0
+            torch.cuda.synchronize()
+            time.sleep(0.01)
+    x = torch.tanh(x @ x * 0.1 + torch.rand(64, 64, device="cuda"))
+print(x.double().sum().item())
+"""
+
+
+@pytest.mark.slow
+def test_serve_a_session_goes_on_when_the_executor_is_started_again(tmp_path):
+    script, reached, restarted = tmp_path / "script.py", tmp_path / "reached", tmp_path / "restarted"
+    script.write_text(LOSING)
+    own = os.environ | {"OMP_NUM_THREADS": "1", "WOOLY_EXECUTOR_STATE_DIR": str(tmp_path / "state")}
+    arguments = ["--standalone", "--json", "--listen", f"unix://{tmp_path}/x.sock"]
+
+    def serve(log):
+        return forks.Forked("wooly_executor", *arguments, stdout=subprocess.PIPE, stderr=log, text=True, env=own)
+
+    def run(url, **more):
+        env = environment(url, **more)
+        argv = ["run", str(script), str(reached), str(restarted)]
+        return forks.Forked("wooly", *argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    with open(tmp_path / "log", "w") as log:
+        with serve(log) as first:
+            (url,) = json.loads(first.stdout.readline())["urls"]
+            running = run(url, WOOLYAI_RECOVERY="on", WOOLYAI_CHECKPOINT_S="0")
+            until = time.monotonic() + 120
+            while not reached.exists():
+                assert time.monotonic() < until and running.poll() is None
+                time.sleep(0.02)
+            first.kill()
+        with serve(log) as second:
+            assert json.loads(second.stdout.readline())["urls"] == [url]
+            restarted.touch()
+            out, said = running.communicate(timeout=120)
+            assert running.returncode == 0 and "goes on in the executor" in said, said
+            undisturbed = run(url).communicate(timeout=120)[0]
+            second.kill()
+    assert out == undisturbed != ""

@@ -67,8 +67,10 @@ def cluster(request, tmp_path_factory):
         cluster.start("b", **other_env)
         cluster.wait(lambda: len(cluster.rest("GET", "nodes")["nodes"]) == 2)
         cluster.keeper = Keeper(cluster, ("a", "b", "router"), {"a": env, "b": other_env})
-        stack.callback(cluster.keeper.stop)
-        yield cluster
+        try:
+            yield cluster
+        finally:
+            cluster.keeper.stop()  # before the processes end
 
 
 class Linked:

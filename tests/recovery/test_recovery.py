@@ -4,7 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+from wooly_bus.access import Access
+from wooly_bus.contracts import METERING_CREDITS_SHOW, METERING_ENTRY_LIST
+from wooly_bus.credentials import Credentials
+from wooly_bus.rpc import ControlClient
 from wooly_testkit import forks
+from wooly_wis.credits import CreditsRequest, EntriesRequest
 
 pytestmark = pytest.mark.connected
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -86,6 +91,32 @@ def test_an_error_after_a_loss_names_its_line(run):
         i for i, text in enumerate((SCRIPTS / "mistake.py").read_text().splitlines(), 1) if "the mistake" in text
     )
     assert f"mistake.py:{line}" in found and said.count(GONE_ON) == 1
+
+
+@pytest.mark.parametrize("real", [True, False], ids=["executor", "link"])
+def test_what_a_script_repeats_is_free_only_after_a_real_loss(cluster, alice, run, real):
+    """If only the connection breaks, the client may have broken it."""
+    run(*CASES["train"][0], LOSE="9", WOOLYAI_CHECKPOINT_S="1000", **({} if real else {"CUT": "1"}))
+    task = cluster.rest("GET", "tasks?limit=1")["tasks"][0]["task_id"]
+
+    metering = ControlClient(
+        Access(cluster.nats_url, lambda: Credentials.parse(cluster.keys.service_creds.read_text()))
+    )
+
+    def booked():
+        return metering.request(METERING_ENTRY_LIST, EntriesRequest(session_id=task, limit=1000)).entries
+
+    def ended():
+        rows = metering.request(METERING_CREDITS_SHOW, CreditsRequest(session_id=task)).rows
+        return bool(rows) and rows[0].ended
+
+    try:
+        cluster.wait(lambda: ended() or (real and any(e.repeated_core_ns for e in booked())))
+        entries = booked()
+    finally:
+        metering.close()
+    assert all(e.core_ucr == (e.core_ns - e.repeated_core_ns) * e.pace_ppm // 1_000_000 for e in entries)
+    assert any(e.repeated_core_ns for e in entries) == real
 
 
 @pytest.mark.slow

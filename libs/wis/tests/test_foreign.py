@@ -21,6 +21,7 @@ from wooly_wis.foreign import (
     decode_source,
     encode_code,
     encode_source,
+    hidden_state,
     key_of,
     launch_of,
 )
@@ -169,3 +170,30 @@ def test_launch_breaking_a_law_is_refused(complaint):
 def test_launch_with_unknown_attribute_is_refused():
     with pytest.raises(VerifyError, match="unknown attribute 'stream'"):
         verify_program(program(form(stream=1)))
+
+
+ENTRY = ".visible .entry count(.param .u64 out) { ld.global.u32 %r1, [%rd1]; st.global.u32 [%rd1], %r1; ret; }\n"
+
+
+@pytest.mark.parametrize(
+    ("before", "variable"),
+    [
+        (".visible .global .align 4 .u32 counter;\n", "counter"),
+        (".global .u32 counter = 1;\n", "counter"),
+        (".version 8.0\n.target sm_80\n  .weak .global .align 8 .b8 state_2[64] = {0, 1};\n", "state_2"),
+        (".extern .global .f32 other[];", "other"),
+        (".const .align 4 .u32 table[4] = {1, 2, 3, 4};\n", ""),
+        ("// .global .u32 counter;\n/*\n.global .u32 other;\n*/\n", ""),
+        ("", ""),
+    ],
+)
+def test_ptx_with_a_variable_on_the_device_has_hidden_state(before, variable):
+    found = hidden_state(Source("ptx", before + ENTRY))
+    if variable:
+        assert f"kernel count has the variable {variable} on" in found
+    else:
+        assert found == ""
+
+
+def test_other_languages_have_no_hidden_state():
+    assert hidden_state(Source("cuda-c", ".global .u32 counter;")) == ""

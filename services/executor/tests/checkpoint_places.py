@@ -54,9 +54,9 @@ class Place:
     def store(self, key=""):
         return ObjectStore(self.url, key) if self.objects else FolderStore(self.folder, key)
 
-    def checkpoints(self, kept_s=3600.0, secret=SECRET):
+    def checkpoints(self, kept_s=3600.0, secret=SECRET, earlier=None):
         secret = secret if self.encrypted else None
-        return Checkpoints(self.store("" if secret is None else secret.id), kept_s, secret)
+        return Checkpoints(self.store("" if secret is None else secret.id), kept_s, secret, earlier)
 
     def paths(self):
         """The paths of everything that is stored."""

@@ -284,10 +284,28 @@ class Device:
         return self.loop.call(function).result(WAIT_S)
 
     def admit(
-        self, session_id, quota=None, *, tenant="", scope=Scope.OFF, swappable=True, opaque=False, claim=0, **policy
+        self,
+        session_id,
+        quota=None,
+        *,
+        tenant="",
+        scope=Scope.OFF,
+        swappable=True,
+        opaque=False,
+        claim=0,
+        part=0,
+        repeats=False,
+        **policy,
     ):
         entry, found = SharedPass(f"token of {session_id}"), Policy(**policy)
-        how = {"scope": scope, "swappable": swappable, "opaque": opaque, "claim": claim}
+        how = {
+            "scope": scope,
+            "swappable": swappable,
+            "opaque": opaque,
+            "claim": claim,
+            "part": part,
+            "repeats": repeats,
+        }
         self.call(lambda: self.loop.sessions.open(session_id, entry, quota, found, tenant, **how))
 
     def open(self, session_id, quota=None, **policy):

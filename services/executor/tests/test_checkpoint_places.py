@@ -5,19 +5,24 @@ import itertools
 import os
 import struct
 import threading
+import time
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nats.js.errors import NotFoundError
 from wooly_bus.contents import CHUNK
+from wooly_executor.checkpoints import jetstream as jetstream_module
 from wooly_executor.checkpoints import objects
 from wooly_executor.checkpoints.encryption import LONGER, Secret
 from wooly_executor.checkpoints.files import Checkpoints, SavedBuffer
+from wooly_executor.checkpoints.jetstream import JetStreamFiles
 from wooly_executor.checkpoints.objects import ObjectStore
 from wooly_executor.errors import CheckpointError
 from wooly_executor.memory.swap import Policy
 from wooly_executor.settings import ExecutorSettings
 from wooly_executor.vram import SwapSettings
+from wooly_testkit.nats import nats_server
 
 from services.executor.tests.checkpoint_places import KINDS, SECRET, HookedFileSystem, Place, Steps
 
@@ -127,7 +132,7 @@ def test_swapped_chunks_are_an_error(place):
         place.write(path, contents[1])
     for path in other:
         place.write(path, contents[0])
-    with pytest.raises(CheckpointError, match="belongs to another place"):
+    with pytest.raises(CheckpointError, match="are those of another chunk"):
         restored(place.checkpoints().of("t", "s"), 1)
 
 
@@ -142,7 +147,7 @@ def test_the_list_of_another_cut_is_an_error(place, tenant, session, number):
     store(checkpoints.of(tenant, session), number, b"content")
     (theirs,) = [path for path in place.list_paths() if path != mine]
     place.write(theirs, place.read(mine))
-    with pytest.raises(CheckpointError, match="belongs to another place or tenant"):
+    with pytest.raises(CheckpointError, match="are those of another chunk, checkpoint or tenant"):
         checkpoints.of(tenant, session).read(number)
 
 
@@ -155,7 +160,7 @@ def test_a_chunk_of_another_tenant_is_an_error(place):
     (theirs,) = place.chunks() - {mine}
     for path in place.chunk_paths(theirs):
         place.write(path, place.read(place.chunk_paths(mine)[0]))
-    with pytest.raises(CheckpointError, match="belongs to another place or tenant"):
+    with pytest.raises(CheckpointError, match="are those of another chunk, checkpoint or tenant"):
         restored(checkpoints.of("u", "s"), 1)
 
 
@@ -173,6 +178,57 @@ def test_another_key_is_named_and_its_files_are_swept(place):
         rotated.of("t", "new").read(1)
     place.age()
     assert rotated.sweep() == 2 and not place.paths()
+
+
+@pytest.mark.parametrize("place", ENCRYPTED, indirect=True)
+def test_a_session_goes_on_from_a_cut_under_the_earlier_key_and_is_stored_under_the_new_one(make_device, place):
+    old = make_device(checkpoints=place.checkpoints(secret=SECRET))
+    a = old.open("s")
+    a.make(8, 1.0)
+    a.make(16, 2.0)
+    assert a.cut(1)["stored"] == 1
+    a.channel.close()
+    both = place.checkpoints(secret=OTHER, earlier=SECRET)
+    b = make_device(checkpoints=both).open("s")
+    b.restore(1)
+    b.write(16, struct.pack("<f", 3.0))
+    assert b.cut(2, known=1)["stored"] == 2
+    b.channel.close()
+    c = make_device(checkpoints=place.checkpoints(secret=OTHER)).open("s")  # the earlier key is gone
+    c.restore(2)
+    assert (c.floats(8, 1), c.floats(16, 1)) == ([1.0], [3.0])
+    both.of("", "s").remove()
+    assert not place.paths()
+
+
+@pytest.mark.parametrize("place", ENCRYPTED, indirect=True)
+def test_files_under_the_earlier_key_are_kept_as_long_as_their_session(place):
+    store(place.checkpoints(secret=SECRET).of("t", "s"), 1, b"content")
+    both = place.checkpoints(secret=OTHER, earlier=SECRET)
+    place.age()
+    both.of("t", "s").touch()
+    assert both.sweep() == 0 and restored(both.of("t", "s").holder(1), 1) == [b"content"]
+
+
+def test_executors_with_two_keys_name_both_places(tmp_path, monkeypatch):
+    keys = {"CHECKPOINT_KEY": bytes(32).hex(), "CHECKPOINT_KEY_EARLIER": bytes(range(32)).hex()}
+    found = []
+    for names in (("CHECKPOINT_KEY",), ("CHECKPOINT_KEY_EARLIER",), tuple(keys)):
+        for name in keys:
+            monkeypatch.delenv(f"WOOLY_EXECUTOR_{name}", raising=False)
+        monkeypatch.setenv("WOOLY_EXECUTOR_CHECKPOINTS", str(tmp_path))
+        for name in names:
+            monkeypatch.setenv(f"WOOLY_EXECUTOR_{name if len(names) > 1 else 'CHECKPOINT_KEY'}", keys[name])
+        checkpoints = ExecutorSettings().checkpoint_files()
+        found.append((checkpoints.identity(), *checkpoints.readable()))
+    (new,), (old,), both = found
+    assert both == (new, old) and new != old
+
+
+def test_an_earlier_key_that_is_no_key_is_refused(monkeypatch):
+    monkeypatch.setenv("WOOLY_EXECUTOR_CHECKPOINT_KEY_EARLIER", "nonsense")
+    with pytest.raises(CheckpointError, match="WOOLY_EXECUTOR_CHECKPOINT_KEY_EARLIER cannot be used"):
+        ExecutorSettings().checkpoint_files()
 
 
 @pytest.mark.parametrize("place", ENCRYPTED, indirect=True)
@@ -558,3 +614,105 @@ def test_s3_without_a_server_or_a_bucket_is_an_error(s3, no_pauses):
     files = Checkpoints(ObjectStore("s3://wooly/checkpoints"), 3600.0).of("t", "s")
     with pytest.raises(CheckpointError, match="s3://wooly/checkpoints cannot store"):
         store(files, 1, b"x")
+
+
+# -- JetStream -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def server():
+    with nats_server() as url:
+        yield url
+
+
+@pytest.fixture
+def jetstream(server, request):
+    """Makes executors' views of one place in JetStream."""
+    url, made = f"{server}/CHECKPOINTS/{request.node.name}", []
+
+    def make(kept_s=3600.0, secret=SECRET):
+        made.append(ObjectStore(url, secret.id))
+        return Checkpoints(made[-1], kept_s, secret)
+
+    yield make
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def files(server, request):
+    """What is stored in JetStream."""
+    found = JetStreamFiles(f"{server}/CHECKPOINTS/{request.node.name}")
+    yield found
+    found.close()
+
+
+def test_a_cut_in_jetstream_is_restored_by_another_executor(jetstream, files):
+    content = os.urandom(CHUNK)
+    first, second = jetstream(), jetstream()
+    store(first.of("t", "s"), 1, content, b"small")
+    assert restored(second.of("t", "s"), 1) == [content, b"small"]
+    store(second.of("t", "other"), 1, content)
+    assert len([path for path in files.find(files.root) if "/data-" in path]) == 2
+    first.of("t", "s").remove()
+    assert restored(first.of("t", "other"), 1) == [content]
+    second.of("t", "other").remove()
+    assert files.find(files.root) == []
+
+
+def test_a_session_goes_on_from_its_cut_in_jetstream(make_device, jetstream):
+    a = make_device(checkpoints=jetstream()).open("s")
+    a.make(8, 1.0, 2.0)
+    assert a.cut(1)["stored"] == 1
+    a.write(8, struct.pack("<f", 5.0))
+    assert a.cut(2, known=1)["stored"] == 2
+    a.channel.close()
+    b = make_device(checkpoints=jetstream()).open("s")
+    b.restore(2)
+    assert b.floats(8, 2) == [5.0, 2.0]
+
+
+def test_names_in_jetstream_that_do_not_exist_are_missing(files):
+    with pytest.raises(FileNotFoundError):
+        files.cat_file(f"{files.root}/t/chunks/x/data-1-a")
+    files.rm([f"{files.root}/t/chunks/x/data-1-a"])
+    assert files.find(f"{files.root}/t") == []
+
+
+def test_a_content_in_jetstream_whose_executor_died_is_swept(jetstream, files, monkeypatch):
+    """The content is stored before its key."""
+    path = f"{files.root}/{'t' * 32}/chunks/x/data-1-a"
+    with monkeypatch.context() as dies:
+        dies.setattr(jetstream_module, "_OBJECT", None)
+        with pytest.raises(TypeError):
+            files.pipe_file(path, bytes(1 << 20))
+    assert files.find(files.root) == []
+
+    def objects_there():
+        try:
+            return {info.name for info in files._run(files._opened[2].list(ignore_deletes=True))}
+        except NotFoundError:
+            return set()
+
+    assert path.replace("/", ".") in objects_there()
+    store(jetstream().of("t", "s"), 1, bytes(1 << 20))
+    files.sweep(time.time() - 3600)
+    assert path.replace("/", ".") in objects_there()
+    jetstream(kept_s=-1).sweep()
+    assert path.replace("/", ".") not in objects_there() and files.find(files.root) == []
+
+
+def test_jetstream_that_does_not_answer_is_an_error(no_pauses, monkeypatch):
+    monkeypatch.setattr(jetstream_module, "TIMEOUT_S", 0.05)
+    with nats_server() as url:
+        gone = url
+    checkpoints = Checkpoints(ObjectStore(f"{gone}/CHECKPOINTS", SECRET.id), 3600.0, SECRET)
+    with pytest.raises(CheckpointError, match=r"cannot store .*\(WOOLY_EXECUTOR_CHECKPOINTS\)"):
+        store(checkpoints.of("t", "s"), 1, b"content")
+    checkpoints.close()
+
+
+def test_an_url_of_jetstream_without_a_host_is_refused(monkeypatch):
+    monkeypatch.setenv("WOOLY_EXECUTOR_CHECKPOINTS", "nats:///bucket")
+    with pytest.raises(CheckpointError, match="the URL has no host"):
+        ExecutorSettings().checkpoint_files()

@@ -372,3 +372,63 @@ def test_any_cut_restores_what_was_there(make_device, tmp_path_factory, wis, kin
         second.closed.clear()
     second.check()
     place.remove()
+
+
+def usage(device):
+    """By session: core time, its repeated part, and core time since the newest checkpoint."""
+    taken = device.call(device.loop.take_usage)
+    return {t.session_id: (t.core_ns, t.repeated_ns, t.unsaved_ns) for t in taken}
+
+
+@pytest.mark.parametrize("repeats", [False, True])
+def test_usage_says_what_was_repeated_and_what_the_checkpoint_does_not_have(device_with, wis, repeats):
+    first, second = device_with(), device_with()
+    a = first.open("s")
+    a.make(8, 1.0, 2.0)
+    double(wis, a, 8, 2)
+    assert a.cut(1)["stored"] == 1
+    double(wis, a, 8, 2)
+    assert a.floats(8, 2) == [4.0, 8.0]
+    core, repeated, unsaved = usage(first)["s"]
+    assert 0 < unsaved < core and repeated == 0
+    leave(a)
+    b = second.open("s", repeats=repeats)
+    b.restore(1)
+    double(wis, b, 8, 2)  # it repeats this
+    b.sync()
+    core, repeated, unsaved = usage(second)["s"]
+    assert core > 0 and unsaved is None and repeated == (core if repeats else 0)
+    double(wis, b, 8, 2)  # this is new
+    assert b.floats(8, 2) == [8.0, 16.0]
+    core, repeated, unsaved = usage(second)["s"]
+    assert core > 0 and repeated == 0
+
+
+def test_a_checkpoint_ends_what_is_repeated(device_with, wis):
+    """A client that goes on working without a word at the end of its repeats takes no checkpoint for free, either."""
+    device = device_with()
+    client = device.open("s", repeats=True)
+    client.make(8, 1.0)
+    double(wis, client, 8, 1)
+    client.cut(1)
+    usage(device)
+    double(wis, client, 8, 1)
+    assert client.floats(8, 1) == [4.0]
+    core, repeated, unsaved = usage(device)["s"]
+    assert core > 0 and repeated == 0 and unsaved is not None
+
+
+@ALL
+def test_the_devices_of_a_session_have_cuts_of_their_own(device_with, place):
+    executors = [device_with() for _ in range(2)]
+    for part, device in enumerate(executors):
+        client = device.open("s", part=part)
+        client.make(8, 1.0 + part)
+        assert client.cut(1)["stored"] == 1
+        leave(client)
+    others = [device_with() for _ in range(2)]
+    for part, device in enumerate(others):
+        device.call(lambda device=device: device.loop.cuts.keep([("", "s", 0), ("", "s", 1)], []))
+        client = device.open("s", part=part)
+        client.restore(1)
+        assert client.floats(8, 1) == [1.0 + part]

@@ -13,10 +13,9 @@ from wooly_wis.frames import PROTOCOL, Kind, pack_json, unpack_json
 TOKEN = "the token"
 
 
-def hello(session_id="a", token=TOKEN, **session):
-    return bytearray(
-        pack_json({"protocol": PROTOCOL, "session_id": session_id, "token": token, "session": session or {}})
-    )
+def hello(session_id="a", token=TOKEN, returns=None, **session):
+    said = {"protocol": PROTOCOL, "session_id": session_id, "token": token, "session": session or {}}
+    return bytearray(pack_json(said | ({} if returns is None else {"returns": returns})))
 
 
 @pytest.fixture
@@ -63,6 +62,21 @@ def test_standalone_second_client_of_a_session_is_refused(connected):
     assert connected("a")[1] == Kind.WELCOME
     _, kind, said = connected("a")
     assert kind == Kind.ERROR and "already has a client" in said["message"]
+
+
+def test_standalone_client_that_returns_takes_the_place_of_its_broken_connection(alone, connected):
+    connected("a", quota=1 << 20)
+    _, kind, said = connected("a", returns=True, quota=1 << 21)
+    assert kind == Kind.WELCOME and said["device"]["total_memory"] == 1 << 21
+    assert alone.call(lambda: [s.id for s in alone.loop.sessions.all()]) == ["a"]
+    assert connected("new", returns=True)[1] == Kind.WELCOME  # the executor was started again
+
+
+@pytest.mark.parametrize(("token", "returns"), [("wrong", True), (TOKEN, False), (TOKEN, 1), (TOKEN, "yes")])
+def test_standalone_client_without_the_token_or_the_word_takes_no_place(connected, token, returns):
+    connected("a")
+    assert connected("a", token, returns)[1] == Kind.ERROR
+    assert connected("b")[1] == Kind.WELCOME
 
 
 def test_standalone_memory_that_does_not_fit_is_refused_and_nothing_remains(alone, connected):

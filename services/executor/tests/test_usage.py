@@ -325,3 +325,39 @@ def test_held_session_frees_late_results_of_a_refused_run(device, wis):
     assert device.held()["s"][1] == 1
     client.start(name, [1, 7], reply=True)
     assert client.answer()["outputs"][0]["sizes"] == [1, 1]
+
+
+def test_usage_tells_what_was_repeated_and_what_no_checkpoint_has():
+    book = UsageBook()
+    used = book.opened("a", "acme", "llama", Bears(), 0)
+    used.part, used.epoch, used.repeating = 1, 3, True
+    used.launched(10, 10, 10)
+    used.decoded(5)
+    used.repeating = False
+    used.launched(7, 7, 20)
+    found = taken(book, 20)["a"]
+    assert (found.part, found.epoch, found.core_ns, found.repeated_ns, found.unsaved_ns) == (1, 3, 22, 15, None)
+    before = used.mark()
+    used.launched(4, 4, 30)
+    used.saved(before)
+    used.launched(2, 2, 40)
+    found = taken(book, 40)["a"]
+    assert (found.core_ns, found.repeated_ns, found.unsaved_ns) == (6, 0, 6)
+    used.launched(1, 1, 50)
+    assert taken(book, 50)["a"].unsaved_ns == 7
+
+
+def test_usage_counts_a_launch_to_the_frames_before_those_that_follow_it():
+    """Frames behind a launch are processed before its time is known."""
+    book = UsageBook()
+    used = book.opened("a", "acme", "llama", Bears(), 0)
+    used.repeating = True
+    used.launches()
+    mark = used.mark()
+    used.repeating = False
+    used.launched(10, 10, 10)
+    used.saved(mark)
+    used.launches()
+    used.launched(3, 3, 20)
+    found = taken(book, 20)["a"]
+    assert (found.core_ns, found.repeated_ns, found.unsaved_ns) == (13, 10, 3)

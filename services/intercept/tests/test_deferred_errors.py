@@ -54,7 +54,7 @@ def test_error_surfaces_at_unrelated_wait_with_its_own_operation(cuda):
 @pytest.mark.parametrize("code", ["executor.missing_kernel", "executor.operation"])
 def test_error_about_missing_kernel_is_a_not_implemented_error(cuda, code):
     link = device.current().devices.recorders[0].link
-    error = link._remote_error({"message": "\"dot\" not implemented for 'Bool'", "code": code})
+    error = link._error_of({"message": "\"dot\" not implemented for 'Bool'", "code": code})
     assert isinstance(error, RemoteOperationError) and str(error) == "\"dot\" not implemented for 'Bool'"
     assert isinstance(error, NotImplementedError) is (code == "executor.missing_kernel")
 

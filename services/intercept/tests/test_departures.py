@@ -5,6 +5,7 @@ import threading
 import time
 
 import pytest
+from wooly import continuation
 from wooly import link as links
 from wooly.control import ControlError
 from wooly.departures import STAYS, Departures
@@ -52,7 +53,7 @@ class Session:
         self.link.recovery = Recovery(
             self.reopen, lambda cut, why: self.hibernations.append((cut, why)), every_s=1000.0, say=self.said.append
         )
-        self.departures = Departures(self.link, threading.RLock())
+        self.departures = Departures([(self.link, threading.RLock())])
 
     def reopen(self, why, cut, leaves):
         self.asked.append((why, cut))
@@ -147,8 +148,8 @@ def test_a_hibernated_session_that_finds_no_executor_asks_again_after_a_while(mo
         with pytest.raises(ControlError, match="no room"):
             session.read()
     assert len(session.asked) == 1 and session.link.recovery.hibernates
-    monkeypatch.setattr(links, "WAKE_AGAIN_S", 0.0)
-    session.link._not_woken = None
+    monkeypatch.setattr(continuation, "WAKE_AGAIN_S", 0.0)
+    session.link.continuation._not_woken = None
     with pytest.raises(ControlError, match="no room"):
         session.read()
     session.heed("wake")
@@ -161,7 +162,7 @@ def test_the_router_ends_a_hibernated_session():
     session.heed("hibernate")
     session.link.fail("it was cancelled")
     with pytest.raises(links.ExecutorLostError):
-        session.link.go_on()
+        session.link.continuation.go_on()
     with pytest.raises(links.ExecutorLostError):
         session.read()
 

@@ -263,7 +263,7 @@ def test_exception_while_send_waits_for_room_keeps_recorded_operations(cuda, ala
     total, busy = torch.zeros(4, device=cuda), torch.ones(600, 600, device=cuda)
     link, recorder = api.attached_links()[0], api.attached_device().recorder
     torch.cuda.synchronize()
-    monkeypatch.setattr(link._channel, "window", 1)
+    monkeypatch.setattr(link.connection.channel, "window", 1)
     for _ in range(40):
         busy = (busy @ busy) / 600.0
     with recorder.lock:

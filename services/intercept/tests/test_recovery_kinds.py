@@ -1,14 +1,18 @@
 """Results that the script has read and that another executor repeats: on the same kind they must be equal."""
 
 import struct
+import threading
 from collections import deque
 
 import pytest
 import torch
+from wooly.departures import Departures
 from wooly.errors import ExecutorLostError
 from wooly.link import Link
 from wooly.recovery import Recovery, Reopened
 from wooly_bus.channel import ChannelClosedError
+from wooly_wis.codec import digest
+from wooly_wis.foreign import Source, encode_source
 from wooly_wis.frames import READ_HEAD, Kind, pack_json
 
 RELEASE = torch.__version__.split("+")[0]
@@ -172,3 +176,20 @@ def test_an_operation_that_fails_only_on_another_kind_ends_the_session():
     with pytest.raises(ExecutorLostError, match=r"an operation fails on CPU \(opencl"):
         session.read()
     assert not session.noted
+
+
+def test_a_kernel_with_hidden_state_ends_recovery_and_is_named():
+    session = Session(Executor(1.0))
+    session.link.recovery._always = True
+    text = ".global .u32 counter;\n.visible .entry count(.param .u64 out) { ret; }\n"
+    raw = encode_source(Source("ptx", text))
+    session.link.source(digest(raw), raw)
+    assert session.link.recovery is None
+    (said,) = session.said
+    assert "cannot go on in another executor any more" in said and "kernel count has the variable counter" in said
+    departures = Departures([(session.link, threading.RLock())])
+    assert not departures.recovers
+    assert "kernel count has the variable counter" in departures.take_stays() == departures.take_stays()
+    session.lose()
+    with pytest.raises(ExecutorLostError):
+        session.read()

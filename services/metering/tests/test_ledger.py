@@ -347,3 +347,80 @@ def test_booked_total_is_the_maximum_of_journal_and_records_in_any_order(ledger,
                 sent.append(told(("s1", journal[n]), entries=n + 1))
         ledger.take(*sent)
         assert core_of(ledger) == max(used, most)
+
+
+CORE = 100_000_000
+
+
+def work(epoch=0, repeats=0, unsaved=None, **more):
+    """0.1 s of core time in an epoch, of which `repeats` repeated lost work."""
+    return record(core_ns=CORE, gpu_ns=CORE, epoch=epoch, repeats_core_ns=repeats, unsaved_core_ns=unsaved, **more)
+
+
+def free(ledger):
+    """Of each entry, in tenths of its core time: what was not billed."""
+    found = ledger.reader.entries(EntriesRequest(limit=1000))[0]
+    assert all(e.core_ucr == e.core_ns - e.repeated_core_ns for e in found)
+    assert {e.reason for e in found if e.repeated_core_ns} <= {"it repeated work that was lost with its executor"}
+    return [e.repeated_core_ns * 10 // CORE for e in found]
+
+
+def test_repeated_work_is_billed_once(ledger):
+    ledger.take(event(work()), event(work(), batch=2))
+    ledger.take(event(work(1, CORE), source="gpu-1/1", executor_id="gpu-1"))
+    ledger.take(event(work(1, CORE), work(1), batch=2, source="gpu-1/1", executor_id="gpu-1"))
+    assert free(ledger) == [0, 0, 10, 10, 0]
+
+
+def test_work_beyond_the_lost_work_is_billed(ledger):
+    ledger.take(event(work()))
+    ledger.take(*[event(work(1, CORE), batch=n, source="gpu-1/1", executor_id="gpu-1") for n in (1, 2, 3)])
+    assert free(ledger) == [0, 10, 0, 0]
+
+
+def test_only_work_since_the_newest_checkpoint_is_lost(ledger):
+    ledger.take(event(work(), work(unsaved=CORE // 2), work(unsaved=CORE // 5)))
+    ledger.take(event(work(1, CORE), source="gpu-1/1", executor_id="gpu-1"))
+    assert free(ledger) == [0, 0, 0, 2]
+
+
+def test_work_that_is_lost_again_is_free_again_and_billed_once(ledger):
+    ledger.take(event(work()))
+    ledger.take(event(work(1, CORE), work(1), source="gpu-1/1", executor_id="gpu-1"))  # no new checkpoint
+    ledger.take(event(work(2, CORE), work(2, CORE), work(2, CORE), source="gpu-2/1", executor_id="gpu-2"))
+    assert free(ledger) == [0, 10, 0, 10, 10, 0]
+    billed = sum([e.core_ucr for e in ledger.reader.entries(EntriesRequest())[0]])
+    assert billed == 3 * CORE
+
+
+def test_sessions_and_devices_do_not_share_lost_work(ledger):
+    ledger.take(event(work(), work(part=1), record("other")))
+    ledger.take(event(work(1, CORE), work(1, CORE, part=2), source="gpu-1/1", executor_id="gpu-1"))
+    ledger.take(event(work(1, CORE), source="gpu-2/1", executor_id="gpu-2"))
+    assert free(ledger)[3:] == [10, 0, 0]
+
+
+def test_lost_work_that_only_the_journal_knows_is_free_too(ledger):
+    """The executor died before it published its last usage."""
+    ledger.take(event(work()))
+    total = record(core_ns=3 * CORE, gpu_ns=3 * CORE, runs=0, resident_mib_us=0, idle_mib_us=0)
+    ledger.take(event(total, source="journal/x/0", whole=True, device_kind="", cores=(1 << 31) - 1, memory=0))
+    ledger.take(*[event(work(1, CORE), batch=n, source="gpu-1/1", executor_id="gpu-1") for n in (1, 2, 3, 4)])
+    assert free(ledger) == [0, 0, 10, 10, 10, 0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"repeats_core_ns": 2 * CORE}, "but used only"),
+        ({"repeats_core_ns": -1}, "repeats_core_ns is -1"),
+        ({"part": 8}, "device 8"),
+        ({"part": 10**4000}, "astronomical"),
+        ({"epoch": 1 << 31}, "does not exist"),
+        ({"unsaved_core_ns": -1}, "unsaved_core_ns is -1"),
+    ],
+)
+def test_impossible_repeats_are_quarantined(ledger, changes, reason):
+    ledger.take(event(record(**{"core_ns": CORE, "gpu_ns": CORE, "repeats_core_ns": 1} | changes)))
+    (found,) = ledger.reader.quarantined(QuarantineRequest())[0]
+    assert reason in found.reason and ledger.reader.entries(EntriesRequest())[0] == []

@@ -56,7 +56,7 @@ class FakeExecutor:
         self.policies = {}
         self.refuse = None
         self.asked, self.held_up = [], 0
-        self.kept, self.dropped = [], []
+        self.kept, self.dropped, self.kept_devices = [], [], []
         app.serve(contracts.EXECUTOR_SESSION_OPEN.at(name), self.on_open)
         app.serve(contracts.EXECUTOR_SESSION_RENEW.at(name), self.on_renew)
         app.serve(contracts.EXECUTOR_SESSION_CLOSE.at(name), self.on_close)
@@ -91,6 +91,7 @@ class FakeExecutor:
 
     async def on_keep_checkpoints(self, request):
         self.kept += [n.session_id for n in request.keep]
+        self.kept_devices += [(n.session_id, n.devices) for n in request.keep]
         self.dropped += [n.session_id for n in request.drop]
         return KeepCheckpointsReply()
 

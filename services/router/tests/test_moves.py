@@ -353,3 +353,123 @@ async def test_a_session_that_stays_is_asked_again_after_a_while(rig):
         r.clock.now += ASK_AGAIN_S
         await drain()
         assert (await renew(r, opened)).wish == "move"
+
+
+async def repeats(r, opened):
+    """Whether the executor of a session was told that the session repeats lost work."""
+    (part,) = opened.parts
+    executor = next(e for e in r.executors if e.name == part.executor_id)
+    return executor.sessions[opened.session_id].repeats
+
+
+async def test_a_client_that_says_that_it_lost_a_living_executor_repeats_nothing_for_free(rig):
+    async with rig("a", "b") as r:
+        await beat(r)
+        opened = await r.open(recovers=True)
+        assert not await repeats(r, opened)
+        again = await come_back(r, opened, "the connection broke")
+        assert not await repeats(r, again)
+        await r.actor.moves.move(await record(r, again), "moved on request")
+        assert not await repeats(r, await come_back(r, again, "moved on request", leaves=True))
+
+
+async def anywhere(r, opened):
+    async with r.actor.world.database.writing() as s:
+        await r.tasks.change_wants(s, opened.session_id, node="")
+
+
+async def test_a_session_whose_executor_does_not_answer_repeats_lost_work_for_free(rig, beating_executor):
+    async with rig("a") as r:
+        async with beating_executor("gone") as gone:
+            await r.actor.on_heartbeat(gone.heartbeat())
+            opened = await r.open(recovers=True, node="gone")
+            await anywhere(r, opened)
+        again = await come_back(r, opened, "the connection broke")
+        assert again.parts[0].executor_id == "a" and await repeats(r, again)
+        assert not await repeats(r, await come_back(r, again, "the connection broke"))
+
+
+async def test_a_session_whose_executor_sends_no_heartbeats_repeats_lost_work_for_free(rig):
+    async with rig("a", "b") as r:
+        await beat(r)
+        opened = await r.open(recovers=True, node="a")
+        await anywhere(r, opened)
+        r.clock.now += ABANDONED_S
+        await r.actor.on_heartbeat(r.executors[1].heartbeat(checkpoints="store"))
+        await r.actor.reconcile()
+        again = await come_back(r, opened, "it was quiet")
+        assert again.parts[0].executor_id == "b" and await repeats(r, again)
+
+
+async def test_a_session_with_two_devices_keeps_the_one_whose_node_is_not_drained(rig):
+    async with rig("a", "b", "c") as r:
+        await beat(r)
+        opened = await r.open(recovers=True, gpu_count=2, gpu_mode="exclusive")
+        before = {p.executor_id for p in opened.parts}
+        old = opened.parts[0].executor_id
+        for executor in r.executors:
+            leaving = "its executor is being stopped" if executor.name == old else ""
+            await r.actor.on_heartbeat(executor.heartbeat(checkpoints="store", leaving=leaving))
+        await r.actor.moves.drain()
+        assert (await renew(r, opened)).wish == "move"
+        again = await come_back(r, opened, leaves=True)
+        assert {p.executor_id for p in again.parts} == {"a", "b", "c"} - {old}
+        asked = {e.name: e.sessions[opened.session_id].part for e in r.executors if opened.session_id in e.sessions}
+        assert asked == {p.executor_id: part for part, p in enumerate(again.parts)}
+        assert before - {old} <= asked.keys()
+
+
+async def test_a_session_with_two_devices_leaves_both_when_one_is_lost(rig):
+    async with rig("a", "b", "c") as r:
+        await beat(r)
+        opened = await r.open(recovers=True, gpu_count=2)
+        lost, other = (p.executor_id for p in opened.parts)
+        before = await record(r, opened)
+        await r.actor.lose_part(before, lost, "it was lost", passing=True)
+        (kept,) = [e for e in r.executors if e.name == other]
+        assert opened.session_id not in kept.sessions
+        again = await come_back(r, opened, "lost")
+        count = len(kept.closed)
+        await r.actor.lose_part(before, lost, "the same loss, reported late", passing=True)
+        assert len(kept.closed) == count and len(again.parts) == 2
+
+
+async def test_checkpoints_of_all_devices_of_a_hibernated_session_are_kept(rig):
+    async with rig("a", "b") as r:
+        await beat(r)
+        opened = await r.open(recovers=True, gpu_count=2)
+        await hibernate(r, opened)
+        await r.actor.moves.keep_checkpoints()
+        assert [named for e in r.executors for named in e.kept_devices] == [(opened.session_id, 2)]
+
+
+async def test_a_session_that_cannot_go_on_elsewhere_says_why_in_its_story_and_to_who_moves_it(rig):
+    async with rig("a", "b") as r:
+        await beat(r)
+        opened = await r.open(recovers=True)
+        why = "the PTX of the kernel count has the variable counter on the device"
+        for _ in range(2):
+            await renew(r, opened, recovers=False, stays=why)
+        told = [reason for _, reason in await story(r, opened) if why in reason]
+        assert told == [f"it cannot go on in another executor any more: {why}"]
+        error = await refusal(r.actor.moves.move(await record(r, opened), "moved on request"))
+        assert error.code == "router.not_movable" and str(error).endswith(why)
+
+
+async def test_a_session_goes_only_to_executors_that_can_read_its_checkpoint(rig):
+    """While keys are changed: `b` stores under the new key and reads both, `a` knows only the former key."""
+    async with rig("a", "b") as r:
+        a, b = r.executors
+
+        async def both():
+            await r.actor.on_heartbeat(a.heartbeat(checkpoints="old"))
+            await r.actor.on_heartbeat(b.heartbeat(checkpoints="new", checkpoints_read=("old",)))
+
+        await both()
+        opened = await r.open(recovers=True, node="a")
+        await r.actor.moves.move(await record(r, opened), "why", "b")
+        again = await come_back(r, opened, leaves=True)
+        assert again.parts[0].executor_id == "b"
+        await both()
+        error = await refusal(r.actor.moves.move(await record(r, again), "why", "a"))
+        assert "does not have the session's checkpoint" in str(error)

@@ -11,16 +11,16 @@ from pathlib import Path
 LOSE = {int(s) for s in os.environ.get("LOSE", "").split(",") if s}
 
 
-def step(number):
-    """Say that a step begins."""
+def step(number, part=0):
+    """Say that a step begins. `part`: index of the device whose executor is lost."""
     if "SLOW" in os.environ:
         time.sleep(0.2)
     if number in LOSE:
         from wooly import api
 
         if "CUT" in os.environ:
-            api._attached.link._channel.abort()
+            api._attached.links[part].connection.channel.abort()
             return
-        names = [api._attached.parts[0].executor_id, *(["router"] if "ROUTER" in os.environ else [])]
+        names = [api._attached.parts[part].executor_id, *(["router"] if "ROUTER" in os.environ else [])]
         for name in names:
             os.kill(int(Path(os.environ["PIDS"], name).read_text()), signal.SIGKILL)

@@ -43,6 +43,11 @@ class UsageRecord(BaseModel):
         resident_mib_us: resident MiB times microseconds of the session's own device time.
         idle_mib_us: resident MiB times all other microseconds.
         ended: the session has ended, and this is its last record.
+        part: index of the session's device.
+        epoch: how often the session had gone on in another executor.
+        repeats_core_ns: the part of `core_ns` that repeated work after the cluster had lost the session's executor. Metering does
+            not bill it, up to the work that was lost.
+        unsaved_core_ns: core time of this epoch since the newest stored checkpoint; None: no checkpoint was stored in this epoch.
         trace: in the last record of a traced session: its span, as W3C's `traceparent`. It has no effect on bills.
     """
 
@@ -63,6 +68,10 @@ class UsageRecord(BaseModel):
     resident_mib_us: int = 0
     idle_mib_us: int = 0
     ended: bool = False
+    part: int = 0
+    epoch: int = 0
+    repeats_core_ns: int = 0
+    unsaved_core_ns: int | None = None
     trace: str = ""
 
 
@@ -217,7 +226,10 @@ class EntriesRequest(Message):
 
 
 class LedgerEntry(Message):
-    """One ledger entry. A correction names the corrected entry, has negative amounts, and states a reason."""
+    """One ledger entry. A correction names the corrected entry, has negative amounts, and states a reason.
+
+    `repeated_core_ns` is the part of `core_ns` that is not billed, because it repeated work that the cluster had lost.
+    """
 
     id: int
     kind: Literal["usage", "correction"]
@@ -238,6 +250,7 @@ class LedgerEntry(Message):
     flops: int
     resident_mib_us: int
     idle_mib_us: int
+    repeated_core_ns: int = 0
     plan_id: int
     core_ucr: int
     vram_ucr: int

@@ -55,6 +55,13 @@ SCALARS: Final = (
 _SOURCE_MAGIC = b"WKS1"
 _CODE_MAGIC = b"WKC1"
 _PASSED = re.compile(r"status|scratch|null|(?:(?:address|value) |length (?=\d+ (?:1|2|4|8)$))(\d{1,3})(?: \d)?")
+#: A variable in the memory of the device, outside of the functions of a PTX text; and the entries of the text.
+_PTX_VARIABLE = re.compile(
+    r"(?:^|[;}])\s*(?:\.(?:visible|extern|weak|common|managed)\s+)*\.global\s[^;={(]*?([A-Za-z_$%][\w$]*)\s*(?:\[[^\]]*\]\s*)*[=;]",
+    re.MULTILINE,
+)
+_PTX_ENTRY = re.compile(r"\.entry\s+([A-Za-z_$%][\w$]*)")
+_PTX_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,1023}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 #: Attributes of `kernel.launch`.
@@ -113,6 +120,23 @@ def decode_source(raw: bytes) -> Source:
     if language not in LANGUAGES:
         raise DecodeError(f"language {language[:20]!r} is unknown; known languages: {', '.join(LANGUAGES)}", 5)
     return Source(language, text)
+
+
+def hidden_state(source: Source) -> str:
+    """Why a session with these kernels cannot go on elsewhere: their text keeps values outside of buffers. Empty: it does not.
+
+    Only texts in PTX can. Values that a kernel keeps by other means, such as addresses in buffers, are not found.
+    """
+    if source.language != "ptx":
+        return ""
+    text = _PTX_COMMENT.sub(" ", source.text)
+    found = _PTX_VARIABLE.search(text)
+    if found is None:
+        return ""
+    kernels = ", ".join(_PTX_ENTRY.findall(text)[:4]) or "without a name"
+    return (
+        f"the PTX of the kernel {kernels} has the variable {found[1]} on the device, and checkpoints have buffers only"
+    )
 
 
 def _decoded(raw: bytes) -> str:

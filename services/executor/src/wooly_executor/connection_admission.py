@@ -37,7 +37,8 @@ class Hello:
         entry: the pass that admitted the client.
         jit: the kernels that the client wants: "0", "exact" or "full".
         trace: the client's `traceparent`, not checked.
-        opens: the session that the hello opens (standalone); None: the session is open already.
+        opens: the session that the hello opens (standalone), also if the client comes back to it after its connection broke;
+            None: the session is open already.
         opaque: a session that the hello opens may launch kernels that cannot be checked.
     """
 
@@ -108,12 +109,15 @@ class ConnectionAdmission:
             with self._lock:
                 entry = self._passes.get(session_id)
             opens = None
-            if entry is None:
+            if entry is not None and self._shared_token is not None and said.get("returns") is True:
+                entry.check(str(said.get("token")))
+                entry, opens = SharedPass(self._shared_token), _opened(said)
+            elif entry is None:
                 if self._shared_token is None:
                     raise ProtocolError("the session is not open here")
                 entry = SharedPass(self._shared_token)
                 entry.check(str(said.get("token")))
-                opens = _Opening.model_validate({k: said[k] for k in ("session_id", "session") if k in said}).session
+                opens = _opened(said)
                 self._connect_new(session_id, entry)
             else:
                 entry.check(str(said.get("token")))  # outside of the lock: it may verify a signature
@@ -140,6 +144,11 @@ class ConnectionAdmission:
             if session_id in self._connected:
                 raise ProtocolError("the session already has a client; a token opens one channel only")
             self._connected.add(session_id)
+
+
+def _opened(said: dict[str, Any]) -> DirectSession:
+    """The session that a hello opens."""
+    return _Opening.model_validate({k: said[k] for k in ("session_id", "session") if k in said}).session
 
 
 def refusal(code: str, message: str) -> tuple[int, bytes]:

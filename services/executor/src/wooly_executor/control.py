@@ -68,14 +68,17 @@ LEAVE_POLL_S = 0.25
 SWEEP_S = 600.0
 
 
-def _store_of(settings: ExecutorSettings) -> str:
-    """The identity of the place where checkpoints are stored; empty: nowhere, or it cannot be used."""
+def _stores_of(settings: ExecutorSettings) -> tuple[str, ...]:
+    """The identities of the places of checkpoints: where they are stored, and others that are only read.
+
+    It is empty if checkpoints are stored nowhere, or if the place cannot be used.
+    """
     checkpoints = settings.checkpoint_files()
     try:
-        return "" if checkpoints is None else checkpoints.identity()
+        return () if checkpoints is None else (checkpoints.identity(), *checkpoints.readable())
     except OSError as e:
         log.warning("no checkpoints are stored: %s", e)
-        return ""
+        return ()
 
 
 def _policy(message: SessionPolicy) -> Policy:
@@ -136,7 +139,7 @@ class ExecutorActor(Actor):
         self._busy_ns = 0
         self._busy_at = clock()
         self._leaving = ""
-        self._store = _store_of(settings)
+        self._stores = _stores_of(settings)
         # Not `alone`: these handlers share only the leases, and no handler changes a lease across an await.
         app.serve(contracts.EXECUTOR_SESSION_OPEN.at(settings.id), self.on_host_session)
         app.serve(contracts.EXECUTOR_SESSION_RENEW.at(settings.id), self.on_renew_session)
@@ -231,6 +234,8 @@ class ExecutorActor(Actor):
             opaque=request.opaque_kernels,
             claim=request.claim,
             epoch=request.epoch,
+            part=request.part,
+            repeats=request.repeats,
         )
 
     async def on_steer_session(self, request: SteerSessionRequest) -> SteerSessionReply:
@@ -313,7 +318,10 @@ class ExecutorActor(Actor):
 
     async def on_keep_checkpoints(self, request: KeepCheckpointsRequest) -> KeepCheckpointsReply:
         """Keep or remove checkpoints whose sessions no executor has."""
-        kept, dropped = ([(n.tenant, n.session_id) for n in named] for named in (request.keep, request.drop))
+        kept, dropped = (
+            [(n.tenant, n.session_id, part) for n in named for part in range(n.devices)]
+            for named in (request.keep, request.drop)
+        )
         await self._ask(lambda: self._loop.cuts.keep(kept, dropped))
         return KeepCheckpointsReply()
 
@@ -396,7 +404,8 @@ class ExecutorActor(Actor):
             memory=memory,
             work=WorkDone.model_validate(self._loop.processing.work.to_json()),
             leaving=self._leaving,
-            checkpoints=self._store,
+            checkpoints=next(iter(self._stores), ""),
+            checkpoints_read=self._stores[1:],
         )
 
     def _read_memory(self) -> tuple[MemoryState, list[str]]:

@@ -91,6 +91,7 @@ class Launcher:
             self._activity.priority = launch.priority
         if work is not None:
             session, workers, beyond = work[0], self.workers.read(), self._runtime.extra_core_ns
+            session.used.launches()
             gpu_ns, last = self._run_piece(*work)
             core_ns = gpu_ns + self.workers.read() - workers + self._runtime.extra_core_ns - beyond
             self._busy.add(gpu_ns, time.perf_counter_ns())

@@ -54,6 +54,8 @@ _OFFER = Kind.OFFER
 _SEAL = Kind.SEAL
 _STATS = Kind.STATS
 _PROFILE = Kind.PROFILE
+#: Frames that repeat what a session did before it lost its executor. Any other frame comes after them.
+_REPEATED = frozenset((Kind.SOURCE, Kind.DEFINE, Kind.RESTORE, Kind.RUN, Kind.WRITE, Kind.SEAL, Kind.READ))
 
 
 class Processing:
@@ -94,6 +96,8 @@ class Processing:
             if error is not None:
                 raise error
             self._do(session, conn, frame)
+            if session.used.repeating and frame.kind not in _REPEATED:
+                session.used.repeating = False
         except ContextLostError:
             raise
         except (MemoryError, RecursionError) as e:

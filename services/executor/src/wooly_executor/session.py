@@ -64,6 +64,7 @@ class Session:
         hosted: trace context in which it was opened; None: it is not traced.
         job_bytes: returns the host memory of its client in this process; None: it is no job.
         epoch: how often it has gone on in another executor.
+        part: index of this device among its devices.
         flow: state of its life.
         conn: connection to its client.
         jit: the mode of its programs.
@@ -93,6 +94,7 @@ class Session:
     hosted: SpanContext | None = None
     job_bytes: Callable[[], int] | None = None
     epoch: int = 0
+    part: int = 0
     flow: Flow[Frame] = field(default_factory=Flow)
     conn: Connection | None = None
     jit: Jit = "0"

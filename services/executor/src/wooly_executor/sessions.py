@@ -141,6 +141,8 @@ class Sessions:
         claim: int = 0,
         job_bytes: Callable[[], int] | None = None,
         epoch: int = 0,
+        part: int = 0,
+        repeats: bool = False,
     ) -> None:
         """Open a session.
 
@@ -158,6 +160,8 @@ class Sessions:
             claim: bytes with which it counts at least if it declares none.
             job_bytes: returns the host memory that its client needs in this process, if the session is a job.
             epoch: how often the session has gone on in another executor.
+            part: index of the session's device.
+            repeats: it repeats work that the cluster has lost first.
 
         Raises:
             AdmissionError: the id is in use, or the declared memory cannot be promised.
@@ -180,7 +184,9 @@ class Sessions:
             hosted=hosted,
             job_bytes=job_bytes,
             epoch=epoch,
+            part=part,
         )
+        session.used.part, session.used.epoch, session.used.repeating = part, epoch, repeats
         self._vram.enter(session)
         self._open[session_id] = session
         self._dispatch.opened(session, policy or Policy(), tenant)
@@ -189,6 +195,7 @@ class Sessions:
     def welcome(self, conn: Connection, hello: Hello) -> None:
         """Start to serve an admitted client, unless its session has ended meanwhile."""
         if hello.opens is not None:
+            self.close(hello.session_id, "its client has come back with another connection", passing=True)
             try:
                 self._open_direct(hello, hello.opens)
             except AdmissionError as e:

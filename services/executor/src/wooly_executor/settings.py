@@ -38,6 +38,19 @@ def _state_dir() -> Path:
     return Path(base) / "wooly" / "executor"
 
 
+def _secret(name: str, value: SecretStr) -> Secret | None:
+    """The secret of a setting; None: it is empty.
+
+    Raises:
+        CheckpointError: the setting has no key.
+    """
+    text = value.get_secret_value()
+    try:
+        return Secret.read(text) if text else None
+    except (ValueError, OSError) as e:
+        raise CheckpointError(f"{PREFIX}{name} cannot be used: {e}") from e
+
+
 class ExecutorSettings(BaseSettings):
     """Settings of an executor. Memory in bytes, times in seconds.
 
@@ -107,15 +120,20 @@ class ExecutorSettings(BaseSettings):
     )
     checkpoints: str = Field(
         default="",
-        description="folder, or URL of an object store (`s3://bucket/prefix`), of the checkpoints from which sessions go on in "
-        "another executor, by default a folder in `state_dir`; executors that may replace each other need the same place; "
-        "`off`: no checkpoints",
+        description="folder, or URL of an object store (`s3://bucket/prefix`, `nats://host:4222/BUCKET`), of the checkpoints "
+        "from which sessions go on in another executor, by default a folder in `state_dir`; executors that may replace each "
+        "other need the same place; `off`: no checkpoints",
     )
     checkpoint_key: SecretStr = Field(
         default=SecretStr(""),
         description="key with which checkpoints are encrypted: 64 hexadecimal digits, 32 bytes in base64, or the path of a file "
         "with either (`python -m wooly_bus.authority` makes `checkpoint.key`); executors that may replace each other need the "
         "same key; empty: they are not encrypted",
+    )
+    checkpoint_key_earlier: SecretStr = Field(
+        default=SecretStr(""),
+        description="another key, in one of the forms of `checkpoint_key`, with which checkpoints are only read: the former key "
+        "while keys are changed; empty: there is none",
     )
     checkpoint_host: Annotated[int, Field(ge=0)] | None = Field(
         default=None,
@@ -214,21 +232,15 @@ class ExecutorSettings(BaseSettings):
         """
         if self.checkpoints == "off":
             return None
-        secret = self._checkpoint_secret()
+        secret = _secret("CHECKPOINT_KEY", self.checkpoint_key)
+        earlier = _secret("CHECKPOINT_KEY_EARLIER", self.checkpoint_key_earlier)
         if "://" not in self.checkpoints or self.checkpoints.startswith(LOCAL):
             folder = self.checkpoints.removeprefix(LOCAL) or self.state_dir / "checkpoints"
-            return Checkpoints(Path(folder), self.checkpoints_kept_s, secret)
+            return Checkpoints(Path(folder), self.checkpoints_kept_s, secret, earlier)
         from wooly_executor.checkpoints.objects import ObjectStore  # fsspec is loaded only where it is used
 
         store = ObjectStore(self.checkpoints, "" if secret is None else secret.id)
-        return Checkpoints(store, self.checkpoints_kept_s, secret)
-
-    def _checkpoint_secret(self) -> Secret | None:
-        text = self.checkpoint_key.get_secret_value()
-        try:
-            return Secret.read(text) if text else None
-        except (ValueError, OSError) as e:
-            raise CheckpointError(f"{PREFIX}CHECKPOINT_KEY cannot be used: {e}") from e
+        return Checkpoints(store, self.checkpoints_kept_s, secret, earlier)
 
     def limits(self) -> HostLimits:
         """Limits of the host memory that sessions use."""

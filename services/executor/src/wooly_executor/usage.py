@@ -34,6 +34,15 @@ Borne = Callable[[int], tuple[int, int]]
 """Returns a session's charge at a time (monotonic ns): bytes now, and the integral over its life in bytes times ns."""
 
 
+class Mark:
+    """A place in a session's work. `core_ns`: core time of the session's life here up to this place."""
+
+    __slots__ = ("core_ns",)
+
+    def __init__(self, core_ns: int) -> None:
+        self.core_ns = core_ns
+
+
 class SessionUsage:
     """The usage of one session. The device loop's thread owns it.
 
@@ -45,6 +54,10 @@ class SessionUsage:
         summed: older programs since the last collection: number of runs, bytes moved, arithmetic operations.
         executing_byte_ns: integral of the charged bytes over the session's own device time, for its whole life.
         byte_ns: integral of the charged bytes over all time, for its whole life.
+        part: index of the device among the session's devices.
+        epoch: how often the session has gone on in another executor.
+        repeating: the session repeats work that the cluster has lost.
+        repeated_ns: core time of such work since the last collection.
         trace: the session's span, as `traceparent`; sent with its last record.
     """
 
@@ -52,15 +65,23 @@ class SessionUsage:
         "_borne",
         "_held",
         "_idle_told",
+        "_launching",
+        "_marks",
         "_resident_told",
+        "_saved",
         "_since",
+        "_told_ns",
         "byte_ns",
         "core_ns",
         "ended",
+        "epoch",
         "executing_byte_ns",
         "gpu_ns",
         "model",
         "paced",
+        "part",
+        "repeated_ns",
+        "repeating",
         "runs",
         "session_id",
         "summed",
@@ -75,16 +96,35 @@ class SessionUsage:
         self.summed = 0, 0, 0
         self.executing_byte_ns = 0
         self.ended = False
+        self.part = self.epoch = 0
+        self.repeating = False
+        self.repeated_ns = 0
+        #: While a launch runs: whether it repeats, and the marks whose core time it is a part of.
+        self._launching: bool | None = None
+        self._marks: list[Mark] = []
+        #: Core time of the whole life up to the last collection; and the mark of the newest stored checkpoint.
+        self._told_ns = 0
+        self._saved: Mark | None = None
         self.trace = ""
         self._borne, self._since = borne, now
         self._held, self.byte_ns = borne(now)
         self._resident_told = self._idle_told = 0
+
+    def launches(self) -> None:
+        """A launch begins. Frames that follow it may be processed before `launched` adds it."""
+        self._launching = self.repeating
 
     def launched(self, gpu_ns: int, core_ns: int, now: int, pace: int = FULL) -> None:
         """Add a launch that has ended. The bytes that the session had at its start count for the whole launch."""
         self.gpu_ns += gpu_ns
         self.core_ns += core_ns
         self.paced += core_ns * pace
+        if self.repeating if self._launching is None else self._launching:
+            self.repeated_ns += core_ns
+        for mark in self._marks:
+            mark.core_ns += core_ns
+        self._launching = None
+        self._marks.clear()
         if self.ended:
             return
         part, before = self._held * gpu_ns, self.byte_ns
@@ -96,6 +136,19 @@ class SessionUsage:
         """Add core time, in ns, for decoding what the client sent. This takes no device time."""
         self.core_ns += core_ns
         self.paced += core_ns * pace
+        if self.repeating:
+            self.repeated_ns += core_ns
+
+    def mark(self) -> Mark:
+        """The core time of all frames that are processed, for a checkpoint."""
+        mark = Mark(self._told_ns + self.core_ns)
+        if self._launching is not None:
+            self._marks.append(mark)
+        return mark
+
+    def saved(self, mark: Mark) -> None:
+        """The checkpoint of a mark is stored."""
+        self._saved = mark
 
     def ran(self, digest: bytes, program: Program) -> None:
         """Add a run of a program that has ended."""
@@ -148,17 +201,22 @@ class SessionUsage:
             self.runs,
             self.trace if self.ended else "",
             self.summed,
+            self.part,
+            self.epoch,
+            self.repeated_ns,
+            None if self._saved is None else self._told_ns + self.core_ns - self._saved.core_ns,
         )
+        self._told_ns += self.core_ns
         self._resident_told, self._idle_told, self._since = resident, idle, now
-        self.gpu_ns = self.core_ns = self.paced = 0
+        self.gpu_ns = self.core_ns = self.paced = self.repeated_ns = 0
         self.runs, self.summed = {}, (0, 0, 0)
         return found
 
 
 @dataclass(frozen=True, slots=True)
 class UsageDelta:
-    """What a session used within `span_ns`. `resident` and `idle` are in MiB-microseconds; `runs` and `summed`: see
-    `SessionUsage`.
+    """What a session used within `span_ns`. `resident` and `idle` are in MiB-microseconds; `runs`, `summed` and `repeated_ns`
+    are as in `SessionUsage`. `unsaved_ns` is the core time since the newest stored checkpoint, or None if there is none.
     """
 
     session_id: str
@@ -175,6 +233,10 @@ class UsageDelta:
     runs: Runs
     trace: str = ""
     summed: tuple[int, int, int] = (0, 0, 0)
+    part: int = 0
+    epoch: int = 0
+    repeated_ns: int = 0
+    unsaved_ns: int | None = None
 
 
 class UsageBook:

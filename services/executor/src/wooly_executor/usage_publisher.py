@@ -121,6 +121,10 @@ class UsagePublisher:
             resident_mib_us=taken.resident,
             idle_mib_us=taken.idle,
             ended=taken.ended,
+            part=taken.part,
+            epoch=taken.epoch,
+            repeats_core_ns=taken.repeated_ns,
+            unsaved_core_ns=taken.unsaved_ns,
             trace=taken.trace,
         )
 

@@ -28,6 +28,7 @@ from wooly.facade import Facade
 from wooly.facade.build import CUDA_VERSION
 from wooly.link import Link
 from wooly.recovery import Recovery, Reopened, wanted
+from wooly.reopening import Reopening
 from wooly.room import first_grant
 from wooly.routes import reason_not_to_try
 from wooly.storage import MAX_DEVICES, NO_LIMIT
@@ -35,6 +36,7 @@ from wooly.storage import MAX_DEVICES, NO_LIMIT
 if TYPE_CHECKING:
     from wooly_wis.messages import DirectSession
 
+    from wooly.recorder import Lock
     from wooly.settings import Settings
     from wooly.traces import ClientTrace
 
@@ -42,6 +44,8 @@ log = logging.getLogger("wooly")
 T = TypeVar("T")
 #: Maximum number of sessions that `enable` opens, one after the other, if an executor ends before the client connects to it.
 MAX_OPENS = 3
+#: Maximum time, in seconds, for which a client tries to come back to its standalone executor; and the time between two attempts.
+RETURN_S, RETURN_AGAIN_S = 60.0, 0.25
 #: Interval, in seconds, at which the timer checks all links of a session with several devices. A link may break while the program
 #: uses only another device.
 _CHECK_INTERVAL_S = 0.25
@@ -73,7 +77,7 @@ class _Attached:
 
     device: RegisteredDevice
     links: list[Link]
-    parts: Sequence[Part]
+    parts: list[Part]
     endpoints: list[Endpoint]
     opened: Any = None
     started: float = field(default_factory=time.monotonic)
@@ -82,6 +86,12 @@ class _Attached:
     def link(self) -> Link:
         """Link of the first device."""
         return self.links[0]
+
+    def locked_links(self) -> list[tuple[Link, Lock]]:
+        """Each link and the lock of its recorder."""
+        return [
+            (link, recorder.lock) for link, recorder in zip(self.links, self.device.devices.recorders, strict=False)
+        ]
 
     def link_of(self, index: int) -> Link:
         """Link of a device. The devices of a rank of torchrun share one."""
@@ -122,7 +132,7 @@ def attach(
     jit: str = "exact",
     trace: ClientTrace | None = None,
     opens: DirectSession | None = None,
-    recovery: Recovery | None = None,
+    recoveries: Sequence[Recovery] = (),
 ) -> RegisteredDevice:
     """Connect the devices of a session to their executors.
 
@@ -145,7 +155,7 @@ def attach(
         jit: generated kernels that the executor may use: "0", "exact" or "full".
         trace: the session's trace.
         opens: opens the session at a standalone executor; None: a controller has opened it.
-        recovery: lets the session go on in another executor; None: it ends with its executor.
+        recoveries: lets each device go on in another executor; empty: the session ends with its executors.
 
     Raises:
         NotConnectedError: no endpoint answers, or an executor's certificate is not trusted.
@@ -180,8 +190,8 @@ def attach(
         for link in links:
             link.siblings = [other for other in links if other is not link]
             link.offers = OfferPolicy() if dedup != "off" else None
-        if len(links) == 1:
-            links[0].recovery = recovery
+        for link, recovery in zip(links, recoveries, strict=bool(recoveries)):
+            link.recovery = recovery
         _adopt(device, links)
         _attached = _Attached(device, links, parts, answered)
         _start_flusher(device, flush_interval_s)
@@ -396,7 +406,7 @@ def _open(where: str = "") -> None:
     _attached.opened = opened
     opened.when_lost(_on_lost)
     if _attached.link.recovery is not None:
-        opened.departures = Departures(_attached.link, _attached.device.recorder.lock)
+        opened.departures = Departures(_attached.locked_links())
     for recorder in _attached.device.devices.recorders:
         recorder.programs_dir = settings.programs_dir
     children.settings = _pending.model_copy(update=opened.reach)
@@ -409,13 +419,14 @@ def _on_lost(why: str) -> None:
     attached = _attached
     if attached is None:
         return
-    link, recorder = attached.link, attached.device.recorder
-    link.fail(why)
+    link, lock = attached.locked_links()[0]
+    for each in attached.links:
+        each.fail(why)
     if link.recovery is not None:
 
         def go_on() -> None:  # a thread that waits for an answer does it first
-            with recorder.lock, contextlib.suppress(WoolyError):
-                link.go_on()
+            with lock, contextlib.suppress(WoolyError):
+                link.continuation.go_on()
 
         start_call(go_on, "wooly-recovery")
 
@@ -432,6 +443,7 @@ def _open_and_attach(settings: Any) -> Any:
     while True:
         others -= 1
         opened: Any = StandaloneSession(settings) if settings.executor_url else open_session(settings, _near)
+        reopening, recoveries = _recovery(settings, opened)
         try:
             first, *more = [Part(p.endpoints, p.executor_id, p.node, p.token) for p in opened.parts]
             attach(
@@ -451,8 +463,10 @@ def _open_and_attach(settings: Any) -> Any:
                 dedup=settings.dedup,
                 trace=opened.trace,
                 opens=opened.opens,
-                recovery=_recovery(settings, opened),
+                recoveries=recoveries,
             )
+            if recoveries and _attached is not None:
+                reopening.follow(_attached.locked_links())
             return opened
         except BaseException as e:
             again = others and isinstance(e, NotConnectedError) and not opened.ephemeral and opened.is_over()
@@ -491,31 +505,47 @@ def open_link(settings: Settings) -> tuple[Any, Link]:
     return opened, link
 
 
-def _recovery(settings: Settings, opened: Any) -> Recovery | None:
-    """How the session goes on in another executor; None: it does not."""
+def _recovery(settings: Settings, opened: Any) -> tuple[Reopening, list[Recovery]]:
+    """How the session goes on in other executors: for all devices, and for each; empty: it does not."""
     mode = settings.recovery if "recovery" in settings.model_fields_set else opened.recovery
-    if not wanted(settings) or mode == "off":
-        return None
 
-    def reopen(why: str, cut: int, leaves: bool) -> Reopened:
-        (part,) = [Part(p.endpoints, p.executor_id, p.node, p.token) for p in opened.recover(why, cut, leaves=leaves)]
+    def open_elsewhere(why: str, cut: int, leaves: bool) -> list[Part]:
+        return [Part(p.endpoints, p.executor_id, p.node, p.token) for p in opened.recover(why, cut, leaves=leaves)]
 
+    def connect(index: int, part: Part) -> Reopened:
         def greet(client: ChannelClient, where: str) -> Reopened:
             return Reopened(client, opened.session_id, part.token or opened.token, where)
 
-        there, endpoint = _connect(part, settings.channel, opened.tunnels, settings.tls_ca, settings.plaintext, greet)
+        until = time.monotonic() + (0.0 if opened.controlled else RETURN_S)
+        while True:
+            try:
+                there, endpoint = _connect(
+                    part, settings.channel, opened.tunnels, settings.tls_ca, settings.plaintext, greet
+                )
+                break
+            except NotConnectedError:
+                if time.monotonic() >= until:
+                    raise
+            time.sleep(RETURN_AGAIN_S)
         if _attached is not None:
-            _attached.parts, _attached.endpoints = [part], [endpoint]
+            _attached.parts[index], _attached.endpoints[index] = part, endpoint
         return there
 
-    return Recovery(
-        reopen,
-        opened.hibernate,
-        always=mode == "on",
-        every_s=settings.checkpoint_s,
-        note=opened.note,
-        around=lambda why: opened.trace.step("recover", reason=why),
-    )
+    reopening = Reopening(open_elsewhere, connect)
+
+    def recovery(index: int) -> Recovery:
+        return Recovery(
+            lambda why, cut, leaves: reopening.reopen(index, why, cut, leaves),
+            (lambda cut, why: None) if index else opened.hibernate,  # the session hibernates once
+            always=mode == "on",
+            every_s=settings.checkpoint_s,
+            note=opened.note,
+            left=lambda: reopening.left(index),
+            around=lambda why: opened.trace.step("recover", reason=why),
+        )
+
+    on = wanted(settings) and mode != "off"
+    return reopening, [recovery(index) for index in range(len(opened.parts))] if on else []
 
 
 def install_facade() -> None:

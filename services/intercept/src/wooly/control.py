@@ -488,8 +488,11 @@ class OpenedSession:
         departures = self.departures
         if departures is None:
             return request
-        stays, departures.stays = departures.stays, ""
-        told = {"stays": stays[:4096], "recovers": departures.recovers, "resumed": departures.take_resumed()}
+        told = {
+            "stays": departures.take_stays()[:4096],
+            "recovers": departures.recovers,
+            "resumed": departures.take_resumed(),
+        }
         return request.model_copy(update=told)
 
     def _begin_sending(self) -> None:

@@ -7,9 +7,11 @@ operation finds a channel that is closed, and opens the session elsewhere, as af
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from wooly_bus.channel import ChannelClient, ChannelClosedError
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("wooly")
 #: Seconds between two questions whether the first cut of a move is stored.
 POLL_S = 0.05
+#: Seconds after which the locks of all devices are tried again.
+LOCK_AGAIN_S = 0.002
 #: What the controller says if there is no room elsewhere any more.
 STAYS = "router.stays"
 
@@ -79,31 +83,62 @@ class Departures:
     """Does what the controller asks a session for. The thread that renews the session's lease calls it.
 
     Args:
-        link: the session's link.
-        lock: the recorder's lock, which every user of the link holds.
+        links: the link of each device, with the recorder's lock, which every user of the link holds.
 
     Attributes:
         stays: why the session did not do what it was asked for; empty: it did, or was asked for nothing.
     """
 
-    def __init__(self, link: Link, lock: Lock) -> None:
-        self._link, self._lock = link, lock
+    def __init__(self, links: Sequence[tuple[Link, Lock]]) -> None:
+        self._links = [link for link, _ in links]
+        self._locks = [lock for _, lock in links]
         self.stays = ""
         self._busy = threading.Lock()
-        self._position, self._since = -1, 0.0
+        self._positions: list[int] = []
+        self._since = 0.0
 
     @property
     def recovers(self) -> bool:
         """Whether the session can go on in another executor."""
-        return self._link.recovery is not None
+        return all(link.recovery is not None for link in self._links)
+
+    @property
+    def _hibernates(self) -> bool:
+        return any(link.recovery is not None and link.recovery.hibernates for link in self._links)
+
+    def take_stays(self) -> str:
+        """Why the session stays where it is; empty: it did what it was asked for, or was asked for nothing.
+
+        Each reason is returned once, except why it cannot go on elsewhere any more.
+        """
+        stays, self.stays = self.stays, ""
+        return stays or next(filter(None, [link.stays for link in self._links]), "")
 
     def take_resumed(self) -> Resumed | None:
         """How the session last went on in another executor. Each is returned once."""
-        recovery = self._link.recovery
-        if recovery is None or recovery.resumed is None:
+        found = []
+        for link in self._links:
+            recovery = link.recovery
+            if recovery is not None and recovery.resumed is not None:
+                found.append(recovery.resumed)
+                recovery.resumed = None
+        if not found:
             return None
-        (seconds, frames), recovery.resumed = recovery.resumed, None
-        return Resumed(seconds=seconds, frames=frames)
+        return Resumed(seconds=max([seconds for seconds, _ in found]), frames=sum([frames for _, frames in found]))
+
+    @contextlib.contextmanager
+    def _all_locked(self) -> Iterator[None]:
+        """Hold the locks of all devices. A thread of the script may hold some and wait for others, so none is waited for here."""
+        while True:
+            with contextlib.ExitStack() as held:
+                for lock in self._locks:
+                    if not lock.acquire(blocking=False):
+                        break
+                    held.callback(lock.release)
+                else:
+                    yield
+                    return
+            time.sleep(LOCK_AGAIN_S)
 
     def heed(self, reply: RenewSessionReply) -> None:
         """Begin what the controller asks for, unless something has begun."""
@@ -113,10 +148,10 @@ class Departures:
             self._hibernate_if_idle(reply.hibernate_after_s)
 
     def _hibernate_if_idle(self, after_s: float) -> None:
-        recovery, now, position = self._link.recovery, time.monotonic(), self._link.position
-        if position != self._position:
-            self._position, self._since = position, now
-        elif recovery is not None and not recovery.hibernates and now - self._since >= after_s:
+        now, positions = time.monotonic(), [link.position for link in self._links]
+        if positions != self._positions:
+            self._positions, self._since = positions, now
+        elif self.recovers and not self._hibernates and now - self._since >= after_s:
             self._begin("idle", f"no operation for {now - self._since:.0f} s")
 
     def _begin(self, what: str, reason: str) -> None:
@@ -136,40 +171,42 @@ class Departures:
         start_call(work, "wooly-departure")
 
     def _move(self, reason: str) -> None:
-        link = self._link
-        with self._lock:
-            number = link.next_cut
-        done = False
-        while not done:
-            with self._lock:
-                done = link.advance_cut(number)
-            if not done:
-                time.sleep(POLL_S)
-        with self._lock:
+        for link, lock in zip(self._links, self._locks, strict=True):
+            with lock:
+                number = link.continuation.next_cut
+            done = False
+            while not done:
+                with lock:
+                    done = link.continuation.advance_cut(number)
+                if not done:
+                    time.sleep(POLL_S)
+        with self._all_locked():
             begun = time.monotonic()
-            problem = link.cut_here()
-            if link.recovery is not None:
-                if problem:
-                    log.info("the session moves without a new checkpoint: %s", problem)
-                link.move(reason, begun)
+            problems = [link.continuation.cut_here() for link in self._links]
+            if not self.recovers:
+                return
+            for problem in filter(None, problems):
+                log.info("the session moves without a new checkpoint: %s", problem)
+            for link in self._links:
+                link.continuation.move(reason, begun)
 
     def _hibernate(self, reason: str) -> None:
-        with self._lock:
+        with self._all_locked():
             self._hibernate_here(reason)
 
     def _hibernate_idle(self, reason: str) -> None:
-        with self._lock:
-            if self._link.position == self._position:
+        with self._all_locked():
+            if [link.position for link in self._links] == self._positions:
                 self._hibernate_here(reason)
-            self._position = -1
+            self._positions = []
 
     def _hibernate_here(self, reason: str) -> None:
-        problem = self._link.cut_here()
-        if problem:
-            self.stays = problem
-        elif self._link.recovery is not None:
-            self._link.hibernate(reason)
+        problems = [link.continuation.cut_here() for link in self._links]
+        self.stays = next(filter(None, problems), "")
+        if not self.stays:
+            for link in self._links:
+                link.continuation.hibernate(reason)
 
     def _wake(self, reason: str) -> None:
-        with self._lock:
-            self._link.wake(reason)
+        with self._locks[0]:
+            self._links[0].continuation.wake(reason)

@@ -1,6 +1,7 @@
 """A session at a standalone executor (`wooly serve`), without a controller: the hello on the data channel opens it.
 
-The session ends with its connection, so there is no lease to renew.
+The session ends with its connection, so there is no lease to renew. With WOOLYAI_RECOVERY=auto or on, the client comes back to
+the same address if the connection breaks or the executor is started again.
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ class StandaloneSession:
     traced: Final = False
     ephemeral: Final = False
     controlled: Final = False
+    #: Unless the user asks for it: a script would wait for an executor that its user has stopped.
     recovery: Final = "off"
     tunnels: Final[str | Access] = ""
 
@@ -101,6 +103,21 @@ class StandaloneSession:
 
     def when_lost(self, call: Callable[[str], None]) -> None:
         """Call nothing: the connection tells that the session has ended."""
+
+    def recover(self, why: str, cut: int, *, leaves: bool) -> tuple[_Part, ...]:
+        """The address, which is the same again."""
+        return self.parts
+
+    def hibernate(self, cut: int, why: str) -> None:
+        """Refuse: nobody asks for it.
+
+        Raises:
+            WoolyError: always.
+        """
+        raise WoolyError("a session at a standalone executor does not hibernate")
+
+    def note(self, line: str) -> None:
+        """Tell nobody: no controller has a story of the session."""
 
     def close(self) -> None:
         """End the trace. Closing the connection ends the session."""

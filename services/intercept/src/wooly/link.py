@@ -8,26 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
-from wooly_bus.channel import ChannelClient, ChannelClosedError, ChannelError
-from wooly_bus.contents import chunk_digest
+from wooly_bus.channel import ChannelClient, ChannelError
+from wooly_wis.foreign import decode_source, hidden_state
 from wooly_wis.frames import (
     BUFFERS_AT_ONCE,
     BUFFERS_HEAD,
     CONTENT,
-    CUT_HEAD,
     IPC_HEAD,
     MAX_CHUNK,
     PROFILE_HEAD,
     PROTOCOL,
     READ_HEAD,
-    RESTORE_HEAD,
     STATS_HEAD,
     WRITE_HEAD,
     Kind,
@@ -37,42 +34,21 @@ from wooly_wis.frames import (
     unpack_json,
     unpack_records,
 )
-from wooly_wis.releases import mismatch
 
-from wooly.departures import STAYS, HibernatedChannel
-from wooly.distributed.errors import RemoteCollectiveError
-from wooly.errors import (
-    ExecutorLostError,
-    ForkedProcessError,
-    IpcError,
-    ReleaseError,
-    RemoteNotImplementedError,
-    RemoteOperationError,
-    WoolyError,
-)
-from wooly.recorder import Origin, describe_origin
-from wooly.recovery import ERROR, KEPT, DifferentResultError, KeptFrame, Pending, Recovery, kind_of
+from wooly.connection import Connection
+from wooly.continuation import Continuation
+from wooly.errors import ExecutorLostError, ForkedProcessError, WoolyError
+from wooly.failures import Failures
+from wooly.recorder import Origin
+from wooly.recovery import ERROR, KEPT, KeptFrame, Pending, Recovery
 
 if TYPE_CHECKING:
     from wooly_wis.messages import DirectSession
 
     from wooly.contents import OfferPolicy
 
-#: Errors of operations by the executor's code.
-_ERRORS: dict[str, type[RemoteOperationError]] = {
-    "executor.missing_kernel": RemoteNotImplementedError,
-    "executor.collective": RemoteCollectiveError,
-    "executor.ipc": IpcError,
-}
-#: Number of failed operations that a link remembers.
-_FAILURES_KEPT = 64
 #: Highest number of bytes that a STATS frame can ask for.
 _MOST_WANTED = (1 << 64) - 1
-#: Number of acknowledged runs whose origins the link keeps. An acknowledgement does not say whether a run failed; only the next
-#: answer does.
-RUNS_REMEMBERED = 1024
-#: Number of runs above `RUNS_REMEMBERED` after which the link polls for acknowledgements.
-_POLL_EVERY = 64
 #: Maximum total size, in bytes, of the cached host copies of a link.
 _MIRROR_LIMIT = 64 << 20
 #: Maximum size, in bytes, of one cached host copy. Larger reads are not cached.
@@ -80,11 +56,6 @@ MIRROR_ITEM_LIMIT = 1 << 20
 
 #: Maximum time, in seconds, that closing a session waits until the executor has closed it, if no controller does that.
 CLOSE_S = 1.0
-#: Maximum time, in seconds, that another executor takes to answer the hello of a session that goes on there.
-RESTORE_S = 30.0
-#: Seconds after which a hibernated session that found no executor asks for one again. The timer that sends open programs would
-#: otherwise ask all the time.
-WAKE_AGAIN_S = 5.0
 #: Maximum number of reads that `Link.fetch` has started and that are not answered.
 MAX_STARTED_READS = 64
 
@@ -193,13 +164,16 @@ class Link:
         bytes_sent: payload bytes sent.
         bytes_received: payload bytes received.
         syncs: number of answers for which the client waited.
-        device: properties of the device, from the executor's WELCOME.
+        connection: the connection to the executor.
+        continuation: how the session goes on in another executor.
+        answered: number of the last frame that is answered. It is known whether this frame or an earlier frame failed.
+        lost: why the link has ended; None: it is open.
         siblings: links of the session's other devices. If this link fails, they end, too.
-        where: name and endpoint of the executor, for messages.
         interrupted: set when an exception of a signal handler ended a wait before a frame was sent. The recorder clears it.
         offers: decides which uploads first ask whether the device has the content; None: the session shares no contents.
         observer: is told about frames; None in most sessions.
         recovery: keeps frames, so that the session can go on in another executor; None: it ends with its executor.
+        stays: why the session cannot go on in another executor any more; empty: it can, or never could.
         log: records what the session sends; None: nobody records it.
         shares: whether the session shares memory with other processes.
         shared: storages that other processes can write, by buffer. An entry stays when its storage is freed.
@@ -222,26 +196,21 @@ class Link:
             ReleaseError: the executor's PyTorch and this process's do not work together.
             WoolyError: the executor refuses the session.
         """
-        self._channel = channel
+        self.connection = Connection(channel, where)
         self._opened_here = opens is not None
-        self._last = 0
         self._pid = os.getpid()
-        self.where = where
-        self._inflight: deque[tuple[int, list[int] | str, list[Origin]]] = deque()
         self._mirrors: OrderedDict[int, dict[ViewKey, torch.Tensor]] = OrderedDict()
         self._mirror_bytes = 0
-        self._lost: WoolyError | None = None
+        self.lost: WoolyError | None = None
         self._started: deque[_StartedRead] = deque()
         #: Answers for which a caller stopped to wait, because a signal handler raised an exception.
         self._abandoned: deque[Pending] = deque()
         #: The answer to the last run with `reply`.
         self._reply: Pending | None = None
         self._failed: Exception | None = None
-        #: Code, operation and Python line of failures, by message. What needs a result of theirs fails with the same message.
-        self._failures: dict[str, tuple[str, str | None, str | None]] = {}
-        #: Sequence number of the last frame that is answered. It is known whether this frame or an earlier frame failed.
-        self._answered = 0
+        self.answered = 0
         self.name_of: Callable[[list[int], int], str] = lambda words, instruction: ""
+        self._failures = Failures(lambda words, instruction: self.name_of(words, instruction))
         self.bytes_sent = 0
         self.bytes_received = 0
         self.syncs = 0
@@ -251,56 +220,48 @@ class Link:
         self.offers: OfferPolicy | None = None
         self.observer: FrameObserver | None = None
         self.recovery: Recovery | None = None
+        self.stays = ""
         self.log: SessionLog | None = None
         self.shares = False
         self.shared: dict[int, SharedStorage] = {}
-        #: Number of the log's frames when the last cut was asked for.
-        self._cut_at = 0
-        #: Numbers of frames, as this link counts, minus numbers of the channel; and the former of frames that were sent again.
-        self._shift = 0
-        self._replayed: dict[int, int] = {}
-        #: Number of the last frame that was sent again at the last recovery.
-        self._resumed_at = 0
-        #: When a hibernated session may be woken again, and why the last attempt failed.
-        self._not_woken: tuple[float, WoolyError] | None = None
-        self._why = ""
         self._kept: KeptFrame | None = None
-        self._hello = {"protocol": PROTOCOL, "jit": jit} | ({"trace": trace} if trace else {})
-        hello: dict[str, Any] = self._hello | {"session_id": session_id, "token": token}
+        asked: dict[str, Any] = {"protocol": PROTOCOL, "jit": jit} | ({"trace": trace} if trace else {})
         if opens is not None:
-            hello["session"] = opens.model_dump()
+            asked["session"] = opens.model_dump()
+        self.continuation = Continuation(self, asked | ({} if opens is None else {"returns": True}))
+        hello = asked | {"session_id": session_id, "token": token}
         try:
-            welcome = self._greet(hello, timeout)
+            self.connection.greet(hello, timeout)
         except ChannelError as e:
-            raise self._fail(e) from e
-        self._last = 1
-        self._meet(welcome)
+            raise self.lose(e) from e
+        self.connection.last = 1
 
-    def _meet(self, welcome: dict[str, Any]) -> None:
-        """Note what the executor is."""
-        self.device: dict[str, Any] = welcome.get("device", {})
-        self._executor_kind = kind_of(self.device)
+    @property
+    def device(self) -> dict[str, Any]:
+        """Properties of the device, from the executor's WELCOME."""
+        return self.connection.device
+
+    @property
+    def where(self) -> str:
+        """Name and endpoint of the executor, for messages."""
+        return self.connection.where
 
     # -- sending -----------------------------------------------------------------------------------------------------
 
-    def _greet(self, hello: dict[str, Any], timeout: float) -> dict[str, Any]:
-        """Send the hello and wait for the answer."""
-        channel = self._channel
-        channel.send(Kind.HELLO, pack_json(hello))
-        answer = channel.recv(timeout)
-        if answer.kind == Kind.ERROR:
-            raise self._remote_error(unpack_json(answer.payload))
-        if answer.kind != Kind.WELCOME:
-            raise self._fail(WoolyError(f"the executor answered a hello with a frame of kind {answer.kind}"))
-        welcome = unpack_json(answer.payload)
-        if why := mismatch(torch.__version__, str(welcome.get("device", {}).get("torch_version", ""))):
-            raise ReleaseError(f"cannot use {self.where}: {why}.")
-        channel.window = int(welcome.get("window", channel.window))
-        return welcome
+    def send(self, kind: Kind, *buffers: Any, into: memoryview | None = None, asks: bool = False) -> int:
+        """Send a frame. If the connection is broken, the session goes on elsewhere first, if it can. Returns the frame's number.
 
-    def _send(self, kind: Kind, *buffers: Any, into: memoryview | None = None, asks: bool = False) -> int:
-        if self._lost is not None:
-            raise self._lost
+        Args:
+            kind: kind of the frame.
+            buffers: its payload.
+            into: memory for the answer to a READ.
+            asks: the executor answers it.
+
+        Raises:
+            WoolyError: the session has ended.
+        """
+        if self.lost is not None:
+            raise self.lost
         if os.getpid() != self._pid:
             raise ForkedProcessError
         for b in buffers:
@@ -311,15 +272,15 @@ class Link:
             frame = recovery.keep(kind, buffers, into, asks=asks) if kind in KEPT else None
             self._kept = frame
         try:
-            self._last = seq = self._channel.send(kind, *buffers) + self._shift
+            seq = self.connection.send(kind, *buffers)
         except ChannelError as e:
             try:
-                self._recover(e)  # sends the frame, if it is kept
+                self.continuation.recover(e)  # sends the frame, if it is kept
             except BaseException:
-                if self._lost is None:  # the session still hibernates, or a signal handler ended the recovery
+                if self.lost is None:  # the session still hibernates, or a signal handler ended the recovery
                     self._not_sent(frame)
                 raise
-            return self._send(kind, *buffers) if frame is None else frame.seq
+            return self.send(kind, *buffers) if frame is None else frame.seq
         except BaseException:
             self._not_sent(frame)
             raise
@@ -332,25 +293,29 @@ class Link:
         if frame is not None and self.recovery is not None:
             self.recovery.drop(frame)
 
-    def _fail(self, cause: Exception) -> WoolyError:
+    def lose(self, cause: Exception) -> WoolyError:
+        """End this link and its siblings, because the executor is lost. Returns the error to raise."""
         for sibling in self.siblings:
             # If one link breaks, the router ends the session and the others break, too. Name the link that broke first.
             sibling.check_open()
         return self._set_lost(cause)
 
     def _set_lost(self, cause: Exception) -> WoolyError:
-        if self._lost is None:
-            self._lost = ExecutorLostError(
+        if self.lost is None:
+            self.lost = ExecutorLostError(
                 f"lost the executor {self.where}: {cause}. All tensors on its device are lost; start the program again "
                 "(`wooly status` shows what is running, `wooly up` starts a local stack)."
             )
             for sibling in self.siblings:
-                sibling.end(self._lost)
-        return self._lost
+                sibling.end(self.lost)
+        return self.lost
 
     def check_open(self) -> None:
-        """Check whether the executor closed the connection. Any thread may call this; it receives no frames."""
-        if self._lost is None and self._channel.broken():
+        """Check whether the executor closed the connection. Any thread may call this; it receives no frames.
+
+        A link that can go on elsewhere does so at its next use.
+        """
+        if self.lost is None and self.recovery is None and self.connection.channel.broken():
             self._set_lost(WoolyError("the executor closed the connection"))
 
     def fail(self, why: str) -> None:
@@ -358,9 +323,9 @@ class Link:
 
         A session that can go on elsewhere loses its executor instead.
         """
-        if self.recovery is not None and self._lost is None:
-            self._why = why
-            self._channel.abort()
+        if self.recovery is not None and self.lost is None:
+            self.continuation.why = why
+            self.connection.channel.abort()
             return
         error = ExecutorLostError(
             f"lost the executor: {why}. All tensors on its device are lost; start the program again "
@@ -371,9 +336,9 @@ class Link:
 
     def end(self, error: WoolyError) -> None:
         """End this link with an error, and wake the threads that wait for its answers."""
-        if self._lost is None:
-            self._lost = error
-            self._channel.abort()
+        if self.lost is None:
+            self.lost = error
+            self.connection.channel.abort()
 
     def define(self, program: bytes) -> None:
         """Send a program to the executor, which verifies it before the first run."""
@@ -381,7 +346,7 @@ class Link:
             self.recovery.define(program)
         if self.log is not None:
             self.log.defined(program)
-        self._send(Kind.DEFINE, program)
+        self.send(Kind.DEFINE, program)
 
     def source(self, name: bytes, raw: bytes) -> None:
         """Send the source of foreign kernels to the executor, once per session, before a program refers to it.
@@ -391,9 +356,11 @@ class Link:
             raw: the source, encoded by `wooly_wis.foreign.encode_source`.
         """
         if name not in self._sources:
+            if self.recovery is not None and (why := hidden_state(decode_source(raw))):
+                self.stay(why)
             if self.recovery is not None:
                 self.recovery.sources.append(raw)
-            self._send(Kind.SOURCE, raw)
+            self.send(Kind.SOURCE, raw)
             self._sources.add(name)
             if self.log is not None:
                 self.log.source(raw)
@@ -412,30 +379,27 @@ class Link:
         if self.observer is not None:
             self.observer.will_run()
         if self.recovery is not None:
-            self._cut_if_due(self.recovery)
+            self.continuation.cut_if_due(self.recovery)
         self._prune()
         payload = pack_run(digest, bindings, params, frees, reply=reply)
-        seq = self._send(Kind.RUN, payload, asks=reply)
+        seq = self.send(Kind.RUN, payload, asks=reply)
         tell = None if self.log is None else self.log.ran(payload, origins)
         if reply:
             kept = self._kept
             again = None if kept is None else kept.pending  # a recovery has sent the run again
-            self._reply = again or Pending(self._channel.expect_frame(), kept)
+            self._reply = again or Pending(self.connection.channel.expect_frame(), kept)
             self._reply.tell = tell
-        self._inflight.append((seq, words, origins))
+        self._failures.sent(seq, words, origins)
         if self.observer is not None:
             self.observer.ran(seq, words, origins)
         return seq
 
     def _prune(self) -> None:
         """Forget the origins of old runs, if there are too many."""
-        inflight = self._inflight
-        if len(inflight) > RUNS_REMEMBERED + _POLL_EVERY:
+        if self._failures.many:
             # A program that never waits for an answer reads acknowledgements only here.
             self.poll()
-            acked = self._channel.acked + self._shift
-            while len(inflight) > RUNS_REMEMBERED and inflight[0][0] <= acked:
-                inflight.popleft()
+            self._failures.prune(self.connection.acked)
 
     def collective(self, payload: bytes, name: str, where: Origin) -> None:
         """Send this rank's part in a collective.
@@ -451,8 +415,8 @@ class Link:
         if self.log is not None:
             raise WoolyError("`wooly record` cannot record the collectives of torch.distributed")
         self._prune()
-        seq = self._send(Kind.COLLECTIVE, payload)
-        self._inflight.append((seq, name, [where]))
+        seq = self.send(Kind.COLLECTIVE, payload)
+        self._failures.sent(seq, name, [where])
 
     def ipc(self, what: int, buffer: int = 0, nbytes: int = 0, name: bytes = b"") -> dict[str, Any]:
         """Share a buffer with other processes: export, import or release it (`wooly_wis.frames`). Waits for all work so far.
@@ -491,15 +455,16 @@ class Link:
         """From now on, the session ends with its executor and is not moved."""
         recovery, self.recovery = self.recovery, None
         if recovery is not None:
+            self.stays = why
             recovery.tell_given_up(why)
 
     def write(self, buffer: int, offset: int, data: memoryview) -> None:
         """Write `data` into a buffer at a byte offset. After the return, the caller may change `data`."""
         if self.recovery is not None:
-            self._cut_if_due(self.recovery)
+            self.continuation.cut_if_due(self.recovery)
         for at in range(0, len(data), MAX_CHUNK):
             chunk = data[at : at + MAX_CHUNK]
-            seq = self._send(Kind.WRITE, WRITE_HEAD.pack(buffer, offset + at), chunk)
+            seq = self.send(Kind.WRITE, WRITE_HEAD.pack(buffer, offset + at), chunk)
             if self.log is not None:
                 self.log.wrote(buffer, offset + at, chunk)
             if self.observer is not None:
@@ -508,10 +473,10 @@ class Link:
     def keep_content(self, buffer: int, data: memoryview) -> None:
         """Note the content of a buffer that the device had already, and that was therefore not sent."""
         if self.recovery is not None:
-            self._cut_if_due(self.recovery)
+            self.continuation.cut_if_due(self.recovery)
             for at in range(0, len(data), MAX_CHUNK):
                 kept = self.recovery.keep(Kind.WRITE, (WRITE_HEAD.pack(buffer, at), data[at : at + MAX_CHUNK]))
-                kept.seq = self._last
+                kept.seq = self.connection.last
         if self.log is not None:
             for at in range(0, len(data), MAX_CHUNK):
                 self.log.wrote(buffer, at, data[at : at + MAX_CHUNK])
@@ -529,7 +494,7 @@ class Link:
 
     def seal(self, buffer: int, nbytes: int, name: bytes) -> None:
         """Tell the executor that the buffer is complete, and the digest of its content. Other sessions may then share it."""
-        self._send(Kind.SEAL, CONTENT.pack(buffer, nbytes, 0, name))
+        self.send(Kind.SEAL, CONTENT.pack(buffer, nbytes, 0, name))
 
     def pin(self, do: str, name: str = "") -> dict[str, Any]:
         """Pin the session's shared contents on the device under a name (`add`), unpin them (`remove`), or `list` all pins.
@@ -544,7 +509,7 @@ class Link:
 
     # -- answers -----------------------------------------------------------------------------------------------------
 
-    def _wait(self, pending: Pending) -> bool:
+    def wait(self, pending: Pending) -> bool:
         """Wait for an answer. If a signal handler raises an exception meanwhile, the answer is taken in when it arrives.
 
         Returns:
@@ -552,10 +517,10 @@ class Link:
         """
         while True:
             try:
-                self._channel.complete(pending.expected)
+                self.connection.channel.complete(pending.expected)
                 return True
             except ChannelError as e:
-                self._recover(e)
+                self.continuation.recover(e)
                 if pending.frame is None:
                     return False
             except BaseException:
@@ -569,16 +534,16 @@ class Link:
     def _payload(self, ask: Kind, *payload: bytes, kind: Kind = Kind.RESULT) -> bytes:
         """Send a frame that does not change the session, and wait for the answer."""
         while True:
-            self._send(ask, *payload)
-            pending = Pending(self._channel.expect_frame())
-            if self._wait(pending):
+            self.send(ask, *payload)
+            pending = Pending(self.connection.channel.expect_frame())
+            if self.wait(pending):
                 break
         other = pending.expected.other
         if other is not None and other.kind == Kind.ERROR:  # the answer has taken the session's error
             if self.recovery is not None:
                 kept = self.recovery.keep(ask, payload)
-                kept.seq = self._last
-                kept.answered(ERROR, self._executor_kind)
+                kept.seq = self.connection.last
+                kept.answered(ERROR, self.connection.kind)
             if self.log is not None:
                 self.log.failed(self.log.frames)
         return self._take_answer(pending, kind)
@@ -589,13 +554,13 @@ class Link:
         self.syncs += 1
         self.bytes_received += len(frame.payload)
         self._process_answers()
-        pending.answered(frame, by=self._executor_kind)
+        pending.answered(frame, by=self.connection.kind)
         if frame.kind == Kind.ERROR:
-            error = self._remote_error(unpack_json(frame.payload))
+            error = self._error_of(unpack_json(frame.payload))
             self._note_all_answered()
             raise error
         if frame.kind != kind:
-            raise self._fail(WoolyError(f"the executor sent a frame of kind {frame.kind} instead of {kind.name}"))
+            raise self.lose(WoolyError(f"the executor sent a frame of kind {frame.kind} instead of {kind.name}"))
         return bytes(frame.payload)
 
     def buffers(self) -> list[tuple[int, int]]:
@@ -623,8 +588,8 @@ class Link:
         """Wait for the answer to a run that was sent with `reply`."""
         pending, self._reply = self._reply, None
         assert pending is not None, "no run was sent with `reply`"
-        if not self._wait(pending):
-            raise self._fail(WoolyError("the answer to a run was lost"))
+        if not self.wait(pending):
+            raise self.lose(WoolyError("the answer to a run was lost"))
         answer = unpack_json(self._take_answer(pending, Kind.RESULT))
         self._note_all_answered()
         return answer
@@ -656,8 +621,8 @@ class Link:
         if sync_debug.mode:
             sync_debug.note()
         _, pending = self._begin_read(buffer, offset, into)
-        if not self._wait(pending):
-            raise self._fail(WoolyError("the answer to a read was lost"))
+        if not self.wait(pending):
+            raise self.lose(WoolyError("the answer to a read was lost"))
         self._process_answers()
         failure = self._received(into, pending)
         self._note_all_answered(failure)
@@ -681,10 +646,10 @@ class Link:
         self._started.append(_StartedRead(seq, into, pending, owner))
 
     def _begin_read(self, buffer: int, offset: int, into: memoryview) -> tuple[int, Pending]:
-        seq = self._send(Kind.READ, READ_HEAD.pack(buffer, offset, len(into)), into=into, asks=True)
+        seq = self.send(Kind.READ, READ_HEAD.pack(buffer, offset, len(into)), into=into, asks=True)
         kept = self._kept
         again = None if kept is None else kept.pending  # a recovery has sent the frame again
-        pending = again or Pending(self._channel.expect(into, Kind.DATA), kept)
+        pending = again or Pending(self.connection.channel.expect(into, Kind.DATA), kept)
         if self.log is not None:
             pending.tell = self.log.asked(buffer, offset, len(into))
         if self.observer is not None:
@@ -707,14 +672,14 @@ class Link:
             if seq is not None and coming.seq > seq:
                 break
             if not coming.pending.expected.done:
-                self._wait(coming.pending)
+                self.wait(coming.pending)
         self._process_answers()
         self._raise_failed()
 
     @property
     def position(self) -> int:
         """Sequence number of the last sent frame."""
-        return self._last
+        return self.connection.last
 
     def reach(self, position: int) -> bool:
         """Wait until all frames up to `position` have been executed, if a started read after `position` exists.
@@ -726,12 +691,12 @@ class Link:
             RemoteOperationError: an operation failed.
             ExecutorLostError: the connection to the executor ended.
         """
-        if self._lost is not None:
-            raise self._lost
+        if self.lost is not None:
+            raise self.lost
         seq = next((c.seq for c in self._started if c.seq >= position), None)
         if seq is not None:
             self.finish_reads(seq)
-        return self._answered >= position
+        return self.answered >= position
 
     def _process_answers(self) -> None:
         """Process the answers to `fetch` that have arrived. The first error is kept for the next call that waits."""
@@ -739,33 +704,32 @@ class Link:
             pending = self._abandoned.popleft()
             late = pending.expected.other
             if late is not None:
-                pending.answered(late, by=self._executor_kind)
+                pending.answered(late, by=self.connection.kind)
             elif pending.frame is not None and pending.frame.into is not None:
-                pending.answered(None, pending.frame.into, by=self._executor_kind)
+                pending.answered(None, pending.frame.into, by=self.connection.kind)
             if late is not None and late.kind == Kind.ERROR:
-                self._failed = self._failed or self._remote_error(unpack_json(late.payload))
+                self.note_error(late.payload)
         coming = self._started
         while coming and coming[0].pending.expected.done:
             seq, into, pending, _ = coming.popleft()
             failure = self._received(into, pending)
             self._failed = self._failed or failure
-            self._answered = seq
-            while self._inflight and self._inflight[0][0] <= seq:
-                self._inflight.popleft()
+            self.answered = seq
+            self._failures.answered(seq)
         if self.recovery is not None:
-            self._take_cut(self.recovery)
+            self.continuation.take_cut(self.recovery)
 
     def _received(self, into: memoryview, pending: Pending) -> Exception | None:
         """Process the answer to a READ: its data, or another frame that came instead. Returns the error, if any."""
         self.syncs += 1
         self.bytes_received += len(into)
         other = pending.expected.other
-        pending.answered(other, into, by=self._executor_kind)
+        pending.answered(other, into, by=self.connection.kind)
         if other is None:
             return None
         if other.kind == Kind.ERROR:
-            return self._remote_error(unpack_json(other.payload))
-        raise self._fail(WoolyError(f"the executor sent a frame of kind {other.kind} instead of DATA"))
+            return self._error_of(unpack_json(other.payload))
+        raise self.lose(WoolyError(f"the executor sent a frame of kind {other.kind} instead of DATA"))
 
     def _note_all_answered(self, failure: Exception | None = None) -> None:
         """Record that all frames so far are answered.
@@ -773,19 +737,19 @@ class Link:
         Raises:
             Exception: an earlier error that was kept, or else `failure`.
         """
-        self._answered = self._last
-        self._inflight.clear()
+        self.answered = self.connection.last
+        self._failures.inflight.clear()
         self._failed = self._failed or failure
         self._raise_failed()
 
     @property
     def unanswered(self) -> bool:
         """Whether it is unknown if all frames so far have been processed."""
-        return self._answered < self._last
+        return self.answered < self.connection.last
 
     def keep_error(self, error: Exception) -> None:
         """Raise an error of an operation at the next call that waits."""
-        if self._lost is None:
+        if self.lost is None:
             self._failed = self._failed or error
 
     def _raise_failed(self) -> None:
@@ -793,320 +757,16 @@ class Link:
         if failed is not None:
             raise failed
 
-    def _remote_error(self, error: dict[str, Any]) -> Exception:
-        message, code = str(error.get("message", "")), str(error.get("code", ""))
-        operation = recorded_at = None
-        at = int(error.get("seq", 0))
-        at = self._replayed.get(at, at + self._shift)
-        for seq, words, origins in self._inflight:
-            index = error.get("instruction")
-            if seq == at and isinstance(index, int) and index < len(origins):
-                operation = words if isinstance(words, str) else self.name_of(words, index)
-                recorded_at = describe_origin(origins[index])
-        if code == "executor.poisoned":
-            failed = self._failures.get(message)
-            if failed is not None:
-                code, operation, failed_at = failed
-                recorded_at = f"{failed_at}, needed at {recorded_at}" if recorded_at else failed_at
-        elif operation is not None:
-            self._failures[message] = code, operation, recorded_at
-            if len(self._failures) > _FAILURES_KEPT:
-                del self._failures[next(iter(self._failures))]
-        if code == "executor.out_of_memory":
-            return torch.OutOfMemoryError(message + (f"\n  recorded at {recorded_at}" if recorded_at else ""))
-        kind = _ERRORS.get(code, RemoteOperationError)
-        return kind(message, operation=operation, recorded_at=recorded_at)
-
-    # -- going on in another executor ----------------------------------------------------------------------------------
-
-    def _cut_if_due(self, recovery: Recovery) -> None:
-        """Ask for a cut if one is due. If too much is kept, wait until one is stored, or give recovery up."""
-        if recovery.answer is not None:
-            if not recovery.over and not recovery.answer.done:
-                return
-            if not self._wait(Pending(recovery.answer)):
-                return
-            self._take_cut(recovery)
-        while recovery.over:
-            self._ask_cut(recovery, wait=True)
-            if recovery.answer is not None and self._wait(Pending(recovery.answer)):
-                self._take_cut(recovery)
-            if recovery.given_up:
-                break
-        if why := recovery.given_up:
-            self.recovery = None
-            recovery.tell_given_up(why)
-        elif recovery.due:
-            self._ask_cut(recovery, wait=False)
-
-    def _ask_cut(self, recovery: Recovery, *, wait: bool) -> None:
-        number = recovery.begin()
-        self._send(Kind.CUT, CUT_HEAD.pack(number, recovery.stored, wait))
-        self._cut_at = 0 if self.log is None else self.log.frames
-        recovery.answer = self._channel.expect_frame()
-
-    def _take_cut(self, recovery: Recovery) -> None:
-        """Process the answer to the last CUT, if it has arrived."""
-        answer = recovery.answer
-        if answer is None or not answer.done or answer.other is None:
-            return
-        recovery.answer = None
-        if answer.other.kind == Kind.ERROR:
-            self._failed = self._failed or self._remote_error(unpack_json(answer.other.payload))
-            recovery.failed()
-            if self.log is not None:
-                self.log.failed(self._cut_at)
-        else:
-            recovery.taken(unpack_json(answer.other.payload))
-
-    # The callers of these functions hold the recorder's lock, too.
-
-    @property
-    def next_cut(self) -> int:
-        """Number of the next cut."""
-        return 0 if self.recovery is None else self.recovery.number + 1
-
-    def advance_cut(self, number: int) -> bool:
-        """Bring about, without waiting, that a cut with this number is stored. Returns False if that takes longer.
-
-        Returns True, too, if there is nothing to store, the cut failed, or the session cannot go on elsewhere any more.
-        """
-        self.poll()
-        recovery = self.recovery
-        if recovery is None or self._lost is not None or recovery.complete or recovery.hibernates:
-            return True
-        self._take_cut(recovery)
-        if recovery.stored >= number or (recovery.failure and recovery.number >= number):
-            return True
-        if recovery.answer is None:
-            self._ask_cut(recovery, wait=False)
-        return False
-
-    def cut_here(self) -> str:
-        """Wait until a cut of the session as it is now is stored. Returns why there is none; empty: it is stored."""
-        for _ in range(3):  # the answer to an earlier CUT, its storing, and the cut itself
-            recovery = self.recovery
-            if recovery is None:
-                return "it cannot go on in another executor any more"
-            if recovery.answer is None and not recovery.complete:
-                self._ask_cut(recovery, wait=True)
-            if recovery.answer is not None and self._wait(Pending(recovery.answer)):
-                self._take_cut(recovery)
-            if recovery.complete:
-                return ""
-        return (recovery and recovery.failure) or "its checkpoint is not stored"
-
-    def move(self, why: str, begun: float) -> None:
-        """Go on in another executor.
-
-        Args:
-            why: the reason.
-            begun: since when the script waits, on the monotonic clock.
-
-        Raises:
-            WoolyError: there is no room elsewhere any more; the session stays. Or the session has ended.
-        """
-        recovery = self.recovery
-        if recovery is None or self._lost is not None or recovery.hibernates:
-            return
-        recovery.say(f"wooly: the session leaves the executor {self.where}: {why} ...")
-        try:
-            self._go_on(recovery, why, begun, leaves=True)
-        except WoolyError as e:
-            if e.code == STAYS:
-                recovery.say(f"wooly: the session stays: {e}")
-                raise
-            raise self._fail(e) from e
-
-    def hibernate(self, why: str) -> None:
-        """Leave the executor until the next operation. The last cut has everything that the session did.
-
-        Raises:
-            WoolyError: the controller refuses.
-        """
-        recovery = self.recovery
-        if recovery is None or self._lost is not None or recovery.hibernates:
-            return
-        recovery.hibernate(recovery.stored, why)
-        self._channel.close()
-        self._channel = HibernatedChannel(self._last - self._shift)
-        recovery.hibernates = True
-        recovery.say(f"wooly: the session hibernates: {why}. Its next operation wakes it")
-
-    def wake(self, why: str) -> None:
-        """End the hibernation.
-
-        Raises:
-            ExecutorLostError: the session cannot go on.
-            WoolyError: no executor has room now, or the controller does not answer. The session still hibernates.
-        """
-        recovery = self.recovery
-        if recovery is None or self._lost is not None or not recovery.hibernates:
-            return
-        begun = time.monotonic()
-        if self._not_woken is not None and begun < self._not_woken[0]:
-            raise self._not_woken[1]
-        recovery.say(f"wooly: the session wakes up: {why} ...")
-        try:
-            self._go_on(recovery, why, begun)
-        except WoolyError as e:
-            if not recovery.hibernates:
-                raise self._fail(e) from e
-            recovery.say(f"wooly: the session still hibernates: {e}")
-            self._not_woken = time.monotonic() + WAKE_AGAIN_S, e
-            raise
-
-    def go_on(self) -> None:
-        """Go on in another executor now, if the connection is broken. The caller holds the recorder's lock."""
-        if self._lost is None and self.recovery is not None and self._channel.broken():
-            cause: ChannelError = ChannelClosedError("the connection broke")
-            try:
-                self._channel.poll_acks()  # the executor may have said why
-            except ChannelError as e:
-                cause = e
-            self._recover(cause)
-
-    def _recover(self, cause: ChannelError) -> None:
-        """Go on in another executor after the loss of this one, or at the end of the hibernation.
-
-        Raises:
-            ExecutorLostError: the session cannot go on.
-            WoolyError: a hibernated session does not find an executor now. It still hibernates.
-        """
-        recovery = self.recovery
-        if recovery is None or self._lost is not None or not cause.passing:
-            raise self._fail(cause) from cause
-        begun = time.monotonic()
-        if recovery.hibernates and not self._channel.broken():
-            self.wake("its script goes on")
-            return
-        why, self._why = self._why or str(cause), ""
-        recovery.say(f"wooly: lost the executor {self.where}: {why}. The session goes on in another executor ...")
-        try:
-            self._go_on(recovery, why, begun)
-        except WoolyError as e:
-            raise self._fail(e) from cause
-
-    def _go_on(self, recovery: Recovery, why: str, begun: float, *, leaves: bool = False) -> None:
-        """Open the session at another executor, and bring it there to where it was. `leaves`: it still has its executor.
-
-        Raises:
-            WoolyError: the session cannot go on.
-        """
-        with recovery.around(why):
-            self._reopen(recovery, why, leaves)
-        took = time.monotonic() - begun
-        recovery.resumed = took, sum([frame.kind != Kind.CUT for frame in recovery.frames])
-        recovery.say(f"wooly: the session goes on in the executor {self.where}, after {took:.1f} s")
-
-    def _reopen(self, recovery: Recovery, why: str, leaves: bool) -> None:
-        while True:
-            reached = max(self._channel.acked + self._shift, self._answered)
-            if not recovery.begun(progress=reached > self._resumed_at):
-                raise WoolyError(f"{why}; the session has gone on elsewhere too often lately")
-            try:
-                there, leaves = recovery.reopen(why, recovery.stored, leaves), False
-                self._channel.close()
-                self._channel, self.where, recovery.hibernates = there.channel, there.where, False
-                hello = self._hello | {"session_id": there.session_id, "token": there.token}
-                self._meet(self._greet(hello, RESTORE_S))
-                self._replay(recovery)
-                return
-            except ChannelError as e:
-                why = str(e)
-            except WoolyError:
-                raise
-            except BaseException:  # of a signal handler: the next use recovers again
-                if not recovery.hibernates:
-                    self._channel.abort()
-                raise
-
-    def _replay(self, recovery: Recovery) -> None:
-        """Bring the session in the new executor to where it was: restore the last cut and send all kept frames again.
-
-        Raises:
-            WoolyError: the cut cannot be restored, or a result differs.
-            ChannelError: this connection broke, too.
-        """
-        channel = self._channel
+    def forget_unkept_answers(self) -> None:
+        """Forget answers for which nobody waits, and which another executor does not give."""
         self._abandoned = deque([p for p in self._abandoned if p.frame is not None])
-        if recovery.stored:
-            channel.send(Kind.RESTORE, RESTORE_HEAD.pack(recovery.stored))
-            answer = channel.recv()
-            if answer.kind == Kind.ERROR:
-                raise WoolyError(str(unpack_json(answer.payload).get("message")))
-        for raw in recovery.sources:
-            channel.send(Kind.SOURCE, raw)
-        defined = recovery.newest_programs()
-        for raw in defined.values():
-            channel.send(Kind.DEFINE, raw)
-        numbers: dict[int, int] = {}
-        other = ""
-        for frame in recovery.frames:
-            if frame.kind == Kind.CUT:
-                continue
-            if frame.kind == Kind.RUN and (missing := recovery.undefined(frame, defined)):
-                channel.send(Kind.DEFINE, missing)
-            sent = channel.send(frame.kind, frame.payload)
-            if not frame.seq:
-                self._last += 1
-                frame.seq = self._last
-            numbers[sent] = frame.seq
-            if frame.answer:
-                other = self._compare(channel, frame) or other
-            elif frame.asks:
-                into = frame.into
-                expected = channel.expect_frame() if into is None else channel.expect(into, Kind.DATA)
-                if frame.pending is None:
-                    Pending(expected, frame)
-                else:
-                    frame.pending.expected = expected
-        self._replayed = numbers
-        self._resumed_at = self._last
-        if other:
-            told = f"results that the script has read differ on {self._executor_kind} from those of {other}"
-            recovery.say(f"wooly: {told}; the session goes on")
-            recovery.note(told)
-        sent = channel.send(Kind.SYNC)
-        self._shift = self._last - sent
-        done = channel.expect_frame()
-        channel.complete(done)
-        assert done.other is not None
-        if done.other.kind == Kind.ERROR:
-            self._failed = self._failed or self._remote_error(unpack_json(done.other.payload))
-            if self.log is not None:
-                self.log.failed(self.log.frames)
 
-    def _compare(self, channel: ChannelClient, frame: KeptFrame) -> str:
-        """Receive an answer that the script has read before, and compare it.
+    def note_error(self, payload: bytes | bytearray | memoryview) -> None:
+        """Keep an error that an answer has taken, for the next call that waits."""
+        self._failed = self._failed or self._error_of(unpack_json(payload))
 
-        Returns:
-            The kind of the executor that gave the earlier answer, if it is another kind and its answer differs; else nothing.
-
-        Raises:
-            DifferentResultError: it differs, and both executors are of one kind; or only one of the answers is an error.
-        """
-        if frame.kind == Kind.READ:
-            into = memoryview(bytearray(READ_HEAD.unpack(frame.payload)[2]))
-            other = channel.recv_data(into, Kind.DATA)
-            answer = chunk_digest(into) if other is None else ERROR
-        else:
-            found = channel.recv()
-            answer = ERROR if found.kind == Kind.ERROR else chunk_digest(memoryview(found.payload))
-        if answer == frame.answer:
-            return ""
-        if ERROR in (answer, frame.answer):
-            said = "fails" if answer == ERROR else "succeeds"
-            raise DifferentResultError(
-                f"after the recovery, an operation {said} on {self._executor_kind} whose earlier answer was another: the "
-                f"script read it from {frame.by or self._executor_kind}"
-            )
-        if frame.by == self._executor_kind:
-            raise DifferentResultError(
-                "after the recovery, a result differs from the one that the script has read, and both executors are "
-                f"{self._executor_kind}: the operation does not repeat"
-            )
-        return frame.by
+    def _error_of(self, error: dict[str, Any]) -> Exception:
+        return self._failures.error(error, self.connection.number_of(int(error.get("seq", 0))))
 
     # -- host copies of read buffers, valid until the buffer is written ----------------------------------------------
 
@@ -1146,30 +806,31 @@ class Link:
 
     def poll(self) -> bool:
         """Read acknowledgements without waiting. Returns True if the executor has processed all runs."""
-        if self._lost is not None:
+        if self.lost is not None:
             return False
         try:
-            self._channel.poll_acks()
+            self.connection.channel.poll_acks()
         except ChannelError as e:
             if self.recovery is None:
-                self._fail(e)
+                self.lose(e)
             else:
                 with contextlib.suppress(WoolyError):  # the next call raises it
-                    self._recover(e)
+                    self.continuation.recover(e)
             return False
         except BaseException:
             self.interrupted = True
             raise
-        return not self._inflight or self._channel.acked + self._shift >= self._inflight[-1][0]
+        inflight = self._failures.inflight
+        return not inflight or self.connection.acked >= inflight[-1][0]
 
     def close(self) -> None:
         """Tell the executor that the session ends, if the connection is open, and close the connection."""
-        if self._lost is None and os.getpid() == self._pid:
+        if self.lost is None and os.getpid() == self._pid:
             try:
-                self._channel.send(Kind.CLOSE)
+                self.connection.channel.send(Kind.CLOSE)
                 if self._opened_here or (self.recovery is not None and self.recovery.number):
-                    self._channel.await_end(CLOSE_S)
+                    self.connection.channel.await_end(CLOSE_S)
             except ChannelError as e:
-                self._fail(e)
-        self._lost = self._lost or ExecutorLostError("this session is closed; call wooly.enable() to open another one")
-        self._channel.close()
+                self.lose(e)
+        self.lost = self.lost or ExecutorLostError("this session is closed; call wooly.enable() to open another one")
+        self.connection.channel.close()

@@ -14,7 +14,7 @@ import logging
 import sys
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -131,16 +131,6 @@ class DifferentResultError(WoolyError):
     code = "wooly.different_result"
 
 
-def kind_of(device: Mapping[str, Any]) -> str:
-    """The kind of an executor, in words. Executors of one kind compute the same bits.
-
-    Args:
-        device: properties of its device, from its WELCOME.
-    """
-    name, runtime, cores, release = (device.get(key, "") for key in ("name", "runtime", "cores", "torch_version"))
-    return f"{name} ({runtime}, {cores} cores, PyTorch {release})"
-
-
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
@@ -157,6 +147,7 @@ class Recovery:
         every_s: minimum seconds between two cuts that only time makes due; 0: take a cut after each program.
         say: prints a line.
         note: adds a line to the story of the session's task.
+        left: whether the session has left this executor, because of another one of its devices.
         around: a context for the time in which the session goes on elsewhere, because of the reason that it gets.
         clock: returns monotonic seconds.
 
@@ -183,11 +174,12 @@ class Recovery:
         every_s: float = 10.0,
         say: Callable[[str], None] = _say,
         note: Callable[[str], None] = lambda line: None,
+        left: Callable[[], bool] = lambda: False,
         around: Callable[[str], AbstractContextManager[object]] = nullcontext,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.reopen, self.hibernate, self._always, self.say, self._clock = reopen, hibernate, always, say, clock
-        self._every_s, self.note, self.around = every_s, note, around
+        self._every_s, self.note, self.left, self.around = every_s, note, left, around
         self.frames: deque[KeptFrame] = deque()
         self.nbytes = 0
         self.programs: OrderedDict[bytes, bytes] = OrderedDict()
@@ -370,4 +362,4 @@ class Recovery:
 
 def wanted(settings: Settings) -> bool:
     """Whether the session of these settings is to go on after the loss of its executor."""
-    return settings.recovery != "off" and settings.gpu_count == 1 and not settings.executor_url
+    return settings.recovery != "off"

@@ -115,7 +115,8 @@ class Settings(BaseSettings):
     recovery: Literal["off", "auto", "on"] = Field(
         "auto",
         description="whether the session goes on in another executor if its own is lost. auto: if its buffers have at most "
-        "2 GiB; on: always; off: it ends with an error. If it is not set, the cluster's setting holds, which is auto by default",
+        "2 GiB; on: always; off: it ends with an error. If it is not set, the cluster's setting holds, which is auto by default; "
+        "at an executor of `wooly serve` it is then off",
     )
     checkpoint_s: float = Field(
         10.0,

@@ -369,7 +369,10 @@ class RouterActor:
         """
         others = [p.executor_id for p in record.parts if p.executor_id != executor_id]
         if passing and record.wants.get("recovers"):
-            await self.moves.requeue(record, reason)
+            now = await self.world.tasks.get(record.id)
+            if now is not None and (now.state, now.attempt) == (record.state, record.attempt):
+                silent = await self.executors.leave(others, record.id, f"it goes on without executor {executor_id}")
+                await self.moves.requeue(record, reason, silent=silent)
             return
         async with self.world.database.writing() as s:
             lost = await self.world.tasks.move(s, record.id, state, reason, self.clock(), only_from=["started"])

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from wooly_bus import contracts
 from wooly_bus.app import ServiceApp
-from wooly_bus.errors import BusError
+from wooly_bus.errors import BusError, BusTimeoutError, NoResponderError
 from wooly_wis.messages import (
     CloseSessionRequest,
     HostSessionReply,
@@ -72,19 +72,31 @@ class Executors:
             By executor, the seconds for which an operator of the session still runs there. Executors without such an operator
             are missing.
         """
+        running = await self._close_all(
+            executor_ids, CloseSessionRequest(session_id=session_id, reason=reason, passing=passing)
+        )
+        return {name: seconds for name, seconds in running.items() if seconds}
 
-        async def close_one(executor_id: str) -> float:
+    async def leave(self, executor_ids: list[str], session_id: str, reason: str) -> set[str]:
+        """Ask executors to close a session that goes on elsewhere. Returns the executors that do not answer."""
+        running = await self._close_all(
+            executor_ids, CloseSessionRequest(session_id=session_id, reason=reason, passing=True)
+        )
+        return {name for name, seconds in running.items() if seconds is None}
+
+    async def _close_all(self, executor_ids: list[str], request: CloseSessionRequest) -> dict[str, float | None]:
+        """By executor, the seconds for which an operator of the session still runs there; None: the executor does not answer."""
+
+        async def close_one(executor_id: str) -> float | None:
+            contract = contracts.EXECUTOR_SESSION_CLOSE.at(executor_id)
             try:
-                reply = await self._app.request(
-                    contracts.EXECUTOR_SESSION_CLOSE.at(executor_id),
-                    CloseSessionRequest(session_id=session_id, reason=reason, passing=passing),
-                    timeout=EXECUTOR_TIMEOUT_S,
-                )
+                return (await self._app.request(contract, request, timeout=EXECUTOR_TIMEOUT_S)).running_s
             except BusError as e:
                 # The end of the lease closes the session on this executor, if the executor still lives.
-                log.warning("executor %s could not be told that session %s ended: %s", executor_id, session_id, e)
-                return 0.0
-            return reply.running_s
+                log.warning(
+                    "executor %s could not be told that session %s ended: %s", executor_id, request.session_id, e
+                )
+                return None if isinstance(e, (NoResponderError, BusTimeoutError)) else 0.0
 
         running = await asyncio.gather(*[close_one(executor_id) for executor_id in executor_ids])
-        return {name: seconds for name, seconds in zip(executor_ids, running, strict=True) if seconds}
+        return dict(zip(executor_ids, running, strict=True))

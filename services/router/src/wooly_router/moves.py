@@ -35,6 +35,8 @@ KEPT_AT_ONCE = 1000
 MOVES_AT_ONCE = 16
 #: Seconds after which a session that stayed is asked again to leave a node that is being drained.
 ASK_AGAIN_S = 30.0
+#: Maximum number of characters that are kept of the reason why a session cannot move.
+REASON_KEPT = 1024
 DRAINED = "node {} is being drained"
 
 
@@ -66,9 +68,24 @@ class Moves:
 
     # -- after a loss ------------------------------------------------------------------------------------------------
 
-    async def requeue(self, record: TaskRecord, reason: str, wish: TaskWish = NO_WISH) -> bool:
-        """Put a session that leaves its executor back into the queue, as `wish` says. Returns False if it has ended."""
+    async def requeue(
+        self, record: TaskRecord, reason: str, wish: TaskWish = NO_WISH, *, silent: Collection[str] = ()
+    ) -> bool:
+        """Put a session that leaves its executor back into the queue.
+
+        Args:
+            record: the session.
+            reason: why it leaves, for its story.
+            wish: what it was asked for, if it leaves because of that.
+            silent: its executors that do not answer.
+
+        Returns:
+            False if it has ended.
+        """
         now = self._clock()
+        alive = {e.executor_id for e in self._registry.alive(now)} - set(silent)
+        # A client may say that it lost its executor when it did not. Its repeated work is free only if the cluster saw the loss.
+        repeats = not wish.do and any(p.executor_id not in alive for p in record.parts)
         lease = await self._world.tasks.lease(record.id)
         if lease is None:
             return False
@@ -84,6 +101,7 @@ class Moves:
                 barred=wish.barred,
                 **({"node": wish.node} if wish.node else {}),
                 store=self._store_of(record),
+                repeats=repeats,
             )
 
     async def comes_back(self, record: TaskRecord, reason: str, cut: int, *, leaves: bool) -> None:
@@ -106,15 +124,14 @@ class Moves:
             wish = record.wish if leaves else NO_WISH
             if leaves:
                 try:
-                    await self._check_room(record, wish.node)
+                    await self._check_room(record, wish.node, wish.barred)
                 except RefusedError as e:
                     await self.stays(record, str(e))
                     raise RefusedError("router.stays", str(e)) from e
             # Its executor may live and have the session, for example if only the connection broke.
-            await self._executors.close(names, record.id, "it goes on in another executor", passing=True)
-            await self.requeue(
-                record, (wish.reason or reason) if leaves else f"its client lost {', '.join(names)}: {reason}", wish
-            )
+            silent = await self._executors.leave(names, record.id, "it goes on in another executor")
+            why = (wish.reason or reason) if leaves else f"its client lost {', '.join(names)}: {reason}"
+            await self.requeue(record, why, wish, silent=silent)
         if not cut:  # it needs no checkpoint, so any executor will do
             async with self._world.database.writing() as s:
                 await self._world.tasks.change_wants(s, record.id, store="")
@@ -148,58 +165,64 @@ class Moves:
             raise RefusedError("router.no_node", f"no node, executor, group or vendor is called {to}")
         wanted = replace(record, wants=record.wants | change)
         _check_movable(wanted)
-        await self._check_room(wanted, "")
+        barred = [p.executor_id for p in record.parts]
+        await self._check_room(wanted, "", barred)
         async with self._world.database.writing() as s:
             await self._world.tasks.change_wants(s, record.id, state=record.state, attempt=record.attempt, **change)
-        await self._wish(wanted, "move", reason, barred=[p.executor_id for p in record.parts])
+        await self._wish(wanted, "move", reason, barred=barred)
 
-    async def move(self, record: TaskRecord, reason: str, node: str = "") -> None:
+    async def move(self, record: TaskRecord, reason: str, node: str = "", leave: Collection[str] = ()) -> None:
         """Ask the client of a running session to go on in another executor.
 
         Args:
             record: the session.
             reason: why, for its story.
             node: the node or the executor to use from now on; empty: as before.
+            leave: those of its executors that it must leave; empty: all.
 
         Raises:
             RefusedError: the session does not run, its client cannot go on elsewhere, or no other device has room.
         """
         _check_movable(record)
-        await self._check_room(record, node)
-        await self._wish(record, "move", reason, node=node, barred=[p.executor_id for p in record.parts])
+        barred = list(leave) or [p.executor_id for p in record.parts]
+        await self._check_room(record, node, barred)
+        await self._wish(record, "move", reason, node=node, barred=barred)
 
-    async def _check_room(self, record: TaskRecord, node: str) -> None:
-        """Check that another device can take a session, besides the sessions that were asked to move before.
+    async def _check_room(self, record: TaskRecord, node: str, barred: Collection[str]) -> None:
+        """Check that other devices can take a session, besides the sessions that were asked to move before.
+
+        Args:
+            record: the session.
+            node: the node or the executor to use; empty: as before.
+            barred: executors that it must leave.
 
         Raises:
             RefusedError: no other device can.
         """
         async with self._world.database.reading() as s:
-            _, _, pool = await self._world.pool(s, self._registry, self._clock())
+            _, _, pool = await self._world.pool(s, self._registry, self._clock(), without=record.id)
             asked = [
                 t for t in await self._world.tasks.in_states("started", kind="session", s=s) if t.wish.do == "move"
             ]
         for other in asked:
             if other.id != record.id:
                 self._claim(pool, other)
-        placement = pool.place(self._elsewhere(record, node))
+        placement = pool.place(self._elsewhere(record, node, barred))
         if not placement.gpus:
-            names = {p.executor_id for p in record.parts}
-            others = {n: why for n, why in placement.waits.items() if n not in names}
+            others = {n: why for n, why in placement.waits.items() if n not in barred}
             raise RefusedError(
                 "router.no_fit",
                 f"no other device can take session {record.id} now: {summary(others) or 'there is no other device'}",
                 retryable=True,
             )
 
-    def _elsewhere(self, record: TaskRecord, node: str) -> DeviceRequest:
+    def _elsewhere(self, record: TaskRecord, node: str, barred: Collection[str]) -> DeviceRequest:
         want = record.want()
-        barred = frozenset([p.executor_id for p in record.parts])
-        return replace(want, barred=barred, node=node or want.node, store=self._store_of(record))
+        return replace(want, barred=frozenset(barred), node=node or want.node, store=self._store_of(record))
 
     def _claim(self, pool: Pool, record: TaskRecord) -> None:
-        """Claim the device to which a session will move."""
-        want = self._elsewhere(record, record.wish.node)
+        """Claim the devices to which a session will move."""
+        want = self._elsewhere(record, record.wish.node, record.wish.barred)
         for gpu in pool.place(want).gpus:
             pool.claim(Claim(gpu.executor_id, want.asked or None, want.exclusive, want.swappable))
 
@@ -266,8 +289,9 @@ class Moves:
     async def hear(self, record: TaskRecord, said: RenewSessionRequest) -> None:
         """Note what the client says in a renewal."""
         if not said.recovers and record.wants.get("recovers"):
-            why = f"it cannot go on in another executor any more: {said.stays or 'its checkpoints are not stored'}"
-            await self._forget_wish(record, why, recovers=False)
+            stays = said.stays or "its checkpoints are not stored"
+            why = f"it cannot go on in another executor any more: {stays}"
+            await self._forget_wish(record, why, recovers=False, stays=stays[:REASON_KEPT])
         elif said.stays and record.wish.do:
             await self.stays(record, said.stays)
         if said.resumed is not None:
@@ -309,7 +333,7 @@ class Moves:
         """
         by_store: dict[str, list[NamedSession]] = {}
         for record in await self._world.tasks.in_states("hibernated", kind="session"):
-            named = NamedSession(tenant=record.tenant, session_id=record.id)
+            named = _named(record)
             by_store.setdefault(str(record.wants.get("store", "")), []).append(named)
         for store, sessions in by_store.items():
             for at in range(0, len(sessions), KEPT_AT_ONCE):
@@ -317,12 +341,11 @@ class Moves:
 
     async def drop_checkpoints(self, record: TaskRecord) -> None:
         """Remove the checkpoints of a session that has ended without an executor."""
-        named = NamedSession(tenant=record.tenant, session_id=record.id)
-        await self._tell_store(str(record.wants.get("store", "")), KeepCheckpointsRequest(drop=(named,)))
+        await self._tell_store(str(record.wants.get("store", "")), KeepCheckpointsRequest(drop=(_named(record),)))
 
     async def _tell_store(self, store: str, request: KeepCheckpointsRequest) -> None:
         for heartbeat in self._registry.alive(self._clock()):
-            if store and heartbeat.checkpoints == store:
+            if store and store in (heartbeat.checkpoints, *heartbeat.checkpoints_read):
                 try:
                     await self._app.request(
                         contracts.EXECUTOR_CHECKPOINT_KEEP.at(heartbeat.executor_id), request, timeout=KEEP_TIMEOUT_S
@@ -342,7 +365,8 @@ class Moves:
             return
         now, count = self._clock(), 0
         for record in await self._world.tasks.in_states("started", kind="session"):
-            reason = _reason_to_leave(record, draining, leaving)
+            reasons = _reasons_to_leave(record, draining, leaving)
+            reason = next(iter(reasons.values()), "")
             if now - self._asked.get(record.id, float("-inf")) < ASK_AGAIN_S:
                 continue
             if reason and record.wants.get("recovers") and not record.wish.do:
@@ -351,15 +375,19 @@ class Moves:
                 count += 1
                 self._asked = {k: at for k, at in self._asked.items() if now - at < ASK_AGAIN_S} | {record.id: now}
                 try:
-                    await self.move(record, reason)
+                    await self.move(record, reason, leave=reasons)
                 except RefusedError as e:
                     log.info("session %s stays on a device that it should leave: %s", record.id, e)
 
 
-def _reason_to_leave(record: TaskRecord, draining: dict[str, str], leaving: dict[str, str]) -> str:
-    reasons: Collection[str] = [draining[p.node] for p in record.parts if p.node in draining]
-    reasons = reasons or [leaving[p.executor_id] for p in record.parts if p.executor_id in leaving]
-    return next(iter(reasons), "")
+def _named(record: TaskRecord) -> NamedSession:
+    return NamedSession(tenant=record.tenant, session_id=record.id, devices=record.want().gpu_count)
+
+
+def _reasons_to_leave(record: TaskRecord, draining: dict[str, str], leaving: dict[str, str]) -> dict[str, str]:
+    """Why a session should leave its executors, by executor."""
+    found = {p.executor_id: draining.get(p.node) or leaving.get(p.executor_id, "") for p in record.parts}
+    return {name: reason for name, reason in found.items() if reason}
 
 
 def _check_movable(record: TaskRecord) -> None:
@@ -370,9 +398,11 @@ def _check_movable(record: TaskRecord) -> None:
     """
     if record.kind != "session" or record.state != "started":
         raise RefusedError("router.not_movable", f"task {record.id} is not a running session: it is {record.state}")
+    if stays := record.wants.get("stays"):
+        raise RefusedError("router.not_movable", f"session {record.id} cannot go on in another executor: {stays}")
     if not record.wants.get("recovers"):
         raise RefusedError(
             "router.not_movable",
-            f"the client of session {record.id} cannot go on in another executor (WOOLYAI_RECOVERY=off, several devices, a "
-            "session above 2 GiB without WOOLYAI_RECOVERY=on, or an older client)",
+            f"the client of session {record.id} cannot go on in another executor (WOOLYAI_RECOVERY=off, a session above "
+            "2 GiB without WOOLYAI_RECOVERY=on, or an older client)",
         )

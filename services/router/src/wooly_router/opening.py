@@ -335,8 +335,8 @@ class Opening:
             return None
         opaque = await self._world.tenants.opaque_kernels(request.tenant)
         asks = [
-            (e.executor_id, self._ask(request, task, token, policy, percent, opaque))
-            for e, policy, percent in zip(executors, policies, percents, strict=True)
+            (e.executor_id, self._ask(request, task, token, policy, percent, opaque, part))
+            for part, (e, policy, percent) in enumerate(zip(executors, policies, percents, strict=True))
         ]
         answers = await self._executors.host(asks, until - self._clock())
         parts, unexpected = self._parts(request.tenant, task.id, executors, answers, failed)
@@ -369,6 +369,7 @@ class Opening:
         policy: SessionPolicy | None,
         percent: int,
         opaque: bool,
+        part: int,
     ) -> HostSessionRequest:
         return HostSessionRequest(
             session_id=task.id,
@@ -387,6 +388,8 @@ class Opening:
             channel_key=self._channel_key.public,
             at=self._clock(),
             epoch=task.attempt,
+            part=part,
+            repeats=bool(task.wants.get("repeats")),
         )
 
     def _parts(

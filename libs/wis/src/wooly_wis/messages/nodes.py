@@ -53,6 +53,7 @@ class ExecutorHeartbeat(Message):
         leaving: why the process will end as soon as its sessions have gone on elsewhere; otherwise empty.
         checkpoints: identity of the place where it stores checkpoints. Executors with the same identity can restore each other's
             sessions. Empty: it stores none.
+        checkpoints_read: identities of other places whose checkpoints it can restore.
     """
 
     executor_id: Id
@@ -69,13 +70,15 @@ class ExecutorHeartbeat(Message):
     ending: str = Field(default="", max_length=1024)
     leaving: str = Field(default="", max_length=1024)
     checkpoints: str = Field(default="", max_length=64)
+    checkpoints_read: tuple[Name, ...] = Field(default=(), max_length=8)
 
 
 class NamedSession(Message):
-    """A session and its tenant."""
+    """A session, its tenant, and its number of devices."""
 
     tenant: Name
     session_id: SessionId
+    devices: int = Field(default=1, ge=1, le=8)
 
 
 class KeepCheckpointsRequest(Message):

@@ -234,6 +234,8 @@ class HostSessionRequest(Message):
         at: the router's time, in seconds since the epoch.
         opaque_kernels: the session may launch kernels that executors cannot check.
         epoch: how often the session has gone on in another executor.
+        part: index of the session's device.
+        repeats: the cluster lost the session's last executor, so the session repeats work first. Metering does not bill it again.
     """
 
     session_id: SessionId
@@ -252,6 +254,8 @@ class HostSessionRequest(Message):
     channel_key: str = Field(default="", max_length=128)
     at: float = Field(default=0.0, ge=0)
     epoch: int = Field(default=0, ge=0)
+    part: int = Field(default=0, ge=0, lt=8)
+    repeats: bool = False
 
 
 class DirectSession(Message):

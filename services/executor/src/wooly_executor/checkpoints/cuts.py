@@ -100,7 +100,7 @@ class Cuts:
 
     def _begun(self, session: Session) -> SessionCuts:
         assert self._checkpoints is not None
-        return SessionCuts(self._checkpoints.of(session.tenant, session.id), set(session.buffers))
+        return SessionCuts(self._checkpoints.of(session.tenant, session.id, session.part), set(session.buffers))
 
     def _copy(self, session: Session, cuts: SessionCuts, number: int, known: int) -> bool:
         """Start to copy the buffers that have changed. Returns True if there is nothing to wait for."""
@@ -130,6 +130,7 @@ class Cuts:
             return True
         changed, cuts.changed = cuts.changed, set()
         cuts.copying, cuts.staged = number, nbytes
+        cuts.used = session.used.mark()
         self._staged += nbytes
         begun = time.perf_counter_ns()
 
@@ -186,6 +187,8 @@ class Cuts:
             log.warning("checkpoint %d of session %s is not stored: %s", job.number, session.id, error)
         else:
             cuts.table, cuts.kept = job.table, job.number
+            if cuts.used is not None:
+                session.used.saved(cuts.used)
             cuts.stored = StoredCheckpoint(
                 number=job.number,
                 at=time.time(),
@@ -251,7 +254,7 @@ class Cuts:
         def read(job: Job, error: Exception | None) -> None:
             assert isinstance(job, ReadJob)
             if error is None:
-                restoring.table = job.table
+                restoring.table, restoring.holder = job.table, job.holder
                 cuts.number = cuts.kept = number
             else:
                 restoring.error = error if isinstance(error, ExecutorError) else CheckpointError(str(error))
@@ -279,7 +282,7 @@ class Cuts:
             self._call(lambda: self._filled(session, cuts, restoring, job, error))
 
         session.holdings.job = FillJob(
-            self._vram.priority(session), done, files=cuts.files, table=table, device=self._device
+            self._vram.priority(session), done, files=restoring.holder, table=table, device=self._device
         )
         self._files.submit(session.holdings.job)
         return False
@@ -300,7 +303,8 @@ class Cuts:
             for buffer, saved in job.table.items():
                 session.buffers[buffer] = Buffer(saved.nbytes, job.made.get(buffer), None, saved.poison)
             session.held_bytes = sum([saved.nbytes for saved in job.table.values()])
-            cuts.table, cuts.changed = job.table, set()
+            # The files of an earlier key have no part in the next cut.
+            cuts.table, cuts.changed = job.table, set() if restoring.holder is cuts.files else set(job.table)
         self._post.add(session, Signal.MEMORY_CAME)
 
     def restored(self, session: Session) -> dict[str, Any]:
@@ -329,17 +333,22 @@ class Cuts:
             cuts.storing.cancel()
         self._files.submit(FilesJob(LEAST_URGENT, _ended, work=cuts.files.remove))
 
-    def keep(self, kept: list[tuple[str, str]], dropped: list[tuple[str, str]]) -> None:
-        """Keep the files of some sessions that nobody has open, and remove those of others: (tenant, session id)."""
+    def keep(self, kept: list[tuple[str, str, int]], dropped: list[tuple[str, str, int]]) -> None:
+        """Keep the files of some sessions that nobody has open, and remove those of others.
+
+        Args:
+            kept: tenant, session id and index of the device.
+            dropped: the same.
+        """
         checkpoints = self._checkpoints
         if checkpoints is None:
             return
 
         def work() -> None:
-            for tenant, session_id in kept:
-                checkpoints.of(tenant, session_id).touch()
-            for tenant, session_id in dropped:
-                checkpoints.of(tenant, session_id).remove()
+            for named in kept:
+                checkpoints.of(*named).touch()
+            for named in dropped:
+                checkpoints.of(*named).remove()
 
         self._files.submit(FilesJob(LEAST_URGENT, _ended, work=work))
 

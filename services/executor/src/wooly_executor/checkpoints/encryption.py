@@ -1,14 +1,14 @@
-"""Encryption of checkpoints: the key of an installation, what it makes of a tenant, and the encrypted form of chunks and lists.
+"""Encryption of checkpoints: from the secret of an installation to the stored bytes of chunks and lists.
 
-From the secret of the installation, HKDF derives for each tenant the name of its folder, a key for the names of chunks, and keys
-for chunks and lists (AES-256-GCM). The name of a chunk is a keyed hash of its content: equal chunks of a tenant have one name,
-and without the key the name says nothing about the content. A chunk is bound to its name, and a list to its session and number,
-so that one that lies in the place of another is refused.
+HKDF derives from the secret, for each tenant: the name of the tenant's folder, a key for the names of chunks, a key for chunks,
+and a key for lists (AES-256-GCM). The name of a chunk is a keyed hash of its content. So equal chunks of a tenant have one name,
+and nobody can learn the content from the name without the key. The name of a chunk, and the session and number of a list, are
+authenticated data: a chunk or list that was copied to the place of another is refused.
 
-An encrypted text is followed by a trailer of 28 bytes: nonce (12), id of the key (8), `MAGIC` (8). The nonce of a chunk is the
-beginning of its name, so equal chunks are equal files; the nonce of a list is random.
+A trailer of 28 bytes follows each ciphertext: nonce (12), id of the key (8), `MAGIC` (8). The nonce of a chunk is the first 12
+bytes of its name, so equal chunks are equal files. The nonce of a list is random.
 
-Without a secret (`Plain`), names are digests, and everything lies as it is.
+Without a secret (`Plain`), names are digests, and the content is stored as it is.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ from wooly_executor.errors import CheckpointError
 
 #: Size of the secret and of each key, in bytes.
 KEY = 32
-#: The last bytes of everything that is encrypted: what it is, and the version of its form.
+#: The last bytes of each encrypted chunk and list: the format and its version.
 MAGIC = b"WOOLYCP1"
 NONCE, TAG, ID = 12, 16, 8
 TRAILER = NONCE + ID + len(MAGIC)
-#: Bytes by which an encrypted text is longer than its content.
+#: Number of bytes that encryption adds to a content.
 LONGER = TAG + TRAILER
-#: What all keys are derived for. Another form of the files has other keys.
+#: The purpose of all derived keys. Another version of the format derives other keys.
 PURPOSE = b"wooly checkpoints 1\0"
-CHANGED = "{} is damaged: it was changed, or belongs to another place or tenant"
+CHANGED = "{} is damaged: its bytes were changed, or are those of another chunk, checkpoint or tenant"
 
 #: Bytes that are written one after the other.
 Pieces = tuple[bytes | memoryview, ...]
 
 
 class TenantCipher(Protocol):
-    """Names and forms of what a tenant stores.
+    """How the chunks and lists of a tenant are named, encrypted and decrypted.
 
     Attributes:
         folder: name of the tenant's folder.
-        longer: bytes by which the stored form of a chunk is longer than the chunk.
+        longer: number of bytes that encryption adds to a chunk.
     """
 
     folder: str
@@ -65,26 +65,26 @@ class TenantCipher(Protocol):
         ...
 
     def encrypt_chunk(self, name: bytes, data: memoryview) -> Pieces:
-        """The stored form of a chunk, valid until the thread's next call."""
+        """Encrypt a chunk. The result is valid until the thread's next call."""
         ...
 
     def decrypt_chunk(self, name: bytes, stored: memoryview, into: memoryview) -> None:
-        """Fill `into` with a chunk; `stored` may be `into` itself if `longer` is 0.
+        """Decrypt a stored chunk to `into`. If `longer` is 0, `stored` may be `into` itself.
 
         Raises:
-            CheckpointError: it is not the chunk of this name.
+            CheckpointError: the stored bytes are not the chunk of this name.
         """
         ...
 
     def encrypt_list(self, session_id: str, number: int, text: bytes) -> Pieces:
-        """The stored form of the list of a session's cut."""
+        """Encrypt the list of a session's cut."""
         ...
 
     def decrypt_list(self, session_id: str, number: int, stored: bytes) -> bytes:
-        """The text of the list of a session's cut.
+        """Decrypt the list of a session's cut.
 
         Raises:
-            CheckpointError: it is not the list of this cut.
+            CheckpointError: the stored bytes are not the list of this cut.
         """
         ...
 
@@ -151,7 +151,7 @@ class Encrypted:
 
     def encrypt_chunk(self, name: bytes, data: memoryview) -> Pieces:
         """See `TenantCipher`."""
-        # A buffer that is used again: fresh memory would cost a quarter of the time of encryption.
+        # Each thread uses one buffer again and again: allocating memory would add a quarter to the time of encryption.
         nonce, size = name[:NONCE], len(data) + TAG
         held = getattr(self._buffers, "held", b"")
         if len(held) < size:
@@ -184,10 +184,10 @@ class Encrypted:
             raise CheckpointError(CHANGED.format(what)) from e
 
     def _opened(self, what: str, stored: memoryview) -> tuple[bytes, memoryview]:
-        """The nonce and the encrypted text of something that is stored."""
+        """Split stored bytes into the nonce and the ciphertext."""
         trailer = bytes(stored[-TRAILER:])
         if len(stored) < LONGER or not trailer.endswith(MAGIC):
-            raise CheckpointError(f"{what} is damaged: it is not encrypted, or not complete")
+            raise CheckpointError(f"{what} is damaged: it is not encrypted, or its end is missing")
         if trailer[NONCE:] != self._trailer:
             raise CheckpointError(f"{what} is encrypted with another key ({trailer[NONCE : NONCE + ID].hex()})")
         return trailer[:NONCE], stored[:-TRAILER]
@@ -200,7 +200,7 @@ class Secret:
         raw: its 32 bytes.
 
     Attributes:
-        id: name of the secret; it says nothing about its bytes.
+        id: name of the secret. Nobody can learn the secret from it.
     """
 
     def __init__(self, raw: bytes) -> None:
@@ -210,10 +210,10 @@ class Secret:
 
     @classmethod
     def read(cls, text: str) -> Secret:
-        """Take the secret from a text: 64 hexadecimal digits, 44 digits of base64, or the path of a file with either.
+        """Read the secret from a text: 64 hexadecimal digits, 44 digits of base64, or the path of a file with one of these.
 
         Raises:
-            ValueError: the text is none of these. The message does not contain the text, which may be a mistyped secret.
+            ValueError: the text has none of these forms. The message does not contain it, because it may be a mistyped secret.
             OSError: the file cannot be read.
         """
         raw = _parsed(text.strip())
@@ -231,7 +231,7 @@ class Secret:
         return cls(raw)
 
     def derived(self, purpose: bytes, size: int) -> bytes:
-        """A key for one purpose."""
+        """Derive a key for one purpose."""
         return HKDF(SHA256(), size, None, PURPOSE + purpose).derive(self._raw)
 
 
@@ -248,5 +248,5 @@ def _place(session_id: str, number: int) -> bytes:
 
 
 def _folder(text: str) -> str:
-    """The name of a folder for any text."""
+    """Make the name of a folder from any text."""
     return chunk_digest(text.encode()).hex()[:32]

@@ -47,26 +47,30 @@ class SessionFiles:
     Args:
         store: where everything lies.
         cipher: how it is named and encrypted.
-        session_id: id of the session.
+        session_id: id of the session; of its second device and later ones, with the device's index.
+        earlier: its files under an earlier key, which are only read and removed; None: there is no earlier key.
 
     Attributes:
-        at_once: bytes that one call of `keep` or `load` should have.
+        at_once: bytes that one call of `keep` should have.
+        read_at_once: bytes that one call of `load` should have.
     """
 
-    def __init__(self, store: Store, cipher: TenantCipher, session_id: str) -> None:
-        self._store, self._cipher, self._id = store, cipher, session_id
+    def __init__(
+        self, store: Store, cipher: TenantCipher, session_id: str, earlier: SessionFiles | None = None
+    ) -> None:
+        self._store, self._cipher, self._id, self._earlier = store, cipher, session_id, earlier
         self._place = store.session(cipher.folder, cipher.session_folder(session_id))
-        self.at_once = store.at_once
+        self.at_once, self.read_at_once = store.at_once, store.read_at_once
         self._kept: set[bytes] = set()
         #: Names of the chunks of lists, by cut.
         self._needed: dict[int, set[bytes]] = {}
 
-    def together(self, chunks: Sequence[memoryview]) -> Iterator[slice]:
-        """Divide chunks into parts, each for one call of `keep` or `load`."""
+    def together(self, chunks: Sequence[memoryview], at_once: int) -> Iterator[slice]:
+        """Divide chunks into parts of about `at_once` bytes, each for one call of `keep` or `load`."""
         begin = nbytes = 0
         for i, chunk in enumerate(chunks):
             nbytes += len(chunk)
-            if nbytes >= self.at_once or i + 1 - begin >= TOGETHER or i + 1 == len(chunks):
+            if nbytes >= at_once or i + 1 - begin >= TOGETHER or i + 1 == len(chunks):
                 yield slice(begin, i + 1)
                 begin, nbytes = i + 1, 0
 
@@ -117,6 +121,18 @@ class SessionFiles:
         self._place.drop([name.hex() for name in unneeded])
         self._kept -= unneeded
 
+    def holder(self, number: int) -> SessionFiles:
+        """The files that have a cut: these, or those under the earlier key.
+
+        Raises:
+            OSError: the place has failed.
+            CheckpointError: the object store has failed.
+        """
+        earlier = self._earlier
+        if earlier is None or number in self._place.lists() or number not in earlier._place.lists():
+            return self
+        return earlier
+
     def read(self, number: int) -> Table:
         """The buffers of a cut.
 
@@ -153,7 +169,7 @@ class SessionFiles:
         Raises:
             CheckpointError: a chunk is missing or damaged.
         """
-        self._store.each(self._load, chunks)
+        self._store.read_each(self._load, chunks)
 
     def _load(self, chunk: tuple[bytes, memoryview]) -> None:
         name, into = chunk
@@ -171,11 +187,15 @@ class SessionFiles:
 
     def touch(self) -> None:
         """Note that the session is open, so that `Checkpoints.sweep` leaves its files."""
+        if self._earlier is not None and self._earlier._place.lists():
+            self._earlier.touch()
         self._place.touch()
 
     def remove(self) -> None:
         """Remove all cuts of the session."""
         self._place.remove()
+        if self._earlier is not None:
+            self._earlier.remove()
 
 
 class Checkpoints:
@@ -185,12 +205,15 @@ class Checkpoints:
         store: where everything lies; a path: in this folder.
         kept_s: seconds for which the files of a session remain that no executor has open.
         secret: the secret with which everything is encrypted; None: nothing is.
+        earlier: another secret, for what is only read; None: there is none.
     """
 
-    def __init__(self, store: Store | Path, kept_s: float, secret: Secret | None = None) -> None:
+    def __init__(
+        self, store: Store | Path, kept_s: float, secret: Secret | None = None, earlier: Secret | None = None
+    ) -> None:
         key = "" if secret is None else secret.id
         self._store = FolderStore(store, key) if isinstance(store, Path) else store
-        self._kept_s, self._secret = kept_s, secret
+        self._kept_s, self._secret, self._earlier = kept_s, secret, earlier
 
     def identity(self) -> str:
         """The name of the place. Executors with the same name can restore each other's sessions.
@@ -198,13 +221,27 @@ class Checkpoints:
         Raises:
             OSError: the place cannot be used.
         """
-        key = "" if self._secret is None else f"-{self._secret.id}"
-        return self._store.identity() + key
+        return self._identity(self._secret)
 
-    def of(self, tenant: str, session_id: str) -> SessionFiles:
-        """The files of a session."""
+    def readable(self) -> tuple[str, ...]:
+        """The names of places whose checkpoints can be restored here, besides `identity`.
+
+        Raises:
+            OSError: the place cannot be used.
+        """
+        return () if self._earlier is None else (self._identity(self._earlier),)
+
+    def _identity(self, secret: Secret | None) -> str:
+        return self._store.identity() + ("" if secret is None else f"-{secret.id}")
+
+    def of(self, tenant: str, session_id: str, part: int = 0) -> SessionFiles:
+        """The files of a session's device; `part`: its index."""
         cipher = Plain(tenant) if self._secret is None else Encrypted(self._secret, tenant)
-        return SessionFiles(self._store, cipher, session_id)
+        name = f"{session_id}/{part}" if part else session_id
+        earlier = None
+        if self._earlier is not None:
+            earlier = SessionFiles(self._store.keyed(self._earlier.id), Encrypted(self._earlier, tenant), name)
+        return SessionFiles(self._store, cipher, name, earlier)
 
     def sweep(self) -> int:
         """Remove the files of sessions that ended without their client. Returns the number of sessions."""

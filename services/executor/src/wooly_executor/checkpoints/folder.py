@@ -10,7 +10,9 @@ to the disk: they survive the process, and not a power cut.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
+import copy
 import os
 import secrets
 import shutil
@@ -26,6 +28,8 @@ T = TypeVar("T")
 R = TypeVar("R")
 #: Bytes of the disk that must stay free.
 LEFT_FREE = 1 << 30
+#: Chunks that are read at a time. Reading a chunk is copying and hashing, which threads do without the interpreter's lock.
+READERS = 4
 #: Beginning of the names of folders whose content is encrypted; the id of the key follows.
 KEYED = "key-"
 
@@ -127,10 +131,11 @@ class FolderStore:
         key: id of the key with which everything is encrypted; empty: nothing is.
     """
 
-    at_once = CHUNK
+    at_once, read_at_once = CHUNK, READERS * CHUNK
 
     def __init__(self, folder: Path, key: str = "") -> None:
         self._folder, self._key = folder, key
+        self._readers = concurrent.futures.ThreadPoolExecutor(READERS, "wooly-restores")
 
     def identity(self) -> str:
         """See `Store`. The first call makes the folder, and its name in the file `id`."""
@@ -144,6 +149,12 @@ class FolderStore:
             new.unlink()
         return path.read_text()
 
+    def keyed(self, key: str) -> FolderStore:
+        """See `Store`."""
+        other = copy.copy(self)
+        other._key = key
+        return other
+
     def session(self, tenant: str, session: str) -> FolderSession:
         """See `Store`."""
         keyed = self._folder / f"{KEYED}{self._key}" if self._key else self._folder
@@ -152,6 +163,12 @@ class FolderStore:
     def each(self, work: Callable[[T], R], items: Sequence[T]) -> list[R]:
         """See `Store`. One at a time: the disk and the core are busy with one."""
         return [work(item) for item in items]
+
+    def read_each(self, work: Callable[[T], R], items: Sequence[T]) -> list[R]:
+        """See `Store`. Several at a time: a session and its script wait for a restore."""
+        runs = [self._readers.submit(work, item) for item in items]
+        concurrent.futures.wait(runs)
+        return [run.result() for run in runs]
 
     def sweep(self, before: float) -> int:
         """See `Store`. It removes sessions of all keys."""
@@ -172,6 +189,7 @@ class FolderStore:
 
     def close(self) -> None:
         """See `Store`."""
+        self._readers.shutdown(wait=False, cancel_futures=True)
 
 
 def _write(path: Path, content: Pieces) -> None:

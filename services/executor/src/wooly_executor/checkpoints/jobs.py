@@ -73,7 +73,7 @@ class StoreJob(Job):
             assert each.copy is not None
             chunks += chunks_of(each.copy.numpy().data)
         names: list[bytes] = []
-        for part in self.files.together(chunks):
+        for part in self.files.together(chunks, self.files.at_once):
             found, ns = self.files.keep(chunks[part])
             names += found
             self.core_ns += ns
@@ -90,15 +90,17 @@ class StoreJob(Job):
 
 @dataclass(eq=False)
 class ReadJob(Job):
-    """Reads the list of a cut."""
+    """Reads the list of a cut. `holder`: the files that have it."""
 
     files: SessionFiles | None = None
     number: int = 0
     table: Table = field(default_factory=dict)
+    holder: SessionFiles | None = None
 
     def steps(self) -> Iterator[int]:
         assert self.files is not None
-        self.table = self.files.read(self.number)
+        self.holder = self.files.holder(self.number)
+        self.table = self.holder.read(self.number)
         yield 0
 
 
@@ -123,9 +125,9 @@ class FillJob(Job):
             coming.append((buffer, host))
             chunks += zip(saved.chunks, chunks_of(host.numpy().data), strict=True)
             nbytes += saved.nbytes
-            if i < len(wanted) and nbytes < files.at_once and len(chunks) < TOGETHER:
+            if i < len(wanted) and nbytes < files.read_at_once and len(chunks) < TOGETHER:
                 continue
-            for part in files.together([chunk for _, chunk in chunks]):
+            for part in files.together([chunk for _, chunk in chunks], files.read_at_once):
                 files.load(chunks[part])
                 yield sum([len(chunk) for _, chunk in chunks[part]])
             if device.host:

@@ -1,27 +1,30 @@
-"""Checkpoints in an object store, through fsspec: `s3://bucket/prefix`, `gs://`, `abfs://`, `memory://` and others.
+"""Checkpoints in an object store: through fsspec (`s3://bucket/prefix`, `gs://`, `abfs://`, `memory://` and others), or in
+JetStream (`nats://`, see `jetstream`).
 
     <root>/[key-<id>/]<tenant>/sessions/<session>/cut-<number>           the list of a cut
     <root>/[key-<id>/]<tenant>/sessions/<session>/open-<time>            the session was open at this time
     <root>/[key-<id>/]<tenant>/chunks/<name>/data-<time>-<random>        the bytes of a chunk
     <root>/[key-<id>/]<tenant>/chunks/<name>/ref-<session>-<time>        a session has the chunk
-    <root>/[key-<id>/]<tenant>/chunks/<name>/gone-<time>-<random>        somebody is removing the chunk
+    <root>/[key-<id>/]<tenant>/chunks/<name>/gone-<time>-<random>        an executor is removing the chunk
 
-An object store has no links, and no operation that several executors see as one step. The marks take their place, with two rules:
+An object store has no hard links and no transactions. The objects `ref` and `gone` replace them, with two rules:
 
-- Who keeps a chunk first stores its `ref`, then lists the chunk. It uses the bytes that are there only if there is no `gone`;
-  otherwise it stores the bytes again, under a new name.
-- Who removes a chunk first stores `gone`, then lists the chunk. It removes the bytes that it has listed only if there is no
-  `ref`, and removes its `gone` at the very end.
+- An executor that keeps a chunk first stores a `ref`, then lists the chunk. If the list has `data` and no `gone`, the executor
+  uses this data. Otherwise it stores the data again, under a new name.
+- An executor that removes a chunk first stores a `gone`, then lists the chunk. If the list has no `ref`, the executor removes the
+  data in this list. At the end it removes its `gone`.
 
-So one of them always sees the other, whatever the order of their steps, if a list shows all that was stored before (S3, GCS and
-Azure do). What a dead executor left is removed by `sweep` when it is older than the time for which checkpoints are kept. This
-time, seconds of the executors' clocks in the names, is therefore longer than storing a cut takes.
+If two executors do this at the same time, at least one of them sees the object of the other, in any order of the steps. This
+needs a store whose lists show all objects that were stored before (as in S3, GCS, Azure and JetStream). `sweep` removes what dead
+executors left, when it is older than the time for which checkpoints are kept. The names have times, in seconds of the executors'
+clocks. So checkpoints must be kept for longer than it takes to store a cut.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import copy
 import logging
 import os
 import secrets
@@ -36,6 +39,7 @@ from wooly_bus.contents import CHUNK, chunk_digest
 
 from wooly_executor.checkpoints.encryption import Pieces
 from wooly_executor.checkpoints.folder import KEYED
+from wooly_executor.checkpoints.jetstream import JetStreamFiles
 from wooly_executor.errors import CheckpointError
 
 T = TypeVar("T")
@@ -77,7 +81,7 @@ class ObjectSession:
         """See `SessionStore`."""
         chunk = f"{self._tenant}/chunks/{name}"
         for data in sorted([each for each in self._store.names(chunk) if each.startswith("data-")], reverse=True):
-            with contextlib.suppress(FileNotFoundError):  # an older one may be about to be removed
+            with contextlib.suppress(FileNotFoundError):  # another executor may remove an older object now
                 found = self._store.get(f"{chunk}/{data}")
                 if len(found) == len(into):
                     into[:] = found
@@ -137,15 +141,20 @@ class ObjectStore:
         CheckpointError: the URL cannot be used; the message says what is missing.
     """
 
-    at_once = PARALLEL * CHUNK
+    at_once = read_at_once = PARALLEL * CHUNK
 
     def __init__(self, url: str, key: str = "", **options: Any) -> None:
         self._url, self._key = url, key
-        if url.startswith("s3://"):  # what is here is tried again here
+        if url.startswith("s3://"):  # `_tried` repeats failed requests, so botocore must not
             limits = {"connect_timeout": CONNECT_S, "read_timeout": SILENT_S, "retries": {"max_attempts": 1}}
             options = {"config_kwargs": limits | {"max_pool_connections": 2 * PARALLEL}} | options
+        self._jetstream: JetStreamFiles | None = None
         try:
-            self._files, path = fsspec.url_to_fs(url, use_listings_cache=False, skip_instance_cache=True, **options)
+            if url.startswith("nats://"):
+                self._files: Any = JetStreamFiles(url)
+                self._jetstream, path = self._files, self._files.root
+            else:
+                self._files, path = fsspec.url_to_fs(url, use_listings_cache=False, skip_instance_cache=True, **options)
         except ImportError as e:
             raise CheckpointError(
                 f"checkpoints cannot be stored at {url}: {e}; for s3:// install wooly-executor[object-store]"
@@ -162,6 +171,12 @@ class ObjectStore:
         """See `Store`. Executors name the same place by the same URL and endpoint."""
         return chunk_digest(f"{self._url} {os.environ.get('AWS_ENDPOINT_URL', '')}".encode()).hex()[:32]
 
+    def keyed(self, key: str) -> ObjectStore:
+        """See `Store`."""
+        other = copy.copy(self)
+        other._key = key
+        return other
+
     def session(self, tenant: str, session: str) -> ObjectSession:
         """See `Store`."""
         keyed = f"{self._root}/{KEYED}{self._key}" if self._key else self._root
@@ -172,7 +187,7 @@ class ObjectStore:
         try:
             runs = [self._pool.submit(work, item) for item in items]
         except RuntimeError as e:
-            raise CheckpointError("the executor stops, so it uses the object store no more") from e
+            raise CheckpointError("the executor stops, so it sends no more requests to the object store") from e
         done, _ = concurrent.futures.wait(runs, return_when=concurrent.futures.FIRST_EXCEPTION)
         if any(run.exception() is not None for run in done):
             for run in runs:
@@ -180,10 +195,16 @@ class ObjectStore:
             concurrent.futures.wait(runs)
         return [run.result() for run in runs if not run.cancelled()]
 
+    def read_each(self, work: Callable[[T], R], items: Sequence[T]) -> list[R]:
+        """See `Store`."""
+        return self.each(work, items)
+
     def close(self) -> None:
         """See `Store`."""
         self._closing.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
+        if self._jetstream is not None:
+            self._jetstream.close()
 
     # -- single requests ---------------------------------------------------------------------------------------------
 
@@ -209,7 +230,7 @@ class ObjectStore:
         return [path[len(folder) + 1 :] for path in self._found(folder)]
 
     def remove(self, paths: Sequence[str]) -> None:
-        """Remove objects. Those that do not exist are not an error."""
+        """Remove objects. An object that does not exist is not an error."""
         for at in range(0, len(paths), REMOVED_AT_ONCE):
             some = list(paths[at : at + REMOVED_AT_ONCE])
             self._tried(f"remove {some[0]}", lambda some=some: self._removed(some))  # type: ignore[misc]
@@ -217,7 +238,7 @@ class ObjectStore:
     def _removed(self, paths: list[str]) -> None:
         try:
             self._files.rm(paths)
-        except FileNotFoundError:  # of some file systems; others may remain
+        except FileNotFoundError:  # some file systems raise this at the first missing object, and leave the others
             for path in paths:
                 with contextlib.suppress(FileNotFoundError):
                     self._files.rm_file(path)
@@ -233,15 +254,15 @@ class ObjectStore:
         return found
 
     def _tried(self, what: str, request: Callable[[], T], *, missing: bool = False) -> T:
-        """Do a request. A failed one is tried again a few times.
+        """Send a request. A failed request is repeated a few times.
 
         Args:
-            what: what it does, for messages.
+            what: what the request does, for messages.
             request: the request.
-            missing: its object may not exist.
+            missing: the object may not exist.
 
         Raises:
-            FileNotFoundError: an object does not exist.
+            FileNotFoundError: the object does not exist.
             CheckpointError: the request failed each time.
         """
         for pause in (*PAUSES_S, 0.0):
@@ -261,7 +282,7 @@ class ObjectStore:
     # -- removing ----------------------------------------------------------------------------------------------------
 
     def collect(self, chunks: Sequence[str]) -> None:
-        """Remove those chunks that no session has."""
+        """Remove the chunks that belong to no session."""
 
         def unused(chunk: str) -> list[str]:
             gone = f"gone-{_now()}-{secrets.token_hex(8)}"
@@ -285,7 +306,9 @@ class ObjectStore:
         self.remove([path for path in lists if "/cut-" not in path])
 
     def sweep(self, before: float) -> int:
-        """See `Store`. It removes sessions of all keys, and what executors left that ended in the middle of their work."""
+        """See `Store`. It removes sessions of all keys, and unfinished work of executors that died."""
+        if self._jetstream is not None:
+            self._tried("remove old contents", lambda: self._files.sweep(before))
         tenants: dict[str, dict[str, list[str]]] = defaultdict(lambda: {"sessions": [], "chunks": []})
         for path in self._found(self._root):
             parts = path[len(self._root) + 1 :].rsplit("/", 3)

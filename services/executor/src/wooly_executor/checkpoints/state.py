@@ -9,6 +9,7 @@ from wooly_wis.messages import StoredCheckpoint
 from wooly_executor.checkpoints.files import SessionFiles, Table
 from wooly_executor.checkpoints.jobs import StoreJob
 from wooly_executor.errors import ExecutorError
+from wooly_executor.usage import Mark
 
 
 @dataclass(eq=False)
@@ -24,6 +25,7 @@ class SessionCuts:
         copying: the cut whose buffers are being copied; 0: none.
         storing: the job that stores the last cut.
         staged: bytes of host memory that the last cut uses until it is stored.
+        used: what the session had used when the last cut was taken; None: no cut was taken.
         pause_ns: how long the session waited for the last cut.
         store_ns: how long storing the last cut took.
         stored: figures of the last stored cut; None: none is stored.
@@ -40,6 +42,7 @@ class SessionCuts:
     copying: int = 0
     storing: StoreJob | None = None
     staged: int = 0
+    used: Mark | None = None
     pause_ns: int = 0
     store_ns: int = 0
     stored: StoredCheckpoint | None = None
@@ -50,8 +53,11 @@ class SessionCuts:
 
 @dataclass(eq=False)
 class Restoring:
-    """A restore. `table` is None until it was read. `error`: why it failed. `done`: the session has its buffers."""
+    """A restore. `table` is None until it was read, from the files `holder`. `error`: why it failed. `done`: the session has its
+    buffers.
+    """
 
+    holder: SessionFiles | None = None
     table: Table | None = None
     error: ExecutorError | None = None
     done: bool = False

@@ -74,12 +74,18 @@ class Store(Protocol):
 
     Attributes:
         at_once: bytes that one call of `each` should process.
+        read_at_once: bytes that one call of `read_each` should process.
     """
 
     at_once: int
+    read_at_once: int
 
     def identity(self) -> str:
         """The name of the place: the same for all executors that use it."""
+        ...
+
+    def keyed(self, key: str) -> Store:
+        """The same place, as executors with another key see it; `key`: id of the key."""
         ...
 
     def session(self, tenant: str, session: str) -> SessionStore:
@@ -88,6 +94,10 @@ class Store(Protocol):
 
     def each(self, work: Callable[[T], R], items: Sequence[T]) -> list[R]:
         """Do `work` for each item, several at a time if the store gains by it. When this returns or raises, no work runs."""
+        ...
+
+    def read_each(self, work: Callable[[T], R], items: Sequence[T]) -> list[R]:
+        """Do the same as `each` for a session that waits for it, so as fast as possible."""
         ...
 
     def sweep(self, before: float) -> int:

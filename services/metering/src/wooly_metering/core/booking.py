@@ -18,7 +18,8 @@ from wooly_metering.core.rating import Tariff, price
 
 HOUR_US = 3_600_000_000
 USAGE, CORRECTION = 0, 1
-#: The reason in an entry that was booked from a journal.
+#: The reasons in an entry of repeated work, and in an entry that was booked from a journal.
+REPEATED = "it repeated work that was lost with its executor"
 BY_JOURNAL = "by the dispatch journal: no usage record came for it"
 #: Maximum number of stored characters of a message that cannot be decoded.
 PAYLOAD_KEPT = 64 << 10
@@ -49,6 +50,10 @@ class Entry(NamedTuple):
     flops: int
     resident_mib_us: int
     idle_mib_us: int
+    part: int
+    epoch: int
+    repeated_core_ns: int
+    unsaved_core_ns: int | None
     plan_id: int
     core_ucr: int
     vram_ucr: int
@@ -110,6 +115,8 @@ class HourKey(NamedTuple):
 
 #: (session, executor)
 RunKey = tuple[str, str]
+#: (session, index of its device)
+DeviceKey = tuple[str, int]
 
 
 class Source(NamedTuple):
@@ -212,6 +219,53 @@ class RunState:
 
 
 @dataclass(slots=True)
+class LostWork:
+    """The billed work of one device of a session that its next executor must repeat if this one is lost.
+
+    Attributes:
+        epoch: the last epoch with an entry.
+        billed_ns: billed core time since the newest stored checkpoint, in epochs before `epoch`.
+        current_ns: the same in `epoch`.
+        repeated_ns: core time of `epoch` that was not billed.
+    """
+
+    epoch: int = 0
+    billed_ns: int = 0
+    current_ns: int = 0
+    repeated_ns: int = 0
+
+    def _enter(self, epoch: int) -> None:
+        if epoch > self.epoch:
+            self.billed_ns += self.current_ns
+            self.epoch, self.current_ns, self.repeated_ns = epoch, 0, 0
+
+    def free_part(self, record: UsageRecord) -> int:
+        """The part of a record's core time that is not billed: it repeats work that was lost, and no more than that."""
+        self._enter(record.epoch)
+        if record.epoch < self.epoch:
+            return 0
+        return max(min(record.repeats_core_ns, record.core_ns, self.billed_ns - self.repeated_ns), 0)
+
+    def booked(self, epoch: int, core_ns: int, repeated_ns: int, unsaved_ns: int | None) -> None:
+        """Note the next entry of the device.
+
+        Args:
+            epoch: its epoch.
+            core_ns: its core time.
+            repeated_ns: the part of it that is not billed.
+            unsaved_ns: core time of its epoch since the newest stored checkpoint; None: no checkpoint was stored in its epoch.
+        """
+        self._enter(epoch)
+        if epoch < self.epoch:  # it came late
+            self.billed_ns += core_ns - repeated_ns
+        elif unsaved_ns is not None:
+            self.billed_ns, self.current_ns, self.repeated_ns = 0, unsaved_ns, 0
+        else:
+            self.current_ns += core_ns - repeated_ns
+            self.repeated_ns += repeated_ns
+
+
+@dataclass(slots=True)
 class Booking:
     """Everything to write.
 
@@ -274,18 +328,20 @@ def book(
     tariff: Tariff,
     now_us: int,
     known_runs: dict[RunKey, RunState] | None = None,
+    lost_work: Mapping[DeviceKey, LostWork] | None = None,
 ) -> Booking:
     """Decide what to write for messages in the order of the stream.
 
     Args:
         sources: known sources among the messages' sources.
         known_runs: runs among them whose totals a journal states, or stated before. The function updates their state.
+        lost_work: the work that was lost, of the devices whose records repeat work. The function updates it.
         next_entry: id of the first entry.
         next_source: number of the first new source.
         now_us: time of our clock. A record that is ahead of this clock and of the stream's is booked at its arrival.
     """
     out = Booking(quarantined=list(bad), sources={})
-    known, watched = dict(sources), known_runs or {}
+    known, watched, repeating = dict(sources), known_runs or {}, lost_work or {}
     entry_id = next_entry
     #: Additions to each run in each hour.
     gained: dict[tuple[HourKey, RunKey], RunSum] = {}
@@ -321,7 +377,9 @@ def book(
             if not why:
                 begin = record.at_us - record.span_us
                 plan = tariff.plan(kind, record.priority, begin)
-                core, vram = price(record, plan)
+                work = repeating.get((record.session_id, record.part))
+                repeated = 0 if work is None else work.free_part(record)
+                core, vram = price(record, plan, repeated)
                 if core > LARGEST or vram > LARGEST:
                     why = "its price does not fit into 64 bits"
             if why:
@@ -329,6 +387,8 @@ def book(
                 out.quarantined.append(Quarantined(delivery.sequence, event.source, event.batch, item, why, shown))
                 continue
             r = record
+            if work is not None:
+                work.booked(r.epoch, r.core_ns, repeated, r.unsaved_core_ns)
             out.entries.append(
                 Entry(
                     id=entry_id,
@@ -353,10 +413,14 @@ def book(
                     flops=r.flops,
                     resident_mib_us=r.resident_mib_us,
                     idle_mib_us=r.idle_mib_us,
+                    part=r.part,
+                    epoch=r.epoch,
+                    repeated_core_ns=repeated,
+                    unsaved_core_ns=r.unsaved_core_ns,
                     plan_id=plan.id,
                     core_ucr=core,
                     vram_ucr=vram,
-                    reason=BY_JOURNAL if event.whole else moved,
+                    reason=BY_JOURNAL if event.whole else moved or (REPEATED if repeated else ""),
                 )
             )
             entry_id += 1

@@ -25,7 +25,11 @@ _QUANTITIES = (
     "flops",
     "resident_mib_us",
     "idle_mib_us",
+    "repeats_core_ns",
+    "epoch",
 )
+#: Maximum number of devices of a session, and of its attempts: the widths of the ledger's columns.
+_PARTS, _EPOCHS = 8, 1 << 31
 _FORBIDDEN = frozenset(".*> \t\r\n")
 
 
@@ -61,6 +65,12 @@ def impossible(record: UsageRecord, event: UsageRecorded) -> str:
         value = getattr(record, name)
         if value < 0 or value > LARGEST:
             return f"{name} is {_shown(value)}"
+    if not 0 <= record.part < _PARTS or record.epoch >= _EPOCHS:
+        return f"device {_shown(record.part)} at attempt {_shown(record.epoch)} does not exist"
+    if record.unsaved_core_ns is not None and not 0 <= record.unsaved_core_ns <= LARGEST:
+        return f"unsaved_core_ns is {_shown(record.unsaved_core_ns)}"
+    if record.repeats_core_ns > record.core_ns:
+        return f"it repeated {record.repeats_core_ns} core-ns, but used only {record.core_ns}"
     if not 0 < record.pace_ppm <= FASTEST_PPM:
         return f"pace_ppm is {_shown(record.pace_ppm)}"
     if not 0 <= record.priority <= 4:

@@ -98,9 +98,15 @@ class Tariff:
         return PLAIN
 
 
-def price(usage: Usage, plan: TariffPlan) -> tuple[int, int]:
-    """Core and VRAM credits for usage, in micro-credits."""
-    core = usage.core_ns * usage.pace_ppm * plan.core_rate // (UNIT * UNIT)
+def price(usage: Usage, plan: TariffPlan, repeated_core_ns: int = 0) -> tuple[int, int]:
+    """Core and VRAM credits for usage, in micro-credits.
+
+    Args:
+        usage: the usage.
+        plan: the prices.
+        repeated_core_ns: the part of the core time that is free, because it repeated lost work.
+    """
+    core = (usage.core_ns - repeated_core_ns) * usage.pace_ppm * plan.core_rate // (UNIT * UNIT)
     resident = usage.resident_mib_us * usage.pace_ppm * plan.vram_rate
     vram = (resident + usage.idle_mib_us * plan.idle_rate * UNIT) // (UNIT * UNIT)
     return core, vram

@@ -22,7 +22,9 @@ from wooly_metering.ledger.database import Database
 from wooly_metering.ledger.tables import budgets, entries, hours, plans, quarantine, runs, statements
 
 _QUANTITIES = SUMS[1:]
-_SHOWN = tuple(name for name in COLUMNS if name not in ("source_id", "batch", "item", "kind"))
+_SHOWN = tuple(
+    name for name in COLUMNS if name not in ("source_id", "batch", "item", "kind", "part", "epoch", "unsaved_core_ns")
+)
 #: Approximate size, in bytes, of the statements in one reply.
 STATEMENT_BYTES = 600_000
 

@@ -91,6 +91,10 @@ entries = Table(
             "idle_mib_us",
         )
     ],
+    Column("part", SmallInteger, nullable=False, server_default="0"),
+    Column("epoch", Integer, nullable=False, server_default="0"),
+    Column("repeated_core_ns", BigInteger, nullable=False, server_default="0"),
+    Column("unsaved_core_ns", BigInteger, nullable=True),
     Column("plan_id", Integer, nullable=False),
     _big("core_ucr"),
     _big("vram_ucr"),

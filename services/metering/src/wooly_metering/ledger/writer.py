@@ -20,9 +20,11 @@ from wooly_metering.core.booking import (
     USAGE,
     Booking,
     Delivery,
+    DeviceKey,
     Entry,
     HourKey,
     LastUsage,
+    LostWork,
     Quarantined,
     RunKey,
     RunState,
@@ -35,6 +37,7 @@ from wooly_metering.core.booking import (
     read,
 )
 from wooly_metering.core.budgets import Budget
+from wooly_metering.core.checks import impossible
 from wooly_metering.core.rating import PLAIN, Tariff, TariffPlan
 from wooly_metering.errors import CorrectionError, OvertakenError, PlanError, StatementError
 from wooly_metering.ledger.database import Database
@@ -126,8 +129,9 @@ class Writer:
             names = {event.source for _, event in events}
             known = _known_sources(c, names)
             next_source = (c.scalar(select(func.max(sources.c.id))) or 0) + 1
-            watched = _watched(c, [event for _, event in events])
-            booking = book(events, bad, known, _next_entry(c), next_source, self._prices(c), now_us, watched)
+            decoded = [event for _, event in events]
+            watched, lost = _watched(c, decoded), _lost_work(c, decoded)
+            booking = book(events, bad, known, _next_entry(c), next_source, self._prices(c), now_us, watched, lost)
             _write_ahead(c, watched, now_us)
             _write_sources(c, booking)
             ids = _write_quarantine(c, booking.quarantined, now_us)
@@ -251,6 +255,10 @@ class Writer:
                 flops=0,
                 resident_mib_us=0,
                 idle_mib_us=0,
+                part=found.part,
+                epoch=found.epoch,
+                repeated_core_ns=0,
+                unsaved_core_ns=None,
                 plan_id=found.plan_id,
                 core_ucr=-core_back,
                 vram_ucr=-vram_back,
@@ -422,6 +430,24 @@ def _watched(c: Connection, events: Sequence[UsageRecorded]) -> dict[RunKey, Run
         if last is not None:
             run.last = LastUsage(last.model, last.device_kind, int(last.priority), int(last.pace_ppm))
     return watched
+
+
+def _lost_work(c: Connection, events: Sequence[UsageRecorded]) -> dict[DeviceKey, LostWork]:
+    """The lost work of the devices whose records in these events repeat work, by the entries since their newest checkpoint."""
+    found = {}
+    repeating = [(r, e) for e in events for r in e.records if r.repeats_core_ns > 0]
+    for session, part in sorted({(r.session_id, r.part) for r, e in repeating if not impossible(r, e)}):
+        mine = (entries.c.session_id == session) & (entries.c.part == part) & (entries.c.kind == USAGE)
+        saved = select(func.max(entries.c.id)).where(mine & entries.c.unsaved_core_ns.is_not(None))
+        rows = c.execute(
+            select(entries.c.epoch, entries.c.core_ns, entries.c.repeated_core_ns, entries.c.unsaved_core_ns)
+            .where(mine & (entries.c.id >= (c.scalar(saved) or 0)))
+            .order_by(entries.c.id)
+        )
+        lost = found[session, part] = LostWork()
+        for row in rows:
+            lost.booked(*row)
+    return found
 
 
 def _write_ahead(c: Connection, watched: dict[RunKey, RunState], now_us: int) -> None:

@@ -113,5 +113,5 @@ def _gpu(
         utilization=round(1000 * heartbeat.utilization),
         starvation=starvation,
         weights=frozenset(heartbeat.weights),
-        store=heartbeat.checkpoints,
+        stores=frozenset({heartbeat.checkpoints, *heartbeat.checkpoints_read} - {""}),
     )

@@ -48,7 +48,7 @@ class Gpu:
         state: "active", or the reason why it takes no new task: "lost", "cordoned", "draining".
         weights: contents in its memory that a task could share, as names with their sharing domain
             (`wooly_bus.contents.shared_name`).
-        store: identity of the place where its executor stores checkpoints; empty: nowhere.
+        stores: identities of the places from which its executor restores checkpoints.
     """
 
     executor_id: str
@@ -62,7 +62,7 @@ class Gpu:
     utilization: int = 0
     starvation: int = 0
     weights: frozenset[str] = EMPTY
-    store: str = ""
+    stores: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ def fits(want: DeviceRequest, gpu: Gpu, load: Load) -> bool:
         return False
     if gpu.executor_id in want.barred or not _fits_groups(want, gpu) or not _fits_kind(want, gpu):
         return False
-    if not _fits_node(want, gpu) or (want.store and want.store != gpu.store):
+    if not _fits_node(want, gpu) or (want.store and want.store not in gpu.stores):
         return False
     asked = want.asked
     return not asked or asked <= room_for(gpu, load, swappable=want.swappable)
@@ -230,7 +230,7 @@ def unfit(want: DeviceRequest, gpu: Gpu, load: Load) -> str:
         return f"is reserved for the group{'s' * (len(gpu.groups) > 1)} {', '.join(sorted(gpu.groups))}"
     if not _fits_node(want, gpu):
         return f"is on node {gpu.node}, but the task requests {want.node}"
-    if want.store and want.store != gpu.store:
+    if want.store and want.store not in gpu.stores:
         return "does not have the session's checkpoint, which is in another folder (WOOLY_EXECUTOR_CHECKPOINTS)"
     if not _fits_kind(want, gpu):
         return (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+from collections.abc import Awaitable, Callable
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, Query, Request, Response
@@ -60,6 +61,16 @@ def _ask(caller: Caller, task_id: str, reason: str = "") -> TaskRequest:
         return TaskRequest(task_id=task_id, tenant=caller.tenant, reason=reason)
     except ValueError as e:
         raise RefusedError("router.no_task", "this task does not exist") from e
+
+
+async def _steer(
+    request: Request, caller: Caller, task_id: str, action: str, do: Callable[[TaskRequest], Awaitable[TaskReply]]
+) -> TaskDetail:
+    """Change a task, and log the change as `action`."""
+    access: Access = request.app.state.access
+    reply = await do(_ask(caller, task_id))
+    await access.log(caller, action, task_id)
+    return _detail(reply)
 
 
 @router.get("/tasks")
@@ -172,10 +183,7 @@ async def hibernate_task(
 ) -> TaskDetail:
     """Ask the client of a running session to free its device until the next operation."""
     desk: TaskActor = request.app.state.desk
-    access: Access = request.app.state.access
-    reply = await desk.on_hibernate_task(_ask(caller, task_id))
-    await access.log(caller, "task.hibernate", task_id)
-    return _detail(reply)
+    return await _steer(request, caller, task_id, "task.hibernate", desk.on_hibernate_task)
 
 
 @router.post("/tasks/{task_id}/wake")
@@ -184,10 +192,7 @@ async def wake_task(
 ) -> TaskDetail:
     """Ask the client of a hibernated session to take a device again."""
     desk: TaskActor = request.app.state.desk
-    access: Access = request.app.state.access
-    reply = await desk.on_wake_task(_ask(caller, task_id))
-    await access.log(caller, "task.wake", task_id)
-    return _detail(reply)
+    return await _steer(request, caller, task_id, "task.wake", desk.on_wake_task)
 
 
 @router.get("/sessions")

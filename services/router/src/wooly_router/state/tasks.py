@@ -256,7 +256,7 @@ class TaskStore:
         moved = await self.move(s, task.id, state, reason, at, attempt=task.attempt, only_from=["started", "pending"])
         if not moved:
             return False
-        changed = task.wants | {"away": True, "wish": None, "barred": []} | wants
+        changed = task.wants | {"away": True, "wish": None, "barred": [], "repeats": False} | wants
         changes = {"attempt": task.attempt + 1, "wants": changed}
         await s.execute(update(TaskRow).where(TaskRow.id == task.id).values(changes))
         await self.set_lease(s, lease)
@@ -471,12 +471,15 @@ class TaskStore:
         async with self.database.reading() as s:
             return [_record(r) for r in await s.scalars(query)]
 
-    async def claims(self, s: AsyncSession, used: Mapping[tuple[str, str], int] | None = None) -> list[Claim]:
+    async def claims(
+        self, s: AsyncSession, used: Mapping[tuple[str, str], int] | None = None, *, without: str = ""
+    ) -> list[Claim]:
         """Return the claims of all tasks that run or are being started.
 
         Args:
             s: the transaction.
             used: bytes that sessions use, by executor and session. They count for tasks that declare no size.
+            without: a task whose claims do not count.
         """
         used = used or {}
         query = (
@@ -490,6 +493,7 @@ class TaskStore:
         return [
             Claim(e, counted(vram, wants.get("claim", 0), used.get((e, i), 0)) or None, mode == "exclusive", not noswap)
             for e, i, vram, mode, noswap, wants in await s.execute(query)
+            if i != without
         ]
 
     async def queueing_tenants(self) -> set[str]:

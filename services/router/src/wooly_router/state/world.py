@@ -45,12 +45,19 @@ class World:
         return configured(self.defaults, await self.config.read(s)), await self.nodes.nodes(s)
 
     async def pool(
-        self, s: AsyncSession, registry: Registry, now: float
+        self, s: AsyncSession, registry: Registry, now: float, *, without: str = ""
     ) -> tuple[ClusterConfig, dict[str, NodeRecord], Pool]:
-        """Return the settings, the nodes, and all devices with their claims. `s` is a session of `Database.deciding`."""
+        """Return the settings, the nodes, and all devices with their claims.
+
+        Args:
+            s: a session of `Database.deciding`.
+            registry: the known executors.
+            now: the time.
+            without: a task whose claims do not count.
+        """
         config, nodes = await self.settings(s)
         gpus = gpus_of(registry, nodes, config, now, self.starvation)
-        return config, nodes, Pool(gpus, await self.tasks.claims(s, registry.counted()))
+        return config, nodes, Pool(gpus, await self.tasks.claims(s, registry.counted(), without=without))
 
     async def close(self) -> None:
         """Close the connections."""

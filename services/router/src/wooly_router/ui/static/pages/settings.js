@@ -16,6 +16,19 @@ const CONFIG = [
   ["task_retention_s", "Retention of ended tasks, days", "", 60 / DAY, 3650, DAY],
   ["history_retention_s", "Retention of metrics, days", "", 60 / DAY, 3650, DAY],
 ];
+/** Settings with a choice: name, label, hint, and each value with its text. */
+const CHOICES = [
+  [
+    "recovery",
+    "Recovery",
+    "Whether sessions go on in another executor after the loss of their own, if their client does not say it.",
+    [
+      ["off", "off: they end with their executor"],
+      ["auto", "auto: sessions of at most 2 GiB go on"],
+      ["on", "on: all sessions go on"],
+    ],
+  ],
+];
 const ROLES = ["user", "operator", "admin"];
 const CLASSES = ["P0, the highest", "P1", "P2", "P3", "P4, the lowest"];
 const MAX_WEIGHT = 1 << 20;
@@ -49,6 +62,9 @@ function cluster(can) {
   const look = refresher(async () => {
     const config = await api.get("config");
     if (look.stopped() || place.contains(document.activeElement)) return; // do not overwrite the user's input
+    const choices = CHOICES.map(([name, , , values]) =>
+      h("select", { disabled: !can("config:write") }, values.map(([value, text]) => h("option", { value, selected: config[name] === value }, text))),
+    );
     const inputs = CONFIG.map(([name, , , min, max, unit]) => h("input", { type: "number", min, max, step: "any", required: true, value: config[name] / unit, disabled: !can("config:write") }));
     swap(
       place,
@@ -58,7 +74,9 @@ function cluster(can) {
           class: "grid",
           async onsubmit(event) {
             event.preventDefault();
-            const changed = Object.fromEntries(CONFIG.map(([name, , , , , unit], i) => [name, Number(inputs[i].value) * unit]).filter(([name, value]) => value !== config[name]));
+            const numbers = CONFIG.map(([name, , , , , unit], i) => [name, Number(inputs[i].value) * unit]);
+            const chosen = CHOICES.map(([name], i) => [name, choices[i].value]);
+            const changed = Object.fromEntries([...numbers, ...chosen].filter(([name, value]) => value !== config[name]));
             try {
               Object.assign(config, await api.put("config", changed));
               toast("The settings are saved");
@@ -68,6 +86,7 @@ function cluster(can) {
           },
         },
         CONFIG.map(([, label, hint], i) => field(label, inputs[i], hint)),
+        CHOICES.map(([, label, hint], i) => field(label, choices[i], hint)),
         can("config:write") && h("div", { class: "actions" }, h("button", { type: "submit", class: "primary" }, "Save")),
       ),
     );
