@@ -34,6 +34,8 @@ from wooly_wis.frames import (
 )
 from wooly_wis.program import Form, Instruction, Operand, OperandRef, Program, Role, View
 
+from services.executor.tests.fake_gpu import FakeDriver
+
 WAIT_S = 30
 ROLES = {"in": Role.IN, "out": Role.OUT, "inout": Role.INOUT}
 
@@ -318,6 +320,15 @@ def replay(entries):
     for event, decisions in replayer.replay(Batch.decode(batch.encode())):
         auditor.audit(event, decisions, replayer.state.windows)
     return list(entries)
+
+
+@pytest.fixture(autouse=True)
+def ordered():
+    """No test leaves accesses to the memory of a fake GPU whose order nothing determines."""
+    before = list(FakeDriver.drivers)
+    yield
+    for driver in set(FakeDriver.drivers).difference(before):
+        driver.order.check()
 
 
 @pytest.fixture

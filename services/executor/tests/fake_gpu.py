@@ -17,12 +17,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from wooly_executor.errors import ContextLostError, OperationError
 from wooly_executor.runtime.buffers import TORCH_DTYPE
-from wooly_executor.runtime.captures import Captures, Turns
+from wooly_executor.runtime.captures import Captures
 from wooly_executor.runtime.fresh_memory import on_zeros
 from wooly_executor.runtime.gpu import GpuRuntime
 from wooly_executor.runtime.packing import _CHARACTER, layout
+from wooly_executor.runtime.torch_gpu import TorchGpu
 from wooly_testkit import kernel_interpreter
 from wooly_wis.kernel import text as kernel_text
+from wooly_wis.program import Role
+
+from services.executor.tests.device_order import HOST, Order
 
 LAUNCH_NS, MARK_NS = 1000, 10
 
@@ -164,8 +168,9 @@ class FakeGraph:
         ]:  # captures into a pool get memory that earlier graphs use for their own values
             for t in later.memory if later.number > self.number else ():
                 t.fill_(float("nan") if t.is_floating_point() else 77)
-        for do in self.work:
-            do()
+        with self.driver.order.by_address():
+            for do in self.work:
+                do()
 
 
 class FakeGraphs:
@@ -216,19 +221,106 @@ class Function:
         self.kinds, self.do = kinds, do
 
 
-class FakeDriver:
+class FakeStream:
+    """A stream. Work on it is done at once; what counts is the order that it has with work on other streams."""
+
+    def __init__(self, order, name):
+        self.order, self.name = order, name
+
+    def wait_stream(self, other):
+        self.order.after(self.name, self.order.point(other.name))
+
+    def synchronize(self):
+        self.order.after(HOST, self.order.point(self.name))
+
+
+class FakeEvent:
+    """An event, with the time at which it was recorded."""
+
+    def __init__(self, driver):
+        self.driver, self.at, self.clock = driver, 0, {}
+
+    def record(self, stream):
+        self.driver.check()
+        self.driver.now += MARK_NS
+        self.at, self.clock = self.driver.now, self.driver.order.point(stream.name)
+
+    def synchronize(self):
+        self.driver.check()
+        self.driver.order.after(HOST, self.clock)
+
+    def elapsed_time(self, later):
+        return (later.at - self.at) / 1e6
+
+
+class FakeCuda:
+    """What `TorchGpu` uses of `torch.cuda`.
+
+    A thread that has set no stream uses the default stream, as on a GPU. Tests run programs in the main thread, which uses the
+    stream of programs.
+    """
+
+    def __init__(self, driver):
+        self.driver, self.default_generators = driver, [None]
+        self._names, self._default = itertools.count(), FakeStream(driver.order, "the default stream")
+        self._local = threading.local()
+
+    def init(self):
+        pass
+
+    def set_device(self, index):
+        pass
+
+    def mem_get_info(self, index):
+        return 1 << 30, 1 << 30
+
+    def Stream(self, device, priority=0):  # noqa: N802 - the name is torch's
+        names = ("the stream of programs", "the stream of copies", "the urgent stream")
+        return FakeStream(self.driver.order, names[next(self._names)])
+
+    def Event(self, enable_timing):  # noqa: N802 - the name is torch's
+        return FakeEvent(self.driver)
+
+    def current_stream(self, device=None):
+        main = threading.current_thread() is threading.main_thread()
+        return getattr(self._local, "stream", self.driver.stream if main else self._default)
+
+    def set_stream(self, stream):
+        self._local.stream = stream
+
+    @contextlib.contextmanager
+    def stream(self, stream):
+        before = self.current_stream()
+        self.set_stream(stream)
+        try:
+            yield
+        finally:
+            self.set_stream(before)
+
+    def synchronize(self, index):
+        self.driver.stream.synchronize()
+
+    def empty_cache(self):
+        self.driver.released += 1
+
+
+class FakeDriver(TorchGpu):
     """A `Driver`. `lost`: why the context is lost; `refuse`: load no code; `fail_next`: exception that the next launch raises.
 
     `functions` has the functions of foreign kernels by their image. `hung`: number of waits that time out; `ended`: whether the
-    running kernel was told to end.
+    running kernel was told to end. `order` knows which accesses to memory have an order; `drivers` has all drivers that exist.
     """
 
     vendor = "fake"
-    device = torch.device("cpu")
+    lost = ""
+    drivers = weakref.WeakSet()
 
     def __init__(self):
+        self.order = Order(lambda: self.torch_cuda.current_stream().name, WAITING)
+        self.torch_cuda = FakeCuda(self)
+        super().__init__(0)
+        self.device = torch.device("cpu")
         self.now = 0
-        self.lost = ""
         self.refuse = False
         self.fail_next = None
         self.asides = self.attached = self.replays = self.captures = 0
@@ -240,12 +332,13 @@ class FakeDriver:
         self.capturing, self.recording, self.graphs_of, self.used_pools = None, {}, {}, set()
         self.generator_works, self.bytes_per_graph = True, 1024
         self.library = FakeGraphs(self)
-        self._captures, self._turns = Captures(self.library), Turns()
+        self._captures = Captures(self.library)
         #: Why torch would have ended the process.
         self.aborts = []
         self.keeps_room = True
         #: Sizes of page-locked host memory by address; sizes of all memory that was ever locked; whether locking fails.
         self.locked, self.locks, self.refuse_locks = {}, [], False
+        FakeDriver.drivers.add(self)
 
     def facts(self):
         return {
@@ -268,15 +361,14 @@ class FakeDriver:
 
     def attach(self):
         self.attached += 1
+        super().attach()
+        self.order.watch_thread()
 
     @contextlib.contextmanager
     def copy_context(self):
-        with self._turns.use():
+        with self.order.watched(), super().copy_context():
             self.asides += 1
             yield
-
-    def copy_target(self, nbytes):
-        return torch.empty(nbytes, dtype=torch.uint8)
 
     def seed(self, seed):
         if self.capturing is not None:
@@ -292,7 +384,9 @@ class FakeDriver:
         return run
 
     def pinned(self, nbytes):
-        return torch.empty(nbytes, dtype=torch.uint8)
+        memory = torch.frombuffer(bytearray(max(nbytes, 1)), dtype=torch.uint8)[:nbytes]
+        self.order.host_memory(memory.untyped_storage().data_ptr(), max(nbytes, 1), memory)
+        return memory
 
     def lock(self, address, nbytes):
         if self.refuse_locks:
@@ -300,9 +394,11 @@ class FakeDriver:
         assert address not in self.locked
         self.locked[address] = nbytes
         self.locks.append(nbytes)
+        self.order.host_memory(address, nbytes)
 
     def unlock(self, address):
         del self.locked[address]
+        self.order.host_memory_ends(address)
 
     def load(self, image, entry, kinds, shared=0):
         if self.refuse:
@@ -328,7 +424,10 @@ class FakeDriver:
             assert [p - ctypes.addressof(arguments.data) for p in pointers] == [o for o, _ in layout(function.kinds)]
             self.launches.append((grid, block, shared))
             self.now += LAUNCH_NS
-            function.do(codes, grid, block)
+            given = [code for code, kind in zip(codes, function.kinds, strict=True) if kind is None and code]
+            self.order.kernel("of a script", self.stream.name, [(address, None, True, True) for address in given])
+            with self.order.ignored():
+                function.do(codes, grid, block)
             return
         if self.fail_next is not None:
             error, self.fail_next = self.fail_next, None
@@ -349,25 +448,24 @@ class FakeDriver:
     def _do(self, kernel, values):
         self.now += LAUNCH_NS
         n = len(kernel.arrays)
-        seen = {a.name: _at(address, a) for a, address in zip(kernel.arrays, values[:n], strict=True)}
-        lists = {name: t.tolist() for name, t in seen.items()}
-        scalars = {s.name: v for s, v in zip(kernel.scalars, values[n:], strict=True)}
-        kernel_interpreter.run(kernel, lists, scalars)
-        for a in kernel.arrays:
-            seen[a.name].copy_(torch.tensor(lists[a.name], dtype=seen[a.name].dtype))
-
-    def record(self):
-        self.check()
-        self.now += MARK_NS
-        return self.now
-
-    def elapsed_ns(self, marks):
-        self.check()
-        return [b - a for a, b in itertools.pairwise(marks)]
+        given = [
+            (address, a.numel * a.dtype.itemsize, a.role is not Role.OUT, a.role is not Role.IN)
+            for a, address in zip(kernel.arrays, values[:n], strict=True)
+        ]
+        self.order.kernel(kernel.name, self.stream.name, given)
+        with self.order.ignored():
+            seen = {a.name: _at(address, a) for a, address in zip(kernel.arrays, values[:n], strict=True)}
+            lists = {name: t.tolist() for name, t in seen.items()}
+            scalars = {s.name: v for s, v in zip(kernel.scalars, values[n:], strict=True)}
+            kernel_interpreter.run(kernel, lists, scalars)
+            for a in kernel.arrays:
+                seen[a.name].copy_(torch.tensor(lists[a.name], dtype=seen[a.name].dtype))
 
     def wait(self, mark, seconds):
         self.check()
         self.hung -= self.hung > 0
+        if not self.hung:
+            mark.synchronize()
         return not self.hung
 
     def sleep(self, ns):
@@ -376,31 +474,24 @@ class FakeDriver:
 
     def urgent(self, target, source):
         self.ended = True
-        target.copy_(source)
+        with self.order.ignored():  # the running kernel reads the words while they are written
+            super().urgent(target, source)
 
     def graph_room(self):
         return 256 << 20
-
-    def release_cached(self):
-        self._captures.destroy_unused()
-        self.released += 1
 
     def capture(self, body, *, apart=False):
         self.captures += 1
         self.survives()
 
         def recorded():
-            with Recording(self.capturing):
+            with self.order.ignored(), Recording(self.capturing):
                 body()
 
-        with self._turns.capture() as free:
-            return self._captures.capture(recorded, apart=apart) if free else None
+        return super().capture(recorded, apart=apart)
 
     def keep_no_room_for_graphs(self):
         self.keeps_room = False
-
-    def graph_bytes(self):
-        return self._captures.nbytes()
 
     def survives(self):
         """Raise an error if torch would have ended the process by now."""

@@ -64,7 +64,8 @@ class Side:
 @pytest.fixture
 def driver():
     made = FakeDriver()
-    yield made
+    with made.order.watched():
+        yield made
     made.survives()
 
 
