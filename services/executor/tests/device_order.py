@@ -36,7 +36,7 @@ class RaceError(AssertionError):
 
 
 class Access(NamedTuple):
-    """An access to the bytes from `begin` to `end`. `job`: the mover's job that makes it, if it is one."""
+    """An access to the bytes from `begin` to `end`. `job`: returns the mover's job that makes it, or None."""
 
     timeline: str
     stamp: int
@@ -45,12 +45,13 @@ class Access(NamedTuple):
     write: bool
     what: str
     places: tuple
-    job: object = None
+    job: object = lambda: None  # noqa: E731
 
     @property
     def thrown_away(self):
         """Whether it reads for a job that was cancelled, which drops what it has read."""
-        return not self.write and self.job is not None and self.job.cancelled
+        job = self.job()
+        return not self.write and job is not None and job.cancelled
 
     def __str__(self):
         places = " < ".join(f"{_short(file)}:{line} {function}" for file, line, function in self.places)
@@ -393,15 +394,15 @@ def _places(most=3):
 
 
 def _seen_from(most=3):
-    """Return these places, and the mover's job for which this thread works."""
-    found, job, frame = [], None, sys._getframe(1)
+    """Return these places, and a function that returns the mover's job for which this thread works, or None."""
+    found, job, frame = [], lambda: None, sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         ours = "wooly_executor" in code.co_filename or "/tests/" in code.co_filename
         if ours and code.co_filename not in _OWN and len(found) < most:
             found.append((code.co_filename, frame.f_lineno, code.co_name))
         if code.co_name == "_step" and code.co_filename.endswith("mover.py"):
-            job = frame.f_locals["entry"].job
+            job = weakref.ref(frame.f_locals["entry"].job)  # a job keeps memory
             break
         frame = frame.f_back
     return tuple(found), job

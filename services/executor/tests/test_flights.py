@@ -52,11 +52,6 @@ def test_flights_keep_limited_number_of_device_times():
 
 
 @pytest.fixture
-def driver():
-    return FakeDriver()
-
-
-@pytest.fixture
 def gpu(driver):
     return gpu_runtime(driver, hot=2)
 

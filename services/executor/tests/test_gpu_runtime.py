@@ -62,14 +62,6 @@ class Side:
 
 
 @pytest.fixture
-def driver():
-    made = FakeDriver()
-    with made.order.watched():
-        yield made
-    made.survives()
-
-
-@pytest.fixture
 def gpu(driver):
     return Side(gpu_runtime(driver))
 
