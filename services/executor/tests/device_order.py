@@ -1,7 +1,9 @@
 """Finds accesses to device memory whose order nothing determines, although one of them writes (happens-before, vector clocks).
 
-Each stream of a GPU is one timeline, and all threads of the host are one. Work that is enqueued is later than what is on its stream
-already, and than what the host has waited for. Events and waits of streams order streams, and waits of the host order the host.
+Each stream of a GPU is one timeline, and all threads of the host are one. Work that is enqueued is later than what is on its
+stream already, and than what the host has waited for. Events and waits of streams order streams, and waits of the host order the
+host.
+
 An allocation and the end of memory count as writes on the stream that the memory belongs to: torch's allocator gives memory out
 again on this stream, without a wait. So memory that another stream may still use when it is freed is a race, also if nobody has
 reused it yet.
@@ -45,7 +47,7 @@ class Access(NamedTuple):
     write: bool
     what: str
     places: tuple
-    job: object = lambda: None  # noqa: E731
+    job: object = lambda: None
 
     @property
     def thrown_away(self):
@@ -176,7 +178,7 @@ class Order:
         self._dead.append((address, dict(self._clocks[HOST]), _places()))
 
     def kernel(self, name, timeline, arrays):
-        """Note a launch that accesses (address, bytes or None, whether it reads, whether it writes). None: to the memory's end."""
+        """Note a launch that accesses (address, bytes, whether it reads, whether it writes). None: to the memory's end."""
         with self._lock:
             self._bury()
             self._enqueue(timeline)
@@ -242,7 +244,9 @@ class Order:
         if getattr(self._local, "by_address", False):
             for t in used:
                 if self._at(_address(t)) is None:
-                    self.races.append(f"a graph uses memory that was freed ({Access(stream, 0, 0, 0, False, '', _places())})")
+                    self.races.append(
+                        f"a graph uses memory that was freed ({Access(stream, 0, 0, 0, False, '', _places())})"
+                    )
         return [(t, self._block_of(t, stream)) for t in used]
 
     def _access(self, block, timeline, begin, end, write, what):
@@ -310,7 +314,9 @@ class Order:
             if ref:
                 clock = dict(clocks.get(block.home, {}))
                 _merge(clock, clocks[HOST])
-            end = Access(block.home, clock.get(block.home, 0), block.begin, block.end, True, "the memory is freed", places)
+            end = Access(
+                block.home, clock.get(block.home, 0), block.begin, block.end, True, "the memory is freed", places
+            )
             self._compare(block, end, clock)
 
 

@@ -11,6 +11,7 @@ import itertools
 import struct
 import threading
 import weakref
+from typing import ClassVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 from wooly_executor.errors import ContextLostError, OperationError
 from wooly_executor.runtime.buffers import TORCH_DTYPE
 from wooly_executor.runtime.captures import Captures
+from wooly_executor.runtime.core_use import KernelRecord
 from wooly_executor.runtime.fresh_memory import on_zeros
 from wooly_executor.runtime.gpu import GpuRuntime
 from wooly_executor.runtime.packing import _CHARACTER, layout
@@ -274,11 +276,11 @@ class FakeCuda:
     def mem_get_info(self, index):
         return 1 << 30, 1 << 30
 
-    def Stream(self, device, priority=0):  # noqa: N802 - the name is torch's
+    def Stream(self, device, priority=0):
         names = ("the stream of programs", "the stream of copies", "the urgent stream")
         return FakeStream(self.driver.order, names[next(self._names)])
 
-    def Event(self, enable_timing):  # noqa: N802 - the name is torch's
+    def Event(self, enable_timing):
         return FakeEvent(self.driver)
 
     def current_stream(self, device=None):
@@ -313,7 +315,7 @@ class FakeDriver(TorchGpu):
 
     vendor = "fake"
     lost = ""
-    drivers = weakref.WeakSet()
+    drivers: ClassVar = weakref.WeakSet()
 
     def __init__(self):
         self.order = Order(lambda: self.torch_cuda.current_stream().name, WAITING)
@@ -336,6 +338,9 @@ class FakeDriver(TorchGpu):
         #: Why torch would have ended the process.
         self.aborts = []
         self.keeps_room = True
+        #: Blocks that a core takes at once; the kernels of the library in each profiled part of a run; the kernels of a profile
+        #: in progress; number of profiles; whether the profiler fails.
+        self.occupancy, self.library_kernels, self.profile, self.profiles, self.fail_profile = 2, [], None, 0, False
         #: Sizes of page-locked host memory by address; sizes of all memory that was ever locked; whether locking fails.
         self.locked, self.locks, self.refuse_locks = {}, [], False
         FakeDriver.drivers.add(self)
@@ -400,6 +405,22 @@ class FakeDriver(TorchGpu):
         del self.locked[address]
         self.order.host_memory_ends(address)
 
+    def blocks_per_core(self, function, threads):
+        if self.occupancy is None:
+            raise OperationError("CUDA_ERROR_INVALID_VALUE")
+        return self.occupancy
+
+    def begin_profile(self):
+        if self.fail_profile:
+            raise OperationError("the profiler does not start: CUPTI_ERROR_INSUFFICIENT_PRIVILEGES")
+        assert self.profile is None
+        self.profile = list(self.library_kernels)
+
+    def end_profile(self):
+        found, self.profile = self.profile, None
+        self.profiles += 1
+        return found
+
     def load(self, image, entry, kinds, shared=0):
         if self.refuse:
             raise OperationError("CUDA_ERROR_INVALID_IMAGE")
@@ -441,12 +462,14 @@ class FakeDriver(TorchGpu):
         ]  # arguments are read at the launch, as a real driver does
         self.launches.append((function.name, grid, block))
         if self.capturing is not None:
-            self.capturing.work.append(lambda: self._do(function, values))
+            self.capturing.work.append(lambda: self._do(function, values, grid))
         else:
-            self._do(function, values)
+            self._do(function, values, grid)
 
-    def _do(self, kernel, values):
+    def _do(self, kernel, values, grid):
         self.now += LAUNCH_NS
+        if self.profile is not None:
+            self.profile.append(KernelRecord(kernel.name, LAUNCH_NS, grid[0]))
         n = len(kernel.arrays)
         given = [
             (address, a.numel * a.dtype.itemsize, a.role is not Role.OUT, a.role is not Role.IN)

@@ -28,7 +28,7 @@ HERE = Path(__file__).parent
 SUITES = (
     *("test_session", "test_vram", "test_dispatch", "test_checkpoints", "test_limits", "test_hostile_sessions"),
     *("test_host_account", "test_collectives", "test_flights", "test_gpu_runtime", "test_gpu_kernels"),
-    *("test_fresh_memory", "test_recording", "test_failing_device", "test_pinned_files", "test_decoding"),
+    *("test_fresh_memory", "test_failing_device", "test_pinned_files", "test_decoding"),
 )
 
 
@@ -99,7 +99,9 @@ def test_order_memory_freed_while_another_stream_uses_it_is_a_race(gpu):
         x = torch.ones(4)
     x.add_(1)
     del x
-    with pytest.raises(RaceError, match=r"(?s)write by the stream of programs: aten::add_.*write by the stream of copies: the memory is"):
+    with pytest.raises(
+        RaceError, match=r"(?s)programs: aten::add_.*write by the stream of copies: the memory is freed"
+    ):
         gpu.order.check()
 
 
@@ -133,7 +135,9 @@ def test_order_host_reads_a_copy_before_it_is_complete(gpu, waits):
     if waits:
         gpu.order.check()
     else:
-        with pytest.raises(RaceError, match=r"(?s)write by the stream of programs: aten::copy_.*read by the host: tolist"):
+        with pytest.raises(
+            RaceError, match=r"(?s)write by the stream of programs: aten::copy_.*read by the host: tolist"
+        ):
             gpu.order.check()
 
 
@@ -184,11 +188,11 @@ class NoWait(FakeDriver):
         (FakeDriver, ""),
         (
             CopiesOwnMemory,
-            r"(?s)write by the stream of programs: aten::\w+_.* \(.*runtime/.*write by the stream of copies: the memory is freed \(",
+            r"(?s)by the stream of programs: aten::\w+_.* \(.*runtime/.*by the stream of copies: the memory is freed",
         ),
         (
             NoWait,
-            r"(?s)write by the stream of programs: memory for aten::empty.*swap_space.*write by the stream of copies: aten::copy_.* \(.*swap_space",
+            r"(?s)by the stream of programs: memory for aten::empty.*swap_space.*by the stream of copies: aten::copy_.*swap_space",
         ),
     ],
 )

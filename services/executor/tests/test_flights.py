@@ -15,7 +15,7 @@ from wooly_testkit.tape import Tape
 from wooly_wis.codec import encode_program
 from wooly_wis.dtypes import DType
 
-from services.executor.tests.fake_gpu import FakeDriver, gpu_runtime
+from services.executor.tests.fake_gpu import gpu_runtime
 
 TIMES = st.integers(0, 10_000_000)
 

@@ -27,7 +27,7 @@ from wooly_wis.frames import Kind
 from wooly_wis.kernel import text as kernel_text
 from wooly_wis.program import OperandRef, ParamKind, ParamRef, View
 
-from services.executor.tests.fake_gpu import LAUNCH_NS, FakeDriver, gpu_runtime
+from services.executor.tests.fake_gpu import LAUNCH_NS, gpu_runtime
 
 F32, I64 = DType.F32, DType.I64
 

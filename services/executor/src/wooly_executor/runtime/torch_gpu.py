@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from wooly_executor.errors import ContextLostError, OperationError
 from wooly_executor.runtime.captures import Captures, PoolId, Turns
+from wooly_executor.runtime.core_use import KernelRecord, read_profile
 from wooly_executor.runtime.gpu_fresh_memory import on_zeros
 from wooly_executor.runtime.torch_private import end_recording, sleep_on_gpu, storage_at
 
@@ -107,11 +110,12 @@ class TorchGpu:
         self._marks: list[Any] = []
         self._captures = Captures(_TorchGraphs(index))
         self._zeroed: _ZeroedPool | None = None
+        self._profiler: Any = None
         self._turns = Turns()
         self._generator = self.torch_cuda.default_generators[index]
         free, total = self.torch_cuda.mem_get_info(index)
-        self._graph_room = max(GRAPH_BYTES, free // GRAPH_SHARE)
-        self._capacity = max(free - max(APART, total // APART_SHARE) - self._graph_room, 0)
+        self._graph_room: int = max(GRAPH_BYTES, free // GRAPH_SHARE)
+        self._capacity: int = max(free - max(APART, total // APART_SHARE) - self._graph_room, 0)
 
     def facts(self) -> dict[str, Any]:
         """See `Driver`."""
@@ -181,6 +185,33 @@ class TorchGpu:
     def pinned(self, nbytes: int) -> Tensor:
         """See `Driver`."""
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def begin_profile(self) -> None:
+        """See `Driver`. Kineto records the kernels of the whole process."""
+        profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+        try:
+            profiler.start()
+        except Exception as e:
+            raise OperationError(f"the profiler does not start: {e}") from e
+        self._profiler = profiler
+
+    def end_profile(self) -> list[KernelRecord]:
+        """See `Driver`."""
+        profiler, self._profiler = self._profiler, None
+        try:
+            profiler.stop()
+            with tempfile.TemporaryDirectory(prefix="wooly-profile-") as folder:
+                path = Path(folder) / "trace.json"
+                profiler.export_chrome_trace(str(path))
+                return read_profile(path)
+        except OperationError:
+            raise
+        except Exception as e:
+            raise OperationError(f"the profiler fails: {e}") from e
+
+    def sm_utilisation(self) -> float | None:
+        """See `Driver`. Only a vendor's driver knows it."""
+        return None
 
     def record(self) -> Any:
         """See `Driver`."""
@@ -256,9 +287,9 @@ class TorchGpu:
         """See `Driver`."""
         why = self.lost()
         if why:
+            name = self.torch_cuda.get_device_name(self.index)
             raise ContextLostError(
-                f"the context of {self.torch_cuda.get_device_name(self.index)} is lost ({why}): this process restarts, and all of its "
-                "sessions end"
+                f"the context of {name} is lost ({why}): this process restarts, and all of its sessions end"
             )
 
     def _do(self, result: Any) -> Any:
