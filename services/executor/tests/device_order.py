@@ -82,12 +82,12 @@ class Order:
 
     Args:
         current: returns the name of the stream to which the calling thread sends work.
-        waiting: names of the operators for which the host waits.
+        waits: tells for which operators the host waits.
     """
 
-    def __init__(self, current, waiting):
+    def __init__(self, current, waits):
         self.races = []
-        self._current, self._waiting = current, waiting
+        self._current, self._waits = current, waits
         self._lock = threading.RLock()
         self._clocks = {HOST: {HOST: 0}}
         self._blocks = []
@@ -235,7 +235,7 @@ class Order:
                 self._access(block, stream, block.begin, block.end, True, f"memory for {what}")
             blocking = not kwargs.get("non_blocking") and not (schema.name == "aten::copy_" and args[2:] and args[2])
             mixed = on_device and len(on_device) < len(made)
-            if (mixed and blocking) or schema.name.removeprefix("aten::").removesuffix("_out") in self._waiting:
+            if (mixed and blocking) or self._waits(func):
                 _merge(self._clocks[HOST], self._clocks[timeline])
 
     def _known(self, tensors, stream):

@@ -67,9 +67,8 @@ class Recording(TorchDispatchMode):
                 return seen  # otherwise it is a copy, such as that of `to` or `reshape`
         if not self.graph.valid:
             raise RuntimeError(FAILED)
-        if schema.name.removeprefix("aten::").removesuffix("_out") in WAITING or _has_mask(args):
-            self.graph.valid = False
-            raise RuntimeError(FORBIDDEN)
+        if waits_for_device(func) or _has_mask(args):
+            self.graph.driver.forbidden()
         if _makes_host_tensor(schema, kwargs):
             raise RuntimeError(HOST_COPY)
         mutated = [a for a, s in zip(args, schema.arguments, strict=False) if s.alias_info and s.alias_info.is_write]
@@ -96,6 +95,14 @@ class Recording(TorchDispatchMode):
 
         self.work.append(again)
         return tree_map_only(torch.Tensor, in_graph, made)
+
+
+def waits_for_device(op):
+    """Whether CUDA's library reads a result of the operator on the host."""
+    name = op._schema.name.removeprefix("aten::").removesuffix("_out")
+    return name in WAITING or any(
+        tag in op.tags for tag in (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
+    )
 
 
 def _tensors(args):
@@ -226,13 +233,14 @@ class Function:
 class FakeStream:
     """A stream. Work on it is done at once; what counts is the order that it has with work on other streams."""
 
-    def __init__(self, order, name):
-        self.order, self.name = order, name
+    def __init__(self, driver, name):
+        self.driver, self.order, self.name = driver, driver.order, name
 
     def wait_stream(self, other):
         self.order.after(self.name, self.order.point(other.name))
 
     def synchronize(self):
+        self.driver.waits()
         self.order.after(HOST, self.order.point(self.name))
 
 
@@ -249,6 +257,7 @@ class FakeEvent:
 
     def synchronize(self):
         self.driver.check()
+        self.driver.waits()
         self.driver.order.after(HOST, self.clock)
 
     def elapsed_time(self, later):
@@ -264,7 +273,7 @@ class FakeCuda:
 
     def __init__(self, driver):
         self.driver, self.default_generators = driver, [None]
-        self._names, self._default = itertools.count(), FakeStream(driver.order, "the default stream")
+        self._names, self._default = itertools.count(), FakeStream(driver, "the default stream")
         self._local = threading.local()
 
     def init(self):
@@ -278,7 +287,7 @@ class FakeCuda:
 
     def Stream(self, device, priority=0):
         names = ("the stream of programs", "the stream of copies", "the urgent stream")
-        return FakeStream(self.driver.order, names[next(self._names)])
+        return FakeStream(self.driver, names[next(self._names)])
 
     def Event(self, enable_timing):
         return FakeEvent(self.driver)
@@ -318,7 +327,7 @@ class FakeDriver(TorchGpu):
     drivers: ClassVar = weakref.WeakSet()
 
     def __init__(self):
-        self.order = Order(lambda: self.torch_cuda.current_stream().name, WAITING)
+        self.order = Order(lambda: self.torch_cuda.current_stream().name, waits_for_device)
         self.torch_cuda = FakeCuda(self)
         super().__init__(0)
         self.device = torch.device("cpu")
@@ -512,6 +521,16 @@ class FakeDriver(TorchGpu):
                 body()
 
         return super().capture(recorded, apart=apart)
+
+    def forbidden(self):
+        """The capture in progress becomes invalid, as CUDA's does after a call that it forbids."""
+        self.capturing.valid = False
+        raise RuntimeError(FORBIDDEN)
+
+    def waits(self):
+        """The host waits for the device, which the thread that captures must not."""
+        if self.capturing is not None and self.capturing.thread == threading.get_ident():
+            self.forbidden()
 
     def keep_no_room_for_graphs(self):
         self.keeps_room = False

@@ -192,7 +192,7 @@ class NoWait(FakeDriver):
         ),
         (
             NoWait,
-            r"(?s)by the stream of programs: memory for aten::empty.*swap_space.*by the stream of copies: aten::copy_.*swap_space",
+            r"(?s)by the stream of programs: memory for aten::empty.*swap_space.*by the stream of copies: aten::copy_.*swap_spac",
         ),
     ],
 )
