@@ -1,9 +1,10 @@
 """Compares what clients announce of each operator's results with what CUDA's kernels make: dtype, shape and strides.
 
-A client knows the results of a call before an executor computes them, with the layouts of the CPU. Where CUDA's kernel makes other
-strides, an executor on a GPU copies the result; where it makes another dtype or shape, the program fails there. CUDA's results
-come from fake tensors on the device "cuda" (`FakeTensorMode`), which need no GPU, in another process, because here "cuda" is the
-Wooly device. Like `opinfo`, it prints one JSON line with counts by outcome per unit (operator, variant, dtype).
+A client knows the results of a call before an executor computes them, with the layouts of the CPU. Where CUDA's kernel makes
+other strides, an executor on a GPU copies the result; where it makes another dtype or shape, the executor converts it, or the
+program fails there. CUDA's results come from fake tensors on the device "cuda" (`FakeTensorMode`), which need no GPU, in another
+process, because here "cuda" is the Wooly device. Like `opinfo`, it prints one JSON line with counts by outcome per unit
+(operator, variant, dtype).
 
 pass     the same dtype, shape and strides, of all results (strides of dimensions with one element do not count)
 dtype, shape, layout  another dtype, another shape, other strides
