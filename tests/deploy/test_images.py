@@ -25,8 +25,8 @@ IMAGES = {
     "compiler-cuda": {"EXTRAS": "[cuda]"},
     "compiler-rocm": {"EXTRAS": "[rocm]"},
 }
-#: Images whose requirements are resolved, which takes minutes. The one for AMD gets PyPI's torch, because ROCm's index is not known
-#: here: this shows its other requirements.
+#: Images whose requirements are resolved, which takes minutes. The one for AMD gets PyPI's torch, because ROCm's index is not
+#: known here: this shows its other requirements.
 RESOLVED = ("executor-cuda", "executor-rocm", "compiler-cuda")
 #: What pip says if it does not reach the index.
 OFFLINE = re.compile(r"NewConnectionError|NameResolutionError|ConnectTimeout|Network is unreachable|ProxyError")
