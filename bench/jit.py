@@ -34,6 +34,7 @@ import torch.nn.functional as F
 from wooly_compiler.build import opencl
 from wooly_compiler.pipeline import compile_program
 from wooly_executor.runtime.products import onednn_product
+from wooly_testkit import optimizers
 from wooly_testkit.tape import Tape
 from wooly_wis.dtypes import DType
 from wooly_wis.plan import AllocStep, FreeStep, KernelStep, LibraryStep
@@ -295,23 +296,19 @@ def bench_embedding(args, scale):
 
 def adamw(args, sizes, name, goal):
     """One step of AdamW over tensors of these sizes."""
-    lr, decay, b1, b2, eps = 1e-3, 0.01, 0.9, 0.999, 1e-8
     t = Tape()
-    tensors = [[t.input(DType.F32, n) for _ in range(4)] for n in sizes]
-    for p, g, m, v in tensors:
-        t.op("mul", p, 1 - lr * decay, into=p)
-        t.op("lerp", m, g, 1 - b1, into=m)
-        t.op("mul", v, b2, into=v)
-        t.op("addcmul", v, g, g, 1 - b2, into=v)
-        d = t.op("sqrt", v)
-        t.op("div", d, (1 - b2**2) ** 0.5, into=d)
-        t.op("add", d, eps, into=d)
-        t.op("addcdiv", p, m, d, -lr / (1 - b1**2), into=p)
-        t.free(d)
+    tensors = optimizers.adamw(t, sizes)
     mine = [torch.nn.Parameter(torch.randn(n)) for n in sizes]
     for p in mine:
         p.grad = torch.randn(len(p))
-    optimizer = torch.optim.AdamW(mine, lr=lr, betas=(b1, b2), eps=eps, weight_decay=decay, foreach=True)
+    optimizer = torch.optim.AdamW(
+        mine,
+        lr=optimizers.LR,
+        betas=(optimizers.BETA1, optimizers.BETA2),
+        eps=optimizers.EPS,
+        weight_decay=optimizers.DECAY,
+        foreach=True,
+    )
     optimizer.step()
     theirs = [[p.detach(), p.grad, optimizer.state[p]["exp_avg"], optimizer.state[p]["exp_avg_sq"]] for p in mine]
     own = [[x.clone() for x in group] for group in theirs]

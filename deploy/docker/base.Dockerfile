@@ -1,4 +1,4 @@
-# What every image of Wooly stands on: Python 3.11 or 3.12, a user without rights, and the tools to install into /opt/wooly.
+# What every image of Wooly stands on: Python 3.11 to 3.14, a user without rights, and the tools to install into /opt/wooly.
 ARG BASE=python:3.12-slim-trixie
 FROM ${BASE}
 RUN groupadd --gid 10001 wooly && useradd --uid 10001 --gid 10001 --create-home --home-dir /home/wooly wooly \

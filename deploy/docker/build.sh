@@ -1,6 +1,6 @@
 #!/bin/sh
 # Builds images: deploy/docker/build.sh [NAME...] (default: all). From any folder.
-#   BASE         image with Python 3.11 or 3.12 (default python:3.12-slim-trixie)
+#   BASE         image with Python 3.11 to 3.14 (default python:3.12-slim-trixie)
 #   TAG, PREFIX  of the images made (default: the version in the file VERSION; none)
 #   TORCH_INDEX  address of PyTorch's CPU index, so that images for CPUs do not hold the CUDA build
 #   ROCM_INDEX   address of PyTorch's ROCm index; without it, executor-rocm is left out

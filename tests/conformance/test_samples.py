@@ -1,6 +1,7 @@
-"""A sample of PyTorch's databases of operators, modules and optimizers on the device, compared with the CPU.
+"""A sample of PyTorch's databases of operators, modules and optimizers on the device, compared with the CPU, and of what clients
+announce, compared with CUDA's kernels.
 
-The slow tests of `test_opinfo`, `test_modules` and `test_optimizers` cover the complete databases.
+The slow tests of `test_opinfo`, `test_modules`, `test_optimizers` and `test_announced` cover the complete databases.
 """
 
 import json
@@ -39,3 +40,9 @@ def test_database_sample_equals_cpu(conformance, sampled, database, things, kind
     assert len({row["op"] for row in rows}) > things
     assert len({(row["variant"], row["dtype"]) for row in rows}) > kinds
     conformance(database).assert_none_is_new(rows)
+
+
+def test_announced_sample_equals_cuda(conformance, sampled):
+    rows = sampled["announced"]
+    assert len({row["op"] for row in rows}) > 10 and sum([row["counts"].get("pass", 0) for row in rows]) > 15
+    conformance("announced").assert_none_is_new(rows)

@@ -25,6 +25,7 @@ LOOKED_FOR = {
     ("wooly-compiler", "cuda"): "NVRTC's bindings, for NVIDIA's chips alone: the extra cuda",
     ("wooly-compiler", "hip"): "hipRTC's bindings, for AMD's chips alone: the extra rocm",
     ("wooly-executor", "cuda"): "the driver's bindings, for NVIDIA's chips alone: the extra cuda",
+    ("wooly-executor", "pynvml"): "NVML, whose figures are compared with bills in the log where it is installed",
     ("wooly-executor", "hip"): "the driver's bindings, for AMD's chips alone: the extra rocm",
 }
 

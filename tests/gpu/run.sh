@@ -9,7 +9,7 @@ usage: tests/gpu/run.sh [--wheels DIR] [--python PY] [--env DIR] [--truth cuda|c
                         [--samples N] [--jobs N] [--only PATTERN]... [--runtime cpu|cuda] [section...]
 
   --wheels DIR     take dependencies from this folder, not from the network (default: .gpu-wheels, if it exists)
-  --python PY      an interpreter with torch (default: the first of python3.12, python3.11, python3, python with torch)
+  --python PY      an interpreter with torch (default: the first with torch of python3.12, 3.11, 3.13, 3.14, python3, python)
   --env DIR        keep the environment in this folder, and use it again if it exists (default: a temporary one)
   --runtime cuda   Wooly's side computes on the GPU, too, with the executor's CUDA runtime (default: on the CPU)
   --truth cpu      try the check without a GPU
@@ -61,23 +61,23 @@ fi
 
 # -- an interpreter with torch --------------------------------------------------------------------------------------------
 fits() {
-    "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null
+    "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' 2>/dev/null
 }
 has_torch() {
     "$1" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torch") is None)' 2>/dev/null
 }
 if [[ -n $python ]]; then
     command -v "$python" >/dev/null || fail "the interpreter '$python' does not exist"
-    fits "$python" || fail "$python is $("$python" --version 2>&1); Python 3.11 or 3.12 is required"
+    fits "$python" || fail "$python is $("$python" --version 2>&1); Python 3.11 to 3.14 is required"
     has_torch "$python" || fail "$python has no torch: install it there, or name another interpreter with --python"
 else
-    for candidate in python3.12 python3.11 python3 python; do
+    for candidate in python3.12 python3.11 python3.13 python3.14 python3 python; do
         if command -v "$candidate" >/dev/null && fits "$candidate" && has_torch "$candidate"; then
             python=$candidate
             break
         fi
     done
-    [[ -n $python ]] || fail "no Python 3.11 or 3.12 with torch was found (python3.12, python3.11, python3, python): name one with --python"
+    [[ -n $python ]] || fail "no Python 3.11 to 3.14 with torch was found (python3.11 to python3.14, python3, python): name one with --python"
 fi
 python=$("$python" -c 'import sys; print(sys.executable)')
 "$python" - "$truth" <<'PY' || exit 2
@@ -92,8 +92,8 @@ try:
 except Exception as e:
     fail(f"{sys.executable} has a torch that cannot be imported: {type(e).__name__}: {e}")
 version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-if not (2, 11) <= version <= (2, 13):
-    print(f"gpu check: torch {torch.__version__}; Wooly is tested with 2.11 to 2.13", file=sys.stderr)
+if not (2, 11) <= version <= (2, 15):
+    print(f"gpu check: torch {torch.__version__}; Wooly is tested with 2.11 to 2.15", file=sys.stderr)
 if sys.argv[1] == "cuda":
     if torch.version.cuda is None:
         fail(f"torch {torch.__version__} is a build without CUDA: install a build with CUDA, or try the check with --truth cpu")

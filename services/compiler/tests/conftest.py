@@ -5,11 +5,11 @@ import pytest
 from wooly_compiler import mathlib
 from wooly_compiler.pipeline import compile_program
 from wooly_testkit import elementary, kernel_interpreter, kernel_scalars
-from wooly_testkit.plan_run import LocalRun
+from wooly_testkit.plan_run import LocalRun, run_kernels
 from wooly_wis.dtypes import DType
 from wooly_wis.kernel.ir import Apply, walk
 from wooly_wis.kernel.ops import FLOATS
-from wooly_wis.plan import STATUS, AllocStep, FreeStep, KernelStep
+from wooly_wis.plan import STATUS
 from wooly_wis.program import Role
 
 _NUMPY = {
@@ -35,23 +35,20 @@ def raw_of(values, dtype):
 
 def interpret(plan, memory, params):
     """Run the kernels of a plan in the interpreter, with the elementary functions of generated kernels."""
-    for step in plan.steps:
-        match step:
-            case AllocStep():
-                memory[step.slot] = np.zeros(step.nbytes, np.uint8)
-            case FreeStep():
-                memory.pop(step.slot, None)
-            case KernelStep():
-                arrays = {
-                    a.name: [0] if s == STATUS else elements(memory[s], a.dtype)
-                    for a, s in zip(step.kernel.arrays, step.slots, strict=True)
-                }
-                values = {s.name: params[p] for s, p in zip(step.kernel.scalars, step.params, strict=True)}
-                kernel_interpreter.run(step.kernel, arrays, values, elementary.element)
-                for a, slot in zip(step.kernel.arrays, step.slots, strict=True):
-                    if a.role is not Role.IN and slot != STATUS:
-                        new = raw_of(arrays[a.name], a.dtype)
-                        memory[slot][: len(new)] = new
+
+    def run(step):
+        arrays = {
+            a.name: [0] if s == STATUS else elements(memory[s], a.dtype)
+            for a, s in zip(step.kernel.arrays, step.slots, strict=True)
+        }
+        values = {s.name: params[p] for s, p in zip(step.kernel.scalars, step.params, strict=True)}
+        kernel_interpreter.run(step.kernel, arrays, values, elementary.element)
+        for a, slot in zip(step.kernel.arrays, step.slots, strict=True):
+            if a.role is not Role.IN and slot != STATUS:
+                new = raw_of(arrays[a.name], a.dtype)
+                memory[slot][: len(new)] = new
+
+    run_kernels(plan, memory, run)
 
 
 class Ways:

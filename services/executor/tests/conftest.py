@@ -1,6 +1,8 @@
 """What executor tests share: programs by name, a device in this process, clients that speak the real channel."""
 
+import contextlib
 import json
+import os
 import struct
 import tempfile
 import threading
@@ -17,6 +19,7 @@ from wooly_dispatch.invariants import Auditor
 from wooly_dispatch.journal import Batch, Journal, Replayer
 from wooly_executor.device_loop import DeviceLoop
 from wooly_executor.memory.book import Scope
+from wooly_executor.runtime.flights import Flights
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
 from wooly_wis.codec import digest, encode_program
 from wooly_wis.collectives import Collective, Range, pack_collective
@@ -38,7 +41,11 @@ from wooly_wis.frames import (
 )
 from wooly_wis.program import Form, Instruction, Operand, OperandRef, Program, Role, View
 
+from services.executor.tests.fake_gpu import LAUNCH_NS, FakeDriver, gpu_runtime
+
 WAIT_S = 30
+#: Whether devices of tests are fake GPUs, on which each launch that may be in flight is in flight (`test_device_order`).
+ON_FAKE_GPU = bool(os.environ.get("WOOLY_TEST_ON_FAKE_GPU"))
 ROLES = {"in": Role.IN, "out": Role.OUT, "inout": Role.INOUT}
 
 
@@ -356,6 +363,30 @@ def replay(entries):
     return list(entries)
 
 
+@pytest.fixture(autouse=True)
+def ordered(monkeypatch, request):
+    """No test leaves accesses to the memory of a fake GPU whose order nothing determines."""
+    if ON_FAKE_GPU and not request.module.__name__.endswith("test_flights"):
+        monkeypatch.setattr(Flights, "known", lambda self, prepared, span: [LAUNCH_NS] * len(span.edges))
+    before = list(FakeDriver.drivers)
+    yield
+    for driver in set(FakeDriver.drivers).difference(before):
+        driver.order.check()
+
+
+@pytest.fixture
+def driver():
+    """A fake GPU. In a run of `test_device_order`, the operators of the test's own thread are watched, too."""
+    made = FakeDriver()
+    with made.order.watched() if ON_FAKE_GPU else contextlib.nullcontext():
+        yield made
+    made.survives()
+
+
+def default_runtime():
+    return gpu_runtime(FakeDriver()) if ON_FAKE_GPU else TorchCpuRuntime()
+
+
 @pytest.fixture
 def make_device():
     devices = []
@@ -364,7 +395,7 @@ def make_device():
         def make(*, runtime=None, memory=1 << 30, dispatch=None, swap=None, limits=None, pace=None, checkpoints=None):
             path = Path(directory) / f"{len(devices)}.sock"
             devices.append(
-                Device(path, runtime or TorchCpuRuntime(), memory, dispatch, swap, limits, pace, None, checkpoints)
+                Device(path, runtime or default_runtime(), memory, dispatch, swap, limits, pace, None, checkpoints)
             )
             return devices[-1]
 

@@ -11,18 +11,24 @@ import itertools
 import struct
 import threading
 import weakref
+from typing import ClassVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from wooly_executor.errors import ContextLostError, OperationError
 from wooly_executor.runtime.buffers import TORCH_DTYPE
-from wooly_executor.runtime.captures import Captures, Turns
+from wooly_executor.runtime.captures import Captures
+from wooly_executor.runtime.core_use import KernelRecord
 from wooly_executor.runtime.fresh_memory import on_zeros
 from wooly_executor.runtime.gpu import GpuRuntime
 from wooly_executor.runtime.packing import _CHARACTER, layout
+from wooly_executor.runtime.torch_gpu import TorchGpu
 from wooly_testkit import kernel_interpreter
 from wooly_wis.kernel import text as kernel_text
+from wooly_wis.program import Role
+
+from services.executor.tests.device_order import HOST, Order
 
 LAUNCH_NS, MARK_NS = 1000, 10
 
@@ -61,9 +67,8 @@ class Recording(TorchDispatchMode):
                 return seen  # otherwise it is a copy, such as that of `to` or `reshape`
         if not self.graph.valid:
             raise RuntimeError(FAILED)
-        if schema.name.removeprefix("aten::").removesuffix("_out") in WAITING or _has_mask(args):
-            self.graph.valid = False
-            raise RuntimeError(FORBIDDEN)
+        if waits_for_device(func) or _has_mask(args):
+            self.graph.driver.forbidden()
         if _makes_host_tensor(schema, kwargs):
             raise RuntimeError(HOST_COPY)
         mutated = [a for a, s in zip(args, schema.arguments, strict=False) if s.alias_info and s.alias_info.is_write]
@@ -90,6 +95,14 @@ class Recording(TorchDispatchMode):
 
         self.work.append(again)
         return tree_map_only(torch.Tensor, in_graph, made)
+
+
+def waits_for_device(op):
+    """Whether CUDA's library reads a result of the operator on the host."""
+    name = op._schema.name.removeprefix("aten::").removesuffix("_out")
+    return name in WAITING or any(
+        tag in op.tags for tag in (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
+    )
 
 
 def _tensors(args):
@@ -164,8 +177,9 @@ class FakeGraph:
         ]:  # captures into a pool get memory that earlier graphs use for their own values
             for t in later.memory if later.number > self.number else ():
                 t.fill_(float("nan") if t.is_floating_point() else 77)
-        for do in self.work:
-            do()
+        with self.driver.order.by_address():
+            for do in self.work:
+                do()
 
 
 class FakeGraphs:
@@ -216,19 +230,108 @@ class Function:
         self.kinds, self.do = kinds, do
 
 
-class FakeDriver:
+class FakeStream:
+    """A stream. Work on it is done at once; what counts is the order that it has with work on other streams."""
+
+    def __init__(self, driver, name):
+        self.driver, self.order, self.name = driver, driver.order, name
+
+    def wait_stream(self, other):
+        self.order.after(self.name, self.order.point(other.name))
+
+    def synchronize(self):
+        self.driver.waits()
+        self.order.after(HOST, self.order.point(self.name))
+
+
+class FakeEvent:
+    """An event, with the time at which it was recorded."""
+
+    def __init__(self, driver):
+        self.driver, self.at, self.clock = driver, 0, {}
+
+    def record(self, stream):
+        self.driver.check()
+        self.driver.now += MARK_NS
+        self.at, self.clock = self.driver.now, self.driver.order.point(stream.name)
+
+    def synchronize(self):
+        self.driver.check()
+        self.driver.waits()
+        self.driver.order.after(HOST, self.clock)
+
+    def elapsed_time(self, later):
+        return (later.at - self.at) / 1e6
+
+
+class FakeCuda:
+    """What `TorchGpu` uses of `torch.cuda`.
+
+    A thread that has set no stream uses the default stream, as on a GPU. Tests run programs in the main thread, which uses the
+    stream of programs.
+    """
+
+    def __init__(self, driver):
+        self.driver, self.default_generators = driver, [None]
+        self._names, self._default = itertools.count(), FakeStream(driver, "the default stream")
+        self._local = threading.local()
+
+    def init(self):
+        pass
+
+    def set_device(self, index):
+        pass
+
+    def mem_get_info(self, index):
+        return 1 << 30, 1 << 30
+
+    def Stream(self, device, priority=0):
+        names = ("the stream of programs", "the stream of copies", "the urgent stream")
+        return FakeStream(self.driver, names[next(self._names)])
+
+    def Event(self, enable_timing):
+        return FakeEvent(self.driver)
+
+    def current_stream(self, device=None):
+        main = threading.current_thread() is threading.main_thread()
+        return getattr(self._local, "stream", self.driver.stream if main else self._default)
+
+    def set_stream(self, stream):
+        self._local.stream = stream
+
+    @contextlib.contextmanager
+    def stream(self, stream):
+        before = self.current_stream()
+        self.set_stream(stream)
+        try:
+            yield
+        finally:
+            self.set_stream(before)
+
+    def synchronize(self, index):
+        self.driver.stream.synchronize()
+
+    def empty_cache(self):
+        self.driver.released += 1
+
+
+class FakeDriver(TorchGpu):
     """A `Driver`. `lost`: why the context is lost; `refuse`: load no code; `fail_next`: exception that the next launch raises.
 
     `functions` has the functions of foreign kernels by their image. `hung`: number of waits that time out; `ended`: whether the
-    running kernel was told to end.
+    running kernel was told to end. `order` knows which accesses to memory have an order; `drivers` has all drivers that exist.
     """
 
     vendor = "fake"
-    device = torch.device("cpu")
+    lost = ""
+    drivers: ClassVar = weakref.WeakSet()
 
     def __init__(self):
+        self.order = Order(lambda: self.torch_cuda.current_stream().name, waits_for_device)
+        self.torch_cuda = FakeCuda(self)
+        super().__init__(0)
+        self.device = torch.device("cpu")
         self.now = 0
-        self.lost = ""
         self.refuse = False
         self.fail_next = None
         self.asides = self.attached = self.replays = self.captures = 0
@@ -240,12 +343,16 @@ class FakeDriver:
         self.capturing, self.recording, self.graphs_of, self.used_pools = None, {}, {}, set()
         self.generator_works, self.bytes_per_graph = True, 1024
         self.library = FakeGraphs(self)
-        self._captures, self._turns = Captures(self.library), Turns()
+        self._captures = Captures(self.library)
         #: Why torch would have ended the process.
         self.aborts = []
         self.keeps_room = True
+        #: Blocks that a core takes at once; the kernels of the library in each profiled part of a run; the kernels of a profile
+        #: in progress; number of profiles; whether the profiler fails.
+        self.occupancy, self.library_kernels, self.profile, self.profiles, self.fail_profile = 2, [], None, 0, False
         #: Sizes of page-locked host memory by address; sizes of all memory that was ever locked; whether locking fails.
         self.locked, self.locks, self.refuse_locks = {}, [], False
+        FakeDriver.drivers.add(self)
 
     def facts(self):
         return {
@@ -268,15 +375,14 @@ class FakeDriver:
 
     def attach(self):
         self.attached += 1
+        super().attach()
+        self.order.watch_thread()
 
     @contextlib.contextmanager
     def copy_context(self):
-        with self._turns.use():
+        with self.order.watched(), super().copy_context():
             self.asides += 1
             yield
-
-    def copy_target(self, nbytes):
-        return torch.empty(nbytes, dtype=torch.uint8)
 
     def seed(self, seed):
         if self.capturing is not None:
@@ -292,7 +398,9 @@ class FakeDriver:
         return run
 
     def pinned(self, nbytes):
-        return torch.empty(nbytes, dtype=torch.uint8)
+        memory = torch.frombuffer(bytearray(max(nbytes, 1)), dtype=torch.uint8)[:nbytes]
+        self.order.host_memory(memory.untyped_storage().data_ptr(), max(nbytes, 1), memory)
+        return memory
 
     def lock(self, address, nbytes):
         if self.refuse_locks:
@@ -300,9 +408,27 @@ class FakeDriver:
         assert address not in self.locked
         self.locked[address] = nbytes
         self.locks.append(nbytes)
+        self.order.host_memory(address, nbytes)
 
     def unlock(self, address):
         del self.locked[address]
+        self.order.host_memory_ends(address)
+
+    def blocks_per_core(self, function, threads):
+        if self.occupancy is None:
+            raise OperationError("CUDA_ERROR_INVALID_VALUE")
+        return self.occupancy
+
+    def begin_profile(self):
+        if self.fail_profile:
+            raise OperationError("the profiler does not start: CUPTI_ERROR_INSUFFICIENT_PRIVILEGES")
+        assert self.profile is None
+        self.profile = list(self.library_kernels)
+
+    def end_profile(self):
+        found, self.profile = self.profile, None
+        self.profiles += 1
+        return found
 
     def load(self, image, entry, kinds, shared=0):
         if self.refuse:
@@ -328,7 +454,10 @@ class FakeDriver:
             assert [p - ctypes.addressof(arguments.data) for p in pointers] == [o for o, _ in layout(function.kinds)]
             self.launches.append((grid, block, shared))
             self.now += LAUNCH_NS
-            function.do(codes, grid, block)
+            given = [code for code, kind in zip(codes, function.kinds, strict=True) if kind is None and code]
+            self.order.kernel("of a script", self.stream.name, [(address, None, True, True) for address in given])
+            with self.order.ignored():
+                function.do(codes, grid, block)
             return
         if self.fail_next is not None:
             error, self.fail_next = self.fail_next, None
@@ -342,32 +471,33 @@ class FakeDriver:
         ]  # arguments are read at the launch, as a real driver does
         self.launches.append((function.name, grid, block))
         if self.capturing is not None:
-            self.capturing.work.append(lambda: self._do(function, values))
+            self.capturing.work.append(lambda: self._do(function, values, grid))
         else:
-            self._do(function, values)
+            self._do(function, values, grid)
 
-    def _do(self, kernel, values):
+    def _do(self, kernel, values, grid):
         self.now += LAUNCH_NS
+        if self.profile is not None:
+            self.profile.append(KernelRecord(kernel.name, LAUNCH_NS, grid[0]))
         n = len(kernel.arrays)
-        seen = {a.name: _at(address, a) for a, address in zip(kernel.arrays, values[:n], strict=True)}
-        lists = {name: t.tolist() for name, t in seen.items()}
-        scalars = {s.name: v for s, v in zip(kernel.scalars, values[n:], strict=True)}
-        kernel_interpreter.run(kernel, lists, scalars)
-        for a in kernel.arrays:
-            seen[a.name].copy_(torch.tensor(lists[a.name], dtype=seen[a.name].dtype))
-
-    def record(self):
-        self.check()
-        self.now += MARK_NS
-        return self.now
-
-    def elapsed_ns(self, marks):
-        self.check()
-        return [b - a for a, b in itertools.pairwise(marks)]
+        given = [
+            (address, a.numel * a.dtype.itemsize, a.role is not Role.OUT, a.role is not Role.IN)
+            for a, address in zip(kernel.arrays, values[:n], strict=True)
+        ]
+        self.order.kernel(kernel.name, self.stream.name, given)
+        with self.order.ignored():
+            seen = {a.name: _at(address, a) for a, address in zip(kernel.arrays, values[:n], strict=True)}
+            lists = {name: t.tolist() for name, t in seen.items()}
+            scalars = {s.name: v for s, v in zip(kernel.scalars, values[n:], strict=True)}
+            kernel_interpreter.run(kernel, lists, scalars)
+            for a in kernel.arrays:
+                seen[a.name].copy_(torch.tensor(lists[a.name], dtype=seen[a.name].dtype))
 
     def wait(self, mark, seconds):
         self.check()
         self.hung -= self.hung > 0
+        if not self.hung:
+            mark.synchronize()
         return not self.hung
 
     def sleep(self, ns):
@@ -376,31 +506,34 @@ class FakeDriver:
 
     def urgent(self, target, source):
         self.ended = True
-        target.copy_(source)
+        with self.order.ignored():  # the running kernel reads the words while they are written
+            super().urgent(target, source)
 
     def graph_room(self):
         return 256 << 20
-
-    def release_cached(self):
-        self._captures.destroy_unused()
-        self.released += 1
 
     def capture(self, body, *, apart=False):
         self.captures += 1
         self.survives()
 
         def recorded():
-            with Recording(self.capturing):
+            with self.order.ignored(), Recording(self.capturing):
                 body()
 
-        with self._turns.capture() as free:
-            return self._captures.capture(recorded, apart=apart) if free else None
+        return super().capture(recorded, apart=apart)
+
+    def forbidden(self):
+        """The capture in progress becomes invalid, as CUDA's does after a call that it forbids."""
+        self.capturing.valid = False
+        raise RuntimeError(FORBIDDEN)
+
+    def waits(self):
+        """The host waits for the device, which the thread that captures must not."""
+        if self.capturing is not None and self.capturing.thread == threading.get_ident():
+            self.forbidden()
 
     def keep_no_room_for_graphs(self):
         self.keeps_room = False
-
-    def graph_bytes(self):
-        return self._captures.nbytes()
 
     def survives(self):
         """Raise an error if torch would have ended the process by now."""

@@ -15,7 +15,7 @@ from wooly_testkit.tape import Tape
 from wooly_wis.codec import encode_program
 from wooly_wis.dtypes import DType
 
-from services.executor.tests.fake_gpu import FakeDriver, gpu_runtime
+from services.executor.tests.fake_gpu import gpu_runtime
 
 TIMES = st.integers(0, 10_000_000)
 
@@ -49,11 +49,6 @@ def test_flights_keep_limited_number_of_device_times():
     for k in range(3 * KNOWN):
         flights.measured(prepared, Span(True, 0, (k,)), [0, 7])
         assert flights.known(prepared, Span(True, 0, (k,))) == [7] and len(prepared.device_times) <= KNOWN
-
-
-@pytest.fixture
-def driver():
-    return FakeDriver()
 
 
 @pytest.fixture

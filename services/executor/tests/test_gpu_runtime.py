@@ -62,13 +62,6 @@ class Side:
 
 
 @pytest.fixture
-def driver():
-    made = FakeDriver()
-    yield made
-    made.survives()
-
-
-@pytest.fixture
 def gpu(driver):
     return Side(gpu_runtime(driver))
 
@@ -908,6 +901,61 @@ def test_captures_failed_capture_raises_first_error_and_leaves_library_usable(dr
     del again
     gc.collect()
     assert driver.capture(lambda: torch.ones(2)).pool != pool
+
+
+def _masked(t):
+    return t.index_put_([t > 0], torch.zeros((), device="cpu"))
+
+
+@pytest.mark.parametrize(
+    "waiting",
+    [
+        lambda driver, t: t.nonzero(),
+        lambda driver, t: t.sum().item(),
+        lambda driver, t: _masked(t),
+        lambda driver, t: torch.unique(t),
+        lambda driver, t: torch.linalg.eigh(t.outer(t)),
+        lambda driver, t: driver.elapsed_ns([driver.record(), driver.record()]),
+        lambda driver, t: driver.wait(driver.record(), 1.0),
+        lambda driver, t: driver.stream.synchronize(),
+    ],
+    ids=["nonzero", "item", "mask", "unique", "eigh", "event", "wait", "stream"],
+)
+def test_captures_host_that_waits_breaks_capture_and_everything_after_it(driver, waiting):
+    t = torch.arange(4.0, device="cpu")
+    before, seen = t.clone(), []
+
+    def body():
+        with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
+            waiting(driver, t)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="due to a previous error during capture"):
+                t.add_(1)
+            seen.append(1)
+
+    with pytest.raises(InvalidCaptureError, match="due to a previous error during capture"):
+        driver.capture(body)
+    assert len(seen) == 2 and torch.equal(t, before) and not driver.recording and driver.generator_works
+    driver.capture(lambda: t.add_(1)).replay()
+    assert torch.equal(t, before + 1)
+
+
+def test_captures_left_unrepaired_refuse_the_pool_and_draws():
+    """What `Captures` repairs: without it, torch counts the capture as one in progress."""
+    driver = FakeDriver()  # nobody asks whether it survives
+    graph, pool = driver.library.new_graph(), driver.library.new_pool()
+    driver.library.begin(graph, pool)
+    with pytest.raises(RuntimeError, match="not permitted"):
+        driver.stream.synchronize()
+    with pytest.raises(RuntimeError, match="previous error"):
+        graph.capture_end()
+    with pytest.raises(RuntimeError, match="already recording to mempool_id"):
+        driver.library.begin(driver.library.new_graph(), pool)
+    with pytest.raises(AssertionError, match="Offset increment outside graph capture"):
+        driver.seed(0)
+    driver.library.end_recording(pool)
+    driver.library.renew_generator()
+    driver.seed(0)
 
 
 def test_captures_failed_first_step_leaves_its_pool_unused(driver):

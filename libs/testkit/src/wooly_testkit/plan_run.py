@@ -21,6 +21,29 @@ def build(plans: Sequence[Plan]) -> Built:
     return dict(zip(kernels, opencl.build_together(list(kernels.values())), strict=True))
 
 
+def run_kernels(plan: Plan, memory: Memory, run: Callable[[KernelStep], None]) -> None:
+    """Run a plan without library calls on bytes by slot.
+
+    Args:
+        plan: the plan.
+        memory: see `LocalRun.run`.
+        run: runs a kernel on this memory.
+
+    Raises:
+        NotImplementedError: the plan has a library call.
+    """
+    for step in plan.steps:
+        match step:
+            case AllocStep():
+                memory[step.slot] = np.zeros(step.nbytes, np.uint8)
+            case FreeStep():
+                memory.pop(step.slot, None)
+            case KernelStep():
+                run(step)
+            case LibraryStep():
+                raise NotImplementedError(f"instruction {step.line.origin} is a library call")
+
+
 class LocalRun:
     """A plan with built kernels.
 

@@ -1,5 +1,6 @@
 """Programs whose kernels are built for chips: parts of models at usual sizes, and a kernel of every kind."""
 
+from wooly_testkit import optimizers
 from wooly_testkit.tape import Tape
 from wooly_wis.dtypes import DType
 
@@ -88,19 +89,8 @@ def sums_of_columns():
 
 def adamw():
     """One step over tensors of several sizes, which one launch computes."""
-    lr, decay, b1, b2, eps = 1e-3, 0.01, 0.9, 0.999, 1e-8
     t = Tape()
-    for n in (1_000_000, 247_000, 2_500, 500):
-        p, g, m, v = (t.input(F32, n) for _ in range(4))
-        t.op("mul", p, 1 - lr * decay, into=p)
-        t.op("lerp", m, g, 1 - b1, into=m)
-        t.op("mul", v, b2, into=v)
-        t.op("addcmul", v, g, g, 1 - b2, into=v)
-        d = t.op("sqrt", v)
-        t.op("div", d, (1 - b2**2) ** 0.5, into=d)
-        t.op("add", d, eps, into=d)
-        t.op("addcdiv", p, m, d, -lr / (1 - b1**2), into=p)
-        t.free(d)
+    optimizers.adamw(t, (1_000_000, 247_000, 2_500, 500))
     return t
 
 

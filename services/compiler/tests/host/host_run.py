@@ -9,10 +9,11 @@ import numpy as np
 from wooly_compiler.render.dialects import CUDA
 from wooly_compiler.render.printer import render
 from wooly_compiler.render.source import Form
+from wooly_testkit.plan_run import run_kernels
 from wooly_wis.dtypes import DType
 from wooly_wis.kernel.ir import Kernel
 from wooly_wis.kernel.text import digest
-from wooly_wis.plan import STATUS, AllocStep, FreeStep, KernelStep, Plan
+from wooly_wis.plan import STATUS, Plan
 
 SHIM = Path(__file__).parent / "shim.h"
 FLAGS = ("-std=c++20", "-O1", "-g", "-ffp-contract=off", "-fno-sanitize-recover=all", "-pthread", "-w")
@@ -68,14 +69,11 @@ class HostProgram:
     def run_plan(self, plan: Plan, memory: dict[int, np.ndarray], params: list[object]) -> None:
         """Run a plan without library steps on bytes by slot."""
         memory[STATUS] = np.zeros(4, np.uint8)
-        for step in plan.steps:
-            match step:
-                case AllocStep():
-                    memory[step.slot] = np.zeros(step.nbytes, np.uint8)
-                case FreeStep():
-                    memory.pop(step.slot, None)
-                case KernelStep():
-                    self.run(step.kernel, [memory[s] for s in step.slots], [params[p] for p in step.params])
+        run_kernels(
+            plan,
+            memory,
+            lambda step: self.run(step.kernel, [memory[s] for s in step.slots], [params[p] for p in step.params]),
+        )
         assert not memory.pop(STATUS).any(), "a kernel reports a violation"
 
 

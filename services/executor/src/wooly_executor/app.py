@@ -113,7 +113,8 @@ async def serve(settings: ExecutorSettings, loop: DeviceLoop, bound: list[Endpoi
         actor.jobs.start(app.jetstream())
         journal = JournalPublisher(app.jetstream(), loop, settings.id)
         memory = MemoryPublisher(app.jetstream(), loop, settings.id)
-        usage = UsagePublisher(app.jetstream(), loop, settings.id)
+        measured = loop.runtime.driver.sm_utilisation if isinstance(loop.runtime, GpuRuntime) else None
+        usage = UsagePublisher(app.jetstream(), loop, settings.id, measured)
         works = actor.works() | {"journal": journal.run, "memory": memory.run, "usage": usage.run}
         loop.runtime.foreign.remote = KernelSource(app, settings.compiler_timeout_s)
         if isinstance(loop.runtime, PlanRuntime) and loop.tiers is not None:
@@ -274,6 +275,8 @@ def _prepare_runtime(settings: ExecutorSettings, name: str) -> Runtime:
         runtime.kernel_s = settings.kernel_s
     if isinstance(runtime, GpuRuntime) and not settings.graphs:
         runtime.leave_out_graphs()
+    if isinstance(runtime, GpuRuntime):
+        runtime.profiles = settings.core_profiles
     return runtime
 
 

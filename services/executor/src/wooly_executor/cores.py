@@ -44,6 +44,25 @@ def beyond(ns: int, groups: int, threads: int) -> int:
     return ns * groups // waves - ns if waves > 0 else 0
 
 
+def occupied(blocks: int, per_core: int | None, cores: int) -> int:
+    """The cores of a GPU that a kernel occupies on average, in thousandths of a core.
+
+    A core counts while a block is on it. The blocks of a wave spread over as many cores as possible. In all waves but the last
+    one, all cores are occupied.
+
+    Args:
+        blocks: blocks of the kernel's grid.
+        per_core: blocks that a core takes at once; None: unknown, so that all blocks count as one wave.
+        cores: number of cores of the device.
+    """
+    if blocks <= 0:
+        return 0
+    if per_core is None or per_core <= 0:
+        return 1000 * min(blocks, cores)
+    full, rest = divmod(blocks, per_core * cores)
+    return 1000 * (full * cores + min(rest, cores)) // (full + (rest > 0))
+
+
 @contextlib.contextmanager
 def apart(name: str) -> Iterator[None]:
     """Give threads that start in the block this name (at most 15 characters), so that they do not count as workers of the

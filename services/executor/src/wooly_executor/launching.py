@@ -90,10 +90,10 @@ class Launcher:
         if launch is not None:
             self._activity.priority = launch.priority
         if work is not None:
-            session, workers, beyond = work[0], self.workers.read(), self._runtime.extra_core_ns
+            session, workers, beyond = work[0], self._workers_ns(), self._runtime.extra_core_ns
             session.used.launches()
             gpu_ns, last = self._run_piece(*work)
-            core_ns = gpu_ns + self.workers.read() - workers + self._runtime.extra_core_ns - beyond
+            core_ns = gpu_ns + self._workers_ns() - workers + self._runtime.extra_core_ns - beyond
             self._busy.add(gpu_ns, time.perf_counter_ns())
             session.used.launched(gpu_ns, core_ns, self._vram.clock(), self._pace_of(session, work[1], last, core_ns))
             if self._pace is not None:
@@ -106,6 +106,10 @@ class Launcher:
         if time.perf_counter_ns() - self._intake.polled_ns > self._dispatch.patience_ns():
             self._intake.poll()
         self._dispatch.done(gpu_ns, stopped, core_ns)
+
+    def _workers_ns(self) -> int:
+        """CPU time of the library's threads. They are cores of the device only if the device is the CPU."""
+        return self.workers.read() if self._runtime.device.host else 0
 
     def running_s(self, session_id: str) -> float:
         """Seconds for which a session has occupied the device without a poll; 0: the session does not run. Any thread may call

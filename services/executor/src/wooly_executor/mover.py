@@ -200,6 +200,7 @@ class Mover:
                         return
                     entry = heapq.heappop(self._jobs)
                 self._step(entry)
+                del entry  # its job has memory of the device, which a session may free while this thread waits
 
     def _step(self, entry: _Begun) -> None:
         job = entry.job

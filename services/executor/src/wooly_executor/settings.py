@@ -76,6 +76,11 @@ class ExecutorSettings(BaseSettings):
         "`state_dir`",
     )
     plans: bool = Field(default=True, description="0: programs run without generated kernels")
+    core_profiles: bool = Field(
+        default=False,
+        description="1: a GPU profiles one in 64 runs of each program, to bill the cores that the library's kernels occupy; 0: "
+        "their device time is billed as one core. Off by default, because what a profile costs on a GPU is not measured yet",
+    )
     graphs: bool = Field(
         default=False,
         description="1: a GPU replays steady parts of programs as graphs; off by default, because captures have ended "

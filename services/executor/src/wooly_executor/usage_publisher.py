@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict, deque
+from collections.abc import Callable
 
 from nats.js import JetStreamContext
 from wooly_bus import contracts
@@ -18,6 +19,7 @@ from wooly_bus.streams import StreamError, ensure_stream, publish
 from wooly_wis.credits import UsageRecord, UsageRecorded
 from wooly_wis.program import Program
 
+from wooly_executor.core_comparison import CoreComparison
 from wooly_executor.device_loop import DeviceLoop
 from wooly_executor.usage import UsageDelta, work_of
 
@@ -38,9 +40,17 @@ class UsagePublisher:
         js: the JetStream context.
         loop: the device loop.
         executor_id: id of the executor. The source of its records is `<executor>/<start in ns since 1970>`.
+        measured: returns the share of the device's cores that this process has used since the last call, as the vendor's library
+            measures it, or None. It is compared with the bills in the log. None: nothing measures it.
     """
 
-    def __init__(self, js: JetStreamContext, loop: DeviceLoop, executor_id: str) -> None:
+    def __init__(
+        self,
+        js: JetStreamContext,
+        loop: DeviceLoop,
+        executor_id: str,
+        measured: Callable[[], float | None] | None = None,
+    ) -> None:
         self._js, self._loop, self._id = js, loop, executor_id
         self._event = contracts.EXECUTOR_USAGE_RECORDED.at(executor_id)
         self.source = f"{executor_id}/{time.time_ns()}"
@@ -53,6 +63,7 @@ class UsagePublisher:
         self._work: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
         self._ensured = False
         self._complaint = ""
+        self._measured, self._billed = measured, CoreComparison(self._cores, time.monotonic_ns())
 
     async def run(self) -> None:
         """Publish until cancelled."""
@@ -60,6 +71,9 @@ class UsagePublisher:
             try:
                 await self.publish()
                 self._complaint = ""
+                if self._measured is not None and self._billed.due(time.monotonic_ns()):
+                    found = await asyncio.to_thread(self._measured)
+                    log.info("%s", self._billed.text(found, time.monotonic_ns()))
                 await self._loop.usage.bell.heard(PERIOD_S)
             except StreamError as e:
                 if str(e) != self._complaint:
@@ -103,6 +117,7 @@ class UsagePublisher:
         )
 
     def _record(self, taken: UsageDelta, at_us: int) -> UsageRecord:
+        self._billed.add(taken.core_ns)
         runs, moved_bytes, flops = taken.summed
         work = [(self._work_of(digest, program), times) for digest, (program, times) in taken.runs.items()]
         return UsageRecord(

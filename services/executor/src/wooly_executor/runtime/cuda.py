@@ -16,6 +16,7 @@ from wooly_wis.artifact import cuda_target
 
 from wooly_executor.errors import MissingDriverError, OperationError
 from wooly_executor.runtime.gpu import GpuRuntime
+from wooly_executor.runtime.nvml import Nvml
 from wooly_executor.runtime.packing import Arguments, Kind, layout
 from wooly_executor.runtime.torch_gpu import TorchGpu
 from wooly_executor.runtime.torch_runtime import HOT
@@ -146,6 +147,7 @@ class CudaDriver(TorchGpu):
         self._ok = self._cuda.CUresult.CUDA_SUCCESS
         self._device = self._do(self._cuda.cuDeviceGet(index))
         self._context = self._do(self._cuda.cuDevicePrimaryCtxRetain(self._device))
+        self._nvml = Nvml()
 
     def arch(self) -> str:
         """See `TorchGpu`."""
@@ -208,6 +210,16 @@ class CudaDriver(TorchGpu):
             raise OperationError(
                 f"{entry} has parameters at (offset, bytes) {found}, but {list(layout(kinds))} was expected"
             )
+
+    def blocks_per_core(self, function: Any, threads: int) -> int:
+        """See `Driver`. Generated kernels use no dynamic shared memory."""
+        self._do(self._cuda.cuCtxSetCurrent(self._context))
+        return int(self._do(self._cuda.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, threads, 0)))
+
+    def sm_utilisation(self) -> float | None:
+        """See `Driver`. NVML measures it, if its module is installed."""
+        uuid = str(self.torch_cuda.get_device_properties(self.index).uuid)
+        return self._nvml.utilisation(uuid)
 
     def launch(
         self,

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from wooly_executor.runtime.core_use import KernelRecord
 from wooly_executor.runtime.packing import Arguments, Kind
 
 
@@ -121,6 +122,36 @@ class Driver(Protocol):
 
         Raises:
             OperationError: the launch is invalid.
+        """
+        ...
+
+    def blocks_per_core(self, function: Any, threads: int) -> int:
+        """Return how many blocks of this many threads a core takes at once, by the driver's occupancy. Thread-safe.
+
+        Raises:
+            OperationError: the driver refuses.
+        """
+        ...
+
+    def begin_profile(self) -> None:
+        """Begin to record the kernels that the device runs. `end_profile` must follow in the same thread.
+
+        Raises:
+            OperationError: the profiler does not start.
+        """
+        ...
+
+    def end_profile(self) -> list[KernelRecord]:
+        """Return the kernels since `begin_profile`, when the device has done all enqueued work.
+
+        Raises:
+            OperationError: the profiler fails.
+        """
+        ...
+
+    def sm_utilisation(self) -> float | None:
+        """Return the share of the cores' time that this process has used since the last call, as the vendor's library measures
+        it; None: the library offers no such figure. May be called in any thread, and waits for nothing.
         """
         ...
 

@@ -23,10 +23,12 @@ from wooly_wis.program import Form, Program
 from wooly_wis.verifier import ProgramFacts
 
 from wooly_executor.artifacts import ArtifactCache
+from wooly_executor.cores import occupied
 from wooly_executor.errors import ContextLostError, OperationError, OutOfMemoryError
 from wooly_executor.runtime.buffers import Buffer, Buffers
 from wooly_executor.runtime.builds import WorkerBuilder
 from wooly_executor.runtime.calls import LibraryCall, function_of
+from wooly_executor.runtime.core_use import KernelRecord
 from wooly_executor.runtime.device import TorchDevice, symbols_replaced
 from wooly_executor.runtime.driver import Driver
 from wooly_executor.runtime.execution import StepExecution
@@ -208,7 +210,7 @@ class StatusWords:
 class GpuExecution(StepExecution):
     """A run on a GPU. Times are measured with the stream's events."""
 
-    __slots__ = ("_driver", "_kernels_ns", "_runtime", "_sampled")
+    __slots__ = ("_driver", "_kernels_ns", "_profiled", "_runtime", "_sampled", "_took_ns")
 
     def __init__(
         self,
@@ -222,8 +224,9 @@ class GpuExecution(StepExecution):
     ) -> None:
         self._runtime = runtime
         self._driver = runtime.driver
-        self._kernels_ns = 0
+        self._kernels_ns = self._took_ns = 0
         super().__init__(prepared, buffers, bindings, params, single=single)
+        self._profiled = runtime.profiles and prepared.core_use.due()
         self._sampled = prepared.by_kernel is not None and not prepared.runs % SAMPLED
         if runtime.with_graphs and not self._sampled:
             self._graphs = runtime.graphs
@@ -231,11 +234,25 @@ class GpuExecution(StepExecution):
     def advance(self, edges: Sequence[int], ahead_ns: int = 0) -> list[int]:
         """See `Execution.advance`.
 
-        The host waits for work whose device time is not known from earlier runs, and for work that may report a violation.
+        The host waits for work whose device time is not known from earlier runs, and for work that may report a violation. A run
+        that is profiled is alone on the device.
         """
-        driver, prepared, runtime = self._driver, self._prepared, self._runtime
+        prepared, runtime = self._prepared, self._runtime
         if self.ended:
             return [0] * len(edges)
+        profiled = self._profiled and runtime.begin_profile()
+        try:
+            times = self._advance(edges, 0 if profiled else ahead_ns)
+        finally:
+            records = runtime.end_profile() if profiled else None
+        if records is not None and self.outcome.failed_at is None:
+            prepared.core_use.profiled(self._took_ns, records, runtime.own_kernels, runtime.cores)
+        ns = sum(times)
+        runtime.extra_core_ns += prepared.core_use.core_ns(ns, prepared.kernel_permille) - ns
+        return times
+
+    def _advance(self, edges: Sequence[int], ahead_ns: int) -> list[int]:
+        driver, prepared, runtime = self._driver, self._prepared, self._runtime
         flights, owner = runtime.flights, self._frame.buffers
         span = Span(self._steps is prepared.hot, self._at, tuple(edges))
         flights.make_way(ahead_ns)
@@ -276,7 +293,8 @@ class GpuExecution(StepExecution):
             self._fail(prepared, self._frame, step, step, why)
             self.ended = True
         self._leave()
-        self._share(sum(times), inside)
+        self._took_ns = sum(times)
+        self._share(self._took_ns, inside)
         if isinstance(owner, Buffers):
             times = flights.charge(owner, times)
         return times + [0] * (len(edges) - len(times))
@@ -287,12 +305,15 @@ class GpuExecution(StepExecution):
             self._frame.registers.clear()
             self._frame.bases.clear()
 
-    def _share(self, total: int, inside: list[tuple[Any, Any]] | None) -> None:
+    def _share(self, total: int, inside: list[tuple[Any, Any, int]] | None) -> None:
         """Divide the time between generated kernels and the library."""
         prepared = self._prepared
         if inside is not None:
-            marks = [mark for pair in inside for mark in pair]
-            kernels = sum(self._driver.elapsed_ns(marks)[::2]) if marks else 0
+            marks = [mark for begin, end, _ in inside for mark in (begin, end)]
+            took = self._driver.elapsed_ns(marks)[::2] if marks else []
+            kernels = sum(took)
+            core_ns = sum([ns * cores // 1000 for ns, (_, _, cores) in zip(took, inside, strict=True)])
+            prepared.core_use.measured(kernels, core_ns, self._runtime.cores)
             prepared.kernel_permille = min(1000 * kernels // max(total, 1), 1000)
         self._kernels_ns += total * prepared.kernel_permille // 1000
 
@@ -328,8 +349,12 @@ class GpuRuntime(TorchRuntime):
         #: Generated kernels are not known to have the same bits as a GPU's library.
         self.exact = False
         self.kernel_s = 10.0
-        #: During a run that is sampled: the pair of marks around each kernel.
-        self.sample: list[tuple[Any, Any]] | None = None
+        #: During a run that is sampled: the marks around each kernel, and the cores that it occupies, in thousandths.
+        self.sample: list[tuple[Any, Any, int]] | None = None
+        #: Number of cores; names of the generated kernels that were loaded; whether runs are profiled.
+        self.cores = int(driver.facts()["cores"])
+        self.own_kernels: set[str] = set()
+        self.profiles = True
         self.kernels = GpuKernels(driver, device, lambda: self.kernel_s)
         folder = (cache or Path(tempfile.gettempdir()) / f"wooly-executor-{os.getuid()}") / "foreign"
         kept = ArtifactCache(folder / "code", KERNEL_BYTES) if cache is not None else None
@@ -346,6 +371,32 @@ class GpuRuntime(TorchRuntime):
         """Replay no graphs from now on, and give sessions the memory that is kept for graphs. Call it before `capacity`."""
         self.with_graphs = False
         self.driver.keep_no_room_for_graphs()
+
+    def begin_profile(self) -> bool:
+        """Begin to profile a run. Returns False, from then on, if the profiler does not start."""
+        self.flights.land()
+        try:
+            self.driver.begin_profile()
+        except OperationError as e:
+            self._profile_no_more(e)
+            return False
+        return True
+
+    def end_profile(self) -> list[KernelRecord] | None:
+        """Return the kernels of a profiled run; None, from then on, if the profiler fails."""
+        try:
+            return self.driver.end_profile()
+        except OperationError as e:
+            self._profile_no_more(e)
+            return None
+
+    def _profile_no_more(self, why: OperationError) -> None:
+        self.profiles = False
+        log.warning(
+            "programs are no longer profiled (%s): device time of programs without a profile is billed as one core; "
+            "WOOLY_EXECUTOR_CORE_PROFILES=0 starts no profiler",
+            why,
+        )
 
     def facts(self) -> dict[str, Any]:
         """See `Runtime.facts`."""
@@ -408,6 +459,7 @@ class GpuRuntime(TorchRuntime):
                 known = self._function(kernel, code)
                 if len(self._functions) >= FUNCTIONS_KEPT:
                     self._functions.clear()
+                    self.own_kernels.clear()
                 self._functions[key] = known
             runs[name] = known
         asked: list[tuple[int, Callable[[int], Exception]]] = []
@@ -453,10 +505,13 @@ class GpuRuntime(TorchRuntime):
         kinds = [None] * len(kernel.arrays) + [s.dtype for s in kernel.scalars]
         try:
             function = driver.load(code.code, code.entry, kinds)
+            per_core = driver.blocks_per_core(function, code.threads) if code.groups else None
         except OperationError as e:
             raise OperationError(f"the driver refuses the code of kernel {kernel.name}: {e}") from e
         arguments, grid, block = Arguments(kinds), (code.groups, 1, 1), (code.threads, 1, 1)
         launch = driver.launch
+        cores = occupied(code.groups, per_core, self.cores)
+        self.own_kernels.add(code.entry)
 
         def run(at: list[int], scalars: Sequence[Any]) -> int:
             sample = self.sample
@@ -465,7 +520,7 @@ class GpuRuntime(TorchRuntime):
             else:
                 begin = driver.record()
                 launch(function, grid, block, arguments.fill([*at, *scalars]))
-                sample.append((begin, driver.record()))
+                sample.append((begin, driver.record(), cores))
             return 0
 
         return run if code.groups else lambda at, scalars: 0

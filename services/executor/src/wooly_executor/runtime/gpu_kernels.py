@@ -59,6 +59,7 @@ class GpuKernels:
         self._driver, self._device, self._limit_s = driver, device, limit_s
         self._launched: list[Launched] = []
         self._words: Any = None
+        self._fetched: Any = None
         self._step = 0
 
     def at(self, step: int) -> None:
@@ -144,6 +145,7 @@ class GpuKernels:
         if self._launched:
             n = STATUS_WORDS * len(self._launched)
             self._host[:n].copy_(self._words[:n], non_blocking=True)
+            self._fetched = self._driver.record()
         return bool(self._launched)
 
     def wait(self) -> tuple[int, Exception] | None:
@@ -155,6 +157,8 @@ class GpuKernels:
         """
         late = self._late()
         found: tuple[int, Exception] | None = None
+        if self._launched:  # the copy of the words is behind the launches; the driver may reuse the marks then
+            self._driver.elapsed_ns([*[launched.mark for launched in self._launched], self._fetched])
         words = self._host[: STATUS_WORDS * len(self._launched)].tolist()
         for k, launched in enumerate(self._launched):
             kind, place = words[STATUS_WORDS * k + 1 : STATUS_WORDS * k + 3]
@@ -168,8 +172,6 @@ class GpuKernels:
             break
         if found is not None:
             self._words.zero_()
-        if len(self._launched) > 0:
-            self._driver.elapsed_ns([launched.mark for launched in self._launched])  # lets the driver reuse the marks
         self._launched.clear()
         return found
 

@@ -111,6 +111,11 @@ class HipDriver(TorchGpu):
             module = self._do(self._hip.hipModuleLoadData(image))
             return self._do(self._hip.hipModuleGetFunction(module, entry.encode()))
 
+    def blocks_per_core(self, function: Any, threads: int) -> int:
+        """See `Driver`. Generated kernels use no dynamic shared memory."""
+        self._do(self._hip.hipSetDevice(self.index))
+        return int(self._do(self._hip.hipModuleOccupancyMaxActiveBlocksPerMultiprocessor(function, threads, 0)))
+
     def launch(
         self,
         function: Any,

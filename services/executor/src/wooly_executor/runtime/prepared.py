@@ -12,6 +12,7 @@ from wooly_wis.pauses import pause
 from wooly_wis.program import Form, Program, Role, View
 from wooly_wis.verifier import ProgramFacts
 
+from wooly_executor.runtime.core_use import CoreUse
 from wooly_executor.runtime.frame import Step
 from wooly_executor.runtime.segments import CompiledSteps, Gather, Trace, compile_steps, memory_name, register_name
 
@@ -164,6 +165,7 @@ class PreparedProgram:
         words: acts that call the library on a GPU, with the status words for operands that are out of range.
         status: the status words of kernels and of these acts, on a GPU.
         kernel_permille: last measured share of kernels in the device time, in 1/1000, on a GPU.
+        core_use: the cores that it occupies, on a GPU.
     """
 
     program: Program
@@ -198,6 +200,7 @@ class PreparedProgram:
     words: list[tuple[int, Any]] = field(default_factory=list)
     status: Any = None
     kernel_permille: int = 0
+    core_use: CoreUse = field(default_factory=CoreUse)
 
     def heat(self, *, graphs: bool = False) -> None:
         """Combine steps into segments if this saves enough.

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from wooly_executor.errors import ContextLostError, OperationError
 from wooly_executor.runtime.captures import Captures, PoolId, Turns
+from wooly_executor.runtime.core_use import KernelRecord, read_profile
 from wooly_executor.runtime.gpu_fresh_memory import on_zeros
 from wooly_executor.runtime.torch_private import end_recording, sleep_on_gpu, storage_at
 
@@ -93,27 +96,30 @@ class TorchGpu:
     sticky: frozenset[int] = frozenset()
     #: First result of the vendor's calls if they succeed.
     _ok: Any = None
+    #: The module with the GPU's streams, events and memory.
+    torch_cuda: Any = torch.cuda
 
     def __init__(self, index: int) -> None:
-        torch.cuda.init()
-        torch.cuda.set_device(index)
+        self.torch_cuda.init()
+        self.torch_cuda.set_device(index)
         self.index = index
         self.device = torch.device("cuda", index)
-        self.stream: Any = torch.cuda.Stream(self.device)
-        self._aside: Any = torch.cuda.Stream(self.device)
-        self._urgent: Any = torch.cuda.Stream(self.device, priority=-1)
+        self.stream: Any = self.torch_cuda.Stream(self.device)
+        self._aside: Any = self.torch_cuda.Stream(self.device)
+        self._urgent: Any = self.torch_cuda.Stream(self.device, priority=-1)
         self._marks: list[Any] = []
         self._captures = Captures(_TorchGraphs(index))
         self._zeroed: _ZeroedPool | None = None
+        self._profiler: Any = None
         self._turns = Turns()
-        self._generator = torch.cuda.default_generators[index]
-        free, total = torch.cuda.mem_get_info(index)
-        self._graph_room = max(GRAPH_BYTES, free // GRAPH_SHARE)
-        self._capacity = max(free - max(APART, total // APART_SHARE) - self._graph_room, 0)
+        self._generator = self.torch_cuda.default_generators[index]
+        free, total = self.torch_cuda.mem_get_info(index)
+        self._graph_room: int = max(GRAPH_BYTES, free // GRAPH_SHARE)
+        self._capacity: int = max(free - max(APART, total // APART_SHARE) - self._graph_room, 0)
 
     def facts(self) -> dict[str, Any]:
         """See `Driver`."""
-        found = torch.cuda.get_device_properties(self.index)
+        found = self.torch_cuda.get_device_properties(self.index)
         return {
             "name": found.name,
             "vendor": self.vendor,
@@ -142,13 +148,13 @@ class TorchGpu:
 
     def attach(self) -> None:
         """See `Driver`."""
-        torch.cuda.set_device(self.index)
-        torch.cuda.set_stream(self.stream)
+        self.torch_cuda.set_device(self.index)
+        self.torch_cuda.set_stream(self.stream)
 
     @contextlib.contextmanager
     def copy_context(self) -> Iterator[None]:
         """See `Driver`."""
-        with self._turns.use(), torch.cuda.stream(self._aside):
+        with self._turns.use(), self.torch_cuda.stream(self._aside):
             self._aside.wait_stream(self.stream)
             try:
                 yield
@@ -161,9 +167,9 @@ class TorchGpu:
         The memory belongs to the stream of programs. Memory of the other stream would be reused there as soon as a session frees
         it, while programs may still use it.
         """
-        with torch.cuda.stream(self.stream):
+        with self.torch_cuda.stream(self.stream):
             memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        torch.cuda.current_stream(self.device).wait_stream(self.stream)  # earlier programs may have used it
+        self.torch_cuda.current_stream(self.device).wait_stream(self.stream)  # earlier programs may have used it
         return memory
 
     def on_zeros(self, call: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -180,9 +186,36 @@ class TorchGpu:
         """See `Driver`."""
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
+    def begin_profile(self) -> None:
+        """See `Driver`. Kineto records the kernels of the whole process."""
+        profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+        try:
+            profiler.start()
+        except Exception as e:
+            raise OperationError(f"the profiler does not start: {e}") from e
+        self._profiler = profiler
+
+    def end_profile(self) -> list[KernelRecord]:
+        """See `Driver`."""
+        profiler, self._profiler = self._profiler, None
+        try:
+            profiler.stop()
+            with tempfile.TemporaryDirectory(prefix="wooly-profile-") as folder:
+                path = Path(folder) / "trace.json"
+                profiler.export_chrome_trace(str(path))
+                return read_profile(path)
+        except OperationError:
+            raise
+        except Exception as e:
+            raise OperationError(f"the profiler fails: {e}") from e
+
+    def sm_utilisation(self) -> float | None:
+        """See `Driver`. Only a vendor's driver knows it."""
+        return None
+
     def record(self) -> Any:
         """See `Driver`."""
-        mark: Any = self._marks.pop() if self._marks else torch.cuda.Event(enable_timing=True)
+        mark: Any = self._marks.pop() if self._marks else self.torch_cuda.Event(enable_timing=True)
         try:
             mark.record(self.stream)
         except RuntimeError:
@@ -217,12 +250,12 @@ class TorchGpu:
 
     def sleep(self, ns: int) -> None:
         """See `Driver`."""
-        khz = getattr(torch.cuda.get_device_properties(self.index), "clock_rate", 0) or _CLOCK_KHZ
+        khz = getattr(self.torch_cuda.get_device_properties(self.index), "clock_rate", 0) or _CLOCK_KHZ
         sleep_on_gpu(ns * khz // 1_000_000)
 
     def urgent(self, target: Tensor, source: Tensor) -> None:
         """See `Driver`."""
-        with torch.cuda.stream(self._urgent):
+        with self.torch_cuda.stream(self._urgent):
             target.copy_(source, non_blocking=True)
         self.stream.wait_stream(self._urgent)  # later work on the stream sees the copy
 
@@ -247,16 +280,16 @@ class TorchGpu:
     def release_cached(self) -> None:
         """See `Driver`."""
         self._captures.destroy_unused()
-        torch.cuda.synchronize(self.index)
-        torch.cuda.empty_cache()
+        self.torch_cuda.synchronize(self.index)
+        self.torch_cuda.empty_cache()
 
     def check(self) -> None:
         """See `Driver`."""
         why = self.lost()
         if why:
+            name = self.torch_cuda.get_device_name(self.index)
             raise ContextLostError(
-                f"the context of {torch.cuda.get_device_name(self.index)} is lost ({why}): this process restarts, and all of its "
-                "sessions end"
+                f"the context of {name} is lost ({why}): this process restarts, and all of its sessions end"
             )
 
     def _do(self, result: Any) -> Any:
