@@ -22,6 +22,7 @@ from wooly_wis.dtypes import DType
 
 from services.executor.tests.device_order import RaceError
 from services.executor.tests.fake_gpu import LAUNCH_NS, FakeDriver, gpu_runtime
+from services.executor.tests.test_gpu_runtime import Side, gathering
 
 HERE = Path(__file__).parent
 #: Tests of the device loop, of swapping, dispatch, sharing, walls, recovery, collectives and flights.
@@ -232,6 +233,20 @@ def test_order_of_the_suites_on_a_fake_gpu_is_known(suite):
         command, env=os.environ | {"WOOLY_TEST_ON_FAKE_GPU": "1"}, capture_output=True, text=True, cwd=HERE.parents[2]
     )
     assert done.returncode == 0, done.stdout[-8000:]
+
+
+def test_order_of_status_words_that_are_freed_after_a_violation_is_known(gpu):
+    """Words are made beside the device's thread. When their program is dropped, programs may still use them."""
+    side = Side(gpu_runtime(gpu))
+    program, contents = gathering()
+    bad = {s: torch.tensor([0, 5, 2, 1]) if t.dtype == torch.int64 else t for s, t in contents.items()}
+    prepared = side.plan(program)
+    words = weakref.ref(prepared.status._words.untyped_storage())
+    assert side.run(prepared, bad)[1].failed_at is not None
+    del prepared
+    gc.collect()
+    assert words() is None
+    gpu.order.check()
 
 
 def test_mover_keeps_no_memory_of_a_job_that_is_done():

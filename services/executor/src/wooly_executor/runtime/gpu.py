@@ -172,6 +172,8 @@ def _lacks_device(call: LibraryCall) -> bool:
 class StatusWords:
     """Status words on the device, one for each act that may report a violation. A word is 0 unless its act has reported one.
 
+    Make them in the device's `copy_context`. The memory belongs to the stream of programs, which uses it.
+
     Args:
         device: the device of the words.
         driver: the driver of the GPU.
@@ -182,7 +184,7 @@ class StatusWords:
         self, device: GpuDevice, driver: Driver, acts: Sequence[tuple[int, Callable[[int], Exception]]]
     ) -> None:
         self._acts = list(acts)
-        self._words = device.zeroed(4 * len(acts), torch.int32)
+        self._words = device.copy_target(4 * len(acts)).zero_().view(torch.int32)
         self._host = driver.pinned(4 * len(acts)).view(torch.int32)
 
     def address(self, k: int) -> int:
