@@ -1,0 +1,19 @@
+"""vLLM on Wooly's "cuda": the functions that vLLM finds by its entry points. Importing this module does not import vLLM."""
+
+from __future__ import annotations
+
+
+def platform_plugin() -> str | None:
+    """The platform for vLLM (entry point `vllm.platform_plugins`).
+
+    Returns:
+        The qualified name of the platform's class, or None if "cuda" is not Wooly's in this process. vLLM then looks for another
+        platform.
+    """
+    from wooly import api
+
+    return "wooly_vllm.platform.WoolyPlatform" if api.is_enabled() else None
+
+
+def general_plugin() -> None:
+    """Register what vLLM takes by name (entry point `vllm.general_plugins`): the backend of sleep mode."""
