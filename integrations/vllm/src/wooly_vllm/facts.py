@@ -54,3 +54,8 @@ def total_memory(device_id: int) -> int:
 def cores(device_id: int) -> int:
     """Number of the device's multiprocessors; of a CPU, its cores."""
     return int(_of(device_id).get("cores", 1))
+
+
+def is_gpu(device_id: int = 0) -> bool:
+    """Whether the executor's device is a GPU. Kernels in Triton then have the vendor's compiler."""
+    return str(_of(device_id).get("arch", "")).startswith(("sm_", "gfx"))

@@ -102,5 +102,6 @@ class WoolyPlatform(Platform):  # type: ignore[misc] # vLLM has no stubs
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
         if vllm_config.model_config is not None:
             vllm_config.model_config.enforce_eager = True
+        vllm_config.kernel_config.enable_jit_warmup = False
         compilation = vllm_config.compilation_config
         compilation.mode, compilation.cudagraph_mode = CompilationMode.NONE, CUDAGraphMode.NONE
