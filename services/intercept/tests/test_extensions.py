@@ -20,7 +20,9 @@ def _cases(*chosen, opaque=True, version="1", libraries="extension_operators", r
     def permitted(module, *arguments, **options):
         return forks.Forked(module, *arguments, *(["--opaque-kernels"] if opaque else []), **options)
 
-    with executor_process(runtime=runtime, environment=env | {"EXTENSION_OPERATORS_VERSION": version}, start=permitted) as running:
+    with executor_process(
+        runtime=runtime, environment=env | {"EXTENSION_OPERATORS_VERSION": version}, start=permitted
+    ) as running:
         done = forks.run(
             "extension_cases",
             running.endpoints[0],
@@ -113,7 +115,7 @@ def test_native_library_and_inline_sources_work_on_cuda(tmp_path):
         return forks.Forked(module, *arguments, "--opaque-kernels", **options)
 
     env = {"PYTHONPATH": path, "WOOLY_EXECUTOR_LIBRARIES": "native_operators"}
-    with executor_process(runtime=runtime, environment=env, start=permitted) as running:
+    with executor_process(environment=env, start=permitted) as running:
         done = subprocess.run(
             [
                 *(sys.executable, "native_cases.py", "call", str(inline)),

@@ -1,4 +1,4 @@
-"""vLLM on Wooly's "cuda": the functions that vLLM finds by its entry points. Importing this module does not import vLLM."""
+"""vLLM on Wooly's "cuda": the function that vLLM finds by its entry point. Importing this module does not import vLLM."""
 
 from __future__ import annotations
 
@@ -13,7 +13,3 @@ def platform_plugin() -> str | None:
     from wooly import api
 
     return "wooly_vllm.platform.WoolyPlatform" if api.is_enabled() else None
-
-
-def general_plugin() -> None:
-    """Register what vLLM takes by name (entry point `vllm.general_plugins`): the backend of sleep mode."""

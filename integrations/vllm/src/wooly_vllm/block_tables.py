@@ -1,8 +1,8 @@
 """The block tables of vLLM's model runner V2, without kernels that read the addresses of tensors from memory.
 
-Wooly checks each access of a kernel against the tensors of its launch, so a kernel cannot use an address that it reads from memory.
-vLLM has one table per kind of cache (most models have one), and its kernels read a list of their addresses. Here each table is a
-launch of its own.
+Wooly checks each access of a kernel against the tensors of its launch, so a kernel cannot use an address that it reads from
+memory. vLLM has one table per kind of cache (most models have one), and its kernels read a list of their addresses. Here each
+table is a launch of its own.
 """
 
 from __future__ import annotations
@@ -16,10 +16,20 @@ from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.worker.gpu.block_table import BlockTables
 
 
-@triton.jit(do_not_specialize=["num_slots", "last"])
+@triton.jit(do_not_specialize=["num_slots", "last"])  # type: ignore[untyped-decorator]
 def _find_slots(
-    rows, starts, positions, table, columns, block_size, slots, num_slots, last, PADDING: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+    rows: Any,
+    starts: Any,
+    positions: Any,
+    table: Any,
+    columns: Any,
+    block_size: Any,
+    slots: Any,
+    num_slots: Any,
+    last: Any,
+    PADDING: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
     """Program r writes the slots of the tokens of request r. The last program fills the slots after all tokens."""
     request = tl.program_id(0)
     begin = tl.load(starts + request)

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.logger import init_logger
 from vllm.platforms.interface import DeviceCapability, Platform, PlatformEnum
-from wooly_vllm import facts
+
+from wooly_vllm import facts, support
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+# The name makes the line a part of vLLM's log.
+log = init_logger("vllm.wooly")
+
 
 class WoolyPlatform(Platform):  # type: ignore[misc] # vLLM has no stubs
-    """Wooly's "cuda" as a platform of vLLM: PyTorch's operators and Triton's kernels, no operators that vLLM compiled for CUDA."""
+    """Wooly's "cuda" as a platform of vLLM: PyTorch's operators and Triton's kernels, but none that vLLM compiled for CUDA."""
 
     _enum = PlatformEnum.OOT
     device_name = "cuda"
@@ -63,12 +69,24 @@ class WoolyPlatform(Platform):  # type: ignore[misc] # vLLM has no stubs
         return False
 
     @classmethod
-    def get_attn_backend_cls(cls, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None) -> str:
+    def get_attn_backend_cls(
+        cls, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
+    ) -> str:
+        """The attention of vLLM that is written in Triton.
+
+        Raises:
+            ValueError: another one was chosen.
+        """
+        if selected_backend is not None and selected_backend.name not in support.ATTENTION:
+            raise ValueError(
+                f"the attention backend {selected_backend.name} is compiled for CUDA and does not run on Wooly's device; "
+                f"leave --attention-backend out, or choose {', '.join(support.ATTENTION)}"
+            )
         return "vllm.v1.attention.backends.triton_attn.TritonAttentionBackend"
 
     @classmethod
     def get_punica_wrapper(cls) -> str:
-        return "vllm.lora.punica_wrapper.punica_gpu.PunicaWrapperGPU"
+        return "wooly_vllm.adapters.WoolyPunicaWrapper"
 
     @classmethod
     def get_device_communicator_cls(cls) -> str:
@@ -82,6 +100,10 @@ class WoolyPlatform(Platform):  # type: ignore[misc] # vLLM has no stubs
     def support_hybrid_kv_cache(cls) -> bool:
         return True
 
+    def is_sleep_mode_available(self) -> bool:
+        """Whether the memory of a server can be given back: `wooly_vllm.sleeping` does it."""
+        return True
+
     @classmethod
     def support_static_graph_mode(cls) -> bool:
         return False
@@ -92,8 +114,20 @@ class WoolyPlatform(Platform):  # type: ignore[misc] # vLLM has no stubs
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
+        """Choose the worker, and turn off what the device has not: compiled graphs, custom all-reduce, warm-up of kernels.
+
+        Raises:
+            ValueError: the configuration uses what does not work on Wooly's device. The message names all of it.
+        """
         from vllm.config import CompilationMode, CUDAGraphMode
 
+        if refused := support.unsupported(vllm_config):
+            raise ValueError(
+                "vLLM on Wooly does not support: " + "; ".join(refused) + ". docs/guides/serving.md lists what works"
+            )
+        version = importlib.metadata.version("vllm")
+        if not support.is_tested(version):
+            log.warning("vLLM %s was not tested with Wooly; tested: %s", version, ", ".join(support.TESTED))
         parallel = vllm_config.parallel_config
         if parallel.worker_cls == "auto":
             parallel.worker_cls = "wooly_vllm.worker.WoolyWorker"

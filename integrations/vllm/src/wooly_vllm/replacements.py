@@ -1,4 +1,4 @@
-"""Functions of vLLM that this platform replaces, because they call operators that vLLM compiled for CUDA, or warm kernels for them."""
+"""Functions of vLLM that this platform replaces. They call operators compiled for CUDA, or expect a GPU of one's own."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import vllm._custom_ops as compiled
 from vllm.v1.sample.ops import topk_topp_sampler
 from vllm.v1.worker import gpu_worker
+
 from wooly_vllm import block_tables, facts
 
 
@@ -14,9 +15,23 @@ def warm_up(worker: Any, *, process_local_only: bool = False) -> None:
     """Do nothing. vLLM's function tunes kernels of NVIDIA's libraries, and compiles kernels that a server may never need."""
 
 
+def request_memory(snapshot: Any, cache_config: Any, external_weight_memory: int = 0) -> int:
+    """Bytes that the server may take: `gpu_memory_utilization` of what the session can get.
+
+    vLLM's function asks for this part of the whole device, and refuses to start if another session has some of it.
+
+    Raises:
+        NotImplementedError: the weights are in another process.
+    """
+    if external_weight_memory:
+        raise NotImplementedError("weights that another process holds are not supported on Wooly's device")
+    return int(snapshot.free_memory * cache_config.gpu_memory_utilization)
+
+
 def install() -> None:
     """Replace the functions. Calling it again changes nothing."""
     gpu_worker.kernel_warmup = warm_up
+    gpu_worker.request_memory = request_memory
     block_tables.install()
     if not facts.is_gpu():  # PyTorch's sort needs no compiler; compiling the kernel for a CPU takes a minute
         topk_topp_sampler.HAS_TRITON = False
