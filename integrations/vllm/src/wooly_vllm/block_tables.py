@@ -16,20 +16,12 @@ from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.worker.gpu.block_table import BlockTables
 
 
+# Triton refuses annotations of types.
 @triton.jit(do_not_specialize=["num_slots", "last"])  # type: ignore[untyped-decorator]
-def _find_slots(
-    rows: Any,
-    starts: Any,
-    positions: Any,
-    table: Any,
-    columns: Any,
-    block_size: Any,
-    slots: Any,
-    num_slots: Any,
-    last: Any,
-    PADDING: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+def _find_slots(  # type: ignore[no-untyped-def] # noqa: ANN202
+    rows, starts, positions, table, columns, block_size,  # noqa: ANN001
+    slots, num_slots, last, PADDING: tl.constexpr, BLOCK: tl.constexpr,  # noqa: ANN001
+):  # fmt: skip
     """Program r writes the slots of the tokens of request r. The last program fills the slots after all tokens."""
     request = tl.program_id(0)
     begin = tl.load(starts + request)
