@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import vllm._custom_ops as compiled
+import vllm.model_executor.model_loader.base_loader as loaders
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.v1.sample.ops import topk_topp_sampler
 from vllm.v1.worker import gpu_worker
 
@@ -28,11 +31,29 @@ def request_memory(snapshot: Any, cache_config: Any, external_weight_memory: int
     return int(snapshot.free_memory * cache_config.gpu_memory_utilization)
 
 
+def load_model(self: Any, vllm_config: Any, model_config: Any, prefix: str = "") -> torch.nn.Module:
+    """Load a model into this machine's memory, and send it to the device.
+
+    vLLM's function writes the parts of a file to parts of the device's weights. Whole weights are sent by their content, so those
+    that another server of the tenant has are neither sent nor stored again.
+    """
+    load_config = vllm_config.load_config
+    if load_config.device is not None:
+        return loaders.BaseModelLoader.load_model(self, vllm_config, model_config, prefix)
+    load_config.device = "cpu"
+    try:
+        model = loaders.BaseModelLoader.load_model(self, vllm_config, model_config, prefix)
+    finally:
+        load_config.device = None
+    return model.to(vllm_config.device_config.device)
+
+
 def install() -> None:
     """Replace the functions. Calling it again changes nothing."""
     gpu_worker.kernel_warmup = warm_up
     gpu_worker.request_memory = request_memory
     block_tables.install()
+    DefaultModelLoader.load_model = load_model
     if not facts.is_gpu():  # PyTorch's sort needs no compiler; compiling the kernel for a CPU takes a minute
         topk_topp_sampler.HAS_TRITON = False
     compiled.apply_repetition_penalties_cuda = compiled.apply_repetition_penalties_torch

@@ -36,6 +36,10 @@ _RULES: tuple[tuple[Callable[[Any], bool], str], ...] = (
         "models with a state per request (Mamba and hybrids): their kernels read addresses of tensors from memory",
     ),
     (
+        lambda c: bool(c.model_config and c.model_config.is_moe),
+        "mixtures of experts: the kernels that sort tokens by expert are compiled for CUDA",
+    ),
+    (
         lambda c: bool(c.model_config and c.model_config.use_mla),
         "models with multi-head latent attention (DeepSeek): their attention kernels are compiled for CUDA",
     ),
