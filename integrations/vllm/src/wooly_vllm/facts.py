@@ -24,7 +24,7 @@ def _asked() -> dict[str, Any]:
     """The device's properties, from a session that is closed at once."""
     from wooly.settings import load
 
-    opened, link = api.open_link(load().model_copy(update={"gpu_count": 1, "recovery": "off"}))
+    opened, link = api.open_link(load().model_copy(update={"gpu_count": 1, "recovery": "off", "required_vram": None}))
     try:
         return dict(link.device)
     finally:

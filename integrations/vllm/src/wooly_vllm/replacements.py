@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import vllm._custom_ops as compiled
 import vllm.model_executor.model_loader.base_loader as loaders
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
@@ -31,7 +30,7 @@ def request_memory(snapshot: Any, cache_config: Any, external_weight_memory: int
     return int(snapshot.free_memory * cache_config.gpu_memory_utilization)
 
 
-def load_model(self: Any, vllm_config: Any, model_config: Any, prefix: str = "") -> torch.nn.Module:
+def load_model(self: Any, vllm_config: Any, model_config: Any, prefix: str = "") -> Any:
     """Load a model into this machine's memory, and send it to the device.
 
     vLLM's function writes the parts of a file to parts of the device's weights. Whole weights are sent by their content, so those
