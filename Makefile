@@ -10,7 +10,7 @@ WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min((os.cpu_count() or 1) + 2,
 # A file's tests run in one process: they share what takes seconds to start. The order is conftest.py's.
 # A worker that dies ends the run: pytest-xdist 3.8 replaces it and may then wait for ever (its issue 1378).
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
-DISTRIBUTIONS := $(patsubst %/pyproject.toml,./%,$(wildcard libs/*/pyproject.toml services/*/pyproject.toml deploy/*/pyproject.toml))
+DISTRIBUTIONS := $(patsubst %/pyproject.toml,./%,$(wildcard libs/*/pyproject.toml services/*/pyproject.toml deploy/*/pyproject.toml integrations/*/pyproject.toml))
 MANIFESTS := constraints.txt requirements/dev.txt pyproject.toml VERSION hatch_build.py $(DISTRIBUTIONS:%=%/pyproject.toml)
 
 .DEFAULT_GOAL := help
@@ -73,6 +73,26 @@ ecosystem: setup ## programs of other people's libraries (trl, diffusers, gpytor
 		echo "import site; site.addsitedir('$$($(BIN)/python -c "$$packages")')" > $$($(ECOSYSTEM)/bin/python -c "$$packages")/checkout.pth
 	$(ECOSYSTEM)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r requirements/ecosystem.txt
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(ECOSYSTEM)/bin/python -m pytest tests/ecosystem
+
+VLLM := .vllm
+
+.PHONY: vllm
+vllm: setup ## prepare .vllm, an environment with vLLM and this checkout (needs two gigabytes)
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	# The packages of .venv are visible there, so that pip adds only what is missing.
+	packages='import sysconfig; print(sysconfig.get_path("purelib"))'; \
+		echo "import site; site.addsitedir('$$($(BIN)/python -c "$$packages")')" > $$($(VLLM)/bin/python -c "$$packages")/checkout.pth
+	# vLLM requires libraries of NVIDIA's that only a GPU in this machine could use, so it is installed without its requirements.
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/vllm.txt
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm==0.32.0
+
+.PHONY: test-vllm
+test-vllm: vllm ## vLLM on "cuda": its tokens, its server, its recovery (slow: many minutes)
+	PATH="$(CURDIR)/$(VLLM)/bin:$(CURDIR)/$(BIN):$$PATH" $(VLLM)/bin/python -m pytest -p no:xdist integrations/vllm/tests
+
+.PHONY: bench-serving
+bench-serving: vllm ## servers of vLLM on one device: tokens per second, two against one, P0 beside P4, weights, wake (--json)
+	PATH="$(CURDIR)/$(VLLM)/bin:$(CURDIR)/$(BIN):$$PATH" $(VLLM)/bin/python bench/serving.py $(BENCH_SERVING)
 
 .PHONY: lint
 lint: setup ## ruff (with a ban on pickle, marshal, eval, exec), mypy (strict for libs), import contracts

@@ -27,7 +27,7 @@ OUTSIDE = {
     "services/intercept/native/README.md": "components/native.md",
     **{
         path.relative_to(ROOT).as_posix(): f"components/{path.parent.name}.md"
-        for kind in ("libs", "services", "deploy")
+        for kind in ("libs", "services", "deploy", "integrations")
         for path in sorted((ROOT / kind).glob("*/README.md"))
     },
 }

@@ -92,8 +92,7 @@ def _read(path: Path) -> Distribution:
     return Distribution(path.parent, canonicalize_name(found["project"]["name"]), package, required, extras)
 
 
+#: Folders of the distributions' folders.
+GROUPS = ("libs", "services", "deploy", "integrations")
 #: All distributions, by name.
-ALL = {
-    d.name: d
-    for d in [_read(p) for g in ("libs", "services", "deploy") for p in sorted(ROOT.glob(f"{g}/*/pyproject.toml"))]
-}
+ALL = {d.name: d for d in [_read(p) for g in GROUPS for p in sorted(ROOT.glob(f"{g}/*/pyproject.toml"))]}

@@ -15,7 +15,7 @@ TABLE = contracts.RPCS | contracts.EVENTS
 GRAMMAR = re.compile(
     r"wooly\.v1\.(rpc|cmd|evt)\.([a-z]+|\{service\})\.[a-z]+\.[a-z]+(\.\{(executor_id|family|tenant)\})?"
 )
-SOURCES = [p for d in ("libs", "services", "deploy") for p in (ROOT / d).glob("**/src/**/*.py")]
+SOURCES = [p for d in ("libs", "services", "deploy", "integrations") for p in (ROOT / d).glob("**/src/**/*.py")]
 
 
 @pytest.mark.parametrize("name", TABLE)

@@ -231,7 +231,9 @@ def test_every_service_main_is_supervised():
 
 def test_threads_and_tasks_are_started_by_supervision():
     found = {}
-    for path in sorted(p for part in ("libs", "services", "deploy") for p in ROOT.glob(f"{part}/*/src/**/*.py")):
+    for path in sorted(
+        p for part in ("libs", "services", "deploy", "integrations") for p in ROOT.glob(f"{part}/*/src/**/*.py")
+    ):
         name = path.relative_to(ROOT).as_posix()
         text = path.read_text()
         if name.startswith("libs/testkit/") or not any(starter in text for starter in STARTERS):

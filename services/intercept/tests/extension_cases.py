@@ -8,6 +8,8 @@ import sys
 
 import extension_operators  # noqa: F401 - it registers operators
 import torch
+import triton
+import triton.language as tl
 from wooly import api
 
 
@@ -65,6 +67,19 @@ def by_address(x: torch.Tensor) -> torch.Tensor:
     return x * 3
 
 
+@triton.jit
+def _add_seven(source, target, n, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(target + at, tl.load(source + at, mask=at < n) + 7, mask=at < n)
+
+
+@_for_devices("cuda")
+def by_triton(x: torch.Tensor) -> torch.Tensor:
+    result = torch.empty_like(x)
+    _add_seven[(1,)](x, result, x.numel(), BLOCK=8)
+    return result
+
+
 CASES = {
     "scale": lambda x: torch.ops.extension_operators.scale(x, 2.0),
     "gradient": _scaled,
@@ -83,6 +98,7 @@ CASES = {
     "kernel for all": _own(doubled),
     "kernel for cpu": _own(on_host),
     "address": _own(by_address),
+    "kernel in Triton": _own(by_triton),
 }
 
 

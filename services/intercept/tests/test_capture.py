@@ -49,6 +49,21 @@ def test_python_awaits_torch_if_capture_is_on():
     assert on == off + 1
 
 
+def test_captured_program_may_ask_for_torch_before_it_imports_it():
+    code = (
+        "import importlib.util as u; u.find_spec('torch'); import torch; from wooly import api; print(api.is_enabled())"
+    )
+    assert python("-c", code, WOOLYAI_CAPTURE="1") == "True"
+
+
+def test_program_may_ask_for_triton_before_it_imports_it():
+    code = (
+        "from wooly.triton_capture import activate; activate(None); import importlib.util as u; u.find_spec('triton'); "
+        "import triton; print(type(triton.runtime.driver.active).__name__)"
+    )
+    assert python("-c", code) == "WoolyDriver"
+
+
 @pytest.mark.parametrize(
     ("argv", "own"),
     [

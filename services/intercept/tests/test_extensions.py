@@ -13,14 +13,16 @@ from wooly_testkit.executor import executor_process
 FOLDER = Path(__file__).parent
 
 
-def _cases(*chosen, opaque=True, version="1", libraries="extension_operators"):
+def _cases(*chosen, opaque=True, version="1", libraries="extension_operators", runtime="torch_cpu"):
     """The results of cases of `extension_cases.py`, by name; without names, of all cases."""
     env = {"PYTHONPATH": str(FOLDER), "WOOLY_EXECUTOR_LIBRARIES": libraries}
 
     def permitted(module, *arguments, **options):
         return forks.Forked(module, *arguments, *(["--opaque-kernels"] if opaque else []), **options)
 
-    with executor_process(environment=env | {"EXTENSION_OPERATORS_VERSION": version}, start=permitted) as running:
+    with executor_process(
+        runtime=runtime, environment=env | {"EXTENSION_OPERATORS_VERSION": version}, start=permitted
+    ) as running:
         done = forks.run(
             "extension_cases",
             running.endpoints[0],
@@ -79,6 +81,10 @@ def test_extension_operator_without_permission_names_permission():
     cases = _cases("scale", "kernel for cuda", opaque=False)
     assert cases["scale"].startswith("NotImplementedError") and "needs the permission opaque_kernels" in cases["scale"]
     assert cases["kernel for cuda"] == [0, 3, 6, 9, 12]
+
+
+def test_extension_operator_with_triton_kernel_launches_it():
+    assert _cases("kernel in Triton", runtime="opencl")["kernel in Triton"] == [7, 8, 9, 10, 11]
 
 
 def test_extension_operator_with_other_schema_names_both_versions():

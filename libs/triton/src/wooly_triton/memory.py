@@ -197,7 +197,9 @@ class Memory(Writer):
         p = self._limited(p)
         mask = self._limited(mask) if mask is not None else None
         row = self._row(p)
-        fused = self._through(p, v, mask, row) if v.late and v.weight <= MAX_SINGLE_WEIGHT else 0
+        # Memory may have changed since a load that is written.
+        unwritten = bool(v.late) and all(x.text is None for x in v.late)
+        fused = self._through(p, v, mask, row) if unwritten and v.weight <= MAX_SINGLE_WEIGHT else 0
         self._force(v.late)
         v = v if v.weight <= MAX_SINGLE_WEIGHT or v.uniform is not None else self._materialise(v)
 

@@ -445,6 +445,25 @@ def test_block_is_loaded_completely_before_store(by, n):
 
 
 @triton.jit
+def restored_kernel(x_ptr, kept, n, N: tl.constexpr, ALL: tl.constexpr):
+    at = tl.arange(0, N)
+    saved = tl.load(x_ptr + at, mask=at < kept)
+    tl.debug_barrier()
+    everything = tl.arange(0, ALL)
+    tl.store(x_ptr + everything, -1.0, mask=everything < n)
+    tl.debug_barrier()
+    tl.store(x_ptr + at, saved, mask=at < kept)
+
+
+@pytest.mark.parametrize("kept", [8, 5])
+def test_block_is_loaded_before_barrier_and_store_of_other_values(kept):
+    x = torch.randn(100)
+    there = x.to("cuda")
+    restored_kernel[(1,)](there, kept, 100, N=8, ALL=128)
+    assert torch.equal(there.cpu(), torch.cat([x[:kept], torch.full((100 - kept,), -1.0)]))
+
+
+@triton.jit
 def print_kernel(x_ptr, n):
     tl.device_print("x", tl.load(x_ptr))
     tl.device_assert(tl.load(x_ptr) < n, "too large")

@@ -34,27 +34,31 @@ class _AfterTorch(importlib.abc.MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname != "torch":
             return None
-        sys.meta_path.remove(self)
-        for finder in sys.meta_path:
+        for finder in [f for f in sys.meta_path if f is not self]:
             spec = finder.find_spec(fullname, path, target)
             if spec is not None and spec.loader is not None:
-                _call_after(spec.loader)
+                self._call_after(spec.loader)
                 return spec
         return None
 
+    def _call_after(self, loader: importlib.abc.Loader) -> None:
+        execute = loader.exec_module
 
-def _call_after(loader: importlib.abc.Loader) -> None:
-    execute = loader.exec_module
+        def execute_and_enable(module: ModuleType) -> None:
+            if self in sys.meta_path:  # not before: a program may ask whether torch exists, and import it later
+                sys.meta_path.remove(self)
+            execute(module)
+            _finish_after_import()
 
-    def execute_and_enable(module: ModuleType) -> None:
-        global _postponed
-        execute(module)
-        _postponed = True
-        ours = [m.__spec__ for name, m in sys.modules.items() if name.startswith("wooly.")]
-        if not any(getattr(spec, "_initializing", False) for spec in ours):
-            finish()
+        loader.exec_module = execute_and_enable  # type: ignore[method-assign]
 
-    loader.exec_module = execute_and_enable  # type: ignore[method-assign]
+
+def _finish_after_import() -> None:
+    global _postponed
+    _postponed = True
+    ours = [m.__spec__ for name, m in sys.modules.items() if name.startswith("wooly.")]
+    if not any(getattr(spec, "_initializing", False) for spec in ours):
+        finish()
 
 
 def finish() -> None:

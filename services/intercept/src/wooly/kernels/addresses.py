@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from types import FrameType
 
 import torch
 
@@ -25,7 +25,10 @@ def _data_ptr(self: torch.Tensor) -> int:
     """`Tensor.data_ptr` while kernels of scripts run."""
     name = getattr(_running, "name", None)
     if name is not None and raw_device(self).type == "wooly":
-        caller: Any = frame_at(1).f_globals.get("__name__", "")
+        frame: FrameType | None = frame_at(1)
+        while frame is not None and "__name__" not in frame.f_globals:
+            frame = frame.f_back  # code that was generated, such as Triton's binder of arguments
+        caller = frame.f_globals["__name__"] if frame is not None else ""
         if caller.partition(".")[0] not in _OWN:
             raise RuntimeError(
                 f"the kernel of {name} asks for the address of a CUDA tensor (data_ptr), but the tensor's memory is on "

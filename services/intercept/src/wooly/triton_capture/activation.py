@@ -45,13 +45,14 @@ class _Finder(importlib.abc.MetaPathFinder):
         """The normal spec of Triton, with a loader that installs compiler and driver after the import."""
         if name != "triton":
             return None
-        sys.meta_path[:] = [f for f in sys.meta_path if f is not self]
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         if spec is not None and spec.loader is not None:
             loader, launches = spec.loader, self._launches
             execute = loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
+                # Not before: a program may ask whether Triton exists, and import it later.
+                sys.meta_path[:] = [f for f in sys.meta_path if f is not self]
                 execute(module)
                 _install(launches)
 

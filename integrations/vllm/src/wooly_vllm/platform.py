@@ -1,0 +1,141 @@
+"""The platform that tells vLLM what Wooly's "cuda" is. vLLM imports it in each of its processes."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.logger import init_logger
+from vllm.platforms.interface import DeviceCapability, Platform, PlatformEnum
+
+from wooly_vllm import facts, support
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+# The name makes the line a part of vLLM's log.
+log = init_logger("vllm.wooly")
+
+
+class WoolyPlatform(Platform):  # type: ignore[misc] # vLLM has no stubs
+    """Wooly's "cuda" as a platform of vLLM: PyTorch's operators and Triton's kernels, but none that vLLM compiled for CUDA."""
+
+    _enum = PlatformEnum.OOT
+    device_name = "cuda"
+    device_type = "cuda"
+    dispatch_key = "CUDA"
+    dist_backend = "gloo"
+    device_control_env_var = "CUDA_VISIBLE_DEVICES"
+    simple_compile_backend = "eager"
+
+    @classmethod
+    def import_kernels(cls) -> None:
+        """Do nothing: vLLM's compiled operators need a GPU in this machine."""
+
+    @classmethod
+    def set_device(cls, device: torch.device) -> None:
+        torch.cuda.set_device(device)
+
+    @classmethod
+    def manual_seed_all(cls, seed: int) -> None:
+        torch.cuda.manual_seed_all(seed)
+
+    @classmethod
+    def get_device_capability(cls, device_id: int = 0) -> DeviceCapability:
+        return DeviceCapability(*facts.capability(device_id))
+
+    @classmethod
+    def get_device_name(cls, device_id: int = 0) -> str:
+        return facts.name(device_id)
+
+    @classmethod
+    def get_device_total_memory(cls, device_id: int = 0) -> int:
+        return facts.total_memory(device_id)
+
+    @classmethod
+    def num_compute_units(cls, device_id: int = 0) -> int:
+        return facts.cores(device_id)
+
+    @classmethod
+    def get_current_memory_usage(cls, device: Any = None) -> float:
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.max_memory_allocated(device)
+
+    @classmethod
+    def is_pin_memory_available(cls) -> bool:
+        """False: the device cannot read this machine's memory. vLLM then sends what it would leave in pinned memory."""
+        return False
+
+    @classmethod
+    def get_attn_backend_cls(
+        cls, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
+    ) -> str:
+        """The attention of vLLM that is written in Triton.
+
+        Raises:
+            ValueError: another one was chosen.
+        """
+        if selected_backend is not None and selected_backend.name not in support.ATTENTION:
+            raise ValueError(
+                f"the attention backend {selected_backend.name} is compiled for CUDA and does not run on Wooly's device; "
+                f"leave --attention-backend out, or choose {', '.join(support.ATTENTION)}"
+            )
+        return "vllm.v1.attention.backends.triton_attn.TritonAttentionBackend"
+
+    @classmethod
+    def get_punica_wrapper(cls) -> str:
+        return "wooly_vllm.adapters.WoolyPunicaWrapper"
+
+    @classmethod
+    def get_device_communicator_cls(cls) -> str:
+        return "vllm.distributed.device_communicators.base_device_communicator.DeviceCommunicatorBase"
+
+    @classmethod
+    def check_if_supports_dtype(cls, dtype: torch.dtype) -> None:
+        """Accept each dtype: the device computes with all of them."""
+
+    @classmethod
+    def support_hybrid_kv_cache(cls) -> bool:
+        return True
+
+    def is_sleep_mode_available(self) -> bool:
+        """Whether the memory of a server can be given back: `wooly_vllm.sleeping` does it."""
+        return True
+
+    @classmethod
+    def support_static_graph_mode(cls) -> bool:
+        return False
+
+    @classmethod
+    def opaque_attention_op(cls) -> bool:
+        return True
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
+        """Choose the worker, and turn off what the device has not: compiled graphs, custom all-reduce, warm-up of kernels.
+
+        Raises:
+            ValueError: the configuration uses what does not work on Wooly's device. The message names all of it.
+        """
+        from vllm.config import CompilationMode, CUDAGraphMode
+
+        if refused := support.unsupported(vllm_config):
+            raise ValueError(
+                "vLLM on Wooly does not support: " + "; ".join(refused) + ". docs/guides/serving.md lists what works"
+            )
+        version = importlib.metadata.version("vllm")
+        if not support.is_tested(version):
+            log.warning("vLLM %s was not tested with Wooly; tested: %s", version, ", ".join(support.TESTED))
+        parallel = vllm_config.parallel_config
+        if parallel.worker_cls == "auto":
+            parallel.worker_cls = "wooly_vllm.worker.WoolyWorker"
+        parallel.disable_custom_all_reduce = True
+        if facts.has_session():  # a forked process cannot use the session of its parent
+            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+        if vllm_config.model_config is not None:
+            vllm_config.model_config.enforce_eager = True
+        vllm_config.kernel_config.enable_jit_warmup = False
+        compilation = vllm_config.compilation_config
+        compilation.mode, compilation.cudagraph_mode = CompilationMode.NONE, CUDAGraphMode.NONE

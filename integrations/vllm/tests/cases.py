@@ -1,0 +1,115 @@
+"""Generates with vLLM in one process, and prints what each case gave as a line of JSON. `test_generate.py` runs it under Wooly.
+
+Arguments: the folder of the model, the name of the group of cases, and the folders of two adapters.
+"""
+
+import json
+import os
+import sys
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the cases look at the session, which is the engine's
+
+import torch
+from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import BeamSearchParams, StructuredOutputsParams
+
+PROMPTS = [list(range(k, 9 * k)) for k in (1, 2, 3, 4)]
+#: Prompts that begin with the same hundred tokens.
+ALIKE = [[*range(1, 101), k, k + 1] for k in range(3)]
+NEW_TOKENS = 16
+
+
+def engine(folder, **more):
+    sizes = {"max_model_len": 256, "kv_cache_memory_bytes": 32 << 20, "max_num_batched_tokens": 512, "max_num_seqs": 16}
+    return LLM(model=folder, dtype="float32", seed=0, **sizes | more)
+
+
+def tokens(llm, prompts=PROMPTS, n=NEW_TOKENS, lora_request=None, **sampling):
+    params = SamplingParams(max_tokens=n, ignore_eos=True, detokenize=False, **{"temperature": 0} | sampling)
+    asked = [{"prompt_token_ids": p} for p in prompts]
+    return [
+        list(o.outputs[0].token_ids) for o in llm.generate(asked, params, use_tqdm=False, lora_request=lora_request)
+    ]
+
+
+def counted(llm, *names):
+    return {m.name: m.value for m in llm.get_metrics() if m.name in names}
+
+
+def general(folder):
+    llm = engine(folder, disable_log_stats=False)
+    yield "greedy", tokens(llm)
+    yield "alike", [tokens(llm, [p])[0] for p in ALIKE]
+    yield "prefix", counted(llm, "vllm:prefix_cache_hits")
+    beams = llm.beam_search([{"prompt_token_ids": p} for p in PROMPTS[:2]], BeamSearchParams(3, 6, ignore_eos=True))
+    yield "beams", [list(b.sequences[0].tokens) for b in beams]
+    seeded = {"temperature": 1.0, "top_p": 0.9, "top_k": 50, "min_p": 0.01, "seed": 3}
+    yield "seeded", [tokens(llm, n=8, **seeded) for _ in range(2)]
+    yield "allowed", tokens(llm, n=8, allowed_token_ids=[3, 4, 5])
+    yield "biased", tokens(llm, n=4, logit_bias={5: 100.0})
+    yield "penalised", tokens(llm, n=8, presence_penalty=0.5, frequency_penalty=0.3, repetition_penalty=1.2)
+    structured = [StructuredOutputsParams(regex="[ab]{3,5}"), StructuredOutputsParams(choice=["yes", "no"])]
+    params = [SamplingParams(temperature=0, max_tokens=8, structured_outputs=s) for s in structured]
+    yield "structured", [o.outputs[0].text for o in llm.generate(["Hello"] * 2, params, use_tqdm=False)]
+    params = SamplingParams(
+        temperature=0, max_tokens=4, logprobs=3, prompt_logprobs=2, ignore_eos=True, detokenize=False
+    )
+    found = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], params, use_tqdm=False)
+    yield (
+        "logprobs",
+        [
+            [
+                {t: p.logprob for t, p in (at or {}).items()}
+                for at in [*o.prompt_logprobs, *o.outputs[0].logprobs]
+            ]
+            for o in found
+        ],
+    )  # fmt: skip
+
+
+def chunked(folder):
+    llm = engine(folder, max_num_batched_tokens=48, max_num_seqs=8, enable_prefix_caching=False)
+    yield "alike", tokens(llm, ALIKE)
+
+
+def speculative(folder):
+    ngrams = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    llm = engine(folder, speculative_config=ngrams, disable_log_stats=False)
+    yield "greedy", tokens(llm)
+    yield "accepted", counted(llm, "vllm:spec_decode_num_accepted_tokens")
+
+
+def adapters(folder, *adapters):
+    llm = engine(folder, enable_lora=True, max_loras=2, max_lora_rank=8)
+    first, second = [LoRARequest(f"adapter{k}", k, path) for k, path in enumerate(adapters, 1)]
+    yield "base", tokens(llm)
+    yield "first", tokens(llm, lora_request=first)
+    yield "together", tokens(llm, lora_request=[first, second, first, second])
+
+
+def sleep(folder):
+    llm = engine(folder, enable_sleep_mode=True)
+    yield "greedy", tokens(llm)
+    for level in (1, 2):
+        awake = torch.cuda.memory_allocated()
+        llm.sleep(level)
+        yield f"memory{level}", [awake, torch.cuda.memory_allocated()]
+        llm.wake_up()
+        if level == 2:
+            llm.collective_rpc("reload_weights")
+        yield f"woken{level}", tokens(llm)
+
+
+def quota(folder):
+    """The cache takes what the session's quota leaves."""
+    llm = engine(folder, kv_cache_memory_bytes=None, gpu_memory_utilization=0.5)
+    free, total = torch.cuda.mem_get_info()
+    yield "memory", {"allocated": torch.cuda.memory_allocated(), "free": free, "total": total}
+    yield "greedy", tokens(llm)
+
+
+if __name__ == "__main__":
+    folder, group, *more = sys.argv[1:]
+    for name, result in globals()[group](folder, *more):
+        print(json.dumps({name: result}), flush=True)

@@ -1,0 +1,45 @@
+"""A local stack, a random model, and servers of vLLM on them. The tests need an environment with vLLM: make test-vllm."""
+
+import contextlib
+
+import pytest
+
+from integrations.vllm.tests import random_llama
+from integrations.vllm.tests.servers import Server, Stack
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory):
+    pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
+    folder = tmp_path_factory.mktemp("llama")
+    random_llama.save(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def stack(model, tmp_path_factory):
+    stack = Stack(tmp_path_factory.mktemp("stack"))
+    with contextlib.ExitStack() as cleanup:
+        cleanup.callback(stack.wooly, "down")
+        stack.wooly("up")
+        yield stack
+
+
+@pytest.fixture(scope="session")
+def server(stack, model, tmp_path_factory):
+    server = Server(stack, model, tmp_path_factory.mktemp("server"))
+    with contextlib.closing(server):
+        yield server.wait()
+
+
+@pytest.fixture
+def start_server(stack, model, tmp_path):
+    """Start servers that end with the test."""
+    with contextlib.ExitStack() as cleanup:
+
+        def start(*arguments, **env):
+            server = Server(stack, model, tmp_path, *arguments, **env)
+            cleanup.callback(server.close)
+            return server
+
+        yield start

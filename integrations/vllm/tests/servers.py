@@ -1,0 +1,94 @@
+"""A local stack and servers of vLLM on it, for tests and benchmarks."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+HERE = Path(__file__).parent
+TIMEOUT_S = 900
+
+
+class Stack:
+    """A local stack with one executor, and the commands that use it."""
+
+    def __init__(self, state):
+        self.state = state
+        quiet = {
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_LOGGING_LEVEL": "INFO",
+            "OMP_NUM_THREADS": "1",
+        }
+        self.env = os.environ | quiet | {"WOOLYAI_STATE_DIR": str(state)}
+
+    def wooly(self, *arguments, **env):
+        """Run a command of Wooly's. Returns what it prints."""
+        command = [sys.executable, "-m", "wooly", *map(str, arguments)]
+        done = subprocess.run(command, env=self.env | env, capture_output=True, text=True, timeout=TIMEOUT_S)
+        assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+        return done.stdout
+
+    def cases(self, model, group, *more, **env):
+        """The results of a group of cases, by name."""
+        printed = self.wooly("run", "-q", sys.executable, HERE / "cases.py", model, group, *more, **env)
+        found = {}
+        for line in printed.splitlines():
+            if line.startswith("{"):
+                found |= json.loads(line)
+        return found
+
+    def sessions(self):
+        """The sessions that are not over."""
+        listed = json.loads(self.wooly("tasks", "--json"))["tasks"]
+        return [t for t in listed if t["state"] not in ("completed", "failed", "cancelled")]
+
+
+class Server:
+    """A server of vLLM's for one model."""
+
+    def __init__(self, stack, model, folder, *arguments, **env):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        self.log = folder / f"server-{self.port}.log"
+        sizes = ["--max-model-len", "256", "--kv-cache-memory-bytes", "32M", "--max-num-seqs", "16"]
+        command = [sys.executable, "-m", "wooly", "run", "vllm", "serve", str(model), "--served-model-name", "llama"]
+        command += ["--host", "127.0.0.1", "--port", str(self.port), "--dtype", "float32", *sizes, *arguments]
+        with self.log.open("wb") as out:
+            self.process = subprocess.Popen(command, env=stack.env | env, stdout=out, stderr=subprocess.STDOUT)
+
+    def wait(self):
+        """Wait until the server answers."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while True:
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=10):
+                    return self
+            except OSError:
+                assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()[-6000:]
+                time.sleep(0.5)
+
+    def ask(self, path, **body):
+        """The answer to a request."""
+        asked = json.dumps({"model": "llama", "temperature": 0, **body}).encode()
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}/v1/{path}", asked, {"content-type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+            return json.load(answer)
+
+    def tokens(self, prompt, n=16):
+        """The tokens that follow a prompt of tokens."""
+        asked = {"prompt": prompt, "max_tokens": n, "ignore_eos": True, "return_token_ids": True}
+        return self.ask("completions", **asked)["choices"][0]["token_ids"]
+
+    def close(self):
+        self.process.terminate()
+        try:
+            self.process.wait(120)
+        finally:
+            self.process.kill()

@@ -1,0 +1,73 @@
+"""What the plugin refuses, and when it is active. These tests need no vLLM."""
+
+from types import SimpleNamespace
+
+import pytest
+from wooly_vllm import platform_plugin, support
+
+
+def _config(**changed):
+    model = {
+        "quantization": None,
+        "is_hybrid": False,
+        "has_inner_state": False,
+        "use_mla": False,
+        "is_moe": False,
+        "enable_prompt_embeds": False,
+    }
+    parallel = {
+        f"{name}_parallel_size": 1 for name in ("tensor", "pipeline", "data", "prefill_context", "decode_context")
+    }
+    parts = {"cache_dtype": "auto", "speculative_config": None, "kv_transfer_config": None} | model | parallel | changed
+    return SimpleNamespace(
+        model_config=SimpleNamespace(**{name: parts[name] for name in model}),
+        parallel_config=SimpleNamespace(**{name: parts[name] for name in parallel}),
+        cache_config=SimpleNamespace(cache_dtype=parts["cache_dtype"]),
+        speculative_config=parts["speculative_config"],
+        kv_transfer_config=parts["kv_transfer_config"],
+    )
+
+
+def test_plain_configuration_is_supported():
+    assert support.unsupported(_config()) == []
+    assert support.unsupported(_config(speculative_config=SimpleNamespace(method="ngram"))) == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"tensor_parallel_size": 2}, "more than one device"),
+        ({"decode_context_parallel_size": 2}, "more than one device"),
+        ({"quantization": "awq"}, "quantised weights"),
+        ({"is_hybrid": True}, "state per request"),
+        ({"has_inner_state": True}, "state per request"),
+        ({"is_moe": True}, "mixtures of experts"),
+        ({"use_mla": True}, "multi-head latent attention"),
+        ({"enable_prompt_embeds": True}, "--enable-prompt-embeds"),
+        ({"cache_dtype": "fp8"}, "--kv-cache-dtype"),
+        ({"speculative_config": SimpleNamespace(method="eagle")}, "other methods than ngram"),
+        ({"kv_transfer_config": object()}, "--kv-transfer-config"),
+    ],
+)
+def test_unsupported_part_is_named(changed, words):
+    (found,) = support.unsupported(_config(**changed))
+    assert words in found
+
+
+def test_unsupported_parts_are_all_named():
+    assert len(support.unsupported(_config(quantization="gptq", use_mla=True, tensor_parallel_size=4))) == 3
+
+
+def test_configuration_without_model_is_checked():
+    config = _config()
+    config.model_config = config.cache_config = None
+    assert support.unsupported(config) == []
+
+
+def test_release_is_tested_by_its_first_two_numbers():
+    assert support.is_tested("0.32.0") and support.is_tested("0.32.1.post1")
+    assert not support.is_tested("0.3.2") and not support.is_tested("1.32.0")
+
+
+def test_plugin_without_wooly_device_names_no_platform():
+    assert platform_plugin() is None
