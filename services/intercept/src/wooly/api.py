@@ -18,11 +18,10 @@ from wooly_bus.access import Access
 from wooly_bus.channel import ChannelClient, ChannelError, ChannelTlsError, Endpoint, client_context
 from wooly_bus.supervision import start_call, start_thread
 
-from wooly import capture, children, native
+from wooly import capture, children, native, ranks
 from wooly.contents import OfferPolicy
 from wooly.departures import Departures
 from wooly.device import RegisteredDevice, register
-from wooly.devices import ranks_here
 from wooly.errors import NotConnectedError, ReleaseError, WoolyError
 from wooly.facade import Facade
 from wooly.facade.build import CUDA_VERSION
@@ -329,14 +328,19 @@ def enable_on_use(settings: Any = None) -> None:
             device.devices.look()
             if not again:
                 _forget_sessions(device)
-            device.devices.share(on=_pending.gpu_count == 1 and device.devices.offered > 1)
+            shares = _pending.gpu_count == 1 or ranks.own() is not None
+            device.devices.share(on=shares and device.devices.offered > 1)
             device.set_opener(_first_use)
         install_facade()
 
 
 def _shown(settings: Settings) -> int:
-    """Number of devices that the process sees, before CUDA_VISIBLE_DEVICES chooses."""
-    return settings.gpu_count if settings.gpu_count > 1 else min(ranks_here(), MAX_DEVICES)
+    """Number of devices that the process sees, before CUDA_VISIBLE_DEVICES chooses.
+
+    A rank sees as many as ranks are on its machine.
+    """
+    rank = ranks.own()
+    return max(settings.gpu_count, min(1 if rank is None else rank.here, MAX_DEVICES))
 
 
 def _first_use() -> None:
@@ -354,10 +358,13 @@ def _open() -> None:
     """Open the pending session."""
     global _pending
     assert _pending is not None
-    settings = _pending.model_copy(update={"gpu_count": min(register().devices.count, _pending.gpu_count)})
+    rank = ranks.own()
+    gang = None if rank is None or _pending.executor_url else _gang(rank, _pending.gpu_count)
+    count = 1 if rank is not None else min(register().devices.count, _pending.gpu_count)
+    settings = _pending.model_copy(update={"gpu_count": count})
     if settings.programs_dir is not None:
         settings.programs_dir.mkdir(parents=True, exist_ok=True)
-    opened = _open_and_attach(settings)
+    opened = _open_and_attach(settings, gang)
     assert _attached is not None
     _attached.opened = opened
     opened.when_lost(_on_lost)
@@ -386,7 +393,13 @@ def _on_lost(why: str) -> None:
         start_call(go_on, "wooly-recovery")
 
 
-def _open_and_attach(settings: Any) -> Any:
+def _gang(rank: ranks.Rank, devices: int) -> Any:
+    from wooly_wis.messages import GangPlace
+
+    return GangPlace(gang_id=rank.gang_id, rank=rank.rank, size=rank.size, devices=devices)
+
+
+def _open_and_attach(settings: Any, gang: Any) -> Any:
     """Open a session and connect to its executors. Returns the session.
 
     If an executor ends before the client connects to it, nothing is lost, and this function opens another session.
@@ -397,7 +410,7 @@ def _open_and_attach(settings: Any) -> Any:
     others = MAX_OPENS
     while True:
         others -= 1
-        opened: Any = StandaloneSession(settings) if settings.executor_url else open_session(settings)
+        opened: Any = StandaloneSession(settings) if settings.executor_url else open_session(settings, gang)
         try:
             first, *more = [Part(p.endpoints, p.executor_id, p.node, p.token) for p in opened.parts]
             attach(

@@ -8,17 +8,24 @@ child unpickles it. The child unpickles it before it imports the program's modul
 from __future__ import annotations
 
 import functools
+import importlib
 import multiprocessing.process
 import multiprocessing.spawn
 from collections.abc import Callable, Iterator
 from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any
 
+import torch.multiprocessing
+
+from wooly import ranks
+
 if TYPE_CHECKING:
     from wooly.settings import Settings
 
 Patch = tuple[Any, str, Any]
 
+#: The ranks of the processes that `mp.spawn` is about to start.
+_spawning: Iterator[ranks.Rank] = iter(())
 #: Settings by which a child opens its session; None while "cuda" is not redirected in this process.
 settings: Settings | None = None
 
@@ -26,17 +33,18 @@ settings: Settings | None = None
 class _Opening:
     """Redirects "cuda" in a child when the child unpickles it."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+    def __init__(self, settings: Settings, rank: ranks.Rank | None) -> None:
+        self._settings, self._rank = settings, rank
 
     def __reduce__(self) -> Any:
-        return begin, (self._settings,)
+        return begin, (self._settings, self._rank)
 
 
-def begin(settings: Settings) -> None:
+def begin(settings: Settings, rank: ranks.Rank | None) -> None:
     """Redirect "cuda" in this child process. The first use of a device opens a session, which ends when the child exits."""
     from wooly import api
 
+    ranks.spawned = rank
     api.enable_on_use(settings)
 
 
@@ -54,7 +62,28 @@ def patches() -> Iterator[Patch]:
     def get_preparation_data(name: str) -> dict[str, Any]:
         data: dict[str, Any] = dict(real(name))
         if settings is not None:
-            data["wooly"] = _Opening(settings)
+            data["wooly"] = _Opening(settings, next(_spawning, None))
         return data
 
     yield (multiprocessing.spawn, "get_preparation_data", get_preparation_data)
+
+    module: Any = importlib.import_module("torch.multiprocessing.spawn")  # its name is also that of a function
+    start = module.start_processes
+
+    @functools.wraps(start)
+    def start_processes(fn: Any, args: Any = (), nprocs: int = 1, join: bool = True, *more: Any, **options: Any) -> Any:
+        """The processes of one call are ranks of one program. They start in the order of their ranks."""
+        global _spawning
+        gang = ranks.new_id()
+        if nprocs > 1:
+            _spawning = iter([ranks.Rank(gang, k, nprocs, nprocs) for k in range(nprocs)])
+        try:
+            context = start(fn, args, nprocs, False, *more, **options)
+        finally:
+            _spawning = iter(())
+        while join and not context.join():
+            pass
+        return None if join else context
+
+    yield (module, "start_processes", start_processes)
+    yield (torch.multiprocessing, "start_processes", start_processes)

@@ -30,6 +30,7 @@ from wooly_wis.messages import (
     CloseSessionRequest,
     DirectSession,
     ExplainProgramRequest,
+    GangPlace,
     GpusRequest,
     GpuState,
     HibernateSessionRequest,
@@ -532,10 +533,14 @@ def _tunnels(access: Access, credentials: str) -> Access:
     return replace(access, credentials=lambda: held)
 
 
-def open_session(settings: Settings) -> OpenedSession:
+def open_session(settings: Settings, gang: GangPlace | None = None) -> OpenedSession:
     """Open a session at the controller. If no controller is configured or running, start a local stack for this process.
 
     On a full cluster, this function waits until the session's turn comes (`turn`).
+
+    Args:
+        settings: the client's settings.
+        gang: the rank that the session is; None: it is none.
 
     Raises:
         ControlError: no controller answers, or it refuses the session. The message says what to do.
@@ -547,14 +552,16 @@ def open_session(settings: Settings) -> OpenedSession:
     try:
         with trace.step("find_controller"):
             controller = connect(settings, start=True)
-        return _open_session(settings, controller, trace)
+        return _open_session(settings, controller, trace, gang)
     except BaseException as e:
         trace.end(type(e).__name__)
         trace.flush()
         raise
 
 
-def _open_session(settings: Settings, controller: Controller, trace: ClientTrace) -> OpenedSession:
+def _open_session(
+    settings: Settings, controller: Controller, trace: ClientTrace, gang: GangPlace | None
+) -> OpenedSession:
     request = OpenSessionRequest(
         tenant=settings.tenant,
         credential=settings.credential,
@@ -573,6 +580,7 @@ def _open_session(settings: Settings, controller: Controller, trace: ClientTrace
         swap=settings.swap_from_vram,
         dedup=settings.dedup,
         model=settings.model,
+        gang=gang,
         client=ClientFacts(host=socket.gethostname(), pid=os.getpid(), program=" ".join(sys.argv[:1])),
     )
     try:

@@ -24,12 +24,6 @@ class _Thread(threading.local):
     current = 0
 
 
-def ranks_here() -> int:
-    """Number of ranks of the program on this machine, if torchrun or a similar launcher has started this process; else 1."""
-    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return max(int(ranks), 1) if ranks.isdecimal() else 1
-
-
 class Devices:
     """All devices that the process can have. The session uses the first `count` of them.
 

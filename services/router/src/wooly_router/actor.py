@@ -47,6 +47,7 @@ from wooly_router.core.placement import Room, room_on
 from wooly_router.core.registry import LOST_AFTER_S, Registry
 from wooly_router.core.tasks import still_running
 from wooly_router.executors import Executors
+from wooly_router.gangs import RESERVED_S, Gangs, is_reserved
 from wooly_router.gate import Caller, Gate
 from wooly_router.limits import Limits
 from wooly_router.moves import Moves
@@ -70,6 +71,8 @@ NEW_SESSION_S = 5.0
 #: Why a session ended whose client stopped renewing it, or stopped asking for its turn in the queue.
 LAPSED = "the session's lease lapsed"
 LEFT = "its client no longer asked for its turn in the queue"
+#: Why the session of a rank ended that had a reserved device.
+NOT_ASKED = "the rank never asked for the device that was reserved for it, and no other rank runs"
 #: Why a session ended that lost its executor: why it was lost, and this.
 NOT_BACK = "its client did not ask for another executor"
 #: Seconds between two checks whether the last operator of a cancelled task has ended.
@@ -112,6 +115,7 @@ class RouterActor:
         self._opening = Opening(
             settings, world, self.registry, self.executors, self.advice, self.issuer, clock, self.limits
         )
+        self._gangs = Gangs(world)
         self.moves = Moves(settings, app, world, self.registry, self.executors, clock)
         #: The cluster's setting, as `Duties` reads it from time to time: a renewal must be cheap.
         self.hibernate_after_s = 0.0
@@ -302,7 +306,15 @@ class RouterActor:
         return CloseSessionReply(closed=True)
 
     async def end(self, record: TaskRecord, state: str, reason: str) -> bool:
-        """End a running session, here and on its executors. Returns False if it has ended already."""
+        """End a running session, here and on its executors, and the other ranks of its program with it. Returns False if it has
+        ended already.
+        """
+        ended = await self._end_alone(record, state, reason)
+        if ended:
+            await self._end_gang(record, state, reason)
+        return ended
+
+    async def _end_alone(self, record: TaskRecord, state: str, reason: str) -> bool:
         async with self.world.database.writing() as s:
             ended = await self.world.tasks.move(s, record.id, state, reason, self.clock())
         if ended:
@@ -310,6 +322,21 @@ class RouterActor:
             if not record.parts and record.wants.get("store"):
                 start_errand(self.moves.drop_checkpoints(record), f"removal of the checkpoints of {record.id}")
         return ended
+
+    async def _end_gang(self, record: TaskRecord, state: str, reason: str) -> None:
+        """End the other ranks of a program one of whose ranks has failed or was cancelled.
+
+        If it has completed, only ranks end that have not asked for a device, and only after the last of the others.
+        """
+        others = await self._gangs.others(record)
+        if state == "completed" and not all(is_reserved(r) for r in others):
+            return
+        rank = f"rank {record.rank} of the program"
+        unused = f"{rank} has ended, and this rank never asked for a device"
+        await asyncio.gather(
+            *[self._end_alone(r, "cancelled", unused) for r in others if is_reserved(r)],
+            *[self._end_alone(r, state, f"{rank} ended: {reason}") for r in others if not is_reserved(r)],
+        )
 
     async def close_on_executors(self, record: TaskRecord, session_id: str, reason: str) -> None:
         """Close a task's session on its executors.
@@ -376,6 +403,8 @@ class RouterActor:
         if lost and others:
             closing = self.executors.close(others, record.id, f"it ended on executor {executor_id}")
             start_errand(closing, f"closing of session {record.id}")
+        if lost:
+            await self._end_gang(record, state, reason)
 
     async def _lose_after_grace(self, record: TaskRecord, event: SessionClosed, reason: str) -> None:
         """End a lost session after a delay: a client that exits may still report its close, and that report comes first."""
@@ -474,11 +503,20 @@ class RouterActor:
         self.registry.forget_old(now)
         await self.write_leases()
         records = [await self.world.tasks.get(task_id) for task_id in await self.world.tasks.lapsed(now)]
-        ended = await asyncio.gather(*[self.end(r, "failed", _why_over(r)) for r in records if r is not None])
+        over = [r for r in records if r is not None and not await self._keeps_reserved(r, now)]
+        ended = await asyncio.gather(*[self.end(r, "failed", _why_over(r)) for r in over])
         for record in await self.world.tasks.in_states("pending", kind="session"):
             if now - record.created_at > ABANDONED_S and await self.world.tasks.lease(record.id) is None:
                 ended.append(await self.end(record, "failed", "the router that was opening it has ended"))
         return sum(ended)
+
+    async def _keeps_reserved(self, record: TaskRecord, now: float) -> bool:
+        """Keep the device of a rank that has not asked for it, if other ranks run."""
+        if not is_reserved(record) or not any(r.state == "started" for r in await self._gangs.others(record)):
+            return False
+        async with self.world.database.writing() as s:
+            await self.world.tasks.keep_lease(s, record.id, now + RESERVED_S)
+        return True
 
     async def reconcile(self) -> int:
         """End sessions that one of their executors does not have (after a restart), or whose executor is lost.
@@ -516,6 +554,8 @@ def _why_over(record: TaskRecord) -> str:
     """Why a session ends whose lease is over."""
     if record.state != "pending":
         return LAPSED
+    if is_reserved(record):
+        return NOT_ASKED
     return f"{record.reason}; {NOT_BACK}" if record.wants.get("away") else LEFT
 
 
