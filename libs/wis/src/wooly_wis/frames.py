@@ -48,6 +48,7 @@ class Kind(IntEnum):
     CUT = 22
     RESTORE = 23
     COLLECTIVE = 24
+    GROUP = 26
 
 
 RUN_HEAD = struct.Struct(f"<{DIGEST_SIZE}sIIII")

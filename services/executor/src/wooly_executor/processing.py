@@ -27,6 +27,7 @@ from wooly_wis.frames import (
 from wooly_executor.answers import Answers
 from wooly_executor.busy_time import BusyTime
 from wooly_executor.checkpoints.cuts import Cuts
+from wooly_executor.collectives.peers import MAX_REASON
 from wooly_executor.collectives.service import Collectives
 from wooly_executor.counters import Work
 from wooly_executor.errors import ContextLostError, ExecutorError, InternalError, forget_frames
@@ -162,8 +163,11 @@ class Processing:
             answers.say(conn, self._cuts.restored(session))
         elif kind == Kind.COLLECTIVE:
             self._collectives.finish(session, frame)
+        elif kind == Kind.GROUP:
+            self._collectives.remote.introduce(session, frame.payload, direct=self._sessions.direct)
         elif kind == Kind.CLOSE:
-            self._sessions.close(session.id, "")
+            reason = bytes(frame.payload[:MAX_REASON]).decode(errors="replace")
+            self._sessions.close(session.id, reason)
         else:
             conn.close(f"a client must not send frames of kind {kind}")
 

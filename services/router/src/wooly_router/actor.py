@@ -30,6 +30,8 @@ from wooly_wis.messages import (
     NodesRequest,
     OpenSessionReply,
     OpenSessionRequest,
+    PeerSessionReply,
+    PeerSessionRequest,
     QueuePlace,
     RenewSessionReply,
     RenewSessionRequest,
@@ -52,6 +54,7 @@ from wooly_router.gate import Caller, Gate
 from wooly_router.limits import Limits
 from wooly_router.moves import Moves
 from wooly_router.opening import ABANDONED_S, Opening
+from wooly_router.peers import Peers
 from wooly_router.settings import RouterSettings
 from wooly_router.state.config import AuditRecord
 from wooly_router.state.tasks import TaskRecord
@@ -116,6 +119,7 @@ class RouterActor:
             settings, world, self.registry, self.executors, self.advice, self.issuer, clock, self.limits
         )
         self._gangs = Gangs(world)
+        self._peers = Peers(settings, world, self.executors, clock)
         self.moves = Moves(settings, app, world, self.registry, self.executors, clock)
         #: The cluster's setting, as `Duties` reads it from time to time: a renewal must be cheap.
         self.hibernate_after_s = 0.0
@@ -127,6 +131,7 @@ class RouterActor:
         app.serve(contracts.ROUTER_SESSION_OPEN, self.on_open_session)
         app.serve(contracts.ROUTER_SESSION_RENEW, self.on_renew_session, concurrency=MAX_RENEWALS)
         app.serve(contracts.ROUTER_SESSION_HIBERNATE, self.on_hibernate_session)
+        app.serve(contracts.ROUTER_SESSION_PEER, self.on_peer_session)
         app.serve(contracts.ROUTER_SESSION_CLOSE, self.on_close_session)
         app.serve(contracts.ROUTER_NODE_LIST, self.on_nodes)
         app.serve(contracts.ROUTER_NODE_SET, self.on_set_node_state)
@@ -134,6 +139,7 @@ class RouterActor:
         app.serve_tenants(contracts.ROUTER_SESSION_OPEN, self.on_open_tenants)
         app.serve_tenants(contracts.ROUTER_SESSION_RENEW, self.on_renew_tenants, concurrency=MAX_RENEWALS)
         app.serve_tenants(contracts.ROUTER_SESSION_HIBERNATE, self.on_hibernate_tenants)
+        app.serve_tenants(contracts.ROUTER_SESSION_PEER, self.on_peer_tenants)
         app.serve_tenants(contracts.ROUTER_SESSION_CLOSE, self.on_close_tenants)
         app.serve_tenants(contracts.ROUTER_NODE_LIST, self.on_nodes_of)
         app.listen(contracts.EXECUTOR_NODE_HEARTBEAT, self.on_heartbeat)
@@ -319,6 +325,7 @@ class RouterActor:
             ended = await self.world.tasks.move(s, record.id, state, reason, self.clock())
         if ended:
             await self.close_on_executors(record, record.id, reason)
+            await self._close_peers(record, reason)
             if not record.parts and record.wants.get("store"):
                 start_errand(self.moves.drop_checkpoints(record), f"removal of the checkpoints of {record.id}")
         return ended
@@ -337,6 +344,10 @@ class RouterActor:
             *[self._end_alone(r, "cancelled", unused) for r in others if is_reserved(r)],
             *[self._end_alone(r, state, f"{rank} ended: {reason}") for r in others if not is_reserved(r)],
         )
+
+    async def _close_peers(self, record: TaskRecord, reason: str) -> None:
+        known = await self.world.tasks.get(record.id)  # its client may have asked for a peer session since
+        await self._peers.close(known or record, reason)
 
     async def close_on_executors(self, record: TaskRecord, session_id: str, reason: str) -> None:
         """Close a task's session on its executors.
@@ -374,6 +385,23 @@ class RouterActor:
         await self._check_owner(request.session_id, tenant)
         return await self.on_hibernate_session(request)
 
+    async def on_peer_session(self, request: PeerSessionRequest) -> PeerSessionReply:
+        """Let the executor of a session work with the executor of another session of the same tenant.
+
+        Raises:
+            RefusedError: a session is not open there, or the other executor refuses.
+        """
+        record = await self._open(request.session_id, request.token)
+        if record is None:
+            raise RefusedError("router.no_session", await self._reason_of_end(request.session_id))
+        return await self._peers.open(record, request)
+
+    async def on_peer_tenants(self, request: PeerSessionRequest, tenant: str) -> PeerSessionReply:
+        """Let the executors of a tenant's sessions work together."""
+        await self.gate.of_tenant(tenant, None)
+        await self._check_owner(request.session_id, tenant)
+        return await self.on_peer_session(request)
+
     # -- losses ------------------------------------------------------------------------------------------------------
 
     async def _requeue_for(self, place: QueuePlace, tenant: str, request: OpenSessionRequest) -> None:
@@ -404,6 +432,7 @@ class RouterActor:
             closing = self.executors.close(others, record.id, f"it ended on executor {executor_id}")
             start_errand(closing, f"closing of session {record.id}")
         if lost:
+            await self._close_peers(record, reason)
             await self._end_gang(record, state, reason)
 
     async def _lose_after_grace(self, record: TaskRecord, event: SessionClosed, reason: str) -> None:

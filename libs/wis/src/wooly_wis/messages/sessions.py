@@ -34,6 +34,8 @@ MAX_GANG = 1024
 #: The session of a gang's rank has the id of the gang, of `GANG_ID_CHARS` characters, this mark, and the number of the rank.
 GANG_MARK = "~"
 GANG_ID_CHARS = 16
+#: The session in which an executor works for another session has the other's id, this mark, and a number.
+PEER_MARK = "+"
 
 
 class GangPlace(Message):
@@ -239,6 +241,32 @@ class CloseSessionReply(Message):
 
     closed: bool
     running_s: float = Field(default=0.0, ge=0)
+
+
+class PeerSessionRequest(Message):
+    """Let the executor of a session work with the executor of another session of the same tenant (client to router).
+
+    The first executor becomes a client of the second one: the router opens a session for it there.
+
+    Attributes:
+        session_id: the client's session.
+        token: its token.
+        executor_id: which of its executors.
+        peer: the other session. It may be the same one, if it has several devices.
+        peer_executor_id: which of its executors.
+    """
+
+    session_id: SessionId
+    token: Token
+    executor_id: Id
+    peer: SessionId
+    peer_executor_id: Id
+
+
+class PeerSessionReply(Message):
+    """What the client passes to its executor: the router's signed statement of where the other executor is, and who may enter."""
+
+    ticket: str = Field(max_length=16384)
 
 
 class SessionPolicy(Message):

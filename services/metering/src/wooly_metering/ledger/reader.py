@@ -15,7 +15,7 @@ from wooly_wis.credits import (
     QuarantineRequest,
     Statement,
 )
-from wooly_wis.messages.sessions import GANG_ID_CHARS, GANG_MARK
+from wooly_wis.messages.sessions import GANG_ID_CHARS, GANG_MARK, PEER_MARK
 
 from wooly_metering.core.booking import COLUMNS, SUMS, USAGE
 from wooly_metering.core.budgets import Budget, period_begin_us
@@ -65,9 +65,14 @@ class Reader:
         """
         began, until = func.min(runs.c.began_us), func.max(runs.c.until_us)
         # Constants, because two parameters would not count as the same expression.
-        is_rank = runs.c.session_id.like(literal_column(f"'{'_' * GANG_ID_CHARS}{GANG_MARK}%'"))
-        gang = func.substr(runs.c.session_id, literal_column("1"), literal_column(str(GANG_ID_CHARS)))
-        name = case((is_rank, gang), else_=runs.c.session_id)
+        is_part = or_(
+            *[
+                runs.c.session_id.like(literal_column(f"'{'_' * GANG_ID_CHARS}{mark}%'"))
+                for mark in (GANG_MARK, PEER_MARK)
+            ]
+        )
+        whole = func.substr(runs.c.session_id, literal_column("1"), literal_column(str(GANG_ID_CHARS)))
+        name = case((is_part, whole), else_=runs.c.session_id)
         keys = name, runs.c.tenant, runs.c.model
         query = (
             select(
