@@ -32,7 +32,7 @@ class Ranks:
         self.devices = [devices[rank % len(devices)] for rank in range(size)]
         for device in devices:
             device.loop.admission.open_for_token(TOKEN)
-        self.clients = [device.open(f"rank{rank}") for rank, device in enumerate(self.devices)]
+        self.clients = [device.open(f"rank{rank}", tenant="default") for rank, device in enumerate(self.devices)]
         self.home = self.clients[0].welcome["device"]["instance"]
         for rank, client in enumerate(self.clients):
             if tell and self.devices[rank] is not self.devices[0]:
@@ -173,7 +173,10 @@ def waiting(make_device, **how):
     ranks = Ranks([a, b], 2, **how)
     for client in ranks.clients:
         client.make(1, 1.0)
-    ranks.sequence = 1
+    ranks.all(What.BARRIER, lambda _: {})  # from now on, the home knows all ranks
+    for client in ranks.clients:
+        client.sync()
+    ranks.sequence += 1
     return a, b, ranks
 
 
@@ -195,10 +198,6 @@ def has_arrived(device, count):
 
 def test_rank_at_another_executor_that_dies_ends_the_group_with_its_reason(make_device):
     a, b, ranks = waiting(make_device)
-    ranks.all(What.BARRIER, lambda _: {})
-    for client in ranks.clients:
-        client.sync()
-    ranks.sequence += 1
     ranks.send(0, What.ALL_REDUCE, **SUM)
     wait_for(has_arrived(a, 1))
     b.call(lambda: b.loop.sessions.close("rank1", "its client was killed"))
@@ -209,10 +208,6 @@ def test_rank_at_another_executor_that_dies_ends_the_group_with_its_reason(make_
 
 def test_first_rank_that_dies_ends_ranks_at_other_executors(make_device):
     a, _, ranks = waiting(make_device)
-    ranks.all(What.BARRIER, lambda _: {})
-    for client in ranks.clients:
-        client.sync()
-    ranks.sequence += 1
     ranks.send(1, What.ALL_REDUCE, **SUM)
     wait_for(has_arrived(a, 1))
     a.call(lambda: a.loop.sessions.close("rank0", "its client was killed"))
@@ -233,10 +228,11 @@ def test_session_that_ends_while_it_waits_ends_its_part_at_the_other_executor(ma
 
 
 def test_rank_that_does_not_come_is_named_at_both_executors(make_device):
-    _, _, ranks = waiting(make_device, timeout_ms=50)
+    _, _, ranks = waiting(make_device)
+    ranks.timeout_ms = 50
     ranks.send(1, What.ALL_REDUCE, **SUM)
     text = failure(ranks.clients[1])
-    assert "rank 0 did not come to all_reduce (number 1 of the group) at train.py:2 within 0.05 s" in text
+    assert "rank 0 did not come to all_reduce (number 2 of the group) at train.py:2 within 0.05 s" in text
 
 
 def test_unusable_operand_fails_the_collective_for_all_ranks_with_its_reason(make_device):
@@ -245,7 +241,6 @@ def test_unusable_operand_fails_the_collective_for_all_ranks_with_its_reason(mak
     ranks.send(1, What.ALL_REDUCE, **SUM | {"reads": [(77, 0, 1)]})
     for client in ranks.clients:
         assert "rank 1, all_reduce at train.py:2: buffer 77 does not exist" in failure(client)
-    ranks.sequence += 1
     ranks.all(What.BARRIER, lambda _: {})  # the group goes on
     for client in ranks.clients:
         client.sync()

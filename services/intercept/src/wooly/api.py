@@ -514,6 +514,7 @@ def install_facade() -> None:
                 _lose_session,
                 _cuda_version,
                 lambda: _collectives,
+                opened_session,
             )
         _facade.install()
 

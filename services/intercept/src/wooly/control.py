@@ -39,6 +39,7 @@ from wooly_wis.messages import (
     NodesRequest,
     OpenSessionReply,
     OpenSessionRequest,
+    PeerSessionRequest,
     QueuePlace,
     RecoveryMode,
     RenewSessionReply,
@@ -413,6 +414,26 @@ class OpenedSession:
         self._controller.ask(contracts.ROUTER_SESSION_HIBERNATE, request)
         self._recoveries += 1
         self._hibernates, self._cut = True, cut
+
+    def peer_ticket(self, executor_id: str, peer: str, peer_executor_id: str) -> str:
+        """The router's ticket with which an executor of this session works with the executor of another one.
+
+        Args:
+            executor_id: the executor of this session.
+            peer: id of the other session.
+            peer_executor_id: its executor.
+
+        Raises:
+            ControlError: no controller answers, or it refuses.
+        """
+        request = PeerSessionRequest(
+            session_id=self.session_id,
+            token=self.token,
+            executor_id=executor_id,
+            peer=peer,
+            peer_executor_id=peer_executor_id,
+        )
+        return self._controller.ask(contracts.ROUTER_SESSION_PEER, request, timeout=OPEN_TIMEOUT_S).ticket
 
     def note(self, line: str) -> None:
         """Add a line to the story of the session's task, now or with the next renewal of the lease."""

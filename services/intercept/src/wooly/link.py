@@ -435,6 +435,10 @@ class Link:
         seq = self._send(Kind.COLLECTIVE, payload)
         self._inflight.append((seq, name, [where]))
 
+    def introduce(self, payload: bytes, where: Origin) -> None:
+        """Tell the executor which other executor carries the collectives of a group: send a GROUP frame."""
+        self._inflight.append((self._send(Kind.GROUP, payload), "torch.distributed.new_group", [where]))
+
     def stay(self, why: str) -> None:
         """From now on, the session ends with its executor and is not moved."""
         recovery, self.recovery = self.recovery, None
