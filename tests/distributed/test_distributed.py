@@ -1,4 +1,4 @@
-"""torch.distributed on one executor and on two: collectives, trainings, and ranks that die, are late, or ask for different things."""
+"""torch.distributed on one and two executors: collectives, trainings, and ranks that die, are late, or ask for other things."""
 
 import os
 import signal

@@ -3,11 +3,14 @@
 import asyncio
 
 import pytest
+from wooly_bus.channel.token import SignedPass
 from wooly_bus.errors import RefusedError
+from wooly_router.actor import NEW_SESSION_S
 from wooly_router.gangs import RESERVED_S
 from wooly_wis.messages import (
     CloseSessionRequest,
     GangPlace,
+    PeerSessionRequest,
     RenewSessionRequest,
     SessionClosed,
     TaskRequest,
@@ -213,3 +216,69 @@ async def test_executor_that_refuses_a_rank_is_left_by_the_whole_program(rig):
         r.executors[0].refuse = RefusedError("executor.admission", "no room")
         ranks = await opened(r, 2)
         assert executors_of(ranks) == ["b", "b"]
+
+
+async def test_rank_that_its_executor_has_lost_ends_the_program_in_the_second_round(rig):
+    """Between two heartbeats, the executor may report that the rank has completed."""
+    async with rig("a") as r:
+        ranks = await opened(r, 2)
+        r.clock.now += NEW_SESSION_S + 1
+        for session in ranks:
+            await r.actor.on_renew_session(RenewSessionRequest(session_id=session.session_id, token=session.token))
+        del r.executors[0].sessions[ranks[0].session_id]
+        await r.beat()
+        assert await r.actor.reconcile() == 0 and await state(r, ranks[0]) == "started"
+        assert await r.actor.reconcile() == 1
+        assert [await state(r, s) for s in ranks] == ["failed", "failed"]
+
+
+# -- executors that work together --------------------------------------------------------------------------------------
+
+
+async def ticket(r, mine, other, **changes):
+    """Ask for a ticket, and return what it says."""
+    request = {
+        "session_id": mine.session_id,
+        "token": mine.token,
+        "executor_id": mine.parts[0].executor_id,
+        "peer": other.session_id,
+        "peer_executor_id": other.parts[0].executor_id,
+    }
+    reply = await r.actor.on_peer_session(PeerSessionRequest(**request | changes))
+    executor = next(e for e in r.executors if e.name == mine.parts[0].executor_id)
+    hosted = executor.sessions[mine.session_id]
+    entry = SignedPass(hosted.channel_key, mine.session_id, hosted.tenant, executor.name, lambda: hosted.at)
+    return entry.peer(reply.ticket)
+
+
+async def test_executor_gets_a_ticket_and_a_session_at_the_executor_of_another_rank(rig):
+    async with rig("a", "b") as r:
+        ranks = [await r.open(gang=place(rank, devices=2)) for rank in range(2)]
+        told = await ticket(r, ranks[1], ranks[0])
+        hosted = r.executors[0].sessions[told["session_id"]]
+        assert told["executor_id"] == "a" and told["endpoints"] == ["unix:///tmp/a.sock"]
+        assert told["session_id"].startswith(ranks[1].session_id) and hosted.tenant == "default"
+        entry = SignedPass(hosted.channel_key, told["session_id"], hosted.tenant, "a", lambda: hosted.at)
+        entry.check(told["token"])
+        await r.close(ranks[1])
+        assert told["session_id"] in [session for session, _ in r.executors[0].closed]
+
+
+async def test_ticket_is_refused_for_strangers_and_for_executors_that_have_no_part(rig):
+    async with rig("a", "b") as r:
+        ranks = [await r.open(gang=place(rank, devices=2)) for rank in range(2)]
+        stranger = await r.open(tenant="stranger")
+        for changes in (
+            {"token": "wrong"},
+            {"peer": stranger.session_id},
+            {"peer": "does-not-exist"},
+            {"executor_id": "a"},
+            {"peer_executor_id": "b"},
+            {"session_id": "does-not-exist"},
+        ):
+            with pytest.raises(RefusedError):
+                await ticket(r, ranks[1], ranks[0], **changes)
+        assert not any("peer" in session for e in r.executors for session in e.sessions)
+        r.executors[0].refuse = RefusedError("executor.admission", "no room")
+        with pytest.raises(RefusedError, match="no room"):
+            await ticket(r, ranks[1], ranks[0])

@@ -127,6 +127,8 @@ class RouterActor:
         #: Leases that were renewed but are not written yet, and sessions whose lease is being renewed.
         self._prolonged: dict[str, float] = {}
         self._renewing: set[str] = set()
+        #: Ranks of programs that their executor did not have in the last round of `reconcile`.
+        self._absent: set[str] = set()
         self.client_nats_url = settings.client_nats_url or shown(settings.nats_url)
         app.serve(contracts.ROUTER_SESSION_OPEN, self.on_open_session)
         app.serve(contracts.ROUTER_SESSION_RENEW, self.on_renew_session, concurrency=MAX_RENEWALS)
@@ -553,10 +555,14 @@ class RouterActor:
         Returns the number of these.
         """
         now, count = self.clock(), 0
+        absent, self._absent = self._absent, set()
         for record in await self.world.tasks.in_states("started", kind="session"):
             for part in record.parts:
                 reason = self.missing(part.executor_id, record.id, record.started_at or now)
-                if reason:
+                if reason and record.gang.task_id and record.id not in absent:
+                    # The end of a rank would end the others, and its executor may be about to report that it has completed.
+                    self._absent.add(record.id)
+                elif reason:
                     log.warning("session %s is over: %s", record.id, reason)
                     await self.lose_part(record, part.executor_id, reason, passing=True)
                     count += 1

@@ -32,10 +32,10 @@ class QueuePlace(Message):
 #: Maximum number of ranks of a gang: as many as a group of torch.distributed may have.
 MAX_GANG = 1024
 #: The session of a gang's rank has the id of the gang, of `GANG_ID_CHARS` characters, this mark, and the number of the rank.
-GANG_MARK = "~"
+GANG_MARK = "-rank-"
 GANG_ID_CHARS = 16
 #: The session in which an executor works for another session has the other's id, this mark, and a number.
-PEER_MARK = "+"
+PEER_MARK = "-peer-"
 
 
 class GangPlace(Message):

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch.distributed import DistBackendError
 from wooly_wis.frames import pack_json
+from wooly_wis.messages.sessions import PEER_MARK
 
 from wooly.link import Link
 
@@ -62,5 +63,5 @@ def introduction(opened: Any, index: int, there: dict[str, Any], group: bytes) -
     if opened.controlled:
         said["ticket"] = opened.peer_ticket(opened.parts[index].executor_id, there["session_id"], there["executor_id"])
     else:
-        said["peer"] = there["direct"] | {"session_id": f"{opened.session_id}+{there['session_id']}"}
+        said["peer"] = there["direct"] | {"session_id": f"{opened.session_id}{PEER_MARK}{there['session_id']}"}
     return pack_json(said)
