@@ -119,7 +119,7 @@ class RouterActor:
             settings, world, self.registry, self.executors, self.advice, self.issuer, clock, self.limits
         )
         self._gangs = Gangs(world)
-        self._peers = Peers(settings, world, self.executors, clock)
+        self._peers = Peers(self._opening.channel_key, world, self.executors, clock)
         self.moves = Moves(settings, app, world, self.registry, self.executors, clock)
         #: The cluster's setting, as `Duties` reads it from time to time: a renewal must be cheap.
         self.hibernate_after_s = 0.0

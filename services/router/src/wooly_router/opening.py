@@ -91,6 +91,9 @@ class Opening:
         issuer: signs NATS credentials for sessions; None: NATS requires none.
         clock: returns seconds since the epoch.
         limits: the limits of each tenant.
+
+    Attributes:
+        channel_key: signs tokens for data channels.
     """
 
     def __init__(
@@ -107,7 +110,7 @@ class Opening:
         self._limits = limits
         self._settings, self._world, self._registry, self._clock = settings, world, registry, clock
         self._executors, self._advice, self._issuer = executors, advice, issuer
-        self._channel_key = settings.channel_signer()
+        self.channel_key = settings.channel_signer()
         self._started = clock()
         self._queue = SessionQueue(world, clock)
         self._gangs = Gangs(world)
@@ -413,7 +416,7 @@ class Opening:
             model=_model(request),
             opaque_kernels=opaque,
             lease_s=self._settings.lease_s,
-            channel_key=self._channel_key.public,
+            channel_key=self.channel_key.public,
             at=self._clock(),
             epoch=task.attempt,
         )
@@ -441,7 +444,7 @@ class Opening:
                 unexpected = unexpected or answer
             else:
                 token = channel_token(
-                    self._channel_key, session_id=session_id, tenant=tenant, executor_id=name, now=self._clock()
+                    self.channel_key, session_id=session_id, tenant=tenant, executor_id=name, now=self._clock()
                 )
                 part = SessionPart(
                     executor_id=name,

@@ -11,12 +11,11 @@ from collections.abc import Callable
 
 from wooly_bus.channel.token import channel_token, peer_ticket
 from wooly_bus.errors import BusError, RefusedError
-from wooly_bus.keys import MAX_TOKEN
+from wooly_bus.keys import MAX_TOKEN, Key
 from wooly_wis.messages import HostSessionRequest, PeerSessionReply, PeerSessionRequest
 from wooly_wis.messages.sessions import PEER_MARK
 
 from wooly_router.executors import Executors
-from wooly_router.settings import RouterSettings
 from wooly_router.state.tasks import TaskRecord
 from wooly_router.state.world import World
 
@@ -30,17 +29,14 @@ class Peers:
     """Opens and closes peer sessions.
 
     Args:
-        settings: keys of the installation.
+        key: signs tokens for data channels.
         world: the state that all routers share.
         executors: asks executors to host sessions.
         clock: returns seconds since the epoch.
     """
 
-    def __init__(
-        self, settings: RouterSettings, world: World, executors: Executors, clock: Callable[[], float]
-    ) -> None:
-        self._world, self._executors, self._clock = world, executors, clock
-        self._key = settings.channel_signer()
+    def __init__(self, key: Key, world: World, executors: Executors, clock: Callable[[], float]) -> None:
+        self._key, self._world, self._executors, self._clock = key, world, executors, clock
 
     async def open(self, record: TaskRecord, request: PeerSessionRequest) -> PeerSessionReply:
         """Open the peer session of a session at another executor.
