@@ -25,6 +25,7 @@ from wooly.device import RegisteredDevice, register
 from wooly.errors import NotConnectedError, ReleaseError, WoolyError
 from wooly.facade import Facade
 from wooly.facade.build import CUDA_VERSION
+from wooly.hops import Hops
 from wooly.link import Link
 from wooly.recovery import Recovery, Reopened, wanted
 from wooly.room import first_grant
@@ -368,6 +369,8 @@ def _open() -> None:
     assert _attached is not None
     _attached.opened = opened
     opened.when_lost(_on_lost)
+    devices = _attached.device.devices
+    devices.hops = Hops(devices, opened) if opened.controlled and len(opened.parts) > 1 else None
     if _attached.link.recovery is not None:
         opened.departures = Departures(_attached.link, _attached.device.recorder.lock)
     for recorder in _attached.device.devices.recorders:
@@ -538,6 +541,7 @@ def disable() -> None:
             device.devices.offered = _pending = None
         if attached is None:
             return
+        attached.device.devices.hops = None
         stats = _stats(attached) if attached.opened is not None else {}
         for link in attached.links:
             link.siblings = []

@@ -33,6 +33,7 @@ class Devices:
     Attributes:
         recorders: one recorder per device, by index.
         count: number of devices that the process sees.
+        hops: copies data between the devices of the session without this process (`wooly.hops`); None: it cannot.
         offered: until the first use, the number of devices of which CUDA_VISIBLE_DEVICES chooses; None: it does not choose.
     """
 
@@ -40,6 +41,7 @@ class Devices:
         self.recorders = tuple(recorders)
         self.count = 1
         self.offered: int | None = None
+        self.hops: Any = None
         self._thread = _Thread()
 
     @property
