@@ -150,3 +150,18 @@ def test_torchrun_runs_an_unmodified_script(url):
     )
     assert done.returncode == 0 and "tensor parallel agrees" in done.stdout, done.stderr
     assert "the 2 ranks of this program share one device" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_sharded_checkpoints_are_saved_and_loaded(program, url, other_url, tmp_path, ranks):
+    out = program("checkpoints.py", tmp_path, ranks=ranks, at=[url, other_url] * (ranks // 2)).output()[0]
+    for part in ("torch.distributed.checkpoint agrees", "full state dict agrees", "FSDP's state dict agrees"):
+        assert part in out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_accelerate_and_trainer_run_with_several_ranks(program, url, other_url, tmp_path, ranks):
+    out = program("libraries.py", tmp_path, ranks=ranks, at=[url, other_url] * (ranks // 2)).output()[0]
+    assert "Accelerate agrees" in out and "Trainer agrees" in out
