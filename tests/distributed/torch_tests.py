@@ -213,6 +213,8 @@ def run_file(file, urls, ranks, folder):
                 process.kill()
                 process.wait()
             new = merged(outs, ended)
+            if not new and not ended:
+                new = {file.stem: ("fail", "the ranks ended before their first test")}
         found |= new
         if ended or not any(outcome == "hang" for outcome, _ in new.values()):
             return found
