@@ -1,7 +1,8 @@
-"""Measures collectives of torch.distributed on one executor, compared with gloo between local processes on CPU tensors.
+"""Measures collectives of torch.distributed on one and two executors, compared with gloo between local processes on CPU tensors.
 
 `all_reduce`: one all_reduce of 4 KiB, 1 MiB and 64 MiB of float32, with a wait after each, over 2 and 4 ranks. `ddp`: one step of
-DistributedDataParallel of three layers of 1024, with SGD. All processes and the executor share this machine.
+DistributedDataParallel of three layers of 1024, with SGD. All processes and executors share this machine. With two executors,
+neighbouring ranks are on different ones.
 
 Run: .venv/bin/python bench/distributed.py [--json] [--only NAME[,NAME]] [--ranks N[,N]]
 """
@@ -76,21 +77,23 @@ def rank_main(device, only):
 # -- the measuring process -----------------------------------------------------------------------------------------------
 
 
-def measure(device, ranks, only, url):
-    """Medians of one run, in seconds by name."""
+def measure(device, ranks, only, urls):
+    """Medians of one run, in seconds by name. The ranks are at these executors in turn."""
     from torch.distributed import TCPStore
     from wooly_testkit import forks
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     common = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
     common |= {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1"}
-    common |= {"WOOLYAI_EXECUTOR_URL": url, "PYTHONPATH": str(Path(__file__).parent)}
+    common |= {"PYTHONPATH": str(Path(__file__).parent)}
     processes = [
         forks.Forked(
             "distributed",
             *("--rank-of", device, "--only", ",".join(only)),
             like="wooly",
-            env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env=os.environ
+            | common
+            | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WOOLYAI_EXECUTOR_URL": urls[rank % len(urls)]},
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -120,12 +123,17 @@ def main():
     from wooly_testkit.executor import executor_process
 
     rows = []
-    with executor_process(start=forks.Forked) as running:
-        url = running.endpoints[0].replace("unix://", f"unix://{running.token}@")
+    with executor_process(start=forks.Forked) as one, executor_process(start=forks.Forked) as two:
+        urls = [e.endpoints[0].replace("unix://", f"unix://{e.token}@") for e in (one, two)]
         for ranks in map(int, args.ranks.split(",")):
-            ours, gloo = measure("cuda", ranks, only, url), measure("cpu", ranks, only, url)
-            rows += [row(f"{name}, {ranks} ranks", "ms", ours[name] * 1e3, gloo[name] * 1e3, None) for name in ours]
-    show(rows, args.json, title="torch.distributed on one executor", baseline="gloo")
+            gloo = measure("cpu", ranks, only, urls)
+            for where, at in (("one executor", urls[:1]), ("two executors", urls)):
+                ours = measure("cuda", ranks, only, at)
+                rows += [
+                    row(f"{name}, {ranks} ranks, {where}", "ms", ours[name] * 1e3, gloo[name] * 1e3, None)
+                    for name in ours
+                ]
+    show(rows, args.json, title="torch.distributed", baseline="gloo")
 
 
 if __name__ == "__main__":

@@ -71,16 +71,20 @@ class Program:
                 pipe.close()
 
 
+def standalone_url(running):
+    return running.endpoints[0].replace("unix://", f"unix://{running.token}@")
+
+
 @pytest.fixture(scope="session")
 def url():
     with executor_process(start=forks.Forked) as running:
-        yield running.endpoints[0].replace("unix://", f"unix://{running.token}@")
+        yield standalone_url(running)
 
 
 @pytest.fixture(scope="session")
 def other_url():
     with executor_process(start=forks.Forked) as running:
-        yield running.endpoints[0].replace("unix://", f"unix://{running.token}@")
+        yield standalone_url(running)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""torch.distributed on one executor: collectives, trainings, and ranks that die, are late, or ask for different things."""
+"""torch.distributed on one and two executors: collectives, trainings, and ranks that die, are late, or ask for other things."""
 
 import os
 import signal
@@ -9,6 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
+from wooly_testkit import forks
+from wooly_testkit.executor import executor_process
+
+from tests.distributed.conftest import standalone_url
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
@@ -73,10 +77,61 @@ def test_collectives_through_the_clients_agree(program):
 
 
 @pytest.mark.slow
-def test_ranks_on_two_executors_get_an_error_with_two_cures_of_which_one_is_tried(program, url, other_url):
-    for status, _, errors in program("waiting.py", "slow", at=[url, other_url]).results():
-        assert status == 1 and "on 2 executors" in errors
-        assert "WOOLYAI_NODE" in errors and "WOOLYAI_COLLECTIVES=clients" in errors
+def test_collectives_and_trainings_of_ranks_on_two_executors_agree(program, url, other_url):
+    running = program("collectives.py", "all", ranks=3, at=[url, other_url, url])
+    assert all("all collectives agree" in out for out in running.output())
+    running = program("training.py", "all", ranks=4, at=[url, other_url, other_url, url])
+    status, out, errors = running.results()[0]
+    assert status == 0, errors
+    parts = (
+        "DDP agrees",
+        "DDP with options agrees",
+        "FSDP2 agrees",
+        "FSDP agrees",
+        "precision runs",
+        "parallel agrees",
+    )
+    assert all(part in out for part in parts)
+    assert "the 4 ranks of this program share 2 devices" in errors
+
+
+@pytest.mark.slow
+def test_trainings_on_two_executors_have_the_bits_of_one(program, url, other_url):
+    apart, together = [program("bits.py", at=at).output() for at in ([url, other_url], url)]
+    assert apart == together and "FSDP2" in apart[0]
+
+
+def test_rank_that_is_killed_ends_a_rank_at_another_executor(program, url, other_url):
+    running = program("waiting.py", "killed", at=[url, other_url])
+    for rank in running.ranks:
+        assert rank.stdout.readline() == "ready\n"
+    running.ranks[1].send_signal(signal.SIGKILL)
+    text, _ = running.ranks[0].communicate(timeout=100)
+    assert running.ranks[0].returncode == 7 and "rank 1 has ended" in text and "waiting.py" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case,text",
+    [
+        ("killed", "rank 1 has ended"),
+        ("first killed", "which carries the collectives of the group, cannot be used any more"),
+    ],
+)
+def test_executor_that_is_killed_ends_ranks_at_others_with_the_reason(program, url, case, text):
+    with executor_process(start=forks.Forked) as other:
+        at = [url, standalone_url(other)] if case == "killed" else [standalone_url(other), url]
+        running = program("waiting.py", case, at=at)
+        for rank in running.ranks:
+            assert rank.stdout.readline() == "ready\n"
+        other.process.kill()
+        waits = running.ranks[0 if case == "killed" else 1]
+        said, _ = waits.communicate(timeout=100)
+        assert waits.returncode == 7 and text in said
+
+
+@pytest.mark.slow
+def test_ranks_on_two_executors_may_go_through_the_clients(program, url, other_url):
     through = program("training.py", at=[url, other_url], WOOLYAI_COLLECTIVES="clients").output()
     assert "FSDP2 agrees" in through[0]
 
@@ -95,3 +150,18 @@ def test_torchrun_runs_an_unmodified_script(url):
     )
     assert done.returncode == 0 and "tensor parallel agrees" in done.stdout, done.stderr
     assert "the 2 ranks of this program share one device" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_sharded_checkpoints_are_saved_and_loaded(program, url, other_url, tmp_path, ranks):
+    out = program("checkpoints.py", tmp_path, ranks=ranks, at=[url, other_url] * (ranks // 2)).output()[0]
+    for part in ("torch.distributed.checkpoint agrees", "full state dict agrees", "FSDP's state dict agrees"):
+        assert part in out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_accelerate_and_trainer_run_with_several_ranks(program, url, other_url, tmp_path, ranks):
+    out = program("libraries.py", tmp_path, ranks=ranks, at=[url, other_url] * (ranks // 2)).output()[0]
+    assert "Accelerate agrees" in out and "Trainer agrees" in out

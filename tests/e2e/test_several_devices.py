@@ -279,3 +279,43 @@ def test_child_processes_share_tensors_on_the_executor_of_their_parent(stack, tm
     """The other executor is idle, so sessions without a reason would go there."""
     done = run("run", script(tmp_path, SHARES), stack=stack)
     assert done.returncode == 0 and "shared on local-" in done.stdout, done.stdout + done.stderr
+
+
+HOPS = """
+    import threading, torch
+    from wooly import api
+    big = torch.arange(3 << 20, dtype=torch.float32)
+    x = big.to("cuda:0")
+    torch.cuda.synchronize()
+    before = api.session_stats()
+    y = x.to("cuda:1")
+    strided = x.view(-1, 4).t()[1].to("cuda:1")
+    back = (y * 2).to("cuda:0")
+    torch.cuda.synchronize()
+    after = api.session_stats()
+    moved = sum([after[name] - before[name] for name in ("bytes_sent", "bytes_received")])
+    assert moved < 100_000, moved
+    assert torch.equal(y.cpu(), big) and torch.equal(back.cpu(), big * 2)
+    assert torch.equal(strided.cpu(), big.view(-1, 4).t()[1])
+    found = {}
+    def go(name, source, target):
+        a = torch.full((300_000,), float(source), device=f"cuda:{source}")
+        for _ in range(10):
+            a = a.to(f"cuda:{target}") + 1
+            a = a.to(f"cuda:{source}")
+        found[name] = a.sum().item()
+    threads = [threading.Thread(target=go, args=(k, k % 2, 1 - k % 2)) for k in range(4)]
+    for thread in threads: thread.start()
+    for thread in threads: thread.join()
+    assert found == {k: (k % 2 + 10) * 300_000 for k in range(4)}, found
+    print("copies agree")
+"""
+
+
+def test_copies_between_devices_go_from_executor_to_executor(stack, tmp_path):
+    settings = {
+        "WOOLYAI_GPU_COUNT": "2",
+        "WOOLYAI_RECOVERY": "off",
+    }  # a session that can go on elsewhere copies through the client
+    done = run("run", "-q", script(tmp_path, HOPS), stack=stack, **settings)
+    assert done.returncode == 0 and "copies agree" in done.stdout, done.stderr

@@ -406,6 +406,24 @@ def test_results_in_shared_contents_do_not_reach_other_sessions(device):
     device.check()
 
 
+def test_weights_equal_in_all_ranks_are_stored_once_while_ranks_train(device):
+    """As in DDP: each rank loads the model, and the gradients of all ranks are summed."""
+    weights = bytes(range(256)) * 4096
+    free = device.call(lambda: device.loop.vram.ledger.pool.free_bytes)
+    clients = [device.open(f"rank{k}", tenant="acme", scope=Scope.TENANT) for k in range(3)]
+    for number, client in enumerate(clients):
+        assert client.load(1, weights) == (number > 0)
+        client.sealed()
+        client.make(2, float(number))
+    ranks = Ranks.__new__(Ranks)
+    ranks.clients, ranks.size, ranks.group, ranks.timeout_ms, ranks.sequence = clients, 3, GROUP, 60_000, 0
+    all_reduce(ranks, 1, reads=2, writes=2)
+    assert [client.floats(2, 1) for client in clients] == [[3.0]] * 3
+    used = free - device.call(lambda: device.loop.vram.ledger.pool.free_bytes)
+    assert len(weights) <= used < 2 * len(weights)
+    assert clients[2].read(1, len(weights)) == weights
+
+
 # -- differences between the ranks ---------------------------------------------------------------------------------------
 
 

@@ -254,6 +254,18 @@ def _race(url, worker, out):
     out.put(won)
 
 
+def test_ranks_of_a_program_are_one_run(ledger):
+    program = "0123456789abcdef"
+    names = [f"{program}-rank-0", f"{program}-rank-11", f"{program}-rank-11-peer-0", "s1", f"{program}0"]
+    ledger.take(event(*[record(name) for name in names]))
+    found = {row.name: row.core_ns for row in rows(ledger)}
+    assert found == {program: 1_200_000_000, "s1": 400_000_000, f"{program}0": 400_000_000}
+    for asked in (program, names[0]):
+        (row,) = rows(ledger, session_id=asked)
+        assert row.name == program
+    assert row.core_ns == 400_000_000
+
+
 def test_two_processes_on_one_stream_book_everything_once(ledger):
     out = PROCESSES.Queue()
     racers = [PROCESSES.Process(target=_race, args=(ledger.url, n, out)) for n in range(2)]

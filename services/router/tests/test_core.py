@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from wooly_router.core.alternatives import would_fit
 from wooly_router.core.cluster import ClusterConfig, configured, gpus_of
+from wooly_router.core.gangs import ALONE, Gang, place_gang, state_of
 from wooly_router.core.placement import IDLE, Claim, DeviceRequest, Gpu, Load, Pool, as_record, cost_of, fits, unfit
 from wooly_router.core.queue import Patience, Waiting, claims_of, in_order, plan, turn_of
 from wooly_router.core.registry import LOST_AFTER_S, Registry
@@ -426,6 +427,124 @@ def test_plan_result_fits_memory(gpus, wants, now):
             if c.executor_id == g.executor_id
         ]
         assert law(g.total, g.overcommit, [c for c in claims if c.required_vram is not None])
+
+
+# -- gangs -----------------------------------------------------------------------------------------------------------
+
+gangs_strategy = st.builds(
+    lambda size, devices: Gang("g", size, min(devices, size)), st.integers(2, 6), st.integers(1, 4)
+)
+rank_wants = wants_strategy.map(lambda want: dataclasses.replace(want, gpu_count=1))
+
+
+def on(gang, want, pool, held=()):
+    return [g.executor_id for g in place_gang(gang, want, pool, held).gpus]
+
+
+def test_gang_prefers_one_device_then_one_node_then_several_nodes():
+    want = DeviceRequest(required_vram=40)
+    gpus = [gpu("a1", node="a"), gpu("b1", node="b"), gpu("b2", node="b")]
+    assert on(Gang("g", 2), want, Pool(gpus)) in (["a1"] * 2, ["b1"] * 2, ["b2"] * 2)
+    assert on(Gang("g", 4), want, Pool(gpus)) == ["b1", "b1", "b2", "b2"]
+    assert on(Gang("g", 6), want, Pool(gpus)) == ["a1", "a1", "b1", "b1", "b2", "b2"]
+    assert on(Gang("g", 7), want, Pool(gpus)) == []
+    assert on(Gang("g", 4, devices=3), DeviceRequest(), Pool(gpus)) == ["a1", "a1", "b1", "b2"]
+    assert sorted(on(Gang("g", 3), DeviceRequest(exclusive=True), Pool(gpus))) == ["a1", "b1", "b2"]
+
+
+@given(gpus_strategy, gangs_strategy, rank_wants, claims_strategy)
+def test_gang_is_placed_whole_by_the_admission_rule(gpus, gang, want, claims):
+    pool = Pool(gpus, claims)
+    places = on(gang, want, pool)
+    assert len(places) in (0, gang.size)
+    per_device = {name: places.count(name) for name in places}
+    assert not places or len(per_device) >= min(gang.devices, gang.size)
+    for g in gpus:
+        count = per_device.get(g.executor_id, 0)
+        if count:
+            assert g.executor_id not in want.barred and g.state == "active"
+            mine = [c for c in claims if c.executor_id == g.executor_id]
+            after = [*mine, *claims_of(want, [g.executor_id] * count)]
+            sized = [c for c in mine if c.required_vram is not None]
+            if law(g.total, g.overcommit, sized):  # the claims that were there may break it already
+                assert not want.asked or law(g.total, g.overcommit, [c for c in after if c.required_vram is not None])
+            assert not want.exclusive or len(after) == 1
+
+
+@given(gpus_strategy, gangs_strategy, rank_wants, claims_strategy)
+def test_gang_waits_only_if_no_number_of_devices_fits(gpus, gang, want, claims):
+    pool = Pool(gpus, claims)
+    fitting = [count for count in range(1, gang.size + 1) if _fits_on(gang, want, pool, count)]
+    places = on(gang, want, pool)
+    assert bool(places) == bool(fitting)
+    if 1 in fitting and gang.devices == 1:
+        assert len(set(places)) == 1
+
+
+def _fits_on(gang, want, pool, count):
+    if count < (gang.size if want.exclusive else gang.devices):
+        return False
+    share = -(-gang.size // count)
+    required = None if want.required_vram is None else want.required_vram * share
+    return bool(pool.place(dataclasses.replace(want, gpu_count=count, required_vram=required)).gpus)
+
+
+@given(gpus_strategy, gangs_strategy, rank_wants, claims_strategy, st.randoms())
+def test_gang_on_shuffled_devices_gets_the_same(gpus, gang, want, claims, rng):
+    shuffled, mixed = gpus[:], claims[:]
+    rng.shuffle(shuffled)
+    rng.shuffle(mixed)
+    assert on(gang, want, Pool(gpus, claims)) == on(gang, want, Pool(shuffled, mixed))
+
+
+@given(gpus_strategy, st.lists(st.tuples(rank_wants, gangs_strategy | st.none()), max_size=6), st.floats(0, 100))
+def test_plan_with_gangs_fits_memory_and_decides_for_each_gang_once(gpus, wanted, now):
+    queue = []
+    for i, (want, gang) in enumerate(wanted):
+        gang = ALONE if gang is None else dataclasses.replace(gang, task_id=f"g{i}")
+        queue += [
+            Waiting(f"t{i}.{k}", i % 5, float(i), want, gang=gang) for k in range(gang.size if gang.task_id else 1)
+        ]
+    decisions = plan(queue, Pool(gpus), now)
+    gangs = [w.gang.task_id for w, _ in decisions if w.gang.task_id]
+    assert len(gangs) == len(set(gangs)) and len(decisions) == len(wanted)
+    assert all(len(p.gpus) in (0, w.gang.size) for w, p in decisions)
+    for g in gpus:
+        claims = [c for w, p in decisions for c in claims_of(w.want, [x.executor_id for x in p.gpus])]
+        sized = [c for c in claims if c.executor_id == g.executor_id and c.required_vram is not None]
+        assert law(g.total, g.overcommit, sized)
+
+
+def test_turn_of_a_rank_does_not_count_the_other_ranks_of_its_gang_twice():
+    ranks = [dataclasses.replace(waits(f"r{k}", since=float(k), vram=50), gang=Gang("g", 2)) for k in range(2)]
+    behind = waits("behind", since=9.0, vram=50)
+    for rank in ranks:
+        turn = turn_of(rank, [*ranks, behind], Pool([gpu("a")]), 10.0)
+        assert [g.executor_id for g in turn.placement.gpus] == ["a", "a"]
+    assert not turn_of(behind, [*ranks, behind], Pool([gpu("a")]), 10.0).placement.gpus
+
+
+def test_waiting_gang_gets_devices_held_like_other_tasks():
+    gang = dataclasses.replace(waits("r0", vram=60), gang=Gang("g", 2))
+    gpus = [gpu("a"), gpu("b")]
+    small = waits("small", since=40.0, vram=10)
+    turn = turn_of(small, [gang, small], Pool(gpus, [Claim("a", 50), Claim("b", 50)]), 40.0)
+    assert turn.held == {"a", "b"}
+
+
+@pytest.mark.parametrize(
+    "ranks,state",
+    [
+        ([("pending", False), ("pending", False)], "pending"),
+        ([("started", True), ("pending", False)], "started"),
+        ([("started", True), ("failed", True)], "started"),
+        ([("completed", True), ("failed", True)], "failed"),
+        ([("completed", True), ("cancelled", False)], "completed"),
+        ([("cancelled", True), ("cancelled", False)], "cancelled"),
+    ],
+)
+def test_state_of_gang_follows_from_its_ranks(ranks, state):
+    assert state_of(ranks) == state
 
 
 # -- states ----------------------------------------------------------------------------------------------------------

@@ -75,6 +75,8 @@ from wooly_wis.messages import (
     NodesRequest,
     OpenSessionReply,
     OpenSessionRequest,
+    PeerSessionReply,
+    PeerSessionRequest,
     PrioritizeTaskRequest,
     PutBlobReply,
     PutBlobRequest,
@@ -151,6 +153,14 @@ ROUTER_SESSION_HIBERNATE = Rpc(
     HibernateSessionRequest,
     HibernateSessionReply,
     "Free the executor of a session whose client has a checkpoint of it.",
+    queue="router",
+    scope="tasks:write",
+)
+ROUTER_SESSION_PEER = Rpc(
+    f"{_RPC}.router.session.peer",
+    PeerSessionRequest,
+    PeerSessionReply,
+    "Let the executor of a session work with the executor of another session of the same tenant.",
     queue="router",
     scope="tasks:write",
 )

@@ -106,6 +106,8 @@ class Collective:
         root: the rank that gives or gets everything.
         factor: the factor of PREMUL_SUM.
         origin: the Python line that asks for it.
+        fault: why this rank cannot take part, so that the collective fails for all ranks; empty: it takes part. Executors say so
+            for their ranks.
     """
 
     group: bytes
@@ -121,6 +123,7 @@ class Collective:
     root: int = 0
     factor: float = 1.0
     origin: str = ""
+    fault: str = ""
 
     @property
     def name(self) -> str:
@@ -134,9 +137,12 @@ class Collective:
 def pack_collective(c: Collective) -> bytes:
     """Payload of a COLLECTIVE frame."""
     origin = c.origin.encode(errors="replace")[:MAX_ORIGIN]
+    if c.fault:
+        origin = origin[: MAX_ORIGIN // 2] + b"\0" + c.fault.encode(errors="replace")
+        origin = origin[:MAX_ORIGIN]
     head = _HEAD.pack(
         *(c.group, c.sequence, c.timeout_ms, c.rank, c.size, c.root),
-        *(c.what, c.reduction, c.dtype.code, 0, c.factor, len(c.reads), len(c.writes), len(origin)),
+        *(c.what, c.reduction, c.dtype.code, bool(c.fault), c.factor, len(c.reads), len(c.writes), len(origin)),
     )
     return b"".join([head, *[_RANGE.pack(*r) for r in (*c.reads, *c.writes)], origin])
 
@@ -150,23 +156,28 @@ def unpack_collective(payload: bytes | memoryview) -> Collective:
     if len(payload) < _HEAD.size:
         raise DecodeError("COLLECTIVE frame is shorter than its header")
     head = _HEAD.unpack_from(payload)
-    group, sequence, timeout_ms, rank, size, root, what, reduction, code, zero, factor, n_read, n_write, n_origin = head
+    group, sequence, timeout_ms, rank, size, root, what, reduction, code, faulty, factor, n_read, n_write, n_origin = (
+        head
+    )
     if n_read + n_write > MAX_RANGES or n_origin > MAX_ORIGIN:
         raise DecodeError(
             f"COLLECTIVE frame has {n_read + n_write} ranges and {n_origin} bytes of origin; the limits are {MAX_RANGES} and "
             f"{MAX_ORIGIN}"
         )
-    if _HEAD.size + (n_read + n_write) * _RANGE.size + n_origin != len(payload) or zero:
-        raise DecodeError("COLLECTIVE frame's counts do not match its length, or a reserved byte is not zero")
+    if _HEAD.size + (n_read + n_write) * _RANGE.size + n_origin != len(payload) or faulty > 1:
+        raise DecodeError("COLLECTIVE frame's counts do not match its length, or a flag is neither 0 nor 1")
     if what not in _WHATS or reduction not in _REDUCTIONS or code not in BY_CODE:
         raise DecodeError(
             f"COLLECTIVE frame asks for {what} with reduction {reduction} of dtype {code}, which are unknown"
         )
     ranges = [Range(*_RANGE.unpack_from(payload, _HEAD.size + k * _RANGE.size)) for k in range(n_read + n_write)]
-    origin = bytes(payload[len(payload) - n_origin :]).decode(errors="replace")
+    origin, fault = bytes(payload[len(payload) - n_origin :]).decode(errors="replace"), ""
+    if faulty:
+        origin, _, fault = origin.partition("\0")
+        fault = fault or "it has a failure without a reason"
     found = Collective(
         *(group, sequence, rank, size, timeout_ms, What(what), BY_CODE[code]),
-        *(tuple(ranges[:n_read]), tuple(ranges[n_read:]), Reduction(reduction), root, factor, origin),
+        *(tuple(ranges[:n_read]), tuple(ranges[n_read:]), Reduction(reduction), root, factor, origin, fault),
     )
     _check(found)
     return found

@@ -99,8 +99,8 @@ class UsageRecorded(Message):
 class CreditsRequest(Message):
     """Ask for booked credits, summed by run, model or hour, newest first. `offset`: number of rows to skip.
 
-    With `session_id`, only the rows of that run. `settled`: answer when the run has ended and is booked completely, or after two
-    seconds.
+    With `session_id`, only the rows of that run. The ranks of a gang are one run, under the id of the gang. `settled`: answer
+    when the run has ended and is booked completely, or after two seconds.
     """
 
     tenant: Label = ""

@@ -49,6 +49,7 @@ class Kind(IntEnum):
     RESTORE = 23
     COLLECTIVE = 24
     IPC = 25
+    GROUP = 26
 
 
 RUN_HEAD = struct.Struct(f"<{DIGEST_SIZE}sIIII")

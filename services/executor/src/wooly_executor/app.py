@@ -301,6 +301,7 @@ def _make_loop(settings: ExecutorSettings, runtime: Runtime) -> DeviceLoop:
         settings.limits(),
         settings.pinned_files(),
         settings.checkpoint_files(),
+        settings.peers_ca,
         failed=_device_failed,
     )
     loop.vram.overcommit_percent = settings.overcommit_percent

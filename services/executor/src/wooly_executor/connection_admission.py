@@ -67,6 +67,11 @@ class ConnectionAdmission:
         self._shared_token: str | None = None
         self._opaque = False
 
+    @property
+    def direct(self) -> bool:
+        """Whether clients open their sessions themselves (standalone)."""
+        return self._shared_token is not None
+
     def open_for_token(self, token: str, *, opaque: bool = False) -> None:
         """From now on, admit every client that has this token. Its hello opens its session (standalone).
 

@@ -12,6 +12,7 @@ import ssl
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -72,6 +73,7 @@ class DeviceLoop:
         limits: limits of the host memory that sessions use.
         pinned: where pinned weights are saved; None: nowhere.
         checkpoints: where cuts of sessions are stored; None: nowhere.
+        peers_ca: certificate authorities of other executors; None: those of the system.
         failed: called first with the error if `run` fails.
         ended: called when `run` has ended.
 
@@ -95,6 +97,7 @@ class DeviceLoop:
         limits: HostLimits | None = None,
         pinned: PinnedFiles | None = None,
         checkpoints: Checkpoints | None = None,
+        peers_ca: Path | None = None,
         *,
         failed: Callable[[BaseException], None] | None = None,
         ended: Callable[[], object] | None = None,
@@ -120,7 +123,14 @@ class DeviceLoop:
         self.cuts = Cuts(vram, runtime.device, self._calls.call, post, runtime.settle, checkpoints, limits.checkpoints)
         self.runs = Runs(runtime, vram)
         self.collectives = Collectives(
-            vram, self.runs, runtime.device, self._calls.call, post, lambda session_id: self.sessions.get(session_id)
+            vram,
+            self.runs,
+            runtime.device,
+            self._calls.call,
+            post,
+            lambda session_id: self.sessions.get(session_id),
+            most=limits.session // 2,
+            tls_ca=peers_ca,
         )
         self.sessions = Sessions(
             runtime,

@@ -55,6 +55,7 @@ class HostUse:
         sources: kernel sources.
         buffers: bookkeeping of the buffers, without their contents.
         records: records of a profile that the client has not taken.
+        peers: operands and results of a collective that another executor carries.
         job: module and pieces of sources and results, if the session is a job: its client is a thread of this process.
     """
 
@@ -66,11 +67,21 @@ class HostUse:
     buffers: int
     records: int = 0
     job: int = 0
+    peers: int = 0
 
     @property
     def total(self) -> int:
         """The sum. Received definitions do not count, because they are not kept."""
-        return self.queue + self.answers + self.decoded + self.sources + self.buffers + self.records + self.job
+        return (
+            self.queue
+            + self.answers
+            + self.decoded
+            + self.sources
+            + self.buffers
+            + self.records
+            + self.job
+            + self.peers
+        )
 
     def to_json(self) -> dict[str, int]:
         """The numbers by name."""

@@ -30,6 +30,7 @@ from wooly_wis.frames import (
 from wooly_executor.answers import Answers
 from wooly_executor.busy_time import BusyTime
 from wooly_executor.checkpoints.cuts import Cuts
+from wooly_executor.collectives.peers import MAX_REASON
 from wooly_executor.collectives.service import Collectives
 from wooly_executor.counters import Work
 from wooly_executor.errors import ContextLostError, ExecutorError, InternalError, forget_frames
@@ -173,8 +174,11 @@ class Processing:
             asked = unpack_ipc(frame.payload)
             if not answers.failure(session, conn):
                 answers.say(conn, self._ipc(session, *asked))
+        elif kind == Kind.GROUP:
+            self._collectives.remote.introduce(session, frame.payload, direct=self._sessions.direct)
         elif kind == Kind.CLOSE:
-            self._sessions.close(session.id, "")
+            reason = bytes(frame.payload[:MAX_REASON]).decode(errors="replace")
+            self._sessions.close(session.id, reason)
         else:
             conn.close(f"a client must not send frames of kind {kind}")
 

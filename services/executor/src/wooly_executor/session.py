@@ -81,6 +81,7 @@ class Session:
         spans: its spans, after its client's hello; None: it is not traced.
         recording: the records of its work; None: its client does not profile.
         cuts: its cuts; None: its client has asked for none.
+        peer_bytes: host memory of its collective that another executor carries.
     """
 
     id: str
@@ -111,6 +112,7 @@ class Session:
     spans: SessionSpans | None = None
     recording: Recording | None = None
     cuts: SessionCuts | None = None
+    peer_bytes: int = 0
 
     def largest_shared(self) -> tuple[str, ...]:
         """Names of the largest contents that it shared, largest first."""
@@ -129,6 +131,7 @@ class Session:
             buffers=BUFFER_BYTES * (len(self.buffers) + len(self.holdings.ipc)),
             records=0 if self.recording is None else self.recording.nbytes,
             job=0 if self.job_bytes is None else self.job_bytes(),
+            peers=self.peer_bytes,
         )
 
     def fail(self, code: str, message: str, seq: int, instruction: int | None = None) -> None:

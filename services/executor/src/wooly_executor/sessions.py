@@ -111,6 +111,11 @@ class Sessions:
     def __getitem__(self, session_id: str) -> Session:
         return self._open[session_id]
 
+    @property
+    def direct(self) -> bool:
+        """Whether clients open their sessions themselves, without a router."""
+        return self._admission.direct
+
     def get(self, session_id: str) -> Session | None:
         """The open session with this id, or None."""
         return self._open.get(session_id)

@@ -96,6 +96,11 @@ class ExecutorSettings(BaseSettings):
     tls_cert: Path | None = None
     tls_key: Path | None = None
     channel_key: str = ""
+    peers_ca: Path | None = Field(
+        default=None,
+        description="file with the certificate authorities of other executors, for collectives of ranks on several executors; by "
+        "default those of the system",
+    )
     strangers: int = Field(default=256, ge=1, le=65536)
     strangers_per_peer: int = Field(default=64, ge=1, le=65536)
     hello_s: float = Field(default=10.0, gt=0, le=600)

@@ -18,14 +18,14 @@ from wooly_bus.access import Access
 from wooly_bus.channel import ChannelClient, ChannelError, ChannelTlsError, Endpoint, client_context
 from wooly_bus.supervision import start_call, start_thread
 
-from wooly import capture, children, native
+from wooly import capture, children, native, ranks
 from wooly.contents import OfferPolicy
 from wooly.departures import Departures
 from wooly.device import RegisteredDevice, register
-from wooly.devices import ranks_here
 from wooly.errors import NotConnectedError, ReleaseError, WoolyError
 from wooly.facade import Facade
 from wooly.facade.build import CUDA_VERSION
+from wooly.hops import Hops
 from wooly.link import Link
 from wooly.recovery import Recovery, Reopened, wanted
 from wooly.reopening import Reopening
@@ -342,14 +342,19 @@ def enable_on_use(settings: Any = None, near: str = "") -> None:
             device.devices.look()
             if not again:
                 _forget_sessions(device)
-            device.devices.share(on=_pending.gpu_count == 1 and device.devices.offered > 1)
+            shares = _pending.gpu_count == 1 or ranks.own() is not None
+            device.devices.share(on=shares and device.devices.offered > 1)
             device.set_opener(_first_use)
         install_facade()
 
 
 def _shown(settings: Settings) -> int:
-    """Number of devices that the process sees, before CUDA_VISIBLE_DEVICES chooses."""
-    return settings.gpu_count if settings.gpu_count > 1 else min(ranks_here(), MAX_DEVICES)
+    """Number of devices that the process sees, before CUDA_VISIBLE_DEVICES chooses.
+
+    A rank sees as many as ranks are on its machine.
+    """
+    rank = ranks.own()
+    return max(settings.gpu_count, min(1 if rank is None else rank.here, MAX_DEVICES))
 
 
 def _first_use(where: str = "") -> None:
@@ -396,15 +401,21 @@ def _open(where: str = "") -> None:
     """Open the pending session. `where`: a node or an executor; it holds if the settings name neither."""
     global _pending
     assert _pending is not None
-    settings = _pending.model_copy(update={"gpu_count": min(register().devices.count, _pending.gpu_count)})
+    rank = ranks.own()
+    # A process that received a tensor needs that tensor's executor, whatever the other ranks get.
+    gang = None if rank is None or where or _pending.executor_url else _gang(rank, _pending.gpu_count)
+    count = 1 if rank is not None else min(register().devices.count, _pending.gpu_count)
+    settings = _pending.model_copy(update={"gpu_count": count})
     if where and not (settings.node or settings.executor_url):
         settings = settings.model_copy(update={"node": where})
     if settings.programs_dir is not None:
         settings.programs_dir.mkdir(parents=True, exist_ok=True)
-    opened = _open_and_attach(settings)
+    opened = _open_and_attach(settings, gang)
     assert _attached is not None
     _attached.opened = opened
     opened.when_lost(_on_lost)
+    devices = _attached.device.devices
+    devices.hops = Hops(devices, opened) if opened.controlled and len(opened.parts) > 1 else None
     if _attached.link.recovery is not None:
         opened.departures = Departures(_attached.locked_links())
     for recorder in _attached.device.devices.recorders:
@@ -431,7 +442,13 @@ def _on_lost(why: str) -> None:
         start_call(go_on, "wooly-recovery")
 
 
-def _open_and_attach(settings: Any) -> Any:
+def _gang(rank: ranks.Rank, devices: int) -> Any:
+    from wooly_wis.messages import GangPlace
+
+    return GangPlace(gang_id=rank.gang_id, rank=rank.rank, size=rank.size, devices=devices)
+
+
+def _open_and_attach(settings: Any, gang: Any) -> Any:
     """Open a session and connect to its executors. Returns the session.
 
     If an executor ends before the client connects to it, nothing is lost, and this function opens another session.
@@ -442,7 +459,7 @@ def _open_and_attach(settings: Any) -> Any:
     others = MAX_OPENS
     while True:
         others -= 1
-        opened: Any = StandaloneSession(settings) if settings.executor_url else open_session(settings, _near)
+        opened: Any = StandaloneSession(settings) if settings.executor_url else open_session(settings, _near, gang)
         reopening, recoveries = _recovery(settings, opened)
         try:
             first, *more = [Part(p.endpoints, p.executor_id, p.node, p.token) for p in opened.parts]
@@ -565,6 +582,7 @@ def install_facade() -> None:
                 _lose_session,
                 _cuda_version,
                 lambda: _collectives,
+                opened_session,
             )
         _facade.install()
 
@@ -588,6 +606,7 @@ def disable() -> None:
             device.devices.offered = _pending = None
         if attached is None:
             return
+        attached.device.devices.hops = None
         stats = _stats(attached) if attached.opened is not None else {}
         for link in attached.links:
             link.siblings = []

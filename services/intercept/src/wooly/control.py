@@ -30,6 +30,7 @@ from wooly_wis.messages import (
     CloseSessionRequest,
     DirectSession,
     ExplainProgramRequest,
+    GangPlace,
     GpusRequest,
     GpuState,
     HibernateSessionRequest,
@@ -38,6 +39,7 @@ from wooly_wis.messages import (
     NodesRequest,
     OpenSessionReply,
     OpenSessionRequest,
+    PeerSessionRequest,
     QueuePlace,
     RecoveryMode,
     RenewSessionReply,
@@ -413,6 +415,26 @@ class OpenedSession:
         self._recoveries += 1
         self._hibernates, self._cut = True, cut
 
+    def peer_ticket(self, executor_id: str, peer: str, peer_executor_id: str) -> str:
+        """The router's ticket with which an executor of this session works with the executor of another one.
+
+        Args:
+            executor_id: the executor of this session.
+            peer: id of the other session.
+            peer_executor_id: its executor.
+
+        Raises:
+            ControlError: no controller answers, or it refuses.
+        """
+        request = PeerSessionRequest(
+            session_id=self.session_id,
+            token=self.token,
+            executor_id=executor_id,
+            peer=peer,
+            peer_executor_id=peer_executor_id,
+        )
+        return self._controller.ask(contracts.ROUTER_SESSION_PEER, request, timeout=OPEN_TIMEOUT_S).ticket
+
     def note(self, line: str) -> None:
         """Add a line to the story of the session's task, now or with the next renewal of the lease."""
         self._note = line[:MAX_NOTE]
@@ -535,7 +557,7 @@ def _tunnels(access: Access, credentials: str) -> Access:
     return replace(access, credentials=lambda: held)
 
 
-def open_session(settings: Settings, near: str = "") -> OpenedSession:
+def open_session(settings: Settings, near: str = "", gang: GangPlace | None = None) -> OpenedSession:
     """Open a session at the controller. If no controller is configured or running, start a local stack for this process.
 
     On a full cluster, this function waits until the session's turn comes (`turn`).
@@ -543,6 +565,7 @@ def open_session(settings: Settings, near: str = "") -> OpenedSession:
     Args:
         settings: the client's settings.
         near: id of the executor to prefer; empty: none.
+        gang: the rank that the session is; None: it is none.
 
     Raises:
         ControlError: no controller answers, or it refuses the session. The message says what to do.
@@ -554,14 +577,16 @@ def open_session(settings: Settings, near: str = "") -> OpenedSession:
     try:
         with trace.step("find_controller"):
             controller = connect(settings, start=True)
-        return _open_session(settings, near, controller, trace)
+        return _open_session(settings, near, controller, trace, gang)
     except BaseException as e:
         trace.end(type(e).__name__)
         trace.flush()
         raise
 
 
-def _open_session(settings: Settings, near: str, controller: Controller, trace: ClientTrace) -> OpenedSession:
+def _open_session(
+    settings: Settings, near: str, controller: Controller, trace: ClientTrace, gang: GangPlace | None
+) -> OpenedSession:
     request = OpenSessionRequest(
         tenant=settings.tenant,
         credential=settings.credential,
@@ -581,6 +606,7 @@ def _open_session(settings: Settings, near: str, controller: Controller, trace: 
         swap=settings.swap_from_vram,
         dedup=settings.dedup,
         model=settings.model,
+        gang=gang,
         client=ClientFacts(host=socket.gethostname(), pid=os.getpid(), program=" ".join(sys.argv[:1])),
     )
     try:

@@ -24,12 +24,6 @@ class _Thread(threading.local):
     current = 0
 
 
-def ranks_here() -> int:
-    """Number of ranks of the program on this machine, if torchrun or a similar launcher has started this process; else 1."""
-    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return max(int(ranks), 1) if ranks.isdecimal() else 1
-
-
 class Devices:
     """All devices that the process can have. The session uses the first `count` of them.
 
@@ -39,6 +33,7 @@ class Devices:
     Attributes:
         recorders: one recorder per device, by index.
         count: number of devices that the process sees.
+        hops: copies data between the devices of the session without this process (`wooly.hops`); None: it cannot.
         offered: until the first use, the number of devices of which CUDA_VISIBLE_DEVICES chooses; None: it does not choose.
     """
 
@@ -46,6 +41,7 @@ class Devices:
         self.recorders = tuple(recorders)
         self.count = 1
         self.offered: int | None = None
+        self.hops: Any = None
         self._thread = _Thread()
 
     @property

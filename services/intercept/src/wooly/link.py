@@ -451,6 +451,10 @@ class Link:
         known = self.shared.get(buffer)
         return known is not None and not known.storage.expired()
 
+    def introduce(self, payload: bytes, where: Origin) -> None:
+        """Tell the executor which other executor carries the collectives of a group: send a GROUP frame."""
+        self._failures.sent(self.send(Kind.GROUP, payload), "torch.distributed.new_group", [where])
+
     def stay(self, why: str) -> None:
         """From now on, the session ends with its executor and is not moved."""
         recovery, self.recovery = self.recovery, None

@@ -109,8 +109,8 @@ class Settings(BaseSettings):
     )
     collectives: Literal["executor", "clients"] = Field(
         "executor",
-        description="who carries collectives of torch.distributed. executor: the executor, which must have the sessions of all "
-        "ranks; clients: the ranks' processes, which is slow and works across executors",
+        description="who carries collectives of torch.distributed. executor: the ranks' executors; clients: the ranks' "
+        "processes, which is slow, for executors that cannot reach each other",
     )
     recovery: Literal["off", "auto", "on"] = Field(
         "auto",

@@ -30,6 +30,8 @@ from wooly_wis.messages import (
     NodesRequest,
     OpenSessionReply,
     OpenSessionRequest,
+    PeerSessionReply,
+    PeerSessionRequest,
     QueuePlace,
     RenewSessionReply,
     RenewSessionRequest,
@@ -47,10 +49,12 @@ from wooly_router.core.placement import Room, room_on
 from wooly_router.core.registry import LOST_AFTER_S, Registry
 from wooly_router.core.tasks import still_running
 from wooly_router.executors import Executors
+from wooly_router.gangs import RESERVED_S, Gangs, is_reserved
 from wooly_router.gate import Caller, Gate
 from wooly_router.limits import Limits
 from wooly_router.moves import Moves
 from wooly_router.opening import ABANDONED_S, Opening
+from wooly_router.peers import Peers
 from wooly_router.settings import RouterSettings
 from wooly_router.state.config import AuditRecord
 from wooly_router.state.tasks import TaskRecord
@@ -70,6 +74,8 @@ NEW_SESSION_S = 5.0
 #: Why a session ended whose client stopped renewing it, or stopped asking for its turn in the queue.
 LAPSED = "the session's lease lapsed"
 LEFT = "its client no longer asked for its turn in the queue"
+#: Why the session of a rank ended that had a reserved device.
+NOT_ASKED = "the rank never asked for the device that was reserved for it, and no other rank runs"
 #: Why a session ended that lost its executor: why it was lost, and this.
 NOT_BACK = "its client did not ask for another executor"
 #: Seconds between two checks whether the last operator of a cancelled task has ended.
@@ -112,6 +118,8 @@ class RouterActor:
         self._opening = Opening(
             settings, world, self.registry, self.executors, self.advice, self.issuer, clock, self.limits
         )
+        self._gangs = Gangs(world)
+        self._peers = Peers(self._opening.channel_key, world, self.executors, clock)
         self.moves = Moves(settings, app, world, self.registry, self.executors, clock)
         #: The cluster's setting, as `Duties` reads it from time to time: a renewal must be cheap.
         self.hibernate_after_s = 0.0
@@ -119,10 +127,13 @@ class RouterActor:
         #: Leases that were renewed but are not written yet, and sessions whose lease is being renewed.
         self._prolonged: dict[str, float] = {}
         self._renewing: set[str] = set()
+        #: Ranks of programs that their executor did not have in the last round of `reconcile`.
+        self._absent: set[str] = set()
         self.client_nats_url = settings.client_nats_url or shown(settings.nats_url)
         app.serve(contracts.ROUTER_SESSION_OPEN, self.on_open_session)
         app.serve(contracts.ROUTER_SESSION_RENEW, self.on_renew_session, concurrency=MAX_RENEWALS)
         app.serve(contracts.ROUTER_SESSION_HIBERNATE, self.on_hibernate_session)
+        app.serve(contracts.ROUTER_SESSION_PEER, self.on_peer_session)
         app.serve(contracts.ROUTER_SESSION_CLOSE, self.on_close_session)
         app.serve(contracts.ROUTER_NODE_LIST, self.on_nodes)
         app.serve(contracts.ROUTER_NODE_SET, self.on_set_node_state)
@@ -130,6 +141,7 @@ class RouterActor:
         app.serve_tenants(contracts.ROUTER_SESSION_OPEN, self.on_open_tenants)
         app.serve_tenants(contracts.ROUTER_SESSION_RENEW, self.on_renew_tenants, concurrency=MAX_RENEWALS)
         app.serve_tenants(contracts.ROUTER_SESSION_HIBERNATE, self.on_hibernate_tenants)
+        app.serve_tenants(contracts.ROUTER_SESSION_PEER, self.on_peer_tenants)
         app.serve_tenants(contracts.ROUTER_SESSION_CLOSE, self.on_close_tenants)
         app.serve_tenants(contracts.ROUTER_NODE_LIST, self.on_nodes_of)
         app.listen(contracts.EXECUTOR_NODE_HEARTBEAT, self.on_heartbeat)
@@ -302,14 +314,42 @@ class RouterActor:
         return CloseSessionReply(closed=True)
 
     async def end(self, record: TaskRecord, state: str, reason: str) -> bool:
-        """End a running session, here and on its executors. Returns False if it has ended already."""
+        """End a running session, here and on its executors, and the other ranks of its program with it. Returns False if it has
+        ended already.
+        """
+        ended = await self._end_alone(record, state, reason)
+        if ended:
+            await self._end_gang(record, state, reason)
+        return ended
+
+    async def _end_alone(self, record: TaskRecord, state: str, reason: str) -> bool:
         async with self.world.database.writing() as s:
             ended = await self.world.tasks.move(s, record.id, state, reason, self.clock())
         if ended:
             await self.close_on_executors(record, record.id, reason)
+            await self._close_peers(record, reason)
             if not record.parts and record.wants.get("store"):
                 start_errand(self.moves.drop_checkpoints(record), f"removal of the checkpoints of {record.id}")
         return ended
+
+    async def _end_gang(self, record: TaskRecord, state: str, reason: str) -> None:
+        """End the other ranks of a program one of whose ranks has failed or was cancelled.
+
+        If it has completed, only ranks end that have not asked for a device, and only after the last of the others.
+        """
+        others = await self._gangs.others(record)
+        if state == "completed" and not all(is_reserved(r) for r in others):
+            return
+        rank = f"rank {record.rank} of the program"
+        unused = f"{rank} has ended, and this rank never asked for a device"
+        await asyncio.gather(
+            *[self._end_alone(r, "cancelled", unused) for r in others if is_reserved(r)],
+            *[self._end_alone(r, state, f"{rank} ended: {reason}") for r in others if not is_reserved(r)],
+        )
+
+    async def _close_peers(self, record: TaskRecord, reason: str) -> None:
+        known = await self.world.tasks.get(record.id)  # its client may have asked for a peer session since
+        await self._peers.close(known or record, reason)
 
     async def close_on_executors(self, record: TaskRecord, session_id: str, reason: str) -> None:
         """Close a task's session on its executors.
@@ -347,6 +387,23 @@ class RouterActor:
         await self._check_owner(request.session_id, tenant)
         return await self.on_hibernate_session(request)
 
+    async def on_peer_session(self, request: PeerSessionRequest) -> PeerSessionReply:
+        """Let the executor of a session work with the executor of another session of the same tenant.
+
+        Raises:
+            RefusedError: a session is not open there, or the other executor refuses.
+        """
+        record = await self._open(request.session_id, request.token)
+        if record is None:
+            raise RefusedError("router.no_session", await self._reason_of_end(request.session_id))
+        return await self._peers.open(record, request)
+
+    async def on_peer_tenants(self, request: PeerSessionRequest, tenant: str) -> PeerSessionReply:
+        """Let the executors of a tenant's sessions work together."""
+        await self.gate.of_tenant(tenant, None)
+        await self._check_owner(request.session_id, tenant)
+        return await self.on_peer_session(request)
+
     # -- losses ------------------------------------------------------------------------------------------------------
 
     async def _requeue_for(self, place: QueuePlace, tenant: str, request: OpenSessionRequest) -> None:
@@ -379,6 +436,9 @@ class RouterActor:
         if lost and others:
             closing = self.executors.close(others, record.id, f"it ended on executor {executor_id}")
             start_errand(closing, f"closing of session {record.id}")
+        if lost:
+            await self._close_peers(record, reason)
+            await self._end_gang(record, state, reason)
 
     async def _lose_after_grace(self, record: TaskRecord, event: SessionClosed, reason: str) -> None:
         """End a lost session after a delay: a client that exits may still report its close, and that report comes first."""
@@ -477,11 +537,20 @@ class RouterActor:
         self.registry.forget_old(now)
         await self.write_leases()
         records = [await self.world.tasks.get(task_id) for task_id in await self.world.tasks.lapsed(now)]
-        ended = await asyncio.gather(*[self.end(r, "failed", _why_over(r)) for r in records if r is not None])
+        over = [r for r in records if r is not None and not await self._keeps_reserved(r, now)]
+        ended = await asyncio.gather(*[self.end(r, "failed", _why_over(r)) for r in over])
         for record in await self.world.tasks.in_states("pending", kind="session"):
             if now - record.created_at > ABANDONED_S and await self.world.tasks.lease(record.id) is None:
                 ended.append(await self.end(record, "failed", "the router that was opening it has ended"))
         return sum(ended)
+
+    async def _keeps_reserved(self, record: TaskRecord, now: float) -> bool:
+        """Keep the device of a rank that has not asked for it, if other ranks run."""
+        if not is_reserved(record) or not any(r.state == "started" for r in await self._gangs.others(record)):
+            return False
+        async with self.world.database.writing() as s:
+            await self.world.tasks.keep_lease(s, record.id, now + RESERVED_S)
+        return True
 
     async def reconcile(self) -> int:
         """End sessions that one of their executors does not have (after a restart), or whose executor is lost.
@@ -489,10 +558,14 @@ class RouterActor:
         Returns the number of these.
         """
         now, count = self.clock(), 0
+        absent, self._absent = self._absent, set()
         for record in await self.world.tasks.in_states("started", kind="session"):
             for part in record.parts:
                 reason = self.missing(part.executor_id, record.id, record.started_at or now)
-                if reason:
+                if reason and record.gang.task_id and record.id not in absent:
+                    # The end of a rank would end the others, and its executor may be about to report that it has completed.
+                    self._absent.add(record.id)
+                elif reason:
                     log.warning("session %s is over: %s", record.id, reason)
                     await self.lose_part(record, part.executor_id, reason, passing=True)
                     count += 1
@@ -519,6 +592,8 @@ def _why_over(record: TaskRecord) -> str:
     """Why a session ends whose lease is over."""
     if record.state != "pending":
         return LAPSED
+    if is_reserved(record):
+        return NOT_ASKED
     return f"{record.reason}; {NOT_BACK}" if record.wants.get("away") else LEFT
 
 

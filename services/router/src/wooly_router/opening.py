@@ -1,7 +1,8 @@
 """Opens sessions.
 
 Each device of a session goes to another executor: the best executors that answer and do not refuse. A session opens on all of
-its devices or on none. A session that finds no room is refused or, if its client wants to wait, joins the queue (`waiting`).
+its devices or on none. The ranks of a gang get their devices together, with the first of them that asks (`gangs`). A session that
+finds no room is refused or, if its client wants to wait, joins the queue (`waiting`).
 """
 
 from __future__ import annotations
@@ -33,10 +34,12 @@ from wooly_wis.messages import (
 from wooly_router.advice import Advice
 from wooly_router.core.alternatives import would_fit
 from wooly_router.core.cluster import overcommit_of
+from wooly_router.core.gangs import ALONE, Gang
 from wooly_router.core.placement import DeviceRequest, Pool, as_record, summary
 from wooly_router.core.queue import Waiting, turn_of
 from wooly_router.core.registry import FORGOTTEN_AFTER_S, Registry
 from wooly_router.executors import Executors
+from wooly_router.gangs import Gangs, reserved_for
 from wooly_router.limits import Limits
 from wooly_router.settings import RouterSettings
 from wooly_router.state.tasks import Lease, PartRecord, TaskRecord
@@ -88,6 +91,9 @@ class Opening:
         issuer: signs NATS credentials for sessions; None: NATS requires none.
         clock: returns seconds since the epoch.
         limits: the limits of each tenant.
+
+    Attributes:
+        channel_key: signs tokens for data channels.
     """
 
     def __init__(
@@ -104,9 +110,10 @@ class Opening:
         self._limits = limits
         self._settings, self._world, self._registry, self._clock = settings, world, registry, clock
         self._executors, self._advice, self._issuer = executors, advice, issuer
-        self._channel_key = settings.channel_signer()
+        self.channel_key = settings.channel_signer()
         self._started = clock()
         self._queue = SessionQueue(world, clock)
+        self._gangs = Gangs(world)
 
     async def open(self, request: OpenSessionRequest) -> OpenSessionReply:
         """Open a session for the tenant in `request`, or tell its place in the queue if it wants to wait.
@@ -170,7 +177,7 @@ class Opening:
         self, request: OpenSessionRequest, task: TaskRecord, token: str, until: float, trace_id: str
     ) -> OpenSessionReply:
         if request.place is None:
-            await self._add(request, task, token)
+            task = await self._add(request, task, token)
         failed: dict[str, BusError] = {}
         silent: set[str] = set()
         try:
@@ -207,19 +214,25 @@ class Opening:
                 closing = self._executors.close(sorted(silent), task.id, "it was opened elsewhere, or not at all")
                 start_errand(closing, f"closing of session {task.id}")
 
-    async def _add(self, request: OpenSessionRequest, task: TaskRecord, token: str) -> None:
-        """Store a new session; if its client wants to wait, as a part of the queue.
+    async def _add(self, request: OpenSessionRequest, task: TaskRecord, token: str) -> TaskRecord:
+        """Store a new session; if its client wants to wait, as a part of the queue. Returns it as it is stored.
 
         Raises:
             LimitError: the tenant has too many sessions, waiting ones included.
         """
         # Each of several simultaneous requests counts the ones before it.
         async with self._world.database.deciding() as s:
-            held = await self._world.tasks.count(s, task.tenant, "session", "pending", "started")
-            self._limits.check(task.tenant, "open sessions", held, "tenant_sessions", "close one first")
-            await self._world.tasks.add(s, task)
+            stored = False
+            if request.gang is not None:
+                task, stored = await self._gangs.enlist(s, task, request.gang)
+            if not stored:
+                held = await self._world.tasks.count(s, task.tenant, "session", "pending", "started")
+                held += max(task.gang.size - 1, 0) if task.gang.task_id else 0
+                self._limits.check(task.tenant, "open sessions", held, "tenant_sessions", "close one first")
+                await self._world.tasks.add(s, task)
             if request.queue:
                 await self._queue.join(s, task, token)
+        return task
 
     async def _check_budget(self, tenant: str) -> None:
         """Check that a tenant may open sessions.
@@ -268,19 +281,36 @@ class Opening:
         alive = {e.executor_id: e for e in self._registry.alive(now)}
         if not alive:
             raise await self._none_alive(now)
-        if want.gpu_count > len(alive):
+        count = max(want.gpu_count, task.gang.devices)
+        if count > len(alive):
             have = "1 executor is alive" if len(alive) == 1 else f"{len(alive)} executors are alive"
             raise RefusedError(
                 "router.too_few",
-                f"{want.gpu_count} devices were requested, but only {have}, with one device each; start more (`wooly up --gpus "
-                f"{want.gpu_count}` for a local stack), or ask for fewer (WOOLYAI_GPU_COUNT)",
+                f"{count} devices were requested, but only {have}, with one device each; start more (`wooly up --gpus "
+                f"{count}` for a local stack), or ask for fewer (WOOLYAI_GPU_COUNT)",
                 retryable=True,
             )
         async with self._world.database.deciding() as s:
+            gang = task.gang
+            if gang.task_id and not task.attempt:
+                ranks = {r.id: r for r in await self._world.tasks.gang(gang.task_id, s)}
+                chosen = alive.get(reserved_for(ranks[task.id]))
+                if chosen is not None and chosen.executor_id not in want.barred:
+                    await self._world.tasks.take_devices(
+                        s, task.id, [PartRecord(chosen.executor_id, chosen.node)], retry_at=now + ABANDONED_S
+                    )
+                    config, nodes = await self._world.settings(s)
+                    return (chosen,), (overcommit_of(nodes.get(chosen.node), config),)
+                if any(r.started_at is not None for r in ranks.values()):
+                    gang = ALONE  # the others stay where they are
+            if gang.task_id:
+                for rank in ranks.values():
+                    if rank.state == "pending":
+                        await self._world.tasks.take_devices(s, rank.id, ())
             await self._world.tasks.take_devices(s, task.id, ())
             config, nodes, pool = await self._world.pool(s, self._registry, now)
             queue = [t.waiting() for t in await self._world.tasks.queue(s)]
-            me = Waiting(task.id, task.priority, task.created_at, want)
+            me = Waiting(task.id, task.priority, task.created_at, want, gang=gang if not task.attempt else ALONE)
             # In a thread, because a long queue takes long, and the event loop must receive heartbeats.
             turn = await asyncio.to_thread(turn_of, me, queue, pool, now, config.patience())
             placement = turn.placement
@@ -288,8 +318,8 @@ class Opening:
                 waits = {n: why for n, why in placement.waits.items() if n in alive}
                 if want.gpu_count == 1 and failed and not waits.keys() - failed.keys():
                     raise _no_host(failed)
-                why = _no_fit(want, len(alive), placement.fitting, waits, failed)
-                if not Pool(pool.gpus()).place(want).gpus:
+                why = _no_fit(want, gang, len(alive), placement.fitting, waits, failed)
+                if not me.place(Pool(pool.gpus()), ()).gpus:
                     raise RefusedError("router.no_fit", why, retryable=True)
                 taken = TakenError("router.no_fit", why, retryable=True)
                 taken.would_fit, taken.record = would_fit(want, pool, turn.held), as_record(want, placement)
@@ -299,6 +329,9 @@ class Opening:
             }  # some may have come while the database was busy
             executors = tuple([alive[g.executor_id] for g in placement.gpus])
             parts = [PartRecord(e.executor_id, e.node) for e in executors]
+            if me.gang.task_id:
+                await self._gangs.reserve(s, task, parts, now)
+                executors, parts = executors[task.rank : task.rank + 1], parts[task.rank : task.rank + 1]
             begun = {"placement": as_record(want, placement), "attempt": task.attempt, "retry_at": now + ABANDONED_S}
             await self._world.tasks.take_devices(s, task.id, parts, **begun)
             if queues:  # while a router opens it, its client does not ask
@@ -385,7 +418,7 @@ class Opening:
             model=_model(request),
             opaque_kernels=opaque,
             lease_s=self._settings.lease_s,
-            channel_key=self._channel_key.public,
+            channel_key=self.channel_key.public,
             at=self._clock(),
             epoch=task.attempt,
             part=part,
@@ -415,7 +448,7 @@ class Opening:
                 unexpected = unexpected or answer
             else:
                 token = channel_token(
-                    self._channel_key, session_id=session_id, tenant=tenant, executor_id=name, now=self._clock()
+                    self.channel_key, session_id=session_id, tenant=tenant, executor_id=name, now=self._clock()
                 )
                 part = SessionPart(
                     executor_id=name,
@@ -493,11 +526,13 @@ def _model(request: OpenSessionRequest) -> str:
 
 
 def _no_fit(
-    want: DeviceRequest, alive: int, fitting: int, waits: Mapping[str, str], failed: Mapping[str, BusError]
+    want: DeviceRequest, gang: Gang, alive: int, fitting: int, waits: Mapping[str, str], failed: Mapping[str, BusError]
 ) -> str:
     """Explain with numbers why a session does not fit."""
     others = summary({n: why for n, why in waits.items() if n not in failed})
     reasons = "; ".join(([others] if others else []) + [f"{n}: {e}" for n, e in failed.items()])
+    if gang.task_id:
+        return f"no executors can take the {gang.size} ranks of the program together: {reasons}"
     if want.gpu_count == 1:
         return f"no executor can take the session: {reasons}"
     return f"{want.gpu_count} devices were requested, but only {fitting} of {alive} executors can take one: {reasons}"

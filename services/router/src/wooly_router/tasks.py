@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from wooly_bus import contracts
@@ -21,9 +21,12 @@ from wooly_wis.messages import (
     TasksRequest,
     TaskStep,
 )
+from wooly_wis.messages.sessions import GANG_ID_CHARS
 
 from wooly_router.actor import RouterActor
 from wooly_router.core.ceilings import Wish
+from wooly_router.core.gangs import state_of
+from wooly_router.core.tasks import ENDED
 from wooly_router.gate import Caller
 from wooly_router.jobs import JobActor
 from wooly_router.state.tasks import TaskFilter, TaskRecord, session_of
@@ -82,7 +85,7 @@ class TaskActor:
         return await self.on_prioritize_task(_seen_by(request, caller), caller)
 
     async def on_tasks(self, request: TasksRequest) -> TasksReply:
-        """Return a page of tasks, newest first."""
+        """Return a page of tasks, newest first. The ranks of a program are one task, at the place of the newest rank."""
         chosen = TaskFilter(
             tenant=request.tenant,
             states=request.states,
@@ -94,10 +97,22 @@ class TaskActor:
         found = await self._tasks.page(chosen, request.limit, _cursor(request.after))
         last = found[-1] if len(found) == request.limit else None
         after = "" if last is None else f"{last.created_at!r}:{last.id}"
-        return TasksReply(tasks=tuple([info(t) for t in found]), next=after)
+        return TasksReply(tasks=tuple([i for t in found if (i := await self._shown(t, chosen))]), next=after)
+
+    async def _shown(self, task: TaskRecord, chosen: TaskFilter) -> TaskInfo | None:
+        """What a list shows of a task; None for a rank that is not the newest one that the list has of its program."""
+        if not task.gang.task_id:
+            return info(task)
+        ranks = await self._tasks.gang(task.gang.task_id)
+        listed = [r for r in ranks if not chosen.states or r.state in chosen.states]
+        newest = max(listed, key=lambda r: (r.created_at, r.id), default=task)
+        return gang_info(ranks) if newest.id == task.id else None
 
     async def on_task(self, request: TaskRequest) -> TaskReply:
         """Return one task and its story."""
+        ranks = await self._ranks(request.task_id, request.tenant)
+        if ranks:
+            return await self._on_gang(ranks)
         task = await self._get(request.task_id, request.tenant)
         story = await self._tasks.story(task.id)
         steps = [
@@ -107,10 +122,25 @@ class TaskActor:
         checkpoint = self._router.registry.checkpoint(task.parts[0].executor_id, task.id) if task.parts else None
         return TaskReply(task=info(task), story=tuple(steps), checkpoint=checkpoint)
 
+    async def _on_gang(self, ranks: Sequence[TaskRecord]) -> TaskReply:
+        """Return the ranks of a program as one task. Its story has the steps of all ranks, oldest first."""
+        steps = [(e.at, r.rank, e) for r in ranks for e in await self._tasks.story(r.id)]
+        steps.sort(key=lambda step: step[:2])
+        story = [
+            TaskStep(number=k + 1, at=at, state=e.state, reason=f"rank {rank}: {e.reason}")  # type: ignore[arg-type]
+            for k, (at, rank, e) in enumerate(steps)
+        ]
+        return TaskReply(task=gang_info(ranks), story=tuple(story), ranks=tuple([info(r) for r in ranks]))
+
     async def on_cancel_task(self, request: TaskRequest) -> TaskReply:
-        """End a task. A task that has already ended does not change."""
-        task = await self._get(request.task_id, request.tenant)
+        """End a task: a job, a session, or all ranks of a program. A task that has already ended does not change."""
         reason = request.reason or "cancelled on request"
+        ranks = await self._ranks(request.task_id, request.tenant)
+        if ranks:
+            first = next((r for r in ranks if r.state not in ENDED), ranks[0])
+            await self._router.end(first, "cancelled", reason)
+            return await self.on_task(request)
+        task = await self._get(request.task_id, request.tenant)
         if task.kind == "job":
             await self.jobs.end(task, "cancelled", reason)
         else:
@@ -151,6 +181,12 @@ class TaskActor:
             with contextlib.suppress(BusError):  # it continues in its old class; a new attempt gets the new class
                 await self._app.request(contracts.SCHEDULER_SESSION_STEER, steer, timeout=STEER_TIMEOUT_S)
         return await self.on_task(TaskRequest(task_id=task.id))
+
+    async def _ranks(self, task_id: str, tenant: str | None) -> list[TaskRecord]:
+        """The ranks of a program by the id of its task; empty: no program has this id."""
+        if len(task_id) != GANG_ID_CHARS or await self._tasks.get(task_id) is not None:
+            return []
+        return [r for r in await self._tasks.gang(task_id) if tenant in (None, r.tenant)]
 
     async def _get(self, task_id: str, tenant: str | None) -> TaskRecord:
         task = await self._tasks.get(task_id)
@@ -201,4 +237,27 @@ def info(task: TaskRecord) -> TaskInfo:
         deadline_at=task.deadline_at,
         placement=task.placement,
         outputs=tuple([JobOutput(**o) for o in task.outputs or ()]),
+        gang=task.gang.task_id,
+        rank=task.rank,
+        ranks=task.gang.size if task.gang.task_id else 0,
     )
+
+
+def gang_info(ranks: Sequence[TaskRecord]) -> TaskInfo:
+    """Return the ranks of a program as one task, for display."""
+    state = state_of([(r.state, r.started_at is not None) for r in ranks])
+    shown = next((r for r in ranks if r.state == state), ranks[0])
+    parts = [p for r in ranks for p in r.parts]
+    times = [r.ended_at for r in ranks if r.ended_at is not None]
+    changes = {
+        "task_id": shown.gang.task_id,
+        "state": state,
+        "gang": "",
+        "rank": 0,
+        "executors": tuple(dict.fromkeys([p.executor_id for p in parts])),
+        "nodes": tuple(dict.fromkeys([p.node for p in parts])),
+        "created_at": min([r.created_at for r in ranks]),
+        "started_at": min([r.started_at for r in ranks if r.started_at is not None], default=None),
+        "ended_at": max(times) if len(times) == len(ranks) else None,
+    }
+    return info(shown).model_copy(update=changes)

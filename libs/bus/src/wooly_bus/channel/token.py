@@ -8,15 +8,16 @@ router sends its time when it opens the session, and the executor counts from th
 from __future__ import annotations
 
 import hmac
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from wooly_bus.channel.framing import ProtocolError
 from wooly_bus.errors import BusError
 from wooly_bus.keys import Key, verified
 
 HEADER = {"typ": "wooly-channel", "alg": "EdDSA"}
+PEER_HEADER = {"typ": "wooly-peer", "alg": "EdDSA"}
 #: Lifetime of a token, in seconds.
 VALID_S = 60.0
 
@@ -68,16 +69,34 @@ class SignedPass:
             claims = verified(shown, self.public, "cluster", HEADER)
         except BusError as e:
             raise ProtocolError(f"the channel token was not signed by this installation's router: {e}") from e
+        self._check_claims(claims, "the channel token")
+
+    def peer(self, ticket: str) -> dict[str, Any]:
+        """Check the router's ticket for another executor, and return what it says about that executor.
+
+        Raises:
+            ProtocolError: the ticket is not valid.
+        """
+        try:
+            claims = verified(ticket, self.public, "cluster", PEER_HEADER)
+        except BusError as e:
+            raise ProtocolError(
+                f"the ticket for another executor was not signed by this installation's router: {e}"
+            ) from e
+        self._check_claims(claims, "the ticket for another executor")
+        return dict(claims.get("peer") or {})
+
+    def _check_claims(self, claims: Mapping[str, Any], shown: str) -> None:
         for name, what, ours in (
             ("session", "session", self.session_id),
             ("tenant", "tenant", self.tenant),
             ("executor", "executor", self.executor_id),
         ):
             if claims.get(name) != ours:
-                raise ProtocolError(f"the channel token is for another {what}; open a new session")
+                raise ProtocolError(f"{shown} is for another {what}; open a new session")
         ends = claims.get("exp")
         if not isinstance(ends, (int, float)) or not self.now() < ends:
-            raise ProtocolError("the channel token has expired; open a new session")
+            raise ProtocolError(f"{shown} has expired; open a new session")
 
 
 def channel_token(key: Key, *, session_id: str, tenant: str, executor_id: str, now: float) -> str:
@@ -92,3 +111,20 @@ def channel_token(key: Key, *, session_id: str, tenant: str, executor_id: str, n
     """
     claims = {"session": session_id, "tenant": tenant, "executor": executor_id, "iat": now, "exp": now + VALID_S}
     return key.claim(claims, HEADER)
+
+
+def peer_ticket(
+    key: Key, peer: Mapping[str, Any], *, session_id: str, tenant: str, executor_id: str, now: float
+) -> str:
+    """Sign a statement about another executor, for the executor of a session.
+
+    Args:
+        key: key of the router.
+        peer: what the executor needs to know to become a client of the other one.
+        session_id: the session.
+        tenant: the tenant that owns the session.
+        executor_id: the executor for which the statement is.
+        now: the router's time, in seconds since the epoch.
+    """
+    whose = {"session": session_id, "tenant": tenant, "executor": executor_id}
+    return key.claim({**whose, "peer": dict(peer), "iat": now, "exp": now + VALID_S}, PEER_HEADER)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -29,6 +29,37 @@ class QueuePlace(Message):
     token: Token
 
 
+#: Maximum number of ranks of a gang: as many as a group of torch.distributed may have.
+MAX_GANG = 1024
+#: The session of a gang's rank has the id of the gang, of `GANG_ID_CHARS` characters, this mark, and the number of the rank.
+GANG_MARK = "-rank-"
+GANG_ID_CHARS = 16
+#: The session in which an executor works for another session has the other's id, this mark, and a number.
+PEER_MARK = "-peer-"
+
+
+class GangPlace(Message):
+    """The place of a session in a gang: the ranks of one program of several processes, which are placed together.
+
+    Attributes:
+        gang_id: chosen by the program's launcher; equal in all ranks, and different in each start of the program.
+        rank: number of this rank.
+        size: number of ranks.
+        devices: least number of devices on which the ranks must be.
+    """
+
+    gang_id: Annotated[str, Field(min_length=1, max_length=64)]
+    rank: int = Field(ge=0, lt=MAX_GANG)
+    size: int = Field(ge=2, le=MAX_GANG)
+    devices: int = Field(default=1, ge=1, le=MAX_GANG)
+
+    @model_validator(mode="after")
+    def _is_one_of_them(self) -> GangPlace:
+        if self.rank >= self.size:
+            raise ValueError(f"rank {self.rank} is not one of {self.size} ranks")
+        return self
+
+
 class OpenSessionRequest(Message):
     """Open a session (client to router). `required_vram`: bytes on each device.
 
@@ -38,8 +69,9 @@ class OpenSessionRequest(Message):
     `place` that is open has lost its executor; it is opened again, and waits if there is no room. `leaves`: it has not lost it,
     but was asked to leave it, and stays there if there is no room. `cut`: number of the checkpoint from which it goes on; 0: it
     needs none. `recovers`: the client can go on in another executor; `asks_recovery`: unless the cluster's setting `recovery` is
-    `off`. `node`: the node of all devices, or the executor of the only device; empty: any. `near`: the
-    executor to prefer for the only device, because processes that share memory need one executor.
+    `off`. `node`: the node of all devices, or the executor of the only device; empty: any. `near`: the executor to prefer for the
+    only device, because processes that share memory need one executor. `gang`: the session is a rank of a program of several
+    processes, and has one device.
     """
 
     tenant: Name = "default"
@@ -67,7 +99,14 @@ class OpenSessionRequest(Message):
     cut: int = Field(default=0, ge=0, lt=1 << 32)
     recovers: bool = False
     asks_recovery: bool = False
+    gang: GangPlace | None = None
     client: ClientFacts
+
+    @model_validator(mode="after")
+    def _has_one_device_in_a_gang(self) -> OpenSessionRequest:
+        if self.gang is not None and self.gpu_count != 1:
+            raise ValueError("a rank of a gang has one device; `gang.devices` says how many devices all ranks need")
+        return self
 
 
 class SessionPart(Message):
@@ -204,6 +243,32 @@ class CloseSessionReply(Message):
 
     closed: bool
     running_s: float = Field(default=0.0, ge=0)
+
+
+class PeerSessionRequest(Message):
+    """Let the executor of a session work with the executor of another session of the same tenant (client to router).
+
+    The first executor becomes a client of the second one: the router opens a session for it there.
+
+    Attributes:
+        session_id: the client's session.
+        token: its token.
+        executor_id: which of its executors.
+        peer: the other session. It may be the same one, if it has several devices.
+        peer_executor_id: which of its executors.
+    """
+
+    session_id: SessionId
+    token: Token
+    executor_id: Id
+    peer: SessionId
+    peer_executor_id: Id
+
+
+class PeerSessionReply(Message):
+    """What the client passes to its executor: the router's signed statement of where the other executor is, and who may enter."""
+
+    ticket: str = Field(max_length=16384)
 
 
 class SessionPolicy(Message):

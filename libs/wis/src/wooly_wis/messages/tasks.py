@@ -32,7 +32,8 @@ class TaskChanged(Message):
 class TaskInfo(Message):
     """A task: a session or a job. Times are in seconds since the epoch.
 
-    `placement`: why the task runs where it runs, or why it waits; see `wooly_router.core.placement`.
+    `placement`: why the task runs where it runs, or why it waits; see `wooly_router.core.placement`. `gang`: of a rank of a
+    program of several processes: the id of the task that all its ranks are; `rank`: its number; `ranks`: how many there are.
     """
 
     task_id: SessionId
@@ -57,6 +58,9 @@ class TaskInfo(Message):
     deadline_at: float | None
     placement: dict[str, Any] = Field(default_factory=dict)
     outputs: tuple[JobOutput, ...] = ()
+    gang: str = ""
+    rank: int = 0
+    ranks: int = 0
 
 
 class TaskStep(Message):
@@ -99,11 +103,14 @@ class TaskRequest(Message):
 
 
 class TaskReply(Message):
-    """A task and its history. `checkpoint`: the newest checkpoint of a session that runs."""
+    """A task and its history. `checkpoint`: the newest checkpoint of a session that runs. `ranks`: if the task is a program of
+    several processes, the sessions of its ranks.
+    """
 
     task: TaskInfo
     story: tuple[TaskStep, ...] = ()
     checkpoint: StoredCheckpoint | None = None
+    ranks: tuple[TaskInfo, ...] = Field(default=(), max_length=1024)
 
 
 class MoveTaskRequest(Message):

@@ -259,7 +259,7 @@ class Groups:
             return
         mine = self._waiting.get(session)
         if mine is not None and mine.group is group:
-            self._end(group, f"rank {rank} {why}, in {describe(mine)}")
+            self._end(group, f"rank {rank} {why}, in {describe(mine.call)}")
         elif group.meeting is not None and group.meeting.arrivals:
             self._end(group, _gone(group, [rank], group.meeting.arrivals[0]))
         else:
@@ -280,8 +280,8 @@ class Groups:
             missing = sorted(set(range(group.size)) - there if arrival.call.sequence else _others(late[0], arrival))
             self._end(
                 group,
-                f"{_ranks(missing)} did not come to {describe(arrival)} within {arrival.call.timeout_ms / 1e3:g} s (the group's "
-                f"timeout); {_ranks(sorted(there))} waited there",
+                f"{_ranks(missing)} did not come to {describe(arrival.call)} within {arrival.call.timeout_ms / 1e3:g} s (the "
+                f"group's timeout); {_ranks(sorted(there))} waited there",
             )
         return [arrival for arrival in before if arrival.settled]
 
@@ -336,9 +336,8 @@ def _others(meeting: Meeting, arrival: Arrival) -> set[int]:
     return set(range(call.size)) - {a.call.rank for a in meeting.arrivals}
 
 
-def describe(arrival: Arrival) -> str:
+def describe(call: Collective) -> str:
     """A collective in words."""
-    call = arrival.call
     number = f" (number {call.sequence} of the group)" if call.sequence else ""
     return f"{call.name}{number}" + (f" at {call.origin}" if call.origin else "")
 
@@ -351,7 +350,7 @@ def _ranks(ranks: Iterable[int]) -> str:
 
 def _gone(group: Group, ranks: Iterable[int], waiting: Arrival) -> str:
     why = "; ".join([f"rank {rank} {group.gone[rank]}" for rank in sorted(ranks)][:4])
-    return f"{why}. Rank {waiting.call.rank} waits for it in {describe(waiting)}"
+    return f"{why}. Rank {waiting.call.rank} waits for it in {describe(waiting.call)}"
 
 
 def _first_difference(meeting: Meeting, arrival: Arrival) -> str:
@@ -437,6 +436,6 @@ def _transfer_difference(meeting: Meeting) -> str:
 
 def _differ(first: Arrival, other: Arrival, what: str) -> str:
     return (
-        f"the ranks of a group ask for {what}. Rank {first.call.rank}: {describe(first)}; rank {other.call.rank}: "
-        f"{describe(other)}. All ranks must call the same collectives in the same order"
+        f"the ranks of a group ask for {what}. Rank {first.call.rank}: {describe(first.call)}; rank {other.call.rank}: "
+        f"{describe(other.call)}. All ranks must call the same collectives in the same order"
     )

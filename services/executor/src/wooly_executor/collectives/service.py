@@ -2,7 +2,7 @@
 
 A session waits at its COLLECTIVE frame until the frames of all ranks are there (`groups`) and the memory of all ranks is on the
 device. Then the operands are checked, and the work is done (`work`): small work at once, large work by the mover. Each rank is
-billed for an equal share.
+billed for an equal share. Groups whose first rank is at another executor are carried there (`remote`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from wooly_wis.collectives import REDUCING, Collective, Range, What, unpack_collective
 
 from wooly_executor.collectives.groups import Arrival, Groups, Meeting
+from wooly_executor.collectives.remote import RemoteCollectives
 from wooly_executor.collectives.work import PIECE_ON_GPU, PIECE_ON_HOST, Memory, Part, WorkJob, parts_of, steps
 from wooly_executor.errors import CollectiveError, ContextLostError, ExecutorError, forget_frames
 from wooly_executor.flow import Readiness, Residence, Signal
@@ -49,6 +51,8 @@ class Collectives:
         post: queue of events of sessions.
         find: finds an open session by its id.
         clock: returns monotonic seconds.
+        most: maximum bytes of host memory for a collective of a session that another executor carries.
+        tls_ca: certificate authorities of other executors; None: those of the system.
     """
 
     def __init__(
@@ -60,11 +64,25 @@ class Collectives:
         post: Post,
         find: Callable[[str], Session | None],
         clock: Callable[[], float] = time.monotonic,
+        *,
+        most: int = 1 << 30,
+        tls_ca: Path | None = None,
     ) -> None:
         self._vram, self._runs, self._device, self._call, self._post = vram, runs, device, call, post
         self._find, self._clock = find, clock
         self._piece = PIECE_ON_HOST if device.host else PIECE_ON_GPU
         self.groups = Groups()
+        self.remote = RemoteCollectives(
+            vram,
+            call,
+            post,
+            lambda session, call, r, writing: self._tensor(session, call, r, writing=writing),
+            self._bill,
+            self._piece,
+            most,
+            tls_ca,
+            clock,
+        )
         self._arrivals: dict[str, Arrival] = {}
         self._refused: dict[str, tuple[Collective, CollectiveError]] = {}
         self._deadline: float | None = None
@@ -88,6 +106,8 @@ class Collectives:
             if session.id in self._refused:
                 return Signal.MEMORY_READY
             call = unpack_collective(frame.payload)
+            if self.remote.carries(session, call.group):
+                return self._reach_remote(session, call)
             before = list(self._arrivals.values())
             try:
                 arrival = self.groups.arrive(session.tenant, session.id, call, self._clock())
@@ -107,8 +127,17 @@ class Collectives:
             return Signal.MEMORY_READY
         if not any(m.complete and not m.done for m in arrival.meetings):
             session.holdings.parked = session.holdings.parked or self._vram.clock()
-        self._deadline = self.groups.next_deadline()
+        self._note_deadline()
         return Signal.PEERS_AWAITED
+
+    def _reach_remote(self, session: Session, call: Collective) -> Signal:
+        signal = self.remote.reach(session, call, lambda: self._unusable_ranges(session, call, call.reads, call.writes))
+        self._note_deadline()
+        return signal
+
+    def _note_deadline(self) -> None:
+        known = [d for d in (self.groups.next_deadline(), self.remote.next_deadline()) if d is not None]
+        self._deadline = min(known, default=None)
 
     def _writable(self, session: Session, call: Collective) -> bool:
         """Whether shared buffers that the rank writes have room for copies of their own, or will not get it."""
@@ -211,9 +240,15 @@ class Collectives:
 
     def _unusable(self, session: Session, arrival: Arrival, meeting: Meeting) -> str:
         """Why an operand of a rank cannot be used; empty if all can. Nothing is changed."""
-        reads, writes = self._ranges(meeting, arrival)
-        size, rank = arrival.call.dtype.itemsize, arrival.call.rank
-        what = f"rank {rank}, {arrival.call.name}" + (f" at {arrival.call.origin}" if arrival.call.origin else "")
+        return self._unusable_ranges(session, arrival.call, *self._ranges(meeting, arrival))
+
+    def _unusable_ranges(
+        self, session: Session, call: Collective, reads: Sequence[Range], writes: Sequence[Range]
+    ) -> str:
+        size = call.dtype.itemsize
+        what = f"rank {call.rank}, {call.name}" + (f" at {call.origin}" if call.origin else "")
+        if call.fault:
+            return call.fault
         for operand, writing in [*[(r, False) for r in reads], *[(w, True) for w in writes]]:
             nbytes = operand.elements * size
             known = session.buffers.get(operand.buffer)
@@ -235,7 +270,7 @@ class Collectives:
                 )
             if operand.offset % size:
                 return f"{what}: byte offset {operand.offset} is not a multiple of the elements' {size} bytes"
-        found = overlap(arrival.call, reads, writes)
+        found = overlap(call, reads, writes)
         return f"{what}: {found}" if found else ""
 
     def _parts(self, meeting: Meeting, arrivals: Sequence[Arrival], sessions: Sequence[Session]) -> list[Part]:
@@ -284,7 +319,7 @@ class Collectives:
             calls = [a.call for a in meeting.arrivals]
             error = f"{calls[0].name} of {len(calls)} ranks failed: {error}"
         self._wake(self.groups.finish(meeting, error))
-        self._deadline = self.groups.next_deadline()
+        self._note_deadline()
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
@@ -299,6 +334,9 @@ class Collectives:
         self._with_room.discard(session.id)
         call, refused = self._refused.pop(session.id, (None, None))
         error: CollectiveError | None = refused
+        visited = self.remote.finish(session)
+        if visited is not None:
+            call, error = visited[0], CollectiveError(visited[1]) if visited[1] else None
         if arrival is not None:
             call = arrival.call
             error = CollectiveError(arrival.error) if arrival.error else None
@@ -314,8 +352,9 @@ class Collectives:
         self._arrivals.pop(session.id, None)
         self._with_room.discard(session.id)
         self._refused.pop(session.id, None)
+        self.remote.closed(session, why)
         self._wake(self.groups.leave(session.id, why))
-        self._deadline = self.groups.next_deadline()
+        self._note_deadline()
 
     def timeout(self) -> float | None:
         """Seconds until `expire` has something to do. None: no rank waits for others."""
@@ -329,7 +368,8 @@ class Collectives:
     def expire(self) -> None:
         """Fail the collectives whose deadline has passed."""
         self._wake(self.groups.expire(self._clock()))
-        self._deadline = self.groups.next_deadline()
+        self.remote.expire()
+        self._note_deadline()
 
 
 def overlap(call: Collective, reads: Sequence[Range], writes: Sequence[Range]) -> str:

@@ -178,7 +178,7 @@ def list_tasks(controller: Controller, settings: Settings, console: Console, as_
         what = ": ".join([part for part in (name, t.reason) if part])
         table.add_row(
             t.task_id,
-            t.kind,
+            f"{t.ranks} ranks" if t.ranks else t.kind,
             t.tenant,
             t.state,
             f"P{t.priority}",
@@ -194,6 +194,30 @@ def _age(seconds: float) -> str:
         if seconds >= size:
             return f"{seconds / size:.1f}\N{NO-BREAK SPACE}{unit}"
     return f"{max(seconds, 0):.0f}\N{NO-BREAK SPACE}s"
+
+
+def show(controller: Controller, settings: Settings, console: Console, task_id: str, as_json: bool) -> None:
+    """Print a task; if it is a program of several processes, also its ranks."""
+    reply = controller.ask(contracts.ROUTER_TASK_GET, TaskRequest(task_id=task_id, credential=settings.credential))
+    if as_json:
+        print(reply.model_dump_json())
+        return
+    task = reply.task
+    what = f"{task.ranks} ranks" if task.ranks else task.kind
+    where = ", ".join(task.executors) or "no device"
+    console.print(
+        f"task {task.task_id}: {what} of {task.tenant}, {task.state}, P{task.priority}, on {where}", highlight=False
+    )
+    if not reply.ranks:
+        console.print(f"  {task.reason}", highlight=False, markup=False)
+        return
+    table = plain_table()
+    for column in ("rank", "session", "state", "on", "host"):
+        table.add_column(column)
+    table.add_column("reason", no_wrap=True, overflow="ellipsis")
+    for r in reply.ranks:
+        table.add_row(str(r.rank), r.task_id, r.state, ", ".join(r.executors), r.client_host, r.reason)
+    console.print(Fitted(table))
 
 
 def cancel(controller: Controller, settings: Settings, task_id: str, reason: str) -> TaskReply:

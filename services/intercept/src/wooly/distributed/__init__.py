@@ -1,5 +1,6 @@
 """torch.distributed on Wooly's devices: the backend "nccl".
 
-`group` is the process group that scripts use. A *carrier* moves and reduces its data: `frames` on the executor that has the
-sessions of all ranks, `clients` through the memory of the ranks' processes. `patches` makes PyTorch use the group.
+`group` is the process group that scripts use. A *carrier* moves and reduces its data: `frames` on the executors of the ranks'
+sessions, `clients` through the memory of the ranks' processes. `peers` lets executors work together.
+`patches` makes PyTorch use the group.
 """

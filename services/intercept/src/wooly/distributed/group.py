@@ -133,18 +133,18 @@ class DeviceGroup(PythonProcessGroup):  # type: ignore[misc] # the class is PyTo
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
         return self.allreduce(tensors, opts)
 
-    def reduce(self, tensors: Sequence[Tensor], opts: Any) -> Any:
+    def reduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
         if tensors[0].is_cpu:
-            return self._host_for_cpu().reduce(tensors, opts)
-        flat = _flat(tensors[0])
-        self._reduce(What.REDUCE, [flat], [flat] if opts.rootRank == self._rank else [], opts, root=opts.rootRank)
+            return self._host_for_cpu().reduce(tensors, *([] if opts is None else [opts]))
+        flat, root = _flat(tensors[0]), self._root(opts)
+        self._reduce(What.REDUCE, [flat], [flat] if root == self._rank else [], opts, root=root)
         return completed_work(list(tensors))
 
-    def broadcast(self, tensors: Any, opts: Any) -> Any:
+    def broadcast(self, tensors: Any, opts: Any = 0) -> Any:
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         if tensors[0].is_cpu:
-            return self._host_for_cpu().broadcast(tensors, opts)
-        root = opts if isinstance(opts, int) else opts.rootRank
+            return self._host_for_cpu().broadcast(tensors, *([opts] if opts else []))
+        root = self._root(opts)
         for t in tensors:
             flat = [_flat(t)]
             mine = root == self._rank
@@ -241,21 +241,23 @@ class DeviceGroup(PythonProcessGroup):  # type: ignore[misc] # the class is PyTo
         if inputs[0].is_cpu:
             return self._host_for_cpu().gather(outputs, inputs, opts)
         found: Sequence[Tensor] = []
-        if opts.rootRank == self._rank:
+        root = self._root(opts)
+        if root == self._rank:
             found = outputs[0]
             self._check_list(found, inputs[0])
         with _written(found) as flat:
-            self._carry(What.GATHER, [_flat(inputs[0])], flat, opts, root=opts.rootRank)
+            self._carry(What.GATHER, [_flat(inputs[0])], flat, opts, root=root)
         return completed_work([list(found)])
 
     def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> Any:
         if outputs[0].is_cpu:
             return self._host_for_cpu().scatter(outputs, inputs, opts)
         parts: list[Tensor] = []
-        if opts.rootRank == self._rank:
+        root = self._root(opts)
+        if root == self._rank:
             self._check_list(inputs[0], outputs[0])
             parts = [_flat(t.contiguous()) for t in inputs[0]]
-        self._carry(What.SCATTER, parts, [_flat(outputs[0])], opts, root=opts.rootRank)
+        self._carry(What.SCATTER, parts, [_flat(outputs[0])], opts, root=root)
         return completed_work(list(outputs))
 
     def barrier(self, opts: Any = None) -> Any:
@@ -326,6 +328,17 @@ class DeviceGroup(PythonProcessGroup):  # type: ignore[misc] # the class is PyTo
         batch, self._batch = self._batch or [], None
         self._send_batch(batch)
         return completed_work([])
+
+    def _root(self, opts: Any) -> int:
+        """The root of a collective.
+
+        Raises:
+            ValueError: it is no rank of the group. It is PyTorch's own error.
+        """
+        root = 0 if opts is None else opts if isinstance(opts, int) else opts.rootRank
+        if not 0 <= root < self._size:
+            raise ValueError(f"invalid root rank: {root}; the group has the ranks 0 to {self._size - 1}")
+        return int(root)
 
     # -- parts -------------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,8 @@ from wooly.distributed.carrier import Carrier, Work
 from wooly.distributed.clients import ClientCarrier
 from wooly.distributed.frames import FrameCarrier
 from wooly.distributed.group import DeviceGroup
+from wooly.distributed.peers import introduction, place
+from wooly.recorder import origin
 from wooly.torch_private import PrefixStore, distributed_patches, make_gloo
 
 Patch = tuple[Any, str, Any]
@@ -25,12 +27,13 @@ NCCL_VERSION = (2, 28, 9)
 _STAYS = "it is a rank of a torch.distributed group, whose collectives cannot be repeated"
 
 
-def patches(devices: Devices, mode: Callable[[], str]) -> Iterator[Patch]:
+def patches(devices: Devices, mode: Callable[[], str], session: Callable[[], Any]) -> Iterator[Patch]:
     """Yield each patch as (owner, name, value).
 
     Args:
         devices: the process's devices.
         mode: returns the setting WOOLYAI_COLLECTIVES.
+        session: returns the open session, as `wooly.api.opened_session` does.
     """
     told = False
 
@@ -41,9 +44,10 @@ def patches(devices: Devices, mode: Callable[[], str]) -> Iterator[Patch]:
         if mode() == "clients":
             carrier: Carrier = ClientCarrier(PrefixStore("clients", store), rank, size, timeout)
         else:
-            carrier = _meet(devices, store, rank, size, timeout.total_seconds())
-            if not rank and size > 1 and not told:
-                print(f"wooly: the {size} ranks of this program share one device", file=sys.stderr, flush=True)
+            carrier, count = _meet(devices, session, store, rank, size, timeout.total_seconds())
+            if not rank and size > count and not told:
+                share = "one device" if count == 1 else f"{count} devices"
+                print(f"wooly: the {size} ranks of this program share {share}", file=sys.stderr, flush=True)
             told = True
         return carrier, host
 
@@ -51,35 +55,39 @@ def patches(devices: Devices, mode: Callable[[], str]) -> Iterator[Patch]:
     yield (torch.cuda.nccl, "version", lambda: NCCL_VERSION)
 
 
-def _meet(devices: Devices, store: Any, rank: int, size: int, timeout_s: float) -> FrameCarrier:
-    """Tell the other ranks where this rank's session is, and check that all are on one executor.
+def _meet(
+    devices: Devices, session: Callable[[], Any], store: Any, rank: int, size: int, timeout_s: float
+) -> tuple[FrameCarrier, int]:
+    """Tell the other ranks where this rank's session is, and let their executors work together.
+
+    Returns:
+        The carrier, and the number of executors.
 
     Raises:
-        DistBackendError: they are not.
+        DistBackendError: the executors cannot work together.
     """
     if size > MAX_RANKS:
         raise DistBackendError(f"a process group on Wooly's devices has at most {MAX_RANKS} ranks, not {size}")
     recorder = devices.recorders[devices.current]
     with recorder.lock:
         link = recorder.require_link()
+    opened = session()
+    index = 0 if opened is None or len(opened.parts) == 1 else devices.current
     if not rank:
         store.set("wooly/group", secrets.token_hex(GROUP_BYTES))
-    here = {"instance": link.device.get("instance", ""), "where": link.where}
-    store.set(f"wooly/{rank}", json.dumps(here))
+    with recorder.lock:
+        link.stay(_STAYS)  # before the others know where it is
+    store.set(f"wooly/{rank}", json.dumps(place(opened, index, link)))
     found = [json.loads(store.get(f"wooly/{k}")) for k in range(size)]
     places = {place["instance"]: place["where"] for place in found}
     if "" in places:
         raise DistBackendError(f"the executor {places['']} has no collectives; update it")
-    if len(places) > 1:
-        listed = "; ".join([f"rank {k}: {place['where']}" for k, place in enumerate(found)][:8])
-        raise DistBackendError(
-            f"the ranks' sessions are on {len(places)} executors, but a process group of the backend nccl needs all ranks on one "
-            f"executor ({listed}). Name a node with one device, or an executor, with WOOLYAI_NODE; or set "
-            "WOOLYAI_COLLECTIVES=clients to pass the data through the ranks' processes, which is slow"
-        )
-    with recorder.lock:
-        link.stay(_STAYS)
     name = bytes.fromhex(store.get("wooly/group").decode())
+    first = found[0]
+    if first["instance"] != found[rank]["instance"]:
+        payload = introduction(opened, index, first, name)
+        with recorder.lock:
+            link.introduce(payload, origin())
     carrier = FrameCarrier(devices, link, name, rank, size, timeout_s)
-    carrier.carry(Work(What.BARRIER))  # from now on, the executor knows all ranks, so it notices if one ends
-    return carrier
+    carrier.carry(Work(What.BARRIER))  # from now on, the executors know all ranks, so they notice if one ends
+    return carrier, len(places)

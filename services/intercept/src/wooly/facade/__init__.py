@@ -67,6 +67,7 @@ class Facade:
         lose_session: ends the session with a reason.
         cuda_version: the version that `torch.version.cuda` reports; empty: that of the local PyTorch.
         collectives: returns who carries collectives: "executor" or "clients".
+        session: returns the open session; None: it has no controller.
     """
 
     def __init__(
@@ -79,7 +80,9 @@ class Facade:
         lose_session: Callable[[str], None],
         cuda_version: str = CUDA_VERSION,
         collectives: Callable[[], str] = lambda: "executor",
+        session: Callable[[], Any] = lambda: None,
     ) -> None:
+        self._session = session
         self._collectives = collectives
         self._launches = launches
         self._mode = mode
@@ -114,7 +117,7 @@ class Facade:
             self._snapshots.patches(),
             profiler.patches(self._devices, self._answers.name_of),
             parallel.patches(),
-            distributed.patches(self._devices, self._collectives),
+            distributed.patches(self._devices, self._collectives, self._session),
             children.patches(),
             ipc.patches(),
             dynamo.patches(),

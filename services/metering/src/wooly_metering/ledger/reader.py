@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import Select, func, literal, select
+from sqlalchemy import Select, case, func, literal, literal_column, or_, select
 from wooly_wis.credits import (
     CreditsRequest,
     CreditsRow,
@@ -15,6 +15,7 @@ from wooly_wis.credits import (
     QuarantineRequest,
     Statement,
 )
+from wooly_wis.messages.sessions import GANG_ID_CHARS, GANG_MARK, PEER_MARK
 
 from wooly_metering.core.booking import COLUMNS, SUMS, USAGE
 from wooly_metering.core.budgets import Budget, period_begin_us
@@ -61,13 +62,24 @@ class Reader:
         return found[: request.limit], len(found) > request.limit
 
     def _by_run(self, request: CreditsRequest) -> Select[Any]:
-        """One row per run. A run may use several executors; it has ended when it has ended on all of them."""
+        """One row per run. A run may use several executors, and the ranks of a gang are one run. It has ended when it has ended
+        on all executors.
+        """
         began, until = func.min(runs.c.began_us), func.max(runs.c.until_us)
-        keys = runs.c.session_id, runs.c.tenant, runs.c.model
+        # Constants, because two parameters would not count as the same expression.
+        is_part = or_(
+            *[
+                runs.c.session_id.like(literal_column(f"'{'_' * GANG_ID_CHARS}{mark}%'"))
+                for mark in (GANG_MARK, PEER_MARK)
+            ]
+        )
+        whole = func.substr(runs.c.session_id, literal_column("1"), literal_column(str(GANG_ID_CHARS)))
+        name = case((is_part, whole), else_=runs.c.session_id)
+        keys = name, runs.c.tenant, runs.c.model
         query = (
             select(
                 runs.c.tenant,
-                runs.c.session_id.label("name"),
+                name.label("name"),
                 runs.c.model,
                 began.label("began_us"),
                 until.label("until_us"),
@@ -75,10 +87,10 @@ class Reader:
                 *[func.sum(runs.c[n]).label(n) for n in _QUANTITIES],
             )
             .group_by(*keys)
-            .order_by(began.desc(), runs.c.session_id)
+            .order_by(began.desc(), name)
         )
         if request.session_id:
-            query = query.where(runs.c.session_id == request.session_id)
+            query = query.where(or_(runs.c.session_id == request.session_id, name == request.session_id))
         if request.tenant:
             query = query.where(runs.c.tenant == request.tenant)
         if request.since_us:

@@ -3,15 +3,16 @@
 A later task may overtake an earlier task that does not fit, but not without end. When a task has waited for `patience_s`, the
 queue *holds* devices for it: as many as the task needs, of those that could take it when empty, the least promised first. No
 task behind it in the queue is placed there. Each `aging_s` of waiting raises a task by one class in this queue (not on the
-device), so that a stream of tasks of higher classes cannot block it. So the waiting time is limited by patience, aging and the
-tasks that already run.
+device), so that a stream of tasks of higher classes cannot block it. The ranks of a gang take one turn together. So the waiting
+time is limited by patience, aging and the tasks that already run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+from wooly_router.core.gangs import ALONE, Gang, place_gang, shapes
 from wooly_router.core.placement import IDLE, Claim, DeviceRequest, Placement, Pool, fits
 from wooly_router.core.tasks import is_due
 
@@ -23,6 +24,7 @@ class Waiting:
     Attributes:
         since: time at which the task was submitted.
         not_before: earliest time of its next attempt.
+        gang: the ranks of its program. They are placed together, when the turn of any of them comes.
     """
 
     task_id: str
@@ -30,6 +32,13 @@ class Waiting:
     since: float
     want: DeviceRequest
     not_before: float = 0.0
+    gang: Gang = ALONE
+
+    def place(self, pool: Pool, held: Collection[str]) -> Placement:
+        """Choose its devices; those of a gang, one per rank."""
+        if self.gang.task_id:
+            return place_gang(self.gang, self.want, pool, held)
+        return pool.place(self.want, held)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +97,11 @@ def turn_of(task: Waiting, queue: Iterable[Waiting], pool: Pool, now: float, pat
 
     Afterwards the pool has the claims of the tasks before it. `queue` may contain the task itself.
     """
-    others = [w for w in queue if w.task_id != task.task_id]
+    gang = task.gang.task_id
+    others = [w for w in queue if w.task_id != task.task_id and not (gang and w.gang.task_id == gang)]
     ahead = in_order([*others, task], now, patience)
     _, held = _plan(ahead[: ahead.index(task)], pool, now, patience)
-    return Turn(pool.place(task.want, held), held)
+    return Turn(task.place(pool, held), held)
 
 
 def _plan(
@@ -100,19 +110,24 @@ def _plan(
     decisions: list[tuple[Waiting, Placement]] = []
     held: set[str] = set()
     # Claims and holds only grow here, so a request that was refused once stays refused.
-    refused: dict[DeviceRequest, Placement] = {}
+    refused: dict[tuple[DeviceRequest, Gang], Placement] = {}
+    gangs: set[str] = set()
     for waiting in in_order(queue, now, patience):
-        if not is_due(waiting.not_before, now):
+        if not is_due(waiting.not_before, now) or waiting.gang.task_id in gangs:
             continue
-        placement = refused.get(waiting.want) or pool.place(waiting.want, held)
+        if waiting.gang.task_id:  # its other ranks get their devices with this one
+            gangs.add(waiting.gang.task_id)
+        key = waiting.want, waiting.gang
+        placement = refused.get(key) or waiting.place(pool, held)
         decisions.append((waiting, placement))
         if placement.gpus:
             for claim in claims_of(waiting.want, [g.executor_id for g in placement.gpus]):
                 pool.claim(claim)
             continue
-        refused[waiting.want] = placement
+        refused[key] = placement
         if now - waiting.since >= patience.patience_s:
-            held.update(_hold(waiting.want, pool, held))
+            wants = shapes(waiting.gang, waiting.want) if waiting.gang.task_id else [waiting.want]
+            held.update(next((found for want in wants if (found := _hold(want, pool, held))), []))
     return decisions, frozenset(held)
 
 

@@ -159,11 +159,14 @@ class Task(TaskInfo):
 
 
 class TaskDetail(BaseModel):
-    """A task and its story. `checkpoint`: the newest checkpoint of a session that runs."""
+    """A task and its story. `checkpoint`: the newest checkpoint of a session that runs. `ranks`: the sessions of its ranks, if
+    the task is a program of several processes.
+    """
 
     task: Task
     story: list[TaskStep]
     checkpoint: StoredCheckpoint | None = None
+    ranks: list[Task] = []
 
 
 class TaskList(BaseModel):

@@ -52,7 +52,8 @@ def _task(found: TaskInfo) -> Task:
 
 
 def _detail(reply: TaskReply) -> TaskDetail:
-    return TaskDetail(task=_task(reply.task), story=list(reply.story), checkpoint=reply.checkpoint)
+    ranks = [_task(r) for r in reply.ranks]
+    return TaskDetail(task=_task(reply.task), story=list(reply.story), checkpoint=reply.checkpoint, ranks=ranks)
 
 
 def _ask(caller: Caller, task_id: str, reason: str = "") -> TaskRequest:

@@ -14,7 +14,9 @@ from sqlalchemy import BigInteger, ColumnElement, and_, cast, delete, func, inse
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 from wooly_dispatch.overcommit import counted
+from wooly_wis.messages.sessions import GANG_MARK
 
+from wooly_router.core.gangs import ALONE, Gang
 from wooly_router.core.placement import Claim, DeviceRequest
 from wooly_router.core.queue import Waiting
 from wooly_router.core.tasks import ENDED, Kind, sources
@@ -102,18 +104,35 @@ class TaskRecord:
         )
 
     @property
+    def gang(self) -> Gang:
+        """The gang of which the session is a rank."""
+        more = self.wants.get("gang")
+        return Gang(more["task"], more["size"], more["devices"]) if more else ALONE
+
+    @property
+    def rank(self) -> int:
+        """Number of the rank in its gang; 0 without a gang."""
+        return int((self.wants.get("gang") or {}).get("rank", 0))
+
+    @property
     def wish(self) -> TaskWish:
         """What the session's client was asked to do."""
         return TaskWish(**(self.wants.get("wish") or {}))
 
     def waiting(self) -> Waiting:
         """Return the task as an entry of the queue."""
-        return Waiting(self.id, self.priority, self.created_at, self.want(), self.retry_at or 0.0)
+        gang = self.gang if not self.attempt else ALONE  # a rank that lost its executor gets another one alone
+        return Waiting(self.id, self.priority, self.created_at, self.want(), self.retry_at or 0.0, gang)
 
 
 def session_of(task: TaskRecord) -> str:
     """Return the id of a task's session on its executors: the task's id; for a job, also the number of the current attempt."""
     return f"{task.id}-{task.attempt}" if task.kind == "job" else task.id
+
+
+def rank_id(gang: str, rank: int) -> str:
+    """The id of the session of a gang's rank."""
+    return f"{gang}{GANG_MARK}{rank}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,6 +341,11 @@ class TaskStore:
         if changes:
             await s.execute(update(TaskRow).where(TaskRow.id == task_id).values(changes))
 
+    async def take_over(self, s: AsyncSession, task: TaskRecord) -> None:
+        """Store the client and the wants of a session that was stored before its client asked for it."""
+        changes = {"name": task.name, "client_host": task.client_host, "wants": task.wants}
+        await s.execute(update(TaskRow).where(TaskRow.id == task.id).values(changes))
+
     async def amend(self, task_id: str, reason: str, at: float, told: str = "") -> None:
         """Replace the reason of an ended task and add a step to its story.
 
@@ -454,6 +478,16 @@ class TaskStore:
             return known
         job = await self.get(session_id.rpartition("-")[0])
         return job if job is not None and job.kind == "job" and session_of(job) == session_id else None
+
+    async def gang(self, gang: str, s: AsyncSession | None = None) -> list[TaskRecord]:
+        """Return the sessions of a gang's ranks, in the order of the ranks."""
+        if s is None:
+            async with self.database.reading() as s:
+                return await self.gang(gang, s)
+        mine = TaskRow.id.startswith(gang + GANG_MARK, autoescape=True)
+        query = select(TaskRow).where(mine).execution_options(populate_existing=True)
+        found = [_record(r) for r in await s.scalars(query)]
+        return sorted([r for r in found if r.gang.task_id == gang], key=lambda r: r.rank)
 
     async def in_states(self, *states: str, kind: str | None = None, s: AsyncSession | None = None) -> list[TaskRecord]:
         """Return all tasks in some states, oldest first."""

@@ -21,7 +21,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from wooly import capture
+from wooly import capture, ranks
 from wooly.cli.commands.app import app, err, fail, read_settings, size
 from wooly.cli.credits import bill_at_end, bill_line, bill_of
 from wooly.control import Controller, begin, connect
@@ -44,12 +44,18 @@ def run(
     ],
     module: Annotated[bool, typer.Option("-m", help="Run a module, like `python -m`.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but the script's own output.")] = False,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, max=8, help="Number of devices; the ranks of torchrun are spread over them.")
+    ] = None,
 ) -> None:
     """Run PROGRAM with its "cuda" operations on a Wooly device. All arguments after PROGRAM are passed to it.
 
     Python processes that PROGRAM starts use Wooly devices, too, each with a session of its own.
     """
     settings = read_settings()
+    if gpus is not None:
+        os.environ["WOOLYAI_GPU_COUNT"] = str(gpus)
+        settings = settings.model_copy(update={"gpu_count": gpus})
     if not module:
         program = program_of(target)
         if program is not None:
@@ -170,7 +176,7 @@ def _run_program(command: Sequence[str], settings: Settings, *, quiet: bool) -> 
     with contextlib.closing(controller) if controller else contextlib.nullcontext(), _report() as report:
         reach = controller.reach if controller else {}
         try:
-            code = _wait(command, os.environ | capture.variables(reach, report))
+            code = _wait(command, os.environ | capture.variables(reach, report) | {ranks.VARIABLE: ranks.new_id()})
         except OSError as e:
             raise fail(e) from e
         if not quiet:

@@ -40,12 +40,21 @@ def list_tasks(
 
 
 @tasks.command()
+def show(
+    task: Annotated[str, typer.Argument(metavar="TASK", help="The task's id.")],
+    as_json: Json = False,
+) -> None:
+    """Show a task, and the ranks of a program of several processes."""
+    with_router(lambda jobs, c, settings: jobs.show(c, settings, out, task, as_json))
+
+
+@tasks.command()
 def cancel(
     task: Annotated[str, typer.Argument(metavar="TASK", help="The task's id.")],
     reason: Annotated[str, typer.Option(help="Reason, for the task's story.")] = "",
     as_json: Json = False,
 ) -> None:
-    """End a session or a job."""
+    """End a session, a job, or all ranks of a program."""
     reply = with_router(lambda jobs, c, settings: jobs.cancel(c, settings, task, reason))
     if as_json:
         print(json.dumps(reply.task.model_dump(mode="json")))

@@ -1,0 +1,488 @@
+"""Collectives of ranks on two executors: the bits of one executor, and peers that die, are silent or hostile."""
+
+import json
+import socket
+import threading
+
+import pytest
+import torch
+from wooly_bus.channel.token import SignedPass, peer_ticket
+from wooly_bus.keys import Key
+from wooly_executor.collectives import remote
+from wooly_executor.collectives.peers import Introduction, Peer
+from wooly_executor.errors import CollectiveError
+from wooly_executor.host_account import HostLimits
+from wooly_executor.memory.swap import Policy
+from wooly_executor.vram import SwapSettings
+from wooly_wis.collectives import Reduction, What
+from wooly_wis.dtypes import DType
+from wooly_wis.frames import Kind, pack_json
+from wooly_wis.messages import DirectSession
+
+GROUP = b"sixteen bytes id"
+WAIT_S = 30
+TOKEN = "shared by standalone executors"
+
+
+class Ranks:
+    """Ranks 0, 2, … are at the first device, ranks 1, 3, … at the second one. With one device, all are there."""
+
+    def __init__(self, devices, size, *, timeout_ms=60_000, tell=True):
+        self.size, self.timeout_ms, self.sequence = size, timeout_ms, 0
+        self.devices = [devices[rank % len(devices)] for rank in range(size)]
+        for device in devices:
+            device.loop.admission.open_for_token(TOKEN)
+        self.clients = [device.open(f"rank{rank}", tenant="default") for rank, device in enumerate(self.devices)]
+        self.home = self.clients[0].welcome["device"]["instance"]
+        for rank, client in enumerate(self.clients):
+            if tell and self.devices[rank] is not self.devices[0]:
+                client.channel.send(Kind.GROUP, pack_json(self.introduction(rank)))
+
+    def introduction(self, rank, **changes):
+        peer = {
+            "executor_id": "home",
+            "endpoints": [str(self.devices[0].endpoint)],
+            "session_id": f"rank{rank}+0",
+            "token": TOKEN,
+            "session": DirectSession().model_dump(mode="json"),
+        } | changes
+        return {"group": GROUP.hex(), "instance": self.home, "peer": peer}
+
+    def send(self, rank, what, **how):
+        single = what in (What.EXCHANGE, What.LEAVE)
+        common = {
+            "group": GROUP,
+            "sequence": 0 if single else self.sequence,
+            "rank": rank,
+            "size": self.size,
+            "timeout_ms": self.timeout_ms,
+            "origin": f"train.py:{rank + 1}",
+        }
+        self.clients[rank].collective(what, **{"dtype": DType.F32, **common, **how})
+
+    def all(self, what, how, **same):
+        self.sequence += what is not What.EXCHANGE
+        for rank in range(self.size):
+            self.send(rank, what, **same, **how(rank))
+
+
+def values(rank, count=5):
+    generator = torch.Generator().manual_seed(rank)
+    return (torch.rand(count, generator=generator) * 10 ** (rank * 3)).tolist()
+
+
+def run(ranks, what, how, outputs, **same):
+    """Let each rank make its inputs (buffer 1) and outputs (buffer 2), and return the bytes of the outputs."""
+    for rank, client in enumerate(ranks.clients):
+        client.make(1, *values(rank))
+        client.make(2, *[0.0] * outputs)
+    ranks.all(what, how, **same)
+    found = [client.read(2, 4 * outputs) for client in ranks.clients]
+    for client in ranks.clients:
+        client.run(client_frees(), [1, 2])
+    return found
+
+
+def client_frees():
+    from services.executor.tests.conftest import Body
+
+    return Body().free("x").free("y")
+
+
+def everyone(ranks):
+    n = ranks.size
+    part = [(1, 4 * k, 1) for k in range(n)]
+    into = [(2, 4 * k, 1) for k in range(n)]
+
+    def rooted(rank, what):
+        mine = rank == 1
+        if what is What.BROADCAST:
+            return {"reads": [(1, 0, 5)]} if mine else {"writes": [(2, 0, 5)]}
+        if what is What.GATHER:
+            return {"reads": [(1, 0, 1)], "writes": into if mine else []}
+        if what is What.SCATTER:
+            return {"reads": part if mine else [], "writes": [(2, 0, 1)]}
+        return {"reads": [(1, 0, 5)], "writes": [(2, 0, 5)] if mine else []}
+
+    both = {"reads": [(1, 0, 5)], "writes": [(2, 0, 5)]}
+    yield What.ALL_REDUCE, lambda _: both, {"reduction": Reduction.SUM}
+    yield What.ALL_REDUCE, lambda _: both, {"reduction": Reduction.AVG}
+    yield What.ALL_REDUCE, lambda _: both, {"reduction": Reduction.PREMUL_SUM, "factor": 0.3}
+    yield What.REDUCE_SCATTER, lambda _: {"reads": part, "writes": [(2, 0, 1)]}, {"reduction": Reduction.SUM}
+    yield What.ALL_GATHER, lambda _: {"reads": [(1, 4, 1)], "writes": into}, {}
+    yield What.ALL_TO_ALL, lambda _: {"reads": part, "writes": into}, {}
+    for what in (What.BROADCAST, What.GATHER, What.SCATTER):
+        yield what, lambda rank, what=what: rooted(rank, what), {"root": 1}
+    yield What.REDUCE, lambda rank: rooted(rank, What.REDUCE), {"root": 1, "reduction": Reduction.SUM}
+    yield What.BARRIER, lambda _: {}, {}
+    ring = lambda rank: {"reads": [(1, 0, 5, (rank + 1) % n)], "writes": [(2, 0, 5, (rank - 1) % n)]}  # noqa: E731
+    yield What.EXCHANGE, ring, {}
+
+
+def test_collectives_of_two_executors_have_the_bits_of_one(make_device):
+    a, b, single = [make_device() for _ in range(3)]
+    apart, together = Ranks([a, b], 4), Ranks([single], 4)
+    for what, how, same in everyone(apart):
+        assert run(apart, what, how, 5, **same) == run(together, what, how, 5, **same), what
+
+
+def test_first_rank_may_be_at_any_of_the_executors(make_device):
+    a, b = make_device(), make_device()
+    ranks = Ranks([b, a, b], 3)
+    assert len(set(run(ranks, What.ALL_REDUCE, lambda _: BOTH, 5, reduction=Reduction.SUM))) == 1
+
+
+BOTH = {"reads": [(1, 0, 5)], "writes": [(2, 0, 5)]}
+
+
+def test_large_operands_are_copied_by_the_mover_and_in_place(make_device):
+    a, b = make_device(), make_device()
+    ranks, count = Ranks([a, b], 2), 1 << 20
+    body = client_body(4 * count)
+    for rank, client in enumerate(ranks.clients):
+        client.run(body, [1])
+        client.write(1, torch.full((count,), rank + 1.5).numpy().tobytes())
+    for _ in range(3):
+        ranks.all(
+            What.ALL_REDUCE, lambda _: {"reads": [(1, 0, count)], "writes": [(1, 0, count)]}, reduction=Reduction.SUM
+        )
+    found = [torch.frombuffer(bytearray(c.read(1, 4 * count)), dtype=torch.float32) for c in ranks.clients]
+    assert all(bool((f == 16.0).all()) for f in found)
+    for device in (a, b):
+        device.check()
+
+
+def client_body(nbytes):
+    from services.executor.tests.conftest import Body
+
+    return Body().alloc("x", nbytes)
+
+
+def failure(client, kind="executor.collective"):
+    from services.executor.tests.conftest import RemoteError
+
+    with pytest.raises(RemoteError) as caught:
+        client.sync()
+    assert caught.value.code == kind
+    return caught.value.message
+
+
+def waiting(make_device, **how):
+    """Two ranks of which one waits for the other: rank 1 at the second device."""
+    a, b = make_device(), make_device()
+    ranks = Ranks([a, b], 2, **how)
+    for client in ranks.clients:
+        client.make(1, 1.0)
+    ranks.all(What.BARRIER, lambda _: {})  # from now on, the home knows all ranks
+    for client in ranks.clients:
+        client.sync()
+    ranks.sequence += 1
+    return a, b, ranks
+
+
+SUM = {"reads": [(1, 0, 1)], "writes": [(1, 0, 1)], "reduction": Reduction.SUM}
+
+
+def wait_for(condition):
+    done = threading.Event()
+    for _ in range(WAIT_S * 100):
+        if condition():
+            return
+        done.wait(0.01)
+    raise AssertionError("the condition did not become true")
+
+
+def has_arrived(device, count):
+    return lambda: device.call(lambda: len(device.loop.collectives.groups._waiting)) == count
+
+
+def test_rank_at_another_executor_that_dies_ends_the_group_with_its_reason(make_device):
+    a, b, ranks = waiting(make_device)
+    ranks.send(0, What.ALL_REDUCE, **SUM)
+    wait_for(has_arrived(a, 1))
+    b.call(lambda: b.loop.sessions.close("rank1", "its client was killed"))
+    text = failure(ranks.clients[0])
+    assert "rank 1 has ended: its client was killed" in text and "train.py:1" in text
+    assert a.held().keys() == {"rank0"}
+
+
+def test_first_rank_that_dies_ends_ranks_at_other_executors(make_device):
+    a, _, ranks = waiting(make_device)
+    ranks.send(1, What.ALL_REDUCE, **SUM)
+    wait_for(has_arrived(a, 1))
+    a.call(lambda: a.loop.sessions.close("rank0", "its client was killed"))
+    assert "rank 0 has ended: its client was killed" in failure(ranks.clients[1])
+    # the rank's results are poisoned, and its session goes on
+    ranks.clients[1].make(9, 2.0)
+    assert ranks.clients[1].floats(9, 1) == [2.0]
+
+
+def test_session_that_ends_while_it_waits_ends_its_part_at_the_other_executor(make_device):
+    a, _, ranks = waiting(make_device)
+    ranks.send(1, What.ALL_REDUCE, **SUM)
+    wait_for(has_arrived(a, 1))
+    ranks.clients[1].channel.close()
+    a.wait_closed("rank1+0")
+    ranks.send(0, What.ALL_REDUCE, **SUM)
+    assert "rank 1" in failure(ranks.clients[0])
+
+
+def test_rank_that_does_not_come_is_named_at_both_executors(make_device):
+    _, _, ranks = waiting(make_device)
+    ranks.timeout_ms = 50
+    ranks.send(1, What.ALL_REDUCE, **SUM)
+    text = failure(ranks.clients[1])
+    assert "rank 0 did not come to all_reduce (number 2 of the group) at train.py:2 within 0.05 s" in text
+
+
+def test_unusable_operand_fails_the_collective_for_all_ranks_with_its_reason(make_device):
+    _, _, ranks = waiting(make_device)
+    ranks.send(0, What.ALL_REDUCE, **SUM)
+    ranks.send(1, What.ALL_REDUCE, **SUM | {"reads": [(77, 0, 1)]})
+    for client in ranks.clients:
+        assert "rank 1, all_reduce at train.py:2: buffer 77 does not exist" in failure(client)
+    ranks.all(What.BARRIER, lambda _: {})  # the group goes on
+    for client in ranks.clients:
+        client.sync()
+
+
+def test_ranks_at_two_executors_that_differ_are_told_both_lines(make_device):
+    _, _, ranks = waiting(make_device)
+    ranks.send(0, What.ALL_REDUCE, **SUM)
+    ranks.send(1, What.BARRIER)
+    for client in ranks.clients:
+        text = failure(client)
+        assert "different collective: all_reduce and barrier" in text and "train.py:1" in text and "train.py:2" in text
+
+
+def test_operands_above_the_limit_of_host_memory_fail_for_all_ranks(make_device):
+    a, b = make_device(), make_device(limits=HostLimits(session=4 << 20))
+    ranks, count = Ranks([a, b], 2), 1 << 20
+    for client in ranks.clients:
+        client.run(client_body(4 * count), [1])
+        client.write(1, bytes(4 * count))
+    ranks.all(What.ALL_REDUCE, lambda _: {"reads": [(1, 0, count)], "writes": [(1, 0, count)]}, reduction=Reduction.SUM)
+    for client in ranks.clients:
+        assert "WOOLY_EXECUTOR_SESSION_HOST" in failure(client)
+
+
+def test_host_memory_of_a_collective_is_on_the_account_of_its_session(make_device):
+    a, b, ranks = waiting(make_device)
+    ranks.send(1, What.ALL_REDUCE, **SUM)
+    wait_for(has_arrived(a, 1))
+    assert b.call(lambda: b.loop.sessions["rank1"].host_use().peers) == 128
+    ranks.send(0, What.ALL_REDUCE, **SUM)
+    ranks.clients[1].sync()
+    assert b.call(lambda: b.loop.sessions["rank1"].host_use().peers) == 0
+
+
+def test_waiting_rank_may_leave_the_device(make_device):
+    """The session at the other executor is swapped out while it waits, and gets its results when it is back."""
+    swap = SwapSettings(Policy(idle_ns=0), 1 << 30)
+    a, b = make_device(), make_device(memory=3 << 20, swap=swap)
+    ranks = Ranks([a, b], 2)
+    count = 1 << 18
+    for rank, client in enumerate(ranks.clients):
+        client.run(client_body(4 * count), [1])
+        client.write(1, torch.full((count,), rank + 1.0).numpy().tobytes())
+    ranks.sequence = 1
+    part = {"reads": [(1, 0, count)], "writes": [(1, 0, count)], "reduction": Reduction.SUM}
+    ranks.send(1, What.ALL_REDUCE, **part)
+    wait_for(has_arrived(a, 1))
+    other = b.open("other")
+    other.run(client_body(5 << 19), [1], reply=True)
+    wait_for(lambda: b.residence()["rank1"] != "here")
+    ranks.send(0, What.ALL_REDUCE, **part)
+    found = torch.frombuffer(bytearray(ranks.clients[1].read(1, 4 * count)), dtype=torch.float32)
+    assert bool((found == 3.0).all())
+
+
+# -- hostile and silent peers ------------------------------------------------------------------------------------------
+
+
+def test_wrong_token_and_unknown_executor_fail_only_the_rank(make_device):
+    a, b = make_device(), make_device()
+    for changes, text in (
+        ({"token": "wrong"}, "the channel token is not valid"),
+        ({"endpoints": ["unix:///does/not/exist"]}, "cannot be used any more"),
+        ({"endpoints": ["nats://host:1#subject"]}, "no endpoint that other executors may use"),
+        ({"endpoints": ["neither"]}, "the scheme must be one of"),
+    ):
+        ranks = Ranks([a, b], 2, tell=False)
+        ranks.clients[1].channel.send(Kind.GROUP, pack_json(ranks.introduction(1, **changes)))
+        ranks.clients[1].make(1, 1.0)
+        ranks.sequence = 1
+        ranks.send(1, What.ALL_REDUCE, **SUM)
+        assert text in failure(ranks.clients[1])
+        for client in ranks.clients:
+            client.make(8, 3.0)
+            assert client.floats(8, 1) == [3.0]
+            client.close()
+        a.wait_closed("rank0")
+        b.wait_closed("rank1")
+        a.closed.clear()
+        b.closed.clear()
+
+
+def test_another_process_at_the_endpoint_is_not_used(make_device):
+    a, b, c = [make_device() for _ in range(3)]
+    c.loop.admission.open_for_token(TOKEN)
+    ranks = Ranks([a, b], 2, tell=False)
+    ranks.clients[1].channel.send(Kind.GROUP, pack_json(ranks.introduction(1, endpoints=[str(c.endpoint)])))
+    ranks.sequence = 1
+    ranks.send(1, What.BARRIER)
+    assert "another process answers there" in failure(ranks.clients[1])
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {},
+        {"group": "no hex", "instance": ""},
+        {"group": "ab" * 16, "instance": "x", "more": 1},
+        {"group": "ab" * 16, "instance": "x", "peer": {"executor_id": "a.b"}},
+        {
+            "group": "ab" * 16,
+            "instance": "x",
+            "peer": {"executor_id": "a", "endpoints": [], "session_id": "s", "token": ""},
+        },
+        {"group": "ab" * 16, "instance": "x"},
+    ],
+)
+def test_malformed_introduction_is_refused(make_device, said):
+    device = make_device()
+    device.loop.admission.open_for_token(TOKEN)
+    client = device.open("s")
+    client.channel.send(Kind.GROUP, pack_json(said))
+    assert "not valid" in (text := failure(client)) or "ticket" in text
+    client.make(1, 4.0)
+    assert client.floats(1, 1) == [4.0]
+
+
+def test_introduction_that_is_no_json_is_refused(device):
+    client = device.open("s")
+    client.channel.send(Kind.GROUP, b"\xff{")
+    failure(client, "wis.decode")
+    client.make(1, 4.0)
+    assert client.floats(1, 1) == [4.0]
+
+
+def test_executor_with_a_router_connects_nowhere_without_its_ticket(device):
+    client = device.open("s")
+    peer = {"executor_id": "x", "endpoints": ["unix:///x"], "session_id": "s+0", "token": ""}
+    client.channel.send(Kind.GROUP, pack_json({"group": GROUP.hex(), "instance": "x", "peer": peer}))
+    assert "only with a ticket that its router has signed" in failure(client)
+
+
+def test_ticket_is_checked_for_signature_session_tenant_executor_and_time():
+    key, other = Key.new("cluster"), Key.new("cluster")
+    whose = {"session_id": "s", "tenant": "t", "executor_id": "x"}
+    now = 100.0
+    entry = SignedPass(key.public, "s", "t", "x", lambda: now)
+    peer = {"executor_id": "home"}
+    good = peer_ticket(key, peer, now=100.0, **whose)
+    assert entry.peer(good) == peer
+    for wrong, text in (
+        (peer_ticket(other, peer, now=100.0, **whose), "not signed"),
+        (peer_ticket(key, peer, now=10.0, **whose), "expired"),
+        *[(peer_ticket(key, peer, now=100.0, **whose | {n: "z"}), "for another") for n in whose],
+        ("x.y.z", "not signed"),
+        ("", "not signed"),
+    ):
+        with pytest.raises(Exception, match=text):
+            entry.peer(wrong)
+    with pytest.raises(CollectiveError, match="not valid"):
+        Peer.read({"executor_id": "home", "endpoints": ["unix:///a"], "session_id": "a b", "token": ""})
+    assert Introduction(group="ab" * 16, instance="i").ticket == ""
+
+
+class Impostor:
+    """Listens like an executor, and answers what it is told to."""
+
+    def __init__(self, folder, answers):
+        self.path = f"{folder}/impostor.sock"
+        self.socket = socket.socket(socket.AF_UNIX)
+        self.socket.bind(self.path)
+        self.socket.listen()
+        self.answers, self.held = answers, []
+        self.thread = threading.Thread(target=self.run, daemon=True)
+        self.thread.start()
+
+    def run(self):
+        while True:
+            try:
+                connection, _ = self.socket.accept()
+            except OSError:
+                return
+            self.held.append(connection)
+            connection.recv(1 << 16)
+            for data in self.answers:
+                connection.sendall(data)
+
+    def close(self):
+        self.socket.close()
+        for connection in self.held:
+            connection.close()
+
+
+def frame(kind, payload, seq=1):
+    from wooly_bus.channel.framing import HEADER
+
+    return HEADER.pack(len(payload), kind, 0, 0, seq) + payload
+
+
+WELCOME = frame(Kind.WELCOME, json.dumps({"window": 1 << 20, "device": {"instance": "home"}}).encode())
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        [b"\0" * 64],
+        [frame(Kind.WELCOME, b"no json")],
+        [frame(Kind.WELCOME, b"[1]")],
+        [WELCOME, frame(Kind.DATA, bytes(999), 2)],
+        [WELCOME, frame(Kind.RESULT, b"{}", 2)],
+        [WELCOME, frame(Kind.ERROR, b"\xff", 2)],
+        [WELCOME, frame(Kind.DATA, bytes(64), 7)],
+    ],
+)
+def test_impostor_that_answers_nonsense_fails_only_the_collective(make_device, tmp_path, answers):
+    device = make_device()
+    device.loop.admission.open_for_token(TOKEN)
+    impostor = Impostor(tmp_path, answers)
+    client = device.open("rank1")
+    client.make(1, 1.0)
+    peer = {
+        "executor_id": "home",
+        "endpoints": [f"unix://{impostor.path}"],
+        "session_id": "rank1+0",
+        "token": TOKEN,
+    }
+    client.channel.send(Kind.GROUP, pack_json({"group": GROUP.hex(), "instance": "home", "peer": peer}))
+    client.collective(
+        What.ALL_REDUCE, group=GROUP, sequence=1, rank=1, size=2, timeout_ms=60_000, dtype=DType.F32, **SUM
+    )
+    assert "executor home, which carries the collectives of the group, cannot be used any more" in failure(client)
+    client.make(5, 4.0)
+    assert client.floats(5, 1) == [4.0]
+    impostor.close()
+
+
+def test_silent_executor_is_given_up_after_the_timeout(make_device, tmp_path, monkeypatch):
+    monkeypatch.setattr(remote, "MARGIN_S", 0.05)
+    device = make_device()
+    device.loop.admission.open_for_token(TOKEN)
+    impostor = Impostor(tmp_path, [WELCOME])
+    client = device.open("rank1")
+    client.make(1, 1.0)
+    peer = {"executor_id": "home", "endpoints": [f"unix://{impostor.path}"], "session_id": "rank1+0", "token": TOKEN}
+    client.channel.send(Kind.GROUP, pack_json({"group": GROUP.hex(), "instance": "home", "peer": peer}))
+    how = {"group": GROUP, "sequence": 1, "rank": 1, "size": 2, "timeout_ms": 100, "origin": "train.py:7"}
+    client.collective(What.ALL_REDUCE, dtype=DType.F32, **how, **SUM)
+    text = failure(client)
+    assert (
+        "has not answered within 0.15 s" in text
+        and "Rank 1 waits for it in all_reduce" in text
+        and "train.py:7" in text
+    )
+    impostor.close()
