@@ -102,4 +102,6 @@ def test_conversion_operators_take_cuda_without_an_index(cuda):
 
 def test_conversion_operators_stay_keys_of_tables(cuda):
     operator = torch.ops.aten._to_copy.default
-    assert {operator: 1}[torch.ops.aten._to_copy.default] == 1 and hash(operator) in map(hash, torch._decomp.decomposition_table)
+    assert {operator: 1}[torch.ops.aten._to_copy.default] == 1 and hash(operator) in map(
+        hash, torch._decomp.decomposition_table
+    )
