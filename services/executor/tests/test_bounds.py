@@ -484,3 +484,10 @@ def test_bounds_cache_does_not_keep_forms_alive():
     del program
     gc.collect()
     assert [ref() for ref in left] == [None] * len(left) and not bounds._large
+
+
+def test_lu_without_pivoting_counts_the_elimination_of_each_column():
+    form = extern("aten.linalg_lu_factor_ex.default", [dense(F, 512, 300)], [ref(0)])
+    without = dataclasses.replace(form, attrs=(form.attrs[0], ("kwargs", (("pivot", False),)), form.attrs[1]))
+    work = [work_of(f) for f in (form, without)]
+    assert work[1].elements - work[0].elements >= 300 * 1000 and work[1].flops == work[0].flops

@@ -29,7 +29,7 @@ def unpivoted(call: LibraryCall) -> Callable[..., Any] | None:
             return library(a, pivot=pivot, **checks, **outs)
         found = compute(a)
         if check_errors:
-            torch._linalg_check_errors(found[-1], "torch.linalg.lu_factor_ex", is_matrix=a.dim() == 2)
+            torch.ops.aten._linalg_check_errors(found[-1], "torch.linalg.lu_factor_ex", is_matrix=a.dim() == 2)
         for out, t in zip(outs.values(), found, strict=True) if outs else ():
             if out.shape != t.shape:
                 raise RuntimeError(f"out= must have the shape {list(t.shape)}, but it has {list(out.shape)}")

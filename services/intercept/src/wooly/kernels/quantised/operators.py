@@ -65,16 +65,16 @@ def quantize_per_channel(t: Tensor, scales: Tensor, zero_points: Tensor, axis: i
 
 def make_per_tensor(t: Tensor, scale: float, zero_point: int) -> Tensor:
     """`aten._make_per_tensor_quantized_tensor`: a quantised tensor with a copy of the integers `t`."""
-    like = torch._make_per_tensor_quantized_tensor(
+    like = aten._make_per_tensor_quantized_tensor(
         torch.empty(0, dtype=t.dtype), scale, zero_point
-    )  # or PyTorch's error
+    )  # raises PyTorch's errors
     return per_tensor(t.clone(memory_format=torch.contiguous_format), scale, zero_point, like.dtype)
 
 
 def make_per_channel(t: Tensor, scales: Tensor, zero_points: Tensor, axis: int) -> Tensor:
     """`aten._make_per_channel_quantized_tensor`: a quantised tensor with a copy of the integers `t`."""
     _require_device(t, scales, zero_points)
-    like = torch._make_per_tensor_quantized_tensor(torch.empty(0, dtype=t.dtype), 1.0, 0)  # or PyTorch's error
+    like = aten._make_per_tensor_quantized_tensor(torch.empty(0, dtype=t.dtype), 1.0, 0)  # raises PyTorch's errors
     return per_channel(t.clone(memory_format=torch.contiguous_format), scales, zero_points, axis, like.dtype)
 
 
@@ -163,9 +163,11 @@ def _on_host(q: Tensor) -> Tensor:
     """A copy of a quantised device tensor in host memory."""
     t = integers(q).cpu()
     if not is_per_channel(q):
-        return torch._make_per_tensor_quantized_tensor(t, q.q_scale(), q.q_zero_point())
+        return aten._make_per_tensor_quantized_tensor(t, q.q_scale(), q.q_zero_point())  # type: ignore[no-any-return]
     scales, zero_points = q.q_per_channel_scales().cpu(), q.q_per_channel_zero_points().cpu()
-    return torch._make_per_channel_quantized_tensor(t, scales, zero_points, q.q_per_channel_axis())
+    return aten._make_per_channel_quantized_tensor(  # type: ignore[no-any-return]
+        t, scales, zero_points, q.q_per_channel_axis()
+    )
 
 
 def _moved_quantiser(src: Tensor, dst: Tensor) -> Tensor:
