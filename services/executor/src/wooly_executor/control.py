@@ -377,7 +377,9 @@ class ExecutorActor(Actor):
         asked = self._asked = self._asked or self._loop.call(self._read_memory)
         done, _ = await asyncio.wait([asyncio.wrap_future(asked)], timeout=BUSY_S)
         if done:
-            if self._asked is asked:  # else another task has asked again: an executor that is being left sends heartbeats, too
+            if (
+                self._asked is asked
+            ):  # else another task has asked again: an executor that is being left sends heartbeats, too
                 self._asked = None
             with contextlib.suppress(LoopEndedError):
                 self._last = asked.result()
