@@ -374,11 +374,13 @@ class ExecutorActor(Actor):
 
         While the device's thread is in one long operation, the heartbeat repeats the last known state of the memory.
         """
-        if self._asked is None:
-            self._asked = self._loop.call(self._read_memory)
-        done, _ = await asyncio.wait([asyncio.wrap_future(self._asked)], timeout=BUSY_S)
+        asked = self._asked = self._asked or self._loop.call(self._read_memory)
+        done, _ = await asyncio.wait([asyncio.wrap_future(asked)], timeout=BUSY_S)
         if done:
-            asked, self._asked = self._asked, None
+            if (
+                self._asked is asked
+            ):  # else another task has asked again: an executor that is being left sends heartbeats, too
+                self._asked = None
             with contextlib.suppress(LoopEndedError):
                 self._last = asked.result()
         return self._heartbeat()
