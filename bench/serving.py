@@ -1,8 +1,9 @@
 """Measures servers of vLLM on one device, each `wooly run vllm serve` with a random Llama. Needs vLLM: make bench-serving.
 
 `one`: a server's tokens per second and time to the first token, against Transformers' `generate` on this machine's CPU (vLLM's
-wheel has no CPU platform). `weights`: memory of the weights of two servers, against one. `two`: two equal servers against one. `priority`: the
-time per token of a P0 server beside a P4 server and a P4 training, against alone. `wake`: the first token after hibernation.
+wheel has no CPU platform). `weights`: memory of the weights of two servers, against one. `two`: two equal servers against one.
+`priority`: the time per token of a P0 server beside a P4 server and a P4 training, against alone. `wake`: the first token after
+hibernation.
 
 Run: make bench-serving BENCH_SERVING="[--json] [--only NAME[,NAME]] [--size tiny|small] [--seconds N]"
 """
