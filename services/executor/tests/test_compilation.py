@@ -8,6 +8,7 @@ import pytest
 from wooly_bus.errors import BusError
 from wooly_bus.worker import WorkerError
 from wooly_executor import tiers as tiers_module
+from wooly_executor.artifacts import ArtifactCache
 from wooly_executor.compilation import PlanSource
 from wooly_executor.compilers import OwnCompiler, no_compiler
 from wooly_executor.programs import ProgramStore
@@ -120,3 +121,14 @@ async def test_own_compiler_checks_its_tools_once(wis):
 )
 def test_no_compiler_names_what_the_device_needs(target, cure):
     assert re.search(cure, no_compiler(target, BusError("no service answers")))
+
+
+def test_artifacts_of_an_earlier_release_wait_for_a_compiler(tmp_path):
+    """An upgraded compiler may have mended a fault of the code that is on the disk."""
+    old = ArtifactCache(tmp_path, release="1")
+    old.compiler = "c" * 8
+    assert old.compiler == ArtifactCache(tmp_path, release="1").compiler == "c" * 8
+    new = ArtifactCache(tmp_path, release="2")
+    assert new.compiler == ""
+    new.compiler = "d" * 8
+    assert new.compiler == "d" * 8 and old.compiler == ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import logging
 import os
 from pathlib import Path
@@ -20,9 +21,13 @@ class ArtifactCache:
     Args:
         folder: the folder of the cache.
         disk_bytes: maximum size of all artifacts together.
+        release: release of the executor.
     """
 
-    def __init__(self, folder: Path, disk_bytes: int = DISK_BYTES) -> None:
+    def __init__(
+        self, folder: Path, disk_bytes: int = DISK_BYTES, release: str = importlib.metadata.version("wooly-executor")
+    ) -> None:
+        self._release = release
         self._folder = folder
         self._disk_bytes = disk_bytes
         self._written = 0
@@ -73,11 +78,17 @@ class ArtifactCache:
 
     @property
     def compiler(self) -> str:
-        """Version of the compiler that answered last. Empty if no compiler has answered."""
+        """Version of the compiler that answered last.
+
+        Empty if no compiler has answered this release of the executor: the compilers may be newer than the artifacts here.
+        """
         found = self.read(_VERSION)
-        return found.decode("ascii", "replace") if found is not None and len(found) <= 128 else ""
+        if found is None or len(found) > 256:
+            return ""
+        version, _, release = found.decode("ascii", "replace").partition(" ")
+        return version if release == self._release else ""
 
     @compiler.setter
     def compiler(self, version: str) -> None:
         if version != self.compiler:
-            self.write(_VERSION, version.encode())
+            self.write(_VERSION, f"{version} {self._release}".encode())
