@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from wooly_bus.supervision import mend_wait_for
 
 from wooly_testkit import forks
 from wooly_testkit.executor import RunningExecutor, executor_process
@@ -30,6 +31,7 @@ def pytest_configure(config: pytest.Config) -> None:
         forks.join(config.workerinput["forks"])
     if config.getoption("dist", "no") == "no":
         gc.disable()
+    mend_wait_for()  # as in a service: a test that cancels a task and waits for it could wait forever
 
 
 def pytest_collection_finish() -> None:
