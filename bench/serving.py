@@ -117,7 +117,7 @@ def percentile(values, part):
 
 
 class Bench:
-    """The servers and what they have in common."""
+    """The stack, the model, and the servers that the measurements start."""
 
     def __init__(self, folder, size, seconds, cleanup):
         self.model, self.seconds, self._folder, self._cleanup = folder / "model", seconds, folder, cleanup

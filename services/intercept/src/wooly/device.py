@@ -54,6 +54,7 @@ from wooly.torch_private import (
     raw_device,
     redispatch_cpu,
     register_backend,
+    short_name,
     use_resize_warning_of_aten,
 )
 
@@ -133,7 +134,7 @@ class RegisteredDevice:
         for name, kernel in own.items():
             library.impl(name, kernel, "PrivateUse1")
         for op in all_aten_overloads():
-            name = _short(op)
+            name = short_name(op)
             kernel = None if name in own else self._kernel_for(op, name)
             if kernel is not None:
                 library.impl(name, kernel, "PrivateUse1")
@@ -171,7 +172,7 @@ class RegisteredDevice:
     def _own_kernels(self) -> dict[str, Any]:
         """Kernels that are written for one operator, by operator name."""
         own = self.transfer.kernels()
-        own.update({_short(op): kernel for op, kernel in views.KERNELS.items()})
+        own.update({short_name(op): kernel for op, kernel in views.KERNELS.items()})
         own.update(backend.KERNELS)
         own.update(packed_weights.KERNELS)
         own.update(sync_norm.KERNELS)
@@ -248,7 +249,7 @@ class RegisteredDevice:
             library.impl("arange.start", arange, key)
             library.impl("arange", partial(arange, 0), key)
             for op in _FACTORIES:
-                library.impl(_short(op), self.generic.kernel(op), key)
+                library.impl(short_name(op), self.generic.kernel(op), key)
 
     def _register_whole(self, library: torch.library.Library) -> None:
         """Register the operators that are recorded as one instruction although PyTorch would decompose them."""
@@ -270,8 +271,8 @@ class RegisteredDevice:
                 library.impl(name, transform, key)
         for op in WHOLE:
             whole = Whole(self.generic, op)
-            library.impl(_short(op), whole, "AutogradPrivateUse1")
-            library.impl(_short(op), whole if whole.takes_host_tensor else self.generic.kernel(op), "PrivateUse1")
+            library.impl(short_name(op), whole, "AutogradPrivateUse1")
+            library.impl(short_name(op), whole if whole.takes_host_tensor else self.generic.kernel(op), "PrivateUse1")
 
 
 def _register_fallbacks(extensions: Extensions) -> torch.library.Library:
@@ -281,10 +282,6 @@ def _register_fallbacks(extensions: Extensions) -> torch.library.Library:
     rest.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     rest.fallback(_not_dense, "NestedTensorPrivateUse1")
     return rest
-
-
-def _short(op: OpOverload) -> str:
-    return str(op.name()).removeprefix("aten::")
 
 
 def _record_stream(t: torch.Tensor, stream: torch.Stream) -> None:

@@ -338,6 +338,11 @@ def _until_dynamo(asking: Callable[..., Any], kernel: Any) -> Callable[..., Any]
     return call
 
 
+def short_name(op: torch._ops.OpOverload) -> str:
+    """The name of an ATen operator without its namespace, as `torch.library` takes it."""
+    return str(op.name()).removeprefix("aten::")
+
+
 def redispatch_cpu(op: torch._ops.OpOverload) -> Callable[..., Any]:
     """A callable that runs the CPU kernel of `op` on tensors of any device. Correct only if the kernel reads metadata alone."""
     call = op._handle.redispatch_boxed

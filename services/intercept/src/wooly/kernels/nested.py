@@ -20,6 +20,7 @@ from wooly.torch_private import (
     overload_name,
     redispatch_cpu,
     redispatch_nested_host,
+    short_name,
 )
 
 aten = torch.ops.aten
@@ -130,7 +131,7 @@ def register_nested(library: torch.library.Library) -> None:
     own = {aten.native_layer_norm.default: _layer_norm, aten.native_layer_norm_backward.default: _layer_norm_backward}
     own[aten._transform_bias_rescale_qkv.default] = _transform_bias_rescale_qkv
     for op, kernel in [*_redispatched(), *own.items()]:
-        library.impl(_short(op), kernel, "NestedTensorPrivateUse1")
+        library.impl(short_name(op), kernel, "NestedTensorPrivateUse1")
 
 
 def dense_kernels() -> dict[str, Callable[..., Any]]:
@@ -141,7 +142,7 @@ def dense_kernels() -> dict[str, Callable[..., Any]]:
         "_jagged_to_padded_dense_forward": _jagged_to_padded,
         "_padded_dense_to_jagged_forward": _padded_to_jagged,
     }
-    return own | {_short(op): redispatch_cpu(op) for op in _FROM_DENSE}
+    return own | {short_name(op): redispatch_cpu(op) for op in _FROM_DENSE}
 
 
 def _redispatched() -> Iterator[tuple[OpOverload, Callable[..., Any]]]:
@@ -190,10 +191,6 @@ def _number(value: Any, other: Tensor) -> Tensor:
     if dtype == other.dtype and dtype.is_floating_point:
         dtype = torch.float64
     return torch.scalar_tensor(value, dtype=dtype)
-
-
-def _short(op: OpOverload) -> str:
-    return str(op.name()).removeprefix("aten::")
 
 
 def _nested(buffer: Tensor, sizes: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from wooly.devices import Devices
 from wooly.kernels.quantised.operators import KERNELS, MAKERS, linear_prepack
 from wooly.kernels.quantised.tensors import factory
-from wooly.torch_private import OpOverload, redispatch_quantised_host
+from wooly.torch_private import OpOverload, redispatch_quantised_host, short_name
 
 aten = torch.ops.aten
 _FACTORIES = (
@@ -52,9 +52,9 @@ def register_quantised(devices: Devices) -> list[torch.library.Library]:
     packed = torch.library.Library("quantized", "IMPL")
     for op in _FACTORIES:
         for key in (_KEY, "QuantizedCUDA"):
-            library.impl(_short(op), factory(op, devices), key)
+            library.impl(short_name(op), factory(op, devices), key)
     for op in _ON_METADATA:
-        library.impl(_short(op), redispatch_quantised_host(op), _KEY)
+        library.impl(short_name(op), redispatch_quantised_host(op), _KEY)
     for name, kernel in KERNELS.items():
         library.impl(name, kernel, _KEY)
     for name, kernel in MAKERS.items():
@@ -62,14 +62,10 @@ def register_quantised(devices: Devices) -> list[torch.library.Library]:
     for packet in [getattr(aten, name) for name in _READING_MEMORY if hasattr(aten, name)]:
         for overload in packet.overloads():
             op = getattr(packet, overload)
-            library.impl(_short(op), partial(_refuse_reading, op), "PrivateUse1")
+            library.impl(short_name(op), partial(_refuse_reading, op), "PrivateUse1")
     packed.impl("linear_prepack", linear_prepack, _KEY)
     rest.fallback(_refuse, _KEY)
     return [library, packed, rest]
-
-
-def _short(op: OpOverload) -> str:
-    return str(op.name()).removeprefix("aten::")
 
 
 def _refuse(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
