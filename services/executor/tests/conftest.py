@@ -257,7 +257,17 @@ class Device:
     """A device loop in a thread of this process, reached over its unix socket. `told`: what ended it, and that it has ended."""
 
     def __init__(
-        self, path, runtime, memory, dispatch, swap=None, limits=None, pace=None, pinned=None, checkpoints=None
+        self,
+        path,
+        runtime,
+        memory,
+        dispatch,
+        swap=None,
+        limits=None,
+        pace=None,
+        pinned=None,
+        checkpoints=None,
+        tiers=None,
     ):
         self.told = []
         self.loop = DeviceLoop(
@@ -265,6 +275,7 @@ class Device:
             memory,
             dispatch,
             swap,
+            tiers,
             pace=pace,
             limits=limits,
             pinned=pinned,
@@ -392,10 +403,22 @@ def make_device():
     devices = []
     with tempfile.TemporaryDirectory(prefix="wooly-") as directory:
 
-        def make(*, runtime=None, memory=1 << 30, dispatch=None, swap=None, limits=None, pace=None, checkpoints=None):
+        def make(
+            *,
+            runtime=None,
+            memory=1 << 30,
+            dispatch=None,
+            swap=None,
+            limits=None,
+            pace=None,
+            checkpoints=None,
+            tiers=None,
+        ):
             path = Path(directory) / f"{len(devices)}.sock"
             devices.append(
-                Device(path, runtime or default_runtime(), memory, dispatch, swap, limits, pace, None, checkpoints)
+                Device(
+                    path, runtime or default_runtime(), memory, dispatch, swap, limits, pace, None, checkpoints, tiers
+                )
             )
             return devices[-1]
 

@@ -77,6 +77,7 @@ class World:
             WOOLY_EXECUTOR_STATE_DIR=str(self.folder / state),
             WOOLY_EXECUTOR_HEARTBEAT_S="0.1",
             WOOLY_EXECUTOR_COMPILER_TIMEOUT_S=str(timeout_s),
+            WOOLY_EXECUTOR_PLAN_TRIALS="0",  # these tests want the plan, however fast it is
         )
         request = HostSessionRequest(session_id="probe", token="", tenant="t", priority=2, lease_s=60)
 

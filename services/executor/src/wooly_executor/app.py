@@ -283,7 +283,11 @@ def _prepare_runtime(settings: ExecutorSettings, name: str) -> Runtime:
 def _make_loop(settings: ExecutorSettings, runtime: Runtime) -> DeviceLoop:
     """Create the device loop: how it dispatches, swaps, compiles and limits, by the settings."""
     dispatch = Dispatch(fifo=settings.dispatch == "fifo", undeclared_permille=10 * settings.undeclared_percent)
-    tiers = Tiers(exact=runtime.exact) if isinstance(runtime, PlanRuntime) and settings.plans else None
+    tiers = None
+    if (
+        isinstance(runtime, PlanRuntime) and settings.plans
+    ):  # on a GPU, the time of a run is known only after the next has begun
+        tiers = Tiers(exact=runtime.exact, trials=settings.plan_trials and runtime.device.host)
     memory = settings.device_memory(runtime.capacity() if isinstance(runtime, GpuRuntime) else None)
     taken, pace = 0, None
     if runtime.device.host:  # a GPU measures its own work with events

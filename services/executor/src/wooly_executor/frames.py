@@ -12,6 +12,7 @@ from wooly_executor import flow
 from wooly_executor.estimates import UNKNOWN, Cut
 from wooly_executor.programs import ReadyProgram
 from wooly_executor.runtime.protocol import Execution
+from wooly_executor.tiers import PlanRequest
 
 #: Kinds of frames whose client always waits for an answer.
 _ASKS = frozenset(
@@ -49,6 +50,8 @@ class Running:
     """A program of a session that has begun and not ended.
 
     Attributes:
+        prepared: what runs.
+        trial: the plan whose trial counts this run; None: none does.
         gpu_ns: device time so far.
         core_ns: core time so far.
         paced_ns: core time so far, converted to a core at full speed.
@@ -63,6 +66,7 @@ class Running:
     before: int
     freed: int
     prepared: Any
+    trial: PlanRequest | None = None
     gpu_ns: int = 0
     core_ns: int = 0
     paced_ns: int = 0

@@ -170,6 +170,8 @@ class Launcher:
                 last = first + len(times)
                 if frame.running.execution.outcome.failed_at is None and not frame.running.measured:
                     frame.running.ready.observe(frame.cut, first, times)
+                    if frame.running.trial is not None and last == len(frame.cut.kernels):
+                        frame.running.trial.ran(frame.running.prepared, frame.running.gpu_ns)
         except ContextLostError:
             raise
         except Exception as e:

@@ -91,16 +91,16 @@ class Runs:
         recording = session.recording
         # Plans of mode `full` have other bits than the library, so they stay. Otherwise the library's calls are measured.
         tiers = session.tiers if recording is None or session.jit == "full" else None
-        prepared = choose(tiers, ready, session.jit, params, session.spans)
+        prepared, trial = choose(tiers, ready, session.jit, params, session.spans)
         kept = [(bindings[slot], nbytes) for slot, nbytes in ready.kept]
         vram.ledger.begin(holdings.account, kept, ready.workspace, vram.clock())
         session.running = True
         if recording is not None:
             single = self._runtime.begin(prepared, session.buffers, bindings, params, single=True)
             measured = MeasuredExecution(single, prepared, seq, recording)
-            return Running(run, seq, ready, measured, before, freed, prepared, measured=True)
+            return Running(run, seq, ready, measured, before, freed, prepared, trial, measured=True)
         execution = self._runtime.begin(prepared, session.buffers, bindings, params)
-        return Running(run, seq, ready, execution, before, freed, prepared)
+        return Running(run, seq, ready, execution, before, freed, prepared, trial)
 
     def _finish(self, session: Session, running: Running) -> Outcome:
         run, ready, before, outcome = running.run, running.ready, running.before, running.execution.outcome

@@ -76,6 +76,10 @@ class ExecutorSettings(BaseSettings):
         "`state_dir`",
     )
     plans: bool = Field(default=True, description="0: programs run without generated kernels")
+    plan_trials: bool = Field(
+        default=True,
+        description="a new plan is measured against the library and used only if it is not slower; 0: used at once",
+    )
     core_profiles: bool = Field(
         default=False,
         description="1: a GPU profiles one in 64 runs of each program, to bill the cores that the library's kernels occupy; 0: "

@@ -7,10 +7,14 @@
 A plan of mode `exact` has the library's own bits, so a program can switch to it between any two runs. A plan of mode `full` has
 other bits. So a session of mode `full` runs a program only after it is known whether there is a plan, and then always in the same
 way (ADR 17).
+
+A new plan of mode `exact` is on trial: the program runs in turn with it and without it, and keeps what is faster. The device loop
+reports the time of each run of a trial to `PlanRequest.ran`.
 """
 
 from __future__ import annotations
 
+import logging
 import queue
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -29,6 +33,8 @@ from wooly_executor.programs import ReadyProgram
 from wooly_executor.runtime.prepared import PreparedProgram
 from wooly_executor.spans import SessionSpans
 
+log = logging.getLogger(__name__)
+
 #: The mode of a session: `0` (library only), `exact` (kernels with the library's bits), `full` (all kernels).
 Jit = Literal["0", "exact", "full"]
 #: Number of runs after which a plan of mode `exact` is requested, because most programs run once or twice. `compile_throttle`
@@ -36,6 +42,10 @@ Jit = Literal["0", "exact", "full"]
 OFTEN = 16
 #: Maximum number of requests and plans that are remembered.
 KEPT = 8192
+#: Number of runs of each side of a trial.
+TRIAL = 8
+#: A plan is given up if its best run took longer than the library's best by more than this factor, which leaves room for noise.
+SLOWER = 1.1
 #: Digest of a program, mode, and the params that determine its plan.
 Key = tuple[bytes, str, tuple[tuple[int, bytes], ...]]
 
@@ -47,6 +57,34 @@ class State(Enum):
     WANTED = "wanted"
     READY = "ready"
     NONE = "none"
+
+
+@dataclass(eq=False, slots=True)
+class Trial:
+    """Measures a program with its plan and without it, in turn.
+
+    Attributes:
+        plan: device times of runs with the plan, in ns.
+        library: device times of runs without it, in ns.
+    """
+
+    plan: list[int] = field(default_factory=list)
+    library: list[int] = field(default_factory=list)
+
+    @property
+    def plan_is_next(self) -> bool:
+        """Whether the next run should use the plan."""
+        return len(self.plan) <= len(self.library)
+
+    @property
+    def over(self) -> bool:
+        """Whether both sides have run often enough."""
+        return min(len(self.plan), len(self.library)) >= TRIAL
+
+    @property
+    def slower(self) -> bool:
+        """Whether the plan is slower. The best runs decide, because other work on the machine can only add time."""
+        return min(self.plan) > min(self.library) * SLOWER
 
 
 @dataclass(eq=False, slots=True)
@@ -63,6 +101,7 @@ class PlanRequest:
         state: state of the request.
         runs: number of runs without the plan.
         prepared: the loaded plan.
+        trial: the trial of the plan; None: it is not on trial.
         why: why there is no plan.
         waiting: callbacks for the next change of the state.
         trace: session that asked first, as `traceparent`; empty: it is not traced.
@@ -78,6 +117,7 @@ class PlanRequest:
     state: State = State.NEW
     runs: int = 0
     prepared: PreparedProgram | None = None
+    trial: Trial | None = None
     why: str = ""
     waiting: list[Callable[[], None]] = field(default_factory=list)
     trace: str = ""
@@ -91,10 +131,36 @@ class PlanRequest:
             self._run = cut, sum(cut.kernels)
         return self.runs * self._run[1]
 
+    def ran(self, used: Any, ns: int) -> None:
+        """Add a run to the trial of the plan, and end the trial if it was the last one.
+
+        Args:
+            used: what ran.
+            ns: device time of the whole run, in ns.
+        """
+        trial = self.trial
+        if trial is None:  # it ended while this run was in flight
+            return
+        (trial.plan if used is self.prepared else trial.library).append(ns)
+        if not trial.over:
+            return
+        self.trial = None
+        if trial.slower:
+            took = f"{min(trial.plan) / 1e6:.3f} ms against {min(trial.library) / 1e6:.3f} ms"
+            log.info(
+                "the plan of program %s is not used: it is slower than the library (%s)", self.digest.hex()[:12], took
+            )
+            self.prepared, self.state = None, State.NONE
+
+
+#: What to run for a program: the plan, or the program for the library; and the request whose `ran` wants the time of this run, if
+#: one does. A plain tuple, because every run makes one.
+Choice = tuple[Any, PlanRequest | None]
+
 
 def choose(
     tiers: Tiers | None, ready: ReadyProgram, jit: Jit, params: Sequence[Any], spans: SessionSpans | None = None
-) -> Any:
+) -> Choice:
     """What to run for a program: see `Tiers.choose`. Without tiers, all programs run at tier 0.
 
     Raises:
@@ -106,7 +172,7 @@ def choose(
         raise NoCompilerError(
             "WOOLYAI_JIT=full needs a runtime that runs kernels, and compilers; this executor has none. Use WOOLYAI_JIT=exact"
         )
-    return ready.prepared
+    return ready.prepared, None
 
 
 class Tiers:
@@ -114,10 +180,11 @@ class Tiers:
 
     Args:
         exact: whether compilers make plans of mode `exact` for the device.
+        trials: whether a new plan of mode `exact` must be as fast as the library to stay.
     """
 
-    def __init__(self, *, exact: bool = True) -> None:
-        self._exact = exact
+    def __init__(self, *, exact: bool = True, trials: bool = True) -> None:
+        self._exact, self._trials = exact, trials
         self.wanted: queue.SimpleQueue[PlanRequest | None] = queue.SimpleQueue()
         #: Cancelled requests, because no session can use the plan any more. The task that serves a request still refers to the
         #: program.
@@ -128,20 +195,22 @@ class Tiers:
         self._keys: dict[bytes, dict[Key, None]] = {}
         self._deciding: dict[bytes, tuple[int, ...]] = {}
 
-    def choose(self, ready: ReadyProgram, jit: Jit, params: Sequence[Any], spans: SessionSpans | None = None) -> Any:
+    def choose(self, ready: ReadyProgram, jit: Jit, params: Sequence[Any], spans: SessionSpans | None = None) -> Choice:
         """What to run for a program.
 
         Raises:
             NoCompilerError: in mode `full`, it is unknown whether there is a plan. The next run asks the compilers again.
         """
         if jit == "0" or not ready.computing or (jit == "exact" and not self._exact):
-            return ready.prepared
+            return ready.prepared, None
         entry = self._entry(ready, jit, params)
         if entry.state is State.READY:
-            plan = entry.prepared
+            plan, trial = entry.prepared, entry.trial
             assert plan is not None
+            if trial is not None and not trial.plan_is_next:
+                return ready.prepared, entry
             plan.edges = ready.prepared.edges
-            return plan
+            return plan, None if trial is None else entry
         if jit == "full" and entry.state is not State.NONE:
             why, entry.why, entry.state = entry.why, "", State.NEW
             raise NoCompilerError(
@@ -151,7 +220,7 @@ class Tiers:
         entry.runs += 1
         if entry.runs >= OFTEN and entry.state is State.NEW:
             self._want(entry, spans)
-        return ready.prepared
+        return ready.prepared, None
 
     def awaits(
         self,
@@ -184,6 +253,7 @@ class Tiers:
         """
         if prepared is not None:
             entry.prepared, entry.state = prepared, State.READY
+            entry.trial = Trial() if self._trials and entry.mode == "exact" else None
         else:
             entry.state, entry.why = (State.NONE, "") if final else (State.WANTED, why)
             if not final and entry.mode == "exact":
