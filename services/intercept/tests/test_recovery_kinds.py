@@ -3,11 +3,13 @@
 import struct
 import threading
 from collections import deque
+from types import SimpleNamespace
 
 import pytest
 import torch
 from wooly.departures import Departures
 from wooly.errors import ExecutorLostError
+from wooly.hops import Hops
 from wooly.link import Link
 from wooly.recovery import Recovery, Reopened
 from wooly_bus.channel import ChannelClosedError
@@ -247,3 +249,14 @@ def test_a_session_that_hibernates_wakes_before_recovery_ends():
     session.link.continuation.hibernate("idle")
     session.link.stay("a reason")
     assert session.read() == 1.0 and session.link.recovery is None
+
+
+def test_copies_pass_the_client_only_while_the_session_can_go_on_elsewhere():
+    """The session ends with its executors as soon as one of its devices cannot go on."""
+    first, second = Session(Executor(1.0)), Session(Executor(1.0))
+    departures = Departures([(session.link, threading.RLock()) for session in (first, second)])
+    hops = Hops(None, SimpleNamespace(departures=departures))
+    assert not hops.usable
+    first.link.stay("a reason")
+    assert hops.usable and second.link.recovery is not None
+    assert Hops(None, SimpleNamespace(departures=None)).usable
