@@ -422,10 +422,10 @@ def test_lost_work_that_only_the_journal_knows_is_free_too(ledger):
     assert free(ledger) == [0, 0, 10, 10, 10, 0]
 
 
-def journal(core, executor="gpu-0"):
+def journal(core, executor="gpu-0", batch=1):
     """What the journal of a lost executor says about the session: its total core time there."""
-    total = record(core_ns=core, gpu_ns=core, runs=0, resident_mib_us=0, idle_mib_us=0)
-    more = {"device_kind": "", "cores": (1 << 31) - 1, "memory": 0}
+    total = record(core_ns=core, gpu_ns=core, span_us=core // 1000, runs=0, resident_mib_us=0, idle_mib_us=0)
+    more = {"device_kind": "", "cores": (1 << 31) - 1, "memory": 0, "batch": batch}
     return event(total, source=f"journal/{executor}/0", whole=True, executor_id=executor, **more)
 
 
@@ -439,7 +439,7 @@ def test_lost_work_that_the_journal_tells_after_its_repetition_is_free(ledger):
     ledger.take(journal(2 * CORE))
     assert free(ledger) == [0, 10, 0, 0, 10]
     assert entries(ledger)[-1].reason.endswith("billed already")
-    ledger.take(journal(4 * CORE))  # a second total: only one more repetition was billed
+    ledger.take(journal(4 * CORE, batch=2))  # a second total: only one more repetition was billed
     assert billed(ledger) == 4 * CORE and entries(ledger)[-1].repeated_core_ns == CORE
 
 
@@ -490,6 +490,7 @@ def test_losses_do_not_change_the_bill_of_a_session(ledger, seed):
             sent = record(
                 core_ns=core * CORE,
                 gpu_ns=core * CORE,
+                span_us=core * SECOND,
                 epoch=epoch,
                 repeats_core_ns=again,
                 unsaved_core_ns=None if unsaved is None else unsaved * CORE,
@@ -504,7 +505,7 @@ def test_losses_do_not_change_the_bill_of_a_session(ledger, seed):
             told.append(journal((ran + known) * CORE, executor))
     for late in told:
         ledger.take(late)
-    assert billed(ledger) == steps * CORE
+    assert billed(ledger) == steps * CORE and not ledger.reader.quarantined(QuarantineRequest())[0]
 
 
 @pytest.mark.parametrize(

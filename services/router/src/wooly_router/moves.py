@@ -69,7 +69,14 @@ class Moves:
     # -- after a loss ------------------------------------------------------------------------------------------------
 
     async def requeue(
-        self, record: TaskRecord, reason: str, wish: TaskWish = NO_WISH, *, silent: Collection[str] = ()
+        self,
+        record: TaskRecord,
+        reason: str,
+        wish: TaskWish = NO_WISH,
+        *,
+        silent: Collection[str] = (),
+        lease: Lease | None = None,
+        **wants: object,
     ) -> bool:
         """Put a session that leaves its executor back into the queue.
 
@@ -78,6 +85,8 @@ class Moves:
             reason: why it leaves, for its story.
             wish: what it was asked for, if it leaves because of that.
             silent: its executors that do not answer.
+            lease: its lease, if it is known.
+            wants: further changes of its wants.
 
         Returns:
             False if it has ended.
@@ -86,7 +95,7 @@ class Moves:
         alive = {e.executor_id for e in self._registry.alive(now)} - set(silent)
         # A client may say that it lost its executor when it did not. Its repeated work is free only if the cluster saw the loss.
         repeats = not wish.do and any(p.executor_id not in alive for p in record.parts)
-        lease = await self._world.tasks.lease(record.id)
+        lease = lease or await self._world.tasks.lease(record.id)
         if lease is None:
             return False
         waiting = Lease(record.id, lease.token, now + self._settings.lease_s + RECOVERY_GRACE_S)
@@ -98,17 +107,21 @@ class Moves:
                 reason,
                 now,
                 waiting,
-                barred=wish.barred,
-                **({"node": wish.node} if wish.node else {}),
-                store=self._store_of(record),
-                repeats=repeats,
+                **{
+                    "barred": wish.barred,
+                    **({"node": wish.node} if wish.node else {}),
+                    "store": self._store_of(record),
+                    "repeats": repeats,
+                    **wants,
+                },
             )
 
-    async def comes_back(self, record: TaskRecord, reason: str, cut: int, *, leaves: bool) -> None:
+    async def comes_back(self, record: TaskRecord, lease: Lease, reason: str, cut: int, *, leaves: bool) -> None:
         """The client of a session asks for another executor, because it lost its own or because it was asked to leave it.
 
         Args:
             record: the session.
+            lease: its lease.
             reason: why, as the client says.
             cut: number of the checkpoint that the next executor must have; 0: none.
             leaves: the session still has its executor, and leaves it because it was asked to.
@@ -117,6 +130,8 @@ class Moves:
             RefusedError: the session cannot go on elsewhere; or it was asked to leave, and no other device has room any more
                 (`router.stays`). Then it stays where it is.
         """
+        # Without a checkpoint, any executor will do.
+        changes: dict[str, object] = {} if cut else {"store": ""}
         if record.state == "started":
             if not record.wants.get("recovers"):
                 raise RefusedError("router.no_session", f"session {record.id} cannot go on in another executor")
@@ -131,10 +146,12 @@ class Moves:
             # Its executor may live and have the session, for example if only the connection broke.
             silent = await self._executors.leave(names, record.id, "it goes on in another executor")
             why = (wish.reason or reason) if leaves else f"its client lost {', '.join(names)}: {reason}"
-            await self.requeue(record, why, wish, silent=silent)
-        if not cut:  # it needs no checkpoint, so any executor will do
+            # It has its place in the queue at once, because its client asks.
+            if await self.requeue(record, why, wish, silent=silent, lease=lease, away=False, **changes):
+                return
+        if changes:
             async with self._world.database.writing() as s:
-                await self._world.tasks.change_wants(s, record.id, store="")
+                await self._world.tasks.change_wants(s, record.id, **changes)
 
     def _store_of(self, record: TaskRecord) -> str:
         """The identity of the place where the checkpoints of a session are; empty: there are none."""

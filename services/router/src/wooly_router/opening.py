@@ -188,8 +188,6 @@ class Opening:
                     with step("router", "place") as span:
                         executors, percents = await self._choose_again(task, request.queue, failed, until)
                         span.set_attribute("executors", ", ".join([e.executor_id for e in executors]))
-                    if request.place is not None:
-                        await self._check_budget(task.tenant)
                     with step("router", "host"):
                         reply = await self._host_all(request, task, token, executors, percents, until, failed)
                     silent |= {name for name, error in failed.items() if isinstance(error, BusTimeoutError)}
@@ -242,6 +240,16 @@ class Opening:
         """
         if refusal := await self._advice.over_budget(tenant):
             raise RefusedError("router.over_budget", f"no session is opened: {refusal}")
+
+    async def _check_tenant(self, request: OpenSessionRequest) -> bool:
+        """Return whether the session may launch kernels that executors cannot check.
+
+        Raises:
+            RefusedError: the session waited for a device, and its tenant has no budget left.
+        """
+        if request.place is not None:
+            await self._check_budget(request.tenant)
+        return await self._world.tenants.opaque_kernels(request.tenant)
 
     async def _first_heartbeat(self) -> None:
         while not self._registry.alive(self._clock()) and self._clock() - self._started < HEARTBEAT_GRACE_S:
@@ -363,10 +371,11 @@ class Opening:
 
         Returns None if one refuses: `failed` names it, and the other executors have closed their parts.
         """
-        policies = await self._admit_all(request, task, executors, percents, failed)
+        policies, opaque = await asyncio.gather(
+            self._admit_all(request, task, executors, percents, failed), self._check_tenant(request)
+        )
         if policies is None:
             return None
-        opaque = await self._world.tenants.opaque_kernels(request.tenant)
         asks = [
             (e.executor_id, self._ask(request, task, token, policy, percent, opaque, part))
             for part, (e, policy, percent) in enumerate(zip(executors, policies, percents, strict=True))

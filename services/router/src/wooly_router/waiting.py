@@ -57,8 +57,7 @@ class SessionQueue:
         Raises:
             RefusedError: the session does not wait, another router examines it now, or its client asks too early.
         """
-        lease = await self._world.tasks.lease(place.session_id)
-        task = await self._world.tasks.get(place.session_id)
+        lease, task = await self._world.tasks.leased(place.session_id)
         mine = lease is None or secrets.compare_digest(lease.token.encode(), place.token.encode())
         if task is None or task.kind != "session" or task.tenant != tenant or not mine:
             raise RefusedError("router.no_session", f"session {place.session_id} does not wait in the queue")
