@@ -183,9 +183,10 @@ class RouterActor:
         wish = Wish.of_start(request.priority, request.weight, request.gpu_mode)
         granted = await self.ceilings.granted(tenant, wish, caller)
         terms = {"tenant": tenant, "credential": "", "priority": granted.priority, "weight": granted.weight}
+        known = None
         if request.place is not None and request.lost:
-            await self._requeue_for(request.place, tenant, request)
-        return await self._opening.open(request.model_copy(update=terms))
+            known = await self._requeue_for(request.place, tenant, request)
+        return await self._opening.open(request.model_copy(update=terms), known)
 
     # -- living ------------------------------------------------------------------------------------------------------
 
@@ -413,8 +414,10 @@ class RouterActor:
 
     # -- losses ------------------------------------------------------------------------------------------------------
 
-    async def _requeue_for(self, place: QueuePlace, tenant: str, request: OpenSessionRequest) -> None:
+    async def _requeue_for(self, place: QueuePlace, tenant: str, request: OpenSessionRequest) -> TaskRecord | None:
         """Put a session back into the queue whose client says that it lost its executor, or leaves it.
+
+        Returns it, unless it was there before.
 
         Raises:
             RefusedError: the session is not open, belongs to another client, or stays where it is.
@@ -422,7 +425,7 @@ class RouterActor:
         lease, record = await self._leased(place.session_id, place.token)
         if lease is None or record is None or record.tenant != tenant:
             raise RefusedError("router.no_session", await self._reason_of_end(place.session_id))
-        await self.moves.comes_back(record, lease, request.lost, request.cut, leaves=request.leaves)
+        return await self.moves.comes_back(record, lease, request.lost, request.cut, leaves=request.leaves)
 
     async def lose_part(
         self, record: TaskRecord, executor_id: str, reason: str, state: str = "failed", *, passing: bool = False

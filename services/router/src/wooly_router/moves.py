@@ -77,7 +77,7 @@ class Moves:
         silent: Collection[str] = (),
         lease: Lease | None = None,
         **wants: object,
-    ) -> bool:
+    ) -> TaskRecord | None:
         """Put a session that leaves its executor back into the queue.
 
         Args:
@@ -89,7 +89,7 @@ class Moves:
             wants: further changes of its wants.
 
         Returns:
-            False if it has ended.
+            The session as it is then; None if it has ended.
         """
         now = self._clock()
         alive = {e.executor_id for e in self._registry.alive(now)} - set(silent)
@@ -97,10 +97,10 @@ class Moves:
         repeats = not wish.do and any(p.executor_id not in alive for p in record.parts)
         lease = lease or await self._world.tasks.lease(record.id)
         if lease is None:
-            return False
+            return None
         waiting = Lease(record.id, lease.token, now + self._settings.lease_s + RECOVERY_GRACE_S)
         async with self._world.database.writing() as s:
-            return await self._world.tasks.leave(
+            left = await self._world.tasks.leave(
                 s,
                 record,
                 "pending",
@@ -115,8 +115,11 @@ class Moves:
                     **wants,
                 },
             )
+            return await self._world.tasks.get(record.id, s) if left else None
 
-    async def comes_back(self, record: TaskRecord, lease: Lease, reason: str, cut: int, *, leaves: bool) -> None:
+    async def comes_back(
+        self, record: TaskRecord, lease: Lease, reason: str, cut: int, *, leaves: bool
+    ) -> TaskRecord | None:
         """The client of a session asks for another executor, because it lost its own or because it was asked to leave it.
 
         Args:
@@ -125,6 +128,9 @@ class Moves:
             reason: why, as the client says.
             cut: number of the checkpoint that the next executor must have; 0: none.
             leaves: the session still has its executor, and leaves it because it was asked to.
+
+        Returns:
+            The session, if it has its place in the queue now; None: it left its executor before.
 
         Raises:
             RefusedError: the session cannot go on elsewhere; or it was asked to leave, and no other device has room any more
@@ -147,11 +153,13 @@ class Moves:
             silent = await self._executors.leave(names, record.id, "it goes on in another executor")
             why = (wish.reason or reason) if leaves else f"its client lost {', '.join(names)}: {reason}"
             # It has its place in the queue at once, because its client asks.
-            if await self.requeue(record, why, wish, silent=silent, lease=lease, away=False, **changes):
-                return
+            waits = await self.requeue(record, why, wish, silent=silent, lease=lease, away=False, **changes)
+            if waits is not None:
+                return waits
         if changes:
             async with self._world.database.writing() as s:
                 await self._world.tasks.change_wants(s, record.id, **changes)
+        return None
 
     def _store_of(self, record: TaskRecord) -> str:
         """The identity of the place where the checkpoints of a session are; empty: there are none."""

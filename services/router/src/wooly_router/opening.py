@@ -115,15 +115,19 @@ class Opening:
         self._queue = SessionQueue(world, clock)
         self._gangs = Gangs(world)
 
-    async def open(self, request: OpenSessionRequest) -> OpenSessionReply:
+    async def open(self, request: OpenSessionRequest, known: TaskRecord | None = None) -> OpenSessionReply:
         """Open a session for the tenant in `request`, or tell its place in the queue if it wants to wait.
+
+        Args:
+            request: the client's request.
+            known: the session, if it has a place in the queue and was read just now.
 
         Raises:
             RefusedError: the session cannot be opened now; the message gives the reason with numbers.
         """
         until = self._clock() + OPEN_BUDGET_S
         if request.place is not None:
-            task = await self._queue.enter(request.place, request.tenant)
+            task = await self._queue.enter(request.place, request.tenant, known)
             try:
                 return await self._open_traced(bound(request, task), task, request.place.token, until)
             finally:
@@ -315,7 +319,8 @@ class Opening:
                 for rank in ranks.values():
                     if rank.state == "pending":
                         await self._world.tasks.take_devices(s, rank.id, ())
-            await self._world.tasks.take_devices(s, task.id, ())
+            if task.parts or failed:
+                await self._world.tasks.take_devices(s, task.id, ())
             config, nodes, pool = await self._world.pool(s, self._registry, now)
             queue = [t.waiting() for t in await self._world.tasks.queue(s)]
             me = Waiting(task.id, task.priority, task.created_at, want, gang=gang if not task.attempt else ALONE)
