@@ -537,18 +537,108 @@ def test_compiled_functions_on_both_devices_do_not_deadlock():
     assert len(found) == 20 and all(ours == theirs for ours, theirs in found)
 
 
-def test_parallel_wrappers_are_refused_with_remedy():
-    module = nn.Linear(2, 2).to("cuda:0")
-    x = torch.ones(2, 2, device="cuda:0")
-    for use in (
-        lambda: nn.DataParallel(module),
-        lambda: nn.DataParallel(module, [0, 1]),
-        lambda: nn.DataParallel(module, device_ids=["cuda:0", "cuda:1"]),
-        lambda: nn.parallel.data_parallel(module, x),
-        lambda: nn.parallel.data_parallel(module, x, (0, 1)),
-    ):
-        with pytest.raises(NotImplementedError, match=r"by hand .*part.to\('cuda:1'\)"):
-            use()
+class Net(nn.Module):
+    """Has parameters of several kinds, a buffer, and an argument that is a dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 8), nn.LayerNorm(8), nn.GELU())
+        self.turn = nn.Parameter(torch.randn(8, dtype=torch.complex64))
+        self.register_buffer("shift", torch.randn(8))
+
+    def forward(self, x, more):
+        y = self.layers(x) + self.shift
+        z = y * self.turn
+        return {"out": y * more["by"], "turned": z, "sum": y.sum()}
+
+
+def trained(module, data, steps=3):
+    """Train some steps. Returns the results of the last one, and the parameters."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+    for x, by in data[:steps]:
+        found = module(x, more={"by": by})
+        optimizer.zero_grad()
+        loss = found["out"].square().sum() + found["turned"].abs().square().sum() + found["sum"].sum()
+        loss.backward()
+        optimizer.step()
+    return found, [p.detach().cpu() for p in module.parameters()]
+
+
+@pytest.mark.parametrize("batch", [8, 5, 1])
+@pytest.mark.parametrize("given", ["cpu", "cuda:0", "cuda:1"])
+@pytest.mark.parametrize("output", [0, 1])
+def test_data_parallel_over_two_devices_trains_as_one_device(batch, given, output):
+    torch.manual_seed(0)
+    local = Net()
+    module = nn.DataParallel(copy.deepcopy(local).to("cuda:0"), output_device=output)
+    data = [(torch.randn(batch, 3), torch.rand(batch, 1)) for _ in range(3)]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Was asked to gather along dimension 0, but all input tensors were scalars")
+        ours, weights = trained(module, [(x.to(given), by.to(given)) for x, by in data])
+    theirs, expected = trained(local, data)
+    if batch > 1:
+        assert {name: str(t.device) for name, t in ours.items()} == dict.fromkeys(ours, f"cuda:{output}")
+        assert len(ours["sum"]) == 2
+    assert torch.allclose(ours["sum"].sum().cpu(), theirs["sum"], rtol=1e-4, atol=1e-4)
+    for name in ("out", "turned"):
+        assert torch.allclose(ours[name].cpu(), theirs[name], rtol=1e-4, atol=1e-5)
+    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(weights, expected, strict=True))
+
+
+def test_data_parallel_uses_both_devices():
+    before = [d["operations"] for d in api.session_stats()["devices"]]
+    module = nn.DataParallel(nn.Linear(4, 4).to("cuda:0"))
+    seen = []
+    module.module.register_forward_hook(lambda _, given, result: seen.append((str(given[0].device), len(given[0]))))
+    with torch.no_grad():
+        y = nn.parallel.data_parallel(module.module, torch.ones(6, 4, device="cuda:0"), (0, 1), 1)
+        assert torch.equal(module(torch.ones(6, 4)).cpu(), y.cpu())
+    assert sorted(seen) == [("cuda:0", 3), ("cuda:0", 3), ("cuda:1", 3), ("cuda:1", 3)]
+    after = [d["operations"] for d in api.session_stats()["devices"]]
+    assert all(a > b for a, b in zip(after, before, strict=True))
+
+
+def test_data_parallel_raises_the_error_of_a_replica():
+    module = nn.DataParallel(nn.Linear(4, 4).to("cuda:0"))
+    with pytest.raises(RuntimeError, match=r"Caught RuntimeError in replica 0 on device 0(.|\n)*cannot be multiplied"):
+        module(torch.ones(6, 3))
+    module = nn.DataParallel(nn.Linear(4, 4).to("cuda:1"))
+    with pytest.raises(RuntimeError, match=r"module must have its parameters and buffers on device cuda:0"):
+        module(torch.ones(6, 4))
+
+
+def test_copies_among_devices_equal_the_cpu():
+    comm, x = torch.cuda.comm, torch.arange(12.0).reshape(6, 2)
+    here, there = comm.broadcast(x.to("cuda:0"), [0, "cuda:1"])
+    assert at("cuda:0", here) and at("cuda:1", there) and torch.equal(here.cpu(), x) and torch.equal(there.cpu(), x)
+    outs = [torch.zeros(6, 2, device=d) for d in BOTH]
+    assert all(torch.equal(o.cpu(), x) for o in comm.broadcast(x, out=outs))
+    parts = comm.scatter(x, [0, 1], [1, 5])
+    assert at("cuda:0", parts[0]) and at("cuda:1", parts[1]) and [len(p) for p in parts] == [1, 5]
+    assert torch.equal(comm.gather(parts, destination="cpu"), x) and at("cuda:1", comm.gather(parts, destination=1))
+    into = torch.zeros(6, 2, device="cuda:1")
+    assert comm.gather(parts, out=into) is into and torch.equal(into.cpu(), x)
+    across = [torch.zeros(6, 1, device=d) for d in BOTH]
+    assert torch.equal(comm.gather(comm.scatter(x, dim=1, out=across), dim=1, destination=-1), x)
+    lists = comm.broadcast_coalesced([x.to("cuda:0"), x[0].to("cuda:0")], BOTH)
+    assert [[str(t.device) for t in each] for each in lists] == [["cuda:0"] * 2, ["cuda:1"] * 2]
+    added = comm.reduce_add_coalesced(lists, 1)
+    assert at("cuda:1", *added) and torch.equal(added[0].cpu(), 2 * x) and torch.equal(added[1].cpu(), 2 * x[0])
+
+
+@pytest.mark.parametrize(
+    ("use", "words"),
+    [
+        (lambda c, x: c.scatter(x, [0, 1], [3, 2, 1]), "same length"),
+        (lambda c, x: c.scatter(x, [0, 1], out=[x]), "Exactly one of"),
+        (lambda c, x: c.broadcast(x, out=[torch.zeros(1, device="cuda:0")]), "same shape"),
+        (lambda c, x: c.broadcast_coalesced([x.to("cuda:1")], [0, 1]), r"on devices\[0\] = cuda:0"),
+        (lambda c, x: c.gather([x], destination=0, out=x), "'destination' must not be specified"),
+    ],
+)
+def test_wrong_copies_among_devices_are_refused(use, words):
+    with pytest.raises(RuntimeError, match=words):
+        use(torch.cuda.comm, torch.ones(6))
 
 
 OPERATORS = [

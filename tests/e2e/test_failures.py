@@ -39,13 +39,13 @@ sys.exit(app.main())
 LATE = """
 import json, os, signal, sys, time
 import torch
-from wooly import api
+from wooly import api, opening
 
 processes, how = json.loads(sys.argv[1]), getattr(signal, sys.argv[2])
-connect = api._connect
+connect = opening.connect
 
 def late(part, *arguments):
-    api._connect = connect
+    opening.connect = connect
     os.kill(processes[part.executor_id], how)
     print("ended", part.executor_id, flush=True)
     while True:
@@ -58,7 +58,7 @@ def late(part, *arguments):
         time.sleep(0.01)
     return connect(part, *arguments)
 
-api._connect = late
+opening.connect = late
 api.enable()
 print(torch.ones(3, device="cuda").sum().item(), api._attached.parts[0].executor_id)
 """

@@ -60,11 +60,12 @@ def cluster(request, tmp_path_factory):
             "RUNTIME": "opencl",
             "DRAIN_S": "30",
         }
-        first = executor | {"NODE": "one"} | own
-        cluster = Cluster(folder, stack, executors=("a",), executor=first, router={"HTTP_PORT": port})
-        second = {"ID": "b", "NODE": "two", "LISTEN": f"unix://{folder}/b.sock", "MEMORY": str(1 << 30)} | others
-        cluster.prepare("b", "executor", executor | second | {"CHANNEL_KEY": cluster.keys.channel_public})
-        cluster.start("b", **other_env)
+        cluster = Cluster(folder, stack, executors=(), router={"HTTP_PORT": port})
+        for name, node, settings, more in (("a", "one", own, env), ("b", "two", others, other_env)):
+            place = {"ID": name, "NODE": node, "LISTEN": f"unix://{folder}/{name}.sock", "MEMORY": str(1 << 30)}
+            key = {"CHANNEL_KEY": cluster.keys.channel_public}
+            cluster.prepare(name, "executor", executor | key | place | settings)
+            cluster.start(name, **more)
         cluster.wait(lambda: len(cluster.rest("GET", "nodes")["nodes"]) == 2)
         cluster.keeper = Keeper(cluster, ("a", "b", "router"), {"a": env, "b": other_env})
         try:

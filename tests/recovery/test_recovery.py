@@ -1,6 +1,7 @@
 """Scripts whose executor ends go on in another one, with the bits of an undisturbed run."""
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ pytestmark = pytest.mark.connected
 SCRIPTS = Path(__file__).parent / "scripts"
 TIMEOUT_S = 300
 GONE_ON = "the session goes on in the executor"
+LIBRARY = {"LIBRARIES": "counting_operators"}, {"PYTHONPATH": str(SCRIPTS)}
+EXECUTORS = (LIBRARY, LIBRARY)
 
 CASES = {
     "train": (("train.py", 24, 5), "0,6,13"),
@@ -117,6 +120,34 @@ def test_what_a_script_repeats_is_free_only_after_a_real_loss(cluster, alice, ru
         metering.close()
     assert all(e.core_ucr == (e.core_ns - e.repeated_core_ns) * e.pace_ppm // 1_000_000 for e in entries)
     assert any(e.repeated_core_ns for e in entries) == real
+
+
+@pytest.mark.parametrize(("mode", "said"), [("on", 1), pytest.param("auto", 0, marks=pytest.mark.slow)])
+def test_a_session_says_which_native_operator_may_keep_values_and_stays(cluster, alice, run, mode, said):
+    cluster.rest("PUT", "tenants/alice", {"opaque_kernels": True})
+    why = "the operator counting_operators.count.default is native code of counting_operators"
+    counted, seen = [cluster.keeper.pids / name for name in ("counted", "seen")]
+    counted.unlink(missing_ok=True)
+    seen.unlink(missing_ok=True)
+    found, env = [], {"WOOLYAI_RECOVERY": mode, "PYTHONPATH": str(SCRIPTS)}
+    thread = threading.Thread(target=lambda: found.append(run("counting.py", **env)))
+    thread.start()
+    try:
+        cluster.wait(counted.exists)
+        task = cluster.rest("GET", "tasks?limit=1")["tasks"][0]["task_id"]
+
+        def told():
+            return [step["reason"] for step in cluster.rest("GET", f"tasks/{task}")["story"] if why in step["reason"]]
+
+        cluster.wait(told)
+        assert len(told()) == 1
+        refused = alice.wooly("tasks", "move", task, code=1)
+        assert "cannot go on in another executor" in refused and why in refused
+    finally:
+        seen.touch()
+        thread.join()
+    output, lines = found[0]
+    assert output == "1.0\n" and lines.count(why) == said
 
 
 @pytest.mark.slow

@@ -26,12 +26,14 @@ from wooly_wis.messages import (
     CloseSessionReply,
     DeviceFacts,
     ExecutorHeartbeat,
+    GpuSession,
     GpusReply,
     GpuState,
     HostSessionReply,
     MemoryState,
     OpenSessionRequest,
     SessionMemory,
+    SessionPolicy,
 )
 from wooly_wis.traces import SpansRecorded
 
@@ -150,7 +152,22 @@ class Cluster:
             await asyncio.sleep(0.25)
 
     async def _gpus(self, request):
-        gpus = [GpuState(executor_id=d.name, journal="j", entries=9, starvation_permille=250) for d in self.devices]
+        gpus = [
+            GpuState(
+                executor_id=d.name,
+                journal="j",
+                entries=9,
+                starvation_permille=250,
+                utilization_permille=round(1000 * d.utilization),
+                sessions=tuple(
+                    [
+                        GpuSession(session_id=s, tenant=r.tenant, policy=SessionPolicy(), share_permille=200)
+                        for s, r in sorted(d.sessions.items())
+                    ]
+                ),
+            )
+            for d in self.devices
+        ]
         return GpusReply(gpus=tuple(g for g in gpus if g.executor_id > request.after))
 
     async def _credits(self, request):

@@ -7,6 +7,7 @@ import time
 
 import httpx
 import pytest
+from wooly_wis.messages import GangPlace
 from wooly_wis.traces import SpanRecord
 
 pytestmark = [pytest.mark.connected, pytest.mark.timeout(120)]
@@ -262,6 +263,24 @@ def test_tasks_page_finds_opens_and_cancels_tasks(visit, cluster):
     page.get_by_role("searchbox", name="Search").fill(high)
     page.get_by_role("button", name="find-high.py").wait_for()
     page.get_by_role("button", name="find-low.py").wait_for(state="detached")
+
+
+def test_tasks_page_shows_where_the_ranks_of_a_program_are(visit, cluster):
+    places = [GangPlace(gang_id="three-ranks", rank=rank, size=3, devices=2) for rank in range(3)]
+    sessions = [cluster.open("ranks.py", gang=place) for place in places]
+    page = visit("#/tasks?text=ranks.py")
+    page.get_by_role("button", name="ranks.py").click()
+    table = page.get_by_role("table", name=re.compile("^Ranks of "))
+    table.wait_for()
+    assert table.locator("thead th").all_inner_texts() == ["rank", "device", "state", "cores", "memory", "swapped"]
+    rows = [row.locator("td").all_inner_texts() for row in table.locator("tbody tr").all()]
+    assert [row[0] for row in rows] == ["0", "1", "2"] and {row[2] for row in rows} == {"started"}
+    on = [cluster.rest("GET", f"tasks/{s}")["task"]["executors"][0] for s in sessions]
+    assert [row[1] for row in rows] == [f"{name} (H100 <b>)" for name in on] and len(set(on)) == 2
+    used = 132 * 0.2 * cluster.devices[0].utilization  # a fifth of the busy time of 132 cores
+    page.locator("td", has_text=f"{used:.1f}").first.wait_for()
+    page.get_by_text("5.0 GiB").first.wait_for()
+    assert page.evaluate(ACCESSIBLE) == []
 
 
 def test_tasks_page_says_why_a_session_cannot_move_or_hibernate(visit, cluster):

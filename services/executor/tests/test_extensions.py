@@ -38,8 +38,8 @@ def library(monkeypatch, tmp_path):
     (tmp_path / "offered_here.py").write_text("\n".join(lines))
     monkeypatch.syspath_prepend(tmp_path)
 
-    def load(*laws):
-        extensions.load(["offered_here"], device_key="CPU", laws=frozenset(laws))
+    def load(*laws, stateless=()):
+        extensions.load(["offered_here"], device_key="CPU", laws=frozenset(laws), stateless=frozenset(stateless))
 
     yield load
     module = sys.modules.pop("offered_here", None)
@@ -72,6 +72,23 @@ def test_load_of_namespace_with_laws_offers_only_operators_with_laws(library):
     library("offered_here.plain")
     facts = extensions.facts(opaque=False)["offered_here"]
     assert list(facts["operators"]) == ["offered_here.plain.default"] and facts["withheld"] == []
+
+
+def test_load_names_operators_that_may_keep_values(library):
+    library()
+    facts = extensions.facts(opaque=True)["offered_here"]
+    assert facts["stateful"] == sorted(facts["operators"])
+
+
+def test_load_of_operators_with_laws_names_none_that_keep_values(library):
+    library("offered_here.plain")
+    assert extensions.facts(opaque=True)["offered_here"]["stateful"] == []
+
+
+def test_load_of_a_stateless_library_names_no_operators_that_keep_values(library, caplog):
+    library(stateless=["offered_here", "elsewhere"])
+    assert extensions.facts(opaque=True)["offered_here"]["stateful"] == []
+    assert "STATELESS_LIBRARIES names elsewhere" in caplog.text
 
 
 def test_load_of_missing_library_names_setting():

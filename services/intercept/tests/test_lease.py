@@ -20,6 +20,7 @@ class Controller:
 
     def __init__(self, answer=lambda: None):
         self.answer, self.asked, self.changed = answer, [], threading.Condition()
+        self.notes = []
 
     def ask(self, rpc, message, timeout=4.0):
         if rpc != contracts.ROUTER_SESSION_RENEW:
@@ -28,6 +29,7 @@ class Controller:
             self.asked.append(time.monotonic())
             self.changed.notify_all()
         self.answer()
+        self.notes += filter(None, [message.note])
 
     def wait_asked(self, count):
         with self.changed:
@@ -129,3 +131,26 @@ def test_unexpected_error_in_lease_thread_ends_session(opened):
     session.when_lost(lambda why: (told.append(why), heard.set()))
     assert heard.wait(WAIT_S)
     assert told == ["the thread that renews the session's lease failed: KeyError: 'left'"]
+
+
+@pytest.mark.parametrize("retryable", [True, False])
+def test_close_tells_a_note_that_no_renewal_has_told(opened, retryable):
+    asked, here = [], threading.current_thread()
+
+    def answer():
+        """Refuse all renewals of the thread that renews, and two of this thread: of `note`, and the first one of `close`."""
+        if threading.current_thread() is here:
+            asked.append(1)
+            if len(asked) > 2:
+                return
+        error = ControlError("the lease is being renewed already")
+        error.code, error.retryable = "router.renewing", retryable
+        raise error
+
+    controller = Controller()
+    session = opened(controller)
+    controller.answer = answer
+    session.note("results differ")
+    assert controller.notes == []
+    session.close()
+    assert controller.notes == (["results differ"] if retryable else [])

@@ -3,17 +3,20 @@
 import struct
 import threading
 from collections import deque
+from types import SimpleNamespace
 
 import pytest
 import torch
 from wooly.departures import Departures
 from wooly.errors import ExecutorLostError
+from wooly.hops import Hops
 from wooly.link import Link
 from wooly.recovery import Recovery, Reopened
 from wooly_bus.channel import ChannelClosedError
-from wooly_wis.codec import digest
+from wooly_wis.codec import digest, encode_program
 from wooly_wis.foreign import Source, encode_source
 from wooly_wis.frames import READ_HEAD, Kind, pack_json
+from wooly_wis.program import Form, Program
 
 RELEASE = torch.__version__.split("+")[0]
 CPU = {"name": "CPU", "runtime": "torch-cpu", "cores": 2, "torch_version": RELEASE}
@@ -81,6 +84,10 @@ class Executor:
             return answer
         into[:] = answer.payload
         return None
+
+    def poll_acks(self):
+        if self.lost:
+            raise ChannelClosedError("the connection broke")
 
     def broken(self):
         return self.lost
@@ -193,3 +200,63 @@ def test_a_kernel_with_hidden_state_ends_recovery_and_is_named():
     session.lose()
     with pytest.raises(ExecutorLostError):
         session.read()
+
+
+def calls(name):
+    """A program that calls an operator of the device library."""
+    return encode_program(Program((Form("extern", (), (), (("args", ()), ("kwargs", ()), ("name", name))),), ()))
+
+
+LIBRARIES = {"native": {"operators": {"native.count.default": "", "native.other.default": ""}}}
+
+
+def with_library(stateful, **more):
+    return Executor(1.0, libraries={"native": LIBRARIES["native"] | {"stateful": stateful}}, **more)
+
+
+def test_native_code_that_may_keep_values_ends_recovery_and_is_named_once():
+    session = Session(with_library(["native.count.default"]))
+    session.link.recovery._always = True
+    session.link.define(calls("native.other.default"))
+    assert not session.said
+    session.link.define(calls("native.count.default"))
+    session.link.define(calls("native.count.default"))
+    assert session.link.recovery is None
+    (said,) = session.said
+    assert "the operator native.count.default is native code of native" in said
+    assert "WOOLY_EXECUTOR_STATELESS_LIBRARIES" in said
+    assert Departures([(session.link, threading.RLock())]).take_stays() in said
+
+
+@pytest.mark.parametrize("libraries", [{}, LIBRARIES, {"native": LIBRARIES["native"] | {"stateful": []}}])
+def test_native_code_that_keeps_nothing_does_not_end_recovery(libraries):
+    """Executors of an earlier release do not say which operators may keep values."""
+    session = Session(Executor(1.0, libraries=libraries), Executor(1.0))
+    session.link.define(calls("native.count.default"))
+    session.lose()
+    assert session.read() == 1.0
+
+
+def test_a_lost_executor_is_replaced_before_recovery_ends():
+    session = Session(Executor(1.0), Executor(1.0))
+    session.lose()
+    session.link.stay("a reason")
+    assert session.read() == 1.0 and session.link.recovery is None
+
+
+def test_a_session_that_hibernates_wakes_before_recovery_ends():
+    session = Session(Executor(1.0), Executor(1.0))
+    session.link.continuation.hibernate("idle")
+    session.link.stay("a reason")
+    assert session.read() == 1.0 and session.link.recovery is None
+
+
+def test_copies_pass_the_client_only_while_the_session_can_go_on_elsewhere():
+    """The session ends with its executors as soon as one of its devices cannot go on."""
+    first, second = Session(Executor(1.0)), Session(Executor(1.0))
+    departures = Departures([(session.link, threading.RLock()) for session in (first, second)])
+    hops = Hops(None, SimpleNamespace(departures=departures))
+    assert not hops.usable
+    first.link.stay("a reason")
+    assert hops.usable and second.link.recovery is not None
+    assert Hops(None, SimpleNamespace(departures=None)).usable

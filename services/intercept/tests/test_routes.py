@@ -7,7 +7,7 @@ import threading
 import urllib.error
 
 import pytest
-from wooly import access, api
+from wooly import access, opening
 from wooly.control import ControlError, Controller
 from wooly.errors import NotConnectedError
 from wooly.routes import is_loopback, reason_not_to_try, tunnel_is_safe
@@ -99,8 +99,8 @@ def listening(answer):
 def attach(*endpoints, tls_ca=None, plaintext=False):
     """The error of a client that cannot connect. Calls `_connect`, because `attach` does nothing if the process has a session."""
     with pytest.raises(NotConnectedError) as failed:
-        greet = api._greeting("session", "secret", "exact", "", None)
-        api._connect(api.Part(endpoints), "auto", "", tls_ca, plaintext, greet)
+        greet = opening.greeting("session", "secret", "exact", "", None)
+        opening.connect(opening.Part(endpoints), opening.Reach(tls_ca=tls_ca, plaintext=plaintext), greet)
     return str(failed.value)
 
 

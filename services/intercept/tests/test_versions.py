@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from wooly import api
+from wooly import api, opening
 from wooly.errors import NotConnectedError, ReleaseError
 from wooly_testkit.executor import executor_process
 from wooly_testkit.forks import Forked
@@ -18,9 +18,9 @@ def executor():
 
 
 def connect(executor, endpoints, session_id):
-    part = api.Part(endpoints, executor_id="gpu-7")
-    greet = api._greeting(session_id, executor.token, "exact", "", None)
-    return api._connect(part, "auto", "", None, False, greet)
+    part = opening.Part(endpoints, executor_id="gpu-7")
+    greet = opening.greeting(session_id, executor.token, "exact", "", None)
+    return opening.connect(part, opening.Reach(), greet)
 
 
 def test_client_with_unknown_other_release_is_refused_at_opening(executor, monkeypatch):

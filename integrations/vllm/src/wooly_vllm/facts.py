@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from wooly import api
+from wooly import api, opening
 from wooly.facade.cuda import capability_of
 
 
@@ -24,7 +24,9 @@ def _asked() -> dict[str, Any]:
     """The device's properties, from a session that is closed at once."""
     from wooly.settings import load
 
-    opened, link = api.open_link(load().model_copy(update={"gpu_count": 1, "recovery": "off", "required_vram": None}))
+    opened, link = opening.open_link(
+        load().model_copy(update={"gpu_count": 1, "recovery": "off", "required_vram": None})
+    )
     try:
         return dict(link.device)
     finally:

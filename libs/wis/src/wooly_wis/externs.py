@@ -11,6 +11,8 @@ import re
 from functools import cache
 from importlib.resources import files
 
+from wooly_wis.codec import decode_form, split_program
+
 #: Namespaces of PyTorch itself. Of these, only operators of the allow-list may be named.
 LIBRARY_NAMESPACES = frozenset(
     (
@@ -68,3 +70,16 @@ def is_extension(name: str) -> bool:
     if len(name) > MAX_NAME or _NAME.fullmatch(name) is None:
         return False
     return name.partition(".")[0] not in LIBRARY_NAMESPACES
+
+
+def names_in(program: bytes) -> list[str]:
+    """The names of the operators of the device library, and of extension operators, that a program calls, in its order.
+
+    Args:
+        program: the canonical bytes of a program.
+
+    Raises:
+        DecodeError: these bytes are not a program.
+    """
+    forms = [decode_form(raw) for raw in split_program(program)[0]]
+    return [str(form.attr("name")) for form in forms if form.opcode == "extern"]

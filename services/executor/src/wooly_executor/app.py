@@ -262,7 +262,8 @@ def _prepare_runtime(settings: ExecutorSettings, name: str) -> Runtime:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or min(torch.get_num_threads(), host.cores())))
     runtime = make_runtime(name, settings.state_dir, settings.device)
     key = "CPU" if runtime.device.host else "CUDA"
-    extensions.load(settings.extension_libraries(), device_key=key, laws=frozenset(EXTENSION_LAWS))
+    laws, stateless = frozenset(EXTENSION_LAWS), settings.without_state()
+    extensions.load(settings.extension_libraries(), device_key=key, laws=laws, stateless=stateless)
     runtime.bounds = Bounds(
         default_limits(
             host=runtime.device.host,

@@ -95,6 +95,11 @@ class ExecutorSettings(BaseSettings):
         description="comma-separated import names of extension libraries whose operators programs may call; by default "
         "torchvision if it is installed; empty: no library",
     )
+    stateless_libraries: str = Field(
+        default="",
+        description="comma-separated import names of those of `libraries` whose operators keep nothing between calls, so that "
+        "sessions that call them can go on in another executor",
+    )
     listen: str = ""
     advertise: str = ""
     tls_cert: Path | None = None
@@ -219,7 +224,11 @@ class ExecutorSettings(BaseSettings):
         """Import names of the extension libraries; None: the default."""
         if self.libraries is None:
             return None
-        return [name.strip() for name in self.libraries.split(",") if name.strip()]
+        return _names(self.libraries)
+
+    def without_state(self) -> frozenset[str]:
+        """Import names of the extension libraries whose operators keep nothing between calls."""
+        return frozenset(_names(self.stateless_libraries))
 
     def device_memory(self, capacity: int | None) -> int:
         """Bytes of the device: as configured, else its `capacity`, else a CPU device's part of the host's memory."""
@@ -290,6 +299,10 @@ class ExecutorSettings(BaseSettings):
         if self.advertise:
             return _parts(self.advertise)
         return [str(replace(e, host=self.node) if e.host in ANY_ADDRESS else e) for e in bound]
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def _parts(text: str) -> list[str]:

@@ -4,33 +4,31 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from wooly_bus.access import Access
-from wooly_bus.channel import ChannelClient, ChannelError, ChannelTlsError, Endpoint, client_context
+from wooly_bus.channel import Endpoint
 from wooly_bus.supervision import start_call, start_thread
 
 from wooly import capture, children, native, ranks
 from wooly.contents import OfferPolicy
 from wooly.departures import Departures
 from wooly.device import RegisteredDevice, register
-from wooly.errors import NotConnectedError, ReleaseError, WoolyError
+from wooly.errors import NotConnectedError, WoolyError
 from wooly.facade import Facade
 from wooly.facade.build import CUDA_VERSION
 from wooly.hops import Hops
 from wooly.link import Link
-from wooly.recovery import Recovery, Reopened, wanted
-from wooly.reopening import Reopening
+from wooly.opening import Part, Reach, connect_all, open_and_use, parts_of, reach_of
+from wooly.recovery import Recovery
 from wooly.room import first_grant
-from wooly.routes import reason_not_to_try
 from wooly.storage import MAX_DEVICES, NO_LIMIT
 
 if TYPE_CHECKING:
@@ -40,35 +38,12 @@ if TYPE_CHECKING:
     from wooly.settings import Settings
     from wooly.traces import ClientTrace
 
-log = logging.getLogger("wooly")
-T = TypeVar("T")
-#: Maximum number of sessions that `enable` opens, one after the other, if an executor ends before the client connects to it.
-MAX_OPENS = 3
-#: Maximum time, in seconds, for which a client tries to come back to its standalone executor; and the time between two attempts.
-RETURN_S, RETURN_AGAIN_S = 60.0, 0.25
 #: Interval, in seconds, at which the timer checks all links of a session with several devices. A link may break while the program
 #: uses only another device.
 _CHECK_INTERVAL_S = 0.25
 #: Number of timer ticks during which the timer does not send a program that grows.
 _GROWTH_TICKS = 4
 _COUNTED = ("operations", "instructions", "programs", "bytes_sent", "bytes_received", "syncs")
-
-
-@dataclass(frozen=True)
-class Part:
-    """Address of one device of a session.
-
-    Attributes:
-        endpoints: endpoints on which the executor listens.
-        executor_id: id of the executor, for messages.
-        node: node of the executor, for messages.
-        token: token for the executor; empty: the session's token.
-    """
-
-    endpoints: Sequence[str]
-    executor_id: str = ""
-    node: str = ""
-    token: str = ""
 
 
 @dataclass
@@ -171,22 +146,8 @@ def attach(
                 f"the session has {len(parts)} devices, but a process can have at most {MAX_DEVICES}; ask for fewer devices"
             )
         device = register(flush_instructions)
-        links: list[Link] = []
-        answered: list[Endpoint] = []
-        try:
-            for part in parts:
-                connecting = (
-                    contextlib.nullcontext("") if trace is None else trace.step("connect", executor=part.executor_id)
-                )
-                with connecting as parent:
-                    greet = _greeting(session_id, part.token or token, jit, parent, opens)
-                    link, endpoint = _connect(part, channel, control_url, tls_ca, plaintext, greet)
-                links.append(link)
-                answered.append(endpoint)
-        except BaseException:
-            for link in links:
-                link.close()
-            raise
+        reach = Reach(channel, control_url, tls_ca, plaintext)
+        links, answered = connect_all(parts, session_id, token, reach, jit, trace, opens)
         for link in links:
             link.siblings = [other for other in links if other is not link]
             link.offers = OfferPolicy() if dedup != "off" else None
@@ -231,70 +192,6 @@ def _forget_sessions(device: RegisteredDevice) -> None:
     for recorder in device.devices.recorders:
         with recorder.lock:
             recorder.forget_session()
-
-
-def _greeting(
-    session_id: str, token: str, jit: str, trace: str, opens: DirectSession | None
-) -> Callable[[ChannelClient, str], Link]:
-    """Return a function that makes a link of a connected channel to an executor with a name."""
-
-    def greet(client: ChannelClient, where: str) -> Link:
-        return Link(client, session_id, token, where, jit=jit, trace=trace, opens=opens)
-
-    return greet
-
-
-def _connect(
-    part: Part,
-    channel: str,
-    control_url: str | Access,
-    tls_ca: Path | None,
-    plaintext: bool,
-    greet: Callable[[ChannelClient, str], T],
-) -> tuple[T, Endpoint]:
-    """Connect to the first endpoint that answers. Returns what `greet` makes of the channel, and the endpoint."""
-    who = f"the executor {part.executor_id}" if part.executor_id else "the executor"
-    failures = []
-    offered = [Endpoint.parse(text) for text in part.endpoints]
-    for endpoint in offered:
-        nats_url = (control_url.url if isinstance(control_url, Access) else control_url) or f"nats://{endpoint.host}"
-        if reason := reason_not_to_try(endpoint, offered, channel, nats_url, plaintext):
-            failures.append(f"{endpoint}: {reason}")
-            continue
-        try:
-            client = _dial(endpoint, control_url, tls_ca)
-            try:
-                return greet(client, f"{part.executor_id or 'executor'} ({endpoint})"), endpoint
-            except BaseException:
-                client.close()
-                raise
-        except ChannelTlsError as e:
-            raise NotConnectedError(
-                f"the TLS connection to {who} failed, and no other endpoint is tried, because this could be an attack: {e}"
-            ) from e
-        except ReleaseError:
-            raise  # another endpoint leads to the same executor
-        except (ChannelError, WoolyError) as e:
-            failures.append(f"{endpoint}: {e}")
-    raise NotConnectedError(
-        f"cannot connect to any endpoint of {who}; check that it runs, and that no firewall blocks these endpoints:\n  "
-        + "\n  ".join(failures)
-    )
-
-
-def _dial(endpoint: Endpoint, control_url: str | Access, tls_ca: Path | None) -> ChannelClient:
-    try:
-        if endpoint.scheme == "nats":
-            from wooly_bus import contracts
-            from wooly_bus.channel.tunnel import open_tunnel
-
-            tunnel = contracts.EXECUTOR_TUNNEL_OPEN.on(endpoint.path)
-            return ChannelClient(open_tunnel(control_url or f"nats://{endpoint.host}:{endpoint.port}", tunnel))
-        if endpoint.scheme == "tls":
-            return ChannelClient.connect(endpoint, tls=client_context(tls_ca))
-    except ChannelTlsError as e:
-        raise ChannelTlsError(f"{e} (set WOOLYAI_TLS_CA to a file with the certificate authorities to trust)") from e
-    return ChannelClient.connect(endpoint)
 
 
 def enable(settings: Any = None) -> None:
@@ -410,7 +307,9 @@ def _open(where: str = "") -> None:
         settings = settings.model_copy(update={"node": where})
     if settings.programs_dir is not None:
         settings.programs_dir.mkdir(parents=True, exist_ok=True)
-    opened = _open_and_attach(settings, gang)
+    opened = open_and_use(
+        settings, _near, gang, lambda opened, recoveries: _attach(settings, opened, recoveries), _went
+    )
     assert _attached is not None
     _attached.opened = opened
     opened.when_lost(_on_lost)
@@ -448,121 +347,36 @@ def _gang(rank: ranks.Rank, devices: int) -> Any:
     return GangPlace(gang_id=rank.gang_id, rank=rank.rank, size=rank.size, devices=devices)
 
 
-def _open_and_attach(settings: Any, gang: Any) -> Any:
-    """Open a session and connect to its executors. Returns the session.
-
-    If an executor ends before the client connects to it, nothing is lost, and this function opens another session.
-    """
-    from wooly.control import open_session
-    from wooly.direct import StandaloneSession
-
-    others = MAX_OPENS
-    while True:
-        others -= 1
-        opened: Any = StandaloneSession(settings) if settings.executor_url else open_session(settings, _near, gang)
-        reopening, recoveries = _recovery(settings, opened)
-        try:
-            first, *more = [Part(p.endpoints, p.executor_id, p.node, p.token) for p in opened.parts]
-            attach(
-                first.endpoints,
-                opened.session_id,
-                first.token or opened.token,
-                more=more,
-                flush_instructions=settings.flush_instructions,
-                flush_interval_s=settings.flush_interval_ms / 1e3,
-                jit=settings.jit,
-                executor_id=first.executor_id,
-                node=first.node,
-                channel=settings.channel,
-                control_url=opened.tunnels,
-                tls_ca=settings.tls_ca,
-                plaintext=settings.plaintext,
-                dedup=settings.dedup,
-                trace=opened.trace,
-                opens=opened.opens,
-                recoveries=recoveries,
-            )
-            if recoveries and _attached is not None:
-                reopening.follow(_attached.locked_links())
-            return opened
-        except BaseException as e:
-            again = others and isinstance(e, NotConnectedError) and not opened.ephemeral and opened.is_over()
-            opened.close()
-            if not again:
-                raise
-            log.warning("an executor ended before the client connected to it; another session is opened: %s", e)
+def _attach(settings: Settings, opened: Any, recoveries: Sequence[Recovery]) -> list[tuple[Link, Lock]]:
+    """Connect the devices of an opened session. Returns their links, and the locks of their recorders."""
+    first, *more = parts_of(opened)
+    reach = reach_of(settings, opened)
+    attach(
+        first.endpoints,
+        opened.session_id,
+        first.token or opened.token,
+        more=more,
+        flush_instructions=settings.flush_instructions,
+        flush_interval_s=settings.flush_interval_ms / 1e3,
+        jit=settings.jit,
+        executor_id=first.executor_id,
+        node=first.node,
+        channel=reach.channel,
+        control_url=reach.control_url,
+        tls_ca=reach.tls_ca,
+        plaintext=reach.plaintext,
+        dedup=settings.dedup,
+        trace=opened.trace,
+        opens=opened.opens,
+        recoveries=recoveries,
+    )
+    return [] if _attached is None else _attached.locked_links()
 
 
-def open_link(settings: Settings) -> tuple[Any, Link]:
-    """Open a session with one device and connect to its executor, without a device of PyTorch.
-
-    The process may have other sessions. The session ends with its executor.
-
-    Args:
-        settings: the client's settings, with `gpu_count` 1 and `recovery` off.
-
-    Returns:
-        The session and its link. The caller closes both, the link first.
-
-    Raises:
-        WoolyError: no controller or no executor is available.
-    """
-    from wooly.control import open_session
-    from wooly.direct import StandaloneSession
-
-    opened: Any = StandaloneSession(settings) if settings.executor_url else open_session(settings)
-    try:
-        (part,) = [Part(p.endpoints, p.executor_id, p.node, p.token) for p in opened.parts]
-        greet = _greeting(opened.session_id, part.token or opened.token, settings.jit, "", opened.opens)
-        link, _ = _connect(part, settings.channel, opened.tunnels, settings.tls_ca, settings.plaintext, greet)
-    except BaseException:
-        opened.close()
-        raise
-    opened.when_lost(link.fail)
-    return opened, link
-
-
-def _recovery(settings: Settings, opened: Any) -> tuple[Reopening, list[Recovery]]:
-    """How the session goes on in other executors: for all devices, and for each; empty: it does not."""
-    mode = settings.recovery if "recovery" in settings.model_fields_set else opened.recovery
-
-    def open_elsewhere(why: str, cut: int, leaves: bool) -> list[Part]:
-        return [Part(p.endpoints, p.executor_id, p.node, p.token) for p in opened.recover(why, cut, leaves=leaves)]
-
-    def connect(index: int, part: Part) -> Reopened:
-        def greet(client: ChannelClient, where: str) -> Reopened:
-            return Reopened(client, opened.session_id, part.token or opened.token, where)
-
-        until = time.monotonic() + (0.0 if opened.controlled else RETURN_S)
-        while True:
-            try:
-                there, endpoint = _connect(
-                    part, settings.channel, opened.tunnels, settings.tls_ca, settings.plaintext, greet
-                )
-                break
-            except NotConnectedError:
-                if time.monotonic() >= until:
-                    raise
-            time.sleep(RETURN_AGAIN_S)
-        if _attached is not None:
-            _attached.parts[index], _attached.endpoints[index] = part, endpoint
-        return there
-
-    reopening = Reopening(open_elsewhere, connect)
-
-    def recovery(index: int) -> Recovery:
-        return Recovery(
-            lambda why, cut, leaves: reopening.reopen(index, why, cut, leaves),
-            (lambda cut, why: None) if index else opened.hibernate,  # the session hibernates once
-            always=mode == "on",
-            every_s=settings.checkpoint_s,
-            note=opened.note,
-            left=lambda: reopening.left(index),
-            around=lambda why: opened.trace.step("recover", reason=why),
-        )
-
-    on = wanted(settings) and mode != "off"
-    return reopening, [recovery(index) for index in range(len(opened.parts))] if on else []
+def _went(index: int, part: Part, endpoint: Endpoint) -> None:
+    """A device of the session has gone on in another executor."""
+    if _attached is not None:
+        _attached.parts[index], _attached.endpoints[index] = part, endpoint
 
 
 def install_facade() -> None:

@@ -209,6 +209,8 @@ RENEWALS_PER_LEASE = 10
 RETRY_DIVISOR = 15
 #: Maximum time, in seconds, that closing a session waits for spans that are being sent.
 SPANS_TIMEOUT_S = 2.0
+#: Number of attempts to tell the last note of a session when it is closed, and seconds between two of them.
+NOTE_ATTEMPTS, NOTE_AGAIN_S = 5, 0.1
 #: Timeout for opening a session, in seconds. The router asks executors and writes to its database, which takes long on a busy
 #: disk.
 OPEN_TIMEOUT_S = 20.0
@@ -441,6 +443,18 @@ class OpenedSession:
         with contextlib.suppress(ControlError):
             self._ask_renewal(timeout=2.0)
 
+    def _tell_note(self) -> None:
+        """Tell the note that no renewal has told. The router refuses it while it answers another renewal of this session."""
+        for _ in range(NOTE_ATTEMPTS):
+            if not self._note:
+                return
+            try:
+                self._ask_renewal(timeout=2.0)
+            except ControlError as e:
+                if not e.retryable:
+                    return
+                time.sleep(NOTE_AGAIN_S)
+
     def _ask_renewal(self, timeout: float = 4.0) -> RenewSessionReply:
         request = self._renewal()
         reply = self._controller.ask(contracts.ROUTER_SESSION_RENEW, request, timeout=timeout)
@@ -531,6 +545,7 @@ class OpenedSession:
         if self._closing.is_set():
             return
         self._closing.set()
+        self._tell_note()
         request = CloseSessionRequest(session_id=self.session_id, token=self.token)
         self.trace.end()
         if self._sending is None or concurrent.futures.wait((self._sending,), SPANS_TIMEOUT_S).done:

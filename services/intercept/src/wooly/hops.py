@@ -35,6 +35,14 @@ class Hops:
         #: Without it, two threads that copy in opposite directions could send their frames in different orders to the executors.
         self._lock = threading.Lock()
 
+    @property
+    def usable(self) -> bool:
+        """Whether the session ends with its executors. One that can go on elsewhere copies through this process: each of its
+        devices goes on from its own checkpoint, and would wait for the part of the other one.
+        """
+        departures = self._opened.departures
+        return departures is None or not departures.recovers
+
     def copy(self, source: int, at: tuple[int, int], target: int, to: tuple[int, int], nbytes: int) -> None:
         """Copy bytes of one buffer to another one.
 

@@ -40,7 +40,7 @@ from wooly.continuation import Continuation
 from wooly.errors import ExecutorLostError, ForkedProcessError, WoolyError
 from wooly.failures import Failures
 from wooly.recorder import Origin
-from wooly.recovery import ERROR, KEPT, KeptFrame, Pending, Recovery
+from wooly.recovery import ERROR, KEPT, KeptFrame, Pending, Recovery, stateful_operator
 
 if TYPE_CHECKING:
     from wooly_wis.messages import DirectSession
@@ -342,6 +342,8 @@ class Link:
 
     def define(self, program: bytes) -> None:
         """Send a program to the executor, which verifies it before the first run."""
+        if self.recovery is not None and (why := stateful_operator(program, self.device.get("libraries", {}))):
+            self.stay(why)
         if self.recovery is not None:
             self.recovery.define(program)
         if self.log is not None:
@@ -437,9 +439,7 @@ class Link:
             raise WoolyError("`wooly record` cannot record tensors that are shared with another process")
         if not self.device.get("ipc"):
             raise WoolyError(f"the executor {self.where} cannot share memory between processes; update it")
-        if self.recovery is not None:
-            self.sync()  # it wakes a session that hibernates
-            self.stay("it shares memory with another process")
+        self.stay("it shares memory with another process")
         answer = self._answer(Kind.IPC, IPC_HEAD.pack(what, buffer, nbytes, name))
         self._note_all_answered()
         self.forget(buffer)
@@ -456,7 +456,13 @@ class Link:
         self._failures.sent(self.send(Kind.GROUP, payload), "torch.distributed.new_group", [where])
 
     def stay(self, why: str) -> None:
-        """From now on, the session ends with its executor and is not moved."""
+        """From now on, the session ends with its executor and is not moved. A session without an executor takes one first.
+
+        Raises:
+            WoolyError: it has no executor now, and gets none.
+        """
+        self.continuation.wake(why)
+        self.continuation.go_on()
         recovery, self.recovery = self.recovery, None
         if recovery is not None:
             self.stays = why

@@ -14,13 +14,14 @@ import logging
 import sys
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from wooly_bus.channel import ChannelClient, Expected, Frame
 from wooly_bus.contents import chunk_digest
 from wooly_wis.codec import DIGEST_SIZE, digest
+from wooly_wis.externs import names_in
 from wooly_wis.frames import Kind
 
 from wooly.errors import WoolyError
@@ -358,6 +359,27 @@ class Recovery:
         self.answer = None
         self._taken = self.stored
         return True
+
+
+def stateful_operator(program: bytes, libraries: Mapping[str, Mapping[str, Any]]) -> str:
+    """Why a session with this program cannot go on elsewhere: it calls native code that may keep values outside of buffers.
+
+    Args:
+        program: the canonical bytes of the program.
+        libraries: the extension libraries that the executor offers, from its WELCOME.
+
+    Returns:
+        The reason; empty: the program calls no such code.
+    """
+    library_of = {name: library for library, facts in libraries.items() for name in facts.get("stateful", ())}
+    found = next((name for name in names_in(program) if name in library_of), "") if library_of else ""
+    if not found:
+        return ""
+    library = library_of[found]
+    return (
+        f"the operator {found} is native code of {library}, which may keep values outside of buffers, and checkpoints have "
+        f"buffers only. If it keeps none, add {library} to WOOLY_EXECUTOR_STATELESS_LIBRARIES of the executors"
+    )
 
 
 def wanted(settings: Settings) -> bool:

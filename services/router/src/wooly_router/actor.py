@@ -57,7 +57,7 @@ from wooly_router.opening import ABANDONED_S, Opening
 from wooly_router.peers import Peers
 from wooly_router.settings import RouterSettings
 from wooly_router.state.config import AuditRecord
-from wooly_router.state.tasks import TaskRecord
+from wooly_router.state.tasks import Lease, TaskRecord
 from wooly_router.state.world import World
 from wooly_router.tenants import TenantActor
 
@@ -183,9 +183,10 @@ class RouterActor:
         wish = Wish.of_start(request.priority, request.weight, request.gpu_mode)
         granted = await self.ceilings.granted(tenant, wish, caller)
         terms = {"tenant": tenant, "credential": "", "priority": granted.priority, "weight": granted.weight}
+        known = None
         if request.place is not None and request.lost:
-            await self._requeue_for(request.place, tenant, request)
-        return await self._opening.open(request.model_copy(update=terms))
+            known = await self._requeue_for(request.place, tenant, request)
+        return await self._opening.open(request.model_copy(update=terms), known)
 
     # -- living ------------------------------------------------------------------------------------------------------
 
@@ -195,12 +196,19 @@ class RouterActor:
         Raises:
             RefusedError: the token is not the session's.
         """
-        lease = await self.world.tasks.lease(session_id)
-        if lease is None:
-            return None
-        if not _same(lease.token, token):
+        lease, record = await self._leased(session_id, token)
+        return None if lease is None else record
+
+    async def _leased(self, session_id: str, token: str) -> tuple[Lease | None, TaskRecord | None]:
+        """Return a session's lease and the session.
+
+        Raises:
+            RefusedError: the token is not the session's.
+        """
+        lease, record = await self.world.tasks.leased(session_id)
+        if lease is not None and not _same(lease.token, token):
             raise RefusedError("router.no_session", f"session {session_id} belongs to another client")
-        return await self.world.tasks.get(session_id)
+        return lease, record
 
     async def _check_owner(self, session_id: str, tenant: str) -> None:
         """Check that a session, if it exists, belongs to this tenant: the session's token alone is not enough.
@@ -406,16 +414,18 @@ class RouterActor:
 
     # -- losses ------------------------------------------------------------------------------------------------------
 
-    async def _requeue_for(self, place: QueuePlace, tenant: str, request: OpenSessionRequest) -> None:
+    async def _requeue_for(self, place: QueuePlace, tenant: str, request: OpenSessionRequest) -> TaskRecord | None:
         """Put a session back into the queue whose client says that it lost its executor, or leaves it.
+
+        Returns it, unless it was there before.
 
         Raises:
             RefusedError: the session is not open, belongs to another client, or stays where it is.
         """
-        record = await self._open(place.session_id, place.token)
-        if record is None or record.tenant != tenant:
+        lease, record = await self._leased(place.session_id, place.token)
+        if lease is None or record is None or record.tenant != tenant:
             raise RefusedError("router.no_session", await self._reason_of_end(place.session_id))
-        await self.moves.comes_back(record, request.lost, request.cut, leaves=request.leaves)
+        return await self.moves.comes_back(record, lease, request.lost, request.cut, leaves=request.leaves)
 
     async def lose_part(
         self, record: TaskRecord, executor_id: str, reason: str, state: str = "failed", *, passing: bool = False

@@ -61,7 +61,14 @@ class CeilingActor:
             RefusedError: the wish is above a ceiling of the tenant; code `router.above_ceiling`.
         """
         unbound = caller is not None and self._gate.is_administrator(caller)
-        found = grant(tenant, UNLIMITED if unbound else await self.of(tenant), wish)
+        known = caller.record if caller is not None else None
+        if unbound:
+            ceilings = UNLIMITED
+        elif known is not None and known.name == tenant:
+            ceilings = self.of_record(known)
+        else:
+            ceilings = await self.of(tenant)
+        found = grant(tenant, ceilings, wish)
         if isinstance(found, Refusal):
             raise RefusedError(ABOVE_CEILING_CODE, found.message)
         return found

@@ -9,7 +9,7 @@ from typing import Literal
 from wooly_bus.errors import RefusedError
 
 from wooly_router.owner import Owner
-from wooly_router.state.tenants import Role, hash_of
+from wooly_router.state.tenants import Role, TenantRecord, hash_of
 from wooly_router.state.world import World
 
 #: What each role may read (r) and write (w), by area. The scopes of a token can only reduce its role's rights. The rule behind
@@ -53,6 +53,7 @@ class Caller:
         own: the tenant that owns everything that the caller creates.
         may: scopes.
         until: expiry, in seconds since the epoch; None: no expiry.
+        record: the tenant `own`, if it was read just now.
     """
 
     actor: str
@@ -60,6 +61,7 @@ class Caller:
     own: str
     may: frozenset[str]
     until: float | None = None
+    record: TenantRecord | None = None
 
     @property
     def acts_for_all(self) -> bool:
@@ -133,7 +135,7 @@ class Gate:
             raise RefusedError("router.unauthorized", f"tenant {tenant} is disabled or unknown")
         if claimed not in (None, DEFAULT_TENANT, tenant):
             raise RefusedError("router.forbidden", f"these credentials belong to tenant {tenant}, not to {claimed}")
-        return Caller(f"nats:{tenant}", tenant, tenant, ROLES["user"])
+        return Caller(f"nats:{tenant}", tenant, tenant, ROLES["user"], record=found)
 
     async def over_nats(self, credential: str, claimed: str | None, scope: str) -> Caller:
         """Return the caller behind a NATS message, with the tenant of the message as `own`.

@@ -69,8 +69,15 @@ class Moves:
     # -- after a loss ------------------------------------------------------------------------------------------------
 
     async def requeue(
-        self, record: TaskRecord, reason: str, wish: TaskWish = NO_WISH, *, silent: Collection[str] = ()
-    ) -> bool:
+        self,
+        record: TaskRecord,
+        reason: str,
+        wish: TaskWish = NO_WISH,
+        *,
+        silent: Collection[str] = (),
+        lease: Lease | None = None,
+        **wants: object,
+    ) -> TaskRecord | None:
         """Put a session that leaves its executor back into the queue.
 
         Args:
@@ -78,45 +85,59 @@ class Moves:
             reason: why it leaves, for its story.
             wish: what it was asked for, if it leaves because of that.
             silent: its executors that do not answer.
+            lease: its lease, if it is known.
+            wants: further changes of its wants.
 
         Returns:
-            False if it has ended.
+            The session as it is then; None if it has ended.
         """
         now = self._clock()
         alive = {e.executor_id for e in self._registry.alive(now)} - set(silent)
         # A client may say that it lost its executor when it did not. Its repeated work is free only if the cluster saw the loss.
         repeats = not wish.do and any(p.executor_id not in alive for p in record.parts)
-        lease = await self._world.tasks.lease(record.id)
+        lease = lease or await self._world.tasks.lease(record.id)
         if lease is None:
-            return False
+            return None
         waiting = Lease(record.id, lease.token, now + self._settings.lease_s + RECOVERY_GRACE_S)
         async with self._world.database.writing() as s:
-            return await self._world.tasks.leave(
+            left = await self._world.tasks.leave(
                 s,
                 record,
                 "pending",
                 reason,
                 now,
                 waiting,
-                barred=wish.barred,
-                **({"node": wish.node} if wish.node else {}),
-                store=self._store_of(record),
-                repeats=repeats,
+                **{
+                    "barred": wish.barred,
+                    **({"node": wish.node} if wish.node else {}),
+                    "store": self._store_of(record),
+                    "repeats": repeats,
+                    **wants,
+                },
             )
+            return await self._world.tasks.get(record.id, s) if left else None
 
-    async def comes_back(self, record: TaskRecord, reason: str, cut: int, *, leaves: bool) -> None:
+    async def comes_back(
+        self, record: TaskRecord, lease: Lease, reason: str, cut: int, *, leaves: bool
+    ) -> TaskRecord | None:
         """The client of a session asks for another executor, because it lost its own or because it was asked to leave it.
 
         Args:
             record: the session.
+            lease: its lease.
             reason: why, as the client says.
             cut: number of the checkpoint that the next executor must have; 0: none.
             leaves: the session still has its executor, and leaves it because it was asked to.
+
+        Returns:
+            The session, if it has its place in the queue now; None: it left its executor before.
 
         Raises:
             RefusedError: the session cannot go on elsewhere; or it was asked to leave, and no other device has room any more
                 (`router.stays`). Then it stays where it is.
         """
+        # Without a checkpoint, any executor will do.
+        changes: dict[str, object] = {} if cut else {"store": ""}
         if record.state == "started":
             if not record.wants.get("recovers"):
                 raise RefusedError("router.no_session", f"session {record.id} cannot go on in another executor")
@@ -131,10 +152,14 @@ class Moves:
             # Its executor may live and have the session, for example if only the connection broke.
             silent = await self._executors.leave(names, record.id, "it goes on in another executor")
             why = (wish.reason or reason) if leaves else f"its client lost {', '.join(names)}: {reason}"
-            await self.requeue(record, why, wish, silent=silent)
-        if not cut:  # it needs no checkpoint, so any executor will do
+            # It has its place in the queue at once, because its client asks.
+            waits = await self.requeue(record, why, wish, silent=silent, lease=lease, away=False, **changes)
+            if waits is not None:
+                return waits
+        if changes:
             async with self._world.database.writing() as s:
-                await self._world.tasks.change_wants(s, record.id, store="")
+                await self._world.tasks.change_wants(s, record.id, **changes)
+        return None
 
     def _store_of(self, record: TaskRecord) -> str:
         """The identity of the place where the checkpoints of a session are; empty: there are none."""

@@ -115,15 +115,19 @@ class Opening:
         self._queue = SessionQueue(world, clock)
         self._gangs = Gangs(world)
 
-    async def open(self, request: OpenSessionRequest) -> OpenSessionReply:
+    async def open(self, request: OpenSessionRequest, known: TaskRecord | None = None) -> OpenSessionReply:
         """Open a session for the tenant in `request`, or tell its place in the queue if it wants to wait.
+
+        Args:
+            request: the client's request.
+            known: the session, if it has a place in the queue and was read just now.
 
         Raises:
             RefusedError: the session cannot be opened now; the message gives the reason with numbers.
         """
         until = self._clock() + OPEN_BUDGET_S
         if request.place is not None:
-            task = await self._queue.enter(request.place, request.tenant)
+            task = await self._queue.enter(request.place, request.tenant, known)
             try:
                 return await self._open_traced(bound(request, task), task, request.place.token, until)
             finally:
@@ -188,8 +192,6 @@ class Opening:
                     with step("router", "place") as span:
                         executors, percents = await self._choose_again(task, request.queue, failed, until)
                         span.set_attribute("executors", ", ".join([e.executor_id for e in executors]))
-                    if request.place is not None:
-                        await self._check_budget(task.tenant)
                     with step("router", "host"):
                         reply = await self._host_all(request, task, token, executors, percents, until, failed)
                     silent |= {name for name, error in failed.items() if isinstance(error, BusTimeoutError)}
@@ -242,6 +244,16 @@ class Opening:
         """
         if refusal := await self._advice.over_budget(tenant):
             raise RefusedError("router.over_budget", f"no session is opened: {refusal}")
+
+    async def _check_tenant(self, request: OpenSessionRequest) -> bool:
+        """Return whether the session may launch kernels that executors cannot check.
+
+        Raises:
+            RefusedError: the session waited for a device, and its tenant has no budget left.
+        """
+        if request.place is not None:
+            await self._check_budget(request.tenant)
+        return await self._world.tenants.opaque_kernels(request.tenant)
 
     async def _first_heartbeat(self) -> None:
         while not self._registry.alive(self._clock()) and self._clock() - self._started < HEARTBEAT_GRACE_S:
@@ -307,7 +319,8 @@ class Opening:
                 for rank in ranks.values():
                     if rank.state == "pending":
                         await self._world.tasks.take_devices(s, rank.id, ())
-            await self._world.tasks.take_devices(s, task.id, ())
+            if task.parts or failed:
+                await self._world.tasks.take_devices(s, task.id, ())
             config, nodes, pool = await self._world.pool(s, self._registry, now)
             queue = [t.waiting() for t in await self._world.tasks.queue(s)]
             me = Waiting(task.id, task.priority, task.created_at, want, gang=gang if not task.attempt else ALONE)
@@ -363,10 +376,11 @@ class Opening:
 
         Returns None if one refuses: `failed` names it, and the other executors have closed their parts.
         """
-        policies = await self._admit_all(request, task, executors, percents, failed)
+        policies, opaque = await asyncio.gather(
+            self._admit_all(request, task, executors, percents, failed), self._check_tenant(request)
+        )
         if policies is None:
             return None
-        opaque = await self._world.tenants.opaque_kernels(request.tenant)
         asks = [
             (e.executor_id, self._ask(request, task, token, policy, percent, opaque, part))
             for part, (e, policy, percent) in enumerate(zip(executors, policies, percents, strict=True))

@@ -51,26 +51,18 @@ class SessionQueue:
         """Keep a session's place until a time, without a question of its client."""
         await self._world.tasks.keep_lease(s, session_id, until)
 
-    async def enter(self, place: QueuePlace, tenant: str) -> TaskRecord:
+    async def enter(self, place: QueuePlace, tenant: str, known: TaskRecord | None = None) -> TaskRecord:
         """Return the session whose client asks for its turn. `leave` must follow.
+
+        Args:
+            place: its place.
+            tenant: its tenant.
+            known: the session, if it was read just now, and belongs to this client.
 
         Raises:
             RefusedError: the session does not wait, another router examines it now, or its client asks too early.
         """
-        lease = await self._world.tasks.lease(place.session_id)
-        task = await self._world.tasks.get(place.session_id)
-        mine = lease is None or secrets.compare_digest(lease.token.encode(), place.token.encode())
-        if task is None or task.kind != "session" or task.tenant != tenant or not mine:
-            raise RefusedError("router.no_session", f"session {place.session_id} does not wait in the queue")
-        if task.state == "failed":
-            raise RefusedError(
-                "router.place_lost", f"session {task.id} left the queue: {task.reason}; ask anew", retryable=True
-            )
-        if lease is None or task.state not in ("pending", "hibernated"):
-            why = f" ({task.reason})" if task.reason else ""
-            raise RefusedError(
-                "router.no_session", f"session {task.id} does not wait in the queue: it is {task.state}{why}"
-            )
+        task = known or await self._waiting(place, tenant)
         if task.id in self._asking or (task.parts and (task.retry_at or 0.0) > self._clock()):
             raise RefusedError("router.opening", f"session {task.id} is being opened already", retryable=True)
         if 0 <= self._clock() - self._answered.get(task.id, float("-inf")) < SOONEST_S:
@@ -84,6 +76,27 @@ class SessionQueue:
             async with self._world.database.writing() as s:
                 await self._world.tasks.returned(s, task, self._clock())
             return await self._world.tasks.get(task.id) or task
+        return task
+
+    async def _waiting(self, place: QueuePlace, tenant: str) -> TaskRecord:
+        """Return the session of a place.
+
+        Raises:
+            RefusedError: it does not wait, or belongs to another client.
+        """
+        lease, task = await self._world.tasks.leased(place.session_id)
+        mine = lease is None or secrets.compare_digest(lease.token.encode(), place.token.encode())
+        if task is None or task.kind != "session" or task.tenant != tenant or not mine:
+            raise RefusedError("router.no_session", f"session {place.session_id} does not wait in the queue")
+        if task.state == "failed":
+            raise RefusedError(
+                "router.place_lost", f"session {task.id} left the queue: {task.reason}; ask anew", retryable=True
+            )
+        if lease is None or task.state not in ("pending", "hibernated"):
+            why = f" ({task.reason})" if task.reason else ""
+            raise RefusedError(
+                "router.no_session", f"session {task.id} does not wait in the queue: it is {task.state}{why}"
+            )
         return task
 
     def leave(self, session_id: str) -> None:

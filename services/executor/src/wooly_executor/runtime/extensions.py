@@ -14,7 +14,7 @@ import importlib.metadata
 import importlib.util
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -48,22 +48,30 @@ class ExtensionLibrary:
         version: its version.
         operators: the offered operators by name, such as ``torchvision.nms.default``.
         checked: names of the operators that have laws.
+        stateless: the executor's operator says that all its operators keep nothing between calls.
     """
 
     name: str
     version: str
     operators: Mapping[str, OpOverload]
     checked: frozenset[str]
+    stateless: bool = False
 
     def facts(self, *, opaque: bool) -> dict[str, Any]:
-        """Return what a client needs: version, digests of the schemas of the operators, operators that need a permission.
+        """Return what a client needs: version, digests of the schemas of the operators, operators that need a permission, and
+        operators that may keep values outside of buffers.
 
         Args:
             opaque: the client's session has the permission `opaque_kernels`.
         """
-        withheld = [] if opaque else sorted(self.operators.keys() - self.checked)
+        unchecked = sorted(self.operators.keys() - self.checked)
         digests = {n: schema_digest(op) for n, op in sorted(self.operators.items())}
-        return {"version": self.version, "operators": digests, "withheld": withheld}
+        return {
+            "version": self.version,
+            "operators": digests,
+            "withheld": [] if opaque else unchecked,
+            "stateful": [] if self.stateless else unchecked,
+        }
 
 
 _libraries: dict[str, ExtensionLibrary] = {}
@@ -71,18 +79,26 @@ _offered: dict[str, OpOverload] = {}
 _unchecked: set[str] = set()
 
 
-def load(names: Iterable[str] | None, *, device_key: str, laws: frozenset[str]) -> None:
+def load(
+    names: Iterable[str] | None, *, device_key: str, laws: frozenset[str], stateless: frozenset[str] = frozenset()
+) -> None:
     """Import libraries and offer their operators.
 
     Args:
         names: import names; None: those of `DEFAULT` that are installed and work here.
         device_key: PyTorch's dispatch key of the device: ``CPU`` or ``CUDA``.
         laws: operators with laws, such as ``torchvision.nms``. Of a namespace with laws, no other operator is offered.
+        stateless: libraries whose operators keep nothing between calls.
 
     Raises:
         ExtensionLibraryError: a named library cannot be imported.
     """
-    for name in DEFAULT if names is None else names:
+    wanted = DEFAULT if names is None else tuple(names)
+    if unknown := sorted(stateless - set(wanted)):
+        log.warning(
+            "WOOLY_EXECUTOR_STATELESS_LIBRARIES names %s, but WOOLY_EXECUTOR_LIBRARIES does not", ", ".join(unknown)
+        )
+    for name in wanted:
         if names is None and importlib.util.find_spec(name) is None:
             continue
         before = _namespaces()
@@ -99,7 +115,7 @@ def load(names: Iterable[str] | None, *, device_key: str, laws: frozenset[str]) 
                 "remove it from WOOLY_EXECUTOR_LIBRARIES"
             ) from e
         spaces = ((_namespaces() - before) | {name}) - NEVER
-        library = _survey(name, _version(name, module), spaces, device_key, laws)
+        library = replace(_survey(name, _version(name, module), spaces, device_key, laws), stateless=name in stateless)
         _libraries[name] = library
         _offered.update(library.operators)
         _unchecked.update(library.operators.keys() - library.checked)

@@ -20,6 +20,7 @@ from wooly.distributed import sharding
 from wooly.facade import (
     accelerator,
     amp,
+    comm,
     cuda_graphs,
     default_dtype,
     determinism,
@@ -117,6 +118,7 @@ class Facade:
             self._snapshots.patches(),
             profiler.patches(self._devices, self._answers.name_of),
             parallel.patches(),
+            comm.patches(),
             distributed.patches(self._devices, self._collectives, self._session),
             children.patches(),
             ipc.patches(),

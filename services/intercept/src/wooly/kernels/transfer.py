@@ -342,7 +342,7 @@ class Transfer:
             return
         at, to = address_of(src), address_of(dst)
         hops = self._devices.hops
-        if hops is not None and all(link.log is None and link.recovery is None for link in links):
+        if hops is not None and hops.usable and all(link.log is None for link in links):
             there = (at >> ID_SHIFT, at & OFFSET_MASK), (to >> ID_SHIFT, to & OFFSET_MASK)
             hops.copy(raw_device(src).index, there[0], raw_device(dst).index, there[1], total)
             return

@@ -17,10 +17,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from wooly.api import open_link
 from wooly.control import connect
 from wooly.errors import WoolyError
 from wooly.link import Link
+from wooly.opening import open_link
 from wooly.settings import Settings
 
 Runtime = Literal["torch_cpu", "opencl", "cuda", "hip"]

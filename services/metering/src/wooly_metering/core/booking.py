@@ -21,6 +21,8 @@ USAGE, CORRECTION = 0, 1
 #: The reasons in an entry of repeated work, and in an entry that was booked from a journal.
 REPEATED = "it repeated work that was lost with its executor"
 BY_JOURNAL = "by the dispatch journal: no usage record came for it"
+#: The reason in an entry of lost work that came after the entries of its repetition.
+PAID_ALREADY = "its repetition after the loss is billed already"
 #: Maximum number of stored characters of a message that cannot be decoded.
 PAYLOAD_KEPT = 64 << 10
 
@@ -174,6 +176,8 @@ class LastUsage(NamedTuple):
     device_kind: str
     priority: int
     pace_ppm: int
+    part: int = 0
+    epoch: int = 0
 
 
 @dataclass(slots=True)
@@ -214,7 +218,13 @@ class RunState:
         self.ahead_core_ns += core
         last = self.last or LastUsage("", "", whole.priority, whole.pace_ppm)
         changes = {"gpu_ns": gpu, "core_ns": core, "span_us": -(-gpu // 1000)}
-        described = {"model": last.model, "priority": last.priority, "pace_ppm": last.pace_ppm}
+        described = {
+            "model": last.model,
+            "priority": last.priority,
+            "pace_ppm": last.pace_ppm,
+            "part": last.part,
+            "epoch": last.epoch,
+        }
         return whole.model_copy(update={**changes, **described})
 
 
@@ -227,12 +237,16 @@ class LostWork:
         billed_ns: billed core time since the newest stored checkpoint, in epochs before `epoch`.
         current_ns: the same in `epoch`.
         repeated_ns: core time of `epoch` that was not billed.
+        saved_epoch: the epoch in which the newest checkpoint was stored.
+        paid: by epoch, core time that repeated lost work and was billed, because no entry of the lost work existed yet.
     """
 
     epoch: int = 0
     billed_ns: int = 0
     current_ns: int = 0
     repeated_ns: int = 0
+    saved_epoch: int = 0
+    paid: dict[int, int] = field(default_factory=dict)
 
     def _enter(self, epoch: int) -> None:
         if epoch > self.epoch:
@@ -240,13 +254,18 @@ class LostWork:
             self.epoch, self.current_ns, self.repeated_ns = epoch, 0, 0
 
     def free_part(self, record: UsageRecord) -> int:
-        """The part of a record's core time that is not billed: it repeats work that was lost, and no more than that."""
+        """The part of a record's core time that is not billed: it repeats work that was lost, and no more than that.
+
+        A record that comes after its epoch is of lost work. As far as the repetition of lost work was billed, it is free.
+        """
         self._enter(record.epoch)
         if record.epoch < self.epoch:
-            return 0
+            return min(record.core_ns, sum([ns for epoch, ns in self.paid.items() if epoch > record.epoch]))
         return max(min(record.repeats_core_ns, record.core_ns, self.billed_ns - self.repeated_ns), 0)
 
-    def booked(self, epoch: int, core_ns: int, repeated_ns: int, unsaved_ns: int | None) -> None:
+    def booked(
+        self, epoch: int, core_ns: int, repeated_ns: int, unsaved_ns: int | None, repeats_ns: int | None = None
+    ) -> None:
         """Note the next entry of the device.
 
         Args:
@@ -254,15 +273,30 @@ class LostWork:
             core_ns: its core time.
             repeated_ns: the part of it that is not billed.
             unsaved_ns: core time of its epoch since the newest stored checkpoint; None: no checkpoint was stored in its epoch.
+            repeats_ns: core time of it that repeated lost work, as the executor says; None: the entry is in `paid`.
         """
         self._enter(epoch)
         if epoch < self.epoch:  # it came late
-            self.billed_ns += core_ns - repeated_ns
-        elif unsaved_ns is not None:
-            self.billed_ns, self.current_ns, self.repeated_ns = 0, unsaved_ns, 0
+            if epoch >= self.saved_epoch:
+                self.billed_ns += core_ns - repeated_ns
+            if repeats_ns is not None:
+                self._matched(epoch, repeated_ns)
+            return
+        if repeats_ns is not None and repeats_ns > repeated_ns:
+            self.paid[epoch] = self.paid.get(epoch, 0) + repeats_ns - repeated_ns
+        if unsaved_ns is not None:
+            self.billed_ns, self.current_ns, self.repeated_ns, self.saved_epoch = 0, unsaved_ns, 0, epoch
         else:
             self.current_ns += core_ns - repeated_ns
             self.repeated_ns += repeated_ns
+
+    def _matched(self, epoch: int, core_ns: int) -> None:
+        """Lost work of an epoch was not billed, because its repetition was."""
+        for later in sorted(self.paid):
+            if later > epoch:
+                part = min(core_ns, self.paid[later])
+                self.paid[later] -= part
+                core_ns -= part
 
 
 @dataclass(slots=True)
@@ -335,7 +369,8 @@ def book(
     Args:
         sources: known sources among the messages' sources.
         known_runs: runs among them whose totals a journal states, or stated before. The function updates their state.
-        lost_work: the work that was lost, of the devices whose records repeat work. The function updates it.
+        lost_work: the work that was lost, of the devices whose records repeat work, or did and were billed. The function updates
+            it.
         next_entry: id of the first entry.
         next_source: number of the first new source.
         now_us: time of our clock. A record that is ahead of this clock and of the stream's is booked at its arrival.
@@ -373,7 +408,7 @@ def book(
                 kind = kind or (run.last.device_kind if run.last else "")
                 run.gpu_ns += record.gpu_ns
                 run.core_ns += record.core_ns
-                run.last = LastUsage(record.model, kind, record.priority, record.pace_ppm)
+                run.last = LastUsage(record.model, kind, record.priority, record.pace_ppm, record.part, record.epoch)
             if not why:
                 begin = record.at_us - record.span_us
                 plan = tariff.plan(kind, record.priority, begin)
@@ -388,7 +423,10 @@ def book(
                 continue
             r = record
             if work is not None:
-                work.booked(r.epoch, r.core_ns, repeated, r.unsaved_core_ns)
+                late = r.epoch < work.epoch
+                work.booked(r.epoch, r.core_ns, repeated, r.unsaved_core_ns, min(r.repeats_core_ns, r.core_ns))
+                if repeated:
+                    moved = moved or (PAID_ALREADY if late else REPEATED)
             out.entries.append(
                 Entry(
                     id=entry_id,
@@ -420,7 +458,7 @@ def book(
                     plan_id=plan.id,
                     core_ucr=core,
                     vram_ucr=vram,
-                    reason=BY_JOURNAL if event.whole else moved or (REPEATED if repeated else ""),
+                    reason="; ".join([text for text in (BY_JOURNAL if event.whole else "", moved) if text]),
                 )
             )
             entry_id += 1

@@ -133,6 +133,18 @@ ahead = Table(
     Index("ix_ahead_at", "at_us"),
 )
 
+#: Repeated work that was billed, because the ledger had no entry of the lost work yet. When that usage arrives, it is free.
+paid_repeats = Table(
+    "paid_repeats",
+    metadata,
+    Column("session_id", String(64), primary_key=True),
+    Column("part", SmallInteger, primary_key=True, autoincrement=False),
+    Column("epoch", Integer, primary_key=True, autoincrement=False),
+    _big("core_ns"),
+    _big("at_us"),
+    Index("ix_paid_repeats_at", "at_us"),
+)
+
 hours = Table(
     "hours",
     metadata,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -46,6 +46,7 @@ from wooly_metering.ledger.tables import (
     budgets,
     entries,
     hours,
+    paid_repeats,
     plans,
     positions,
     quarantine,
@@ -130,9 +131,10 @@ class Writer:
             known = _known_sources(c, names)
             next_source = (c.scalar(select(func.max(sources.c.id))) or 0) + 1
             decoded = [event for _, event in events]
-            watched, lost = _watched(c, decoded), _lost_work(c, decoded)
+            watched, lost = _watched(c, decoded), _lost_work(c, decoded, _paid(c, decoded))
             booking = book(events, bad, known, _next_entry(c), next_source, self._prices(c), now_us, watched, lost)
             _write_ahead(c, watched, now_us)
+            _write_paid(c, lost, now_us)
             _write_sources(c, booking)
             ids = _write_quarantine(c, booking.quarantined, now_us)
             self._write(c, booking)
@@ -416,7 +418,14 @@ def _watched(c: Connection, events: Sequence[UsageRecorded]) -> dict[RunKey, Run
         of_run = (runs.c.session_id == session) & (runs.c.executor_id == executor)
         booked = c.execute(select(runs.c.gpu_ns, runs.c.core_ns).where(of_run)).first()
         last = c.execute(
-            select(entries.c.model, entries.c.device_kind, entries.c.priority, entries.c.pace_ppm)
+            select(
+                entries.c.model,
+                entries.c.device_kind,
+                entries.c.priority,
+                entries.c.pace_ppm,
+                entries.c.part,
+                entries.c.epoch,
+            )
             .where((entries.c.session_id == session) & (entries.c.executor_id == executor) & (entries.c.kind == USAGE))
             .order_by(entries.c.id.desc())
             .limit(1)
@@ -428,17 +437,38 @@ def _watched(c: Connection, events: Sequence[UsageRecorded]) -> dict[RunKey, Run
         if before is not None:
             run.ahead_gpu_ns, run.ahead_core_ns = int(before.gpu_ns), int(before.core_ns)
         if last is not None:
-            run.last = LastUsage(last.model, last.device_kind, int(last.priority), int(last.pace_ppm))
+            run.last = LastUsage(*last)
     return watched
 
 
-def _lost_work(c: Connection, events: Sequence[UsageRecorded]) -> dict[DeviceKey, LostWork]:
-    """The lost work of the devices whose records in these events repeat work, by the entries since their newest checkpoint."""
+def _paid(c: Connection, events: Sequence[UsageRecorded]) -> dict[DeviceKey, dict[int, int]]:
+    """Of the sessions in these events: what `LostWork.paid` has."""
+    found: dict[DeviceKey, dict[int, int]] = {}
+    if c.execute(select(paid_repeats.c.at_us).limit(1)).first() is None:
+        return found
+    names = sorted({r.session_id for event in events for r in event.records})
+    for at in range(0, len(names), 500):
+        for row in c.execute(select(paid_repeats).where(paid_repeats.c.session_id.in_(names[at : at + 500]))):
+            found.setdefault((row.session_id, row.part), {})[row.epoch] = int(row.core_ns)
+    return found
+
+
+def _lost_work(
+    c: Connection, events: Sequence[UsageRecorded], paid_before: Mapping[DeviceKey, dict[int, int]]
+) -> dict[DeviceKey, LostWork]:
+    """The lost work of the devices whose records in these events repeat work, or come after such records were billed
+    (`paid_before`), by the entries since their newest checkpoint.
+    """
     found = {}
     repeating = [(r, e) for e in events for r in e.records if r.repeats_core_ns > 0]
-    for session, part in sorted({(r.session_id, r.part) for r, e in repeating if not impossible(r, e)}):
+    devices = {(r.session_id, r.part) for r, e in repeating if not impossible(r, e)}
+    if paid_before:
+        late = {(r.session_id, 0 if e.whole else r.epoch) for e in events for r in e.records}
+        devices |= {key for key, paid in paid_before.items() for s, epoch in late if s == key[0] and epoch < max(paid)}
+    for session, part in sorted(devices):
         mine = (entries.c.session_id == session) & (entries.c.part == part) & (entries.c.kind == USAGE)
-        saved = select(func.max(entries.c.id)).where(mine & entries.c.unsaved_core_ns.is_not(None))
+        stored = select(entries.c.id).where(mine & entries.c.unsaved_core_ns.is_not(None))
+        saved = stored.order_by(entries.c.epoch.desc(), entries.c.id.desc()).limit(1)
         rows = c.execute(
             select(entries.c.epoch, entries.c.core_ns, entries.c.repeated_core_ns, entries.c.unsaved_core_ns)
             .where(mine & (entries.c.id >= (c.scalar(saved) or 0)))
@@ -447,7 +477,25 @@ def _lost_work(c: Connection, events: Sequence[UsageRecorded]) -> dict[DeviceKey
         lost = found[session, part] = LostWork()
         for row in rows:
             lost.booked(*row)
+        lost.paid = dict(paid_before.get((session, part), {}))
     return found
+
+
+def _write_paid(c: Connection, lost: Mapping[DeviceKey, LostWork], now_us: int) -> None:
+    """Store the repeated work that was billed, for as long as usage of the lost work may still arrive."""
+    rows = [
+        {"session_id": session, "part": part, "epoch": epoch, "core_ns": ns, "at_us": now_us}
+        for (session, part), work in sorted(lost.items())
+        for epoch, ns in sorted(work.paid.items())
+    ]
+    if rows:
+        statement = _INSERT[c.dialect.name](paid_repeats)
+        changes = {name: statement.excluded[name] for name in ("core_ns", "at_us")}
+        keys = ["session_id", "part", "epoch"]
+        c.execute(statement.on_conflict_do_update(index_elements=keys, set_=changes), rows)
+        c.execute(
+            delete(paid_repeats).where((paid_repeats.c.at_us < now_us - AHEAD_KEPT_US) | (paid_repeats.c.core_ns == 0))
+        )
 
 
 def _write_ahead(c: Connection, watched: dict[RunKey, RunState], now_us: int) -> None:

@@ -20,7 +20,7 @@ from wooly_router.core.gangs import ALONE, Gang
 from wooly_router.core.placement import Claim, DeviceRequest
 from wooly_router.core.queue import Waiting
 from wooly_router.core.tasks import ENDED, Kind, sources
-from wooly_router.state.database import Database
+from wooly_router.state.database import Database, insert_of
 from wooly_router.state.tables import LeaseRow, PartRow, TaskEventRow, TaskRow
 
 #: Maximum length of a stored reason, in characters.
@@ -314,12 +314,11 @@ class TaskStore:
     ) -> None:
         """Add a step to a task's story; with `limited`, only if the story has less than `STEPS`."""
         last = select(func.coalesce(func.max(TaskEventRow.number), 0)).where(TaskEventRow.task_id == task_id)
-        number = (await s.scalar(last) or 0) + 1
-        if limited and number > STEPS:
+        if limited and (await s.scalar(last) or 0) >= STEPS:
             return
         values = {
             "task_id": task_id,
-            "number": number,
+            "number": last.scalar_subquery() + 1,
             "at": at,
             "state": state,
             "reason": reason[:REASON_CHARS],
@@ -373,8 +372,9 @@ class TaskStore:
 
     async def set_lease(self, s: AsyncSession, lease: Lease) -> None:
         """Add or replace the lease of a session that is open or waits in the queue."""
-        await s.execute(delete(LeaseRow).where(LeaseRow.task_id == lease.task_id))
-        s.add(LeaseRow(task_id=lease.task_id, token=lease.token, lease_until=lease.lease_until))
+        until = {"token": lease.token, "lease_until": lease.lease_until}
+        added = insert_of(s, LeaseRow).values(task_id=lease.task_id, **until)
+        await s.execute(added.on_conflict_do_update(index_elements=["task_id"], set_=until))
 
     async def set_priority(self, task_id: str, priority: int) -> bool:
         """Change a task's class, unless the task has ended."""
@@ -470,6 +470,13 @@ class TaskStore:
                 return await self.get(task_id, s)
         row = await s.get(TaskRow, task_id, populate_existing=True)
         return None if row is None else _record(row)
+
+    async def leased(self, task_id: str) -> tuple[Lease | None, TaskRecord | None]:
+        """Return a session's lease and the session, read together."""
+        async with self.database.reading() as s:
+            row = await s.get(LeaseRow, task_id)
+            lease = None if row is None else Lease(row.task_id, row.token, row.lease_until)
+            return lease, await self.get(task_id, s)
 
     async def of_session(self, session_id: str) -> TaskRecord | None:
         """The task of a session of an executor, as `session_of` names it: a session, or the current attempt of a job."""

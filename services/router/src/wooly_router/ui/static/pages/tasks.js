@@ -1,7 +1,7 @@
 // Sessions and jobs: search and filters; each task with its story and the reasons for its placement.
 
 import { api, refresher } from "../api.js";
-import { ask, chip, field, h, swap, toast } from "../dom.js";
+import { ask, chip, field, h, swap, table, toast } from "../dom.js";
 import { bytes, clock, plural, span } from "../format.js";
 
 const STATES = ["pending", "started", "hibernated", "completed", "failed", "cancelled"];
@@ -68,6 +68,43 @@ function story(steps) {
       ),
     ),
   ];
+}
+
+/** A task with its story. If it has ranks: also their devices and the figures of these devices, by executor. */
+async function read(id, can) {
+  const reply = await api.get(["tasks", id]);
+  if (!reply.ranks.length) return reply;
+  const [nodes, told] = await Promise.all([
+    api.get("nodes").catch(() => ({ nodes: [] })),
+    can("metrics:read") ? api.get(["metrics", "gpus"]).catch(() => ({ gpus: [] })) : { gpus: [] },
+  ]);
+  reply.devices = new Map(nodes.nodes.flatMap((n) => n.gpus).map((g) => [g.executor_id, g]));
+  reply.figures = new Map(told.gpus.map((g) => [g.executor_id, g]));
+  return reply;
+}
+
+/** The ranks of a program: where each one is, and what it uses. The cores are those of the last ten seconds. */
+function ranks(reply) {
+  const right = (text) => ({ text, class: "r" });
+  const rows = reply.ranks.map((rank) => {
+    const found = (by) => rank.executors.flatMap((name) => (by.get(name) ? [[by.get(name), name]] : []));
+    const used = found(reply.figures).map(([figures, name]) => {
+      const share = figures.sessions.find((s) => s.session_id === rank.task_id)?.share_permille;
+      const cores = reply.devices.get(name)?.device.cores;
+      return share === undefined || cores === undefined ? null : (cores * share * figures.utilization_permille) / 1e6;
+    });
+    const memory = found(reply.devices).flatMap(([gpu]) => (gpu.memory?.sessions ?? []).filter((s) => s.session_id === rank.task_id));
+    const sum = (values) => values.reduce((a, b) => a + b, 0);
+    return [
+      String(rank.rank),
+      rank.executors.map((name) => `${name}${reply.devices.get(name) ? ` (${reply.devices.get(name).device.name})` : ""}`).join(", ") || "–",
+      chip(rank.state, rank.state),
+      used.length && !used.includes(null) ? sum(used).toFixed(1) : "–",
+      memory.length ? bytes(sum(memory.map((s) => s.own + s.shared))) : "–",
+      memory.length ? bytes(sum(memory.map((s) => s.host + s.disk))) : "–",
+    ];
+  });
+  return [h("h3", {}, "Ranks"), table(`Ranks of ${reply.task.task_id}`, ["rank", "device", "state", ...["cores", "memory", "swapped"].map(right)], rows)];
 }
 
 export default function tasks({ body, live, can, rest, query }) {
@@ -146,7 +183,7 @@ export default function tasks({ body, live, can, rest, query }) {
       if (!after) break;
     }
     for (const id of open.keys()) {
-      if (all.some((t) => t.task_id === id)) open.set(id, await api.get(["tasks", id]).catch(() => open.get(id)));
+      if (all.some((t) => t.task_id === id)) open.set(id, await read(id, can).catch(() => open.get(id)));
     }
     if (look.stopped()) return;
     [list, next] = [all, after];
@@ -162,7 +199,7 @@ export default function tasks({ body, live, can, rest, query }) {
     open.set(id, null);
     draw();
     try {
-      open.set(id, await api.get(["tasks", id]));
+      open.set(id, await read(id, can));
     } catch (error) {
       open.delete(id);
       toast(error.message, "bad");
@@ -216,7 +253,7 @@ export default function tasks({ body, live, can, rest, query }) {
   async function reopen(task) {
     look();
     if (open.has(task.task_id)) {
-      open.set(task.task_id, await api.get(["tasks", task.task_id]));
+      open.set(task.task_id, await read(task.task_id, can));
       if (!look.stopped()) draw();
     }
   }
@@ -267,6 +304,7 @@ export default function tasks({ body, live, can, rest, query }) {
         h("div", {}, reply === null ? h("p", { class: "hint" }, "Loading…") : story(reply.story)),
         h("div", {}, whyHere(task.placement)),
       ),
+      reply?.ranks.length > 0 && ranks(reply),
       task.outputs.length > 0 && [
         h("h3", {}, "Results"),
         h("ul", { class: "plain" }, task.outputs.map((o) => h("li", {}, h("strong", {}, o.name), ` ${o.dtype} [${o.sizes.join(", ")}], ${bytes(o.nbytes)}`))),
@@ -376,7 +414,11 @@ export default function tasks({ body, live, can, rest, query }) {
   );
   look();
   const off = live.on("tasks", look);
-  const timer = setInterval(() => list.some((t) => !ENDED.includes(t.state)) && !rows.querySelector("select:focus") && draw(), 5000);
+  const timer = setInterval(() => {
+    if (rows.querySelector("select:focus")) return;
+    if ([...open.values()].some((reply) => reply?.ranks.length && !ENDED.includes(reply.task.state))) look();
+    else if (list.some((t) => !ENDED.includes(t.state))) draw();
+  }, 5000);
   return {
     stop() {
       off();
