@@ -55,11 +55,12 @@ class Events(unittest.TestResult):
     Args:
         out: the stream for the lines.
         alive: whether the executor and the session still answer; called after a failure.
+        settle: waits for all operations, and raises their error; called after a test.
     """
 
-    def __init__(self, out, alive):
+    def __init__(self, out, alive, settle):
         super().__init__()
-        self._out, self._alive = out, alive
+        self._out, self._alive, self._settle = out, alive, settle
 
     def startTest(self, test):
         super().startTest(test)
@@ -68,6 +69,11 @@ class Events(unittest.TestResult):
 
     def stopTest(self, test):
         super().stopTest(test)
+        try:
+            self._settle()
+        except RuntimeError as late:  # of an operation whose result the test did not read
+            if self._outcome == "pass":
+                self._outcome, self._detail = "fail", f"after the test: {' '.join(str(late).split())}"[:300]
         self.write(test=name_of(test), outcome=self._outcome, detail=self._detail)
 
     def addSkip(self, test, reason):
@@ -188,7 +194,7 @@ def choice_of(options):
     return Choice(options.keyword, options.every, options.sample, options.seed)
 
 
-def run(path, options, out, alive):
+def run(path, options, out, alive, settle=lambda: None):
     module, choice = load(path), choice_of(options)
     found = sorted(tests_of(unittest.defaultTestLoader.loadTestsFromModule(module)), key=name_of)
     skipped = set(options.without.read_text().split()) if options.without else set()
@@ -201,7 +207,7 @@ def run(path, options, out, alive):
     chosen = chosen[:: choice.every]
     found = len(chosen)
     chosen = [test for test in chosen if choice.is_drawn(path.name, name_of(test)) and name_of(test) not in skipped]
-    events = Events(out, alive)
+    events = Events(out, alive, settle)
     events.write(tests=len(chosen))
     unittest.TestSuite(chosen).run(events)  # a suite, which calls setUpClass and setUpModule
     events.write(end=True, found=found)
@@ -229,7 +235,7 @@ def on_device(path, options, out):
                 print(f"the session is lost: {lost}", file=sys.stderr)
                 return False
 
-        run(path, options, out, alive)
+        run(path, options, out, alive, torch.cuda.synchronize)
         out.flush()
         running.process.kill()
         os._exit(0)

@@ -269,9 +269,7 @@ def check(path, known, choice, limit, root, outcomes):
         for test, found in device.items()
         if not test or (choice.is_meant(test) and choice.is_drawn(path.name, test))
     }
-    host, _ = rows(
-        "cpu", Choice(), {twin(test) for test, (outcome, _) in device.items() if outcome in OUTCOMES and test}
-    )
+    host, _ = rows("cpu", ALL, {twin(test) for test, (outcome, _) in device.items() if outcome in OUTCOMES})
     failing = alone(device, host)
     new, passing = judge(name, device, failing, known)
     counts = Counter(outcome for outcome, _ in device.values())
@@ -299,7 +297,7 @@ def rate(passed, ran):
     part, spread = passed / ran, DEVIATIONS**2 / ran
     middle = (part + spread / 2) / (1 + spread)
     half = DEVIATIONS / (1 + spread) * math.sqrt(part * (1 - part) / ran + spread / (4 * ran))
-    return part, middle - half, middle + half
+    return part, max(0.0, middle - half), min(1.0, middle + half)
 
 
 def summary(rows):

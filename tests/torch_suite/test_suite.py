@@ -1,11 +1,15 @@
 """The runner of PyTorch's tests, on small test files of our own."""
 
+import io
+import json
 import sys
+import unittest
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+import one_file
 import suite
 
 SMALL = """
@@ -148,3 +152,26 @@ def test_summary_counts_tests_that_pass_of_those_that_could():
     assert 0.97 < high < 0.98
     assert "18 of 20 tests pass on the device: 90.00 %" in suite.described(total).replace("%", " %")
     assert suite.summary([])["rate"] is None
+
+
+def test_error_of_an_operation_whose_result_a_test_does_not_read_fails_that_test():
+    lines, errors = io.StringIO(), [RuntimeError("index 9 is out of\nbounds"), None]
+
+    class TestSmall(unittest.TestCase):
+        def test_a(self):
+            pass
+
+        def test_b(self):
+            pass
+
+    def settle():
+        if error := errors.pop(0):
+            raise error
+
+    events = one_file.Events(lines, lambda: True, settle)
+    unittest.TestSuite([TestSmall("test_a"), TestSmall("test_b")]).run(events)
+    ended = [line for line in map(json.loads, lines.getvalue().splitlines()) if "outcome" in line]
+    assert [(line["outcome"], line["detail"]) for line in ended] == [
+        ("fail", "after the test: index 9 is out of bounds"),
+        ("pass", ""),
+    ]

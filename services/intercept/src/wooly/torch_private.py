@@ -677,6 +677,29 @@ def tell_dynamo(replaced: Iterable[tuple[Any, Any]]) -> None:
                     table[new] = table[old]
 
 
+def tell_references(context: Any, patches: Iterable[tuple[Any, str, Any]]) -> None:
+    """Tell the mode that runs PyTorch's references in Python which functions were replaced. It identifies functions by identity.
+
+    PyTorch passes the replaced function of a method or property to a mode, and the original one of a function.
+
+    Args:
+        context: the module `torch._prims.context`.
+        patches: owner, name and original of each replaced function.
+    """
+    references, plain = context.torch_to_refs_map(), context.torch_function_passthrough
+    for owner, name, old in patches:
+        new = owner.__dict__.get(name)
+        if isinstance(new, property):
+            if hasattr(old, "__get__") and old.__get__ in plain:
+                plain.add(new.__get__)
+        elif isinstance(old, Hashable) and isinstance(new, Hashable):
+            if old in plain or new in plain:
+                plain.update((old, new))
+            reference = references.get(old) or references.get(new)
+            if reference is not None:
+                references[old] = references[new] = reference
+
+
 def dynamo_stream_owners() -> list[Any]:
     """Modules whose `get_current_stream` is C++ code that refuses the name "cuda". Before torch 2.15, it is written in Python."""
     native = torch._C._dynamo.utils  # type: ignore[attr-defined]  # its stub is not complete
