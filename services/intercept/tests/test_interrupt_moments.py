@@ -8,11 +8,9 @@ import dis
 import gc
 import sys
 
-import pytest
 import torch
 from wooly import api, interrupts
 from wooly_testkit.effort import examples
-
 
 MOMENTS = {interrupts.Moment.FREE}
 

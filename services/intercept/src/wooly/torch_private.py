@@ -31,6 +31,7 @@ from torch._C import DispatchKey, DispatchKeySet
 from torch._C._dynamo.guards import _reinterpret_tensor  # type: ignore[attr-defined] # its stub is not complete
 from torch._prims_common import suggest_memory_format
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined] # its stub does not know it
+from torch.sparse._semi_structured_conversions import sparse_semi_structured_to_dense_cutlass
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 TensorBase: Any = torch._C.TensorBase
@@ -872,6 +873,10 @@ def printing_patches() -> Iterator[tuple[Any, str, Callable[..., str]]]:
 #: handler there would end the process, since the guard's C++ methods may not throw.
 GUARD_CODE = _DeviceGuard.type_.__code__
 ENGINE_CODE = in_calling_thread(torch.autograd.backward).__code__
+
+
+#: The dense matrix of a 2:4 sparse one in CUTLASS's format: its kept elements and their positions.
+semi_structured_to_dense: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = sparse_semi_structured_to_dense_cutlass
 
 
 #: The method with which an optimizer checks whether a CUDA graph may capture its step. Before torch 2.13, it asks `is_built`.
