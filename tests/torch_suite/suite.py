@@ -2,7 +2,7 @@
 
 A test that does not pass on "cuda" runs on the CPU, too; if it passes there, or has no twin there, it fails on the device alone.
 Each of these needs a line ``file class.test outcome: reason`` in `exceptions.txt`, which may only shrink: the status is 0 only if
-all that fails alone is listed and nothing listed passes. Outcomes: `wrong` (numbers differ), `fail`, `crash` (the process, the
+all that fails alone is listed and nothing listed passes. A line whose test has a `*` lists a family, of which some may pass. Outcomes: `wrong` (numbers differ), `fail`, `crash` (the process, the
 executor or the session ended) and `hang` (no end within the time limit).
 
 ``--sample PART --seed N`` runs a random sample: every test of every file is drawn with the same probability, by a hash of seed,
@@ -12,6 +12,7 @@ the rate of tests that pass, of those that pass on the CPU or have no twin there
 
 import argparse
 import contextlib
+import fnmatch
 import json
 import math
 import os
@@ -236,8 +237,14 @@ def alone(device, host):
 
 def judge(name, device, failing, known):
     """The tests that fail alone and are not listed, and the lines of the list whose test now ends otherwise."""
-    new = {test: found for test, found in failing.items() if (name, test, found[0]) not in known}
-    ran = {unit for unit in known if unit[0] == name and unit[1] in device}
+    units = {unit for unit in known if unit[0] == name}
+    families = [(family, outcome) for _, family, outcome in units if "*" in family]
+
+    def is_listed(test, outcome):
+        return (name, test, outcome) in units or any(o == outcome and fnmatch.fnmatchcase(test, f) for f, o in families)
+
+    new = {test: found for test, found in failing.items() if not is_listed(test, found[0])}
+    ran = {unit for unit in units if unit[1] in device}
     return new, {unit for unit in ran if failing.get(unit[1], ("pass", ""))[0] != unit[2]}
 
 

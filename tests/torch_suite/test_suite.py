@@ -94,6 +94,21 @@ def test_judge_names_unlisted_failures_and_lines_that_pass():
     assert passing == {("f.py", "T.b", "fail")}
 
 
+def test_line_of_a_family_lists_all_its_tests_and_is_kept_if_some_pass():
+    device = {
+        "T.test_a_x": ("fail", ""),
+        "T.test_a_y": ("pass", ""),
+        "T.test_b_x": ("fail", ""),
+        "T.test_a_z": ("wrong", ""),
+    }
+    failing = {test: found for test, found in device.items() if found[0] != "pass"}
+    new, passing = suite.judge(
+        "f.py", device, failing, {("f.py", "T.test_a_*", "fail"), ("g.py", "T.test_b_*", "fail")}
+    )
+    assert set(new) == {"T.test_b_x", "T.test_a_z"}
+    assert not passing
+
+
 def test_listed_line_without_reason_is_refused(tmp_path):
     path = tmp_path / "exceptions.txt"
     path.write_text("f.py T.a fail:\n")
