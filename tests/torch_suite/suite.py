@@ -2,8 +2,9 @@
 
 A test that does not pass on "cuda" runs on the CPU, too; if it passes there, or has no twin there, it fails on the device alone.
 Each of these needs a line ``file class.test outcome: reason`` in `exceptions.txt`, which may only shrink: the status is 0 only if
-all that fails alone is listed and nothing listed passes. A line whose test has a `*` lists a family, of which some may pass. Outcomes: `wrong` (numbers differ), `fail`, `crash` (the process, the
-executor or the session ended) and `hang` (no end within the time limit).
+all that fails alone is listed and nothing listed passes. A line whose test has a `*` lists a family, of which some may pass.
+Outcomes: `wrong` (numbers differ), `fail`, `crash` (the process, the executor or the session ended) and `hang` (no end within the
+time limit).
 
 ``--sample PART --seed N`` runs a random sample: every test of every file is drawn with the same probability, by a hash of seed,
 file and test. So a larger sample contains the smaller one, and with ``--outcomes`` only the added tests run. The last line has
