@@ -265,7 +265,9 @@ def check(path, known, choice, limit, root, outcomes):
             if len(before) == len(only):
                 return before, len(only)
         found = outcomes.found(name, side, str(choice)) if only is None else None
-        if found is None:
+        if found is not None:
+            before.pop("", None)  # the file loaded in a later run
+        else:
             before, found = rows_of(path, side, choice, only=only, limit=limit, progress=progress, known=before)
             if found is not None and only is None:
                 outcomes.complete(name, side, str(choice), found)
