@@ -1,7 +1,8 @@
 """Runs one of PyTorch's test files on one side and writes a JSON line per test. `suite.py` starts it and limits its time.
 
 Lines: ``{"test", "start": true}`` before a test; ``{"test", "outcome", "detail"}`` after it, with an outcome of `pass`, `skip`,
-`wrong` (a comparison of numbers failed) or `fail`; ``{"end": true}`` after the last one.
+`wrong` (a comparison of numbers failed) or `fail`; ``{"end": true, "found"}`` after the last one, with the number of tests from
+which a sample is drawn.
 
 On the side "cuda", the process has an executor of its own. If the executor or the session is lost, the process ends in the middle
 of its test, which its parent counts as a crash.
@@ -9,7 +10,9 @@ of its test, which its parent counts as a crash.
 
 import argparse
 import contextlib
+import dataclasses
 import fnmatch
+import hashlib
 import importlib.util
 import json
 import os
@@ -52,11 +55,12 @@ class Events(unittest.TestResult):
     Args:
         out: the stream for the lines.
         alive: whether the executor and the session still answer; called after a failure.
+        settle: waits for all operations, and raises their error; called after a test.
     """
 
-    def __init__(self, out, alive):
+    def __init__(self, out, alive, settle):
         super().__init__()
-        self._out, self._alive = out, alive
+        self._out, self._alive, self._settle = out, alive, settle
 
     def startTest(self, test):
         super().startTest(test)
@@ -65,6 +69,11 @@ class Events(unittest.TestResult):
 
     def stopTest(self, test):
         super().stopTest(test)
+        try:
+            self._settle()
+        except RuntimeError as late:  # of an operation whose result the test did not read
+            if self._outcome == "pass":
+                self._outcome, self._detail = "fail", f"after the test: {' '.join(str(late).split())}"[:300]
         self.write(test=name_of(test), outcome=self._outcome, detail=self._detail)
 
     def addSkip(self, test, reason):
@@ -135,23 +144,73 @@ def load(path):
     return module
 
 
-def run(path, options, out, alive):
-    module = load(path)
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """Which tests of a file run.
+
+    Attributes:
+        keyword: part of their names; * and ? are wildcards.
+        every: only each Nth of these.
+        sample: the part of these that is drawn at random, 0 to 1.
+        seed: names the random sample.
+    """
+
+    keyword: str = ""
+    every: int = 1
+    sample: float = 1.0
+    seed: int = 0
+
+    def __str__(self):
+        return json.dumps(dataclasses.astuple(self))
+
+    @property
+    def arguments(self):
+        """This choice on the command line."""
+        return [f"--{name}={value}" for name, value in dataclasses.asdict(self).items()]
+
+    def is_meant(self, test):
+        """Whether the test has the keyword in its name."""
+        return fnmatch.fnmatchcase(test, f"*{self.keyword}*")
+
+    def is_drawn(self, file, test):
+        """Whether the test is in the random sample. A larger sample with the same seed contains the smaller one.
+
+        Args:
+            file, test: the names of the file, without its folder, and of the test.
+        """
+        digest = hashlib.sha256(f"{self.seed} {file} {test}".encode()).digest()
+        return int.from_bytes(digest[:8], "big") < self.sample * 2**64
+
+
+def add_choice(parser):
+    """The options of a command line that choose tests."""
+    parser.add_argument("-k", "--keyword", default="", help="only tests with this in their name; * and ? are wildcards")
+    parser.add_argument("--every", type=int, default=1, help="run only each Nth of these tests")
+    parser.add_argument("--sample", type=float, default=1.0, help="run only this part of these tests, drawn at random")
+    parser.add_argument("--seed", type=int, default=0, help="names the random sample")
+
+
+def choice_of(options):
+    return Choice(options.keyword, options.every, options.sample, options.seed)
+
+
+def run(path, options, out, alive, settle=lambda: None):
+    module, choice = load(path), choice_of(options)
     found = sorted(tests_of(unittest.defaultTestLoader.loadTestsFromModule(module)), key=name_of)
     skipped = set(options.without.read_text().split()) if options.without else set()
     only = set(options.only.read_text().split()) if options.only else None
     chosen = [
         test
         for test in found
-        if UNCLAIMED not in name_of(test)
-        and (only is None or name_of(test) in only)
-        and (not options.keyword or fnmatch.fnmatchcase(name_of(test), f"*{options.keyword}*"))
+        if UNCLAIMED not in name_of(test) and (only is None or name_of(test) in only) and choice.is_meant(name_of(test))
     ]
-    chosen = [test for test in chosen[:: options.every] if name_of(test) not in skipped]
-    events = Events(out, alive)
+    chosen = chosen[:: choice.every]
+    found = len(chosen)
+    chosen = [test for test in chosen if choice.is_drawn(path.name, name_of(test)) and name_of(test) not in skipped]
+    events = Events(out, alive, settle)
     events.write(tests=len(chosen))
     unittest.TestSuite(chosen).run(events)  # a suite, which calls setUpClass and setUpModule
-    events.write(end=True)
+    events.write(end=True, found=found)
 
 
 def on_device(path, options, out):
@@ -176,7 +235,7 @@ def on_device(path, options, out):
                 print(f"the session is lost: {lost}", file=sys.stderr)
                 return False
 
-        run(path, options, out, alive)
+        run(path, options, out, alive, torch.cuda.synchronize)
         out.flush()
         running.process.kill()
         os._exit(0)
@@ -187,10 +246,7 @@ def main():
     parser.add_argument("path", type=Path)
     parser.add_argument("--side", choices=("cuda", "cpu"), required=True)
     parser.add_argument("--out", type=int, required=True, help="file descriptor for the lines")
-    parser.add_argument(
-        "--keyword", default="", help="run only the tests with this in their name; * and ? are wildcards"
-    )
-    parser.add_argument("--every", type=int, default=1, help="run only each Nth of these tests")
+    add_choice(parser)
     parser.add_argument("--only", type=Path, help="file with the names of the tests to run")
     parser.add_argument("--without", type=Path, help="file with the names of tests not to run")
     options = parser.parse_args()

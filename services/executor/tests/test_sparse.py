@@ -50,13 +50,48 @@ def test_product_of_valid_components_equals_dense_product():
         (csr([0, 1, 3], [2, 0, 2]), "there must be 4 compressed indices"),
         (csr([0, 1, 2, 3], [2, 0, 3]), "index out of range: the plain indices"),
         (csr([0, 2, 2, 3], [2, 0, 2]), "not sorted or not distinct"),
-        (csr([0, 1, 2, 3], [2, 0, 2], values=torch.ones(7)), "there are 3 indices, but 7 values"),
+        (csr([0, 1, 2, 3], [2, 0, 2], values=torch.ones(7)), "there are 3 indices, but .7. values"),
         ((Sparse(Layout.COO, (3, 3), (8,), 1, False), coo([[0], [0]])[1]), "a tensor that the call does not have"),
     ],
 )
 def test_invalid_components_are_refused_before_any_kernel(given, reason):
     with pytest.raises((RuntimeError, OperationError), match=reason):
         product(given)
+
+
+def batch(starts, columns, operator="aten._to_dense.default", size=(2, 2, 3), values=None):
+    """The dense tensor of a batch of two matrices."""
+    held = [torch.tensor(starts), torch.tensor(columns)]
+    held.append(torch.arange(1.0, 5.0).reshape(2, 2) if values is None else values)
+    call = SparseCall(operator, (Sparse(Layout.CSR, size, (0, 1), 2, False),), ())
+    return operators.dense(call.text(), results_text([DenseResult((2, 2, 3), (6, 3, 1), "f32")]), held, [])[0]
+
+
+def test_batch_of_compressed_matrices_becomes_dense():
+    found = batch([[0, 1, 2], [0, 0, 2]], [[2, 0], [0, 1]])
+    assert found.tolist() == [[[0, 0, 1], [2, 0, 0]], [[0, 0, 0], [3, 4, 0]]]
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (([[0, 1, 2], [0, 0, 3]], [[2, 0], [0, 1]]), "must go from 0 to 2, but go from 0 to 3"),
+        (([[0, 1, 2], [1, 1, 2]], [[2, 0], [0, 1]]), "must go from 0 to 2, but go from 0 to 2"),
+        (([[0, 1, 2], [0, 5, 2]], [[2, 0], [0, 1]]), "a row must have 0 to 3 elements"),
+        (([[0, 1, 2], [0, 0, 2]], [[2, 0], [0, 3]]), "index out of range: the plain indices"),
+        (([[0, 1, 2], [0, 0, 2]], [[2, 0], [1, 1]]), "not sorted or not distinct"),
+        (([[0, 1, 2]], [[2, 0], [0, 1]]), "must have the same batch"),
+        (([[0, 1, 2], [0, 0, 2]], [[2, 0], [0, 1]], "aten._to_dense.default", (3, 2, 3)), "the size must begin with"),
+        (([[0, 1, 2], [0, 0, 2]], [[2, 0], [0, 1]], "aten.mv.default"), "the operator takes no batches"),
+        (
+            ([[0, 1, 2], [0, 0, 2]], [[2, 0], [0, 1]], "aten._to_dense.default", (2, 2, 3), torch.ones(2, 3)),
+            "but .3. values",
+        ),
+    ],
+)
+def test_invalid_batch_is_refused_before_any_kernel(given, reason):
+    with pytest.raises((RuntimeError, OperationError), match=reason):
+        batch(*given)
 
 
 def test_result_unlike_announced_is_refused():

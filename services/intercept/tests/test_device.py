@@ -756,3 +756,17 @@ def test_fill_of_uint64_with_any_value_equals_the_host(cuda, value):
 def test_integer_that_is_too_large_error_says_cuda(cuda):
     with pytest.raises(OverflowError, match="on cuda"):
         torch.ones(2, dtype=torch.uint64, device=cuda).add_(1 << 63)
+
+
+def test_operators_on_lists_take_tensors_of_host_and_device_one_by_one(cuda):
+    """As on CUDA. A host tensor without dimensions is written, too."""
+    for shape in ((3,), ()):
+        mixed = [torch.ones(shape, device=cuda), torch.ones(shape)]
+        doubled = torch._foreach_mul(mixed, 2)
+        torch._foreach_add_(mixed, 4)
+        torch._foreach_mul_(mixed, doubled)
+        assert [t.sum().item() for t in mixed] == [10.0 * mixed[0].numel()] * 2
+        assert [t.device.type for t in mixed + doubled] == ["cuda", "cpu"] * 2
+    assert [t.item() for t in torch._foreach_pow(2, [torch.ones((), device=cuda), torch.ones(())])] == [2.0, 2.0]
+    with pytest.raises(RuntimeError, match="cuda:0 and cpu"):
+        torch._foreach_add([torch.ones(3, device=cuda)], [torch.ones(3)])

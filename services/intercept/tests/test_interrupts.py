@@ -10,7 +10,7 @@ import types
 
 import pytest
 import torch
-from wooly import api, interrupts
+from wooly import api, interrupts, storage
 from wooly_testkit.effort import examples
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this system has no interval timers")
@@ -283,3 +283,49 @@ def test_exception_while_send_waits_for_room_keeps_recorded_operations(cuda, ala
     total.add_(1)
     assert total.tolist() == [2.0] * 4 and more.tolist() == [2.0] * 4
     assert busy.sum().item() == 600.0 * 600.0
+
+
+def test_exception_while_a_checkpoint_is_awaited_keeps_recorded_operations(cuda, monkeypatch):
+    """A program is not sent before a checkpoint that is due. Its operations have returned, so they happen later."""
+    link, recorder, total = api.attached_links()[0], api.attached_device().recorder, torch.zeros(4, device=cuda)
+    torch.cuda.synchronize()
+
+    def cut_if_due(recovery):
+        raise AlarmError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(link, "recovery", object())
+        patch.setattr(link.continuation, "cut_if_due", cut_if_due)
+        total.fill_(1)
+        kept = total + 1
+        with pytest.raises(AlarmError):
+            torch.cuda.synchronize()
+        assert recorder.open
+    total.add_(1)
+    assert total.tolist() == [2.0] * 4 and kept.tolist() == [2.0] * 4
+
+
+def test_buffers_that_an_interrupted_operation_should_have_freed_keep_their_ids(cuda, monkeypatch):
+    """Else the next tensor gets the id of a buffer that the executor still has: "buffer already exists"."""
+    link, heap = api.attached_links()[0], api.attached_device().recorder.heap
+    x, dying = torch.ones(5, device=cuda), [torch.ones(7, device=cuda)]
+    buffer = storage.address_of(dying[0]) >> storage.ID_SHIFT
+    torch.cuda.synchronize()
+    real = link.run
+
+    def run(*args, reply=False):
+        if reply:
+            link.interrupted = True
+            raise AlarmError
+        seq = real(*args)
+        dying.clear()  # after the frees of this program, and before those of the operation
+        return seq
+
+    with monkeypatch.context() as patch:
+        patch.setattr(link, "run", lambda *args: run(*args[:6], reply=args[6]))
+        x.add_(1)
+        with pytest.raises(AlarmError):
+            x.nonzero()
+    assert buffer not in heap.reusable and not dying
+    made = [torch.full((3,), float(i), device=cuda) for i in range(50)]
+    assert sum(made).tolist() == [1225.0] * 3 and x.tolist() == [2.0] * 5

@@ -226,3 +226,29 @@ def test_products_with_checked_invariants_equal_cpu(cuda):
             torch.sparse_csr_tensor(
                 torch.tensor([0, 2, 1], device=cuda), torch.tensor([0], device=cuda), torch.ones(1, device=cuda), (2, 2)
             )
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc])
+def test_batches_and_parts_of_compressed_tensors_equal_cpu(cuda, layout):
+    block = (2, 2) if layout in (torch.sparse_bsr, torch.sparse_bsc) else None
+    one = torch.tensor([[1.0, 2, 0, 0], [3, 0, 0, 0], [0, 0, 4, 0], [0, 0, 0, 5]])
+    host = torch.stack([one, one * 2, one - one.sign()]).to_sparse(layout=layout, blocksize=block)
+    parts = [
+        getattr(torch.Tensor, name)(host)
+        for name in (
+            ("crow_indices", "col_indices")
+            if layout in (torch.sparse_csr, torch.sparse_bsr)
+            else ("ccol_indices", "row_indices")
+        )
+    ]
+    there = torch.sparse_compressed_tensor(
+        *[p.to(cuda) for p in (*parts, host.values())], host.shape, layout=layout, check_invariants=True
+    )
+    assert torch.equal(there.to_dense().cpu(), host.to_dense())
+    assert torch.equal(there.select(0, 1).to_dense().cpu(), host.select(0, 1).to_dense())
+    if block is None:
+        matrix, expected = there[2], host[2]
+        assert torch.equal(matrix.select(0, 0).to_dense().cpu(), expected.select(0, 0).to_dense())
+        assert torch.equal(matrix.select_copy(1, 2).to_dense().cpu(), expected.select_copy(1, 2).to_dense())
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        there @ torch.ones(3, 4, 2, device=cuda)

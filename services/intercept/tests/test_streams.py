@@ -5,6 +5,7 @@ import time
 
 import pytest
 import torch
+from wooly import api
 from wooly.facade import streams
 
 
@@ -110,6 +111,40 @@ def test_streams_work_runs_in_order(cuda):
     torch.cuda.current_stream().wait_stream(stream)
     assert y.sum().item() == 1000 and done.query()
     done.synchronize()
+
+
+def wait_for(condition):
+    """Ask until the answer is yes. Nothing else uses the device meanwhile."""
+    until = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.001)
+
+
+def test_query_does_not_wait_and_becomes_true_without_other_calls(cuda, monkeypatch):
+    link, stream = api.attached_links()[0], torch.cuda.current_stream()
+    torch.cuda.synchronize()
+    assert stream.query() and torch.cuda.Event().query()
+    before, early = link.syncs, stream.record_event()
+    with monkeypatch.context() as patch:
+        patch.setattr(link.connection.channel, "poll_acks", lambda: None)  # as if the executor were busy
+        x = torch.ones(100, device=cuda) + 1
+        host = torch.zeros(100, pin_memory=True)
+        host.copy_(x, non_blocking=True)
+        copied = stream.record_event()
+        assert early.query() and not copied.query() and not stream.query()
+    wait_for(copied.query)
+    assert host.tolist() == [2.0] * 100
+    wait_for(stream.query)
+    assert link.syncs <= before + 1  # the answer to the copy
+
+
+def test_query_leaves_an_error_to_the_next_wait(cuda):
+    torch.ones(3, device=cuda)[torch.tensor([7]).to(cuda)]
+    failed = torch.cuda.current_stream().record_event()
+    wait_for(failed.query)
+    with pytest.raises(RuntimeError, match="index"):
+        torch.cuda.synchronize()
 
 
 def test_event_elapsed_time_measures_work(cuda):

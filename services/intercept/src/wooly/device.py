@@ -28,6 +28,7 @@ from wooly.kernels import (
     layers,
     packed_weights,
     resolving,
+    semi_structured,
     sync_norm,
     views,
     widening,
@@ -175,6 +176,7 @@ class RegisteredDevice:
         own.update({short_name(op): kernel for op, kernel in views.KERNELS.items()})
         own.update(backend.KERNELS)
         own.update(packed_weights.KERNELS)
+        own.update(semi_structured.KERNELS)
         own.update(sync_norm.KERNELS)
         own.update(dense_kernels())
         own.update(jagged.KERNELS)

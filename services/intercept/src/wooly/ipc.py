@@ -145,7 +145,7 @@ def receive_storage(index: int, raw: bytes, nbytes: int, *rest: Any) -> torch.Un
         try:
             link.ipc(IPC_IMPORT, buffer, nbytes, bytes.fromhex(handle.name))
         except BaseException:
-            heap.unreserve([buffer])
+            heap.dead.append(buffer)  # a signal handler may have ended the wait for an import that happens
             raise
         storage = Layout(torch.uint8, (nbytes,), (1,)).new(heap, buffer)[0].untyped_storage()
         link.shared[buffer] = SharedStorage(StorageWeakRef(storage), received=True)

@@ -169,7 +169,8 @@ class Link:
         answered: number of the last frame that is answered. It is known whether this frame or an earlier frame failed.
         lost: why the link has ended; None: it is open.
         siblings: links of the session's other devices. If this link fails, they end, too.
-        interrupted: set when an exception of a signal handler ended a wait before a frame was sent. The recorder clears it.
+        interrupted: set when an exception, such as that of a signal handler, ended a call before its frame was sent, and the link
+            is still open. The recorder clears it.
         offers: decides which uploads first ask whether the device has the content; None: the session shares no contents.
         observer: is told about frames; None in most sessions.
         recovery: keeps frames, so that the session can go on in another executor; None: it ends with its executor.
@@ -378,11 +379,15 @@ class Link:
         reply: bool = False,
     ) -> int:
         """Send one run. Returns its sequence number; an error report for this run contains the same number."""
-        if self.observer is not None:
-            self.observer.will_run()
-        if self.recovery is not None:
-            self.continuation.cut_if_due(self.recovery)
-        self._prune()
+        try:
+            if self.observer is not None:
+                self.observer.will_run()
+            if self.recovery is not None:
+                self.continuation.cut_if_due(self.recovery)
+            self._prune()
+        except BaseException:
+            self.interrupted = self.lost is None
+            raise
         payload = pack_run(digest, bindings, params, frees, reply=reply)
         seq = self.send(Kind.RUN, payload, asks=reply)
         tell = None if self.log is None else self.log.ran(payload, origins)
@@ -690,6 +695,19 @@ class Link:
     def position(self) -> int:
         """Sequence number of the last sent frame."""
         return self.connection.last
+
+    def passed(self, position: int) -> bool:
+        """Whether the executor is known to have processed all frames up to `position`. Does not wait.
+
+        Raises:
+            ExecutorLostError: the connection to the executor ended.
+        """
+        if self.answered < position and self.connection.acked < position:
+            self.poll()
+            self._process_answers()  # an answer to a frame arrives before the frame's acknowledgement
+        if self.lost is not None:
+            raise self.lost
+        return max(self.answered, self.connection.acked) >= position
 
     def reach(self, position: int) -> bool:
         """Wait until all frames up to `position` have been executed, if a started read after `position` exists.

@@ -514,9 +514,12 @@ class Recorder(ProgramFields):
         except BaseException:
             if link.interrupted and not reply:
                 self._frees += rest  # the program stays open: its operations have returned, so they must still happen
-            else:
-                self._reset_program()
-                self._frees = rest
+                raise
+            if link.interrupted:  # the executor still has these buffers, so their ids may not be used again
+                rest = self._frees + self._freed + rest
+                self._frees, self._freed = [], []
+            self._reset_program()
+            self._frees = rest
             raise
         self._reset_program()
         self._frees = rest
@@ -603,6 +606,21 @@ class Recorder(ProgramFields):
         if mark.link is not link or not link.reach(mark.position):
             self.sync()
 
+    def passed(self, mark: Mark | None = None) -> bool:
+        """Whether the executor is known to have run the work before a mark; None: all work. Does not wait for the device.
+
+        The open program is sent, so the answer becomes True without another call that sends it.
+
+        Raises:
+            WoolyError: the connection ended.
+        """
+        if mark is None or mark is self._mark:
+            self.flush()
+        link = self.link
+        if link is None:
+            return True
+        return link.passed(link.position if mark is None or mark.link is not link else mark.position)
+
     def set_limit(self, limit: int) -> None:
         """Set the maximum number of instructions per program. Until the next flush, end forms do not close the program."""
         self.limit = self._open_limit = self.room = limit
@@ -680,10 +698,9 @@ class Recorder(ProgramFields):
             sent = self._sent[key] = self._define(link, work.words)
             if len(self._sent) > PROGRAMS_KEPT:
                 self._sent.popitem(last=False)
-        else:
-            self._sent.move_to_end(key)
         packed = sent.pack_params.pack(*params)
         seq = link.run(sent.digest, bind, packed, frees, work.words, work.origins, reply)
+        self._sent.move_to_end(key)  # as the executor does when the run arrives
         self.instructions += len(work.origins)
         self.programs += 1
         return seq

@@ -31,6 +31,7 @@ from torch._C import DispatchKey, DispatchKeySet
 from torch._C._dynamo.guards import _reinterpret_tensor  # type: ignore[attr-defined] # its stub is not complete
 from torch._prims_common import suggest_memory_format
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined] # its stub does not know it
+from torch.sparse._semi_structured_conversions import sparse_semi_structured_to_dense_cutlass
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 TensorBase: Any = torch._C.TensorBase
@@ -677,6 +678,29 @@ def tell_dynamo(replaced: Iterable[tuple[Any, Any]]) -> None:
                     table[new] = table[old]
 
 
+def tell_references(context: Any, patches: Iterable[tuple[Any, str, Any]]) -> None:
+    """Tell the mode that runs PyTorch's references in Python which functions were replaced. It identifies functions by identity.
+
+    PyTorch passes the replaced function of a method or property to a mode, and the original one of a function.
+
+    Args:
+        context: the module `torch._prims.context`.
+        patches: owner, name and original of each replaced function.
+    """
+    references, plain = context.torch_to_refs_map(), context.torch_function_passthrough
+    for owner, name, old in patches:
+        new = owner.__dict__.get(name)
+        if isinstance(new, property):
+            if hasattr(old, "__get__") and old.__get__ in plain:
+                plain.add(new.__get__)
+        elif isinstance(old, Hashable) and isinstance(new, Hashable):
+            if old in plain or new in plain:
+                plain.update((old, new))
+            reference = references.get(old) or references.get(new)
+            if reference is not None:
+                references[old] = references[new] = reference
+
+
 def dynamo_stream_owners() -> list[Any]:
     """Modules whose `get_current_stream` is C++ code that refuses the name "cuda". Before torch 2.15, it is written in Python."""
     native = torch._C._dynamo.utils  # type: ignore[attr-defined]  # its stub is not complete
@@ -849,6 +873,10 @@ def printing_patches() -> Iterator[tuple[Any, str, Callable[..., str]]]:
 #: handler there would end the process, since the guard's C++ methods may not throw.
 GUARD_CODE = _DeviceGuard.type_.__code__
 ENGINE_CODE = in_calling_thread(torch.autograd.backward).__code__
+
+
+#: The dense matrix of a 2:4 sparse one in CUTLASS's format: its kept elements and their positions.
+semi_structured_to_dense: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = sparse_semi_structured_to_dense_cutlass
 
 
 #: The method with which an optimizer checks whether a CUDA graph may capture its step. Before torch 2.13, it asks `is_built`.

@@ -10,6 +10,7 @@ Python data, device contexts, generators, and the functions of `torch.cuda`. `un
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 from wooly import children, dynamo, interrupts, ipc, triton_capture
@@ -40,11 +41,18 @@ from wooly.facade import (
 )
 from wooly.facade.build import CUDA_VERSION
 from wooly.facade.cuda import Answers
+from wooly.facade.imports import AfterImport
 from wooly.facade.snapshots import Snapshots
 from wooly.flags import Flags
 from wooly.kernels import jagged
 from wooly.kernels.launch import Launches
-from wooly.torch_private import device_constructors, forget_in_torchscript, tell_dynamo, tell_torchscript
+from wooly.torch_private import (
+    device_constructors,
+    forget_in_torchscript,
+    tell_dynamo,
+    tell_references,
+    tell_torchscript,
+)
 
 __all__ = ["Facade"]
 
@@ -93,6 +101,7 @@ class Facade:
         self._snapshots = Snapshots(devices)
         self._answers = Answers(devices, facts, cuda_version)
         self._undo: list[tuple[Any, str, Any]] = []
+        self._references = AfterImport("torch._prims.context", self._tell_references)
 
     def install(self) -> None:
         """Install the patches, if they are not installed."""
@@ -134,12 +143,24 @@ class Facade:
         sources.activate()
         handover.activate()
         sharding.activate()
+        self._references.activate()
         replaced = [(old, owner.__dict__.get(name)) for owner, name, old in self._undo]
         tell_dynamo(replaced)
         tell_torchscript(replaced)
 
+    def _tell_references(self, context: ModuleType) -> None:
+        """Tell the mode for PyTorch's references, whose module was imported, what is replaced."""
+        tell_references(
+            context,
+            [
+                (owner, name, getattr(getattr(owner, "__base__", None), name, None) if old is _MISSING else old)
+                for owner, name, old in self._undo
+            ],
+        )
+
     def uninstall(self) -> None:
         """Remove all patches."""
+        self._references.deactivate()
         sharding.deactivate()
         handover.deactivate()
         generation.deactivate()

@@ -88,9 +88,10 @@ class Stream(BaseStream):
         torch.cuda.synchronize(self.device)
 
     def query(self) -> bool:
-        """Wait until all work has run, and return True."""
-        self.synchronize()
-        return True
+        """Whether all recorded work has run. Does not wait for the device. An error of this work comes at the next wait."""
+        recorder = _recorder(self.device)
+        with recorder.lock:
+            return recorder.passed()
 
     def wait_stream(self, stream: Any) -> None:
         """Do nothing: all work runs in order."""
@@ -291,9 +292,12 @@ class Event(BaseEvent):
                 recorder.reach(self._mark)
 
     def query(self) -> bool:
-        """Wait until the work before the event has run, and return True."""
-        self.synchronize()
-        return True
+        """Whether the work before the event has run. Does not wait for the device. An error of it comes at the next wait."""
+        if self._device is None or self._received:
+            return True
+        recorder = _recorder(self._device)
+        with recorder.lock:
+            return recorder.passed(self._mark)
 
     def elapsed_time(self, end_event: Any) -> float:
         """Milliseconds from this event to `end_event`.

@@ -158,6 +158,8 @@ class Generic:
                         key.append(name)
                         collect(a, name in scalar_kw, key, buffers, params)
             except _HostTensorError:
+                if facts.each_alone:
+                    return redispatch_cpu(op)(*args, **kwargs)
                 raise mixed_devices(tensors_of(Call(args, kwargs))) from None
             except _WideIntegerError:
                 if facts.name != "aten.fill_.Scalar" or args[0].dtype is not torch.uint64:
@@ -173,7 +175,7 @@ class Generic:
             else:
                 if native.module is not None:
                     native.module.disarm()
-                if facts.each_alone and not _on_one_device(buffers):
+                if facts.each_alone and not (_on_one_device(buffers) and _lists_on_device(args)):
                     return redispatch_cpu(op)(*args, **kwargs)
                 if gaps:
                     call = Call(args, kwargs)
@@ -510,6 +512,11 @@ def _on_one_device(buffers: list[int]) -> bool:
     """Whether all buffers are on one device. A tensor without a Wooly storage (a meta tensor) has buffer id 0."""
     first = buffers[0] & DEVICE_MASK if buffers else 0
     return all(b and b & DEVICE_MASK == first for b in buffers)
+
+
+def _lists_on_device(args: tuple[Any, ...]) -> bool:
+    """Whether no list of tensors has a host tensor. One without dimensions would travel as a number, and not be written."""
+    return not any(t.is_cpu for a in args if isinstance(a, (list, tuple)) for t in a if isinstance(t, Tensor))
 
 
 def _with_copies(facts: OpFacts, call: Call) -> Call:

@@ -47,6 +47,8 @@ _HALF: Final = (
 _GAPS: Final = {
     **dict.fromkeys(_COMPLEX.split(), _COMPLEX_HALF),
     **dict.fromkeys(_HALF.split(), _HALVES),
+    **dict.fromkeys(("_fft_c2c", "_fft_c2r"), _COMPLEX_HALF),
+    "_fft_r2c": frozenset({torch.float16}),
     "abs": frozenset({torch.bool}),
     "rrelu_with_noise": frozenset({torch.float16}),
     "trace": _COMPLEX_HALF | {torch.bool},

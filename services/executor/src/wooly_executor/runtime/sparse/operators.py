@@ -32,6 +32,8 @@ from wooly_executor.runtime.torch_private import OpOverload, schema_of
 _LAYOUTS: dict[str, torch.layout] = {layout.value: getattr(torch, layout.value) for layout in Layout} | {
     "strided": torch.strided
 }
+#: Operators that take batches of compressed tensors. The library's other kernels do not all check for batches.
+_OF_BATCHES = frozenset({"aten._to_dense.default"})
 _parsed = lru_cache(4096)(SparseCall.parse)
 _results = lru_cache(4096)(parse_results)
 
@@ -72,7 +74,7 @@ class _Given:
 
     def _value(self, a: Argument) -> Any:
         if isinstance(a, Sparse):
-            return made(a, self._tensors)
+            return made(a, self._tensors, batches=self.call.operator in _OF_BATCHES)
         if isinstance(a, Dense):
             require(a.at < len(self._tensors), "an argument refers to a tensor that the call does not have")
             return self._tensors[a.at]

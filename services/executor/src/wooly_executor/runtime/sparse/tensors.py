@@ -7,6 +7,7 @@ host waits for the answer; the library's own checks there are assertions that wo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -26,12 +27,13 @@ _BLOCKED = (Layout.BSR, Layout.BSC)
 _BY_ROW = (Layout.CSR, Layout.BSR)
 
 
-def made(a: Sparse, tensors: Sequence[Tensor]) -> Tensor:
+def made(a: Sparse, tensors: Sequence[Tensor], *, batches: bool = False) -> Tensor:
     """Make a sparse argument.
 
     Args:
         a: the argument.
         tensors: the dense operands of the call.
+        batches: whether a compressed tensor may be a batch of matrices, and have dense dimensions.
 
     Raises:
         RuntimeError: the components do not fit together, or an index is out of range.
@@ -46,7 +48,7 @@ def made(a: Sparse, tensors: Sequence[Tensor]) -> Tensor:
     indices, values = [i.contiguous() for i in indices], values.contiguous()
     if a.layout is Layout.COO:
         return _coo(a, indices[0], values)
-    return _compressed(a, indices[0], indices[1], values)
+    return _compressed(a, indices[0], indices[1], values, batches)
 
 
 def _coo(a: Sparse, indices: Tensor, values: Tensor) -> Tensor:
@@ -80,23 +82,35 @@ def _coo(a: Sparse, indices: Tensor, values: Tensor) -> Tensor:
     return torch.sparse_coo_tensor(indices, values, a.size, is_coalesced=a.coalesced, check_invariants=False)
 
 
-def _compressed(a: Sparse, compressed: Tensor, plain: Tensor, values: Tensor) -> Tensor:
+def _compressed(a: Sparse, compressed: Tensor, plain: Tensor, values: Tensor, batches: bool) -> Tensor:
     dtypes = {compressed.dtype, plain.dtype}
     require(
         len(dtypes) == 1 and dtypes <= {torch.int32, torch.int64}, "the indices must both be int32 or both be int64"
     )
-    blocked = a.layout in _BLOCKED
-    block = tuple(values.shape[1:3]) if blocked else (1, 1)
-    require(compressed.dim() == plain.dim() == 1, "batches of compressed sparse tensors are not supported")
+    require(plain.dim() >= 1, "the plain indices must have a dimension")
+    blocked, batch, nnz = a.layout in _BLOCKED, tuple(plain.shape[:-1]), plain.shape[-1]
+    at = len(batch) + 2  # the first dense dimension
+    require(len(a.size) >= at and tuple(a.size[: at - 2]) == batch, f"the size must begin with the batch {list(batch)}")
+    matrix, dense = a.size[at - 2 : at], tuple(a.size[at:])
     require(
-        len(a.size) == 2 and values.dim() == (3 if blocked else 1), f"a {a.layout} tensor must be a matrix of numbers"
+        batches or not (batch or dense),
+        "the operator takes no batches of compressed sparse tensors, and none with dense dimensions",
     )
-    nnz = plain.shape[0]
-    require(values.shape[0] == nnz, f"there are {nnz} indices, but {values.shape[0]} values")
     require(
-        min(block) > 0 and not any(n % b for n, b in zip(a.size, block, strict=True)), "the blocks do not fit the size"
+        values.dim() >= at - 1 and values.shape[at - 2] == nnz,
+        f"there are {nnz} indices, but {list(values.shape)[at - 2 : at - 1]} values",
     )
-    counts = [n // b for n, b in zip(a.size, block, strict=True)]
+    block = tuple(values.shape[at - 1 : at + 1]) if blocked else ()
+    shape = (*batch, nnz, *block, *dense)
+    require(
+        len(block) == 2 * blocked and tuple(values.shape) == shape,
+        f"values must have the shape {list(shape)}, not {list(values.shape)}",
+    )
+    sides = block or (1, 1)
+    require(
+        min(sides) > 0 and not any(n % b for n, b in zip(matrix, sides, strict=True)), "the blocks do not fit the size"
+    )
+    counts = [n // b for n, b in zip(matrix, sides, strict=True)]
     rows, columns = counts if a.layout in _BY_ROW else counts[::-1]
     check_compressed(compressed, plain, rows, columns)
     return _MAKE[a.layout](compressed, plain, values, a.size, check_invariants=False)
@@ -106,34 +120,45 @@ def check_compressed(compressed: Tensor, plain: Tensor, rows: int, columns: int)
     """Check compressed and plain indices.
 
     Args:
-        compressed: where each row begins, (rows + 1).
-        plain: the column of each element, (nnz).
+        compressed: where each row begins, (batch, rows + 1). The batch has any number of dimensions.
+        plain: the column of each element, (batch, nnz).
         rows: number of rows; for CSC and BSC, of columns.
         columns: number of columns; for CSC and BSC, of rows.
 
     Raises:
         RuntimeError: an index is out of range, or the columns of a row are not sorted and distinct.
     """
-    nnz = plain.shape[0]
-    require(compressed.shape[0] == rows + 1, f"there must be {rows + 1} compressed indices, not {compressed.shape[0]}")
-    starts = compressed.to(torch.int64)
-    counts = starts.diff()
-    ends = torch.stack([starts[0], starts[-1], *(counts.aminmax() if rows else (starts[0], starts[0]))]).tolist()
     require(
-        ends[0] == 0 and ends[1] == nnz,
-        f"the compressed indices must go from 0 to {nnz}, but go from {ends[0]} to {ends[1]}",
+        compressed.dim() >= 1 and compressed.shape[:-1] == plain.shape[:-1],
+        f"compressed indices {list(compressed.shape)} and plain indices {list(plain.shape)} must have the same batch",
+    )
+    nnz, batches = plain.shape[-1], math.prod(plain.shape[:-1])
+    require(
+        compressed.shape[-1] == rows + 1, f"there must be {rows + 1} compressed indices, not {compressed.shape[-1]}"
+    )
+    if not batches:
+        return
+    starts = compressed.reshape(batches, rows + 1).to(torch.int64)
+    counts = starts.diff(dim=1)
+    first, last = starts[:, 0].aminmax(), starts[:, -1].aminmax()
+    ends = torch.stack([*first, *last, *(counts.aminmax() if rows else first)]).tolist()
+    require(
+        ends[:4] == [0, 0, nnz, nnz],
+        f"the compressed indices must go from 0 to {nnz}, but go from {ends[0]} to {ends[3]}",
     )
     if not nnz:
-        require(not rows or ends[2] == ends[3] == 0, "the compressed indices must be 0 for a tensor without elements")
+        require(not rows or ends[4] == ends[5] == 0, "the compressed indices must be 0 for a tensor without elements")
         return
     require(
-        ends[2] >= 0 and ends[3] <= columns,
-        f"a row must have 0 to {columns} elements, but one has {ends[2]} or {ends[3]}",
+        ends[4] >= 0 and ends[5] <= columns,
+        f"a row must have 0 to {columns} elements, but one has {ends[4]} or {ends[5]}",
     )
     least, most = torch.stack(plain.aminmax()).tolist()
     _require_bounds("the plain indices", least, most, columns)
-    row = torch.repeat_interleave(torch.arange(rows, device=plain.device), counts, output_size=nnz)
-    place = row * columns + plain
+    row = torch.repeat_interleave(
+        torch.arange(batches * rows, device=plain.device), counts.reshape(-1), output_size=batches * nnz
+    )
+    place = row * columns + plain.reshape(-1)
     require(bool((place[1:] > place[:-1]).all()), "the plain indices of a row are not sorted or not distinct")
 
 
