@@ -32,6 +32,7 @@ from wooly.reopening import Reopening
 from wooly.room import first_grant
 from wooly.routes import reason_not_to_try
 from wooly.storage import MAX_DEVICES, NO_LIMIT
+from wooly.waits import top
 
 if TYPE_CHECKING:
     from wooly_wis.messages import DirectSession
@@ -681,6 +682,9 @@ def attached_device() -> RegisteredDevice:
 def session_stats() -> dict[str, Any]:
     """Counters of this session: the sums over all devices, and under "devices" the counters of each device.
 
+    "waiting_s" are seconds for which the script waited for answers and for sending data, "network_s" the network's part of them,
+    "trip_s" the shortest time from a question to its answer, and "lines" the Python lines that waited longest for the network.
+
     Raises:
         NotConnectedError: no session is open.
     """
@@ -706,7 +710,14 @@ def _stats(attached: _Attached) -> dict[str, Any]:
         for part, link, endpoint, own in zip(attached.parts, links, attached.endpoints, recorders, strict=True)
     ]
     sums = {name: sum([d[name] for d in devices]) for name in _COUNTED}
-    return sums | {"seconds": time.monotonic() - attached.started, "devices": devices}
+    waits = [link.waits for link in links]
+    waited = {
+        "waiting_s": sum([w.waiting_s for w in waits]),
+        "network_s": sum([w.network_s for w in waits]),
+        "trip_s": max([w.trip_s for w in waits]),
+        "lines": top(waits),
+    }
+    return sums | waited | {"seconds": time.monotonic() - attached.started, "devices": devices}
 
 
 def opened_session() -> Any:

@@ -322,6 +322,31 @@ def avoid_dynamo_import() -> None:
         seen.update(inner)
 
 
+def quick_check_patches() -> Iterator[tuple[Any, str, Any]]:
+    """Yield the patch (owner, name, value) that stops `torch._check` from importing SymPy for conditions that are plainly true.
+
+    Meta kernels check their arguments with it. The import takes a third of the time that `import torch` takes.
+    """
+    real: Any = torch._check_with
+
+    @wraps(real)
+    def check_with(error_type: Any, cond: Any, message: Any) -> None:
+        if cond is not True:
+            real(error_type, cond, message)
+
+    yield torch, "_check_with", check_with
+
+
+def has_hooks(module: torch.nn.Module) -> bool:
+    """Whether a call of the module, or of any module, also calls functions of the user."""
+    own = vars(module)
+    hooks = [own.get(name) for name in ("_forward_hooks", "_forward_pre_hooks")]
+    return any(hooks) or "forward" in own or bool(_GLOBAL_HOOKS or _GLOBAL_PRE_HOOKS)
+
+
+_GLOBAL_HOOKS: dict[int, Any] = torch.nn.modules.module._global_forward_hooks
+_GLOBAL_PRE_HOOKS: dict[int, Any] = torch.nn.modules.module._global_forward_pre_hooks
+
 _EMPTY = CellType()
 #: Attribute in which a reference kernel keeps the function that Dynamo made from it.
 _PROMISE = "__dynamo_disable"

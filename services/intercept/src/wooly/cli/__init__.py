@@ -2,6 +2,35 @@
 
 from __future__ import annotations
 
-from wooly.cli.commands import main
+import os
+import sys
+from pathlib import Path
 
 __all__ = ["main"]
+
+
+def main() -> None:
+    """Entry point of the `wooly` command. If it runs a script without a stack, the stack starts while the rest is imported."""
+    if len(sys.argv) > 2 and sys.argv[1] == "run" and sys.argv[2].endswith(".py") and Path(sys.argv[2]).is_file():
+        _begin_stack()
+    from wooly_bus.lean_imports import import_nats
+
+    import_nats()
+    from wooly.cli.commands import main as run_command
+
+    run_command()
+
+
+def _begin_stack() -> None:
+    from wooly_bus.other_names import CLIENT, translated
+
+    from wooly.local_stack import begin, fork_executor
+    from wooly.settings import SettingsError, load
+
+    try:
+        if translated(os.environ, CLIENT)[1]:
+            return  # the command prints the warnings
+        begin(load(), lends=True)
+    except (ValueError, SettingsError):
+        return  # the command reports the error
+    fork_executor()

@@ -43,7 +43,13 @@ from wooly.facade.snapshots import Snapshots
 from wooly.flags import Flags
 from wooly.kernels import jagged
 from wooly.kernels.launch import Launches
-from wooly.torch_private import device_constructors, forget_in_torchscript, tell_dynamo, tell_torchscript
+from wooly.torch_private import (
+    device_constructors,
+    forget_in_torchscript,
+    quick_check_patches,
+    tell_dynamo,
+    tell_torchscript,
+)
 
 __all__ = ["Facade"]
 
@@ -121,6 +127,7 @@ class Facade:
             children.patches(),
             ipc.patches(),
             dynamo.patches(),
+            quick_check_patches(),
             jagged.patches(),
             self._interrupts.patches(),
         ):
