@@ -5,9 +5,11 @@ Run: .venv/bin/python bench/far.py [--json] [--repeat N] [--trips MS ...] [--lin
 
 import argparse
 import contextlib
+import itertools
 import json
 import multiprocessing
 import os
+import secrets
 import statistics
 import sys
 import tempfile
@@ -23,6 +25,7 @@ from torch import nn
 from wooly import api
 from wooly_testkit.delay_proxy import delay_proxy
 from wooly_testkit.executor import executor_process
+from wooly_wis.messages import DirectSession
 
 #: Throughput of the distant links, in bytes per second.
 RATE = 100e6 / 8
@@ -32,7 +35,10 @@ GOALS = {
     "generate": {20: 1.5, 80: 2.5},
     "generate compiled": {},
     "train": {20: 1.1, 80: 1.1},
+    "train, short steps": {},
 }
+#: Hidden layers and number of steps of the trainings.
+TRAININGS = {"train": ((2048, 2048), 20), "train, short steps": ((512,), 50)}
 
 
 def distant(target, trips, pipe):
@@ -51,16 +57,19 @@ def save_model(folder):
     LlamaForCausalLM(LlamaConfig(vocab_size=1000, max_position_embeddings=256, **sizes)).save_pretrained(folder)
 
 
-def trainer():
-    """A training of an MLP 784-512-10 with batch size 64 and Adam, which reads its loss every 10 steps."""
+def trainer(hidden, steps):
+    """A training of an MLP with Adam and batch size 64. It uploads each batch, and reads its loss every 10 steps."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 10)).to("cuda")
+    sizes = (784, *hidden, 10)
+    layers = [m for n, k in itertools.pairwise(sizes) for m in (nn.Linear(n, k), nn.ReLU())]
+    model = nn.Sequential(*layers[:-1]).to("cuda")
     optimizer = torch.optim.Adam(model.parameters())
-    x, y = torch.randn(64, 784).to("cuda"), torch.randint(0, 10, (64,)).to("cuda")
+    batches = [(torch.randn(64, 784), torch.randint(0, 10, (64,))) for _ in range(10)]
 
-    def train(steps=100):
+    def train():
         losses = []
         for step in range(steps):
+            x, y = [t.to("cuda") for t in batches[step % 10]]
             loss = nn.functional.cross_entropy(model(x), y)
             optimizer.zero_grad()
             loss.backward()
@@ -76,7 +85,8 @@ def session(endpoint, running, folder, compiled):
     """Run all phases in one session. Returns per phase: seconds, trips, bytes up, result; and the lines that waited longest."""
     from transformers import LlamaForCausalLM
 
-    api.attach([endpoint], running.session_id, running.token, dedup="tenant")
+    opens = DirectSession(dedup="tenant")
+    api.attach([endpoint], secrets.token_hex(8), running.token, dedup=opens.dedup, opens=opens)
     api.install_facade()
     link = api.attached_links()[0]
     found = {}
@@ -106,9 +116,10 @@ def session(endpoint, running, folder, compiled):
     if compiled:
         generate(cache_implementation="static")
         phase("generate compiled", lambda: generate(cache_implementation="static"))
-    train = trainer()
-    train(20)
-    phase("train", train)
+    for name, (hidden, steps) in TRAININGS.items():
+        train = trainer(hidden, steps)
+        train()
+        phase(name, train)
     lines = api.session_stats()["lines"]
     loaded.clear()
     api.disable()

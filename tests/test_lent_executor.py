@@ -54,7 +54,7 @@ def test_lent_service_runs_with_its_environment_and_log(folder):
     with lender() as client:
         lent_pid = int(client.stdout.readline())
         assert lent.wait(60) == 0 and lent.pid in (0, lent_pid)
-    assert (folder / "log").read_text().startswith("started x ['lent_service'] True ")
+    assert (folder / "log").read_text().startswith(f"started x ['{folder}/lent_service.py'] True ")
 
 
 def test_lent_service_is_ended_by_the_supervisor(folder):

@@ -323,8 +323,12 @@ def test_late_stop_check_does_not_change_results(cuda, local, sampling):
 def _far(monkeypatch):
     """Pretend that the executor is far away. Answers are read only if too many are missing, or at the end."""
     from wooly.facade.streams import Event
+    from wooly.waits import Waits
 
-    monkeypatch.setattr(attached_links()[0].waits, "trip_s", 3600.0)
+    class FarWaits(Waits):
+        trip_s = property(lambda self: 3600.0, lambda self, shorter: None)
+
+    monkeypatch.setattr(attached_links()[0], "waits", FarWaits())
     monkeypatch.setattr(Event, "arrived", lambda self: False)
 
 

@@ -21,7 +21,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn, Protocol
@@ -208,6 +208,7 @@ def fork_lent(paper: Path) -> int:
         OSError: the file does not exist, or no process can be forked.
     """
     asked = json.loads(paper.read_text())
+    client = os.getpid()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     with warnings.catch_warnings():
@@ -218,7 +219,8 @@ def fork_lent(paper: Path) -> int:
             os.setsid()  # Ctrl-C in the terminal is for the client
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))
         sys.path[0] = str(Path.cwd())  # as for `python -m`
-        _end_as_service(asked["module"], asked["env"], Path(asked["log"]), asked["name"], asked["supervisor"])
+        masters = client, int(asked["supervisor"])
+        _end_as_service(asked["module"], asked["env"], Path(asked["log"]), asked["name"], masters)
     _write_whole(paper.with_suffix(".pid"), str(pid))
     return pid
 
@@ -236,25 +238,35 @@ def _ended(descriptor: int, timeout: float | None) -> bool:
     return bool(waiting.poll(None if timeout is None else timeout * 1000))
 
 
-def _end_with(pid: int) -> None:
-    """End this process when another process ends."""
+def _end_with(pids: Iterable[int]) -> None:
+    """End this process when one of these processes ends, or has ended."""
+    waiting = select.poll()
     try:
-        descriptor = os.pidfd_open(pid)
+        for pid in pids:
+            waiting.register(os.pidfd_open(pid), select.POLLIN)
     except ProcessLookupError:
         os._exit(1)
 
     def watch() -> None:
-        _ended(descriptor, None)
+        waiting.poll()
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, name="wooly-supervised", daemon=True).start()
 
 
-def _end_as_service(module: str, env: dict[str, str], log: Path, name: str, supervisor: int = 0) -> NoReturn:
-    """Run a module in this fork, and end it. `supervisor`: process with which it ends; 0: its parent."""
+def _end_as_service(module: str, env: dict[str, str], log: Path, name: str, masters: Sequence[int] = ()) -> NoReturn:
+    """Run a module in this fork, and end it.
+
+    Args:
+        module: the module.
+        env: further environment variables.
+        log: file for the output.
+        name: name in process lists.
+        masters: processes with which it ends; empty: its parent.
+    """
     code = 1
     try:
-        code = _run_in_fork(module, env, log, name, supervisor)
+        code = _run_in_fork(module, env, log, name, masters)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -264,12 +276,15 @@ def _end_as_service(module: str, env: dict[str, str], log: Path, name: str, supe
         os._exit(code)
 
 
-def _run_in_fork(module: str, env: dict[str, str], log: Path, name: str, supervisor: int) -> int:
+def _run_in_fork(module: str, env: dict[str, str], log: Path, name: str, masters: Sequence[int]) -> int:
     """Run a module in this fork. Returns the exit status."""
     for number in _ENDING:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
-    die_with_parent()
+    if masters:
+        _end_with(masters)
+    else:
+        die_with_parent()
     set_process_name(name)
     os.environ.update(env)
     ours = [os.open(os.devnull, os.O_RDONLY), os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)]
@@ -277,8 +292,6 @@ def _run_in_fork(module: str, env: dict[str, str], log: Path, name: str, supervi
         os.dup2(here, there)
     for descriptor in ours:
         os.close(descriptor)
-    if supervisor:
-        _end_with(supervisor)
     return run_as_main(module, [])
 
 
