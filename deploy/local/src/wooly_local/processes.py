@@ -138,7 +138,8 @@ class Lent:
     """
 
     def __init__(self, paper: Path, module: str, env: dict[str, str], log: Path, name: str) -> None:
-        self.pid, self.returncode = 0, None
+        self.pid = 0
+        self.returncode: int | None = None
         self._descriptor = -1
         self._answer = paper.with_suffix(".pid")
         text = json.dumps({"module": module, "env": env, "log": str(log), "name": name, "supervisor": os.getpid()})

@@ -45,8 +45,9 @@ EVERYWHERE = (
     "wooly_bus.channel",
     "wooly_wis.program",
 )
-#: Modules that the services with REST and a database import, too.
-WITH_REST = ("sqlalchemy.orm", "alembic.command", "fastapi", "uvicorn", "prometheus_client", "wooly_wis.credits")
+#: Modules that the services with a database import, too, and those that they import for REST.
+WITH_DATABASE = ("sqlalchemy.orm", "alembic.command", "prometheus_client", "wooly_wis.credits")
+WITH_REST = ("fastapi", "uvicorn")
 
 
 def nats_server_binary() -> str:
@@ -84,6 +85,8 @@ class Supervisor:
             "0" if ephemeral else "1"
         )  # the files of an ephemeral stack are removed, so writes need not be durable
         self._stopping = False
+        #: Nobody but its client uses the stack of one `wooly run`, and the client does not use REST.
+        self._has_rest = not lends
 
     def start(self) -> None:
         """Start all services, and wait until a client can be served.
@@ -113,7 +116,7 @@ class Supervisor:
             if service.process is None:
                 service.start()
         with unavailable("pygments"):  # Mako, a part of Alembic, would colour its errors with it
-            preload(WITH_REST)
+            preload(WITH_DATABASE + (WITH_REST if self._has_rest else ()))
         router = self._router(logs)
         self.services.insert(1, router)
         router.start()
@@ -132,6 +135,7 @@ class Supervisor:
                 "WOOLY_ROUTER_STATE_DIR": str(self.dir),
                 "WOOLY_ROUTER_HTTP_HOST": "127.0.0.1",
                 "WOOLY_ROUTER_HTTP_PORT": "0",
+                "WOOLY_ROUTER_REST": str(int(self._has_rest)),
                 "WOOLY_ROUTER_AUTH": "tokens",  # every user of this machine can reach the port
                 "WOOLY_ROUTER_OWNER_TOKEN": str(owner_token(self.dir)),
                 # The owner of the stack has no limits; see `wooly_router.core.ceilings`.
@@ -166,8 +170,7 @@ class Supervisor:
                 "WOOLY_METERING_DURABLE": self._durable,
                 "WOOLY_METERING_STATE_DIR": str(self.dir),
                 "WOOLY_METERING_METRICS_TOKEN": str(owner_token(self.dir)),
-                # The stack of one run has no REST of metering, unless the user asks for it.
-                "WOOLY_METERING_HTTP_PORT": os.environ.get("WOOLY_METERING_HTTP_PORT", "" if self.ephemeral else "0"),
+                "WOOLY_METERING_HTTP_PORT": os.environ.get("WOOLY_METERING_HTTP_PORT", "0" if self._has_rest else ""),
             },
             logs / "metering.log",
         )
@@ -257,19 +260,18 @@ class Supervisor:
         )
 
     def _find_rest(self) -> bool:
-        """Read the port of the router's REST from its file.
-
-        Returns False if the file does not exist: a router removes it at its end.
-        """
+        """Read the port of the router's REST from its file, if it has REST. Returns False if the router is not up."""
         try:
             port = (self.dir / "router.port").read_text().strip()
         except FileNotFoundError:
             return False
         if port:
             self.rest_url = f"http://127.0.0.1:{port}"
-        return bool(port)
+        return bool(port) or not self._has_rest
 
     def _executors(self) -> int:
+        if not self._has_rest:
+            return int((self.dir / "router.ready").exists())
         try:
             with urllib.request.urlopen(f"{self.rest_url}/healthz", timeout=1) as answer:
                 return int(json.load(answer)["executors"])

@@ -57,7 +57,7 @@ def deactivate() -> None:
     """Restore Transformers' own check."""
     module = _waiting.deactivate()
     for owner, name in _replaced(module):
-        ours = getattr(owner, name, None)
+        ours: Any = getattr(owner, name, None)
         if hasattr(ours, "wooly_replaces"):
             setattr(owner, name, ours.wooly_replaces)
 
