@@ -12,8 +12,8 @@ FORBIDDEN = {
     "wooly.local_stack": {"torch", "nats", "wooly_wis", "aiohttp"},
     "wooly_local.supervisor": {"torch", "numpy", "sqlalchemy", "fastapi", "aiohttp"},
     "wooly_scheduler.app": {"torch", "numpy", "sqlalchemy", "alembic", "fastapi", "wooly"},
-    "wooly_router.app": {"torch", "numpy", "pyopencl", "triton", "wooly", "wooly_executor", "wooly_compiler"},
-    "wooly_metering.app": {"torch", "numpy", "pyopencl", "triton", "wooly", "wooly_executor", "wooly_compiler"},
+    "wooly_router.app": {"torch", "numpy", "pyopencl", "fastapi", "wooly", "wooly_executor", "wooly_compiler"},
+    "wooly_metering.app": {"torch", "numpy", "pyopencl", "fastapi", "wooly", "wooly_executor", "wooly_compiler"},
     "wooly_executor.app": {"sqlalchemy", "alembic", "fastapi", "transformers", "sympy", "wooly", "wooly_compiler"},
 }
 
