@@ -395,10 +395,10 @@ class Service:
         self.ask_to_end()
         self.wait_for_end(timeout)
 
-    def ask_to_end(self) -> None:
-        """Send SIGTERM without waiting."""
+    def ask_to_end(self, *, at_once: bool = False) -> None:
+        """Send SIGTERM, or with `at_once` SIGKILL, without waiting."""
         if self.process is not None and self.process.poll() is None:
-            self.process.terminate()
+            (self.process.kill if at_once else self.process.terminate)()
 
     def wait_for_end(self, timeout: float = 5.0) -> None:
         """Wait for the end of the process. Send SIGKILL after `timeout` seconds."""

@@ -36,6 +36,8 @@ from wooly_local.stack import LENT, OURS, default_state_dir, keys_of, make_owner
 READY_TIMEOUT_S = 60.0
 #: Seconds until an ephemeral stack (the stack of one `wooly run`) starts its compiler: shorter runs do not need it.
 COMPILER_AFTER_S = 2.0
+#: Services that keep nothing outside of the folder of their stack.
+FORGETFUL = ("nats", "router", "scheduler", "metering")
 #: Modules that all services import. They are loaded before the first fork, so that each service starts faster.
 EVERYWHERE = (
     "wooly_bus.app",
@@ -101,11 +103,12 @@ class Supervisor:
         make_owner_token(self.dir)
         os.environ["WOOLY_NATS_CREDS"] = str(self.keys.service_creds)  # for every service that starts here
         nats = self._start_nats(logs)
-        os.environ.setdefault("WOOLY_TRACES", "router")  # for all services
+        if self._has_rest:  # by which traces are read
+            os.environ.setdefault("WOOLY_TRACES", "router")  # for all services
         executors = [self._executor(index, logs) for index in range(self.gpus)]
         if self._lends:
-            shared = ("WOOLY_NATS_CREDS", "WOOLY_TRACES")  # what this process has set for all services
-            executors[0].lend(self.dir / LENT, {name: os.environ[name] for name in shared})
+            creds = {"WOOLY_NATS_CREDS": str(self.keys.service_creds)}  # as set for all services above
+            executors[0].lend(self.dir / LENT, creds)
         import_nats()
         # Start the executors first, because they take longest, and the scheduler. Load the modules of the others meanwhile.
         preload(EVERYWHERE)
@@ -328,13 +331,15 @@ class Supervisor:
     def shut_down(self) -> None:
         """Stop the services: executors first, because other services receive their last messages, and NATS last.
 
-        Nobody reads what an ephemeral stack stores at its end, so its services end together.
+        Nobody reads what an ephemeral stack has stored, so its services end together. Those that have nothing outside of its
+        folder, and no spans for another process, end at once.
         """
         nats, others = self.services[:1], self.services[1:]
         executors = [s for s in others if s.argv == "wooly_executor"]
+        at_once = self.ephemeral and not any(name.startswith("OTEL_EXPORTER_OTLP") for name in os.environ)
         for together in (others, nats) if self.ephemeral else (executors, others, nats):
             for service in together:
-                service.ask_to_end()
+                service.ask_to_end(at_once=at_once and service.name in FORGETFUL)
             for service in together:
                 service.wait_for_end()
         (self.dir / "stack.json").unlink(missing_ok=True)
