@@ -57,10 +57,11 @@ class Child(Protocol):
 
 def preload(modules: Iterable[str]) -> None:
     """Import modules that later forks share. Modules that are not installed are skipped."""
+    gc.disable()  # imports make many objects and no garbage
     for name in modules:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    gc.collect()
+    gc.enable()
     gc.freeze()  # the garbage collector of a fork must not write to the shared memory pages
 
 
@@ -220,6 +221,8 @@ def fork_lent(paper: Path) -> int:
             os.setsid()  # Ctrl-C in the terminal is for the client
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))
         sys.path[0] = str(Path.cwd())  # as for `python -m`
+        gc.enable()
+        gc.freeze()  # as in `preload`
         masters = client, int(asked["supervisor"])
         _end_as_service(asked["module"], asked["env"], Path(asked["log"]), asked["name"], masters)
     _write_whole(paper.with_suffix(".pid"), str(pid))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ __all__ = ["main"]
 def main() -> None:
     """Entry point of the `wooly` command. If it runs a script without a stack, the stack starts while the rest is imported."""
     if len(sys.argv) > 2 and sys.argv[1] == "run" and sys.argv[2].endswith(".py") and Path(sys.argv[2]).is_file():
+        gc.disable()  # until the script begins: imports make many objects and no garbage
         _begin_stack()
     from wooly_bus.lean_imports import import_nats
 

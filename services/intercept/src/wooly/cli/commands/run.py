@@ -7,6 +7,7 @@ A Python script runs in this process. Another program runs as a child, and the P
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import secrets
 import shutil
@@ -112,6 +113,7 @@ def run_python(
     finish = opened() if opened is not None and api.has_session() else None
     with _report() as report:
         os.environ.update(capture.variables(_reach(api.opened_session() if api.has_session() else None), report))
+        gc.enable()
         code = script.run(target, arguments, module=module)
         if code == 0:
             code = _finish()
