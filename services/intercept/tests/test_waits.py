@@ -48,6 +48,15 @@ def test_waits_are_counted_by_line():
     )
 
 
+def test_no_wait_for_an_executor_on_this_machine_is_the_networks():
+    found = Waits()
+    found.near = True
+    found.answered(0.5, 0.4, asked=True)
+    found.sent(2.0)
+    assert (found.network_s, found.waiting_s, found.trip_s) == (0.0, 2.5, 0.5)
+    assert [line["waiting_s"] for line in top([found])] == [2.0, 0.5]
+
+
 def test_lines_above_the_limit_are_counted_together(monkeypatch):
     monkeypatch.setattr(waits, "MOST_LINES", 1)
     found = Waits()
@@ -70,6 +79,7 @@ def test_session_names_the_line_that_reads(cuda):
     reading = [line for line in stats["lines"] if line["waits"] == 3]
     assert reading and "test_session_names_the_line_that_reads" in reading[0]["line"]
     assert 0 < stats["trip_s"] <= stats["network_s"] <= stats["waiting_s"]
+    assert set(stats) >= {"seconds", "operations", "devices"}
 
 
 def _printed(sessions, monkeypatch):

@@ -182,6 +182,7 @@ def attach(
                 with connecting as parent:
                     greet = _greeting(session_id, part.token or token, jit, parent, opens)
                     link, endpoint = _connect(part, channel, control_url, tls_ca, plaintext, greet)
+                link.waits.near = endpoint.scheme == "unix"
                 links.append(link)
                 answered.append(endpoint)
         except BaseException:
@@ -547,6 +548,7 @@ def _recovery(settings: Settings, opened: Any) -> tuple[Reopening, list[Recovery
             time.sleep(RETURN_AGAIN_S)
         if _attached is not None:
             _attached.parts[index], _attached.endpoints[index] = part, endpoint
+            _attached.links[index].waits.near = endpoint.scheme == "unix"
         return there
 
     reopening = Reopening(open_elsewhere, connect)

@@ -45,10 +45,12 @@ class Waits:
         waiting_s: seconds for which the link waited for answers and for sending large payloads.
         network_s: the network's part of them.
         clock: see Args.
+        near: whether the executor is on this machine. Then no wait is the network's.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
+        self.near = False
         self.trip_s = float("inf")
         self.count, self.waiting_s, self.network_s = 0, 0.0, 0.0
         self._lines: dict[tuple[int, int], _Line] = {}
@@ -71,6 +73,8 @@ class Waits:
         self._add(seconds, seconds)
 
     def _add(self, seconds: float, network_s: float) -> None:
+        if self.near:
+            network_s = 0.0
         where = origin(3)
         key = id(where[0]), where[1]
         line = self._lines.get(key)
@@ -87,7 +91,7 @@ class Waits:
 
 
 def top(waits: list[Waits]) -> list[dict[str, Any]]:
-    """The lines that waited longest for the network, at most `TOP`, over all links of a session.
+    """The lines that waited longest for the network, or else for the device: at most `TOP`, over all links of a session.
 
     Returns:
         Per line: ``line`` (file, number and function), ``waits``, ``waiting_s`` and ``network_s``.
@@ -100,5 +104,5 @@ def top(waits: list[Waits]) -> list[dict[str, Any]]:
             sums["waits"] += line.count
             sums["waiting_s"] += line.waiting_s
             sums["network_s"] += line.network_s
-    longest = sorted(found.values(), key=lambda s: (-s["network_s"], s["line"]))
+    longest = sorted(found.values(), key=lambda s: (-s["network_s"], -s["waiting_s"], s["line"]))
     return [s for s in longest[:TOP] if s["waits"]]
