@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -80,6 +81,7 @@ class Stack:
     services: dict[str, int]
     ephemeral: bool = False
     _process: subprocess.Popen[bytes] | None = None
+    _executor: int = 0
 
     @property
     def token(self) -> str:
@@ -133,6 +135,9 @@ class Stack:
         stop_stack(self.state_dir)
         if self._process is not None:
             self._process.wait(10)
+        if self._executor:
+            with contextlib.suppress(ChildProcessError):  # the script has waited for all children of this process
+                os.waitpid(self._executor, 0)
         if self.ephemeral:
             shutil.rmtree(self.state_dir, ignore_errors=True)
 
@@ -213,6 +218,7 @@ class StartingStack:
     ephemeral: bool
     _process: subprocess.Popen[bytes]
     lends: bool = False
+    _executor: int = 0
 
     def fork_executor(self) -> None:
         """Fork the executor of a stack that was begun with `lends` from this process, which has imported torch.
@@ -228,7 +234,7 @@ class StartingStack:
         while not paper.exists() and self._process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.005)
         if paper.exists():
-            fork_lent(paper)
+            self._executor = fork_lent(paper)
 
     def wait(self) -> Stack:
         """Wait until the stack can serve clients.
@@ -245,7 +251,7 @@ class StartingStack:
                 stack = read_stack(self.state_dir)
                 if stack is not None:
                     stack.ephemeral = self.ephemeral
-                    stack._process = process
+                    stack._process, stack._executor = process, self._executor
                     return stack
                 if process.poll() is not None:
                     break

@@ -563,6 +563,11 @@ def has_kernel(op_name: str, key: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(op_name, key)
 
 
+def operators_with_kernel(key: str) -> frozenset[str]:
+    """Names of all operators for which `has_kernel` is true. One call takes as long as a hundred calls of `has_kernel`."""
+    return frozenset(torch._C._dispatch_get_registrations_for_dispatch_key(key))
+
+
 def python_body(op: torch._ops.OpOverload) -> Callable[..., Any] | None:
     """A callable that runs the Python function that is registered for `op` under CUDA or for all devices; None: there is none.
 
@@ -618,7 +623,8 @@ def _is_symbol(n: Any) -> bool:
     return isinstance(n, torch.SymInt) and bool(n.node.expr.free_symbols)
 
 
-def all_aten_overloads() -> list[torch._ops.OpOverload]:
+@cache
+def all_aten_overloads() -> tuple[torch._ops.OpOverload, ...]:
     """Every overload of the aten namespace that this torch build knows, in a stable order."""
     found = []
     for qualified in sorted(torch._C._dispatch_get_all_op_names()):
@@ -630,7 +636,7 @@ def all_aten_overloads() -> list[torch._ops.OpOverload]:
         op = getattr(packet, overload or "default", None)
         if isinstance(op, torch._ops.OpOverload):
             found.append(op)
-    return found
+    return tuple(found)
 
 
 def fake_device_patches(real: str, shown: str) -> Iterator[tuple[Any, str, Any]]:

@@ -113,6 +113,7 @@ def run_python(
     finish = opened() if opened is not None and api.has_session() else None
     with _report() as report:
         os.environ.update(capture.variables(_reach(api.opened_session() if api.has_session() else None), report))
+        gc.freeze()  # the first collection would look at all that was imported
         gc.enable()
         code = script.run(target, arguments, module=module)
         if code == 0:
