@@ -318,3 +318,108 @@ def test_late_stop_check_does_not_change_results(cuda, local, sampling):
     # A returned cache must not contain an additional step.
     kept = model.generate(PROMPT.to("cuda"), **options, eos_token_id=ends, return_dict_in_generate=True)
     assert kept.past_key_values.get_seq_length() == kept.sequences.shape[1] - 1
+
+
+def _far(monkeypatch):
+    """Pretend that the executor is far away. Answers are read only if too many are missing, or at the end."""
+    from wooly.facade.streams import Event
+    from wooly.waits import Waits
+
+    class FarWaits(Waits):
+        trip_s = property(lambda self: 3600.0, lambda self, shorter: None)
+
+    monkeypatch.setattr(attached_links()[0], "waits", FarWaits())
+    monkeypatch.setattr(Event, "arrived", lambda self: False)
+
+
+class _Words:
+    """A streamer that keeps what it gets."""
+
+    def __init__(self):
+        self.got = []
+
+    def put(self, value):
+        self.got.append(value.tolist())
+
+    def end(self):
+        self.got.append("end")
+
+
+@pytest.mark.parametrize("late", [4, 24])
+@pytest.mark.parametrize("ending", ["tokens", "length"])
+@pytest.mark.parametrize("sampling", [False, True], ids=["greedy", "sampling"])
+def test_far_stop_check_undoes_many_steps(cuda, local, monkeypatch, sampling, ending, late):
+    from wooly.facade import generation
+
+    monkeypatch.setattr(generation, "MOST_LATE", late)
+
+    options = {"max_new_tokens": 20, "pad_token_id": 0, "do_sample": sampling}
+    model = loaded(local[1], device_map="cuda")
+    torch.cuda.manual_seed(3)
+    free = model.generate(PROMPT[:1].to("cuda"), **options, eos_token_id=None)[0].tolist()
+    ends = free[10] if ending == "tokens" else None
+    steps, counted = [], generation.steps_late
+    monkeypatch.setattr(generation, "steps_late", lambda *args: steps.append(counted(*args)) or steps[-1])
+
+    def run():
+        torch.cuda.manual_seed(3)
+        streamer = _Words()
+        out = model.generate(PROMPT[:1].to("cuda"), **options, eos_token_id=ends, streamer=streamer)
+        return out.tolist(), streamer.got, torch.cuda.get_rng_state().tolist(), torch.rand(3, device="cuda").tolist()
+
+    near = run()
+    _far(monkeypatch)
+    steps.clear()
+    assert run() == near
+    made = len(near[0][0]) - 5
+    assert max(steps) == late and len(steps) == min(20, made + late if ending == "tokens" else 20)
+    assert near[0][0] == free[: made + 5] and (made < 20) == (ending == "tokens")
+
+
+def test_only_one_step_is_prepared_if_the_users_code_takes_part(cuda, local, monkeypatch):
+    from transformers import LogitsProcessorList
+    from wooly.facade import generation
+
+    model = loaded(local[1], device_map="cuda")
+    _far(monkeypatch)
+    calls, positions = [], []
+    begin = generation._positions_of
+    monkeypatch.setattr(generation, "_positions_of", lambda *args: positions.append(begin(*args)) or positions[-1])
+    free = model.generate(PROMPT[:1].to("cuda"), **LENGTH, do_sample=False)[0].tolist()
+    options = {"max_new_tokens": 10, "pad_token_id": 0, "do_sample": False, "eos_token_id": free[9]}
+
+    def note(ids, scores):
+        calls.append(ids.shape[1])
+        return scores
+
+    out = model.generate(PROMPT[:1].to("cuda"), **options, logits_processor=LogitsProcessorList([note]))[0].tolist()
+    assert out == free[: len(out)] and len(calls) <= len(out) - 5 + 1  # at most one step more
+    model.generate(
+        PROMPT[:1].to("cuda"), **options, prefix_allowed_tokens_fn=lambda batch, ids: list(range(VOCABULARY))
+    )
+    handle = model.model.layers[0].register_forward_hook(lambda *args: None)
+    model.generate(PROMPT[:1].to("cuda"), **options)
+    handle.remove()
+
+    class Own(type(model)):
+        pass
+
+    model.__class__ = Own
+    model.generate(PROMPT[:1].to("cuda"), **options)
+    assert positions[0] > 0 and positions[1:] == [0, 0, 0, 0]
+
+
+def test_no_step_beyond_the_models_positions_is_prepared(cuda, monkeypatch):
+    architecture = ARCHITECTURES["gpt2"]
+    theirs = architecture.build().eval()
+    most = theirs.config.max_position_embeddings
+    prompt = torch.arange(most - 8).remainder(VOCABULARY).unsqueeze(0)
+    whole = theirs.generate(prompt, max_new_tokens=8, min_new_tokens=8, do_sample=False, pad_token_id=0)[0].tolist()
+    options = {"max_new_tokens": 40, "pad_token_id": 0, "do_sample": False, "eos_token_id": whole[-1]}
+    expected = theirs.generate(prompt, **options)
+    assert expected.shape[1] <= most
+    ours = copy.deepcopy(theirs).to("cuda")
+    _far(monkeypatch)
+    found = ours.generate(prompt.to("cuda"), **options)
+    torch.cuda.synchronize()  # a step beyond the positions would fail
+    assert torch.equal(found.cpu(), expected)

@@ -79,10 +79,13 @@ def test_lora_example_learns_to_count(stack):
 
 def test_run_without_stack_starts_one_and_cleans_up(tmp_path):
     before = {p.pid for p in psutil.process_iter() if "wooly" in " ".join(_argv(p))}
-    text = "import sys, torch; print((torch.ones(3, device='cuda') + 1).sum().item(), 'torch._dynamo' in sys.modules)"
+    text = """import gc, sys, torch
+x = torch.ones(3, 3, device="cuda")
+print((x @ x).sum().item(), [name for name in ("torch._dynamo", "sympy") if name in sys.modules], gc.isenabled())
+"""
     done = run("run", script(tmp_path, text), env={"XDG_STATE_HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path)})
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "6.0 False\n"  # modules that only compiling needs are not loaded
+    assert done.stdout == "27.0 [] True\n"  # modules that only compiling needs are not loaded
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         left = {p.pid for p in psutil.process_iter() if f"{tmp_path}" in " ".join(_argv(p))} - before

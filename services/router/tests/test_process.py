@@ -255,6 +255,24 @@ async def listening(folder):
         await asyncio.sleep(0.02)
 
 
+async def test_router_without_rest_tells_by_a_file_that_it_knows_an_executor(
+    nats_server, tmp_path, start_router, beating_executor
+):
+    process, folder = start_router(WOOLY_ROUTER_REST="0"), tmp_path / "router"
+    await listening(folder)
+    assert (folder / "router.port").read_text() == "" and not (folder / "router.ready").exists()
+    async with beating_executor("a"), client_of(nats_server) as ask:
+        deadline = time.monotonic() + 30
+        while not (folder / "router.ready").exists():
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.02)
+        opened = await ask(contracts.ROUTER_SESSION_OPEN, REQUEST)
+        assert opened.parts[0].executor_id == "a"
+        process.send_signal(signal.SIGTERM)
+        await ended(process)
+    assert process.returncode == 0 and not (folder / "router.port").exists()
+
+
 async def test_existing_state_files_become_private(tmp_path, start_router):
     folder = tmp_path / "router"
     folder.mkdir(mode=0o755)

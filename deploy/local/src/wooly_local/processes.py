@@ -10,17 +10,21 @@ import contextlib
 import ctypes
 import gc
 import importlib
+import json
 import os
 import runpy
+import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from wooly_local.python_private import finish
 
@@ -53,10 +57,11 @@ class Child(Protocol):
 
 def preload(modules: Iterable[str]) -> None:
     """Import modules that later forks share. Modules that are not installed are skipped."""
+    gc.disable()  # imports make many objects and no garbage
     for name in modules:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    gc.collect()
+    gc.enable()
     gc.freeze()  # the garbage collector of a fork must not write to the shared memory pages
 
 
@@ -79,16 +84,7 @@ class Forked:
         if self.pid:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
         else:
-            code = 1
-            try:
-                code = _run_in_fork(module, env, log, name)
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                with contextlib.suppress(Exception):
-                    sys.stdout.flush()
-                    sys.stderr.flush()
-                os._exit(code)
+            _end_as_service(module, env, log, name)
 
     def poll(self) -> int | None:
         """The exit status, or None while the process runs. A negative status is the number of a signal."""
@@ -127,12 +123,172 @@ class Forked:
             os.kill(self.pid, number)
 
 
-def _run_in_fork(module: str, env: dict[str, str], log: Path, name: str) -> int:
+class Lent:
+    """A service that another process forks for the supervisor: the client of an ephemeral stack, which has imported torch.
+
+    Args:
+        paper: file with what the other process should run. The answer, a process id, comes in a file beside it.
+        module: the module.
+        env: environment variables in addition to those of the other process.
+        log: file for the output.
+        name: name in process lists.
+
+    Attributes:
+        pid: its process id; 0: it is not forked yet.
+        returncode: 0 after its end. Its real exit status is unknown, because its parent is another process.
+    """
+
+    def __init__(self, paper: Path, module: str, env: dict[str, str], log: Path, name: str) -> None:
+        self.pid = 0
+        self.returncode: int | None = None
+        self._descriptor = -1
+        self._answer = paper.with_suffix(".pid")
+        text = json.dumps({"module": module, "env": env, "log": str(log), "name": name, "supervisor": os.getpid()})
+        _write_whole(paper, text)
+
+    def poll(self) -> int | None:
+        """0 if the process has ended; None while it runs, or is not forked yet."""
+        if self.returncode is None and (self.pid or self._arrived()) and _ended(self._descriptor, 0.0):
+            self._end()
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end of the process. A process that is not forked yet counts as ended.
+
+        Raises:
+            subprocess.TimeoutExpired: the process still runs after `timeout` seconds.
+        """
+        if self.poll() is None:
+            if self.pid and not _ended(self._descriptor, timeout):
+                raise subprocess.TimeoutExpired([str(self.pid)], timeout or 0)
+            self._end()
+        return 0
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: int) -> None:
+        if self.poll() is None and self.pid:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._descriptor, number)
+
+    def _arrived(self) -> bool:
+        try:
+            pid = int(self._answer.read_text())
+            self._descriptor = os.pidfd_open(pid)
+        except FileNotFoundError:
+            return False
+        except ProcessLookupError:
+            self.returncode = 0
+            return False
+        self.pid = pid
+        return True
+
+    def _end(self) -> None:
+        self.returncode = 0
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def can_lend() -> bool:
+    """Whether this system lets a process watch the end of a process that is not its child."""
+    return hasattr(os, "pidfd_open") and hasattr(signal, "pidfd_send_signal")
+
+
+def fork_lent(paper: Path) -> int:
+    """Fork the service that a `Lent` asks for. Returns its process id.
+
+    The fork ends with this process and with the supervisor. It has none of this process's files.
+
+    Raises:
+        OSError: the file does not exist, or no process can be forked.
+    """
+    asked = json.loads(paper.read_text())
+    client = os.getpid()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # NumPy's library has threads, and is prepared for forks
+        pid = os.fork()
+    if pid == 0:
+        with contextlib.suppress(OSError):
+            os.setsid()  # Ctrl-C in the terminal is for the client
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+        sys.path[0] = str(Path.cwd())  # as for `python -m`
+        gc.enable()
+        gc.freeze()  # as in `preload`
+        masters = client, int(asked["supervisor"])
+        _end_as_service(asked["module"], asked["env"], Path(asked["log"]), asked["name"], masters)
+    _write_whole(paper.with_suffix(".pid"), str(pid))
+    return pid
+
+
+def _write_whole(path: Path, text: str) -> None:
+    temporary = path.with_name(f"{path.name}.new")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+def _ended(descriptor: int, timeout: float | None) -> bool:
+    """Whether the process of a pidfd ends within `timeout` seconds."""
+    waiting = select.poll()
+    waiting.register(descriptor, select.POLLIN)
+    return bool(waiting.poll(None if timeout is None else timeout * 1000))
+
+
+def _end_with(pids: Iterable[int]) -> None:
+    """End this process when one of these processes ends, or has ended."""
+    waiting = select.poll()
+    try:
+        for pid in pids:
+            waiting.register(os.pidfd_open(pid), select.POLLIN)
+    except ProcessLookupError:
+        os._exit(1)
+
+    def watch() -> None:
+        waiting.poll()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="wooly-supervised", daemon=True).start()
+
+
+def _end_as_service(module: str, env: dict[str, str], log: Path, name: str, masters: Sequence[int] = ()) -> NoReturn:
+    """Run a module in this fork, and end it.
+
+    Args:
+        module: the module.
+        env: further environment variables.
+        log: file for the output.
+        name: name in process lists.
+        masters: processes with which it ends; empty: its parent.
+    """
+    code = 1
+    try:
+        code = _run_in_fork(module, env, log, name, masters)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _run_in_fork(module: str, env: dict[str, str], log: Path, name: str, masters: Sequence[int]) -> int:
     """Run a module in this fork. Returns the exit status."""
     for number in _ENDING:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
-    die_with_parent()
+    if masters:
+        _end_with(masters)
+    else:
+        die_with_parent()
     set_process_name(name)
     os.environ.update(env)
     ours = [os.open(os.devnull, os.O_RDONLY), os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)]
@@ -206,9 +362,20 @@ class Service:
                 preexec_fn=die_with_parent,
             )
 
+    def lend(self, paper: Path, more: dict[str, str]) -> None:
+        """Let another process fork the service (`fork_lent`). After its end, `start` restarts it as usual.
+
+        Args:
+            paper: file by which the other process learns what to run.
+            more: further environment variables, which forks of the supervisor inherit.
+        """
+        assert isinstance(self.argv, str), "only Python services can be lent"
+        self.started_at = time.monotonic()
+        self.process = Lent(paper, self.argv, more | self.env, self.log, self.name)
+
     @property
     def pid(self) -> int | None:
-        """Process id; None if the process does not run."""
+        """Process id; None if the process does not run; 0 if another process has not forked it yet."""
         return self.process.pid if self.process is not None and self.process.poll() is None else None
 
     def keep_alive(self, now: float) -> bool:
@@ -231,10 +398,10 @@ class Service:
         self.ask_to_end()
         self.wait_for_end(timeout)
 
-    def ask_to_end(self) -> None:
-        """Send SIGTERM without waiting."""
+    def ask_to_end(self, *, at_once: bool = False) -> None:
+        """Send SIGTERM, or with `at_once` SIGKILL, without waiting."""
         if self.process is not None and self.process.poll() is None:
-            self.process.terminate()
+            (self.process.kill if at_once else self.process.terminate)()
 
     def wait_for_end(self, timeout: float = 5.0) -> None:
         """Wait for the end of the process. Send SIGKILL after `timeout` seconds."""

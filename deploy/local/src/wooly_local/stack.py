@@ -1,7 +1,11 @@
-"""Start, find and stop a local stack. The stack itself runs in its supervisor process."""
+"""Start, find and stop a local stack. The stack itself runs in its supervisor process.
+
+`wooly run` imports this module before all others, so what takes long to import is imported where it is used.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -13,13 +17,16 @@ import time
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
-from wooly_bus.access import Access
-from wooly_bus.authority import Authority
-from wooly_bus.credentials import Credentials
 from wooly_bus.private import refuse_foreign
+
+from wooly_local.processes import can_lend, fork_lent
+
+if TYPE_CHECKING:
+    from wooly_bus.access import Access
+    from wooly_bus.authority import Authority
 
 #: Longest start of a stack, in seconds.
 START_TIMEOUT_S = 90.0
@@ -27,6 +34,8 @@ START_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 15.0
 #: Timeout of a request to the router's REST, in seconds.
 REST_TIMEOUT_S = 10.0
+#: File in which an ephemeral stack asks its parent process to fork the executor.
+LENT = "executor.lent"
 #: Name patterns of the files of a stack. Earlier versions let other users read some of them; their modes are corrected.
 OURS = (
     "stack.json*",
@@ -72,6 +81,7 @@ class Stack:
     services: dict[str, int]
     ephemeral: bool = False
     _process: subprocess.Popen[bytes] | None = None
+    _executor: int = 0
 
     @property
     def token(self) -> str:
@@ -108,6 +118,9 @@ class Stack:
 
     def access(self) -> Access:
         """The owner's access to NATS."""
+        from wooly_bus.access import Access
+        from wooly_bus.credentials import Credentials
+
         return Access(self.nats_url, lambda: Credentials.load(self.creds))
 
     @property
@@ -117,17 +130,22 @@ class Stack:
 
     def stop(self) -> None:
         """Stop the stack, and wait for its end."""
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()  # the supervisor notices this sooner than a signal
         stop_stack(self.state_dir)
         if self._process is not None:
-            if self._process.stdin is not None:
-                self._process.stdin.close()
             self._process.wait(10)
+        if self._executor:
+            with contextlib.suppress(ChildProcessError):  # the script has waited for all children of this process
+                os.waitpid(self._executor, 0)
         if self.ephemeral:
             shutil.rmtree(self.state_dir, ignore_errors=True)
 
 
 def keys_of(state_dir: Path) -> Authority:
     """The keys of a stack. Only its user may read the files."""
+    from wooly_bus.authority import Authority
+
     return Authority(state_dir / "keys")
 
 
@@ -193,11 +211,30 @@ class StartingStack:
     Attributes:
         state_dir: directory of its files.
         ephemeral: the stack ends with this process, and its files are removed.
+        lends: it waits for `fork_executor`.
     """
 
     state_dir: Path
     ephemeral: bool
     _process: subprocess.Popen[bytes]
+    lends: bool = False
+    _executor: int = 0
+
+    def fork_executor(self) -> None:
+        """Fork the executor of a stack that was begun with `lends` from this process, which has imported torch.
+
+        This saves a second import of torch. If the stack does not start, `wait` reports it.
+
+        Raises:
+            OSError: no process can be forked.
+        """
+        self.lends = False
+        paper = self.state_dir / LENT
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not paper.exists() and self._process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.005)
+        if paper.exists():
+            self._executor = fork_lent(paper)
 
     def wait(self) -> Stack:
         """Wait until the stack can serve clients.
@@ -208,11 +245,13 @@ class StartingStack:
         process = self._process
         deadline = time.monotonic() + START_TIMEOUT_S
         try:
+            if self.lends:
+                self.fork_executor()
             while time.monotonic() < deadline:
                 stack = read_stack(self.state_dir)
                 if stack is not None:
                     stack.ephemeral = self.ephemeral
-                    stack._process = process
+                    stack._process, stack._executor = process, self._executor
                     return stack
                 if process.poll() is not None:
                     break
@@ -240,13 +279,17 @@ class StartingStack:
             shutil.rmtree(self.state_dir, ignore_errors=True)
 
 
-def begin_stack(state_dir: Path | None = None, *, ephemeral: bool = False, gpus: int = 1) -> StartingStack:
+def begin_stack(
+    state_dir: Path | None = None, *, ephemeral: bool = False, gpus: int = 1, lends: bool = False
+) -> StartingStack:
     """Start a stack without waiting until it is ready.
 
     Args:
         state_dir: state directory; None: the default one, or a temporary one for an ephemeral stack.
         ephemeral: end the stack when this process ends for any reason.
         gpus: number of executors; each serves one device.
+        lends: this process will fork the executor of an ephemeral stack (`StartingStack.fork_executor`). If the stack has
+            several, or the system cannot do this, the stack does it.
 
     Raises:
         StackError: a stack already runs in the directory, or another user owns the directory.
@@ -264,6 +307,9 @@ def begin_stack(state_dir: Path | None = None, *, ephemeral: bool = False, gpus:
         raise StackError(f"a stack is already being started in {state_dir}; wait for it, or stop it with `wooly down`")
     stop_stack(state_dir)
     argv = [sys.executable, "-m", "wooly_local.supervisor", "--state-dir", str(state_dir), "--gpus", str(gpus)]
+    lends = lends and ephemeral and gpus == 1 and can_lend()  # each of several executors has its own number of threads
+    if lends:
+        argv.append("--lend-executor")
     with os.fdopen(os.open(_log(state_dir), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as log:
         process = subprocess.Popen(
             [*argv, "--die-with-stdin"] if ephemeral else argv,
@@ -272,7 +318,7 @@ def begin_stack(state_dir: Path | None = None, *, ephemeral: bool = False, gpus:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    return StartingStack(state_dir, ephemeral, process)
+    return StartingStack(state_dir, ephemeral, process, lends)
 
 
 def start_stack(state_dir: Path | None = None, *, ephemeral: bool = False, gpus: int = 1) -> Stack:

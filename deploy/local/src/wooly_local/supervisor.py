@@ -1,6 +1,6 @@
 """The supervisor process: starts nats-server and all services, restarts them after a crash, and stops them at its end.
 
-`python -m wooly_local.supervisor --state-dir DIR [--gpus N] [--die-with-stdin]`
+`python -m wooly_local.supervisor --state-dir DIR [--gpus N] [--die-with-stdin] [--lend-executor]`
 """
 
 from __future__ import annotations
@@ -19,21 +19,25 @@ import sysconfig
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 from wooly_bus import host
 from wooly_bus.authority import make_authority
+from wooly_bus.lean_imports import import_nats, unavailable
 from wooly_bus.private import keep_private
 
 from wooly_local.processes import Service, die_with_parent, preload, set_process_name
-from wooly_local.stack import OURS, default_state_dir, keys_of, make_owner_token, owner_token
+from wooly_local.stack import LENT, OURS, default_state_dir, keys_of, make_owner_token, owner_token
 
 #: Longest start of a stack, in seconds, until a client can be served.
 READY_TIMEOUT_S = 60.0
 #: Seconds until an ephemeral stack (the stack of one `wooly run`) starts its compiler: shorter runs do not need it.
 COMPILER_AFTER_S = 2.0
+#: Services that keep nothing outside of the folder of their stack.
+FORGETFUL = ("nats", "router", "scheduler", "metering")
 #: Modules that all services import. They are loaded before the first fork, so that each service starts faster.
 EVERYWHERE = (
     "wooly_bus.app",
@@ -43,8 +47,9 @@ EVERYWHERE = (
     "wooly_bus.channel",
     "wooly_wis.program",
 )
-#: Modules that the services with REST and a database import, too.
-WITH_REST = ("sqlalchemy.orm", "alembic.command", "fastapi", "uvicorn", "prometheus_client", "wooly_wis.credits")
+#: Modules that the services with a database import, too, and those that they import for REST.
+WITH_DATABASE = ("sqlalchemy.orm", "alembic.command", "prometheus_client", "wooly_wis.credits")
+WITH_REST = ("fastapi", "uvicorn")
 
 
 def nats_server_binary() -> str:
@@ -67,12 +72,13 @@ class Supervisor:
         state_dir: the state directory.
         gpus: number of executors.
         ephemeral: the stack and its files are removed at the end of the supervisor.
+        lends: the process that started the supervisor forks the first executor (`processes.Lent`).
     """
 
-    def __init__(self, state_dir: Path, gpus: int, *, ephemeral: bool = False) -> None:
+    def __init__(self, state_dir: Path, gpus: int, *, ephemeral: bool = False, lends: bool = False) -> None:
         self.dir = state_dir
         self.keys = keys_of(state_dir)
-        self.ephemeral = ephemeral
+        self.ephemeral, self._lends = ephemeral, lends
         self.gpus = gpus
         self.services: list[Service] = []
         self.nats_url = ""
@@ -81,6 +87,8 @@ class Supervisor:
             "0" if ephemeral else "1"
         )  # the files of an ephemeral stack are removed, so writes need not be durable
         self._stopping = False
+        #: Nobody but its client uses the stack of one `wooly run`, and the client does not use REST.
+        self._has_rest = not lends
 
     def start(self) -> None:
         """Start all services, and wait until a client can be served.
@@ -95,21 +103,27 @@ class Supervisor:
         make_owner_token(self.dir)
         os.environ["WOOLY_NATS_CREDS"] = str(self.keys.service_creds)  # for every service that starts here
         nats = self._start_nats(logs)
-        os.environ.setdefault("WOOLY_TRACES", "router")  # for all services
+        if self._has_rest:  # by which traces are read
+            os.environ.setdefault("WOOLY_TRACES", "router")  # for all services
+        executors = [self._executor(index, logs) for index in range(self.gpus)]
+        if self._lends:
+            creds = {"WOOLY_NATS_CREDS": str(self.keys.service_creds)}  # as set for all services above
+            executors[0].lend(self.dir / LENT, creds)
+        import_nats()
         # Start the executors first, because they take longest, and the scheduler. Load the modules of the others meanwhile.
         preload(EVERYWHERE)
         (self.dir / "scheduler.port").unlink(missing_ok=True)
-        first = [*[self._executor(index, logs) for index in range(self.gpus)], self._scheduler(logs)]
+        first = [*executors, self._scheduler(logs)]
         self.services = [nats, *reversed(first)]
         for service in first:
-            service.start()
-        preload(WITH_REST)
-        # The start does not wait for metering: earlier usage stays in the stream.
-        rest = [self._router(logs), self._metering(logs)]
-        self.services[1:1] = rest
-        for service in rest:
-            service.start()
-        self._wait_ready()
+            if service.process is None:
+                service.start()
+        with unavailable("pygments"):  # Mako, a part of Alembic, would colour its errors with it
+            preload(WITH_DATABASE + (WITH_REST if self._has_rest else ()))
+        router = self._router(logs)
+        self.services.insert(1, router)
+        router.start()
+        self._wait_ready(self._start_metering)
         if not self.ephemeral:
             self._start_compiler()
         self.write_state("ready")
@@ -124,6 +138,7 @@ class Supervisor:
                 "WOOLY_ROUTER_STATE_DIR": str(self.dir),
                 "WOOLY_ROUTER_HTTP_HOST": "127.0.0.1",
                 "WOOLY_ROUTER_HTTP_PORT": "0",
+                "WOOLY_ROUTER_REST": str(int(self._has_rest)),
                 "WOOLY_ROUTER_AUTH": "tokens",  # every user of this machine can reach the port
                 "WOOLY_ROUTER_OWNER_TOKEN": str(owner_token(self.dir)),
                 # The owner of the stack has no limits; see `wooly_router.core.ceilings`.
@@ -158,10 +173,16 @@ class Supervisor:
                 "WOOLY_METERING_DURABLE": self._durable,
                 "WOOLY_METERING_STATE_DIR": str(self.dir),
                 "WOOLY_METERING_METRICS_TOKEN": str(owner_token(self.dir)),
-                "WOOLY_METERING_HTTP_PORT": os.environ.get("WOOLY_METERING_HTTP_PORT", "0"),
+                "WOOLY_METERING_HTTP_PORT": os.environ.get("WOOLY_METERING_HTTP_PORT", "0" if self._has_rest else ""),
             },
             logs / "metering.log",
         )
+
+    def _start_metering(self) -> None:
+        """Start metering without waiting for it: earlier usage stays in the stream."""
+        metering = self._metering(self.dir / "logs")
+        self.services.insert(2, metering)
+        metering.start()
 
     def _start_compiler(self) -> None:
         """Start the compiler without waiting for it: until plans exist, programs run at tier 0."""
@@ -218,8 +239,9 @@ class Supervisor:
         nats.stop()
         raise RuntimeError(f"nats-server did not start; the end of its log:\n{nats.log_tail()}")
 
-    def _wait_ready(self) -> None:
-        deadline = time.monotonic() + READY_TIMEOUT_S
+    def _wait_ready(self, with_rest: Callable[[], None]) -> None:
+        """Wait until a client can be served. Call `with_rest` when REST is ready: so it does not slow the router's start."""
+        deadline, called = time.monotonic() + READY_TIMEOUT_S, False
         while time.monotonic() < deadline and not self._stopping:
             for service in self.services:
                 if service.pid is None:
@@ -227,7 +249,11 @@ class Supervisor:
                         f"{service.name} ended while starting; the end of its log:\n{service.log_tail()}"
                     )
             # Wait for the scheduler, too, so that the first session is admitted by the same rules as all others.
-            ready = self._find_rest() and (self.dir / "scheduler.port").exists()
+            found = self._find_rest()
+            if found and not called:
+                called = True
+                with_rest()
+            ready = found and (self.dir / "scheduler.port").exists()
             if ready and self._executors() >= self.gpus:
                 return
             time.sleep(0.03)
@@ -237,19 +263,18 @@ class Supervisor:
         )
 
     def _find_rest(self) -> bool:
-        """Read the port of the router's REST from its file.
-
-        Returns False if the file does not exist: a router removes it at its end.
-        """
+        """Read the port of the router's REST from its file, if it has REST. Returns False if the router is not up."""
         try:
             port = (self.dir / "router.port").read_text().strip()
         except FileNotFoundError:
             return False
         if port:
             self.rest_url = f"http://127.0.0.1:{port}"
-        return bool(port)
+        return bool(port) or not self._has_rest
 
     def _executors(self) -> int:
+        if not self._has_rest:
+            return int((self.dir / "router.ready").exists())
         try:
             with urllib.request.urlopen(f"{self.rest_url}/healthz", timeout=1) as answer:
                 return int(json.load(answer)["executors"])
@@ -304,11 +329,17 @@ class Supervisor:
         return self._stopping
 
     def shut_down(self) -> None:
-        """Stop the services: executors first, because other services receive their last messages, and NATS last."""
-        executors = [s for s in self.services if s.argv == "wooly_executor"]
-        for together in (executors, self.services[1:], self.services[:1]):
+        """Stop the services: executors first, because other services receive their last messages, and NATS last.
+
+        Nobody reads what an ephemeral stack has stored, so its services end together. Those that have nothing outside of its
+        folder, and no spans for another process, end at once.
+        """
+        nats, others = self.services[:1], self.services[1:]
+        executors = [s for s in others if s.argv == "wooly_executor"]
+        at_once = self.ephemeral and not any(name.startswith("OTEL_EXPORTER_OTLP") for name in os.environ)
+        for together in (others, nats) if self.ephemeral else (executors, others, nats):
             for service in together:
-                service.ask_to_end()
+                service.ask_to_end(at_once=at_once and service.name in FORGETFUL)
             for service in together:
                 service.wait_for_end()
         (self.dir / "stack.json").unlink(missing_ok=True)
@@ -329,12 +360,13 @@ def main() -> int:
     parser.add_argument("--state-dir", type=Path, required=True)
     parser.add_argument("--gpus", type=int, default=1, help="executors to start")
     parser.add_argument("--die-with-stdin", action="store_true", help="stop when standard input is closed")
+    parser.add_argument("--lend-executor", action="store_true", help="let the parent process fork the first executor")
     args = parser.parse_args()
     if args.die_with_stdin:
         die_with_parent()
     keep_private(args.state_dir, *OURS)
     set_process_name("stack")
-    supervisor = Supervisor(args.state_dir, args.gpus, ephemeral=args.die_with_stdin)
+    supervisor = Supervisor(args.state_dir, args.gpus, ephemeral=args.die_with_stdin, lends=args.lend_executor)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, supervisor.stop)
     try:

@@ -1,4 +1,4 @@
-"""A byte proxy that simulates a link with a long round trip: it adds a fixed delay in each direction, at full throughput."""
+"""A byte proxy that simulates a distant link: it adds a fixed delay in each direction, and may limit the throughput."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ import time
 from collections.abc import Iterator
 
 _CHUNK = 1 << 20
+#: Maximum number of bytes that the proxy receives at once if the throughput is limited.
+_SLOW_CHUNK = 64 << 10
+#: Maximum time, in seconds, that the proxy receives ahead of a limited throughput. Shorter sleeps are not exact.
+_AHEAD_S = 0.002
 
 
 def _dial(target: str) -> socket.socket:
@@ -21,14 +25,18 @@ def _dial(target: str) -> socket.socket:
     return socket.create_connection((host, int(port)))
 
 
-def _read(source: socket.socket, line: queue.Queue[tuple[float, bytes]], delay_s: float) -> None:
-    data = b"."
+def _read(source: socket.socket, line: queue.Queue[tuple[float, bytes]], delay_s: float, bytes_per_s: float) -> None:
+    data, free = b".", 0.0
     while data:
         try:
-            data = source.recv(_CHUNK)
+            data = source.recv(_SLOW_CHUNK if bytes_per_s else _CHUNK)
         except OSError:
             data = b""
-        line.put((time.monotonic() + delay_s, data))
+        now = time.monotonic()
+        free = max(free, now) + (len(data) / bytes_per_s if bytes_per_s else 0.0)
+        line.put((free + delay_s, data))
+        if free - now > _AHEAD_S:  # the sender notices that the link is full
+            time.sleep(free - now)
 
 
 def _write(sink: socket.socket, line: queue.Queue[tuple[float, bytes]]) -> None:
@@ -47,8 +55,14 @@ def _write(sink: socket.socket, line: queue.Queue[tuple[float, bytes]]) -> None:
 
 
 @contextlib.contextmanager
-def delay_proxy(target: str, one_way_s: float) -> Iterator[str]:
-    """Yield a TCP endpoint (``tcp://127.0.0.1:port``) that forwards to `target` with a delay of `one_way_s` in each direction."""
+def delay_proxy(target: str, one_way_s: float, bytes_per_s: float = 0.0) -> Iterator[str]:
+    """Yield a TCP endpoint (``tcp://127.0.0.1:port``) that forwards to `target`.
+
+    Args:
+        target: endpoint of the executor.
+        one_way_s: delay in each direction, in seconds.
+        bytes_per_s: throughput in each direction; 0: not limited.
+    """
     listener = socket.create_server(("127.0.0.1", 0))
     sockets: list[socket.socket] = [listener]
 
@@ -65,7 +79,7 @@ def delay_proxy(target: str, one_way_s: float) -> Iterator[str]:
                     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             for source, sink in ((near, far), (far, near)):
                 line: queue.Queue[tuple[float, bytes]] = queue.Queue()
-                threading.Thread(target=_read, args=(source, line, one_way_s), daemon=True).start()
+                threading.Thread(target=_read, args=(source, line, one_way_s, bytes_per_s), daemon=True).start()
                 threading.Thread(target=_write, args=(sink, line), daemon=True).start()
 
     threading.Thread(target=accept, daemon=True).start()

@@ -30,6 +30,7 @@ from wooly.opening import Part, Reach, connect_all, open_and_use, parts_of, reac
 from wooly.recovery import Recovery
 from wooly.room import first_grant
 from wooly.storage import MAX_DEVICES, NO_LIMIT
+from wooly.waits import top
 
 if TYPE_CHECKING:
     from wooly_wis.messages import DirectSession
@@ -148,6 +149,8 @@ def attach(
         device = register(flush_instructions)
         reach = Reach(channel, control_url, tls_ca, plaintext)
         links, answered = connect_all(parts, session_id, token, reach, jit, trace, opens)
+        for link, endpoint in zip(links, answered, strict=True):
+            link.waits.near = endpoint.scheme == "unix"
         for link in links:
             link.siblings = [other for other in links if other is not link]
             link.offers = OfferPolicy() if dedup != "off" else None
@@ -377,6 +380,7 @@ def _went(index: int, part: Part, endpoint: Endpoint) -> None:
     """A device of the session has gone on in another executor."""
     if _attached is not None:
         _attached.parts[index], _attached.endpoints[index] = part, endpoint
+        _attached.links[index].waits.near = endpoint.scheme == "unix"
 
 
 def install_facade() -> None:
@@ -495,6 +499,9 @@ def attached_device() -> RegisteredDevice:
 def session_stats() -> dict[str, Any]:
     """Counters of this session: the sums over all devices, and under "devices" the counters of each device.
 
+    "waiting_s" are seconds for which the script waited for answers and for sending data, "network_s" the network's part of them,
+    "trip_s" the shortest time from a question to its answer, and "lines" the Python lines that waited longest for the network.
+
     Raises:
         NotConnectedError: no session is open.
     """
@@ -520,7 +527,14 @@ def _stats(attached: _Attached) -> dict[str, Any]:
         for part, link, endpoint, own in zip(attached.parts, links, attached.endpoints, recorders, strict=True)
     ]
     sums = {name: sum([d[name] for d in devices]) for name in _COUNTED}
-    return sums | {"seconds": time.monotonic() - attached.started, "devices": devices}
+    waits = [link.waits for link in links]
+    waited = {
+        "waiting_s": sum([w.waiting_s for w in waits]),
+        "network_s": sum([w.network_s for w in waits]),
+        "trip_s": max([w.trip_s for w in waits]),
+        "lines": top(waits),
+    }
+    return sums | waited | {"seconds": time.monotonic() - attached.started, "devices": devices}
 
 
 def opened_session() -> Any:

@@ -8,7 +8,8 @@ The client first hashes only the first chunk and asks the executor about it:
   sends the data only if the device does not have it.
 
 So new content is sent without a separate hashing pass, and known content is never sent. Only uploads that look like weights are
-offered (`OfferPolicy`).
+offered (`OfferPolicy`). Over a distant connection, content that is sent in the time of a few questions is not offered, but sent.
+When it is sealed, the executor shares its memory all the same.
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
     from wooly.link import Link
 
 
+#: A connection is assumed to send so many bytes per second (100 Mbit/s).
+ASSUMED_RATE = 12_500_000
+#: Content that is sent in the time of so many round trips is not offered. So offers add at most half to the time of an upload.
+TRIPS_OF_SMALL = 2
 #: How many more refills than other uploads stop the offers.
 MOST_REFILLS = 16
 #: An upload is a refill if so many of the last uploads of its size, of so many, are gone from the device.
@@ -75,6 +80,10 @@ class OfferPolicy:
 def upload(link: Link, buffer: int, data: memoryview) -> None:
     """Set the whole content of a buffer to `data`: share content that the device has, or send the data."""
     n = len(data)
+    if n <= min(CHUNK, TRIPS_OF_SMALL * link.waits.trip_s * ASSUMED_RATE):
+        link.write(buffer, 0, data)
+        link.seal(buffer, n, content_id([chunk_digest(data)], n))
+        return
     digests = [chunk_digest(data[:CHUNK])]
     if n > CHUNK and not link.offer(buffer, n, digests[0], head=True):
         _send_and_hash(link, buffer, data, digests)

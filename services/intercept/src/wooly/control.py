@@ -16,7 +16,6 @@ import time
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from wooly_bus import contracts
@@ -54,6 +53,7 @@ from wooly import recovery
 from wooly.access import access_of
 from wooly.departures import STAYS
 from wooly.errors import WoolyError
+from wooly.local_stack import local_stack, take
 from wooly.settings import Settings
 from wooly.turn import Turn
 
@@ -75,13 +75,6 @@ class ControlError(WoolyError):
     """The controller cannot be reached, or it refuses a request. The message says what to do."""
 
     code = "wooly.control"
-
-
-def local_stack() -> Any:
-    """The module of the local stack; None if it is not installed. It is an optional part of the client."""
-    for point in entry_points(group="wooly.local_stack"):
-        return point.load()
-    return None
 
 
 class Controller:
@@ -214,23 +207,6 @@ NOTE_ATTEMPTS, NOTE_AGAIN_S = 5, 0.1
 #: Timeout for opening a session, in seconds. The router asks executors and writes to its database, which takes long on a busy
 #: disk.
 OPEN_TIMEOUT_S = 20.0
-#: Local stack that `begin` started for this process and that `connect` has not taken.
-_begun: Any = None
-
-
-def begin(settings: Settings) -> None:
-    """Start a local stack for this process if `connect` will need one, and do not wait. It starts while torch is imported.
-
-    This function raises no error. If the stack does not start, `connect` reports it.
-    """
-    global _begun
-    stack_module = None if settings.controller_url or settings.executor_url else local_stack()
-    if stack_module is None or stack_module.read_stack(settings.state_dir) is not None:
-        return
-    try:
-        _begun = stack_module.begin_stack(None, ephemeral=True, gpus=settings.gpu_count)
-    except (RuntimeError, OSError):
-        log.debug("the local stack could not be started early; connect() tries again", exc_info=True)
 
 
 def connect(settings: Settings, *, start: bool = False) -> Controller:
@@ -253,8 +229,7 @@ def connect(settings: Settings, *, start: bool = False) -> Controller:
             return Controller(access_of(settings))
         except BusError as e:
             raise ControlError(str(e)) from e
-    global _begun
-    begun, _begun = _begun, None
+    begun = take()
     stack_module = local_stack()
     if stack_module is None:
         raise ControlError(

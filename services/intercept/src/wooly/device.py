@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -50,7 +50,7 @@ from wooly.torch_private import (
     OpOverload,
     all_aten_overloads,
     avoid_dynamo_import,
-    has_kernel,
+    operators_with_kernel,
     overload_name,
     raw_device,
     redispatch_cpu,
@@ -134,9 +134,13 @@ class RegisteredDevice:
         own = self._own_kernels()
         for name, kernel in own.items():
             library.impl(name, kernel, "PrivateUse1")
+        on_cpu = operators_with_kernel("CPU")
+        resolved = frozenset[str]().union(
+            *[operators_with_kernel(key) for key in ("Conjugate", "Negative", "ZeroTensor")]
+        )
         for op in all_aten_overloads():
             name = short_name(op)
-            kernel = None if name in own else self._kernel_for(op, name)
+            kernel = None if name in own else self._kernel_for(op, name, on_cpu, resolved)
             if kernel is not None:
                 library.impl(name, kernel, "PrivateUse1")
         self._register_factories(library)
@@ -183,18 +187,25 @@ class RegisteredDevice:
         own["record_stream"] = _record_stream
         return own
 
-    def _kernel_for(self, op: OpOverload, name: str) -> Any:
-        """The generic kernel of an operator; None if the device does not support the operator."""
+    def _kernel_for(self, op: OpOverload, name: str, on_cpu: Set[str], resolved: Set[str]) -> Any:
+        """The generic kernel of an operator; None if the device does not support the operator.
+
+        Args:
+            op: the operator.
+            name: its name without the namespace.
+            on_cpu: names of the operators that have a CPU kernel.
+            resolved: names of the operators that handle conjugate, negative or zero tensors themselves.
+        """
         bare = op.overloadpacket.__name__
         travels = bare in _WHOLE or bare.startswith("_foreach_")
-        if not travels and not has_kernel(op.name(), "CPU"):
+        if not travels and op.name() not in on_cpu:
             return None
         if bare in _METADATA or views.is_view(op):
             self._view_ops.append(op)
             return redispatch_cpu(op)
         if bare.startswith(("quantize", "_empty_affine", "empty_quantized")):
             return None
-        if any(has_kernel(op.name(), key) for key in ("Conjugate", "Negative", "ZeroTensor")):
+        if op.name() in resolved:
             kernel = resolving.on_plain(op, partial(self.generic.kernel, op))
         else:
             kernel = self.generic.kernel(op)

@@ -34,6 +34,7 @@ from wooly import api
 from wooly.dtypes import DTYPES
 from wooly.errors import WoolyError
 from wooly.storage import ID_SHIFT, OFFSET_MASK
+from wooly.waits import Waits
 
 _FACTS = {"name": "a recording", "vendor": "cpu", "runtime": "torch-cpu", "total_memory": 1 << 46, "cores": 1}
 
@@ -61,6 +62,7 @@ class RecordingLink:
         self.siblings: list[Any] = []
         self.name_of: Callable[[list[int], int], str] = lambda words, instruction: ""
         self.bytes_sent = self.bytes_received = self.syncs = 0
+        self.waits = Waits()
         self.programs: dict[bytes, tuple[int, bytes]] = {}
         self.constants: dict[bytes, tuple[int, bytes]] = {}
         self.sources: dict[bytes, bytes] = {}

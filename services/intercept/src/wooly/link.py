@@ -41,6 +41,7 @@ from wooly.errors import ExecutorLostError, ForkedProcessError, WoolyError
 from wooly.failures import Failures
 from wooly.recorder import Origin
 from wooly.recovery import ERROR, KEPT, KeptFrame, Pending, Recovery, stateful_operator
+from wooly.waits import LARGE, Waits
 
 if TYPE_CHECKING:
     from wooly_wis.messages import DirectSession
@@ -176,6 +177,7 @@ class Link:
         recovery: keeps frames, so that the session can go on in another executor; None: it ends with its executor.
         stays: why the session cannot go on in another executor any more; empty: it can, or never could.
         log: records what the session sends; None: nobody records it.
+        waits: counts the waits for answers.
         shares: whether the session shares memory with other processes.
         shared: storages that other processes can write, by buffer. An entry stays when its storage is freed.
     """
@@ -223,6 +225,7 @@ class Link:
         self.recovery: Recovery | None = None
         self.stays = ""
         self.log: SessionLog | None = None
+        self.waits = Waits()
         self.shares = False
         self.shared: dict[int, SharedStorage] = {}
         self._kept: KeptFrame | None = None
@@ -231,11 +234,13 @@ class Link:
             asked["session"] = opens.model_dump()
         self.continuation = Continuation(self, asked | ({} if opens is None else {"returns": True}))
         hello = asked | {"session_id": session_id, "token": token}
+        began = self.waits.clock()
         try:
             self.connection.greet(hello, timeout)
         except ChannelError as e:
             raise self.lose(e) from e
         self.connection.last = 1
+        self.waits.trip_s = self.waits.clock() - began
 
     @property
     def device(self) -> dict[str, Any]:
@@ -477,6 +482,7 @@ class Link:
         """Write `data` into a buffer at a byte offset. After the return, the caller may change `data`."""
         if self.recovery is not None:
             self.continuation.cut_if_due(self.recovery)
+        began = self.waits.clock() if len(data) >= LARGE else 0.0
         for at in range(0, len(data), MAX_CHUNK):
             chunk = data[at : at + MAX_CHUNK]
             seq = self.send(Kind.WRITE, WRITE_HEAD.pack(buffer, offset + at), chunk)
@@ -484,6 +490,8 @@ class Link:
                 self.log.wrote(buffer, offset + at, chunk)
             if self.observer is not None:
                 self.observer.copied(seq, len(chunk), to_device=True)
+        if began:
+            self.waits.sent(self.waits.clock() - began)
 
     def keep_content(self, buffer: int, data: memoryview) -> None:
         """Note the content of a buffer that the device had already, and that was therefore not sent."""
@@ -524,15 +532,23 @@ class Link:
 
     # -- answers -----------------------------------------------------------------------------------------------------
 
-    def wait(self, pending: Pending) -> bool:
+    def wait(self, pending: Pending, *, asked: bool = True) -> bool:
         """Wait for an answer. If a signal handler raises an exception meanwhile, the answer is taken in when it arrives.
+
+        Args:
+            pending: the answer.
+            asked: the question was sent just before.
 
         Returns:
             False if the session went on elsewhere and the question must be asked again, because its frame was not kept.
         """
+        waits = self.waits
         while True:
+            channel = self.connection.channel
+            began, received_s = waits.clock(), channel.receiving_s
             try:
-                self.connection.channel.complete(pending.expected)
+                channel.complete(pending.expected)
+                waits.answered(waits.clock() - began, channel.receiving_s - received_s, asked=asked)
                 return True
             except ChannelError as e:
                 self.continuation.recover(e)
@@ -603,7 +619,7 @@ class Link:
         """Wait for the answer to a run that was sent with `reply`."""
         pending, self._reply = self._reply, None
         assert pending is not None, "no run was sent with `reply`"
-        if not self.wait(pending):
+        if not self.wait(pending, asked=False):
             raise self.lose(WoolyError("the answer to a run was lost"))
         answer = unpack_json(self._take_answer(pending, Kind.RESULT))
         self._note_all_answered()
@@ -687,7 +703,7 @@ class Link:
             if seq is not None and coming.seq > seq:
                 break
             if not coming.pending.expected.done:
-                self.wait(coming.pending)
+                self.wait(coming.pending, asked=False)
         self._process_answers()
         self._raise_failed()
 
@@ -724,6 +740,21 @@ class Link:
         seq = next((c.seq for c in self._started if c.seq >= position), None)
         if seq is not None:
             self.finish_reads(seq)
+        return self.answered >= position
+
+    def arrived(self, position: int) -> bool:
+        """Whether the executor has answered a started read at or after `position`, without waiting.
+
+        Raises:
+            RemoteOperationError: an operation failed.
+            ExecutorLostError: the connection to the executor ended.
+        """
+        if self.lost is not None:
+            raise self.lost
+        if self.answered < position:
+            self.poll()
+            self._process_answers()
+            self._raise_failed()
         return self.answered >= position
 
     def _process_answers(self) -> None:

@@ -323,6 +323,31 @@ def avoid_dynamo_import() -> None:
         seen.update(inner)
 
 
+def quick_check_patches() -> Iterator[tuple[Any, str, Any]]:
+    """Yield the patch (owner, name, value) that stops `torch._check` from importing SymPy for conditions that are plainly true.
+
+    Meta kernels check their arguments with it. The import takes a third of the time that `import torch` takes.
+    """
+    real: Any = torch._check_with
+
+    @wraps(real)
+    def check_with(error_type: Any, cond: Any, message: Any) -> None:
+        if cond is not True:
+            real(error_type, cond, message)
+
+    yield torch, "_check_with", check_with
+
+
+def has_hooks(module: torch.nn.Module) -> bool:
+    """Whether a call of the module, or of any module, also calls functions of the user."""
+    own = vars(module)
+    hooks = [own.get(name) for name in ("_forward_hooks", "_forward_pre_hooks")]
+    return any(hooks) or "forward" in own or bool(_GLOBAL_HOOKS or _GLOBAL_PRE_HOOKS)
+
+
+_GLOBAL_HOOKS: dict[int, Any] = torch.nn.modules.module._global_forward_hooks
+_GLOBAL_PRE_HOOKS: dict[int, Any] = torch.nn.modules.module._global_forward_pre_hooks
+
 _EMPTY = CellType()
 #: Attribute in which a reference kernel keeps the function that Dynamo made from it.
 _PROMISE = "__dynamo_disable"
@@ -539,6 +564,11 @@ def has_kernel(op_name: str, key: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(op_name, key)
 
 
+def operators_with_kernel(key: str) -> frozenset[str]:
+    """Names of all operators for which `has_kernel` is true. One call takes as long as a hundred calls of `has_kernel`."""
+    return frozenset(torch._C._dispatch_get_registrations_for_dispatch_key(key))
+
+
 def python_body(op: torch._ops.OpOverload) -> Callable[..., Any] | None:
     """A callable that runs the Python function that is registered for `op` under CUDA or for all devices; None: there is none.
 
@@ -594,7 +624,8 @@ def _is_symbol(n: Any) -> bool:
     return isinstance(n, torch.SymInt) and bool(n.node.expr.free_symbols)
 
 
-def all_aten_overloads() -> list[torch._ops.OpOverload]:
+@cache
+def all_aten_overloads() -> tuple[torch._ops.OpOverload, ...]:
     """Every overload of the aten namespace that this torch build knows, in a stable order."""
     found = []
     for qualified in sorted(torch._C._dispatch_get_all_op_names()):
@@ -606,7 +637,7 @@ def all_aten_overloads() -> list[torch._ops.OpOverload]:
         op = getattr(packet, overload or "default", None)
         if isinstance(op, torch._ops.OpOverload):
             found.append(op)
-    return found
+    return tuple(found)
 
 
 def fake_device_patches(real: str, shown: str) -> Iterator[tuple[Any, str, Any]]:

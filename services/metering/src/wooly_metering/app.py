@@ -9,23 +9,18 @@ import socket
 from collections.abc import AsyncIterator
 
 import sqlalchemy.exc
-from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 from wooly_bus.app import ServiceApp, until_signalled
 from wooly_bus.channel import ChannelError
 from wooly_bus.errors import BusError
-from wooly_bus.http_listener import HttpServer
 from wooly_bus.private import keep_private
 from wooly_bus.supervision import Work, run, run_for_ever, supervised
 from wooly_bus.tracing import setup_tracing
 from wooly_bus.web import Buckets, refuse_open
 
-from wooly_metering.access import Access
 from wooly_metering.actor import MeteringActor
-from wooly_metering.exporter import CreditsCollector
 from wooly_metering.follower import Follower
 from wooly_metering.ledger.database import Database, migrate
-from wooly_metering.rest import create_rest
 from wooly_metering.settings import MeteringSettings
 
 log = logging.getLogger("wooly.metering")
@@ -55,6 +50,14 @@ async def _http(settings: MeteringSettings, app: ServiceApp, actor: MeteringActo
     if settings.http_port is None:
         yield {}
         return
+    # Not before: the stack of one run has no REST.
+    from prometheus_client import CollectorRegistry
+    from wooly_bus.http_listener import HttpServer
+
+    from wooly_metering.access import Access
+    from wooly_metering.exporter import CreditsCollector
+    from wooly_metering.rest import create_rest
+
     registry = CollectorRegistry(auto_describe=False)
     registry.register(CreditsCollector(actor))
     closed = refuse_open("METERING", settings.http_host, settings.open_to_network)

@@ -14,13 +14,12 @@ from sqlalchemy.exc import SQLAlchemyError
 from wooly_bus.app import ServiceApp, until_signalled
 from wooly_bus.channel import ChannelError
 from wooly_bus.errors import BusError, shown
-from wooly_bus.http_listener import HttpServer
 from wooly_bus.leadership import Leadership
 from wooly_bus.private import keep_private
 from wooly_bus.steady_clock import SteadyClock
 from wooly_bus.supervision import Work, run, run_for_ever, supervised
 from wooly_bus.tracing import handing_over, setup_tracing
-from wooly_bus.web import Buckets, refuse_open
+from wooly_bus.web import refuse_open
 
 from wooly_router.actor import RouterActor
 from wooly_router.blobs import BlobActor
@@ -28,8 +27,6 @@ from wooly_router.core.ceilings import UNLIMITED
 from wooly_router.duties import Duties
 from wooly_router.gate import Gate
 from wooly_router.jobs import JobActor
-from wooly_router.rest.access import Access
-from wooly_router.rest.api import create_api
 from wooly_router.settings import RouterSettings
 from wooly_router.state.database import Database, migrate
 from wooly_router.state.tenants import TenantRecord
@@ -38,8 +35,8 @@ from wooly_router.tasks import TaskActor
 from wooly_router.traces import TraceActor
 
 log = logging.getLogger("wooly.router")
-#: Seconds for which the router finishes REST answers when it ends.
-LAST_ANSWERS_S = 3.0
+#: Seconds between two looks whether an executor has registered, by a router without REST.
+READY_POLL_S = 0.02
 
 
 async def serve(settings: RouterSettings) -> None:
@@ -62,40 +59,52 @@ async def serve(settings: RouterSettings) -> None:
     BlobActor(app, gate, actor.blobs, settings.blob_bytes)
     world.traces.keeps = handing_over() is not None
     traces = TraceActor(app, world, gate)
-    access = Access(gate, Buckets(settings.rate_limit, 4 * settings.rate_limit))
     duties = Duties(app, actor, jobs, leadership)
-    listener = socket.create_server((settings.http_host, settings.http_port))
-    port_file = settings.state_dir / "router.port"
-    api = create_api(actor, desk, access, traces)
-    tls = settings.tls()
-    server = HttpServer(api, "router", tls=tls)
-    server.closing = api.state.hub.close
+    front = None
+    if settings.rest:
+        from wooly_router.front import Front  # not before: the stack of one run does not need it
+
+        front = Front(settings, actor, desk, gate, traces)
     try:
         await actor.resume()
         await first_token(settings, world, actor.clock())
-        async with app.running():
-            port = listener.getsockname()[1]
-            port_file.write_text(str(port))
-            scheme = "http" if tls is None else "https"
-            log.info(
-                "router: REST on %s://%s:%d, NATS at %s", scheme, settings.http_host, port, shown(settings.nats_url)
-            )
-            async with _rest(server, listener) as http:
-                works: dict[str, Work] = {
-                    "REST": http,
-                    "leadership": leadership.run,
-                    "duties": duties.run,
-                    "leases": actor.keep_leases,
-                    "job commands": jobs.take_commands,
-                    "job reports": jobs.take_reports,
-                    "traces": traces.run,
-                }
-                await run_for_ever(works, until_signalled)
+        async with app.running(), _without_rest(settings, actor) if front is None else front.serving() as shown:
+            works: dict[str, Work] = shown | {
+                "leadership": leadership.run,
+                "duties": duties.run,
+                "leases": actor.keep_leases,
+                "job commands": jobs.take_commands,
+                "job reports": jobs.take_reports,
+                "traces": traces.run,
+            }
+            await run_for_ever(works, until_signalled)
     finally:
         jobs.modules.close()
-        port_file.unlink(missing_ok=True)
-        listener.close()
+        (settings.state_dir / "router.port").unlink(missing_ok=True)
+        if front is not None:
+            front.close()
         await world.close()
+
+
+@contextlib.asynccontextmanager
+async def _without_rest(settings: RouterSettings, actor: RouterActor) -> AsyncIterator[dict[str, Work]]:
+    """Tell by files what REST would tell: that the router is up, and that it knows an executor.
+
+    Yields:
+        The work for it, by name.
+    """
+    ready = settings.state_dir / "router.ready"
+    ready.unlink(missing_ok=True)
+    (settings.state_dir / "router.port").write_text("")
+    log.info("router: no REST, NATS at %s", shown(settings.nats_url))
+
+    async def tell() -> None:
+        while not actor.registry.alive(actor.clock()):
+            await asyncio.sleep(READY_POLL_S)
+        ready.touch()
+        await asyncio.Event().wait()
+
+    yield {"ready": tell}
 
 
 def _first_tenant(now: float) -> TenantRecord:
@@ -131,21 +140,6 @@ async def first_token(settings: RouterSettings, world: World, now: float) -> Non
     path.touch(mode=0o600)
     path.write_text(secret)
     log.info("the first administrator's token is in %s", path)
-
-
-@contextlib.asynccontextmanager
-async def _rest(server: HttpServer, listener: socket.socket) -> AsyncIterator[Work]:
-    """Serve REST inside the block. Yields the server's work; at the end of the block, pending answers are finished."""
-    http = asyncio.create_task(server.serve(sockets=[listener]))
-
-    async def served() -> None:
-        await asyncio.shield(http)
-
-    try:
-        yield served
-    finally:
-        server.should_exit = True
-        await asyncio.wait((http,), timeout=LAST_ANSWERS_S)
 
 
 @supervised("router", (BusError, ChannelError, ValidationError, SQLAlchemyError, OSError))

@@ -39,6 +39,8 @@ class RouterSettings(BaseSettings):
         durable: whether an SQLite commit waits for the disk, so that acknowledged data survives a power cut. 0 is for stacks
             that end with their run. A killed router loses nothing in either case.
         state_dir: files of this router. Only its user may read them, because they contain session tokens.
+        rest: whether the router has REST and pages. 0 is for stacks that end with their run: files tell that the router is up
+            (`state_dir`/router.port, empty) and knows an executor (`state_dir`/router.ready).
         http_host: address on which REST listens.
         http_port: port of REST; 0 takes any free port. The router writes its port to `state_dir`/router.port.
         lease_s: how long a session lives without a renewal from its client.
@@ -100,6 +102,7 @@ class RouterSettings(BaseSettings):
     database_url: str = ""
     durable: bool = True
     state_dir: Path = Field(default_factory=_state_dir)
+    rest: bool = True
     http_host: str = "127.0.0.1"
     http_port: int = Field(default=8420, ge=0, le=65535)
     lease_s: float = Field(default=15.0, gt=0)

@@ -38,6 +38,9 @@ from wooly_bus.channel.tls import client_context, handshake_error
 #: Received payload bytes after which the client sends an acknowledgement: half of the default window.
 _ACK_EVERY = 32 << 20
 
+#: Payload, in bytes, from which the time of its arrival is measured.
+_LARGE = 64 << 10
+
 #: The kind of an `Expected` that takes the next frame, whatever its kind.
 _ANY = -1
 
@@ -82,6 +85,7 @@ class ChannelClient:
     Attributes:
         window: unacknowledged payload bytes that may be in flight.
         acked: highest sequence number that the other end has processed.
+        receiving_s: seconds in which large payloads arrived, from the header of the frame on.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -102,6 +106,7 @@ class ChannelClient:
         self._tls = isinstance(sock, ssl.SSLSocket)
         self.window = DEFAULT_WINDOW
         self.acked = 0
+        self.receiving_s = 0.0
 
     @classmethod
     def connect(cls, endpoint: Endpoint, *, timeout: float = 5.0, tls: ssl.SSLContext | None = None) -> ChannelClient:
@@ -261,9 +266,12 @@ class ChannelClient:
                 self._header_at += self._receive(self._header_view[self._header_at :])
             self._header_at = 0
             incoming = self._incoming = self._announced(*parse_header(self._header))
+        began = time.perf_counter() if len(incoming.into) >= _LARGE else 0.0
         while incoming.at < len(incoming.into):
             self.await_input()
             incoming.at += self._receive(incoming.into[incoming.at :])
+        if began:
+            self.receiving_s += time.perf_counter() - began
         self._incoming = None
         self._process(incoming)
 

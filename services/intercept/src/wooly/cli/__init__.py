@@ -2,6 +2,40 @@
 
 from __future__ import annotations
 
-from wooly.cli.commands import main
+import gc
+import os
+import sys
+from pathlib import Path
 
 __all__ = ["main"]
+
+
+def main() -> None:
+    """Entry point of the `wooly` command. If it runs a script without a stack, the stack starts while the rest is imported."""
+    runs = len(sys.argv) > 2 and sys.argv[1] == "run" and sys.argv[2].endswith(".py") and Path(sys.argv[2]).is_file()
+    if runs:
+        gc.disable()  # until the script begins: imports make many objects and no garbage
+        _begin_stack()
+    from wooly_bus.lean_imports import import_nats
+
+    import_nats()
+    from wooly.cli.commands import main as run_command
+
+    if runs:
+        from wooly.local_stack import fork_executor
+
+        fork_executor()  # it needs many of the modules that are imported now
+    run_command()
+
+
+def _begin_stack() -> None:
+    from wooly_bus.other_names import CLIENT, translated
+
+    from wooly.local_stack import begin
+    from wooly.settings import SettingsError, load
+
+    try:
+        if not translated(os.environ, CLIENT)[1]:  # else the command prints the warnings
+            begin(load(), lends=True)
+    except (ValueError, SettingsError):
+        return  # the command reports the error

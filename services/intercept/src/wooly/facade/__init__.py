@@ -49,6 +49,7 @@ from wooly.kernels.launch import Launches
 from wooly.torch_private import (
     device_constructors,
     forget_in_torchscript,
+    quick_check_patches,
     tell_dynamo,
     tell_references,
     tell_torchscript,
@@ -132,6 +133,7 @@ class Facade:
             children.patches(),
             ipc.patches(),
             dynamo.patches(),
+            quick_check_patches(),
             jagged.patches(),
             self._interrupts.patches(),
         ):

@@ -11,8 +11,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from wooly.control import ControlError, connect, local_stack
+from wooly.control import ControlError, connect
 from wooly.errors import WoolyError
+from wooly.local_stack import local_stack
 from wooly.settings import Settings, SettingsError, load
 
 app = typer.Typer(

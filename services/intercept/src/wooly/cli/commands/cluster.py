@@ -14,8 +14,9 @@ from wooly_wis.messages import MemoryState
 from wooly.cli.commands.app import Json, app, err, fail, out, read_settings, size, stack_module
 from wooly.cli.monitor import memory_line, print_top, watch_top
 from wooly.cli.tables import Fitted, plain_table
-from wooly.control import ControlError, connect, local_stack
+from wooly.control import ControlError, connect
 from wooly.errors import WoolyError
+from wooly.local_stack import local_stack
 from wooly.settings import Settings
 
 if TYPE_CHECKING:

@@ -15,8 +15,9 @@ from wooly_bus.errors import shown
 
 from wooly.cli.commands.app import Json, app, fail, out, read_settings
 from wooly.cli.commands.cluster import nodes_of
-from wooly.control import begin, connect, local_stack
+from wooly.control import connect
 from wooly.errors import WoolyError
+from wooly.local_stack import begin, local_stack
 from wooly.settings import Settings, load, unknown_variables
 
 

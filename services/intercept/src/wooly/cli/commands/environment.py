@@ -15,8 +15,8 @@ import typer
 
 from wooly import capture
 from wooly.cli.commands.app import Json, app, err, fail, out, read_settings
-from wooly.control import local_stack
 from wooly.errors import WoolyError
+from wooly.local_stack import local_stack
 from wooly.settings import ENV_PREFIX, Settings
 
 jupyter = typer.Typer(name="jupyter", no_args_is_help=True, help="Notebooks whose “cuda” runs on Wooly devices.")

@@ -16,8 +16,8 @@ from rich.markup import escape
 from wooly.cli.commands.app import Json, app, err, fail, out, read_settings, size
 from wooly.cli.commands.run import program_of, run_python
 from wooly.cli.tables import Fitted, plain_table
-from wooly.control import begin
 from wooly.errors import WoolyError
+from wooly.local_stack import begin
 from wooly.visible import VISIBLE, visible
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ A Python script runs in this process. Another program runs as a child, and the P
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import secrets
 import shutil
@@ -20,14 +21,21 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
+from rich.markup import escape
 
 from wooly import capture, ranks
 from wooly.cli.commands.app import app, err, fail, read_settings, size
 from wooly.cli.credits import bill_at_end, bill_line, bill_of
-from wooly.control import Controller, begin, connect
+from wooly.control import Controller, connect
 from wooly.errors import WoolyError
+from wooly.local_stack import begin, fork_executor
 from wooly.settings import Settings
 from wooly.visible import VISIBLE, visible
+
+#: Number of lines that the end of a run names. `wooly.waits.TOP` is the same, but imports more.
+TOP = 5
+#: Seconds of waiting for the network that the end of a run tells about.
+NOTICEABLE_S = 0.1
 
 
 @app.command(
@@ -90,7 +98,8 @@ def run_python(
         settings = settings.model_copy(update={"model": (target if module else Path(target).name)[:256]})
     started = time.monotonic()
     sys.argv[0] = target  # becomes the name of its sessions
-    begin(settings)
+    begin(settings, lends=True)
+    fork_executor()
     with err.status("finding a device…") if not quiet and err.is_terminal else contextlib.nullcontext():
         from wooly import api
         from wooly.cli import script
@@ -104,6 +113,8 @@ def run_python(
     finish = opened() if opened is not None and api.has_session() else None
     with _report() as report:
         os.environ.update(capture.variables(_reach(api.opened_session() if api.has_session() else None), report))
+        gc.freeze()  # the first collection would look at all that was imported
+        gc.enable()
         code = script.run(target, arguments, module=module)
         if code == 0:
             code = _finish()
@@ -237,9 +248,34 @@ def _summary_of_processes(sessions: Sequence[dict[str, Any]], seconds: float, co
         highlight=False,
         soft_wrap=True,
     )
+    _print_network([s["stats"] for s in sessions])
     if controller is not None:
         bill = bill_line(bill_of(controller, [s["session_id"] for s in sessions]))
         err.print(f"       {bill}", highlight=False, soft_wrap=True)
+
+
+def _print_network(sessions: Sequence[dict[str, Any]]) -> None:
+    """Print how long sessions waited for the network, and at which lines, if the user can notice it."""
+    network_s, waiting_s = [sum([s.get(name, 0.0) for s in sessions]) for name in ("network_s", "waiting_s")]
+    if network_s < NOTICEABLE_S:
+        return
+    trip_ms = max([s.get("trip_s", 0.0) for s in sessions]) * 1e3
+    err.print(
+        f"       waited {waiting_s:.1f} s, {network_s:.1f} s of it for the network (round trip {trip_ms:.3g} ms):",
+        highlight=False,
+        soft_wrap=True,
+    )
+    lines: dict[str, tuple[int, float]] = {}
+    for each in [line for s in sessions for line in s.get("lines", ())]:
+        count, seconds = lines.get(each["line"], (0, 0.0))
+        lines[each["line"]] = count + each["waits"], seconds + each["network_s"]
+    longest = sorted(lines.items(), key=lambda item: -item[1][1])[:TOP]
+    for name, (count, seconds) in longest:
+        if seconds >= NOTICEABLE_S / TOP:
+            name = name.removeprefix(f"{Path.cwd()}{os.sep}")
+            err.print(
+                f"         {seconds:.1f} s in {_count(count, 'wait')}: {escape(name)}", highlight=False, soft_wrap=True
+            )
 
 
 def _finish() -> int:
@@ -283,5 +319,6 @@ def _summary(stats: dict[str, Any], seconds: float, opened: Any) -> None:
         highlight=False,
         soft_wrap=True,
     )
+    _print_network([stats])
     if opened is None or opened.controlled:
         err.print(f"       more: {_further(opened)}", highlight=False, soft_wrap=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from wooly.kernels.sparse.calls import HOST_KEYS, SparseCalls
-from wooly.torch_private import all_aten_overloads, has_kernel
+from wooly.torch_private import all_aten_overloads, operators_with_kernel
 
 #: Operators that make a sparse tensor of dense ones, or check its components. Their arguments are dense.
 _FROM_DENSE = frozenset(
@@ -22,10 +22,11 @@ def register_sparse(calls: SparseCalls) -> list[torch.library.Library]:
     The registrations live as long as the returned libraries.
     """
     library, rest = torch.library.Library("aten", "IMPL"), torch.library.Library("_", "IMPL")
+    keys = [(key, operators_with_kernel(host)) for key, host in HOST_KEYS.items()]
     for op in all_aten_overloads():
         name = str(op.name()).removeprefix("aten::")
-        for key, host in HOST_KEYS.items():
-            if has_kernel(op.name(), host):
+        for key, on_host in keys:
+            if op.name() in on_host:
                 library.impl(name, calls.kernel(op, key), key)
         if op.overloadpacket.__name__ in _FROM_DENSE and not name.endswith("out"):
             library.impl(name, calls.kernel(op, "SparsePrivateUse1"), "PrivateUse1", allow_override=True)

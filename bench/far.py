@@ -1,0 +1,181 @@
+"""Measures what a distant executor costs: round trips of 20 and 80 ms at 100 Mbit/s, against the same executor here.
+
+Run: .venv/bin/python bench/far.py [--json] [--repeat N] [--trips MS ...] [--lines]
+"""
+
+import argparse
+import contextlib
+import itertools
+import json
+import multiprocessing
+import os
+import secrets
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+
+from figures import row, show
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from torch import nn
+from wooly import api
+from wooly_testkit.delay_proxy import delay_proxy
+from wooly_testkit.executor import executor_process
+from wooly_wis.messages import DirectSession
+
+#: Throughput of the distant links, in bytes per second.
+RATE = 100e6 / 8
+#: Phases: the largest permitted ratio to the time here, by round trip in ms; None: only reported.
+GOALS = {
+    "load": {},
+    "generate": {20: 1.5, 80: 2.5},
+    "generate compiled": {},
+    "train": {20: 1.1, 80: 1.1},
+    "train, short steps": {},
+}
+#: Hidden layers and number of steps of the trainings. A step of the first one takes about as long as a distant round trip.
+TRAININGS = {"train": ((1024, 1024), 20), "train, short steps": ((256,), 50)}
+
+
+def distant(target, trips, pipe):
+    """Start a process that delays all bytes to and from `target`: one endpoint per round trip."""
+    with contextlib.ExitStack() as stack:
+        pipe.send([stack.enter_context(delay_proxy(target, ms / 2e3, RATE)) for ms in trips])
+        pipe.recv()
+
+
+def save_model(folder):
+    """Save a Llama with 4 layers, hidden 256, vocabulary 1,000 and random weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "num_attention_heads": 8}
+    LlamaForCausalLM(LlamaConfig(vocab_size=1000, max_position_embeddings=256, **sizes)).save_pretrained(folder)
+
+
+def trainer(hidden, steps):
+    """A training of an MLP with Adam and batch size 128. It uploads each batch, and reads its loss every 10 steps."""
+    torch.manual_seed(0)
+    sizes = (256, *hidden, 10)
+    layers = [m for n, k in itertools.pairwise(sizes) for m in (nn.Linear(n, k), nn.ReLU())]
+    model = nn.Sequential(*layers[:-1]).to("cuda")
+    optimizer = torch.optim.Adam(model.parameters())
+    batches = [(torch.randn(128, 256), torch.randint(0, 10, (128,))) for _ in range(10)]
+
+    def train(steps=steps):
+        losses = []
+        for step in range(steps):
+            x, y = [t.to("cuda") for t in batches[step % 10]]
+            loss = nn.functional.cross_entropy(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if step % 10 == 9:
+                losses.append(loss.item())
+        return losses
+
+    return train
+
+
+def session(endpoint, running, folder, compiled):
+    """Run all phases in one session. Returns per phase: seconds, trips, bytes up, result; and the lines that waited longest."""
+    from transformers import LlamaForCausalLM
+
+    opens = DirectSession(dedup="tenant")
+    api.attach([endpoint], secrets.token_hex(8), running.token, dedup=opens.dedup, opens=opens)
+    api.install_facade()
+    link = api.attached_links()[0]
+    found = {}
+
+    def phase(name, work):
+        torch.cuda.synchronize()
+        before, started = (link.syncs, link.bytes_sent), time.perf_counter()
+        result = work()
+        seconds = time.perf_counter() - started
+        found[name] = seconds, link.syncs - before[0], link.bytes_sent - before[1], result
+
+    def load():
+        model = LlamaForCausalLM.from_pretrained(folder, device_map="cuda").eval()
+        torch.cuda.synchronize()
+        loaded.append(model)
+
+    loaded = []
+    phase("load", load)
+    prompt = torch.arange(5, 13).unsqueeze(0).to("cuda")
+    options = {"max_new_tokens": 64, "min_new_tokens": 64, "do_sample": False, "pad_token_id": 0}
+
+    def generate(**more):
+        return loaded[0].generate(prompt, **options, **more).tolist()
+
+    generate()
+    phase("generate", generate)
+    if compiled:
+        generate(cache_implementation="static")
+        phase("generate compiled", lambda: generate(cache_implementation="static"))
+    for name, (hidden, steps) in TRAININGS.items():
+        train = trainer(hidden, steps)
+        train(5)
+        phase(name, train)
+    lines = api.session_stats()["lines"]
+    loaded.clear()
+    api.disable()
+    return found, lines
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="print rows as JSON")
+    parser.add_argument("--repeat", type=int, default=3, help="rounds; the first one warms up, if there are more")
+    parser.add_argument("--trips", type=int, nargs="+", default=[20, 80], help="round trips in ms")
+    parser.add_argument("--compiled", action="store_true", help="also generate with a compiled step")
+    parser.add_argument("--lines", action="store_true", help="also print the lines that waited longest, to stderr")
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    found = {ms: [] for ms in (0, *args.trips)}
+    lines = {}
+    with tempfile.TemporaryDirectory() as folder, executor_process() as running:
+        save_model(folder)
+        context = multiprocessing.get_context("spawn")
+        pipe, theirs = context.Pipe()
+        proxy = context.Process(target=distant, args=(running.endpoints[0], args.trips, theirs), daemon=True)
+        proxy.start()
+        endpoints = {0: running.endpoints[0]} | dict(zip(args.trips, pipe.recv(), strict=True))
+        for _ in range(args.repeat):
+            for ms, endpoint in endpoints.items():
+                phases, lines[ms] = session(endpoint, running, folder, args.compiled)
+                found[ms].append(phases)
+                told = ", ".join([f"{name} {p[0]:.2f} s in {p[1]} trips" for name, p in phases.items()])
+                print(f"{ms} ms: {told}", file=sys.stderr, flush=True)
+        pipe.send(None)
+        proxy.join()
+    rows = []
+    for name, goals in GOALS.items():
+        if name not in found[0][0]:
+            continue
+        here = [phases[name] for phases in found[0]]
+        base = statistics.median([seconds for seconds, *_ in (here[1:] or here)])  # the first session warms up
+        rows.append(row(f"{name}, here", "s", base, None, None) | {"trips": here[-1][1]})
+        for ms in args.trips:
+            there = [phases[name] for phases in found[ms]]
+            there = there[1:] or there
+            assert all(result == here[0][3] for *_, result in there), f"{name}: the result differs at {ms} ms"
+            seconds = [s for s, *_ in there]
+            spread = [round(s, 3) for s in (min(seconds), max(seconds))]
+            figure = row(f"{name}, {ms} ms", "s", statistics.median(seconds), base, goals.get(ms), spread=spread)
+            rows.append(figure | {"trips": there[-1][1], "bytes": there[-1][2]})
+    for ms, top in lines.items() if args.lines else ():
+        print(f"{ms} ms:", json.dumps(top, indent=1), file=sys.stderr)
+    if not args.json:
+        rows = [r | {"name": f"{r['name']} ({r.pop('trips')} trips)"} for r in rows]
+    show(rows, args.json, baseline="here")
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""Counts how long a link waits for answers, how much of this is the network's time, and for which Python lines.
+
+The shortest time from a question to its answer is an upper bound of the connection's round trip. A wait counts as the network's
+for at most this time, and for the time in which a large answer arrives. The rest is the time of the device. This module knows
+neither sockets nor frames.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from wooly.recorder import Origin, describe_origin, origin
+
+#: Number of lines whose waits are counted apart. The waits of further lines are counted together.
+MOST_LINES = 4096
+#: Number of lines in `Waits.top`.
+TOP = 5
+#: Name of the waits of further lines.
+FURTHER = "other lines"
+#: Payload, in bytes, from which the time of sending or receiving counts as the network's.
+LARGE = 64 << 10
+
+
+class _Line:
+    """The waits of one Python line."""
+
+    __slots__ = ("count", "network_s", "waiting_s", "where")
+
+    def __init__(self, where: Origin | None) -> None:
+        self.where = where
+        self.count, self.waiting_s, self.network_s = 0, 0.0, 0.0
+
+
+class Waits:
+    """The waits of one link.
+
+    Args:
+        clock: returns seconds.
+
+    Attributes:
+        trip_s: the shortest time from a question to its answer so far, in seconds.
+        count: number of waits.
+        waiting_s: seconds for which the link waited for answers and for sending large payloads.
+        network_s: the network's part of them.
+        clock: see Args.
+        near: whether the executor is on this machine. Then no wait is the network's.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.clock = clock
+        self.near = False
+        self.trip_s = float("inf")
+        self.count, self.waiting_s, self.network_s = 0, 0.0, 0.0
+        self._lines: dict[tuple[int, int], _Line] = {}
+        self._further = _Line(None)
+
+    def answered(self, seconds: float, transfer_s: float = 0.0, *, asked: bool) -> None:
+        """Note a wait for an answer.
+
+        Args:
+            seconds: how long the link waited.
+            transfer_s: the part of it in which a large payload arrived.
+            asked: whether the wait began with the question. Such a wait bounds the round trip.
+        """
+        if asked and seconds < self.trip_s:
+            self.trip_s = seconds
+        self._add(seconds, min(seconds, min(seconds, self.trip_s) + transfer_s))
+
+    def sent(self, seconds: float) -> None:
+        """Note the time of sending a large payload."""
+        self._add(seconds, seconds)
+
+    def _add(self, seconds: float, network_s: float) -> None:
+        if self.near:
+            network_s = 0.0
+        where = origin(3)
+        key = id(where[0]), where[1]
+        line = self._lines.get(key)
+        if line is None:
+            line = self._further
+            if len(self._lines) < MOST_LINES:
+                line = self._lines[key] = _Line(where)  # it keeps the code object alive, so its id is not reused
+        line.count += 1
+        line.waiting_s += seconds
+        line.network_s += network_s
+        self.count += 1
+        self.waiting_s += seconds
+        self.network_s += network_s
+
+
+def top(waits: list[Waits]) -> list[dict[str, Any]]:
+    """The lines that waited longest for the network, or else for the device: at most `TOP`, over all links of a session.
+
+    Returns:
+        Per line: ``line`` (file, number and function), ``waits``, ``waiting_s`` and ``network_s``.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for each in waits:
+        for line in [*each._lines.values(), each._further]:
+            name = FURTHER if line.where is None else describe_origin(line.where)
+            sums = found.setdefault(name, {"line": name, "waits": 0, "waiting_s": 0.0, "network_s": 0.0})
+            sums["waits"] += line.count
+            sums["waiting_s"] += line.waiting_s
+            sums["network_s"] += line.network_s
+    longest = sorted(found.values(), key=lambda s: (-s["network_s"], -s["waiting_s"], s["line"]))
+    return [s for s in longest[:TOP] if s["waits"]]
