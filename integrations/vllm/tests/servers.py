@@ -49,14 +49,24 @@ class Stack:
 
 
 class Server:
-    """A server of vLLM's for one model."""
+    """A server of vLLM's for one model.
 
-    def __init__(self, stack, model, folder, *arguments, **env):
+    Args:
+        stack: the local stack.
+        model: folder of the model.
+        folder: folder for the log.
+        arguments: options of `vllm serve`.
+        wrapper: command that runs the server's command.
+        env: variables of the environment.
+    """
+
+    def __init__(self, stack, model, folder, *arguments, wrapper=(), **env):
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         self.log = folder / f"server-{self.port}.log"
         sizes = ["--max-model-len", "256", "--kv-cache-memory-bytes", "32M", "--max-num-seqs", "16"]
-        command = [sys.executable, "-m", "wooly", "run", "vllm", "serve", str(model), "--served-model-name", "llama"]
+        command = [*wrapper, sys.executable, "-m", "wooly", "run", "vllm", "serve", str(model)]
+        command += ["--served-model-name", "llama"]
         command += ["--host", "127.0.0.1", "--port", str(self.port), "--dtype", "float32", *sizes, *arguments]
         with self.log.open("wb") as out:
             self.process = subprocess.Popen(command, env=stack.env | env, stdout=out, stderr=subprocess.STDOUT)

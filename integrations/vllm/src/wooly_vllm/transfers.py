@@ -1,0 +1,116 @@
+"""Small copies between this process and the device, once per step: they wait for nothing, and repeat no content.
+
+vLLM relies on pinned memory, which a GPU reads and writes by itself. On Wooly's device, an upload ends the open program,
+and a read without pinned memory waits. Most uploads of a decode step repeat what the last step sent.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+import vllm.v1.worker.gpu.async_utils as outputs
+import vllm.v1.worker.gpu.model_runner as runner
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.worker.gpu.buffer_utils import NonUvaBuffer, StagedWriteTensor
+
+#: Largest content, in bytes, that is compared with earlier ones; and number of contents that stay on the device.
+MAX_BYTES, MAX_KEPT = 16 << 10, 64
+#: Maximum number of single numbers that are written by one launch each. vLLM's kernel needs four uploads for any number.
+MAX_SINGLE_WRITES = 8
+
+_sent: OrderedDict[tuple[Any, ...], torch.Tensor] = OrderedDict()
+
+
+def send(
+    data: Any, device: Any = None, dtype: torch.dtype | None = None, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Replaces `async_tensor_h2d` in the model runner. Content that was sent before is copied on the device.
+
+    Args:
+        data: array, list or host tensor.
+        device: device of the result, if `out` is None.
+        dtype: dtype of the result.
+        out: tensor to fill.
+    """
+    dtype = dtype or (None if out is None else out.dtype)
+    host = torch.as_tensor(data, dtype=dtype, device="cpu")
+    if host.nbytes > MAX_BYTES:
+        return async_tensor_h2d(data, device, dtype, out)  # type: ignore[no-any-return]
+    place = device if out is None else out.device
+    key = (host.dtype, host.shape, host.numpy().tobytes(), str(place))
+    known = _sent.pop(key, None)
+    if known is None:
+        known = host.to(place)
+        if len(_sent) >= MAX_KEPT:
+            _sent.popitem(last=False)
+    _sent[key] = known
+    return known.clone() if out is None else out.copy_(known)
+
+
+def uva(self: Any, n: int | None = None) -> torch.Tensor:
+    """Replaces `NonUvaBuffer.uva`: the device's copy of a host buffer, which is sent if it has changed."""
+    host, copy = (self.cpu, self._uva) if n is None else (self.cpu[:n], self._uva[:n])
+    content = host.numpy().tobytes() if host.nbytes <= MAX_BYTES else None
+    if content is None or content != getattr(self, "content", None):
+        copy.copy_(host)
+        self.content = content
+    return copy
+
+
+# Triton refuses annotations of types.
+@triton.jit(do_not_specialize=["at", "value"])  # type: ignore[untyped-decorator]
+def _store(target, at, value):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202
+    tl.store(target + at, value)
+
+
+def apply_write(self: Any) -> None:
+    """Replaces `StagedWriteTensor.apply_write`: a few single numbers, such as new blocks of requests, travel with the program."""
+    rows, ends = self._staged_write_indices, self._staged_write_cu_lens
+    if len(rows) > MAX_SINGLE_WRITES or len(ends) != len(self._staged_write_contents):
+        _apply_write(self)
+        return
+    for row, start, value in zip(rows, self._staged_write_starts, self._staged_write_contents, strict=True):
+        _store[(1,)](self.gpu, row * self.gpu.stride(0) + int(start), value)
+    self.clear_staged_writes()
+
+
+_apply_write = StagedWriteTensor.apply_write
+
+
+def start_read(t: torch.Tensor) -> torch.Tensor:
+    """Start to read a tensor. The copy is complete after the next event on its stream."""
+    return torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True)
+
+
+def start_read_to_array(t: torch.Tensor) -> np.ndarray[Any, Any]:
+    """Replaces `async_copy_to_np`."""
+    return start_read(t).numpy()  # type: ignore[no-any-return]
+
+
+def start_read_of_logprobs(self: Any) -> Any:
+    """Replaces `LogprobsTensors.to_cpu_nonblocking`."""
+    if self.logprob_token_ids.is_cpu:
+        return self
+    ends = self.cu_num_generated_tokens_tensor
+    return LogprobsTensors(
+        start_read(self.logprob_token_ids),
+        start_read(self.logprobs),
+        start_read(self.selected_token_ranks),
+        self.cu_num_generated_tokens,
+        None if ends is None else start_read(ends),
+    )
+
+
+def install() -> None:
+    """Replace the functions. Calling it again changes nothing."""
+    runner.async_tensor_h2d = send
+    NonUvaBuffer.uva = uva
+    StagedWriteTensor.apply_write = apply_write
+    outputs.async_copy_to_np = start_read_to_array
+    LogprobsTensors.to_cpu_nonblocking = start_read_of_logprobs
