@@ -23,6 +23,8 @@ from vllm.v1.worker.gpu.buffer_utils import NonUvaBuffer, StagedWriteTensor
 MAX_BYTES, MAX_KEPT = 16 << 10, 64
 #: Maximum number of single numbers that are written by one launch each. vLLM's kernel needs four uploads for any number.
 MAX_SINGLE_WRITES = 8
+#: Size, in bytes, of the blocks of memory into which small results are read.
+BLOCK_BYTES = 64 << 10
 
 _sent: OrderedDict[tuple[Any, ...], torch.Tensor] = OrderedDict()
 
@@ -83,9 +85,31 @@ def apply_write(self: Any) -> None:
 _apply_write = StagedWriteTensor.apply_write
 
 
+class _Pinned:
+    """Pinned memory for reads. Each read gets bytes of its own; a block lives as long as its reads."""
+
+    def __init__(self) -> None:
+        self._block = torch.empty(0, dtype=torch.uint8)
+        self._used = 0
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """Memory for one read, as bytes."""
+        end = self._used + nbytes
+        if end > self._block.nbytes:
+            self._block = torch.empty(max(BLOCK_BYTES, nbytes), dtype=torch.uint8, pin_memory=True)
+            self._used, end = 0, nbytes
+        part = self._block[self._used : end]
+        self._used = end + -end % 64
+        return part
+
+
+_pinned = _Pinned()
+
+
 def start_read(t: torch.Tensor) -> torch.Tensor:
     """Start to read a tensor. The copy is complete after the next event on its stream."""
-    return torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True)
+    into = _pinned.take(t.nbytes).view(t.dtype).view(t.shape)
+    return into.copy_(t, non_blocking=True)
 
 
 def start_read_to_array(t: torch.Tensor) -> np.ndarray[Any, Any]:
