@@ -5,13 +5,14 @@ wheel has no CPU platform). `two`: two equal servers against one. `weights`: mem
 one. `wake`: the first token after hibernation. `beside_server` and `beside_training`: the time per token of a P0 server beside P4
 work, against alone.
 
-Run: make bench-serving BENCH_SERVING="[--json] [--only NAME[,NAME]] [--size tiny|small] [--seconds N] [--servers N]"
+Run: make bench-serving BENCH_SERVING="--only one --json" (--help lists the options)
 """
 
 import argparse
 import contextlib
 import itertools
 import json
+import signal
 import statistics
 import subprocess
 import sys
@@ -129,11 +130,11 @@ def gaps_of(name, beside, alone):
 class Bench:
     """The stack, the model, and the servers that the measurements start."""
 
-    def __init__(self, folder, size, seconds, count, cleanup):
-        self.model, self.seconds, self._folder, self._cleanup = folder / "model", seconds, folder, cleanup
-        self.count = count
-        random_llama.save(self.model, size)
-        self.stack = Stack(folder / "stack")
+    def __init__(self, folder, chosen, cleanup):
+        self.model, self._folder, self._cleanup = folder / "model", folder, cleanup
+        self.seconds, self.count = chosen.seconds, chosen.servers
+        random_llama.save(self.model, chosen.size)
+        self.stack = Stack(chosen.state or folder / "stack")
         cleanup.callback(self.stack.wooly, "down")
         self.stack.wooly("up")
         self._servers = {}
@@ -241,10 +242,12 @@ def main():
     parser.add_argument("--only", default=",".join(PARTS), help=f"parts, of {', '.join(PARTS)}")
     parser.add_argument("--size", choices=random_llama.SIZES, default="tiny")
     parser.add_argument("--seconds", type=float, default=8, help="duration of each measurement")
+    parser.add_argument("--state", type=Path, help="folder of the stack, which keeps compiled kernels for the next run")
     parser.add_argument("--servers", type=int, default=3, help="number of servers of the part weights")
     chosen = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the stack and the servers end, too
     with tempfile.TemporaryDirectory(prefix="wooly-serving-") as folder, contextlib.ExitStack() as cleanup:
-        bench = Bench(Path(folder), chosen.size, chosen.seconds, chosen.servers, cleanup)
+        bench = Bench(Path(folder), chosen, cleanup)
         rows = []
         try:
             for part in PARTS:
