@@ -1,9 +1,9 @@
 """Measures servers of vLLM on one device, each `wooly run vllm serve` with a random Llama. Needs vLLM: make bench-serving.
 
-`one`: a server's tokens per second and time to the first token, against Transformers' `generate` on this machine's CPU (vLLM's
-wheel has no CPU platform). `two`: two equal servers against one. `weights`: memory of the weights of several servers, against
-one. `wake`: the first token after hibernation. `beside_server` and `beside_training`: the time per token of a P0 server beside P4
-work, against alone.
+`engine`: tokens per second of vLLM's engine in one process, against Transformers' `generate` on this machine's CPU (vLLM's wheel
+has no CPU platform). `one`: the same of a server, and its time to the first token. `two`: two equal servers against one.
+`weights`: memory of the weights of several servers, against one. `wake`: the first token after hibernation. `beside_server` and
+`beside_training`: the time per token of a P0 server beside P4 work, against alone.
 
 Run: make bench-serving BENCH_SERVING="--only one --json" (--help lists the options)
 """
@@ -35,6 +35,21 @@ CLIENTS = 4
 NICE = ("nice", "-n", "19")
 PROMPT = 64
 NEW_TOKENS = 32
+#: The engine in one process, for the same prompts together; prints tokens per second.
+ENGINE = """
+import os, statistics, sys, time
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+from vllm import LLM, SamplingParams
+folder, clients, prompt, n = sys.argv[1], *map(int, sys.argv[2:])
+llm = LLM(folder, dtype="float32", seed=0, max_model_len=256, kv_cache_memory_bytes=32 << 20, max_num_seqs=16)
+prompts = [{"prompt_token_ids": [(7 * k + 3 * i) % 250 for i in range(prompt)]} for k in range(clients)]
+params, found = SamplingParams(max_tokens=n, ignore_eos=True, temperature=0, detokenize=False), []
+for _ in range(12):
+    begun = time.perf_counter()
+    llm.generate(prompts, params, use_tqdm=False)
+    found.append(clients * n / (time.perf_counter() - begun))
+print(statistics.median(found[4:]))
+"""
 TRAINING = """
 import torch
 from torch import nn
@@ -158,6 +173,11 @@ class Bench:
         while len(self.stack.sessions()) > len(self._servers):
             time.sleep(0.2)
 
+    def engine(self):
+        printed = self.stack.wooly("run", "-q", sys.executable, "-c", ENGINE, self.model, CLIENTS, PROMPT, NEW_TOKENS)
+        rate, local_rate = float(printed.split()[-1]), locally(self.model)[0]
+        yield row("one engine without server", "tokens/s", rate, local_rate, 0.8, higher_is_better=True)
+
     def one(self):
         rate, first, gaps = load(self.servers("first"), self.seconds)
         local_rate, local_first = locally(self.model)
@@ -169,9 +189,11 @@ class Bench:
 
     def two(self):
         servers = self.servers("first", "second")
-        alone, _, _ = load(servers[:1], self.seconds, 2 * CLIENTS)
         both, _, _ = load(servers, self.seconds)
-        yield row("two servers, sum", "tokens/s", both, alone, 0.95, higher_is_better=True)
+        for clients, goal in ((CLIENTS, 0.95), (2 * CLIENTS, None)):
+            alone, _, _ = load(servers[:1], self.seconds, clients)
+            name = f"two servers, {CLIENTS} clients each, against one with {clients}"
+            yield row(name, "tokens/s", both, alone, goal, higher_is_better=True)
 
     def weights(self):
         self.servers("first")
@@ -233,7 +255,7 @@ class Bench:
         yield row("first token after hibernation", "ms", 1e3 * statistics.median(found), 1e3 * warm, None)
 
 
-PARTS = ("one", "two", "weights", "wake", "beside_server", "beside_training")
+PARTS = ("engine", "one", "two", "weights", "wake", "beside_server", "beside_training")
 
 
 def main():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import vllm._custom_ops as compiled
+import vllm.compilation.cuda_graph as graphs
 import vllm.model_executor.model_loader.base_loader as loaders
 import vllm.v1.engine.core as engine
 from vllm.distributed.parallel_state import (
@@ -54,6 +55,11 @@ def load_model(self: Any, vllm_config: Any, model_config: Any, prefix: str = "")
     return model.to(vllm_config.device_config.device)
 
 
+def keep(tensors: Any) -> Any:
+    """Replaces `weak_ref_tensors` in model runner V1: the results of a graph. The executor shares inner memory without it."""
+    return tensors
+
+
 def clean_up() -> None:
     """End vLLM's groups, and free the device's memory if there is a session. At the exit of a process, it has ended already."""
     if api.has_session():
@@ -67,6 +73,7 @@ def install() -> None:
     """Replace the functions. Calling it again changes nothing."""
     gpu_worker.kernel_warmup = warm_up
     gpu_worker.request_memory = request_memory
+    graphs.weak_ref_tensors = keep
     engine.cleanup_dist_env_and_memory = clean_up
     block_tables.install()
     transfers.install()

@@ -6,6 +6,7 @@ and a read without pinned memory waits. Most uploads of a decode step repeat wha
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from typing import Any
 
@@ -17,11 +18,11 @@ import vllm.v1.worker.gpu.async_utils as outputs
 import vllm.v1.worker.gpu.model_runner as runner
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.outputs import LogprobsTensors
-from vllm.v1.worker.gpu.buffer_utils import NonUvaBuffer, StagedWriteTensor
+from vllm.v1.worker.gpu.buffer_utils import NonUvaBuffer, StagedWriteTensor, _apply_write_kernel
 
 #: Largest content, in bytes, that is compared with earlier ones; and number of contents that stay on the device.
 MAX_BYTES, MAX_KEPT = 16 << 10, 64
-#: Maximum number of single numbers that are written by one launch each. vLLM's kernel needs four uploads for any number.
+#: Maximum number of single numbers that are written by one launch each.
 MAX_SINGLE_WRITES = 8
 #: Size, in bytes, of the blocks of memory into which small results are read.
 BLOCK_BYTES = 64 << 10
@@ -72,14 +73,38 @@ def _store(target, at, value):  # type: ignore[no-untyped-def] # noqa: ANN001, A
 
 
 def apply_write(self: Any) -> None:
-    """Replaces `StagedWriteTensor.apply_write`: a few single numbers, such as new blocks of requests, travel with the program."""
-    rows, ends = self._staged_write_indices, self._staged_write_cu_lens
-    if len(rows) > MAX_SINGLE_WRITES or len(ends) != len(self._staged_write_contents):
+    """Replaces `StagedWriteTensor.apply_write`. vLLM's function needs four uploads.
+
+    A few single numbers, such as new blocks of requests, travel with the program. Other integers are one upload.
+    """
+    rows, starts, contents = self._staged_write_indices, self._staged_write_starts, self._staged_write_contents
+    ends = self._staged_write_cu_lens
+    if len(rows) <= MAX_SINGLE_WRITES and len(ends) == len(contents):
+        for row, start, value in zip(rows, starts, contents, strict=True):
+            _store[(1,)](self.gpu, row * self.gpu.stride(0) + int(start), value)
+    elif self.dtype is torch.int32:
+        _write(self.gpu, _sent_together(self.device, rows, starts, contents, ends), len(rows))
+    else:
         _apply_write(self)
         return
-    for row, start, value in zip(rows, self._staged_write_starts, self._staged_write_contents, strict=True):
-        _store[(1,)](self.gpu, row * self.gpu.stride(0) + int(start), value)
     self.clear_staged_writes()
+
+
+def _sent_together(device: torch.device, *lists: list[int]) -> list[torch.Tensor]:
+    """Send lists of integers as one tensor. Each begins at a multiple of 64 bytes, as tensors of their own do."""
+    begins = [0, *itertools.accumulate([len(part) + -len(part) % 16 for part in lists])]
+    host = np.zeros(begins[-1] + -begins[-1] % 256, np.int32)  # few sizes, so that programs repeat
+    for begin, part in zip(begins, lists, strict=False):
+        host[begin : begin + len(part)] = part
+    sent = torch.from_numpy(host).to(device)
+    return [sent[begin : begin + len(part)] for begin, part in zip(begins, lists, strict=False)]
+
+
+def _write(target: torch.Tensor, sent: list[torch.Tensor], n: int) -> None:
+    rows, starts, contents, ends = sent
+    _apply_write_kernel[(n,)](
+        target, target.stride(0), rows, starts, contents, ends, None, BLOCK_SIZE=1024, MULTI_GROUP=False
+    )
 
 
 _apply_write = StagedWriteTensor.apply_write
