@@ -58,7 +58,8 @@ def send(
 
 def uva(self: Any, n: int | None = None) -> torch.Tensor:
     """Replaces `NonUvaBuffer.uva`: the device's copy of a host buffer, which is sent if it has changed."""
-    host, copy = (self.cpu, self._uva) if n is None else (self.cpu[:n], self._uva[:n])
+    host: torch.Tensor = self.cpu[:n]
+    copy: torch.Tensor = self._uva[:n]
     content = host.numpy().tobytes() if host.nbytes <= MAX_BYTES else None
     if content is None or content != getattr(self, "content", None):
         copy.copy_(host)
@@ -67,7 +68,7 @@ def uva(self: Any, n: int | None = None) -> torch.Tensor:
 
 
 # Triton refuses annotations of types.
-@triton.jit(do_not_specialize=["at", "value"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["at", "value"])
 def _store(target, at, value):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202
     tl.store(target + at, value)
 
@@ -139,7 +140,7 @@ def start_read(t: torch.Tensor) -> torch.Tensor:
 
 def start_read_to_array(t: torch.Tensor) -> np.ndarray[Any, Any]:
     """Replaces `async_copy_to_np`."""
-    return start_read(t).numpy()  # type: ignore[no-any-return]
+    return start_read(t).numpy()
 
 
 def start_read_of_logprobs(self: Any) -> Any:
