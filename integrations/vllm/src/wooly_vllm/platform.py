@@ -130,12 +130,12 @@ class WoolyPlatform(Platform):  # type: ignore[misc] # vLLM has no stubs
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
-        """Choose the worker, and turn off what the device has not: compiled graphs, custom all-reduce, warm-up of kernels.
+        """Choose the worker, and turn off what the device has not: `torch.compile`, custom all-reduce, warm-up of kernels.
 
         Raises:
             ValueError: the configuration uses what does not work on Wooly's device. The message names all of it.
         """
-        from vllm.config import CompilationMode
+        from vllm.config import CompilationMode, CUDAGraphMode
 
         from wooly_vllm import stopping  # vLLM imports the platform before its engine
 
@@ -156,3 +156,6 @@ class WoolyPlatform(Platform):  # type: ignore[misc] # vLLM has no stubs
         vllm_config.kernel_config.enable_jit_warmup = False
         compilation = vllm_config.compilation_config
         compilation.mode = CompilationMode.NONE
+        if compilation.cudagraph_mode and (why := support.uncaptured(vllm_config)):
+            log.info("%s: CUDA graphs are off", why)
+            compilation.cudagraph_mode = CUDAGraphMode.NONE
