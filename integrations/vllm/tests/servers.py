@@ -17,7 +17,7 @@ class Stack:
     """A local stack with one executor, and the commands that use it."""
 
     def __init__(self, state):
-        self.state = state
+        self.state = Path(state)
         quiet = {
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
