@@ -154,11 +154,12 @@ class Bench:
         self.stack.wooly("up")
         self._servers = {}
 
-    def servers(self, *names, wrapper=(), **env):
-        """The servers of these names, warm. Those that do not run are started together."""
+    def servers(self, *names):
+        """The servers of these names, warm. Those that do not run are started together. The names p0 and p4 are classes."""
         new = [name for name in names if name not in self._servers]
         for name in new:
-            self._servers[name] = Server(self.stack, self.model, self._folder, wrapper=wrapper, **env)
+            env = {"WOOLYAI_PRIORITY": name[1]} if name in ("p0", "p4") else {}
+            self._servers[name] = Server(self.stack, self.model, self._folder, **env)
             self._cleanup.callback(self._servers[name].close)
         for name in new:
             self._servers[name].wait()
@@ -207,9 +208,9 @@ class Bench:
         return sum([g["memory"]["contents"] for g in json.loads(self.stack.wooly("top", "--once", "--json"))["gpus"]])
 
     def beside_server(self):
-        self.drop_all_but("p0")
-        (first,) = self.servers("p0", WOOLYAI_PRIORITY="0")
-        (other,) = self.servers("p4", wrapper=NICE, WOOLYAI_PRIORITY="4")
+        self.drop_all_but()
+        first, other = self.servers("p0", "p4")
+        other.yield_cores()
         _, _, alone = load([first], self.seconds, 1)
         over = threading.Event()
 
@@ -228,7 +229,7 @@ class Bench:
 
     def beside_training(self):
         self.drop_all_but("p0")
-        (first,) = self.servers("p0", WOOLYAI_PRIORITY="0")
+        (first,) = self.servers("p0")
         _, _, alone = load([first], self.seconds, 1)
         command = [*NICE, sys.executable, "-m", "wooly", "run", "-q", sys.executable, "-c", TRAINING]
         env = self.stack.env | {"WOOLYAI_PRIORITY": "4"}

@@ -56,20 +56,21 @@ class Server:
         model: folder of the model.
         folder: folder for the log.
         arguments: options of `vllm serve`.
-        wrapper: command that runs the server's command.
         env: variables of the environment.
     """
 
-    def __init__(self, stack, model, folder, *arguments, wrapper=(), **env):
+    def __init__(self, stack, model, folder, *arguments, **env):
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         self.log = folder / f"server-{self.port}.log"
         sizes = ["--max-model-len", "256", "--kv-cache-memory-bytes", "32M", "--max-num-seqs", "16"]
-        command = [*wrapper, sys.executable, "-m", "wooly", "run", "vllm", "serve", str(model)]
+        command = [sys.executable, "-m", "wooly", "run", "vllm", "serve", str(model)]
         command += ["--served-model-name", "llama"]
         command += ["--host", "127.0.0.1", "--port", str(self.port), "--dtype", "float32", *sizes, *arguments]
         with self.log.open("wb") as out:
-            self.process = subprocess.Popen(command, env=stack.env | env, stdout=out, stderr=subprocess.STDOUT)
+            self.process = subprocess.Popen(
+                command, env=stack.env | env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+            )
 
     def wait(self):
         """Wait until the server answers."""
@@ -95,6 +96,10 @@ class Server:
         """The tokens that follow a prompt of tokens."""
         asked = {"prompt": prompt, "max_tokens": n, "ignore_eos": True, "return_token_ids": True}
         return self.ask("completions", **asked)["choices"][0]["token_ids"]
+
+    def yield_cores(self):
+        """Leave this machine's cores to other processes."""
+        os.setpriority(os.PRIO_PGRP, self.process.pid, 19)
 
     def close(self):
         self.process.terminate()
