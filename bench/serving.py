@@ -33,6 +33,8 @@ CLIENTS = 4
 #: The processes of P4 work leave this machine's threads to the P0 server, as if they were on another machine. What is measured is
 #: the device.
 NICE = ("nice", "-n", "19")
+#: Duration, in seconds, of the load before a measurement. The executor compiles plans meanwhile.
+WARM_S = 10
 PROMPT = 64
 NEW_TOKENS = 32
 #: The engine in one process, for the same prompts together; prints tokens per second.
@@ -44,11 +46,11 @@ folder, clients, prompt, n = sys.argv[1], *map(int, sys.argv[2:])
 llm = LLM(folder, dtype="float32", seed=0, max_model_len=256, kv_cache_memory_bytes=32 << 20, max_num_seqs=16)
 prompts = [{"prompt_token_ids": [(7 * k + 3 * i) % 250 for i in range(prompt)]} for k in range(clients)]
 params, found = SamplingParams(max_tokens=n, ignore_eos=True, temperature=0, detokenize=False), []
-for _ in range(12):
+for _ in range(40):
     begun = time.perf_counter()
     llm.generate(prompts, params, use_tqdm=False)
     found.append(clients * n / (time.perf_counter() - begun))
-print(statistics.median(found[4:]))
+print(statistics.median(found[20:]))
 """
 TRAINING = """
 import torch
@@ -164,7 +166,7 @@ class Bench:
         for name in new:
             self._servers[name].wait()
         if new:
-            load([self._servers[name] for name in new], 1)
+            load([self._servers[name] for name in new], WARM_S)
         return [self._servers[name] for name in names]
 
     def drop_all_but(self, *kept):
