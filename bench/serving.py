@@ -1,17 +1,18 @@
 """Measures servers of vLLM on one device, each `wooly run vllm serve` with a random Llama. Needs vLLM: make bench-serving.
 
-`one`: a server's tokens per second and time to the first token, against Transformers' `generate` on this machine's CPU (vLLM's
-wheel has no CPU platform). `weights`: memory of the weights of two servers, against one. `two`: two equal servers against one.
-`priority`: the time per token of a P0 server beside a P4 server and a P4 training, against alone. `wake`: the first token after
-hibernation.
+`engine`: tokens per second of vLLM's engine in one process, against Transformers' `generate` on this machine's CPU (vLLM's wheel
+has no CPU platform). `one`: the same of a server, and its time to the first token. `two`: two equal servers against one.
+`weights`: memory of the weights of several servers, against one. `wake`: the first token after hibernation. `beside_server` and
+`beside_training`: the time per token of a P0 server beside P4 work, against alone.
 
-Run: make bench-serving BENCH_SERVING="[--json] [--only NAME[,NAME]] [--size tiny|small] [--seconds N]"
+Run: make bench-serving BENCH_SERVING="--only one --json" (--help lists the options)
 """
 
 import argparse
 import contextlib
 import itertools
 import json
+import signal
 import statistics
 import subprocess
 import sys
@@ -29,8 +30,28 @@ from integrations.vllm.tests.servers import Server, Stack
 
 MIB = 1 << 20
 CLIENTS = 4
+#: The processes of P4 work leave this machine's threads to the P0 server, as if they were on another machine. What is measured is
+#: the device.
+NICE = ("nice", "-n", "19")
+#: Duration, in seconds, of the load before a measurement. The executor compiles plans meanwhile.
+WARM_S = 10
 PROMPT = 64
 NEW_TOKENS = 32
+#: The engine in one process, for the same prompts together; prints tokens per second.
+ENGINE = """
+import os, statistics, sys, time
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+from vllm import LLM, SamplingParams
+folder, clients, prompt, n = sys.argv[1], *map(int, sys.argv[2:])
+llm = LLM(folder, dtype="float32", seed=0, max_model_len=256, kv_cache_memory_bytes=32 << 20, max_num_seqs=16)
+prompts = [{"prompt_token_ids": [(7 * k + 3 * i) % 250 for i in range(prompt)]} for k in range(clients)]
+params, found = SamplingParams(max_tokens=n, ignore_eos=True, temperature=0, detokenize=False), []
+for _ in range(40):
+    begun = time.perf_counter()
+    llm.generate(prompts, params, use_tqdm=False)
+    found.append(clients * n / (time.perf_counter() - begun))
+print(statistics.median(found[20:]))
+"""
 TRAINING = """
 import torch
 from torch import nn
@@ -116,96 +137,128 @@ def percentile(values, part):
     return sorted(values)[min(len(values) - 1, int(part * len(values)))]
 
 
+def gaps_of(name, beside, alone):
+    """Rows of the times per token beside other work, against alone."""
+    for part, goal in ((0.5, None), (0.99, 1.10)):
+        ours, base = (1e3 * percentile(x, part) for x in (beside, alone))
+        yield row(f"{name}, time per token, p{100 * part:.0f}", "ms", ours, base, goal)
+
+
 class Bench:
     """The stack, the model, and the servers that the measurements start."""
 
-    def __init__(self, folder, size, seconds, cleanup):
-        self.model, self.seconds, self._folder, self._cleanup = folder / "model", seconds, folder, cleanup
-        random_llama.save(self.model, size)
-        self.stack = Stack(folder / "stack")
+    def __init__(self, folder, chosen, cleanup):
+        self.model, self._folder, self._cleanup = folder / "model", folder, cleanup
+        self.seconds, self.count = chosen.seconds, chosen.servers
+        random_llama.save(self.model, chosen.size)
+        self.stack = Stack(chosen.state or folder / "stack")
         cleanup.callback(self.stack.wooly, "down")
         self.stack.wooly("up")
         self._servers = {}
 
-    def server(self, name, **env):
-        """The server of this name, warm."""
-        if name not in self._servers:
-            server = Server(self.stack, self.model, self._folder, **env)
-            self._cleanup.callback(server.close)
-            server.wait()
-            load([server], 1)
-            self._servers[name] = server
-        return self._servers[name]
+    def servers(self, *names):
+        """The servers of these names, warm. Those that do not run are started together. The names p0 and p4 are classes."""
+        new = [name for name in names if name not in self._servers]
+        for name in new:
+            env = {"WOOLYAI_PRIORITY": name[1]} if name in ("p0", "p4") else {}
+            self._servers[name] = Server(self.stack, self.model, self._folder, **env)
+            self._cleanup.callback(self._servers[name].close)
+        for name in new:
+            self._servers[name].wait()
+        if new:
+            load([self._servers[name] for name in new], WARM_S)
+        return [self._servers[name] for name in names]
 
-    def drop(self, name):
-        self._servers.pop(name).close()
+    def drop_all_but(self, *kept):
+        """Stop the other servers, and wait for the end of their sessions."""
+        for name in [name for name in self._servers if name not in kept]:
+            self._servers.pop(name).close()
+        while len(self.stack.sessions()) > len(self._servers):
+            time.sleep(0.2)
+
+    def engine(self):
+        printed = self.stack.wooly("run", "-q", sys.executable, "-c", ENGINE, self.model, CLIENTS, PROMPT, NEW_TOKENS)
+        rate, local_rate = float(printed.split()[-1]), locally(self.model)[0]
+        yield row("one engine without server", "tokens/s", rate, local_rate, 0.8, higher_is_better=True)
 
     def one(self):
-        server = self.server("first")
-        rate, first, _ = load([server], self.seconds)
+        rate, first, gaps = load(self.servers("first"), self.seconds)
         local_rate, local_first = locally(self.model)
         yield row("one server", "tokens/s", rate, local_rate, 0.8, higher_is_better=True)
         yield row("one server, first token (median)", "ms", 1e3 * statistics.median(first), 1e3 * local_first, None)
+        yield row(
+            "one server, time per token (median)", "ms", 1e3 * statistics.median(gaps), 1e3 * CLIENTS / local_rate, None
+        )
 
     def two(self):
-        alone, _, _ = load([self.server("first")], self.seconds, 2 * CLIENTS)
-        both, _, _ = load([self.server("first"), self.server("second")], self.seconds)
-        yield row("two servers, sum", "tokens/s", both, alone, 0.95, higher_is_better=True)
+        servers = self.servers("first", "second")
+        both, _, _ = load(servers, self.seconds)
+        for clients, goal in ((CLIENTS, 0.95), (2 * CLIENTS, None)):
+            alone, _, _ = load(servers[:1], self.seconds, clients)
+            name = f"two servers, {CLIENTS} clients each, against one with {clients}"
+            yield row(name, "tokens/s", both, alone, goal, higher_is_better=True)
 
     def weights(self):
-        self.server("first")
+        self.servers("first")
         alone = self.shared_bytes()
-        self.server("second")
-        yield row("weights of two servers against one", "MiB", self.shared_bytes() / MIB, alone / MIB, 1.02)
+        self.servers("first", *[f"server {k}" for k in range(2, self.count + 1)])
+        name = f"weights of {self.count} servers against one"
+        yield row(name, "MiB", self.shared_bytes() / MIB, alone / MIB, 1.02)
 
     def shared_bytes(self):
         """Bytes of the contents that sessions may share. The weights are among them, caches are not."""
         return sum([g["memory"]["contents"] for g in json.loads(self.stack.wooly("top", "--once", "--json"))["gpus"]])
 
-    def priority(self):
-        if "second" in self._servers:
-            self.drop("second")
-        first = self.server("p0", WOOLYAI_PRIORITY="0")
+    def beside_server(self):
+        self.drop_all_but()
+        first, other = self.servers("p0", "p4")
+        other.yield_cores()
         _, _, alone = load([first], self.seconds, 1)
-        other, over = self.server("p4", WOOLYAI_PRIORITY="4"), threading.Event()
+        over = threading.Event()
 
         def keep_busy():
             while not over.is_set():
                 token_times(other, 1)
 
-        command = [sys.executable, "-m", "wooly", "run", "-q", sys.executable, "-c", TRAINING]
+        busy = [threading.Thread(target=keep_busy) for _ in range(CLIENTS)]
+        for thread in busy:
+            thread.start()
+        _, _, beside = load([first], self.seconds, 1)
+        over.set()
+        for thread in busy:
+            thread.join()
+        yield from gaps_of("P0 beside a P4 server", beside, alone)
+
+    def beside_training(self):
+        self.drop_all_but("p0")
+        (first,) = self.servers("p0")
+        _, _, alone = load([first], self.seconds, 1)
+        command = [*NICE, sys.executable, "-m", "wooly", "run", "-q", sys.executable, "-c", TRAINING]
         env = self.stack.env | {"WOOLYAI_PRIORITY": "4"}
         with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as training:
             try:
-                training.stdout.readline()
-                busy = threading.Thread(target=keep_busy)
-                busy.start()
+                assert training.stdout.readline() == "training\n"
                 _, _, beside = load([first], self.seconds, 1)
-                over.set()
-                busy.join()
+                assert training.poll() is None, "the training ended"
             finally:
                 training.terminate()
-        for part, name in ((0.5, "p50"), (0.99, "p99")):
-            ours, base = (1e3 * percentile(x, part) for x in (beside, alone))
-            yield row(f"P0 beside P4, time per token, {name}", "ms", ours, base, 1.10 if part > 0.9 else None)
+        yield from gaps_of("P0 beside a P4 training", beside, alone)
 
     def wake(self):
-        for name in list(self._servers):
-            if name != "first":
-                self.drop(name)
-        server, found = self.server("first"), []
+        self.drop_all_but("first")
+        (server,) = self.servers("first")
+        found = []
         warm = statistics.median([token_times(server, 1)[0] for _ in range(5)])
         for _ in range(3):
-            while len(self.stack.sessions()) > 1:  # those of programs that were killed end with their leases
-                time.sleep(1)
-            self.stack.wooly("tasks", "hibernate", self.stack.sessions()[0]["task_id"])
+            (session,) = self.stack.sessions()
+            self.stack.wooly("tasks", "hibernate", session["task_id"])
             while self.stack.sessions()[0]["state"] != "hibernated":
                 time.sleep(0.1)
             found.append(token_times(server, 1)[0])
         yield row("first token after hibernation", "ms", 1e3 * statistics.median(found), 1e3 * warm, None)
 
 
-PARTS = ("one", "weights", "two", "priority", "wake")
+PARTS = ("engine", "one", "two", "weights", "wake", "beside_server", "beside_training")
 
 
 def main():
@@ -213,10 +266,13 @@ def main():
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--only", default=",".join(PARTS), help=f"parts, of {', '.join(PARTS)}")
     parser.add_argument("--size", choices=random_llama.SIZES, default="tiny")
-    parser.add_argument("--seconds", type=float, default=20)
+    parser.add_argument("--seconds", type=float, default=8, help="duration of each measurement")
+    parser.add_argument("--state", type=Path, help="folder of the stack, which keeps compiled kernels for the next run")
+    parser.add_argument("--servers", type=int, default=3, help="number of servers of the part weights")
     chosen = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the stack and the servers end, too
     with tempfile.TemporaryDirectory(prefix="wooly-serving-") as folder, contextlib.ExitStack() as cleanup:
-        bench = Bench(Path(folder), chosen.size, chosen.seconds, cleanup)
+        bench = Bench(Path(folder), chosen, cleanup)
         rows = []
         try:
             for part in PARTS:

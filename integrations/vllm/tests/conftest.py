@@ -8,6 +8,10 @@ from integrations.vllm.tests import random_llama
 from integrations.vllm.tests.servers import Server, Stack
 
 
+def pytest_addoption(parser):
+    parser.addoption("--stack-state", help="folder of the stack of vLLM's tests, which keeps compiled kernels")
+
+
 @pytest.fixture(scope="session")
 def model(tmp_path_factory):
     pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
@@ -17,8 +21,8 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def stack(model, tmp_path_factory):
-    stack = Stack(tmp_path_factory.mktemp("stack"))
+def stack(model, tmp_path_factory, pytestconfig):
+    stack = Stack(pytestconfig.getoption("--stack-state", None) or tmp_path_factory.mktemp("stack"))
     with contextlib.ExitStack() as cleanup:
         cleanup.callback(stack.wooly, "down")
         stack.wooly("up")

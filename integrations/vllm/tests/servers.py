@@ -17,7 +17,7 @@ class Stack:
     """A local stack with one executor, and the commands that use it."""
 
     def __init__(self, state):
-        self.state = state
+        self.state = Path(state)
         quiet = {
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
@@ -49,17 +49,28 @@ class Stack:
 
 
 class Server:
-    """A server of vLLM's for one model."""
+    """A server of vLLM's for one model.
+
+    Args:
+        stack: the local stack.
+        model: folder of the model.
+        folder: folder for the log.
+        arguments: options of `vllm serve`.
+        env: variables of the environment.
+    """
 
     def __init__(self, stack, model, folder, *arguments, **env):
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         self.log = folder / f"server-{self.port}.log"
         sizes = ["--max-model-len", "256", "--kv-cache-memory-bytes", "32M", "--max-num-seqs", "16"]
-        command = [sys.executable, "-m", "wooly", "run", "vllm", "serve", str(model), "--served-model-name", "llama"]
+        command = [sys.executable, "-m", "wooly", "run", "vllm", "serve", str(model)]
+        command += ["--served-model-name", "llama"]
         command += ["--host", "127.0.0.1", "--port", str(self.port), "--dtype", "float32", *sizes, *arguments]
         with self.log.open("wb") as out:
-            self.process = subprocess.Popen(command, env=stack.env | env, stdout=out, stderr=subprocess.STDOUT)
+            self.process = subprocess.Popen(
+                command, env=stack.env | env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+            )
 
     def wait(self):
         """Wait until the server answers."""
@@ -85,6 +96,10 @@ class Server:
         """The tokens that follow a prompt of tokens."""
         asked = {"prompt": prompt, "max_tokens": n, "ignore_eos": True, "return_token_ids": True}
         return self.ask("completions", **asked)["choices"][0]["token_ids"]
+
+    def yield_cores(self):
+        """Leave this machine's cores to other processes."""
+        os.setpriority(os.PRIO_PGRP, self.process.pid, 19)
 
     def close(self):
         self.process.terminate()

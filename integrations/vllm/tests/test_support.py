@@ -16,17 +16,20 @@ def _config(**changed):
         "use_mla": False,
         "is_moe": False,
         "enable_prompt_embeds": False,
+        "enable_sleep_mode": False,
     }
     parallel = {
         f"{name}_parallel_size": 1 for name in ("tensor", "pipeline", "data", "prefill_context", "decode_context")
     }
-    parts = {"cache_dtype": "auto", "speculative_config": None, "kv_transfer_config": None} | model | parallel | changed
+    alone = {"cache_dtype": "auto", "speculative_config": None, "kv_transfer_config": None, "lora_config": None}
+    parts = alone | model | parallel | changed
     return SimpleNamespace(
         model_config=SimpleNamespace(**{name: parts[name] for name in model}),
         parallel_config=SimpleNamespace(**{name: parts[name] for name in parallel}),
         cache_config=SimpleNamespace(cache_dtype=parts["cache_dtype"]),
         speculative_config=parts["speculative_config"],
         kv_transfer_config=parts["kv_transfer_config"],
+        lora_config=parts["lora_config"],
     )
 
 
@@ -64,6 +67,12 @@ def test_configuration_without_model_is_checked():
     config = _config()
     config.model_config = config.cache_config = None
     assert support.unsupported(config) == []
+
+
+def test_adapters_and_sleep_mode_capture_no_graphs():
+    assert not support.uncaptured(_config())
+    assert support.uncaptured(_config(lora_config=object())) == "--enable-lora"
+    assert support.uncaptured(_config(enable_sleep_mode=True)) == "--enable-sleep-mode"
 
 
 def test_release_is_tested_by_its_first_two_numbers():

@@ -155,6 +155,24 @@ def test_upload_from_pinned_memory_waits_for_started_read(cuda):
     assert again.item() == 2
 
 
+def test_upload_of_other_memory_does_not_wait_for_started_read(cuda):
+    link, x, host = attached_links()[0], torch.ones(4, device=cuda), torch.zeros(4, pin_memory=True)
+    torch.cuda.synchronize()
+    host.copy_(x, non_blocking=True)
+    other = torch.arange(3.0).to(cuda)
+    assert link.reads_into(host.untyped_storage()) and not link.reads_into(torch.zeros(4).untyped_storage())
+    assert other.tolist() == [0, 1, 2] and host.tolist() == [1] * 4
+    assert not link.reads_into(host.untyped_storage())
+
+
+def test_upload_of_part_of_pinned_memory_waits_for_started_read(cuda):
+    x, host = torch.ones(4, device=cuda), torch.zeros(4, pin_memory=True)
+    torch.cuda._sleep(50_000_000)
+    host.copy_(x, non_blocking=True)
+    part = torch.from_numpy(host.numpy()[2:]).to(cuda)
+    assert part.tolist() == [1, 1]
+
+
 @pytest.mark.parametrize(
     "make",
     [

@@ -77,10 +77,9 @@ def compute_slot_mappings(
 
 
 def apply_staged_writes(self: Any) -> None:
-    """Replaces `BlockTables.apply_staged_writes`."""
+    """Replaces `BlockTables.apply_staged_writes`. The kernels here need no numbers of blocks, so these are not sent."""
     for table in self.block_tables:
         table.apply_write()
-    self.num_blocks.copy_to_uva()
 
 
 def install() -> None:

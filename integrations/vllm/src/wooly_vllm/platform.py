@@ -106,7 +106,23 @@ class WoolyPlatform(Platform):  # type: ignore[misc] # vLLM has no stubs
 
     @classmethod
     def support_static_graph_mode(cls) -> bool:
-        return False
+        """True: CUDA graphs are Wooly's own. A replay is one message."""
+        return True
+
+    @classmethod
+    def get_static_graph_wrapper_cls(cls) -> str:
+        """The class that captures and replays, of model runner V1."""
+        return "vllm.compilation.cuda_graph.CUDAGraphWrapper"
+
+    @classmethod
+    def apply_config_platform_defaults(cls, vllm_config: VllmConfig) -> None:
+        """Turn `torch.compile` off, and capture whole decode steps as CUDA graphs unless the user asks for another mode."""
+        from vllm.config import CompilationMode, CUDAGraphMode
+
+        compilation = vllm_config.compilation_config
+        compilation.mode = CompilationMode.NONE
+        if compilation.cudagraph_mode is None:
+            compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
 
     @classmethod
     def opaque_attention_op(cls) -> bool:
@@ -114,12 +130,14 @@ class WoolyPlatform(Platform):  # type: ignore[misc] # vLLM has no stubs
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
-        """Choose the worker, and turn off what the device has not: compiled graphs, custom all-reduce, warm-up of kernels.
+        """Choose the worker, and turn off what the device has not: `torch.compile`, custom all-reduce, warm-up of kernels.
 
         Raises:
             ValueError: the configuration uses what does not work on Wooly's device. The message names all of it.
         """
         from vllm.config import CompilationMode, CUDAGraphMode
+
+        from wooly_vllm import stopping  # vLLM imports the platform before its engine
 
         if refused := support.unsupported(vllm_config):
             raise ValueError(
@@ -132,10 +150,12 @@ class WoolyPlatform(Platform):  # type: ignore[misc] # vLLM has no stubs
         if parallel.worker_cls == "auto":
             parallel.worker_cls = "wooly_vllm.worker.WoolyWorker"
         parallel.disable_custom_all_reduce = True
+        stopping.install()
         if facts.has_session():  # a forked process cannot use the session of its parent
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
-        if vllm_config.model_config is not None:
-            vllm_config.model_config.enforce_eager = True
         vllm_config.kernel_config.enable_jit_warmup = False
         compilation = vllm_config.compilation_config
-        compilation.mode, compilation.cudagraph_mode = CompilationMode.NONE, CUDAGraphMode.NONE
+        compilation.mode = CompilationMode.NONE
+        if compilation.cudagraph_mode and (why := support.uncaptured(vllm_config)):
+            log.info("%s: CUDA graphs are off", why)
+            compilation.cudagraph_mode = CUDAGraphMode.NONE

@@ -5,12 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 import vllm._custom_ops as compiled
+import vllm.compilation.cuda_graph as graphs
 import vllm.model_executor.model_loader.base_loader as loaders
+import vllm.v1.engine.core as engine
+from vllm.distributed.parallel_state import (
+    cleanup_dist_env_and_memory,
+    destroy_distributed_environment,
+    destroy_model_parallel,
+)
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.v1.sample.ops import topk_topp_sampler
 from vllm.v1.worker import gpu_worker
+from wooly import api
 
-from wooly_vllm import block_tables, facts
+from wooly_vllm import block_tables, facts, transfers
 
 
 def warm_up(worker: Any, *, process_local_only: bool = False) -> None:
@@ -47,11 +55,28 @@ def load_model(self: Any, vllm_config: Any, model_config: Any, prefix: str = "")
     return model.to(vllm_config.device_config.device)
 
 
+def keep(tensors: Any) -> Any:
+    """Replaces `weak_ref_tensors` in model runner V1: the results of a graph. The executor shares inner memory without it."""
+    return tensors
+
+
+def clean_up() -> None:
+    """End vLLM's groups, and free the device's memory if there is a session. At the exit of a process, it has ended already."""
+    if api.has_session():
+        cleanup_dist_env_and_memory()
+    else:
+        destroy_model_parallel()
+        destroy_distributed_environment()
+
+
 def install() -> None:
     """Replace the functions. Calling it again changes nothing."""
     gpu_worker.kernel_warmup = warm_up
     gpu_worker.request_memory = request_memory
+    graphs.weak_ref_tensors = keep
+    engine.cleanup_dist_env_and_memory = clean_up
     block_tables.install()
+    transfers.install()
     DefaultModelLoader.load_model = load_model
     if not facts.is_gpu():  # PyTorch's sort needs no compiler; compiling the kernel for a CPU takes a minute
         topk_topp_sampler.HAS_TRITON = False

@@ -68,6 +68,19 @@ def unsupported(config: Any) -> list[str]:
     return [text for uses, text in _RULES if uses(config)]
 
 
+def uncaptured(config: Any) -> str:
+    """Why decode steps cannot be CUDA graphs; empty: they can.
+
+    A graph keeps its buffers. Sleep mode frees them, and the adapters of a step are other operators than those of the next step.
+
+    Args:
+        config: vLLM's configuration (`vllm.config.VllmConfig`).
+    """
+    if config.lora_config is not None:
+        return "--enable-lora"
+    return "--enable-sleep-mode" if config.model_config is not None and config.model_config.enable_sleep_mode else ""
+
+
 def is_tested(version: str) -> bool:
     """Whether the tests have run with a release of vLLM."""
     return ".".join(version.split(".")[:2]) in TESTED

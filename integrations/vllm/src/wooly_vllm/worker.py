@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import multiprocessing
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -68,16 +67,9 @@ class WoolyWorker(Worker):  # type: ignore[misc] # vLLM has no stubs
         )
 
     def shutdown(self) -> None:
-        """End the work on the device, and the session, if this process is the engine's.
-
-        If Python exits, the session may have ended already.
-        """
+        """End the work on the device. If Python exits, the session may have ended already."""
         if api.has_session():
             super().shutdown()
-            if (
-                multiprocessing.parent_process() is not None
-            ):  # vLLM ends its engine without running what Python runs at exit
-                api.disable()
 
 
 def _size(nbytes: float) -> str:

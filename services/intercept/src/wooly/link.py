@@ -692,6 +692,12 @@ class Link:
         """Whether half of the `MAX_STARTED_READS` reads are unanswered, so that `fetch` may soon have to wait."""
         return len(self._started) >= MAX_STARTED_READS // 2
 
+    def reads_into(self, memory: torch.UntypedStorage) -> bool:
+        """Whether a started read may still write to host memory."""
+        begin = memory.data_ptr()
+        end = begin + memory.nbytes()
+        return any(c.owner.data_ptr() < end and begin < c.owner.data_ptr() + len(c.into) for c in self._started)
+
     def finish_reads(self, seq: int | None = None) -> None:
         """Wait for the reads that `fetch` started: all of them, or those up to the frame `seq`.
 

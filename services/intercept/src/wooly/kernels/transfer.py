@@ -361,8 +361,8 @@ class Transfer:
                 link.write(to >> ID_SHIFT, (to & OFFSET_MASK) + start, part)
 
     def _upload(self, dst: Tensor, src: Tensor) -> None:
-        self._finish_reads(self._recorder_at(address_of(dst)))
         host = src.detach()
+        self._finish_reads(self._recorder_at(address_of(dst)), host)
         if host.is_conj() or host.is_neg():
             host = host.resolve_conj().resolve_neg()
         if host.device.type != "cpu":
@@ -396,12 +396,14 @@ class Transfer:
                 link.write(buffer, at & OFFSET_MASK, data)
 
     @staticmethod
-    def _finish_reads(recorder: Recorder) -> None:
-        """Wait for the reads that were started: they may still write to the host memory that is read next."""
+    def _finish_reads(recorder: Recorder, host: Tensor) -> None:
+        """Wait for the reads that were started if one of them may still write to the memory of a host tensor."""
         with recorder.lock:
             if recorder.has_deferred:
                 recorder.flush()
-            recorder.require_link().finish_reads()
+            link = recorder.require_link()
+            if host.device.type == "cpu" and link.reads_into(host.untyped_storage()):
+                link.finish_reads()
 
     def _fill(self, dst: Tensor, host: Tensor) -> bool:
         """Record the upload of one element as a `fill` with this number, so that the open program does not end.
