@@ -115,7 +115,7 @@ class Answers:
         piece = self._device.read(memory[:most])
         session.unread.lent = memory[most:] if len(memory) > most else None
         for at in range(0, len(piece), MAX_CHUNK):
-            conn.send(Kind.DATA, piece[at : at + MAX_CHUNK])
+            conn.send_bulk(Kind.DATA, piece[at : at + MAX_CHUNK])
         self._said = True
 
     def _wait_if_full(self, conn: Connection) -> None:

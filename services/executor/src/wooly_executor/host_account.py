@@ -56,6 +56,7 @@ class HostUse:
         buffers: bookkeeping of the buffers, without their contents.
         records: records of a profile that the client has not taken.
         peers: operands and results of a collective that another executor carries.
+        segment: memory that the session shares with its client.
         job: module and pieces of sources and results, if the session is a job: its client is a thread of this process.
     """
 
@@ -68,6 +69,7 @@ class HostUse:
     records: int = 0
     job: int = 0
     peers: int = 0
+    segment: int = 0
 
     @property
     def total(self) -> int:
@@ -81,6 +83,7 @@ class HostUse:
             + self.records
             + self.job
             + self.peers
+            + self.segment
         )
 
     def to_json(self) -> dict[str, int]:

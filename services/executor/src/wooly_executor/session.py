@@ -132,6 +132,7 @@ class Session:
             records=0 if self.recording is None else self.recording.nbytes,
             job=0 if self.job_bytes is None else self.job_bytes(),
             peers=self.peer_bytes,
+            segment=0 if conn is None else conn.shared_bytes,
         )
 
     def fail(self, code: str, message: str, seq: int, instruction: int | None = None) -> None:

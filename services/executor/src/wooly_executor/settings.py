@@ -105,6 +105,13 @@ class ExecutorSettings(BaseSettings):
     strangers_per_peer: int = Field(default=64, ge=1, le=65536)
     hello_s: float = Field(default=10.0, gt=0, le=600)
     spare_descriptors: int = Field(default=64, ge=1, le=65536)
+    shared_memory: int = Field(
+        default=256 << 20,
+        ge=0,
+        le=1 << 32,
+        description="maximum bytes of memory that one session on this host shares with the executor for uploads, downloads and "
+        "pinned tensors, at least 16 MiB; 0: all data passes through the socket",
+    )
     tunnels: int = Field(default=64, ge=1, le=65536)
     tunnels_per_tenant: int = Field(default=16, ge=1, le=65536)
     state_dir: Path = Field(default_factory=_state_dir)
@@ -275,7 +282,9 @@ class ExecutorSettings(BaseSettings):
 
     def stranger_limits(self) -> StrangerLimits:
         """Limits of connections that have not sent a valid hello."""
-        return StrangerLimits(self.strangers, self.strangers_per_peer, self.hello_s, self.spare_descriptors)
+        return StrangerLimits(
+            self.strangers, self.strangers_per_peer, self.hello_s, self.spare_descriptors, self.shared_memory
+        )
 
     def endpoints(self) -> list[str]:
         """The endpoints to listen at: as configured, or a unix socket in the state directory."""

@@ -49,7 +49,11 @@ class Connection:
         Raises:
             ChannelError: the connection broke.
         """
-        self.last = seq = self.channel.send(kind, *buffers) + self._shift
+        if kind is Kind.WRITE and len(buffers) == 2:
+            seq = self.channel.send_bulk(kind, *buffers)
+        else:
+            seq = self.channel.send(kind, *buffers)
+        self.last = seq = seq + self._shift
         return seq
 
     @property
@@ -88,7 +92,7 @@ class Connection:
             WoolyError: the executor refuses the session.
             ChannelError: the connection broke.
         """
-        self.channel.send(Kind.HELLO, pack_json(hello))
+        self.channel.send_hello(Kind.HELLO, pack_json(hello))
         answer = self.channel.recv(timeout)
         if answer.kind == Kind.ERROR:
             error = unpack_json(answer.payload)
@@ -99,6 +103,7 @@ class Connection:
         if why := mismatch(torch.__version__, str(welcome.get("device", {}).get("torch_version", ""))):
             raise ReleaseError(f"cannot use {self.where}: {why}.")
         self.channel.window = int(welcome.get("window", self.channel.window))
+        self.channel.share(int(welcome.get("segment", 0)))
         self.device = welcome.get("device", {})
         self.kind = kind_of(self.device)
 

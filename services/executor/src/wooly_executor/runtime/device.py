@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from wooly_bus.huge_pages import WISH_FROM, wish_for_huge_pages
 from wooly_wis.program import Form, Symbol
 
 from wooly_executor.runtime.calls import LibraryCall
@@ -40,11 +41,16 @@ class TorchDevice:
 
     def zeroed(self, nbytes: int, dtype: torch.dtype = torch.uint8) -> Tensor:
         """Return new memory that is zero, so that it shows no bytes of other sessions."""
+        if self.host and nbytes >= WISH_FROM:
+            return self.empty(-(-nbytes // dtype.itemsize), dtype).zero_()
         return torch.zeros(-(-nbytes // dtype.itemsize), dtype=dtype, device=self.named)
 
     def empty(self, numel: int, dtype: torch.dtype = torch.uint8) -> Tensor:
         """Return uninitialised memory, for a caller that overwrites all of it."""
-        return torch.empty(numel, dtype=dtype, device=self.named)
+        made = torch.empty(numel, dtype=dtype, device=self.named)
+        if self.host and made.nbytes >= WISH_FROM:
+            wish_for_huge_pages(made.data_ptr(), made.nbytes)
+        return made
 
     def copy_target(self, nbytes: int) -> Tensor:
         """Return uninitialised memory that a copy in a `copy_context` will fill, and that programs use afterwards."""
