@@ -41,11 +41,13 @@ class Unread:
         since: when the client last read some bytes, in monotonic seconds.
         nbytes: bytes that were queued then.
         lent: the rest of a large answer that is sent in pieces.
+        place: where in shared memory the client wants the rest; None: anywhere.
     """
 
     since: float = 0.0
     nbytes: int = 0
     lent: Tensor | None = None
+    place: int | None = None
 
 
 @dataclass(eq=False)

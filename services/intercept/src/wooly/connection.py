@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 from wooly_bus.channel import ChannelClient
-from wooly_wis.frames import Kind, pack_json, unpack_json
+from wooly_wis.frames import READ_PLACE, Kind, pack_json, unpack_json
 from wooly_wis.releases import mismatch
 
 from wooly.errors import ReleaseError, WoolyError
 from wooly.failures import error_of
+from wooly.pinned_area import PinnedArea, use
 
 
 class Connection:
@@ -42,15 +43,24 @@ class Connection:
         self._shift = 0
         #: By number of the channel: the number of a frame that was sent again.
         self._again: dict[int, int] = {}
+        #: Where pinned tensors are; None: in ordinary memory.
+        self._pinned: PinnedArea | None = None
 
-    def send(self, kind: Kind, *buffers: Any) -> int:
+    def send(self, kind: Kind, *buffers: Any, into: memoryview | None = None) -> int:
         """Send a frame. Returns its number.
+
+        Args:
+            kind: kind of the frame.
+            buffers: its payload.
+            into: memory for the answer to a READ.
 
         Raises:
             ChannelError: the connection broke.
         """
         if kind is Kind.WRITE and len(buffers) == 2:
             seq = self.channel.send_bulk(kind, *buffers)
+        elif into is not None and (place := self.channel.place_of(into)) is not None:
+            seq = self.channel.send(kind, *buffers, READ_PLACE.pack(place))
         else:
             seq = self.channel.send(kind, *buffers)
         self.last = seq = seq + self._shift
@@ -104,6 +114,9 @@ class Connection:
             raise ReleaseError(f"cannot use {self.where}: {why}.")
         self.channel.window = int(welcome.get("window", self.channel.window))
         self.channel.share(int(welcome.get("segment", 0)))
+        if self.channel.segment is not None:
+            self._pinned = PinnedArea(self.channel.segment)
+            use(self._pinned)
         self.device = welcome.get("device", {})
         self.kind = kind_of(self.device)
 

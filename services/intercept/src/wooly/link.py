@@ -272,7 +272,7 @@ class Link:
             frame = recovery.keep(kind, buffers, into, asks=asks) if kind in KEPT else None
             self._kept = frame
         try:
-            seq = self.connection.send(kind, *buffers)
+            seq = self.connection.send(kind, *buffers, into=into)
         except ChannelError as e:
             try:
                 self.continuation.recover(e)  # sends the frame, if it is kept
@@ -463,7 +463,10 @@ class Link:
             recovery.tell_given_up(why)
 
     def write(self, buffer: int, offset: int, data: memoryview) -> None:
-        """Write `data` into a buffer at a byte offset. After the return, the caller may change `data`."""
+        """Write `data` into a buffer at a byte offset. After the return, the caller may change `data`.
+
+        The executor copies pinned data itself, so this waits for it.
+        """
         if self.recovery is not None:
             self.continuation.cut_if_due(self.recovery)
         for at in range(0, len(data), MAX_CHUNK):
@@ -473,6 +476,10 @@ class Link:
                 self.log.wrote(buffer, offset + at, chunk)
             if self.observer is not None:
                 self.observer.copied(seq, len(chunk), to_device=True)
+        try:
+            self.connection.channel.await_placed()
+        except ChannelError as e:
+            self.continuation.recover(e)  # sends copies of the data
 
     def keep_content(self, buffer: int, data: memoryview) -> None:
         """Note the content of a buffer that the device had already, and that was therefore not sent."""

@@ -53,10 +53,10 @@ class Expected:
         other: the first frame of another kind that was received instead, or the one frame.
     """
 
-    __slots__ = ("_at", "_into", "_kind", "done", "other")
+    __slots__ = ("_at", "_into", "_kind", "_place", "done", "other")
 
-    def __init__(self, into: memoryview, kind: int) -> None:
-        self._into, self._kind, self._at = into, kind, 0
+    def __init__(self, into: memoryview, kind: int, place: int | None = None) -> None:
+        self._into, self._kind, self._at, self._place = into, kind, 0, place
         self.done = kind != _ANY and not len(into)
         self.other: Frame | None = None
 
@@ -109,6 +109,8 @@ class ChannelClient:
         self.segment: Segment | None = None
         self._offered: int | None = None
         self._ring = Ring(0, RING)
+        #: Number of the last frame whose data is in the shared memory itself.
+        self._placed = 0
 
     @classmethod
     def connect(cls, endpoint: Endpoint, *, timeout: float = 5.0, tls: ssl.SSLContext | None = None) -> ChannelClient:
@@ -169,19 +171,39 @@ class ChannelClient:
         return seq
 
     def send_bulk(self, kind: int, prefix: Buffer, data: Buffer) -> int:
-        """Send one bulk frame, as `send` does. Large data goes through shared memory, if there is any."""
+        """Send one bulk frame, as `send` does. Large data goes through shared memory, if there is any.
+
+        Data that is in the shared memory itself must not change until `await_placed` returns.
+        """
         segment, nbytes = self.segment, len(data)
         if segment is None or not SHARED_FROM <= nbytes <= RING // 2:
             return self.send(kind, prefix, data)
-        while (at := self._ring.take(nbytes, self._sent + 1)) is None:
-            self._take()
-        segment.view[at : at + nbytes] = data
+        at = segment.place_of(data)
+        if at is not None:
+            self._placed = self._sent + 1
+        else:
+            while (at := self._ring.take(nbytes, self._sent + 1)) is None:
+                self._take()
+            segment.view[at : at + nbytes] = data
         self._sent = seq = self._sent + 1
         size = len(prefix) + PLACE.size
         self._write([HEADER.pack(size, kind, SHARED, 0, seq), prefix, PLACE.pack(at, nbytes)], size + HEADER.size)
         self._unacked.append((seq, size))
         self._in_flight += size
         return seq
+
+    def await_placed(self) -> None:
+        """Wait until the server has copied all data that is in the shared memory itself.
+
+        Raises:
+            ChannelClosedError: the connection is closed.
+        """
+        while self.acked < self._placed:
+            self._take()
+
+    def place_of(self, into: memoryview) -> int | None:
+        """Where in the shared memory a large answer belongs; None: `into` is not in it."""
+        return None if self.segment is None else self.segment.place_of(into)
 
     def send_hello(self, kind: int, payload: bytes) -> None:
         """Send the hello. On a unix socket, offer memory with it; `share` begins to use the memory."""
@@ -277,7 +299,7 @@ class ChannelClient:
 
         Every later receive fills `into` first. `complete` waits until `into` is full.
         """
-        expected = Expected(into, kind)
+        expected = Expected(into, kind, self.place_of(into))
         if not expected.done:
             self._expected.append(expected)
         return expected
@@ -402,7 +424,8 @@ class ChannelClient:
         data, at = self.segment.part(start, nbytes), expected._at
         if nbytes > len(expected._into) - at:
             raise ProtocolError(f"received {nbytes} bytes of data, but expected at most {len(expected._into) - at}")
-        expected._into[at : at + nbytes] = data
+        if expected._place is None or start != expected._place + at:
+            expected._into[at : at + nbytes] = data
         expected._at = at + nbytes
         self._unacknowledged = _ACK_EVERY
 

@@ -8,6 +8,7 @@ them once and looks only at its copy. Seals keep the size, because an access beh
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import mmap
 import os
@@ -15,6 +16,7 @@ import struct
 from collections import deque
 
 from wooly_bus.channel.framing import ProtocolError
+from wooly_bus.channel.sockets import Buffer
 
 #: Where the data of a frame is: offset in the segment and number of bytes.
 PLACE = struct.Struct("<QQ")
@@ -27,6 +29,8 @@ LEAST = 2 * RING
 SEGMENT = 4 << 30
 #: Data of fewer bytes passes through the socket, which takes less time than the frame's way to the segment and back.
 SHARED_FROM = 64 << 10
+#: Data of fewer bytes in memory that both ends share goes through the ring, because the sender need not wait then.
+PLACED_FROM = 1 << 20
 #: Alignment of data in a ring, in bytes: two cores do not write to one cache line.
 _LINE = 64
 _SEALS = getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_GROW", 0) | getattr(fcntl, "F_SEAL_SEAL", 0)
@@ -58,6 +62,7 @@ class Segment:
         self.descriptor, self.nbytes = descriptor, nbytes
         self._memory = mmap.mmap(descriptor, nbytes)
         self.view = memoryview(self._memory)
+        self._address = _address_of(self.view)
 
     def part(self, at: int, nbytes: int) -> memoryview:
         """The bytes of a place that the other end named.
@@ -68,6 +73,13 @@ class Segment:
         if at > self.nbytes or nbytes > self.nbytes - at:
             raise ProtocolError(f"{nbytes} bytes at {at} are not in the shared memory, which has {self.nbytes} bytes")
         return self.view[at : at + nbytes]
+
+    def place_of(self, data: Buffer) -> int | None:
+        """Where data is that is in the segment; None: it is not, or it has fewer than `PLACED_FROM` bytes."""
+        if len(data) < PLACED_FROM or not isinstance(data, memoryview) or data.readonly:
+            return None
+        at = _address_of(data) - self._address
+        return at if 0 <= at <= self.nbytes - len(data) else None
 
     @property
     def resident(self) -> int:
@@ -82,6 +94,10 @@ class Segment:
             with contextlib.suppress(BufferError):  # a tensor is in it; the memory ends with the tensor
                 self.view.release()
                 self._memory.close()
+
+
+def _address_of(memory: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 def offered_memory() -> int | None:

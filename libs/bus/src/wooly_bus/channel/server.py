@@ -102,7 +102,7 @@ class _Outgoing:
     Attributes:
         kind, seq: the frame.
         data: the data.
-        at: where in the ring it belongs; None: the ring has had no room so far.
+        at: where in the shared memory it belongs; None: in the ring, which has had no room so far.
         done: bytes that were copied.
     """
 
@@ -165,13 +165,19 @@ class Connection:
         self.server._dirty[self] = None
         return self._sent
 
-    def send_bulk(self, kind: int, data: memoryview) -> int:
-        """Queue one frame, as `send` does. Large data goes through shared memory, if there is any."""
+    def send_bulk(self, kind: int, data: memoryview, place: int | None = None) -> int:
+        """Queue one frame, as `send` does. Large data goes through shared memory, if there is any.
+
+        Args:
+            kind: kind of the frame.
+            data: its payload.
+            place: where in the shared memory the client wants the data; None: anywhere.
+        """
         if self.segment is None or not SHARED_FROM <= len(data) <= RING // 2 or self.closed:
             return self.send(kind, data)
         self._queue_ack()
         self._sent += 1
-        self._out.append(_Outgoing(kind, self._sent, data))
+        self._out.append(_Outgoing(kind, self._sent, data, place))
         self.queued_bytes += len(data)
         self.server._dirty[self] = None
         return self._sent
