@@ -21,6 +21,7 @@ CASES = {
     "generate": (("generate.py", 12), "1,7,15"),
     "lora": (("lora.py", 20), "0,5,12"),
     "triton": (("triton_loop.py", 20), "3,12"),
+    "large": (("large.py",), "1,5"),
 }
 
 
@@ -49,7 +50,7 @@ def losing(case):
 
 def cases():
     """Each case with a cut after each program ("0"), and with kept frames alone ("10")."""
-    quick = {("train", "0"), ("generate", "10")}
+    quick = {("train", "0"), ("generate", "10"), ("large", "10")}
     for case in CASES:
         for checkpoint_s, name in (("0", "cuts"), ("10", "frames")):
             marks = () if (case, checkpoint_s) in quick else pytest.mark.slow
