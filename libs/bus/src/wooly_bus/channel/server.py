@@ -563,7 +563,7 @@ class ChannelServer:
             conn._ring.give_back(seq)
             if conn._ring_full:
                 conn._ring_full = False
-                self._watch(conn)
+                self._writable(conn)
             return
         if seq != conn._received + 1:
             raise ProtocolError(f"received frame {seq}, but expected frame {conn._received + 1}")
