@@ -49,7 +49,7 @@ class Store:
     """A server with memory that BULK frames write, and DATA frames read."""
 
     def __init__(self, path, limits=None):
-        self.memory = bytearray(32 << 20)
+        self.memory = bytearray(64 << 20)
         self.server = ChannelServer({BULK: 8}, self.sink)
         self.acceptor = acceptor_of(self.server, **({} if limits is None else {"limits": limits}))
         self.endpoint = self.acceptor.listen(Endpoint.parse(f"unix://{path}"))
@@ -269,8 +269,8 @@ def file(tmp_path):
         (file, "not one of shared memory|may change its size"),
         (lambda _: memory(LEAST, 0, 0), "may change its size"),
         (lambda _: memory(LEAST, fcntl.F_SEAL_GROW), "may change its size"),
-        (lambda _: memory(LEAST - 1), "at least 16777216 are needed"),
-        (lambda _: memory(0), "at least 16777216 are needed"),
+        (lambda _: memory(LEAST - 1), "at least 33554432 are needed"),
+        (lambda _: memory(0), "at least 33554432 are needed"),
         (lambda _: memory(LEAST, SEALS | fcntl.F_SEAL_WRITE), "cannot be mapped"),
     ],
     ids=["pipe", "file", "no seals", "may shrink", "small", "empty", "read only"],
@@ -437,8 +437,8 @@ def test_resident_bytes_are_those_that_were_used():
 # -- rings -----------------------------------------------------------------------------------------------------------
 
 
-@given(st.lists(st.tuples(st.integers(1, 4096), st.integers(0, 3)), max_size=200))
-@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 4096), st.integers(0, 3)), max_size=60))
+@settings(max_examples=100, deadline=None)
 def test_ring_never_hands_out_bytes_that_are_in_use(steps):
     ring, lent, given_back = Ring(1000, 8192), {}, 0
     for seq, (nbytes, acked) in enumerate(steps, 1):

@@ -10,7 +10,7 @@ from wooly import storage
 from wooly.api import attached_links
 from wooly.device import current_devices
 from wooly.kernels.transfer import bytes_of
-from wooly.pinned_area import PinnedArea
+from wooly.pinned_area import PinnedArea, allocate
 from wooly_bus.channel.segment import LEAST, Segment, offered_memory
 
 needs_shared_memory = pytest.mark.skipif(offered_memory() is None, reason="this system has no memfd")
@@ -231,16 +231,19 @@ def test_large_pinned_tensor_is_in_shared_memory_and_transfers_both_ways(cuda):
 
 @needs_shared_memory
 def test_shared_memory_of_freed_pinned_tensors_is_used_again(cuda):
-    for _ in range(20):
-        kept = [torch.empty(8 << 20, pin_memory=True) for _ in range(5)]  # 160 of 240 MiB
+    for _ in range(100):
+        kept = [torch.empty(1 << 20, dtype=torch.uint8, pin_memory=True) for _ in range(4)]  # in all, 400 of 240 MiB
         assert all(shared(t) for t in kept)
         del kept
 
 
 @needs_shared_memory
 def test_pinned_tensors_without_room_in_shared_memory_are_ordinary(cuda):
-    host = torch.arange(65 << 20, dtype=torch.float32)
+    host, room = torch.arange(1 << 20, dtype=torch.float32), []
+    while (part := allocate(1 << 20)) is not None:
+        room.append(part)
     pinned = host.pin_memory()
+    assert len(room) > 100
     assert pinned.is_pinned() and not shared(pinned)
     assert torch.equal(pinned.to(cuda).cpu(), host)
 

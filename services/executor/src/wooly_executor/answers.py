@@ -25,9 +25,6 @@ from wooly_executor.post import Post
 from wooly_executor.runtime.device import TorchDevice
 from wooly_executor.session import Session
 
-#: Bytes of the frames of a large answer: small enough that the client copies one while the executor copies the next.
-PIECE = 1 << 20
-
 
 def require_place(conn: Connection, place: int, nbytes: int) -> None:
     """Check that an answer fits into shared memory at a place that the client names.
@@ -131,8 +128,8 @@ class Answers:
         most = len(memory) if self._device.host else max(self._limits.answers // MAX_CHUNK, 1) * MAX_CHUNK
         piece = self._device.read(memory[:most])
         session.unread.lent = memory[most:] if len(memory) > most else None
-        for at in range(0, len(piece), PIECE):
-            conn.send_bulk(Kind.DATA, piece[at : at + PIECE], None if place is None else place + at)
+        for at in range(0, len(piece), conn.bulk_bytes):
+            conn.send_bulk(Kind.DATA, piece[at : at + conn.bulk_bytes], None if place is None else place + at)
         if place is not None:
             session.unread.place = place + len(piece)
         self._said = True

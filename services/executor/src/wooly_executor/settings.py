@@ -110,7 +110,7 @@ class ExecutorSettings(BaseSettings):
         ge=0,
         le=1 << 32,
         description="maximum bytes of memory that one session on this host shares with the executor for uploads, downloads and "
-        "pinned tensors, at least 16 MiB; 0: all data passes through the socket",
+        "pinned tensors, at least 32 MiB; 0: all data passes through the socket",
     )
     tunnels: int = Field(default=64, ge=1, le=65536)
     tunnels_per_tenant: int = Field(default=16, ge=1, le=65536)

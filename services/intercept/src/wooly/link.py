@@ -469,8 +469,9 @@ class Link:
         """
         if self.recovery is not None:
             self.continuation.cut_if_due(self.recovery)
-        for at in range(0, len(data), MAX_CHUNK):
-            chunk = data[at : at + MAX_CHUNK]
+        size = self.connection.channel.bulk_bytes
+        for at in range(0, len(data), size):
+            chunk = data[at : at + size]
             seq = self.send(Kind.WRITE, WRITE_HEAD.pack(buffer, offset + at), chunk)
             if self.log is not None:
                 self.log.wrote(buffer, offset + at, chunk)

@@ -17,6 +17,8 @@ import ssl
 import time
 from collections import deque
 
+from wooly_wis.frames import MAX_CHUNK
+
 from wooly_bus.channel.endpoint import Endpoint, tune
 from wooly_bus.channel.framing import (
     ACK,
@@ -34,7 +36,17 @@ from wooly_bus.channel.framing import (
     ProtocolError,
     parse_header,
 )
-from wooly_bus.channel.segment import LEAST, PLACE, RING, SEGMENT, SHARED_FROM, Ring, Segment, offered_memory
+from wooly_bus.channel.segment import (
+    CLIENT_PIECE,
+    LEAST,
+    PLACE,
+    RING,
+    SEGMENT,
+    SHARED_FROM,
+    Ring,
+    Segment,
+    offered_memory,
+)
 from wooly_bus.channel.sockets import Buffer, hung_up, input_of, send_gathered, send_with_descriptor, unix_socket
 from wooly_bus.channel.tls import client_context, handshake_error
 
@@ -169,6 +181,11 @@ class ChannelClient:
         self._unacked.append((seq, size))
         self._in_flight += size
         return seq
+
+    @property
+    def bulk_bytes(self) -> int:
+        """Bytes of data that one bulk frame had best."""
+        return MAX_CHUNK if self.segment is None else CLIENT_PIECE
 
     def send_bulk(self, kind: int, prefix: Buffer, data: Buffer) -> int:
         """Send one bulk frame, as `send` does. Large data goes through shared memory, if there is any.

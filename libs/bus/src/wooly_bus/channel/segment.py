@@ -21,8 +21,11 @@ from wooly_bus.channel.sockets import Buffer
 #: Where the data of a frame is: offset in the segment and number of bytes.
 PLACE = struct.Struct("<QQ")
 #: Bytes of a ring: through one ring, the data of the client's frames goes, and through another one, the server's. It fits into
-#: the cache that the cores share, and it has room for a few frames, so that both ends copy at the same time.
-RING = 8 << 20
+#: the cache that the cores share, and it has room for many frames, so that both ends copy at the same time.
+RING = 16 << 20
+#: Bytes of data in one frame of the client, and of the server: so little that one end copies a frame while the other copies the
+#: next one, and so much that the frames themselves take little time.
+CLIENT_PIECE, SERVER_PIECE = 2 << 20, 1 << 20
 #: Bytes of the smallest segment: the two rings.
 LEAST = 2 * RING
 #: Bytes of a segment. A page takes memory only when it is used, and the server says how much of the segment it accepts.

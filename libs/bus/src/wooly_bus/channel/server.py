@@ -18,6 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from wooly_wis.frames import MAX_CHUNK
+
 from wooly_bus.channel.acceptor import Guest
 from wooly_bus.channel.framing import (
     ACK,
@@ -31,7 +33,7 @@ from wooly_bus.channel.framing import (
     ProtocolError,
     parse_header,
 )
-from wooly_bus.channel.segment import PLACE, RING, SHARED_FROM, Ring, Segment
+from wooly_bus.channel.segment import PLACE, RING, SERVER_PIECE, SHARED_FROM, Ring, Segment
 
 log = logging.getLogger("wooly.channel")
 #: Bytes read from a connection per poll if it is the only one. Reading a mebibyte takes the owner's thread up to 2 ms.
@@ -164,6 +166,11 @@ class Connection:
         self.queued_bytes += size + HEADER.size
         self.server._dirty[self] = None
         return self._sent
+
+    @property
+    def bulk_bytes(self) -> int:
+        """Bytes of data that one bulk frame had best."""
+        return MAX_CHUNK if self.segment is None else SERVER_PIECE
 
     def send_bulk(self, kind: int, data: memoryview, place: int | None = None) -> int:
         """Queue one frame, as `send` does. Large data goes through shared memory, if there is any.
