@@ -40,6 +40,8 @@ log = logging.getLogger("wooly.channel")
 READ_PER_POLL = 4 << 20
 #: Bytes copied from or to shared memory at a time. Meanwhile, no other thread executes Python code.
 COPIED_AT_ONCE = 512 << 10
+#: Copying so many bytes from or to shared memory takes as long as receiving one byte.
+COPIED_PER_RECEIVED = 4
 #: Bytes read from a connection per poll if there are several.
 READ_PER_TURN = 512 << 10
 #: Bytes that each frame adds to its size in this budget: after 64 small frames, the next connection is read.
@@ -430,7 +432,7 @@ class ChannelServer:
                 if isinstance(head, _Outgoing):
                     if budget <= 0 or not (copied := self._copy_out(conn, head)):
                         break
-                    budget -= copied
+                    budget -= copied // COPIED_PER_RECEIVED
                     continue
                 if isinstance(conn.sock, ssl.SSLSocket):
                     n = conn.sock.send(head)
@@ -560,9 +562,10 @@ class ChannelServer:
             self._close(conn, "the connection ended inside a frame")
             return None
         incoming.data_got += n
+        received = n if incoming.source is None else n // COPIED_PER_RECEIVED
         if incoming.data_got == incoming.data_len:
             self._deliver(conn, incoming)
-        return n
+        return received
 
     def _begin(self, conn: Connection) -> None:
         length, kind, flags, seq = parse_header(conn._header)
