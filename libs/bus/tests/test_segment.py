@@ -319,6 +319,22 @@ def test_server_maps_no_more_than_it_allows(tmp_path):
     store.stop()
 
 
+def test_client_above_the_limit_of_all_clients_uses_socket_until_another_leaves(tmp_path):
+    store = Store(tmp_path / "s", StrangerLimits(segment=LEAST, segments=2 * LEAST))
+    clients = [connect(store) for _ in range(3)]
+    assert [client.segment is None for client in clients] == [False, False, True]
+    for client in clients:
+        upload(client, 0, b"c" * PIECE)
+        assert download(client, 0, PIECE) == b"c" * PIECE
+    clients[0].close()
+    wait_until(lambda: store.gone)
+    clients.append(connect(store))
+    assert clients[-1].segment is not None
+    for client in clients[1:]:
+        client.close()
+    store.stop()
+
+
 @pytest.mark.parametrize("operation", [lambda fd: os.ftruncate(fd, 0), lambda fd: os.ftruncate(fd, 2 * SEGMENT)])
 def test_offered_memory_cannot_change_its_size(operation):
     descriptor = offered_memory()

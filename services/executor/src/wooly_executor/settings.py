@@ -112,6 +112,11 @@ class ExecutorSettings(BaseSettings):
         description="maximum bytes of memory that one session on this host shares with the executor for uploads, downloads and "
         "pinned tensors, at least 32 MiB; 0: all data passes through the socket",
     )
+    shared_memory_total: Annotated[int, Field(ge=0)] | None = Field(
+        default=None,
+        description="the same limit for all sessions together, by default a quarter of `host_memory`; the data of sessions above "
+        "it passes through the socket",
+    )
     tunnels: int = Field(default=64, ge=1, le=65536)
     tunnels_per_tenant: int = Field(default=16, ge=1, le=65536)
     state_dir: Path = Field(default_factory=_state_dir)
@@ -282,8 +287,14 @@ class ExecutorSettings(BaseSettings):
 
     def stranger_limits(self) -> StrangerLimits:
         """Limits of connections that have not sent a valid hello."""
+        total = self.host_memory // 4 if self.shared_memory_total is None else self.shared_memory_total
         return StrangerLimits(
-            self.strangers, self.strangers_per_peer, self.hello_s, self.spare_descriptors, self.shared_memory
+            self.strangers,
+            self.strangers_per_peer,
+            self.hello_s,
+            self.spare_descriptors,
+            self.shared_memory,
+            total,
         )
 
     def endpoints(self) -> list[str]:

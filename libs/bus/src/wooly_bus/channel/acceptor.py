@@ -72,6 +72,7 @@ class StrangerLimits:
         hello_s: seconds from accepting a connection to the last byte of its hello, including the TLS handshake.
         spare_descriptors: descriptors of the process that are reserved for the files and tunnels of sessions.
         segment: bytes of memory that one client may share with this process; 0: none.
+        segments: the same for all clients; those above it share none.
     """
 
     total: int = 256
@@ -79,6 +80,7 @@ class StrangerLimits:
     hello_s: float = 10.0
     spare_descriptors: int = 64
     segment: int = 256 << 20
+    segments: int = 4 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +183,7 @@ class Acceptor:
         self._groups: dict[str, dict[_Stranger, None]] = {}
         self._adopted: deque[tuple[socket.socket, str, str]] = deque()
         self._may_accept = 0
+        self._segments: list[Segment] = []
         self._paused_until: float | None = None
         self._lock = threading.Lock()  # guards `_closing` and `_adopted` in `adopt`
         self._closing = False
@@ -455,16 +458,23 @@ class Acceptor:
         return n
 
     def _segment(self, stranger: _Stranger) -> Segment | None:
-        """The memory that a stranger shares.
+        """The memory that a stranger shares; None: it offers none, or this process shares no more.
 
         Raises:
             SegmentError: the memory cannot be shared.
         """
-        descriptor = stranger.descriptor
-        if descriptor is None or self.limits.segment < LEAST:
+        descriptor, most = stranger.descriptor, self.limits.segment
+        if descriptor is None or most < LEAST:
+            return None
+        self._segments = [segment for segment in self._segments if segment.descriptor >= 0]
+        shared = sum([segment.nbytes for segment in self._segments])
+        if shared + most > self.limits.segments:
+            log.info("%s shares no memory, because other clients share %d bytes", stranger.peer, shared)
             return None
         stranger.descriptor = None
-        return accepted(descriptor, self.limits.segment)
+        segment = accepted(descriptor, most)
+        self._segments.append(segment)
+        return segment
 
     def _length(self, header: bytearray) -> int:
         """Length of a hello's payload, in bytes.
