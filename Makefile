@@ -110,6 +110,7 @@ format: setup ## let ruff put the code in order
 bench: setup ## the benchmarks: the client against local PyTorch, the cores of dispatch, memory and placement, tenants against each other, a thousand sessions
 	$(BIN)/python bench/client.py
 	$(BIN)/python bench/far.py
+	$(BIN)/python bench/bytes.py
 	$(BIN)/python bench/kernels.py
 	$(BIN)/python bench/dispatch.py
 	$(BIN)/python bench/memory.py

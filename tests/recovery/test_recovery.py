@@ -24,6 +24,7 @@ CASES = {
     "generate": (("generate.py", 12), "1,7,15"),
     "lora": (("lora.py", 20), "0,5,12"),
     "triton": (("triton_loop.py", 20), "3,12"),
+    "large": (("large.py",), "1,5"),
 }
 
 

@@ -1,6 +1,7 @@
 """Pinned host memory: `is_pinned`, data loaders, and copies that do not wait."""
 
 import gc
+import itertools
 
 import pytest
 import torch
@@ -8,6 +9,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from wooly import storage
 from wooly.api import attached_links
 from wooly.device import current_devices
+from wooly.kernels.transfer import bytes_of
+from wooly.pinned_area import PinnedArea, allocate
+from wooly_bus.channel.segment import LEAST, Segment, offered_memory
+
+needs_shared_memory = pytest.mark.skipif(offered_memory() is None, reason="this system has no memfd")
 
 
 @pytest.mark.parametrize(
@@ -221,3 +227,64 @@ def test_registered_host_memory_is_pinned(cuda):
     t = torch.ones(20)
     assert not torch.cuda.cudart().cudaHostRegister(t.data_ptr(), 80, 0) and t.is_pinned()
     assert not torch.cuda.cudart().cudaHostUnregister(t.data_ptr()) and not t.is_pinned()
+
+
+def shared(t):
+    """Whether the executor can access a host tensor."""
+    return attached_links()[0].connection.channel.place_of(bytes_of(t)) is not None
+
+
+@needs_shared_memory
+def test_large_pinned_tensor_is_in_shared_memory_and_transfers_both_ways(cuda):
+    host = torch.randn(1 << 20)
+    pinned, back = host.pin_memory(), torch.zeros(1 << 20, pin_memory=True)
+    assert shared(pinned) and shared(back) and not shared(host)
+    there = pinned.to(cuda)
+    pinned.zero_()
+    back.copy_(there)
+    assert torch.equal(back, host)
+    back[1:].copy_(there[:-1])
+    assert torch.equal(back[1:], host[:-1]) and back[0] == host[0]
+
+
+@needs_shared_memory
+def test_shared_memory_of_freed_pinned_tensors_is_used_again(cuda):
+    for _ in range(100):
+        kept = [torch.empty(1 << 20, dtype=torch.uint8, pin_memory=True) for _ in range(4)]  # in all, 400 of 240 MiB
+        assert all(shared(t) for t in kept)
+        del kept
+
+
+@needs_shared_memory
+def test_pinned_tensors_without_room_in_shared_memory_are_ordinary(cuda):
+    host, room = torch.arange(1 << 20, dtype=torch.float32), []
+    while (part := allocate(1 << 20)) is not None:
+        room.append(part)
+    pinned = host.pin_memory()
+    assert len(room) > 100
+    assert pinned.is_pinned() and not shared(pinned)
+    assert torch.equal(pinned.to(cuda).cpu(), host)
+
+
+@needs_shared_memory
+def test_small_pinned_tensors_are_not_in_shared_memory(cuda):
+    assert not shared(torch.ones(1000).pin_memory())
+
+
+@needs_shared_memory
+def test_pinned_area_hands_out_each_byte_once_and_joins_what_is_freed():
+    segment = Segment(offered_memory(), LEAST + (1 << 20))
+    area = PinnedArea(segment)
+    parts = [area.allocate(100_000) for _ in range(10)]
+    assert area.allocate(100_000) is None
+    starts = sorted(part.ctypes.data for part in parts)
+    assert all(b - a >= 100_000 and a % 64 == 0 for a, b in itertools.pairwise(starts))
+    del parts[::2]
+    gc.collect()
+    assert area.allocate(200_000) is None
+    del parts
+    gc.collect()
+    whole = area.allocate(1 << 20)
+    segment.close()
+    whole[:] = 1
+    assert whole.sum() == 1 << 20 and area.allocate(64) is None

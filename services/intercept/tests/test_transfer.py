@@ -105,3 +105,49 @@ def test_conversion_operators_stay_keys_of_tables(cuda):
     assert {operator: 1}[torch.ops.aten._to_copy.default] == 1 and hash(operator) in map(
         hash, torch._decomp.decomposition_table
     )
+
+
+@pytest.mark.parametrize("n", [1 << 18, (1 << 18) + 1, 3 << 20])
+def test_large_tensor_keeps_its_bytes_both_ways(cuda, n):
+    host = torch.randn(n)
+    there = host.to(cuda)
+    assert torch.equal(there.cpu(), host)
+    back = torch.zeros(n)
+    before = back._version
+    assert back.copy_(there) is back and torch.equal(back, host) and back._version == before + 1
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        lambda: torch.zeros(1 << 20, dtype=torch.float64),
+        lambda: torch.zeros(1 << 20, 2)[:, 0],
+        lambda: torch.zeros(3, 1 << 20),
+        lambda: torch.zeros(1 << 20, dtype=torch.complex64).imag,
+    ],
+    ids=["dtype", "gaps", "expanded", "part of complex numbers"],
+)
+def test_large_download_to_another_layout_converts(cuda, target):
+    host, found = torch.randn(1 << 20), target()
+    found.copy_(host.to(cuda))
+    assert torch.equal(found, torch.zeros_like(found).copy_(host))
+
+
+def test_large_download_of_transposed_tensor_and_of_views(cuda):
+    host = torch.randn(1000, 1001)
+    there = host.to(cuda)
+    assert torch.equal(there.T.cpu(), host.T) and torch.equal(there[500:].cpu(), host[500:])
+    assert torch.equal(there[:, 7:].cpu(), host[:, 7:])
+    z = torch.randn(600_000, dtype=torch.complex64)
+    assert torch.equal(z.to(cuda).conj().cpu(), z.conj())
+    found = torch.zeros_like(z).conj()
+    found.copy_(z.to(cuda))
+    assert torch.equal(found, z)
+
+
+def test_failed_large_download_leaves_its_target(cuda):
+    lost = torch.arange(3.0, device=cuda).gather(0, torch.full((1 << 20,), 7, device=cuda))
+    host = torch.ones(1 << 20)
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        host.copy_(lost)
+    assert bool((host == 1).all())

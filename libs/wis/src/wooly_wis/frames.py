@@ -55,6 +55,8 @@ class Kind(IntEnum):
 RUN_HEAD = struct.Struct(f"<{DIGEST_SIZE}sIIII")
 WRITE_HEAD = struct.Struct("<QQ")
 READ_HEAD = struct.Struct("<QQQ")
+#: Behind READ_HEAD, if the client wants a large answer in memory that it shares with the executor: offset in that memory.
+READ_PLACE = struct.Struct("<Q")
 #: Layout of STATS: bytes that the session wants to allocate, or 0. The payload may be empty.
 STATS_HEAD = struct.Struct("<Q")
 #: Layout of BUFFERS: the answer lists at most `BUFFERS_AT_ONCE` buffers, from the first id that is greater than this one.
@@ -162,16 +164,18 @@ def wants_reply(payload: bytes | memoryview) -> bool:
     return bool(flags & REPLY)
 
 
-def unpack_read(payload: bytes | memoryview) -> tuple[int, int, int]:
-    """(buffer, byte offset, byte count) of a READ frame.
+def unpack_read(payload: bytes | memoryview) -> tuple[int, int, int, int | None]:
+    """(buffer, byte offset, byte count, place in shared memory or None) of a READ frame.
 
     Raises:
         DecodeError: the frame's length is wrong.
     """
-    if len(payload) != READ_HEAD.size:
-        raise DecodeError(f"READ frame has {len(payload)} bytes, not {READ_HEAD.size}")
-    buffer, offset, nbytes = READ_HEAD.unpack(payload)
-    return buffer, offset, nbytes
+    placed = READ_HEAD.size + READ_PLACE.size
+    if len(payload) not in (READ_HEAD.size, placed):
+        raise DecodeError(f"READ frame has {len(payload)} bytes, not {READ_HEAD.size} or {placed}")
+    buffer, offset, nbytes = READ_HEAD.unpack_from(payload)
+    place = READ_PLACE.unpack_from(payload, READ_HEAD.size)[0] if len(payload) == placed else None
+    return buffer, offset, nbytes, place
 
 
 def unpack_stats(payload: bytes | memoryview) -> int:

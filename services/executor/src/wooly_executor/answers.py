@@ -16,6 +16,7 @@ from torch import Tensor
 from wooly_bus.channel import ChannelServer, Connection
 from wooly_wis.frames import ANSWER_COPIED, MAX_CHUNK, Kind, pack_json
 
+from wooly_executor.errors import BindingError
 from wooly_executor.flow import Frame as AnyFrame
 from wooly_executor.flow import Overdue, Signal, note
 from wooly_executor.frames import Failure, awaited
@@ -23,6 +24,19 @@ from wooly_executor.host_account import MAX_PIECES, HostLimits
 from wooly_executor.post import Post
 from wooly_executor.runtime.device import TorchDevice
 from wooly_executor.session import Session
+
+
+def require_place(conn: Connection, place: int, nbytes: int) -> None:
+    """Check that an answer fits into shared memory at a place that the client names.
+
+    Raises:
+        BindingError: no memory is shared, or the place is not in it.
+    """
+    have = 0 if conn.segment is None else conn.segment.nbytes
+    if place > have or nbytes > have - place:
+        raise BindingError(
+            f"{nbytes} bytes at {place} are not in the memory that client and executor share ({have} bytes)"
+        )
 
 
 class Answers:
@@ -84,8 +98,8 @@ class Answers:
         """Tell the client why a frame is not processed now. The frame may still be processed later."""
         self.say(conn, Failure(code, message, frame.seq, None).to_json(), Kind.ERROR)
 
-    def data(self, session: Session, conn: Connection, memory: Tensor) -> None:
-        """Answer with the bytes of a flat tensor of the session.
+    def data(self, session: Session, conn: Connection, memory: Tensor, place: int | None = None) -> None:
+        """Answer with the bytes of a flat tensor of the session, in shared memory at `place` if that is not None.
 
         Small data is copied. Large data is sent straight from the buffer, and nothing may change the buffer until all bytes are
         sent. If the host cannot address the device's memory, the data goes through host memory in pieces, each no larger than the
@@ -101,7 +115,7 @@ class Answers:
             return
         if nbytes:
             note(session.flow, Signal.BUFFERS_LENT)
-            session.unread.lent = memory
+            session.unread.lent, session.unread.place = memory, place
             self._lend(session, conn)
             self._wait(session, conn)
         else:
@@ -109,13 +123,15 @@ class Answers:
 
     def _lend(self, session: Session, conn: Connection) -> None:
         """Send the next piece of a large answer."""
-        memory = session.unread.lent
+        memory, place = session.unread.lent, session.unread.place
         assert memory is not None
         most = len(memory) if self._device.host else max(self._limits.answers // MAX_CHUNK, 1) * MAX_CHUNK
         piece = self._device.read(memory[:most])
         session.unread.lent = memory[most:] if len(memory) > most else None
-        for at in range(0, len(piece), MAX_CHUNK):
-            conn.send(Kind.DATA, piece[at : at + MAX_CHUNK])
+        for at in range(0, len(piece), conn.bulk_bytes):
+            conn.send_bulk(Kind.DATA, piece[at : at + conn.bulk_bytes], None if place is None else place + at)
+        if place is not None:
+            session.unread.place = place + len(piece)
         self._said = True
 
     def _wait_if_full(self, conn: Connection) -> None:

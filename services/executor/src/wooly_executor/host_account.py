@@ -56,6 +56,7 @@ class HostUse:
         buffers: bookkeeping of the buffers, without their contents.
         records: records of a profile that the client has not taken.
         peers: operands and results of a collective that another executor carries.
+        segment: memory that the session shares with its client. It has limits of its own, and is no part of the total.
         job: module and pieces of sources and results, if the session is a job: its client is a thread of this process.
     """
 
@@ -68,6 +69,7 @@ class HostUse:
     records: int = 0
     job: int = 0
     peers: int = 0
+    segment: int = 0
 
     @property
     def total(self) -> int:
@@ -127,5 +129,7 @@ def session_to_end(holders: Iterable[Holder], limits: HostLimits, decoded: int) 
 
 
 def _parts(use: HostUse) -> str:
-    parts = sorted([(n, k) for k, n in use.to_json().items() if k not in ("host_total", "host_definitions") and n])
+    parts = sorted(
+        [(n, k) for k, n in use.to_json().items() if k not in ("host_total", "host_definitions", "host_segment") and n]
+    )
     return ", ".join([f"{name.removeprefix('host_')} {n}" for n, name in reversed(parts)])

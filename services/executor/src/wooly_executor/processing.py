@@ -27,7 +27,7 @@ from wooly_wis.frames import (
     unpack_stats,
 )
 
-from wooly_executor.answers import Answers
+from wooly_executor.answers import Answers, require_place
 from wooly_executor.busy_time import BusyTime
 from wooly_executor.checkpoints.cuts import Cuts
 from wooly_executor.collectives.peers import MAX_REASON
@@ -132,10 +132,13 @@ class Processing:
         elif frame.refused:
             return
         elif kind == _READ:
-            buffer, offset, nbytes = unpack_read(frame.payload)
+            buffer, offset, nbytes, place = unpack_read(frame.payload)
+            if place is not None:
+                require_place(conn, place, nbytes)
             if not answers.failure(session, conn):
                 begun = time.perf_counter_ns()
-                answers.data(session, conn, self._runs.memory(session, buffer, offset, nbytes, writing=False))
+                memory = self._runs.memory(session, buffer, offset, nbytes, writing=False)
+                answers.data(session, conn, memory, place)
                 if session.recording is not None:
                     session.recording.copied(frame.seq, begun)
         elif kind == _SYNC:

@@ -41,11 +41,13 @@ class Unread:
         since: when the client last read some bytes, in monotonic seconds.
         nbytes: bytes that were queued then.
         lent: the rest of a large answer that is sent in pieces.
+        place: where in shared memory the client wants the rest; None: anywhere.
     """
 
     since: float = 0.0
     nbytes: int = 0
     lent: Tensor | None = None
+    place: int | None = None
 
 
 @dataclass(eq=False)
@@ -132,6 +134,7 @@ class Session:
             records=0 if self.recording is None else self.recording.nbytes,
             job=0 if self.job_bytes is None else self.job_bytes(),
             peers=self.peer_bytes,
+            segment=0 if conn is None else conn.shared_bytes,
         )
 
     def fail(self, code: str, message: str, seq: int, instruction: int | None = None) -> None:

@@ -221,6 +221,8 @@ class Sessions:
         facts = self._runtime.facts() | {"total_memory": session.quota, "libraries": libraries}
         facts |= {"instance": self._instance, "ipc": True}
         welcome = {"protocol": PROTOCOL, "session_id": session.id, "window": WINDOW, "device": facts}
+        if conn.segment is not None:
+            welcome["segment"] = conn.segment.nbytes
         self._answers.say(conn, welcome, Kind.WELCOME)
         self._post.add(session, ClientCame(planned=hello.jit == "full" and session.tiers is not None))
 

@@ -114,6 +114,18 @@ class ExecutorSettings(BaseSettings):
     strangers_per_peer: int = Field(default=64, ge=1, le=65536)
     hello_s: float = Field(default=10.0, gt=0, le=600)
     spare_descriptors: int = Field(default=64, ge=1, le=65536)
+    shared_memory: int = Field(
+        default=256 << 20,
+        ge=0,
+        le=1 << 32,
+        description="maximum bytes of memory that one session on this host shares with the executor for uploads, downloads and "
+        "pinned tensors, at least 32 MiB; 0: all data passes through the socket",
+    )
+    shared_memory_total: Annotated[int, Field(ge=0)] | None = Field(
+        default=None,
+        description="the same limit for all sessions together, by default a quarter of `host_memory`; the data of sessions above "
+        "it passes through the socket",
+    )
     tunnels: int = Field(default=64, ge=1, le=65536)
     tunnels_per_tenant: int = Field(default=16, ge=1, le=65536)
     state_dir: Path = Field(default_factory=_state_dir)
@@ -288,7 +300,15 @@ class ExecutorSettings(BaseSettings):
 
     def stranger_limits(self) -> StrangerLimits:
         """Limits of connections that have not sent a valid hello."""
-        return StrangerLimits(self.strangers, self.strangers_per_peer, self.hello_s, self.spare_descriptors)
+        total = self.host_memory // 4 if self.shared_memory_total is None else self.shared_memory_total
+        return StrangerLimits(
+            self.strangers,
+            self.strangers_per_peer,
+            self.hello_s,
+            self.spare_descriptors,
+            self.shared_memory,
+            total,
+        )
 
     def endpoints(self) -> list[str]:
         """The endpoints to listen at: as configured, or a unix socket in the state directory."""

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 from wooly_bus.channel import ChannelClient
-from wooly_wis.frames import Kind, pack_json, unpack_json
+from wooly_wis.frames import READ_PLACE, Kind, pack_json, unpack_json
 from wooly_wis.releases import mismatch
 
 from wooly.errors import ReleaseError, WoolyError
 from wooly.failures import error_of
+from wooly.pinned_area import PinnedArea, use
 
 
 class Connection:
@@ -42,14 +43,27 @@ class Connection:
         self._shift = 0
         #: By number of the channel: the number of a frame that was sent again.
         self._again: dict[int, int] = {}
+        #: Where pinned tensors are; None: in ordinary memory.
+        self._pinned: PinnedArea | None = None
 
-    def send(self, kind: Kind, *buffers: Any) -> int:
+    def send(self, kind: Kind, *buffers: Any, into: memoryview | None = None) -> int:
         """Send a frame. Returns its number.
+
+        Args:
+            kind: kind of the frame.
+            buffers: its payload.
+            into: memory for the answer to a READ.
 
         Raises:
             ChannelError: the connection broke.
         """
-        self.last = seq = self.channel.send(kind, *buffers) + self._shift
+        if kind is Kind.WRITE and len(buffers) == 2:
+            seq = self.channel.send_bulk(kind, *buffers)
+        elif into is not None and (place := self.channel.place_of(into)) is not None:
+            seq = self.channel.send(kind, *buffers, READ_PLACE.pack(place))
+        else:
+            seq = self.channel.send(kind, *buffers)
+        self.last = seq = seq + self._shift
         return seq
 
     @property
@@ -88,7 +102,7 @@ class Connection:
             WoolyError: the executor refuses the session.
             ChannelError: the connection broke.
         """
-        self.channel.send(Kind.HELLO, pack_json(hello))
+        self.channel.send_hello(Kind.HELLO, pack_json(hello))
         answer = self.channel.recv(timeout)
         if answer.kind == Kind.ERROR:
             error = unpack_json(answer.payload)
@@ -99,6 +113,10 @@ class Connection:
         if why := mismatch(torch.__version__, str(welcome.get("device", {}).get("torch_version", ""))):
             raise ReleaseError(f"cannot use {self.where}: {why}.")
         self.channel.window = int(welcome.get("window", self.channel.window))
+        self.channel.share(int(welcome.get("segment", 0)))
+        if self.channel.segment is not None:
+            self._pinned = PinnedArea(self.channel.segment)
+            use(self._pinned)
         self.device = welcome.get("device", {})
         self.kind = kind_of(self.device)
 

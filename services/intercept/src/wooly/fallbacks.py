@@ -1,6 +1,6 @@
 """Counts fallbacks: operators on device tensors that the client's CPU computes. The expected count is zero.
 
-Device data reaches the CPU only through `Transfer.to_host`. A *fallback* is one of these:
+Device data reaches the CPU only through `Transfer.to_host` and `Transfer.copy_`. A *fallback* is one of these:
 
 - A Wooly kernel reads device data, although its operator is not a transfer.
 - The program calls a function with device tensors. Inside this call, PyTorch's composite code reads their data (for example by

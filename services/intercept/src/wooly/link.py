@@ -278,7 +278,7 @@ class Link:
             frame = recovery.keep(kind, buffers, into, asks=asks) if kind in KEPT else None
             self._kept = frame
         try:
-            seq = self.connection.send(kind, *buffers)
+            seq = self.connection.send(kind, *buffers, into=into)
         except ChannelError as e:
             try:
                 self.continuation.recover(e)  # sends the frame, if it is kept
@@ -479,17 +479,25 @@ class Link:
             recovery.tell_given_up(why)
 
     def write(self, buffer: int, offset: int, data: memoryview) -> None:
-        """Write `data` into a buffer at a byte offset. After the return, the caller may change `data`."""
+        """Write `data` into a buffer at a byte offset. After the return, the caller may change `data`.
+
+        The executor copies pinned data itself, so this waits for it.
+        """
         if self.recovery is not None:
             self.continuation.cut_if_due(self.recovery)
         began = self.waits.clock() if len(data) >= LARGE else 0.0
-        for at in range(0, len(data), MAX_CHUNK):
-            chunk = data[at : at + MAX_CHUNK]
+        size = self.connection.channel.bulk_bytes
+        for at in range(0, len(data), size):
+            chunk = data[at : at + size]
             seq = self.send(Kind.WRITE, WRITE_HEAD.pack(buffer, offset + at), chunk)
             if self.log is not None:
                 self.log.wrote(buffer, offset + at, chunk)
             if self.observer is not None:
                 self.observer.copied(seq, len(chunk), to_device=True)
+        try:
+            self.connection.channel.await_placed()
+        except ChannelError as e:
+            self.continuation.recover(e)  # sends copies of the data
         if began:
             self.waits.sent(self.waits.clock() - began)
 

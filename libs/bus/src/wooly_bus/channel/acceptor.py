@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import os
 import secrets
 import selectors
 import socket
@@ -26,6 +27,8 @@ from typing import Any
 from wooly_bus.channel.descriptors import free_descriptors
 from wooly_bus.channel.endpoint import Endpoint, tune
 from wooly_bus.channel.framing import HEADER, SOCKET_BUFFER, ChannelError, ProtocolError, parse_header
+from wooly_bus.channel.segment import LEAST, Segment, accepted
+from wooly_bus.channel.sockets import receive_with_descriptors
 from wooly_bus.limited_log import LimitedLog
 from wooly_bus.supervision import start_thread
 
@@ -68,12 +71,16 @@ class StrangerLimits:
         per_peer: strangers at the same time from one network address, one unix socket, or one tenant's tunnels.
         hello_s: seconds from accepting a connection to the last byte of its hello, including the TLS handshake.
         spare_descriptors: descriptors of the process that are reserved for the files and tunnels of sessions.
+        segment: bytes of memory that one client may share with this process; 0: none.
+        segments: the same for all clients; those above it share none.
     """
 
     total: int = 256
     per_peer: int = 64
     hello_s: float = 10.0
     spare_descriptors: int = 64
+    segment: int = 256 << 20
+    segments: int = 4 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +91,13 @@ class Guest:
         sock: the socket, non-blocking.
         peer: address of the client, for messages.
         admitted: the result of the check of the hello.
+        segment: memory that the client shares; None: it offered none, or none is accepted.
     """
 
     sock: socket.socket
     peer: str
     admitted: Any
+    segment: Segment | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +121,7 @@ class _Stranger:
         payload: payload of the hello; None: the header is not complete.
         got: bytes received of the header or payload.
         interest: events for which the selector watches the socket.
+        descriptor: descriptor that came with the hello.
     """
 
     sock: socket.socket
@@ -123,6 +133,7 @@ class _Stranger:
     payload: bytearray | None = None
     got: int = 0
     interest: int = 0
+    descriptor: int | None = None
 
 
 class _ClosedEarly(Exception):
@@ -172,6 +183,7 @@ class Acceptor:
         self._groups: dict[str, dict[_Stranger, None]] = {}
         self._adopted: deque[tuple[socket.socket, str, str]] = deque()
         self._may_accept = 0
+        self._segments: list[Segment] = []
         self._paused_until: float | None = None
         self._lock = threading.Lock()  # guards `_closing` and `_adopted` in `adopt`
         self._closing = False
@@ -387,11 +399,17 @@ class Acceptor:
             if not self._receive(stranger):
                 return
             assert stranger.payload is not None
+            segment = self._segment(stranger)
             # Not earlier: a stranger must not fill more memory than the kernel's default buffers.
             tune(stranger.sock, SOCKET_BUFFER)
-            admitted = self._check(stranger.payload)
-            self._forget(stranger)
-            self._deliver(Guest(stranger.sock, stranger.peer, admitted))
+            try:
+                admitted = self._check(stranger.payload)
+                self._forget(stranger)
+                self._deliver(Guest(stranger.sock, stranger.peer, admitted, segment))
+            except BaseException:
+                if segment is not None:
+                    segment.close()
+                raise
             self.welcomed += 1
         except Exception as e:
             self._fail(stranger, e)
@@ -407,7 +425,7 @@ class Acceptor:
             while True:
                 into = stranger.header if stranger.payload is None else stranger.payload
                 if stranger.got < len(into):
-                    n = sock.recv_into(memoryview(into)[stranger.got :])
+                    n = self._receive_some(stranger, memoryview(into)[stranger.got :])
                     if not n:
                         raise _ClosedEarly
                     stranger.got += n
@@ -421,15 +439,54 @@ class Acceptor:
             self._watch(stranger, selectors.EVENT_WRITE)
         return False
 
+    def _receive_some(self, stranger: _Stranger, into: memoryview) -> int:
+        """Receive bytes of a hello, and the descriptor that may come with them. Returns the number of bytes.
+
+        Raises:
+            ProtocolError: several descriptors came.
+        """
+        if stranger.sock.family != socket.AF_UNIX:
+            return stranger.sock.recv_into(into)
+        n, descriptors = receive_with_descriptors(stranger.sock, into)
+        for descriptor in descriptors:
+            self._may_accept -= 1
+            if stranger.descriptor is None:
+                stranger.descriptor = descriptor
+            else:
+                os.close(descriptor)
+                raise ProtocolError("several file descriptors came with the hello; send one, of shared memory")
+        return n
+
+    def _segment(self, stranger: _Stranger) -> Segment | None:
+        """The memory that a stranger shares; None: it offers none, or this process shares no more.
+
+        Raises:
+            SegmentError: the memory cannot be shared.
+        """
+        descriptor, most = stranger.descriptor, self.limits.segment
+        if descriptor is None or most < LEAST:
+            return None
+        self._segments = [segment for segment in self._segments if segment.descriptor >= 0]
+        shared = sum([segment.nbytes for segment in self._segments])
+        if shared + most > self.limits.segments:
+            log.info("%s shares no memory, because other clients share %d bytes", stranger.peer, shared)
+            return None
+        stranger.descriptor = None
+        segment = accepted(descriptor, most)
+        self._segments.append(segment)
+        return segment
+
     def _length(self, header: bytearray) -> int:
         """Length of a hello's payload, in bytes.
 
         Raises:
             ProtocolError: the header is not that of a hello.
         """
-        length, kind, _, seq = parse_header(header)
+        length, kind, flags, seq = parse_header(header)
         if kind != self._hello:
             raise ProtocolError("the first frame must be HELLO")
+        if flags:
+            raise ProtocolError(f"reserved header bits are set in the hello (flags {flags:#x})")
         if seq != 1:
             raise ProtocolError(f"received frame {seq}, but expected frame 1")
         if length > MAX_HELLO:
@@ -471,7 +528,10 @@ class Acceptor:
             stranger.sock.close()
 
     def _forget(self, stranger: _Stranger) -> None:
-        """Remove a connection from the strangers. A second call does nothing."""
+        """Remove a connection from the strangers, and close its descriptor. A second call does nothing."""
+        if stranger.descriptor is not None:
+            os.close(stranger.descriptor)
+            stranger.descriptor = None
         if stranger.interest:
             stranger.interest = 0
             with contextlib.suppress(OSError, ValueError, KeyError):

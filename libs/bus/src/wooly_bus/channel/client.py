@@ -11,10 +11,13 @@ that waits for room receives, too; after such an exception, its frame is not sen
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import ssl
 import time
 from collections import deque
+
+from wooly_wis.frames import MAX_CHUNK
 
 from wooly_bus.channel.endpoint import Endpoint, tune
 from wooly_bus.channel.framing import (
@@ -24,6 +27,7 @@ from wooly_bus.channel.framing import (
     HEADER,
     MAX_FRAME,
     PASSING,
+    SHARED,
     SOCKET_BUFFER,
     ChannelClosedError,
     ChannelError,
@@ -32,7 +36,18 @@ from wooly_bus.channel.framing import (
     ProtocolError,
     parse_header,
 )
-from wooly_bus.channel.sockets import Buffer, hung_up, input_of, send_gathered, unix_socket
+from wooly_bus.channel.segment import (
+    CLIENT_PIECE,
+    LEAST,
+    PLACE,
+    RING,
+    SEGMENT,
+    SHARED_FROM,
+    Ring,
+    Segment,
+    offered_memory,
+)
+from wooly_bus.channel.sockets import Buffer, hung_up, input_of, send_gathered, send_with_descriptor, unix_socket
 from wooly_bus.channel.tls import client_context, handshake_error
 
 #: Received payload bytes after which the client sends an acknowledgement: half of the default window.
@@ -53,10 +68,10 @@ class Expected:
         other: the first frame of another kind that was received instead, or the one frame.
     """
 
-    __slots__ = ("_at", "_into", "_kind", "done", "other")
+    __slots__ = ("_at", "_into", "_kind", "_place", "done", "other")
 
-    def __init__(self, into: memoryview, kind: int) -> None:
-        self._into, self._kind, self._at = into, kind, 0
+    def __init__(self, into: memoryview, kind: int, place: int | None = None) -> None:
+        self._into, self._kind, self._at, self._place = into, kind, 0, place
         self.done = kind != _ANY and not len(into)
         self.other: Frame | None = None
 
@@ -66,7 +81,7 @@ class _Incoming:
 
     Attributes:
         kind, flags, seq: fields of its header.
-        into: where its payload belongs.
+        into: where its payload belongs; of data in shared memory: where its place belongs.
         at: number of payload bytes that were received.
         expected: the expectation that the payload belongs to; None if the frame is for `Expected.other`, or is dropped.
     """
@@ -86,6 +101,7 @@ class ChannelClient:
         window: unacknowledged payload bytes that may be in flight.
         acked: highest sequence number that the other end has processed.
         receiving_s: seconds in which large payloads arrived, from the header of the frame on.
+        segment: memory that it shares with the server; None: all data passes through the socket.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -107,6 +123,11 @@ class ChannelClient:
         self.window = DEFAULT_WINDOW
         self.acked = 0
         self.receiving_s = 0.0
+        self.segment: Segment | None = None
+        self._offered: int | None = None
+        self._ring = Ring(0, RING)
+        #: Number of the last frame whose data is in the shared memory itself.
+        self._placed = 0
 
     @classmethod
     def connect(cls, endpoint: Endpoint, *, timeout: float = 5.0, tls: ssl.SSLContext | None = None) -> ChannelClient:
@@ -166,6 +187,86 @@ class ChannelClient:
         self._in_flight += size
         return seq
 
+    @property
+    def bulk_bytes(self) -> int:
+        """Bytes of data that one bulk frame had best."""
+        return MAX_CHUNK if self.segment is None else CLIENT_PIECE
+
+    def send_bulk(self, kind: int, prefix: Buffer, data: Buffer) -> int:
+        """Send one bulk frame, as `send` does. Large data goes through shared memory, if there is any.
+
+        Data that is in the shared memory itself must not change until `await_placed` returns.
+        """
+        segment, nbytes = self.segment, len(data)
+        if segment is None or not SHARED_FROM <= nbytes <= RING // 2:
+            return self.send(kind, prefix, data)
+        at = segment.place_of(data)
+        if at is not None:
+            self._placed = self._sent + 1
+        else:
+            while (at := self._ring.take(nbytes, self._sent + 1)) is None:
+                self._take()
+            segment.view[at : at + nbytes] = data
+        self._sent = seq = self._sent + 1
+        size = len(prefix) + PLACE.size
+        self._write([HEADER.pack(size, kind, SHARED, 0, seq), prefix, PLACE.pack(at, nbytes)], size + HEADER.size)
+        self._unacked.append((seq, size))
+        self._in_flight += size
+        return seq
+
+    def await_placed(self) -> None:
+        """Wait until the server has copied all data that is in the shared memory itself.
+
+        Raises:
+            ChannelClosedError: the connection is closed.
+        """
+        while self.acked < self._placed:
+            self._take()
+
+    def place_of(self, into: memoryview) -> int | None:
+        """Where in the shared memory a large answer belongs; None: `into` is not in it."""
+        return None if self.segment is None else self.segment.place_of(into)
+
+    def send_hello(self, kind: int, payload: bytes) -> None:
+        """Send the hello. On a unix socket, offer memory with it; `share` begins to use the memory."""
+        self._offered = offered_memory() if self._sock.family == getattr(socket, "AF_UNIX", -1) else None
+        if self._offered is None:
+            self.send(kind, payload)
+            return
+        self._sent = seq = self._sent + 1
+        frame = HEADER.pack(len(payload), kind, 0, 0, seq) + payload
+        try:
+            sent = send_with_descriptor(self._sock, frame, self._offered)
+        except OSError as e:
+            raise self._send_error(e) from e
+        if sent < len(frame):
+            self._write([memoryview(frame)[sent:]], len(frame) - sent)
+        self._unacked.append((seq, len(payload)))
+        self._in_flight += len(payload)
+
+    def share(self, nbytes: int) -> None:
+        """Use the memory that was offered with the hello.
+
+        Args:
+            nbytes: bytes that the server accepts; 0: it accepts no memory.
+
+        Raises:
+            ChannelError: this process cannot map the memory.
+        """
+        descriptor, self._offered = self._offered, None
+        if descriptor is None:
+            return
+        if not LEAST <= nbytes <= SEGMENT:
+            os.close(descriptor)
+            return
+        try:
+            self.segment = Segment(descriptor, nbytes)
+        except OSError as e:
+            os.close(descriptor)
+            raise ChannelError(
+                f"this process cannot map {nbytes} bytes of shared memory: {e}; raise its limit of address space (`ulimit -v`)"
+            ) from e
+
     def _write(self, buffers: list[Buffer], size: int) -> None:
         sock = self._sock
         try:
@@ -220,7 +321,7 @@ class ChannelClient:
 
         Every later receive fills `into` first. `complete` waits until `into` is full.
         """
-        expected = Expected(into, kind)
+        expected = Expected(into, kind, self.place_of(into))
         if not expected.done:
             self._expected.append(expected)
         return expected
@@ -265,7 +366,12 @@ class ChannelClient:
                 self.await_input()
                 self._header_at += self._receive(self._header_view[self._header_at :])
             self._header_at = 0
-            incoming = self._incoming = self._announced(*parse_header(self._header))
+            length, kind, flags, seq = parse_header(self._header)
+            if flags:
+                incoming = self._announced_place(length, kind, seq)
+            else:
+                incoming = self._announced(length, kind, seq)
+            self._incoming = incoming
         began = time.perf_counter() if len(incoming.into) >= _LARGE else 0.0
         while incoming.at < len(incoming.into):
             self.await_input()
@@ -275,7 +381,7 @@ class ChannelClient:
         self._incoming = None
         self._process(incoming)
 
-    def _announced(self, length: int, kind: int, flags: int, seq: int) -> _Incoming:
+    def _announced(self, length: int, kind: int, seq: int) -> _Incoming:
         """The frame after its header, with the memory for its payload.
 
         Raises:
@@ -286,12 +392,28 @@ class ChannelClient:
             raise ProtocolError(f"unexpected frame of kind {kind} ({length} bytes)")
         if expected is None or kind != expected._kind:
             payload = bytearray(length)
-            incoming = _Incoming(kind, flags, seq, payload, memoryview(payload))
+            incoming = _Incoming(kind, 0, seq, payload, memoryview(payload))
         else:
             at = expected._at
             if length > len(expected._into) - at:
                 raise ProtocolError(f"received {length} bytes of data, but expected at most {len(expected._into) - at}")
-            incoming = _Incoming(kind, flags, seq, None, expected._into[at : at + length])
+            incoming = _Incoming(kind, 0, seq, None, expected._into[at : at + length])
+        incoming.expected = expected
+        return incoming
+
+    def _announced_place(self, length: int, kind: int, seq: int) -> _Incoming:
+        """The frame after its header, if its data is in shared memory, with memory for the data's place.
+
+        Raises:
+            ProtocolError: the frame is not expected, or no memory is shared.
+        """
+        expected = self._expected[0] if self._expected else None
+        if expected is None and self._draining:
+            return self._announced(length, kind, seq)
+        if self.segment is None or length != PLACE.size or expected is None or kind != expected._kind:
+            raise ProtocolError(f"unexpected frame of kind {kind} with data in shared memory")
+        place = bytearray(length)
+        incoming = _Incoming(kind, SHARED, seq, place, memoryview(place))
         incoming.expected = expected
         return incoming
 
@@ -305,14 +427,32 @@ class ChannelClient:
         length, expected = len(incoming.into), incoming.expected
         if expected is None:
             return
-        if incoming.payload is not None:
+        if incoming.flags:
+            self._take_data(incoming.into, expected)
+        elif incoming.payload is not None:
             expected.other = Frame(incoming.kind, incoming.flags, incoming.seq, incoming.payload)
         else:
             expected._at += length
-        if incoming.payload is not None or expected._at == len(expected._into):
+        if (incoming.payload is not None and not incoming.flags) or expected._at == len(expected._into):
             expected.done = True
             self._expected.popleft()
         self._acknowledge(length)
+
+    def _take_data(self, place: memoryview, expected: Expected) -> None:
+        """Copy data out of shared memory, and give its place back.
+
+        Raises:
+            ProtocolError: the place is not in the memory, or the data is longer than expected.
+        """
+        assert self.segment is not None
+        start, nbytes = PLACE.unpack(place)
+        data, at = self.segment.part(start, nbytes), expected._at
+        if nbytes > len(expected._into) - at:
+            raise ProtocolError(f"received {nbytes} bytes of data, but expected at most {len(expected._into) - at}")
+        if expected._place is None or start != expected._place + at:
+            expected._into[at : at + nbytes] = data
+        expected._at = at + nbytes
+        self._unacknowledged = _ACK_EVERY
 
     def _pending(self) -> bool:
         if self._tls and isinstance(self._sock, ssl.SSLSocket) and self._sock.pending():
@@ -353,6 +493,7 @@ class ChannelClient:
                 f"received an acknowledgement of frame {seq}; only frames {self.acked} to {self._sent} can be acknowledged"
             )
         self.acked = seq
+        self._ring.give_back(seq)
         unacked = self._unacked
         while unacked and unacked[0][0] <= seq:
             self._in_flight -= unacked.popleft()[1]
@@ -412,3 +553,7 @@ class ChannelClient:
     def close(self) -> None:
         """Close the connection. Unacknowledged frames may be lost; to avoid this, wait for an answer first."""
         self._sock.close()
+        self.share(0)
+        if self.segment is not None:
+            self.segment.close()
+            self.segment = None

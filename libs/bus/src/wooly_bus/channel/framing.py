@@ -13,6 +13,8 @@ ACK = 1
 END = 18
 PASSING = 1
 MAX_REASON = 4096
+#: Flag of a frame whose data is in shared memory: its payload ends with the data's place (`segment.PLACE`) instead.
+SHARED = 1
 #: Largest payload of a frame, in bytes.
 MAX_FRAME = 16 << 20
 #: Unacknowledged payload bytes that a sender may have in flight, unless the WELCOME frame says otherwise.
@@ -71,7 +73,7 @@ def parse_header(header: bytes | bytearray | memoryview) -> tuple[int, int, int,
         ProtocolError: reserved bits are set, or the length exceeds its limit.
     """
     length, kind, flags, zero, seq = HEADER.unpack(header)
-    if zero or flags:
+    if zero or flags & ~SHARED or (flags and kind in (ACK, END)):
         raise ProtocolError(f"reserved header bits are set (flags {flags:#x}, zero {zero:#x})")
     if length > MAX_FRAME:
         raise ProtocolError(f"the frame has {length} bytes; the limit is {MAX_FRAME}")

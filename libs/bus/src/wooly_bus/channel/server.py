@@ -18,21 +18,30 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from wooly_wis.frames import MAX_CHUNK
+
 from wooly_bus.channel.acceptor import Guest
 from wooly_bus.channel.framing import (
     ACK,
     END,
     HEADER,
+    MAX_FRAME,
     MAX_REASON,
     PASSING,
+    SHARED,
     ChannelClosedError,
     ProtocolError,
     parse_header,
 )
+from wooly_bus.channel.segment import PLACE, RING, SERVER_PIECE, SHARED_FROM, Ring, Segment
 
 log = logging.getLogger("wooly.channel")
 #: Bytes read from a connection per poll if it is the only one. Reading a mebibyte takes the owner's thread up to 2 ms.
 READ_PER_POLL = 4 << 20
+#: Bytes copied from or to shared memory at a time. Meanwhile, no other thread executes Python code.
+COPIED_AT_ONCE = 512 << 10
+#: Copying so many bytes from or to shared memory takes as long as receiving one byte.
+COPIED_PER_RECEIVED = 4
 #: Bytes read from a connection per poll if there are several.
 READ_PER_TURN = 512 << 10
 #: Bytes that each frame adds to its size in this budget: after 64 small frames, the next connection is read.
@@ -77,7 +86,7 @@ BulkSink = Callable[["Connection", int, bytes, int], memoryview | None]
 
 @dataclass(slots=True)
 class _Incoming:
-    """The frame that is being received."""
+    """The frame that is being received. `source`: where its data is, in shared memory; None: it comes through the socket."""
 
     kind: int
     seq: int
@@ -86,6 +95,26 @@ class _Incoming:
     data_len: int = 0
     data: memoryview | None = None
     data_got: int = 0
+    shared: bool = False
+    source: memoryview | None = None
+
+
+@dataclass(slots=True)
+class _Outgoing:
+    """Data that will be copied to shared memory, and the frame that then says so.
+
+    Attributes:
+        kind, seq: the frame.
+        data: the data.
+        at: where in the shared memory it belongs; None: in the ring, which has had no room so far.
+        done: bytes that were copied.
+    """
+
+    kind: int
+    seq: int
+    data: memoryview
+    at: int | None = None
+    done: int = 0
 
 
 @dataclass(eq=False)
@@ -94,12 +123,14 @@ class Connection:
 
     Attributes:
         peer: address of the client, for messages.
+        segment: memory that the client shares; None: all data passes through the socket.
         owner: data that the owner of the server attaches to the connection.
     """
 
     sock: socket.socket
     peer: str
     server: ChannelServer
+    segment: Segment | None = None
     owner: Any = None
     closed: bool = False
     paused: bool = False
@@ -109,7 +140,9 @@ class Connection:
     _incoming: _Incoming | None = None
     _received: int = 1  # the hello
     _sent: int = 0
-    _out: deque[memoryview] = field(default_factory=deque)
+    _out: deque[memoryview | _Outgoing] = field(default_factory=deque)
+    _ring: Ring = field(default_factory=lambda: Ring(RING, RING))
+    _ring_full: bool = False
     _ack: int = 0
     _acked: int = 0
     _last_ack: memoryview | None = None
@@ -137,9 +170,36 @@ class Connection:
         return self._sent
 
     @property
+    def bulk_bytes(self) -> int:
+        """Bytes of data that one bulk frame had best."""
+        return MAX_CHUNK if self.segment is None else SERVER_PIECE
+
+    def send_bulk(self, kind: int, data: memoryview, place: int | None = None) -> int:
+        """Queue one frame, as `send` does. Large data goes through shared memory, if there is any.
+
+        Args:
+            kind: kind of the frame.
+            data: its payload.
+            place: where in the shared memory the client wants the data; None: anywhere.
+        """
+        if self.segment is None or not SHARED_FROM <= len(data) <= RING // 2 or self.closed:
+            return self.send(kind, data)
+        self._queue_ack()
+        self._sent += 1
+        self._out.append(_Outgoing(kind, self._sent, data, place))
+        self.queued_bytes += len(data)
+        self.server._dirty[self] = None
+        return self._sent
+
+    @property
     def queued_pieces(self) -> int:
         """Number of headers and payloads that wait to be written."""
         return len(self._out)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of host memory that the shared memory takes."""
+        return 0 if self.segment is None else self.segment.resident
 
     @property
     def receiving_bytes(self) -> int:
@@ -292,7 +352,7 @@ class ChannelServer:
     def _take_guests(self) -> None:
         while self._guests:
             guest = self._guests.popleft()
-            conn = Connection(guest.sock, guest.peer, self)
+            conn = Connection(guest.sock, guest.peer, self, guest.segment)
             self._connections[conn] = None
             self._events.append(Connected(conn, guest.admitted))
             self._resumed[conn] = None  # TLS may have read more than the hello
@@ -304,7 +364,7 @@ class ChannelServer:
         want = 0
         if not conn.paused and not conn.waiting_for_sink:
             want |= selectors.EVENT_READ
-        if conn._out:
+        if conn._out and not conn._ring_full:
             want |= selectors.EVENT_WRITE
         if want == conn._interest:
             return
@@ -343,6 +403,10 @@ class ChannelServer:
         conn.queued_bytes = 0
         with contextlib.suppress(OSError):
             conn.sock.close()
+        if conn.segment is not None:
+            conn._incoming = None
+            conn.segment.close()
+            conn.segment = None
         self._events.append(Disconnected(conn, reason))
 
     # -- writing -----------------------------------------------------------------------------------------------------
@@ -361,15 +425,23 @@ class ChannelServer:
 
     def _writable(self, conn: Connection) -> None:
         out = conn._out
+        budget = self._budget
         try:
             while out:
+                head = out[0]
+                if isinstance(head, _Outgoing):
+                    if budget <= 0 or not (copied := self._copy_out(conn, head)):
+                        break
+                    budget -= copied // COPIED_PER_RECEIVED
+                    continue
                 if isinstance(conn.sock, ssl.SSLSocket):
-                    n = conn.sock.send(out[0])
+                    n = conn.sock.send(head)
                 else:
-                    n = conn.sock.sendmsg([out[i] for i in range(min(len(out), 16))])
+                    n = conn.sock.sendmsg(_first_pieces(out))
                 conn.queued_bytes -= n
                 while n:
                     head = out[0]
+                    assert isinstance(head, memoryview)
                     if n >= len(head):
                         n -= len(head)
                         out.popleft()
@@ -385,6 +457,27 @@ class ChannelServer:
             return
         self._watch(conn)
 
+    def _copy_out(self, conn: Connection, head: _Outgoing) -> int:
+        """Copy the next bytes of the first queued data to shared memory. Returns their number; 0: the client must read first."""
+        assert conn.segment is not None
+        data = head.data
+        if head.at is None:
+            head.at = conn._ring.take(len(data), head.seq)
+            if head.at is None:
+                conn._ring_full = True
+                return 0
+        done = head.done
+        n = min(len(data) - done, COPIED_AT_ONCE)
+        at = head.at + done
+        conn.segment.view[at : at + n] = data[done : done + n]
+        head.done = done + n
+        conn.queued_bytes -= n
+        if head.done == len(data):
+            frame = HEADER.pack(PLACE.size, head.kind, SHARED, 0, head.seq) + PLACE.pack(head.at, len(data))
+            conn._out[0] = memoryview(frame)
+            conn.queued_bytes += len(frame)
+        return n
+
     def _broke(self, conn: Connection, error: Exception) -> None:
         """Close a connection because of its error. Other connections are not affected."""
         if not isinstance(error, OSError):
@@ -398,14 +491,14 @@ class ChannelServer:
     # -- reading -----------------------------------------------------------------------------------------------------
 
     def _readable(self, conn: Connection) -> None:
-        budget = READ_PER_POLL if len(self._connections) == 1 else READ_PER_TURN
+        budget = self._budget
         try:
             while budget > 0 and not conn.closed and not conn.paused:
                 n = self._advance(conn)
                 if n is None:
                     return
                 budget -= n
-            if budget <= 0 and isinstance(conn.sock, ssl.SSLSocket) and conn.sock.pending():
+            if budget <= 0 and not conn.closed and self._has_input(conn):
                 self._resumed[conn] = None
         except MemoryError:
             self._close(conn, "the executor has no memory left to receive the frame; try again later")
@@ -417,6 +510,19 @@ class ChannelServer:
             raise
         except Exception as e:
             self._broke(conn, e)
+
+    @property
+    def _budget(self) -> int:
+        """Bytes that are read from one connection per poll, and bytes that are copied for it to shared memory."""
+        return READ_PER_POLL if len(self._connections) == 1 else READ_PER_TURN
+
+    @staticmethod
+    def _has_input(conn: Connection) -> bool:
+        """Whether there is input that the selector does not see."""
+        if isinstance(conn.sock, ssl.SSLSocket):
+            return bool(conn.sock.pending())
+        incoming = conn._incoming
+        return incoming is not None and incoming.source is not None and incoming.data is not None
 
     def _advance(self, conn: Connection) -> int | None:
         """Receive bytes for the current header, payload or data.
@@ -446,24 +552,40 @@ class ChannelServer:
             return n
         if incoming.data is None:
             return 0 if self._ask_sink(conn, incoming) else None  # waiting for the owner
-        n = conn.sock.recv_into(incoming.data[incoming.data_got :])
+        if incoming.source is not None:
+            at = incoming.data_got
+            n = min(incoming.data_len - at, COPIED_AT_ONCE)
+            incoming.data[at : at + n] = incoming.source[at : at + n]
+        else:
+            n = conn.sock.recv_into(incoming.data[incoming.data_got :])
         if not n:
             self._close(conn, "the connection ended inside a frame")
             return None
         incoming.data_got += n
+        received = n if incoming.source is None else n // COPIED_PER_RECEIVED
         if incoming.data_got == incoming.data_len:
             self._deliver(conn, incoming)
-        return n
+        return received
 
     def _begin(self, conn: Connection) -> None:
-        length, kind, _, seq = parse_header(conn._header)
+        length, kind, flags, seq = parse_header(conn._header)
         if kind == ACK:
+            conn._ring.give_back(seq)
+            if conn._ring_full:
+                conn._ring_full = False
+                self._writable(conn)
             return
         if seq != conn._received + 1:
             raise ProtocolError(f"received frame {seq}, but expected frame {conn._received + 1}")
         conn._received = seq
         prefix = self._bulk.get(kind)
-        if prefix is None:
+        if flags:
+            if conn.segment is None or prefix is None or length != prefix + PLACE.size:
+                raise ProtocolError(
+                    f"a frame of kind {kind} with {length} bytes cannot have its data in shared memory here"
+                )
+            conn._incoming = _Incoming(kind, seq, bytearray(length), shared=True)
+        elif prefix is None:
             conn._incoming = _Incoming(kind, seq, bytearray(length))
         else:
             if length < prefix:
@@ -473,10 +595,26 @@ class ChannelServer:
             self._payload_complete(conn, conn._incoming)
 
     def _payload_complete(self, conn: Connection, incoming: _Incoming) -> None:
+        if incoming.shared:
+            self._locate(conn, incoming)
         if incoming.kind in self._bulk:
             self._ask_sink(conn, incoming)
         else:
             self._deliver(conn, incoming)
+
+    def _locate(self, conn: Connection, incoming: _Incoming) -> None:
+        """Find the data of a frame in shared memory.
+
+        Raises:
+            ProtocolError: it is not in the memory, or is too large.
+        """
+        assert conn.segment is not None
+        at, nbytes = PLACE.unpack_from(incoming.payload, len(incoming.payload) - PLACE.size)
+        if nbytes > MAX_FRAME:
+            raise ProtocolError(f"the frame has {nbytes} bytes in shared memory; the limit is {MAX_FRAME}")
+        incoming.source, incoming.data_len = conn.segment.part(at, nbytes), nbytes
+        del incoming.payload[-PLACE.size :]
+        incoming.got = len(incoming.payload)
 
     def _ask_sink(self, conn: Connection, incoming: _Incoming) -> bool:
         assert self._sink is not None
@@ -500,3 +638,13 @@ class ChannelServer:
         conn._incoming = None
         conn._in_events = True
         self._events.append(FrameReceived(conn, incoming.kind, incoming.seq, incoming.payload))
+
+
+def _first_pieces(out: deque[memoryview | _Outgoing]) -> list[memoryview]:
+    """The first pieces that can be sent through the socket, at most 16."""
+    found: list[memoryview] = []
+    for piece in out:
+        if isinstance(piece, _Outgoing) or len(found) == 16:
+            break
+        found.append(piece)
+    return found

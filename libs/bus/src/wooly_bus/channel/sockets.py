@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import select
 import socket
+from array import array
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -14,6 +15,7 @@ Buffer = bytes | bytearray | memoryview
 #: Longest wait of one `select`, in seconds. On Windows, a signal does not interrupt it; the handler runs between two waits.
 _SLICE_S = 0.2
 _INPUT = getattr(select, "POLLIN", 0)
+_ROOM_FOR_TWO = socket.CMSG_SPACE(2 * array("i").itemsize) if hasattr(socket, "CMSG_SPACE") else 0
 _HANGUP = getattr(select, "POLLRDHUP", 0)  # `poll` always reports POLLHUP and POLLERR
 
 
@@ -67,6 +69,28 @@ def send_gathered(sock: socket.socket, buffers: Sequence[Buffer]) -> int:
     for buffer in buffers:
         sock.sendall(buffer)
     return sum([len(buffer) for buffer in buffers])
+
+
+def send_with_descriptor(sock: socket.socket, data: Buffer, descriptor: int) -> int:
+    """Send data and a file descriptor over a unix socket. Returns the number of bytes sent."""
+    rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [descriptor]))
+    return int(sock.sendmsg([data], [rights]))
+
+
+def receive_with_descriptors(sock: socket.socket, into: memoryview) -> tuple[int, list[int]]:
+    """Receive data, and the file descriptors that came with it, from a unix socket.
+
+    At most two descriptors are received, of which the first is meant; the system drops the others.
+
+    Returns:
+        The number of bytes, and the descriptors.
+    """
+    n, ancillary, _, _ = sock.recvmsg_into([into], _ROOM_FOR_TWO, socket.MSG_CMSG_CLOEXEC)
+    found = array("i")
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            found.frombytes(data[: len(data) - len(data) % found.itemsize])
+    return n, found.tolist()
 
 
 def hung_up(sock: socket.socket) -> bool:

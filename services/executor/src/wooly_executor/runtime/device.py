@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -11,11 +12,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from wooly_bus.huge_pages import WISH_FROM, wish_for_huge_pages
 from wooly_wis.program import Form, Symbol
 
 from wooly_executor.runtime.calls import LibraryCall
 from wooly_executor.runtime.fresh_memory import on_zeros
 from wooly_executor.runtime.unpivoted import unpivoted
+
+#: Blocks of this many bytes and more come from the system each time, which zeroes their pages when they are used first. Smaller
+#: blocks often come from the heap, which has its pages already.
+MAPPED_FROM = 32 << 20
 
 
 class TorchDevice:
@@ -40,11 +46,18 @@ class TorchDevice:
 
     def zeroed(self, nbytes: int, dtype: torch.dtype = torch.uint8) -> Tensor:
         """Return new memory that is zero, so that it shows no bytes of other sessions."""
-        return torch.zeros(-(-nbytes // dtype.itemsize), dtype=dtype, device=self.named)
+        numel = -(-nbytes // dtype.itemsize)
+        if self.host and nbytes >= MAPPED_FROM:
+            with contextlib.suppress(OSError):  # torch reports what is wrong
+                return _mapped(numel, dtype)
+        return torch.zeros(numel, dtype=dtype, device=self.named)
 
     def empty(self, numel: int, dtype: torch.dtype = torch.uint8) -> Tensor:
         """Return uninitialised memory, for a caller that overwrites all of it."""
-        return torch.empty(numel, dtype=dtype, device=self.named)
+        made = torch.empty(numel, dtype=dtype, device=self.named)
+        if self.host and made.nbytes >= WISH_FROM:
+            wish_for_huge_pages(made.data_ptr(), made.nbytes)
+        return made
 
     def copy_target(self, nbytes: int) -> Tensor:
         """Return uninitialised memory that a copy in a `copy_context` will fill, and that programs use afterwards."""
@@ -107,6 +120,18 @@ class TorchDevice:
     def copy_context(self) -> AbstractContextManager[Any]:
         """Return a context in which another thread can copy without disturbing programs. The copies are complete at its end."""
         return contextlib.nullcontext()
+
+
+def _mapped(numel: int, dtype: torch.dtype) -> Tensor:
+    """New memory of the system, which is zero.
+
+    Raises:
+        OSError: there is not so much.
+    """
+    memory = mmap.mmap(-1, numel * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    made = torch.frombuffer(memory, dtype=dtype)
+    wish_for_huge_pages(made.data_ptr(), made.nbytes)
+    return made
 
 
 HOST = TorchDevice(torch.device("cpu"))

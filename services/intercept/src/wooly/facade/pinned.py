@@ -1,4 +1,5 @@
-"""Pinned host memory. The memory is ordinary, because the device is not on this machine's bus.
+"""Pinned host memory. Large tensors are in memory that the executor can access, if it is on this host (`wooly.pinned_area`). All
+others are in ordinary memory, because the device is not on this machine's bus.
 
 Programs pin tensors and check `is_pinned`. So `is_pinned` must be true for the tensors that a program has pinned, and for all
 views of them.
@@ -14,8 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from wooly_bus.channel.segment import PLACED_FROM
 
 from wooly.devices import NAME
+from wooly.pinned_area import allocate
 from wooly.storage import pinned, span
 from wooly.torch_private import raw_device, with_values
 
@@ -77,9 +80,11 @@ def _copy(t: Tensor) -> Tensor:
     nbytes = span(tuple(t.shape), t.stride()) * t.element_size()
     if not nbytes:
         return t.clone()
-    room = np.empty(nbytes + _ALIGNMENT, dtype=np.uint8)
-    start = -room.ctypes.data % _ALIGNMENT
-    memory = room[start : start + nbytes]
+    memory = allocate(nbytes) if nbytes >= PLACED_FROM else None
+    if memory is None:
+        room = np.empty(nbytes + _ALIGNMENT, dtype=np.uint8)
+        start = -room.ctypes.data % _ALIGNMENT
+        memory = room[start : start + nbytes]
     # The storage holds this array. When the array is freed, its address must not count as pinned any more.
     address = memory.ctypes.data
     flat = torch.from_numpy(memory)

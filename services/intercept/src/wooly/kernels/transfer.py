@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from wooly_bus.contents import MIN_OFFER_BYTES
+from wooly_bus.huge_pages import wish_for_huge_pages
 from wooly_wis.codec import MAX_DIMS
 from wooly_wis.frames import ANSWER_COPIED
 from wooly_wis.program import Form, Operand, ParamKind, ParamRef, Role
@@ -46,6 +47,17 @@ def bytes_of(t: Tensor) -> memoryview:
         t.untyped_storage(), t.storage_offset() * t.element_size(), (n,), (1,)
     )
     return flat.numpy().data
+
+
+def _same_layout(dst: Tensor, src: Tensor) -> bool:
+    """Whether two tensors have the same elements at the same places of memory without gaps."""
+    return (
+        dst.dtype is src.dtype
+        and dst.shape == src.shape
+        and dst.stride() == src.stride()
+        and dst.layout is torch.strided
+        and is_dense(src)
+    )
 
 
 def is_dense(t: Tensor) -> bool:
@@ -266,8 +278,10 @@ class Transfer:
                 self._hop(dst, plain(src))
         elif ours:
             self._upload(dst, src)
-        elif not (non_blocking and self._fetch(dst, plain(src))):
-            dst.copy_(self.to_host(plain(src)).expand(dst.shape))
+        else:
+            src = plain(src)
+            if not (non_blocking and self._fetch(dst, src)) and not self._read_into(dst, src):
+                dst.copy_(self.to_host(src).expand(dst.shape))
         return dst
 
     def copy_from(self, src: Tensor, dst: Tensor, non_blocking: bool = False) -> Tensor:
@@ -441,7 +455,7 @@ class Transfer:
         """
         if dst.untyped_storage().data_ptr() not in pinned or not 0 < dst.numel() * dst.element_size() <= ANSWER_COPIED:
             return False
-        if dst.dtype is not src.dtype or dst.shape != src.shape or dst.stride() != src.stride() or not is_dense(src):
+        if not _same_layout(dst, src):
             return False
         at = address_of(src)
         recorder = self._recorder_at(at)
@@ -465,6 +479,30 @@ class Transfer:
             self._copy(kept, src)
             buffer = address_of(kept) >> ID_SHIFT
             recorder.send_later(partial(_fetch_kept, kept, buffer, into, dst))
+        return True
+
+    def _read_into(self, dst: Tensor, src: Tensor) -> bool:
+        """Read a large device tensor straight into a host tensor of the same layout.
+
+        Returns:
+            False if the layouts differ, or if the cache of host copies may have the tensor. Then nothing is read.
+        """
+        if (
+            dst.device.type != "cpu"
+            or dst.numel() * dst.element_size() <= MIRROR_ITEM_LIMIT
+            or not _same_layout(dst, src)
+        ):
+            return False
+        at = address_of(src)
+        recorder = self._recorder_at(at)
+        self.reads += 1
+        wish_for_huge_pages(dst.data_ptr(), dst.numel() * dst.element_size())
+        with recorder.lock:
+            if recorder.capture is not None:
+                recorder.capture.refuse()
+            recorder.flush()
+            recorder.require_link().read(at >> ID_SHIFT, at & OFFSET_MASK, bytes_of(dst.detach()))
+            recorder.idle()
         return True
 
     def to_host(self, t: Tensor) -> Tensor:
