@@ -201,6 +201,38 @@ def bench_mlp(repeat):
         yield row(f"MLP step, {name}", "ms", a / 20 * 1e3, b / 20 * 1e3, goal, spread=spread)
 
 
+def bench_loss(repeat):
+    """A training loop that reads its loss at every step, and the same loop without this, in turn.
+
+    The baseline of each ratio is the loop without it. `Adam` is the step of `bench_mlp`.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 10))
+    x, y = torch.randn(64, 784), torch.randint(0, 10, (64,))
+
+    def trainer(device, read):
+        mine = copy.deepcopy(model).to(device)
+        opt, a, b = torch.optim.Adam(mine.parameters()), x.to(device), y.to(device)
+
+        def run(n=20):
+            losses = []
+            for _ in range(n):
+                loss = nn.functional.cross_entropy(mine(a), b)
+                opt.zero_grad()
+                loss.backward()
+                opt.step()
+                losses.append(loss.item() if read else loss)
+            return losses[-1] if read else losses[-1].item()
+
+        return run
+
+    reads, without = trainer("cuda", True), trainer("cuda", False)
+    for _ in range(3):
+        assert reads() == without(), "the losses differ"
+    a, b, spread = pair(reads, without, repeat)
+    yield row("MLP step with loss.item(), against without", "ms", a / 20 * 1e3, b / 20 * 1e3, 1.3, spread=spread)
+
+
 def bench_graph(repeat):
     """One training step of the same MLP with SGD, captured as a CUDA graph.
 
@@ -441,6 +473,7 @@ BENCHES = {
     "native": bench_native,
     "item": bench_item,
     "mlp": bench_mlp,
+    "loss": bench_loss,
     "graph": bench_graph,
     "llama": bench_llama,
     "compiled": bench_compiled,

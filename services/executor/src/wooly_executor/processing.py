@@ -10,6 +10,7 @@ from typing import Any
 from wooly_bus.channel import Connection
 from wooly_wis.errors import DecodeError
 from wooly_wis.frames import (
+    ANSWER_COPIED,
     BUFFERS_AT_ONCE,
     IPC_EXPORT,
     IPC_IMPORT,
@@ -135,7 +136,10 @@ class Processing:
             buffer, offset, nbytes = unpack_read(frame.payload)
             if not answers.failure(session, conn):
                 begun = time.perf_counter_ns()
-                answers.data(session, conn, self._runs.memory(session, buffer, offset, nbytes, writing=False))
+                if nbytes <= ANSWER_COPIED:
+                    answers.copied(session, conn, self._runs.copied(session, buffer, offset, nbytes))
+                else:
+                    answers.data(session, conn, self._runs.memory(session, buffer, offset, nbytes, writing=False))
                 if session.recording is not None:
                     session.recording.copied(frame.seq, begun)
         elif kind == _SYNC:

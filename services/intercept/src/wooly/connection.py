@@ -88,6 +88,7 @@ class Connection:
             WoolyError: the executor refuses the session.
             ChannelError: the connection broke.
         """
+        self.channel.look_before_blocking()
         self.channel.send(Kind.HELLO, pack_json(hello))
         answer = self.channel.recv(timeout)
         if answer.kind == Kind.ERROR:

@@ -16,6 +16,7 @@ import ssl
 import time
 from collections import deque
 
+from wooly_bus.channel.busy_wait import BusyWait
 from wooly_bus.channel.endpoint import Endpoint, tune
 from wooly_bus.channel.framing import (
     ACK,
@@ -38,6 +39,9 @@ from wooly_bus.channel.tls import client_context, handshake_error
 #: Received payload bytes after which the client sends an acknowledgement: half of the default window.
 _ACK_EVERY = 32 << 20
 
+#: Bytes that one receive may read ahead: several small frames arrive with one call of the system. Longer payloads are received
+#: without a copy.
+_AHEAD = 4096
 #: The kind of an `Expected` that takes the next frame, whatever its kind.
 _ANY = -1
 
@@ -92,6 +96,9 @@ class ChannelClient:
         self._header_at = 0
         self._incoming: _Incoming | None = None
         self._input = input_of(sock)
+        self._ahead = memoryview(bytearray(_AHEAD))
+        self._ahead_at = self._ahead_end = 0
+        self._busy: BusyWait | None = None
         self._sent = 0
         self._received = 0
         self._unacked: deque[tuple[int, int]] = deque()
@@ -137,6 +144,13 @@ class ChannelClient:
                 raise ChannelClosedError(f"{endpoint}: {e}") from e
             raise ChannelTimeoutError(f"{endpoint}: no answer within {timeout:g} s") from e
         return cls(sock)
+
+    def look_before_blocking(self) -> None:
+        """Let waits look for input for a short time before they block (`busy_wait`).
+
+        Do not call this for a client in the process of its server: one thread would take the interpreter's lock from the other.
+        """
+        self._busy = BusyWait()
 
     # -- sending -----------------------------------------------------------------------------------------------------
 
@@ -307,12 +321,14 @@ class ChannelClient:
         self._acknowledge(length)
 
     def _pending(self) -> bool:
+        if self._ahead_at < self._ahead_end:
+            return True
         if self._tls and isinstance(self._sock, ssl.SSLSocket) and self._sock.pending():
             return True
         return bool(self._input.poll(0))
 
     def _wait_readable(self, deadline: float) -> None:
-        if self._tls and self._pending():
+        if (self._tls or self._ahead_at < self._ahead_end) and self._pending():
             return
         left = deadline - time.monotonic()
         if left <= 0 or not self._input.poll(left * 1000):
@@ -320,19 +336,41 @@ class ChannelClient:
 
     def await_input(self) -> None:
         """Wait for input. The only place where a signal handler's exception may end a receive."""
+        if self._ahead_at < self._ahead_end:
+            return
         if self._tls and isinstance(self._sock, ssl.SSLSocket) and self._sock.pending():
             return
-        self._input.poll()
+        poll, busy = self._input.poll, self._busy
+        if busy is None:
+            poll()
+            return
+        begun, until = busy.begin()
+        now = begun
+        while not poll(0):
+            now = busy.go_on(now, until)
+            if not now:
+                poll()
+                break
+        busy.end(begun, until, blocked=not now)
 
     def _receive(self, into: memoryview) -> int:
         """Receive what has arrived. Returns the number of bytes."""
-        try:
-            received = self._sock.recv_into(into)
-        except OSError as e:
-            raise self._closed_error(e) from e
-        if not received:
-            raise self._closed_error(None)
-        return received
+        at, end = self._ahead_at, self._ahead_end
+        if at == end:
+            direct = len(into) >= _AHEAD
+            try:
+                received = self._sock.recv_into(into if direct else self._ahead)
+            except OSError as e:
+                raise self._closed_error(e) from e
+            if not received:
+                raise self._closed_error(None)
+            if direct:
+                return received
+            at, end = 0, received
+        n = min(len(into), end - at)
+        into[:n] = self._ahead[at : at + n]
+        self._ahead_at, self._ahead_end = at + n, end
+        return n
 
     def _check_seq(self, seq: int) -> None:
         self._received += 1
