@@ -99,6 +99,46 @@ def test_channel_frames_return_in_order(echo):
     client.close()
 
 
+def test_channel_frames_that_arrive_together_are_received_in_order(echo):
+    """Both ends read ahead: small frames, a payload that is longer than one receive, and bulk data between small frames."""
+    client = connect(echo.endpoint)
+    data = random.Random(0).randbytes(10_000)
+    sizes = (3, 0, 5000, 1, 4096, 4080, 2, 20_000, 7)
+    parts, seq = [], client._sent
+    for n in sizes:
+        parts += [HEADER.pack(n, ECHO, 0, 0, seq := seq + 1), bytes([n % 251]) * n]
+    parts += [HEADER.pack(8 + len(data), BULK, 0, 0, seq := seq + 1), (64).to_bytes(8, "little"), data]
+    parts += [HEADER.pack(4, ECHO, 0, 0, seq + 1), b"last"]
+    client._sock.sendall(b"".join(parts))
+    client._sent = seq + 1
+    assert [client.recv(5).payload for _ in sizes] == [bytes([n % 251]) * n for n in sizes]
+    assert client.recv(5).payload == b"last" and echo.memory[64 : 64 + len(data)] == data
+    client.close()
+
+
+def test_channel_frames_read_ahead_of_a_paused_connection_arrive_after_resume(tmp_path):
+    server = ChannelServer()
+    acceptor = acceptor_of(server)
+    endpoint = acceptor.listen(Endpoint.parse(f"unix://{tmp_path}/s"))
+    acceptor.start()
+    try:
+        client = connect(endpoint)
+        (conn,) = [e.conn for e in server.poll(5) if isinstance(e, Connected)]
+        for n in range(200):
+            client.send(ECHO, bytes([n]))
+        found = []
+        while len(found) < 200:
+            found += [e.payload[0] for e in server.poll(5) if isinstance(e, FrameReceived)]
+            conn.pause()
+            assert not [e for e in server.poll(0) if isinstance(e, FrameReceived)]
+            conn.resume()
+        assert found == list(range(200))
+        client.close()
+    finally:
+        acceptor.close()
+        server.close()
+
+
 @given(sizes=st.lists(st.integers(0, 5000), min_size=1, max_size=20))
 @settings(max_examples=25, deadline=None)
 def test_channel_frames_of_any_size_are_echoed(sizes):

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from wooly_bus import host
 
 #: Maximum time, in ns, for which a wait looks for input before it blocks. A round trip between two processes takes 100 us.
-LOOK_NS = int(os.environ.get("LOOK", "200")) * 1000
+LOOK_NS = 200_000
 #: Time between two looks, in ns, that shows that another thread has had the core. Without that, it is 2 us.
 TAKEN_NS = 30_000
 #: Time, in ns, for which waits block at once after another thread has had the core: at first and at most. It doubles each time.

@@ -16,7 +16,7 @@ import ssl
 import time
 from collections import deque
 
-from wooly_bus.channel.busy_wait import BusyWait
+from wooly_bus.channel.busy_wait import LOOK_NS, BusyWait
 from wooly_bus.channel.endpoint import Endpoint, tune
 from wooly_bus.channel.framing import (
     ACK,
@@ -145,12 +145,15 @@ class ChannelClient:
             raise ChannelTimeoutError(f"{endpoint}: no answer within {timeout:g} s") from e
         return cls(sock)
 
-    def look_before_blocking(self) -> None:
+    def look_before_blocking(self, look_ns: int = LOOK_NS) -> None:
         """Let waits look for input for a short time before they block (`busy_wait`).
 
         Do not call this for a client in the process of its server: one thread would take the interpreter's lock from the other.
+
+        Args:
+            look_ns: maximum time for which a wait looks, in ns; 0: waits block at once.
         """
-        self._busy = BusyWait()
+        self._busy = BusyWait(look_ns)
 
     # -- sending -----------------------------------------------------------------------------------------------------
 

@@ -200,6 +200,9 @@ class ChannelServer:
         bulk: for each kind of bulk frame, the length of the prefix that stays in the payload, in bytes.
         sink: supplies the memory for the data of a bulk frame.
         fatal: errors of `sink` that no connection caused; `poll` raises them.
+
+    Attributes:
+        busy: decides whether `poll` looks for input before it blocks.
     """
 
     def __init__(
@@ -213,7 +216,7 @@ class ChannelServer:
         self._sink = sink
         self._fatal = fatal
         self._selector = selectors.DefaultSelector()
-        self._busy = BusyWait()
+        self.busy = BusyWait()
         self._connections: dict[Connection, None] = {}
         self._guests: deque[Guest] = deque()
         self._lock = threading.Lock()  # guards `_closed` and `_guests` in `enter`
@@ -283,7 +286,7 @@ class ChannelServer:
         select = self._selector.select
         if timeout == 0:
             return select(0)
-        busy = self._busy
+        busy = self.busy
         begun, until = busy.begin()
         now = begun
         while not (found := select(0)):
