@@ -1,5 +1,7 @@
 """When a wait looks for input before it blocks. Time is a number here."""
 
+from itertools import pairwise
+
 import pytest
 from wooly_bus.channel import busy_wait
 from wooly_bus.channel.busy_wait import PAUSES_NS, TAKEN_NS, BusyWait
@@ -8,22 +10,23 @@ LOOK_NS = 100_000
 
 
 class Waits:
-    """Waits for input that arrives after some time. Other threads take the core for `taken_ns` after each look."""
+    """Waits for input that arrives after some time. Each look takes `look_ns`."""
 
     def __init__(self, cores=2):
-        self.now, self.taken_ns, self.looks = 1, 2_000, 0
-        self.busy = BusyWait(LOOK_NS, cores=cores, clock=lambda: self.now, give_way=self.give_way)
-
-    def give_way(self):
-        self.looks += 1
-        self.now += self.taken_ns
+        self.now, self.look_ns, self.looks = 1, 2_000, 0
+        self.began: list[int] = []  # the times of the waits that looked
+        self.busy = BusyWait(LOOK_NS, cores=cores, clock=lambda: self.now)
 
     def wait(self, ns):
         """Wait for input that arrives in `ns`. Returns whether the thread blocked."""
         arrives = self.now + ns
         begun, until = self.busy.begin()
         now = begun
+        if until:
+            self.began.append(begun)
         while self.now < arrives:
+            self.now += self.look_ns
+            self.looks += 1
             now = self.busy.go_on(now, until)
             if not now:
                 self.now = max(self.now, arrives)
@@ -34,40 +37,45 @@ class Waits:
 
 def test_wait_after_short_wait_looks_for_input():
     waits = Waits()
-    assert waits.wait(50_000)
-    assert not waits.wait(50_000) and waits.looks == 25
+    assert waits.wait(50_000) and waits.looks == 1
+    assert not waits.wait(50_000) and waits.looks == 1 + 25
 
 
 def test_wait_after_long_wait_blocks_at_once():
     waits = Waits()
     waits.wait(1_000)
-    assert waits.wait(10 * LOOK_NS) and waits.looks == LOOK_NS // 2_000
-    assert waits.wait(1_000) and waits.looks == LOOK_NS // 2_000
-    assert not waits.wait(1_000)
+    assert waits.wait(10 * LOOK_NS)
+    looks = waits.looks
+    assert waits.wait(1_000) and waits.looks == looks + 1
 
 
-def test_wait_while_others_want_the_core_blocks_for_a_growing_time():
+def test_waits_whose_core_is_taken_look_less_and_less_often():
     waits = Waits()
     waits.wait(1_000)
-    waits.taken_ns = TAKEN_NS + 1
-    pauses = []
-    for _ in range(40):
-        before, since = waits.looks, waits.now
-        while waits.looks == before:
-            waits.wait(90_000)
-        pauses.append(waits.now - since)
-    assert pauses[1] < pauses[3] < pauses[5]
-    assert PAUSES_NS[1] <= pauses[-1] <= PAUSES_NS[1] + 10 * LOOK_NS
-    waits.taken_ns = 2_000
-    while waits.wait(50_000):
-        continue
-    waits.taken_ns = TAKEN_NS + 1
-    since = waits.now
-    waits.wait(90_000)
-    before = waits.looks
-    while waits.looks == before:
+    waits.look_ns = TAKEN_NS + 1
+    while len(waits.began) < 16:
         waits.wait(90_000)
-    assert waits.now - since <= PAUSES_NS[0] + 10 * LOOK_NS  # looking that found input ends the growth
+    pauses = [b - a for a, b in pairwise(waits.began)]
+    assert all(
+        pause <= gap <= pause + LOOK_NS
+        for gap, pause in zip(pauses, [2**k * PAUSES_NS[0] for k in range(10)], strict=False)
+    )
+    assert pauses[-1] <= PAUSES_NS[1] + LOOK_NS
+
+
+def test_wait_that_looked_in_vain_pauses_and_one_that_found_input_ends_the_pauses():
+    waits = Waits()
+    waits.wait(1_000)
+    waits.wait(2 * LOOK_NS)  # in vain
+    first = waits.now
+    while len(waits.began) < 2:
+        waits.wait(10_000)  # the wait that looks finds input
+    assert PAUSES_NS[0] - LOOK_NS <= waits.began[1] - first <= PAUSES_NS[0] + LOOK_NS
+    waits.wait(2 * LOOK_NS)
+    second, waits.began = waits.now, []
+    while not waits.began:
+        waits.wait(10_000)
+    assert waits.began[0] - second <= PAUSES_NS[0] + LOOK_NS
 
 
 @pytest.mark.parametrize("cores", [1, 2])
@@ -75,4 +83,4 @@ def test_wait_with_one_core_never_looks(cores):
     waits = Waits(cores)
     for _ in range(10):
         waits.wait(1_000)
-    assert bool(waits.looks) == (cores >= busy_wait.MIN_CORES)
+    assert bool(waits.began) == (cores >= busy_wait.MIN_CORES)

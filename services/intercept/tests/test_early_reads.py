@@ -32,12 +32,12 @@ def test_value_that_is_read_twice_is_predicted_behind_its_last_writer():
     reads = EarlyReads(parsed)
     program = words_of((2, 1), LOSS, STEP)
     found = []
-    for turn in range(3):
+    for turn in range(4):
         found.append(reads.sent(program, [10, 20 + turn, 30, 40]))
         reads.read(20 + turn, "view", 4)
-    assert found[:2] == [None, None]
-    assert (found[2].words, found[2].count, found[2].slot) == (words_of((2, 1), LOSS), 2, 1)
-    assert (found[2].view, found[2].nbytes) == ("view", 4)
+    assert found[:3] == [None] * 3
+    assert (found[3].words, found[3].count, found[3].slot) == (words_of((2, 1), LOSS), 2, 1)
+    assert (found[3].view, found[3].nbytes) == ("view", 4)
 
 
 @pytest.mark.parametrize("behind", [(), ((3, 0),)])
@@ -51,7 +51,7 @@ def test_value_of_the_last_writer_is_not_predicted(behind):
 def test_prediction_that_failed_is_not_made_again():
     reads = EarlyReads(parsed)
     program = words_of(LOSS, STEP)
-    for _ in range(3):
+    for _ in range(4):
         known = reads.sent(program, [10, 20, 30, 40])
         reads.read(20, "view", 4)
     reads.forget(known)
