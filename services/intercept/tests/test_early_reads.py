@@ -48,6 +48,18 @@ def test_value_of_the_last_writer_is_not_predicted(behind):
         reads.read(20, "view", 4)
 
 
+def test_value_of_an_earlier_program_is_predicted_at_its_end():
+    reads = EarlyReads(parsed)
+    first, second = words_of((2, 1), LOSS), words_of((1, 0, 1), (1, 2, 3))
+    for turn in range(3):
+        known = reads.sent(second, [5, 6, 7, 8])
+        reads.sent(first, [10, 20 + turn])
+        reads.sent(second, [20 + turn, 30, 40, 50])
+        reads.read(20 + turn, "view", 4)
+        assert (turn < 2) == (known is None)
+    assert (known.words, known.count, known.slot) == (first, 2, 1)
+
+
 def test_prediction_that_failed_is_not_made_again():
     reads = EarlyReads(parsed)
     program = words_of(LOSS, STEP)

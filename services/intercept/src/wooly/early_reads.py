@@ -20,7 +20,7 @@ MAX_EARLY_BYTES = 4096
 _RECENT = 4
 #: Bytes of a word.
 _WORD = array("I").itemsize
-#: Maximum number of predictions, of reads that were seen once, and of predictions that failed. A full table is cleared.
+#: Maximum number of predictions, of reads that were seen, and of predictions that failed. A full table is cleared.
 _REMEMBERED = 256
 
 
@@ -61,7 +61,7 @@ class EarlyReads:
     def __init__(self, instructions_of: Callable[[bytes], Iterator[tuple[Sequence[int], Sequence[int]]]]) -> None:
         self._instructions_of = instructions_of
         self._recent: deque[_Sent] = deque(maxlen=_RECENT)
-        self._seen: set[Hashable] = set()
+        self._seen: dict[Hashable, int] = {}
         self._known: dict[bytes, EarlyRead] = {}
         self._refused: set[tuple[bytes, Hashable]] = set()
 
@@ -88,26 +88,29 @@ class EarlyReads:
             view: what was read.
             nbytes: its size.
         """
+        if not self._recent:
+            return
+        last = self._recent[-1]
+        place = last.before, last.words, view
+        times = self._seen.get(place, 0) + 1
+        self._limit(self._seen)
+        self._seen[place] = times
+        if times != 2:
+            return
         for program in reversed(self._recent):
-            if buffer in program.bind:
-                slot = program.bind.index(buffer)
-                break
-        else:
+            if buffer not in program.bind:
+                continue
+            slot = program.bind.index(buffer)
+            words, count, worked = self._writer(program, slot)
+            if not count:
+                continue
+            if (worked or program is not last) and (program.before, view) not in self._refused:
+                self._limit(self._known)
+                self._known.setdefault(program.before, EarlyRead(words, count, slot, view, nbytes))
             return
-        if program.before in self._known or (program.before, view) in self._refused:
-            return
-        place = program.before, program.words, slot, view
-        if place not in self._seen:
-            self._limit(self._seen)
-            self._seen.add(place)
-            return
-        found = self._prediction(program, slot, view, nbytes)
-        if found is not None:
-            self._limit(self._known)
-            self._known[program.before] = found
 
-    def _prediction(self, program: _Sent, slot: int, view: Hashable, nbytes: int) -> EarlyRead | None:
-        """The place behind the last instruction that writes the slot; None if no other work is behind it."""
+    def _writer(self, program: _Sent, slot: int) -> tuple[bytes, int, bool]:
+        """The words and the number of instructions up to the last one that writes a slot, and whether work is behind it."""
         at = written = count = writer = last = 0
         for writes, slots in self._instructions_of(program.words):
             at, count = at + _WORD * (1 + len(slots)), count + 1
@@ -115,9 +118,7 @@ class EarlyReads:
                 last = count
             if any(slots[k] == slot for k in writes):
                 written, writer = at, count
-        if not writer or writer == last:
-            return None
-        return EarlyRead(program.words[:written], writer, slot, view, nbytes)
+        return program.words[:written], writer, last > writer
 
     def forget(self, wrong: EarlyRead) -> None:
         """A prediction failed: the script did not use the value."""
@@ -128,6 +129,6 @@ class EarlyReads:
                 self._refused.add((before, wrong.view))
 
     @staticmethod
-    def _limit(table: set[Hashable] | set[tuple[bytes, Hashable]] | dict[bytes, EarlyRead]) -> None:
+    def _limit(table: dict[Hashable, int] | set[tuple[bytes, Hashable]] | dict[bytes, EarlyRead]) -> None:
         if len(table) >= _REMEMBERED:
             table.clear()
