@@ -116,6 +116,44 @@ def test_channel_frames_that_arrive_together_are_received_in_order(echo):
     client.close()
 
 
+@pytest.mark.parametrize("then", ["send", "wait", "poll", "close"])
+def test_channel_held_frame_is_sent_with_the_next_one_or_before_a_wait(echo, then):
+    client = connect(echo.endpoint)
+    payload = bytearray(b"held")
+    client.hold()
+    client.send(ECHO, payload)
+    payload[:] = b"over"
+    assert client._held
+    if then == "send":
+        client.send(ECHO, b"next")
+    elif then == "poll":
+        with contextlib.suppress(ProtocolError):  # the echo may have arrived, and nobody has announced it
+            client.poll_acks()
+    elif then == "close":
+        client.close()
+    if then in ("send", "wait"):
+        assert client.recv(5).payload == b"held"
+        assert then == "wait" or client.recv(5).payload == b"next"
+    deadline = time.monotonic() + 10
+    while echo.seen.count(ECHO) < (2 if then == "send" else 1):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert not client._held
+    client.close()
+
+
+def test_channel_large_frame_is_not_held(echo):
+    client = connect(echo.endpoint)
+    client.hold()
+    client.send(ECHO, b"a" * 100_000)
+    assert not client._held and client.recv(5).payload == b"a" * 100_000
+    client.hold()
+    client.send(ECHO, b"b")
+    client.send(ECHO, b"c" * 100_000)
+    assert [len(client.recv(5).payload) for _ in range(2)] == [1, 100_000]
+    client.close()
+
+
 def test_channel_frames_read_ahead_of_a_paused_connection_arrive_after_resume(tmp_path):
     server = ChannelServer()
     acceptor = acceptor_of(server)

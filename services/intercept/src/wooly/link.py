@@ -663,6 +663,10 @@ class Link:
             self.observer.copied(seq, len(into), to_device=False)
         return seq, pending
 
+    def hold(self) -> None:
+        """Send the next frame together with the frame after it (`ChannelClient.hold`)."""
+        self.connection.channel.hold()
+
     def read_early(
         self, buffer: int, key: ViewKey, into: memoryview, host: torch.Tensor, prediction: EarlyRead
     ) -> None:
@@ -687,7 +691,10 @@ class Link:
         """
         if sync_debug.mode:
             sync_debug.note()
-        seq, prediction = self._early.pop(buffer)
+        early = self._early.pop(buffer, None)
+        if early is None:  # the read failed, and its error is kept
+            return
+        seq, prediction = early
         prediction.used = True
         try:
             self.finish_reads(seq)

@@ -42,6 +42,8 @@ _ACK_EVERY = 32 << 20
 #: Bytes that one receive may read ahead: several small frames arrive with one call of the system. Longer payloads are received
 #: without a copy.
 _AHEAD = 4096
+#: Bytes up to which frames are held, to be sent together.
+_MOST_HELD = 16 << 10
 #: The kind of an `Expected` that takes the next frame, whatever its kind.
 _ANY = -1
 
@@ -99,6 +101,8 @@ class ChannelClient:
         self._ahead = memoryview(bytearray(_AHEAD))
         self._ahead_at = self._ahead_end = 0
         self._busy: BusyWait | None = None
+        self._holds = False
+        self._held = b""
         self._sent = 0
         self._received = 0
         self._unacked: deque[tuple[int, int]] = deque()
@@ -173,10 +177,27 @@ class ChannelClient:
         if self._in_flight + size > self.window and self._in_flight:
             self._wait_for_room(size)
         self._sent = seq = self._sent + 1
-        self._write([HEADER.pack(size, kind, 0, 0, seq), *buffers], size + HEADER.size)
+        header = HEADER.pack(size, kind, 0, 0, seq)
+        held, self._held = self._held, b""
+        if self._holds and len(held) + size < _MOST_HELD:
+            self._held = b"".join((held, header, *buffers))
+        elif held:
+            self._write([held, header, *buffers], len(held) + size + HEADER.size)
+        else:
+            self._write([header, *buffers], size + HEADER.size)
+        self._holds = False
         self._unacked.append((seq, size))
         self._in_flight += size
         return seq
+
+    def hold(self) -> None:
+        """Send the next frame, if it is small, together with the frame after it, or before the next wait or `poll_acks`."""
+        self._holds = True
+
+    def _write_held(self) -> None:
+        held, self._held = self._held, b""
+        if held:
+            self._write([held], len(held))
 
     def _write(self, buffers: list[Buffer], size: int) -> None:
         sock = self._sock
@@ -251,6 +272,7 @@ class ChannelClient:
         deadline = None if timeout is None else time.monotonic() + timeout
         while not expected.done:
             if deadline is not None:
+                self._write_held()
                 self._wait_readable(deadline)
             self._take()
 
@@ -261,6 +283,7 @@ class ChannelClient:
             ChannelClosedError: the connection is closed.
             ProtocolError: an unexpected frame was received.
         """
+        self._write_held()
         while self._pending():
             self._take()
 
@@ -271,6 +294,7 @@ class ChannelClient:
             ChannelClosedError: the connection is closed.
             ProtocolError: the frame is not expected.
         """
+        self._write_held()
         incoming = self._incoming
         if incoming is None:
             while self._header_at < HEADER.size:
@@ -444,4 +468,6 @@ class ChannelClient:
 
     def close(self) -> None:
         """Close the connection. Unacknowledged frames may be lost; to avoid this, wait for an answer first."""
+        with contextlib.suppress(ChannelError):
+            self._write_held()
         self._sock.close()

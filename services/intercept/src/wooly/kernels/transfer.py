@@ -508,6 +508,8 @@ class Transfer:
                 self._copy(dense, t)
                 host = self.to_host(dense)
             else:
+                if recorder.open and t.numel():
+                    link.hold()
                 recorder.flush()
                 host, memory = _host_memory(t.dtype, t.shape, t.stride(), t.numel() * t.element_size())
                 if len(memory):
@@ -532,6 +534,7 @@ class Transfer:
         prediction.used = False
         _, dtype, shape, stride = key = cast(ViewKey, prediction.view)
         host, memory = _host_memory(dtype, shape, stride, prediction.nbytes)
+        link.hold()
         recorder.flush()
         link.read_early(buffer, key, memory, host, prediction)
         return True
