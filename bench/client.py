@@ -1,6 +1,8 @@
 """Measures the cost of a client: the device against local CPU PyTorch, both in this run, with one thread each.
 
-Run: .venv/bin/python bench/client.py [--json] [--only NAME] [--repeat N]
+`--profile` shows instead where the time of an add and its `.item()` goes (`hops.py`).
+
+Run: .venv/bin/python bench/client.py [--json] [--only NAME] [--repeat N] [--profile]
 """
 
 import argparse
@@ -14,6 +16,7 @@ import warnings
 from pathlib import Path
 
 from figures import row, show
+from hops import show_profile
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -153,7 +156,7 @@ def bench_item(repeat):
 
     a, spread = timed(ours, repeat)
     b, _ = timed(local, repeat)
-    yield row("add + .item()", "us", a * 1e4, b * 1e4, 300, spread=[round(s * 1e4, 1) for s in spread], against="value")
+    yield row("add + .item()", "us", a * 1e4, b * 1e4, 110, spread=[round(s * 1e4, 1) for s in spread], against="value")
     y = x.sum()
     y.item()
     a, _ = timed(lambda: [y.item() for _ in range(1000)], repeat)
@@ -199,6 +202,38 @@ def bench_mlp(repeat):
 
         a, b, spread = pair(trainer("cuda"), trainer("cpu"), repeat)
         yield row(f"MLP step, {name}", "ms", a / 20 * 1e3, b / 20 * 1e3, goal, spread=spread)
+
+
+def bench_loss(repeat):
+    """A training loop that reads its loss at every step, and the same loop without this, in turn.
+
+    The baseline of each ratio is the loop without it. `Adam` is the step of `bench_mlp`.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 10))
+    x, y = torch.randn(64, 784), torch.randint(0, 10, (64,))
+
+    def trainer(device, read):
+        mine = copy.deepcopy(model).to(device)
+        opt, a, b = torch.optim.Adam(mine.parameters()), x.to(device), y.to(device)
+
+        def run(n=20):
+            losses = []
+            for _ in range(n):
+                loss = nn.functional.cross_entropy(mine(a), b)
+                opt.zero_grad()
+                loss.backward()
+                opt.step()
+                losses.append(loss.item() if read else loss)
+            return losses[-1] if read else losses[-1].item()
+
+        return run
+
+    reads, without = trainer("cuda", True), trainer("cuda", False)
+    for _ in range(3):
+        assert reads() == without(), "the losses differ"
+    a, b, spread = pair(reads, without, repeat)
+    yield row("MLP step with loss.item(), against without", "ms", a / 20 * 1e3, b / 20 * 1e3, 1.3, spread=spread)
 
 
 def bench_graph(repeat):
@@ -391,6 +426,36 @@ def bench_link(repeat):
     )  # fmt: skip
 
 
+def bench_far_item(repeat):
+    """An add and its value over a network with a round trip of 10 ms, less 1.15 round trips."""
+    context = multiprocessing.get_context("spawn")
+    trip_s = 0.010
+    api.disable()
+    with executor_process() as running:
+        pipe, theirs = context.Pipe()
+        proxy = context.Process(target=distant, args=(running.endpoints[0], trip_s / 2, theirs), daemon=True)
+        proxy.start()
+        api.attach([pipe.recv()], running.session_id, running.token)
+        api.install_facade()
+        x = torch.ones(4, device="cuda")
+
+        def ours():
+            x.add_(1)
+            x[0].item()
+
+        for _ in range(20):
+            ours()
+        a, spread = timed(ours, 8 * repeat)
+        api.disable()
+        pipe.send(None)
+        proxy.join()
+    less = 1.15 * trip_s
+    spread = [round((s - less) * 1e6, 1) for s in spread]
+    yield row(
+        "add + .item() over 10 ms, less 1.15 trips", "us", (a - less) * 1e6, None, 60, spread=spread, against="value"
+    )
+
+
 def cpu_ns(pid):
     """Return the CPU time of all threads of a process."""
     return sum([int(p.read_text().split()[0]) for p in Path(f"/proc/{pid}/task").glob("*/schedstat")])
@@ -441,6 +506,7 @@ BENCHES = {
     "native": bench_native,
     "item": bench_item,
     "mlp": bench_mlp,
+    "loss": bench_loss,
     "graph": bench_graph,
     "llama": bench_llama,
     "compiled": bench_compiled,
@@ -455,8 +521,13 @@ def main():
     parser.add_argument("--json", action="store_true", help="print rows as JSON")
     parser.add_argument("--only", choices=BENCHES)
     parser.add_argument("--repeat", type=int, default=7)
+    parser.add_argument("--profile", action="store_true", help="show where the time of an add and its .item() goes")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
+    if args.profile:
+        show_profile(args.json)
+        sys.stdout.flush()
+        os._exit(0)
     torch.set_num_threads(1)
     with executor_process() as running:
         api.attach(running.endpoints, running.session_id, running.token)

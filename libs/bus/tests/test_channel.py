@@ -99,6 +99,82 @@ def test_channel_frames_return_in_order(echo):
     client.close()
 
 
+def test_channel_frames_that_arrive_together_are_received_in_order(echo):
+    """Both ends read ahead: small frames, a payload that is longer than one receive, and bulk data between small frames."""
+    client = connect(echo.endpoint)
+    data = random.Random(0).randbytes(10_000)
+    sizes = (3, 0, 5000, 1, 4096, 4080, 2, 20_000, 7)
+    parts, seq = [], client._sent
+    for n in sizes:
+        parts += [HEADER.pack(n, ECHO, 0, 0, seq := seq + 1), bytes([n % 251]) * n]
+    parts += [HEADER.pack(8 + len(data), BULK, 0, 0, seq := seq + 1), (64).to_bytes(8, "little"), data]
+    parts += [HEADER.pack(4, ECHO, 0, 0, seq + 1), b"last"]
+    client._sock.sendall(b"".join(parts))
+    client._sent = seq + 1
+    assert [client.recv(5).payload for _ in sizes] == [bytes([n % 251]) * n for n in sizes]
+    assert client.recv(5).payload == b"last" and echo.memory[64 : 64 + len(data)] == data
+    client.close()
+
+
+@pytest.mark.parametrize("then", ["send", "wait", "poll"])
+def test_channel_held_frame_is_sent_with_the_next_one_or_before_a_wait(echo, then):
+    client = connect(echo.endpoint)
+    payload = bytearray(b"held")
+    client.hold()
+    client.send(ECHO, payload)
+    payload[:] = b"over"
+    assert client._held
+    if then == "send":
+        client.send(ECHO, b"next")
+    elif then == "poll":
+        with contextlib.suppress(ProtocolError):  # the echo may have arrived, and nobody has announced it
+            client.poll_acks()
+    if then in ("send", "wait"):
+        assert client.recv(5).payload == b"held"
+        assert then == "wait" or client.recv(5).payload == b"next"
+    deadline = time.monotonic() + 10
+    while echo.seen.count(ECHO) < (2 if then == "send" else 1):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert not client._held
+    client.close()
+
+
+def test_channel_large_frame_is_not_held(echo):
+    client = connect(echo.endpoint)
+    client.hold()
+    client.send(ECHO, b"a" * 100_000)
+    assert not client._held and client.recv(5).payload == b"a" * 100_000
+    client.hold()
+    client.send(ECHO, b"b")
+    client.send(ECHO, b"c" * 100_000)
+    assert [len(client.recv(5).payload) for _ in range(2)] == [1, 100_000]
+    client.close()
+
+
+def test_channel_frames_read_ahead_of_a_paused_connection_arrive_after_resume(tmp_path):
+    server = ChannelServer()
+    acceptor = acceptor_of(server)
+    endpoint = acceptor.listen(Endpoint.parse(f"unix://{tmp_path}/s"))
+    acceptor.start()
+    try:
+        client = connect(endpoint)
+        (conn,) = [e.conn for e in server.poll(5) if isinstance(e, Connected)]
+        for n in range(200):
+            client.send(ECHO, bytes([n]))
+        found = []
+        while len(found) < 200:
+            found += [e.payload[0] for e in server.poll(5) if isinstance(e, FrameReceived)]
+            conn.pause()
+            assert not [e for e in server.poll(0) if isinstance(e, FrameReceived)]
+            conn.resume()
+        assert found == list(range(200))
+        client.close()
+    finally:
+        acceptor.close()
+        server.close()
+
+
 @given(sizes=st.lists(st.integers(0, 5000), min_size=1, max_size=20))
 @settings(max_examples=25, deadline=None)
 def test_channel_frames_of_any_size_are_echoed(sizes):

@@ -3,6 +3,7 @@
 import platform
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from unittest.mock import patch
 
@@ -280,6 +281,50 @@ def test_hot_program_steps_are_combined(wis):
             assert as_view(buffers[ids["y7"]].base, v).tolist() == [3.0 * 2**8] * 4
             assert len(buffers) == 3
             assert len(ready.prepared.hot) == (1 if run >= 2 else 0)
+
+
+def test_hot_program_with_deferral_is_combined_by_another_thread(wis):
+    v = wis.at(DType.F32, 4)
+    body = wis.body()
+    for k in range(8):
+        body.alloc(f"y{k}", 16).call(
+            "aten.mul.Tensor", ("in", f"y{k - 1}" if k else "x", v), ("in", "x", v), ("out", f"y{k}", v)
+        )
+    runtime = TorchCpuRuntime(hot=3)
+    runtime.defers = True
+    with torch.inference_mode():
+        prepared, ids = ProgramStore(runtime).define(body.raw).prepared, {name: i for i, name in enumerate(body.names)}
+
+        def run():
+            buffers = {ids["x"]: runtime.allocate(16)}
+            as_view(buffers[ids["x"]].base, v).fill_(2.0)
+            assert runtime.run(prepared, buffers, list(ids.values()), []).failed_at is None
+            return as_view(buffers[ids["y7"]].base, v).tolist()
+
+        assert [run() for _ in range(4)] == [[2.0**9] * 4] * 4
+        assert not prepared.hot
+        (combination,) = prepared.later
+        with ThreadPoolExecutor(1) as pool:
+            made = pool.submit(combination.make).result()
+        assert not prepared.hot and run() == [2.0**9] * 4
+        combination.take(made)
+        assert len(prepared.hot) == 1 and run() == [2.0**9] * 4
+
+
+def test_long_program_has_several_segments(wis, monkeypatch):
+    monkeypatch.setattr(segments, "MOST_CALLS", 4)
+    v = wis.at(DType.F32, 4)
+    body = wis.body()
+    for k in range(12):
+        body.alloc(f"y{k}", 16).call("aten.neg.default", ("in", f"y{k - 1}" if k else "x", v), ("out", f"y{k}", v))
+    runtime = TorchCpuRuntime(hot=1)
+    with torch.inference_mode():
+        prepared, ids = ProgramStore(runtime).define(body.raw).prepared, {name: i for i, name in enumerate(body.names)}
+        buffers = {ids["x"]: runtime.allocate(16)}
+        as_view(buffers[ids["x"]].base, v).fill_(2.0)
+        assert runtime.run(prepared, buffers, list(ids.values()), []).failed_at is None
+        assert len(prepared.hot) == 3
+        assert as_view(buffers[ids["y11"]].base, v).tolist() == [2.0] * 4
 
 
 @pytest.mark.parametrize("hot", [1, 1000])

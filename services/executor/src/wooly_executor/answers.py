@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 from wooly_bus.channel import ChannelServer, Connection
-from wooly_wis.frames import ANSWER_COPIED, MAX_CHUNK, Kind, pack_json
+from wooly_wis.frames import MAX_CHUNK, Kind, pack_json
 
 from wooly_executor.errors import BindingError
 from wooly_executor.flow import Frame as AnyFrame
@@ -98,28 +98,26 @@ class Answers:
         """Tell the client why a frame is not processed now. The frame may still be processed later."""
         self.say(conn, Failure(code, message, frame.seq, None).to_json(), Kind.ERROR)
 
+    def copied(self, session: Session, conn: Connection, data: bytes) -> None:
+        """Answer with a copy of a few bytes of the session."""
+        session.counters.bytes_out += len(data)
+        self._said = True
+        conn.send(Kind.DATA, data)
+        if conn.queued_bytes > self._limits.answers or conn.queued_pieces > MAX_PIECES:
+            self._wait_if_full(conn)
+
     def data(self, session: Session, conn: Connection, memory: Tensor, place: int | None = None) -> None:
         """Answer with the bytes of a flat tensor of the session, in shared memory at `place` if that is not None.
 
-        Small data is copied. Large data is sent straight from the buffer, and nothing may change the buffer until all bytes are
-        sent. If the host cannot address the device's memory, the data goes through host memory in pieces, each no larger than the
-        limit of unread answers.
+        They are sent straight from the buffer, and nothing may change the buffer until all bytes are sent. If the host cannot
+        address the device's memory, the data goes through host memory in pieces, each no larger than the limit of unread answers.
         """
-        nbytes = len(memory)
-        session.counters.bytes_out += nbytes
+        session.counters.bytes_out += len(memory)
         self._said = True
-        if 0 < nbytes <= ANSWER_COPIED:
-            conn.send(Kind.DATA, bytes(self._device.read(memory)))
-            if conn.queued_bytes > self._limits.answers or conn.queued_pieces > MAX_PIECES:
-                self._wait_if_full(conn)
-            return
-        if nbytes:
-            note(session.flow, Signal.BUFFERS_LENT)
-            session.unread.lent, session.unread.place = memory, place
-            self._lend(session, conn)
-            self._wait(session, conn)
-        else:
-            conn.send(Kind.DATA)
+        note(session.flow, Signal.BUFFERS_LENT)
+        session.unread.lent, session.unread.place = memory, place
+        self._lend(session, conn)
+        self._wait(session, conn)
 
     def _lend(self, session: Session, conn: Connection) -> None:
         """Send the next piece of a large answer."""

@@ -17,6 +17,7 @@ from wooly_bus import host
 from wooly_bus.access import Access
 from wooly_bus.app import ServiceApp, until_signalled
 from wooly_bus.channel import ChannelError, ChannelTlsError, Endpoint, EndpointError, server_context
+from wooly_bus.channel.busy_wait import BusyWait
 from wooly_bus.channel.tunnel import TunnelListener, tunnel_endpoint
 from wooly_bus.channel.tunnel_places import TunnelLimits
 from wooly_bus.errors import BusError
@@ -310,4 +311,5 @@ def _make_loop(settings: ExecutorSettings, runtime: Runtime) -> DeviceLoop:
         failed=_device_failed,
     )
     loop.vram.overcommit_percent = settings.overcommit_percent
+    loop.server.busy = BusyWait(settings.busy_wait_us * 1000)
     return loop

@@ -177,7 +177,7 @@ class DeviceLoop:
             self._answers,
             self.intake,
             self._calls,
-            activity,
+            self.decoders,
             pace,
             collector,
             self.busy,

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import time
+from collections.abc import Callable
+from typing import Any
 
+import torch
 from wooly_bus.channel import Connection
 from wooly_wis.frames import unpack_run
 
@@ -12,7 +16,7 @@ from wooly_executor.busy_time import BusyTime
 from wooly_executor.collector import Collector
 from wooly_executor.core_speed import FASTEST, FULL, CoreSpeed
 from wooly_executor.cores import WorkerClock
-from wooly_executor.decoding import DeviceActivity
+from wooly_executor.decoding import Decoders, Decoding
 from wooly_executor.dispatch import Dispatch
 from wooly_executor.errors import ContextLostError
 from wooly_executor.estimates import Cut, turns
@@ -23,6 +27,7 @@ from wooly_executor.interpreter import Interpreter
 from wooly_executor.post import Calls
 from wooly_executor.pricing import PriceBook
 from wooly_executor.runs import Runs
+from wooly_executor.runtime.prepared import Combination
 from wooly_executor.runtime.protocol import Execution, Runtime
 from wooly_executor.session import Session
 from wooly_executor.vram import Vram
@@ -49,7 +54,7 @@ class Launcher:
         answers: queued answers; they are sent after each launch.
         intake: handles frames that have arrived.
         calls: functions of other threads; they run between launches.
-        activity: tells decoders what the device's thread does.
+        decoders: combine the steps of programs that run often, outside this thread.
         pace: measures the speed of a core; None: full speed.
         collector: collects garbage while the device is idle; None: no collector.
         busy: counts the device time of all launches.
@@ -70,14 +75,16 @@ class Launcher:
         answers: Answers,
         intake: Intake,
         calls: Calls,
-        activity: DeviceActivity,
+        decoders: Decoders,
         pace: CoreSpeed | None,
         collector: Collector | None,
         busy: BusyTime,
     ) -> None:
         self._runtime, self._dispatch, self._runs, self._vram = runtime, dispatch, runs, vram
         self._interpreter, self._answers, self._intake, self._calls = interpreter, answers, intake, calls
-        self._activity, self._pace, self._collector = activity, pace, collector
+        self._decoders, self._activity = decoders, decoders.activity
+        self._pace, self._collector = pace, collector
+        runtime.defers = runtime.device.host  # graphs of a GPU are captured from combined steps, in this thread
         self._busy = busy
         self.occupied: tuple[str, int] | None = None
         self.prices = PriceBook()
@@ -93,19 +100,47 @@ class Launcher:
             session, workers, beyond = work[0], self._workers_ns(), self._runtime.extra_core_ns
             session.used.launches()
             gpu_ns, last = self._run_piece(*work)
+            self._answers.flush()  # before the bill: the client may wait
             core_ns = gpu_ns + self._workers_ns() - workers + self._runtime.extra_core_ns - beyond
             self._busy.add(gpu_ns, time.perf_counter_ns())
             session.used.launched(gpu_ns, core_ns, self._vram.clock(), self._pace_of(session, work[1], last, core_ns))
             if self._pace is not None:
                 self._pace.worked(gpu_ns)
+            running = work[1].running
+            if running is not None and running.prepared.later:
+                self._combine(session, running.prepared.later)
             if last < work[3]:
                 stopped = (*work[:2], last)
-            self._answers.flush()
         if self._collector is not None:
             self._collector.worked()
         if time.perf_counter_ns() - self._intake.polled_ns > self._dispatch.patience_ns():
             self._intake.poll()
         self._dispatch.done(gpu_ns, stopped, core_ns)
+
+    def _combine(self, session: Session, later: list[Combination]) -> None:
+        """Let a decoder combine the steps of a program. The session whose run is the first of many pays for it."""
+        priority = self._dispatch.priority_of(session.id)
+        for combination in later:
+            self._decoders.submit(
+                Decoding(
+                    session.tenant or session.id,
+                    priority,
+                    0,
+                    functools.partial(_in_inference_mode, combination.make),
+                    functools.partial(self._combined_elsewhere, session, combination),
+                )
+            )
+        later.clear()
+
+    def _combined_elsewhere(
+        self, session: Session, combination: Combination, made: Any, error: Exception | None, core_ns: int
+    ) -> None:
+        def take() -> None:
+            session.used.decoded(core_ns, self._interpreter.ppm())
+            if error is None:  # otherwise the program keeps its single steps
+                combination.take(made)
+
+        self._calls.call(take)
 
     def _workers_ns(self) -> int:
         """CPU time of the library's threads. They are cores of the device only if the device is the CPU."""
@@ -210,3 +245,8 @@ class Launcher:
                 if not self._calls.empty() or self._vram.due:
                     break
         return times
+
+
+def _in_inference_mode(make: Callable[[], Any]) -> Any:
+    with torch.inference_mode():
+        return make()

@@ -10,6 +10,7 @@ from typing import Any
 from wooly_bus.channel import Connection
 from wooly_wis.errors import DecodeError
 from wooly_wis.frames import (
+    ANSWER_COPIED,
     BUFFERS_AT_ONCE,
     IPC_EXPORT,
     IPC_IMPORT,
@@ -137,8 +138,11 @@ class Processing:
                 require_place(conn, place, nbytes)
             if not answers.failure(session, conn):
                 begun = time.perf_counter_ns()
-                memory = self._runs.memory(session, buffer, offset, nbytes, writing=False)
-                answers.data(session, conn, memory, place)
+                if nbytes <= ANSWER_COPIED:
+                    answers.copied(session, conn, self._runs.copied(session, buffer, offset, nbytes))
+                else:
+                    memory = self._runs.memory(session, buffer, offset, nbytes, writing=False)
+                    answers.data(session, conn, memory, place)
                 if session.recording is not None:
                     session.recording.copied(frame.seq, begun)
         elif kind == _SYNC:

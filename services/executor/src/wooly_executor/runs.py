@@ -240,6 +240,27 @@ class Runs:
         Raises:
             ExecutorError: the buffer does not exist or is poisoned, or the range is out of bounds.
         """
+        known = self._located(session, buffer, offset, nbytes, writing=writing)
+        if writing and session.cuts is not None:
+            session.cuts.changed.add(buffer)
+        if writing and session.holdings.guarded:
+            self._vram.contents.unshare(session, [buffer], whole=nbytes == known.nbytes)
+        if known.base is None:
+            shared = self._vram.ipc.memory(session, buffer)
+            known.base, known.poison = self._runtime.device.zeroed(known.nbytes) if shared is None else shared, ""
+        return bytes_of(known.base, offset, nbytes)
+
+    def copied(self, session: Session, buffer: int, offset: int, nbytes: int) -> bytes:
+        """A copy of a few bytes of a buffer on the device.
+
+        Raises:
+            ExecutorError: as `memory`.
+        """
+        known = self._located(session, buffer, offset, nbytes, writing=False)
+        assert known.base is not None
+        return self._runtime.device.copied(known.base, offset, nbytes)
+
+    def _located(self, session: Session, buffer: int, offset: int, nbytes: int, *, writing: bool) -> Buffer:
         known = session.buffers.get(buffer)
         if known is None:
             raise BindingError(f"buffer {buffer} does not exist")
@@ -249,11 +270,4 @@ class Runs:
             raise BindingError(
                 f"bytes {offset} to {offset + nbytes} are out of bounds: buffer {buffer} has {known.nbytes} bytes"
             )
-        if writing and session.cuts is not None:
-            session.cuts.changed.add(buffer)
-        if writing and session.holdings.guarded:
-            self._vram.contents.unshare(session, [buffer], whole=nbytes == known.nbytes)
-        if known.base is None:
-            shared = self._vram.ipc.memory(session, buffer)
-            known.base, known.poison = self._runtime.device.zeroed(known.nbytes) if shared is None else shared, ""
-        return bytes_of(known.base, offset, nbytes)
+        return known

@@ -75,6 +75,13 @@ class ExecutorSettings(BaseSettings):
         description="standalone executor: the token with which clients open sessions; empty: one is made and kept in a file of "
         "`state_dir`",
     )
+    busy_wait_us: int = Field(
+        default=200,
+        ge=0,
+        le=10_000,
+        description="microseconds for which the device's thread looks for a client's frame before it blocks, if the last wait "
+        "was shorter and no other thread wants the core; 0, or with one core: it blocks at once",
+    )
     plans: bool = Field(default=True, description="0: programs run without generated kernels")
     plan_trials: bool = Field(
         default=True,

@@ -18,6 +18,7 @@ from wooly_bus.channel import Endpoint
 from wooly_bus.supervision import start_call, start_thread
 
 from wooly import capture, children, native, ranks
+from wooly.connection import Connection
 from wooly.contents import OfferPolicy
 from wooly.departures import Departures
 from wooly.device import RegisteredDevice, register
@@ -308,6 +309,7 @@ def _open(where: str = "") -> None:
     settings = _pending.model_copy(update={"gpu_count": count})
     if where and not (settings.node or settings.executor_url):
         settings = settings.model_copy(update={"node": where})
+    Connection.look_ns = settings.busy_wait_us * 1000
     if settings.programs_dir is not None:
         settings.programs_dir.mkdir(parents=True, exist_ok=True)
     opened = open_and_use(

@@ -7,10 +7,11 @@ counting: this module knows how the two relate. It does not know what frames mea
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from wooly_bus.channel import ChannelClient
+from wooly_bus.channel.busy_wait import LOOK_NS
 from wooly_wis.frames import READ_PLACE, Kind, pack_json, unpack_json
 from wooly_wis.releases import mismatch
 
@@ -32,7 +33,10 @@ class Connection:
         last: number of the last sent frame.
         device: properties of the executor's device, from its WELCOME.
         kind: the kind of the executor, in words. Executors of one kind compute the same bits.
+        look_ns: how long a wait for an answer looks for it before it blocks, in ns; of all connections.
     """
+
+    look_ns: ClassVar[int] = LOOK_NS
 
     def __init__(self, channel: ChannelClient, where: str) -> None:
         self.channel, self.where = channel, where
@@ -102,6 +106,7 @@ class Connection:
             WoolyError: the executor refuses the session.
             ChannelError: the connection broke.
         """
+        self.channel.look_before_blocking(self.look_ns)
         self.channel.send_hello(Kind.HELLO, pack_json(hello))
         answer = self.channel.recv(timeout)
         if answer.kind == Kind.ERROR:

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from wooly_wis.messages import DirectSession
 
     from wooly.contents import OfferPolicy
+    from wooly.early_reads import EarlyRead
 
 #: Highest number of bytes that a STATS frame can ask for.
 _MOST_WANTED = (1 << 64) - 1
@@ -206,6 +207,8 @@ class Link:
         self._mirror_bytes = 0
         self.lost: WoolyError | None = None
         self._started: deque[_StartedRead] = deque()
+        #: Values that were read early and are not used yet, by buffer: the number of the READ, and the prediction.
+        self._early: dict[int, tuple[int, EarlyRead]] = {}
         #: Answers for which a caller stopped to wait, because a signal handler raised an exception.
         self._abandoned: deque[Pending] = deque()
         #: The answer to the last run with `reply`.
@@ -695,6 +698,45 @@ class Link:
             self.observer.copied(seq, len(into), to_device=False)
         return seq, pending
 
+    def hold(self) -> None:
+        """Send the next frame together with the frame after it (`ChannelClient.hold`)."""
+        self.connection.channel.hold()
+
+    def read_early(
+        self, buffer: int, key: ViewKey, into: memoryview, host: torch.Tensor, prediction: EarlyRead
+    ) -> None:
+        """Start to read a value that the script will probably want, into `host`, which becomes the cached host copy.
+
+        If the read fails, the next call that waits raises the error.
+        """
+        self.fetch(buffer, key[0], into, host)
+        self.keep(buffer, key, host)
+        self._early[buffer] = self._started[-1].seq, prediction
+
+    def is_early(self, buffer: int) -> bool:
+        """Whether a value of the buffer was read early, and is not used yet."""
+        return buffer in self._early
+
+    def finish_early(self, buffer: int) -> None:
+        """Wait for a value that was read early.
+
+        Raises:
+            RemoteOperationError: the read failed, or an operation before it.
+            ExecutorLostError: the connection to the executor ended.
+        """
+        if sync_debug.mode:
+            sync_debug.note()
+        early = self._early.pop(buffer, None)
+        if early is None:  # the read failed, and its error is kept
+            return
+        seq, prediction = early
+        prediction.used = True
+        try:
+            self.finish_reads(seq)
+        except BaseException:
+            self.forget(buffer)
+            raise
+
     @property
     def many_reads_started(self) -> bool:
         """Whether half of the `MAX_STARTED_READS` reads are unanswered, so that `fetch` may soon have to wait."""
@@ -786,6 +828,9 @@ class Link:
         while coming and coming[0].pending.expected.done:
             seq, into, pending, _ = coming.popleft()
             failure = self._received(into, pending)
+            if failure is not None:
+                for buffer in [b for b, (early, _) in self._early.items() if early == seq]:
+                    self.forget(buffer)
             self._failed = self._failed or failure
             self.answered = seq
             self._failures.answered(seq)
@@ -873,6 +918,7 @@ class Link:
         """Drop the cached copies of a buffer, because the buffer is written or freed."""
         kept = self._mirrors.pop(buffer, None)
         if kept is not None:
+            self._early.pop(buffer, None)
             self._mirror_bytes -= sum(host.nbytes for host in kept.values())
 
     # -- life --------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import struct
 import threading
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
@@ -23,6 +23,7 @@ from wooly_wis.limits import MAX_FREES
 from wooly_wis.program import Form, Operand, ParamKind, Role, View
 
 from wooly import native
+from wooly.early_reads import EarlyRead, EarlyReads
 from wooly.errors import ForkedProcessError, NotConnectedError, WoolyError
 from wooly.native import ProgramFields
 from wooly.python_private import frame_at, unlock_after_fork
@@ -296,6 +297,8 @@ class Recorder(ProgramFields):
         capture: what keeps the open program; None: it is sent.
         opener: opens the session; None if the session is open, or if nobody asked for one.
         programs_dir: folder to which new programs are written as ``<digest>.wis``; None: they are not written.
+        early_reads: predicts which values the script reads.
+        read_early: begins to read a value (buffer, view) whose program was sent. Returns whether it did.
     """
 
     def __init__(self, limit: int, forms: Forms, heap: Heap, generator: Generator) -> None:
@@ -329,6 +332,9 @@ class Recorder(ProgramFields):
         self._closed_at_end_form: tuple[bytes, int] | None = None
         self._kept_whole: set[bytes] = set()
         self._without_end_form = 0
+        self.early_reads = EarlyReads(self._writes_of)
+        self.read_early: Callable[[Recorder, int, EarlyRead], bool] | None = None
+        self._early: EarlyRead | None = None
         self._set_open_limit(limit)
         self._mark: Mark | None = None
         self._deferred: list[Callable[[Link], None]] = []
@@ -395,6 +401,9 @@ class Recorder(ProgramFields):
             form: form of the last instruction.
         """
         count, self._closed_at_end_form = len(self.origins), None
+        early = self._early
+        if early is not None and self._close_early(early, count):
+            return
         if count >= self._open_limit:
             if self._open_limit == self.limit and form not in self._end_forms:
                 if self._without_end_form:
@@ -409,6 +418,37 @@ class Recorder(ProgramFields):
             else:
                 self.flush()
                 self._closed_at_end_form = name, count
+
+    def _close_early(self, early: EarlyRead, count: int) -> bool:
+        """Close the open program and read a value, if the program is as predicted. Returns whether `close_if_due` is done."""
+        if count < early.count:
+            return False
+        self._early = None
+        self._set_room()
+        if self.heap.dead:
+            self.release_dead()
+        if (
+            count == early.count
+            and self.read_early is not None
+            and array("I", self.words).tobytes() == early.words
+            and self.slot_of.get(self.bind[early.slot]) == early.slot  # the script still has the buffer
+        ):
+            buffer = self.bind[early.slot]
+            if self.read_early(self, buffer, early):
+                return True
+            self.early_reads.forget(early)
+        return count < self.room
+
+    def _writes_of(self, words: bytes) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
+        found = array("I")
+        found.frombytes(words)
+        for form, slots in self.instructions_of(found.tolist()):
+            yield form.writes, slots
+
+    def note_read(self, buffer: int, view: Hashable, nbytes: int) -> None:
+        """The script has waited for a value of so many bytes, behind all that was recorded."""
+        if not (self.recording or self.replaced):
+            self.early_reads.read(buffer, view, nbytes)
 
     def _add_end_form(self) -> None:
         words, known, at = self.words, self._forms, 0
@@ -426,7 +466,12 @@ class Recorder(ProgramFields):
     def _set_open_limit(self, most: int) -> None:
         """Set the maximum number of instructions of the open program."""
         self._open_limit = most
-        self.room = most if most < self.limit else max(most // 2, 1)
+        self._set_room()
+
+    def _set_room(self) -> None:
+        most = self._open_limit
+        room = most if most < self.limit else max(most // 2, 1)
+        self.room = room if self._early is None else min(room, self._early.count)
 
     def release_dead(self) -> None:
         """Record frees for the storages that the heap lists as freed.
@@ -509,8 +554,9 @@ class Recorder(ProgramFields):
         rest = self._frees[MAX_FREES:]  # sent with the next program
         del self._frees[MAX_FREES:]
         link.interrupted = False
+        key, bind = array("I", self.words).tobytes(), self.bind
         try:
-            seq = self._send(link, array("I", self.words).tobytes(), self, self.bind, self.params, self._frees, reply)
+            seq = self._send(link, key, self, bind, self.params, self._frees, reply)
         except BaseException:
             if link.interrupted and not reply:
                 self._frees += rest  # the program stays open: its operations have returned, so they must still happen
@@ -521,6 +567,7 @@ class Recorder(ProgramFields):
             self._reset_program()
             self._frees = rest
             raise
+        self._early = self.early_reads.sent(key, bind)
         self._reset_program()
         self._frees = rest
         if not rest:
@@ -652,6 +699,8 @@ class Recorder(ProgramFields):
             self.capture.inline(work, bind, params, frees)
             return
         self.flush()
+        self._early = None
+        self.early_reads.interrupt()
         self._send(self.require_link(), work.key, work, bind, params, frees, reply=False)
         self.after_replay = True
 
@@ -719,7 +768,7 @@ class Recorder(ProgramFields):
         """Flush in the timer thread. If the connection has ended, the next call in the user's thread raises the error."""
         if self._end_forms:
             self._without_end_form = PROGRAMS_WITHOUT_END_FORM
-        self._closed_at_end_form = None
+        self._closed_at_end_form = self._early = None
         with contextlib.suppress(WoolyError):
             self.flush()
 
@@ -822,6 +871,8 @@ class Recorder(ProgramFields):
         if self.capture is not None:
             self.heap.recycle(self.end_capture().freed)
         self._sent.clear()
+        self.early_reads = EarlyReads(self._writes_of)
+        self._early = None
         self._reset_program()
         self.link = None
         self.heap.granted = NO_LIMIT

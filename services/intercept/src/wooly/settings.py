@@ -179,6 +179,13 @@ class Settings(BaseSettings):
     flush_interval_ms: float = Field(
         5.0, gt=0, description="milliseconds after which the client sends an open program to an idle executor"
     )
+    busy_wait_us: int = Field(
+        200,
+        ge=0,
+        le=10_000,
+        description="microseconds for which a wait looks for the executor's answer before it blocks, if the last wait was "
+        "shorter and no other thread wants the core; 0, or with one core: it blocks at once",
+    )
 
     @field_validator("node_groups", mode="before")
     @classmethod

@@ -19,6 +19,7 @@ from collections import deque
 
 from wooly_wis.frames import MAX_CHUNK
 
+from wooly_bus.channel.busy_wait import LOOK_NS, BusyWait
 from wooly_bus.channel.endpoint import Endpoint, tune
 from wooly_bus.channel.framing import (
     ACK,
@@ -55,7 +56,11 @@ _ACK_EVERY = 32 << 20
 
 #: Payload, in bytes, from which the time of its arrival is measured.
 _LARGE = 64 << 10
-
+#: Bytes that one receive may read ahead: several small frames arrive with one call of the system. Longer payloads are received
+#: without a copy.
+_AHEAD = 4096
+#: Bytes up to which frames are held, to be sent together.
+_MOST_HELD = 16 << 10
 #: The kind of an `Expected` that takes the next frame, whatever its kind.
 _ANY = -1
 
@@ -112,6 +117,11 @@ class ChannelClient:
         self._header_at = 0
         self._incoming: _Incoming | None = None
         self._input = input_of(sock)
+        self._ahead = memoryview(bytearray(_AHEAD))
+        self._ahead_at = self._ahead_end = 0
+        self._busy: BusyWait | None = None
+        self._holds = False
+        self._held = b""
         self._sent = 0
         self._received = 0
         self._unacked: deque[tuple[int, int]] = deque()
@@ -164,6 +174,16 @@ class ChannelClient:
             raise ChannelTimeoutError(f"{endpoint}: no answer within {timeout:g} s") from e
         return cls(sock)
 
+    def look_before_blocking(self, look_ns: int = LOOK_NS) -> None:
+        """Let waits look for input for a short time before they block (`busy_wait`).
+
+        Do not call this for a client in the process of its server: one thread would take the interpreter's lock from the other.
+
+        Args:
+            look_ns: maximum time for which a wait looks, in ns; 0: waits block at once.
+        """
+        self._busy = BusyWait(look_ns)
+
     # -- sending -----------------------------------------------------------------------------------------------------
 
     def send(self, kind: int, *buffers: Buffer) -> int:
@@ -182,7 +202,15 @@ class ChannelClient:
         if self._in_flight + size > self.window and self._in_flight:
             self._wait_for_room(size)
         self._sent = seq = self._sent + 1
-        self._write([HEADER.pack(size, kind, 0, 0, seq), *buffers], size + HEADER.size)
+        header = HEADER.pack(size, kind, 0, 0, seq)
+        held, self._held = self._held, b""
+        if self._holds and len(held) + size < _MOST_HELD:
+            self._held = b"".join((held, header, *buffers))
+        elif held:
+            self._write([held, header, *buffers], len(held) + size + HEADER.size)
+        else:
+            self._write([header, *buffers], size + HEADER.size)
+        self._holds = False
         self._unacked.append((seq, size))
         self._in_flight += size
         return seq
@@ -207,6 +235,7 @@ class ChannelClient:
             while (at := self._ring.take(nbytes, self._sent + 1)) is None:
                 self._take()
             segment.view[at : at + nbytes] = data
+        self._write_held()
         self._sent = seq = self._sent + 1
         size = len(prefix) + PLACE.size
         self._write([HEADER.pack(size, kind, SHARED, 0, seq), prefix, PLACE.pack(at, nbytes)], size + HEADER.size)
@@ -266,6 +295,15 @@ class ChannelClient:
             raise ChannelError(
                 f"this process cannot map {nbytes} bytes of shared memory: {e}; raise its limit of address space (`ulimit -v`)"
             ) from e
+
+    def hold(self) -> None:
+        """Send the next frame, if it is small, together with the frame after it, or before the next wait or `poll_acks`."""
+        self._holds = True
+
+    def _write_held(self) -> None:
+        held, self._held = self._held, b""
+        if held:
+            self._write([held], len(held))
 
     def _write(self, buffers: list[Buffer], size: int) -> None:
         sock = self._sock
@@ -340,6 +378,7 @@ class ChannelClient:
         deadline = None if timeout is None else time.monotonic() + timeout
         while not expected.done:
             if deadline is not None:
+                self._write_held()
                 self._wait_readable(deadline)
             self._take()
 
@@ -350,6 +389,7 @@ class ChannelClient:
             ChannelClosedError: the connection is closed.
             ProtocolError: an unexpected frame was received.
         """
+        self._write_held()
         while self._pending():
             self._take()
 
@@ -360,6 +400,7 @@ class ChannelClient:
             ChannelClosedError: the connection is closed.
             ProtocolError: the frame is not expected.
         """
+        self._write_held()
         incoming = self._incoming
         if incoming is None:
             while self._header_at < HEADER.size:
@@ -455,12 +496,14 @@ class ChannelClient:
         self._unacknowledged = _ACK_EVERY
 
     def _pending(self) -> bool:
+        if self._ahead_at < self._ahead_end:
+            return True
         if self._tls and isinstance(self._sock, ssl.SSLSocket) and self._sock.pending():
             return True
         return bool(self._input.poll(0))
 
     def _wait_readable(self, deadline: float) -> None:
-        if self._tls and self._pending():
+        if (self._tls or self._ahead_at < self._ahead_end) and self._pending():
             return
         left = deadline - time.monotonic()
         if left <= 0 or not self._input.poll(left * 1000):
@@ -468,19 +511,41 @@ class ChannelClient:
 
     def await_input(self) -> None:
         """Wait for input. The only place where a signal handler's exception may end a receive."""
+        if self._ahead_at < self._ahead_end:
+            return
         if self._tls and isinstance(self._sock, ssl.SSLSocket) and self._sock.pending():
             return
-        self._input.poll()
+        poll, busy = self._input.poll, self._busy
+        if busy is None:
+            poll()
+            return
+        begun, until = busy.begin()
+        now = begun
+        while not poll(0):
+            now = busy.go_on(now, until)
+            if not now:
+                poll()
+                break
+        busy.end(begun, until, blocked=not now)
 
     def _receive(self, into: memoryview) -> int:
         """Receive what has arrived. Returns the number of bytes."""
-        try:
-            received = self._sock.recv_into(into)
-        except OSError as e:
-            raise self._closed_error(e) from e
-        if not received:
-            raise self._closed_error(None)
-        return received
+        at, end = self._ahead_at, self._ahead_end
+        if at == end:
+            direct = len(into) >= _AHEAD
+            try:
+                received = self._sock.recv_into(into if direct else self._ahead)
+            except OSError as e:
+                raise self._closed_error(e) from e
+            if not received:
+                raise self._closed_error(None)
+            if direct:
+                return received
+            at, end = 0, received
+        n = min(len(into), end - at)
+        into[:n] = self._ahead[at : at + n]
+        self._ahead_at, self._ahead_end = at + n, end
+        return n
 
     def _check_seq(self, seq: int) -> None:
         self._received += 1
@@ -552,6 +617,8 @@ class ChannelClient:
 
     def close(self) -> None:
         """Close the connection. Unacknowledged frames may be lost; to avoid this, wait for an answer first."""
+        with contextlib.suppress(ChannelError):
+            self._write_held()
         self._sock.close()
         self.share(0)
         if self.segment is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from wooly_wis.verifier import ProgramFacts
 from wooly_executor.runtime.core_use import CoreUse
 from wooly_executor.runtime.frame import Step
 from wooly_executor.runtime.segments import CompiledSteps, Gather, Trace, compile_steps, memory_name, register_name
+from wooly_executor.runtime.torch_private import interpret_plainly
 
 #: Number of runs of a stretch across its edges before the stretch is compiled into fewer steps.
 STRETCH_OFTEN = 8
@@ -62,6 +64,18 @@ class Stretch(NamedTuple):
             parts.append(ns * so_far // whole - reached)
             reached += parts[-1]
         return parts
+
+
+class Combination(NamedTuple):
+    """Steps that are to be combined, in two parts, because the first one takes milliseconds.
+
+    Attributes:
+        make: compiles the combined steps. Any thread may call it, with pauses (`wooly_wis.pauses`).
+        take: uses what `make` returned. Only the thread that runs programs calls it.
+    """
+
+    make: Callable[[], CompiledSteps | None]
+    take: Callable[[CompiledSteps | None], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +180,8 @@ class PreparedProgram:
         status: the status words of kernels and of these acts, on a GPU.
         kernel_permille: last measured share of kernels in the device time, in 1/1000, on a GPU.
         core_use: the cores that it occupies, on a GPU.
+        defers: whether steps are combined later, by who takes them from `later`; otherwise at once.
+        later: steps that are to be combined.
     """
 
     program: Program
@@ -201,6 +217,8 @@ class PreparedProgram:
     status: Any = None
     kernel_permille: int = 0
     core_use: CoreUse = field(default_factory=CoreUse)
+    defers: bool = False
+    later: list[Combination] = field(default_factory=list)
 
     def heat(self, *, graphs: bool = False) -> None:
         """Combine steps into segments if this saves enough.
@@ -208,6 +226,15 @@ class PreparedProgram:
         `graphs`: the steps will be captured as graphs. The steps that fill registers, and the steps that graphs cannot contain,
         become separate ones.
         """
+        self._do(Combination(functools.partial(self._heated, graphs=graphs), self._use_hot))
+
+    def _do(self, combination: Combination) -> None:
+        if self.defers:
+            self.later.append(combination)
+        else:
+            combination.take(combination.make())
+
+    def _heated(self, *, graphs: bool) -> CompiledSteps | None:
         stops = {bisect_left(self.where, edge) for edge in self.edges}
         alone = self.uncapturable if graphs else ()
         found = compile_steps(self.traces, self.steps, self._needed(), stops, alone=alone)
@@ -216,6 +243,10 @@ class PreparedProgram:
             others = [k for k, fills in enumerate(filling) if not fills]
             gathers = [step for step, fills in zip(self.steps, filling, strict=True) if fills]
             found = CompiledSteps(gathers, [self.steps[k] for k in others], others)
+        return found
+
+    def _use_hot(self, found: CompiledSteps | None) -> None:
+        interpret_plainly()
         if found is not None:
             self.gathers, self.hot, self.begins = found
             self.places = [self.where[step] for step in self.begins]
@@ -253,13 +284,22 @@ class PreparedProgram:
             return None
         first = self.begins[begin]
         last = self.begins[end] if end < len(self.hot) else len(self.steps)
-        made = compile_steps(self.traces, self.steps, self._needed(), within=range(first, last))
-        fewer = made is not None and len(made.hot) < end - begin
-        measured = self.spans.get(span)
-        took = measured.took if measured is not None else ()
-        known = Stretch(made.hot, made.begins, took) if made is not None and fewer else Stretch([], [])
-        self.whole[begin, end] = known
-        return known if known.steps else None
+        hot = self.hot
+
+        def make() -> CompiledSteps | None:
+            return compile_steps(self.traces, self.steps, self._needed(), within=range(first, last))
+
+        def take(made: CompiledSteps | None) -> None:
+            interpret_plainly()
+            if made is not None and len(made.hot) < end - begin and self.hot is hot:
+                measured = self.spans.get(span)
+                took = measured.took if measured is not None else ()
+                self.whole[begin, end] = Stretch(made.hot, made.begins, took)
+
+        self.whole[begin, end] = Stretch([], [])
+        self._do(Combination(make, take))
+        known = self.whole[begin, end]
+        return known if isinstance(known, Stretch) and known.steps else None
 
     def known(self, span: Span) -> Stretch | None:
         """Return the known times of a span; None if they must be measured (again)."""

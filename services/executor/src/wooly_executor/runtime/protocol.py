@@ -48,6 +48,8 @@ class Prepared(Protocol):
 
     The positions of a program are its instructions and, for a split instruction, its pieces, all in order.
     """
+    later: list[Any]
+    """Steps that are to be combined, outside the thread that runs programs (`Combination`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,8 @@ class Runtime(Protocol):
 
     Counted since the start.
     """
+    defers: bool
+    """Whether the steps of a program that runs often are combined later, by who takes them from `Prepared.later`."""
 
     def facts(self) -> dict[str, Any]:
         """Return name, vendor, runtime, memory in bytes, cores."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from wooly_wis.pauses import pause
 from wooly_wis.program import Attr, OperandRef, ParamKind, ParamRef, View
 
 from wooly_executor.runtime.calls import Fill, LibraryCall, constant_tree, filler, refers
@@ -22,6 +23,9 @@ from wooly_executor.runtime.torch_private import OpOverload, interpret, schema_o
 
 #: Minimum number of library calls in a segment. For fewer calls, the interpreter saves no time.
 WORTH = 3
+#: Maximum number of library calls in a segment. While the interpreter reads the text of a segment, it holds Python's lock, for
+#: about 10 us per call, so the device's thread waits.
+MOST_CALLS = 64
 #: Maximum memory that one segment may allocate, in bytes. The interpreter keeps it until the segment ends.
 BYTES = 32 << 20
 
@@ -454,6 +458,7 @@ def _compiled(
     stopped = False
     gathers: list[Callable[[Any], None]] = []
     for at in within:
+        pause()
         trace, step = traces[at], steps[at]
         stopped = stopped or at in stops
         if isinstance(trace, Gather):
@@ -461,7 +466,7 @@ def _compiled(
             continue
         if trace is not None and at not in apart:
             last = segments[-1] if segments else None
-            if not isinstance(last, Segment) or last.nbytes > BYTES or stopped:
+            if not isinstance(last, Segment) or last.nbytes > BYTES or last.calls >= MOST_CALLS or stopped:
                 segments.append(last := Segment())
                 stopped = False
             try:
@@ -476,6 +481,7 @@ def _compiled(
     wrong: set[int] = set()
     for segment in segments:
         if isinstance(segment, Segment) and segment.calls >= WORTH:
+            pause()
             after = segment.steps[-1] + 1
             run, others = segment.compile(lambda name, after=after: needed_after(name, after))  # type: ignore[misc]
             wrong.update(others)

@@ -156,13 +156,18 @@ zero_fill = _allocator_switch("FLAGS_caffe2_cpu_allocator_do_zero_fill")
 junk_fill = _allocator_switch("FLAGS_caffe2_cpu_allocator_do_junk_fill")
 
 
+def interpret_plainly() -> None:
+    """From now on, run graphs of torch's interpreter in this thread without optimising them."""
+    torch._C._set_graph_executor_optimize(False)
+
+
 def interpret(text: str) -> tuple[Callable[..., Any], list[str]]:
     """Return a function from a graph in the text form of torch's interpreter, and the schemas of its operators, in order.
 
-    The function is not optimised: it does what the text says, in that order. (The switch applies to the calling thread and
-    stays.)
+    The function is not optimised: it does what the text says, in that order. Every thread that calls this or the function must
+    have called `interpret_plainly` before.
     """
-    torch._C._set_graph_executor_optimize(False)
+    interpret_plainly()
     graph = torch._C.parse_ir(text)
     schemas = [node.schema() for node in graph.nodes() if node.kind().startswith("aten::")]
     return torch._C._create_function_from_graph("segment", graph), schemas

@@ -34,11 +34,15 @@ class TorchRuntime:
     Args:
         device: the device.
         hot: number of runs after which a program's steps are combined.
+
+    Attributes:
+        defers: whether a program's steps are combined later (`PreparedProgram.later`), and not while it begins.
     """
 
     def __init__(self, device: TorchDevice, hot: int = HOT) -> None:
         self._hot = hot
         self.extra_core_ns = 0
+        self.defers = False
         self.device = device
         self.foreign = Foreign()
         self.bounds = Bounds(default_limits(host=device.host, cores=torch.get_num_threads()))
@@ -75,6 +79,7 @@ class TorchRuntime:
     def heat(self, prepared: PreparedProgram) -> None:
         """Count a run of a prepared program, and combine its steps when it becomes hot."""
         prepared.runs += 1
+        prepared.defers = self.defers
         if prepared.runs == self._hot:
             prepared.heat(graphs=not self.device.host)
 

@@ -1,0 +1,134 @@
+"""Learns which values a loop reads, so that the next turn asks for each value as soon as it is computed.
+
+A loop reads its loss at the end of a step (`loss.item()`), and the loss is computed in the middle of the step. A read waits for
+all work before it. So the recorder ends the program behind the instruction that computes the loss, and sends the read there. The
+executor answers it while the client records the rest of the step, and the script need not wait.
+
+This module only learns and predicts. It knows neither the link nor tensors.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import NamedTuple
+
+#: Maximum size, in bytes, of a value that is read early: losses and counts are small.
+MAX_EARLY_BYTES = 4096
+#: Number of sent programs in which the reader of a value is looked for.
+_RECENT = 4
+#: Bytes of a word.
+_WORD = array("I").itemsize
+#: Maximum number of predictions, of reads that were seen, and of predictions that failed. A full table is cleared.
+_REMEMBERED = 256
+
+
+class EarlyRead:
+    """A prediction: when the open program has these words, a value is complete that will be read.
+
+    Attributes:
+        words: the words of the open program, as bytes.
+        count: its number of instructions.
+        slot: slot of the value's buffer.
+        view: what is read of the buffer; the caller knows the meaning.
+        nbytes: size of the value.
+        used: the last value that was read early was used.
+    """
+
+    __slots__ = ("count", "nbytes", "slot", "used", "view", "words")
+
+    def __init__(self, words: bytes, count: int, slot: int, view: Hashable, nbytes: int) -> None:
+        self.words, self.count, self.slot, self.view, self.nbytes = words, count, slot, view, nbytes
+        self.used = True
+
+
+class _Sent(NamedTuple):
+    """A program that was sent, after the program `before`."""
+
+    before: bytes
+    words: bytes
+    bind: Sequence[int]
+
+
+class EarlyReads:
+    """The predictions of one recorder.
+
+    Args:
+        instructions_of: yields the positions of the written operands, and the slots, of each instruction in words.
+    """
+
+    def __init__(self, instructions_of: Callable[[bytes], Iterator[tuple[Sequence[int], Sequence[int]]]]) -> None:
+        self._instructions_of = instructions_of
+        self._recent: deque[_Sent] = deque(maxlen=_RECENT)
+        self._seen: dict[Hashable, int] = {}
+        self._known: dict[bytes, EarlyRead] = {}
+        self._refused: set[tuple[bytes, Hashable]] = set()
+
+    def sent(self, words: bytes, bind: Sequence[int]) -> EarlyRead | None:
+        """Note a program that is sent. Returns the prediction for the next one.
+
+        Args:
+            words: its words, as bytes.
+            bind: its buffers by slot.
+        """
+        before = self._recent[-1].words if self._recent else b""
+        self._recent.append(_Sent(before, words, bind))
+        return self._known.get(words)
+
+    def interrupt(self) -> None:
+        """Something else than a recorded program was sent."""
+        self._recent.clear()
+
+    def read(self, buffer: int, view: Hashable, nbytes: int) -> None:
+        """The script has waited for a value. If it does so again at the same place, it is predicted from then on.
+
+        Args:
+            buffer: the buffer of the value.
+            view: what was read.
+            nbytes: its size.
+        """
+        if not self._recent:
+            return
+        last = self._recent[-1]
+        place = last.before, last.words, view
+        times = self._seen.get(place, 0) + 1
+        self._limit(self._seen)
+        self._seen[place] = times
+        if times != 2:
+            return
+        for program in reversed(self._recent):
+            if buffer not in program.bind:
+                continue
+            slot = program.bind.index(buffer)
+            words, count, worked = self._writer(program, slot)
+            if not count:
+                continue
+            if (worked or program is not last) and (program.before, view) not in self._refused:
+                self._limit(self._known)
+                self._known.setdefault(program.before, EarlyRead(words, count, slot, view, nbytes))
+            return
+
+    def _writer(self, program: _Sent, slot: int) -> tuple[bytes, int, bool]:
+        """The words and the number of instructions up to the last one that writes a slot, and whether work is behind it."""
+        at = written = count = writer = last = 0
+        for writes, slots in self._instructions_of(program.words):
+            at, count = at + _WORD * (1 + len(slots)), count + 1
+            if writes:
+                last = count
+            if any(slots[k] == slot for k in writes):
+                written, writer = at, count
+        return program.words[:written], writer, last > writer
+
+    def forget(self, wrong: EarlyRead) -> None:
+        """A prediction failed: the script did not use the value."""
+        for before, known in list(self._known.items()):
+            if known is wrong:
+                del self._known[before]
+                self._limit(self._refused)
+                self._refused.add((before, wrong.view))
+
+    @staticmethod
+    def _limit(table: dict[Hashable, int] | set[tuple[bytes, Hashable]] | dict[bytes, EarlyRead]) -> None:
+        if len(table) >= _REMEMBERED:
+            table.clear()

@@ -1,0 +1,174 @@
+"""Values that a loop reads are read as soon as they are computed."""
+
+from array import array
+
+import pytest
+import torch
+from wooly import device
+from wooly.early_reads import EarlyReads
+
+#: (positions that are written, number of slots) of the forms of the tests.
+WRITES = {1: ((1,), 2), 2: ((0,), 1), 3: ((), 1)}
+
+
+def words_of(*instructions):
+    return array("I", [word for form, *slots in instructions for word in (form, *slots)]).tobytes()
+
+
+def parsed(words):
+    rest = array("I")
+    rest.frombytes(words)
+    at = 0
+    while at < len(rest):
+        writes, n = WRITES[rest[at]]
+        yield writes, rest[at + 1 : at + 1 + n]
+        at += 1 + n
+
+
+LOSS, STEP = (1, 0, 1), (1, 2, 3)
+
+
+def test_value_that_is_read_twice_is_predicted_behind_its_last_writer():
+    reads = EarlyReads(parsed)
+    program = words_of((2, 1), LOSS, STEP)
+    found = []
+    for turn in range(4):
+        found.append(reads.sent(program, [10, 20 + turn, 30, 40]))
+        reads.read(20 + turn, "view", 4)
+    assert found[:3] == [None] * 3
+    assert (found[3].words, found[3].count, found[3].slot) == (words_of((2, 1), LOSS), 2, 1)
+    assert (found[3].view, found[3].nbytes) == ("view", 4)
+
+
+@pytest.mark.parametrize("behind", [(), ((3, 0),)])
+def test_value_of_the_last_writer_is_not_predicted(behind):
+    reads = EarlyReads(parsed)
+    for _ in range(4):
+        assert reads.sent(words_of(STEP, LOSS, *behind), [10, 20, 30, 40]) is None
+        reads.read(20, "view", 4)
+
+
+def test_value_of_an_earlier_program_is_predicted_at_its_end():
+    reads = EarlyReads(parsed)
+    first, second = words_of((2, 1), LOSS), words_of((1, 0, 1), (1, 2, 3))
+    for turn in range(3):
+        known = reads.sent(second, [5, 6, 7, 8])
+        reads.sent(first, [10, 20 + turn])
+        reads.sent(second, [20 + turn, 30, 40, 50])
+        reads.read(20 + turn, "view", 4)
+        assert (turn < 2) == (known is None)
+    assert (known.words, known.count, known.slot) == (first, 2, 1)
+
+
+def test_prediction_that_failed_is_not_made_again():
+    reads = EarlyReads(parsed)
+    program = words_of(LOSS, STEP)
+    for _ in range(4):
+        known = reads.sent(program, [10, 20, 30, 40])
+        reads.read(20, "view", 4)
+    reads.forget(known)
+    for _ in range(4):
+        assert reads.sent(program, [10, 20, 30, 40]) is None
+        reads.read(20, "view", 4)
+
+
+@pytest.fixture
+def frames(cuda, monkeypatch):
+    """What the link sent: RUN and READ. The timer is off."""
+    recorder = device.current().devices.recorders[0]
+    link, found = recorder.link, []
+    run, send = link.run, link.send
+    with recorder.lock:
+        recorder.sync()
+        monkeypatch.setattr(link, "run", lambda *args: found.append("RUN") or run(*args))
+
+        def sent(kind, *payload, **options):
+            if kind.name == "READ":
+                found.append("READ")
+            return send(kind, *payload, **options)
+
+        monkeypatch.setattr(link, "send", sent)
+        yield found
+
+
+def loop(where, width, *, read, steps=24, frames=None):
+    """Losses of a training loop; `read` tells at which steps the script reads the loss."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(width, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3)).to(where)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = torch.randn(8, width).to(where), torch.randint(0, 3, (8,)).to(where)
+    losses, per_step = [], []
+    for step in range(steps):
+        if frames is not None:
+            frames.clear()
+        loss = torch.nn.functional.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if read(step):
+            losses.append(loss.item())
+        if frames is not None:
+            per_step.append(list(frames))
+    return losses, per_step
+
+
+def test_loss_of_a_loop_is_read_before_the_rest_of_the_step_is_sent(cuda, frames):
+    losses, per_step = loop(cuda, 21, read=lambda step: True, frames=frames)
+    assert losses == pytest.approx(loop("cpu", 21, read=lambda step: True)[0])
+    assert per_step[0][-1] == "READ"
+    assert per_step[-4:] == [["RUN", "READ", "RUN"]] * 4, per_step
+
+
+def test_loss_that_is_read_at_some_steps_is_not_read_at_the_others(cuda, frames):
+    losses, per_step = loop(cuda, 22, read=lambda step: step % 3 == 0, steps=48, frames=frames)
+    assert losses == pytest.approx(loop("cpu", 22, read=lambda step: step % 3 == 0, steps=48)[0])
+    reads = [step.count("READ") for step in per_step[-12:]]
+    assert sum(reads) == 4, per_step
+
+
+def test_value_that_changes_after_it_was_read_early_is_read_again(cuda, frames):
+    x, found, expected = torch.ones(4, device=cuda), [], []
+    for turn in range(12):
+        y = x * turn
+        total = y.sum()
+        z = y + 1
+        if turn == 11:
+            total.add_(100)
+        z.add_(1)
+        found.append(total.item())
+        expected.append(4.0 * turn + (100 if turn == 11 else 0))
+        del y, z, total
+    assert found == expected
+
+
+def test_failed_operation_is_reported_by_the_value_that_was_read_early(cuda):
+    table, good = torch.arange(4.0, device=cuda), torch.zeros(1, dtype=torch.int64, device=cuda)
+    bad = torch.full((1,), 9, dtype=torch.int64, device=cuda)
+    for turn in range(12):
+        total = torch.index_select(table, 0, bad if turn == 11 else good).sum()
+        other = table + turn
+        other.mul_(2)
+        if turn == 11:
+            with pytest.raises(RuntimeError, match="index out of range"):
+                total.item()
+        else:
+            assert total.item() == 0
+    assert (table + 1).sum().item() == 10  # the session goes on
+
+
+def test_synchronizing_read_of_a_value_that_was_read_early_warns(cuda):
+    x = torch.ones(4, device=cuda)
+    try:
+        for turn in range(12):
+            if turn == 8:
+                torch.cuda.set_sync_debug_mode("warn")
+            total = (x * turn).sum()
+            other = x + turn
+            other.mul_(2)
+            if turn < 8:
+                assert total.item() == 4 * turn
+            else:
+                with pytest.warns(UserWarning, match="called a synchronizing CUDA operation"):
+                    assert total.item() == 4 * turn
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
