@@ -203,7 +203,7 @@ RETRY_DIVISOR = 15
 #: Maximum time, in seconds, that closing a session waits for spans that are being sent.
 SPANS_TIMEOUT_S = 2.0
 #: Number of attempts to tell the last note of a session when it is closed, and seconds between two of them.
-NOTE_ATTEMPTS, NOTE_AGAIN_S = 5, 0.1
+NOTE_ATTEMPTS, NOTE_AGAIN_S = 4, 0.1
 #: Timeout for opening a session, in seconds. The router asks executors and writes to its database, which takes long on a busy
 #: disk.
 OPEN_TIMEOUT_S = 20.0
@@ -424,9 +424,9 @@ class OpenedSession:
             if not self._note:
                 return
             try:
-                self._ask_renewal(timeout=2.0)
+                self._ask_renewal()
             except ControlError as e:
-                if not e.retryable:
+                if not (e.retryable or e.code == ControlError.code):  # the latter: there was no answer
                     return
                 time.sleep(NOTE_AGAIN_S)
 

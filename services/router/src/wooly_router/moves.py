@@ -137,7 +137,7 @@ class Moves:
                 (`router.stays`). Then it stays where it is.
         """
         # Without a checkpoint, any executor will do.
-        changes: dict[str, object] = {} if cut else {"store": ""}
+        changes: dict[str, Any] = {} if cut else {"store": ""}
         if record.state == "started":
             if not record.wants.get("recovers"):
                 raise RefusedError("router.no_session", f"session {record.id} cannot go on in another executor")
