@@ -30,8 +30,8 @@ LOST = 3
 #: Tests of features that Wooly does not have and says so: CUDA's text for elementwise kernels.
 UNCLAIMED = "jiterator"
 #: Tests whose numbers are not results of operators: they count blocks, segments and events of CUDA's allocator, or expect that a
-#: graph overwrites the memory of another one, or that `query` does not wait; or the exact result is beyond their tolerance for
-#: some random numbers (`test_sdpa_backwards`). Their comparisons are failures, not wrong numbers.
+#: graph overwrites the memory of another one, or that a copy waits for earlier work; or the exact result is beyond their
+#: tolerance for some random numbers (`test_sdpa_backwards`). Their comparisons are failures, not wrong numbers.
 COUNTS = frozenset(
     {
         "test_allocate_in_thread_to_pool",

@@ -766,7 +766,7 @@ def test_operators_on_lists_take_tensors_of_host_and_device_one_by_one(cuda):
         torch._foreach_add_(mixed, 4)
         torch._foreach_mul_(mixed, doubled)
         assert [t.sum().item() for t in mixed] == [10.0 * mixed[0].numel()] * 2
-        assert [t.device.type for t in mixed + doubled] == ["cuda", "cpu"] * 2
+        assert [t.device.type for t in (*mixed, *doubled)] == ["cuda", "cpu"] * 2
     assert [t.item() for t in torch._foreach_pow(2, [torch.ones((), device=cuda), torch.ones(())])] == [2.0, 2.0]
     with pytest.raises(RuntimeError, match="cuda:0 and cpu"):
         torch._foreach_add([torch.ones(3, device=cuda)], [torch.ones(3)])

@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch.sparse import SparseSemiStructuredTensor, SparseSemiStructuredTensorCUTLASS, to_sparse_semi_structured
 
+pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of SparseSemiStructuredTensor")
+
 
 def sparse(rows, columns, dtype, seed=0):
     """A 2:4 sparse matrix of small integers, with groups of two, one and no numbers."""

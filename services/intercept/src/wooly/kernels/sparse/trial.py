@@ -50,10 +50,15 @@ def _described(a: Any) -> Any:
             return a.dtype, a.shape, a.stride()
         indices, values = components(a)
         coalesced = a.layout is torch.sparse_coo and a.is_coalesced()
-        return a.dtype, a.shape, a.layout, indices[0].dtype, values.shape[1:], coalesced
+        return a.dtype, a.shape, a.layout, indices[0].dtype, values.shape[_batch_dim(a) + 1 :], coalesced
     if isinstance(a, (list, tuple)):
         return tuple([_described(x) for x in a])
     return type(a), a if not isinstance(a, (float, complex)) else None
+
+
+def _batch_dim(t: Tensor) -> int:
+    """Number of batch dimensions of a sparse tensor."""
+    return 0 if t.layout is torch.sparse_coo else components(t)[0][1].dim() - 1
 
 
 def attempt(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
@@ -83,7 +88,8 @@ def _result_size(leaves: list[Tensor]) -> int:
     """An upper bound of the number of elements of a dense result of matrices."""
     rows = max([t.shape[0] for t in leaves if t.dim()], default=1)
     columns = max([t.shape[-1] for t in leaves if t.dim() > 1 and not is_sparse(t)], default=1)
-    return rows * columns
+    batches = [elements(tuple(t.shape)) for t in leaves if is_sparse(t) and _batch_dim(t)]
+    return max([rows * columns, *batches])
 
 
 def _on_meta(a: Any) -> Any:
@@ -98,7 +104,8 @@ def _on_host(a: Any) -> Any:
     if a.layout is torch.strided:
         return torch.empty_strided(a.shape, a.stride(), dtype=a.dtype).zero_()
     indices, values = components(a)
-    none = torch.zeros((0, *values.shape[1:]), dtype=a.dtype)
+    batch = _batch_dim(a)
+    none = torch.zeros((*values.shape[:batch], 0, *values.shape[batch + 1 :]), dtype=a.dtype)
     if a.layout is torch.sparse_coo:
         no_indices = torch.zeros((a.sparse_dim(), 0), dtype=torch.int64)
         coalesced = a.is_coalesced()
