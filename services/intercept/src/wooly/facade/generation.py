@@ -189,9 +189,8 @@ def _make_deferred(real: Any) -> type:
         def _begin(self, unfinished_sequences: torch.Tensor, tokens: torch.Tensor) -> None:
             """Start to copy the answer of a step."""
             if not self._free:
-                self._free.append(
-                    tuple([torch.zeros(t.shape, dtype=t.dtype, pin_memory=True) for t in self.slots[0][:2]])
-                )
+                new = [torch.zeros(t.shape, dtype=t.dtype, pin_memory=True) for t in self.slots[0][:2]]
+                self._free.append((new[0], new[1]))
             stop, host_tokens = self._free.pop()
             stop.copy_(unfinished_sequences.max() == 0, non_blocking=True)
             if self.streamer is not None:
