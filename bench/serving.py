@@ -34,7 +34,7 @@ CLIENTS = 4
 #: the device.
 NICE = ("nice", "-n", "19")
 #: Duration, in seconds, of the load before a measurement. The executor compiles plans meanwhile.
-WARM_S = 10
+WARM_S = 6
 PROMPT = 64
 NEW_TOKENS = 32
 #: The engine in one process, for the same prompts together; prints tokens per second.
@@ -154,6 +154,7 @@ class Bench:
         self.stack = Stack(chosen.state or folder / "stack")
         cleanup.callback(self.stack.wooly, "down")
         self.stack.wooly("up")
+        self._earlier = {t["task_id"] for t in self.stack.sessions()}  # of a run that was killed
         self._servers = {}
 
     def servers(self, *names):
@@ -173,8 +174,12 @@ class Bench:
         """Stop the other servers, and wait for the end of their sessions."""
         for name in [name for name in self._servers if name not in kept]:
             self._servers.pop(name).close()
-        while len(self.stack.sessions()) > len(self._servers):
+        while len(self.sessions()) > len(self._servers):
             time.sleep(0.2)
+
+    def sessions(self):
+        """The sessions of this run that are not over."""
+        return [t for t in self.stack.sessions() if t["task_id"] not in self._earlier]
 
     def engine(self):
         printed = self.stack.wooly("run", "-q", sys.executable, "-c", ENGINE, self.model, CLIENTS, PROMPT, NEW_TOKENS)
@@ -250,9 +255,9 @@ class Bench:
         found = []
         warm = statistics.median([token_times(server, 1)[0] for _ in range(5)])
         for _ in range(3):
-            (session,) = self.stack.sessions()
+            (session,) = self.sessions()
             self.stack.wooly("tasks", "hibernate", session["task_id"])
-            while self.stack.sessions()[0]["state"] != "hibernated":
+            while self.sessions()[0]["state"] != "hibernated":
                 time.sleep(0.1)
             found.append(token_times(server, 1)[0])
         yield row("first token after hibernation", "ms", 1e3 * statistics.median(found), 1e3 * warm, None)
