@@ -30,10 +30,8 @@ CLIENT_PIECE, SERVER_PIECE = 2 << 20, 1 << 20
 LEAST = 2 * RING
 #: Bytes of a segment. A page takes memory only when it is used, and the server says how much of the segment it accepts.
 SEGMENT = 4 << 30
-#: Data of fewer bytes passes through the socket, which takes less time than the frame's way to the segment and back.
-SHARED_FROM = 64 << 10
-#: Data of fewer bytes in memory that both ends share goes through the ring, because the sender need not wait then.
-PLACED_FROM = 1 << 20
+#: Data of fewer bytes passes through the socket, which takes less time or as much, and does not wait for the other end.
+SHARED_FROM = 1 << 20
 #: Alignment of data in a ring, in bytes: two cores do not write to one cache line.
 _LINE = 64
 _SEALS = getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_GROW", 0) | getattr(fcntl, "F_SEAL_SEAL", 0)
@@ -78,8 +76,8 @@ class Segment:
         return self.view[at : at + nbytes]
 
     def place_of(self, data: Buffer) -> int | None:
-        """Where data is that is in the segment; None: it is not, or it has fewer than `PLACED_FROM` bytes."""
-        if len(data) < PLACED_FROM or not isinstance(data, memoryview) or data.readonly:
+        """Where data is that is in the segment; None: it is not, or it has fewer than `SHARED_FROM` bytes."""
+        if len(data) < SHARED_FROM or not isinstance(data, memoryview) or data.readonly:
             return None
         at = _address_of(data) - self._address
         return at if 0 <= at <= self.nbytes - len(data) else None
