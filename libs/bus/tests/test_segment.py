@@ -254,6 +254,14 @@ def pipe():
     return reader
 
 
+def huge():
+    """Memory of huge pages, of which the system may run out."""
+    try:
+        return memory(LEAST, flags=os.MFD_ALLOW_SEALING | os.MFD_HUGETLB)
+    except OSError:
+        pytest.skip("this system has no huge pages")
+
+
 def file(tmp_path):
     """A descriptor of a file, which anybody may truncate."""
     path = tmp_path / "file"
@@ -269,11 +277,12 @@ def file(tmp_path):
         (file, "not one of shared memory|may change its size"),
         (lambda _: memory(LEAST, 0, 0), "may change its size"),
         (lambda _: memory(LEAST, fcntl.F_SEAL_GROW), "may change its size"),
+        (lambda _: huge(), "huge pages"),
         (lambda _: memory(LEAST - 1), "at least 33554432 are needed"),
         (lambda _: memory(0), "at least 33554432 are needed"),
         (lambda _: memory(LEAST, SEALS | fcntl.F_SEAL_WRITE), "cannot be mapped"),
     ],
-    ids=["pipe", "file", "no seals", "may shrink", "small", "empty", "read only"],
+    ids=["pipe", "file", "no seals", "may shrink", "huge pages", "small", "empty", "read only"],
 )
 def test_other_descriptor_is_refused_and_closed(store, tmp_path, make, why):
     before = descriptors()

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 from wooly_bus.channel import ChannelClient
-from wooly_bus.channel.segment import LEAST, PLACED_FROM, offered_memory
+from wooly_bus.channel.segment import LEAST, SHARED_FROM, offered_memory
 from wooly_executor.host_account import HostLimits
 from wooly_wis.frames import MAX_CHUNK, READ_HEAD, READ_PLACE, WRITE_HEAD, Kind, pack_json
 
@@ -63,8 +63,8 @@ def test_shared_memory_brings_bytes_there_and_back(make_device):
 
 
 def test_pinned_data_is_copied_by_the_executor_alone(make_device):
-    client = allocated(opened(make_device()), 2 * PLACED_FROM)
-    data = os.urandom(2 * PLACED_FROM)
+    client = allocated(opened(make_device()), 2 * SHARED_FROM)
+    data = os.urandom(2 * SHARED_FROM)
     source, target = client.place(LEAST, len(data)), client.place(LEAST + len(data), len(data))
     source[:] = data
     client.write(1, source)

@@ -36,17 +36,19 @@ class PinnedArea:
         """Bytes in shared memory, which are free again when the array is gone; None: there is no room."""
         size = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         with self._lock:
-            if self._segment.descriptor < 0:
-                return None
             while self._gone:
                 self._put_back(*self._gone.popleft())
-            for k, (first, end) in enumerate(self._free):
-                if end - first >= size:
-                    self._free[k : k + 1] = [(first + size, end)] if first + size < end else []
-                    break
-            else:
+            found = next((k for k, (first, end) in enumerate(self._free) if end - first >= size), None)
+            if found is None:
                 return None
-            made = np.frombuffer(self._segment.view, np.uint8, nbytes, first)
+            first, end = self._free[found]
+            try:
+                if self._segment.descriptor < 0:
+                    return None
+                made = np.frombuffer(self._segment.view, np.uint8, nbytes, first)
+            except ValueError:  # another thread has just closed the segment
+                return None
+            self._free[found : found + 1] = [(first + size, end)] if first + size < end else []
         weakref.finalize(made, self._gone.append, (first, first + size)).atexit = False
         return made
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import mmap
 import os
 import struct
@@ -30,13 +29,10 @@ CLIENT_PIECE, SERVER_PIECE = 2 << 20, 1 << 20
 LEAST = 2 * RING
 #: Bytes of a segment. A page takes memory only when it is used, and the server says how much of the segment it accepts.
 SEGMENT = 4 << 30
-#: Data of fewer bytes passes through the socket, which takes less time than the frame's way to the segment and back.
-SHARED_FROM = 64 << 10
-#: Data of fewer bytes in memory that both ends share goes through the ring, because the sender need not wait then.
-PLACED_FROM = 1 << 20
+#: Data of fewer bytes passes through the socket, which takes less time or as much, and does not wait for the other end.
+SHARED_FROM = 1 << 20
 #: Alignment of data in a ring, in bytes: two cores do not write to one cache line.
 _LINE = 64
-_SEALS = getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_GROW", 0) | getattr(fcntl, "F_SEAL_SEAL", 0)
 
 
 class SegmentError(ProtocolError):
@@ -78,8 +74,8 @@ class Segment:
         return self.view[at : at + nbytes]
 
     def place_of(self, data: Buffer) -> int | None:
-        """Where data is that is in the segment; None: it is not, or it has fewer than `PLACED_FROM` bytes."""
-        if len(data) < PLACED_FROM or not isinstance(data, memoryview) or data.readonly:
+        """Where data is that is in the segment; None: it is not, or it has fewer than `SHARED_FROM` bytes."""
+        if len(data) < SHARED_FROM or not isinstance(data, memoryview) or data.readonly:
             return None
         at = _address_of(data) - self._address
         return at if 0 <= at <= self.nbytes - len(data) else None
@@ -103,17 +99,26 @@ def _address_of(memory: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
+def _seals() -> int:
+    """Seals of memory whose size never changes."""
+    import fcntl
+
+    return fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
 def offered_memory() -> int | None:
     """A descriptor of new memory that a client may offer; None: this system has no such memory."""
-    if not hasattr(os, "memfd_create") or not _SEALS:
+    if not hasattr(os, "memfd_create"):
         return None
+    import fcntl  # Python for Windows does not have it
+
     try:
         descriptor = os.memfd_create("wooly", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError:
         return None
     try:
         os.ftruncate(descriptor, SEGMENT)
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _seals())
     except OSError:
         os.close(descriptor)
         return None
@@ -131,13 +136,17 @@ def accepted(descriptor: int, most: int) -> Segment:
         SegmentError: it is not a memfd of this host's normal pages that cannot shrink, is too small, or cannot be mapped.
     """
     try:
+        if not hasattr(os, "memfd_create"):
+            raise SegmentError("only an executor on Linux shares memory; do not send a descriptor")
+        import fcntl
+
         try:
             seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
         except OSError as e:
             raise SegmentError(
                 "the descriptor that came with the hello is not one of shared memory; send a memfd"
             ) from e
-        if seals & _SEALS != _SEALS:
+        if seals & _seals() != _seals():
             raise SegmentError(
                 "the shared memory may change its size; seal it with F_SEAL_SHRINK, F_SEAL_GROW and F_SEAL_SEAL"
             )

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from wooly_bus.channel.segment import PLACED_FROM
+from wooly_bus.channel.segment import SHARED_FROM
 
 from wooly.devices import NAME
 from wooly.pinned_area import allocate
@@ -80,7 +80,7 @@ def _copy(t: Tensor) -> Tensor:
     nbytes = span(tuple(t.shape), t.stride()) * t.element_size()
     if not nbytes:
         return t.clone()
-    memory = allocate(nbytes) if nbytes >= PLACED_FROM else None
+    memory = allocate(nbytes) if nbytes >= SHARED_FROM else None
     if memory is None:
         room = np.empty(nbytes + _ALIGNMENT, dtype=np.uint8)
         start = -room.ctypes.data % _ALIGNMENT
