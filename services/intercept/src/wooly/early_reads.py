@@ -18,8 +18,8 @@ from typing import NamedTuple
 MAX_EARLY_BYTES = 4096
 #: Number of sent programs in which the reader of a value is looked for.
 _RECENT = 4
-#: Bytes of a word.
-_WORD = array("I").itemsize
+#: Size of a word of a program, in bytes.
+WORD_BYTES = array("I").itemsize
 #: Maximum number of predictions, of reads that were seen, and of predictions that failed. A full table is cleared.
 _REMEMBERED = 256
 
@@ -113,7 +113,7 @@ class EarlyReads:
         """The words and the number of instructions up to the last one that writes a slot, and whether work is behind it."""
         at = written = count = writer = last = 0
         for writes, slots in self._instructions_of(program.words):
-            at, count = at + _WORD * (1 + len(slots)), count + 1
+            at, count = at + WORD_BYTES * (1 + len(slots)), count + 1
             if writes:
                 last = count
             if any(slots[k] == slot for k in writes):
