@@ -448,10 +448,23 @@ class Recorder(ProgramFields):
         for form, slots in self.instructions_of(found.tolist()):
             yield form.writes, slots
 
-    def note_read(self, buffer: int, view: Hashable, nbytes: int) -> None:
-        """The script has waited for a value of so many bytes, behind all that was recorded."""
+    def note_read(self, buffer: int, view: Hashable, nbytes: int, where: Origin) -> None:
+        """The script has waited for a value, behind all that was recorded.
+
+        Args:
+            buffer: the buffer of the value.
+            view: what was read.
+            nbytes: its size.
+            where: Python line that reads it.
+        """
         if not (self.recording or self.replaced):
-            self.early_reads.read(buffer, view, nbytes)
+            self._early = self.early_reads.read(buffer, view, nbytes, (id(where[0]), where[1]))
+
+    def note_early_read_used(self, where: Origin) -> None:
+        """The script has got a value that was read early, at this Python line. The open program was sent before."""
+        if not (self.recording or self.replaced):
+            self._early = self.early_reads.used((id(where[0]), where[1]))
+            self._set_open_limit(self.limit)
 
     def _add_end_form(self) -> None:
         words, known, at = self.words, self._forms, 0

@@ -499,6 +499,7 @@ class Transfer:
             link = recorder.require_link()
             if link.is_early(buffer):
                 recorder.flush()  # the device has work while the script uses the value, and programs of a loop stay equal
+                recorder.note_early_read_used(origin())
                 link.finish_early(buffer)
             kept = link.mirror(buffer, key)
             if kept is not None:
@@ -515,7 +516,7 @@ class Transfer:
                 if len(memory):
                     link.read(buffer, at & OFFSET_MASK, memory)
                     if len(memory) <= MAX_EARLY_BYTES:
-                        recorder.note_read(buffer, key, len(memory))
+                        recorder.note_read(buffer, key, len(memory), origin())
                 recorder.idle()
             link.keep(buffer, key, host)
             return host
