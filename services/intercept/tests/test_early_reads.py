@@ -71,6 +71,22 @@ def test_value_of_the_last_writer_is_not_predicted(behind):
     assert turns(EarlyReads(parsed), 5, program) == [None] * 5
 
 
+def test_prediction_lasts_if_most_values_are_used_and_ends_otherwise():
+    good, bad = (
+        turns(EarlyReads(parsed), 3, (words_of(LOSS, STEP), lambda turn: [10, 20, 30, 40]))[-1] for _ in range(2)
+    )
+    for turn in range(40):
+        assert good.begin()
+        if turn % 4:
+            good.use()
+    begun = 0
+    while bad.begin():
+        begun += 1
+        if begun % 2:
+            bad.use()
+    assert 2 <= begun < 10
+
+
 def test_prediction_that_failed_is_not_made_again():
     reads = EarlyReads(parsed)
     program = words_of(LOSS, STEP), lambda turn: [10, 20, 30, 40]

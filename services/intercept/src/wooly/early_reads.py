@@ -18,6 +18,9 @@ from typing import Any, NamedTuple
 MAX_EARLY_BYTES = 4096
 #: Number of sent programs in which the reader of a value is looked for.
 _RECENT = 4
+#: What an early read costs a prediction if the script does not use the value; a used value earns 1, up to the maximum. A
+#: prediction without credit is dropped. A loop that ends costs one value, and a script that uses every other value is not worth it.
+_UNUSED_COSTS, _MOST_CREDIT = 2, 8
 #: Size of a word of a program, in bytes.
 WORD_BYTES = array("I").itemsize
 #: Maximum number of predictions, of reads that were seen, and of predictions that failed. A full table is cleared.
@@ -33,14 +36,26 @@ class EarlyRead:
         slot: slot of the value's buffer.
         view: what is read of the buffer; the caller knows the meaning.
         nbytes: size of the value.
-        used: the last value that was read early was used.
     """
 
-    __slots__ = ("count", "nbytes", "slot", "used", "view", "words")
+    __slots__ = ("_credit", "_used", "count", "nbytes", "slot", "view", "words")
 
     def __init__(self, words: bytes, count: int, slot: int, view: Hashable, nbytes: int) -> None:
         self.words, self.count, self.slot, self.view, self.nbytes = words, count, slot, view, nbytes
-        self.used = True
+        self._used, self._credit = True, _UNUSED_COSTS
+
+    def begin(self) -> bool:
+        """Note that the value is read early. Returns False if it must not be, because too many values were not used."""
+        if not self._used:
+            self._credit -= _UNUSED_COSTS
+        if self._credit <= 0:
+            return False
+        self._used = False
+        return True
+
+    def use(self) -> None:
+        """Note that the script uses the value that was read early."""
+        self._used, self._credit = True, min(self._credit + 1, _MOST_CREDIT)
 
 
 #: A place in the script's work: where it last read a value, and the number of programs that were sent since.
@@ -148,7 +163,7 @@ class EarlyReads:
         return program.words[:written], writer, last > writer
 
     def forget(self, wrong: EarlyRead) -> None:
-        """A prediction failed: the script did not use the value."""
+        """Drop a prediction whose values the script does not use, and do not make it again."""
         for place, known in list(self._known.items()):
             if known is wrong:
                 del self._known[place]

@@ -439,7 +439,6 @@ class Recorder(ProgramFields):
             buffer = self.bind[early.slot]
             if self.read_early(self, buffer, early):
                 return True
-            self.early_reads.forget(early)
         return count < self.room
 
     def _writes_of(self, words: bytes) -> Iterator[tuple[Sequence[int], Sequence[int]]]:

@@ -526,13 +526,15 @@ class Transfer:
         """Send the open program, and start to read a value that the script will probably want (`early_reads`).
 
         Returns:
-            False if the prediction was wrong the last time, or if the value cannot be read early. Then nothing is sent.
+            False if the prediction fails too often, or if the value cannot be read early. Then nothing is sent.
         """
         link = recorder.require_link()
         recorded = recorder.recording or link.recording or recorder.capture is not None
-        if not prediction.used or recorded or link.many_reads_started or link.is_shared(buffer):
+        if recorded or link.many_reads_started or link.is_shared(buffer):
             return False
-        prediction.used = False
+        if not prediction.begin():
+            recorder.early_reads.forget(prediction)
+            return False
         _, dtype, shape, stride = key = cast(ViewKey, prediction.view)
         host, memory = _host_memory(dtype, shape, stride, prediction.nbytes)
         link.hold()
