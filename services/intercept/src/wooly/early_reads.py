@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 MAX_EARLY_BYTES = 4096
 #: Number of sent programs in which the reader of a value is looked for.
 _RECENT = 4
-#: What an early read costs a prediction if the script does not use the value; a used value earns 1, up to the maximum. A
-#: prediction without credit is dropped. A loop that ends costs one value, and a script that uses every other value is not worth it.
-_UNUSED_COSTS, _MOST_CREDIT = 2, 8
+#: Credit of a new prediction, and maximum credit. A used value adds 1, an unused one takes `_UNUSED_COSTS`, and a prediction
+#: without credit is dropped. So a prediction outlasts the end of a loop, but not a script that uses every other value.
+_FIRST_CREDIT, _MOST_CREDIT, _UNUSED_COSTS = 3, 8, 2
 #: Size of a word of a program, in bytes.
 WORD_BYTES = array("I").itemsize
 #: Maximum number of predictions, of reads that were seen, and of predictions that failed. A full table is cleared.
@@ -42,7 +42,7 @@ class EarlyRead:
 
     def __init__(self, words: bytes, count: int, slot: int, view: Hashable, nbytes: int) -> None:
         self.words, self.count, self.slot, self.view, self.nbytes = words, count, slot, view, nbytes
-        self._used, self._credit = True, _UNUSED_COSTS
+        self._used, self._credit = True, _FIRST_CREDIT
 
     def begin(self) -> bool:
         """Note that the value is read early. Returns False if it must not be, because too many values were not used."""
