@@ -511,7 +511,8 @@ BENCHES = {
     "llama": bench_llama,
     "compiled": bench_compiled,
     "transfer": bench_transfer,
-    "link": bench_link,  # this one and the next attach to their own executors
+    "link": bench_link,  # this one and the next two attach to their own executors
+    "far_item": bench_far_item,
     "traces": bench_traces,
 }
 

@@ -28,48 +28,70 @@ def parsed(words):
 LOSS, STEP = (1, 0, 1), (1, 2, 3)
 
 
+def turns(reads, count, *programs, buffer=lambda turn: 20):
+    """Turns of a loop that sends programs and then reads a value. Returns what is predicted for the first program of each."""
+    found = []
+    for turn in range(count):
+        for words, bind in programs:
+            reads.sent(words, bind(turn))
+        found.append(reads.read(buffer(turn), "view", 4, "line"))
+    return found
+
+
 def test_value_that_is_read_twice_is_predicted_behind_its_last_writer():
     reads = EarlyReads(parsed)
-    program = words_of((2, 1), LOSS, STEP)
-    found = []
-    for turn in range(4):
-        found.append(reads.sent(program, [10, 20 + turn, 30, 40]))
-        reads.read(20 + turn, "view", 4)
-    assert found[:3] == [None] * 3
-    assert (found[3].words, found[3].count, found[3].slot) == (words_of((2, 1), LOSS), 2, 1)
-    assert (found[3].view, found[3].nbytes) == ("view", 4)
-
-
-@pytest.mark.parametrize("behind", [(), ((3, 0),)])
-def test_value_of_the_last_writer_is_not_predicted(behind):
-    reads = EarlyReads(parsed)
-    for _ in range(4):
-        assert reads.sent(words_of(STEP, LOSS, *behind), [10, 20, 30, 40]) is None
-        reads.read(20, "view", 4)
+    program = words_of((2, 1), LOSS, STEP), lambda turn: [10, 20 + turn, 30, 40]
+    found = turns(reads, 4, program, buffer=lambda turn: 20 + turn)
+    assert found[:2] == [None, None] and found[2] is found[3]
+    assert (found[2].words, found[2].count, found[2].slot) == (words_of((2, 1), LOSS), 2, 1)
+    assert (found[2].view, found[2].nbytes) == ("view", 4)
+    assert reads.used("line") is found[2] and reads.used("another line") is None
 
 
 def test_value_of_an_earlier_program_is_predicted_at_its_end():
     reads = EarlyReads(parsed)
-    first, second = words_of((2, 1), LOSS), words_of((1, 0, 1), (1, 2, 3))
-    for turn in range(3):
-        known = reads.sent(second, [5, 6, 7, 8])
-        reads.sent(first, [10, 20 + turn])
-        reads.sent(second, [20 + turn, 30, 40, 50])
-        reads.read(20 + turn, "view", 4)
-        assert (turn < 2) == (known is None)
-    assert (known.words, known.count, known.slot) == (first, 2, 1)
+    first = words_of((2, 1), LOSS)
+    programs = (first, lambda turn: [10, 20]), (words_of((1, 0, 1), (1, 2, 3)), lambda turn: [20, 30, 40, 50])
+    found = turns(reads, 4, *programs)[-1]
+    assert (found.words, found.count, found.slot) == (first, 2, 1)
+    assert reads.sent(first, [10, 20]) is None  # the second program of a turn has no prediction
+
+
+def test_prediction_stays_after_a_program_that_the_timer_has_cut():
+    reads = EarlyReads(parsed)
+    whole = words_of((2, 1), LOSS, STEP), lambda turn: [10, 20, 30, 40]
+    cut = (words_of((2, 0)), lambda turn: [20]), (words_of(LOSS, STEP), lambda turn: [10, 20, 30, 40])
+    known = turns(reads, 4, whole)[-1]
+    assert known is not None and turns(reads, 1, *cut) == [known]
+
+
+@pytest.mark.parametrize("behind", [(), ((3, 0),)])
+def test_value_of_the_last_writer_is_not_predicted(behind):
+    program = words_of(STEP, LOSS, *behind), lambda turn: [10, 20, 30, 40]
+    assert turns(EarlyReads(parsed), 5, program) == [None] * 5
+
+
+def test_prediction_lasts_if_most_values_are_used_and_ends_otherwise():
+    good, bad = (
+        turns(EarlyReads(parsed), 3, (words_of(LOSS, STEP), lambda turn: [10, 20, 30, 40]))[-1] for _ in range(2)
+    )
+    for turn in range(40):
+        assert good.begin()
+        if turn % 4:
+            good.use()
+    begun = 0
+    while bad.begin():
+        begun += 1
+        if begun % 2:
+            bad.use()
+    assert 2 <= begun < 10
 
 
 def test_prediction_that_failed_is_not_made_again():
     reads = EarlyReads(parsed)
-    program = words_of(LOSS, STEP)
-    for _ in range(4):
-        known = reads.sent(program, [10, 20, 30, 40])
-        reads.read(20, "view", 4)
-    reads.forget(known)
-    for _ in range(4):
-        assert reads.sent(program, [10, 20, 30, 40]) is None
-        reads.read(20, "view", 4)
+    program = words_of(LOSS, STEP), lambda turn: [10, 20, 30, 40]
+    reads.forget(turns(reads, 4, program)[-1])
+    assert turns(reads, 20, program) == [None] * 20
 
 
 @pytest.fixture

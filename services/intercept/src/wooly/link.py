@@ -730,7 +730,7 @@ class Link:
         if early is None:  # the read failed, and its error is kept
             return
         seq, prediction = early
-        prediction.used = True
+        prediction.use()
         try:
             self.finish_reads(seq)
         except BaseException:

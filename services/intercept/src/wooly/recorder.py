@@ -23,7 +23,7 @@ from wooly_wis.limits import MAX_FREES
 from wooly_wis.program import Form, Operand, ParamKind, Role, View
 
 from wooly import native
-from wooly.early_reads import EarlyRead, EarlyReads
+from wooly.early_reads import WORD_BYTES, EarlyRead, EarlyReads
 from wooly.errors import ForkedProcessError, NotConnectedError, WoolyError
 from wooly.native import ProgramFields
 from wooly.python_private import frame_at, unlock_after_fork
@@ -335,6 +335,7 @@ class Recorder(ProgramFields):
         self.early_reads = EarlyReads(self._writes_of)
         self.read_early: Callable[[Recorder, int, EarlyRead], bool] | None = None
         self._early: EarlyRead | None = None
+        self._limit_without_early = limit
         self._set_open_limit(limit)
         self._mark: Mark | None = None
         self._deferred: list[Callable[[Link], None]] = []
@@ -424,19 +425,20 @@ class Recorder(ProgramFields):
         if count < early.count:
             return False
         self._early = None
-        self._set_room()
+        self._set_open_limit(self._limit_without_early)
         if self.heap.dead:
             self.release_dead()
+        known = len(early.words) // WORD_BYTES
+        rest = self.words[known:]
         if (
-            count == early.count
-            and self.read_early is not None
-            and array("I", self.words).tobytes() == early.words
+            self.read_early is not None
+            and array("I", self.words[:known]).tobytes() == early.words
+            and rest[::2] == [self._free_form] * (len(self.origins) - early.count)  # nothing but frees is behind it
             and self.slot_of.get(self.bind[early.slot]) == early.slot  # the script still has the buffer
         ):
             buffer = self.bind[early.slot]
             if self.read_early(self, buffer, early):
                 return True
-            self.early_reads.forget(early)
         return count < self.room
 
     def _writes_of(self, words: bytes) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
@@ -445,10 +447,23 @@ class Recorder(ProgramFields):
         for form, slots in self.instructions_of(found.tolist()):
             yield form.writes, slots
 
-    def note_read(self, buffer: int, view: Hashable, nbytes: int) -> None:
-        """The script has waited for a value of so many bytes, behind all that was recorded."""
+    def note_read(self, buffer: int, view: Hashable, nbytes: int, where: Origin) -> None:
+        """The script has waited for a value, behind all that was recorded.
+
+        Args:
+            buffer: the buffer of the value.
+            view: what was read.
+            nbytes: its size.
+            where: Python line that reads it.
+        """
         if not (self.recording or self.replaced):
-            self.early_reads.read(buffer, view, nbytes)
+            self._early = self.early_reads.read(buffer, view, nbytes, (id(where[0]), where[1]))
+
+    def note_early_read_used(self, where: Origin) -> None:
+        """The script has got a value that was read early, at this Python line. The open program was sent before."""
+        if not (self.recording or self.replaced):
+            self._early = self.early_reads.used((id(where[0]), where[1]))
+            self._set_open_limit(self.limit)
 
     def _add_end_form(self) -> None:
         words, known, at = self.words, self._forms, 0
@@ -464,14 +479,12 @@ class Recorder(ProgramFields):
             self._end_forms.add(min(reversed(late), key=times.__getitem__))
 
     def _set_open_limit(self, most: int) -> None:
-        """Set the maximum number of instructions of the open program."""
-        self._open_limit = most
-        self._set_room()
-
-    def _set_room(self) -> None:
-        most = self._open_limit
+        """Set the maximum number of instructions of the open program. A prediction (`_close_early`) may make it shorter."""
+        self._limit_without_early = most
         room = most if most < self.limit else max(most // 2, 1)
-        self.room = room if self._early is None else min(room, self._early.count)
+        early = self._early
+        self._open_limit = most if early is None else min(most, early.count)
+        self.room = min(room, self._open_limit)
 
     def release_dead(self) -> None:
         """Record frees for the storages that the heap lists as freed.

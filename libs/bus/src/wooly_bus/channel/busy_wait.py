@@ -3,7 +3,8 @@
 The system takes 20 to 100 us to wake a blocked thread. It often wakes the thread on the core of the sender, so one of the two
 waits. Two threads that exchange small frames are faster if they do not block in between. But a thread that looks all the time
 takes a core from others, and perhaps from the sender. So a wait looks only if the wait before it was short. If it looks in vain,
-or if the core was taken from it meanwhile, the next waits block at once, for a time that doubles.
+or if the core was taken from it meanwhile, the next waits block at once, for a time that doubles. If a look finds input, this
+time is halved.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from wooly_bus import host
 LOOK_NS = 200_000
 #: Time between two looks, in ns, that shows that another thread had the core. Usually it is 2 us.
 TAKEN_NS = 30_000
-#: Time, in ns, for which waits block at once after a wait that looked in vain: at first and at most.
+#: Time, in ns, for which waits block at once after a wait that looked in vain: at least and at most.
 PAUSES_NS = 1_000_000, 1_000_000_000
 #: Minimum number of cores. With fewer, the sender cannot run while a thread looks.
 MIN_CORES = 2
@@ -73,4 +74,4 @@ class BusyWait:
         """
         self._short = self._clock() - begun < self._look_ns
         if until and not blocked:
-            self._pause_ns = PAUSES_NS[0]
+            self._pause_ns = max(self._pause_ns // 2, PAUSES_NS[0])

@@ -539,6 +539,7 @@ class Transfer:
             link = recorder.require_link()
             if link.is_early(buffer):
                 recorder.flush()  # the device has work while the script uses the value, and programs of a loop stay equal
+                recorder.note_early_read_used(origin())
                 link.finish_early(buffer)
             kept = link.mirror(buffer, key)
             if kept is not None:
@@ -555,7 +556,7 @@ class Transfer:
                 if len(memory):
                     link.read(buffer, at & OFFSET_MASK, memory)
                     if len(memory) <= MAX_EARLY_BYTES:
-                        recorder.note_read(buffer, key, len(memory))
+                        recorder.note_read(buffer, key, len(memory), origin())
                 recorder.idle()
             link.keep(buffer, key, host)
             return host
@@ -565,13 +566,15 @@ class Transfer:
         """Send the open program, and start to read a value that the script will probably want (`early_reads`).
 
         Returns:
-            False if the prediction was wrong the last time, or if the value cannot be read early. Then nothing is sent.
+            False if the prediction fails too often, or if the value cannot be read early. Then nothing is sent.
         """
         link = recorder.require_link()
         recorded = recorder.recording or link.recording or recorder.capture is not None
-        if not prediction.used or recorded or link.many_reads_started or link.is_shared(buffer):
+        if recorded or link.many_reads_started or link.is_shared(buffer):
             return False
-        prediction.used = False
+        if not prediction.begin():
+            recorder.early_reads.forget(prediction)
+            return False
         _, dtype, shape, stride = key = cast(ViewKey, prediction.view)
         host, memory = _host_memory(dtype, shape, stride, prediction.nbytes)
         link.hold()
