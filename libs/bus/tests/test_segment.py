@@ -365,7 +365,8 @@ def test_offered_memory_cannot_change_its_size(operation):
 )
 def test_place_outside_the_segment_ends_its_connection_only(store, at, nbytes):
     client, other = connect(store), connect(store)
-    client._write([HEADER.pack(8 + PLACE.size, BULK, SHARED, 0, 2), bytes(8), PLACE.pack(at, nbytes)], HEADER.size + 8 + PLACE.size)
+    size = 8 + PLACE.size
+    client._write([HEADER.pack(size, BULK, SHARED, 0, 2), bytes(8), PLACE.pack(at, nbytes)], HEADER.size + size)
     wait_until(lambda: store.gone)
     assert "shared memory" in store.gone[0]
     upload(other, 0, b"o" * PIECE)
