@@ -770,3 +770,16 @@ def test_operators_on_lists_take_tensors_of_host_and_device_one_by_one(cuda):
     assert [t.item() for t in torch._foreach_pow(2, [torch.ones((), device=cuda), torch.ones(())])] == [2.0, 2.0]
     with pytest.raises(RuntimeError, match="cuda:0 and cpu"):
         torch._foreach_add([torch.ones(3, device=cuda)], [torch.ones(3)])
+
+
+def test_pytorchs_references_in_python_run_on_the_device(cuda):
+    from torch._prims.context import TorchRefsMode
+
+    a, b = torch.tensor([[1.0, 2.0], [3.0, -4.0]]), torch.tensor([[0.5, -1.0], [2.0, 1.0]])
+    there, other = a.to(cuda), b.to(cuda)
+    with TorchRefsMode(strict=True):  # refuses every function that it does not know
+        found = [torch.atan2(there, other), torch.triu(there), torch.ones(2, device=cuda), there.to(torch.bfloat16)]
+        assert there.device.type == "cuda"
+    expected = [torch.atan2(a, b), torch.triu(a), torch.ones(2), a.to(torch.bfloat16)]
+    for one, two in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.cpu(), two)

@@ -134,3 +134,14 @@ def test_grid_sample_in_half_is_rounded_once(cuda, mode, dtype):
     found.sum().backward()
     expected.sum().backward()
     torch.testing.assert_close(leaves[0].grad.cpu(), leaves[1].grad.to(dtype), rtol=1e-2, atol=1e-2)
+
+
+def test_transforms_below_the_checks_of_dtypes_take_half_precision(cuda):
+    """PyTorch's references call them."""
+    x = torch.tensor([1.0, 2.0, 4.0, 8.0]).half()
+    found = torch.ops.aten._fft_r2c(x.to(cuda), [0], 0, True)
+    assert found.dtype is torch.complex32
+    expected = torch.fft.rfft(x.float())
+    torch.testing.assert_close(found.to(torch.complex64).cpu(), expected, rtol=1e-3, atol=1e-3)
+    again = torch.ops.aten._fft_c2r(found, [0], 0, 4)
+    assert again.dtype is torch.float16 and again.cpu().tolist() == [4.0, 8.0, 16.0, 32.0]

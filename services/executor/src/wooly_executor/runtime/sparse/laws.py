@@ -86,10 +86,8 @@ def _indices(t: Tensor, dim: int) -> Tensor:
 
 def _compressed_indices(by_row: Any, compressed: Tensor, plain: Tensor, rows: Any, columns: Any, nnz: Any) -> None:
     """The library's own check. Its kernel for GPUs asserts, so the check must pass here before."""
-    require(
-        isinstance(rows, int) and isinstance(columns, int) and plain.dim() > 0 and nnz == plain.shape[-1],
-        "the counts must be numbers",
-    )
+    counted = isinstance(rows, int) and isinstance(columns, int)
+    require(counted and plain.dim() > 0 and bool(nnz == plain.shape[-1]), "the counts must be numbers")
     check_compressed(compressed, plain, rows, columns)
 
 
