@@ -24,8 +24,8 @@ from wooly_executor.runtime.torch_private import OpOverload, interpret, schema_o
 #: Minimum number of library calls in a segment. For fewer calls, the interpreter saves no time.
 WORTH = 3
 #: Maximum number of library calls in a segment. While the interpreter reads the text of a segment, it holds Python's lock, for
-#: about 10 us per call, so the device's thread waits.
-MOST_CALLS = 64
+#: about 17 us per call, so the device's thread waits.
+MOST_CALLS = 48
 #: Maximum memory that one segment may allocate, in bytes. The interpreter keeps it until the segment ends.
 BYTES = 32 << 20
 
