@@ -16,7 +16,6 @@ Buffer = bytes | bytearray | memoryview
 #: Longest wait of one `select`, in seconds. On Windows, a signal does not interrupt it; the handler runs between two waits.
 _SLICE_S = 0.2
 _INPUT = getattr(select, "POLLIN", 0)
-_ROOM_FOR_TWO = socket.CMSG_SPACE(2 * array("i").itemsize) if sys.platform == "linux" else 0
 _HANGUP = getattr(select, "POLLRDHUP", 0)  # `poll` always reports POLLHUP and POLLERR
 
 
@@ -90,7 +89,8 @@ def receive_with_descriptors(sock: socket.socket, into: memoryview) -> tuple[int
     """
     if sys.platform != "linux":
         return sock.recv_into(into), []
-    n, ancillary, _, _ = sock.recvmsg_into([into], _ROOM_FOR_TWO, socket.MSG_CMSG_CLOEXEC)
+    room = socket.CMSG_SPACE(2 * array("i").itemsize)
+    n, ancillary, _, _ = sock.recvmsg_into([into], room, socket.MSG_CMSG_CLOEXEC)
     found = array("i")
     for level, kind, data in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
