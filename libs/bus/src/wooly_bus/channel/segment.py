@@ -12,6 +12,7 @@ import ctypes
 import mmap
 import os
 import struct
+import sys
 from collections import deque
 
 from wooly_bus.channel.framing import ProtocolError
@@ -83,6 +84,8 @@ class Segment:
     @property
     def resident(self) -> int:
         """Bytes of the segment that take memory now."""
+        if sys.platform != "linux":
+            return self.nbytes
         return min(os.fstat(self.descriptor).st_blocks * 512, self.nbytes)
 
     def close(self) -> None:
@@ -101,6 +104,8 @@ def _address_of(memory: memoryview) -> int:
 
 def _seals() -> int:
     """Seals of memory whose size never changes."""
+    if sys.platform != "linux":
+        return 0
     import fcntl
 
     return fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -108,6 +113,8 @@ def _seals() -> int:
 
 def offered_memory() -> int | None:
     """A descriptor of new memory that a client may offer; None: this system has no such memory."""
+    if sys.platform != "linux":
+        return None
     if not hasattr(os, "memfd_create"):
         return None
     import fcntl  # Python for Windows does not have it
@@ -136,7 +143,7 @@ def accepted(descriptor: int, most: int) -> Segment:
         SegmentError: it is not a memfd of this host's normal pages that cannot shrink, is too small, or cannot be mapped.
     """
     try:
-        if not hasattr(os, "memfd_create"):
+        if sys.platform != "linux":
             raise SegmentError("only an executor on Linux shares memory; do not send a descriptor")
         import fcntl
 

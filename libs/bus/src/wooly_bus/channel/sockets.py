@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import select
 import socket
+import sys
 from array import array
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -15,7 +16,6 @@ Buffer = bytes | bytearray | memoryview
 #: Longest wait of one `select`, in seconds. On Windows, a signal does not interrupt it; the handler runs between two waits.
 _SLICE_S = 0.2
 _INPUT = getattr(select, "POLLIN", 0)
-_ROOM_FOR_TWO = socket.CMSG_SPACE(2 * array("i").itemsize) if hasattr(socket, "CMSG_SPACE") else 0
 _HANGUP = getattr(select, "POLLRDHUP", 0)  # `poll` always reports POLLHUP and POLLERR
 
 
@@ -73,6 +73,8 @@ def send_gathered(sock: socket.socket, buffers: Sequence[Buffer]) -> int:
 
 def send_with_descriptor(sock: socket.socket, data: Buffer, descriptor: int) -> int:
     """Send data and a file descriptor over a unix socket. Returns the number of bytes sent."""
+    if sys.platform != "linux":
+        raise OSError("only a client on Linux sends a descriptor")
     rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [descriptor]))
     return int(sock.sendmsg([data], [rights]))
 
@@ -85,7 +87,10 @@ def receive_with_descriptors(sock: socket.socket, into: memoryview) -> tuple[int
     Returns:
         The number of bytes, and the descriptors.
     """
-    n, ancillary, _, _ = sock.recvmsg_into([into], _ROOM_FOR_TWO, socket.MSG_CMSG_CLOEXEC)
+    if sys.platform != "linux":
+        return sock.recv_into(into), []
+    room = socket.CMSG_SPACE(2 * array("i").itemsize)
+    n, ancillary, _, _ = sock.recvmsg_into([into], room, socket.MSG_CMSG_CLOEXEC)
     found = array("i")
     for level, kind, data in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
