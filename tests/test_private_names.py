@@ -23,6 +23,10 @@ INHERITED = {
     "libs/bus/src/wooly_bus/app.py": {"self._connection_kwargs"},  # FastStream's broker
     "libs/bus/src/wooly_bus/nats_client.py": {"self._current_server"},  # nats-py's client
     "integrations/vllm/src/wooly_vllm/block_tables.py": {"self._slot_mapping_enabled"},  # vLLM's block tables
+    "integrations/vllm/src/wooly_vllm/transfers.py": {  # vLLM's staged writes, and its buffer
+        *("self._staged_write_indices", "self._staged_write_starts", "self._staged_write_contents"),
+        *("self._staged_write_cu_lens", "self._uva"),
+    },
     "integrations/vllm/src/wooly_vllm/adapters.py": {"self._update_base_metadata"},  # vLLM's adapters
 }
 #: Objects whose attributes are operators; many operator names begin with an underscore.

@@ -24,9 +24,12 @@ def test_aiohttp_is_imported_only_by_its_first_use():
     assert done.stdout == "True []\n", done.stderr
 
 
-def test_module_is_available_again_after_the_block():
-    with unavailable("colorsys", "sys"):
+def test_module_is_available_again_after_the_block(tmp_path, monkeypatch):
+    sys.modules.pop("this_is_not_imported", None)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "this_is_not_imported.py").write_text("value = 1\n")
+    with unavailable("this_is_not_imported", "sys"):
         with pytest.raises(ImportError):
-            importlib.import_module("colorsys")
+            importlib.import_module("this_is_not_imported")
         assert importlib.import_module("sys") is sys
-    assert importlib.import_module("colorsys").rgb_to_hsv(0, 0, 0) == (0, 0, 0)
+    assert importlib.import_module("this_is_not_imported").value == 1

@@ -217,7 +217,8 @@ REASONED = {
     "services/router/src/wooly_router/modules.py": (1, "the task that submitted the module takes the result"),
     "services/metering/src/wooly_metering/app.py": (1, "uvicorn; a supervised task waits for it"),
     "services/metering/src/wooly_metering/follower.py": (1, "the supervised task around it takes the result"),
-    "services/router/src/wooly_router/app.py": (1, "uvicorn; a supervised task waits for it"),
+    "services/router/src/wooly_router/front.py": (1, "uvicorn; a supervised task waits for it"),
+    "deploy/local/src/wooly_local/processes.py": (1, "waits for the end of other processes, and ends this one"),
 }  # fmt: skip
 
 

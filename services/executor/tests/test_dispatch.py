@@ -152,6 +152,10 @@ def test_dispatch_frequent_program_is_still_interrupted(make_device, adds):
     (ready,) = paced.call(
         lambda: [p for s in paced.loop.sessions.all() for p in s.programs.all() if len(p.prepared.steps) > 20]
     )
+    deadline = time.monotonic() + 30
+    while not paced.call(lambda: ready.prepared.places):  # a decoder's thread combines the steps
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     assert ready.estimate.cut.edges == (6, 12, 18, 20) and ready.prepared.places == [0, 6, 12, 18, 19]
     occupy(runtime, low)
     high.start(high.program, [high.label])

@@ -186,14 +186,14 @@ def test_write_without_a_valid_target_takes_no_memory(device, wis, monkeypatch):
 @pytest.mark.parametrize("error", [MemoryError("no bytes"), RecursionError("too deep")])
 def test_memory_error_at_a_frame_ends_the_session_not_the_loop(device, wis, monkeypatch, error):
     a, b = stocked(device, wis, "a"), stocked(device, wis, "b")
-    memory = device.loop.runs.memory
+    copied = device.loop.runs.copied
 
     def fails(session, *args, **kwargs):
         if session.id == "a":
             raise error
-        return memory(session, *args, **kwargs)
+        return copied(session, *args, **kwargs)
 
-    monkeypatch.setattr(device.loop.runs, "memory", fails)
+    monkeypatch.setattr(device.loop.runs, "copied", fails)
     a.ask(1, 4)
     device.wait_closed("a")
     with pytest.raises(ChannelError, match=f"executor.host_memory: .*{error}"):

@@ -41,6 +41,29 @@ class Executor:
         self.value, self.device = value, CPU | device
         self.sent, self.lost, self.window, self.acked = 0, False, 1 << 20, 0
         self.answers, self.expected = deque(), deque()
+        self.segment, self.bulk_bytes, self.receiving_s = None, 1 << 20, 0.0
+
+    def look_before_blocking(self, look_ns):
+        pass
+
+    def hold(self):
+        pass
+
+    def share(self, nbytes):
+        assert not nbytes
+
+    def place_of(self, into):
+        return None
+
+    def await_placed(self):
+        if self.lost:
+            raise ChannelClosedError("the connection broke")
+
+    def send_hello(self, kind, payload):
+        self.send(kind, payload)
+
+    def send_bulk(self, kind, prefix, data):
+        return self.send(kind, prefix, data)
 
     def send(self, kind, *buffers):
         if self.lost:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,6 +50,8 @@ def bound(nbytes: int) -> None:
 
     Without a limit, the machine overcommits memory, and its kernel kills a process when the memory is used.
     """
+    import resource  # not on Windows, whose clients ask for `cores`
+
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (nbytes if hard < 0 else min(nbytes, hard), hard))
 

@@ -43,7 +43,8 @@ class HibernatedChannel(ChannelClient):
     """
 
     def __init__(self, acked: int) -> None:
-        self.acked = acked
+        self.acked, self.receiving_s = acked, 0.0
+        self.segment, self._placed = None, 0
         self._aborted = threading.Event()
 
     def _closed(self) -> NoReturn:

@@ -110,6 +110,17 @@ class RecordingLink:
     def finish_reads(self) -> None:
         """Do nothing: there are no started reads."""
 
+    def reads_into(self, memory: Any) -> bool:
+        """Return False: there are no started reads."""
+        return False
+
+    def is_early(self, buffer: int) -> bool:
+        """Return False: there are no early reads."""
+        return False
+
+    def hold(self) -> None:
+        """Do nothing: no frame is sent."""
+
     position = 0
     interrupted = False
 

@@ -145,7 +145,6 @@ class Connection:
     _ahead: memoryview = field(default_factory=lambda: memoryview(bytearray(AHEAD)))
     _ahead_at: int = 0
     _ahead_end: int = 0
-    _drained: bool = False
     _received: int = 1  # the hello
     _sent: int = 0
     _out: deque[memoryview | _Outgoing] = field(default_factory=deque)
@@ -605,16 +604,12 @@ class ChannelServer:
         """
         at, end = conn._ahead_at, conn._ahead_end
         if at == end:
-            if conn._drained:
-                conn._drained = False
-                raise BlockingIOError
             if len(into) >= AHEAD:
                 return conn.sock.recv_into(into)
             end = conn.sock.recv_into(conn._ahead)
             if not end:
                 return 0
-            # a short answer means that nothing else has arrived; of TLS, it is only the end of a record
-            at, conn._drained = 0, end < AHEAD and not isinstance(conn.sock, ssl.SSLSocket)
+            at = 0
         n = min(len(into), end - at)
         into[:n] = conn._ahead[at : at + n]
         conn._ahead_at, conn._ahead_end = at + n, end
