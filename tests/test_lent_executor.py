@@ -103,7 +103,7 @@ while service.pid is not None:
 service.env["WOOLY_TEST"] = "again"
 while not service.keep_alive(time.monotonic()):
     time.sleep(0.01)
-while "again" not in Path("log").read_text():
+while not Path("log").exists() or "again" not in Path("log").read_text():
     time.sleep(0.01)
 service.stop()
 print(service.pid, flush=True)

@@ -17,6 +17,7 @@ def test_stream_reports_cuda(cuda):
     assert repr(one).startswith("<torch.cuda.Stream device=cuda:0 cuda_stream=0x")
     assert torch.cuda.default_stream().cuda_stream == 0 and one.cuda_stream > 0
     assert not one.is_capturing() and one.native_handle == one.cuda_stream
+    torch.cuda.synchronize()
     assert one.query() and not isinstance(3, torch.Stream)
 
 

@@ -80,7 +80,7 @@ class OfferPolicy:
 def upload(link: Link, buffer: int, data: memoryview) -> None:
     """Set the whole content of a buffer to `data`: share content that the device has, or send the data."""
     n = len(data)
-    if n <= min(CHUNK, TRIPS_OF_SMALL * link.waits.trip_s * ASSUMED_RATE):
+    if not link.waits.near and n <= min(CHUNK, TRIPS_OF_SMALL * link.waits.trip_s * ASSUMED_RATE):
         link.write(buffer, 0, data)
         link.seal(buffer, n, content_id([chunk_digest(data)], n))
         return

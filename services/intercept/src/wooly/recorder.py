@@ -674,7 +674,7 @@ class Recorder(ProgramFields):
         Raises:
             WoolyError: the connection ended.
         """
-        if mark is None or mark is self._mark:
+        if (mark is None or mark is self._mark) and (self.words or self._deferred):  # frees alone are no work
             self.flush()
         link = self.link
         if link is None:
