@@ -173,6 +173,7 @@ class Connection:
             if len(b):
                 self._out.append(memoryview(b))
         self.queued_bytes += size + HEADER.size
+        self.server._answered = True
         self.server._dirty[self] = None
         return self._sent
 
@@ -195,6 +196,7 @@ class Connection:
         self._sent += 1
         self._out.append(_Outgoing(kind, self._sent, data, place))
         self.queued_bytes += len(data)
+        self.server._answered = True
         self.server._dirty[self] = None
         return self._sent
 
@@ -261,7 +263,7 @@ class ChannelServer:
         fatal: errors of `sink` that no connection caused; `poll` raises them.
 
     Attributes:
-        busy: decides whether `poll` looks for input before it blocks.
+        busy: decides whether `poll` looks for input before it blocks, after an answer was sent.
     """
 
     def __init__(
@@ -276,6 +278,8 @@ class ChannelServer:
         self._fatal = fatal
         self._selector = selectors.DefaultSelector()
         self.busy = BusyWait()
+        #: Whether a frame was sent since the last wait.
+        self._answered = False
         self._connections: dict[Connection, None] = {}
         self._guests: deque[Guest] = deque()
         self._lock = threading.Lock()  # guards `_closed` and `_guests` in `enter`
@@ -343,8 +347,11 @@ class ChannelServer:
 
     def _select(self, timeout: float | None) -> list[tuple[selectors.SelectorKey, int]]:
         select = self._selector.select
+        answered, self._answered = self._answered, self._answered and timeout == 0
         if timeout == 0:
             return select(0)
+        if not answered:  # no client waits for this process, so its next frame is not urgent, and looking would slow it
+            return select(timeout)
         busy = self.busy
         begun, until = busy.begin()
         now = begun
