@@ -300,7 +300,7 @@ class Event(BaseEvent):
             return recorder.passed(self._mark)
 
     def arrived(self) -> bool:
-        """Whether it is known that the work before the event has run. Unlike `query`, it does not wait."""
+        """Whether it is known that the work before the event has run. Unlike `query`, it does not send the open program."""
         if self._device is None or self._received:
             return True
         recorder = _recorder(self._device)
