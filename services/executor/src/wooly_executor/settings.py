@@ -79,8 +79,8 @@ class ExecutorSettings(BaseSettings):
         default=200,
         ge=0,
         le=10_000,
-        description="microseconds for which the device's thread, after an answer, looks for a client's frame before it blocks, if "
-        "the last such wait was shorter and no other thread wants the core; 0, or with one core: it blocks at once",
+        description="microseconds for which the device's thread, after an answer, looks for a client's frame before it blocks, "
+        "if the last such wait was shorter and no other thread wants the core; 0, or with one core: it blocks at once",
     )
     plans: bool = Field(default=True, description="0: programs run without generated kernels")
     plan_trials: bool = Field(
