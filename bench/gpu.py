@@ -15,6 +15,7 @@ import contextlib
 import hashlib
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -318,6 +319,10 @@ class Native:
         """There is no executor."""
         return {}
 
+    def profiled(self, work):
+        """There is no executor."""
+        return contextlib.nullcontext()
+
     @contextlib.contextmanager
     def workers(self, *wanted):
         """Start a process for each priority."""
@@ -350,6 +355,7 @@ class Ours:
                 [sys.executable, "-m", "wooly_executor"], env=environment, stdout=log, stderr=log
             )
         self._control, self._count, self._size = ControlClient(url), 0, options.size
+        self._profiles = options.profiles
 
     def _ask(self, rpc, message):
         from wooly_bus.errors import BusError
@@ -401,6 +407,21 @@ class Ours:
         """CPU time of each of the executor's threads so far, in seconds."""
         tasks = Path(f"/proc/{self._executor.pid}/task").iterdir()
         return {task.name: int((task / "schedstat").read_text().split()[0]) / 1e9 for task in tasks}
+
+    @contextlib.contextmanager
+    def profiled(self, work):
+        """Record the executor's stacks with py-spy, if a folder was given for them."""
+        if self._profiles is None:
+            yield
+            return
+        target = self._profiles / f"{self._size}_{work}.txt"
+        argv = ["record", "--pid", str(self._executor.pid), "--rate", "400", "--threads", "--gil", "--format", "raw"]
+        recorder = subprocess.Popen(["py-spy", *argv, "--output", str(target)], stdout=subprocess.DEVNULL)
+        try:
+            yield
+        finally:
+            recorder.send_signal(signal.SIGINT)
+            recorder.wait()
 
     def close(self):
         self._executor.terminate()
@@ -457,6 +478,8 @@ def measure(side, options):
 def alone(side, one, work, seconds):
     """The figures of one process that works alone."""
     together([(one, work)], 0)
+    with side.profiled(work):
+        together([(one, work)], seconds / 3)
     before, began = side.thread_times(), time.perf_counter()
     reports = [together([(one, work)], seconds / 3)[0] for _ in range(3)]
     rates = sorted(r["rate"] for r in reports)
@@ -493,6 +516,7 @@ def main():
     parser.add_argument("--sides", default="native,ours")
     parser.add_argument("--graphs", type=int, choices=(0, 1), default=0, help="1: the executor replays graphs")
     parser.add_argument("--log", type=Path, help="keep the executor's log in this file")
+    parser.add_argument("--profiles", type=Path, help="record the executor's Python stacks in this folder, with py-spy")
     parser.add_argument("--two", default="prefill,replay", help="what two processes do at the same time")
     parser.add_argument("--background", default="train", help="what P4 does beside P0")
     parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)

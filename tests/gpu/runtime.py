@@ -4,6 +4,7 @@ Exit status: 0, every section is right; 1, a section is wrong (its traceback is 
 """
 
 import argparse
+import gc
 import json
 import statistics
 import sys
@@ -279,6 +280,8 @@ def graphs(gpu):
 
 def failed_captures(gpu):
     """After an invalidated capture, older graphs, new captures and random numbers work."""
+    gc.collect()  # the graphs of earlier sections
+    assert gpu.driver.graph_bytes() == 0
     x = torch.zeros(64, device=gpu.device)
     mask = torch.zeros(64, dtype=torch.bool, device=gpu.device)
     older = gpu.driver.capture(lambda: x.add_(1))

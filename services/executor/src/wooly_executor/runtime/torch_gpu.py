@@ -17,7 +17,7 @@ from wooly_executor.errors import ContextLostError, OperationError
 from wooly_executor.runtime.captures import Captures, PoolId, Turns
 from wooly_executor.runtime.core_use import KernelRecord, read_profile
 from wooly_executor.runtime.gpu_fresh_memory import on_zeros
-from wooly_executor.runtime.torch_private import end_recording, sleep_on_gpu, storage_at
+from wooly_executor.runtime.torch_private import end_recording, pool_segments, sleep_on_gpu, storage_at
 
 #: Memory that sessions may not use, for libraries' workspaces and code: the larger of this number of bytes and 1/APART_SHARE of
 #: the device memory.
@@ -47,7 +47,7 @@ class _ZeroedPool:
     def segments(self) -> dict[int, list[tuple[int, int]]]:
         return {
             segment["address"]: [(b["address"], b["size"]) for b in segment["blocks"] if b["state"] == "inactive"]
-            for segment in self._pool.snapshot()
+            for segment in pool_segments(self._pool.id)
         }
 
     def zero(self, blocks: Iterable[tuple[int, int]]) -> None:
@@ -81,7 +81,7 @@ class _TorchGraphs:
         torch.cuda.default_generators[self._index].graphsafe_set_state(fresh.graphsafe_get_state())
 
     def pool_bytes(self, pool: PoolId) -> int:
-        return sum([segment["total_size"] for segment in torch.cuda.memory_snapshot(pool)])
+        return sum([segment["total_size"] for segment in pool_segments(pool)])
 
 
 class TorchGpu:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined] # not in its __all__
+from torch.overrides import get_default_nowrap_functions
 
 from wooly.device import current
 from wooly.devices import NAME
@@ -241,6 +242,18 @@ def _wrapper_subclass(*args: Any, **kwargs: Any) -> Any:
     return make_wrapper_subclass(*[to_wooly(a) if isinstance(a, torch.device) else a for a in args], **kwargs)
 
 
+class _Replaced(property):
+    """A property in place of a descriptor of PyTorch, with another setter.
+
+    It has the descriptor's names: TorchDynamo reads them from `Tensor.grad` while it is imported.
+    """
+
+    def __init__(self, descriptor: Any, setter: Callable[[torch.Tensor, Any], None]) -> None:
+        super().__init__(descriptor.__get__, setter, descriptor.__delete__)
+        self.__name__ = descriptor.__name__
+        self.__objclass__ = descriptor.__objclass__
+
+
 def _tensor_patches() -> Iterator[Patch]:
     tensor = torch.Tensor
     shown = [torch.device(CUDA, index) for index in range(MAX_DEVICES)]
@@ -257,7 +270,9 @@ def _tensor_patches() -> Iterator[Patch]:
     yield (tensor, "device", property(device))
     yield (tensor, "is_cuda", property(is_cuda))
     yield (tensor, "data", property(tensor_data.__get__, _set_data))
-    yield (tensor, "grad", property(tensor_grad.__get__, _set_grad, tensor_grad.__delete__))
+    grad = _Replaced(tensor_grad, _set_grad)
+    get_default_nowrap_functions().add(grad.__get__)  # for subclasses of Tensor, as PyTorch's own getter: `t.grad is t.grad`
+    yield (tensor, "grad", grad)
     # A subclass that wraps a device tensor passes the tensor's device. A wrapper on CUDA itself would abort in autograd.
     yield (tensor, "_make_wrapper_subclass", staticmethod(_wrapper_subclass))
     real_to, real_type = tensor.to, tensor.type
