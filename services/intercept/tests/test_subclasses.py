@@ -48,3 +48,20 @@ def test_jacobian_of_a_wrapper_over_two_devices_equals_that_of_a_tensor(cuda):
     wanted = torch.autograd.functional.jacobian(results, plain, vectorize=True)
     found = torch.autograd.functional.jacobian(results, tuple(map(Wrapper, plain)), vectorize=True)
     assert all(w.equal(f.held) for ws, fs in zip(wanted, found, strict=True) for w, f in zip(ws, fs, strict=True))
+
+
+class Named(torch.Tensor):
+    """A subclass without behaviour of its own."""
+
+
+def test_gradient_of_a_subclass_is_the_same_object_each_time(cuda):
+    x = torch.arange(3.0, device="cuda").as_subclass(Named).requires_grad_()
+    (x * 2).sum().backward()
+    assert x.grad is x.grad and x.grad.tolist() == [2, 2, 2]
+
+
+def test_property_of_the_gradient_has_the_names_of_the_descriptor(cuda):
+    """TorchDynamo reads them while it is imported."""
+    getter = torch.Tensor.grad.__get__
+    assert (getter.__self__.__name__, getter.__self__.__objclass__) == ("grad", torch._C.TensorBase)
+    assert getter in torch.overrides.get_default_nowrap_functions()

@@ -94,8 +94,8 @@ class ExecutorSettings(BaseSettings):
     )
     graphs: bool = Field(
         default=False,
-        description="1: a GPU replays steady parts of programs as graphs; off by default, because captures have ended "
-        "executors on an H100",
+        description="1: a GPU replays steady parts of programs as graphs; off by default, because most scripts were not "
+        "faster with it on an H100",
     )
     libraries: str | None = Field(
         default=None,

@@ -11,8 +11,10 @@ Torch may end the process in these cases (read in the sources and the library of
 - A graph is destroyed in one thread while another thread begins or ends a capture. Torch releases Python's lock there, and both
   change the generator's set of graphs. So only the device thread destroys graphs, between two captures.
 - A graph is destroyed in the thread that captures. This invalidates the capture.
-- Another thread allocates memory of the device or page-locked memory, or loads code, during a capture (`Turns`). It is not
-  proven that this may end the process. An executor on an H100 ended in captures while other threads prepared programs.
+- Another thread allocates memory of the device or page-locked memory, or loads code, during a capture (`Turns`). This may
+  invalidate the capture; it has not ended a process.
+
+A snapshot of a pool's memory is dangerous, too: see `torch_private.pool_segments`.
 """
 
 from __future__ import annotations
