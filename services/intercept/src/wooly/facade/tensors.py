@@ -271,7 +271,7 @@ def _tensor_patches() -> Iterator[Patch]:
     yield (tensor, "is_cuda", property(is_cuda))
     yield (tensor, "data", property(tensor_data.__get__, _set_data))
     grad = _Replaced(tensor_grad, _set_grad)
-    get_default_nowrap_functions().add(grad.__get__)  # for subclasses of Tensor, as PyTorch's own getter: `t.grad is t.grad`
+    get_default_nowrap_functions().add(grad.__get__)  # as PyTorch's own getter: `t.grad is t.grad` for subclasses
     yield (tensor, "grad", grad)
     # A subclass that wraps a device tensor passes the tensor's device. A wrapper on CUDA itself would abort in autograd.
     yield (tensor, "_make_wrapper_subclass", staticmethod(_wrapper_subclass))
