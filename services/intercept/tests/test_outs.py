@@ -92,3 +92,12 @@ def test_product_into_empty_vector(cuda):
     out = torch.empty(0, device=cuda)
     assert torch.mv(torch.ones(0, 2, device=cuda), torch.ones(2, device=cuda), out=out) is out
     torch.cuda.synchronize()
+
+
+def test_in_place_operator_on_a_view_without_elements_is_no_overlap(cuda):
+    """The gradient of `qr` without columns multiplies an empty diagonal in place."""
+    x = torch.ones(5, 0, device="cuda", requires_grad=True)
+    q, r = torch.linalg.qr(x)
+    (q.sum() + r.sum()).backward()
+    torch.cuda.synchronize()
+    assert x.grad.shape == (5, 0)
