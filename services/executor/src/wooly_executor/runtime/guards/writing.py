@@ -156,9 +156,8 @@ def require_apart(op: OpOverload, outs: list[Layout], read: list[Tensor], exact:
     if any(after[0] < before[1] for before, after in pairwise(spans)):
         raise RuntimeError(f"{op}: results given as out= must not overlap each other")
     for layout in outs:
-        others = [
-            t for t in read if not (exact and layout.same_place(t))
-        ]  # an argument with no elements enlarges no result
+        # in place, an empty argument gives the result its own shape, so the library enlarges nothing
+        others = [t for t in read if not (exact and layout.same_place(t))]
         layout.require_own_storage(op, [*[other.tensor for other in outs if other is not layout], *others])
     for t in read:
         begin, end = _span(t)
