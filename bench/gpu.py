@@ -319,9 +319,8 @@ class Native:
         """There is no executor."""
         return {}
 
-    def profiled(self, work):
+    def profile(self, work, run):
         """There is no executor."""
-        return contextlib.nullcontext()
 
     @contextlib.contextmanager
     def workers(self, *wanted):
@@ -408,17 +407,16 @@ class Ours:
         tasks = Path(f"/proc/{self._executor.pid}/task").iterdir()
         return {task.name: int((task / "schedstat").read_text().split()[0]) / 1e9 for task in tasks}
 
-    @contextlib.contextmanager
-    def profiled(self, work):
-        """Record the executor's stacks with py-spy, if a folder was given for them."""
+    def profile(self, work, run):
+        """Record the executor's stacks with py-spy while `run` works, if a folder was given for them."""
         if self._profiles is None:
-            yield
             return
+        self._profiles.mkdir(parents=True, exist_ok=True)
         target = self._profiles / f"{self._size}_{work}.txt"
         argv = ["record", "--pid", str(self._executor.pid), "--rate", "400", "--threads", "--gil", "--format", "raw"]
         recorder = subprocess.Popen(["py-spy", *argv, "--output", str(target)], stdout=subprocess.DEVNULL)
         try:
-            yield
+            run()
         finally:
             recorder.send_signal(signal.SIGINT)
             recorder.wait()
@@ -478,8 +476,7 @@ def measure(side, options):
 def alone(side, one, work, seconds):
     """The figures of one process that works alone."""
     together([(one, work)], 0)
-    with side.profiled(work):
-        together([(one, work)], seconds / 3)
+    side.profile(work, lambda: together([(one, work)], seconds / 3))
     before, began = side.thread_times(), time.perf_counter()
     reports = [together([(one, work)], seconds / 3)[0] for _ in range(3)]
     rates = sorted(r["rate"] for r in reports)
@@ -516,7 +513,7 @@ def main():
     parser.add_argument("--sides", default="native,ours")
     parser.add_argument("--graphs", type=int, choices=(0, 1), default=0, help="1: the executor replays graphs")
     parser.add_argument("--log", type=Path, help="keep the executor's log in this file")
-    parser.add_argument("--profiles", type=Path, help="record the executor's Python stacks in this folder, with py-spy")
+    parser.add_argument("--profiles", type=Path, help="record the executor's Python stacks in this folder (needs py-spy)")
     parser.add_argument("--two", default="prefill,replay", help="what two processes do at the same time")
     parser.add_argument("--background", default="train", help="what P4 does beside P0")
     parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)

@@ -11,10 +11,10 @@ Torch may end the process in these cases (read in the sources and the library of
 - A graph is destroyed in one thread while another thread begins or ends a capture. Torch releases Python's lock there, and both
   change the generator's set of graphs. So only the device thread destroys graphs, between two captures.
 - A graph is destroyed in the thread that captures. This invalidates the capture.
-- Another thread allocates memory of the device or page-locked memory, or loads code, during a capture (`Turns`). This may
-  invalidate the capture; it has not ended a process.
+- A pool's memory is counted: see `torch_private.pool_segments`.
 
-A snapshot of a pool's memory is dangerous, too: see `torch_private.pool_segments`.
+Another thread that allocates memory of the device or page-locked memory, or loads code, may invalidate a capture. `Turns` keeps
+other threads away.
 """
 
 from __future__ import annotations
