@@ -513,7 +513,9 @@ def main():
     parser.add_argument("--sides", default="native,ours")
     parser.add_argument("--graphs", type=int, choices=(0, 1), default=0, help="1: the executor replays graphs")
     parser.add_argument("--log", type=Path, help="keep the executor's log in this file")
-    parser.add_argument("--profiles", type=Path, help="record the executor's Python stacks in this folder (needs py-spy)")
+    parser.add_argument(
+        "--profiles", type=Path, help="record the executor's Python stacks in this folder (needs py-spy)"
+    )
     parser.add_argument("--two", default="prefill,replay", help="what two processes do at the same time")
     parser.add_argument("--background", default="train", help="what P4 does beside P0")
     parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
