@@ -30,6 +30,8 @@ R = TypeVar("R")
 LEFT_FREE = 1 << 30
 #: Chunks that are read at a time. Reading a chunk is copying and hashing, which threads do without the interpreter's lock.
 READERS = 4
+#: Chunks of one call of `read_each`. After it the readers wait for the slowest, which with 4 chunks costs a fifth of the time.
+READ_TOGETHER = 16
 #: Beginning of the names of folders whose content is encrypted; the id of the key follows.
 KEYED = "key-"
 
@@ -131,7 +133,7 @@ class FolderStore:
         key: id of the key with which everything is encrypted; empty: nothing is.
     """
 
-    at_once, read_at_once = CHUNK, READERS * CHUNK
+    at_once, read_at_once = CHUNK, READ_TOGETHER * CHUNK
 
     def __init__(self, folder: Path, key: str = "") -> None:
         self._folder, self._key = folder, key
