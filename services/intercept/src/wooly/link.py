@@ -798,21 +798,6 @@ class Link:
             self.finish_reads(seq)
         return self.answered >= position
 
-    def arrived(self, position: int) -> bool:
-        """Whether the executor has answered a started read at or after `position`, without waiting.
-
-        Raises:
-            RemoteOperationError: an operation failed.
-            ExecutorLostError: the connection to the executor ended.
-        """
-        if self.lost is not None:
-            raise self.lost
-        if self.answered < position:
-            self.poll()
-            self._process_answers()
-            self._raise_failed()
-        return self.answered >= position
-
     def _process_answers(self) -> None:
         """Process the answers to `fetch` that have arrived. The first error is kept for the next call that waits."""
         while self._abandoned and self._abandoned[0].expected.done:

@@ -681,16 +681,6 @@ class Recorder(ProgramFields):
             return True
         return link.passed(link.position if mark is None or mark.link is not link else mark.position)
 
-    def arrived(self, mark: Mark) -> bool:
-        """Whether it is known that the executor has run the work before a mark. It neither sends nor waits.
-
-        Raises:
-            RemoteOperationError: an operation failed.
-            WoolyError: no session is open, or the connection ended.
-        """
-        link = self.require_link()
-        return mark.link is link and link.arrived(mark.position)
-
     def set_limit(self, limit: int) -> None:
         """Set the maximum number of instructions per program. Until the next flush, end forms do not close the program."""
         self.limit = self._open_limit = self.room = limit

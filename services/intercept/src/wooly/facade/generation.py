@@ -173,7 +173,7 @@ def _make_deferred(real: Any) -> type:
             self._begin(unfinished_sequences, tokens)
             late = self._late(length)
             while self._steps and not self.stop_reported:
-                if len(self._steps) <= late and not (late > 1 and self._steps[0].done.arrived()):
+                if len(self._steps) <= late and not (late > 1 and self._steps[0].done.query()):
                     break
                 self._take()
             return self.stop_reported or (self.max_length is not None and length >= self.max_length)

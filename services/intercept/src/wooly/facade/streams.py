@@ -299,14 +299,6 @@ class Event(BaseEvent):
         with recorder.lock:
             return recorder.passed(self._mark)
 
-    def arrived(self) -> bool:
-        """Whether it is known that the work before the event has run. Unlike `query`, it does not send the open program."""
-        if self._device is None or self._received:
-            return True
-        recorder = _recorder(self._device)
-        with recorder.lock:
-            return recorder.arrived(self._mark)
-
     def elapsed_time(self, end_event: Any) -> float:
         """Milliseconds from this event to `end_event`.
 
