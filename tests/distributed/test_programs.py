@@ -136,3 +136,16 @@ def test_processes_of_mp_spawn_are_ranks_of_one_program(tenant):
     assert out.count("rank 0 of 3 sees 3 devices") == 1 and out.count("sum 6.0") == 3
     newest = next(t for t in tasks(tenant) if t["ranks"])
     assert newest["ranks"] == 3 and newest["executors"] == ["a", "b"]
+
+
+def test_trainer_spreads_batches_over_the_devices_of_a_session(tenant, tmp_path):
+    out = tenant.wooly("run", "--quiet", "--gpus", "2", str(SCRIPTS / "data_parallel.py"), str(tmp_path))
+    assert "parameters agree on 2 devices" in out
+
+
+def test_accelerate_launch_starts_ranks_by_name(tenant, tmp_path):
+    accelerate = ["accelerate", "launch", "--num_processes", "2", str(SCRIPTS / "libraries.py")]
+    out = tenant.wooly("run", "--quiet", "--gpus", "2", *accelerate, str(tmp_path))
+    assert "Accelerate agrees" in out and "Trainer agrees" in out
+    newest = next(t for t in tasks(tenant) if t["ranks"])
+    assert newest["ranks"] == 2 and newest["executors"] == ["a", "b"]
