@@ -23,7 +23,7 @@ from wooly_wis.codec import digest, encode_program
 from wooly_wis.collectives import Collective, Range, pack_collective
 from wooly_wis.dtypes import DType
 from wooly_wis.errors import DecodeError
-from wooly_wis.frames import MAX_CHUNK, PROTOCOL, READ_HEAD, WRITE_HEAD, Kind, pack_json, pack_run, unpack_json
+from wooly_wis.frames import PROTOCOL, READ_HEAD, WRITE_HEAD, Kind, pack_json, pack_run, unpack_json
 from wooly_wis.messages import DirectSession
 from wooly_wis.messages.base import ChannelToken, Endpoints, Id, SessionId
 from wooly_wis.program import Form, Instruction, Operand, Program, Role, View
@@ -200,8 +200,9 @@ class PeerLink:
         starts, ends = [laid_out(ranges, call.dtype.itemsize) for ranges in (call.reads, call.writes)]
         source = self._side(client, "reads", starts[1])
         target = self._side(client, "writes", ends[1])
-        for at in range(0, len(errand.data), MAX_CHUNK):
-            client.send(Kind.WRITE, WRITE_HEAD.pack(source, at), errand.data[at : at + MAX_CHUNK])
+        piece = client.bulk_bytes
+        for at in range(0, len(errand.data), piece):
+            client.send_bulk(Kind.WRITE, WRITE_HEAD.pack(source, at), errand.data[at : at + piece])
         reads = [r._replace(buffer=source, offset=at) for r, at in zip(call.reads, starts[0], strict=True)]
         writes = [w._replace(buffer=target, offset=at) for w, at in zip(call.writes, ends[0], strict=True)]
         client.send(Kind.COLLECTIVE, pack_collective(replace(call, reads=tuple(reads), writes=tuple(writes))))
@@ -284,7 +285,7 @@ class PeerLink:
         }
         if self.peer.session is not None:
             hello["session"] = self.peer.session.model_dump(mode="json")
-        client.send(Kind.HELLO, pack_json(hello))
+        client.send_hello(Kind.HELLO, pack_json(hello))
         frame = client.recv(CONNECT_S)
         told = unpack_json(frame.payload)
         if frame.kind != Kind.WELCOME:
@@ -294,6 +295,8 @@ class PeerLink:
         window = told.get("window")
         if isinstance(window, int) and window > 0:
             client.window = min(client.window, window)
+        segment = told.get("segment")
+        client.share(segment if isinstance(segment, int) else 0)
 
 
 def _allocation(nbytes: int) -> bytes:
