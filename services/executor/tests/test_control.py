@@ -90,7 +90,7 @@ def test_executor_wrong_token_is_refused_and_the_session_goes_on(executor, verb,
 
 def test_executor_lease_expired_closes_the_session(executor, wis):
     reply = executor("open", session_id="brief", token="secret", lease_s=0.01)
-    with pytest.raises(ChannelClosedError):
+    with pytest.raises((ChannelClosedError, wis.error)):  # the lease may end before the client has said hello
         client = wis.client(Endpoint.parse(reply.endpoints[0]), "brief", "secret")
         try:
             client.channel.recv(30)

@@ -169,6 +169,7 @@ def test_profile_that_is_too_large_or_missing_is_refused(tmp_path, monkeypatch):
         read_profile(tmp_path / "absent.json")
 
 
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # PyTorch 2.11 says so of every profile
 def test_profile_that_torch_writes_without_a_gpu_can_be_read(tmp_path):
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         torch.ones(4).add_(1)

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.ao.quantization as quantization
 from torch.nn import functional
+from wooly.torch_private import has_kernel
 
 
 def trained(device):
@@ -65,6 +66,7 @@ def test_scaled_product_of_float8_equals_cpu(cuda, out_dtype):
     assert torch.equal(product(cuda, out_dtype), product("cpu", out_dtype))
 
 
+@pytest.mark.skipif(not has_kernel("aten::_scaled_mm_v2", "CPU"), reason="this PyTorch has it on GPUs alone")
 @pytest.mark.parametrize(("recipe", "rows"), [("TensorWise", False), ("RowWise", True)])
 def test_public_scaled_product_equals_cpu(cuda, recipe, rows):
     kind, found = getattr(torch.nn.functional.ScalingType, recipe), []

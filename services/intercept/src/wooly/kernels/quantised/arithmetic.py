@@ -5,6 +5,9 @@ A quantiser is a scale and a zero point: two numbers, or two tensors with an ele
 
 from __future__ import annotations
 
+import functools
+import warnings
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -16,8 +19,8 @@ INTEGERS = {torch.qint8: torch.int8, torch.quint8: torch.uint8, torch.qint32: to
 def quantise(t: Tensor, scale: float, zero_point: int, dtype: torch.dtype) -> Tensor:
     """The integers of a float32 tensor, with one scale.
 
-    The CPU's kernel for 8 bits rounds `t / scale + zero_point` once (FMA). So the sum is computed in float64, in which the
-    product of two float32 numbers is exact.
+    The CPU's kernel for 8 bits rounds `t / scale + zero_point` once (FMA), unless it adds the zero point last. So the sum is
+    computed in float64, in which the product of two float32 numbers is exact.
 
     Args:
         t: the numbers.
@@ -27,17 +30,19 @@ def quantise(t: Tensor, scale: float, zero_point: int, dtype: torch.dtype) -> Te
     """
     with np.errstate(divide="ignore", over="ignore"):
         inverse = float(np.float32(1) / np.float32(scale))
-    if dtype is torch.qint32:
-        return _rounded(t * inverse + zero_point, dtype, nan=-torch.inf)
+    if _zero_point_last() or dtype is torch.qint32:
+        nan = -torch.inf if dtype is torch.qint32 else torch.inf
+        return _rounded(_steps(t * inverse) + zero_point, dtype, nan=nan)
     return _rounded((t.double() * inverse + zero_point).float(), dtype, nan=torch.inf)
 
 
 def quantise_channels(t: Tensor, scales: Tensor, zero_points: Tensor, axis: int, dtype: torch.dtype) -> Tensor:
     """The integers of a float32 tensor, with a scale and a zero point per channel, which are the positions along `axis`."""
-    inverse = _along(scales.float().reciprocal(), t, axis)
-    return _rounded(
-        t * inverse + _along(zero_points, t, axis).float(), dtype, nan=-torch.inf if dtype is torch.qint32 else 0.0
-    )
+    steps = t * _along(scales.float().reciprocal(), t, axis)
+    if not zero_points.is_floating_point():
+        steps = _steps(steps)
+    nan = -torch.inf if dtype is torch.qint32 else 0.0
+    return _rounded(steps + _along(zero_points, t, axis).float(), dtype, nan=nan)
 
 
 def dequantise(integers: Tensor, scale: float, zero_point: int) -> Tensor:
@@ -49,6 +54,19 @@ def dequantise_channels(integers: Tensor, scales: Tensor, zero_points: Tensor, a
     """The float32 numbers that integers stand for, with a scale and a zero point per channel."""
     above = integers.float() - _along(zero_points, integers, axis).float()
     return (above.double() * _along(scales, integers, axis).double()).float()
+
+
+@functools.cache
+def _zero_point_last() -> bool:
+    """Whether this PyTorch's kernels round before they add the zero point, which differs at ties: those before 2.13 do."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # quantised tensors are deprecated
+        return int(torch.quantize_per_tensor(torch.tensor([0.5]), 1.0, 1, torch.qint8).int_repr()) == 1
+
+
+def _steps(t: Tensor) -> Tensor:
+    """Numbers in units of the scale, as a zero point that is an integer is added to them."""
+    return t.round() if _zero_point_last() else t
 
 
 def _along(per_channel: Tensor, t: Tensor, axis: int) -> Tensor:
