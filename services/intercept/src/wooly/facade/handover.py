@@ -11,7 +11,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import reduce_event, reduce_tensor
+from torch.multiprocessing.reductions import reduce_tensor
 from torch.utils.data import get_worker_info
 
 from wooly.devices import NAME
@@ -21,13 +21,21 @@ from wooly.torch_private import raw_device
 
 def activate() -> None:
     """Register the reductions."""
-    ForkingPickler.register(Event, reduce_event)
+    ForkingPickler.register(Event, _reduce_event)
     ForkingPickler.register(torch.Tensor, _reduce)
 
 
 def deactivate() -> None:
     """Undo `activate`."""
     ForkingPickler.register(torch.Tensor, reduce_tensor)
+
+
+def _reduce_event(event: Event) -> Any:
+    return _rebuild_event, (event.device, event.ipc_handle())
+
+
+def _rebuild_event(device: torch.device, handle: bytes) -> Any:
+    return torch.cuda.Event.from_ipc_handle(device, handle)
 
 
 def _reduce(tensor: torch.Tensor) -> Any:
