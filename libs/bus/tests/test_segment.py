@@ -1,7 +1,10 @@
 """Shared memory of a data channel: both ends, rings, and clients that offer something else."""
 
 import contextlib
+import ctypes
 import fcntl
+import gc
+import itertools
 import mmap
 import os
 import re
@@ -25,6 +28,7 @@ from wooly_bus.channel import (
 )
 from wooly_bus.channel.acceptor import StrangerLimits
 from wooly_bus.channel.framing import HEADER, SHARED
+from wooly_bus.channel.pinned_area import PinnedArea
 from wooly_bus.channel.segment import (
     LEAST,
     PLACE,
@@ -478,3 +482,21 @@ def test_ring_never_hands_out_bytes_that_are_in_use(steps):
         given_back = min(given_back + acked, seq)
         ring.give_back(given_back)
         lent = {k: v for k, v in lent.items() if k > given_back}
+
+
+def test_pinned_area_hands_out_each_byte_once_and_joins_what_is_freed():
+    segment = Segment(offered_memory(), LEAST + (1 << 20))
+    area = PinnedArea(segment)
+    parts = [area.allocate(100_000) for _ in range(10)]
+    assert area.allocate(100_000) is None
+    starts = sorted(ctypes.addressof(ctypes.c_char.from_buffer(part)) for part in parts)
+    assert all(b - a >= 100_000 and a % 64 == 0 for a, b in itertools.pairwise(starts))
+    del parts[::2]
+    gc.collect()
+    assert area.allocate(200_000) is None
+    del parts
+    gc.collect()
+    whole = area.allocate(1 << 20)
+    segment.close()
+    whole[:] = b"1" * (1 << 20)
+    assert bytes(whole).count(b"1") == 1 << 20 and area.allocate(64) is None

@@ -1,7 +1,6 @@
 """Pinned host memory: `is_pinned`, data loaders, and copies that do not wait."""
 
 import gc
-import itertools
 
 import pytest
 import torch
@@ -10,8 +9,8 @@ from wooly import storage
 from wooly.api import attached_links
 from wooly.device import current_devices
 from wooly.kernels.transfer import bytes_of
-from wooly.pinned_area import PinnedArea, allocate
-from wooly_bus.channel.segment import LEAST, Segment, offered_memory
+from wooly.pinned_area import allocate
+from wooly_bus.channel.segment import offered_memory
 
 needs_shared_memory = pytest.mark.skipif(offered_memory() is None, reason="this system has no memfd")
 
@@ -269,22 +268,3 @@ def test_pinned_tensors_without_room_in_shared_memory_are_ordinary(cuda):
 @needs_shared_memory
 def test_small_pinned_tensors_are_not_in_shared_memory(cuda):
     assert not shared(torch.ones(1000).pin_memory())
-
-
-@needs_shared_memory
-def test_pinned_area_hands_out_each_byte_once_and_joins_what_is_freed():
-    segment = Segment(offered_memory(), LEAST + (1 << 20))
-    area = PinnedArea(segment)
-    parts = [area.allocate(100_000) for _ in range(10)]
-    assert area.allocate(100_000) is None
-    starts = sorted(part.ctypes.data for part in parts)
-    assert all(b - a >= 100_000 and a % 64 == 0 for a, b in itertools.pairwise(starts))
-    del parts[::2]
-    gc.collect()
-    assert area.allocate(200_000) is None
-    del parts
-    gc.collect()
-    whole = area.allocate(1 << 20)
-    segment.close()
-    whole[:] = 1
-    assert whole.sum() == 1 << 20 and area.allocate(64) is None

@@ -1,4 +1,4 @@
-"""Transformers' Trainer on a session with two devices: it uses nn.DataParallel. The weights agree with those of a CPU training."""
+"""The Trainer of transformers uses nn.DataParallel on a session with two devices. Its weights agree with a CPU training."""
 
 import sys
 

@@ -12,12 +12,13 @@ from typing import Any, ClassVar
 import torch
 from wooly_bus.channel import ChannelClient
 from wooly_bus.channel.busy_wait import LOOK_NS
+from wooly_bus.channel.pinned_area import PinnedArea
 from wooly_wis.frames import READ_PLACE, Kind, pack_json, unpack_json
 from wooly_wis.releases import mismatch
 
 from wooly.errors import ReleaseError, WoolyError
 from wooly.failures import error_of
-from wooly.pinned_area import PinnedArea, use
+from wooly.pinned_area import use
 
 
 class Connection:

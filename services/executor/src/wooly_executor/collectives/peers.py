@@ -16,6 +16,8 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 from wooly_bus.channel import ChannelClient, ChannelError, Endpoint
 from wooly_bus.channel.endpoint import EndpointError
+from wooly_bus.channel.pinned_area import PinnedArea
+from wooly_bus.channel.segment import SHARED_FROM
 from wooly_bus.channel.tls import client_context
 from wooly_bus.supervision import start_thread
 from wooly_bus.web import is_loopback
@@ -23,7 +25,7 @@ from wooly_wis.codec import digest, encode_program
 from wooly_wis.collectives import Collective, Range, pack_collective
 from wooly_wis.dtypes import DType
 from wooly_wis.errors import DecodeError
-from wooly_wis.frames import PROTOCOL, READ_HEAD, WRITE_HEAD, Kind, pack_json, pack_run, unpack_json
+from wooly_wis.frames import PROTOCOL, READ_HEAD, READ_PLACE, WRITE_HEAD, Kind, pack_json, pack_run, unpack_json
 from wooly_wis.messages import DirectSession
 from wooly_wis.messages.base import ChannelToken, Endpoints, Id, SessionId
 from wooly_wis.program import Form, Instruction, Operand, Program, Role, View
@@ -135,6 +137,8 @@ class PeerLink:
         self._buffers = 0
         #: Id and size of the buffers at the other executor that have what the rank reads, and what it writes.
         self._sides: dict[str, tuple[int, int]] = {}
+        #: Memory that the other executor can access; None: before the connection, or if it is on another host.
+        self._pinned: PinnedArea | None = None
         self._thread = start_thread(self._run, "peer")
 
     # -- called by any thread -----------------------------------------------------------------------------------------
@@ -142,6 +146,11 @@ class PeerLink:
     def submit(self, errand: Errand) -> None:
         """Do a rank's part. `errand.done` follows."""
         self._errands.put(errand)
+
+    def memory(self, nbytes: int) -> memoryview | None:
+        """Host memory for an errand's data or results that the other executor copies itself; None: there is none."""
+        pinned = self._pinned
+        return None if pinned is None or nbytes < SHARED_FROM else pinned.allocate(nbytes)
 
     def close(self, reason: str) -> None:
         """End the connection, and with it the session at the other executor. The ranks of its groups get the reason."""
@@ -207,7 +216,12 @@ class PeerLink:
         writes = [w._replace(buffer=target, offset=at) for w, at in zip(call.writes, ends[0], strict=True)]
         client.send(Kind.COLLECTIVE, pack_collective(replace(call, reads=tuple(reads), writes=tuple(writes))))
         if len(errand.results):
-            client.send(Kind.READ, READ_HEAD.pack(target, 0, len(errand.results)))
+            place = client.place_of(errand.results)
+            client.send(
+                Kind.READ,
+                READ_HEAD.pack(target, 0, len(errand.results)),
+                b"" if place is None else READ_PLACE.pack(place),
+            )
             expected = client.expect(errand.results, Kind.DATA)
             client.complete(expected)
             self._check(expected.other)
@@ -297,6 +311,8 @@ class PeerLink:
             client.window = min(client.window, window)
         segment = told.get("segment")
         client.share(segment if isinstance(segment, int) else 0)
+        if client.segment is not None:
+            self._pinned = PinnedArea(client.segment)
 
 
 def _allocation(nbytes: int) -> bytes:

@@ -253,7 +253,7 @@ class RemoteCollectives:
             )
         if fault:
             call, reads, writes = replace(call, fault=fault), 0, 0
-        data, results = [torch.empty(nbytes, dtype=torch.uint8) for nbytes in (reads, writes)]
+        data, results = _host_memory(link, reads), _host_memory(link, writes)
         session.peer_bytes = reads + writes
         visit = Visit(call, link, data, results, self._clock() + call.timeout_ms / 1e3 + MARGIN_S)
         if fault:
@@ -351,6 +351,11 @@ class RemoteCollectives:
         visit.error = error
         visit.results = _nothing()
         visit.stage = Stage.DONE
+
+
+def _host_memory(link: PeerLink, nbytes: int) -> Tensor:
+    shared = link.memory(nbytes)
+    return torch.empty(nbytes, dtype=torch.uint8) if shared is None else torch.frombuffer(shared, dtype=torch.uint8)
 
 
 def _nothing() -> Tensor:
