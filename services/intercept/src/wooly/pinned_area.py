@@ -24,4 +24,4 @@ def allocate(nbytes: int) -> np.ndarray | None:
     """Pinned bytes that the executor can access; None: no session is open, it shares no memory, or there is no room."""
     area = None if _last is None else _last()
     made = None if area is None else area.allocate(nbytes)
-    return None if made is None else np.frombuffer(made, np.uint8)
+    return None if made is None else np.ctypeslib.as_array(made)

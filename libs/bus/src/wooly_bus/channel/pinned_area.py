@@ -5,6 +5,7 @@ Data that lies there is sent and received with one copy, which the server makes.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import weakref
 from collections import deque
@@ -30,8 +31,11 @@ class PinnedArea:
         #: Ranges that nothing refers to any more. A finalizer fills it, which may interrupt `allocate`.
         self._gone: deque[tuple[int, int]] = deque()
 
-    def allocate(self, nbytes: int) -> memoryview | None:
-        """Bytes in shared memory, which are free again when nothing refers to this view; None: there is no room."""
+    def allocate(self, nbytes: int) -> ctypes.Array[ctypes.c_uint8] | None:
+        """Bytes in shared memory, which are free again when nothing refers to this array; None: there is no room.
+
+        Arrays of NumPy and tensors over it refer to it, which they would not do for a `memoryview` of the segment's view.
+        """
         size = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         with self._lock:
             while self._gone:
@@ -43,7 +47,7 @@ class PinnedArea:
             try:
                 if self._segment.descriptor < 0:
                     return None
-                made = self._segment.view[first : first + nbytes]
+                made = (ctypes.c_uint8 * nbytes).from_buffer(self._segment.view, first)
             except ValueError:  # another thread has just closed the segment
                 return None
             self._free[found : found + 1] = [(first + size, end)] if first + size < end else []

@@ -7,6 +7,7 @@ the rank were there.
 
 from __future__ import annotations
 
+import ctypes
 import queue
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -147,7 +148,7 @@ class PeerLink:
         """Do a rank's part. `errand.done` follows."""
         self._errands.put(errand)
 
-    def memory(self, nbytes: int) -> memoryview | None:
+    def memory(self, nbytes: int) -> ctypes.Array[ctypes.c_uint8] | None:
         """Host memory for an errand's data or results that the other executor copies itself; None: there is none."""
         pinned = self._pinned
         return None if pinned is None or nbytes < SHARED_FROM else pinned.allocate(nbytes)
