@@ -256,23 +256,31 @@ class DeviceLoop:
                     self._answers.refuse(conn, frame, code, self.lost)
 
     def _serve(self) -> None:
-        dispatch, launcher, intake = self.dispatch, self.launcher, self.intake
-        launcher.workers.attach()
+        self.begin()
+        while not self._stopping.is_set():
+            self.turn()
+
+    def begin(self) -> None:
+        """Make this thread the device's thread, and accept clients."""
+        self.launcher.workers.attach()
         if self._collector is not None:
             self._collector.begin()
         if self.pace is not None:
             self.pace.begin()
         self.acceptor.start()
         self.runtime.device.attach()
-        while not self._stopping.is_set():
-            intake.poll(0 if self._busy() else self._timeout())
+
+    def turn(self) -> None:
+        """Wait until something happens, handle it, and run all launches that the core decides meanwhile."""
+        dispatch, launcher, intake = self.dispatch, self.launcher, self.intake
+        intake.poll(0 if self._busy() else self._timeout())
+        self._run_calls()
+        if dispatch.launch is None and self._collector is not None:
+            self._collector.rest(alone=not len(self.sessions))
+        while dispatch.launch is not None and not self._stopping.is_set():
+            launcher.launch()
+            intake.settle()
             self._run_calls()
-            if dispatch.launch is None and self._collector is not None:
-                self._collector.rest(alone=not len(self.sessions))
-            while dispatch.launch is not None and not self._stopping.is_set():
-                launcher.launch()
-                intake.settle()
-                self._run_calls()
 
     def _busy(self) -> bool:
         """Whether there is work to do now."""
