@@ -107,7 +107,9 @@ class DeviceLoop:
         limits = limits or HostLimits()
         self.lost = ""
         self._stopping = threading.Event()
-        self.server = server = ChannelServer({int(Kind.WRITE): WRITE_HEAD.size}, self._sink, fatal=(ContextLostError,))
+        self.server = server = ChannelServer(
+            {int(Kind.WRITE): WRITE_HEAD.size}, self._sink, fatal=(ContextLostError,), asks=(Kind.READ, Kind.SYNC)
+        )
         self.admission = ConnectionAdmission()
         self.acceptor = Acceptor(self.admission.check, refusal, server.enter, hello=int(Kind.HELLO), limits=strangers)
         self._calls, post = Calls(server.wake), Post()
@@ -182,6 +184,10 @@ class DeviceLoop:
             collector,
             self.busy,
         )
+
+        self._timeouts = [vram.timeout, self._answers.timeout, self.intake.timeout, self.collectives.timeout]
+        if collector is not None:
+            self._timeouts.append(collector.timeout)
 
     # -- from other threads ------------------------------------------------------------------------------------------
 
@@ -296,28 +302,31 @@ class DeviceLoop:
 
     def _timeout(self) -> float | None:
         """Seconds until there may be work without a new event. None: only an event can bring work."""
-        collector = None if self._collector is None else self._collector.timeout()
-        timeouts = (
-            self.vram.timeout(),
-            collector,
-            self._answers.timeout(),
-            self.intake.timeout(),
-            self.collectives.timeout(),
-        )
-        return min([t for t in timeouts if t is not None], default=None)
+        found: float | None = None
+        for timeout in self._timeouts:
+            t = timeout()
+            if t is not None and (found is None or t < found):
+                found = t
+        return found
 
     def _run_calls(self) -> None:
-        calls, vram, wanted, settle = self._calls, self.vram, self.dispatch.wanted, self.intake.settle
-        while not calls.empty():
-            calls.run_one()
-            settle()
+        calls, vram, wanted = self._calls, self.vram, self.dispatch.wanted
+        if not calls.empty():
+            self._run_queued()
         if self.collectives.due:
             self.collectives.expire()
-            settle()
+            self.intake.settle()
         while wanted:
             vram.ask(wanted.popleft())
         if vram.due or vram.timeout() == 0:
             vram.arrange()
+            self.intake.settle()
+
+    def _run_queued(self) -> None:
+        """Run the functions that other threads have sent."""
+        calls, settle = self._calls, self.intake.settle
+        while not calls.empty():
+            calls.run_one()
             settle()
 
     def _sink(self, conn: Connection, kind: int, prefix: bytes, nbytes: int) -> memoryview | None:

@@ -14,7 +14,7 @@ import socket
 import ssl
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -269,6 +269,7 @@ class ChannelServer:
         bulk: for each kind of bulk frame, the length of the prefix that stays in the payload, in bytes.
         sink: supplies the memory for the data of a bulk frame.
         fatal: errors of `sink` that no connection caused; `poll` raises them.
+        asks: kinds of frames whose client waits for the answer.
 
     Attributes:
         busy: decides whether `poll` looks for input before it blocks, after an answer was sent.
@@ -280,7 +281,9 @@ class ChannelServer:
         sink: BulkSink | None = None,
         *,
         fatal: tuple[type[Exception], ...] = (),
+        asks: Collection[int] = (),
     ) -> None:
+        self._asks = frozenset(asks)
         self._bulk = bulk or {}
         self._sink = sink
         self._fatal = fatal
@@ -645,7 +648,7 @@ class ChannelServer:
                 return 0
             at = 0
         begun, bulk, events, received = at, self._bulk, self._events, conn._received
-        cost = 0
+        cost, kind = 0, ACK
         while end - at >= _HEADER_SIZE and cost < budget:
             length, kind, flags, zero, seq = _read_header(ahead, at)
             payload = at + _HEADER_SIZE
@@ -659,8 +662,9 @@ class ChannelServer:
         if at != begun:
             conn._received, conn._in_events = received, True
         conn._ahead_at, conn._ahead_end = at, end
-        # A stream socket that gives less than was asked for has no more. A TLS connection may keep decrypted bytes.
-        conn._drained = at == end < AHEAD and not isinstance(conn.sock, ssl.SSLSocket)
+        # A socket that gives less than was asked for has no more, and a client that waits neither sends nor leaves. A TLS
+        # connection may keep decrypted bytes.
+        conn._drained = kind in self._asks and at == end < AHEAD and not isinstance(conn.sock, ssl.SSLSocket)
         return cost + at - begun
 
     @staticmethod
