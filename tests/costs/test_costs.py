@@ -11,7 +11,7 @@ from tests.costs.record import ACCEPTED, OPERATIONS, Costs, measured, total
 
 #: Change of a count, in percent, that needs to be accepted. Releases of one minor version of Python may differ by less.
 TOLERANCE = 1.0
-CURE = "if this is meant, accept it: .venv/bin/python -m tests.costs.record --accept"
+CURE = "if this is meant, accept it: make costs COSTS=--accept"
 measured_once = functools.cache(measured)
 
 
@@ -45,7 +45,9 @@ def test_operation_costs_what_was_accepted(native: str, name: str) -> None:
 
 
 def test_growth_of_a_function_is_reported_with_its_name_and_the_cure() -> None:
-    with pytest.raises(AssertionError, match=r"1,020 .*accepted are 1,000;.*--accept\n +\+20 to +120  wooly.x: grown"):
+    with pytest.raises(
+        AssertionError, match=r"1,020 .*accepted are 1,000;.*COSTS=--accept\n +\+20 to +120  wooly.x: grown"
+    ):
         compare("read", {"wooly.x: grown": 100, "wooly.x: same": 900}, {"wooly.x: grown": 120, "wooly.x: same": 900})
 
 
