@@ -473,7 +473,7 @@ class ChannelServer:
         out = conn._out
         try:
             if out and not conn._copies and len(out) <= _PIECES_AT_ONCE and not isinstance(conn.sock, ssl.SSLSocket):
-                n = conn.sock.sendmsg(out)
+                n = conn.sock.sendmsg(out)  # type: ignore[arg-type] # without copies, all pieces are memory
                 if n == conn.queued_bytes:  # the usual case: the client reads its answers
                     out.clear()
                     conn.queued_bytes = 0
