@@ -337,11 +337,13 @@ class ChannelServer:
 
     def poll(self, timeout: float | None) -> list[Event]:
         """Wait up to `timeout` seconds (None: without limit) and return the events."""
-        self._flush_dirty(hold=timeout == 0)
-        for conn in list(self._resumed):
-            del self._resumed[conn]
-            if not conn.closed and not conn.paused:
-                self._readable(conn)
+        if self._dirty:
+            self._flush_dirty(hold=timeout == 0)
+        if self._resumed:
+            for conn in list(self._resumed):
+                del self._resumed[conn]
+                if not conn.closed and not conn.paused:
+                    self._readable(conn)
         for key, mask in self._select(0 if self._events or self._resumed else timeout):
             if key.data is None:
                 self._drain_wakes()
