@@ -68,11 +68,11 @@ class Waits:
         if asked and seconds < self.trip_s:
             self.trip_s = seconds
         network_s = self.trip_s + transfer_s
-        self._add(seconds, network_s if network_s < seconds else seconds, where or origin(3))
+        self._add(seconds, network_s if network_s < seconds else seconds, where or origin())
 
     def sent(self, seconds: float) -> None:
         """Note the time of sending a large payload."""
-        self._add(seconds, seconds, origin(3))
+        self._add(seconds, seconds, origin())
 
     def _add(self, seconds: float, network_s: float, where: Origin) -> None:
         if self.near:
