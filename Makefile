@@ -118,6 +118,10 @@ bench: setup ## the benchmarks: the client against local PyTorch, the cores of d
 	$(BIN)/python bench/control.py
 	$(BIN)/python bench/scale.py
 
+.PHONY: costs
+costs: setup ## what an operation costs, in bytecode instructions, against the accepted counts (COSTS=--accept accepts the new ones)
+	$(BIN)/python -m tests.costs.record $(COSTS)
+
 .PHONY: bench-credits
 bench-credits: setup ## what metering takes, and ten models' bills alone and beside another tenant (an hour; --runs, --generations)
 	$(BIN)/python bench/credits.py $(CREDITS_ARGS)

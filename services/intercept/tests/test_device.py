@@ -269,6 +269,7 @@ def test_interrupt_during_operation_leaves_no_instruction(cuda, monkeypatch, cal
         emit(form, buffers, where)
 
     monkeypatch.setattr(recorder, "emit", interrupted)
+    monkeypatch.setattr(recorder, "emit_new", lambda form, buffer, where: interrupted(form, [buffer], where))
     monkeypatch.setattr(recorder, "replaced", True)
     with pytest.raises(KeyboardInterrupt):
         y = x * 2 + 1.5

@@ -80,14 +80,14 @@ def step(state: DispatchState, event: Event) -> tuple[DispatchState, list[Decisi
 
 def _decide(state: DispatchState, decisions: list[Decision]) -> None:
     """Launch everything that may be launched now."""
-    while True:
+    while state.waiting:
         session = _next(state, decisions)
         if session is None:
             return
         floor = False
         low = state.lanes[FLOOR]
         if state.floor_credit >= max(low.due, MIN_PIECE_NS * 1000) and session.lane in (2, 3):
-            waiting = _top(low, decisions)
+            waiting = _top(state, low, decisions)
             if waiting is not None:
                 low.due = _cut(state, waiting)[2] * 1000
                 if low.due <= state.floor_credit:
@@ -105,13 +105,13 @@ def _next(state: DispatchState, decisions: list[Decision]) -> Session | None:
     """The session whose turn it is. A swapped-out session asks for its memory and is skipped."""
     for lane in state.lanes:
         if lane.size:
-            top = _top(lane, decisions)
+            top = _top(state, lane, decisions)
             if top is not None:
                 return top
     return None
 
 
-def _top(lane: Lane, decisions: list[Decision]) -> Session | None:
+def _top(state: DispatchState, lane: Lane, decisions: list[Decision]) -> Session | None:
     heap = lane.heap
     while heap:
         _, _, stamp, session = heap[0]
@@ -120,13 +120,13 @@ def _top(lane: Lane, decisions: list[Decision]) -> Session | None:
         elif session.resident:
             return session
         else:
-            _ask(lane, session, decisions)
+            _ask(state, lane, session, decisions)
     return None
 
 
-def _ask(lane: Lane, session: Session, decisions: list[Decision]) -> None:
+def _ask(state: DispatchState, lane: Lane, session: Session, decisions: list[Decision]) -> None:
     session.asked = True
-    _leave(lane, session)
+    _leave(state, lane, session)
     decisions.append(SwapInDecision(session.id))
 
 
@@ -216,24 +216,26 @@ def _settle(state: DispatchState, session: Session) -> None:
             _requeue(state, state.lanes[wanted], session)
         return
     if session.lane >= 0:
-        _leave(state.lanes[session.lane], session)
+        _leave(state, state.lanes[session.lane], session)
         if not state.lanes[FLOOR].size:
             state.floor_credit = 0  # P4 loses its credit when it has nothing to run
     if wanted >= 0:
         lane = state.lanes[wanted]
         lane.size += 1
+        state.waiting += 1
         session.lane = wanted
         session.period += 1
         session.lift = lane.virtual  # no credit for the time away
         _requeue(state, lane, session)
 
 
-def _leave(lane: Lane, session: Session) -> None:
+def _leave(state: DispatchState, lane: Lane, session: Session) -> None:
     priority = session.lane
     session.finish[priority] = max(session.lift, session.finish[priority])
     session.lane = -1
     session.stamp = 0
     lane.size -= 1
+    state.waiting -= 1
     lane.due = 0
 
 

@@ -132,7 +132,9 @@ class PolicyChangedEvent:
     policy: Policy
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(
+    slots=True
+)  # not frozen, because creation (once per program) would cost four times as much; still, nothing may change it
 class ProgramSubmittedEvent:
     """A program joins its session's queue.
 

@@ -337,5 +337,7 @@ def check_state(state: DispatchState) -> None:
         )
         for start, session in valid:
             law(start == max(session.lift, session.finish[priority]), "start tag", session.id)
+    waiting = sum([lane.size for lane in state.lanes])
+    law(state.waiting == waiting, "waiting", f"{state.waiting} sessions wait by the count, but {waiting} by the lanes")
     law(state.tokens <= undeclared_burst_ns(state.config), "bucket of the undeclared", state.tokens)
     law(state.exclusive in ("", *state.sessions), "exclusive", state.exclusive)

@@ -171,6 +171,7 @@ class DispatchState:
         "sessions",
         "stamps",
         "tokens",
+        "waiting",
         "width",
         "windows",
     )
@@ -182,6 +183,7 @@ class DispatchState:
         self.lanes = [Lane() for _ in range(PRIORITIES)]
         self.flights: dict[int, Flight] = {}  # by launch, in order
         self.in_flight_ns = 0
+        self.waiting = 0  # number of sessions that wait in all lanes
         self.launches = 0
         self.stamps = 0
         self.floor_credit = 0  # credit of P4 by its floor, in ns * 1000
@@ -278,6 +280,7 @@ def restore(data: bytes) -> DispatchState:
             session.stamp = state.stamps
             lane = state.lanes[session.lane]
             lane.size += 1
+            state.waiting += 1
             lane.heap.append((max(session.lift, session.finish[session.lane]), session.id, session.stamp, session))
     for lane in state.lanes:
         lane.heap.sort()  # a sorted list is a valid heap

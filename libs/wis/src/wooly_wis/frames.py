@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import struct
 from array import array
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -53,6 +52,7 @@ class Kind(IntEnum):
 
 
 RUN_HEAD = struct.Struct(f"<{DIGEST_SIZE}sIIII")
+_RUN_HEAD_SIZE = RUN_HEAD.size
 WRITE_HEAD = struct.Struct("<QQ")
 READ_HEAD = struct.Struct("<QQQ")
 #: Behind READ_HEAD, if the client wants a large answer in memory that it shares with the executor: offset in that memory.
@@ -102,8 +102,7 @@ class Record(NamedTuple):
     ns: int
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """A request to run one program.
 
     Attributes:
@@ -133,7 +132,8 @@ def unpack_run(payload: bytes | memoryview) -> Run:
     Raises:
         DecodeError: the counts do not match the payload's length or exceed a limit, or a flag is unknown.
     """
-    if len(payload) < RUN_HEAD.size:
+    a = _RUN_HEAD_SIZE
+    if len(payload) < a:
         raise DecodeError("RUN frame is shorter than its header")
     digest, n_bind, n_param, n_free, flags = RUN_HEAD.unpack_from(payload)
     if n_bind > MAX_REFERENCES or n_param > 2 * MAX_PARAMS or n_free > MAX_FREES:
@@ -141,15 +141,13 @@ def unpack_run(payload: bytes | memoryview) -> Run:
             f"RUN frame has {n_bind} bindings, {n_param} words of params and {n_free} buffers to free; "
             f"the limits are {MAX_REFERENCES}, {2 * MAX_PARAMS} and {MAX_FREES}"
         )
-    a = RUN_HEAD.size
     b = a + 8 * n_bind
     c = b + 8 * n_param
     if c + 8 * n_free != len(payload) or flags & ~REPLY:
         raise DecodeError("RUN frame's counts do not match its length, or a flag is unknown")
-    bindings, frees = array("Q"), array("Q")
-    bindings.frombytes(payload[a:b])
-    frees.frombytes(payload[c:])
-    return Run(digest, bindings.tolist(), bytes(payload[b:c]), frees.tolist(), bool(flags & REPLY))
+    words = memoryview(payload)
+    frees = words[c:].cast("Q").tolist() if n_free else []
+    return Run(digest, words[a:b].cast("Q").tolist(), bytes(words[b:c]), frees, bool(flags & REPLY))
 
 
 def wants_reply(payload: bytes | memoryview) -> bool:

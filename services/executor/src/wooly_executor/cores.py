@@ -108,6 +108,11 @@ class WorkerClock:
         self._own = threading.get_native_id()
         self.look()
 
+    @property
+    def any(self) -> bool:
+        """Whether there are worker threads."""
+        return bool(self._clocks)
+
     def look(self) -> None:
         """Find worker threads that started later. Call it in the thread that called `attach`."""
         if not self._own:

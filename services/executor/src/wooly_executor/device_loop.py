@@ -107,7 +107,9 @@ class DeviceLoop:
         limits = limits or HostLimits()
         self.lost = ""
         self._stopping = threading.Event()
-        self.server = server = ChannelServer({int(Kind.WRITE): WRITE_HEAD.size}, self._sink, fatal=(ContextLostError,))
+        self.server = server = ChannelServer(
+            {int(Kind.WRITE): WRITE_HEAD.size}, self._sink, fatal=(ContextLostError,), asks=(Kind.READ, Kind.SYNC)
+        )
         self.admission = ConnectionAdmission()
         self.acceptor = Acceptor(self.admission.check, refusal, server.enter, hello=int(Kind.HELLO), limits=strangers)
         self._calls, post = Calls(server.wake), Post()
@@ -183,6 +185,10 @@ class DeviceLoop:
             self.busy,
         )
 
+        self._timeouts = [vram.timeout, self._answers.timeout, self.intake.timeout, self.collectives.timeout]
+        if collector is not None:
+            self._timeouts.append(collector.timeout)
+
     # -- from other threads ------------------------------------------------------------------------------------------
 
     def listen(self, endpoint: Endpoint, tls: ssl.SSLContext | None = None) -> Endpoint:
@@ -256,23 +262,31 @@ class DeviceLoop:
                     self._answers.refuse(conn, frame, code, self.lost)
 
     def _serve(self) -> None:
-        dispatch, launcher, intake = self.dispatch, self.launcher, self.intake
-        launcher.workers.attach()
+        self.begin()
+        while not self._stopping.is_set():
+            self.turn()
+
+    def begin(self) -> None:
+        """Make this thread the device's thread, and accept clients."""
+        self.launcher.workers.attach()
         if self._collector is not None:
             self._collector.begin()
         if self.pace is not None:
             self.pace.begin()
         self.acceptor.start()
         self.runtime.device.attach()
-        while not self._stopping.is_set():
-            intake.poll(0 if self._busy() else self._timeout())
+
+    def turn(self) -> None:
+        """Wait until something happens, handle it, and run all launches that the core decides meanwhile."""
+        dispatch, launcher, intake = self.dispatch, self.launcher, self.intake
+        intake.poll(0 if self._busy() else self._timeout())
+        self._run_calls()
+        if dispatch.launch is None and self._collector is not None:
+            self._collector.rest(alone=not len(self.sessions))
+        while dispatch.launch is not None and not self._stopping.is_set():
+            launcher.launch()
+            intake.settle()
             self._run_calls()
-            if dispatch.launch is None and self._collector is not None:
-                self._collector.rest(alone=not len(self.sessions))
-            while dispatch.launch is not None and not self._stopping.is_set():
-                launcher.launch()
-                intake.settle()
-                self._run_calls()
 
     def _busy(self) -> bool:
         """Whether there is work to do now."""
@@ -288,28 +302,31 @@ class DeviceLoop:
 
     def _timeout(self) -> float | None:
         """Seconds until there may be work without a new event. None: only an event can bring work."""
-        collector = None if self._collector is None else self._collector.timeout()
-        timeouts = (
-            self.vram.timeout(),
-            collector,
-            self._answers.timeout(),
-            self.intake.timeout(),
-            self.collectives.timeout(),
-        )
-        return min([t for t in timeouts if t is not None], default=None)
+        found: float | None = None
+        for timeout in self._timeouts:
+            t = timeout()
+            if t is not None and (found is None or t < found):
+                found = t
+        return found
 
     def _run_calls(self) -> None:
-        calls, vram, wanted, settle = self._calls, self.vram, self.dispatch.wanted, self.intake.settle
-        while not calls.empty():
-            calls.run_one()
-            settle()
+        calls, vram, wanted = self._calls, self.vram, self.dispatch.wanted
+        if not calls.empty():
+            self._run_queued()
         if self.collectives.due:
             self.collectives.expire()
-            settle()
+            self.intake.settle()
         while wanted:
             vram.ask(wanted.popleft())
         if vram.due or vram.timeout() == 0:
             vram.arrange()
+            self.intake.settle()
+
+    def _run_queued(self) -> None:
+        """Run the functions that other threads have sent."""
+        calls, settle = self._calls, self.intake.settle
+        while not calls.empty():
+            calls.run_one()
             settle()
 
     def _sink(self, conn: Connection, kind: int, prefix: bytes, nbytes: int) -> memoryview | None:

@@ -48,6 +48,8 @@ Entries = deque[tuple[Event, list[Decision]]]
 #: decision. `undeclared_permille` bounds P0 and P1 sessions that declare no rate (`policing`, WOOLY_EXECUTOR_UNDECLARED_PERCENT).
 CONFIG = Config(max_flights=1, stoppable=True, piece_ns=4_000_000, undeclared_permille=200)
 _ARRIVALS = "arrivals"
+#: Time, in ns, between two polls for new frames while one session is open.
+_PATIENCE_ALONE_NS = CONFIG.piece_ns * ALONE
 
 
 class Dispatch:
@@ -159,9 +161,9 @@ class Dispatch:
         With only one session, a longer time suffices: a second session must first be opened by a call, and calls are checked
         after each launch.
         """
-        windows, launch = self.state.windows, self._flying
         if len(self.state.sessions) == 1 and not self._fifo:
-            return CONFIG.piece_ns * ALONE
+            return _PATIENCE_ALONE_NS
+        windows, launch = self.state.windows, self._flying
         return (windows[launch.priority] if launch is not None else min(windows)) // 2
 
     # -- sessions ----------------------------------------------------------------------------------------------------

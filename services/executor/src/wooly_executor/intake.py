@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 
-from wooly_bus.channel import ChannelServer, Connected, Disconnected, Event
+from wooly_bus.channel import ChannelServer, Connected, Event, FrameReceived
 
 from wooly_executor.answers import Answers
 from wooly_executor.decoding import DeviceActivity
@@ -99,11 +99,13 @@ class Intake:
 
     def _handle(self, event: Event) -> None:
         conn = event.conn
-        if isinstance(event, Connected):
+        if isinstance(event, FrameReceived):
+            session: Session | None = conn.owner
+            if session is not None:  # otherwise the session ended while this frame was in transit
+                payload = event.payload
+                session.holdings.idle_since = None
+                self._interpreter.go_on(session, Frame(event.seq, event.kind, payload, len(payload)))
+        elif isinstance(event, Connected):
             self._sessions.welcome(conn, event.admitted)
-        elif isinstance(event, Disconnected):
+        else:
             self._sessions.gone(conn, event.reason)
-        elif conn.owner is not None:  # otherwise the session ended while this frame was in transit
-            session: Session = conn.owner
-            session.holdings.idle_since = None
-            self._interpreter.go_on(session, Frame(event.seq, event.kind, event.payload, len(event.payload)))

@@ -42,6 +42,7 @@ FRAME_NS = 50_000
 _SUBMITTED = Signal.SUBMITTED
 _PROCESSED = Signal.PROCESSED
 _RUN = Kind.RUN
+_READ = Kind.READ
 _DEFINITION_READY = Signal.DEFINITION_READY
 _MEMORY_READY = Signal.MEMORY_READY
 _COPYING = frozenset((Kind.CUT, Kind.RESTORE))
@@ -152,7 +153,8 @@ class Interpreter:
         return Signal.PLAN_AWAITED if waits else Signal.PLAN_READY
 
     def _submit(self, session: Session) -> Signal:
-        frame = _next(session)
+        inbox = session.flow.inbox
+        frame = inbox.frames[inbox.submitted]
         ready = session.programs.get(bytes(frame.payload[:DIGEST_SIZE]))
         if not self._vram.admit(session, frame, ready):
             return Signal.ROOM_AWAITED
@@ -219,6 +221,8 @@ class Interpreter:
         room for a copy.
         """
         frame = _next(session)
+        if frame.kind == _READ:
+            return _MEMORY_READY if self._vram.present(session) else Signal.MEMORY_AWAITED
         if frame.kind == Kind.COLLECTIVE:
             try:
                 return self._collectives.reach(session, frame)

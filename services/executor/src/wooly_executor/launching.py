@@ -92,30 +92,34 @@ class Launcher:
 
     def launch(self) -> None:
         """Carry out the core's decision. Frames that arrived meanwhile are handled before the core decides again."""
-        launch = self._dispatch.launch
-        work, gpu_ns, core_ns, stopped = self._dispatch.take(), 0, 0, None
+        dispatch, runtime = self._dispatch, self._runtime
+        launch = dispatch.launch
+        work, gpu_ns, core_ns, stopped, now = dispatch.take(), 0, 0, None, 0
         if launch is not None:
             self._activity.priority = launch.priority
         if work is not None:
-            session, workers, beyond = work[0], self._workers_ns(), self._runtime.extra_core_ns
-            session.used.launches()
-            gpu_ns, last = self._run_piece(*work)
+            session, frame, first, end = work
+            used = session.used
+            workers, beyond = self._workers_ns(), runtime.extra_core_ns
+            used.launches()
+            gpu_ns, last = self._run_piece(session, frame, first, end)
             self._answers.flush()  # before the bill: the client may wait
-            core_ns = gpu_ns + self._workers_ns() - workers + self._runtime.extra_core_ns - beyond
-            self._busy.add(gpu_ns, time.perf_counter_ns())
-            session.used.launched(gpu_ns, core_ns, self._vram.clock(), self._pace_of(session, work[1], last, core_ns))
+            core_ns = gpu_ns + self._workers_ns() - workers + runtime.extra_core_ns - beyond
+            now = time.perf_counter_ns()
+            self._busy.add(gpu_ns, now)
+            used.launched(gpu_ns, core_ns, self._vram.clock(), self._pace_of(session, frame, last, core_ns))
             if self._pace is not None:
                 self._pace.worked(gpu_ns)
-            running = work[1].running
+            running = frame.running
             if running is not None and running.prepared.later:
                 self._combine(session, running.prepared.later)
-            if last < work[3]:
-                stopped = (*work[:2], last)
+            if last < end:
+                stopped = session, frame, last
         if self._collector is not None:
             self._collector.worked()
-        if time.perf_counter_ns() - self._intake.polled_ns > self._dispatch.patience_ns():
+        if (now or time.perf_counter_ns()) - self._intake.polled_ns > dispatch.patience_ns():
             self._intake.poll()
-        self._dispatch.done(gpu_ns, stopped, core_ns)
+        dispatch.done(gpu_ns, stopped, core_ns)
 
     def _combine(self, session: Session, later: list[Combination]) -> None:
         """Let a decoder combine the steps of a program. The session whose run is the first of many pays for it."""
@@ -144,7 +148,8 @@ class Launcher:
 
     def _workers_ns(self) -> int:
         """CPU time of the library's threads. They are cores of the device only if the device is the CPU."""
-        return self.workers.read() if self._runtime.device.host else 0
+        workers = self.workers
+        return workers.read() if workers.any and self._runtime.device.host else 0
 
     def running_s(self, session_id: str) -> float:
         """Seconds for which a session has occupied the device without a poll; 0: the session does not run. Any thread may call
@@ -195,18 +200,19 @@ class Launcher:
             if many:
                 beside_ns = time.perf_counter_ns() - since
             if frame.running is not None:
+                running = frame.running
                 self.occupied = session.id, time.perf_counter_ns()
-                times = self._advance(conn, frame.running.execution, frame.cut, first, last)
+                times = self._advance(conn, running.execution, frame.cut, first, last)
                 self.occupied = None
                 gpu_ns = sum(times)
-                frame.running.gpu_ns += gpu_ns
+                running.gpu_ns += gpu_ns
                 if conn.closed:
                     return gpu_ns + beside_ns, last
                 last = first + len(times)
-                if frame.running.execution.outcome.failed_at is None and not frame.running.measured:
-                    frame.running.ready.observe(frame.cut, first, times)
-                    if frame.running.trial is not None and last == len(frame.cut.kernels):
-                        frame.running.trial.ran(frame.running.prepared, frame.running.gpu_ns)
+                if running.execution.outcome.failed_at is None and not running.measured:
+                    running.ready.observe(frame.cut, first, times)
+                    if running.trial is not None and last == len(frame.cut.kernels):
+                        running.trial.ran(running.prepared, running.gpu_ns)
         except ContextLostError:
             raise
         except Exception as e:
@@ -230,7 +236,10 @@ class Launcher:
 
         The launcher polls for frames at the edges, as often as the class in flight requires.
         """
-        patience, dispatch, intake = self._dispatch.patience_ns(), self._dispatch, self._intake
+        dispatch, intake = self._dispatch, self._intake
+        patience = dispatch.patience_ns()
+        if last - first == 1:
+            return execution.advance(cut.edges[first:last], min(patience, AHEAD_NS))
         times: list[int] = []
         begin, looked, ahead = first, intake.polled_ns, min(patience, AHEAD_NS)
         for end in turns(cut.kernels, first, last, patience):

@@ -66,7 +66,8 @@ class Runs:
             self._poison(session, running.run, str(e))
             raise
         finally:
-            self.free(session, running.run.frees)
+            if running.run.frees:
+                self.free(session, running.run.frees)
 
     def abandon(self, session: Session, running: Running) -> None:
         """Clean up after a program during which the executor itself failed."""
@@ -81,19 +82,22 @@ class Runs:
         ready = session.programs.use(run.digest)
         params = ready.unpack_params(run.params)
         self._check_bindings(session, ready, run.bindings)
-        bindings, vram, holdings = run.bindings, self._vram, session.holdings
+        bindings, vram, holdings, prepared = run.bindings, self._vram, session.holdings, ready.prepared
         if holdings.guarded:
             vram.contents.unshare(session, [bindings[slot] for slot in ready.written])
         if session.cuts is not None:
             session.cuts.changed.update([bindings[slot] for slot in ready.written])
         before = session.held_bytes
-        freed = sum([session.buffers[bindings[slot]].nbytes for slot in ready.prepared.dropped])
+        freed = 0
+        for slot in prepared.dropped:
+            freed += session.buffers[bindings[slot]].nbytes
         recording = session.recording
         # Plans of mode `full` have other bits than the library, so they stay. Otherwise the library's calls are measured.
         tiers = session.tiers if recording is None or session.jit == "full" else None
         prepared, trial = choose(tiers, ready, session.jit, params, session.spans)
-        kept = [(bindings[slot], nbytes) for slot, nbytes in ready.kept]
-        vram.ledger.begin(holdings.account, kept, ready.workspace, vram.clock())
+        if ready.kept or ready.workspace > holdings.account.workspace:
+            kept = [(bindings[slot], nbytes) for slot, nbytes in ready.kept]
+            vram.ledger.begin(holdings.account, kept, ready.workspace, vram.clock())
         session.running = True
         if recording is not None:
             single = self._runtime.begin(prepared, session.buffers, bindings, params, single=True)
@@ -107,15 +111,18 @@ class Runs:
         vram, account, counters = self._vram, session.holdings.account, session.counters
         session.running = False
         session.held_bytes += ready.facts.kept_bytes - running.freed
-        if ready.prepared.dropped:
-            vram.free(session, [run.bindings[slot] for slot in ready.prepared.dropped])
+        dropped = ready.prepared.dropped
+        if dropped:
+            vram.free(session, [run.bindings[slot] for slot in dropped])
         if account.workspace > WORKSPACE_KEPT:
             vram.ledger.end(account, vram.clock())
         for slot in ready.dynamic:
             made = session.buffers.get(run.bindings[slot])
             if made is not None:
                 session.held_bytes += made.nbytes
-        counters.peak_bytes = max(counters.peak_bytes, before + ready.peak_bytes, session.held_bytes)
+        peak = max(before + ready.peak_bytes, session.held_bytes)
+        if peak > counters.peak_bytes:
+            counters.peak_bytes = peak
         counters.programs += 1
         counters.instructions += len(ready.prepared.program.body)
         if outcome.failed_at is not None:

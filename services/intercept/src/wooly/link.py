@@ -39,7 +39,7 @@ from wooly.connection import Connection
 from wooly.continuation import Continuation
 from wooly.errors import ExecutorLostError, ForkedProcessError, WoolyError
 from wooly.failures import Failures
-from wooly.recorder import Origin
+from wooly.recorder import Origin, origin
 from wooly.recovery import ERROR, KEPT, KeptFrame, Pending, Recovery, stateful_operator
 from wooly.waits import LARGE, Waits
 
@@ -179,6 +179,7 @@ class Link:
         stays: why the session cannot go on in another executor any more; empty: it can, or never could.
         log: records what the session sends; None: nobody records it.
         waits: counts the waits for answers.
+        waited_at: the Python line that waited last for an answer; None: none has waited.
         shares: whether the session shares memory with other processes.
         shared: storages that other processes can write, by buffer. An entry stays when its storage is freed.
     """
@@ -229,6 +230,7 @@ class Link:
         self.stays = ""
         self.log: SessionLog | None = None
         self.waits = Waits()
+        self.waited_at: Origin | None = None
         self.shares = False
         self.shared: dict[int, SharedStorage] = {}
         self._kept: KeptFrame | None = None
@@ -557,9 +559,10 @@ class Link:
         while True:
             channel = self.connection.channel
             began, received_s = waits.clock(), channel.receiving_s
+            self.waited_at = where = origin()  # here, while the executor works
             try:
                 channel.complete(pending.expected)
-                waits.answered(waits.clock() - began, channel.receiving_s - received_s, asked=asked)
+                waits.answered(waits.clock() - began, channel.receiving_s - received_s, asked=asked, where=where)
                 return True
             except ChannelError as e:
                 self.continuation.recover(e)

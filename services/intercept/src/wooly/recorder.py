@@ -366,6 +366,20 @@ class Recorder(ProgramFields):
             words.append(slot)
         self.origins.append(where)
 
+    def emit_new(self, form: int, buffer: int, where: Origin) -> None:
+        """Append the instruction that allocates a buffer, which no instruction of the open program has used: `emit`, in short.
+
+        Args:
+            form: number of the interned form.
+            buffer: id of the new buffer.
+            where: Python line that called the operator.
+        """
+        bind = self.bind
+        self.slot_of[buffer] = slot = len(bind)
+        bind.append(buffer)
+        self.words += (form, slot)
+        self.origins.append(where)
+
     def mark_origins(self, mark: Callable[[Origin], Origin] | None) -> None:
         """From now on, replace the origin of each instruction by what `mark` returns for it. None: no longer.
 
@@ -374,13 +388,18 @@ class Recorder(ProgramFields):
         self.replaced = mark is not None
         if mark is None:
             self.__dict__.pop("emit", None)
+            self.__dict__.pop("emit_new", None)
             return
-        emit = type(self).emit
+        emit, emit_new = type(self).emit, type(self).emit_new
 
         def emit_marked(form: int, buffers: list[int], where: Origin) -> None:
             emit(self, form, buffers, mark(where))
 
+        def emit_new_marked(form: int, buffer: int, where: Origin) -> None:
+            emit_new(self, form, buffer, mark(where))
+
         self.emit = emit_marked  # type: ignore[method-assign]
+        self.emit_new = emit_new_marked  # type: ignore[method-assign]
 
     def close_if_due(self, form: int) -> None:
         """Decide whether to close the open program, which has reached `room` instructions.
@@ -867,7 +886,7 @@ class Recorder(ProgramFields):
         unlock_after_fork(self.lock)
         if self.link is not None:
             self.replaced = True
-            self.emit = self.require_link = _refuse_forked  # type: ignore[method-assign]
+            self.emit = self.emit_new = self.require_link = _refuse_forked  # type: ignore[method-assign]
 
     def forget_session(self) -> None:
         """Drop the open program and the list of sent programs, so that a new session can begin."""

@@ -56,26 +56,27 @@ class Waits:
         self._lines: dict[tuple[int, int], _Line] = {}
         self._further = _Line(None)
 
-    def answered(self, seconds: float, transfer_s: float = 0.0, *, asked: bool) -> None:
+    def answered(self, seconds: float, transfer_s: float = 0.0, *, asked: bool, where: Origin | None = None) -> None:
         """Note a wait for an answer.
 
         Args:
             seconds: how long the link waited.
             transfer_s: the part of it in which a large payload arrived.
             asked: whether the wait began with the question. Such a wait bounds the round trip.
+            where: the Python line that waited; None: the line that calls now.
         """
         if asked and seconds < self.trip_s:
             self.trip_s = seconds
-        self._add(seconds, min(seconds, min(seconds, self.trip_s) + transfer_s))
+        network_s = self.trip_s + transfer_s
+        self._add(seconds, network_s if network_s < seconds else seconds, where or origin())
 
     def sent(self, seconds: float) -> None:
         """Note the time of sending a large payload."""
-        self._add(seconds, seconds)
+        self._add(seconds, seconds, origin())
 
-    def _add(self, seconds: float, network_s: float) -> None:
+    def _add(self, seconds: float, network_s: float, where: Origin) -> None:
         if self.near:
             network_s = 0.0
-        where = origin(3)
         key = id(where[0]), where[1]
         line = self._lines.get(key)
         if line is None:

@@ -59,6 +59,8 @@ _LARGE = 64 << 10
 #: Bytes that one receive may read ahead: several small frames arrive with one call of the system. Longer payloads are received
 #: without a copy.
 _AHEAD = 4096
+_HEADER_SIZE = HEADER.size
+_read_header = HEADER.unpack_from
 #: Bytes up to which frames are held, to be sent together.
 _MOST_HELD = 16 << 10
 #: The kind of an `Expected` that takes the next frame, whatever its kind.
@@ -394,15 +396,22 @@ class ChannelClient:
             self._take()
 
     def _take(self) -> None:
-        """Receive and process one frame: an acknowledgement, or one that is expected.
+        """Receive and process one frame that is expected, or acknowledgements, or both.
 
         Raises:
             ChannelClosedError: the connection is closed.
             ProtocolError: the frame is not expected.
         """
-        self._write_held()
+        if self._held:
+            self._write_held()
         incoming = self._incoming
         if incoming is None:
+            if not self._header_at:
+                if self._ahead_at == self._ahead_end:
+                    self.await_input()
+                    self._read_ahead()
+                if self._take_whole():
+                    return
             while self._header_at < HEADER.size:
                 self.await_input()
                 self._header_at += self._receive(self._header_view[self._header_at :])
@@ -421,6 +430,46 @@ class ChannelClient:
             self.receiving_s += time.perf_counter() - began
         self._incoming = None
         self._process(incoming)
+
+    def _take_whole(self) -> bool:
+        """Process the acknowledgements and one expected frame that were read ahead whole. Returns whether there were any.
+
+        `_take` handles all other frames, and raises the errors.
+        """
+        ahead, at, end = self._ahead, self._ahead_at, self._ahead_end
+        found = False
+        while end - at >= _HEADER_SIZE:
+            length, kind, flags, zero, seq = _read_header(ahead, at)
+            payload = at + _HEADER_SIZE
+            after = payload + length
+            if after > end or flags or zero or kind == END:
+                break
+            if kind == ACK:
+                if length:
+                    break
+                self._ahead_at = at = after
+                self._take_ack(seq)
+                found = True
+                continue
+            if not self._expected or seq != self._received + 1:
+                break
+            expected = self._expected[0]
+            if kind == expected._kind:
+                begin = expected._at
+                if length > len(expected._into) - begin:
+                    break
+                expected._at = begin + length
+                expected._into[begin : begin + length] = ahead[payload:after]
+                expected.done = expected._at == len(expected._into)
+            else:
+                expected.other = Frame(kind, flags, seq, bytearray(ahead[payload:after]))
+                expected.done = True
+            self._received, self._ahead_at = seq, after
+            if expected.done:
+                self._expected.popleft()
+            self._acknowledge(length)
+            return True
+        return found
 
     def _announced(self, length: int, kind: int, seq: int) -> _Incoming:
         """The frame after its header, with the memory for its payload.
@@ -532,20 +581,28 @@ class ChannelClient:
         """Receive what has arrived. Returns the number of bytes."""
         at, end = self._ahead_at, self._ahead_end
         if at == end:
-            direct = len(into) >= _AHEAD
-            try:
-                received = self._sock.recv_into(into if direct else self._ahead)
-            except OSError as e:
-                raise self._closed_error(e) from e
-            if not received:
-                raise self._closed_error(None)
-            if direct:
-                return received
-            at, end = 0, received
+            if len(into) >= _AHEAD:
+                return self._receive_into(into)
+            self._read_ahead()
+            at, end = 0, self._ahead_end
         n = min(len(into), end - at)
         into[:n] = self._ahead[at : at + n]
         self._ahead_at, self._ahead_end = at + n, end
         return n
+
+    def _read_ahead(self) -> None:
+        """Receive what has arrived, up to `_AHEAD` bytes. Everything that was read ahead before is used up."""
+        self._ahead_end = self._receive_into(self._ahead)
+        self._ahead_at = 0
+
+    def _receive_into(self, into: memoryview) -> int:
+        try:
+            received = self._sock.recv_into(into)
+        except OSError as e:
+            raise self._closed_error(e) from e
+        if not received:
+            raise self._closed_error(None)
+        return received
 
     def _check_seq(self, seq: int) -> None:
         self._received += 1
@@ -558,7 +615,8 @@ class ChannelClient:
                 f"received an acknowledgement of frame {seq}; only frames {self.acked} to {self._sent} can be acknowledged"
             )
         self.acked = seq
-        self._ring.give_back(seq)
+        if self.segment is not None:
+            self._ring.give_back(seq)
         unacked = self._unacked
         while unacked and unacked[0][0] <= seq:
             self._in_flight -= unacked.popleft()[1]

@@ -14,9 +14,9 @@ import socket
 import ssl
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from wooly_wis.frames import MAX_CHUNK
 
@@ -50,10 +50,14 @@ FRAME_COST = READ_PER_TURN // 64
 #: Bytes that one receive may read ahead: several small frames arrive with one call of the system. Longer payloads are received
 #: without a copy.
 AHEAD = 4096
+#: Number of pieces that one call of the system sends.
+_PIECES_AT_ONCE = 16
+_READING = selectors.EVENT_READ
+_HEADER_SIZE = HEADER.size
+_read_header = HEADER.unpack_from
 
 
-@dataclass(frozen=True, slots=True)
-class Connected:
+class Connected(NamedTuple):
     """A connection whose hello was accepted. The hello (frame 1) is neither acknowledged nor answered yet.
 
     Attributes:
@@ -65,8 +69,7 @@ class Connected:
     admitted: Any
 
 
-@dataclass(frozen=True, slots=True)
-class FrameReceived:
+class FrameReceived(NamedTuple):
     """A whole frame was received. For a bulk frame, `payload` is its prefix, and the data is in the memory from the sink."""
 
     conn: Connection
@@ -75,8 +78,7 @@ class FrameReceived:
     payload: bytearray
 
 
-@dataclass(frozen=True, slots=True)
-class Disconnected:
+class Disconnected(NamedTuple):
     """A connection ended. `reason` is empty if it ended normally."""
 
     conn: Connection
@@ -145,9 +147,11 @@ class Connection:
     _ahead: memoryview = field(default_factory=lambda: memoryview(bytearray(AHEAD)))
     _ahead_at: int = 0
     _ahead_end: int = 0
+    _drained: bool = False
     _received: int = 1  # the hello
     _sent: int = 0
     _out: deque[memoryview | _Outgoing] = field(default_factory=deque)
+    _copies: int = 0  # number of _Outgoing in _out
     _ring: Ring = field(default_factory=lambda: Ring(RING, RING))
     _ring_full: bool = False
     _ack: int = 0
@@ -165,14 +169,17 @@ class Connection:
         """
         if self.closed:
             return 0
-        size = sum(len(b) for b in buffers)
-        self._queue_ack()
+        size = 0
+        for b in buffers:
+            size += len(b)
+        if self._ack > self._acked:
+            self._queue_ack()
         self._sent += 1
         self._out.append(memoryview(HEADER.pack(size, kind, 0, 0, self._sent)))
         for b in buffers:
             if len(b):
                 self._out.append(memoryview(b))
-        self.queued_bytes += size + HEADER.size
+        self.queued_bytes += size + _HEADER_SIZE
         self.server._answered = True
         self.server._dirty[self] = None
         return self._sent
@@ -194,6 +201,7 @@ class Connection:
             return self.send(kind, data)
         self._queue_ack()
         self._sent += 1
+        self._copies += 1
         self._out.append(_Outgoing(kind, self._sent, data, place))
         self.queued_bytes += len(data)
         self.server._answered = True
@@ -261,6 +269,7 @@ class ChannelServer:
         bulk: for each kind of bulk frame, the length of the prefix that stays in the payload, in bytes.
         sink: supplies the memory for the data of a bulk frame.
         fatal: errors of `sink` that no connection caused; `poll` raises them.
+        asks: kinds of frames whose client waits for the answer.
 
     Attributes:
         busy: decides whether `poll` looks for input before it blocks, after an answer was sent.
@@ -272,7 +281,9 @@ class ChannelServer:
         sink: BulkSink | None = None,
         *,
         fatal: tuple[type[Exception], ...] = (),
+        asks: Collection[int] = (),
     ) -> None:
+        self._asks = frozenset(asks)
         self._bulk = bulk or {}
         self._sink = sink
         self._fatal = fatal
@@ -326,11 +337,13 @@ class ChannelServer:
 
     def poll(self, timeout: float | None) -> list[Event]:
         """Wait up to `timeout` seconds (None: without limit) and return the events."""
-        self._flush_dirty(hold=timeout == 0)
-        for conn in list(self._resumed):
-            del self._resumed[conn]
-            if not conn.closed and not conn.paused:
-                self._readable(conn)
+        if self._dirty:
+            self._flush_dirty(hold=timeout == 0)
+        if self._resumed:
+            for conn in list(self._resumed):
+                del self._resumed[conn]
+                if not conn.closed and not conn.paused:
+                    self._readable(conn)
         for key, mask in self._select(0 if self._events or self._resumed else timeout):
             if key.data is None:
                 self._drain_wakes()
@@ -369,11 +382,13 @@ class ChannelServer:
 
     def flush(self) -> None:
         """Write the queued frames now, not in the next `poll`."""
-        for conn in [conn for conn in self._dirty if conn._out]:
-            del self._dirty[conn]
-            conn._held = False
-            conn._queue_ack()
-            self._writable(conn)
+        for conn in list(self._dirty):
+            if conn._out:
+                del self._dirty[conn]
+                conn._held = False
+                if conn._ack > conn._acked:
+                    conn._queue_ack()
+                self._writable(conn)
 
     def _drain_wakes(self) -> None:
         try:
@@ -458,8 +473,15 @@ class ChannelServer:
 
     def _writable(self, conn: Connection) -> None:
         out = conn._out
-        budget = self._budget
         try:
+            if out and not conn._copies and len(out) <= _PIECES_AT_ONCE and not isinstance(conn.sock, ssl.SSLSocket):
+                n = conn.sock.sendmsg(out)  # type: ignore[arg-type] # without copies, all pieces are memory
+                if n == conn.queued_bytes:  # the usual case: the client reads its answers
+                    out.clear()
+                    conn.queued_bytes = 0
+                else:
+                    self._sent_some(conn, n)
+            budget = self._budget if out else 0
             while out:
                 head = out[0]
                 if isinstance(head, _Outgoing):
@@ -471,16 +493,7 @@ class ChannelServer:
                     n = conn.sock.send(head)
                 else:
                     n = conn.sock.sendmsg(_first_pieces(out))
-                conn.queued_bytes -= n
-                while n:
-                    head = out[0]
-                    assert isinstance(head, memoryview)
-                    if n >= len(head):
-                        n -= len(head)
-                        out.popleft()
-                    else:
-                        out[0] = head[n:]
-                        n = 0
+                self._sent_some(conn, n)
         except (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
             self._watch(conn)
             return
@@ -488,7 +501,23 @@ class ChannelServer:
             out.clear()
             self._broke(conn, e)
             return
-        self._watch(conn)
+        if conn._interest != _READING or conn.paused or conn.waiting_for_sink or out:
+            self._watch(conn)
+
+    @staticmethod
+    def _sent_some(conn: Connection, n: int) -> None:
+        """Remove the first `n` bytes of what is queued."""
+        conn.queued_bytes -= n
+        out = conn._out
+        while n:
+            head = out[0]
+            assert isinstance(head, memoryview)
+            if n >= len(head):
+                n -= len(head)
+                out.popleft()
+            else:
+                out[0] = head[n:]
+                n = 0
 
     def _copy_out(self, conn: Connection, head: _Outgoing) -> int:
         """Copy the next bytes of the first queued data to shared memory. Returns their number; 0: the client must read first."""
@@ -508,6 +537,7 @@ class ChannelServer:
         if head.done == len(data):
             frame = HEADER.pack(PLACE.size, head.kind, SHARED, 0, head.seq) + PLACE.pack(head.at, len(data))
             conn._out[0] = memoryview(frame)
+            conn._copies -= 1
             conn.queued_bytes += len(frame)
         return n
 
@@ -526,6 +556,10 @@ class ChannelServer:
     def _readable(self, conn: Connection) -> None:
         budget = self._budget
         try:
+            if conn._incoming is None and not conn._header_got and not conn.closed:
+                budget -= self._take_small(conn, budget)
+                if conn._drained and budget > 0:
+                    return
             while budget > 0 and not conn.closed and not conn.paused:
                 n = self._advance(conn)
                 if n is None:
@@ -601,6 +635,39 @@ class ChannelServer:
         if incoming.data_got == incoming.data_len:
             self._deliver(conn, incoming)
         return received
+
+    def _take_small(self, conn: Connection, budget: int) -> int:
+        """Receive once, and deliver the small frames that arrived whole. `_advance` handles what comes after them.
+
+        Returns what they cost of the budget. `conn._drained`: nothing more has arrived.
+        """
+        ahead, at, end = conn._ahead, conn._ahead_at, conn._ahead_end
+        conn._drained = False
+        if at == end:
+            end = conn.sock.recv_into(ahead)
+            if not end:
+                self._close(conn, "")
+                return 0
+            at = 0
+        begun, bulk, events, received = at, self._bulk, self._events, conn._received
+        cost, kind = 0, ACK
+        while end - at >= _HEADER_SIZE and cost < budget:
+            length, kind, flags, zero, seq = _read_header(ahead, at)
+            payload = at + _HEADER_SIZE
+            after = payload + length
+            if after > end or flags or zero or kind == ACK or kind in bulk or seq != received + 1:
+                break
+            received = seq
+            events.append(FrameReceived(conn, kind, seq, bytearray(ahead[payload:after])))
+            at = after
+            cost += FRAME_COST
+        if at != begun:
+            conn._received, conn._in_events = received, True
+        conn._ahead_at, conn._ahead_end = at, end
+        # A socket that gives less than was asked for has no more, and a client that waits neither sends nor leaves. A TLS
+        # connection may keep decrypted bytes.
+        conn._drained = kind in self._asks and at == end < AHEAD and not isinstance(conn.sock, ssl.SSLSocket)
+        return cost + at - begun
 
     @staticmethod
     def _receive(conn: Connection, into: memoryview) -> int:
@@ -696,10 +763,10 @@ class ChannelServer:
 
 
 def _first_pieces(out: deque[memoryview | _Outgoing]) -> list[memoryview]:
-    """The first pieces that can be sent through the socket, at most 16."""
+    """The first pieces that can be sent through the socket, at most `_PIECES_AT_ONCE`."""
     found: list[memoryview] = []
     for piece in out:
-        if isinstance(piece, _Outgoing) or len(found) == 16:
+        if isinstance(piece, _Outgoing) or len(found) == _PIECES_AT_ONCE:
             break
         found.append(piece)
     return found

@@ -121,20 +121,23 @@ def note(flow: Flow[Any], signal: Signal) -> None:
 
 
 def _next(flow: Flow[Any]) -> Instruction | None:
-    if flow.link is not _OPEN:
-        return _END if flow.overdue else None
     if flow.overdue:
         return _END
+    if flow.link is not _OPEN:
+        return None
     if flow.current is not None:
         return _PROCESS
     if flow.refusing:
         return _REFUSE
     inbox = flow.inbox
-    if inbox.submitted < len(inbox.frames) and not flow.unread and not flow.lent:
-        found = _begin(flow, inbox.frames[inbox.submitted])
+    waiting, submitted = len(inbox.frames), inbox.submitted
+    if submitted < waiting and not flow.unread and not flow.lent:
+        found = _begin(flow, inbox.frames[submitted])
         if found is not None:
             return found
-    return _reading(flow)
+    if inbox.congested or inbox.upload or waiting > MOST_FRAMES or inbox.nbytes > MOST_BYTES:
+        return _reading(flow)
+    return None
 
 
 def _begin(flow: Flow[Any], frame: Frame) -> Instruction | None:

@@ -424,6 +424,18 @@ class Ledger:
             self.pool.held(account.name), self.book.bears(account.name), account.own_byte_ns, account.shared_byte_ns
         )
 
+    def borne(self, account: Account, now: int) -> tuple[int, int]:
+        """The sum of the session's charges: bytes now, and their integral up to now."""
+        held = self.pool.held(account.name)
+        elapsed = now - account.settled_at
+        if account.shared:
+            self.settle(account, now)
+            held += self.book.bears(account.name)
+        elif elapsed > 0:
+            account.settled_at = now
+            account.own_byte_ns += held * elapsed
+        return held, account.own_byte_ns + account.shared_byte_ns
+
     def facts(self) -> LedgerFacts:
         """Where every byte is now."""
         facts = self.pool.facts()

@@ -51,6 +51,7 @@ from wooly_executor.runtime.segments import (
     Review,
     Trace,
     Write,
+    has_fixed_layout,
     memory_name,
     register_name,
 )
@@ -417,6 +418,15 @@ class _Preparation:
         if not registers and not based:
             return
 
+        if len(registers) == 1 and not based:
+            (register,) = registers
+
+            def free_one(f: Frame) -> None:
+                f.registers[register] = None
+
+            self._step(free_one, Free((register,), ()))
+            return
+
         def free(f: Frame) -> None:
             held = f.registers
             for r in registers:
@@ -472,7 +482,7 @@ class _Preparation:
             call = flagged(differentiated(call, operands, list(registers.values()), gradients), form, self._device)
             self._results(self._device.on_zeros(call), outs, single=False)
         elif not results:
-            self._step(lambda f: _drop(call(f)), invoke)
+            self._step(call, invoke)  # the result of an in-place operator is its argument
         elif any(form.operands[k].view is None for k in results):
             waiting = True
             self._dynamic(call, [slots[k] for k in results])
@@ -563,6 +573,18 @@ class _Preparation:
                 invoke.trusted = trusted
         if single and len(targets) == 1 and all(fresh for _, _, fresh in targets):
             ((register, view, _),) = targets
+            if invoke is not None and has_fixed_layout(invoke):
+
+                def adopt_fixed(f: Frame) -> None:
+                    t = call(f)
+                    if not trusted[0]:
+                        checked = adoptable(t, view, f, device)
+                        trusted[0] = checked is t
+                        t = checked
+                    f.registers[register] = t
+
+                self._step(adopt_fixed, invoke)
+                return
 
             def adopt(f: Frame) -> None:
                 t = call(f)
@@ -603,10 +625,6 @@ class _Preparation:
 
 def _review(register: int, source: str, view: View, dtype: DType) -> Review | None:
     return Review(register, source, view) if view.dtype is dtype else None
-
-
-def _drop(_: Any) -> None:
-    """Ignore the result of an in-place operator, which is its argument."""
 
 
 def _required_view(view: View | None) -> View:

@@ -101,6 +101,11 @@ class Invoke:
     zeros: bool = False
 
 
+def has_fixed_layout(step: Invoke) -> bool:
+    """Whether all results of the call have the same layout in every run: it depends on nothing but the operands' views."""
+    return not step.params and torch.Tag.dynamic_output_shape not in step.call.op.tags
+
+
 Trace = Gather | Review | Make | Write | Free | Invoke
 
 

@@ -143,8 +143,7 @@ class Vram:
 
     def borne(self, account: Account, now: int) -> tuple[int, int]:
         """The device memory that an account is charged for: bytes now, and the integral in bytes times ns."""
-        bearing = self.ledger.bearing(account, now)
-        return bearing.own + bearing.shared, bearing.own_byte_ns + bearing.shared_byte_ns
+        return self.ledger.borne(account, now)
 
     def close(self, session: Session) -> None:
         """Free the memory of a session that has ended, on the device and elsewhere."""

@@ -218,7 +218,7 @@ class Generic:
                                 result.append(None)
                                 continue
                             t, buffer = out[0].new(heap)
-                            recorder.emit(out[1], [buffer], where)
+                            recorder.emit_new(out[1], buffer, where)
                             buffers.append(buffer)
                             result.append(t)
                         recorder.emit(plan.form, buffers, where)

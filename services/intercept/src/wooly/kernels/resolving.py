@@ -88,8 +88,11 @@ def on_plain(op: OpOverload, kernel: Callable[[tuple[Any, ...]], Kernel]) -> Ker
         return result
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        for a in args:
-            if a.__class__ is list or _is_unresolved(a):
+        for a in args:  # `_is_unresolved`, without its call
+            if isinstance(a, Tensor):
+                if a.is_conj() or a.is_neg() or is_zero_tensor(a):
+                    return run_resolved(args, kwargs)
+            elif a.__class__ is list:
                 return run_resolved(args, kwargs)
         if kwargs and any(_is_unresolved(a) for a in kwargs.values()):
             return run_resolved(args, kwargs)

@@ -556,7 +556,7 @@ class Transfer:
                 if len(memory):
                     link.read(buffer, at & OFFSET_MASK, memory)
                     if len(memory) <= MAX_EARLY_BYTES:
-                        recorder.note_read(buffer, key, len(memory), origin())
+                        recorder.note_read(buffer, key, len(memory), link.waited_at or origin())
                 recorder.idle()
             link.keep(buffer, key, host)
             return host
