@@ -77,10 +77,11 @@ def test_unsupported_option_is_named_at_start(start_server):
     assert "vLLM on Wooly does not support: more than one device per server" in refused.log.read_text()
 
 
-def test_stopped_server_closes_its_session(start_server, stack):
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_stopped_server_closes_its_session(start_server, stack, method):
     """A session whose lease ends has failed."""
     before = {t["task_id"] for t in stack.sessions()}
-    stopped = start_server().wait()
+    stopped = start_server(VLLM_WORKER_MULTIPROC_METHOD=method).wait()
     (mine,) = {t["task_id"] for t in stack.sessions()} - before
     stopped.process.terminate()
     stopped.process.wait(300)

@@ -9,7 +9,7 @@ import pytest
 from wooly_executor.errors import FullDiskError
 from wooly_executor.runtime import opencl
 from wooly_executor.runtime.builds import AT_ONCE, OWN_AT_ONCE, BuildRefusedError, Turns, WorkerBuilder
-from wooly_executor.runtime.opencl import OpenClRuntime
+from wooly_executor.runtime.opencl import ALONE_NS, OpenClRuntime, _ByWork
 from wooly_wis.codec import digest
 from wooly_wis.dtypes import DType
 from wooly_wis.foreign import Launch, Source, encode_source
@@ -98,8 +98,8 @@ def scale_form(name, n=100, role=Role.IN, grid=(2, 1, 1)):
     return Form("kernel.launch", operands, (ParamKind.F64, ParamKind.I64), launch.attrs())
 
 
-def spin_form(name):
-    launch = Launch("ttir", name, "spin", (1, 1, 1), (1, 1, 1), (0,))
+def spin_form(name, blocks=1):
+    launch = Launch("ttir", name, "spin", (blocks, 1, 1), (1, 1, 1), (0,))
     return Form("kernel.launch", (Operand(Role.INOUT, View(DType.I32, (1,), (1,))),), (), launch.attrs())
 
 
@@ -177,18 +177,44 @@ def test_foreign_write_to_read_only_operand_is_refused(make_device, runtime, wis
     assert client.floats(2, 100) == [2.0] * 100
 
 
-def test_foreign_endless_kernel_is_stopped_and_others_continue(make_device, runtime, wis):
+@pytest.mark.parametrize("blocks", [1, 64], ids=["in the device thread", "on all cores"])
+def test_foreign_endless_kernel_is_stopped_and_others_continue(make_device, runtime, wis, blocks):
     runtime.kernel_s = 0.3
     device = make_device(runtime=runtime)
     a, b = device.open("a"), device.open("b")
     raw, name = source(SPIN)
     a.channel.send(Kind.SOURCE, raw)
     a.make(1, 0.0)
-    a.run(wis.body().add(spin_form(name), "x"), [1])
-    with pytest.raises(wis.error, match=r"kernel spin on a grid of 1, 1, 1: stopped because it took more than 0\.3 s"):
+    a.run(wis.body().add(spin_form(name, blocks), "x"), [1])
+    with pytest.raises(
+        wis.error, match=rf"kernel spin on a grid of {blocks}, 1, 1: stopped because it took more than 0\.3 s"
+    ):
         a.sync()
     b.make(1, 5.0)
     assert b.floats(1, 1) == [5.0]
+
+
+def test_foreign_launch_runs_on_all_cores_only_if_it_has_much_work():
+    """One block is never worth more than one core. The first launch of more blocks is measured on all cores."""
+    places, added, ns_per_block = [], [], 100
+
+    def launcher(place, busy):
+        def launch(values, grid):
+            places.append(place)
+            return (busy, grid[0] * ns_per_block)
+
+        return launch
+
+    launch = _ByWork(launcher("all", 10), launcher("here", 0), added.append)
+    assert [launch.run([], (n, 1, 1)) for n in (1, 2, ALONE_NS // 100, ALONE_NS // 100 + 1)] == [0, 0, 0, 10]
+    assert places == ["here", "here", "here", "all"] and added == [0, 0, 0, ALONE_NS + 90]
+    ns_per_block = 100 * ALONE_NS
+    assert [launch.run([], (2, 1, 1)) for _ in range(2)] == [0, 10]
+
+
+def test_foreign_launch_of_unknown_work_runs_on_all_cores():
+    launch = _ByWork(lambda *_: (10, 300), lambda *_: (0, 300), lambda _: None)
+    assert [launch.run([], (3, 1, 1)) for _ in range(2)] == [10, 0]
 
 
 def test_foreign_kernel_on_several_cores_is_billed_for_all_cores(make_device, runtime, wis):

@@ -8,12 +8,16 @@ Nothing is copied: a plan's kernels are launched on the addresses of torch's ten
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib.util
+import math
 import os
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +60,16 @@ _SCALAR = {
     DType.F32: np.float32,
     DType.F64: np.float64,
 }
-#: Index of the unit that runs foreign kernels: outside the device thread, so that a launch can be told to end.
+#: Index of the unit that foreign kernels are compiled for: all cores.
 _FOREIGN_UNIT = 1
+#: Core time, in ns, up to which a launch of a foreign kernel runs in the device thread. A launch on all cores costs 40 us more.
+ALONE_NS = 80_000
+#: The place in a binary of PoCL's where the device is named: after 8 bytes that are equal for all devices.
+_NAMED = slice(8, 16)
+#: The device time of a launch that other threads took, and its core time, in ns.
+Taken = tuple[int, int]
+#: Launches a foreign kernel with values for its arguments on a grid.
+Launch = Callable[[Sequence[Value], tuple[int, int, int]], Taken]
 #: The device for library steps of plans of mode `full`.
 _INEXACT_HOST = InexactHost()
 
@@ -170,7 +182,10 @@ class OpenClRuntime(TorchCpuRuntime):
 
     def _load_foreign(self, code: ForeignCode, block: tuple[int, ...]) -> Loaded:
         self._require_space()
-        return self._open()[_FOREIGN_UNIT].load_foreign(code, block, lambda: self.kernel_s)
+        units = self._open()
+        on_all = units[_FOREIGN_UNIT].load_foreign(code, block, lambda: self.kernel_s)
+        here = units[0].adopt_foreign(code, block, lambda: self.kernel_s)
+        return _ByWork(on_all, here or on_all, self._add_core_time).run
 
     def _add_core_time(self, ns: int) -> None:
         """Add core time beyond the device time, in ns, for a kernel that used more than one core. Called by the device thread."""
@@ -252,7 +267,7 @@ class _Unit:
 
         return run
 
-    def load_foreign(self, code: ForeignCode, block: tuple[int, ...], limit_s: Callable[[], float]) -> Loaded:
+    def load_foreign(self, code: ForeignCode, block: tuple[int, ...], limit_s: Callable[[], float]) -> Launch:
         """Return a function that launches a foreign kernel, by the ABI in docs/reference/foreign-kernels.md.
 
         Raises:
@@ -273,8 +288,9 @@ class _Unit:
             raise OperationError(f"the driver refuses its code: {str(e)[:500]}") from e
         halves = [p.dtype if p.dtype in (DType.F16, DType.BF16) else None for p in parameters]
         status, word = self._status()
+        launch = self._launch_here(entry, block) if self._alone else self._launch_on_all(entry, block)
 
-        def run(values: Sequence[Value], grid: tuple[int, int, int]) -> int:
+        def run(values: Sequence[Value], grid: tuple[int, int, int]) -> Taken:
             arguments: list[Any] = [status]
             for value, half in zip(values, halves, strict=True):
                 if isinstance(value, tuple):
@@ -283,19 +299,66 @@ class _Unit:
                 else:
                     arguments.append(value if half is None else half_bits(value, half))
             word[:] = 0
-            total = tuple([n * b for n, b in zip(grid, block, strict=True)])
-            with self._watch.over(word, limit_s()):
-                event = entry(self._queue, total, block, *arguments)
-                self._queue.finish()
+            with _watch().over(word, limit_s()):
+                taken = launch(arguments, grid)
             if word[0]:
                 raise OperationError(f"stopped because it took more than {limit_s():g} s (WOOLY_EXECUTOR_KERNEL_S)")
             if word[1]:
                 raise OperationError(violation_message(int(word[1]), int(word[2]), code.places))
-            taken: int = max(event.profile.end - event.profile.start, 0)
-            self._add_core_time(beyond(taken, grid[0] * grid[1] * grid[2], self.threads))
             return taken
 
         return run
+
+    def adopt_foreign(self, code: ForeignCode, block: tuple[int, ...], limit_s: Callable[[], float]) -> Launch | None:
+        """See `load_foreign`, for code that was built for another of PoCL's devices. None if PoCL does not take it.
+
+        PoCL's devices have the same code, but a binary names the device that it was built for.
+        """
+        mine, theirs = self._own_binary, code.code
+        if mine[: _NAMED.start] != theirs[: _NAMED.start]:
+            return None
+        renamed = replace(code, code=mine[: _NAMED.stop] + theirs[_NAMED.stop :])
+        try:
+            return self.load_foreign(renamed, block, limit_s)
+        except OperationError:  # a release of PoCL that writes other binaries
+            return None
+
+    @functools.cached_property
+    def _own_binary(self) -> bytes:
+        """A binary for this device."""
+        cl = self._cl
+        program = cl.Program(self._context, "kernel void one(global int *x) { *x = 1; }").build(cache_dir=False)
+        return bytes(program.get_info(cl.program_info.BINARIES)[0])
+
+    def _launch_on_all(self, entry: Any, block: tuple[int, ...]) -> Callable[[list[Any], tuple[int, int, int]], Taken]:
+        def launch(arguments: list[Any], grid: tuple[int, int, int]) -> Taken:
+            total = tuple([n * b for n, b in zip(grid, block, strict=True)])
+            event = entry(self._queue, total, block, *arguments)
+            self._queue.finish()
+            taken: int = max(event.profile.end - event.profile.start, 0)
+            return taken, taken + beyond(taken, grid[0] * grid[1] * grid[2], self.threads)
+
+        return launch
+
+    def _launch_here(self, entry: Any, block: tuple[int, ...]) -> Callable[[list[Any], tuple[int, int, int]], Taken]:
+        """Launch in the calling thread, without the interpreter's lock, which pyopencl would keep.
+
+        Otherwise no other thread could tell the kernel to end.
+        """
+        driver, queue, kernel = _driver(self._cl._cl.__file__), self._queue, entry.int_ptr
+        local = (ctypes.c_size_t * 3)(*block)
+
+        def launch(arguments: list[Any], grid: tuple[int, int, int]) -> Taken:
+            entry.set_args(*arguments)
+            total = (ctypes.c_size_t * 3)(*[n * b for n, b in zip(grid, block, strict=True)])
+            begun = time.thread_time_ns()
+            failed = driver.clEnqueueNDRangeKernel(queue.int_ptr, kernel, 3, None, total, local, 0, None, None)
+            failed = failed or driver.clFinish(queue.int_ptr)
+            if failed:
+                raise OperationError(f"PoCL does not launch it (OpenCL's error {failed})")
+            return 0, time.thread_time_ns() - begun
+
+        return launch
 
     def _status(self) -> tuple[Any, Any]:
         """Return the words through which a running kernel is told to end and reports violations.
@@ -306,7 +369,6 @@ class _Unit:
             self._word = np.zeros(STATUS_WORDS, np.int32)
             flags = self._cl.mem_flags.READ_WRITE | self._cl.mem_flags.USE_HOST_PTR
             self._word_buffer = self._cl.Buffer(self._context, flags, hostbuf=self._word)
-            self._watch = Watch()
         return self._word_buffer, self._word
 
     def _window(self, address: int, nbytes: int) -> Any:
@@ -326,6 +388,57 @@ class _Unit:
             self._buffers.clear()
         self._buffers[address] = nbytes, made
         return made
+
+
+class _ByWork:
+    """Launches a foreign kernel on all cores, or in the device thread if the launch is expected to be short.
+
+    Args:
+        on_all: launches on all cores.
+        here: launches in the device thread.
+        spread: called with the core time of a launch, in ns, beyond its device time.
+    """
+
+    def __init__(self, on_all: Launch, here: Launch, spread: Callable[[int], None]) -> None:
+        self._on_all, self._here, self._spread = on_all, here, spread
+        self._ns_per_block = math.inf
+
+    def run(self, values: Sequence[Value], grid: tuple[int, int, int]) -> int:
+        """See `ForeignKernel.run`.
+
+        Blocks are assumed to take equally long. A block may take longer than those of earlier launches, so the estimate follows a
+        longer launch slowly and a shorter one at once: a launch on all cores looks longer than it is while its threads wake up.
+        """
+        blocks = grid[0] * grid[1] * grid[2]
+        launch = self._here if blocks == 1 or blocks * self._ns_per_block <= ALONE_NS else self._on_all
+        taken, core_ns = launch(values, grid)
+        found, known = core_ns / blocks, self._ns_per_block
+        self._ns_per_block = found if found < known else known + (found - known) / 8
+        self._spread(core_ns - taken if taken else 0)
+        return taken
+
+
+@functools.cache
+def _watch() -> Watch:
+    """The watch over this process's launches. One launch runs at a time."""
+    return Watch()
+
+
+@functools.cache
+def _driver(extension: str) -> Any:
+    """The functions of OpenCL that pyopencl's extension module uses."""
+    found, pointer = ctypes.CDLL(extension), ctypes.c_void_p
+    found.clEnqueueNDRangeKernel.argtypes = [
+        pointer,
+        pointer,
+        ctypes.c_uint32,
+        *[pointer] * 3,
+        ctypes.c_uint32,
+        pointer,
+        pointer,
+    ]
+    found.clFinish.argtypes = [pointer]
+    return found
 
 
 def _open_units(cache: Path | None, threads: int, spread: Callable[[int], None]) -> tuple[_Unit, ...]:
