@@ -216,3 +216,15 @@ def test_a_compiled_graph_whose_only_device_tensor_is_jagged_runs_on_the_device(
     n = torch.nested.nested_tensor(parts(cuda), layout=torch.jagged)
     found = torch.compile(lambda n: torch.utils.checkpoint.checkpoint(sine, n, use_reentrant=False), fullgraph=True)(n)
     assert torch.equal(found.values(), n.values().sin())
+
+
+def test_projection_of_a_nested_tensor_is_padded_with_zeros_to_a_multiple_of_8(cuda):
+    parts = [torch.rand(n, 12) for n in (3, 2)]
+    bias = torch.rand(12)
+    nested = torch.nested.nested_tensor(parts, device=cuda)
+    q, k, v = torch._transform_bias_rescale_qkv(nested, bias.to(cuda), num_heads=2)
+    assert q.shape == k.shape == v.shape == (2, 2, 8, 2)
+    values = v.cpu()
+    assert values[0, :, 3:].count_nonzero() == values[1, :, 2:].count_nonzero() == 0
+    expected = (parts[0] + bias).view(3, 3, 2, 2)[:, 2].transpose(0, 1)
+    torch.testing.assert_close(values[0, :, :3], expected)

@@ -254,3 +254,37 @@ def test_batches_and_parts_of_compressed_tensors_equal_cpu(cuda, layout):
         )
     with pytest.raises((RuntimeError, NotImplementedError)):
         there @ torch.ones(3, 4, 2, device=cuda)
+
+
+@pytest.mark.parametrize("layout", ["sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc"])
+def test_compressed_tensors_are_filled_like_others(cuda, layout):
+    blocks = {"blocksize": (2, 2)} if layout.startswith("sparse_bs") else {}
+    host = torch.eye(4).to_sparse(layout=getattr(torch, layout), **blocks)
+    there = host.to(cuda)
+    for made in (torch.ones_like, torch.zeros_like, lambda t: torch.full_like(t, 3.0)):
+        assert torch.equal(made(there).cpu().to_dense(), made(host).to_dense())
+    drawn = torch.randn_like(there)
+    assert drawn.layout is there.layout and drawn.values().cpu().abs().sum() > 0
+    with pytest.raises(NotImplementedError, match="uniform_"):
+        torch.rand_like(there)  # as on the host
+    assert torch.equal(there.cpu().to_dense(), torch.eye(4))
+
+
+@pytest.mark.parametrize("layout", ["sparse_csr", "sparse_csc"])
+def test_batches_and_dense_dimensions_of_compressed_tensors_are_converted(cuda, layout):
+    matrix = torch.tensor([[1.0, 0, 2, 0], [0, 0, 0, 3], [1, 0, 0, 0], [0, 0, 0, 0]])
+    of = getattr(torch, layout)
+    batch = torch.stack([matrix, 2 * matrix]).to_sparse(layout=of, dense_dim=0)
+    hybrid = torch.stack([matrix, -matrix], -1).to_sparse(layout=of, dense_dim=1)
+    for t in (batch, hybrid):
+        for to in (torch.sparse_csr, torch.sparse_csc, torch.sparse_coo):
+            found = t.to(cuda).to_sparse(layout=to)
+            assert found.layout is to and torch.equal(found.cpu().to_dense(), t.to_dense())
+    blocked = hybrid.to(cuda).to_sparse(layout=torch.sparse_bsr, blocksize=(2, 2))
+    assert torch.equal(blocked.cpu().to_dense(), hybrid.to_dense())
+
+
+def test_spsolve_raises_the_error_of_builds_without_cudss(cuda):
+    a = torch.eye(3).to_sparse_csr().to(cuda)
+    with pytest.raises(RuntimeError, match="requires compiling PyTorch with CUDA cuDSS"):
+        torch.sparse.spsolve(a, torch.ones(3, device=cuda))

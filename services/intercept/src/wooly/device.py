@@ -22,6 +22,7 @@ from wooly.devices import NAME, Devices
 from wooly.errors import ForkedProcessError, NotConnectedError
 from wooly.flags import Flags
 from wooly.kernels import (
+    attention,
     backend,
     indexing,
     jagged,
@@ -35,6 +36,7 @@ from wooly.kernels import (
 )
 from wooly.kernels.autocast import Autocast
 from wooly.kernels.extensions import Extensions, register_autocast
+from wooly.kernels.fused_attention import FusedAttention, NestedAttention
 from wooly.kernels.generic import Generic
 from wooly.kernels.launch import Launches
 from wooly.kernels.nested import dense_kernels, register_nested
@@ -88,6 +90,7 @@ class RegisteredDevice:
         self.generic = Generic(self.devices, forms, self.determinism, self.flags)
         self.transfer = Transfer(self.devices, forms, self.determinism)
         self.launches = Launches(self.devices, forms)
+        self._attention = FusedAttention(self.devices)
         self.generic.resize = self.transfer.resize
         self.autocast = Autocast(NAME)
         self.forked = False
@@ -149,6 +152,9 @@ class RegisteredDevice:
         self._libraries.append(register_autocast())
         self._libraries.append(_register_fallbacks(Extensions(self.devices, self.generic, _unsupported)))
         register_nested(library)
+        for name, kernel in NestedAttention(self._attention).kernels().items():
+            library.impl(name, kernel, "NestedTensorPrivateUse1")
+        library.impl("scaled_dot_product_attention", attention.nested_attention, "AutogradNestedTensor")
         self._libraries += register_sparse(SparseCalls(self.generic))
         self._libraries += register_quantised(self.devices)
         if native.module is not None:
@@ -184,6 +190,8 @@ class RegisteredDevice:
         own.update(sync_norm.KERNELS)
         own.update(dense_kernels())
         own.update(jagged.KERNELS)
+        own.update(self._attention.kernels())
+        own["_fused_sdp_choice"] = attention.fused_choice
         own["record_stream"] = _record_stream
         return own
 
@@ -273,7 +281,7 @@ class RegisteredDevice:
         self._generic_ops.append(aten.linear.default)
         library.impl("linear", layers.linear(record_linear), "AutogradPrivateUse1")
         for key in ("AutogradPrivateUse1", "PrivateUse1"):
-            library.impl("scaled_dot_product_attention", layers.attention, key)
+            library.impl("scaled_dot_product_attention", attention.attention, key)
             library.impl("_efficient_attention_forward", jagged.efficient_attention, key)
             library.impl("lstm.input", partial(layers.lstm_input, Whole(self.generic, aten.lstm.input)), key)
             entropy = Whole(self.generic, aten.cross_entropy_loss.default)

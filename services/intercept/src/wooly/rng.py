@@ -59,6 +59,10 @@ class Generator:
         seed = self.seed
         return (seed if seed < _SIGN else seed - _MASK - 1), offset
 
+    def next_pair(self) -> tuple[int, int]:
+        """The pair that `draw` returns next."""
+        return (self.seed if self.seed < _SIGN else self.seed - _MASK - 1), self.offset
+
     def state(self) -> torch.Tensor:
         """Seed and offset as a host tensor of 16 bytes, in the format of CUDA's generators. `restore` accepts this tensor."""
         return torch.frombuffer(

@@ -97,11 +97,14 @@ TreeSpec = pytree.TreeSpec
 tree_flatten, tree_unflatten = pytree.tree_flatten, pytree.tree_unflatten
 tree_leaves, tree_map = pytree.tree_leaves, pytree.tree_map
 
-#: For `scaled_dot_product_attention`: the available kernels, whether PyTorch may use them, and PyTorch's choice for given
-#: arguments.
+#: For `scaled_dot_product_attention`: the available kernels, whether PyTorch may use them, in which order it asks them, and its
+#: choice for given arguments.
 SDPBackend = torch._C._SDPBackend
 may_use_flash: Callable[[], bool] = torch._C._get_flash_sdp_enabled
 may_use_math: Callable[[], bool] = torch._C._get_math_sdp_enabled
+may_use_efficient: Callable[[], bool] = torch._C._get_mem_efficient_sdp_enabled
+may_use_cudnn: Callable[[], bool] = torch._C._get_cudnn_sdp_enabled
+attention_order: Callable[[], list[int]] = torch._C._get_sdp_priority_order
 attention_choice: Callable[..., int] = torch._fused_sdp_choice
 
 #: `alert_not_deterministic(name)` raises the error of a kernel that is not deterministic, or warns, as the switch says.
@@ -549,6 +552,22 @@ def below_autocast(op: torch._ops.OpOverload) -> Callable[[Any, Any], Any]:
     return run
 
 
+def without_autocast(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """`kernel`, so that the operators which it calls run without autocast."""
+    exclude, key = torch._C._dispatch_tls_set_dispatch_key_excluded, DispatchKey.AutocastPrivateUse1  # type: ignore[attr-defined]
+    excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        before = excluded(key)
+        exclude(key, True)
+        try:
+            return kernel(*args, **kwargs)
+        finally:
+            exclude(key, before)
+
+    return run
+
+
 def redispatch_cuda_autocast(op: torch._ops.OpOverload) -> Callable[..., Any]:
     """A callable that runs CUDA's autocast kernel for `op`. CPU builds of PyTorch contain these kernels, too."""
     call, keys = op._handle.redispatch_boxed, DispatchKeySet(DispatchKey.AutocastCUDA)
@@ -916,6 +935,12 @@ _NAMES = ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health
 CAPTURE_CHECK_CODE = next(
     vars(torch.optim.Optimizer)[name].__code__ for name in _NAMES if hasattr(torch.optim.Optimizer, name)
 )
+
+
+def compiled_version_patches(cuda_version: str) -> Iterator[tuple[Any, str, Any]]:
+    """Yield the patch (owner, name, value) for the number of the CUDA version, which PyTorch's test library asks for."""
+    major, minor = [int(part) for part in cuda_version.split(".")[:2]]
+    yield torch._C, "_cuda_getCompiledVersion", lambda: 1000 * major + 10 * minor
 
 
 def host_cache_patches() -> Iterator[tuple[Any, str, Any]]:

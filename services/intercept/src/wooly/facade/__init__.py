@@ -44,7 +44,7 @@ from wooly.facade.cuda import Answers
 from wooly.facade.imports import AfterImport
 from wooly.facade.snapshots import Snapshots
 from wooly.flags import Flags
-from wooly.kernels import jagged
+from wooly.kernels import attention, jagged
 from wooly.kernels.launch import Launches
 from wooly.torch_private import (
     device_constructors,
@@ -135,6 +135,7 @@ class Facade:
             dynamo.patches(),
             quick_check_patches(),
             jagged.patches(),
+            attention.patches(),
             self._interrupts.patches(),
         ):
             for owner, name, value in patches:

@@ -18,7 +18,7 @@ from wooly.facade.memory import Memory
 from wooly.link import sync_debug
 from wooly.python_private import frame_at
 from wooly.storage import pinned
-from wooly.torch_private import CAPTURE_CHECK_CODE, PREFERABLE
+from wooly.torch_private import CAPTURE_CHECK_CODE, PREFERABLE, compiled_version_patches
 
 Patch = tuple[Any, str, Any]
 
@@ -127,6 +127,7 @@ def patches(memory: Memory, cuda_version: str) -> Iterator[Patch]:
     """
     if cuda_version:
         yield (torch.version, "cuda", cuda_version)
+        yield from compiled_version_patches(cuda_version)
         yield (torch.backends.cuda, "is_built", _is_built)
         yield (torch.backends.cudnn, "is_available", lambda: True)
         yield (torch.backends.cudnn, "version", lambda: CUDNN_VERSION)

@@ -1,6 +1,6 @@
 """Kernels for layers that PyTorch decomposes differently for an unknown device than for the CPU.
 
-For convolution, attention and LSTM, ATen's choice depends on the device type. The kernels here make the choice of the executor's
+For convolution and LSTM, ATen's choice depends on the device type. The kernels here make the choice of the executor's
 library, so that the results have the same bits. `linear` is recorded as one instruction instead of five.
 """
 
@@ -16,13 +16,9 @@ from torch import Tensor
 from wooly.kernels.schema import Kernel
 from wooly.kernels.whole import is_traced
 from wooly.torch_private import (
-    SDPBackend,
-    attention_choice,
     convolution_flags,
     convolution_with_flags,
     in_trace,
-    may_use_flash,
-    may_use_math,
     schema_of,
 )
 
@@ -137,80 +133,6 @@ def embedding_bag_backward(record: Kernel) -> Kernel:
         return made(grad, indices, offsets, bag_of, bag_size, *counts, *rest, **named)  # type: ignore[no-any-return]
 
     return run
-
-
-_flash = aten._scaled_dot_product_flash_attention_for_cpu.default
-
-
-_attention_math = aten._scaled_dot_product_attention_math.default
-
-
-_BACKENDS: Any = SDPBackend
-
-
-_FLASH, _MATH = int(_BACKENDS.FLASH_ATTENTION), int(_BACKENDS.MATH)
-
-
-_choices: dict[tuple[Any, ...], int] = {}
-
-
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """`aten.scaled_dot_product_attention`: one instruction if the CPU would use its fused kernel, else the decomposition."""
-    grad = torch.is_grad_enabled()
-    needs = grad and (query.requires_grad or key.requires_grad or value.requires_grad)
-    mask_needs = attn_mask is not None and grad and attn_mask.requires_grad
-    signature = (
-        *[(t.dtype, t.shape, t.stride()) for t in (query, key, value)],
-        None if attn_mask is None else (attn_mask.dtype, attn_mask.shape, attn_mask.stride()),
-        dropout_p,
-        is_causal,
-        scale,
-        enable_gqa,
-        needs,
-        mask_needs,
-        may_use_flash(),
-        may_use_math(),
-    )
-    traced = is_traced(query)
-    choice = None if traced else _choices.get(signature)
-    if traced:
-        # Shapes may be symbolic, so PyTorch's choice is not available. Choose a kernel that is always correct.
-        choice = _MATH if dropout_p or mask_needs or query.dim() != 4 else _FLASH
-    elif choice is None:
-        if len(_choices) > 16384:
-            _choices.clear()
-        inputs = (query, key, value, attn_mask)
-        stand_ins: list[Any] = [None if t is None else _like(t, grad and t.requires_grad) for t in inputs]
-        # Ask PyTorch for its choice with host tensors of the same kind. A wrong call raises PyTorch's own error here.
-        choice = _choices[signature] = attention_choice(
-            *stand_ins,
-            dropout_p,
-            is_causal,
-            scale=scale,
-            enable_gqa=enable_gqa,
-        )
-    if attn_mask is not None and attn_mask.dtype is torch.bool:
-        attn_mask = torch.where(attn_mask, torch.zeros((), dtype=query.dtype), -torch.inf)
-    if choice == _FLASH:
-        return _flash(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]  # type: ignore[no-any-return]
-    return _attention_math(  # type: ignore[no-any-return]
-        query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
-    )[0]
-
-
-def _like(t: Tensor, grad: bool) -> Tensor:
-    """A host tensor with the same dtype, shape and strides. Its memory is never read or written."""
-    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype).requires_grad_(grad)
 
 
 def cross_entropy(

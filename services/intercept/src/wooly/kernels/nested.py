@@ -263,11 +263,25 @@ def _layer_norm_backward(
     return of_input, of_weight, of_bias
 
 
+#: CUDA pads sequences to a multiple of this length, for its products of matrices.
+_LENGTH_UNIT = 8
+
+
 def _transform_bias_rescale_qkv(qkv: Tensor, qkv_bias: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values, each `[batch, heads, length, width]`, of a projection `[batch, length, 3 * heads * width]`."""
-    padded = qkv.to_padded_tensor(0.0) if qkv.is_nested else qkv
-    width = padded.size(2) // (3 * num_heads)
-    q, k, v = (padded + qkv_bias).unflatten(2, (3, num_heads, width)).permute(2, 0, 3, 1, 4).unbind()
+    """Queries, keys and values, each `[batch, heads, length, width]`, of a projection `[batch, length, 3 * heads * width]`.
+
+    Those of a nested projection are padded with zeros to a multiple of `_LENGTH_UNIT`, as on CUDA.
+    """
+    if qkv.is_nested:
+        lengths = aten._nested_tensor_size(qkv)[:, 0]
+        longest = -(-int(lengths.max()) // _LENGTH_UNIT) * _LENGTH_UNIT
+        padded = qkv.to_padded_tensor(0.0, (qkv.size(0), longest, qkv.size(2)))
+        inside = (torch.arange(longest) < lengths[:, None]).to(padded.device)
+        biased = torch.where(inside[..., None], padded + qkv_bias, 0)
+    else:
+        biased = qkv + qkv_bias
+    width = biased.size(2) // (3 * num_heads)
+    q, k, v = biased.unflatten(2, (3, num_heads, width)).permute(2, 0, 3, 1, 4).unbind()
     scale = 1.0 / torch.tensor(float(width), dtype=qkv.dtype).sqrt().item()
     return (q * scale).contiguous(), k.contiguous(), v.contiguous()
 

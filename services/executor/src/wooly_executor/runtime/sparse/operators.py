@@ -32,8 +32,14 @@ from wooly_executor.runtime.torch_private import OpOverload, schema_of
 _LAYOUTS: dict[str, torch.layout] = {layout.value: getattr(torch, layout.value) for layout in Layout} | {
     "strided": torch.strided
 }
-#: Operators that take batches of compressed tensors. The library's other kernels do not all check for batches.
-_OF_BATCHES = frozenset({"aten._to_dense.default"})
+#: Operators that take batches of compressed tensors, and dense dimensions. The library composes them of dense operators, which
+#: check their arguments. The library's other kernels do not all check for batches.
+_OF_BATCHES = frozenset(
+    (
+        *("aten._to_dense.default", "aten._to_sparse.default", "aten._to_sparse.sparse_dim"),
+        *(f"aten._to_sparse_{layout}.default" for layout in ("csr", "csc", "bsr", "bsc")),
+    )
+)
 _parsed = lru_cache(4096)(SparseCall.parse)
 _results = lru_cache(4096)(parse_results)
 

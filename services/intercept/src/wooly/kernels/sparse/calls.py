@@ -39,6 +39,8 @@ aten = torch.ops.aten
 HOST_KEYS = {"SparsePrivateUse1": "SparseCPU", "SparseCsrPrivateUse1": "SparseCsrCPU"}
 #: Operators whose result has the indices of an argument, and the position of that argument.
 _SAME_INDICES = {"sparse_mask": 1}
+#: In-place operators on the values of compressed tensors.
+_FILLING = ("fill_", "normal_")
 #: Operators whose text announces the layouts of their results, so that nothing waits for the executor.
 _ANNOUNCED = ("dense", "values")
 #: Operators that check the elements of a tensor, of which a trial has none.
@@ -68,6 +70,8 @@ class SparseCalls:
             record[name] = generic.kernel(getattr(getattr(torch.ops, NAMESPACE), name).default)
         self._record = record
         self._trials: dict[tuple[Any, ...], Found] = {}
+        #: The in-place operators whose new tensor is computed now.
+        self._in_progress: set[OpOverload] = set()
 
     def kernel(self, op: OpOverload, key: str) -> Callable[..., Any]:
         """Make the kernel of an operator for a dispatch key (of `HOST_KEYS`)."""
@@ -93,6 +97,11 @@ class SparseCalls:
         target = _written(op, args, kwargs)
         if target is not None and is_sparse(target):
             return self._in_place(op, target, args, kwargs)
+        if op.overloadpacket.__name__ == "_spsolve":  # PyTorch's builds for CUDA do not have it either
+            raise RuntimeError(
+                "Calling linear solver with sparse tensors requires compiling PyTorch with CUDA cuDSS and is not supported in "
+                "ROCm build."
+            )
         if str(op) not in OPERATORS:
             raise unsupported(op)
         call = encode(op, args, kwargs)
@@ -162,10 +171,19 @@ class SparseCalls:
         """
         packet = op.overloadpacket.__name__
         overload = overload_name(op)
+        if packet in _FILLING and target.layout is not torch.sparse_coo:
+            op(components(target)[1], *args[1:], **kwargs)
+            return target
         functional = getattr(getattr(aten, packet.removesuffix("_"), None), overload, None)
         if not packet.endswith("_") or functional is None:
             raise unsupported(op, "out= cannot be a sparse tensor; use the result instead")
-        result = functional(*args, **kwargs)
+        if op in self._in_progress:  # PyTorch makes the new tensor by a copy and this operator
+            raise unsupported(op)
+        self._in_progress.add(op)
+        try:
+            result = functional(*args, **kwargs)
+        finally:
+            self._in_progress.discard(op)
         if not torch.can_cast(result.dtype, target.dtype):
             raise RuntimeError(
                 f"result type {_name(result.dtype)} can't be cast to the desired output type {_name(target.dtype)}"

@@ -1,0 +1,386 @@
+"""`scaled_dot_product_attention`: which kernel computes a call, by the switches of `torch.nn.attention.sdpa_kernel`.
+
+Without switches, the choice is that of the executor's library, the CPU's, so that the results have the same bits. If a script
+switches kernels off, the rest of CUDA's kernels that can compute the call is asked in CUDA's order, and a call that none of them
+can compute raises CUDA's error, with CUDA's warnings as reasons. `fused_attention` has these kernels.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from wooly.kernels.whole import is_traced
+from wooly.torch_private import (
+    SDPBackend,
+    attention_choice,
+    attention_order,
+    may_use_cudnn,
+    may_use_efficient,
+    may_use_flash,
+    may_use_math,
+)
+
+aten = torch.ops.aten
+
+_flash_of_library = aten._scaled_dot_product_flash_attention_for_cpu.default
+_math = aten._scaled_dot_product_attention_math.default
+_flash = aten._scaled_dot_product_flash_attention.default
+_efficient = aten._scaled_dot_product_efficient_attention.default
+_cudnn = aten._scaled_dot_product_cudnn_attention.default
+
+_BACKENDS: Any = SDPBackend
+_ERROR, _MATH, _FLASH = int(_BACKENDS.ERROR), int(_BACKENDS.MATH), int(_BACKENDS.FLASH_ATTENTION)
+_EFFICIENT, _CUDNN = int(_BACKENDS.EFFICIENT_ATTENTION), int(_BACKENDS.CUDNN_ATTENTION)
+
+#: Largest head of flash attention and of cuDNN's attention, in elements.
+_FLASH_WIDTH, _CUDNN_WIDTH = 256, 128
+_HALVES = (torch.float16, torch.bfloat16)
+#: Maximum number of choices that are kept.
+_CHOICES_LIMIT = 16384
+_choices: dict[tuple[Any, ...], int] = {}
+
+
+class Question(NamedTuple):
+    """A call of attention, as far as the choice of its kernel depends on it.
+
+    Attributes:
+        query, key, value: tensors `[batch, heads, length, width]`, if a fused kernel shall compute the call.
+        mask: the mask; None: there is none.
+        dropout: probability of dropout.
+        causal: whether row i sees the columns 0 to i only.
+        gqa: whether heads of queries may share heads of keys and values.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    dropout: float
+    causal: bool
+    gqa: bool
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.query, self.key, self.value
+
+    def described(self, of: Callable[[Tensor], Any]) -> str:
+        """Query, key and value in words, as PyTorch's warnings describe them."""
+        query, key, value = [of(t) for t in self.tensors]
+        return f"Query: {query}, Key: {key}, Value: {value}"
+
+
+def _layout_objections(q: Question, *, may_share: bool) -> Iterator[str]:
+    """What keeps all fused kernels from a call. `may_share`: heads of queries may share heads of keys."""
+    if any(t.dim() != 4 for t in q.tensors):
+        yield (
+            "All fused kernels requires query, key and value to be 4 dimensional, but got dimensions "
+            f"{q.described(lambda t: t.dim())} instead."
+        )
+        return
+    heads, of_keys, of_values = [t.size(1) for t in q.tensors]
+    shared = may_share and q.gqa and of_keys == of_values and of_keys > 0 and heads % of_keys == 0
+    if len({t.size(0) for t in q.tensors}) > 1 or not (shared or heads == of_keys == of_values):
+        yield (
+            "For dense inputs, both fused kernels require query, key and value to have the same batch_size and num_heads. "
+            f"{q.described(lambda t: list(t.shape))} instead. To broadcast dense inputs, try using unsqueeze and expand_to "
+            "before passing them into the kernel."
+        )
+    if q.query.size(2) == 0 or q.key.size(2) == 0:
+        yield "All fused kernels do not support zero seq_len_q or seq_len_kv."
+    if any(t.stride(3) != 1 and t.size(3) != 1 for t in q.tensors):
+        yield (
+            "All fused kernels require the last dimension of the input to have stride 1. "
+            f"Got strides of the last dimension {q.described(lambda t: t.stride(3))} instead."
+        )
+
+
+def _dtype_objections(q: Question, allowed: tuple[torch.dtype, ...], names: str) -> Iterator[str]:
+    if q.query.dtype not in allowed or any(t.dtype is not q.query.dtype for t in q.tensors):
+        yield (
+            f"Expected query, key and value to all be of dtype: {{{names}}}. "
+            f"Got {q.described(lambda t: t.dtype)} instead."
+        )
+
+
+def _flash_objections(q: Question) -> Iterator[str]:
+    yield from _layout_objections(q, may_share=True)
+    if q.mask is not None:
+        yield "Flash Attention does not support non-null attn_mask."
+    widths = [t.size(-1) for t in q.tensors]
+    if len(set(widths)) > 1 or widths[0] > _FLASH_WIDTH:
+        yield (
+            "Flash attention requires q,k,v to have the same last dimension and to be less than or equal to "
+            f"{_FLASH_WIDTH}. Got {q.described(lambda t: t.size(-1))} instead."
+        )
+    if q.causal and q.query.dim() == q.key.dim() == 4 and q.query.size(2) != q.key.size(2):
+        yield (
+            "Flash attention does not support the is_causal flag when seqlen_q != seqlen_k. "
+            f"Got seqlen_q: {q.query.size(2)} seqlen_k: {q.key.size(2)}. If you would like to use causal attention with "
+            "non-square inputs, please see CausalAttnMask."
+        )
+    yield from _dtype_objections(q, _HALVES, "Half, BFloat16")
+
+
+def _efficient_objections(q: Question) -> Iterator[str]:
+    yield from _layout_objections(q, may_share=False)
+    unit = 8 if q.query.dtype in _HALVES else 4
+    if any(width % unit or not width for width in (q.query.size(-1), q.value.size(-1))):
+        yield (
+            f"Mem efficient attention requires last dimension of inputs to be divisible by {unit}. "
+            f"Got {q.described(lambda t: t.size(-1))} instead."
+        )
+    yield from _dtype_objections(q, (torch.float32, *_HALVES), "Half, BFloat16, Float")
+
+
+def _cudnn_objections(q: Question) -> Iterator[str]:
+    yield from _layout_objections(q, may_share=True)
+    widths = [t.size(-1) for t in q.tensors]
+    if widths[0] != widths[1] or any(width % 8 or width > _CUDNN_WIDTH for width in widths):
+        yield (
+            f"cuDNN SDPA requires head dimensions that are multiples of 8 and at most {_CUDNN_WIDTH}. "
+            f"Got {q.described(lambda t: t.size(-1))} instead."
+        )
+    if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
+        yield "cuDNN SDPA is not deterministic."
+    yield from _dtype_objections(q, _HALVES, "Half, BFloat16")
+
+
+class _Kernel(NamedTuple):
+    """One of CUDA's fused kernels: its name in warnings, its switch, and what keeps it from a call."""
+
+    name: str
+    is_on: Callable[[], bool]
+    objections: Callable[[Question], Iterator[str]]
+
+
+_KERNELS = {
+    _EFFICIENT: _Kernel("Memory efficient", may_use_efficient, _efficient_objections),
+    _FLASH: _Kernel("Flash attention", may_use_flash, _flash_objections),
+    _CUDNN: _Kernel("cuDNN attention", may_use_cudnn, _cudnn_objections),
+}
+
+
+def can_compute(kernel: int, q: Question, *, warn: bool = False) -> bool:
+    """Whether a fused kernel of CUDA is switched on and can compute a call.
+
+    Args:
+        kernel: its number in `SDPBackend`.
+        q: the call.
+        warn: whether to say in warnings what keeps the kernel from the call.
+    """
+    known = _KERNELS[kernel]
+    if not known.is_on():
+        if warn:
+            warnings.warn(f"{known.name} kernel has been runtime disabled.", stacklevel=2)
+        return False
+    objections = list(known.objections(q))
+    for objection in objections if warn else ():
+        warnings.warn(objection, stacklevel=2)
+    return not objections
+
+
+def choose(q: Question) -> int:
+    """CUDA's choice of a kernel for a call, a number of `SDPBackend`: the first in PyTorch's order that can compute the call.
+
+    Raises:
+        RuntimeError: all kernels are switched off, or none of the others can compute the call. Warnings say why.
+    """
+    if not may_use_math() and not any(kernel.is_on() for kernel in _KERNELS.values()):
+        return _ERROR
+    for kernel in attention_order():
+        if kernel == _MATH and may_use_math():
+            return _MATH
+        if kernel in _KERNELS and can_compute(kernel, q):
+            return int(kernel)
+    for number, known in _KERNELS.items():
+        warnings.warn(f"{known.name} kernel not used because:", stacklevel=2)
+        can_compute(number, q, warn=True)
+    raise RuntimeError("No available kernel. Aborting execution.")
+
+
+def patches() -> Iterator[tuple[Any, str, Any]]:
+    """Yield the patches (owner, name, value) of the functions that say whether a kernel can compute a call."""
+    owner = torch.backends.cuda
+    for name, kernel in (("flash", _FLASH), ("efficient", _EFFICIENT), ("cudnn", _CUDNN)):
+        if hasattr(owner, f"can_use_{name}_attention"):
+            yield owner, f"can_use_{name}_attention", _can_use(getattr(owner, f"can_use_{name}_attention"), kernel)
+    if hasattr(owner, "is_flash_attention_available"):
+        yield owner, "is_flash_attention_available", lambda: True
+
+
+def _can_use(real: Callable[..., bool], kernel: int) -> Callable[..., bool]:
+    def can_use(params: Any, debug: bool = False) -> bool:
+        q = params.query
+        if not q.is_cuda or q.is_nested:
+            return real(params, debug)
+        given = (q, params.key, params.value, params.attn_mask, params.dropout, params.is_causal, params.enable_gqa)
+        return can_compute(kernel, Question(*given), warn=debug)
+
+    return can_use
+
+
+def fused_choice(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> int:
+    """`aten._fused_sdp_choice`: CUDA's choice. Nothing waits."""
+    return choose(Question(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa))
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`aten.scaled_dot_product_attention`: one instruction if the CPU would use its fused kernel, else the decomposition.
+
+    If the script has switched kernels off, other than all but the decomposition, CUDA's choice among the rest.
+    """
+    grad = torch.is_grad_enabled()
+    needs = grad and (query.requires_grad or key.requires_grad or value.requires_grad)
+    mask_needs = attn_mask is not None and grad and attn_mask.requires_grad
+    flash, math, others = may_use_flash(), may_use_math(), may_use_efficient() or may_use_cudnn()
+    as_library = math and (flash or not others)
+    signature = (
+        *[(t.dtype, t.shape, t.stride()) for t in (query, key, value)],
+        None if attn_mask is None else (attn_mask.dtype, attn_mask.shape, attn_mask.stride()),
+        dropout_p,
+        is_causal,
+        scale,
+        enable_gqa,
+        needs,
+        mask_needs,
+        flash,
+        math,
+    )
+    traced = is_traced(query)
+    choice = None if traced else _choices.get(signature)
+    if traced:
+        # Shapes may be symbolic, so PyTorch's choice is not available. Choose a kernel that is always correct.
+        choice = _MATH if dropout_p or mask_needs or query.dim() != 4 else _FLASH
+    elif not as_library:
+        _check(query, key, value, attn_mask, is_causal)
+        choice = choose(Question(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa))
+    elif choice is None:
+        if len(_choices) > _CHOICES_LIMIT:
+            _choices.clear()
+        inputs = (query, key, value, attn_mask)
+        stand_ins: list[Any] = [None if t is None else _like(t, grad and t.requires_grad) for t in inputs]
+        # Ask PyTorch for its choice with host tensors of the same kind. A wrong call raises PyTorch's own error here.
+        choice = _choices[signature] = attention_choice(
+            *stand_ins,
+            dropout_p,
+            is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+        )
+    if choice == _ERROR:
+        raise RuntimeError(
+            "No viable backend for scaled_dot_product_attention was found. This is likely due to turning off both the math "
+            "kernel and the fused kernels."
+        )
+    if attn_mask is not None and attn_mask.dtype is torch.bool:
+        attn_mask = torch.where(attn_mask, torch.zeros((), dtype=query.dtype), -torch.inf)
+    if choice == _MATH:
+        return _math(  # type: ignore[no-any-return]
+            query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+        )[0]
+    if as_library or traced:
+        return _flash_of_library(  # type: ignore[no-any-return]
+            query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+        )[0]
+    if choice == _FLASH:
+        return _flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]  # type: ignore[no-any-return]
+    if attn_mask is not None:
+        attn_mask = attn_mask.expand(*query.shape[:3], key.size(2))
+    kernel = _efficient if choice == _EFFICIENT else _cudnn
+    return kernel(  # type: ignore[no-any-return]
+        query, key, value, attn_mask, needs or mask_needs, dropout_p, is_causal, scale=scale
+    )[0]
+
+
+_composed = aten.scaled_dot_product_attention.default.decompose
+
+
+def nested_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`aten.scaled_dot_product_attention` of nested tensors on any device: PyTorch's decomposition where it can compute the call.
+
+    Of device tensors, the fused kernels compute calls that it refuses: with transposed parts, or one batch or head for all.
+    """
+    tensors = (query, key, value)
+    given = (*tensors, attn_mask, dropout_p, is_causal)
+    fused = {kernel for kernel, known in _KERNELS.items() if kernel != _CUDNN and known.is_on()}
+    if query.dtype not in _HALVES:
+        fused.discard(_FLASH)
+    plain = (
+        all(t.is_nested and t.is_contiguous() for t in tensors) and len({(t.size(0), t.size(1)) for t in tensors}) == 1
+    )
+    suits = attn_mask is None and query.dtype in (torch.float32, *_HALVES) and not is_causal
+    if query.is_cpu or not fused or not suits or (plain and may_use_math()):
+        return _composed(*given, scale=scale, enable_gqa=enable_gqa)  # type: ignore[no-any-return]
+    if _FLASH in fused:
+        return _flash(*tensors, dropout_p, False, False, scale=scale)[0]  # type: ignore[no-any-return]
+    needs = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    return _efficient(*tensors, None, needs, dropout_p, False, scale=scale)[0]  # type: ignore[no-any-return]
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> None:
+    """Raise RuntimeError for calls that PyTorch refuses for every kernel."""
+    tensors = (query, key, value)
+    if any(t.dtype is not query.dtype for t in tensors):
+        raise RuntimeError(
+            "Expected query, key, and value to have the same dtype, but got query.dtype: "
+            f"{query.dtype} key.dtype: {key.dtype} and value.dtype: {value.dtype} instead."
+        )
+    if any(t.device != query.device for t in tensors):
+        raise RuntimeError(
+            "Expected query, key, and value to have the same device type, but got query.device: "
+            f"{query.device} key.device: {key.device} and value.device: {value.device} instead."
+        )
+    if any(t.dim() < 2 for t in tensors):
+        raise RuntimeError(
+            "Expected query, key, and value to all be  at least 2 dimensional, but got query.dim: "
+            f"{query.dim()} key.dim: {key.dim()} and value.dim: {value.dim()} instead."
+        )
+    if mask is None:
+        return
+    if mask.dtype not in (torch.bool, torch.float32, query.dtype):
+        raise RuntimeError(
+            "Expected attn_mask dtype to be bool or float or to match query dtype, but got attn_mask.dtype: "
+            f"{mask.dtype} and  query.dtype: {query.dtype} instead."
+        )
+    if causal:
+        raise RuntimeError("_scaled_dot_product_attention: Explicit attn_mask should not be set when is_causal=True")
+
+
+def _like(t: Tensor, grad: bool) -> Tensor:
+    """A host tensor with the same dtype, shape and strides. Its memory is never read or written."""
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype).requires_grad_(grad)

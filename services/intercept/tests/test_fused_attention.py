@@ -1,0 +1,135 @@
+"""Attention by the kernels that `sdpa_kernel` names: flash, memory-efficient, cuDNN's."""
+
+import warnings
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention as attend
+
+FUSED = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION)
+aten = torch.ops.aten
+
+
+def three(device, *shape, dtype=torch.float16, keys=None):
+    g = torch.Generator().manual_seed(5)
+    shapes = (shape, keys or shape, keys or shape)
+    return [torch.rand(s, generator=g).to(device, dtype).requires_grad_() for s in shapes]
+
+
+def with_gradients(out, tensors):
+    return [t.float().cpu() for t in (out, *torch.autograd.grad(out.float().square().sum(), tensors))]
+
+
+@pytest.mark.parametrize("kernel", FUSED)
+def test_fused_kernel_alone_computes_attention_with_gradients(cuda, kernel):
+    here, there = three("cpu", 2, 4, 6, 8, dtype=torch.float32), three(cuda, 2, 4, 6, 8)
+    with sdpa_kernel(kernel):
+        assert torch._fused_sdp_choice(*there) == kernel.value
+        found = with_gradients(attend(*there, is_causal=True), there)
+    for a, b in zip(found, with_gradients(attend(*here, is_causal=True), here), strict=True):
+        torch.testing.assert_close(a, b, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_efficient_attention_with_a_mask_has_its_gradient(cuda, dtype):
+    here, there = [three(d, 2, 4, 5, 8, keys=(2, 4, 7, 8), dtype=t) for d, t in (("cpu", torch.float32), (cuda, dtype))]
+    mask = torch.rand(5, 7)
+    masks = [mask.requires_grad_(), mask.detach().to(cuda, dtype).requires_grad_()]
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        found = with_gradients(attend(*there, masks[1]), [*there, masks[1]])
+    tolerance = 1e-5 if dtype is torch.float32 else 3e-2
+    for a, b in zip(found, with_gradients(attend(*here, masks[0]), [*here, masks[0]]), strict=True):
+        torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance)
+
+
+def test_dropout_of_flash_attention_is_the_debug_masks(cuda):
+    q, k, v = three(cuda, 2, 4, 5, 8, keys=(2, 2, 7, 8))
+    out, *_, mask = aten._scaled_dot_product_flash_attention(q, k, v, 0.4, False, True)
+    kept = mask >= 0
+    assert 0.3 < kept.float().mean().item() < 0.9
+    found = with_gradients(out, (q, k, v))
+    weights = torch.softmax(q.float() @ k.float().repeat_interleave(2, 1).transpose(2, 3) / 8**0.5, 3)
+    expected = with_gradients(weights * kept / 0.6 @ v.float().repeat_interleave(2, 1), (q, k, v))
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.filterwarnings("ignore:Dropout mask should only be used for testing")
+def test_dropout_of_efficient_attention_follows_its_seed_and_offset(cuda):
+    q, k, v = three(cuda, 1, 2, 4, 8, dtype=torch.float32)
+    torch.manual_seed(7)
+    torch.rand(3, device=cuda)
+    out, _, seed, offset = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.5)
+    numbers = torch.empty(1, 2, 4, 4, device=cuda)
+    kept = torch._fill_mem_eff_dropout_mask_(numbers, 0.5, seed.item(), offset.item()) > 0.5
+    expected = aten._scaled_dot_product_attention_math(q, k, v, dropout_p=0.5, dropout_mask=kept)[0]
+    torch.testing.assert_close(out, expected)
+    assert seed.item() == 7
+
+
+def refused(kernel, tensors, **call):
+    """The warnings with which a call by one kernel is refused."""
+    with sdpa_kernel(kernel), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with pytest.raises(RuntimeError, match="No available kernel"):
+            attend(*tensors, **call)
+    return " ".join([str(w.message) for w in said])
+
+
+def test_call_that_no_kernel_can_compute_raises_cudas_error(cuda):
+    wide = three(cuda, 1, 1, 3, 8, dtype=torch.float32)
+    unlike = three(cuda, 1, 1, 3, 8, keys=(1, 1, 4, 8))
+    odd = three(cuda, 1, 1, 3, 5)
+    assert "dtype: {Half, BFloat16}" in refused(SDPBackend.FLASH_ATTENTION, wide)
+    assert "does not support the is_causal flag" in refused(SDPBackend.FLASH_ATTENTION, unlike, is_causal=True)
+    assert "divisible by 8" in refused(SDPBackend.EFFICIENT_ATTENTION, odd)
+    with sdpa_kernel(SDPBackend.ERROR), pytest.raises(RuntimeError, match="No viable backend"):
+        attend(*wide)
+    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+        assert torch._fused_sdp_choice(*odd) == SDPBackend.MATH.value
+        attend(*odd)
+
+
+def test_can_use_tells_what_the_kernels_can_compute(cuda):
+    q, k, v = three(cuda, 1, 2, 3, 8)
+    params = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, False, False)
+    assert torch.backends.cuda.can_use_flash_attention(params)
+    assert torch.backends.cuda.can_use_efficient_attention(params)
+    wide = torch.backends.cuda.SDPAParams(q.float(), k.float(), v.float(), None, 0.0, False, False)
+    assert not torch.backends.cuda.can_use_flash_attention(wide)
+    assert torch.backends.cuda.can_use_efficient_attention(wide)
+
+
+def test_efficient_attention_warns_that_its_gradient_is_not_deterministic(cuda):
+    q, k, v = three(cuda, 1, 2, 3, 8)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION), warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            attend(q, k, v).sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert any("Memory Efficient attention defaults to a non-deterministic" in str(w.message) for w in said)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("kernel", FUSED[:2])
+def test_fused_kernels_take_nested_tensors_with_one_batch_for_all(cuda, kernel):
+    lengths = (3, 1, 5)
+    g = torch.Generator().manual_seed(1)
+    parts = [torch.rand(n, 2, 8, generator=g).half() for n in lengths]
+    keys = torch.rand(4, 1, 8, generator=g).half()
+    query = torch.nested.nested_tensor(parts, device=cuda, requires_grad=True)
+    shared = torch.nested.nested_tensor([keys], device=cuda, requires_grad=True)
+    with sdpa_kernel(kernel):
+        out = attend(*[t.transpose(1, 2) for t in (query, shared, shared)])
+    torch.nested.to_padded_tensor(out.contiguous(), 0.0).float().square().sum().backward()
+    host = [t.float().requires_grad_() for t in (*parts, keys)]
+    k = host[-1].transpose(0, 1).expand(2, -1, -1)[None]
+    expected = [attend(p.transpose(0, 1)[None], k, k)[0] for p in host[:-1]]
+    sum(e.square().sum() for e in expected).backward()
+    for found, e in zip(out.unbind(), expected, strict=True):
+        torch.testing.assert_close(found.float().cpu(), e.detach(), atol=2e-3, rtol=2e-3)
+    for found, p in zip([*query.grad.unbind(), *shared.grad.unbind()], host, strict=True):
+        torch.testing.assert_close(found.float().cpu(), p.grad, atol=2e-2, rtol=2e-2)
