@@ -1,9 +1,10 @@
 """Measures servers of vLLM on one device, each `wooly run vllm serve` with a random Llama. Needs vLLM: make bench-serving.
 
 `engine`: tokens per second of vLLM's engine in one process, against Transformers' `generate` on this machine's CPU (vLLM's wheel
-has no CPU platform). `one`: the same of a server, and its time to the first token. `two`: two equal servers against one.
-`weights`: memory of the weights of several servers, against one. `wake`: the first token after hibernation. `beside_server` and
-`beside_training`: the time per token of a P0 server beside P4 work, against alone.
+has no CPU platform). `one`: the same of a server, against `transformers serve` on this machine's CPU, with equal requests by HTTP
+(it answers one request after the other: its continuous batching gives no answer on a CPU); and the time of a request for one
+token. `two`: two equal servers against one. `weights`: memory of the weights of several servers, against one. `wake`: the first
+token after hibernation. `beside_server` and `beside_training`: the time per token of a P0 server beside P4 work, against alone.
 
 Run: make bench-serving BENCH_SERVING="--only one --json" (--help lists the options)
 """
@@ -13,6 +14,7 @@ import contextlib
 import itertools
 import json
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -72,16 +74,40 @@ def prompt(k):
     return [(7 * k + 3 * i) % 250 for i in range(PROMPT)]
 
 
-def token_times(server, k):
-    """The times at which the tokens of one streamed request arrive, in seconds since the request."""
-    asked = {
-        "model": "llama",
-        "prompt": prompt(k),
-        "max_tokens": NEW_TOKENS,
-        "ignore_eos": True,
-        "temperature": 0,
-        "stream": True,
-    }
+def text(k):
+    """A prompt as text. The tokenizer makes a token of each letter."""
+    return "".join(chr(ord("a") + (7 * k + 3 * i) % 26) for i in range(PROMPT))
+
+
+class Local:
+    """`transformers serve` on this machine's CPU, without Wooly."""
+
+    def __init__(self, model, folder, env):
+        self.ends = {"generation_config": json.dumps({"eos_token_id": -1, "pad_token_id": 0, "do_sample": False})}
+        self.name = str(model)
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        self.log = folder / "transformers.log"
+        command = [
+            sys.executable,
+            Path(sys.executable).with_name("transformers"),
+            "serve",
+            self.name,
+            "--device",
+            "cpu",
+        ]
+        command += ["--dtype", "float32", "--host", "127.0.0.1", "--port", str(self.port)]
+        with self.log.open("wb") as out:
+            self.process = subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT)
+
+    wait = Server.wait
+    close = Server.close
+
+
+def token_times(server, k, n=NEW_TOKENS):
+    """The times at which the parts of one streamed answer arrive, in seconds since the request. vLLM sends a part per token."""
+    asked = {"model": "llama", "prompt": text(k), "max_tokens": n, "temperature": 0, "stream": True}
+    asked |= {"model": server.name} | server.ends if isinstance(server, Local) else {"ignore_eos": True}
     request = urllib.request.Request(
         f"http://127.0.0.1:{server.port}/v1/completions",
         json.dumps(asked).encode(),
@@ -92,6 +118,8 @@ def token_times(server, k):
         for line in answer:
             if line.startswith(b"data: {"):
                 times.append(time.perf_counter() - begun)
+                end = line
+    assert b'"finish_reason":"length"' in end, end  # all tokens
     return times
 
 
@@ -117,20 +145,22 @@ def load(servers, seconds, clients=CLIENTS):
 
 
 def locally(folder):
-    """Tokens per second of Transformers on this machine, for the same prompts together, and its time to the first token."""
+    """Tokens per second of Transformers on this machine, for the same prompts together."""
     import torch
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    asked, found, first = torch.tensor([prompt(k) for k in range(CLIENTS)]), [], []
+    asked, found = torch.tensor([prompt(k) for k in range(CLIENTS)]), []
     for _ in range(4):
-        begun = time.perf_counter()
-        model.generate(asked, max_new_tokens=1, do_sample=False, eos_token_id=None, pad_token_id=0)
-        first.append(time.perf_counter() - begun)
         begun = time.perf_counter()
         model.generate(asked, max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0)
         found.append(CLIENTS * NEW_TOKENS / (time.perf_counter() - begun))
-    return statistics.median(found[1:]), statistics.median(first[1:])
+    return statistics.median(found[1:])
+
+
+def one_token_ms(server):
+    """Milliseconds of a request for one token, of a server without other requests (median)."""
+    return 1e3 * statistics.median([token_times(server, k, 1)[-1] for k in range(20)])
 
 
 def percentile(values, part):
@@ -152,6 +182,7 @@ class Bench:
         self.seconds, self.count = chosen.seconds, chosen.servers
         random_llama.save(self.model, chosen.size)
         self.stack = Stack(chosen.state or folder / "stack")
+        self.stack.env["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # starts sooner
         cleanup.callback(self.stack.wooly, "down")
         self.stack.wooly("up")
         self._earlier = {t["task_id"] for t in self.stack.sessions()}  # of a run that was killed
@@ -183,17 +214,23 @@ class Bench:
 
     def engine(self):
         printed = self.stack.wooly("run", "-q", sys.executable, "-c", ENGINE, self.model, CLIENTS, PROMPT, NEW_TOKENS)
-        rate, local_rate = float(printed.split()[-1]), locally(self.model)[0]
+        rate, local_rate = float(printed.split()[-1]), locally(self.model)
         yield row("one engine without server", "tokens/s", rate, local_rate, 0.8, higher_is_better=True)
 
     def one(self):
-        rate, first, gaps = load(self.servers("first"), self.seconds)
-        local_rate, local_first = locally(self.model)
-        yield row("one server", "tokens/s", rate, local_rate, 0.8, higher_is_better=True)
-        yield row("one server, first token (median)", "ms", 1e3 * statistics.median(first), 1e3 * local_first, None)
-        yield row(
-            "one server, time per token (median)", "ms", 1e3 * statistics.median(gaps), 1e3 * CLIENTS / local_rate, None
-        )
+        servers = self.servers("first")
+        rate, first, gaps = load(servers, self.seconds)
+        asked = one_token_ms(*servers)
+        local = Local(self.model, self._folder, self.stack.env)
+        with contextlib.closing(local):
+            load([local.wait()], WARM_S)
+            local_rate, _, _ = load([local], self.seconds)
+            local_asked = one_token_ms(local)
+        name = f"one server, {CLIENTS} clients"
+        yield row(name, "tokens/s", rate, local_rate, 0.8, higher_is_better=True)
+        yield row(f"{name}, first token (median)", "ms", 1e3 * statistics.median(first), None, None)
+        yield row(f"{name}, time per token (median)", "ms", 1e3 * statistics.median(gaps), None, None)
+        yield row("one server, a request for one token (median)", "ms", asked, local_asked, None)
 
     def two(self):
         servers = self.servers("first", "second")

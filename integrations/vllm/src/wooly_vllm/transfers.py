@@ -18,7 +18,7 @@ import vllm.v1.worker.gpu.async_utils as outputs
 import vllm.v1.worker.gpu.model_runner as runner
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.outputs import LogprobsTensors
-from vllm.v1.worker.gpu.buffer_utils import NonUvaBuffer, StagedWriteTensor, _apply_write_kernel
+from vllm.v1.worker.gpu.buffer_utils import NonUvaBuffer, StagedWriteTensor, UvaBackedTensor, _apply_write_kernel
 
 #: Largest content, in bytes, that is compared with earlier ones; and number of contents that stay on the device.
 MAX_BYTES, MAX_KEPT = 16 << 10, 64
@@ -64,6 +64,21 @@ def uva(self: Any, n: int | None = None) -> torch.Tensor:
     if content is None or content != getattr(self, "content", None):
         copy.copy_(host)
         self.content = content
+    return copy
+
+
+def copy_to_uva(self: Any, n: int | None = None) -> torch.Tensor:
+    """Replaces `UvaBackedTensor.copy_to_uva`: the device's copy of a host array.
+
+    vLLM calls it for each parameter of sampling in each step, also if no request has come or gone. The copy of the last step is
+    still right if the array has not changed.
+    """
+    array = self.np if n is None else self.np[:n]
+    content = array.tobytes() if array.nbytes <= MAX_BYTES else None
+    if content is None or content != getattr(self, "content", None):
+        self.gpu = self.pool.copy_to_uva(array)
+        self.content = content
+    copy: torch.Tensor = self.gpu
     return copy
 
 
@@ -161,6 +176,7 @@ def install() -> None:
     """Replace the functions. Calling it again changes nothing."""
     runner.async_tensor_h2d = send
     NonUvaBuffer.uva = uva
+    UvaBackedTensor.copy_to_uva = copy_to_uva
     StagedWriteTensor.apply_write = apply_write
     outputs.async_copy_to_np = start_read_to_array
     LogprobsTensors.to_cpu_nonblocking = start_read_of_logprobs
