@@ -113,7 +113,9 @@ def compared(where, ours, gloo):
     for name in ours[0]:
         our, theirs = [[run[name] * 1e3 for run in runs] for runs in (ours, gloo)]
         spread = f"{min(our):.2f}-{max(our):.2f}"
-        yield row(f"{name}, {where}", "ms", statistics.median(our), statistics.median(theirs), GOALS[name], spread=spread)
+        yield row(
+            f"{name}, {where}", "ms", statistics.median(our), statistics.median(theirs), GOALS[name], spread=spread
+        )
 
 
 def main():
