@@ -329,7 +329,7 @@ def _far(monkeypatch):
         trip_s = property(lambda self: 3600.0, lambda self, shorter: None)
 
     monkeypatch.setattr(attached_links()[0], "waits", FarWaits())
-    monkeypatch.setattr(Event, "arrived", lambda self: False)
+    monkeypatch.setattr(Event, "query", lambda self: False)
 
 
 class _Words:
