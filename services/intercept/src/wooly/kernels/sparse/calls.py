@@ -77,8 +77,7 @@ class SparseCalls:
         """Make the kernel of an operator for a dispatch key (of `HOST_KEYS`)."""
         packet = op.overloadpacket.__name__
         if is_container_operator(packet):
-            kernel = redispatch_sparse_host(op, HOST_KEYS[key])
-            return _placed(kernel) if packet == "empty_like" else kernel
+            return redispatch_sparse_host(op, HOST_KEYS[key])
 
         def run(*args: Any, **kwargs: Any) -> Any:
             return self(op, *args, **kwargs)
@@ -219,18 +218,6 @@ def _coo(indices: Tensor, values: Tensor, size: tuple[int, ...], coalesced: bool
         device=raw_device(values),
         is_coalesced=coalesced,
     )
-
-
-def _placed(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """The kernel of a factory. PyTorch's calls no dispatcher, so the device "cuda" must have its real type."""
-
-    def run(t: Tensor, *args: Any, device: torch.device | None = None, **kwargs: Any) -> Any:
-        if device is not None and device.type == "cuda":
-            own = raw_device(t)
-            device = own if device.index is None else torch.device(own.type, device.index)
-        return kernel(t, *args, device=device, **kwargs)
-
-    return run
 
 
 def _summed(record: Callable[..., Any]) -> Callable[..., Any]:
