@@ -736,6 +736,37 @@ def test_data_assignment_of_meta_tensor_raises_error_of_pytorch(cuda):
         weight.data = torch.ones(3, device=cuda)
 
 
+def test_lazy_module_is_converted_on_the_device_before_its_first_call(cuda):
+    model = torch.nn.LazyLinear(2).to(cuda).double()
+    assert model.weight.dtype is torch.float64 and model(torch.ones(1, 3, device=cuda, dtype=torch.float64)).is_cuda
+    assert model.weight.shape == (2, 3)
+
+
+@pytest.mark.parametrize(
+    "wanted", [(False, True, True), (False, True, False), (False, False, True), (True, False, False)]
+)
+@pytest.mark.parametrize("train", [True, False])
+def test_batch_norm_computes_only_the_gradients_that_are_asked_for(cuda, wanted, train):
+    def gradients(device):
+        x, weight, bias = torch.arange(12.0).view(2, 3, 2), torch.tensor([1.0, 2.0, 3.0]), torch.zeros(3)
+        given = [t.to(device).requires_grad_(w) for t, w in zip((x, weight, bias), wanted, strict=True)]
+        mean, var = torch.zeros(3, device=device), torch.ones(3, device=device)
+        y = nn.functional.batch_norm(given[0], mean, var, given[1], given[2], training=train)
+        return torch.autograd.grad(y.square().sum(), [t for t in given if t.requires_grad])
+
+    for found, expected in zip(gradients(cuda), gradients("cpu"), strict=True):
+        torch.testing.assert_close(found.cpu(), expected)
+
+
+def test_where_takes_a_condition_on_the_host_without_dimensions(cuda):
+    x = torch.tensor([1.0, 2.0], device=cuda)
+    for condition in (torch.tensor(True), torch.tensor(False)):
+        assert torch.equal(torch.where(condition, x, -x).cpu(), torch.where(condition, x.cpu(), -x.cpu()))
+        assert torch.equal(torch.where(condition, 3.0, x).cpu(), torch.where(condition, 3.0, x.cpu()))
+    with pytest.raises(RuntimeError, match="boolean tensor"):
+        torch.where(torch.tensor(1.0), x, -x)
+
+
 def test_lazy_module_initializes_on_device(cuda):
     model = torch.nn.LazyLinear(2).to(cuda)
     assert model(torch.ones(1, 3, device=cuda)).shape == (1, 2)

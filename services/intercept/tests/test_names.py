@@ -103,6 +103,7 @@ def eval_in_torch(expression):
 
 def test_build_says_cuda(cuda):
     assert torch.version.cuda == "13.0" and torch.backends.cuda.is_built()
+    assert torch._C._cuda_getCompiledVersion() == 13000  # read at the import of PyTorch's test library
     assert eval_in_torch("cuda.is_built()") is torch._C._has_cuda
     assert torch.backends.cudnn.is_available() and torch.backends.cudnn.version() >= 90000
 

@@ -263,6 +263,8 @@ def test_compressed_tensors_are_filled_like_others(cuda, layout):
     there = host.to(cuda)
     for made in (torch.ones_like, torch.zeros_like, lambda t: torch.full_like(t, 3.0)):
         assert torch.equal(made(there).cpu().to_dense(), made(host).to_dense())
+    elsewhere = torch.zeros_like(there, device="cuda", dtype=torch.float64)
+    assert elsewhere.is_cuda and elsewhere.layout is there.layout and elsewhere.cpu().values().count_nonzero() == 0
     drawn = torch.randn_like(there)
     assert drawn.layout is there.layout and drawn.values().cpu().abs().sum() > 0
     with pytest.raises(NotImplementedError, match="uniform_"):

@@ -18,6 +18,7 @@ from torch import Tensor
 from wooly_bus.channel.segment import SHARED_FROM
 
 from wooly.devices import NAME
+from wooly.facade.names import to_wooly
 from wooly.pinned_area import allocate
 from wooly.storage import pinned, span
 from wooly.torch_private import raw_device, with_values
@@ -33,6 +34,8 @@ _FACTORIES = (
     "zeros_like",
 )  # fmt: skip
 _METHODS = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
+#: Layouts of compressed sparse tensors.
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
 def is_pinned(t: Tensor, device: Any = None) -> bool:
@@ -94,11 +97,16 @@ def _copy(t: Tensor) -> Tensor:
 
 
 def _pinning(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wrap a constructor so that `pin_memory=True` works without CUDA."""
+    """Wrap a constructor so that `pin_memory=True` works without CUDA.
+
+    For a compressed sparse tensor, PyTorch makes the new one without the dispatcher, so its device must have its real type.
+    """
 
     @functools.wraps(make)
     def call(*args: Any, **kwargs: Any) -> Tensor:
         if not kwargs.get("pin_memory"):
+            if "device" in kwargs and args and isinstance(args[0], Tensor) and args[0].layout in _COMPRESSED:
+                kwargs["device"] = to_wooly(kwargs["device"])
             return make(*args, **kwargs)
         made = make(*args, **{**kwargs, "pin_memory": False})
         if raw_device(made).type == NAME:

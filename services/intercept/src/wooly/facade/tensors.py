@@ -165,7 +165,15 @@ def _keeping_lazy(real: Callable[..., Any], module: torch.nn.Module, fn: Any, re
         for name, t in of.items()
         if isinstance(t, UninitializedTensorMixin)
     ]
-    result = real(module, fn, recurse)
+
+    def convert(t: torch.Tensor) -> torch.Tensor:
+        """Call `fn`. It cannot copy a tensor without a shape on the device, so it gets an empty one in its place."""
+        if isinstance(t, UninitializedTensorMixin):
+            t = torch.empty(0, dtype=t.dtype, device=t.device)
+        converted: torch.Tensor = fn(t)
+        return converted
+
+    result = real(module, convert if waiting else fn, recurse)
     for of, name, kind, requires_grad in waiting:
         t = of[name]
         if t is not None and not isinstance(t, UninitializedTensorMixin):

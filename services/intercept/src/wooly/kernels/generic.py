@@ -324,10 +324,15 @@ class Generic:
         """Plan a call, and cache its plan.
 
         Returns:
-            A call that must run instead: the same one, if an `out=` tensor was resized, so that it has another signature now; or
-            one that does not depend on the default dtype.
+            A call that must run instead: the same one, if an `out=` tensor was resized, so that it has another signature now;
+            one that does not depend on the default dtype; or one whose condition is on the device.
         """
         call = Call(args, kwargs)
+        if (
+            facts.op.overloadpacket is torch.ops.aten.where and args[0].is_cpu
+        ):  # it is no operand of the arithmetic: it keeps its dtype
+            condition = args[0].to(torch.device(NAME, self._recorder_of(buffers, call).heap.index))
+            return Call((condition, *args[1:]), kwargs)
         wrong = None if facts.name in RESIZED_ON_HOST else self._out_sizes.get(signature)
         if wrong is None:
             try:
