@@ -140,6 +140,23 @@ def test_channel_held_frame_is_sent_with_the_next_one_or_before_a_wait(echo, the
     client.close()
 
 
+def test_channel_several_held_frames_are_sent_with_the_first_that_is_not(echo, monkeypatch):
+    client = connect(echo.endpoint)
+    writes, write = [], client._write
+    monkeypatch.setattr(client, "_write", lambda buffers, size: (writes.append(size), write(buffers, size)))
+    client.hold(3)
+    client.send(ECHO, b"a")
+    client.send(ECHO, b"b")
+    client.hold(0)
+    assert not writes
+    client.send(ECHO, b"c")
+    assert [client.recv(5).payload for _ in range(3)] == [b"a", b"b", b"c"]
+    assert writes == [3 * (HEADER.size + 1)]
+    client.send(ECHO, b"d")
+    assert client.recv(5).payload == b"d" and writes == [3 * (HEADER.size + 1), HEADER.size + 1]
+    client.close()
+
+
 def test_channel_large_frame_is_not_held(echo):
     client = connect(echo.endpoint)
     client.hold()

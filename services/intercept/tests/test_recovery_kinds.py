@@ -46,7 +46,7 @@ class Executor:
     def look_before_blocking(self, look_ns):
         pass
 
-    def hold(self):
+    def hold(self, frames=1):
         pass
 
     def share(self, nbytes):

@@ -118,7 +118,7 @@ class RecordingLink:
         """Return False: there are no early reads."""
         return False
 
-    def hold(self) -> None:
+    def hold(self, frames: int = 1) -> None:
         """Do nothing: no frame is sent."""
 
     position = 0

@@ -701,9 +701,9 @@ class Link:
             self.observer.copied(seq, len(into), to_device=False)
         return seq, pending
 
-    def hold(self) -> None:
-        """Send the next frame together with the frame after it (`ChannelClient.hold`)."""
-        self.connection.channel.hold()
+    def hold(self, frames: int = 1) -> None:
+        """Send the next frames together with the frame after them (`ChannelClient.hold`)."""
+        self.connection.channel.hold(frames)
 
     def read_early(
         self, buffer: int, key: ViewKey, into: memoryview, host: torch.Tensor, prediction: EarlyRead

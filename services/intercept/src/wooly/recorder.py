@@ -720,7 +720,13 @@ class Recorder(ProgramFields):
         if self.capture is not None:
             self.capture.inline(work, bind, params, frees)
             return
-        self.flush()
+        link = self.require_link()
+        if self.words:  # the open program, what waits for it, and the recorded program are one message
+            link.hold(1 + len(self._deferred))
+        try:
+            self.flush()
+        finally:
+            link.hold(0)
         self._early = None
         self.early_reads.interrupt()
         self._send(self.require_link(), work.key, work, bind, params, frees, reply=False)

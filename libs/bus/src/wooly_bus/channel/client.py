@@ -122,7 +122,7 @@ class ChannelClient:
         self._ahead = memoryview(bytearray(_AHEAD))
         self._ahead_at = self._ahead_end = 0
         self._busy: BusyWait | None = None
-        self._holds = False
+        self._holds = 0
         self._held = b""
         self._sent = 0
         self._received = 0
@@ -212,7 +212,7 @@ class ChannelClient:
             self._write([held, header, *buffers], len(held) + size + HEADER.size)
         else:
             self._write([header, *buffers], size + HEADER.size)
-        self._holds = False
+        self._holds = max(self._holds - 1, 0)
         self._unacked.append((seq, size))
         self._in_flight += size
         return seq
@@ -298,9 +298,13 @@ class ChannelClient:
                 f"this process cannot map {nbytes} bytes of shared memory: {e}; raise its limit of address space (`ulimit -v`)"
             ) from e
 
-    def hold(self) -> None:
-        """Send the next frame, if it is small, together with the frame after it, or before the next wait or `poll_acks`."""
-        self._holds = True
+    def hold(self, frames: int = 1) -> None:
+        """Send the next frames, if they are small, together with the frame after them, or before the next wait or `poll_acks`.
+
+        Args:
+            frames: number of frames to hold; 0: the next frame is sent at once, with those that are held.
+        """
+        self._holds = frames
 
     def _write_held(self) -> None:
         held, self._held = self._held, b""
