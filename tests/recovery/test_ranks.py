@@ -1,5 +1,9 @@
 """Programs of several ranks go on after the death of an executor, with the bits of an undisturbed run."""
 
+import os
+import random
+import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -44,10 +48,52 @@ def expect(torchrun, undisturbed):
     return expect
 
 
-@pytest.mark.parametrize("lost", [0, 1], ids=["first", "second"])
-def test_ranks_on_two_executors_go_on_after_the_death_of_one(torchrun, expect, lost):
-    """The first rank's executor carries the collectives."""
-    expected = expect("ranks.py", 14)
-    found, said = torchrun("ranks.py", 14, LOSE="0,7", LOSE_RANK=str(lost), WOOLYAI_CHECKPOINT_S="0")
-    assert found == expected
+LOSSES = {
+    # the first rank's executor carries the collectives
+    "second": {"LOSE_RANK": "1"},
+    "first": {"LOSE_RANK": "0"},
+    "frames": {"LOSE_RANK": "1", "WOOLYAI_CHECKPOINT_S": "1000"},
+    "link": {"LOSE_RANK": "0", "CUT": "1"},
+}
+
+
+@pytest.mark.parametrize("how", [pytest.param(n, marks=() if n == "second" else pytest.mark.slow) for n in LOSSES])
+def test_ranks_on_two_executors_go_on_after_the_loss_of_one(torchrun, expect, how):
+    found, said = torchrun("ranks.py", 14, **{"LOSE": "0,7", "WOOLYAI_CHECKPOINT_S": "0"} | LOSSES[how])
+    assert found == expect("ranks.py", 14)
     assert said.count(GONE_ON) >= 4, said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "gpus"), [(2, 1), (4, 1), (4, 2)])
+def test_ranks_that_share_executors_go_on_after_the_death_of_one(torchrun, expect, ranks, gpus):
+    found, said = torchrun("ranks.py", 14, ranks=ranks, gpus=gpus, LOSE="0,7", WOOLYAI_CHECKPOINT_S="0")
+    assert found == expect("ranks.py", 14, ranks=ranks, gpus=gpus)
+    assert said.count(GONE_ON) >= 2 * ranks, said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ten_random_kills_of_executors_change_no_bit(cluster, torchrun, expect, ranks):
+    expected, chance, kills, runs = expect("ranks.py", 60, ranks=ranks), random.Random(ranks), 0, 0
+    while kills < 10:
+        found, over = [], threading.Event()
+
+        def work(found=found, over=over):
+            try:
+                found.append(torchrun("ranks.py", 60, ranks=ranks, SLOW="1", WOOLYAI_CHECKPOINT_S="0.5"))
+            finally:
+                over.set()
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        while not over.wait(chance.uniform(1.0, 5.0)):
+            running = cluster.rest("GET", "tasks?state=started")["tasks"]
+            if running and kills < 10:
+                name = chance.choice(sorted(running[0]["executors"]))
+                os.kill(int((cluster.keeper.pids / name).read_text()), signal.SIGKILL)
+                kills += 1
+        thread.join()
+        runs += 1
+        assert found and found[0][0] == expected
+    print(f"{kills} kills in {runs} runs of {ranks} ranks")

@@ -158,11 +158,15 @@ class Continuation:
         recovery = self._recovery()
         if recovery is None or recovery.hibernates:
             return
+        if recovery.answer is not None and self._link.wait(Pending(recovery.answer)):
+            self.take_cut(recovery)
         recovery.say(f"wooly: the session leaves the executor {self._link.where}: {why} ...")
         try:
             self._go_on(recovery, why, begun, leaves=True)
         except WoolyError as e:
             if e.code == STAYS:
+                if recovery.together is not None:
+                    recovery.together.failed()  # a cut that is being stored is not asked for again
                 recovery.say(f"wooly: the session stays: {e}")
                 raise
             raise self._link.lose(e) from e

@@ -964,7 +964,8 @@ class Link:
         if self.lost is None and os.getpid() == self._pid:
             try:
                 self.connection.channel.send(Kind.CLOSE)
-                if self._opened_here or (self.recovery is not None and self.recovery.number):
+                recovery = self.recovery
+                if self._opened_here or (recovery and (recovery.number or recovery.together)):
                     self.connection.channel.await_end(CLOSE_S)
             except ChannelError as e:
                 self.lose(e)
