@@ -12,8 +12,10 @@ from wooly_wis.collectives import (
     Range,
     Reduction,
     What,
+    group_of,
     pack_collective,
     unpack_collective,
+    with_group,
 )
 from wooly_wis.dtypes import DType
 from wooly_wis.errors import DecodeError
@@ -29,8 +31,17 @@ EXCHANGE = dataclasses.replace(
 
 
 @pytest.mark.parametrize("sent", [ALL_REDUCE, EXCHANGE], ids=["all_reduce", "exchange"])
-def test_collective_packed_and_unpacked_is_the_same(sent):
+@pytest.mark.parametrize("recovers", [True, False])
+@pytest.mark.parametrize("fault", ["", "its operand is too large"])
+def test_collective_packed_and_unpacked_is_the_same(sent, recovers, fault):
+    sent = dataclasses.replace(sent, recovers=recovers, fault=fault)
     assert unpack_collective(pack_collective(sent)) == sent
+
+
+def test_frame_with_another_group_is_otherwise_the_same():
+    other = with_group(pack_collective(ALL_REDUCE), bytes(16))
+    assert group_of(other) == bytes(16) and group_of(pack_collective(ALL_REDUCE)) == GROUP
+    assert unpack_collective(other) == dataclasses.replace(ALL_REDUCE, group=bytes(16))
 
 
 @pytest.mark.parametrize(

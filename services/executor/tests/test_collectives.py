@@ -9,6 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from wooly_bus.channel import ChannelClosedError
 from wooly_executor.collectives import groups as pure
 from wooly_executor.collectives import service
 from wooly_executor.collectives.groups import Groups
@@ -338,6 +339,55 @@ def test_rank_that_ends_ends_the_waiting_of_the_others_with_its_reason(device, w
     assert "rank 2 has" in errors_of(wis, ranks.clients[:1])[0]
 
 
+@pytest.mark.parametrize("waits", [True, False])
+def test_rank_that_loses_its_client_ends_the_sessions_of_ranks_that_can_go_on_elsewhere(device, wis, waits):
+    """They get no error: their clients see a loss. A rank that cannot go on gets the error."""
+    ranks = Ranks(device, 3)
+    for client in ranks.clients:
+        client.make(1, 1.0)
+    all_reduce(ranks, 1, recovers=True)
+    assert contents(ranks, 1, 1) == [[3.0]] * 3
+    ranks.sequence += 1
+    if waits:
+        ranks.send(0, What.BARRIER, recovers=True)
+        wait_parked(device, "rank0")
+    ranks.clients[2].channel.close()
+    device.wait_closed("rank2")
+    if not waits:
+        ranks.send(0, What.BARRIER, recovers=True)
+    with pytest.raises(ChannelClosedError, match="rank 2 has ended") as caught:
+        ranks.clients[0].sync()
+    assert caught.value.passing
+    ranks.send(1, What.BARRIER)
+    assert "rank 2 has ended" in errors_of(wis, ranks.clients[1:2])[0]
+
+
+def test_rank_that_closes_its_session_is_an_error_for_ranks_that_can_go_on_elsewhere(device, wis):
+    ranks = Ranks(device, 2)
+    ranks.sequence = 1
+    ranks.all(What.BARRIER, lambda rank: {}, recovers=True, sequence=1)
+    ranks.clients[1].channel.send(Kind.CLOSE)
+    device.wait_closed("rank1")
+    ranks.send(0, What.BARRIER, recovers=True, sequence=2)
+    assert "rank 1 has closed its session" in errors_of(wis, ranks.clients[:1])[0]
+
+
+def test_first_frame_of_ranks_that_go_on_here_tells_the_number(device, wis):
+    ranks = Ranks(device, 2)
+    ranks.sequence = 41
+    for client in ranks.clients:
+        client.make(1, 1.0)
+    all_reduce(ranks, 1, recovers=True)
+    assert contents(ranks, 1, 1) == [[2.0]] * 2
+    ranks.send(0, What.BARRIER, recovers=True, sequence=7)
+    refused(wis, ranks.clients[0], "sends number 7 .* next one has number 43")
+    for rank in (0, 1):
+        ranks.send(rank, What.LEAVE, group=bytes(16), recovers=True)  # the group ended before the checkpoint
+        assert ranks.clients[rank].sync() == {}
+    ranks.send(0, What.LEAVE, group=bytes(16))
+    refused(wis, ranks.clients[0], "does not exist")
+
+
 def test_rank_that_does_not_come_ends_the_waiting_at_the_timeout(device, wis):
     ranks = Ranks(device, 3, timeout_ms=50)
     ranks.sequence = 1
@@ -604,6 +654,7 @@ class GroupsMachine(RuleBasedStateMachine):
         super().__init__()
         self.groups, self.now = Groups(), 0.0
         self.arrivals, self.next, self.closed = {}, dict.fromkeys(range(SIZE), 1), set()
+        self.passed = set()
         self.running = []
 
     def free(self, rank):
@@ -618,6 +669,7 @@ class GroupsMachine(RuleBasedStateMachine):
         call = Collective(
             *(GROUP, self.next[rank], rank, SIZE, timeout * 1000, what, DType.F32),
             *(ranges, ranges, Reduction.NONE if other else Reduction.SUM),
+            recovers=rank > 0,
         )
         self.arrive(rank, call)
 
@@ -651,11 +703,12 @@ class GroupsMachine(RuleBasedStateMachine):
             assert all(bool(a.error) or not meeting.error for a in meeting.arrivals)
             self.collect()
 
-    @rule(rank=st.integers(0, SIZE - 1))
-    def close(self, rank):
+    @rule(rank=st.integers(0, SIZE - 1), passing=st.booleans())
+    def close(self, rank, passing):
         if rank not in self.closed:
             self.closed.add(rank)
-            self.groups.leave(f"s{rank}", "it died")
+            self.passed |= {rank} if passing else set()
+            self.groups.leave(f"s{rank}", "it died", passing=passing)
             self.arrivals.pop(rank, None)
             self.collect()
 
@@ -674,6 +727,7 @@ class GroupsMachine(RuleBasedStateMachine):
         for rank, arrival in list(self.arrivals.items()):
             if arrival.settled:
                 assert arrival.error or all(m.complete and m.done for m in arrival.meetings)
+                assert not arrival.lost or (rank and self.passed and arrival.error)
                 del self.arrivals[rank]
 
     @invariant()

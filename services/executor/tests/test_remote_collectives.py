@@ -1,11 +1,13 @@
 """Collectives of ranks on two executors: the bits of one executor, and peers that die, are silent or hostile."""
 
+import functools
 import json
 import socket
 import threading
 
 import pytest
 import torch
+from wooly_bus.channel import ChannelClosedError
 from wooly_bus.channel.token import SignedPass, peer_ticket
 from wooly_bus.keys import Key
 from wooly_executor.collectives import remote
@@ -215,6 +217,31 @@ def test_first_rank_that_dies_ends_ranks_at_other_executors(make_device):
     # the rank's results are poisoned, and its session goes on
     ranks.clients[1].make(9, 2.0)
     assert ranks.clients[1].floats(9, 1) == [2.0]
+
+
+@pytest.mark.parametrize("lost", ["rank0", "rank1"])
+def test_ranks_at_two_executors_that_can_go_on_elsewhere_lose_their_sessions_together(make_device, lost):
+    a, b, ranks = waiting(make_device)
+    waits = ranks.clients[lost == "rank0"]
+    ranks.send(int(lost == "rank0"), What.ALL_REDUCE, **SUM, recovers=True)
+    wait_for(has_arrived(a, 1))
+    home = a if lost == "rank0" else b
+    home.call(functools.partial(home.loop.sessions.close, lost, "its client was killed", passing=True))
+    with pytest.raises(ChannelClosedError, match=r"its client was killed|closed the connection") as caught:
+        waits.sync()
+    assert caught.value.passing
+
+
+def test_second_group_at_a_known_executor_needs_no_ticket(make_device):
+    _, b, ranks = waiting(make_device)
+    other = bytes(16)
+    ranks.clients[1].channel.send(Kind.GROUP, pack_json({"group": other.hex(), "instance": ranks.home}))
+    for rank in (0, 1):
+        ranks.send(rank, What.BARRIER, group=other, sequence=1)
+    assert [client.sync() for client in ranks.clients] == [{}, {}]
+    stranger = b.open("stranger", tenant="default")
+    stranger.channel.send(Kind.GROUP, pack_json({"group": other.hex(), "instance": ranks.home}))
+    assert "ticket" in failure(stranger)
 
 
 def test_session_that_ends_while_it_waits_ends_its_part_at_the_other_executor(make_device):

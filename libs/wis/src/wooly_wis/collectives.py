@@ -27,6 +27,8 @@ MAX_ORIGIN = 512
 _MAX_TIMEOUT_MS = 10 * 366 * 86_400_000
 _HEAD = struct.Struct(f"<{GROUP_BYTES}sQQIIIBBBBdIII")
 _RANGE = struct.Struct("<QQQI")
+#: Flags of a frame.
+_FAULTY, _RECOVERS = 1, 2
 
 
 class What(IntEnum):
@@ -108,6 +110,7 @@ class Collective:
         origin: the Python line that asks for it.
         fault: why this rank cannot take part, so that the collective fails for all ranks; empty: it takes part. Executors say so
             for their ranks.
+        recovers: the rank's session can go on in another executor, together with those of the other ranks.
     """
 
     group: bytes
@@ -124,6 +127,7 @@ class Collective:
     factor: float = 1.0
     origin: str = ""
     fault: str = ""
+    recovers: bool = False
 
     @property
     def name(self) -> str:
@@ -142,9 +146,23 @@ def pack_collective(c: Collective) -> bytes:
         origin = origin[:MAX_ORIGIN]
     head = _HEAD.pack(
         *(c.group, c.sequence, c.timeout_ms, c.rank, c.size, c.root),
-        *(c.what, c.reduction, c.dtype.code, bool(c.fault), c.factor, len(c.reads), len(c.writes), len(origin)),
+        *(c.what, c.reduction, c.dtype.code, _flags(c), c.factor, len(c.reads), len(c.writes), len(origin)),
     )
     return b"".join([head, *[_RANGE.pack(*r) for r in (*c.reads, *c.writes)], origin])
+
+
+def _flags(c: Collective) -> int:
+    return (_FAULTY if c.fault else 0) | (_RECOVERS if c.recovers else 0)
+
+
+def group_of(payload: bytes | memoryview) -> bytes:
+    """The id of the group in the payload of a COLLECTIVE frame that `pack_collective` has made."""
+    return bytes(payload[:GROUP_BYTES])
+
+
+def with_group(payload: bytes | memoryview, group: bytes) -> bytes:
+    """The payload of a COLLECTIVE frame that `pack_collective` has made, with another group's id."""
+    return group + bytes(payload[GROUP_BYTES:])
 
 
 def unpack_collective(payload: bytes | memoryview) -> Collective:
@@ -156,7 +174,7 @@ def unpack_collective(payload: bytes | memoryview) -> Collective:
     if len(payload) < _HEAD.size:
         raise DecodeError("COLLECTIVE frame is shorter than its header")
     head = _HEAD.unpack_from(payload)
-    group, sequence, timeout_ms, rank, size, root, what, reduction, code, faulty, factor, n_read, n_write, n_origin = (
+    group, sequence, timeout_ms, rank, size, root, what, reduction, code, flags, factor, n_read, n_write, n_origin = (
         head
     )
     if n_read + n_write > MAX_RANGES or n_origin > MAX_ORIGIN:
@@ -164,20 +182,21 @@ def unpack_collective(payload: bytes | memoryview) -> Collective:
             f"COLLECTIVE frame has {n_read + n_write} ranges and {n_origin} bytes of origin; the limits are {MAX_RANGES} and "
             f"{MAX_ORIGIN}"
         )
-    if _HEAD.size + (n_read + n_write) * _RANGE.size + n_origin != len(payload) or faulty > 1:
-        raise DecodeError("COLLECTIVE frame's counts do not match its length, or a flag is neither 0 nor 1")
+    if _HEAD.size + (n_read + n_write) * _RANGE.size + n_origin != len(payload) or flags > _FAULTY + _RECOVERS:
+        raise DecodeError("COLLECTIVE frame's counts do not match its length, or it has unknown flags")
     if what not in _WHATS or reduction not in _REDUCTIONS or code not in BY_CODE:
         raise DecodeError(
             f"COLLECTIVE frame asks for {what} with reduction {reduction} of dtype {code}, which are unknown"
         )
     ranges = [Range(*_RANGE.unpack_from(payload, _HEAD.size + k * _RANGE.size)) for k in range(n_read + n_write)]
     origin, fault = bytes(payload[len(payload) - n_origin :]).decode(errors="replace"), ""
-    if faulty:
+    if flags & _FAULTY:
         origin, _, fault = origin.partition("\0")
         fault = fault or "it has a failure without a reason"
     found = Collective(
         *(group, sequence, rank, size, timeout_ms, What(what), BY_CODE[code]),
         *(tuple(ranges[:n_read]), tuple(ranges[n_read:]), Reduction(reduction), root, factor, origin, fault),
+        recovers=bool(flags & _RECOVERS),
     )
     _check(found)
     return found

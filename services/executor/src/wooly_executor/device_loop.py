@@ -131,6 +131,7 @@ class DeviceLoop:
             self._calls.call,
             post,
             lambda session_id: self.sessions.get(session_id),
+            lambda session_id, why: self.sessions.close(session_id, why, passing=True),
             most=limits.session // 2,
             tls_ca=peers_ca,
         )

@@ -219,7 +219,7 @@ class Sessions:
         conn.ack(1)
         libraries = extensions.facts(opaque=session.programs.author.opaque)
         facts = self._runtime.facts() | {"total_memory": session.quota, "libraries": libraries}
-        facts |= {"instance": self._instance, "ipc": True}
+        facts |= {"instance": self._instance, "ipc": True, "groups_recover": True}
         welcome = {"protocol": PROTOCOL, "session_id": session.id, "window": WINDOW, "device": facts}
         if conn.segment is not None:
             welcome["segment"] = conn.segment.nbytes
@@ -310,7 +310,7 @@ class Sessions:
         self._usage.closed(session_id, self._vram.clock())
         self._vram.close(session)
         self._cuts.closed(session, passing=passing)
-        self._collectives.closed(session, reason)
+        self._collectives.closed(session, reason, passing=passing)
         session.release()
         conn, session.conn = session.conn, None
         if conn is not None:

@@ -9,6 +9,7 @@ Callers hold the recorder's lock.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from wooly_bus.channel import ChannelClient, ChannelClosedError, ChannelError
@@ -64,7 +65,7 @@ class Continuation:
             if not self._link.wait(Pending(recovery.answer)):
                 return
             self.take_cut(recovery)
-        while recovery.over:
+        while recovery.over and recovery.alone:
             self._ask_cut(recovery, wait=True)
             if recovery.answer is not None and self._link.wait(Pending(recovery.answer)):
                 self.take_cut(recovery)
@@ -75,9 +76,19 @@ class Continuation:
         elif recovery.due:
             self._ask_cut(recovery, wait=False)
 
-    def _ask_cut(self, recovery: Recovery, *, wait: bool) -> None:
+    def take_common_cut(self, cut: int) -> None:
+        """Take a cut that all ranks of the session's group take at this place."""
+        recovery = self._recovery()
+        if recovery is None or recovery.together is None:
+            return
+        if recovery.answer is not None and self._link.wait(Pending(recovery.answer)):
+            self.take_cut(recovery)
+        self._ask_cut(recovery, wait=False, new=True)
+        recovery.together.taken(cut, recovery.number)
+
+    def _ask_cut(self, recovery: Recovery, *, wait: bool, new: bool = False) -> None:
         link = self._link
-        number = recovery.begin()
+        number = recovery.begin(new=new)
         link.send(Kind.CUT, CUT_HEAD.pack(number, recovery.stored, wait))
         self._cut_at = 0 if link.log is None else link.log.frames
         recovery.answer = link.connection.channel.expect_frame()
@@ -147,11 +158,15 @@ class Continuation:
         recovery = self._recovery()
         if recovery is None or recovery.hibernates:
             return
+        if recovery.answer is not None and self._link.wait(Pending(recovery.answer)):
+            self.take_cut(recovery)
         recovery.say(f"wooly: the session leaves the executor {self._link.where}: {why} ...")
         try:
             self._go_on(recovery, why, begun, leaves=True)
         except WoolyError as e:
             if e.code == STAYS:
+                if recovery.together is not None:
+                    recovery.together.failed()  # a cut that is being stored is not asked for again
                 recovery.say(f"wooly: the session stays: {e}")
                 raise
             raise self._link.lose(e) from e
@@ -255,14 +270,22 @@ class Continuation:
         connection = self._link.connection
         while True:
             reached = max(connection.acked, self._link.answered)
+            together = recovery.together
+            if together is not None and not recovery.needs_ranks and not together.can_go_back():
+                together = None
             if not recovery.begun(progress=reached > self._resumed_at or recovery.left()):
                 raise WoolyError(f"{why}; the session has gone on elsewhere too often lately")
             try:
-                there, leaves = recovery.reopen(why, recovery.stored, leaves), False
+                if together is not None and not leaves:
+                    together.go_back()
+                there = recovery.reopen(why, recovery.stored, leaves)
+                if together is not None and leaves:
+                    together.go_back()
+                leaves = False
                 connection.replace(there.channel, there.where)
                 recovery.hibernates = False
                 connection.greet(self._hello | {"session_id": there.session_id, "token": there.token}, RESTORE_S)
-                self._replay(recovery)
+                self._replay(recovery, [] if together is None else together.meet(connection.channel.broken, recovery))
                 return
             except ChannelError as e:
                 why = str(e)
@@ -275,8 +298,12 @@ class Continuation:
                     connection.channel.abort()
                 raise
 
-    def _replay(self, recovery: Recovery) -> None:
+    def _replay(self, recovery: Recovery, groups: Sequence[bytes]) -> None:
         """Bring the session in the new executor to where it was: restore the last cut and send all kept frames again.
+
+        Args:
+            recovery: what is kept.
+            groups: contents of the GROUP frames that the executor needs.
 
         Raises:
             WoolyError: the cut cannot be restored, or a result differs.
@@ -295,6 +322,8 @@ class Continuation:
         defined = recovery.newest_programs()
         for raw in defined.values():
             channel.send(Kind.DEFINE, raw)
+        for raw in groups:
+            channel.send(Kind.GROUP, raw)
         numbers: dict[int, int] = {}
         other = ""
         for frame in recovery.frames:
@@ -302,7 +331,7 @@ class Continuation:
                 continue
             if frame.kind == Kind.RUN and (missing := recovery.undefined(frame, defined)):
                 channel.send(Kind.DEFINE, missing)
-            sent = channel.send(frame.kind, frame.payload)
+            sent = channel.send(frame.kind, *recovery.on_wire(frame.kind, (frame.payload,)))
             if not frame.seq:
                 connection.last += 1
                 frame.seq = connection.last
@@ -323,6 +352,9 @@ class Continuation:
             recovery.note(told)
         connection.resume(channel.send(Kind.SYNC), numbers)
         done = channel.expect_frame()
+        if recovery.needs_ranks:  # another rank may wait for the script, so the script must not wait for that rank
+            link.abandon(Pending(done))
+            return
         channel.complete(done)
         assert done.other is not None
         if done.other.kind == Kind.ERROR:

@@ -3,6 +3,8 @@
 The session leaves at a cut, so nothing is done twice. For a move, a first cut is stored while the script runs; then the script
 waits for a second cut, of what changed meanwhile, and for the other executor. A session that hibernates has no executor. Its next
 operation finds a channel that is closed, and opens the session elsewhere, as after a loss.
+
+The ranks of a program leave together: if one leaves, the others go back to the newest common cut, as after a loss.
 """
 
 from __future__ import annotations
@@ -104,6 +106,10 @@ class Departures:
         return all(link.recovery is not None for link in self._links)
 
     @property
+    def _is_rank(self) -> bool:
+        return any(link.recovery is not None and link.recovery.together is not None for link in self._links)
+
+    @property
     def _hibernates(self) -> bool:
         return any(link.recovery is not None and link.recovery.hibernates for link in self._links)
 
@@ -152,7 +158,7 @@ class Departures:
         now, positions = time.monotonic(), [link.position for link in self._links]
         if positions != self._positions:
             self._positions, self._since = positions, now
-        elif self.recovers and not self._hibernates and now - self._since >= after_s:
+        elif self.recovers and not self._hibernates and not self._is_rank and now - self._since >= after_s:
             self._begin("idle", f"no operation for {now - self._since:.0f} s")
 
     def _begin(self, what: str, reason: str) -> None:
@@ -172,6 +178,11 @@ class Departures:
         start_call(work, "wooly-departure")
 
     def _move(self, reason: str) -> None:
+        if self._is_rank:
+            with self._all_locked():
+                for link in self._links:
+                    link.continuation.move(reason, time.monotonic())
+            return
         for link, lock in zip(self._links, self._locks, strict=True):
             with lock:
                 number = link.continuation.next_cut
@@ -202,6 +213,10 @@ class Departures:
             self._positions = []
 
     def _hibernate_here(self, reason: str) -> None:
+        if self._is_rank:
+            raise WoolyError(
+                "it is a rank of a torch.distributed group. The other ranks would wait for it, so it does not hibernate"
+            )
         problems = [link.continuation.cut_here() for link in self._links]
         self.stays = next(filter(None, problems), "")
         if not self.stays:

@@ -259,7 +259,9 @@ class Link:
 
     # -- sending -----------------------------------------------------------------------------------------------------
 
-    def send(self, kind: Kind, *buffers: Any, into: memoryview | None = None, asks: bool = False) -> int:
+    def send(
+        self, kind: Kind, *buffers: Any, into: memoryview | None = None, asks: bool = False, once: bool = False
+    ) -> int:
         """Send a frame. If the connection is broken, the session goes on elsewhere first, if it can. Returns the frame's number.
 
         Args:
@@ -267,6 +269,7 @@ class Link:
             buffers: its payload.
             into: memory for the answer to a READ.
             asks: the executor answers it.
+            once: send it to this executor only: it is not kept.
 
         Raises:
             WoolyError: the session has ended.
@@ -280,10 +283,11 @@ class Link:
         recovery = self.recovery
         frame = None
         if recovery is not None:
-            frame = recovery.keep(kind, buffers, into, asks=asks) if kind in KEPT else None
+            frame = recovery.keep(kind, buffers, into, asks=asks) if kind in KEPT and not once else None
             self._kept = frame
         try:
-            seq = self.connection.send(kind, *buffers, into=into)
+            sent = buffers if recovery is None else recovery.on_wire(kind, buffers)
+            seq = self.connection.send(kind, *sent, into=into)
         except ChannelError as e:
             try:
                 self.continuation.recover(e)  # sends the frame, if it is kept
@@ -291,7 +295,9 @@ class Link:
                 if self.lost is None:  # the session still hibernates, or a signal handler ended the recovery
                     self._not_sent(frame)
                 raise
-            return self.send(kind, *buffers) if frame is None else frame.seq
+            if frame is not None:
+                return frame.seq
+            return self.position if once else self.send(kind, *buffers)
         except BaseException:
             self._not_sent(frame)
             raise
@@ -418,21 +424,24 @@ class Link:
             self.poll()
             self._failures.prune(self.connection.acked)
 
-    def collective(self, payload: bytes, name: str, where: Origin) -> None:
+    def collective(self, payload: bytes, name: str, where: Origin, *, once: bool = False) -> None:
         """Send this rank's part in a collective.
 
         Args:
             payload: the content of the COLLECTIVE frame.
             name: what it is, for messages.
             where: the Python line that asks for it.
+            once: do not send it again if the session goes on elsewhere.
 
         Raises:
             WoolyError: the session is being recorded.
         """
         if self.log is not None:
             raise WoolyError("`wooly record` cannot record the collectives of torch.distributed")
+        if self.recovery is not None:
+            self.continuation.cut_if_due(self.recovery)
         self._prune()
-        seq = self.send(Kind.COLLECTIVE, payload)
+        seq = self.send(Kind.COLLECTIVE, payload, once=once)
         self._failures.sent(seq, name, [where])
 
     def ipc(self, what: int, buffer: int = 0, nbytes: int = 0, name: bytes = b"") -> dict[str, Any]:
@@ -481,6 +490,8 @@ class Link:
         recovery, self.recovery = self.recovery, None
         if recovery is not None:
             self.stays = why
+            if recovery.together is not None:
+                recovery.together.end(why)
             recovery.tell_given_up(why)
 
     def write(self, buffer: int, offset: int, data: memoryview) -> None:
@@ -863,6 +874,10 @@ class Link:
         if failed is not None:
             raise failed
 
+    def abandon(self, pending: Pending) -> None:
+        """Process an answer when it arrives, and do not wait for it."""
+        self._abandoned.append(pending)
+
     def forget_unkept_answers(self) -> None:
         """Forget answers for which nobody waits, and which another executor does not give."""
         self._abandoned = deque([p for p in self._abandoned if p.frame is not None])
@@ -932,10 +947,13 @@ class Link:
 
     def close(self) -> None:
         """Tell the executor that the session ends, if the connection is open, and close the connection."""
+        if self.recovery is not None and self.recovery.together is not None and os.getpid() == self._pid:
+            self.recovery.together.end("it has closed its session")
         if self.lost is None and os.getpid() == self._pid:
             try:
                 self.connection.channel.send(Kind.CLOSE)
-                if self._opened_here or (self.recovery is not None and self.recovery.number):
+                recovery = self.recovery
+                if self._opened_here or (recovery and (recovery.number or recovery.together)):
                     self.connection.channel.await_end(CLOSE_S)
             except ChannelError as e:
                 self.lose(e)

@@ -16,7 +16,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from wooly_bus.channel import ChannelClient, Expected, Frame
 from wooly_bus.contents import chunk_digest
@@ -36,6 +36,8 @@ CUT_BYTES, CUT_FRAMES = 64 << 20, 20_000
 COST = 0.02
 #: Bytes of kept frames up to which the client waits until a cut is stored. Above, it gives recovery up.
 KEPT_BYTES = 256 << 20
+#: The same for a rank of a group, which cannot wait: the other ranks may be waiting for it.
+KEPT_BYTES_OF_RANK = 1 << 30
 #: Bytes of a session's buffers above which a session without WOOLYAI_RECOVERY=on takes no cuts.
 AUTO_BYTES = 2 << 30
 #: Number of programs that an executor knows at the end of a replay. It equals `recorder.PROGRAMS_KEPT`; the recorder needs torch.
@@ -45,7 +47,7 @@ ASK_S = 0.5
 #: Maximum number of recoveries of a session without progress, a new cut, or `HEALED_S` seconds between them.
 MAX_RECOVERIES, HEALED_S = 4, 60.0
 #: Kinds of frames that change a session, or whose answers a script has read.
-KEPT = frozenset((Kind.RUN, Kind.WRITE, Kind.SEAL, Kind.READ))
+KEPT = frozenset((Kind.RUN, Kind.WRITE, Kind.SEAL, Kind.READ, Kind.COLLECTIVE))
 #: Answer of a frame that was answered by an error.
 ERROR = b"error"
 
@@ -136,6 +138,40 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
+class OtherRanks(Protocol):
+    """The other ranks of a program, whose sessions go on elsewhere together with this one (`wooly.distributed.together`).
+
+    Attributes:
+        over: why they cannot any more; empty: they can.
+    """
+
+    over: str
+
+    def on_wire(self, payload: bytes) -> bytes:
+        """The payload of a COLLECTIVE frame as it is sent now."""
+
+    def holds(self, number: int) -> bool:
+        """Whether a stored cut is this session's part of a cut of all ranks. The other ranks learn that it is stored."""
+
+    def taken(self, cut: int, number: int) -> None:
+        """A cut of all ranks was asked for, under a number of this session."""
+
+    def failed(self) -> None:
+        """The last cut was not taken, or not stored."""
+
+    def can_go_back(self) -> bool:
+        """Whether all ranks can go on elsewhere together."""
+
+    def go_back(self) -> None:
+        """This session leaves its executor: let all ranks go back. Raises WoolyError."""
+
+    def meet(self, broken: Callable[[], bool], recovery: Recovery) -> list[bytes]:
+        """Wait until all ranks have gone back. Returns contents of GROUP frames. Raises WoolyError and ChannelClosedError."""
+
+    def end(self, why: str) -> None:
+        """From now on, the ranks cannot go back any more, because this one cannot."""
+
+
 class Recovery:
     """The kept frames of one session, and when it needs a cut.
 
@@ -158,7 +194,11 @@ class Recovery:
         programs: definitions by digest, least recently used first.
         sources: kernel sources.
         number: number of the last cut that was asked for.
-        stored: number of the newest cut that is known to be stored; 0: none.
+        saved: number of the newest cut that is known to be stored; 0: none.
+        stored: number of the cut from which the session would go on: the newest stored one; of a rank of a group, the newest one
+            that all ranks have stored; 0: none.
+        together: the other ranks with which the session goes on elsewhere; None: it goes on alone.
+        tied: a kept frame was sent that needs other ranks.
         answer: the expected answer to the last CUT frame; None: it was answered.
         failure: why the last cut was not taken or not stored; empty if it was.
         hibernates: the session has no executor.
@@ -180,12 +220,14 @@ class Recovery:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.reopen, self.hibernate, self._always, self.say, self._clock = reopen, hibernate, always, say, clock
-        self._every_s, self.note, self.left, self.around = every_s, note, left, around
+        self.every_s, self.note, self.left, self.around = every_s, note, left, around
         self.frames: deque[KeptFrame] = deque()
         self.nbytes = 0
         self.programs: OrderedDict[bytes, bytes] = OrderedDict()
         self.sources: list[bytes] = []
-        self.number = self.stored = 0
+        self.number = self.saved = self.stored = 0
+        self.together: OtherRanks | None = None
+        self.tied = False
         self.answer: Expected | None = None
         self.failure = ""
         self.hibernates = False
@@ -216,6 +258,7 @@ class Recovery:
         frame.into, frame.asks = into, asks
         self.frames.append(frame)
         self.nbytes += len(payload)
+        self.tied = self.tied or kind == Kind.COLLECTIVE
         if kind == Kind.RUN and payload[:DIGEST_SIZE] in self.programs:
             self.programs.move_to_end(payload[:DIGEST_SIZE])
         return frame
@@ -237,13 +280,34 @@ class Recovery:
         """Whether to ask for a cut now, or whether the last cut is stored."""
         if self.answer is not None or self._refused or self._too_large:
             return False
-        if self._taken > self.stored:
+        if self._taken > self.saved:
             return self._clock() >= self._next_question
-        return (
+        return self.alone and self.wants_cut
+
+    @property
+    def alone(self) -> bool:
+        """Whether the session may take cuts when it wants. Otherwise, all ranks take them together."""
+        return self.together is None or not self.tied or bool(self.together.over)
+
+    @property
+    def wants_cut(self) -> bool:
+        """Whether so much or such old work is kept that a cut should be taken."""
+        return not (self._refused or self._too_large) and (
             self.nbytes > CUT_BYTES
             or len(self.frames) > CUT_FRAMES
             or (bool(self.frames) and self._clock() >= self._next_cut)
         )
+
+    @property
+    def needs_ranks(self) -> bool:
+        """Whether other ranks must repeat their part of what is kept."""
+        return any(frame.kind == Kind.COLLECTIVE for frame in self.frames)
+
+    def on_wire(self, kind: Kind, buffers: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The payload of a frame as it is sent now. `keep` gets it without the change."""
+        if kind == Kind.COLLECTIVE and self.together is not None:
+            return (self.together.on_wire(buffers[0]),)
+        return buffers
 
     @property
     def complete(self) -> bool:
@@ -252,12 +316,12 @@ class Recovery:
 
     @property
     def over(self) -> bool:
-        """Whether so much is kept that the client waits until a cut is stored."""
-        return self.nbytes > KEPT_BYTES
+        """Whether so much is kept that the client waits until a cut is stored, or gives recovery up."""
+        return self.nbytes > (KEPT_BYTES if self.alone else KEPT_BYTES_OF_RANK)
 
-    def begin(self) -> int:
-        """The number of the cut to ask for; 0: ask only whether the last one is stored."""
-        if self._taken > self.stored:
+    def begin(self, *, new: bool = False) -> int:
+        """The number of the cut to ask for; 0: ask only whether the last one is stored. `new`: ask for a cut in any case."""
+        if self._taken > self.saved and not new:
             self._next_question = self._clock() + ASK_S
             return 0
         self.number += 1
@@ -270,17 +334,21 @@ class Recovery:
         """Process the answer to a CUT."""
         now = self._clock()
         stored, self._taken = int(answer["stored"]), int(answer["taken"])
-        if stored > self.stored:
-            self._trim(stored)
+        if stored > self.saved:
+            self.saved = stored
+            if self.together is None or not self.together.holds(stored):
+                self.keep_from(stored)
             pause, store = int(answer["pause_ns"]) / 1e9, int(answer["store_ns"]) / 1e9
-            self._next_cut = now + (max(self._every_s, (pause + store) / COST) if self._every_s else 0)
+            self._next_cut = now + (max(self.every_s, (pause + store) / COST) if self.every_s else 0)
         elif self._taken > stored and not answer["error"]:
             self._next_question = now + ASK_S
         else:
-            self._next_cut = now + self._every_s
+            self._next_cut = now + self.every_s
         self.failure = str(answer["error"])
         if answer["error"]:  # the last cut was not taken or not stored; another one may be
             self._taken = stored
+            if self.together is not None:
+                self.together.failed()
             if not self._told:
                 log.warning("a checkpoint of this session is missing: %s", answer["error"])
             self._told = True
@@ -291,15 +359,17 @@ class Recovery:
 
     def failed(self) -> None:
         """The CUT was answered by an error of the session: there is no cut, and the answer has taken the error."""
-        self._next_cut = self._clock() + self._every_s
+        self._next_cut = self._clock() + self.every_s
+        if self.together is not None:
+            self.together.failed()
         self.failure = "an operation of the session failed"
         frame = KeptFrame(Kind.SYNC, b"")
         frame.seq = -1  # no frame of the session has this number
         frame.answered(ERROR, "")
         self.frames.append(frame)
 
-    def _trim(self, stored: int) -> None:
-        """Forget the frames before a stored cut."""
+    def keep_from(self, stored: int) -> None:
+        """Forget the frames before a stored cut. The session goes on from there, if it goes on elsewhere."""
         frames = self.frames
         if any(f.kind == Kind.CUT and f.seq == stored for f in frames):
             while frames:
@@ -308,6 +378,7 @@ class Recovery:
                 if gone.kind == Kind.CUT and gone.seq == stored:
                     break
         self.stored = stored
+        self.saved, self._taken = max(self.saved, stored), max(self._taken, stored)
         while len(self.programs) > PROGRAMS_KEPT:
             self.programs.popitem(last=False)
         self._recent.clear()
@@ -357,7 +428,7 @@ class Recovery:
             return False
         self._recent.append(now)
         self.answer = None
-        self._taken = self.stored
+        self._taken = self.saved = self.stored
         return True
 
 

@@ -142,7 +142,8 @@ class Moves:
             if not record.wants.get("recovers"):
                 raise RefusedError("router.no_session", f"session {record.id} cannot go on in another executor")
             names = [p.executor_id for p in record.parts]
-            wish = record.wish if leaves else NO_WISH
+            # A rank that was asked to leave may leave because another rank has left.
+            wish = record.wish if leaves or record.gang.task_id else NO_WISH
             if leaves:
                 try:
                     await self._check_room(record, wish.node, wish.barred)
@@ -151,7 +152,7 @@ class Moves:
                     raise RefusedError("router.stays", str(e)) from e
             # Its executor may live and have the session, for example if only the connection broke.
             silent = await self._executors.leave(names, record.id, "it goes on in another executor")
-            why = (wish.reason or reason) if leaves else f"its client lost {', '.join(names)}: {reason}"
+            why = (wish.reason or reason) if leaves or wish.do else f"its client lost {', '.join(names)}: {reason}"
             # It has its place in the queue at once, because its client asks.
             waits = await self.requeue(record, why, wish, silent=silent, lease=lease, away=False, **changes)
             if waits is not None:

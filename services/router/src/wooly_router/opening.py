@@ -303,8 +303,8 @@ class Opening:
                 retryable=True,
             )
         async with self._world.database.deciding() as s:
-            gang = task.gang
-            if gang.task_id and not task.attempt:
+            gang = task.gang if not task.attempt else ALONE  # after a loss, each rank gets another device alone
+            if gang.task_id:
                 ranks = {r.id: r for r in await self._world.tasks.gang(gang.task_id, s)}
                 chosen = alive.get(reserved_for(ranks[task.id]))
                 if chosen is not None and chosen.executor_id not in want.barred:
@@ -323,7 +323,7 @@ class Opening:
                 await self._world.tasks.take_devices(s, task.id, ())
             config, nodes, pool = await self._world.pool(s, self._registry, now)
             queue = [t.waiting() for t in await self._world.tasks.queue(s)]
-            me = Waiting(task.id, task.priority, task.created_at, want, gang=gang if not task.attempt else ALONE)
+            me = Waiting(task.id, task.priority, task.created_at, want, gang=gang)
             # In a thread, because a long queue takes long, and the event loop must receive heartbeats.
             turn = await asyncio.to_thread(turn_of, me, queue, pool, now, config.patience())
             placement = turn.placement

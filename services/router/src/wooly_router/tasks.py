@@ -148,10 +148,26 @@ class TaskActor:
         return await self.on_task(request)
 
     async def on_move_task(self, request: MoveTaskRequest) -> TaskReply:
-        """Ask the client of a running session to move it to another device."""
+        """Ask the client of a running session to move it to another device; of a program, the clients of all ranks."""
+        ranks = await self._ranks(request.task_id, request.tenant)
+        if ranks:
+            await self._move_ranks(ranks, request.node)
+            return await self.on_task(TaskRequest(task_id=request.task_id, tenant=request.tenant))
         task = await self._get(request.task_id, request.tenant)
         await self._router.moves.move_to(task, "moved on request", request.node)
         return await self.on_task(TaskRequest(task_id=task.id, tenant=request.tenant))
+
+    async def _move_ranks(self, ranks: Sequence[TaskRecord], to: str) -> None:
+        """Ask all ranks of a program that run to move, or none of them."""
+        asked: list[TaskRecord] = []
+        for rank in [r for r in ranks if r.state == "started"] or ranks[:1]:
+            try:
+                await self._router.moves.move_to(rank, "moved on request", to)
+            except RefusedError as e:
+                for each in asked:
+                    await self._router.moves.stays(each, str(e))
+                raise
+            asked.append(rank)
 
     async def on_hibernate_task(self, request: TaskRequest) -> TaskReply:
         """Ask the client of a running session to let it hibernate."""

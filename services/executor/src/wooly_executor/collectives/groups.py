@@ -8,6 +8,10 @@
 A session waits at its frame, so a rank has at most one arrival. A rank that dies, a deadline, or ranks that ask for different
 things end the group: its later collectives fail with the same reason. An operand that cannot be used fails only its collective,
 because all ranks know about it.
+
+If a rank's session ends because its executor or its connection was lost, the other ranks may go on elsewhere with it: the
+arrivals of ranks that can (`Collective.recovers`) are `lost` instead of failed. Such ranks come back as another group, whose
+first frame says where its numbers begin.
 """
 
 from __future__ import annotations
@@ -45,6 +49,11 @@ class Arrival:
     meetings: list[Meeting] = field(default_factory=list)
     error: str = ""
     settled: bool = False
+
+    @property
+    def lost(self) -> bool:
+        """Whether the rank's session must go on elsewhere, with those of the other ranks, instead of getting an error."""
+        return bool(self.error) and self.group.lost and self.call.recovers
 
     @property
     def deadline(self) -> float:
@@ -92,10 +101,12 @@ class Group:
         size: number of ranks.
         members: session of each rank that has come.
         gone: ranks that have left or died, and why.
-        sequence: number of the last collective of all ranks.
+        sequence: number of the last collective of all ranks; None: the first frame tells it.
         meeting: the collective for which ranks wait.
         channels: transfers that lack one end, by the ranks from and to.
         error: why the group has ended; empty: it has not.
+        passed: ranks in `gone` whose sessions may go on elsewhere.
+        lost: such a rank ended the group.
     """
 
     tenant: str
@@ -103,10 +114,17 @@ class Group:
     size: int
     members: dict[int, str] = field(default_factory=dict)
     gone: dict[int, str] = field(default_factory=dict)
-    sequence: int = 0
+    sequence: int | None = 0
     meeting: Meeting | None = None
     channels: dict[tuple[int, int], deque[Meeting]] = field(default_factory=dict)
     error: str = ""
+    passed: set[int] = field(default_factory=set)
+    lost: bool = False
+
+    @property
+    def following(self) -> int:
+        """Number of the next collective of all ranks."""
+        return (self.sequence or 0) + 1
 
 
 class Groups:
@@ -126,15 +144,20 @@ class Groups:
         Raises:
             CollectiveError: the frame does not belong here. Other sessions do not notice it.
         """
+        if call.what is What.LEAVE and call.recovers and (tenant, call.group) not in self._groups:
+            # Its other frames were before the checkpoint from which the ranks go on.
+            return Arrival(session, call, Group(tenant, call.group, call.size), now, settled=True)
         group = self._group_for(tenant, session, call)
         if call.what is What.LEAVE:
             arrival = Arrival(session, call, group, now, settled=True)
             self._leave(session, group, call.rank, "has left the group")
             return arrival
-        if call.what is not What.EXCHANGE and not group.error and call.sequence != group.sequence + 1:
+        if call.what is not What.EXCHANGE and group.sequence is None:
+            group.sequence = call.sequence - 1
+        if call.what is not What.EXCHANGE and not group.error and call.sequence != group.following:
             raise CollectiveError(
                 f"rank {call.rank} sends number {call.sequence} of its group's collectives, but the next one has number "
-                f"{group.sequence + 1}"
+                f"{group.following}"
             )
         arrival = Arrival(session, call, group, now)
         if group.error:
@@ -161,6 +184,8 @@ class Groups:
                     "torch.distributed.destroy_process_group"
                 )
             group = self._groups[tenant, call.group] = Group(tenant, call.group, call.size)
+            if call.recovers:
+                group.sequence = None
         if group.size != call.size:
             raise CollectiveError(f"the group has {group.size} ranks, but the frame says {call.size}")
         if call.rank in group.gone:
@@ -181,6 +206,7 @@ class Groups:
         meeting.arrivals.append(arrival)
         arrival.meetings.append(meeting)
         if group.gone:
+            group.lost = group.gone.keys() <= group.passed
             self._end(group, _gone(group, group.gone, arrival))
         elif why := own_difference(arrival.call) or _first_difference(meeting, arrival):
             self._end(group, why)
@@ -193,6 +219,7 @@ class Groups:
             self._transfer(arrival, (w.peer, me), write=k)
         alone = {other for m in arrival.meetings if not m.complete for other in _others(m, arrival)} & group.gone.keys()
         if alone and not group.error:
+            group.lost = alone <= group.passed
             self._end(group, _gone(group, alone, arrival))
 
     def _transfer(self, arrival: Arrival, way: tuple[int, int], read: int = -1, write: int = -1) -> None:
@@ -230,7 +257,7 @@ class Groups:
         meeting.error = meeting.error or group.error or error
         if meeting is group.meeting:
             group.meeting = None
-            group.sequence += 1
+            group.sequence = group.following
         found = []
         for arrival in meeting.arrivals:
             arrival.error = arrival.error or meeting.error
@@ -240,10 +267,18 @@ class Groups:
                 found.append(arrival)
         return found
 
-    def leave(self, session: str, why: str) -> list[Arrival]:
-        """A session has ended. Returns the arrivals of other sessions that are settled by this."""
+    def leave(self, session: str, why: str, *, passing: bool = False) -> list[Arrival]:
+        """A session has ended. Returns the arrivals of other sessions that are settled by this.
+
+        Args:
+            session: its id.
+            why: the reason; empty: its client closed it.
+            passing: it may go on in another executor.
+        """
         before = self._unsettled()
         for group, rank in self._of_session.pop(session, {}).items():
+            if passing:
+                group.passed.add(rank)
             self._leave(session, group, rank, f"has ended: {why}" if why else "has closed its session")
         self._waiting.pop(session, None)
         return [arrival for arrival in before if arrival.settled and arrival.session != session]
@@ -259,12 +294,15 @@ class Groups:
             return
         mine = self._waiting.get(session)
         if mine is not None and mine.group is group:
+            group.lost = rank in group.passed
             self._end(group, f"rank {rank} {why}, in {describe(mine.call)}")
         elif group.meeting is not None and group.meeting.arrivals:
+            group.lost = rank in group.passed
             self._end(group, _gone(group, [rank], group.meeting.arrivals[0]))
         else:
             for arrival in waiting:
                 if any(not m.complete and rank in _others(m, arrival) for m in arrival.meetings):
+                    group.lost = rank in group.passed
                     self._end(group, _gone(group, [rank], arrival))
                     return
 

@@ -81,7 +81,8 @@ class Introduction(BaseModel):
     Attributes:
         group: id of the group, in hex.
         instance: names the process of the other executor, as its WELCOME frame does.
-        ticket: what the router says about the other executor.
+        ticket: what the router says about the other executor; empty: the session has told it before, for another group, and works
+            with the other executor already.
         peer: at a standalone executor, instead of the ticket: what the client says.
     """
 
@@ -101,13 +102,13 @@ class Errand:
         call: the rank's frame.
         data: what the rank reads: its ranges one after the other, each at a multiple of `ALIGN`.
         results: where the results go, laid out as `data`.
-        done: called in the connection's thread, with the error; empty: none.
+        done: called in the connection's thread, with the error (empty: none), and whether the connection is broken.
     """
 
     call: Collective
     data: memoryview
     results: memoryview
-    done: Callable[[str], None]
+    done: Callable[[str, bool], None]
 
 
 def laid_out(ranges: Sequence[Range], itemsize: int) -> tuple[list[int], int]:
@@ -153,11 +154,16 @@ class PeerLink:
         pinned = self._pinned
         return None if pinned is None or nbytes < SHARED_FROM else pinned.allocate(nbytes)
 
-    def close(self, reason: str) -> None:
-        """End the connection, and with it the session at the other executor. The ranks of its groups get the reason."""
+    def close(self, reason: str, *, passing: bool) -> None:
+        """End the connection, and with it the session at the other executor. The ranks of its groups get the reason.
+
+        Args:
+            reason: why.
+            passing: the session may go on elsewhere: the other executor sees a broken connection.
+        """
         self._reason, self._closing = reason, True
         self._errands.put(None)
-        if self._busy:
+        if self._busy or passing:
             self.abort("the session has ended")
 
     def abort(self, why: str) -> None:
@@ -186,7 +192,7 @@ class PeerLink:
                         f"more: {why}"
                     )
             self._busy = False
-            errand.done(error)
+            errand.done(error, bool(failed))
         client = self._client
         if client is not None:
             if not failed and not self._why:

@@ -62,6 +62,7 @@ class Visit:
         results: host memory for what it writes.
         deadline: when the other executor should have answered, in seconds.
         error: why it failed; empty if it did not.
+        broken: it failed because the other executor cannot be used any more.
     """
 
     call: Collective
@@ -71,6 +72,7 @@ class Visit:
     deadline: float
     stage: Stage = Stage.READING
     error: str = ""
+    broken: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -139,17 +141,21 @@ class RemoteCollectives:
             raise CollectiveError(
                 f"the GROUP frame's {'.'.join([str(part) for part in wrong['loc']])} is not valid: {wrong['msg']}"
             ) from e
-        peer = Peer.read(self._told(session, said, direct=direct))
         guest = self._guests.setdefault(session.id, _Guest())
         if len(guest.groups) >= GROUPS_OF_SESSION:
             raise CollectiveError(
                 f"the session has {GROUPS_OF_SESSION} groups that other executors carry, which is the limit; end groups with "
                 "torch.distributed.destroy_process_group"
             )
-        key = said.instance, peer.session_id
-        link = guest.links.get(key)
+        link = None
+        if not said.ticket and said.peer is None:
+            link = next((known for (instance, _), known in guest.links.items() if instance == said.instance), None)
         if link is None:
-            link = guest.links[key] = PeerLink(peer, said.instance, self._tls_ca)
+            peer = Peer.read(self._told(session, said, direct=direct))
+            key = said.instance, peer.session_id
+            link = guest.links.get(key)
+            if link is None:
+                link = guest.links[key] = PeerLink(peer, said.instance, self._tls_ca)
         guest.groups[bytes.fromhex(said.group)] = link
 
     @staticmethod
@@ -213,11 +219,17 @@ class RemoteCollectives:
             guest.groups.pop(visit.call.group, None)
         return visit.call, visit.error
 
-    def closed(self, session: Session, why: str) -> None:
-        """A session has ended: so do its sessions at other executors."""
+    def lost(self, session: Session) -> str:
+        """Why a session must go on elsewhere, together with the other ranks of its group; empty: it need not."""
+        guest = self._guests.get(session.id)
+        visit = None if guest is None else guest.visit
+        return visit.error if visit is not None and visit.broken and visit.call.recovers else ""
+
+    def closed(self, session: Session, why: str, *, passing: bool) -> None:
+        """A session has ended: so do its sessions at other executors. `passing`: it may go on elsewhere."""
         guest = self._guests.pop(session.id, None)
         for link in [] if guest is None else guest.links.values():
-            link.close(why)
+            link.close(why, passing=passing)
 
     # -- deadlines ---------------------------------------------------------------------------------------------------
 
@@ -331,14 +343,14 @@ class RemoteCollectives:
     def _send(self, session: Session, visit: Visit) -> None:
         visit.stage = Stage.AWAY
 
-        def done(error: str) -> None:
-            self._call(lambda: self._returned(session, visit, error))
+        def done(error: str, broken: bool) -> None:
+            self._call(lambda: self._returned(session, visit, error, broken))
 
         results = visit.results.numpy().data
         visit.link.submit(Errand(visit.call, visit.data.numpy().data, results, done))
 
-    def _returned(self, session: Session, visit: Visit, error: str) -> None:
-        visit.error = error
+    def _returned(self, session: Session, visit: Visit, error: str, broken: bool) -> None:
+        visit.error, visit.broken = error, broken
         visit.data = _nothing()
         visit.stage = Stage.DONE if error or not len(visit.results) else Stage.BACK
         if session.holdings.closed:

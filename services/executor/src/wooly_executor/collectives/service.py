@@ -50,6 +50,7 @@ class Collectives:
         call: runs a function in the device's thread; any thread may use it.
         post: queue of events of sessions.
         find: finds an open session by its id.
+        lose: ends a session, which may go on in another executor, with a reason.
         clock: returns monotonic seconds.
         most: maximum bytes of host memory for a collective of a session that another executor carries.
         tls_ca: certificate authorities of other executors; None: those of the system.
@@ -63,13 +64,14 @@ class Collectives:
         call: Callable[[Callable[[], None]], Any],
         post: Post,
         find: Callable[[str], Session | None],
+        lose: Callable[[str, str], Any],
         clock: Callable[[], float] = time.monotonic,
         *,
         most: int = 1 << 30,
         tls_ca: Path | None = None,
     ) -> None:
         self._vram, self._runs, self._device, self._call, self._post = vram, runs, device, call, post
-        self._find, self._clock = find, clock
+        self._find, self._lose, self._clock = find, lose, clock
         self._piece = PIECE_ON_HOST if device.host else PIECE_ON_GPU
         self.groups = Groups()
         self.remote = RemoteCollectives(
@@ -88,6 +90,8 @@ class Collectives:
         self._deadline: float | None = None
         #: Sessions that have room for copies of the shared buffers that they write.
         self._with_room: set[str] = set()
+        #: Sessions that end, because another rank has lost its executor.
+        self._losing: set[str] = set()
 
     # -- waiting -----------------------------------------------------------------------------------------------------
 
@@ -122,6 +126,8 @@ class Collectives:
                 return Signal.MEMORY_AWAITED
             self._with_room.add(session.id)
         self._advance(arrival)
+        if arrival.lost and arrival.settled:
+            return self._lost(session, arrival.error)
         if arrival.settled:
             session.holdings.parked = 0
             return Signal.MEMORY_READY
@@ -133,7 +139,16 @@ class Collectives:
     def _reach_remote(self, session: Session, call: Collective) -> Signal:
         signal = self.remote.reach(session, call, lambda: self._unusable_ranges(session, call, call.reads, call.writes))
         self._note_deadline()
+        if signal is Signal.MEMORY_READY and (why := self.remote.lost(session)):
+            return self._lost(session, why)
         return signal
+
+    def _lost(self, session: Session, why: str) -> Signal:
+        """Let a session end, so that it goes on elsewhere together with the other ranks of its group."""
+        if session.id not in self._losing:
+            self._losing.add(session.id)
+            self._call(lambda: self._lose(session.id, why))
+        return Signal.PEERS_AWAITED
 
     def _note_deadline(self) -> None:
         known = [d for d in (self.groups.next_deadline(), self.remote.next_deadline()) if d is not None]
@@ -347,13 +362,16 @@ class Collectives:
             self._runs.poison(session, [w.buffer for w in call.writes if w.elements], str(error))
             raise error
 
-    def closed(self, session: Session, why: str) -> None:
-        """A session has ended. Ranks that wait for it fail."""
+    def closed(self, session: Session, why: str, *, passing: bool = False) -> None:
+        """A session has ended. Ranks that wait for it fail; if it may go on in another executor (`passing`), those that can go on
+        with it there end instead.
+        """
+        self._losing.discard(session.id)
         self._arrivals.pop(session.id, None)
         self._with_room.discard(session.id)
         self._refused.pop(session.id, None)
-        self.remote.closed(session, why)
-        self._wake(self.groups.leave(session.id, why))
+        self.remote.closed(session, why, passing=passing)
+        self._wake(self.groups.leave(session.id, why, passing=passing))
         self._note_deadline()
 
     def timeout(self) -> float | None:

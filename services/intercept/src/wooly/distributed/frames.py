@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Sequence
 
 from torch import Tensor
 from wooly_wis.collectives import Collective, Range, What, pack_collective
@@ -15,10 +16,12 @@ from wooly_wis.dtypes import DType
 
 from wooly.devices import Devices, shown
 from wooly.distributed.carrier import Work
+from wooly.distributed.together import Together
 from wooly.dtypes import DTYPES
 from wooly.errors import WoolyError
 from wooly.link import Link
 from wooly.recorder import Origin, Recorder, describe_origin, origin
+from wooly.recovery import Recovery
 from wooly.storage import ID_SHIFT, OFFSET_MASK, address_of
 from wooly.torch_private import raw_device
 
@@ -35,44 +38,101 @@ class FrameCarrier:
         rank: this rank.
         size: number of ranks.
         timeout_s: maximum seconds to wait for other ranks.
+        together: lets the sessions of all ranks of the program go on elsewhere together; None: they do not.
+        whole: the group has all ranks of the program.
     """
 
-    def __init__(self, devices: Devices, link: Link, name: bytes, rank: int, size: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        devices: Devices,
+        link: Link,
+        name: bytes,
+        rank: int,
+        size: int,
+        timeout_s: float,
+        together: Together | None = None,
+        *,
+        whole: bool = False,
+    ) -> None:
+        self._together, self._whole = together, whole
         self._devices, self._link, self._name = devices, link, name
         self._rank, self._size, self.timeout_s = rank, size, timeout_s
         self._sequence = 0
 
     def carry(self, work: Work) -> None:
         """Send this rank's part."""
+        self._carry(work)
+
+    def form(self) -> None:
+        """Let the executors know all ranks, so that they notice if one ends: send the first BARRIER.
+
+        After the ranks have gone back, it is not sent again, by no rank.
+        """
+        self._carry(Work(What.BARRIER), forming=self._together is not None)
+
+    def _carry(self, work: Work, *, forming: bool = False) -> None:
         tensors = [*work.reads, *work.writes]
         recorders = list({raw_device(t).index: self._recorder_of(t) for t in tensors}.values()) or self._recorders()
         where = origin()
         peers = list(work.peers) or [0] * len(tensors)
         ranges = [_range(t, peer) for t, peer in zip(tensors, peers, strict=True)]
         single = work.what in (What.EXCHANGE, What.LEAVE)
-        with recorders[0].lock:
-            for recorder in recorders:
-                recorder.flush()
-            call = Collective(
-                group=self._name,
-                sequence=0 if single else self._sequence + 1,
-                rank=self._rank,
-                size=self._size,
-                timeout_ms=max(int(1e3 * (work.timeout_s or self.timeout_s)), 1),
-                what=work.what,
-                reads=tuple(ranges[: len(work.reads)]),
-                writes=tuple(ranges[len(work.reads) :]),
-                reduction=work.reduction,
-                root=work.root,
-                factor=work.factor,
-                origin=_short(where),
-                dtype=DTYPES[tensors[0].dtype] if tensors else DType.U8,
-            )
-            for w in call.writes:
-                self._link.forget(w.buffer)
-            self._link.collective(pack_collective(call), f"torch.distributed {call.name}", where)
-            recorders[0].operations += 1
-            self._sequence += not single
+        together = self._together
+        cuts = together is not None and self._whole and not single and not forming
+        while True:
+            number = self._sequence + 1
+            if cuts and together is not None and self._recovery is not None:
+                together.turn(number, self._recovery)  # may wait for the first rank, so without the lock
+            with recorders[0].lock:
+                if single or number == self._sequence + 1:
+                    self._send(work, recorders, ranges, where, number, single=single, forming=forming)
+                    if cuts and together is not None and (cut := together.cut_behind(number)):
+                        self._link.continuation.take_common_cut(cut)
+                    return
+
+    @property
+    def _recovery(self) -> Recovery | None:
+        return self._link.recovery
+
+    def _send(
+        self,
+        work: Work,
+        recorders: Sequence[Recorder],
+        ranges: Sequence[Range],
+        where: Origin,
+        number: int,
+        *,
+        single: bool,
+        forming: bool,
+    ) -> None:
+        for recorder in recorders:
+            recorder.flush()
+        tensors, together = [*work.reads, *work.writes], self._together
+        if forming and together is not None and together.epoch:
+            self._sequence += 1
+            return
+        call = Collective(
+            group=self._name,
+            sequence=0 if single else number,
+            rank=self._rank,
+            size=self._size,
+            timeout_ms=max(int(1e3 * (work.timeout_s or self.timeout_s)), 1),
+            what=work.what,
+            reads=tuple(ranges[: len(work.reads)]),
+            writes=tuple(ranges[len(work.reads) :]),
+            reduction=work.reduction,
+            root=work.root,
+            factor=work.factor,
+            origin=_short(where),
+            dtype=DTYPES[tensors[0].dtype] if tensors else DType.U8,
+            recovers=together is not None and self._recovery is not None and not together.over,
+        )
+        for w in call.writes:
+            self._link.forget(w.buffer)
+        name = f"torch.distributed {call.name}"
+        self._link.collective(pack_collective(call), name, where, once=forming)
+        recorders[0].operations += 1
+        self._sequence += not single
 
     def wait(self) -> None:
         """Wait for all work of the session."""

@@ -5,26 +5,30 @@ from __future__ import annotations
 import json
 import secrets
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.cuda.nccl
 from torch.distributed import DistBackendError
-from wooly_wis.collectives import GROUP_BYTES, MAX_RANKS, What
+from wooly_wis.collectives import GROUP_BYTES, MAX_RANKS
 
+from wooly import ranks
 from wooly.devices import Devices
-from wooly.distributed.carrier import Carrier, Work
+from wooly.distributed.carrier import Carrier
 from wooly.distributed.clients import ClientCarrier
 from wooly.distributed.frames import FrameCarrier
 from wooly.distributed.group import DeviceGroup
-from wooly.distributed.peers import introduction, place
-from wooly.recorder import origin
+from wooly.distributed.peers import introduction, known_introduction, place
+from wooly.distributed.together import Together
+from wooly.link import Link
+from wooly.recorder import Lock, origin
 from wooly.torch_private import PrefixStore, distributed_patches, make_gloo
 
 Patch = tuple[Any, str, Any]
 #: The release of NCCL that scripts see: that of PyTorch's builds for CUDA 13.
 NCCL_VERSION = (2, 28, 9)
-_STAYS = "it is a rank of a torch.distributed group, whose collectives cannot be repeated"
+_STAYS = "it is a rank of a torch.distributed group, whose collectives cannot be repeated: {}"
 
 
 def patches(devices: Devices, mode: Callable[[], str], session: Callable[[], Any]) -> Iterator[Patch]:
@@ -36,6 +40,7 @@ def patches(devices: Devices, mode: Callable[[], str], session: Callable[[], Any
         session: returns the open session, as `wooly.api.opened_session` does.
     """
     told = False
+    meeting = Meeting(devices, session)
 
     def connect(store: Any, rank: int, size: int, options: Any, has_host: bool) -> tuple[Carrier, Any]:
         nonlocal told
@@ -44,7 +49,7 @@ def patches(devices: Devices, mode: Callable[[], str], session: Callable[[], Any
         if mode() == "clients":
             carrier: Carrier = ClientCarrier(PrefixStore("clients", store), rank, size, timeout)
         else:
-            carrier, count = _meet(devices, session, store, rank, size, timeout.total_seconds())
+            carrier, count = meeting.meet(store, rank, size, timeout.total_seconds())
             if not rank and size > count and not told:
                 share = "one device" if count == 1 else f"{count} devices"
                 print(f"wooly: the {size} ranks of this program share {share}", file=sys.stderr, flush=True)
@@ -55,39 +60,111 @@ def patches(devices: Devices, mode: Callable[[], str], session: Callable[[], Any
     yield (torch.cuda.nccl, "version", lambda: NCCL_VERSION)
 
 
-def _meet(
-    devices: Devices, session: Callable[[], Any], store: Any, rank: int, size: int, timeout_s: float
-) -> tuple[FrameCarrier, int]:
-    """Tell the other ranks where this rank's session is, and let their executors work together.
+class Meeting:
+    """Makes groups of ranks whose executors carry the collectives.
 
-    Returns:
-        The carrier, and the number of executors.
-
-    Raises:
-        DistBackendError: the executors cannot work together.
+    Args:
+        devices: the process's devices.
+        session: returns the open session, as `wooly.api.opened_session` does.
     """
-    if size > MAX_RANKS:
-        raise DistBackendError(f"a process group on Wooly's devices has at most {MAX_RANKS} ranks, not {size}")
-    recorder = devices.recorders[devices.current]
-    with recorder.lock:
-        link = recorder.require_link()
-    opened = session()
-    index = 0 if opened is None or len(opened.parts) == 1 else devices.current
-    if not rank:
-        store.set("wooly/group", secrets.token_hex(GROUP_BYTES))
-    with recorder.lock:
-        link.stay(_STAYS)  # before the others know where it is
-    store.set(f"wooly/{rank}", json.dumps(place(opened, index, link)))
-    found = [json.loads(store.get(f"wooly/{k}")) for k in range(size)]
-    places = {place["instance"]: place["where"] for place in found}
-    if "" in places:
-        raise DistBackendError(f"the executor {places['']} has no collectives; update it")
-    name = bytes.fromhex(store.get("wooly/group").decode())
-    first = found[0]
-    if first["instance"] != found[rank]["instance"]:
-        payload = introduction(opened, index, first, name)
+
+    def __init__(self, devices: Devices, session: Callable[[], Any]) -> None:
+        self._devices, self._session = devices, session
+        #: The ranks of the open session's program, after its first group was made.
+        self._together: Together | None = None
+        #: By link: processes of executors that its session has led to each other.
+        self._ways: weakref.WeakKeyDictionary[Link, set[tuple[str, str]]] = weakref.WeakKeyDictionary()
+
+    def meet(self, store: Any, rank: int, size: int, timeout_s: float) -> tuple[FrameCarrier, int]:
+        """Tell the other ranks where this rank's session is, and let their executors work together.
+
+        If all ranks can, their sessions go on elsewhere together. Otherwise each ends with its executor.
+
+        Returns:
+            The carrier, and the number of executors.
+
+        Raises:
+            DistBackendError: the executors cannot work together.
+        """
+        if size > MAX_RANKS:
+            raise DistBackendError(f"a process group on Wooly's devices has at most {MAX_RANKS} ranks, not {size}")
+        devices = self._devices
+        recorder = devices.recorders[devices.current]
         with recorder.lock:
-            link.introduce(payload, origin())
-    carrier = FrameCarrier(devices, link, name, rank, size, timeout_s)
-    carrier.carry(Work(What.BARRIER))  # from now on, the executors know all ranks, so they notice if one ends
-    return carrier, len(places)
+            link = recorder.require_link()
+        opened = self._session()
+        index = 0 if opened is None or len(opened.parts) == 1 else devices.current
+        if not rank:
+            store.set("wooly/group", secrets.token_hex(GROUP_BYTES))
+        whole = _is_whole(rank, size)
+        known = self._together if self._together is not None and self._together.link is link else None
+        why = _why_alone(link, opened, whole=whole, known=known)
+        own = rank if known is None else known.rank
+        store.set(f"wooly/{rank}/recovers", json.dumps([own, why]))
+        said = [json.loads(store.get(f"wooly/{k}/recovers")) for k in range(size)]
+        name = bytes.fromhex(store.get("wooly/group").decode())
+        why = next((f"rank {number}: {reason}" for number, reason in said if reason), "")
+        if not why and link.recovery is not None:
+            together = self._together = known or _enter(store, rank, size, link, recorder.lock, opened, index)
+            with recorder.lock:
+                link.recovery.together = together
+                executors = together.form(name, said[0][0])
+            carrier = FrameCarrier(devices, link, name, rank, size, timeout_s, together, whole=known is None)
+            carrier.form()
+            return carrier, executors
+        with recorder.lock:
+            link.stay(_STAYS.format(why))  # before the others know where it is
+        store.set(f"wooly/{rank}", json.dumps(place(opened, index, link)))
+        found = [json.loads(store.get(f"wooly/{k}")) for k in range(size)]
+        places = {place["instance"]: place["where"] for place in found}
+        if "" in places:
+            raise DistBackendError(f"the executor {places['']} has no collectives; update it")
+        first = found[0]
+        if first["instance"] != found[rank]["instance"]:
+            ways = self._ways.setdefault(link, set())
+            if (way := (found[rank]["instance"], first["instance"])) in ways and opened.controlled:
+                payload = known_introduction(first, name)
+            else:
+                payload = introduction(opened, index, first, name)
+                ways.add(way)
+            with recorder.lock:
+                link.introduce(payload, origin())
+        carrier = FrameCarrier(devices, link, name, rank, size, timeout_s)
+        carrier.form()
+        return carrier, len(places)
+
+
+def _enter(store: Any, rank: int, size: int, link: Link, lock: Lock, opened: Any, index: int) -> Together:
+    """Let the sessions of all ranks go on elsewhere together from now on."""
+    together = Together(
+        PrefixStore("wooly/together", store).clone(),
+        rank,
+        size,
+        link,
+        lock,
+        lambda: place(opened, index, link),
+        lambda there, group: introduction(opened, index, there, group),
+    )
+    together.enter()
+    return together
+
+
+def _is_whole(rank: int, size: int) -> bool:
+    """Whether a group has all ranks of the program."""
+    own = ranks.own()
+    return own is not None and (own.rank, own.size) == (rank, size)
+
+
+def _why_alone(link: Link, opened: Any, *, whole: bool, known: Together | None) -> str:
+    """Why this session cannot go on elsewhere together with those of a group's other ranks; empty: it can."""
+    if link.recovery is None:
+        return link.stays or "WOOLYAI_RECOVERY is off"
+    if known is not None:
+        return known.over
+    if opened is None or not opened.controlled:
+        return "its executor has no controller"
+    if len(opened.parts) > 1:
+        return "its session has several devices"
+    if not whole:
+        return "the first group is not that of all ranks that the launcher has started"
+    return "" if link.device.get("groups_recover") else f"the executor {link.where} is too old"

@@ -41,6 +41,11 @@ def place(opened: Any, index: int, link: Link) -> dict[str, Any]:
     return found
 
 
+def known_introduction(there: dict[str, Any], group: bytes) -> bytes:
+    """The content of the GROUP frame for another group at an executor to which `introduction` has led before."""
+    return pack_json({"group": group.hex(), "instance": there["instance"]})
+
+
 def introduction(opened: Any, index: int, there: dict[str, Any], group: bytes) -> bytes:
     """The content of the GROUP frame for this process's executor.
 

@@ -1,0 +1,48 @@
+"""Trains a small network with DistributedDataParallel and Adam. Each rank prints a digest of its losses and of the weights.
+
+ranks.py STEPS     LOSE_RANK: the rank whose executor is lost at the steps in LOSE
+"""
+
+import hashlib
+import os
+import sys
+import warnings
+
+import losing
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+warnings.simplefilter("ignore")
+steps = int(sys.argv[1])
+local_rank = int(os.environ["LOCAL_RANK"])
+dist.init_process_group("nccl", device_id=torch.device("cuda", local_rank))
+rank, size = dist.get_rank(), dist.get_world_size()
+pairs = [dist.new_group([first, first + 1]) for first in range(0, size, 2)]
+torch.cuda.set_device(local_rank)
+torch.manual_seed(1 + rank)  # DDP gives all ranks the weights of the first one
+network = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Dropout(0.1), nn.LayerNorm(64), nn.Linear(64, 8)).to("cuda")
+model = DDP(network, device_ids=[local_rank])
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+data = torch.randn(512, 32)
+labels = torch.randint(0, 8, (512,))
+losses = []
+for step in range(steps):
+    if rank == int(os.environ.get("LOSE_RANK", "0")):
+        losing.step(step)
+    at = step * 16 % 496
+    x, y = data[at : at + 16].to("cuda"), labels[at : at + 16].to("cuda")
+    loss = nn.functional.cross_entropy(model(x), y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    if step % 5 == 0:
+        both = loss.detach().clone()
+        dist.all_reduce(both, group=pairs[rank // 2])
+        losses += [loss.item(), both.item()]
+said = hashlib.sha256(repr(losses).encode())
+for p in model.parameters():
+    said.update(p.detach().cpu().numpy().tobytes())
+os.write(1, f"rank {rank}: {said.hexdigest()} {losses[-2]}\n".encode())  # at once, because the ranks share the output
+dist.destroy_process_group()

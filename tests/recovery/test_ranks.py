@@ -1,0 +1,99 @@
+"""Programs of several ranks go on after the death of an executor, with the bits of an undisturbed run."""
+
+import os
+import random
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+from wooly_testkit import forks
+
+pytestmark = pytest.mark.connected
+SCRIPTS = Path(__file__).parent / "scripts"
+TIMEOUT_S = 120
+GONE_ON = "the session goes on in the executor"
+
+
+@pytest.fixture
+def torchrun(cluster, alice):
+    """Run a script in several ranks. Returns what each rank has printed, in the order of the ranks, and what all said."""
+
+    def run(script, *arguments, ranks=2, gpus=2, code=0, **env):
+        launcher = ["torchrun", "--standalone", "--nproc-per-node", str(ranks), str(SCRIPTS / script)]
+        argv = ["run", "--gpus", str(gpus), *launcher, *map(str, arguments)]
+        more = {"OMP_NUM_THREADS": "1", "PIDS": str(cluster.keeper.pids), "PYTHONPATH": str(SCRIPTS), **env}
+        done = forks.run("wooly", *argv, env=alice.env() | more, timeout=TIMEOUT_S)
+        assert done.returncode == code, done.stderr + done.stdout
+        return sorted(done.stdout.splitlines()), done.stderr
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+    return {}
+
+
+@pytest.fixture
+def expect(torchrun, undisturbed):
+    """The output of an undisturbed run."""
+
+    def expect(script, *arguments, **how):
+        key = script, arguments, tuple(how.items())
+        if key not in undisturbed:
+            undisturbed[key] = torchrun(script, *arguments, **how, WOOLYAI_RECOVERY="off")[0]
+        return undisturbed[key]
+
+    return expect
+
+
+LOSSES = {
+    # the first rank's executor carries the collectives
+    "second": {"LOSE_RANK": "1"},
+    "first": {"LOSE_RANK": "0"},
+    "frames": {"LOSE_RANK": "1", "WOOLYAI_CHECKPOINT_S": "1000"},
+    "link": {"LOSE_RANK": "0", "CUT": "1"},
+}
+
+
+@pytest.mark.parametrize("how", [pytest.param(n, marks=() if n == "second" else pytest.mark.slow) for n in LOSSES])
+def test_ranks_on_two_executors_go_on_after_the_loss_of_one(torchrun, expect, how):
+    found, said = torchrun("ranks.py", 14, **{"LOSE": "0,7", "WOOLYAI_CHECKPOINT_S": "0"} | LOSSES[how])
+    assert found == expect("ranks.py", 14)
+    assert said.count(GONE_ON) >= 4, said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "gpus"), [(2, 1), (4, 1), (4, 2)])
+def test_ranks_that_share_executors_go_on_after_the_death_of_one(torchrun, expect, ranks, gpus):
+    found, said = torchrun("ranks.py", 14, ranks=ranks, gpus=gpus, LOSE="0,7", WOOLYAI_CHECKPOINT_S="0")
+    assert found == expect("ranks.py", 14, ranks=ranks, gpus=gpus)
+    assert said.count(GONE_ON) >= 2 * ranks, said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ten_random_kills_of_executors_change_no_bit(cluster, torchrun, expect, ranks):
+    expected, chance, kills, runs = expect("ranks.py", 60, ranks=ranks), random.Random(ranks), 0, 0
+    while kills < 10:
+        found, over = [], threading.Event()
+
+        def work(found=found, over=over):
+            try:
+                found.append(torchrun("ranks.py", 60, ranks=ranks, SLOW="1", WOOLYAI_CHECKPOINT_S="0.5"))
+            finally:
+                over.set()
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        while not over.wait(chance.uniform(1.0, 5.0)):
+            running = cluster.rest("GET", "tasks?state=started")["tasks"]
+            if running and kills < 10:
+                name = chance.choice(sorted(running[0]["executors"]))
+                os.kill(int((cluster.keeper.pids / name).read_text()), signal.SIGKILL)
+                kills += 1
+        thread.join()
+        runs += 1
+        assert found and found[0][0] == expected
+    print(f"{kills} kills in {runs} runs of {ranks} ranks")
