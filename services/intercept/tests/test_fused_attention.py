@@ -31,6 +31,17 @@ def test_fused_kernel_alone_computes_attention_with_gradients(cuda, kernel):
         torch.testing.assert_close(a, b, atol=2e-2, rtol=2e-2)
 
 
+def test_gradients_of_shared_heads_are_added_in_float32(cuda):
+    q, k, v = three(cuda, 1, 64, 5, 8, keys=(1, 1, 9, 8), dtype=torch.bfloat16)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        out = attend(q, k, v, enable_gqa=True)
+    grad = torch.rand(out.shape, generator=torch.Generator().manual_seed(2)).to(cuda, torch.bfloat16)
+    (found,) = torch.autograd.grad(out, v, grad)
+    weights = torch.softmax(q.detach().float() @ k.detach().float().transpose(2, 3) / 8**0.5, 3)
+    exact = (weights.transpose(2, 3) @ grad.float()).sum(1, keepdim=True)
+    torch.testing.assert_close(found.float(), exact, atol=0.0, rtol=2**-7)  # two roundings to bfloat16
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_efficient_attention_with_a_mask_has_its_gradient(cuda, dtype):
     here, there = [three(d, 2, 4, 5, 8, keys=(2, 4, 7, 8), dtype=t) for d, t in (("cpu", torch.float32), (cuda, dtype))]

@@ -209,12 +209,13 @@ class FusedAttention:
     ) -> tuple[Tensor, ...]:
         """The gradients of query, key and value, and of the bias if the call is composed, from what `forward` returned."""
         if call.is_for_library and not of_bias:
-            found: tuple[Tensor, ...] = _library_backward(
-                *(grad, call.query, call.key, call.value, out, logs, 0.0, call.causal),
-                attn_mask=call.bias,
-                scale=call.scale,
+            groups = call.query.size(1) // call.key.size(1)
+            k, v = [t if groups == 1 else t.repeat_interleave(groups, 1) for t in (call.key, call.value)]
+            of_query, of_key, of_value = _library_backward(
+                *(grad, call.query, k, v, out, logs, 0.0, call.causal), attn_mask=call.bias, scale=call.scale
             )
-            return found
+            # The library adds the gradients of heads that share a head in a short dtype, and CUDA's kernel does not.
+            return of_query, call.summed(of_key, call.key), call.summed(of_value, call.value)
         return call.backward(grad, out, logs, self._kept(call, words))
 
     def flash(
