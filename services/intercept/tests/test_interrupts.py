@@ -294,7 +294,9 @@ def test_exception_while_a_checkpoint_is_awaited_keeps_recorded_operations(cuda,
         raise AlarmError
 
     with monkeypatch.context() as patch, recorder.lock:  # the timer does not send the program
-        patch.setattr(link, "recovery", types.SimpleNamespace(define=lambda raw: None, on_wire=lambda kind, buffers: buffers))
+        patch.setattr(
+            link, "recovery", types.SimpleNamespace(define=lambda raw: None, on_wire=lambda kind, buffers: buffers)
+        )
         patch.setattr(link.continuation, "cut_if_due", cut_if_due)
         total.fill_(1)
         kept = total + 1
