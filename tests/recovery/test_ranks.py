@@ -4,6 +4,7 @@ import os
 import random
 import signal
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,37 @@ def test_ranks_that_share_executors_go_on_after_the_death_of_one(torchrun, expec
     found, said = torchrun("ranks.py", 14, ranks=ranks, gpus=gpus, LOSE="0,7", WOOLYAI_CHECKPOINT_S="0")
     assert found == expect("ranks.py", 14, ranks=ranks, gpus=gpus)
     assert said.count(GONE_ON) >= 2 * ranks, said
+
+
+@pytest.mark.slow
+def test_move_of_a_program_moves_all_its_ranks(cluster, alice, torchrun, expect):
+    expected, found = expect("ranks.py", 60, gpus=1), []
+    thread = threading.Thread(
+        target=lambda: found.append(torchrun("ranks.py", 60, gpus=1, SLOW="1", WOOLYAI_CHECKPOINT_S="0.5"))
+    )
+
+    def running():
+        return next((t for t in cluster.rest("GET", "tasks?state=started")["tasks"] if t["ranks"] == 2), None)
+
+    thread.start()
+    try:
+        cluster.wait(running)
+        (before,) = running()["executors"]
+        time.sleep(2)
+        alice.wooly("tasks", "move", running()["task_id"])
+        cluster.wait(lambda: (now := running()) is not None and before not in now["executors"])
+        (after,) = running()["executors"]
+    finally:
+        thread.join()
+    assert found and found[0][0] == expected and after != before
+    assert "leaves the executor" in found[0][1] and found[0][1].count(GONE_ON) >= 2
+
+
+@pytest.mark.slow
+def test_rank_that_cannot_go_on_is_named_after_a_loss(torchrun):
+    """Of two ranks, one has no recovery: so the other one is told that it ends with its executor."""
+    _, said = torchrun("ranks.py", 14, LOSE="7", code=1, RECOVERY_OF_RANK_1="off")
+    assert GONE_ON not in said and "ExecutorLostError" in said
 
 
 @pytest.mark.slow

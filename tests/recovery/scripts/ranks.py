@@ -8,6 +8,9 @@ import os
 import sys
 import warnings
 
+if f"RECOVERY_OF_RANK_{os.environ['RANK']}" in os.environ:
+    os.environ["WOOLYAI_RECOVERY"] = os.environ[f"RECOVERY_OF_RANK_{os.environ['RANK']}"]
+
 import losing
 import torch
 import torch.distributed as dist

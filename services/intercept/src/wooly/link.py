@@ -325,6 +325,8 @@ class Link:
             )
             for sibling in self.siblings:
                 sibling.end(self.lost)
+            if self.recovery is not None and self.recovery.together is not None:
+                self.recovery.together.end(f"it has lost its session: {cause}")
         return self.lost
 
     def check_open(self) -> None:
