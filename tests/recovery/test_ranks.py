@@ -23,6 +23,7 @@ def torchrun(cluster, alice):
     def run(script, *arguments, ranks=2, gpus=2, code=0, **env):
         launcher = ["torchrun", "--standalone", "--nproc-per-node", str(ranks), str(SCRIPTS / script)]
         argv = ["run", "--gpus", str(gpus), *launcher, *map(str, arguments)]
+        cluster.wait(lambda: [n["state"] for n in cluster.rest("GET", "nodes")["nodes"]] == ["active"] * 2)
         more = {"OMP_NUM_THREADS": "1", "PIDS": str(cluster.keeper.pids), "PYTHONPATH": str(SCRIPTS), **env}
         done = forks.run("wooly", *argv, env=alice.env() | more, timeout=TIMEOUT_S)
         assert done.returncode == code, done.stderr + done.stdout

@@ -4,12 +4,16 @@ import asyncio
 
 import pytest
 from wooly_bus.errors import RefusedError
+from wooly_router.actor import CLOSE_GRACE_S
 from wooly_router.moves import ASK_AGAIN_S
 from wooly_router.opening import ABANDONED_S
 from wooly_router.state import tasks
 from wooly_router.state.nodes import GroupRecord
 from wooly_wis.messages import (
+    CloseSessionRequest,
+    GangPlace,
     HibernateSessionRequest,
+    MoveTaskRequest,
     QueuePlace,
     RenewSessionRequest,
     Resumed,
@@ -473,3 +477,47 @@ async def test_a_session_goes_only_to_executors_that_can_read_its_checkpoint(rig
         await both()
         error = await refusal(r.actor.moves.move(await record(r, again), "why", "a"))
         assert "does not have the session's checkpoint" in str(error)
+
+
+async def test_a_renewal_that_finds_a_session_that_its_client_closes_does_not_requeue_it(rig):
+    async with rig("a") as r:
+        await beat(r)
+        opened = await r.open(recovers=True)
+        r.executors[0].sessions.clear()  # the executor has processed the client's CLOSE
+        assert (await refusal(renew(r, opened))).code == "router.no_session"
+        assert (await record(r, opened)).state == "started"
+        await r.actor.on_close_session(CloseSessionRequest(session_id=opened.session_id, token=opened.token))
+        await asyncio.sleep(1.5 * CLOSE_GRACE_S)
+        assert (await record(r, opened)).state == "completed"
+
+
+async def two_ranks(r):
+    return [
+        await r.open(gang=GangPlace(gang_id="run", rank=rank, size=2, devices=1), recovers=True) for rank in range(2)
+    ]
+
+
+async def test_a_rank_that_lost_its_executor_gets_another_one_alone(rig):
+    async with rig("a", "b") as r:
+        await beat(r)
+        ranks = await two_ranks(r)
+        assert (await come_back(r, ranks[1], "the connection broke")).parts
+        assert [(await record(r, rank)).state for rank in ranks] == ["started", "started"]
+        assert [(await record(r, rank)).attempt for rank in ranks] == [0, 1]
+
+
+async def test_a_program_is_moved_with_all_its_ranks_or_not_at_all(rig):
+    async with rig("a", "b") as r:
+        await beat(r)
+        ranks = await two_ranks(r)
+        (old,) = {rank.parts[0].executor_id for rank in ranks}
+        task = (await record(r, ranks[0])).gang.task_id
+        await r.desk.on_move_task(MoveTaskRequest(task_id=task))
+        assert [(await renew(r, rank)).wish for rank in ranks] == ["move", "move"]
+        first = await come_back(r, ranks[0], "moved on request", leaves=True)
+        other = await come_back(r, ranks[1], "another rank of the program has lost its executor")
+        assert old not in (first.parts[0].executor_id, other.parts[0].executor_id)
+        await renew(r, ranks[1], recovers=False, stays="it has given recovery up")
+        why = await refusal(r.desk.on_move_task(MoveTaskRequest(task_id=task)))
+        assert "it has given recovery up" in str(why)
+        assert [(await renew(r, rank)).wish for rank in ranks[:1]] == [None]

@@ -260,7 +260,11 @@ class RouterActor:
         problems: list[tuple[str, BaseException]] = []
         for name, answer in zip(names, answers, strict=True):
             if isinstance(answer, RefusedError) and answer.code == "executor.no_session":
-                await self.lose_part(record, name, f"executor {name} no longer has it", passing=True)
+                why = f"executor {name} no longer has it"
+                if record.wants.get("recovers"):  # its client may be closing it, and asks if it has lost it
+                    start_errand(self._lose_after_grace(record, name, why), f"end of session {record.id}")
+                else:
+                    await self.lose_part(record, name, why)
                 raise RefusedError("router.no_session", f"executor {name}: {answer}") from answer
             if isinstance(answer, BaseException):
                 problems.append((name, answer))
@@ -450,10 +454,12 @@ class RouterActor:
             await self._close_peers(record, reason)
             await self._end_gang(record, state, reason)
 
-    async def _lose_after_grace(self, record: TaskRecord, event: SessionClosed, reason: str) -> None:
+    async def _lose_after_grace(
+        self, record: TaskRecord, executor_id: str, reason: str, *, passing: bool = True
+    ) -> None:
         """End a lost session after a delay: a client that exits may still report its close, and that report comes first."""
         await asyncio.sleep(CLOSE_GRACE_S)
-        await self.lose_part(record, event.executor_id, reason, passing=event.passing)
+        await self.lose_part(record, executor_id, reason, passing=passing)
 
     # -- nodes -------------------------------------------------------------------------------------------------------
 
@@ -532,7 +538,8 @@ class RouterActor:
                 return  # it goes on in another executor by now
             if event.reason:
                 why = f"it ended on executor {event.executor_id}: {event.reason}"
-                start_errand(self._lose_after_grace(record, event, why), f"end of session {record.id}")
+                losing = self._lose_after_grace(record, event.executor_id, why, passing=event.passing)
+                start_errand(losing, f"end of session {record.id}")
             else:
                 await self.lose_part(record, event.executor_id, "closed by its client", "completed")
 
