@@ -205,7 +205,7 @@ class Device:
         return pack_run(digest(raw), [1], params, [])
 
     def turn(self) -> None:
-        """Let the loop run once, and run what it has decided to launch."""
+        """Do one turn of the loop, with the launches that the dispatch core decides in it."""
         with torch.inference_mode():
             self.loop.turn()
 

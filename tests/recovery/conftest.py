@@ -122,6 +122,19 @@ def alice(cluster):
 
 
 @pytest.fixture
+def operator(cluster, alice):
+    """Run a command of `wooly` as the administrator."""
+
+    def operate(*argv):
+        env = alice.env(CREDENTIAL=cluster.token) | {"OMP_NUM_THREADS": "1"}
+        ran = forks.run("wooly", *argv, env=env, timeout=100)
+        assert ran.returncode == 0, ran.stderr + ran.stdout
+        return ran.stdout
+
+    return operate
+
+
+@pytest.fixture
 def run(cluster, alice):
     """Run a script. Returns its output and what it said."""
 

@@ -4,7 +4,6 @@ import threading
 import time
 
 import pytest
-from wooly_testkit import forks
 
 pytestmark = pytest.mark.connected
 WAIT_S = 40.0
@@ -43,19 +42,6 @@ def running(run, cluster):
 
     yield new[0], output
     thread.join(WAIT_S)
-
-
-@pytest.fixture
-def operator(cluster, alice):
-    """Run a command of `wooly` as the administrator."""
-
-    def operate(*argv):
-        env = alice.env(CREDENTIAL=cluster.token) | {"OMP_NUM_THREADS": "1"}
-        ran = forks.run("wooly", *argv, env=env, timeout=100)
-        assert ran.returncode == 0, ran.stderr + ran.stdout
-        return ran.stdout
-
-    return operate
 
 
 def tasks(cluster):

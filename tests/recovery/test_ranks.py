@@ -13,6 +13,7 @@ from wooly_testkit import forks
 pytestmark = pytest.mark.connected
 SCRIPTS = Path(__file__).parent / "scripts"
 TIMEOUT_S = 120
+EXECUTORS = (({"NODE": "node-a"}, {}), ({"NODE": "node-b"}, {}))
 GONE_ON = "the session goes on in the executor"
 
 
@@ -75,7 +76,10 @@ def test_ranks_that_share_executors_go_on_after_the_death_of_one(torchrun, expec
 
 
 @pytest.mark.slow
-def test_move_of_a_program_moves_all_its_ranks(cluster, alice, torchrun, expect):
+@pytest.mark.parametrize("how", ["move", "drain"])
+def test_program_that_is_moved_or_whose_node_is_drained_moves_all_its_ranks(
+    cluster, alice, operator, torchrun, expect, how
+):
     expected, found = expect("ranks.py", 60, gpus=1), []
     thread = threading.Thread(
         target=lambda: found.append(torchrun("ranks.py", 60, gpus=1, SLOW="1", WOOLYAI_CHECKPOINT_S="0.5"))
@@ -89,11 +93,16 @@ def test_move_of_a_program_moves_all_its_ranks(cluster, alice, torchrun, expect)
         cluster.wait(running)
         (before,) = running()["executors"]
         time.sleep(2)
-        alice.wooly("tasks", "move", running()["task_id"])
+        if how == "move":
+            alice.wooly("tasks", "move", running()["task_id"])
+        else:
+            operator("nodes", "drain", f"node-{before}")
         cluster.wait(lambda: (now := running()) is not None and before not in now["executors"])
         (after,) = running()["executors"]
     finally:
         thread.join()
+        if how == "drain":
+            operator("nodes", "activate", f"node-{before}")
     assert found and found[0][0] == expected and after != before
     assert "leaves the executor" in found[0][1] and found[0][1].count(GONE_ON) >= 2
 

@@ -132,9 +132,8 @@ class PolicyChangedEvent:
     policy: Policy
 
 
-@dataclass(
-    slots=True
-)  # not frozen, because creation (once per program) would cost four times as much; still, nothing may change it
+# Not frozen, because creation (once per program) would cost four times as much; still, nothing may change it.
+@dataclass(slots=True)
 class ProgramSubmittedEvent:
     """A program joins its session's queue.
 

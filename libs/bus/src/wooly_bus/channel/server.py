@@ -639,7 +639,7 @@ class ChannelServer:
     def _take_small(self, conn: Connection, budget: int) -> int:
         """Receive once, and deliver the small frames that arrived whole. `_advance` handles what comes after them.
 
-        Returns what they cost of the budget. `conn._drained`: nothing more has arrived.
+        Returns the part of the budget that these frames used. Sets `conn._drained` if nothing more has arrived.
         """
         ahead, at, end = conn._ahead, conn._ahead_at, conn._ahead_end
         conn._drained = False

@@ -87,7 +87,7 @@ class Together:
         #: The numbers that this session gives to common cuts, and those that are reported.
         self._numbers: dict[int, int] = {}
         self._reported: set[int] = set()
-        #: Number of the next collective at which the first rank decides, and what it decided last.
+        #: The number of the collective at which the first rank decides next, and its last decision.
         self._next_turn, self._decided = 2, Turn(0, 0, 2)
         self._turns: list[int] = []
         self._turned = clock()

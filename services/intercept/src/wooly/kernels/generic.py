@@ -328,9 +328,8 @@ class Generic:
             one that does not depend on the default dtype; or one whose condition is on the device.
         """
         call = Call(args, kwargs)
-        if (
-            facts.op.overloadpacket is torch.ops.aten.where and args[0].is_cpu
-        ):  # it is no operand of the arithmetic: it keeps its dtype
+        # A condition on the host is no operand of the arithmetic, so it must keep its dtype.
+        if facts.op.overloadpacket is torch.ops.aten.where and args[0].is_cpu:
             condition = args[0].to(torch.device(NAME, self._recorder_of(buffers, call).heap.index))
             return Call((condition, *args[1:]), kwargs)
         wrong = None if facts.name in RESIZED_ON_HOST else self._out_sizes.get(signature)
