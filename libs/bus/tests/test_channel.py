@@ -4,6 +4,7 @@ import contextlib
 import os
 import random
 import socket
+import sys
 import threading
 import time
 
@@ -362,6 +363,36 @@ def test_dead_server_is_detected_at_once(echo):
 def test_connect_without_listener_raises(tmp_path):
     with pytest.raises(ChannelClosedError, match="No such file"):
         ChannelClient.connect(Endpoint.parse(f"unix://{tmp_path}/nothing"))
+
+
+@pytest.mark.parametrize("held", [0, 1])
+def test_send_that_fails_before_it_writes_uses_up_no_frame_number(echo, held):
+    """A RecursionError may end a send anywhere; the next one goes on, and no held frame is lost."""
+    client = connect(echo.endpoint)
+
+    def send_below(depth, send):
+        return send() if not depth else send_below(depth - 1, send)
+
+    def deepest(send):
+        """Send at the smallest depth at which there is no RecursionError, after all larger ones."""
+        failed = 0
+        for depth in range(sys.getrecursionlimit(), 0, -1):
+            try:
+                send_below(depth, send)
+            except RecursionError:
+                failed += 1
+            else:
+                return failed
+        raise AssertionError("no send succeeded")
+
+    client.hold(held)
+    for n in range(2):
+        assert deepest(lambda n=n: client.send(ECHO, bytes([n]))) > 0
+    assert deepest(lambda: client.send_bulk(BULK, (8).to_bytes(8, "little"), b"x" * 1000)) > 0
+    client.send(DATA, (4).to_bytes(8, "little"))
+    received = [client.recv(5).payload for _ in range(3)]
+    assert received == [b"\0", b"\1", bytes(echo.memory[:4])] and bytes(echo.memory[8:1008]) == b"x" * 1000
+    client.close()
 
 
 def test_send_oversize_frame_raises():

@@ -203,17 +203,20 @@ class ChannelClient:
             raise ProtocolError(f"the frame has {size} bytes; the limit is {MAX_FRAME}")
         if self._in_flight + size > self.window and self._in_flight:
             self._wait_for_room(size)
-        self._sent = seq = self._sent + 1
-        header = HEADER.pack(size, kind, 0, 0, seq)
-        held, self._held = self._held, b""
+        seq = self._sent + 1
+        header, held = HEADER.pack(size, kind, 0, 0, seq), self._held
+        # Any call may raise a RecursionError: the frame counts as sent after the last call that could.
         if self._holds and len(held) + size < _MOST_HELD:
-            self._held = b"".join((held, header, *buffers))
+            held = b"".join((held, header, *buffers))
         elif held:
             self._write([held, header, *buffers], len(held) + size + HEADER.size)
+            held = b""
         else:
             self._write([header, *buffers], size + HEADER.size)
-        self._holds = max(self._holds - 1, 0)
         self._unacked.append((seq, size))
+        self._held, self._sent = held, seq
+        if self._holds:
+            self._holds -= 1
         self._in_flight += size
         return seq
 
@@ -230,17 +233,17 @@ class ChannelClient:
         segment, nbytes = self.segment, len(data)
         if segment is None or not SHARED_FROM <= nbytes <= RING // 2:
             return self.send(kind, prefix, data)
-        at = segment.place_of(data)
-        if at is not None:
-            self._placed = self._sent + 1
-        else:
+        at = own = segment.place_of(data)
+        if at is None:
             while (at := self._ring.take(nbytes, self._sent + 1)) is None:
                 self._take()
             segment.view[at : at + nbytes] = data
         self._write_held()
-        self._sent = seq = self._sent + 1
-        size = len(prefix) + PLACE.size
+        seq, size = self._sent + 1, len(prefix) + PLACE.size
         self._write([HEADER.pack(size, kind, SHARED, 0, seq), prefix, PLACE.pack(at, nbytes)], size + HEADER.size)
+        self._sent = seq
+        if own is not None:
+            self._placed = seq
         self._unacked.append((seq, size))
         self._in_flight += size
         return seq
@@ -307,9 +310,10 @@ class ChannelClient:
         self._holds = frames
 
     def _write_held(self) -> None:
-        held, self._held = self._held, b""
+        held = self._held
         if held:
             self._write([held], len(held))
+            self._held = b""
 
     def _write(self, buffers: list[Buffer], size: int) -> None:
         sock = self._sock
@@ -640,7 +644,7 @@ class ChannelClient:
         The executor may have sent an END frame with the reason: read everything that has arrived.
         """
         if not self._draining:
-            self._draining = True
+            self._draining, self._held = True, b""
             try:
                 while self._pending():
                     self._take()
