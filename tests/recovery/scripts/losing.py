@@ -22,5 +22,18 @@ def step(number, part=0):
             api._attached.links[part].connection.channel.abort()
             return
         names = [api._attached.parts[part].executor_id, *(["router"] if "ROUTER" in os.environ else [])]
-        for name in names:
-            os.kill(int(Path(os.environ["PIDS"], name).read_text()), signal.SIGKILL)
+        pids = [int(Path(os.environ["PIDS"], name).read_text()) for name in names]
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        for pid in pids:
+            while _runs(pid):  # until its sockets are closed: the next steps must not be sent to it
+                time.sleep(0.001)
+
+
+def _runs(pid):
+    """Whether a process has a thread that has not ended."""
+    try:
+        states = [stat.read_text().rpartition(")")[2].split()[0] for stat in Path(f"/proc/{pid}/task").glob("*/stat")]
+    except OSError:  # a thread ended during the look
+        return True
+    return any(state not in "ZX" for state in states)
