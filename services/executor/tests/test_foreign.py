@@ -9,7 +9,7 @@ import pytest
 from wooly_executor.errors import FullDiskError
 from wooly_executor.runtime import opencl
 from wooly_executor.runtime.builds import AT_ONCE, OWN_AT_ONCE, BuildRefusedError, Turns, WorkerBuilder
-from wooly_executor.runtime.opencl import ALONE_NS, OpenClRuntime, _ByWork
+from wooly_executor.runtime.opencl import ALONE_NS, TRIED_EVERY, OpenClRuntime, _ByWork
 from wooly_wis.codec import digest
 from wooly_wis.dtypes import DType
 from wooly_wis.foreign import Launch, Source, encode_source
@@ -215,6 +215,30 @@ def test_foreign_launch_runs_on_all_cores_only_if_it_has_much_work():
 def test_foreign_launch_of_unknown_work_runs_on_all_cores():
     launch = _ByWork(lambda *_: (10, 300), lambda *_: (0, 300), lambda _: None)
     assert [launch.run([], (3, 1, 1)) for _ in range(2)] == [10, 0]
+
+
+def test_foreign_launch_that_looks_longer_on_all_cores_is_tried_in_the_device_thread():
+    places = []
+
+    def launcher(place, taken, core_ns):
+        return lambda *_: (places.append(place), (taken, core_ns))[1]
+
+    launch = _ByWork(launcher("all", 10, 3 * ALONE_NS), launcher("here", 0, ALONE_NS // 2), lambda _: None)
+    for _ in range(4):
+        launch.run([], (2, 1, 1))
+    assert places == ["all", "here", "here", "here"]
+
+    places.clear()
+    launch = _ByWork(launcher("all", 10, 3 * ALONE_NS), launcher("here", 0, 2 * ALONE_NS), lambda _: None)
+    for _ in range(2 * TRIED_EVERY):
+        launch.run([], (2, 1, 1))
+    assert [i for i, place in enumerate(places) if place == "here"] == [1, TRIED_EVERY + 2]
+
+    places.clear()
+    launch = _ByWork(launcher("all", 10, 9 * ALONE_NS), launcher("here", 0, 2 * ALONE_NS), lambda _: None)
+    for _ in range(2 * TRIED_EVERY):
+        launch.run([], (2, 1, 1))
+    assert "here" not in places
 
 
 def test_foreign_kernel_on_several_cores_is_billed_for_all_cores(make_device, runtime, wis):

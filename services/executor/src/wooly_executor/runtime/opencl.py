@@ -64,6 +64,10 @@ _SCALAR = {
 _FOREIGN_UNIT = 1
 #: Core time, in ns, up to which a launch of a foreign kernel runs in the device thread. A launch on all cores costs 40 us more.
 ALONE_NS = 80_000
+#: Estimated core time, in ns, up to which one of `TRIED_EVERY` launches on all cores runs in the device thread instead. Only there
+#: the core time is exact; on all cores it includes the waiting for cores that other processes use.
+TRIED_UP_TO_NS = 8 * ALONE_NS
+TRIED_EVERY = 64
 #: The place in a binary of PoCL's where the device is named: after 8 bytes that are equal for all devices.
 _NAMED = slice(8, 16)
 #: The device time of a launch that other threads took, and its core time, in ns.
@@ -402,6 +406,7 @@ class _ByWork:
     def __init__(self, on_all: Launch, here: Launch, spread: Callable[[int], None]) -> None:
         self._on_all, self._here, self._spread = on_all, here, spread
         self._ns_per_block = math.inf
+        self._until_trial = 0
 
     def run(self, values: Sequence[Value], grid: tuple[int, int, int]) -> int:
         """See `ForeignKernel.run`.
@@ -410,7 +415,14 @@ class _ByWork:
         longer launch slowly and a shorter one at once: a launch on all cores looks longer than it is while its threads wake up.
         """
         blocks = grid[0] * grid[1] * grid[2]
-        launch = self._here if blocks == 1 or blocks * self._ns_per_block <= ALONE_NS else self._on_all
+        expected = blocks * self._ns_per_block
+        launch = self._here if blocks == 1 or expected <= ALONE_NS else self._on_all
+        if launch is self._on_all and expected <= TRIED_UP_TO_NS:
+            self._until_trial -= 1
+            if self._until_trial < 0:
+                launch = self._here
+        if launch is self._here:
+            self._until_trial = TRIED_EVERY
         taken, core_ns = launch(values, grid)
         found, known = core_ns / blocks, self._ns_per_block
         self._ns_per_block = found if found < known else known + (found - known) / 8
