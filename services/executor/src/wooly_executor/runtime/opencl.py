@@ -64,8 +64,8 @@ _SCALAR = {
 _FOREIGN_UNIT = 1
 #: Core time, in ns, up to which a launch of a foreign kernel runs in the device thread. A launch on all cores costs 40 us more.
 ALONE_NS = 80_000
-#: Estimated core time, in ns, up to which one of `TRIED_EVERY` launches on all cores runs in the device thread instead. Only there
-#: the core time is exact; on all cores it includes the waiting for cores that other processes use.
+#: Estimated core time, in ns, up to which one of `TRIED_EVERY` launches on all cores runs in the device thread instead, where the
+#: measured core time is exact. On all cores it includes the waiting for cores that other processes use.
 TRIED_UP_TO_NS = 8 * ALONE_NS
 TRIED_EVERY = 64
 #: The place in a binary of PoCL's where the device is named: after 8 bytes that are equal for all devices.
