@@ -206,6 +206,23 @@ def test_rest_slow_controller_is_asked_twice(monkeypatch):
     assert len(seen) == 2
 
 
+@pytest.mark.parametrize("begin", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{"])
+def test_rest_connection_that_breaks_is_asked_again(monkeypatch, begin):
+    """A router that is stopped ends its connections; another one may answer."""
+    monkeypatch.setattr(access, "RETRY_S", 0.5)
+
+    def breaking(sock):
+        sock.recv(4096)
+        sock.sendall(begin)
+
+    with (
+        listening(breaking) as (port, seen),
+        pytest.raises(access.AccessError, match=r"the connection to .* broke: .* Try again later"),
+    ):
+        access.RestCredentials(f"http://localhost:{port}", "token")
+    assert len(seen) > 1
+
+
 def greeting(tls_required, then=lambda sock: None):
     """Answer with the first line of a NATS server, then call `then`."""
 

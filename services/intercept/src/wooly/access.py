@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import ssl
 import threading
@@ -146,7 +147,11 @@ class RestCredentials:
             ) from e
         except TimeoutError as e:
             raise _SlowError(slow) from e
-        except (OSError, ValueError, KeyError, TypeError, CredentialsError) as e:
+        except (OSError, http.client.HTTPException) as e:  # a router that is stopped ends its connections
+            broken = AccessError(f"the connection to {where} broke: {e}. Try again later")
+            broken.retryable = True
+            raise broken from e
+        except (ValueError, KeyError, TypeError, CredentialsError) as e:
             raise AccessError(
                 f"the answer of {where} contains no credentials: {e}. Check that WOOLYAI_CONTROLLER_URL is the URL of a Wooly "
                 "controller"
