@@ -119,7 +119,10 @@ class RestCredentials:
             tls = client_context(self._tls) if self._url.startswith("https:") else None
             opener = urllib.request.build_opener(urllib.request.HTTPSHandler(context=tls), _NoRedirect)
             with opener.open(request, timeout=timeout_s) as answer:
-                said: dict[str, Any] = json.loads(answer.read(_LARGEST))
+                body = answer.read(_LARGEST)
+                if answer.length and len(body) < _LARGEST:
+                    raise http.client.IncompleteRead(body, answer.length)
+            said: dict[str, Any] = json.loads(body)
             held = Credentials.parse(str(said["credentials"]))
             self.nats_url, self.tenant = str(said["nats_url"]), str(said["tenant"])
             expires = float(said["expires_at"])
