@@ -119,6 +119,7 @@ def test_rank_that_is_killed_ends_a_rank_that_computes(tenant):
         _, errors = ranks[0].communicate(timeout=100)
         print(f"the other rank ended after {time.monotonic() - begun:.2f} s")
         assert ranks[0].returncode != 0 and "rank 1 of the program ended" in errors
+        assert "its client's process has ended" in errors  # known at once, and not only when its lease is over
         tenant.cluster.wait(lambda: not tasks(tenant, "started"))
         story = json.loads(tenant.wooly("tasks", "show", task["task_id"], "--json"))["story"]
         assert "rank 0: rank 1 of the program ended" in "\n".join([step["reason"] for step in story])

@@ -1,6 +1,7 @@
 """Scripts whose executor ends go on in another one, with the bits of an undisturbed run."""
 
 import json
+import signal
 import threading
 from pathlib import Path
 
@@ -87,6 +88,19 @@ def test_a_training_goes_on_after_other_losses(run, expect, how):
 def test_without_recovery_the_loss_is_an_error(run):
     _, said = run(*CASES["train"][0], LOSE="6", WOOLYAI_RECOVERY="off", code=1)
     assert "ExecutorLostError" in said and GONE_ON not in said
+
+
+def test_a_script_whose_process_is_killed_ends_its_session(cluster, run):
+    """The session must not wait until its lease is over for a client that cannot come back."""
+    assert run("dying.py", code=-signal.SIGKILL)[0] == "3.0\n"
+
+    def newest():
+        return cluster.rest("GET", "tasks?limit=1")["tasks"][0]
+
+    cluster.wait(lambda: newest()["state"] == "failed")
+    story = cluster.rest("GET", f"tasks/{newest()['task_id']}")["story"]
+    assert "its client's process has ended" in story[-1]["reason"]
+    assert all(step["state"] != "pending" for step in story[2:]), story
 
 
 def test_an_error_after_a_loss_names_its_line(run):

@@ -17,6 +17,7 @@ from opentelemetry.trace import SpanContext
 from wooly_bus import contracts
 from wooly_bus.actor import Actor
 from wooly_bus.app import ServiceApp
+from wooly_bus.channel.peer_process import has_ended
 from wooly_bus.channel.token import Pass, SharedPass, SignedPass
 from wooly_bus.channel.tunnel import TunnelListener
 from wooly_bus.errors import RefusedError
@@ -66,6 +67,8 @@ SAMPLE_S = 1.0
 LEAVE_POLL_S = 0.25
 #: Seconds between two searches for checkpoints that nobody will restore.
 SWEEP_S = 600.0
+#: After a client's connection broke: seconds between two looks whether its process has ended, and their number.
+PROCESS_LOOK_S, PROCESS_LOOKS = 0.05, 20
 
 
 def _stores_of(settings: ExecutorSettings) -> tuple[str, ...]:
@@ -426,6 +429,19 @@ class ExecutorActor(Actor):
     def _note_closed(self, lease: _Lease | None, closed: Ended) -> None:
         if lease is not None:
             self._forget(closed.session_id, lease)
+        self._queue_report(closed, PROCESS_LOOKS)
+
+    def _queue_report(self, closed: Ended, looks: int) -> None:
+        """Queue the report of a closed session. If its connection broke because its client's process has ended, it ends for good.
+
+        The process may still be ending, so this looks several times.
+        """
+        if closed.process and closed.reason != STOPPING:
+            if has_ended(closed.process):
+                closed = closed._replace(reason="its client's process has ended", passing=False)
+            elif looks:
+                self._events.call_later(PROCESS_LOOK_S, self._queue_report, closed, looks - 1)
+                return
         # Do not report an id that is open again. Sessions that end with the executor are in its last heartbeat.
         if closed.session_id not in self._leases and closed.reason != STOPPING:
             self._closed.put_nowait(closed)

@@ -52,6 +52,7 @@ class Ended(NamedTuple):
         contents: names of the contents that it shared.
         passing: it may go on in another executor.
         epoch: its epoch.
+        process: id of the client's process, if its connection was closed and the process is known; else 0.
     """
 
     session_id: str
@@ -59,6 +60,7 @@ class Ended(NamedTuple):
     contents: tuple[str, ...]
     passing: bool
     epoch: int
+    process: int = 0
 
 
 class Sessions:
@@ -291,13 +293,14 @@ class Sessions:
 
     # -- ending ------------------------------------------------------------------------------------------------------
 
-    def close(self, session_id: str, reason: str, *, passing: bool = False) -> bool:
+    def close(self, session_id: str, reason: str, *, passing: bool = False, process: int = 0) -> bool:
         """End a session and free all its memory. Returns False if no session has this id.
 
         Args:
             session_id: its id.
             reason: why; empty: its client closed it.
             passing: it may go on in another executor, because nothing that it did is the reason.
+            process: see `Ended`.
         """
         session = self._open.pop(session_id, None)
         if session is None:
@@ -319,7 +322,7 @@ class Sessions:
             if not conn.closed:
                 conn.close(reason, passing=passing)
         if self._closed is not None:
-            self._closed(Ended(session_id, reason, session.largest_shared(), passing, session.epoch))
+            self._closed(Ended(session_id, reason, session.largest_shared(), passing, session.epoch, process))
         return True
 
     def end(self, session: Session, why: str) -> None:
@@ -343,7 +346,8 @@ class Sessions:
         if session is not None:
             if reason:
                 log.warning("session %s ends: %s", session.id, reason)
-            self.close(session.id, reason or "its client closed the connection", passing=True)
+            why = reason or "its client closed the connection"
+            self.close(session.id, why, passing=True, process=conn.process)
 
     def end_clients(self) -> None:
         """Close the sessions that have clients, so that clients need not wait for the rest of the shutdown."""

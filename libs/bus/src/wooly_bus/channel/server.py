@@ -34,6 +34,7 @@ from wooly_bus.channel.framing import (
     ProtocolError,
     parse_header,
 )
+from wooly_bus.channel.peer_process import process_of
 from wooly_bus.channel.segment import PLACE, RING, SERVER_PIECE, SHARED_FROM, Ring, Segment
 
 log = logging.getLogger("wooly.channel")
@@ -131,6 +132,7 @@ class Connection:
         peer: address of the client, for messages.
         segment: memory that the client shares; None: all data passes through the socket.
         owner: data that the owner of the server attaches to the connection.
+        process: id of the client's process; 0: it is not known (`peer_process`).
     """
 
     sock: socket.socket
@@ -138,6 +140,7 @@ class Connection:
     server: ChannelServer
     segment: Segment | None = None
     owner: Any = None
+    process: int = 0
     closed: bool = False
     paused: bool = False
     waiting_for_sink: bool = False
@@ -400,7 +403,7 @@ class ChannelServer:
     def _take_guests(self) -> None:
         while self._guests:
             guest = self._guests.popleft()
-            conn = Connection(guest.sock, guest.peer, self, guest.segment)
+            conn = Connection(guest.sock, guest.peer, self, guest.segment, process=process_of(guest.sock))
             self._connections[conn] = None
             self._events.append(Connected(conn, guest.admitted))
             self._resumed[conn] = None  # TLS may have read more than the hello
