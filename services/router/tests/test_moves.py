@@ -405,6 +405,23 @@ async def test_a_session_whose_executor_sends_no_heartbeats_repeats_lost_work_fo
         assert again.parts[0].executor_id == "b" and await repeats(r, again)
 
 
+async def test_all_ranks_of_a_program_that_lost_an_executor_repeat_for_free(rig, beating_executor):
+    """They all go back to a common cut, also those whose executors live."""
+    place = {"gang_id": "run", "size": 2, "devices": 2}
+    async with rig("a") as r:
+        async with beating_executor("gone") as gone:
+            await beat(r)
+            await r.actor.on_heartbeat(gone.heartbeat(checkpoints="store"))
+            ranks = [await r.open(gang=GangPlace(rank=n, **place), recovers=True) for n in range(2)]
+            assert {rank.parts[0].executor_id for rank in ranks} == {"a", "gone"}
+        ranks.sort(key=lambda rank: rank.parts[0].executor_id == "a")
+        for rank in ranks:
+            back = await come_back(r, rank, "a rank of the program has lost its executor")
+            assert back.parts[0].executor_id == "a" and await repeats(r, back)
+        for rank in ranks:
+            assert not await repeats(r, await come_back(r, rank, "the connection broke"))
+
+
 async def test_a_session_with_two_devices_keeps_the_one_whose_node_is_not_drained(rig):
     async with rig("a", "b", "c") as r:
         await beat(r)

@@ -94,7 +94,7 @@ class Moves:
         now = self._clock()
         alive = {e.executor_id for e in self._registry.alive(now)} - set(silent)
         # A client may say that it lost its executor when it did not. Its repeated work is free only if the cluster saw the loss.
-        repeats = not wish.do and any(p.executor_id not in alive for p in record.parts)
+        repeats = not wish.do and await self._repeats_lost_work(record, alive)
         lease = lease or await self._world.tasks.lease(record.id)
         if lease is None:
             return None
@@ -116,6 +116,18 @@ class Moves:
                 },
             )
             return await self._world.tasks.get(record.id, s) if left else None
+
+    async def _repeats_lost_work(self, record: TaskRecord, alive: Collection[str]) -> bool:
+        """Whether the cluster has lost an executor of a session. Ranks of one program repeat together."""
+
+        def lost(task: TaskRecord) -> bool:
+            return any(p.executor_id not in alive for p in task.parts)
+
+        if lost(record) or not record.gang.task_id:
+            return lost(record)
+        gang = await self._world.tasks.gang(record.gang.task_id)
+        # A rank that has gone back before this one is at a later attempt.
+        return any(lost(r) or (r.attempt > record.attempt and bool(r.wants.get("repeats"))) for r in gang)
 
     async def comes_back(
         self, record: TaskRecord, lease: Lease, reason: str, cut: int, *, leaves: bool
