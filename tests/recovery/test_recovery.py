@@ -85,6 +85,13 @@ def test_a_training_goes_on_after_other_losses(run, expect, how):
     assert said.count(GONE_ON) >= 2, said
 
 
+@pytest.mark.parametrize("mode", ["gone", "new"])
+def test_a_script_goes_on_if_the_next_executor_is_lost_before_it_connects(run, expect, mode):
+    (_, *arguments), _ = CASES["train"]
+    found, said = run("unlucky.py", mode, *arguments, LOSE="6")
+    assert found == expect("train") and GONE_ON in said
+
+
 def test_without_recovery_the_loss_is_an_error(run):
     _, said = run(*CASES["train"][0], LOSE="6", WOOLYAI_RECOVERY="off", code=1)
     assert "ExecutorLostError" in said and GONE_ON not in said

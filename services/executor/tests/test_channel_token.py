@@ -59,10 +59,10 @@ def unsigned(text):
     return f"{head}.{text.split('.')[1]}."
 
 
-def refusal(device, wis, shown, session_id="a"):
+def refusal(device, wis, shown, session_id="a", code="executor.turned_away"):
     with pytest.raises(wis.error) as refused:
         wis.client(device.endpoint, session_id, shown)
-    assert refused.value.code == "executor.turned_away"
+    assert refused.value.code == code
     return refused.value.message
 
 
@@ -107,7 +107,7 @@ def test_token_used_twice_opens_one_channel(hosting, wis):
     assert first.sync() == {}
     first.close()
     hosting.wait_closed("a")
-    assert "not open here" in refusal(hosting, wis, token())
+    assert "not open here" in refusal(hosting, wis, token(), code="executor.no_session")
 
 
 def test_token_of_another_session_of_the_tenant_is_refused(hosting, wis):

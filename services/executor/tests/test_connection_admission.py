@@ -82,7 +82,7 @@ def test_admission_session_reopened_after_the_check_refuses_the_client(device, w
     client = ChannelClient(near)
     frame = client.recv(30)
     said = unpack_json(frame.payload)
-    assert frame.kind == Kind.ERROR and said["code"] == "executor.turned_away" and "not open here" in said["message"]
+    assert frame.kind == Kind.ERROR and said["code"] == "executor.no_session" and "not open here" in said["message"]
     client.close()
     rightful = wis.client(device.endpoint, "a", "token of a")
     assert rightful.sync() == {}

@@ -22,12 +22,15 @@ def step(number, part=0):
             api._attached.links[part].connection.channel.abort()
             return
         names = [api._attached.parts[part].executor_id, *(["router"] if "ROUTER" in os.environ else [])]
-        pids = [int(Path(os.environ["PIDS"], name).read_text()) for name in names]
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
-        for pid in pids:
-            while _runs(pid):  # until its sockets are closed: the next steps must not be sent to it
-                time.sleep(0.001)
+        for name in names:
+            kill(int(Path(os.environ["PIDS"], name).read_text()))
+
+
+def kill(pid):
+    """Kill a process, and wait until its sockets are closed: the next steps must not be sent to it."""
+    os.kill(pid, signal.SIGKILL)
+    while _runs(pid):
+        time.sleep(0.001)
 
 
 def _runs(pid):

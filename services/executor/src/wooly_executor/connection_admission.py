@@ -18,6 +18,7 @@ from wooly_wis.frames import PROTOCOL, Kind, pack_json, unpack_json
 from wooly_wis.messages import DirectSession
 from wooly_wis.messages.base import SessionId
 
+from wooly_executor.errors import UnknownSessionError
 from wooly_executor.frames import Failure
 from wooly_executor.tiers import Jit
 
@@ -26,6 +27,15 @@ class HelloRefusedError(ProtocolError):
     """A hello was refused. The message says why."""
 
     code = "executor.turned_away"
+
+
+class UnknownHelloError(HelloRefusedError):
+    """The hello names a session that is not open here: this process may be new, or the session has just ended."""
+
+    code = UnknownSessionError.code
+
+    def __init__(self) -> None:
+        super().__init__("the session is not open here")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +129,7 @@ class ConnectionAdmission:
                 entry, opens = SharedPass(self._shared_token), _opened(said)
             elif entry is None:
                 if self._shared_token is None:
-                    raise ProtocolError("the session is not open here")
+                    raise UnknownHelloError
                 entry = SharedPass(self._shared_token)
                 entry.check(str(said.get("token")))
                 opens = _opened(said)
@@ -131,6 +141,8 @@ class ConnectionAdmission:
             wrong = e.errors()[0]
             where = ".".join([str(part) for part in wrong["loc"]])
             raise HelloRefusedError(f"the client's {where} is not valid: {wrong['msg']}") from e
+        except UnknownHelloError:
+            raise
         except (ProtocolError, DecodeError, ValueError) as e:
             raise HelloRefusedError(str(e)) from e
         return Hello(session_id, entry, jit, said.get("trace"), opens, self._opaque)
@@ -145,7 +157,7 @@ class ConnectionAdmission:
     def _connect(self, session_id: str, entry: Pass) -> None:
         with self._lock:
             if self._passes.get(session_id) is not entry:
-                raise ProtocolError("the session is not open here")
+                raise UnknownHelloError
             if session_id in self._connected:
                 raise ProtocolError("the session already has a client; a token opens one channel only")
             self._connected.add(session_id)

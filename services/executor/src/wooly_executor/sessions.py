@@ -19,7 +19,7 @@ from wooly_wis.messages import DirectSession
 from wooly_executor.answers import Answers
 from wooly_executor.checkpoints.cuts import Cuts
 from wooly_executor.collectives.service import Collectives
-from wooly_executor.connection_admission import ConnectionAdmission, Hello, HelloRefusedError, refusal
+from wooly_executor.connection_admission import ConnectionAdmission, Hello, UnknownHelloError, refusal
 from wooly_executor.dispatch import Dispatch
 from wooly_executor.errors import AdmissionError, HostMemoryError, UnknownSessionError
 from wooly_executor.flow import ClientCame, Held, Signal, note
@@ -211,7 +211,8 @@ class Sessions:
                 return
         session = self._open.get(hello.session_id)
         if session is None or session.entry is not hello.entry:
-            self._turn_away(conn, HelloRefusedError.code, "the session is not open here")
+            unknown = UnknownHelloError()
+            self._turn_away(conn, unknown.code, str(unknown))
             return
         session.jit = hello.jit
         session.spans = spans_of(session.id, session.hosted, hello.trace)

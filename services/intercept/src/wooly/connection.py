@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
-from wooly_bus.channel import ChannelClient
+from wooly_bus.channel import ChannelClient, ChannelClosedError
 from wooly_bus.channel.busy_wait import LOOK_NS
 from wooly_bus.channel.pinned_area import PinnedArea
 from wooly_wis.frames import READ_PLACE, Kind, pack_json, unpack_json
@@ -105,13 +105,15 @@ class Connection:
         Raises:
             ReleaseError: the executor's PyTorch and this process's do not work together.
             WoolyError: the executor refuses the session.
-            ChannelError: the connection broke.
+            ChannelError: the connection broke, or the executor does not have the session (any more).
         """
         self.channel.look_before_blocking(self.look_ns)
         self.channel.send_hello(Kind.HELLO, pack_json(hello))
         answer = self.channel.recv(timeout)
         if answer.kind == Kind.ERROR:
             error = unpack_json(answer.payload)
+            if error.get("code") == "executor.no_session":  # it was started again, or has just lost the session
+                raise ChannelClosedError(str(error.get("message", "")))
             raise error_of(str(error.get("code", "")), str(error.get("message", "")))
         if answer.kind != Kind.WELCOME:
             raise WoolyError(f"the executor answered a hello with a frame of kind {answer.kind}")

@@ -14,7 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from wooly_bus.access import Access
-from wooly_bus.channel import ChannelClient, ChannelError, ChannelTlsError, Endpoint, client_context
+from wooly_bus.channel import (
+    ChannelClient,
+    ChannelClosedError,
+    ChannelError,
+    ChannelTlsError,
+    Endpoint,
+    client_context,
+)
 
 from wooly.errors import NotConnectedError, ReleaseError, WoolyError
 from wooly.link import Link
@@ -267,14 +274,20 @@ def _recoveries(
         def greet(client: ChannelClient, where: str) -> Reopened:
             return Reopened(client, opened.session_id, part.token or opened.token, where)
 
-        until = time.monotonic() + (0.0 if opened.controlled else RETURN_S)
+        until = time.monotonic() + RETURN_S
         while True:
             try:
                 there, endpoint = connect(part, reach_of(settings, opened), greet)
                 break
-            except NotConnectedError:
-                if time.monotonic() >= until:
+            except ReleaseError:
+                raise
+            except NotConnectedError as e:
+                if isinstance(e.__cause__, ChannelTlsError) or (not opened.controlled and time.monotonic() >= until):
                     raise
+                if (
+                    opened.controlled
+                ):  # the executor may have ended since; the controller finds another one, or says why not
+                    raise ChannelClosedError(str(e)) from e
             time.sleep(RETURN_AGAIN_S)
         went(index, part, endpoint)
         return there
