@@ -1,5 +1,6 @@
 """Exceptions of signal handlers: at any moment, thousands of times. The session stays whole, and no result is wrong."""
 
+import ctypes
 import gc
 import random
 import signal
@@ -283,6 +284,26 @@ def test_exception_while_send_waits_for_room_keeps_recorded_operations(cuda, ala
     total.add_(1)
     assert total.tolist() == [2.0] * 4 and more.tolist() == [2.0] * 4
     assert busy.sum().item() == 600.0 * 600.0
+
+
+def test_recorded_operations_outlive_a_read_without_room_on_the_stack(cuda):
+    """The read may fail at any depth: no recorded operation is lost or done twice, and no buffer id is used twice."""
+
+    def below(depth, work):
+        return work() if not depth else below(depth - 1, work)
+
+    x, sums, failed, read = torch.zeros(4, device=cuda), [], 0, 0
+    depth = sys.getrecursionlimit()
+    while read < 20:
+        x.add_(1)
+        sums.append(torch.ones(len(sums) + 1, device=cuda).sum())  # another program each time
+        try:
+            read += below(depth, sums[-1].item) > 0
+        except (RecursionError, ctypes.ArgumentError):
+            failed += 1
+        depth -= 1
+    assert failed > 20 and x.tolist() == [len(sums)] * 4
+    assert [s.item() for s in sums] == list(range(1, len(sums) + 1))
 
 
 def test_exception_while_a_checkpoint_is_awaited_keeps_recorded_operations(cuda, monkeypatch):

@@ -555,8 +555,8 @@ class Recorder(ProgramFields):
     def flush(self, *, reply: bool = False) -> int:
         """Close the open program and send it. Returns the frame's sequence number (0: there was nothing to send).
 
-        If a signal handler raises an exception while the send waits for room, the program stays open. With `reply`, it is
-        dropped: it is one operation, which the exception ends.
+        If a signal handler raises an exception while the send waits for room, or if the stack or the memory of the host is too
+        small to send it, the program stays open. With `reply`, it is dropped: it is one operation, which the exception ends.
 
         Raises:
             WoolyError: no session is open, or the connection ended.
@@ -589,7 +589,9 @@ class Recorder(ProgramFields):
         key, bind = array("I", self.words).tobytes(), self.bind
         try:
             seq = self._send(link, key, self, bind, self.params, self._frees, reply)
-        except BaseException:
+        except BaseException as e:
+            if isinstance(e, (RecursionError, MemoryError)) and link.lost is None:
+                link.interrupted = True  # before the link was asked to send it
             if link.interrupted and not reply:
                 self._frees += rest  # the program stays open: its operations have returned, so they must still happen
                 raise
