@@ -99,7 +99,7 @@ def test_broken_tunnel_reports_error_and_does_not_hang(tmp_path, victim):
         "import torch\nt = torch.zeros(9, device='cuda')\nprint(t.sum().item(), flush=True)\nwhile True: t = t + 1\n"
     )
     try:
-        env = os.environ | own.client_env | {"WOOLYAI_CHANNEL": "tunnel"}
+        env = os.environ | own.client_env | {"WOOLYAI_CHANNEL": "tunnel", "WOOLYAI_RECOVERY": "off"}
         client = subprocess.Popen(
             [sys.executable, "-m", "wooly", "run", str(path)],
             stdout=subprocess.PIPE,
