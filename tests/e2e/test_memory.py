@@ -16,6 +16,8 @@ from wooly_testkit.executor import executor_process
 pytestmark = pytest.mark.connected
 PROGRAM = Path(__file__).with_name("long_training.py")
 MIB = 1 << 20
+#: Memory of one program on the executor, at most, in MiB.
+PROGRAM_MIB = 16 / 1024
 
 #: Containers that may grow up to their own limit after the warm-up.
 LIMITED = {
@@ -77,8 +79,11 @@ def test_training_of_2000_steps_keeps_containers_small(read_every):
 def test_training_of_100000_steps_does_not_grow(read_every, capsys):
     found = train(100_000, 5000, read_every)
     assert_nothing_piled_up(found)
+    # On a busy machine, the timer ends programs at more places, and both sides keep up to `PROGRAMS_KEPT` of them.
+    more = found["end"]["containers"]["recorder._sent"] - found["early"]["containers"]["recorder._sent"]
+    allowed = 8 + max(more, 0) * PROGRAM_MIB
     for side in ("client_rss", "executor_rss"):
         early, end = found["early"][side] / MIB, found["end"][side] / MIB
         with capsys.disabled():
             print(f"\n{side}: {early:.1f} MiB after 5,000 steps, {end:.1f} MiB after 100,000")
-        assert end - early < 8, f"{side}: {early:.1f} MiB after 5,000 steps, {end:.1f} MiB after 100,000"
+        assert end - early < allowed, f"{side}: {early:.1f} MiB after 5,000 steps, {end:.1f} MiB after 100,000"
