@@ -226,18 +226,18 @@ def captured(name: str, capture: Capture) -> None:
         run()
         torch.cuda.synchronize()
 
-    send = Link._send
+    send = Link.send
 
-    def recording(self, kind, *buffers):
+    def recording(self, kind, *buffers, **options):
         if kind in (Kind.DEFINE, Kind.RUN):
             capture.frame(kind, b"".join(bytes(b) for b in buffers))
-        return send(self, kind, *buffers)
+        return send(self, kind, *buffers, **options)
 
-    Link._send = recording
+    Link.send = recording
     try:
         MODELS[name][0](measure)
     finally:
-        Link._send = send
+        Link.send = send
 
 
 def share_of(name: str, capture: Capture) -> Share:

