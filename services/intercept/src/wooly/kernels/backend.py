@@ -357,7 +357,6 @@ KERNELS: dict[str, Kernel] = {
     "_convert_indices_from_coo_to_csr": rows_to_compressed,
     "_convert_indices_from_csr_to_coo": compressed_to_coordinates,
     "_efficientzerotensor": efficient_zero,
-    "_lazy_clone": torch.clone,
     "_scaled_mm_v2": scaled_mm,
     "conj_physical_": conj_physical_,
     "linalg_lstsq.out": lstsq_into,
