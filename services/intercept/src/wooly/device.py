@@ -218,7 +218,7 @@ class RegisteredDevice:
         else:
             kernel = self.generic.kernel(op)
         generic = kernel
-        if name == "histc":
+        if bare == "histc":
             kernel = backend.histc(kernel)
         if name == "_fused_moving_avg_obs_fq_helper":
             kernel = backend.observed(kernel)
