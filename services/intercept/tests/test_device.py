@@ -685,6 +685,13 @@ def test_histc_counts_integers_as_cuda_does(cuda, dtype):
     assert torch.histc(x[:0], bins=2).tolist() == [0, 0]
 
 
+@pytest.mark.parametrize("call", [torch.amin, torch.add, torch.cumsum, torch.Tensor.zero_])
+def test_tensor_with_65_dimensions_is_refused_with_pytorchs_error(cuda, call):
+    t = torch.ones([1] * 64, device=cuda).unsqueeze(0)
+    with pytest.raises(RuntimeError, match="only tensors with up to 64 dims are supported"):
+        call(*{torch.add: (t, t), torch.cumsum: (t, 0), torch.amin: (t, 0)}.get(call, (t,)))
+
+
 def test_histc_puts_each_integer_into_its_own_bin(cuda):
     x = torch.arange(101, device=cuda)
     assert torch.histc(x, bins=100, min=0, max=100).tolist() == [1] * 99 + [2]  # 29 / 100 * 100 is less than 29
