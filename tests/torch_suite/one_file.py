@@ -202,7 +202,9 @@ def run(path, options, out, alive, settle=lambda: None):
     chosen = [
         test
         for test in found
-        if UNCLAIMED not in name_of(test) and (only is None or name_of(test) in only) and choice.is_meant(name_of(test))
+        if UNCLAIMED not in name_of(test).lower()
+        and (only is None or name_of(test) in only)
+        and choice.is_meant(name_of(test))
     ]
     chosen = chosen[:: choice.every]
     found = len(chosen)

@@ -94,6 +94,19 @@ def test_invalid_batch_is_refused_before_any_kernel(given, reason):
         batch(*given)
 
 
+def test_batch_masks_a_dense_tensor_and_no_sparse_one():
+    held = [torch.tensor([[0, 1, 2], [0, 0, 2]]), torch.tensor([[2, 0], [0, 1]]), torch.ones(2, 2)]
+    held.append(torch.arange(12.0).reshape(2, 2, 3))
+    mask = Sparse(Layout.CSR, (2, 2, 3), (0, 1), 2, False)
+    found = operators.sparse(SparseCall("aten.sparse_mask.default", (Dense(3), mask), ()).text(), held, [])
+    assert found[2].tolist() == [[2, 3], [9, 10]]
+    with pytest.raises((RuntimeError, OperationError), match="the operator takes no batches"):
+        operators.sparse(SparseCall("aten.sparse_mask.default", (mask, mask), ()).text(), held, [])
+    held[1] = torch.tensor([[2, 0], [0, 7]])
+    with pytest.raises((RuntimeError, OperationError), match="index out of range"):
+        operators.sparse(SparseCall("aten.sparse_mask.default", (Dense(3), mask), ()).text(), held, [])
+
+
 def test_result_unlike_announced_is_refused():
     with pytest.raises((RuntimeError, OperationError), match="announced"):
         product(coo([[0], [0]]), results_text([DenseResult((9, 9), (9, 1), "f32")]))

@@ -679,6 +679,32 @@ def test_histc_counts_integers_as_cuda_does(cuda, dtype):
     found = torch.histc(x, bins=4, min=0, max=3)
     assert found.dtype is dtype and found.tolist() == [1, 1, 1, 3]
     assert torch.histc(x, bins=2).tolist() == [6, 1]
+    out = torch.empty(0, dtype=dtype, device=cuda)
+    assert torch.histc(x, bins=4, min=0, max=3, out=out) is out and out.tolist() == [1, 1, 1, 3]
+    assert torch.histc(torch.full_like(x, 5), bins=2).tolist() == [0, 7]
+    assert torch.histc(x[:0], bins=2).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("call", [torch.amin, torch.add, torch.cumsum, torch.Tensor.zero_])
+def test_tensor_with_65_dimensions_is_refused_with_pytorchs_error(cuda, call):
+    t = torch.ones([1] * 64, device=cuda).unsqueeze(0)
+    with pytest.raises(RuntimeError, match="only tensors with up to 64 dims are supported"):
+        call(*{torch.add: (t, t), torch.cumsum: (t, 0), torch.amin: (t, 0)}.get(call, (t,)))
+
+
+def test_histc_puts_each_integer_into_its_own_bin(cuda):
+    x = torch.arange(101, device=cuda)
+    assert torch.histc(x, bins=100, min=0, max=100).tolist() == [1] * 99 + [2]  # 29 / 100 * 100 is less than 29
+
+
+@pytest.mark.parametrize("size", [2, 200])
+def test_list_operator_refuses_complex_numbers_after_real_ones(cuda, size):
+    def halves():
+        return [torch.ones(size, size, dtype=torch.float16, device=cuda) for _ in range(2)]
+
+    torch._foreach_mul_([t[:2, :2] for t in halves()], [2.0, 3.0])
+    with pytest.raises(RuntimeError, match="ComplexHalf can't be cast to the desired output type Half"):
+        torch._foreach_mul_(halves(), [2j, 3.0])
 
 
 def test_trial_of_random_operator_keeps_host_generator(cuda):

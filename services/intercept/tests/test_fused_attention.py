@@ -54,6 +54,24 @@ def test_efficient_attention_with_a_mask_has_its_gradient(cuda, dtype):
         torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("mask_type", [0, 1, 2])
+@pytest.mark.parametrize("biased", [False, True])
+def test_efficient_attention_of_a_batch_equals_masked_attention(cuda, mask_type, biased):
+    q, k, v = [t.transpose(1, 2) for t in three(cuda, 2, 3, 5, 8, keys=(2, 3, 7, 8), dtype=torch.float32)]
+    bias = torch.randn(2, 3, 5, 7, device=cuda) if biased else None
+    rest = (None, None, None, None, 0.0, mask_type, True)
+    out, sums, _, _, longest_q, longest_k = aten._efficient_attention_forward(q, k, v, bias, *rest)
+    seen = torch.ones(5, 7, dtype=torch.bool).tril(0 if mask_type == 1 else 2) if mask_type else torch.ones(5, 7).bool()
+    mask = torch.zeros(5, 7).masked_fill(~seen, -torch.inf) + (bias.cpu() if biased else 0)
+    hq, hk, hv = [t.detach().cpu().transpose(1, 2) for t in (q, k, v)]
+    expected = torch.nn.functional.scaled_dot_product_attention(hq, hk, hv, mask)
+    torch.testing.assert_close(out.detach().cpu(), expected.transpose(1, 2))
+    logs = (hq @ hk.transpose(2, 3) / 8**0.5 + mask).logsumexp(3)
+    assert sums.shape == (2, 3, 32) and (longest_q, longest_k) == (5, 7)
+    torch.testing.assert_close(sums.cpu()[..., :5], logs)
+    assert out.is_contiguous() and torch.autograd.grad(out.sum(), q)[0].abs().sum() > 0
+
+
 def test_dropout_of_flash_attention_is_the_debug_masks(cuda):
     q, k, v = three(cuda, 2, 4, 5, 8, keys=(2, 2, 7, 8))
     out, *_, mask = aten._scaled_dot_product_flash_attention(q, k, v, 0.4, False, True)

@@ -256,6 +256,24 @@ def test_batches_and_parts_of_compressed_tensors_equal_cpu(cuda, layout):
         there @ torch.ones(3, 4, 2, device=cuda)
 
 
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("layout", ["sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc"])
+def test_masks_and_sums_of_compressed_tensors_equal_cpu(cuda, layout, batched):
+    blocks = {"blocksize": (2, 2)} if layout.startswith("sparse_bs") else {}
+    dense = torch.arange(48.0).reshape(2, 4, 6).remainder(5)
+    host = (dense if batched else dense[0]).to_sparse(layout=getattr(torch, layout), **blocks)
+    there = host.to(cuda)
+    full = torch.arange(1.0, host.numel() + 1).reshape(host.shape)
+    for on_host, on_device in (
+        (full.sparse_mask(host), full.to(cuda).sparse_mask(there)),
+        (host.sparse_mask(host), there.sparse_mask(there)),
+        (host + host, there + there),
+        (torch.add(host, host, alpha=3), torch.add(there, there, alpha=3)),
+    ):
+        assert on_device.layout is host.layout and on_device.is_cuda
+        assert torch.equal(on_device.to_dense().cpu(), on_host.to_dense())
+
+
 @pytest.mark.parametrize("layout", ["sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc"])
 def test_compressed_tensors_are_filled_like_others(cuda, layout):
     blocks = {"blocksize": (2, 2)} if layout.startswith("sparse_bs") else {}

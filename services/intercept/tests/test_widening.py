@@ -145,3 +145,18 @@ def test_transforms_below_the_checks_of_dtypes_take_half_precision(cuda):
     torch.testing.assert_close(found.to(torch.complex64).cpu(), expected, rtol=1e-3, atol=1e-3)
     again = torch.ops.aten._fft_c2r(found, [0], 0, 4)
     assert again.dtype is torch.float16 and again.cpu().tolist() == [4.0, 8.0, 16.0, 32.0]
+
+
+@pytest.mark.parametrize("name", ["fft", "rfft", "irfft", "hfft", "ihfft", "fft2", "hfft2", "ihfftn"])
+def test_transforms_write_half_precision_into_out(cuda, name):
+    x = torch.arange(16.0).reshape(4, 4).remainder(3)
+    transform = getattr(torch.fft, name)
+    expected = transform(x)
+    narrow = torch.complex32 if expected.is_complex() else torch.float16
+    for given in (x.shape, (0,)):
+        out = torch.empty(expected.shape if given == x.shape else given, dtype=narrow, device=cuda)
+        assert transform(x.half().to(cuda), out=out) is out and out.shape == expected.shape
+        torch.testing.assert_close(out.to(expected.dtype).cpu(), expected, rtol=1e-3, atol=1e-2)
+    wide = torch.empty(expected.shape, dtype=expected.dtype, device=cuda)
+    torch.testing.assert_close(transform(x.to(cuda), out=wide).cpu(), expected)
+    torch.testing.assert_close(transform(x.half().to(cuda), out=wide).cpu(), expected)

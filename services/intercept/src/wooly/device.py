@@ -218,7 +218,7 @@ class RegisteredDevice:
         else:
             kernel = self.generic.kernel(op)
         generic = kernel
-        if name == "histc":
+        if bare == "histc":
             kernel = backend.histc(kernel)
         if name == "_fused_moving_avg_obs_fq_helper":
             kernel = backend.observed(kernel)
@@ -287,9 +287,13 @@ class RegisteredDevice:
             entropy = Whole(self.generic, aten.cross_entropy_loss.default)
             library.impl("cross_entropy_loss", partial(layers.cross_entropy, entropy), key)
         for name in widening.FOURIER:
-            transform = widening.fourier(getattr(aten, name).default)
+            transform, into = (
+                widening.fourier(getattr(aten, name).default),
+                widening.fourier_into(getattr(aten, name).out),
+            )
             for key in ("AutogradPrivateUse1", "PrivateUse1"):
                 library.impl(name, transform, key)
+                library.impl(f"{name}.out", into, key)
         for op in WHOLE:
             whole = Whole(self.generic, op)
             library.impl(short_name(op), whole, "AutogradPrivateUse1")

@@ -233,8 +233,9 @@ def export(build: Callable[[], tuple[Callable[..., Any], Any]]) -> Exported:
         kept, outputs = [], []
         for name, value in _flat("", result):
             dense = _dense(name, value)
-            recorder.flush()
             at = dense.data_ptr()
+            recorder.separate([at >> ID_SHIFT])
+            recorder.flush()
             tensor = Tensor(name, DTYPES[dense.dtype], tuple(dense.shape))
             outputs.append(Output(tensor, at >> ID_SHIFT, at & OFFSET_MASK))
             kept.append(dense)

@@ -112,8 +112,9 @@ def share_storage(storage: torch.UntypedStorage) -> tuple[Any, ...]:
     recorder = current_devices().recorders[index]
     with recorder.lock:
         link = recorder.require_link()
-        recorder.flush()
         buffer = storage.data_ptr() >> ID_SHIFT
+        recorder.separate([buffer])
+        recorder.flush()
         answer = link.ipc(IPC_EXPORT, buffer)
         link.shared[buffer] = SharedStorage(StorageWeakRef(storage), received=False)
         executor, node = api.place_of(link)

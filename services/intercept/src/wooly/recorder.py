@@ -25,6 +25,7 @@ from wooly_wis.program import Form, Operand, ParamKind, Role, View
 from wooly import native
 from wooly.early_reads import WORD_BYTES, EarlyRead, EarlyReads
 from wooly.errors import ForkedProcessError, NotConnectedError, WoolyError
+from wooly.lazy_clones import LazyClones
 from wooly.native import ProgramFields
 from wooly.python_private import frame_at, unlock_after_fork
 from wooly.rng import Generator
@@ -294,6 +295,7 @@ class Recorder(ProgramFields):
             in every iteration.
         foreign_draws: number of random operators so far that used a generator of the user.
         replaced: whether `emit` is replaced.
+        lazy_clones: storages that read the buffer of another storage.
         capture: what keeps the open program; None: it is sent.
         opener: opens the session; None if the session is open, or if nobody asked for one.
         programs_dir: folder to which new programs are written as ``<digest>.wis``; None: they are not written.
@@ -313,6 +315,8 @@ class Recorder(ProgramFields):
         self.programs_dir: Path | None = None
         self.recording = self.after_replay = self.replaced = False
         self.capture: Capture | None = None
+        self.lazy_clones = LazyClones(self)
+        self._marks: Callable[[Origin], Origin] | None = None
         self._limit_before_capture = self._operations_before_capture = 0
         self.foreign_draws = 0
         self.words: list[int] = []
@@ -385,20 +389,50 @@ class Recorder(ProgramFields):
 
         Without `mark`, recording is not slower than before.
         """
-        self.replaced = mark is not None
-        if mark is None:
-            self.__dict__.pop("emit", None)
-            self.__dict__.pop("emit_new", None)
-            return
-        emit, emit_new = type(self).emit, type(self).emit_new
+        self._marks = mark
+        self._replace()
 
-        def emit_marked(form: int, buffers: list[int], where: Origin) -> None:
-            emit(self, form, buffers, mark(where))
+    def watch_lazy_clones(self) -> None:
+        """From now on, let instructions read the buffers that have the bytes of lazy clones, if there are any."""
+        self._replace()
+
+    def record(self, form: int, buffers: list[int], where: Origin) -> None:
+        """As `emit`, for buffers that are no lazy clones."""
+        Recorder.emit(self, form, buffers, where if self._marks is None else self._marks(where))
+
+    def separate(self, buffers: Iterable[int]) -> None:
+        """Give lazy clones and their sources among these buffers memory of their own, because a frame will name them."""
+        if self.lazy_clones:
+            where = origin(2)
+            for buffer in dict.fromkeys(buffers):
+                self.lazy_clones.separate(buffer, where)
+
+    def _replace(self) -> None:
+        """Replace `emit`, or no longer. It is not replaced if there is no reason, so that recording is not slower."""
+        if self.__dict__.get("emit") is _refuse_forked:
+            return
+        mark, lazy = self._marks, self.lazy_clones
+        self.replaced = mark is not None or bool(lazy)
+        self.__dict__.pop("emit", None)
+        self.__dict__.pop("emit_new", None)
+        if not self.replaced:
+            return
+
+        def emit(form: int, buffers: list[int], where: Origin) -> None:
+            if lazy:
+                for written in self._forms[form].writes:
+                    lazy.separate(buffers[written], where)
+                buffers = [lazy.holder(buffer) for buffer in buffers]
+            self.record(form, buffers, where)
+
+        self.emit = emit  # type: ignore[method-assign]
+        if mark is None:
+            return
+        emit_new = type(self).emit_new
 
         def emit_new_marked(form: int, buffer: int, where: Origin) -> None:
             emit_new(self, form, buffer, mark(where))
 
-        self.emit = emit_marked  # type: ignore[method-assign]
         self.emit_new = emit_new_marked  # type: ignore[method-assign]
 
     def close_if_due(self, form: int) -> None:
@@ -515,8 +549,11 @@ class Recorder(ProgramFields):
         heap, link, mask = self.heap, self.link, ID_MASK
         dead, kept, capture = heap.dead, heap.kept, self.capture
         slot_of, words = self.slot_of, self.words
+        lazy = self.lazy_clones or None
         while dead:
             freed = dead.pop()
+            if lazy is not None and freed >= 0 and lazy.died(freed):
+                continue
             if kept and heap.is_kept(freed):
                 continue
             if capture is not None:
@@ -719,6 +756,7 @@ class Recorder(ProgramFields):
             params: values of the params, in order.
             frees: buffers to free after the run.
         """
+        self.separate(bind)
         if self.capture is not None:
             self.capture.inline(work, bind, params, frees)
             return
@@ -736,6 +774,7 @@ class Recorder(ProgramFields):
 
     def begin_capture(self, capture: Capture) -> None:
         """Send the open program. From now on, `capture` keeps what is recorded, as one program of any length."""
+        self.lazy_clones.separate_all(origin())
         self.flush()
         self.require_link()
         self._limit_before_capture, self._operations_before_capture = self.limit, self.operations

@@ -237,6 +237,11 @@ class Heap(HeapFields):
         """Set the peaks to what is live now."""
         self.peak_bytes, self.peak_live = self.live_bytes, self.live
 
+    def note_peak(self) -> None:
+        """Update the peaks after `live_bytes` has grown."""
+        if self.live_bytes > self.peak_bytes:
+            self.reset_peak()
+
 
 class _Owners(NamedTuple):
     """The classes of a heap's owners, and their finalizers.
@@ -434,23 +439,23 @@ class Lease:
         heap.live += len(self.ids)
         heap.live_bytes += sum(sizes)
         heap.held_bytes += sum(sizes)
-        if heap.live_bytes > heap.peak_bytes:
-            heap.peak_bytes, heap.peak_live = heap.live_bytes, heap.live
+        heap.note_peak()
 
 
 class Keeper:
     """Keeps buffers: they are freed when their tensors and this object are freed. The maker holds the recorder's lock."""
 
-    __slots__ = ("_dead", "_ids")
+    __slots__ = ("_dead", "ids")
 
     def __init__(self, heap: Heap, ids: Iterable[int]) -> None:
         self._dead = heap.dead
-        self._ids = list(ids)
-        for i in self._ids:
+        #: The buffer ids.
+        self.ids = list(ids)
+        for i in self.ids:
             heap.kept[i] = heap.kept.get(i, 0) + 1
 
     def __del__(self) -> None:
-        self._dead.extend([~i for i in self._ids])
+        self._dead.extend([~i for i in self.ids])
 
 
 def span(sizes: tuple[int, ...], strides: tuple[int, ...]) -> int:

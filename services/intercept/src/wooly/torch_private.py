@@ -867,6 +867,30 @@ def conversion_patches(wrap: Callable[[Callable[..., Any]], Callable[..., Any]])
         yield op, "_op", _Wrapped(op._op, wrap(op._op))
 
 
+def lazy_clone_patches(
+    is_lazy: Callable[[torch.Tensor], bool | None], address: Callable[[torch.Tensor], int | None]
+) -> Iterator[tuple[Any, str, Any]]:
+    """Yield the patches (owner, name, value) of what PyTorch tells about lazy clones.
+
+    Args:
+        is_lazy: whether a device tensor is a lazy clone or a source of one; None: it is no device tensor.
+        address: address of a device tensor's memory; None: it is no device tensor.
+    """
+    native: Any = torch._C  # its stub is not complete
+    real_is_lazy, real_address = native._is_cow_tensor, native._data_address
+
+    def is_cow_tensor(t: torch.Tensor) -> bool:
+        lazy = is_lazy(t)
+        return bool(real_is_lazy(t)) if lazy is None else lazy
+
+    def data_address(t: torch.Tensor) -> int:
+        there = address(t)
+        return int(real_address(t)) if there is None else there
+
+    yield (torch._C, "_is_cow_tensor", is_cow_tensor)
+    yield (torch._C, "_data_address", data_address)
+
+
 def run_backward_patches() -> list[tuple[Any, str, Callable[..., Any]]]:
     """The functions that call the autograd engine, as (module, name, function)."""
     engine = torch.autograd.graph._engine_run_backward

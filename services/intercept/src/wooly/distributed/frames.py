@@ -22,7 +22,7 @@ from wooly.errors import WoolyError
 from wooly.link import Link
 from wooly.recorder import Origin, Recorder, describe_origin, origin
 from wooly.recovery import Recovery
-from wooly.storage import ID_SHIFT, OFFSET_MASK, address_of
+from wooly.storage import DEVICE_MASK, ID_SHIFT, OFFSET_MASK, address_of
 from wooly.torch_private import raw_device
 
 _described = functools.lru_cache(maxsize=1024)(describe_origin)
@@ -106,6 +106,7 @@ class FrameCarrier:
         forming: bool,
     ) -> None:
         for recorder in recorders:
+            recorder.separate([r.buffer for r in ranges if r.buffer & DEVICE_MASK == recorder.heap.index])
             recorder.flush()
         tensors, together = [*work.reads, *work.writes], self._together
         if forming and together is not None and together.epoch:

@@ -15,11 +15,12 @@ from wooly.devices import NAME
 from wooly.facade.names import CUDA, naming_cuda, to_wooly, with_device
 from wooly.facade.torchscript import convert_script_module
 from wooly.ipc import is_received
-from wooly.storage import MAX_DEVICES
+from wooly.storage import DEVICE_MASK, ID_SHIFT, MAX_DEVICES, OFFSET_MASK, address_of
 from wooly.torch_private import (
     DeviceContext,
     apply_of_modules,
     conversion_patches,
+    lazy_clone_patches,
     make_subclass,
     make_wrapper_subclass,
     methods_of_lazy_tensors,
@@ -94,6 +95,24 @@ def patches() -> Iterator[Patch]:
 
     yield (torch, "get_default_device", get_default_device)
     yield from printing_patches()
+    yield from lazy_clone_patches(_is_lazy, _address)
+
+
+def _is_lazy(t: torch.Tensor) -> bool | None:
+    """Whether a device tensor is a lazy clone or its source, and was not written since. None: it is no device tensor."""
+    if raw_device(t).type != NAME:
+        return None
+    at = address_of(t)
+    return at >> ID_SHIFT in current().devices.recorders[at >> ID_SHIFT & DEVICE_MASK].lazy_clones
+
+
+def _address(t: torch.Tensor) -> int | None:
+    """``buffer id << 40 | byte offset`` of the memory that a device tensor reads. None: it is no device tensor."""
+    if raw_device(t).type != NAME:
+        return None
+    at = address_of(t)
+    lazy_clones = current().devices.recorders[at >> ID_SHIFT & DEVICE_MASK].lazy_clones
+    return lazy_clones.holder(at >> ID_SHIFT) << ID_SHIFT | at & OFFSET_MASK
 
 
 def _blocking(args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from wooly.recorder import Recorder, Work
+from wooly.recorder import Recorder, Work, origin
 
 #: Maximum number of instructions of a recorded program.
 MAX_INSTRUCTIONS = 32768
@@ -52,6 +52,7 @@ def recording(recorder: Recorder) -> Iterator[Recorded]:
     """Keep the program that is recorded in the block. It is also sent and runs as usual."""
     out = Recorded()
     with recorder.lock:
+        recorder.lazy_clones.separate_all(origin())
         recorder.flush()
         generation, limit, draws = recorder.generation, recorder.limit, recorder.foreign_draws
         before = recorder.operations

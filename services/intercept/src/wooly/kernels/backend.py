@@ -156,17 +156,39 @@ def _scalar_type(t: Tensor) -> str:
 
 
 def histc(record: Kernel) -> Kernel:
-    """`aten.histc`. CUDA also supports integers, but the CPU kernel does not, so integers are converted to doubles."""
+    """`aten.histc` and `aten.histc.out`. CUDA also counts integers, in the arithmetic of integers. The CPU kernel does not."""
 
-    def run(t: Tensor, bins: int = 100, min: Any = 0, max: Any = 0) -> Any:
+    def run(t: Tensor, bins: int = 100, min: Any = 0, max: Any = 0, **out: Tensor) -> Any:
         if t.is_floating_point():
             alert_not_deterministic("_histc_cuda with floating point input")
-            return record(t, bins, min, max)
-        if t.is_complex() or t.dtype is torch.bool:
-            return record(t, bins, min, max)
-        return record(t.double(), bins, min, max).to(t.dtype)
+        if t.is_floating_point() or t.is_complex() or t.dtype is torch.bool or bins <= 0 or min > max:
+            return record(t, bins, min, max, **out)
+        found = _count_integers(t, bins, int(min), int(max))
+        if not out:
+            return found
+        _require_one_device(t, out["out"])
+        if out["out"].dtype is not t.dtype:
+            raise RuntimeError("torch.histogram: input tensor and hist tensor should have the same dtype")
+        return _resized(out["out"], found)
 
     return run
+
+
+def _count_integers(t: Tensor, bins: int, low: int, high: int) -> Tensor:
+    """The numbers of elements of `bins` equal parts of a range, as CUDA's kernel counts integers.
+
+    If the limits are equal, the range is that of the elements; if these are equal, too, it begins one below and ends one above.
+    """
+    values = t.reshape(-1).long()
+    least, most = torch.tensor(low, device=t.device), torch.tensor(high, device=t.device)
+    if low == high:
+        if values.numel():
+            least, most = values.aminmax()
+        same = (least == most).long()
+        least, most = least - same, most + same
+    inside = (values >= least) & (values <= most)
+    part = ((values - least) * bins).div(most - least, rounding_mode="floor").clamp(0, bins - 1)
+    return torch.zeros(bins, dtype=torch.int64, device=t.device).scatter_add_(0, part, inside.long()).to(t.dtype)
 
 
 #: Factorisations with an argument `check_errors`, and their names in errors.
@@ -357,7 +379,6 @@ KERNELS: dict[str, Kernel] = {
     "_convert_indices_from_coo_to_csr": rows_to_compressed,
     "_convert_indices_from_csr_to_coo": compressed_to_coordinates,
     "_efficientzerotensor": efficient_zero,
-    "_lazy_clone": torch.clone,
     "_scaled_mm_v2": scaled_mm,
     "conj_physical_": conj_physical_,
     "linalg_lstsq.out": lstsq_into,

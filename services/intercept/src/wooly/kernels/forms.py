@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from wooly_wis.codec import MAX_DIMS
 from wooly_wis.determinism import is_sensitive
 from wooly_wis.dtypes import DType
 from wooly_wis.flags import concerned
@@ -130,7 +131,13 @@ class _Encoded:
 
 
 def view_of(t: Tensor) -> View:
-    """The WIS view of a device tensor."""
+    """The WIS view of a device tensor.
+
+    Raises:
+        RuntimeError: the tensor has too many dimensions. PyTorch's kernels raise the same error.
+    """
+    if t.dim() > MAX_DIMS:
+        raise RuntimeError(f"only tensors with up to {MAX_DIMS} dims are supported")
     return View(DTYPES[t.dtype], tuple(t.shape), t.stride(), storage.address_of(t) & storage.OFFSET_MASK)
 
 

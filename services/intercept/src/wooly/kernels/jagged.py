@@ -16,6 +16,8 @@ _Window = tuple[int | None, int | None]
 
 #: Values of `custom_mask_type`: no mask, causal from the first, and from the last position of each sequence.
 _NONE, _FROM_FIRST = 0, 1
+#: The logarithms of the sums are padded to a multiple of this number of rows.
+_LOGS_UNIT = 32
 #: For each value: how many keys before and behind its own position a query sees (None: all).
 _WINDOWS: tuple[_Window, ...] = ((None, None), (None, 0), (None, 0))
 
@@ -37,21 +39,31 @@ def efficient_attention(
     seqlen_k: Tensor | None = None,
     window_size: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int]:
-    """`aten._efficient_attention_forward` for sequences `[1, total, heads, width]` with the offsets `cu_seqlens_q`.
+    """`aten._efficient_attention_forward`, for a batch `[batch, length, heads, width]`, or for sequences
+    `[1, total, heads, width]` with the offsets `cu_seqlens_q` and `cu_seqlens_k`.
 
     The sequences are padded and masked. Autograd differentiates this composition. The seed and the offset are zero.
 
     Raises:
-        NotImplementedError: the call has a bias, a window, or no sequences of different lengths.
+        NotImplementedError: the call has a window or lengths of keys, or a bias for sequences of different lengths.
+        RuntimeError: only one of the sides has offsets, or their greatest length is not given.
     """
-    if cu_seqlens_q is None or cu_seqlens_k is None or max_seqlen_q is None or max_seqlen_k is None:
+    if seqlen_k is not None or window_size is not None:
         raise NotImplementedError(
-            "aten._efficient_attention_forward on the wooly device needs cu_seqlens_q and cu_seqlens_k; use "
-            "torch.nn.functional.scaled_dot_product_attention"
+            "aten._efficient_attention_forward on the wooly device takes no seqlen_k or window_size; give a bias"
         )
-    if bias is not None or seqlen_k is not None or window_size is not None:
+    if (cu_seqlens_q is None) != (cu_seqlens_k is None):
+        raise RuntimeError("cu_seqlens_q and cu_seqlens_k must both be given, or none of them")
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        return _efficient_batch(
+            query, key, value, bias, dropout_p, custom_mask_type, compute_log_sumexp=compute_log_sumexp, scale=scale
+        )
+    if max_seqlen_q is None or max_seqlen_k is None:
+        raise RuntimeError("max_seqlen_q and max_seqlen_k must be given with cu_seqlens_q and cu_seqlens_k")
+    if bias is not None:
         raise NotImplementedError(
-            "aten._efficient_attention_forward on the wooly device takes no bias, seqlen_k or window_size"
+            "aten._efficient_attention_forward on the wooly device takes no bias with cu_seqlens_q; use "
+            "torch.nn.functional.scaled_dot_product_attention"
         )
     q = _padded(query[0], cu_seqlens_q, max_seqlen_q)
     k, v = [_padded(t[0], cu_seqlens_k, max_seqlen_k) for t in (key, value)]
@@ -60,13 +72,41 @@ def efficient_attention(
     mask = _mask(lengths_k if first else lengths_q, lengths_k, max_seqlen_q, max_seqlen_k, _WINDOWS[custom_mask_type])
     attended = functional.scaled_dot_product_attention(q, k, v, mask, dropout_p, scale=scale)
     out = _packed(attended.transpose(1, 2), cu_seqlens_q, query.size(1)).unsqueeze(0)
-    sums = query.new_empty((cu_seqlens_q.size(0) - 1, query.size(2), 0), dtype=torch.float32)
-    if compute_log_sumexp:
-        factor = 1 / math.sqrt(query.size(3)) if scale is None else scale
-        scores = torch.matmul(q.detach().float() * factor, k.detach().float().transpose(2, 3))
-        sums = scores.masked_fill(~mask, -math.inf).logsumexp(3)
+    sums = _log_sums(q, k, mask, scale) if compute_log_sumexp else _no_log_sums(q)
     seed = torch.zeros((), dtype=torch.int64, device=query.device)
     return out, sums, seed, seed.clone(), max_seqlen_q, max_seqlen_k
+
+
+def _efficient_batch(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, dropout: float, mask_type: int, *,
+    compute_log_sumexp: bool, scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int]:  # fmt: skip
+    """`efficient_attention` of a batch `[batch, length, heads, width]` with an optional bias `[batch, heads, length, keys]`."""
+    q, k, v = [t.transpose(1, 2) for t in (query, key, value)]
+    length_q, length_k = q.size(2), k.size(2)
+    mask = bias
+    if mask_type != _NONE:
+        later = 1 if mask_type == _FROM_FIRST else 1 + length_k - length_q
+        hidden = torch.ones(length_q, length_k, dtype=torch.bool, device=query.device).triu(later)
+        mask = ~hidden if bias is None else bias.masked_fill(hidden, -math.inf)
+    attended = functional.scaled_dot_product_attention(q, k, v, mask, dropout, scale=scale)
+    sums = _log_sums(q, k, mask, scale) if compute_log_sumexp else _no_log_sums(q)
+    seed = torch.zeros((), dtype=torch.int64, device=query.device)
+    return attended.transpose(1, 2).contiguous(), sums, seed, seed.clone(), length_q, length_k
+
+
+def _log_sums(q: Tensor, k: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    """The logarithms of the sums of attention: float32 `[batch, heads, length]`, with infinity up to a multiple of 32."""
+    factor = 1 / math.sqrt(q.size(3)) if scale is None else scale
+    scores = torch.matmul(q.detach().float() * factor, k.detach().float().transpose(2, 3))
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype is torch.bool else scores + mask.detach().float()
+    return functional.pad(scores.logsumexp(3), (0, -q.size(2) % _LOGS_UNIT), value=math.inf)
+
+
+def _no_log_sums(q: Tensor) -> Tensor:
+    """What stands for the logarithms of the sums if nobody asks for them."""
+    return q.new_empty((*q.shape[:2], 0), dtype=torch.float32)
 
 
 def _places(cumulative: Tensor, length: int) -> tuple[Tensor, Tensor]:

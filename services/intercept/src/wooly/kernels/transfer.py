@@ -31,6 +31,7 @@ from wooly.storage import (
     address_of,
     contiguous_strides,
     pinned,
+    reinterpret_bytes,
     span,
 )
 from wooly.torch_private import neg_view, raw_device, raw_storage_device, redispatch_cpu, swap_memory
@@ -347,6 +348,26 @@ class Transfer:
             recorder.emit(form, [source, buffer], origin())
             self._limit(recorder, form)
 
+    def lazy_clone(self, src: Tensor) -> Tensor:
+        """`aten._lazy_clone`: a tensor with a storage of its own, which reads the memory of `src` until one of both is written.
+
+        The copy is made at once if a graph is being captured or recorded, and if another process shares the memory.
+        """
+        if src.is_conj():
+            return self.lazy_clone(src.conj()).conj()
+        if src.is_neg():
+            return neg_view(self.lazy_clone(neg_view(src)))
+        recorder = self._recorder_at(address_of(src))
+        with recorder.lock:
+            buffer, link = address_of(src) >> ID_SHIFT, recorder.require_link()
+            if recorder.capture is not None or recorder.recording or link.is_shared(buffer):
+                return src.clone()
+            if recorder.heap.dead:
+                recorder.release_dead()
+            flat = recorder.lazy_clones.clone(buffer, src.untyped_storage().nbytes())
+            recorder.watch_lazy_clones()
+        return reinterpret_bytes(flat, src.dtype, tuple(src.shape), src.stride(), int(src.storage_offset()))
+
     def _hop(self, dst: Tensor, src: Tensor) -> None:
         """Copy from one device to another: from executor to executor, or through this process's memory in pieces of `_HOP` bytes.
 
@@ -377,6 +398,9 @@ class Transfer:
             return
         at, to = address_of(src), address_of(dst)
         hops = self._devices.hops
+        for recorder, place in ((reader, at), (writer, to)):
+            with recorder.lock:
+                recorder.separate([place >> ID_SHIFT])
         if hops is not None and hops.usable and all(link.log is None for link in links):
             there = (at >> ID_SHIFT, at & OFFSET_MASK), (to >> ID_SHIFT, to & OFFSET_MASK)
             hops.copy(raw_device(src).index, there[0], raw_device(dst).index, there[1], total)
@@ -418,6 +442,7 @@ class Transfer:
             recorder.operations += 1
             link = recorder.require_link()
             buffer = at >> ID_SHIFT
+            recorder.separate([buffer])
             link.forget(buffer)
             as_param = host.numel() == 1 and not (recorder.recording or link.recording or link.hides_data)
             if as_param and self._fill(dst, host):
@@ -482,7 +507,8 @@ class Transfer:
         recorder = self._recorder_at(at)
         with recorder.lock:
             link = recorder.require_link()
-            if link.mirror(at >> ID_SHIFT, _view_key(src, at)) is not None:
+            holder = recorder.lazy_clones.holder(at >> ID_SHIFT)
+            if link.mirror(holder, _view_key(src, at)) is not None:
                 return False
             self.reads += 1
             into = bytes_of(dst.detach())
@@ -493,7 +519,7 @@ class Transfer:
                 or not (recorder.open and recorder.after_replay)
             ):
                 recorder.flush()  # it also makes the programs of a loop begin at the same point in each iteration
-                link.fetch(at >> ID_SHIFT, at & OFFSET_MASK, into, dst)
+                link.fetch(holder, at & OFFSET_MASK, into, dst)
                 return True
             # The open program stays open until the next replay. Read a copy, because it may change `src` until then.
             kept = torch.empty_strided(src.shape, src.stride(), dtype=src.dtype, device=raw_device(src))
@@ -522,7 +548,8 @@ class Transfer:
             if recorder.capture is not None:
                 recorder.capture.refuse()
             recorder.flush()
-            recorder.require_link().read(at >> ID_SHIFT, at & OFFSET_MASK, bytes_of(dst.detach()))
+            holder = recorder.lazy_clones.holder(at >> ID_SHIFT)
+            recorder.require_link().read(holder, at & OFFSET_MASK, bytes_of(dst.detach()))
             recorder.idle()
         return True
 
@@ -534,7 +561,7 @@ class Transfer:
         with recorder.lock:
             if recorder.capture is not None:
                 recorder.capture.refuse()
-            buffer = at >> ID_SHIFT
+            buffer = recorder.lazy_clones.holder(at >> ID_SHIFT)
             key = _view_key(t, at)
             link = recorder.require_link()
             if link.is_early(buffer):
@@ -676,6 +703,7 @@ class Transfer:
             "empty_strided": self.empty_strided,
             "_efficientzerotensor": self.zeros,
             "copy_": self.copy_,
+            "_lazy_clone": self.lazy_clone,
             "_copy_from": self.copy_from,
             "_copy_from_and_resize": self.copy_from_and_resize,
             "_local_scalar_dense": self.local_scalar_dense,

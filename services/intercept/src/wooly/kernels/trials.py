@@ -79,12 +79,13 @@ class Trials:
         if facts.op.overloadpacket.__name__ in _NEVER_TRIED:
             return RuntimeError("not tried on the host")
         found = tensors_of(call)
-        kind = (facts.op, *[t.dtype for t in found], *[a.__class__ for a in call.args], *call.kwargs)
+        kind = (facts.op, *[t.dtype for t in found], *map(_classes, call.args), *call.kwargs)
         known = kind in self._tried
         elements = sum([t.numel() for t in found])
         limit = None
         if elements > (_TRIAL_LIMIT if known else _TRIAL_LIMIT_NEW):
-            if known or not (torch.Tag.pointwise in facts.op.tags or facts.op.overloadpacket.__name__ in _SHRINKABLE):
+            shrinkable = torch.Tag.pointwise in facts.op.tags or facts.each_alone
+            if known or not (shrinkable or facts.op.overloadpacket.__name__ in _SHRINKABLE):
                 return None
             limit = 2
         error = self._error_of(facts, call, limit)
@@ -142,6 +143,11 @@ class Trials:
             if state is not None:
                 torch.set_rng_state(state)
         return None
+
+
+def _classes(a: Any) -> Any:
+    """The class of an argument; of a list, those of its elements: operators on lists take lists of numbers."""
+    return frozenset([x.__class__ for x in a]) if isinstance(a, (list, tuple)) else a.__class__
 
 
 def stand_in(a: Any, limit: int | None = None) -> Any:

@@ -120,6 +120,24 @@ def fourier(op: OpOverload) -> Callable[..., Any]:
     return run
 
 
+def fourier_into(op: OpOverload) -> Callable[..., Any]:
+    """Make the kernel of a Fourier transform with `out=`: half precision is computed in single precision."""
+    decompose = op.decompose
+
+    def run(t: Tensor, *args: Any, out: Tensor, **kwargs: Any) -> Tensor:
+        if t.dtype is not torch.float16 and t.dtype is not torch.complex32:
+            return decompose(t, *args, out=out, **kwargs)  # type: ignore[no-any-return]
+        if out.dtype not in _WIDER:
+            return decompose(t.to(_WIDER[t.dtype]), *args, out=out, **kwargs)  # type: ignore[no-any-return]
+        wide = torch.empty(out.shape, dtype=_WIDER[out.dtype], device=out.device)
+        decompose(t.to(_WIDER[t.dtype]), *args, out=wide, **kwargs)
+        if out.shape != wide.shape:
+            out.resize_(wide.shape)
+        return out.copy_(wide)
+
+    return run
+
+
 def _widened(a: Any, narrow: torch.dtype) -> Any:
     if isinstance(a, Tensor):
         mixed = narrow is torch.complex32 and a.dtype is torch.float16  # with a complex tensor or number

@@ -40,6 +40,8 @@ _OF_BATCHES = frozenset(
         *(f"aten._to_sparse_{layout}.default" for layout in ("csr", "csc", "bsr", "bsc")),
     )
 )
+#: Operators of which this holds if their first argument is dense.
+_OF_BATCHED_MASKS = frozenset(("aten.sparse_mask.default",))
 _parsed = lru_cache(4096)(SparseCall.parse)
 _results = lru_cache(4096)(parse_results)
 
@@ -78,9 +80,14 @@ class _Given:
         said = {name for name, a in given.items() if isinstance(a, Written)}
         require(said == written, f"{op} writes {sorted(written)}, but the call says that it writes {sorted(said)}")
 
+    @property
+    def _takes_batches(self) -> bool:
+        operator, first = self.call.operator, self.call.args[:1]
+        return operator in _OF_BATCHES or (operator in _OF_BATCHED_MASKS and any(isinstance(a, Dense) for a in first))
+
     def _value(self, a: Argument) -> Any:
         if isinstance(a, Sparse):
-            return made(a, self._tensors, batches=self.call.operator in _OF_BATCHES)
+            return made(a, self._tensors, batches=self._takes_batches)
         if isinstance(a, Dense):
             require(a.at < len(self._tensors), "an argument refers to a tensor that the call does not have")
             return self._tensors[a.at]

@@ -83,9 +83,11 @@ class SparseCalls:
             return self(op, *args, **kwargs)
 
         if str(op) in ("aten.add.Tensor", "aten.sub.Tensor"):
-            return _summed(run)
+            return _summed(packet, run)
         if packet in ("mul", "mul_", "div", "div_"):
             return _scaled(packet, run)
+        if str(op) == "aten.sparse_mask.default":
+            return _masked(run)
         return run
 
     def __call__(self, op: OpOverload, *args: Any, **kwargs: Any) -> Any:
@@ -220,13 +222,29 @@ def _coo(indices: Tensor, values: Tensor, size: tuple[int, ...], coalesced: bool
     )
 
 
-def _summed(record: Callable[..., Any]) -> Callable[..., Any]:
-    """The kernel of a sum or difference. CUDA adds sparse tensors in float16, and the CPU does not: they are added in float32."""
+def _summed(packet: str, record: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel of a sum or difference. CUDA adds sparse tensors in float16, and the CPU does not: they are added in float32.
+
+    PyTorch adds each compressed tensor to itself, also those whose layouts it cannot add: the indices stay.
+    """
+    add = getattr(torch, packet)
 
     def run(a: Any, b: Any, **kwargs: Any) -> Any:
+        if a is b and is_sparse(a) and a.layout is not torch.sparse_coo:
+            values = components(a)[1]
+            return _with_values(a, add(values, values, **kwargs))
         if not (is_sparse(a) and is_sparse(b)) or torch.result_type(a, b) is not torch.float16:
             return record(a, b, **kwargs)
         return record(a.float(), b.float(), **kwargs).half()
+
+    return run
+
+
+def _masked(record: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel of `sparse_mask`. A compressed tensor that is its own mask is the result, in each layout."""
+
+    def run(a: Any, mask: Any) -> Any:
+        return a if a is mask and a.layout is not torch.sparse_coo else record(a, mask)
 
     return run
 
