@@ -11,6 +11,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the cases look at the sess
 
 import torch
 from vllm import LLM, SamplingParams
+from vllm.config.reasoning import ReasoningConfig
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import BeamSearchParams, StructuredOutputsParams
 
@@ -38,7 +39,8 @@ def counted(llm, *names):
 
 
 def general(folder):
-    llm = engine(folder, disable_log_stats=False)
+    thoughts = ReasoningConfig(reasoning_start_str="<t>", reasoning_end_str="</t>")
+    llm = engine(folder, disable_log_stats=False, reasoning_config=thoughts)
     yield "greedy", tokens(llm)
     yield "alike", [tokens(llm, [p])[0] for p in ALIKE]
     yield "prefix", counted(llm, "vllm:prefix_cache_hits")
@@ -49,9 +51,15 @@ def general(folder):
     yield "allowed", tokens(llm, n=8, allowed_token_ids=[3, 4, 5])
     yield "biased", tokens(llm, n=4, logit_bias={5: 100.0})
     yield "penalised", tokens(llm, n=8, presence_penalty=0.5, frequency_penalty=0.3, repetition_penalty=1.2)
-    structured = [StructuredOutputsParams(regex="[ab]{3,5}"), StructuredOutputsParams(choice=["yes", "no"])]
+    encode = llm.get_tokenizer().encode
+    yield "budget", {"end": encode("</t>"), "tokens": tokens(llm, [encode("Hi<t>")], thinking_token_budget=3)[0]}
+    structured = [
+        StructuredOutputsParams(regex="[ab]{3,5}"),
+        StructuredOutputsParams(choice=["yes", "no"]),
+        StructuredOutputsParams(json={"enum": ["left", "right"]}),
+    ]
     params = [SamplingParams(temperature=0, max_tokens=8, structured_outputs=s) for s in structured]
-    yield "structured", [o.outputs[0].text for o in llm.generate(["Hello"] * 2, params, use_tqdm=False)]
+    yield "structured", [o.outputs[0].text for o in llm.generate(["Hello"] * 3, params, use_tqdm=False)]
     params = SamplingParams(
         temperature=0, max_tokens=4, logprobs=3, prompt_logprobs=2, ignore_eos=True, detokenize=False
     )
@@ -78,6 +86,12 @@ def speculative(folder):
     llm = engine(folder, speculative_config=ngrams, disable_log_stats=False)
     yield "greedy", tokens(llm)
     yield "accepted", counted(llm, "vllm:spec_decode_num_accepted_tokens")
+
+
+def pooled(folder):
+    llm = engine(folder, runner="pooling")
+    found = llm.embed([{"prompt_token_ids": p} for p in PROMPTS], use_tqdm=False)
+    yield "embeddings", [o.outputs.embedding for o in found]
 
 
 def adapters(folder, *adapters):

@@ -35,9 +35,12 @@ class Stack:
 
     def cases(self, model, group, *more, **env):
         """The results of a group of cases, by name."""
-        printed = self.wooly("run", "-q", sys.executable, HERE / "cases.py", model, group, *more, **env)
+        return self.printed("cases.py", model, group, *more, **env)
+
+    def printed(self, script, *arguments, **env):
+        """What a script of this folder prints under Wooly, as lines of JSON: results by name."""
         found = {}
-        for line in printed.splitlines():
+        for line in self.wooly("run", "-q", sys.executable, HERE / script, *arguments, **env).splitlines():
             if line.startswith("{"):
                 found |= json.loads(line)
         return found

@@ -1,5 +1,6 @@
 """vLLM's engine on "cuda": its tokens are those of Transformers on the CPU, with each feature that the guide lists."""
 
+import json
 import math
 
 import pytest
@@ -66,8 +67,14 @@ def test_bias_and_penalties_change_tokens(general, llama):
 
 
 def test_structured_output_has_its_structure(general):
-    ab, choice = general["structured"]
+    ab, choice, document = general["structured"]
     assert 3 <= len(ab) <= 5 and set(ab) <= set("ab") and choice in ("yes", "no")
+    assert json.loads(document) in ("left", "right")
+
+
+def test_budget_of_thinking_tokens_ends_the_thought(general):
+    found, end = general["budget"]["tokens"], general["budget"]["end"]
+    assert found[3 : 3 + len(end)] == end and end != found[: len(end)]
 
 
 def test_logprobs_equal_transformers(general, llama):
@@ -90,6 +97,13 @@ def test_speculation_with_ngrams_equals_transformers(stack, model, llama):
     assert (
         found["greedy"] == continued(llama, PROMPTS) and found["accepted"]["vllm:spec_decode_num_accepted_tokens"] > 0
     )
+
+
+def test_embeddings_equal_transformers(stack, model, llama):
+    found = torch.tensor(stack.cases(model, "pooled")["embeddings"])
+    with torch.no_grad():
+        last = [llama.model(torch.tensor([p])).last_hidden_state[0, -1] for p in PROMPTS]
+    torch.testing.assert_close(found, torch.nn.functional.normalize(torch.stack(last), dim=-1), rtol=1e-4, atol=1e-5)
 
 
 def test_adapters_equal_peft(stack, model, llama, tmp_path):

@@ -44,16 +44,6 @@ def test_requests_together_have_tokens_of_requests_alone(server):
         assert list(pool.map(server.tokens, PROMPTS)) == want
 
 
-def test_platform_refuses_request_that_would_end_the_engine():
-    """vLLM asks the platform for each request. Without a reasoning parser, vLLM itself refuses this one."""
-    vllm = pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
-    from wooly_vllm.platform import WoolyPlatform
-
-    with pytest.raises(ValueError, match="vLLM on Wooly does not support: a budget of thinking tokens"):
-        WoolyPlatform.validate_request(None, vllm.SamplingParams(thinking_token_budget=2))
-    WoolyPlatform.validate_request(None, vllm.SamplingParams())
-
-
 def test_hibernated_server_wakes_at_first_request(server, stack):
     want = server.tokens(PROMPTS[0])
     (session,) = stack.sessions()

@@ -84,10 +84,3 @@ def test_plugin_without_wooly_device_names_no_platform():
     """In a process of its own, because other tests may have attached a device to this one."""
     asked = "import wooly_vllm; print(wooly_vllm.platform_plugin())"
     assert subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True).stdout == "None\n"
-
-
-def test_request_with_thinking_budget_is_refused_and_others_are_not():
-    (why,) = support.unsupported_request(SimpleNamespace(thinking_token_budget=0))
-    assert "thinking_token_budget" in why
-    assert not support.unsupported_request(SimpleNamespace(thinking_token_budget=None))
-    assert not support.unsupported_request(SimpleNamespace())

@@ -1,5 +1,6 @@
 """Foreign kernels over the real channel: sources and their owners, bounds, time limits, other sessions in the meantime."""
 
+import math
 import struct
 import threading
 from pathlib import Path
@@ -113,6 +114,25 @@ def test_foreign_kernel_uses_params_of_each_run(make_device, runtime, wis):
     for by, n in ((2.0, 100), (3.0, 70)):
         client.start(program, [1, 2], struct.pack("<dq", by, n))
     assert client.floats(2, 100) == [3.0 * k if k < 70 else 2.0 * k for k in range(100)]
+
+
+def test_foreign_launch_of_one_block_gets_its_own_arguments(make_device, runtime, wis):
+    """The device thread launches it, and sets the arguments only if they differ from those of the kernel's last launch."""
+    client = make_device(runtime=runtime).open("a")
+    raw, name = source(SCALE)
+    client.channel.send(Kind.SOURCE, raw)
+    client.make(1, *[1.0] * 64)
+    for buffer in (2, 3):
+        client.make(buffer, *[5.0] * 64)
+    program = client.define(wis.body().add(scale_form(name, 64, grid=(1, 1, 1)), "x", "y"))
+
+    def scaled(buffer, by, n=64):
+        client.start(program, [1, buffer], struct.pack("<dq", by, n))
+        return client.floats(buffer, 64)
+
+    assert scaled(2, 2.0) == scaled(2, 2.0) == scaled(3, 2.0) == [2.0] * 64
+    assert scaled(3, 3.0) == [3.0] * 64 and scaled(3, 4.0, 1) == [4.0] + [3.0] * 63
+    assert [math.copysign(1.0, scaled(2, by)[0]) for by in (0.0, -0.0, 0.0)] == [1.0, -1.0, 1.0]
 
 
 def test_foreign_source_is_sent_once_per_session(make_device, runtime, wis):

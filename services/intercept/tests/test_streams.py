@@ -7,6 +7,7 @@ import pytest
 import torch
 from wooly import api
 from wooly.facade import streams
+from wooly.torch_private import raw_device
 
 
 def test_stream_reports_cuda(cuda):
@@ -202,6 +203,13 @@ def test_default_device_reports_cuda(cuda):
     finally:
         torch.set_default_device(None)
     assert torch.get_default_device().type == "cpu" and not torch.tensor(1).is_cuda
+
+
+def test_raw_device_in_a_mode_is_not_the_shown_device(cuda):
+    t, host = torch.ones(2, device="cuda"), torch.ones(2)
+    with torch.device("cuda"):
+        assert t.device == torch.device("cuda", 0)
+        assert [raw_device(t).type, raw_device(host).type] == ["wooly", "cpu"]
 
 
 def test_nvtx_ranges_nest(cuda):

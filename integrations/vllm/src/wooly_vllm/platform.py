@@ -159,15 +159,3 @@ class WoolyPlatform(Platform):  # type: ignore[misc] # vLLM has no stubs
         if compilation.cudagraph_mode and (why := support.uncaptured(vllm_config)):
             log.info("%s: CUDA graphs are off", why)
             compilation.cudagraph_mode = CUDAGraphMode.NONE
-
-    @classmethod
-    def validate_request(cls, processed_inputs: Any, params: Any) -> None:
-        """Refuse a request before it reaches the engine, which would end with an error.
-
-        Raises:
-            ValueError: the request uses what does not work on Wooly's device. A server answers with status 400.
-        """
-        if refused := support.unsupported_request(params):
-            raise ValueError(
-                "vLLM on Wooly does not support: " + "; ".join(refused) + ". docs/guides/serving.md lists what works"
-            )

@@ -68,17 +68,6 @@ def unsupported(config: Any) -> list[str]:
     return [text for uses, text in _RULES if uses(config)]
 
 
-def unsupported_request(params: Any) -> list[str]:
-    """What a request uses and what does not work here.
-
-    Args:
-        params: vLLM's `SamplingParams` or `PoolingParams`.
-    """
-    if getattr(params, "thinking_token_budget", None) is None:
-        return []
-    return ["a budget of thinking tokens (thinking_token_budget): its kernel calls a function that returns early"]
-
-
 def uncaptured(config: Any) -> str:
     """Why decode steps cannot be CUDA graphs; empty: they can.
 

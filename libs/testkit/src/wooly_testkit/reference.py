@@ -33,7 +33,7 @@ from wooly_executor.runtime.guards import guarded
 from wooly_executor.runtime.invocation import check_size
 from wooly_executor.runtime.protocol import Execution, Outcome
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
-from wooly_wis.foreign import OPCODE
+from wooly_wis.foreign import OPCODE, launch_of
 from wooly_wis.optable import result_operands
 from wooly_wis.program import Attr, Form, OperandRef, ParamRef, Program, Role, View
 from wooly_wis.verifier import ProgramFacts
@@ -179,7 +179,8 @@ class ReferenceRuntime(TorchCpuRuntime):
             HOST.sleep(int(str(form.attr("ns"))))
         elif form.opcode == OPCODE:
             values, grid = arguments_of(form)([(t.data_ptr(), t.nbytes) for t in map(tensor, range(len(ids)))], params)
-            self.foreign.known(form).run(str(form.attr("entry")), [True] * len(values), values, grid)
+            uses = tuple([True if isinstance(a, int) else None for a in launch_of(form).args])
+            self.foreign.known(form).run(str(form.attr("entry")), uses, values, grid)
         elif form.opcode == "extern":
             self._extern(form, ids, params, buffers, tensor, outcome)
         else:

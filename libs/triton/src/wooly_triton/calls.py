@@ -1,4 +1,4 @@
-"""Inlines the functions that a kernel calls (`noinline`), before any other step."""
+"""Inlines the functions that a kernel calls, after `returns` has given each of them one block."""
 
 from __future__ import annotations
 
@@ -74,7 +74,8 @@ class _Inliner:
             )
         if len(callee.blocks) != 1 or len(callee.args) != len(op.operands):
             raise ForeignError(
-                f"{op.place}: {callee.name} returns early or takes other arguments; let Triton inline it"
+                f"{op.place}: {callee.name[:80]} takes {len(callee.args)} arguments in {len(callee.blocks)} blocks; "
+                f"the call passes {len(op.operands)} arguments, and a called function must have 1 block"
             )
         self._calls += 1
         given = [known.get(n, n) for n in op.operands]

@@ -22,6 +22,7 @@ from wooly_wis.languages import ForeignError, Request
 from wooly_triton import guard as guards
 from wooly_triton.errors import ChipError
 from wooly_triton.ops import EXTERNS
+from wooly_triton.returns import without_early_returns
 
 #: Options of a launch that are passed to Triton.
 _HINTS: Final = ("num_warps", "num_stages")
@@ -266,7 +267,8 @@ def build(request: Request, target: str) -> tuple[tuple[Parameter, ...], tuple[s
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     found = chip(target)
     compiler = Compiler(found, request.options)
-    text = with_vendor_names(compiler.canonical(request.text), found)
+    plain = compiler.canonical(without_early_returns(request.text, request.entry))
+    text = with_vendor_names(plain, found)
     buffers = [a.startswith("*") for a in request.args]
     dtypes = [BY_LABEL.get(a.removeprefix("*")) for a in request.args]
     passed = tuple([f"address {k}" if b else f"value {k}" for k, b in enumerate(buffers)])

@@ -413,7 +413,7 @@ STRUCTURAL: Final[dict[str, str]] = {
     "tt.scan": "",
     "tt.dot": "computes in f32 (for each input precision), f64 or i32; batches are supported",
     "tt.histogram": "values out of range are not counted",
-    "tt.call": "functions of one block (noinline=True); they are inlined",
+    "tt.call": "functions of the same text, also if they return early; they are inlined",
     "tt.extern_elementwise": "functions of Triton's libdevice: " + ", ".join(sorted(EXTERNS)),
     "tt.assert": "a false condition makes the launch fail",
     "tt.print": "prints nothing",

@@ -10,6 +10,7 @@ from wooly_wis.languages import ForeignError, Request
 
 from wooly_triton.calls import inlined
 from wooly_triton.ops import BITS, C_TYPE, ELEMENTWISE, REFUSED, STRUCTURAL, Elementwise, is_float
+from wooly_triton.returns import without_early_returns
 from wooly_triton.text import Block, Op, Type, read
 from wooly_triton.values import Every, Index, Late, Names, Steps, Value, all_set, flat, scalar, splat
 
@@ -39,7 +40,7 @@ class Writer:
 
     def __init__(self, request: Request) -> None:
         self._request = request
-        self._function = inlined(read(request.text), request.entry)
+        self._function = inlined(read(without_early_returns(request.text, request.entry)), request.entry)
         self._names = Names(self._function)
         self._values: dict[str, Value] = {}
         self._lines: list[str] = []

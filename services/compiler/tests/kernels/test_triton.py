@@ -34,6 +34,15 @@ def test_vector_add_equals_torch():
     assert torch.equal(kernels.add(*on(x, y)).cpu(), x + y)
 
 
+def test_launch_under_a_default_device():
+    torch.set_default_device("cuda")
+    try:
+        x = torch.arange(40.0)
+        assert x.is_cuda and kernels.add(x, x).tolist() == [2.0 * n for n in range(40)]
+    finally:
+        torch.set_default_device(None)
+
+
 @pytest.mark.parametrize(
     "dtype",
     [

@@ -404,6 +404,68 @@ def test_loops_calls_and_returns():
 
 
 @triton.jit
+def stepped(table, x, n):
+    if x < 0:
+        return -x, x
+    if x < n:
+        if x == 2:
+            return tl.load(table + x), n
+        x = x * 2
+    x += 1
+    return x + tl.load(table), x - n
+
+
+@triton.jit
+def noted(out, x):
+    if x == 1:
+        return
+    tl.store(out, x)
+
+
+@triton.jit
+def row(p, at, x):
+    v = tl.load(p + at)
+    if x > 3:
+        return v * 2
+    return v + x
+
+
+@triton.jit
+def early_kernel(table, out, n, N: tl.constexpr):
+    at = tl.arange(0, N)
+    total = tl.zeros((N,), tl.int32)
+    for i in range(-2, n):
+        first, second = stepped(table, i, n - 2)
+        tl.store(out + 2 * (i + 2), first)
+        tl.store(out + 2 * (i + 2) + 1, second)
+        noted(out + 32 + i + 2, i)
+        total += row(table, at, i)
+    tl.store(out + 64 + at, total)
+
+
+def test_calls_in_loops_of_functions_that_return_early():
+    table, n = [int(v) for v in torch.randint(100, 200, (16,))], 8
+    want = [-1] * 80
+    for i in range(-2, n):
+        want[2 * (i + 2) : 2 * (i + 2) + 2] = stepped_on_host(table, i, n - 2)
+        if i != 1:
+            want[32 + i + 2] = i
+    want[64:] = [sum([2 * v if i > 3 else v + i for i in range(-2, n)]) for v in table]
+    out = torch.full((80,), -1, dtype=torch.int32, device="cuda")
+    early_kernel[(1,)](torch.tensor(table, dtype=torch.int32, device="cuda"), out, n, N=16)
+    assert out.tolist() == want
+
+
+def stepped_on_host(table, x, n):
+    if x < 0:
+        return -x, x
+    if x == 2 and x < n:
+        return table[x], n
+    x = (2 * x if x < n else x) + 1
+    return x + table[0], x - n
+
+
+@triton.jit
 def carried_kernel(x_ptr, out_ptr, n, N: tl.constexpr):
     at = tl.arange(0, N)
     a = tl.load(x_ptr + at)

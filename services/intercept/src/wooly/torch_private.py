@@ -36,7 +36,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 TensorBase: Any = torch._C.TensorBase
 #: PyTorch's own getters. They stay available after the facade has replaced the properties of `torch.Tensor`.
-raw_device: Callable[[torch.Tensor], torch.device] = TensorBase.device.__get__
+_device: Callable[[torch.Tensor], torch.device] = TensorBase.device.__get__
 raw_data_ptr: Callable[[torch.Tensor], int] = TensorBase.data_ptr
 raw_is_cuda: Callable[[torch.Tensor], bool] = TensorBase.is_cuda.__get__
 
@@ -46,6 +46,17 @@ swap_memory: Callable[[torch.UntypedStorage, torch.UntypedStorage], None] | None
     torch.UntypedStorage, "_swap_data_ptr_", None
 )
 raw_to: Callable[..., torch.Tensor] = TensorBase.to
+
+
+def raw_device(t: torch.Tensor) -> torch.device:
+    """The device of a tensor, as PyTorch knows it. The facade shows another one to scripts."""
+    found = _device(t)
+    if found.type != "cuda":
+        return found
+    # A mode is active, such as that of `torch.set_default_device`. The getter has asked it, and it returns the shown device.
+    with torch._C.DisableTorchFunction():
+        return _device(t)
+
 
 #: `from_dlpack(capsule) -> Tensor`, without the device checks of the Python wrapper.
 from_dlpack: Callable[[object], torch.Tensor] = torch._C._from_dlpack

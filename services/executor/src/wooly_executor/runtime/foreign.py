@@ -64,6 +64,8 @@ class ForeignKernel:
         self._waiting: list[Callable[[], Any]] = []
         self._lock = threading.Lock()
         self._building = False
+        #: The uses of arguments that fit to the code.
+        self._fitting: set[tuple[bool | None, ...]] = set()
 
     def then(self, go_on: Callable[[], Any]) -> bool:
         """Return whether the kernel is being compiled. If so, another thread calls `go_on` at the end of the compilation."""
@@ -89,17 +91,20 @@ class ForeignKernel:
         """Store the result of a compilation, and call the waiting functions."""
         with self._lock:
             self.code, self._loaded, self._why, self._lasting = code, loaded, why, lasting
+            self._fitting = set()
             self._building = False
             waiting, self._waiting = self._waiting, []
         for go_on in waiting:
             go_on()
 
-    def run(self, entry: str, writable: Sequence[bool], values: Sequence[Value], grid: tuple[int, int, int]) -> int:
+    def run(
+        self, entry: str, uses: tuple[bool | None, ...], values: Sequence[Value], grid: tuple[int, int, int]
+    ) -> int:
         """Launch the kernel. Returns the device time in ns that other threads took.
 
         Args:
             entry: name of the kernel, for messages.
-            writable: per argument, whether it is a buffer that may be written.
+            uses: per argument, whether it is a buffer that may be written; None: it is a number.
             values: the arguments.
             grid: number of blocks along each dimension.
 
@@ -108,15 +113,9 @@ class ForeignKernel:
         """
         if self._loaded is None or self.code is None:
             raise OperationError(f"kernel {entry}: {self._why or 'it was not compiled'}")
-        parameters = self.code.parameters
-        if len(parameters) != len(values):
-            raise OperationError(f"kernel {entry} takes {len(parameters)} arguments, but the launch has {len(values)}")
-        for k, (parameter, value, may) in enumerate(zip(parameters, values, writable, strict=True)):
-            if parameter.buffer != isinstance(value, tuple):
-                wanted, given = ("a buffer", "a number") if parameter.buffer else ("a number", "a buffer")
-                raise OperationError(f"kernel {entry}: argument {k} must be {wanted}, but the launch has {given}")
-            if parameter.writes and not may:
-                raise OperationError(f"kernel {entry} writes argument {k}, but the launch declares it as read-only")
+        if uses not in self._fitting:
+            self._check(entry, uses, self.code)
+            self._fitting.add(uses)
         if 0 in grid:
             return 0
         try:
@@ -127,6 +126,19 @@ class ForeignKernel:
             return self._loaded(values, grid)
         except OperationError as e:
             raise OperationError(f"kernel {entry} on a grid of {grid[0]}, {grid[1]}, {grid[2]}: {e}") from None
+
+    @staticmethod
+    def _check(entry: str, uses: tuple[bool | None, ...], code: ForeignCode) -> None:
+        """Raise an error if the code does not take such arguments."""
+        parameters = code.parameters
+        if len(parameters) != len(uses):
+            raise OperationError(f"kernel {entry} takes {len(parameters)} arguments, but the launch has {len(uses)}")
+        for k, (parameter, may) in enumerate(zip(parameters, uses, strict=True)):
+            if parameter.buffer != (may is not None):
+                wanted, given = ("a buffer", "a number") if parameter.buffer else ("a number", "a buffer")
+                raise OperationError(f"kernel {entry}: argument {k} must be {wanted}, but the launch has {given}")
+            if parameter.writes and not may:
+                raise OperationError(f"kernel {entry} writes argument {k}, but the launch declares it as read-only")
 
 
 class Foreign:
@@ -299,25 +311,38 @@ Arguments = Callable[[Sequence[tuple[int, int]], Sequence[Any]], tuple[list[Valu
 def arguments_of(form: Form) -> Arguments:
     """Return a function that computes a launch's values and grid from its operands' (address, bytes) and its params."""
     launch = launch_of(form)
-
-    def scalar(dtype: DType, value: Any) -> Any:
-        if dtype.kind == "float":
-            return float(value)
-        if dtype is DType.BOOL:
-            return int(bool(value))
-        bits = 8 * dtype.itemsize
-        value = int(value) & ((1 << bits) - 1)
-        return value - (1 << bits) if dtype.kind == "int" and value >> (bits - 1) else value
+    #: The values that are the same in each launch, with 0 for the others.
+    constant: list[Value] = [0] * len(launch.args)
+    buffers: list[tuple[int, int]] = []
+    numbers: list[tuple[int, int, Callable[[Any], Any]]] = []
+    for k, a in enumerate(launch.args):
+        if isinstance(a, int):
+            buffers.append((k, a))
+        elif isinstance(a[1], ParamRef):
+            numbers.append((k, a[1].index, _converter(a[0])))
+        else:
+            constant[k] = _converter(a[0])(a[1])
+    grid = [(n.index, 0) if isinstance(n, ParamRef) else (-1, int(n)) for n in launch.grid]
 
     def bind(operands: Sequence[tuple[int, int]], params: Sequence[Any]) -> tuple[list[Value], tuple[int, int, int]]:
-        values: list[Value] = []
-        for a in launch.args:
-            if isinstance(a, int):
-                values.append(operands[a])
-            else:
-                dtype, value = a
-                values.append(scalar(dtype, params[value.index] if isinstance(value, ParamRef) else value))
-        x, y, z = [params[n.index] if isinstance(n, ParamRef) else n for n in launch.grid]
-        return values, (int(x), int(y), int(z))
+        values = constant.copy()
+        for k, operand in buffers:
+            values[k] = operands[operand]
+        for k, index, convert in numbers:
+            values[k] = convert(params[index])
+        x, y, z = [n if index < 0 else int(params[index]) for index, n in grid]
+        return values, (x, y, z)
 
     return bind
+
+
+def _converter(dtype: DType) -> Callable[[Any], Any]:
+    """Return the function that gives a number the range of a dtype. Integers wrap."""
+    if dtype.kind == "float":
+        return float
+    if dtype is DType.BOOL:
+        return lambda value: int(bool(value))
+    bits = 8 * dtype.itemsize
+    low = -(1 << (bits - 1)) if dtype.kind == "int" else 0
+    high = low + (1 << bits)
+    return lambda value: n if low <= (n := int(value)) < high else (n - low) % (1 << bits) + low

@@ -360,14 +360,14 @@ class _Preparation:
         writable = [o.role is not Role.IN for o in form.operands]
         first, last = self._first_param, self._first_param + len(form.params)
         entry, kinds = launch_of(form).entry, [a if isinstance(a, int) else None for a in launch_of(form).args]
-        allowed = [k is not None and writable[k] for k in kinds]
+        uses = tuple([None if k is None else writable[k] for k in kinds])
         step, begins = len(self.out.steps), self._foreign.begins
 
         def run(f: Frame) -> None:
             r = f.registers
             values, grid = arguments([(r[k].data_ptr(), r[k].nbytes) for k in registers], f.params[first:last])
             begins(step)
-            taken = kernel.run(entry, allowed, values, grid)
+            taken = kernel.run(entry, uses, values, grid)
             f.elsewhere_ns += taken
 
         self._step(run)

@@ -1,0 +1,43 @@
+"""What the guide calls refused is refused by vLLM's real configuration, with an error that names it."""
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.connected, pytest.mark.timeout(1200)]
+#: For each case of `refusals.py`: what the error names; None: the engine is configured.
+NAMED = {
+    "experts": ["mixtures of experts"],
+    "mamba": ["models with a state per request"],
+    "hybrid": ["models with a state per request"],
+    "latent attention": ["multi-head latent attention", "mixtures of experts"],
+    "awq": ["quantised weights"],
+    "gptq": ["quantised weights"],
+    "fp8": ["quantised weights"],
+    "fp8 at start": ["quantised weights"],
+    "cache": ["--kv-cache-dtype"],
+    "embeddings as prompts": ["--enable-prompt-embeds"],
+    "draft model": ["speculative decoding by other methods than ngram"],
+    "transfer": ["--kv-transfer-config"],
+    "tensor parallel": ["more than one device per server"],
+    "pipeline parallel": ["more than one device per server"],
+    "data parallel": ["more than one device per server"],
+    "nothing": None,
+}
+
+
+@pytest.fixture(scope="module")
+def found(stack, model, tmp_path_factory):
+    return stack.printed("refusals.py", tmp_path_factory.mktemp("configurations"), model)
+
+
+def test_each_case_is_listed(found):
+    assert list(found) == list(NAMED)
+
+
+@pytest.mark.parametrize("case", NAMED)
+def test_refusal_names_the_part(found, case):
+    words = NAMED[case]
+    if words is None:
+        assert found[case] is None
+        return
+    assert found[case] and "vLLM on Wooly does not support: " in found[case]
+    assert all(w in found[case] for w in words), found[case]
