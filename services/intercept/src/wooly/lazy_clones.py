@@ -46,22 +46,25 @@ class LazyClones:
 
     Args:
         recorder: recorder of the device.
+
+    Attributes:
+        group_of: the group of each lazy clone and each source, by id of the storage. Only this class changes it.
     """
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._group_of: dict[int, _Group] = {}
+        self.group_of: dict[int, _Group] = {}
 
     def __bool__(self) -> bool:
         """Whether there are lazy clones, or sources that nothing has written since they were cloned."""
-        return bool(self._group_of)
+        return bool(self.group_of)
 
     def __contains__(self, buffer: int) -> bool:
-        return buffer in self._group_of
+        return buffer in self.group_of
 
     def holder(self, buffer: int) -> int:
         """The buffer that has the bytes of a storage."""
-        group = self._group_of.get(buffer)
+        group = self.group_of.get(buffer)
         return buffer if group is None else group.holder
 
     def clone(self, buffer: int, nbytes: int) -> torch.Tensor:
@@ -82,11 +85,11 @@ class LazyClones:
         heap.live_bytes -= nbytes  # the clone has no memory yet
         heap.held_bytes -= nbytes
         t, _ = Layout(torch.uint8, (nbytes,), (1,)).new(heap, made)
-        group = self._group_of.get(buffer)
+        group = self.group_of.get(buffer)
         if group is None:
-            group = self._group_of[buffer] = _Group(buffer, nbytes)
+            group = self.group_of[buffer] = _Group(buffer, nbytes)
             group.members[buffer] = None
-        self._group_of[made] = group
+        self.group_of[made] = group
         group.members[made] = None
         self._keep(group)
         return t
@@ -101,7 +104,7 @@ class LazyClones:
         Raises:
             torch.OutOfMemoryError: the executor has no memory for the copy. Then nothing has changed.
         """
-        group = self._group_of.get(buffer)
+        group = self.group_of.get(buffer)
         if group is None:
             return
         others = [member for member in group.members if member != buffer]
@@ -118,8 +121,8 @@ class LazyClones:
         Raises:
             torch.OutOfMemoryError: the executor has no memory for the copies.
         """
-        while self._group_of:
-            self.separate(next(reversed(self._group_of)), where)
+        while self.group_of:
+            self.separate(next(reversed(self.group_of)), where)
 
     def died(self, freed: int) -> bool:
         """Process an entry of `Heap.dead`. Returns True if the storage had no memory, so there is nothing to free.
@@ -128,7 +131,7 @@ class LazyClones:
             freed: the entry.
         """
         buffer = freed & ID_MASK
-        group = self._group_of.get(buffer)
+        group = self.group_of.get(buffer)
         if group is None:
             return False
         lazy = buffer != group.holder
@@ -155,9 +158,9 @@ class LazyClones:
             recorder.record(copy, [group.holder, member], where)
 
     def _leave(self, group: _Group, buffer: int) -> None:
-        del group.members[buffer], self._group_of[buffer]
+        del group.members[buffer], self.group_of[buffer]
         self._keep(group)
-        if not self._group_of:
+        if not self.group_of:
             self._recorder.watch_lazy_clones()
 
     def _keep(self, group: _Group) -> None:

@@ -549,7 +549,7 @@ class Recorder(ProgramFields):
         heap, link, mask = self.heap, self.link, ID_MASK
         dead, kept, capture = heap.dead, heap.kept, self.capture
         slot_of, words = self.slot_of, self.words
-        lazy = self.lazy_clones or None
+        lazy = self.lazy_clones if self.lazy_clones.group_of else None
         while dead:
             freed = dead.pop()
             if lazy is not None and freed >= 0 and lazy.died(freed):
