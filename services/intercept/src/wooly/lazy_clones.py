@@ -29,7 +29,8 @@ class _Group:
         holder: id of the buffer that has the bytes. Its storage may be freed.
         members: ids of the live storages, in the order in which they joined.
         nbytes: bytes of each storage.
-        keeper: keeps the holder while another member reads it.
+        keeper: keeps the holder while the group has members. So `Heap.kept` has entries as long as there are lazy clones, and the
+            recorder asks `died` about each storage that is freed.
     """
 
     __slots__ = ("holder", "keeper", "members", "nbytes")
@@ -161,8 +162,7 @@ class LazyClones:
             self._recorder.watch_lazy_clones()
 
     def _keep(self, group: _Group) -> None:
-        read_by_others = any(member != group.holder for member in group.members)
-        if not read_by_others:
+        if not group.members:
             group.keeper = None
         elif group.keeper is None or group.keeper.ids != [group.holder]:
             group.keeper = Keeper(self._recorder.heap, [group.holder])
