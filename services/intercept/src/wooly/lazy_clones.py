@@ -29,7 +29,8 @@ class _Group:
         holder: id of the buffer that has the bytes. Its storage may be freed.
         members: ids of the live storages, in the order in which they joined.
         nbytes: bytes of each storage.
-        keeper: keeps the holder while another member reads it.
+        keeper: keeps the holder while the group has members. So `Heap.kept` has entries as long as there are lazy clones, and the
+            recorder asks `died` about each storage that is freed.
     """
 
     __slots__ = ("holder", "keeper", "members", "nbytes")
@@ -46,25 +47,22 @@ class LazyClones:
 
     Args:
         recorder: recorder of the device.
-
-    Attributes:
-        group_of: the group of each lazy clone and each source, by id of the storage. Only this class changes it.
     """
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self.group_of: dict[int, _Group] = {}
+        self._group_of: dict[int, _Group] = {}
 
     def __bool__(self) -> bool:
         """Whether there are lazy clones, or sources that nothing has written since they were cloned."""
-        return bool(self.group_of)
+        return bool(self._group_of)
 
     def __contains__(self, buffer: int) -> bool:
-        return buffer in self.group_of
+        return buffer in self._group_of
 
     def holder(self, buffer: int) -> int:
         """The buffer that has the bytes of a storage."""
-        group = self.group_of.get(buffer)
+        group = self._group_of.get(buffer)
         return buffer if group is None else group.holder
 
     def clone(self, buffer: int, nbytes: int) -> torch.Tensor:
@@ -85,11 +83,11 @@ class LazyClones:
         heap.live_bytes -= nbytes  # the clone has no memory yet
         heap.held_bytes -= nbytes
         t, _ = Layout(torch.uint8, (nbytes,), (1,)).new(heap, made)
-        group = self.group_of.get(buffer)
+        group = self._group_of.get(buffer)
         if group is None:
-            group = self.group_of[buffer] = _Group(buffer, nbytes)
+            group = self._group_of[buffer] = _Group(buffer, nbytes)
             group.members[buffer] = None
-        self.group_of[made] = group
+        self._group_of[made] = group
         group.members[made] = None
         self._keep(group)
         return t
@@ -104,7 +102,7 @@ class LazyClones:
         Raises:
             torch.OutOfMemoryError: the executor has no memory for the copy. Then nothing has changed.
         """
-        group = self.group_of.get(buffer)
+        group = self._group_of.get(buffer)
         if group is None:
             return
         others = [member for member in group.members if member != buffer]
@@ -121,8 +119,8 @@ class LazyClones:
         Raises:
             torch.OutOfMemoryError: the executor has no memory for the copies.
         """
-        while self.group_of:
-            self.separate(next(reversed(self.group_of)), where)
+        while self._group_of:
+            self.separate(next(reversed(self._group_of)), where)
 
     def died(self, freed: int) -> bool:
         """Process an entry of `Heap.dead`. Returns True if the storage had no memory, so there is nothing to free.
@@ -131,7 +129,7 @@ class LazyClones:
             freed: the entry.
         """
         buffer = freed & ID_MASK
-        group = self.group_of.get(buffer)
+        group = self._group_of.get(buffer)
         if group is None:
             return False
         lazy = buffer != group.holder
@@ -158,14 +156,13 @@ class LazyClones:
             recorder.record(copy, [group.holder, member], where)
 
     def _leave(self, group: _Group, buffer: int) -> None:
-        del group.members[buffer], self.group_of[buffer]
+        del group.members[buffer], self._group_of[buffer]
         self._keep(group)
-        if not self.group_of:
+        if not self._group_of:
             self._recorder.watch_lazy_clones()
 
     def _keep(self, group: _Group) -> None:
-        read_by_others = any(member != group.holder for member in group.members)
-        if not read_by_others:
+        if not group.members:
             group.keeper = None
         elif group.keeper is None or group.keeper.ids != [group.holder]:
             group.keeper = Keeper(self._recorder.heap, [group.holder])

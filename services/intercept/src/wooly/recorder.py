@@ -549,12 +549,9 @@ class Recorder(ProgramFields):
         heap, link, mask = self.heap, self.link, ID_MASK
         dead, kept, capture = heap.dead, heap.kept, self.capture
         slot_of, words = self.slot_of, self.words
-        lazy = self.lazy_clones if self.lazy_clones.group_of else None
         while dead:
             freed = dead.pop()
-            if lazy is not None and freed >= 0 and lazy.died(freed):
-                continue
-            if kept and heap.is_kept(freed):
+            if kept and self._is_kept(freed):
                 continue
             if capture is not None:
                 capture.note_death(freed)
@@ -569,6 +566,10 @@ class Recorder(ProgramFields):
                 self._freed.append(buffer)
             if link is not None:
                 link.forget(buffer)
+
+    def _is_kept(self, freed: int) -> bool:
+        """Process an entry of `Heap.dead` while `Heap.kept` has entries. Returns False if the buffer must be freed now."""
+        return (freed >= 0 and self.lazy_clones.died(freed)) or self.heap.is_kept(freed)
 
     def drop_incomplete(self) -> None:
         """Remove the incomplete last instruction after an interrupt (Ctrl-C)."""
@@ -756,7 +757,8 @@ class Recorder(ProgramFields):
             params: values of the params, in order.
             frees: buffers to free after the run.
         """
-        self.separate(bind)
+        if self.replaced:
+            self.separate(bind)
         if self.capture is not None:
             self.capture.inline(work, bind, params, frees)
             return

@@ -466,7 +466,8 @@ class Generic:
         """Run one operator now, wait for its answer, and make tensors with the shapes that the executor reports."""
         recorder, heap = plan.recorder, plan.recorder.heap
         own = recorder.take_params(plan.form)
-        recorder.separate([buffers[w] for w in plan.written])  # a failed run must not take the copies with it
+        if recorder.replaced:
+            recorder.separate([buffers[w] for w in plan.written])  # a failed run must not take the copies with it
         if sync_debug.mode:
             sync_debug.note()
         recorder.flush()

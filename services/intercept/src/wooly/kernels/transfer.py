@@ -442,7 +442,8 @@ class Transfer:
             recorder.operations += 1
             link = recorder.require_link()
             buffer = at >> ID_SHIFT
-            recorder.separate([buffer])
+            if recorder.replaced:
+                recorder.separate([buffer])
             link.forget(buffer)
             as_param = host.numel() == 1 and not (recorder.recording or link.recording or link.hides_data)
             if as_param and self._fill(dst, host):
@@ -561,7 +562,9 @@ class Transfer:
         with recorder.lock:
             if recorder.capture is not None:
                 recorder.capture.refuse()
-            buffer = recorder.lazy_clones.holder(at >> ID_SHIFT)
+            buffer = at >> ID_SHIFT
+            if recorder.replaced:
+                buffer = recorder.lazy_clones.holder(buffer)
             key = _view_key(t, at)
             link = recorder.require_link()
             if link.is_early(buffer):
