@@ -212,7 +212,8 @@ class ChannelClient:
             self._write([held, header, *buffers], len(held) + size + HEADER.size)
         else:
             self._write([header, *buffers], size + HEADER.size)
-        self._holds = max(self._holds - 1, 0)
+        if self._holds:
+            self._holds -= 1
         self._unacked.append((seq, size))
         self._in_flight += size
         return seq
@@ -400,7 +401,7 @@ class ChannelClient:
             self._take()
 
     def _take(self) -> None:
-        """Receive and process one frame that is expected, or acknowledgements, or both.
+        """Receive and process at least one frame that is expected, or an acknowledgement.
 
         Raises:
             ChannelClosedError: the connection is closed.
@@ -436,7 +437,7 @@ class ChannelClient:
         self._process(incoming)
 
     def _take_whole(self) -> bool:
-        """Process the acknowledgements and one expected frame that were read ahead whole. Returns whether there were any.
+        """Process the acknowledgements and expected frames that were read ahead whole. Returns whether there were any.
 
         `_take` handles all other frames, and raises the errors.
         """
@@ -468,11 +469,11 @@ class ChannelClient:
             else:
                 expected.other = Frame(kind, flags, seq, bytearray(ahead[payload:after]))
                 expected.done = True
-            self._received, self._ahead_at = seq, after
+            self._received, self._ahead_at, found = seq, after, True
+            at = after
             if expected.done:
                 self._expected.popleft()
             self._acknowledge(length)
-            return True
         return found
 
     def _announced(self, length: int, kind: int, seq: int) -> _Incoming:
