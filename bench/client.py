@@ -461,6 +461,74 @@ def cpu_ns(pid):
     return sum([int(p.read_text().split()[0]) for p in Path(f"/proc/{pid}/task").glob("*/schedstat")])
 
 
+def bench_loop(repeat):
+    """What the executor's device thread does beside the device's work in a busy session, as a share of the device time: frames,
+    decisions, bills, answers.
+
+    Both are CPU times of that thread, so other processes matter little. The client is ahead of the device and reads nothing; a
+    thread that looks for frames would count, too.
+    """
+    api.disable()
+    with executor_process() as running:
+        api.attach(running.endpoints, running.session_id, running.token)
+        api.install_facade()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 10)).to("cuda")
+        opt = torch.optim.Adam(model.parameters())
+        x, y = torch.randn(64, 784).to("cuda"), torch.randint(0, 10, (64,)).to("cuda")
+        small, one = torch.ones(4, device="cuda"), torch.ones(4, device="cuda")
+        _, far, _, _ = llama()
+        ids = torch.randint(1000, (4, 128)).to("cuda")
+
+        def training():
+            for _ in range(60):
+                loss = nn.functional.cross_entropy(model(x), y)
+                opt.zero_grad()
+                loss.backward()
+                opt.step()
+
+        def forward():
+            with torch.no_grad():
+                for _ in range(4):
+                    far(ids)
+
+        def tiny():
+            for _ in range(2000):
+                small.add_(one)
+
+        recorder = api._attached.device.devices.recorders[0]
+
+        def clocks():
+            """CPU time of each thread of the executor, and device time, in ns, when all work is done."""
+            torch.cuda.synchronize()
+            with recorder.lock:
+                work = api._attached.link.stats()["work"]
+            device = sum([work[name] for name in ("kernel_ns", "library_ns", "tier0_ns")])
+            tasks = Path(f"/proc/{running.process.pid}/task")
+            return {p.name: int((p / "schedstat").read_text().split()[0]) for p in tasks.iterdir()}, device
+
+        for name, work, goal in (
+            ("training of an MLP", training, 0.05),
+            ("forward passes of a Llama", forward, 0.05),
+            ("additions of 4 numbers", tiny, None),
+        ):
+            work()
+            found = []
+            for _ in range(repeat + 1):
+                threads, device = clocks()
+                work()
+                after, device_after = clocks()
+                spent = max(ns - threads.get(thread, 0) for thread, ns in after.items())
+                device = device_after - device
+                found.append((spent - device) / device)
+            del found[0]
+            yield row(
+                f"device thread beside the device's work, {name}", "share", statistics.median(found), None, goal,
+                spread=[round(min(found), 3), round(max(found), 3)],
+            )  # fmt: skip
+        api.disable()
+
+
 def bench_traces(repeat):
     """The cost of a traced session. The baseline is an unsampled session on the same executor, in turn.
 
@@ -511,8 +579,9 @@ BENCHES = {
     "llama": bench_llama,
     "compiled": bench_compiled,
     "transfer": bench_transfer,
-    "link": bench_link,  # this one and the next two attach to their own executors
+    "link": bench_link,  # this one and the next three attach to their own executors
     "far_item": bench_far_item,
+    "loop": bench_loop,
     "traces": bench_traces,
 }
 

@@ -117,6 +117,44 @@ def test_channel_frames_that_arrive_together_are_received_in_order(echo):
     client.close()
 
 
+def test_channel_small_answers_have_one_acknowledgement_behind_them(echo):
+    """An answer must not come behind the acknowledgement of its frame: who sees the acknowledgement knows of all failures."""
+    client = connect(echo.endpoint)
+    client.hold(2)
+    for n in (1, 2, 3):
+        client.send(ECHO, b"a" * n)
+    client._sock.settimeout(5)
+    got, kinds = b"", []
+    while not kinds or kinds[-1][0] != ACK or kinds[-1][1] < 4:
+        got += client._sock.recv(4096)
+        kinds, at = [], 0
+        while len(got) - at >= HEADER.size:
+            length, kind, _, _, seq = HEADER.unpack_from(got, at)
+            at += HEADER.size + length
+            kinds.append((kind, seq))
+    answers = [kinds.index((ECHO, seq)) for seq in (1, 2, 3)]
+    # the server may read the three frames in one turn or in several; each turn has one acknowledgement, behind its answers
+    for place, (kind, seq) in enumerate(kinds):
+        if kind == ACK:
+            assert all(answers[frame - 2] < place for frame in range(2, seq + 1)), kinds
+    assert len(kinds) - 3 <= 3, kinds
+    client.close()
+
+
+def test_channel_acknowledgement_behind_an_answer_is_processed_with_it(echo):
+    """It must not stay until the next receive: a sender that needs room would wait for the system instead."""
+    client = connect(echo.endpoint)
+    first, second = client.expect_frame(), client.expect_frame()
+    client._ahead[: 3 * HEADER.size] = b"".join(
+        (HEADER.pack(0, ECHO, 0, 0, 1), HEADER.pack(0, ECHO, 0, 0, 2), HEADER.pack(0, ACK, 0, 0, 3))
+    )
+    client._ahead_at, client._ahead_end = 0, 3 * HEADER.size
+    client._sent = 3
+    client.complete(first)
+    assert first.done and second.done and client.acked == 3 and client._ahead_at == client._ahead_end
+    client.close()
+
+
 @pytest.mark.parametrize("then", ["send", "wait", "poll"])
 def test_channel_held_frame_is_sent_with_the_next_one_or_before_a_wait(echo, then):
     client = connect(echo.endpoint)

@@ -147,6 +147,19 @@ def test_flow_run_with_resident_memory_is_submitted_in_one_step():
     assert did(e) == ["PROCESS"] and e.processed == [2] and e.flow.quiet
 
 
+def test_flow_read_of_resident_memory_is_processed_in_one_step():
+    e = Environment()
+    e.arrive(Kind.READ)
+    assert did(e) == ["PROCESS"] and e.processed == [2]
+
+
+def test_flow_read_of_memory_that_leaves_asks_for_it():
+    e = Environment()
+    e.note(Signal.LEAVING)
+    e.arrive(Kind.READ)
+    assert did(e) == ["REACH", "PROCESS"] and e.flow.residence is Residence.HERE
+
+
 def test_flow_collective_waits_for_peers_and_nothing_overtakes_it():
     e = Environment()
     e.later = {"peers"}

@@ -151,3 +151,37 @@ def test_failed_large_download_leaves_its_target(cuda):
     with pytest.raises(RuntimeError, match="out of bounds"):
         host.copy_(lost)
     assert bool((host == 1).all())
+
+
+def test_read_error_while_the_answer_is_awaited_keeps_the_session(cuda, monkeypatch):
+    """The answer that nobody waits for is taken when it arrives, and the next reads get their own answers."""
+    recorder = current_devices().recorders[0]
+    x = torch.zeros(4, device=cuda)
+
+    def fails(*args):
+        raise RecursionError("maximum recursion depth exceeded")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(recorder, "note_read", fails)
+        with pytest.raises(RecursionError):
+            x.add_(1)[1].item()
+    for k in range(2, 6):
+        assert x.add_(1)[k % 4].item() == k
+    assert x.tolist() == [5, 5, 5, 5] and not recorder.require_link()._abandoned
+
+
+def test_read_that_is_abandoned_leaves_its_error_to_the_next_wait(cuda, monkeypatch):
+    recorder = current_devices().recorders[0]
+    x = -torch.eye(3, device=cuda)
+    failing = torch.nn.functional.embedding(torch.tensor([7], device=cuda), x)
+
+    def fails(*args):
+        raise RecursionError("maximum recursion depth exceeded")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(recorder, "note_read", fails)
+        with pytest.raises(RecursionError):
+            failing[0, 0].item()
+    with pytest.raises(RuntimeError, match="embedding"):
+        x.sum().item()
+    assert x.sum().item() == -3

@@ -123,7 +123,7 @@ class Run(NamedTuple):
 def pack_run(digest: bytes, bindings: list[int], params: bytes, frees: list[int], *, reply: bool = False) -> bytes:
     """Payload of a RUN frame."""
     head = RUN_HEAD.pack(digest, len(bindings), len(params) // 8, len(frees), REPLY if reply else 0)
-    return b"".join((head, array("Q", bindings).tobytes(), params, array("Q", frees).tobytes()))
+    return b"".join((head, array("Q", bindings).tobytes(), params, array("Q", frees).tobytes() if frees else b""))
 
 
 def unpack_run(payload: bytes | memoryview) -> Run:

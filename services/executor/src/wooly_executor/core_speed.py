@@ -26,6 +26,8 @@ _MAX_RATIO = 3.0
 #: the core's caches. Together they slow down like real programs do; each alone, or a larger operator, follows programs less
 #: closely.
 _ADDITIONS = range(600)
+#: Additions of an unmeasured run, which brings the task back into the caches. More of them change no measured time.
+_UNMEASURED = range(60)
 _OPERAND = torch.ones(256)
 #: Number of measurements at the start: about 10 ms.
 _FIRST_MEASUREMENTS = 500
@@ -65,8 +67,8 @@ class CoreSpeed:
             self.look()
 
     def look(self) -> None:
-        """Measure once. An unmeasured first run loads the task into the caches, so that the preceding program has no effect."""
-        _task_ns()
+        """Measure once. A short, unmeasured run loads the task into the caches, so that the preceding program has no effect."""
+        _task_ns(_UNMEASURED)
         self.measured(_task_ns())
 
     def measured(self, ns: int) -> None:
@@ -76,10 +78,10 @@ class CoreSpeed:
         self.ppm = max(int(FULL * (self._reference or self._best) / self.mean_ns), 1)
 
 
-def _task_ns() -> int:
+def _task_ns(additions: range = _ADDITIONS) -> int:
     """CPU time of the reference task, in ns."""
     begun, total = time.thread_time_ns(), 0
-    for n in _ADDITIONS:
+    for n in additions:
         total += n
     _OPERAND.add(1)
     return max(time.thread_time_ns() - begun, 1)

@@ -69,11 +69,14 @@ class Intake:
 
     def poll(self, timeout: float | None = 0) -> None:
         """Wait up to `timeout` seconds (None: without a limit) for frames of clients, and handle them."""
-        activity = self._activity
+        activity, interpreter = self._activity, self._interpreter
+        if not interpreter.yielding:  # here, while no client waits: nothing is processed before the frames that come
+            interpreter.next_turn()
         activity.resting = timeout != 0
         events = self._server.poll(timeout)
         activity.resting = False
-        self._interpreter.next_turn()
+        if interpreter.yielding:
+            interpreter.next_turn()
         for event in events:
             try:
                 self._handle(event)

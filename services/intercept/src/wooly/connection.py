@@ -13,12 +13,16 @@ import torch
 from wooly_bus.channel import ChannelClient, ChannelClosedError
 from wooly_bus.channel.busy_wait import LOOK_NS
 from wooly_bus.channel.pinned_area import PinnedArea
+from wooly_bus.channel.segment import SHARED_FROM
 from wooly_wis.frames import READ_PLACE, Kind, pack_json, unpack_json
 from wooly_wis.releases import mismatch
 
 from wooly.errors import ReleaseError, WoolyError
 from wooly.failures import error_of
 from wooly.pinned_area import use
+
+#: Looked up on its class, a member of an enumeration costs as much as a call.
+_WRITE = Kind.WRITE
 
 
 class Connection:
@@ -62,9 +66,9 @@ class Connection:
         Raises:
             ChannelError: the connection broke.
         """
-        if kind is Kind.WRITE and len(buffers) == 2:
+        if kind is _WRITE and len(buffers) == 2:
             seq = self.channel.send_bulk(kind, *buffers)
-        elif into is not None and (place := self.channel.place_of(into)) is not None:
+        elif into is not None and len(into) >= SHARED_FROM and (place := self.channel.place_of(into)) is not None:
             seq = self.channel.send(kind, *buffers, READ_PLACE.pack(place))
         else:
             seq = self.channel.send(kind, *buffers)

@@ -61,6 +61,9 @@ CLOSE_S = 1.0
 #: Maximum number of reads that `Link.fetch` has started and that are not answered.
 MAX_STARTED_READS = 64
 
+#: Members of an enumeration on the way of every read: looked up on its class, a member costs as much as a call.
+_RUN, _READ, _DATA = Kind.RUN, Kind.READ, Kind.DATA
+
 ViewKey = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]
 
 
@@ -179,7 +182,6 @@ class Link:
         stays: why the session cannot go on in another executor any more; empty: it can, or never could.
         log: records what the session sends; None: nobody records it.
         waits: counts the waits for answers.
-        waited_at: the Python line that waited last for an answer; None: none has waited.
         shares: whether the session shares memory with other processes.
         shared: storages that other processes can write, by buffer. An entry stays when its storage is freed.
     """
@@ -230,7 +232,8 @@ class Link:
         self.stays = ""
         self.log: SessionLog | None = None
         self.waits = Waits()
-        self.waited_at: Origin | None = None
+        #: When `ask` sent its question, by the clock of `waits`.
+        self._asked_at = 0.0
         self.shares = False
         self.shared: dict[int, SharedStorage] = {}
         self._kept: KeptFrame | None = None
@@ -407,7 +410,7 @@ class Link:
             self.interrupted = self.lost is None
             raise
         payload = pack_run(digest, bindings, params, frees, reply=reply)
-        seq = self.send(Kind.RUN, payload, asks=reply)
+        seq = self.send(_RUN, payload, asks=reply)
         tell = None if self.log is None else self.log.ran(payload, origins)
         if reply:
             kept = self._kept
@@ -558,12 +561,16 @@ class Link:
 
     # -- answers -----------------------------------------------------------------------------------------------------
 
-    def wait(self, pending: Pending, *, asked: bool = True) -> bool:
+    def wait(
+        self, pending: Pending, *, asked: bool = True, where: Origin | None = None, began: float | None = None
+    ) -> bool:
         """Wait for an answer. If a signal handler raises an exception meanwhile, the answer is taken in when it arrives.
 
         Args:
             pending: the answer.
-            asked: the question was sent just before.
+            asked: the question was sent at `began`.
+            where: Python line that waits; None: the line that calls now.
+            began: when the wait began, by the clock of `waits`; None: now.
 
         Returns:
             False if the session went on elsewhere and the question must be asked again, because its frame was not kept.
@@ -571,8 +578,11 @@ class Link:
         waits = self.waits
         while True:
             channel = self.connection.channel
-            began, received_s = waits.clock(), channel.receiving_s
-            self.waited_at = where = origin()  # here, while the executor works
+            received_s = channel.receiving_s
+            if began is None:
+                began = waits.clock()
+            if where is None:
+                where = origin()  # here, while the executor works
             try:
                 channel.complete(pending.expected)
                 waits.answered(waits.clock() - began, channel.receiving_s - received_s, asked=asked, where=where)
@@ -581,6 +591,7 @@ class Link:
                 self.continuation.recover(e)
                 if pending.frame is None:
                     return False
+                began = None
             except BaseException:
                 if not pending.expected.done:
                     self._abandoned.append(pending)
@@ -676,10 +687,29 @@ class Link:
         Raises:
             RemoteOperationError: an operation that computed the buffer failed, or another operation before the read.
         """
+        pending = self.ask(buffer, offset, into)
+        self.take(into, pending, origin())
+
+    def ask(self, buffer: int, offset: int, into: memoryview) -> Pending:
+        """The first half of `read`: ask for the data. The caller must `take` it or `abandon` it before the link is used again."""
         if sync_debug.mode:
             sync_debug.note()
         _, pending = self._begin_read(buffer, offset, into)
-        if not self.wait(pending):
+        self._asked_at = self.waits.clock()
+        return pending
+
+    def take(self, into: memoryview, pending: Pending, where: Origin) -> None:
+        """The second half of `read`: wait for the data that `ask` has asked for.
+
+        Args:
+            into: memory that was given to `ask`.
+            pending: the result of `ask`.
+            where: Python line that reads.
+
+        Raises:
+            RemoteOperationError: an operation that computed the buffer failed, or another operation before the read.
+        """
+        if not self.wait(pending, where=where, began=self._asked_at):
             raise self.lose(WoolyError("the answer to a read was lost"))
         self._process_answers()
         failure = self._received(into, pending)
@@ -704,10 +734,10 @@ class Link:
         self._started.append(_StartedRead(seq, into, pending, owner))
 
     def _begin_read(self, buffer: int, offset: int, into: memoryview) -> tuple[int, Pending]:
-        seq = self.send(Kind.READ, READ_HEAD.pack(buffer, offset, len(into)), into=into, asks=True)
+        seq = self.send(_READ, READ_HEAD.pack(buffer, offset, len(into)), into=into, asks=True)
         kept = self._kept
         again = None if kept is None else kept.pending  # a recovery has sent the frame again
-        pending = again or Pending(self.connection.channel.expect(into, Kind.DATA), kept)
+        pending = again or Pending(self.connection.channel.expect(into, _DATA), kept)
         if self.log is not None:
             pending.tell = self.log.asked(buffer, offset, len(into))
         if self.observer is not None:
@@ -912,10 +942,11 @@ class Link:
 
     def keep(self, buffer: int, key: ViewKey, host: torch.Tensor) -> None:
         """Cache the host copy of a view. If the cache exceeds `_MIRROR_LIMIT`, the oldest buffers are evicted."""
-        if host.nbytes > MIRROR_ITEM_LIMIT or self.is_shared(buffer):
+        nbytes = host.nbytes
+        if nbytes > MIRROR_ITEM_LIMIT or (self.shared and self.is_shared(buffer)):
             return
         self._mirrors.setdefault(buffer, {})[key] = host
-        self._mirror_bytes += host.nbytes
+        self._mirror_bytes += nbytes
         while self._mirror_bytes > _MIRROR_LIMIT:
             self.forget(next(iter(self._mirrors)))
 

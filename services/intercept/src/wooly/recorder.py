@@ -844,8 +844,9 @@ class Recorder(ProgramFields):
             self.flush()
 
     def _reset_program(self) -> None:
-        self.heap.recycle(self._frees)
-        self.heap.recycle(self._freed)
+        if self._frees or self._freed:
+            self.heap.recycle(self._frees)
+            self.heap.recycle(self._freed)
         self.words = []
         self.bind = []
         self.slot_of = {}

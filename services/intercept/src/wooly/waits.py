@@ -41,9 +41,6 @@ class Waits:
 
     Attributes:
         trip_s: the shortest time from a question to its answer so far, in seconds.
-        count: number of waits.
-        waiting_s: seconds for which the link waited for answers and for sending large payloads.
-        network_s: the network's part of them.
         clock: see Args.
         near: whether the executor is on this machine. Then no wait is the network's.
     """
@@ -52,9 +49,26 @@ class Waits:
         self.clock = clock
         self.near = False
         self.trip_s = float("inf")
-        self.count, self.waiting_s, self.network_s = 0, 0.0, 0.0
         self._lines: dict[tuple[int, int], _Line] = {}
         self._further = _Line(None)
+
+    @property
+    def count(self) -> int:
+        """Number of waits."""
+        return sum([line.count for line in self._all()])
+
+    @property
+    def waiting_s(self) -> float:
+        """Seconds for which the link waited for answers and for sending large payloads."""
+        return sum([line.waiting_s for line in self._all()])
+
+    @property
+    def network_s(self) -> float:
+        """The network's part of `waiting_s`."""
+        return sum([line.network_s for line in self._all()])
+
+    def _all(self) -> list[_Line]:
+        return [*list(self._lines.values()), self._further]  # another thread may add a line meanwhile
 
     def answered(self, seconds: float, transfer_s: float = 0.0, *, asked: bool, where: Origin | None = None) -> None:
         """Note a wait for an answer.
@@ -65,9 +79,10 @@ class Waits:
             asked: whether the wait began with the question. Such a wait bounds the round trip.
             where: the Python line that waited; None: the line that calls now.
         """
-        if asked and seconds < self.trip_s:
-            self.trip_s = seconds
-        network_s = self.trip_s + transfer_s
+        trip_s = self.trip_s
+        if asked and seconds < trip_s:
+            self.trip_s = trip_s = seconds
+        network_s = trip_s + transfer_s
         self._add(seconds, network_s if network_s < seconds else seconds, where or origin())
 
     def sent(self, seconds: float) -> None:
@@ -75,9 +90,8 @@ class Waits:
         self._add(seconds, seconds, origin())
 
     def _add(self, seconds: float, network_s: float, where: Origin) -> None:
-        if self.near:
-            network_s = 0.0
-        key = id(where[0]), where[1]
+        code, at = where
+        key = id(code), at
         line = self._lines.get(key)
         if line is None:
             line = self._further
@@ -85,10 +99,8 @@ class Waits:
                 line = self._lines[key] = _Line(where)  # it keeps the code object alive, so its id is not reused
         line.count += 1
         line.waiting_s += seconds
-        line.network_s += network_s
-        self.count += 1
-        self.waiting_s += seconds
-        self.network_s += network_s
+        if not self.near:
+            line.network_s += network_s
 
 
 def top(waits: list[Waits]) -> list[dict[str, Any]]:
@@ -99,7 +111,7 @@ def top(waits: list[Waits]) -> list[dict[str, Any]]:
     """
     found: dict[str, dict[str, Any]] = {}
     for each in waits:
-        for line in [*each._lines.values(), each._further]:
+        for line in each._all():
             name = FURTHER if line.where is None else describe_origin(line.where)
             sums = found.setdefault(name, {"line": name, "waits": 0, "waiting_s": 0.0, "network_s": 0.0})
             sums["waits"] += line.count

@@ -404,7 +404,7 @@ class ChannelClient:
             self._take()
 
     def _take(self) -> None:
-        """Receive and process one frame that is expected, or acknowledgements, or both.
+        """Receive and process at least one frame that is expected, or an acknowledgement.
 
         Raises:
             ChannelClosedError: the connection is closed.
@@ -440,7 +440,7 @@ class ChannelClient:
         self._process(incoming)
 
     def _take_whole(self) -> bool:
-        """Process the acknowledgements and one expected frame that were read ahead whole. Returns whether there were any.
+        """Process the acknowledgements and expected frames that were read ahead whole. Returns whether there were any.
 
         `_take` handles all other frames, and raises the errors.
         """
@@ -472,11 +472,11 @@ class ChannelClient:
             else:
                 expected.other = Frame(kind, flags, seq, bytearray(ahead[payload:after]))
                 expected.done = True
-            self._received, self._ahead_at = seq, after
+            self._received, self._ahead_at, found = seq, after, True
+            at = after
             if expected.done:
                 self._expected.popleft()
             self._acknowledge(length)
-            return True
         return found
 
     def _announced(self, length: int, kind: int, seq: int) -> _Incoming:

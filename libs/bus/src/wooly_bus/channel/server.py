@@ -175,7 +175,7 @@ class Connection:
         size = 0
         for b in buffers:
             size += len(b)
-        if self._ack > self._acked:
+        if size > AHEAD and self._ack > self._acked:  # otherwise one acknowledgement behind the frame is enough
             self._queue_ack()
         self._sent += 1
         self._out.append(memoryview(HEADER.pack(size, kind, 0, 0, self._sent)))

@@ -20,6 +20,7 @@ from wooly_executor.flow.state import (
     DEFINITIONS,
     MOST_BYTES,
     MOST_FRAMES,
+    READ,
     RUN,
     TOUCHES,
     TURN,
@@ -155,7 +156,7 @@ def _begin(flow: Flow[Any], frame: Frame) -> Instruction | None:
         return None if flow.hold.paused or flow.hold.reason else _DECODE
     if flow.inbox.submitted or flow.yielded:
         return None
-    if kind in TOUCHES and stage is _STAGE_NEW:
+    if kind in TOUCHES and stage is _STAGE_NEW and (kind != READ or flow.residence is not _MEMORY_HERE):
         if kind == COLLECTIVE and (flow.hold.paused or flow.hold.reason):
             return None
         return _REACH

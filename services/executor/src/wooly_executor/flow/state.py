@@ -30,6 +30,8 @@ TOUCHES = frozenset(
     map(int, (Kind.READ, Kind.OFFER, Kind.SEAL, Kind.PIN, Kind.CUT, Kind.RESTORE, Kind.COLLECTIVE, Kind.IPC))
 )
 RUN = int(Kind.RUN)
+#: A READ needs nothing but memory on the device: if it is there, the frame is processed at once.
+READ = int(Kind.READ)
 COLLECTIVE = int(Kind.COLLECTIVE)
 
 

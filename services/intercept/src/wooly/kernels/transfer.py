@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import prod
 from typing import Any, cast
 
 import torch
@@ -77,11 +78,19 @@ def _host_memory(dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]
         stride: its strides, in elements.
         nbytes: its size.
     """
-    if 0 < nbytes <= MAX_EARLY_BYTES and dtype in _FILLS:  # takes a third of the time
+    if 0 < nbytes <= MAX_EARLY_BYTES and dtype in _FILLS:
         memory = bytearray(nbytes)
-        return torch.frombuffer(memory, dtype=dtype).as_strided(shape, stride), memoryview(memory)
+        return _tensor_on(memory, dtype, shape, stride), memoryview(memory)
     host = torch.empty_strided(shape, stride, dtype=dtype)
     return host, bytes_of(host)
+
+
+def _tensor_on(memory: Any, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
+    """A dense tensor of at least one element on a buffer of Python. `dtype` must be one of `_FILLS`.
+
+    It takes a third of the time of a tensor whose memory is PyTorch's.
+    """
+    return torch.frombuffer(memory, dtype=dtype).as_strided(shape, stride)
 
 
 def _view_key(t: Tensor, at: int) -> ViewKey:
@@ -579,17 +588,40 @@ class Transfer:
                 self._copy(dense, t)
                 host = self.to_host(dense)
             else:
-                if recorder.open and t.numel():
-                    link.hold()
-                recorder.flush()
-                host, memory = _host_memory(t.dtype, t.shape, t.stride(), t.numel() * t.element_size())
-                if len(memory):
-                    link.read(buffer, at & OFFSET_MASK, memory)
-                    if len(memory) <= MAX_EARLY_BYTES:
-                        recorder.note_read(buffer, key, len(memory), link.waited_at or origin())
-                recorder.idle()
+                host = self._read_dense(recorder, link, buffer, key)
             link.keep(buffer, key, host)
             return host
+
+    @staticmethod
+    def _read_dense(recorder: Recorder, link: Link, buffer: int, key: ViewKey) -> Tensor:
+        """Send the open program, and wait for the values of a dense view."""
+        offset, dtype, shape, stride = key
+        nbytes = prod(shape) * dtype.itemsize
+        if nbytes and recorder.open:
+            link.hold()
+        recorder.flush()
+        if not nbytes:
+            recorder.idle()
+            return torch.empty_strided(shape, stride, dtype=dtype)
+        host: Tensor | None = None
+        small = bytearray(nbytes) if nbytes <= MAX_EARLY_BYTES and dtype in _FILLS else None
+        if small is None:
+            host, memory = _host_memory(dtype, shape, stride, nbytes)
+        else:
+            memory = memoryview(small)
+        pending = link.ask(buffer, offset, memory)
+        try:  # what does not need the answer is done here, while the executor works
+            if host is None:
+                host = _tensor_on(small, dtype, shape, stride)
+            where = origin()
+            if nbytes <= MAX_EARLY_BYTES:
+                recorder.note_read(buffer, key, nbytes, where)
+            recorder.idle()
+        except BaseException:
+            link.abandon(pending)
+            raise
+        link.take(memory, pending, where)
+        return host
 
     @staticmethod
     def read_early(recorder: Recorder, buffer: int, prediction: EarlyRead) -> bool:
