@@ -699,6 +699,13 @@ def fake_device_patches(real: str, shown: str) -> Iterator[tuple[Any, str, Any]]
     yield FakeTensor, "device", property(say, device.fset)
 
 
+def is_wrapper(t: torch.Tensor) -> bool:
+    """Whether a tensor consists of other tensors and has no memory of its own, such as a jagged tensor."""
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    return is_traceable_wrapper_subclass(t)
+
+
 def fake_device(t: torch.Tensor) -> torch.device | None:
     """The device that a fake tensor represents, or the first fake tensor inside a subclass; None for other tensors."""
     from torch._subclasses.fake_tensor import FakeTensor

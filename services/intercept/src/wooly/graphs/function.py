@@ -15,7 +15,7 @@ from wooly.graphs.counters import counters
 from wooly.graphs.kinds import Body, Function, Inference
 from wooly.graphs.training import Training
 from wooly.storage import DEVICE_MASK, ID_SHIFT, PLACE_MASK, address_of
-from wooly.torch_private import raw_device
+from wooly.torch_private import is_wrapper, raw_device
 
 #: Maximum number of kinds of arguments for which a function keeps programs. Calls of further kinds run eagerly.
 KINDS_KEPT = 64
@@ -66,6 +66,8 @@ class GraphFunction:
                 kind.append((a.dtype, a.item()))
                 continue
             if not at:
+                if is_wrapper(a):
+                    return self._eager(inputs)
                 at = address_of(a)
             of[k] = at >> ID_SHIFT
             place = (a.dtype, a.shape, a.stride(), at & PLACE_MASK, grad)
