@@ -1,6 +1,5 @@
 """Exceptions of signal handlers: at any moment, thousands of times. The session stays whole, and no result is wrong."""
 
-import ctypes
 import gc
 import random
 import signal
@@ -12,6 +11,8 @@ import types
 import pytest
 import torch
 from wooly import api, interrupts, storage
+from wooly.recorder import Recorder
+from wooly_bus.channel import ChannelClient
 from wooly_testkit.effort import examples
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this system has no interval timers")
@@ -286,24 +287,24 @@ def test_exception_while_send_waits_for_room_keeps_recorded_operations(cuda, ala
     assert busy.sum().item() == 600.0 * 600.0
 
 
-def test_recorded_operations_outlive_a_read_without_room_on_the_stack(cuda):
-    """The read may fail at any depth: no recorded operation is lost or done twice, and no buffer id is used twice."""
+@pytest.mark.parametrize("place", ["define", "send"])
+def test_recorded_operations_outlive_a_read_without_room_on_the_stack(cuda, monkeypatch, place):
+    """The stack ends before the program is sent: no recorded operation is lost or done twice, and no buffer id is used twice."""
+    owner, name = {"define": (Recorder, "_define"), "send": (ChannelClient, "_write")}[place]
+    x, sums = torch.zeros(4, device=cuda), []
 
-    def below(depth, work):
-        return work() if not depth else below(depth - 1, work)
+    def no_room(*args):
+        raise RecursionError("maximum recursion depth exceeded")
 
-    x, sums, failed, read = torch.zeros(4, device=cuda), [], 0, 0
-    depth = sys.getrecursionlimit()
-    while read < 20:
+    for n in range(1, 6):
         x.add_(1)
-        sums.append(torch.ones(len(sums) + 1, device=cuda).sum())  # another program each time
-        try:
-            read += below(depth, sums[-1].item) > 0
-        except (RecursionError, ctypes.ArgumentError):
-            failed += 1
-        depth -= 1
-    assert failed > 20 and x.tolist() == [len(sums)] * 4
-    assert [s.item() for s in sums] == list(range(1, len(sums) + 1))
+        sums.append(torch.ones(n, device=cuda).sum())  # another program each time
+        with monkeypatch.context() as patch, pytest.raises(RecursionError):
+            patch.setattr(owner, name, no_room)
+            sums[-1].item()
+        if n % 2:
+            assert sums[-1].item() == n
+    assert x.tolist() == [5] * 4 and [s.item() for s in sums] == [1, 2, 3, 4, 5]
 
 
 def test_exception_while_a_checkpoint_is_awaited_keeps_recorded_operations(cuda, monkeypatch):

@@ -103,6 +103,10 @@ class RecordingLink:
         """Refuse to read: no values exist during recording."""
         self._refuse("a value")
 
+    def ask(self, buffer: int, offset: int, into: memoryview) -> None:
+        """Refuse to read: no values exist during recording."""
+        self._refuse("a value")
+
     def fetch(self, buffer: int, offset: int, into: memoryview, owner: Any) -> None:
         """Refuse to read: no values exist during recording."""
         self._refuse("a value")
