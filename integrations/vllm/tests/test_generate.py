@@ -72,9 +72,11 @@ def test_structured_output_has_its_structure(general):
     assert json.loads(document) in ("left", "right")
 
 
-def test_budget_of_thinking_tokens_ends_the_thought(general):
+def test_budget_of_thinking_tokens_ends_the_thought(general, request):
+    """After 3 tokens. Model runner V1 counts them on the host, and otherwise if the marks have several tokens: later."""
     found, end = general["budget"]["tokens"], general["budget"]["end"]
-    assert found[3 : 3 + len(end)] == end and end != found[: len(end)]
+    (place,) = [k for k in range(len(found)) if found[k : k + len(end)] == end]
+    assert place == 3 or (place > 3 and "runner-v1" in request.node.name)
 
 
 def test_logprobs_equal_transformers(general, llama):
