@@ -136,7 +136,8 @@ class LazyClones:
         self._leave(group, buffer)
         if lazy:
             heap = self._recorder.heap
-            heap.live_bytes += freed >> _BYTES_SHIFT  # its owner has subtracted what it never had
+            # The end of any storage subtracts its bytes. Those of a clone without memory were not in the sum.
+            heap.live_bytes += freed >> _BYTES_SHIFT
             heap.recycle([buffer])
         return lazy
 

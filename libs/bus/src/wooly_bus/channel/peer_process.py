@@ -13,7 +13,8 @@ _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 def process_of(sock: socket.socket) -> int:
     """Id of the process that connected a unix socket; 0: it is not known, or it is this process.
 
-    It is not known for other sockets, on systems other than Linux, and from another container with process ids of its own.
+    It is not known for other sockets, on systems other than Linux, and from another container with process ids of its own. If a
+    program forwards the connection, such as ssh, it is that program.
     """
     if sock.family != getattr(socket, "AF_UNIX", -1) or not hasattr(socket, "SO_PEERCRED"):
         return 0
