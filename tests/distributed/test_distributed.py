@@ -136,6 +136,12 @@ def test_ranks_on_two_executors_may_go_through_the_clients(program, url, other_u
     assert "FSDP2 agrees" in through[0]
 
 
+def test_profiles_of_ranks_that_share_a_device_have_its_events(program):
+    """All devices of such a rank are one device, and the profile of the last one took the events of the others."""
+    for rank, out in enumerate(program("profiled.py").output()):
+        assert f"rank {rank}: 32.0 [('wis.mul', {rank}), ('wis.sum', {rank})" in out and out.endswith("True\n"), out
+
+
 @pytest.mark.slow
 def test_torchrun_runs_an_unmodified_script(url):
     with socket.create_server(("127.0.0.1", 0)) as free:

@@ -25,6 +25,7 @@ from wooly.profiling.device_events import DeviceEvent, events_of
 from wooly.profiling.function_events import add_device_events
 from wooly.profiling.trace_file import add_to_trace
 from wooly.profiling.watch import MemoryChange, Watch
+from wooly.recorder import Recorder
 from wooly.torch_private import KINETO, ProfilerMethods, supported_activities
 
 Patch = tuple[Any, str, Any]
@@ -49,10 +50,14 @@ class DeviceProfile:
         self.memory: list[MemoryChange] = []
         self.dropped = 0
         self._watches: list[Watch] = []
+        if current().forked:
+            return  # this process has no session
+        by_link: dict[Any, list[Recorder]] = {}  # recorders that share a link have one lock
         for recorder in devices.active():
-            if current().forked or (recorder.link is None and recorder.opener is None):
-                continue  # this process has no session
-            watch = Watch(recorder, current_stream_id, memory=memory)
+            if recorder.link is not None or recorder.opener is not None:
+                by_link.setdefault(recorder.lock, []).append(recorder)
+        for recorders in by_link.values():
+            watch = Watch(recorders, lambda: devices.current, current_stream_id, memory=memory)
             watch.begin()
             self._watches.append(watch)
 

@@ -94,14 +94,12 @@ def in_turn(events: Iterable[DeviceEvent]) -> Iterator[DeviceEvent]:
 def _events(watch: Watch) -> Iterator[DeviceEvent]:
     meanings: dict[InternedForm, _Meaning] = {}
     forms: dict[int, list[InternedForm]] = {}
-    device = watch.recorder.heap.index
     for number, record in enumerate(watch.records, 1):
         frame = watch.frames.get(record.seq)
-        correlation = number << 3 | device
         if isinstance(frame, BytesCopied) and record.instruction == WHOLE_FRAME:
             name = "Memcpy HtoD (Pageable -> Device)" if frame.to_device else "Memcpy DtoH (Device -> Pageable)"
             meaning = _Meaning(name, "gpu_memcpy", (), (), frame.nbytes)
-            yield _event(watch, record, meaning, frame.point, correlation, "")
+            yield _event(watch, record, meaning, frame.point, number, "")
         elif isinstance(frame, ProgramRun) and record.instruction < len(frame.points):
             point = frame.replayed or frame.points[record.instruction]
             if not isinstance(point, LaunchPoint):
@@ -115,19 +113,19 @@ def _events(watch: Watch) -> Iterator[DeviceEvent]:
                 found = meanings[form] = _meaning(form)
             if record.instructions > 1:
                 found = found._replace(name=f"fused {found.name} and {record.instructions - 1} more")
-            yield _event(watch, record, found, point, correlation, _line(frame.points[record.instruction]))
+            yield _event(watch, record, found, point, number, _line(frame.points[record.instruction]))
 
 
 def _event(
-    watch: Watch, record: Record, meaning: _Meaning, point: LaunchPoint, correlation: int, where: str
+    watch: Watch, record: Record, meaning: _Meaning, point: LaunchPoint, number: int, where: str
 ) -> DeviceEvent:
     # The clocks are aligned to within half a round trip. Nothing runs before it was launched.
     begin = max(record.begin_ns + watch.shift_ns, point.at_ns)
     return DeviceEvent(
         meaning.name,
         meaning.category,
-        correlation,
-        watch.recorder.heap.index,
+        number << 3 | point.device,
+        point.device,
         DEFAULT_STREAM + point.stream,
         begin,
         record.ns,

@@ -1,4 +1,4 @@
-"""Notes the launches and copies of one device while a profiler runs, and takes the executor's records of them.
+"""Notes the launches and copies of one link while a profiler runs, and takes the executor's records of them.
 
 The executor's clock is another one than the client's. Round trips align them: the executor reads its clock while it answers, so
 its time is that of the client in the middle of the shortest round trip, give or take half of the round trip.
@@ -6,15 +6,17 @@ its time is that of the client in the middle of the shortest round trip, give or
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from wooly_wis.frames import PROFILE_BEGIN, PROFILE_END, PROFILE_TAKE, Record
 
 from wooly.link import Link
 from wooly.recorder import Origin, Recorder
+from wooly.storage import Heap
 
 #: Number of round trips that align the clocks, at the start and at the end.
 ROUND_TRIPS = 5
@@ -28,11 +30,13 @@ class LaunchPoint(tuple):  # type: ignore[type-arg] # it is an `Origin`, a pair
     Attributes:
         at_ns: ns since 1970.
         thread: the system's number of the thread.
+        device: index of the device.
         stream: number of the current stream; 0: the default stream.
     """
 
     at_ns: int
     thread: int
+    device: int
     stream: int
 
 
@@ -71,14 +75,16 @@ class MemoryChange(NamedTuple):
 
 
 class Watch:
-    """Watches one device from `begin` to `end`.
+    """Watches the devices of one link from `begin` to `end`.
 
     Args:
-        recorder: recorder of the device.
+        recorders: recorders of the devices. They are several if a rank shares one device of the executor under several indexes.
+        current: returns the index of this thread's current device.
         stream_of: returns the number of this thread's current stream, by device.
         memory: also note storages.
 
     Attributes:
+        recorder: the first recorder.
         frames: what was sent, by number of the frame.
         records: the executor's records.
         memory: storages that were made or freed.
@@ -87,8 +93,17 @@ class Watch:
         collecting: whether launches and copies are noted now.
     """
 
-    def __init__(self, recorder: Recorder, stream_of: Callable[[int], int], *, memory: bool = False) -> None:
-        self.recorder, self._stream_of, self._with_memory = recorder, stream_of, memory
+    def __init__(
+        self,
+        recorders: Sequence[Recorder],
+        current: Callable[[], int],
+        stream_of: Callable[[int], int],
+        *,
+        memory: bool = False,
+    ) -> None:
+        self.recorder, self._recorders, self._with_memory = recorders[0], recorders, memory
+        self._current, self._stream_of = current, stream_of
+        self._memories: list[_Memory] = []
         self.frames: dict[int, ProgramRun | BytesCopied] = {}
         self.records: list[Record] = []
         self.memory: list[MemoryChange] = []
@@ -107,14 +122,15 @@ class Watch:
         """
         recorder = self.recorder
         with recorder.lock:
-            recorder.flush()
+            self._flush()
             self._link = recorder.require_link()
             for _ in range(ROUND_TRIPS):
                 self._ask(PROFILE_BEGIN)
             self._link.observer = self
-            recorder.mark_origins(self._mark)
-            if self._with_memory:
-                recorder.heap.observe(self)
+            for each in self._recorders:
+                each.mark_origins(functools.partial(self._mark, each.heap.index))
+                if self._with_memory:
+                    self._memories.append(_Memory(each.heap, self.memory))
 
     def end(self) -> None:
         """Stop to watch, wait for the work so far, and take the rest of the records.
@@ -126,20 +142,26 @@ class Watch:
         with recorder.lock:
             try:
                 if link is not None and recorder.link is link:
-                    recorder.flush()
+                    self._flush()
                     self._take()
                     for _ in range(ROUND_TRIPS):
                         self._ask(PROFILE_END)
             finally:
-                recorder.mark_origins(None)
-                recorder.heap.observe(self, on=False)
+                for each in self._recorders:
+                    each.mark_origins(None)
+                for memory in self._memories:
+                    memory.stop()
                 if link is not None:
                     link.observer = None
 
-    # -- what the recorder, the link and the heap report ---------------------------------------------------------------
+    def _flush(self) -> None:
+        for recorder in self._recorders:
+            recorder.flush()
 
-    def _mark(self, where: Origin) -> Origin:
-        return self._point(where) if self.collecting else where
+    # -- what the recorders and the link report ------------------------------------------------------------------------
+
+    def _mark(self, device: int, where: Origin) -> Origin:
+        return self._point(where, device) if self.collecting else where
 
     def will_run(self) -> None:
         """See `FrameObserver`."""
@@ -149,7 +171,8 @@ class Watch:
     def ran(self, seq: int, words: list[int], origins: list[Origin]) -> None:
         """See `FrameObserver`."""
         self._untaken += len(origins)
-        replayed = None if origins is self.recorder.origins else self._point(origins[0]) if origins else None
+        opened = any(origins is recorder.origins for recorder in self._recorders)
+        replayed = None if opened or not origins else self._point(origins[0])
         if replayed is None or self.collecting:
             self.frames[seq] = ProgramRun(words, origins, replayed)
 
@@ -157,24 +180,14 @@ class Watch:
         """See `FrameObserver`."""
         self._untaken += 1
         if self.collecting:
-            self.frames[seq] = BytesCopied(nbytes, to_device, self._point((self._mark.__code__, 0)))
+            self.frames[seq] = BytesCopied(nbytes, to_device, self._point((self.copied.__code__, 0)))
 
-    def allocated(self, buffer: int, nbytes: int) -> None:
-        """See `HeapObserver`."""
-        self._memory_changed(buffer, nbytes)
-
-    def freed(self, buffer: int, nbytes: int) -> None:
-        """See `HeapObserver`."""
-        self._memory_changed(buffer, -nbytes)
-
-    def _memory_changed(self, buffer: int, nbytes: int) -> None:
-        live = self.recorder.heap.live_bytes + max(nbytes, 0)  # a new storage is counted after this
-        self.memory.append(MemoryChange(time.time_ns(), threading.get_native_id(), buffer, nbytes, live))
-
-    def _point(self, where: Origin) -> LaunchPoint:
+    def _point(self, where: Origin, device: int | None = None) -> LaunchPoint:
         point = LaunchPoint(where)
         point.at_ns, point.thread = time.time_ns(), threading.get_native_id()
-        point.stream = self._stream_of(self.recorder.heap.index)
+        if device is None:
+            device = self._current() if len(self._recorders) > 1 else self.recorder.heap.index
+        point.device, point.stream = device, self._stream_of(device)
         return point
 
     # -- the executor ------------------------------------------------------------------------------------------------
@@ -195,3 +208,26 @@ class Watch:
         self.records += records
         self.dropped += dropped
         return left
+
+
+class _Memory:
+    """Notes the storages of one heap until `stop`."""
+
+    def __init__(self, heap: Heap, changes: list[MemoryChange]) -> None:
+        self._heap, self._changes = heap, changes
+        heap.observe(self)
+
+    def stop(self) -> None:
+        self._heap.observe(self, on=False)
+
+    def allocated(self, buffer: int, nbytes: int) -> None:
+        """See `HeapObserver`."""
+        self._changed(buffer, nbytes)
+
+    def freed(self, buffer: int, nbytes: int) -> None:
+        """See `HeapObserver`."""
+        self._changed(buffer, -nbytes)
+
+    def _changed(self, buffer: int, nbytes: int) -> None:
+        live = self._heap.live_bytes + max(nbytes, 0)  # a new storage is counted after this
+        self._changes.append(MemoryChange(time.time_ns(), threading.get_native_id(), buffer, nbytes, live))
