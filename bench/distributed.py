@@ -2,7 +2,8 @@
 
 `all_reduce`: one all_reduce of 4 KiB, 1 MiB and 64 MiB of float32, with a wait after each, over 2 and 4 ranks. `ddp`: one step of
 DistributedDataParallel of three layers of 1024, with SGD. All processes and executors share this machine. With two executors,
-neighbouring ranks are on different ones.
+neighbouring ranks are on different ones. Each rank of gloo computes with one thread; the executors have as many threads together
+as the machine has cores for these ranks.
 
 The sides are measured in turn, as often as `--repeat` says; the figures are medians of these runs.
 
@@ -10,6 +11,7 @@ Run: .venv/bin/python bench/distributed.py [--json] [--only NAME[,NAME]] [--rank
 """
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -138,10 +140,18 @@ def main():
     from wooly_testkit.executor import executor_process
 
     rows = []
-    with executor_process(start=forks.Forked) as one, executor_process(start=forks.Forked) as two:
-        urls = [e.endpoints[0].replace("unix://", f"unix://{e.token}@") for e in (one, two)]
-        for ranks in map(int, args.ranks.split(",")):
-            sides = {"gloo": ("cpu", urls), "one executor": ("cuda", urls[:1]), "two executors": ("cuda", urls)}
+    cores = len(os.sched_getaffinity(0))
+    for ranks in map(int, args.ranks.split(",")):
+        threads = min(ranks, cores)
+        with contextlib.ExitStack() as stack:
+            urls = [
+                e.endpoints[0].replace("unix://", f"unix://{e.token}@")
+                for e in [
+                    stack.enter_context(executor_process(threads=n, start=forks.Forked))
+                    for n in (threads, *[max(threads // 2, 1)] * 2)
+                ]
+            ]
+            sides = {"gloo": ("cpu", urls), "one executor": ("cuda", urls[:1]), "two executors": ("cuda", urls[1:])}
             found = {side: [] for side in sides}
             for _ in range(args.repeat):
                 for side, (device, at) in sides.items():

@@ -282,6 +282,28 @@ def test_ranks_at_two_executors_that_differ_are_told_both_lines(make_device):
         assert "different collective: all_reduce and barrier" in text and "train.py:1" in text and "train.py:2" in text
 
 
+def test_operands_of_any_size_are_in_memory_that_both_executors_share(make_device):
+    """The rank's executor neither writes nor reads buffers at the other one, after it has connected."""
+    a, b = make_device(), make_device()
+    ranks = Ranks([a, b], 2)
+    ranks.all(What.BARRIER, lambda _: {})
+    ranks.clients[1].sync()
+    for what, how, same in everyone(ranks):
+        run(ranks, what, how, 5, **same)
+    counters = a.call(lambda: a.loop.sessions["rank1+0"].counters)
+    assert counters.bytes_in == counters.bytes_out == 0
+    assert a.call(lambda: not a.loop.sessions["rank1+0"].buffers)
+
+
+def test_operands_pass_through_the_socket_if_the_other_device_cannot_compute_with_host_memory(make_device, monkeypatch):
+    monkeypatch.setattr("wooly_executor.collectives.peers.PinnedArea", lambda segment: None)
+    a, b = make_device(), make_device()
+    ranks, single = Ranks([a, b], 2), Ranks([make_device()], 2)
+    for what, how, same in everyone(ranks):
+        assert run(ranks, what, how, 5, **same) == run(single, what, how, 5, **same), what
+    assert a.call(lambda: a.loop.sessions["rank1+0"].counters.bytes_in) > 0
+
+
 def test_operands_above_the_limit_of_host_memory_fail_for_all_ranks(make_device):
     a, b = make_device(), make_device(limits=HostLimits(session=4 << 20))
     ranks, count = Ranks([a, b], 2), 1 << 20
@@ -297,7 +319,7 @@ def test_host_memory_of_a_collective_is_on_the_account_of_its_session(make_devic
     a, b, ranks = waiting(make_device)
     ranks.send(1, What.ALL_REDUCE, **SUM)
     wait_for(has_arrived(a, 1))
-    assert b.call(lambda: b.loop.sessions["rank1"].host_use().peers) == 128
+    assert b.call(lambda: b.loop.sessions["rank1"].host_use().peers) == 64
     ranks.send(0, What.ALL_REDUCE, **SUM)
     ranks.clients[1].sync()
     assert b.call(lambda: b.loop.sessions["rank1"].host_use().peers) == 0

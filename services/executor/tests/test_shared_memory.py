@@ -1,12 +1,15 @@
 """Tests of sessions that share memory with their client: uploads, downloads, places that the client names, limits, ends."""
 
 import os
+import struct
 import threading
 
 import pytest
 from wooly_bus.channel import ChannelClient
 from wooly_bus.channel.segment import LEAST, SHARED_FROM, offered_memory
 from wooly_executor.host_account import HostLimits
+from wooly_wis.collectives import SHARED_MEMORY, Collective, Range, Reduction, What, pack_collective
+from wooly_wis.dtypes import DType
 from wooly_wis.frames import MAX_CHUNK, READ_HEAD, READ_PLACE, WRITE_HEAD, Kind, pack_json
 
 from services.executor.tests.conftest import Body, Client, RemoteError
@@ -171,3 +174,56 @@ def test_download_of_one_session_leaves_time_for_another(make_device):
     one.ask(1, 128 << 20)
     assert two.sync() == {}
     assert one.take(128 << 20) == bytes(128 << 20)
+
+
+# -- operands of collectives -------------------------------------------------------------------------------------------
+
+
+def reduced(client, *ranges, sequence=1, group=bytes(16)):
+    """A collective of a group of one rank, on ranges of the shared memory."""
+    read, write = [Range(SHARED_MEMORY, at, elements) for at, elements in ranges]
+    call = Collective(
+        group, sequence, 0, 1, 60_000, What.ALL_REDUCE, DType.F32, (read,), (write,), Reduction.SUM, recovers=True
+    )
+    client.channel.send(Kind.COLLECTIVE, pack_collective(call))
+    return client.sync()
+
+
+def test_collective_computes_with_operands_in_shared_memory(make_device):
+    client = opened(make_device())
+    assert client.welcome["shared_operands"] is True
+    source, target = client.place(LEAST, 8), client.place(LEAST + 64, 8)
+    source[:] = struct.pack("<2f", 1.5, -2.0)
+    reduced(client, (LEAST, 2), (LEAST + 64, 2))
+    assert struct.unpack("<2f", target) == (1.5, -2.0)
+
+
+def test_operands_outside_shared_memory_fail_the_collective_alone(make_device):
+    device = make_device()
+    client, stranger = opened(device), device.open("socket alone")
+    end = client.welcome["segment"]
+    for sequence, (at, text) in enumerate(
+        [(end - 4, "are not in the shared memory"), (1 << 62, "are not"), (2, "multiple")], 1
+    ):
+        with pytest.raises(RemoteError, match=text):
+            reduced(client, (at, 2), (LEAST, 2), sequence=sequence)
+    with pytest.raises(RemoteError, match="share no memory that a collective can use"):
+        reduced(stranger, (0, 2), (64, 2), group=bytes(range(16)))
+    for session in (client, stranger):
+        session.make(1, 3.0)
+        assert session.floats(1, 1) == [3.0]
+
+
+def test_segment_of_a_client_that_leaves_during_a_collective_stays_until_its_end(make_device):
+    """The mover still works with the memory."""
+    device, count = make_device(), 4 << 20
+    part = Range(SHARED_MEMORY, LEAST, count)
+    call = Collective(bytes(16), 1, 0, 1, 60_000, What.ALL_REDUCE, DType.F32, (part,), (part,), Reduction.AVG)
+    for number in range(3):
+        client = opened(device, f"s{number}")
+        client.channel.send(Kind.COLLECTIVE, pack_collective(call))
+        client.channel.close()
+        device.wait_closed(f"s{number}")
+    last = allocated(opened(device, "last"), 4096)
+    assert last.read(1, 4) is not None
+    assert device.held().keys() == {"last"}

@@ -17,6 +17,9 @@ from wooly_wis.dtypes import BY_CODE, DType
 from wooly_wis.errors import DecodeError
 
 GROUP_BYTES = 16
+#: In a range: instead of the id of a buffer, the memory that client and executor share. Only for executors whose WELCOME frame
+#: says `shared_operands`.
+SHARED_MEMORY = 0
 #: Maximum number of ranks of a group.
 MAX_RANKS = 1024
 #: Maximum number of ranges of one frame.
@@ -78,8 +81,8 @@ class Range(NamedTuple):
     """Elements of a buffer.
 
     Attributes:
-        buffer: id of the buffer.
-        offset: first byte.
+        buffer: id of the buffer, or `SHARED_MEMORY`.
+        offset: first byte, in the buffer or in the shared memory.
         elements: number of elements.
         peer: the other rank of a send or receive; 0 in other frames.
     """

@@ -179,8 +179,17 @@ class Mover:
             self._count += 1
             heapq.heappush(self._jobs, _Begun(job.priority, self._count, job, job.steps()))
             if self._thread is None:
-                self._thread = start_thread(self._run, "mover")
+                self._start()
             self._changed.notify()
+
+    def _start(self) -> None:
+        """Start the thread. Its operators run on one core: those of the device's thread use all cores, and two teams of worker
+        threads would wait for each other at every operator. And only the own time of this thread is billed.
+        """
+        threads, alone = torch.get_num_threads(), threading.Event()
+        self._thread = start_thread(lambda: self._run(alone), "mover")
+        alone.wait()
+        torch.set_num_threads(threads)  # for this thread and for those that start later
 
     def stop(self) -> None:
         """End the thread. Remaining jobs are dropped."""
@@ -190,7 +199,10 @@ class Mover:
         if self._thread is not None:
             self._thread.join()
 
-    def _run(self) -> None:
+    def _run(self, alone: threading.Event) -> None:
+        torch.get_num_threads()  # the library sets a thread's number at its first use there
+        torch.set_num_threads(1)
+        alone.set()
         with torch.inference_mode():
             while True:
                 with self._changed:

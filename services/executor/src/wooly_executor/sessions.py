@@ -226,6 +226,7 @@ class Sessions:
         welcome = {"protocol": PROTOCOL, "session_id": session.id, "window": WINDOW, "device": facts}
         if conn.segment is not None:
             welcome["segment"] = conn.segment.nbytes
+            welcome["shared_operands"] = self._runtime.device.host
         self._answers.say(conn, welcome, Kind.WELCOME)
         self._post.add(session, ClientCame(planned=hello.jit == "full" and session.tiers is not None))
 

@@ -257,9 +257,9 @@ class ChannelClient:
         while self.acked < self._placed:
             self._take()
 
-    def place_of(self, into: memoryview) -> int | None:
+    def place_of(self, into: memoryview, least: int = SHARED_FROM) -> int | None:
         """Where in the shared memory a large answer belongs; None: `into` is not in it."""
-        return None if self.segment is None else self.segment.place_of(into)
+        return None if self.segment is None else self.segment.place_of(into, least)
 
     def send_hello(self, kind: int, payload: bytes) -> None:
         """Send the hello. On a unix socket, offer memory with it; `share` begins to use the memory."""

@@ -74,9 +74,9 @@ class Segment:
             raise ProtocolError(f"{nbytes} bytes at {at} are not in the shared memory, which has {self.nbytes} bytes")
         return self.view[at : at + nbytes]
 
-    def place_of(self, data: Buffer) -> int | None:
-        """Where data is that is in the segment; None: it is not, or it has fewer than `SHARED_FROM` bytes."""
-        if len(data) < SHARED_FROM or not isinstance(data, memoryview) or data.readonly:
+    def place_of(self, data: Buffer, least: int = SHARED_FROM) -> int | None:
+        """Where data is that is in the segment; None: it is not, or it has fewer than `least` (at least one) bytes."""
+        if len(data) < least or not isinstance(data, memoryview) or data.readonly:
             return None
         at = _address_of(data) - self._address
         return at if 0 <= at <= self.nbytes - len(data) else None

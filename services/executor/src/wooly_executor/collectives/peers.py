@@ -2,7 +2,8 @@
 
 This executor is an ordinary client of the other one, in a session of its own there. For each collective, it writes what the rank
 reads, sends the rank's frame, and reads what the rank writes. So the other executor computes with the bits that it would have if
-the rank were there.
+the rank were there. If both are on one host and the other device is a CPU, the operands are in memory that they share, and the
+other executor computes with them where they are.
 """
 
 from __future__ import annotations
@@ -18,15 +19,14 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 from wooly_bus.channel import ChannelClient, ChannelError, Endpoint
 from wooly_bus.channel.endpoint import EndpointError
 from wooly_bus.channel.pinned_area import PinnedArea
-from wooly_bus.channel.segment import SHARED_FROM
 from wooly_bus.channel.tls import client_context
 from wooly_bus.supervision import start_thread
 from wooly_bus.web import is_loopback
 from wooly_wis.codec import digest, encode_program
-from wooly_wis.collectives import Collective, Range, pack_collective
+from wooly_wis.collectives import SHARED_MEMORY, Collective, Range, pack_collective
 from wooly_wis.dtypes import DType
 from wooly_wis.errors import DecodeError
-from wooly_wis.frames import PROTOCOL, READ_HEAD, READ_PLACE, WRITE_HEAD, Kind, pack_json, pack_run, unpack_json
+from wooly_wis.frames import PROTOCOL, READ_HEAD, WRITE_HEAD, Kind, pack_json, pack_run, unpack_json
 from wooly_wis.messages import DirectSession
 from wooly_wis.messages.base import ChannelToken, Endpoints, Id, SessionId
 from wooly_wis.program import Form, Instruction, Operand, Program, Role, View
@@ -101,7 +101,7 @@ class Errand:
     Attributes:
         call: the rank's frame.
         data: what the rank reads: its ranges one after the other, each at a multiple of `ALIGN`.
-        results: where the results go, laid out as `data`.
+        results: where the results go, laid out as `data`. It may be the same memory.
         done: called in the connection's thread, with the error (empty: none), and whether the connection is broken.
     """
 
@@ -139,7 +139,7 @@ class PeerLink:
         self._buffers = 0
         #: Id and size of the buffers at the other executor that have what the rank reads, and what it writes.
         self._sides: dict[str, tuple[int, int]] = {}
-        #: Memory that the other executor can access; None: before the connection, or if it is on another host.
+        #: Memory with which the other executor can compute; None: before the connection, or if it cannot.
         self._pinned: PinnedArea | None = None
         self._thread = start_thread(self._run, "peer")
 
@@ -150,9 +150,9 @@ class PeerLink:
         self._errands.put(errand)
 
     def memory(self, nbytes: int) -> ctypes.Array[ctypes.c_uint8] | None:
-        """Host memory for an errand's data or results that the other executor copies itself; None: there is none."""
+        """Host memory for an errand's data or results with which the other executor computes; None: there is none."""
         pinned = self._pinned
-        return None if pinned is None or nbytes < SHARED_FROM else pinned.allocate(nbytes)
+        return None if pinned is None or not nbytes else pinned.allocate(nbytes)
 
     def close(self, reason: str, *, passing: bool) -> None:
         """End the connection, and with it the session at the other executor. The ranks of its groups get the reason.
@@ -214,6 +214,14 @@ class PeerLink:
             self._sync(client)
             return
         starts, ends = [laid_out(ranges, call.dtype.itemsize) for ranges in (call.reads, call.writes)]
+        data, results = [client.place_of(m, 1) if len(m) else 0 for m in (errand.data, errand.results)]
+        if self._pinned is not None and data is not None and results is not None:
+            call = replace(
+                call, reads=_ranges_at(call.reads, starts[0], data), writes=_ranges_at(call.writes, ends[0], results)
+            )
+            client.send(Kind.COLLECTIVE, pack_collective(call))
+            self._sync(client)
+            return
         source = self._side(client, "reads", starts[1])
         target = self._side(client, "writes", ends[1])
         piece = client.bulk_bytes
@@ -223,12 +231,7 @@ class PeerLink:
         writes = [w._replace(buffer=target, offset=at) for w, at in zip(call.writes, ends[0], strict=True)]
         client.send(Kind.COLLECTIVE, pack_collective(replace(call, reads=tuple(reads), writes=tuple(writes))))
         if len(errand.results):
-            place = client.place_of(errand.results)
-            client.send(
-                Kind.READ,
-                READ_HEAD.pack(target, 0, len(errand.results)),
-                b"" if place is None else READ_PLACE.pack(place),
-            )
+            client.send(Kind.READ, READ_HEAD.pack(target, 0, len(errand.results)))
             expected = client.expect(errand.results, Kind.DATA)
             client.complete(expected)
             self._check(expected.other)
@@ -318,8 +321,13 @@ class PeerLink:
             client.window = min(client.window, window)
         segment = told.get("segment")
         client.share(segment if isinstance(segment, int) else 0)
-        if client.segment is not None:
+        if client.segment is not None and told.get("shared_operands") is True:
             self._pinned = PinnedArea(client.segment)
+
+
+def _ranges_at(ranges: Sequence[Range], starts: Sequence[int], place: int) -> tuple[Range, ...]:
+    """The ranges in shared memory, from a place on."""
+    return tuple([r._replace(buffer=SHARED_MEMORY, offset=place + at) for r, at in zip(ranges, starts, strict=True)])
 
 
 def _allocation(nbytes: int) -> bytes:

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from wooly_wis.collectives import REDUCING, Collective, Range, What, unpack_collective
+from wooly_bus.channel import ProtocolError
+from wooly_wis.collectives import REDUCING, SHARED_MEMORY, Collective, Range, What, unpack_collective
 
 from wooly_executor.collectives.groups import Arrival, Groups, Meeting
 from wooly_executor.collectives.remote import RemoteCollectives
@@ -266,19 +267,22 @@ class Collectives:
             return call.fault
         for operand, writing in [*[(r, False) for r in reads], *[(w, True) for w in writes]]:
             nbytes = operand.elements * size
-            known = session.buffers.get(operand.buffer)
             if not nbytes:
                 continue
-            if known is None:
+            known = session.buffers.get(operand.buffer)
+            if operand.buffer == SHARED_MEMORY:
+                if why := self._not_shared(session, operand.offset, nbytes):
+                    return f"{what}: {why}"
+            elif known is None:
                 return f"{what}: buffer {operand.buffer} does not exist"
-            if known.base is None and not (writing and nbytes == known.nbytes):
+            elif known.base is None and not (writing and nbytes == known.nbytes):
                 return f"{what}: its data is missing, because an operation failed: {known.poison}"
-            if operand.offset + nbytes > known.nbytes:
+            elif operand.offset + nbytes > known.nbytes:
                 return (
                     f"{what}: bytes {operand.offset} to {operand.offset + nbytes} are out of bounds: buffer {operand.buffer} has "
                     f"{known.nbytes} bytes"
                 )
-            if writing and operand.buffer in session.holdings.ipc:
+            elif writing and operand.buffer in session.holdings.ipc:
                 return (
                     f"{what}: buffer {operand.buffer} is shared with another process, so a collective cannot write it; use a "
                     "clone, and copy the result"
@@ -287,6 +291,17 @@ class Collectives:
                 return f"{what}: byte offset {operand.offset} is not a multiple of the elements' {size} bytes"
         found = overlap(call, reads, writes)
         return f"{what}: {found}" if found else ""
+
+    def _not_shared(self, session: Session, at: int, nbytes: int) -> str:
+        """Why bytes at a place of the memory that client and executor share cannot be operands; empty: they can."""
+        conn = session.conn
+        if conn is None or conn.segment is None or not self._device.host:
+            return "client and executor share no memory that a collective can use"
+        try:
+            conn.segment.part(at, nbytes)
+        except ProtocolError as e:
+            return str(e)
+        return ""
 
     def _parts(self, meeting: Meeting, arrivals: Sequence[Arrival], sessions: Sequence[Session]) -> list[Part]:
         memory: list[Memory] = []
@@ -304,6 +319,9 @@ class Collectives:
         nbytes = operand.elements * call.dtype.itemsize
         if not nbytes:
             return torch.empty(0, dtype=dtype, device=self._device.named)
+        if operand.buffer == SHARED_MEMORY:
+            assert session.conn is not None and session.conn.segment is not None
+            return torch.frombuffer(session.conn.segment.part(operand.offset, nbytes), dtype=dtype)
         if writing and session.holdings.guarded:  # with its content, because the rank may work in place
             self._vram.contents.unshare(session, [operand.buffer])
         return self._runs.memory(session, operand.buffer, operand.offset, nbytes, writing=writing).view(dtype)
@@ -359,7 +377,9 @@ class Collectives:
             unpack_collective(frame.payload)
             return
         if error is not None:
-            self._runs.poison(session, [w.buffer for w in call.writes if w.elements], str(error))
+            self._runs.poison(
+                session, [w.buffer for w in call.writes if w.elements and w.buffer != SHARED_MEMORY], str(error)
+            )
             raise error
 
     def closed(self, session: Session, why: str, *, passing: bool = False) -> None:
