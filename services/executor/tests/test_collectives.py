@@ -292,7 +292,7 @@ def test_send_waits_for_its_receive_and_order_between_a_pair_is_kept(device):
 
 
 def parked(device, session_id):
-    return device.call(lambda: device.loop.sessions[session_id].flow.readiness.name) == "PEERS"
+    return device.call(lambda: device.loop.sessions[session_id].flow.aside is not None)
 
 
 def wait_until(condition):
@@ -315,6 +315,88 @@ def test_waiting_rank_holds_no_device_and_others_run(device, wis):
     assert other.floats(1, 1) == [5.0]
     ranks.send(1, What.ALL_REDUCE, reduction=Reduction.SUM, reads=[(1, 0, 1)], writes=[(1, 0, 1)])
     assert contents(ranks, 1, 1) == [[102.0]] * 2
+
+
+@pytest.fixture
+def travelling(device):
+    """Two ranks, of which rank 0 waits in an all_reduce of its buffer 1."""
+    ranks = pair(device, 1.0)
+    ranks.all(What.BARRIER, lambda rank: {})
+    for client in ranks.clients:
+        client.sync()
+    ranks.sequence += 1
+    ranks.send(0, What.ALL_REDUCE, **REDUCED)
+    wait_parked(device, "rank0")
+    return ranks
+
+
+REDUCED = {"reduction": Reduction.SUM, "reads": [(1, 0, 1)], "writes": [(1, 0, 1)]}
+
+
+def test_runs_that_do_not_use_the_buffers_go_on_while_a_collective_waits(device, wis, travelling):
+    client = travelling.clients[0]
+    for number in range(3, 6):
+        assert client.run(wis.body().alloc("x", 64), {"x": number}, reply=True)["outputs"] == []
+    assert parked(device, "rank0") and device.held()["rank0"][1] == 5
+    travelling.send(1, What.ALL_REDUCE, **REDUCED)
+    assert contents(travelling, 1, 1) == [[102.0]] * 2
+
+
+@pytest.mark.parametrize("frees", [False, True])
+def test_runs_that_use_or_free_a_buffer_wait_for_its_collective(device, wis, travelling, frees):
+    client = travelling.clients[0]
+    if frees:
+        client.run(wis.body().alloc("x", 64), {"x": 3}, frees=[1])
+    else:
+        one = wis.at(DType.F32, 1)
+        client.run(wis.body().copy("x", one, "y", one), {"x": 1, "y": 2})
+    client.channel.send(Kind.SYNC)
+    wait_until(lambda: device.call(lambda: device.loop.sessions["rank0"].flow.readiness.name) == "PEERS")
+    travelling.send(1, What.ALL_REDUCE, **REDUCED)
+    client.answer()
+    if frees:
+        assert device.call(lambda: 1 not in device.loop.sessions["rank0"].buffers)
+    else:
+        assert client.floats(2, 1) == [102.0]
+    assert travelling.clients[1].floats(1, 1) == [102.0]
+
+
+def test_collective_that_fails_poisons_its_results_and_spares_the_runs_behind_it(device, wis, travelling):
+    client = travelling.clients[0]
+    client.run(wis.body().alloc("x", 4), {"x": 3}, reply=True)
+    travelling.clients[1].channel.close()
+    assert "rank 1 has ended" in errors_of(wis, [client])[0]
+    client.write(3, struct.pack("<f", 7.0))
+    assert client.floats(3, 1) == [7.0]
+    with pytest.raises(wis.error, match="rank 1 has ended"):
+        client.floats(1, 1)
+
+
+def test_frames_are_acknowledged_only_when_all_before_them_are_processed(device, wis, travelling):
+    """A client takes an acknowledgement for the end of all work so far."""
+    client = travelling.clients[0]
+    client.run(wis.body().alloc("x", 64), {"x": 3}, reply=True)
+    client.channel.poll_acks()
+    assert client.channel.acked < client.channel._sent - 2  # the collective, the program and the run
+    travelling.send(1, What.ALL_REDUCE, **REDUCED)
+    wait_until(lambda: not parked(device, "rank0"))
+
+    def all_acknowledged():
+        client.channel.poll_acks()
+        return client.channel.acked == client.channel._sent
+
+    wait_until(all_acknowledged)
+
+
+def test_session_that_ends_while_its_collective_waits_leaves_nothing(device, wis, travelling):
+    client = travelling.clients[0]
+    client.run(wis.body().alloc("x", 64), {"x": 3}, reply=True)
+    client.channel.close()
+    device.wait_closed("rank0")
+    assert device.held().keys() == {"rank1"}
+    device.check()
+    travelling.send(1, What.ALL_REDUCE, **REDUCED)
+    assert "rank 0 has ended" in errors_of(wis, travelling.clients[1:])[0]
 
 
 @pytest.mark.parametrize("clean", [True, False])

@@ -45,6 +45,7 @@ class Holdings:
         lacking: since when its next program or write waits for room, monotonic ns; 0: it does not wait.
         writing: bytes that the client's next write needs for the copy of a shared buffer.
         parked: since when it waits at a collective for other ranks, monotonic ns; 0: it does not wait.
+        travelling: the buffers of a collective that is in progress.
         given_up: there will be no room for that write.
         chosen: number of the last eviction decision that chose this session.
         swaps: how often the session was swapped out.
@@ -66,6 +67,7 @@ class Holdings:
     lacking: int = 0
     writing: int = 0
     parked: int = 0
+    travelling: frozenset[int] = frozenset()
     given_up: bool = False
     chosen: int = 0
     swaps: int = 0

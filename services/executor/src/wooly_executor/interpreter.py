@@ -97,6 +97,7 @@ class Interpreter:
             Instruction.SUBMIT: self._submit,
             Instruction.DECODE: self._decode,
             Instruction.REACH: self._reach,
+            Instruction.RESUME: self._resume,
             Instruction.PROCESS: self._process,
             Instruction.YIELD: self._yield,
             Instruction.REFUSE: self._refuse,
@@ -155,6 +156,8 @@ class Interpreter:
     def _submit(self, session: Session) -> Signal:
         inbox = session.flow.inbox
         frame = inbox.frames[inbox.submitted]
+        if session.flow.aside is not None and _uses(frame, session.holdings.travelling):
+            return Signal.PEERS_AWAITED
         ready = session.programs.get(bytes(frame.payload[:DIGEST_SIZE]))
         if not self._vram.admit(session, frame, ready):
             return Signal.ROOM_AWAITED
@@ -248,6 +251,12 @@ class Interpreter:
                 return _MEMORY_READY if self._vram.writable(session, buffer) else Signal.MEMORY_AWAITED
         return _MEMORY_READY if self._vram.present(session) else Signal.MEMORY_AWAITED
 
+    def _resume(self, session: Session) -> Signal:
+        """Go on with the collective that was set aside."""
+        frame = session.flow.aside
+        assert isinstance(frame, Frame)
+        return self._collectives.reach(session, frame)
+
     def _reach_copied(self, session: Session, frame: Frame) -> Signal:
         try:
             if frame.kind == Kind.CUT:
@@ -297,6 +306,15 @@ class Interpreter:
     def _end(self, session: Session) -> Signal:
         self._sessions.end(session, session.flow.overdue)
         return Signal.CLOSED
+
+
+def _uses(frame: Frame, buffers: frozenset[int]) -> bool:
+    """Whether a run names or frees one of these buffers."""
+    try:
+        run = unpack_run(frame.payload)
+    except DecodeError:
+        return False  # processing refuses the frame later
+    return not buffers.isdisjoint(run.bindings) or not buffers.isdisjoint(run.frees)
 
 
 def _next(session: Session) -> Frame:

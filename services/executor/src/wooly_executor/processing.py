@@ -115,9 +115,20 @@ class Processing:
             forget_frames(e)
             session.fail(InternalError.code, f"{type(e).__name__}: {e}", frame.seq)
             self._answers.failure_if_awaited(session, conn, frame)
-        conn.ack(frame.seq)
+        if session.flow.aside is None and not session.done_early:
+            conn.ack(frame.seq)
+        else:
+            self._ack_in_order(session, conn, frame)
         if not session.flow.inbox.frames:
             self._vram.idle(session)
+
+    @staticmethod
+    def _ack_in_order(session: Session, conn: Connection, frame: Frame) -> None:
+        """Acknowledge frames only as far as all are processed: not those that a collective, which was set aside, is before."""
+        session.done_early = max(session.done_early, frame.seq)
+        if session.flow.aside is None:
+            conn.ack(session.done_early)
+            session.done_early = 0
 
     def _do(self, session: Session, conn: Connection, frame: Frame) -> None:
         kind, answers = frame.kind, self._answers

@@ -84,6 +84,7 @@ class Session:
         recording: the records of its work; None: its client does not profile.
         cuts: its cuts; None: its client has asked for none.
         peer_bytes: host memory of its collective that another executor carries.
+        done_early: number of the last frame that was processed before a collective in front of it; 0: there is none.
     """
 
     id: str
@@ -115,6 +116,7 @@ class Session:
     recording: Recording | None = None
     cuts: SessionCuts | None = None
     peer_bytes: int = 0
+    done_early: int = 0
 
     def largest_shared(self) -> tuple[str, ...]:
         """Names of the largest contents that it shared, largest first."""

@@ -135,11 +135,13 @@ class Collectives:
         if not any(m.complete and not m.done for m in arrival.meetings):
             session.holdings.parked = session.holdings.parked or self._vram.clock()
         self._note_deadline()
+        session.holdings.travelling = _buffers(arrival.call)
         return Signal.PEERS_AWAITED
 
     def _reach_remote(self, session: Session, call: Collective) -> Signal:
         signal = self.remote.reach(session, call, lambda: self._unusable_ranges(session, call, call.reads, call.writes))
         self._note_deadline()
+        session.holdings.travelling = _buffers(call)
         if signal is Signal.MEMORY_READY and (why := self.remote.lost(session)):
             return self._lost(session, why)
         return signal
@@ -365,6 +367,7 @@ class Collectives:
         """
         arrival = self._arrivals.pop(session.id, None)
         self._with_room.discard(session.id)
+        session.holdings.travelling = frozenset()
         call, refused = self._refused.pop(session.id, (None, None))
         error: CollectiveError | None = refused
         visited = self.remote.finish(session)
@@ -408,6 +411,10 @@ class Collectives:
         self._wake(self.groups.expire(self._clock()))
         self.remote.expire()
         self._note_deadline()
+
+
+def _buffers(call: Collective) -> frozenset[int]:
+    return frozenset([r.buffer for r in (*call.reads, *call.writes)])
 
 
 def overlap(call: Collective, reads: Sequence[Range], writes: Sequence[Range]) -> str:

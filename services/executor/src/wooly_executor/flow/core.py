@@ -3,6 +3,9 @@
 Frames are processed in the order of their arrival. Runs are submitted to the dispatch core before their turn, so that the device
 need not wait for this thread. A run is submitted only behind other runs, never behind another kind of frame. Nothing begins while
 an answer is sent straight from the session's buffers, or while its client has too many unread answers.
+
+A collective that waits for other ranks is set aside. Definitions, and runs that do not use its buffers, go on meanwhile, so the
+device computes while data travels. All other frames wait for its end.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from wooly_executor.flow.state import (
     DEFINITIONS,
     MOST_BYTES,
     MOST_FRAMES,
+    OVERTAKES,
     READ,
     RUN,
     TOUCHES,
@@ -45,6 +49,7 @@ _CHECK_PLAN = Instruction.CHECK_PLAN
 _SUBMIT = Instruction.SUBMIT
 _DECODE = Instruction.DECODE
 _REACH = Instruction.REACH
+_RESUME = Instruction.RESUME
 _YIELD = Instruction.YIELD
 _READ_ON = Instruction.READ_ON
 _STOP_READING = Instruction.STOP_READING
@@ -57,6 +62,7 @@ _STAGE_READY = Stage.READY
 _MEMORY_HERE = Residence.HERE
 _WAITS_ROOM = Readiness.ROOM
 _WAITS_MEMORY = Readiness.MEMORY
+_WAITS_PEERS = Readiness.PEERS
 #: Signals up to this one are outcomes of instructions.
 _LAST_OUTCOME = Signal.YIELDED
 _SOURCE = int(Kind.SOURCE)
@@ -130,6 +136,9 @@ def _next(flow: Flow[Any]) -> Instruction | None:
         return _PROCESS
     if flow.refusing:
         return _REFUSE
+    if flow.aside_came and not flow.unread and not flow.lent and not flow.hold.paused and not flow.hold.reason:
+        flow.aside_came, flow.resuming = False, True
+        return _RESUME
     inbox = flow.inbox
     waiting, submitted = len(inbox.frames), inbox.submitted
     if submitted < waiting and not flow.unread and not flow.lent:
@@ -154,7 +163,7 @@ def _begin(flow: Flow[Any], frame: Frame) -> Instruction | None:
         return _SUBMIT
     if kind in DEFINITIONS and stage is _STAGE_NEW:  # decoded while the runs before it are in progress
         return None if flow.hold.paused or flow.hold.reason else _DECODE
-    if flow.inbox.submitted or flow.yielded:
+    if flow.inbox.submitted or flow.yielded or (flow.aside is not None and kind not in OVERTAKES):
         return None
     if kind in TOUCHES and stage is _STAGE_NEW and (kind != READ or flow.residence is not _MEMORY_HERE):
         if kind == COLLECTIVE and (flow.hold.paused or flow.hold.reason):
@@ -183,7 +192,7 @@ def _reading(flow: Flow[Any]) -> Instruction | None:
             return _READ_ON
     elif waiting > MOST_FRAMES or inbox.nbytes > MOST_BYTES:
         return _STOP_READING
-    if inbox.upload and not waiting and not flow.lent and flow.readiness is _READY:
+    if inbox.upload and not waiting and not flow.lent and flow.readiness is _READY and flow.aside is None:
         return _READ_ON
     return None
 
@@ -196,7 +205,7 @@ def _others(flow: Flow[Any], event: Event) -> None:
         inbox = flow.inbox
         inbox.frames.append(event)
         inbox.nbytes += event.nbytes
-        if flow.hold.reason and any(f.kind in WORK for f in inbox.frames):
+        if flow.hold.reason and (flow.aside is not None or any(f.kind in WORK for f in inbox.frames)):
             flow.refusing.append(event)
     elif isinstance(event, Held):
         flow.hold.reason = event.reason
@@ -212,10 +221,10 @@ def _others(flow: Flow[Any], event: Event) -> None:
 
 
 def _stuck(flow: Flow[Any]) -> list[Frame]:
-    """The frames that wait as long as the session is held: its first run or definition, and all frames behind it."""
+    """The frames that wait as long as the session is held: its first run, definition or collective, and all frames behind it."""
     found: list[Frame] = []
     for frame in flow.inbox.frames:
-        if found or frame.kind in WORK:
+        if found or frame.kind in WORK or flow.aside is not None:
             found.append(frame)
     return [frame for frame in found if not frame.refused]
 
@@ -250,6 +259,44 @@ def _came(readiness: Readiness) -> Callable[[Flow[Any]], None]:
     return event
 
 
+def _memory_ready(flow: Flow[Any]) -> None:
+    if flow.resuming:
+        flow.resuming, flow.current, flow.aside = False, flow.aside, None
+    else:
+        _next_is(_STAGE_READY)(flow)
+
+
+def _memory_awaited(flow: Flow[Any]) -> None:
+    if flow.resuming:
+        flow.resuming = False
+    else:
+        flow.readiness = _WAITS_MEMORY
+
+
+def _memory_came(flow: Flow[Any]) -> None:
+    flow.aside_came = flow.aside is not None
+    if flow.readiness is _WAITS_MEMORY:
+        flow.readiness = _READY
+
+
+def _peers_awaited(flow: Flow[Any]) -> None:
+    if flow.resuming:
+        flow.resuming = False
+        return
+    frame = flow.next
+    if frame is None or (frame.kind != COLLECTIVE and flow.aside is None):
+        raise FlowError("a frame waits for other ranks, but there is no collective")
+    if frame.kind == COLLECTIVE:
+        _take(flow)
+        flow.aside, flow.current = flow.current, None
+    else:
+        flow.readiness = _WAITS_PEERS
+
+
+def _peers_came(flow: Flow[Any]) -> None:
+    flow.aside_came = flow.aside is not None
+
+
 def _submitted(flow: Flow[Any]) -> None:
     frame = flow.next
     if frame is None or frame.kind != RUN:
@@ -264,6 +311,8 @@ def _processed(flow: Flow[Any]) -> None:
     flow.current = None
     if frame.kind == _SOURCE:
         flow.own_kernels = True
+    elif frame.kind == COLLECTIVE and flow.readiness is _WAITS_PEERS:
+        flow.readiness = _READY
 
 
 def _refused(flow: Flow[Any]) -> None:
@@ -291,6 +340,7 @@ def _closed(flow: Flow[Any]) -> None:
     flow.inbox.frames.clear()
     flow.inbox.nbytes = flow.inbox.submitted = 0
     flow.current, flow.refusing = None, []
+    flow.aside, flow.aside_came = None, False
     flow.running = False
 
 
@@ -373,9 +423,9 @@ _HANDLERS: dict[Signal, Callable[[Flow[Any]], None]] = {
     Signal.PLAN_AWAITED: _wait_for(Readiness.PLAN),
     Signal.SUBMITTED: _submitted,
     Signal.ROOM_AWAITED: _wait_for(Readiness.ROOM),
-    Signal.MEMORY_READY: _next_is(Stage.READY),
-    Signal.MEMORY_AWAITED: _wait_for(Readiness.MEMORY),
-    Signal.PEERS_AWAITED: _wait_for(Readiness.PEERS),
+    Signal.MEMORY_READY: _memory_ready,
+    Signal.MEMORY_AWAITED: _memory_awaited,
+    Signal.PEERS_AWAITED: _peers_awaited,
     Signal.DEFINITION_READY: _next_is(Stage.READY),
     Signal.DEFINITION_AWAITED: _wait_for(Readiness.DECODER),
     Signal.PROCESSED: _processed,
@@ -388,8 +438,8 @@ _HANDLERS: dict[Signal, Callable[[Flow[Any]], None]] = {
     Signal.KERNELS_BUILT: _came(Readiness.KERNELS),
     Signal.PLAN_KNOWN: _came(Readiness.PLAN),
     Signal.DECODED: _decoded,
-    Signal.MEMORY_CAME: _came(Readiness.MEMORY),
-    Signal.PEERS_CAME: _came(Readiness.PEERS),
+    Signal.MEMORY_CAME: _memory_came,
+    Signal.PEERS_CAME: _peers_came,
     Signal.RUN_BEGUN: _run_begun,
     Signal.RUN_ENDED: _run_ended,
     Signal.ANSWERS_UNREAD: _unread,

@@ -24,10 +24,12 @@ class Signal(IntEnum):
     #: Outcome of SUBMIT: the dispatch core has the next run. `ROOM_AWAITED`: the run has no room before the earlier runs end.
     SUBMITTED = auto()
     ROOM_AWAITED = auto()
-    #: Outcome of REACH: the memory that the first frame touches is on the device. `_AWAITED`: the memory was asked for.
+    #: Outcome of REACH and RESUME: the memory that the frame touches is on the device, and a collective can be processed.
+    #: `_AWAITED`: the memory was asked for.
     MEMORY_READY = auto()
     MEMORY_AWAITED = auto()
-    #: Outcome of REACH: the first frame is a collective, and other ranks are not there, or the work of all ranks is in progress.
+    #: Outcome of REACH and RESUME: other ranks of the collective are not there, or the work of all ranks is in progress.
+    #: Outcome of SUBMIT: the next run uses buffers of the collective before it.
     PEERS_AWAITED = auto()
     #: Outcome of DECODE: the definition is decoded. `_AWAITED`: a decoder has it.
     DEFINITION_READY = auto()

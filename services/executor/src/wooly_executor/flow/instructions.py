@@ -18,6 +18,8 @@ class Instruction(IntEnum):
     DECODE = auto()
     #: Bring in the memory that the first frame touches.
     REACH = auto()
+    #: As REACH, for the collective that was set aside.
+    RESUME = auto()
     #: Process the current frame, and answer it.
     PROCESS = auto()
     #: Let other sessions have their turn first.

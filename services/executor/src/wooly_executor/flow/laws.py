@@ -1,7 +1,8 @@
 """The invariants of a session's life. Tests check them from outside.
 
-- *order*: frames are processed once each, in the order of their arrival;
+- *order*: frames are processed once each, in the order of their arrival, except that a collective that was set aside comes later;
 - *no overtaking*: a run is submitted only behind runs, never before a definition, a read or another unprocessed frame;
+- *aside*: while a collective is set aside, nothing but runs and definitions is processed, and no other collective begins;
 - *memory*: a run begins only while the session's memory is on the device, and that memory stays there while the run lasts;
 - *lent buffers*: while an answer is sent from the session's buffers, or too many answers are unread, nothing is submitted, and
   nothing but the end of a run is processed;
@@ -23,6 +24,7 @@ from wooly_executor.flow.state import (
     DEFINITIONS,
     MOST_BYTES,
     MOST_FRAMES,
+    OVERTAKES,
     RUN,
     TURN,
     Flow,
@@ -40,6 +42,7 @@ class Laws:
     def __init__(self) -> None:
         self._last = 0
         self._arrived = 0
+        self._aside = 0
 
     def saw(self, flow: Flow[Any], event: Event, found: Instruction | None) -> None:
         """Check one step.
@@ -53,6 +56,9 @@ class Laws:
         if isinstance(event, Frame):
             _true(event.seq > self._arrived, "order", "frames arrived out of order")
             self._arrived = event.seq
+        if flow.aside is not None:
+            _true(self._aside in (0, flow.aside.seq), "aside", "a collective began before another one had ended")
+            self._aside = flow.aside.seq
         if found is Instruction.PROCESS:
             self._processed(flow, event)
         elif found is Instruction.SUBMIT:
@@ -83,11 +89,15 @@ class Laws:
     def _processed(self, flow: Flow[Any], event: Event) -> None:
         frame = flow.current
         assert frame is not None
-        _true(frame.seq > self._last, "order", f"frame {frame.seq} is processed after {self._last}")
-        self._last = frame.seq
+        resumed = frame.seq == self._aside
+        _true(frame.seq > self._last or resumed, "order", f"frame {frame.seq} is processed after {self._last}")
+        self._last = max(self._last, frame.seq)
+        _true(flow.aside is None or frame.kind in OVERTAKES, "aside", f"frame {frame.seq} overtakes a collective")
+        if resumed:
+            self._aside = 0
         if frame.kind != RUN:
             _true(not flow.lent and not flow.unread, "lent buffers", "a frame was processed")
-            _true(not flow.inbox.submitted, "no overtaking", "a frame was processed past a run")
+            _true(not flow.inbox.submitted or resumed, "no overtaking", "a frame was processed past a run")
             _true(
                 frame.kind not in DEFINITIONS or frame.stage is Stage.READY,
                 "order",
@@ -130,6 +140,8 @@ def waits_for(flow: Flow[Any]) -> str:
             return "the session to be resumed"
     if frame.kind != RUN and inbox.submitted:
         return "the runs before it"
+    if frame.kind not in OVERTAKES and flow.aside is not None:
+        return str(Readiness.PEERS.value)
     if flow.yielded and flow.served >= TURN:
         return "other sessions' turns"
     return ""

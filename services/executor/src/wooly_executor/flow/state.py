@@ -30,6 +30,9 @@ TOUCHES = frozenset(
     map(int, (Kind.READ, Kind.OFFER, Kind.SEAL, Kind.PIN, Kind.CUT, Kind.RESTORE, Kind.COLLECTIVE, Kind.IPC))
 )
 RUN = int(Kind.RUN)
+#: Kinds of frames that go on while a collective before them waits for other ranks. A run that names one of the collective's
+#: buffers waits, too.
+OVERTAKES = DEFINITIONS | {RUN}
 #: A READ needs nothing but memory on the device: if it is there, the frame is processed at once.
 READ = int(Kind.READ)
 COLLECTIVE = int(Kind.COLLECTIVE)
@@ -155,6 +158,9 @@ class Flow(Generic[F]):
         served: number of frames processed in this turn.
         yielded: other sessions get their turn first.
         refusing: frames to refuse, because the session is held.
+        aside: a collective that waits for other ranks, or whose work is in progress. Runs and definitions behind it go on.
+        aside_came: something has changed for it.
+        resuming: a RESUME is in progress.
         overdue: why the session must end; empty: it goes on.
         busy: an instruction is in progress.
         entries: list that records the steps; None: no record.
@@ -174,6 +180,9 @@ class Flow(Generic[F]):
     served: int = 0
     yielded: bool = False
     refusing: list[F] = field(default_factory=list)
+    aside: F | None = None
+    aside_came: bool = False
+    resuming: bool = False
     overdue: str = ""
     busy: bool = False
     entries: list[Any] | None = None
@@ -197,4 +206,14 @@ class Flow(Generic[F]):
     @property
     def quiet(self) -> bool:
         """Whether every frame is processed and no answer is leaving from the session's buffers."""
-        return not self.inbox.frames and not self.lent and self.current is None
+        return not self.inbox.frames and not self.lent and self.current is None and self.aside is None
+
+    @property
+    def parked(self) -> bool:
+        """Whether the session does nothing but wait for the other ranks of its collective."""
+        frame = self.next
+        return (
+            self.aside is not None
+            and not self.inbox.submitted
+            and (frame is None or frame.kind not in OVERTAKES or self.readiness is Readiness.PEERS)
+        )

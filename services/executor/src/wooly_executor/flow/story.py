@@ -16,7 +16,7 @@ _SIGNALS: dict[Signal, str] = {
     Signal.ROOM_AWAITED: "waits for the runs before it to make room",
     Signal.MEMORY_AWAITED: "waits for its memory",
     Signal.DEFINITION_AWAITED: "a decoder has the definition",
-    Signal.PEERS_AWAITED: "waits for the other ranks of its collective",
+    Signal.PEERS_AWAITED: "waits for the other ranks of a collective",
     Signal.SUBMITTED: "submitted to the dispatch core",
     Signal.LINK_BROKEN: "its client is gone",
     Signal.CLOSED: "closed",

@@ -56,7 +56,8 @@ class Residents:
         """Since when the session has been idle, monotonic ns; None: it works. A session that waits for memory, or at a collective
         for other ranks, counts as idle.
         """
-        return session.holdings.lacking or session.holdings.parked or session.holdings.idle_since
+        holdings = session.holdings
+        return holdings.lacking or (session.flow.parked and holdings.parked) or holdings.idle_since
 
     def between_programs(self, session: Session) -> bool:
         """Whether nothing uses the session's memory now, although it may have queued programs.
@@ -72,7 +73,7 @@ class Residents:
             and holdings.job is None
             and session.finish_upload is None
             and (launch is None or launch.session != session.id)
-            and (holdings.idle_since is not None or bool(flow.inbox.frames))
+            and (holdings.idle_since is not None or bool(flow.inbox.frames) or flow.aside is not None)
         )
 
     def give_back(self, session: Session) -> None:

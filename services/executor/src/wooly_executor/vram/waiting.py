@@ -147,7 +147,8 @@ class Waiting:
 
     def _resume(self, session: Session) -> None:
         """Let a session go on after its request was granted or has failed."""
-        if session.holdings.writing or session.flow.readiness is Readiness.MEMORY:
+        flow = session.flow
+        if session.holdings.writing or flow.readiness is Readiness.MEMORY or flow.aside is not None:
             self._post.add(session, Signal.MEMORY_CAME)
         if not session.holdings.writing:
             self._dispatch.swapped_in(session)
