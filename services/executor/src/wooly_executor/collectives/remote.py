@@ -1,8 +1,8 @@
 """Collectives of sessions here in groups that another executor carries. The device loop's thread owns this module.
 
 The executor that has the group's first rank carries the collectives of the whole group. For a rank here, its operands are copied
-to host memory, and a connection (`peers`) takes them there and brings the results back. Meanwhile the session waits: it
-holds no device, and its memory may leave the device.
+to host memory, and a connection (`peers`) takes them there and brings the results back. Meanwhile the frame waits. If the session
+has nothing else to do, its memory may leave the device.
 """
 
 from __future__ import annotations
