@@ -2,8 +2,8 @@
 
 A COLLECTIVE frame waits until the frames of all ranks are there (`groups`) and the memory of all ranks is on the device. Then the
 operands are checked, and the work is done (`work`): small work at once, large work by the mover. Meanwhile the fold lets runs of
-the session go on that do not use the frame's buffers. Each rank is billed for an equal share. Groups whose first rank is at another
-executor are carried there (`remote`).
+the session go on that do not use the frame's buffers. Each rank is billed for an equal share. Groups whose first rank is at
+another executor are carried there (`remote`).
 """
 
 from __future__ import annotations
