@@ -388,6 +388,27 @@ def test_frames_are_acknowledged_only_when_all_before_them_are_processed(device,
     wait_until(all_acknowledged)
 
 
+def test_session_is_idle_only_if_nothing_but_its_collective_is_left(device, wis, travelling):
+    def idle():
+        session = device.loop.sessions["rank0"]
+        return device.call(lambda: device.loop.vram._residents.idle_since(session))
+
+    since = idle()
+    assert since is not None
+    client = travelling.clients[0]
+    name = client.define(wis.body().alloc("x", 64))
+    client.start(name, [3], reply=True)
+    client.answer()
+    device.call(lambda: device.loop.sessions.suspend("rank0", paused=True, hold=None))
+    client.start(name, [4])
+    wait_until(lambda: device.call(lambda: device.loop.sessions["rank0"].flow.inbox.submitted) == 1)
+    assert idle() is None
+    device.call(lambda: device.loop.sessions.suspend("rank0", paused=False, hold=None))
+    wait_until(lambda: idle() == since)
+    travelling.send(1, What.ALL_REDUCE, **REDUCED)
+    assert contents(travelling, 1, 1) == [[102.0]] * 2
+
+
 def test_session_that_ends_while_its_collective_waits_leaves_nothing(device, wis, travelling):
     client = travelling.clients[0]
     client.run(wis.body().alloc("x", 64), {"x": 3}, reply=True)

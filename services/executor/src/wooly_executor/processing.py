@@ -119,7 +119,7 @@ class Processing:
             conn.ack(frame.seq)
         else:
             self._ack_in_order(session, conn, frame)
-        if not session.flow.inbox.frames:
+        if not session.flow.inbox.frames and session.flow.aside is None:
             self._vram.idle(session)
 
     @staticmethod

@@ -56,8 +56,10 @@ class Residents:
         """Since when the session has been idle, monotonic ns; None: it works. A session that waits for memory, or at a collective
         for other ranks, counts as idle.
         """
-        holdings = session.holdings
-        return holdings.lacking or (session.flow.parked and holdings.parked) or holdings.idle_since
+        holdings, flow = session.holdings, session.flow
+        if flow.aside is None or holdings.lacking:
+            return holdings.lacking or holdings.idle_since
+        return (holdings.parked or None) if flow.parked else None
 
     def between_programs(self, session: Session) -> bool:
         """Whether nothing uses the session's memory now, although it may have queued programs.

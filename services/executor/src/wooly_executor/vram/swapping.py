@@ -206,7 +206,8 @@ class Swapping:
             return
         self._install_loaded(session, job, error)
         note(session.flow, Signal.ARRIVED)
-        session.holdings.idle_since = None if session.flow.inbox.frames else self._residents.clock()
+        flow = session.flow
+        session.holdings.idle_since = None if flow.inbox.frames or flow.aside is not None else self._residents.clock()
         self.swapped_in += 1
         if session.spans is not None:
             session.spans.swapped("in", job.begun_ns, job.moved)
