@@ -388,23 +388,21 @@ def test_frames_are_acknowledged_only_when_all_before_them_are_processed(device,
     wait_until(all_acknowledged)
 
 
-def test_session_is_idle_only_if_nothing_but_its_collective_is_left(device, wis, travelling):
+def test_session_counts_as_idle_since_its_collective_waits_unless_it_runs_programs(device, wis, travelling):
     def idle():
         session = device.loop.sessions["rank0"]
-        return device.call(lambda: device.loop.vram._residents.idle_since(session))
+        return device.call(lambda: (session.flow.parked, device.loop.vram._residents.idle_since(session)))
 
-    since = idle()
-    assert since is not None
+    parked, since = idle()
+    assert parked and since is not None
     client = travelling.clients[0]
-    name = client.define(wis.body().alloc("x", 64))
-    client.start(name, [3], reply=True)
-    client.answer()
-    device.call(lambda: device.loop.sessions.suspend("rank0", paused=True, hold=None))
-    client.start(name, [4])
-    wait_until(lambda: device.call(lambda: device.loop.sessions["rank0"].flow.inbox.submitted) == 1)
-    assert idle() is None
-    device.call(lambda: device.loop.sessions.suspend("rank0", paused=False, hold=None))
-    wait_until(lambda: idle() == since)
+    client.run(wis.body().alloc("x", 64), {"x": 3}, reply=True)
+    assert idle() == (True, since)
+    session = device.loop.sessions["rank0"]
+    frame = device.call(lambda: session.flow.aside)
+    device.call(lambda: session.flow.inbox.frames.append(dataclasses.replace(frame, kind=int(Kind.RUN))))
+    assert idle() == (False, None)
+    device.call(session.flow.inbox.frames.clear)
     travelling.send(1, What.ALL_REDUCE, **REDUCED)
     assert contents(travelling, 1, 1) == [[102.0]] * 2
 
