@@ -80,6 +80,17 @@ def test_collector_long_idle_without_sessions_collects_everything(started, inter
     assert interpreter.taken() == []
 
 
+def test_collector_gives_memory_back_once_after_a_long_idle_time_also_if_sessions_are_open(interpreter, now):
+    given = []
+    found = Collector(lambda: now[0], lambda: given.append(now[0]))
+    found.begin()
+    found.worked()
+    for seconds in (IDLE_S, LONG_IDLE_S, LONG_IDLE_S):
+        now[0] += seconds
+        found.rest(alone=False)
+    assert given == [100.0 + IDLE_S + LONG_IDLE_S]
+
+
 def test_collector_never_idle_collects_after_a_maximum_time(started, interpreter, now):
     begun = now[0]
     while now[0] < begun + MAX_INTERVAL_S - 1:

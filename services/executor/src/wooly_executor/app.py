@@ -35,6 +35,7 @@ from wooly_executor.control import ExecutorActor
 from wooly_executor.device_loop import DeviceLoop
 from wooly_executor.dispatch import Dispatch
 from wooly_executor.errors import CheckpointError, ContextLostError, ExecutorError, MissingDriverError
+from wooly_executor.heap import give_back, keep_freed
 from wooly_executor.journal import JournalPublisher
 from wooly_executor.memory_publisher import MemoryPublisher
 from wooly_executor.runtime import cuda, extensions, hip, opencl
@@ -293,6 +294,7 @@ def _make_loop(settings: ExecutorSettings, runtime: Runtime) -> DeviceLoop:
     memory = settings.device_memory(runtime.capacity() if isinstance(runtime, GpuRuntime) else None)
     taken, pace = 0, None
     if runtime.device.host:  # a GPU measures its own work with events
+        keep_freed(memory)
         taken, pace = memory, settings.paced()
         host.bound(settings.host_memory)
     loop = DeviceLoop(
@@ -302,7 +304,7 @@ def _make_loop(settings: ExecutorSettings, runtime: Runtime) -> DeviceLoop:
         settings.swap(taken),
         tiers,
         pace,
-        Collector(),
+        Collector(give_back=give_back if runtime.device.host else lambda: None),
         settings.stranger_limits(),
         settings.limits(),
         settings.pinned_files(),

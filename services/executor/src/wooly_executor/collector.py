@@ -1,4 +1,4 @@
-"""Runs Python's garbage collector while the device is idle.
+"""Runs Python's garbage collector while the device is idle, and gives freed memory back to the system.
 
 By default, the interpreter scans all objects whenever their number has grown by a quarter, and stops all threads meanwhile. With
 the programs of one language model this takes 0.4 s, in the middle of a session's work and at the session's cost. The scan finds
@@ -14,7 +14,7 @@ from collections.abc import Callable
 #: Idle seconds after which new objects are collected. This takes milliseconds, and after a second of idleness it rarely delays
 #: anybody.
 IDLE_S = 1.0
-#: Idle seconds after which all objects are collected, if no session is open.
+#: Idle seconds after which all objects are collected, if no session is open, and freed memory is given back.
 LONG_IDLE_S = 60.0
 #: Maximum seconds between two collections of new objects while the device is never idle.
 MAX_INTERVAL_S = 600.0
@@ -29,12 +29,15 @@ class Collector:
 
     Args:
         clock: returns monotonic seconds.
+        give_back: gives freed memory back.
     """
 
-    __slots__ = ("_clock", "_due", "_looked", "_rests")
+    __slots__ = ("_clock", "_due", "_give_back", "_looked", "_rests")
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, give_back: Callable[[], object] = lambda: None
+    ) -> None:
+        self._clock, self._give_back = clock, give_back
         self._looked = self._rests = clock()
         self._due: float | None = None
 
@@ -67,6 +70,8 @@ class Collector:
         self._due = LONG_IDLE_S if due == IDLE_S else None
         if due == IDLE_S or alone:
             self._collect(everything=due == LONG_IDLE_S)
+        if due == LONG_IDLE_S:
+            self._give_back()
 
     def _collect(self, *, everything: bool) -> None:
         if everything:
