@@ -22,7 +22,8 @@ def test_collectives_of_two_ranks_have_the_bits_of_gloo(program):
 
 
 def test_trainings_of_two_ranks_have_the_weights_of_one_process(program):
-    out = program("training.py").output()[0]
+    status, out, errors = program("training.py").results()[0]
+    assert status == 0 and "Time stats" not in errors, errors
     assert all(part in out for part in ("DDP agrees", "FSDP2 agrees", "tensor parallel agrees"))
 
 

@@ -1072,6 +1072,21 @@ def accept_pinned_memory() -> None:
 _libraries: list[torch.library.Library] = []
 
 
+class _LoggerWithoutTimes:
+    """The logger of a DDP model on the device. PyTorch has timers for two types of devices only, and a logger without a timer
+    warns at each start of a program.
+    """
+
+    def __init__(self, logger: Any) -> None:
+        self._logger = logger
+
+    def set_runtime_stats_and_log(self) -> None:
+        """Log no times of the last iteration."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._logger, name)
+
+
 def distributed_patches(connect: Callable[..., Any], group_type: Any) -> Iterator[tuple[Any, str, Any]]:
     """Yield the patches (owner, name, value) by which torch.distributed uses groups in Python for the backend "nccl".
 
@@ -1081,6 +1096,8 @@ def distributed_patches(connect: Callable[..., Any], group_type: Any) -> Iterato
         group_type: class of the groups: `group_type(rank, size, ...)`. Its context `batched()` collects sends and receives.
     """
     helper, batch, split = c10d._new_process_group_helper, c10d.batch_isend_irecv, c10d.split_group
+    ddp: Any = torch.nn.parallel.DistributedDataParallel
+    ddp_helper = ddp._ddp_init_helper
     state = threading.local()
 
     class ProcessGroupNCCL(group_type):  # type: ignore[misc]
@@ -1111,6 +1128,13 @@ def distributed_patches(connect: Callable[..., Any], group_type: Any) -> Iterato
             )
         return split(parent_pg, *args, **kwargs)
 
+    @wraps(ddp_helper)
+    def make_reducer(model: Any, *args: Any, **kwargs: Any) -> None:
+        ddp_helper(model, *args, **kwargs)
+        if isinstance(model.process_group, group_type) and model.device_type != "cpu":
+            model.logger = _LoggerWithoutTimes(model.logger)
+
+    yield (ddp, "_ddp_init_helper", make_reducer)
     yield (c10d, "_NCCL_AVAILABLE", True)
     yield (c10d, "default_pg_nccl_timeout", _NCCL_TIMEOUT)
     yield (c10d, "_new_process_group_helper", new_group)
