@@ -5,6 +5,8 @@ WOOLYAI_RECOVERY off and on in turn. `loss`: from the death of the executor to t
 buffers that a checkpoint has, compared with copying these bytes. `bytes`: what a second checkpoint stores, compared with what
 was written since the first. `move`: the longest step of a training that `wooly tasks move` moves. `beside`: the p99 of small
 steps of a P0 session, while a P4 session on the same device writes 256 MiB again and again, with and without checkpoints of it.
+`ranks`: a step of DDP (the same layers) over two ranks on two executors with WOOLYAI_RECOVERY off and on, whose cuts all ranks
+make together, and the longest step if the second rank's executor dies.
 
 Run: .venv/bin/python bench/recovery.py [--json] [--only NAME[,NAME]] [--pairs N]
 """
@@ -61,6 +63,39 @@ def child_train(seconds):
 def child_move(seconds):
     times = training(float(seconds))
     return max(times), statistics.median(times)
+
+
+def child_ranks(seconds, lost=""):
+    """Train with DDP for some seconds, at least 60 steps. Returns the median of the steps and the longest one in seconds, in rank
+    0. With `lost`, the executor of the last rank dies after half of the steps.
+    """
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from wooly import api
+
+    rank = int(os.environ["RANK"])
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+    torch.manual_seed(1)
+    layers = [nn.Linear(1024, 1024), nn.GELU(), nn.Linear(1024, 1024), nn.GELU(), nn.Linear(1024, 1024)]
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(*layers).to("cuda"), device_ids=[rank])
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
+    x = torch.randn(32, 1024, device="cuda")
+    steps = max(60, int(float(seconds) / 0.1))  # the same in all ranks
+    times = []
+    for step in range(steps):
+        if lost and rank and step == steps // 2:
+            os.kill(int(Path(os.environ["PIDS"], api._attached.parts[0].executor_id).read_text()), signal.SIGKILL)
+        begun = time.perf_counter()
+        loss = (model(x) - x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        loss.item()
+        times.append(time.perf_counter() - begun)
+    dist.destroy_process_group()
+    return None if rank else (statistics.median(times[10:]), max(times[10:]))
 
 
 def child_decode(rounds):
@@ -208,16 +243,18 @@ class Bench:
     def _starts(self, name):
         return self.cluster.log(name).count(f"executor {name} serves ")
 
-    def run(self, mode, *arguments, **settings):
-        """Run a mode of this file as a script of the tenant. Returns what it measured."""
+    def run(self, mode, *arguments, launcher=(), **settings):
+        """Run a mode of this file as a script of the tenant. Returns what it, or one of its ranks, measured."""
         from wooly_testkit import forks
 
         env = self.tenant.env(**settings) | {"PIDS": str(self.pids), "CHECKPOINTS": str(self.checkpoints)}
         env |= {"PYTHONPATH": str(Path(__file__).parent)}
-        done = forks.run("wooly", "run", __file__, CHILD, mode, *map(str, arguments), env=env, timeout=600)
+        done = forks.run("wooly", "run", *launcher, __file__, CHILD, mode, *map(str, arguments), env=env, timeout=600)
         assert done.returncode == 0, done.stderr
         self._start_again()
-        return json.loads(done.stdout.splitlines()[-1])
+        found = [json.loads(line) for line in done.stdout.splitlines() if line[:1] in "[0123456789"]
+        assert len(found) == 1, done.stdout
+        return found[0]
 
 
 def cost(bench, pairs, name, mode, argument, goal):
@@ -228,6 +265,19 @@ def cost(bench, pairs, name, mode, argument, goal):
     off, on = (statistics.median(measured[r]) * 1e3 for r in ("off", "on"))
     spread = f"{min(measured['on']) * 1e3:.2f}-{max(measured['on']) * 1e3:.2f}"
     return row(name, "ms", on, off, goal, spread=spread)
+
+
+def of_ranks(bench, pairs):
+    launcher = ("--gpus", "2", "torchrun", "--standalone", "--nproc-per-node", "2")
+    measured = {"off": [], "on": []}
+    for _ in range(pairs):
+        for recovery in measured:
+            measured[recovery].append(bench.run("ranks", 10, launcher=launcher, RECOVERY=recovery)[0] * 1e3)
+    off, on = (statistics.median(measured[r]) for r in ("off", "on"))
+    spread = f"{min(measured['on']):.2f}-{max(measured['on']):.2f}"
+    yield row("ranks: step of DDP", "ms", on, off, 1.03, spread=spread)
+    longest = [bench.run("ranks", 10, "lost", launcher=launcher, RECOVERY="on")[1] for _ in range(max(pairs // 2, 1))]
+    yield row("ranks: longest step with a loss", "s", statistics.median(longest), None, 5)
 
 
 def losses(bench, pairs):
@@ -300,6 +350,8 @@ def measure(only, pairs):
             yield from second_checkpoint(bench)
         if "beside" in only:
             yield from beside(bench, pairs)
+        if "ranks" in only:
+            yield from of_ranks(bench, pairs)
         if "move" in only:
             yield from moved(bench)
 
@@ -307,7 +359,7 @@ def measure(only, pairs):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--only", default="train,decode,loss,bytes,beside,move")
+    parser.add_argument("--only", default="train,decode,loss,bytes,beside,move,ranks")
     parser.add_argument("--pairs", type=int, default=4)
     args = parser.parse_args()
     show(list(measure(args.only.split(","), args.pairs)), args.json)
