@@ -10,11 +10,14 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from wooly_testkit.forks import OTHER_PYTHON
 
 HERE = Path(__file__).parent
 FINE = ("pass", "skip", "varies")
 #: Operators that a later release of PyTorch has, and that executors do not offer yet.
 NOT_OFFERED = "the executor does not offer this operator"
+#: The executor's PyTorch is another one than the client's, with which results are compared: last bits may differ.
+MIXED = OTHER_PYTHON in os.environ
 OTHER_RELEASE = version("torch").partition("+")[0] != "2.13.0"
 
 
@@ -78,7 +81,11 @@ class Conformance:
 
     def assert_none_is_new(self, rows):
         known = self.listed()
-        found = {unit: why for unit, why in failures(rows).items() if not (OTHER_RELEASE and NOT_OFFERED in why)}
+        found = {
+            unit: why
+            for unit, why in failures(rows).items()
+            if not (OTHER_RELEASE and NOT_OFFERED in why) and not (MIXED and unit[3] == "close")
+        }
         new = sorted(f"{' '.join(unit)}: {why}" for unit, why in found.items() if unit not in known)
         assert not new, f"fails and is not in {self._list.name}:\n" + "\n".join(new)
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from wooly import device
+from wooly import api, device
 
 pytestmark = pytest.mark.connected
 
@@ -35,6 +35,8 @@ def default_dtype():
 @pytest.mark.parametrize("name", CALLS)
 def test_result_of_integers_in_each_default_dtype_equals_cpu(cuda, default_dtype, name):
     x = torch.arange(1, 6)
+    if name == "complex" and api._attached.link.device["torch_version"] != torch.__version__.partition("+")[0]:
+        pytest.skip("which complex type belongs to bfloat16 depends on the release of PyTorch")
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float32):
         default_dtype(dtype)
         local = CALLS[name](x, x > 2)

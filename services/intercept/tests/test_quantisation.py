@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.ao.quantization as quantization
 from torch.nn import functional
+from wooly import api
 from wooly.torch_private import has_kernel
 
 
@@ -69,6 +70,8 @@ def test_scaled_product_of_float8_equals_cpu(cuda, out_dtype):
 @pytest.mark.skipif(not has_kernel("aten::_scaled_mm_v2", "CPU"), reason="this PyTorch has it on GPUs alone")
 @pytest.mark.parametrize(("recipe", "rows"), [("TensorWise", False), ("RowWise", True)])
 def test_public_scaled_product_equals_cpu(cuda, recipe, rows):
+    if rows and api._attached.link.device["torch_version"].startswith("2.11."):
+        pytest.skip("the executor's PyTorch has no scales of rows on a CPU")
     kind, found = getattr(torch.nn.functional.ScalingType, recipe), []
     for device in ("cpu", cuda):
         torch.manual_seed(0)
