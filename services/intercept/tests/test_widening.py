@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from wooly import api
 from wooly.dtypes import DTYPES
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -111,6 +112,9 @@ def test_power_of_other_dtype_and_complex_number_equals_cpu(cuda, dtype):
         with pytest.raises(NotImplementedError, match="BComplex32"):
             x.cuda() ** (1 + 2j)
         return
+    there = api._attached.link.device["torch_version"]
+    if dtype is torch.bfloat16 and there != torch.__version__.partition("+")[0]:
+        pytest.skip("which complex type belongs to bfloat16 depends on the release of PyTorch")
     found, expected = x.cuda() ** (1 + 2j), x ** (1 + 2j)
     assert found.dtype is expected.dtype and found.cpu().equal(expected)
 
