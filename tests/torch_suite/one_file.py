@@ -141,6 +141,7 @@ def load(path):
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
     exec(compile(shims.current(source), path, "exec"), module.__dict__)  # noqa: S102  # a test file of PyTorch
+    shims.configure()
     return module
 
 
