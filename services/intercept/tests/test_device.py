@@ -138,6 +138,19 @@ def test_host_scalars_mix_with_device_tensors(cuda):
     assert (zero * 2.0).dtype == torch.float32 and (zero * wide).dtype == torch.float64
 
 
+@pytest.mark.parametrize("mode", ["floor", "trunc"])
+@pytest.mark.parametrize("dividend", [9, torch.tensor(9)], ids=["number", "tensor"])
+def test_host_scalar_divided_by_integers_equals_cpu(cuda, dividend, mode):
+    divisors = torch.tensor([7, -7, 3])
+    found = torch.div(dividend, divisors.to(cuda), rounding_mode=mode)
+    assert torch.equal(found.cpu(), torch.div(dividend, divisors, rounding_mode=mode))
+
+
+def test_smallest_integer_as_number_divided_by_minus_one_is_refused(cuda):
+    with pytest.raises(RemoteOperationError, match=r"/ -1 overflows torch\.int64"):
+        torch.div(-(2**63), torch.tensor([-1], device=cuda), rounding_mode="trunc").cpu()
+
+
 @pytest.mark.parametrize(
     "look",
     [
