@@ -209,7 +209,10 @@ PRODUCTS = {
     "mm": lambda a, b: a.mH @ b.conj(),
     "bmm": lambda a, b: a.mH[None] @ b.conj()[None],
     "dot": lambda a, b: torch.dot(a[0].conj(), a[0]),
+    "dot of conjugates": lambda a, b: torch.dot(a[0].conj(), b[0].conj()),
     "vdot": lambda a, b: torch.vdot(a[0].conj(), b[0]),
+    "vdot with conjugate": lambda a, b: torch.vdot(a[0], b[0].conj()),
+    "vdot of conjugates": lambda a, b: torch.vdot(a[0].conj(), b[0].conj()),
     "addmm": lambda a, b: torch.addmm(a.conj(), a.mH, b, beta=0.5),
     "solve": lambda a, b: torch.linalg.solve_triangular(a.mH, b, upper=True),
     "solve negative": lambda a, b: torch.linalg.solve_triangular(_negative(a).mH, _negative(b), upper=False),
@@ -230,6 +233,7 @@ def test_product_of_conjugate_and_negative_views_equals_cpu(cuda, name):
     a, b = torch.randn(2, 4, 4, dtype=torch.complex64)
     theirs, ours = PRODUCTS[name](a, b), PRODUCTS[name](a.to(cuda), b.to(cuda))
     assert torch.equal(ours.cpu(), theirs.resolve_conj().resolve_neg()) and ours.stride() == theirs.stride()
+    assert ours.is_conj() == theirs.is_conj()
 
 
 def test_complex_conjugate_views_equal_cpu(cuda):
