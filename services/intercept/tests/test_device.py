@@ -146,6 +146,16 @@ def test_host_scalar_divided_by_integers_equals_cpu(cuda, dividend, mode):
     assert torch.equal(found.cpu(), torch.div(dividend, divisors, rounding_mode=mode))
 
 
+@pytest.mark.parametrize(
+    "call", [lambda t: t - True, lambda t: True - t, lambda t: t.sub_(True), lambda t: torch.rsub(t, True)]
+)
+def test_subtraction_of_bool_raises_at_call(cuda, call):
+    for size in (3, 100_000):
+        with pytest.raises(RuntimeError, match="with a bool tensor is not supported"):
+            call(torch.ones(size, device=cuda))
+    assert (torch.ones(3, device=cuda) - 1).tolist() == [0, 0, 0]
+
+
 def test_smallest_integer_as_number_divided_by_minus_one_is_refused(cuda):
     with pytest.raises(RemoteOperationError, match=r"/ -1 overflows torch\.int64"):
         torch.div(-(2**63), torch.tensor([-1], device=cuda), rounding_mode="trunc").cpu()

@@ -337,8 +337,8 @@ def call_operator(facts: OpFacts, args: list[Any], kwargs: dict[str, Any], where
     numbers = [i for i, a in enumerate(args) if isinstance(a, (bool, int, float, complex)) and facts.wants_tensor[i]]
     try:
         return facts.op(*args, **kwargs)
-    except RuntimeError:
-        if not numbers or like is None:
+    except RuntimeError as e:
+        if not numbers or like is None or "with a bool tensor" in str(e):  # a number is no bool after the conversion
             raise
     for i in numbers:
         dtype = torch.result_type(torch.empty((0,) * min(1, like.dim()), dtype=like.dtype), args[i])
