@@ -89,9 +89,6 @@ def rename(source):
     Args:
         source: the text of the test file.
     """
-    frontend = importlib.import_module("torch.jit.frontend")
-    if not hasattr(frontend, "_IS_ASTUNPARSE_INSTALLED"):  # tests of TorchScript that other tests import ask for it
-        frontend._IS_ASTUNPARSE_INSTALLED = False
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("torch.testing._internal."):
             continue
