@@ -232,8 +232,6 @@ class RegisteredDevice:
             kernel = backend.unless_empty(kernel)
         if bare == "_addmm_activation":
             kernel = backend.addmm_activation(kernel, self._is_on_cpu)
-        if bare == "max_unpool2d":
-            kernel = layers.max_unpool2d(kernel)
         if name == "dot":
             kernel = backend.dot(kernel)
         if name == "vdot":

@@ -115,15 +115,6 @@ def batch_norm(record: Kernel, record_training: Kernel) -> Kernel:
     return run
 
 
-def max_unpool2d(record: Kernel) -> Kernel:
-    """`aten.max_unpool2d`. The result is contiguous, as on CUDA and in PyTorch's fake kernel. The CPU's may be channels-last."""
-
-    def run(x: Tensor, indices: Tensor, *size: Any, **named: Any) -> Any:
-        return record(x.contiguous(), indices.contiguous(), *size, **named)
-
-    return run
-
-
 def embedding_bag_backward(record: Kernel) -> Kernel:
     """Wrap the gradient of `embedding_bag`. A sparse gradient consists of dense parts, which ATen's composite operator makes."""
 
