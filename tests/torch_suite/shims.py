@@ -30,6 +30,14 @@ def install():
     common_utils.TestCase._should_stop_test_suite = lambda test: False
 
 
+def configure():
+    """Set what PyTorch's `run_tests` sets from the command line: tests of TorchScript need the mode of its executor."""
+    from torch.testing._internal import common_utils
+
+    if hasattr(common_utils, "parse_cmd_line_args"):  # older releases do this when they are imported
+        common_utils.parse_cmd_line_args()
+
+
 def _has_tf32():
     """Whether the device has TF32, which CUDA devices have from capability 8 on."""
     import torch

@@ -75,6 +75,13 @@ def test_twin_of_device_test_is_its_name_on_the_cpu():
     assert suite.twin("TestPlain.test_y") == "TestPlain.test_y"
 
 
+def test_file_that_does_not_load_on_either_side_does_not_fail_alone(tmp_path):
+    path = tmp_path / "test_broken.py"
+    path.write_text("import no_such_module")
+    row = suite.check(path, set(), suite.ALL, 60.0, tmp_path, suite.Outcomes())
+    assert (row["both"], row["crash"], row["alone"]) == (1, 0, {})
+
+
 def test_alone_leaves_out_what_fails_on_the_cpu_too():
     device = {
         "TCUDA.test_a_cuda": ("fail", "x"),

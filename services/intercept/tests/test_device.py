@@ -138,6 +138,29 @@ def test_host_scalars_mix_with_device_tensors(cuda):
     assert (zero * 2.0).dtype == torch.float32 and (zero * wide).dtype == torch.float64
 
 
+@pytest.mark.parametrize("mode", ["floor", "trunc"])
+@pytest.mark.parametrize("dividend", [9, torch.tensor(9)], ids=["number", "tensor"])
+def test_host_scalar_divided_by_integers_equals_cpu(cuda, dividend, mode):
+    divisors = torch.tensor([7, -7, 3])
+    found = torch.div(dividend, divisors.to(cuda), rounding_mode=mode)
+    assert torch.equal(found.cpu(), torch.div(dividend, divisors, rounding_mode=mode))
+
+
+@pytest.mark.parametrize(
+    "call", [lambda t: t - True, lambda t: True - t, lambda t: t.sub_(True), lambda t: torch.rsub(t, True)]
+)
+def test_subtraction_of_bool_raises_at_call(cuda, call):
+    for size in (3, 100_000):
+        with pytest.raises(RuntimeError, match="with a bool tensor is not supported"):
+            call(torch.ones(size, device=cuda))
+    assert (torch.ones(3, device=cuda) - 1).tolist() == [0, 0, 0]
+
+
+def test_smallest_integer_as_number_divided_by_minus_one_is_refused(cuda):
+    with pytest.raises(RemoteOperationError, match=r"/ -1 overflows torch\.int64"):
+        torch.div(-(2**63), torch.tensor([-1], device=cuda), rounding_mode="trunc").cpu()
+
+
 @pytest.mark.parametrize(
     "look",
     [
@@ -196,7 +219,10 @@ PRODUCTS = {
     "mm": lambda a, b: a.mH @ b.conj(),
     "bmm": lambda a, b: a.mH[None] @ b.conj()[None],
     "dot": lambda a, b: torch.dot(a[0].conj(), a[0]),
+    "dot of conjugates": lambda a, b: torch.dot(a[0].conj(), b[0].conj()),
     "vdot": lambda a, b: torch.vdot(a[0].conj(), b[0]),
+    "vdot with conjugate": lambda a, b: torch.vdot(a[0], b[0].conj()),
+    "vdot of conjugates": lambda a, b: torch.vdot(a[0].conj(), b[0].conj()),
     "addmm": lambda a, b: torch.addmm(a.conj(), a.mH, b, beta=0.5),
     "solve": lambda a, b: torch.linalg.solve_triangular(a.mH, b, upper=True),
     "solve negative": lambda a, b: torch.linalg.solve_triangular(_negative(a).mH, _negative(b), upper=False),
@@ -217,6 +243,7 @@ def test_product_of_conjugate_and_negative_views_equals_cpu(cuda, name):
     a, b = torch.randn(2, 4, 4, dtype=torch.complex64)
     theirs, ours = PRODUCTS[name](a, b), PRODUCTS[name](a.to(cuda), b.to(cuda))
     assert torch.equal(ours.cpu(), theirs.resolve_conj().resolve_neg()) and ours.stride() == theirs.stride()
+    assert ours.is_conj() == theirs.is_conj()
 
 
 def test_complex_conjugate_views_equal_cpu(cuda):

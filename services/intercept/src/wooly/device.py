@@ -232,6 +232,10 @@ class RegisteredDevice:
             kernel = backend.unless_empty(kernel)
         if bare == "_addmm_activation":
             kernel = backend.addmm_activation(kernel, self._is_on_cpu)
+        if name == "dot":
+            kernel = backend.dot(kernel)
+        if name == "vdot":
+            kernel = backend.vdot(kernel)
         if name == "nansum":
             kernel = backend.nansum(kernel)
         if name == "_embedding_bag_backward":

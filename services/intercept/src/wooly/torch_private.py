@@ -936,8 +936,19 @@ def in_calling_thread(run_backward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def printing_patches() -> Iterator[tuple[Any, str, Callable[..., str]]]:
-    """Yield (module, name, function) for the function that makes the text of a tensor.
+def print_options() -> tuple[float, int]:
+    """Return the number of elements above which PyTorch abbreviates the text of a tensor, and how many it shows at each edge."""
+    options = torch._tensor_str.PRINT_OPTS
+    return options.threshold, options.edgeitems
+
+
+def printing_patches(
+    host_part: Callable[[torch.Tensor], torch.Tensor],
+) -> Iterator[tuple[Any, str, Callable[..., str]]]:
+    """Yield (module, name, function) for the functions that make the text of a tensor.
+
+    Args:
+        host_part: returns the tensor whose elements PyTorch reads for the text.
 
     PyTorch switches function transforms off in the calling thread while it prints a tensor, until a local variable of this
     function dies. If printing raises an exception (a deferred error, Ctrl-C), the exception's traceback keeps the variable alive,
@@ -959,6 +970,13 @@ def printing_patches() -> Iterator[tuple[Any, str, Callable[..., str]]]:
             raise
 
     yield (module, "_str", text_of)
+    elements_of = module._tensor_str
+
+    @wraps(elements_of)
+    def elements_on_host(t: torch.Tensor, indent: int) -> str:
+        return str(elements_of(host_part(t), indent))
+
+    yield (module, "_tensor_str", elements_on_host)
 
 
 #: The method of the device guard, and the caller of the engine, which asks the guard between nodes. An exception of a signal

@@ -13,6 +13,7 @@ from torch.overrides import get_default_nowrap_functions
 from wooly.device import current
 from wooly.devices import NAME
 from wooly.facade.names import CUDA, naming_cuda, to_wooly, with_device
+from wooly.facade.printing import host_part
 from wooly.facade.torchscript import convert_script_module
 from wooly.ipc import is_received
 from wooly.storage import DEVICE_MASK, ID_SHIFT, MAX_DEVICES, OFFSET_MASK, address_of
@@ -94,7 +95,7 @@ def patches() -> Iterator[Patch]:
         return torch.device(CUDA, device.index) if device.type == NAME else device
 
     yield (torch, "get_default_device", get_default_device)
-    yield from printing_patches()
+    yield from printing_patches(host_part)
     yield from lazy_clone_patches(_is_lazy, _address)
 
 

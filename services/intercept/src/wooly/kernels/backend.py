@@ -309,6 +309,24 @@ def addmm_activation(record: Kernel, on_cpu: Callable[[Tensor], bool]) -> Kernel
     return run
 
 
+def dot(record: Kernel) -> Kernel:
+    """`aten.dot`. The result for two conjugate views is a conjugate view, as of the CPU's and CUDA's kernels."""
+
+    def run(a: Tensor, b: Tensor) -> Any:
+        return record(a.conj(), b.conj()).conj() if a.is_conj() and b.is_conj() else record(a, b)
+
+    return run
+
+
+def vdot(record: Kernel) -> Kernel:
+    """`aten.vdot`. The result is a conjugate view if only the second vector is, as of the CPU's and CUDA's kernels."""
+
+    def run(a: Tensor, b: Tensor) -> Any:
+        return aten.dot(a, b.conj()).conj() if b.is_conj() and not a.is_conj() else record(a, b)
+
+    return run
+
+
 def nansum(record: Kernel) -> Kernel:
     """`aten.nansum`. CUDA also supports complex numbers, but the CPU kernel does not, so numbers with NaN become zeros first."""
 

@@ -7,6 +7,7 @@ those of CPU kernels: layouts, dtypes of statistics, sizes of `out=`.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -86,7 +87,9 @@ class NoMetaKernelError(Exception):
     """Internal signal: the operator has no meta kernel, or its result depends on values."""
 
 
-def infer(facts: OpFacts, call: Call, counts: Inferences, *, on_host: bool = False) -> list[Tensor | None]:
+def infer(
+    facts: OpFacts, call: Call, counts: Inferences, *, on_host: bool = False, with_scalars: bool = False
+) -> list[Tensor | None]:
     """Infer the results of a call that are new tensors. Returns tensors without data, in order.
 
     Args:
@@ -94,6 +97,7 @@ def infer(facts: OpFacts, call: Call, counts: Inferences, *, on_host: bool = Fal
         call: the arguments.
         counts: counters of inferences.
         on_host: infer on host tensors of zeros, for any operator.
+        with_scalars: also replace 0-dimensional host tensors by meta tensors.
 
     Raises:
         NoMetaKernelError: the result cannot be inferred without values.
@@ -107,6 +111,8 @@ def infer(facts: OpFacts, call: Call, counts: Inferences, *, on_host: bool = Fal
         counts.on_host += 1
     else:
         counts.on_meta += 1
+    if with_scalars:
+        call = Call(*tree_map(_scalar_on_meta, (call.args, call.kwargs)))
     args = [_without_data(a, where) for a in call.args]
     kwargs = {k: _without_data(v, where) for k, v in call.kwargs.items()}
     ask_host = facts.name in RESIZED_ON_HOST and not on_host
@@ -119,8 +125,12 @@ def infer(facts: OpFacts, call: Call, counts: Inferences, *, on_host: bool = Fal
         raise NoMetaKernelError from e
     except Exception:
         # The host raises the CPU kernel's error. Meta kernels have other error texts, and refuse some calls that the CPU accepts.
-        if on_host or not _small(call):
+        if on_host or with_scalars or not _small(call):
             raise
+        if any(_is_host_scalar(t) for t in tree_leaves((call.args, call.kwargs))):
+            # Some meta kernels refuse a host tensor. The host is not asked first, because it cannot divide integers by zeros.
+            with contextlib.suppress(Exception):
+                return infer(facts, call, counts, with_scalars=True)
         return infer(facts, call, counts, on_host=True)
     if facts.out_args:
         try:
@@ -236,6 +246,14 @@ def _without_data(a: Any, where: str) -> Any:
     return a
 
 
+def _is_host_scalar(a: Any) -> bool:
+    return isinstance(a, Tensor) and a.dim() == 0 and raw_device(a).type == "cpu"
+
+
+def _scalar_on_meta(a: Any) -> Any:
+    return torch.empty((), dtype=a.dtype, device="meta") if _is_host_scalar(a) else a
+
+
 def _result(facts: OpFacts, args: list[Any], kwargs: dict[str, Any], where: str, silently: bool) -> Any:
     if not silently:
         return call_operator(facts, args, kwargs, where)
@@ -319,8 +337,8 @@ def call_operator(facts: OpFacts, args: list[Any], kwargs: dict[str, Any], where
     numbers = [i for i, a in enumerate(args) if isinstance(a, (bool, int, float, complex)) and facts.wants_tensor[i]]
     try:
         return facts.op(*args, **kwargs)
-    except RuntimeError:
-        if not numbers or like is None:
+    except RuntimeError as e:
+        if not numbers or like is None or "with a bool tensor" in str(e):  # a number is no bool after the conversion
             raise
     for i in numbers:
         dtype = torch.result_type(torch.empty((0,) * min(1, like.dim()), dtype=like.dtype), args[i])

@@ -35,7 +35,7 @@ _SHARED_LIMIT = 64 << 20
 
 #: Matches error messages about unsupported dtypes. Such an error does not depend on the values.
 _ABOUT_DTYPES = re.compile(
-    r"(?i)not implemented for|not supported for|dtype|can't be cast|scalar type|does not support \w+ input"
+    r"(?i)not implemented for|not supported for|dtype|can't be cast|scalar type|does not support \w+ input|with a bool tensor"
 )
 
 #: Operators that can be tried with smaller tensors, in addition to elementwise operators.
