@@ -31,6 +31,25 @@ def test_fused_kernel_alone_computes_attention_with_gradients(cuda, kernel):
         torch.testing.assert_close(a, b, atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.parametrize("kernel", [*FUSED, None])
+def test_undefined_gradient_of_attention_gives_undefined_gradients(cuda, kernel):
+    class Nothing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return None
+
+    tensors = three(cuda, 2, 4, 6, 8)
+    with sdpa_kernel([*FUSED, SDPBackend.MATH] if kernel is None else kernel):
+        out = attend(*tensors)
+        found = torch.autograd.grad(Nothing.apply(out).sum(), tensors, allow_unused=True)
+        assert found == (None, None, None)
+        assert all(g is not None for g in torch.autograd.grad(attend(*tensors).sum(), tensors))
+
+
 def test_gradients_of_shared_heads_are_added_in_float32(cuda):
     q, k, v = three(cuda, 1, 64, 5, 8, keys=(1, 1, 9, 8), dtype=torch.bfloat16)
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from wooly.devices import Devices
-from wooly.kernels.schema import Kernel
+from wooly.kernels.schema import Kernel, passing_undefined
 from wooly.rng import DeviceGenerator, Generator, replayed_pair
 from wooly.storage import dense_strides
 from wooly.torch_private import alert_not_deterministic, raw_device, without_autocast
@@ -143,7 +143,7 @@ class FusedAttention:
             "_scaled_dot_product_cudnn_attention_backward": self.cudnn_backward,
             "_fill_mem_eff_dropout_mask_": self.fill_mask,
         }
-        return {name: without_autocast(kernel) for name, kernel in own.items()}
+        return {name: without_autocast(passing_undefined(name, kernel)) for name, kernel in own.items()}
 
     # -- random numbers --------------------------------------------------------------------------------------------------------
 
@@ -343,7 +343,7 @@ class NestedAttention:
             "_scaled_dot_product_efficient_attention": self.efficient,
             "_scaled_dot_product_efficient_attention_backward": self.efficient_backward,
         }
-        return {name: without_autocast(kernel) for name, kernel in own.items()}
+        return {name: without_autocast(passing_undefined(name, kernel)) for name, kernel in own.items()}
 
     def _call(
         self, tensors: tuple[Tensor, Tensor, Tensor], dropout: float, causal: bool, scale: float | None
