@@ -308,3 +308,76 @@ def test_spsolve_raises_the_error_of_builds_without_cudss(cuda):
     a = torch.eye(3).to_sparse_csr().to(cuda)
     with pytest.raises(RuntimeError, match="requires compiling PyTorch with CUDA cuDSS"):
         torch.sparse.spsolve(a, torch.ones(3, device=cuda))
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
+@pytest.mark.parametrize("make", [torch.empty, torch.zeros])
+def test_factories_make_sparse_tensors(cuda, make, layout):
+    made = make((2, 3), layout=layout, device=cuda, dtype=torch.int16)
+    assert made.is_cuda and made.layout is layout and made.dtype is torch.int16 and made._nnz() == 0
+    assert not (made + made).to_dense().cpu().any()
+    if layout is not torch.sparse_coo:
+        with pytest.raises(RuntimeError, match=f"torch.{make.__name__}: Only batched sparse compressed"):
+            make((3,), layout=layout, device=cuda)
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_csr, torch.sparse_bsc])
+def test_compressed_tensor_without_content_has_the_sizes_of_the_cpu(cuda, layout):
+    block = (1, 2) if layout is torch.sparse_bsc else ()
+    found, expected = [
+        torch.ops.aten._sparse_compressed_tensor_with_dims(
+            4, 1, (2, 6, 4, 3), block, torch.int32, dtype=torch.float64, layout=layout, device=device
+        )
+        for device in (cuda, "cpu")
+    ]
+    assert found.is_cuda and found.shape == expected.shape and found.layout is layout
+    assert [(p.shape, p.dtype) for p in parts(found)] == [(p.shape, p.dtype) for p in parts(expected)]
+
+
+def test_compressed_matrix_changes_its_size(cuda):
+    ours, theirs = csr(cuda), csr("cpu")
+    for size in ((5, 7), (2, 7)):
+        ours.resize_(size)
+        theirs.resize_(size)
+        assert_same(ours, theirs)
+    with pytest.raises(RuntimeError, match="Resizing columns of sparse CSR tensors to a smaller value"):
+        ours.resize_(2, 2)
+
+
+def test_sparse_tensor_is_expanded(cuda):
+    ours, theirs = [torch.tensor([[1.0, 0, 2]], device=d).to_sparse() for d in (cuda, "cpu")]
+    assert_same(torch._sparse_broadcast_to(ours, (4, 3)), torch._sparse_broadcast_to(theirs, (4, 3)))
+
+
+@pytest.mark.parametrize("number", [2, torch.tensor(2.0)])
+def test_number_times_batch_of_compressed_matrices(cuda, number):
+    batch = torch.ones(2, 3, 3)
+    assert_same(number * batch.to(cuda).to_sparse_csr(), number * batch.to_sparse_csr())
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_csr, torch.sparse_csc])
+def test_mask_of_dense_matrix_does_not_wait(cuda, layout):
+    ours, theirs = [DENSE.to(d).to_sparse(layout=layout) for d in (cuda, "cpu")]
+    link, dense = api.attached_links()[0], DENSE.to(cuda)
+    before = link.syncs
+    found = (dense * 2).sparse_mask(ours)
+    assert link.syncs == before
+    assert_same(found, (DENSE * 2).sparse_mask(theirs))
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_products_of_short_numbers_are_added_in_float32(cuda, layout, dtype):
+    matrix, other, added = DENSE.to(dtype), (DENSE - 4).to(dtype), torch.full((3, 3), 0.25, dtype=dtype)
+    sparse, dense, to = matrix.to(cuda).to_sparse(layout=layout), other.to(cuda), added.to(cuda)
+    exact = matrix.float() @ other.float()
+    found = {
+        "mm": sparse @ dense,
+        "addmm": torch.addmm(to, sparse, dense, beta=4).float() - 1,
+        "in place": to.clone().addmm_(sparse, dense, beta=4).float() - 1,
+        "out": torch.mm(sparse, dense, out=torch.empty_like(dense)),
+        "mv": torch.stack([sparse.mv(column) for column in dense.t().contiguous()], 1),
+    }
+    step = torch.finfo(dtype).eps  # of one rounding: integers up to 2^8 and 2^11 are exact
+    for name, t in found.items():
+        torch.testing.assert_close(t.cpu().float(), exact, atol=step, rtol=step, msg=name)
