@@ -344,9 +344,26 @@ def test_compressed_matrix_changes_its_size(cuda):
         ours.resize_(2, 2)
 
 
-def test_sparse_tensor_is_expanded(cuda):
-    ours, theirs = [torch.tensor([[1.0, 0, 2]], device=d).to_sparse() for d in (cuda, "cpu")]
-    assert_same(torch._sparse_broadcast_to(ours, (4, 3)), torch._sparse_broadcast_to(theirs, (4, 3)))
+@pytest.mark.parametrize(
+    ("shape", "dense", "wanted"), [((1, 3), 0, (4, 3)), ((3, 1), 0, (2, 3, 4)), ((2, 1, 2), 1, (2, 3, 2))]
+)
+def test_sparse_tensor_is_expanded(cuda, shape, dense, wanted):
+    t = torch.arange(1.0, 1 + torch.Size(shape).numel()).reshape(shape).to_sparse(len(shape) - dense)
+    expected = t.to_dense().expand(wanted).to_sparse(len(wanted) - dense)
+    assert_same(torch._sparse_broadcast_to(t.to(cuda), wanted), expected)
+    twice = torch.sparse_coo_tensor(t.indices().repeat(1, 2), t.values().repeat((2,) + (1,) * dense), shape)
+    found = torch._sparse_broadcast_to(twice.to(cuda), wanted)
+    assert not found.is_coalesced() and torch.equal(found.to_dense().cpu(), 2 * expected.to_dense())
+    with pytest.raises(RuntimeError, match="cannot be expanded"):
+        torch._sparse_broadcast_to(t.to(cuda), (7, 7, 7))
+
+
+def test_products_and_sums_of_hybrid_compressed_tensors_equal_cpu(cuda):
+    ours, theirs = [torch.arange(24.0, device=d).reshape(3, 4, 2).to_sparse_csr(dense_dim=1) for d in (cuda, "cpu")]
+    assert_same(ours * ours, theirs * theirs)
+    assert_same(
+        torch._sparse_csr_sum(csr(cuda), (0, 1), keepdim=True), torch._sparse_csr_sum(csr("cpu"), (0, 1), keepdim=True)
+    )
 
 
 @pytest.mark.parametrize("number", [2, torch.tensor(2.0)])

@@ -1118,6 +1118,55 @@ def in_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def for_each_of_batch(
+    call: Callable[[tuple[torch.Tensor | None, ...]], list[torch.Tensor]], grads: tuple[torch.Tensor | None, ...]
+) -> list[torch.Tensor]:
+    """Call a backward with gradients. Of gradients with `is_grads_batched=True`, call it for each of the batch.
+
+    PyTorch hides the batch dimension in tensors without memory. Its own operators find it, and Wooly's autograd functions do not.
+    """
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    if not level:
+        return call(grads)
+    for _ in range(level):  # else PyTorch would refuse random operators, which this call uses only to find shapes
+        torch._C._vmapmode_decrement_nesting()
+    try:
+        return _for_each(call, grads, level)
+    finally:
+        for _ in range(level):
+            torch._C._vmapmode_increment_nesting()
+
+
+#: The key of tensors that stand for a batch of tensors (not those of `torch.func`).
+_BATCHED = torch._C._dispatch_key_parse("Batched")
+
+
+def _for_each(
+    call: Callable[..., list[torch.Tensor]], grads: tuple[torch.Tensor | None, ...], level: int
+) -> list[torch.Tensor]:
+    batched = [g is not None and torch._C._dispatch_keys(g).has(_BATCHED) for g in grads]
+    if not any(batched):
+        return call(grads)
+    # The first dimension of a gradient that has no batch at this level has size 1.
+    parts = [
+        g if g is None or not b else torch._remove_batch_dim(g, level, 1, 0)
+        for g, b in zip(grads, batched, strict=True)
+    ]
+    size = max([g.shape[0] for g, b in zip(parts, batched, strict=True) if g is not None and b])
+    found = [
+        _for_each(
+            call,
+            tuple(
+                [g if g is None or not b else g[min(i, g.shape[0] - 1)] for g, b in zip(parts, batched, strict=True)]
+            ),
+            level - 1,
+        )
+        for i in range(size)
+    ]
+    return [torch._add_batch_dim(torch.stack(of), 0, level) for of in zip(*found, strict=True)]
+
+
 #: The module behind `torch.distributed`.
 c10d: Any = torch.distributed.distributed_c10d
 #: The base class of process groups that are written in Python.

@@ -36,7 +36,7 @@ _LAYOUTS: dict[str, torch.layout] = {layout.value: getattr(torch, layout.value) 
 #: check their arguments. The library's other kernels do not all check for batches.
 _OF_BATCHES = frozenset(
     (
-        *("aten._to_dense.default", "aten._to_sparse.default", "aten._to_sparse.sparse_dim"),
+        *("aten._to_dense.default", "aten._to_sparse.default", "aten._to_sparse.sparse_dim", "aten.mul.Tensor"),
         *(f"aten._to_sparse_{layout}.default" for layout in ("csr", "csc", "bsr", "bsc")),
     )
 )

@@ -23,6 +23,7 @@ from wooly.dtypes import DTYPES, TORCH_DTYPES
 from wooly.errors import RemoteOperationError
 from wooly.kernels.generic import Generic
 from wooly.kernels.sparse.arguments import Encoded, components, encode, is_sparse
+from wooly.kernels.sparse.broadcasting import broadcast_to
 from wooly.kernels.sparse.containers import is_container_operator
 from wooly.kernels.sparse.trial import Found, attempt, signature
 from wooly.torch_private import (
@@ -78,6 +79,8 @@ class SparseCalls:
     def kernel(self, op: OpOverload, key: str) -> Callable[..., Any]:
         """Make the kernel of an operator for a dispatch key (of `HOST_KEYS`)."""
         packet = op.overloadpacket.__name__
+        if packet == "_sparse_broadcast_to":
+            return broadcast_to
         if is_container_operator(packet):
             return redispatch_sparse_host(op, HOST_KEYS[key])
 

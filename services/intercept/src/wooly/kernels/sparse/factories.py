@@ -44,9 +44,10 @@ def _with_dims(*args: Any, device: torch.device, pin_memory: bool | None = None,
     model = aten._sparse_compressed_tensor_with_dims.default(*args, device=torch.device("meta"), **options)
     indices, values = components(model)
     own = [torch.empty(t.shape, dtype=t.dtype, device=device) for t in (*indices, values)]
-    return aten._sparse_compressed_tensor_unsafe(  # type: ignore[no-any-return]
-        *own, model.shape, dtype=model.dtype, layout=model.layout, device=device
-    )
+    with torch.sparse.check_sparse_tensor_invariants(enable=False):
+        return aten._sparse_compressed_tensor_unsafe(  # type: ignore[no-any-return]
+            *own, model.shape, dtype=model.dtype, layout=model.layout, device=device
+        )
 
 
 def _zeros(size: list[int], *, device: torch.device, pin_memory: bool | None = None, **options: Any) -> Tensor:
