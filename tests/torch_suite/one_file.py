@@ -219,7 +219,9 @@ def on_device(path, options, out):
     from wooly import api
     from wooly_testkit.executor import executor_process
 
-    with executor_process() as running:
+    # Kernels of scripts run on a CPU by OpenCL, which is a CPU executor's runtime unless another one is named.
+    runtime = "opencl" if "triton" in path.read_text().lower() else "torch_cpu"
+    with executor_process(runtime=runtime) as running:
         # Some tests start Python processes, which get sessions of their own.
         os.environ["WOOLYAI_EXECUTOR_URL"] = running.endpoints[0].replace("://", f"://{running.token}@", 1)
         os.environ["WOOLYAI_CAPTURE"] = "1"

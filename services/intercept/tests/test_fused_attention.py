@@ -87,6 +87,24 @@ def test_batch_of_gradients_of_attention_equals_single_ones(cuda, dropout):
     torch.testing.assert_close(mapped, single)
 
 
+def test_attention_of_float64_has_second_derivatives(cuda):
+    q = torch.rand(2, 1, 2, 2, dtype=torch.float64, device=cuda, requires_grad=True)
+    assert torch.autograd.gradgradcheck(lambda q: attend(q, q, q), (q,))
+
+
+def test_attention_of_vectors_raises_the_error_of_pytorch(cuda):
+    with pytest.raises(RuntimeError, match="at least 2 dimensional"):
+        attend(*[torch.rand(4, device=cuda)] * 3)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_choice_for_nested_tensors_is_cudas(cuda):
+    for dtype, kernel in ((torch.float16, SDPBackend.FLASH_ATTENTION), (torch.float32, SDPBackend.EFFICIENT_ATTENTION)):
+        q = torch.nested.nested_tensor([torch.rand(n, 2, 8, dtype=dtype) for n in (3, 5)], device=cuda).transpose(1, 2)
+        assert torch._fused_sdp_choice(q, q, q) == kernel.value
+        assert attend(q, q, q).is_nested
+
+
 def test_multi_head_attention_without_weights_returns_none(cuda):
     q = torch.rand(2, 3, 8, device=cuda)
     weights = [torch.rand(n, device=cuda) for n in ((24, 8), (24,), (8, 8), (8,))]

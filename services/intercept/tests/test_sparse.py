@@ -398,3 +398,21 @@ def test_products_of_short_numbers_are_added_in_float32(cuda, layout, dtype):
     step = torch.finfo(dtype).eps  # of one rounding: integers up to 2^8 and 2^11 are exact
     for name, t in found.items():
         torch.testing.assert_close(t.cpu().float(), exact, atol=step, rtol=step, msg=name)
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
+@pytest.mark.parametrize("grad", [True, False])
+def test_linear_layer_takes_sparse_weights(cuda, layout, grad):
+    x, bias = DENSE + 1, None if layout is torch.sparse_coo else torch.arange(3.0)
+    with torch.set_grad_enabled(grad):
+        found = nn.functional.linear(
+            x.to(cuda), DENSE.to(cuda).to_sparse(layout=layout), None if bias is None else bias.to(cuda)
+        )
+    torch.testing.assert_close(found.cpu(), nn.functional.linear(x, DENSE, bias))
+
+
+def test_error_of_sparse_sum_with_host_tensor_is_cudas(cuda):
+    with pytest.raises(RuntimeError, match="add: expected 'self' to be a CUDA tensor, but got a CPU tensor"):
+        torch.zeros(3, 3) + coo(cuda)
+    with pytest.raises(RuntimeError, match="Input is supposed to be a vector"):
+        torch._convert_indices_from_coo_to_csr(torch.zeros(2, 2, dtype=torch.int64, device=cuda), size=3)

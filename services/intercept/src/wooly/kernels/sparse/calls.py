@@ -236,6 +236,8 @@ def _summed(packet: str, record: Callable[..., Any]) -> Callable[..., Any]:
     add = getattr(torch, packet)
 
     def run(a: Any, b: Any, **kwargs: Any) -> Any:
+        if packet == "add" and isinstance(a, Tensor) and a.is_cpu and a.dim() and not is_sparse(a):
+            raise RuntimeError("add: expected 'self' to be a CUDA tensor, but got a CPU tensor")  # CUDA's error
         if a is b and is_sparse(a) and a.layout is not torch.sparse_coo:
             values = components(a)[1]
             return _with_values(a, add(values, values, **kwargs))
