@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from datetime import timedelta
 from functools import cache, wraps
 from pathlib import Path
-from types import CellType, FunctionType
+from types import CellType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -956,6 +956,13 @@ class ProfilerMethods:
 DeviceType: Any = torch._C._autograd.DeviceType
 #: The state of a profiler that records the host with Kineto.
 KINETO: Any = torch._C._profiler.ProfilerState.KINETO
+
+
+def random_number_primitives() -> ModuleType:
+    """The module of the operators that draw random numbers of a given seed and offset."""
+    import torch._prims.rng_prims
+
+    return torch._prims.rng_prims
 
 
 def run_profiler_hooks(*, start: bool) -> None:
