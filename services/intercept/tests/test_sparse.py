@@ -416,3 +416,12 @@ def test_error_of_sparse_sum_with_host_tensor_is_cudas(cuda):
         torch.zeros(3, 3) + coo(cuda)
     with pytest.raises(RuntimeError, match="Input is supposed to be a vector"):
         torch._convert_indices_from_coo_to_csr(torch.zeros(2, 2, dtype=torch.int64, device=cuda), size=3)
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_csr, torch.sparse_csc])
+def test_product_of_sparse_matrices_can_be_used_again(cuda, layout):
+    g = torch.Generator().manual_seed(3)
+    dense = torch.rand(20, 20, generator=g) * (torch.rand(20, 20, generator=g) > 0.7)
+    a = dense.to(cuda).to_sparse(layout=layout)
+    product = a @ a  # the library leaves the elements of a row in any order
+    torch.testing.assert_close((product @ a).to_dense().cpu(), dense @ dense @ dense)
