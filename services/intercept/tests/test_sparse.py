@@ -425,3 +425,25 @@ def test_product_of_sparse_matrices_can_be_used_again(cuda, layout):
     a = dense.to(cuda).to_sparse(layout=layout)
     product = a @ a  # the library leaves the elements of a row in any order
     torch.testing.assert_close((product @ a).to_dense().cpu(), dense @ dense @ dense)
+
+
+@pytest.mark.filterwarnings("ignore:torch.triangular_solve is deprecated")
+@pytest.mark.parametrize("layout", [torch.sparse_csr, torch.sparse_bsr])
+@pytest.mark.parametrize("upper", [True, False])
+def test_triangular_sparse_system_is_solved(cuda, layout, upper):
+    matrix = torch.rand(4, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64) + 4 * torch.eye(4)
+    b = torch.arange(8.0, dtype=torch.float64).reshape(4, 2)
+    sparse = matrix.to(cuda).to_sparse(layout=layout, blocksize=(2, 2) if layout is torch.sparse_bsr else None)
+    found = torch.triangular_solve(b.to(cuda), sparse, upper=upper)
+    expected = torch.linalg.solve_triangular(matrix.triu() if upper else matrix.tril(), b, upper=upper)
+    torch.testing.assert_close(found.solution.cpu(), expected)
+    assert found.cloned_coefficient.numel() == 0
+    nothing = torch.zeros(4, 4, dtype=torch.float64, device=cuda).to_sparse_csr()
+    assert torch.triangular_solve(b.to(cuda), nothing).solution.isnan().all()
+
+
+def test_product_of_sparse_matrices_takes_half_precision(cuda):
+    a = coo(cuda).half().coalesce()
+    found = torch.ops.aten._sparse_sparse_matmul(a, a)
+    dense = coo("cpu").to_dense()
+    assert found.dtype is torch.float16 and torch.equal(found.to_dense().float().cpu(), dense @ dense)

@@ -40,7 +40,7 @@ HOST_KEYS = {"SparsePrivateUse1": "SparseCPU", "SparseCsrPrivateUse1": "SparseCs
 #: Operators whose result has the indices of an argument, and the position of that argument.
 _SAME_INDICES = {"sparse_mask": 1}
 #: Products of a matrix. CUDA's take float16 and bfloat16 and add in float32; those of the CPU do not take them for all layouts.
-_PRODUCTS = frozenset(("mm", "addmm", "mv", "addmv"))
+_PRODUCTS = frozenset(("mm", "addmm", "mv", "addmv", "_sparse_sparse_matmul"))
 _SHORT = (torch.float16, torch.bfloat16)
 #: In-place operators on the values of compressed tensors.
 _FILLING = ("fill_", "normal_")
@@ -81,6 +81,8 @@ class SparseCalls:
         packet = op.overloadpacket.__name__
         if packet == "_sparse_broadcast_to":
             return broadcast_to
+        if str(op) == "aten.triangular_solve.X":
+            return _solve_triangular
         if is_container_operator(packet):
             return redispatch_sparse_host(op, HOST_KEYS[key])
 
@@ -265,6 +267,24 @@ def _widened(op: OpOverload, record: Callable[..., Any]) -> Callable[..., Any]:
         return result if target is None else target.copy_(result)
 
     return run
+
+
+def _solve_triangular(
+    b: Tensor,
+    a: Tensor,
+    upper: bool = True,
+    transpose: bool = False,
+    unitriangular: bool = False,
+    *,
+    X: Tensor,  # ATen's names
+    M: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """`aten.triangular_solve` with a sparse matrix, which is made dense. The CPU's kernel for sparse ones may end the process."""
+    if not a._nnz():
+        X.fill_(torch.nan)
+    else:
+        X.copy_(aten.triangular_solve.default(b, a.to_dense(), upper, transpose, unitriangular)[0])
+    return X, M
 
 
 def _masked(record: Callable[..., Any]) -> Callable[..., Any]:
