@@ -758,6 +758,7 @@ def test_data_assignment_to_tensor_in_graph_works(cuda):
         kept.sum().backward()
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize("change", [torch.Tensor.conj, torch.Tensor.to_sparse])
 def test_data_assignment_of_special_tensor_from_other_device_works(cuda, change):
     values = torch.tensor([[1 + 1j, 2j], [0, 3]])
