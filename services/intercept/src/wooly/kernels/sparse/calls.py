@@ -280,7 +280,7 @@ def _solve_triangular(
     M: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """`aten.triangular_solve` with a sparse matrix, which is made dense. The CPU's kernel for sparse ones may end the process."""
-    if not a._nnz():
+    if not components(a)[1].numel():
         X.fill_(torch.nan)
     else:
         X.copy_(aten.triangular_solve.default(b, a.to_dense(), upper, transpose, unitriangular)[0])
