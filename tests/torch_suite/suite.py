@@ -65,8 +65,8 @@ def listed(path):
 
 
 def twin(test):
-    """The CPU's name of a test: `TestXCUDA.test_y_cuda_float32` is `TestXCPU.test_y_cpu_float32` there."""
-    if not test:  # the file itself
+    """The CPU's name of a test: `TestXCUDA.test_y_cuda_float32` is `TestXCPU.test_y_cpu_float32` there; "" is the file itself."""
+    if not test:
         return test
     group, _, name = test.partition(".")
     return f"{re.sub('CUDA$', 'CPU', group)}.{re.sub('_cuda(?=_|$)', '_cpu', name)}"

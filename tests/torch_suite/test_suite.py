@@ -92,6 +92,13 @@ def test_alone_leaves_out_what_fails_on_the_cpu_too():
     assert set(suite.alone(device, host)) == {"TCUDA.test_b_cuda", "TCUDA.test_c_cuda"}
 
 
+def test_file_that_loads_on_neither_side_does_not_fail_alone(tmp_path):
+    path = tmp_path / "test_old.py"
+    path.write_text("import no_such_module")
+    row = suite.check(path, set(), suite.ALL, 5.0, tmp_path, suite.Outcomes())
+    assert (row["both"], row["crash"], row["alone"]) == (1, 0, {})
+
+
 def test_judge_names_unlisted_failures_and_lines_that_pass():
     device = {"T.a": ("fail", "x"), "T.b": ("pass", ""), "T.c": ("fail", "y")}
     failing = {"T.a": ("fail", "x"), "T.c": ("fail", "y")}

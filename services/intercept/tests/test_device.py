@@ -762,25 +762,75 @@ def on_host_with_gradient():
 
 def test_data_assignment_from_other_device_works(cuda):
     weight = on_host_with_gradient()
-    weight.label = "mine"
+    weight.label, address = "mine", weight._cdata
     optimizer = torch.optim.SGD([weight], lr=0.5)
     weight.data = weight.data.cuda()
     assert isinstance(weight, nn.Parameter) and weight.is_leaf and weight.requires_grad and weight.label == "mine"
-    assert weight.is_cuda and weight.grad.is_cuda
+    assert weight.is_cuda and weight.grad.is_cpu and weight._cdata == address  # as CUDA
     weight.grad.data = weight.grad.data.cuda()
     optimizer.step()
     assert weight.tolist() == [-0.5, 0.5, 1.5]
     weight.data = torch.zeros(2)
-    assert weight.tolist() == [0, 0] and not weight.is_cuda and weight.grad is None
+    assert weight.tolist() == [0, 0] and not weight.is_cuda and weight.grad.is_cuda
 
 
-def test_data_assignment_to_tensor_in_graph_raises(cuda):
+def test_data_assignment_to_tensor_in_graph_works(cuda):
     weight = nn.Parameter(torch.ones(3))
-    kept = (weight * weight).exp()
-    with pytest.raises(RuntimeError, match="while a graph or another object holds"):
-        weight.data = torch.ones(3, device=cuda)
-    kept.sum().backward()
-    assert weight.grad.is_cpu
+    view, kept = weight[1:], (weight * 2).exp()
+    weight.data = torch.full((3,), 5.0, device=cuda)
+    assert weight.is_cuda and view._base is weight and view.is_cpu and view.tolist() == [1, 1]
+    (weight * 2).sum().backward()
+    assert weight.grad.tolist() == [2, 2, 2] and weight.grad.is_cuda
+    with pytest.raises(RuntimeError, match="device"):  # as CUDA: the gradient of the host
+        kept.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("change", [torch.Tensor.conj, torch.Tensor.to_sparse])
+def test_data_assignment_of_special_tensor_from_other_device_works(cuda, change):
+    values = torch.tensor([[1 + 1j, 2j], [0, 3]])
+    t, expected = change(torch.ones_like(values)), change(values).to_dense().resolve_conj()
+    t.data = change(values.to(cuda))
+    assert t.is_cuda and torch.equal((t * 2).to_dense().cpu(), expected * 2)
+    t.data = change(values)
+    assert t.is_cpu and torch.equal((t * 2).to_dense(), expected * 2)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+def test_data_assignment_of_other_layout_raises(cuda):
+    weight = torch.ones(2, 2)
+    with pytest.raises(RuntimeError, match="incompatible tensor type"):
+        weight.data = torch.ones(2, 2, device=cuda).to_sparse()
+    compressed = torch.ones(2, 2).to_sparse_csr()
+    with pytest.raises(RuntimeError, match="incompatible tensor type"):  # PyTorch would not copy the values
+        compressed.data = torch.ones(2, 2, device=cuda).to_sparse_csr()
+    assert weight.is_cpu and (weight + 1).tolist() == [[2, 2], [2, 2]]
+
+
+def test_module_conversion_changes_the_memory_of_its_tensors(cuda):
+    model = nn.Linear(2, 2)
+    model.weight.grad = torch.ones(2, 2)
+    kept = [model.weight, model.weight.grad]
+    before, view = [t._cdata for t in kept], model.weight[:]
+    model.to(cuda).double()
+    assert [t._cdata for t in (model.weight, model.weight.grad)] == before
+    assert all(t.is_cuda and t.dtype is torch.float64 for t in kept)
+    assert view.is_cpu and view._base is model.weight
+    optimizer = torch.optim.SGD(model.parameters(), 1)
+    expected = (model.weight - 1).tolist()
+    optimizer.step()
+    assert model.weight.tolist() == expected and model.cpu().weight.tolist() == expected
+
+
+def test_module_conversion_makes_new_tensors_if_the_script_wants_them(cuda):
+    model = nn.Linear(2, 2)
+    before = model.weight
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    try:
+        model.to(cuda)
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(False)
+    assert before.is_cpu and model.weight.is_cuda
 
 
 def test_data_assignment_of_meta_tensor_raises_error_of_pytorch(cuda):

@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+import torch.nn.attention.bias
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as attend
 
@@ -29,6 +30,87 @@ def test_fused_kernel_alone_computes_attention_with_gradients(cuda, kernel):
         found = with_gradients(attend(*there, is_causal=True), there)
     for a, b in zip(found, with_gradients(attend(*here, is_causal=True), here), strict=True):
         torch.testing.assert_close(a, b, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("kernel", [*FUSED, None])
+def test_undefined_gradient_of_attention_gives_undefined_gradients(cuda, kernel):
+    class Nothing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return None
+
+    tensors = three(cuda, 2, 4, 6, 8)
+    with sdpa_kernel([*FUSED, SDPBackend.MATH] if kernel is None else kernel):
+        out = attend(*tensors)
+        found = torch.autograd.grad(Nothing.apply(out).sum(), tensors, allow_unused=True)
+        assert found == (None, None, None)
+        assert all(g is not None for g in torch.autograd.grad(attend(*tensors).sum(), tensors))
+
+
+@pytest.mark.parametrize(("length", "keys"), [(3, 5), (5, 3), (4, 4)])
+@pytest.mark.parametrize("dropout", [0.0, 1e-9])  # with dropout, the call is composed
+def test_last_causal_query_of_flash_attention_sees_all_keys(cuda, length, keys, dropout):
+    q, k, v = three(cuda, 2, 4, length, 8, keys=(2, 4, keys, 8))
+    out, logs, *_ = aten._scaled_dot_product_flash_attention(q, k, v, dropout, True)
+    seen = torch.ones(length, keys, dtype=torch.bool).tril(keys - length)
+    scores = (q.detach().float().cpu() @ k.detach().float().cpu().transpose(2, 3) / 8**0.5).masked_fill(
+        ~seen, -torch.inf
+    )
+    exact = torch.softmax(scores, 3).nan_to_num(0) @ v.detach().float().cpu()
+    torch.testing.assert_close(out.float().cpu(), exact, atol=2e-3, rtol=2e-3)
+    torch.testing.assert_close(logs.float().cpu(), scores.logsumexp(3), atol=2e-3, rtol=2e-3)
+    grads = torch.autograd.grad(out.float().square().sum(), (q, k, v))
+    assert all(g.isfinite().all().item() and g.abs().sum().item() > 0 for g in grads)
+
+
+def test_lower_right_causal_bias_equals_its_mask(cuda):
+    q, k, v = three(cuda, 1, 1, 23, 15, keys=(1, 1, 56, 15))
+    bias = torch.nn.attention.bias.causal_lower_right(23, 56)
+    expected = attend(q, k, v, attn_mask=bias._materialize(cuda))
+    torch.testing.assert_close(attend(q, k, v, attn_mask=bias), expected, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_batch_of_gradients_of_attention_equals_single_ones(cuda, dropout):
+    q = torch.rand(2, 3, 4, 5, dtype=torch.float64, device=cuda, requires_grad=True)
+    out = attend(q, q, q, dropout_p=dropout)
+    some = torch.rand(3, *out.shape, dtype=torch.float64, device=cuda)
+    single = torch.stack([torch.autograd.grad(out, q, g, retain_graph=True)[0] for g in some])
+    (batched,) = torch.autograd.grad(out, q, some, is_grads_batched=True, retain_graph=True)
+    mapped = torch.func.vmap(lambda g: torch.autograd.grad(out, q, g, retain_graph=True)[0])(some)
+    torch.testing.assert_close(batched, single)
+    torch.testing.assert_close(mapped, single)
+
+
+def test_attention_of_float64_has_second_derivatives(cuda):
+    q = torch.rand(2, 1, 2, 2, dtype=torch.float64, device=cuda, requires_grad=True)
+    assert torch.autograd.gradgradcheck(lambda q: attend(q, q, q), (q,))
+
+
+def test_attention_of_vectors_raises_the_error_of_pytorch(cuda):
+    with pytest.raises(RuntimeError, match="at least 2 dimensional"):
+        attend(*[torch.rand(4, device=cuda)] * 3)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_choice_for_nested_tensors_is_cudas(cuda):
+    for dtype, kernel in ((torch.float16, SDPBackend.FLASH_ATTENTION), (torch.float32, SDPBackend.EFFICIENT_ATTENTION)):
+        q = torch.nested.nested_tensor([torch.rand(n, 2, 8, dtype=dtype) for n in (3, 5)], device=cuda).transpose(1, 2)
+        assert torch._fused_sdp_choice(q, q, q) == kernel.value
+        assert attend(q, q, q).is_nested
+
+
+def test_multi_head_attention_without_weights_returns_none(cuda):
+    q = torch.rand(2, 3, 8, device=cuda)
+    weights = [torch.rand(n, device=cuda) for n in ((24, 8), (24,), (8, 8), (8,))]
+    with torch.no_grad():
+        assert torch._native_multi_head_attention(q, q, q, 8, 2, *weights, None, need_weights=False)[1] is None
+        assert torch._native_multi_head_attention(q, q, q, 8, 2, *weights, None)[1].shape == (2, 3, 3)
 
 
 def test_gradients_of_shared_heads_are_added_in_float32(cuda):

@@ -220,3 +220,9 @@ def test_event_without_handle_raises(cuda):
             getattr(torch.cuda.Event(enable_timing=True, interprocess=True), use)()
     with pytest.raises(RuntimeError, match="handle of an event"):
         torch.cuda.Event.from_ipc_handle(0, b"x" * 64)
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_storage_that_is_not_on_the_device_is_refused(cuda, device):
+    with pytest.raises(RuntimeError, match="only available on CUDA"):
+        torch.empty(3, device=device).untyped_storage()._share_cuda_()

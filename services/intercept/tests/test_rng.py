@@ -155,3 +155,27 @@ def test_checkpoint_keeps_autocast(cuda, reentrant):
         y = checkpoint(block, x, use_reentrant=reentrant)
     y.sum().backward()
     assert seen == [torch.bfloat16] * 2
+
+
+def test_functionalised_random_numbers_equal_those_of_the_eager_function(cuda, monkeypatch):
+    from functorch.compile import aot_function, nop
+
+    monkeypatch.setattr("torch._functorch.config.functionalize_rng_ops", True)
+
+    class Noisy(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return torch.rand_like(x) * (torch.rand(x.shape, device=x.device) + x)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * torch.rand_like(grad)
+
+    results = []
+    for function in (Noisy.apply, aot_function(Noisy.apply, nop, nop)):
+        torch.cuda.manual_seed(5)
+        x = torch.ones(300, 20, device=cuda, requires_grad=True)
+        y = function(x)
+        y.sum().backward()
+        results.append((y.detach(), x.grad, torch.rand(3, device=cuda)))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

@@ -308,3 +308,142 @@ def test_spsolve_raises_the_error_of_builds_without_cudss(cuda):
     a = torch.eye(3).to_sparse_csr().to(cuda)
     with pytest.raises(RuntimeError, match="requires compiling PyTorch with CUDA cuDSS"):
         torch.sparse.spsolve(a, torch.ones(3, device=cuda))
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
+@pytest.mark.parametrize("make", [torch.empty, torch.zeros])
+def test_factories_make_sparse_tensors(cuda, make, layout):
+    made = make((2, 3), layout=layout, device=cuda, dtype=torch.int16)
+    assert made.is_cuda and made.layout is layout and made.dtype is torch.int16 and made._nnz() == 0
+    assert not (made + made).to_dense().cpu().any()
+    if layout is not torch.sparse_coo:
+        with pytest.raises(RuntimeError, match=f"torch.{make.__name__}: Only batched sparse compressed"):
+            make((3,), layout=layout, device=cuda)
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_csr, torch.sparse_bsc])
+def test_compressed_tensor_without_content_has_the_sizes_of_the_cpu(cuda, layout):
+    block = (1, 2) if layout is torch.sparse_bsc else ()
+    found, expected = [
+        torch.ops.aten._sparse_compressed_tensor_with_dims(
+            4, 1, (2, 6, 4, 3), block, torch.int32, dtype=torch.float64, layout=layout, device=device
+        )
+        for device in (cuda, "cpu")
+    ]
+    assert found.is_cuda and found.shape == expected.shape and found.layout is layout
+    assert [(p.shape, p.dtype) for p in parts(found)] == [(p.shape, p.dtype) for p in parts(expected)]
+
+
+def test_compressed_matrix_changes_its_size(cuda):
+    ours, theirs = csr(cuda), csr("cpu")
+    for size in ((5, 7), (2, 7)):
+        ours.resize_(size)
+        theirs.resize_(size)
+        assert_same(ours, theirs)
+    with pytest.raises(RuntimeError, match="Resizing columns of sparse CSR tensors to a smaller value"):
+        ours.resize_(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dense", "wanted"), [((1, 3), 0, (4, 3)), ((3, 1), 0, (2, 3, 4)), ((2, 1, 2), 1, (2, 3, 2))]
+)
+def test_sparse_tensor_is_expanded(cuda, shape, dense, wanted):
+    t = torch.arange(1.0, 1 + torch.Size(shape).numel()).reshape(shape).to_sparse(len(shape) - dense)
+    expected = t.to_dense().expand(wanted).to_sparse(len(wanted) - dense)
+    assert_same(torch._sparse_broadcast_to(t.to(cuda), wanted), expected)
+    twice = torch.sparse_coo_tensor(t.indices().repeat(1, 2), t.values().repeat((2,) + (1,) * dense), shape)
+    found = torch._sparse_broadcast_to(twice.to(cuda), wanted)
+    assert not found.is_coalesced() and torch.equal(found.to_dense().cpu(), 2 * expected.to_dense())
+    with pytest.raises(RuntimeError, match="cannot be expanded"):
+        torch._sparse_broadcast_to(t.to(cuda), (7, 7, 7))
+
+
+def test_products_and_sums_of_hybrid_compressed_tensors_equal_cpu(cuda):
+    ours, theirs = [torch.arange(24.0, device=d).reshape(3, 4, 2).to_sparse_csr(dense_dim=1) for d in (cuda, "cpu")]
+    assert_same(ours * ours, theirs * theirs)
+    assert_same(
+        torch._sparse_csr_sum(csr(cuda), (0, 1), keepdim=True), torch._sparse_csr_sum(csr("cpu"), (0, 1), keepdim=True)
+    )
+
+
+@pytest.mark.parametrize("number", [2, torch.tensor(2.0)])
+def test_number_times_batch_of_compressed_matrices(cuda, number):
+    batch = torch.ones(2, 3, 3)
+    assert_same(number * batch.to(cuda).to_sparse_csr(), number * batch.to_sparse_csr())
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_csr, torch.sparse_csc])
+def test_mask_of_dense_matrix_does_not_wait(cuda, layout):
+    ours, theirs = [DENSE.to(d).to_sparse(layout=layout) for d in (cuda, "cpu")]
+    link, dense = api.attached_links()[0], DENSE.to(cuda)
+    before = link.syncs
+    found = (dense * 2).sparse_mask(ours)
+    assert link.syncs == before
+    assert_same(found, (DENSE * 2).sparse_mask(theirs))
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_products_of_short_numbers_are_added_in_float32(cuda, layout, dtype):
+    matrix, other, added = DENSE.to(dtype), (DENSE - 4).to(dtype), torch.full((3, 3), 0.25, dtype=dtype)
+    sparse, dense, to = matrix.to(cuda).to_sparse(layout=layout), other.to(cuda), added.to(cuda)
+    exact = matrix.float() @ other.float()
+    found = {
+        "mm": sparse @ dense,
+        "addmm": torch.addmm(to, sparse, dense, beta=4).float() - 1,
+        "in place": to.clone().addmm_(sparse, dense, beta=4).float() - 1,
+        "out": torch.mm(sparse, dense, out=torch.empty_like(dense)),
+        "mv": torch.stack([sparse.mv(column) for column in dense.t().contiguous()], 1),
+    }
+    step = torch.finfo(dtype).eps  # of one rounding: integers up to 2^8 and 2^11 are exact
+    for name, t in found.items():
+        torch.testing.assert_close(t.cpu().float(), exact, atol=step, rtol=step, msg=name)
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
+@pytest.mark.parametrize("grad", [True, False])
+def test_linear_layer_takes_sparse_weights(cuda, layout, grad):
+    x, bias = DENSE + 1, None if layout is torch.sparse_coo else torch.arange(3.0)
+    with torch.set_grad_enabled(grad):
+        found = nn.functional.linear(
+            x.to(cuda), DENSE.to(cuda).to_sparse(layout=layout), None if bias is None else bias.to(cuda)
+        )
+    torch.testing.assert_close(found.cpu(), nn.functional.linear(x, DENSE, bias))
+
+
+def test_error_of_sparse_sum_with_host_tensor_is_cudas(cuda):
+    with pytest.raises(RuntimeError, match="add: expected 'self' to be a CUDA tensor, but got a CPU tensor"):
+        torch.zeros(3, 3) + coo(cuda)
+    with pytest.raises(RuntimeError, match="Input is supposed to be a vector"):
+        torch._convert_indices_from_coo_to_csr(torch.zeros(2, 2, dtype=torch.int64, device=cuda), size=3)
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_csr, torch.sparse_csc])
+def test_product_of_sparse_matrices_can_be_used_again(cuda, layout):
+    g = torch.Generator().manual_seed(3)
+    dense = torch.rand(20, 20, generator=g) * (torch.rand(20, 20, generator=g) > 0.7)
+    a = dense.to(cuda).to_sparse(layout=layout)
+    product = a @ a  # the library leaves the elements of a row in any order
+    torch.testing.assert_close((product @ a).to_dense().cpu(), dense @ dense @ dense)
+
+
+@pytest.mark.filterwarnings("ignore:torch.triangular_solve is deprecated")
+@pytest.mark.parametrize("layout", [torch.sparse_csr, torch.sparse_bsr])
+@pytest.mark.parametrize("upper", [True, False])
+def test_triangular_sparse_system_is_solved(cuda, layout, upper):
+    matrix = torch.rand(4, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64) + 4 * torch.eye(4)
+    b = torch.arange(8.0, dtype=torch.float64).reshape(4, 2)
+    sparse = matrix.to(cuda).to_sparse(layout=layout, blocksize=(2, 2) if layout is torch.sparse_bsr else None)
+    found = torch.triangular_solve(b.to(cuda), sparse, upper=upper)
+    expected = torch.linalg.solve_triangular(matrix.triu() if upper else matrix.tril(), b, upper=upper)
+    torch.testing.assert_close(found.solution.cpu(), expected)
+    assert found.cloned_coefficient.numel() == 0
+    nothing = torch.zeros(4, 4, dtype=torch.float64, device=cuda).to_sparse_csr()
+    assert torch.triangular_solve(b.to(cuda), nothing).solution.isnan().all()
+
+
+def test_product_of_sparse_matrices_takes_half_precision(cuda):
+    a = coo(cuda).half().coalesce()
+    found = torch.ops.aten._sparse_sparse_matmul(a, a)
+    dense = coo("cpu").to_dense()
+    assert found.dtype is torch.float16 and torch.equal(found.to_dense().float().cpu(), dense @ dense)

@@ -224,13 +224,29 @@ def test_nvtx_ranges_nest(cuda):
 @pytest.mark.parametrize(
     ("call", "hint"),
     [
-        (lambda: torch.cuda.ExternalStream(1234), r"use torch\.cuda\.Stream\(\)"),
+        (lambda: torch.cuda.ExternalStream(1 << 40), r"use torch\.cuda\.Stream\(\)"),
     ],
 )
 def test_unsupported_call_error_has_advice(cuda, call, hint):
     with pytest.raises(NotImplementedError, match=hint):
         call()
     assert not torch.cuda.is_current_stream_capturing()
+
+
+def test_dlpack_passes_between_streams_of_the_process(cuda):
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    with torch.cuda.stream(first):
+        x = torch.arange(3.0, device="cuda") + 1
+        y = torch.from_dlpack(x)
+    assert torch.cuda.ExternalStream(second.cuda_stream) == second and second.cuda_stream not in (
+        0,
+        1,
+        2,
+        first.cuda_stream,
+    )
+    z = torch.from_dlpack(x.__dlpack__(stream=second.cuda_stream))
+    y += 1
+    assert x.tolist() == z.tolist() == [2, 3, 4] and z.is_cuda
 
 
 def test_sleep_occupies_device_and_does_not_wait(cuda):

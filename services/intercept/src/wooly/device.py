@@ -155,7 +155,7 @@ class RegisteredDevice:
         for name, kernel in NestedAttention(self._attention).kernels().items():
             library.impl(name, kernel, "NestedTensorPrivateUse1")
         library.impl("scaled_dot_product_attention", attention.nested_attention, "AutogradNestedTensor")
-        self._libraries += register_sparse(SparseCalls(self.generic))
+        self._libraries += register_sparse(SparseCalls(self.generic), self.devices)
         self._libraries += register_quantised(self.devices)
         if native.module is not None:
             self._register_native(native.module)

@@ -22,6 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from wooly_wis.frames import IPC_EXPORT, IPC_IMPORT, IPC_NAME_BYTES, IPC_RELEASE
 
 from wooly.device import current_devices
+from wooly.devices import NAME
 from wooly.errors import WoolyError
 from wooly.link import SharedStorage
 from wooly.python_private import fenced_semaphores
@@ -96,9 +97,11 @@ def share_storage(storage: torch.UntypedStorage) -> tuple[Any, ...]:
         it. The executor counts references, so the handle takes the place of the counter's. There is no event.
 
     Raises:
-        RuntimeError: the storage was received from another process.
+        RuntimeError: the storage was received from another process, or it is not on the device.
         WoolyError: the executor cannot share it.
     """
+    if raw_storage_device(storage).type != NAME:
+        raise RuntimeError("_share_cuda_: only available on CUDA")
     index, nbytes = raw_storage_device(storage).index, storage.nbytes()
     if not nbytes:
         return index, None, 0, 0, None, 0, None, False

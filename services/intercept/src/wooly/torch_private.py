@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from datetime import timedelta
 from functools import cache, wraps
 from pathlib import Path
-from types import CellType, FunctionType
+from types import CellType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -79,7 +79,7 @@ OpOverloadPacket = torch._ops.OpOverloadPacket
 BaseGenerator = torch._C.Generator
 BaseStream = torch._C.Stream
 BaseEvent = torch._C.Event
-#: PyTorch's own descriptors of `Tensor.data` and `Tensor.grad`. The facade puts others on `torch.Tensor`.
+#: PyTorch's own descriptors of `Tensor.data` (see `set_data`, too) and `Tensor.grad`. The facade puts others on `torch.Tensor`.
 tensor_data: Any = TensorBase.data
 tensor_grad: Any = TensorBase.grad
 #: The number of the device type CUDA, for streams and events.
@@ -518,6 +518,129 @@ def without_memory(make: Callable[[], torch.Tensor], device: torch.device) -> to
     return made
 
 
+_HOST = torch.device("cpu")
+
+
+class _Device(ctypes.Structure):
+    """c10::Device."""
+
+    _fields_ = (("type", ctypes.c_int8), ("index", ctypes.c_int8))
+
+
+#: `c10::TensorImpl::_change_backend_component_keys(c10::Device)` as Linux and macOS name it, and as Windows does.
+_CHANGE_BACKEND = (
+    "_ZN3c1010TensorImpl30_change_backend_component_keysENS_6DeviceE",
+    "?_change_backend_component_keys@TensorImpl@c10@@QEAAXUDevice@2@@Z",
+)
+
+
+@cache
+def _kinds() -> dict[str, int]:
+    """The numbers of the device types of the CPU and of PrivateUse1, by name."""
+    return {
+        _HOST.type: int(DeviceType.CPU.value),
+        torch._C._get_privateuse1_backend_name(): int(DeviceType.PrivateUse1.value),
+    }
+
+
+@cache
+def _change_backend() -> Callable[[torch.Tensor, torch.device], None]:
+    """A function that changes in place which device's kernels PyTorch calls for a tensor. It does not touch the tensor's memory.
+
+    Raises:
+        NotImplementedError: this build of PyTorch does not export the function.
+    """
+    for path in (Path(torch.__file__).parent / "lib").glob("*c10.*"):
+        with contextlib.suppress(OSError):
+            library = ctypes.CDLL(str(path))
+            for name in _CHANGE_BACKEND:
+                change = getattr(library, name, None)
+                if change is not None:
+                    change.restype, change.argtypes = None, [ctypes.c_void_p, _Device]
+                    return lambda t, device: change(t._cdata, _Device(_kinds()[device.type], 0))
+    raise NotImplementedError(
+        f"a tensor cannot move between host and device in place with torch {torch.__version__} on this system; "
+        "install a release from 2.11 to 2.15 for Linux or macOS"
+    )
+
+
+def _as_host(t: torch.Tensor) -> torch.Tensor:
+    """An alias of a device tensor for which PyTorch calls the CPU's kernels. Only its properties may be used."""
+    alias: torch.Tensor = make_subclass(torch.Tensor, t, device_for_backend_keys=_HOST)
+    return alias
+
+
+def _moves_in_place(t: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether both are tensors of the CPU or of PrivateUse1, at least one of them the latter, without a wrapper around them."""
+    kinds = {raw_device(t).type, raw_device(value).type}
+    return kinds <= _kinds().keys() and kinds != {_HOST.type} and not is_wrapper(t) and not is_wrapper(value)
+
+
+def have_compatible_data(t: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether `t.data = value` is possible: `torch._has_compatible_shallow_copy_type`, for PrivateUse1 as for CUDA."""
+    if _leaves_components(t, value):
+        return False
+    if _compatible_data(t, value):
+        return True
+    if not _moves_in_place(t, value) or isinstance(t, UninitializedTensorMixin):
+        return False
+    return _compatible_data(_as_host(t), _as_host(value))
+
+
+def set_data(t: torch.Tensor, value: torch.Tensor) -> None:
+    """`t.data = value`, which for PrivateUse1 works as for CUDA: also between the host and a device.
+
+    PyTorch exchanges the memory of tensors only if both have the same backend, or backends of a list that has CUDA and not
+    PrivateUse1. So both are tensors of the CPU while it does so. No kernel runs meanwhile.
+
+    Raises:
+        RuntimeError: the tensors have different layouts, or are compressed ones of different devices, or `t` requires gradients,
+            which the dtype of `value` cannot have.
+        NotImplementedError: this build of PyTorch does not export the function that changes a tensor's backend.
+    """
+    if isinstance(value, torch.Tensor) and _leaves_components(t, value):
+        raise RuntimeError(
+            "incompatible tensor type: data of another device cannot be assigned to a compressed sparse tensor, because PyTorch "
+            "would leave its indices and values where they are; make a new tensor"
+        )
+    if not isinstance(value, torch.Tensor) or not _moves_in_place(t, value) or _same_keys(t, value):
+        tensor_data.__set__(t, value)
+        return
+    change, host = _change_backend(), _as_host(value)
+    with torch._C.DisableTorchFunction():
+        change(t, _HOST)
+        try:
+            tensor_data.__set__(t, host)
+        finally:
+            change(t, _device(t))
+
+
+def _leaves_components(t: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether PyTorch would assign the properties of `value`, but not its components: compressed tensors of two devices."""
+    return (
+        t.layout is not torch.strided
+        and t.layout is not torch.sparse_coo
+        and t.layout is value.layout
+        and _device(t) != _device(value)
+    )
+
+
+def _same_keys(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch._C._dispatch_keys(a) == torch._C._dispatch_keys(b)
+
+
+_compatible_data: Callable[[torch.Tensor, torch.Tensor], bool] = torch._has_compatible_shallow_copy_type
+
+
+def compatible_data_patch() -> tuple[Any, str, Any]:
+    """The patch (owner, name, value) of the question whether the data of a tensor can become those of another one."""
+
+    def answer(*args: Any, **kwargs: Any) -> bool:  # TorchDynamo compares the signature with that of its own version
+        return have_compatible_data(*args, **kwargs)
+
+    return (torch, "_has_compatible_shallow_copy_type", answer)
+
+
 def coo_components(t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Indices and values of a COO tensor, which may be unsorted or repeated."""
     return t._indices(), t._values()
@@ -835,6 +958,13 @@ DeviceType: Any = torch._C._autograd.DeviceType
 KINETO: Any = torch._C._profiler.ProfilerState.KINETO
 
 
+def random_number_primitives() -> ModuleType:
+    """The module of the operators that draw random numbers of a given seed and offset."""
+    import torch._prims.rng_prims
+
+    return torch._prims.rng_prims
+
+
 def run_profiler_hooks(*, start: bool) -> None:
     """Call what PyTorch calls when a profiler starts or stops."""
     profiler = torch.autograd.profiler
@@ -1011,6 +1141,55 @@ def host_cache_patches() -> Iterator[tuple[Any, str, Any]]:
 def in_transform() -> bool:
     """Whether a function transform (`torch.func`) is active. Transforms cannot handle Wooly's autograd functions."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def for_each_of_batch(
+    call: Callable[[tuple[torch.Tensor | None, ...]], list[torch.Tensor]], grads: tuple[torch.Tensor | None, ...]
+) -> list[torch.Tensor]:
+    """Call a backward with gradients. Of gradients with `is_grads_batched=True`, call it for each of the batch.
+
+    PyTorch hides the batch dimension in tensors without memory. Its own operators find it, and Wooly's autograd functions do not.
+    """
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    if not level:
+        return call(grads)
+    for _ in range(level):  # else PyTorch would refuse random operators, which this call uses only to find shapes
+        torch._C._vmapmode_decrement_nesting()
+    try:
+        return _for_each(call, grads, level)
+    finally:
+        for _ in range(level):
+            torch._C._vmapmode_increment_nesting()
+
+
+#: The key of tensors that stand for a batch of tensors (not those of `torch.func`).
+_BATCHED = torch._C._dispatch_key_parse("Batched")
+
+
+def _for_each(
+    call: Callable[..., list[torch.Tensor]], grads: tuple[torch.Tensor | None, ...], level: int
+) -> list[torch.Tensor]:
+    batched = [g is not None and torch._C._dispatch_keys(g).has(_BATCHED) for g in grads]
+    if not any(batched):
+        return call(grads)
+    # The first dimension of a gradient that has no batch at this level has size 1.
+    parts = [
+        g if g is None or not b else torch._remove_batch_dim(g, level, 1, 0)
+        for g, b in zip(grads, batched, strict=True)
+    ]
+    size = max([g.shape[0] for g, b in zip(parts, batched, strict=True) if g is not None and b])
+    found = [
+        _for_each(
+            call,
+            tuple(
+                [g if g is None or not b else g[min(i, g.shape[0] - 1)] for g, b in zip(parts, batched, strict=True)]
+            ),
+            level - 1,
+        )
+        for i in range(size)
+    ]
+    return [torch._add_batch_dim(torch.stack(of), 0, level) for of in zip(*found, strict=True)]
 
 
 #: The module behind `torch.distributed`.

@@ -26,6 +26,7 @@ from wooly.facade import (
     default_dtype,
     determinism,
     flags,
+    functional_rng,
     generation,
     handover,
     legacy,
@@ -143,6 +144,7 @@ class Facade:
                 setattr(owner, name, value)
         triton_capture.activate(self._launches)
         generation.activate()
+        functional_rng.activate()
         sources.activate()
         handover.activate()
         sharding.activate()
@@ -166,6 +168,7 @@ class Facade:
         self._references.deactivate()
         sharding.deactivate()
         handover.deactivate()
+        functional_rng.deactivate()
         generation.deactivate()
         sources.deactivate()
         triton_capture.deactivate()

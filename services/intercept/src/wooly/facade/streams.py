@@ -26,7 +26,24 @@ from wooly.torch_private import CUDA_DEVICE_TYPE, BaseEvent, BaseStream, next_op
 
 Patch = tuple[Any, str, Any]
 
-_stream_ids = itertools.count(1)
+
+class _Numbers:
+    """Gives streams their numbers. 1 and 2 are CUDA's names for the default streams, so the first number is 3."""
+
+    def __init__(self) -> None:
+        self._count = itertools.count(3)
+        self._last = 0
+
+    def new(self) -> int:
+        self._last = next(self._count)
+        return self._last
+
+    def is_known(self, number: int) -> bool:
+        """Whether the default stream, or a stream of this process, has the number."""
+        return 0 <= number <= self._last
+
+
+_numbers = _Numbers()
 #: Number of the default stream, as in CUDA.
 _DEFAULT_ID = 0
 
@@ -46,13 +63,15 @@ class Stream(BaseStream):
     priority: int
 
     def __new__(cls, device: Any = None, priority: int = 0, **kwargs: Any) -> Stream:
-        if "stream_ptr" in kwargs:
+        pointer = kwargs.pop("stream_ptr", None)
+        if pointer is not None and not _numbers.is_known(pointer):
             raise NotImplementedError(
                 "streams of other libraries are not supported on the wooly device, because this process has no CUDA runtime; use "
                 "torch.cuda.Stream()"
             )
         if not kwargs:
-            kwargs = {"stream_id": next(_stream_ids), "device_index": _index(device), "device_type": CUDA_DEVICE_TYPE}
+            number = _numbers.new() if pointer is None else pointer
+            kwargs = {"stream_id": number, "device_index": _index(device), "device_type": CUDA_DEVICE_TYPE}
         self: Stream = super().__new__(cls, **kwargs)
         self.priority = priority
         return self
@@ -119,10 +138,10 @@ class Stream(BaseStream):
 
 
 class ExternalStream(Stream):
-    """`torch.cuda.ExternalStream`, which raises an error."""
+    """`torch.cuda.ExternalStream`: a stream of this process by its number. Streams of other libraries raise an error."""
 
     def __new__(cls, stream_ptr: int, device: Any = None, **kwargs: Any) -> ExternalStream:
-        return super().__new__(cls, stream_ptr=stream_ptr, **kwargs)  # type: ignore[return-value]
+        return super().__new__(cls, device, stream_ptr=stream_ptr, **kwargs)  # type: ignore[return-value]
 
 
 #: Maximum number of changes of the current stream that a thread remembers per device. Then the older half is forgotten.

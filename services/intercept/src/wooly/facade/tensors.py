@@ -14,15 +14,14 @@ from wooly.device import current
 from wooly.devices import NAME
 from wooly.facade.names import CUDA, naming_cuda, to_wooly, with_device
 from wooly.facade.printing import host_part
-from wooly.facade.torchscript import convert_script_module
 from wooly.ipc import is_received
 from wooly.storage import DEVICE_MASK, ID_SHIFT, MAX_DEVICES, OFFSET_MASK, address_of
 from wooly.torch_private import (
     DeviceContext,
     apply_of_modules,
+    compatible_data_patch,
     conversion_patches,
     lazy_clone_patches,
-    make_subclass,
     make_wrapper_subclass,
     methods_of_lazy_tensors,
     own_tensors,
@@ -30,6 +29,7 @@ from wooly.torch_private import (
     raw_device,
     raw_is_cuda,
     raw_storage_device,
+    set_data,
     tensor_data,
     tensor_grad,
 )
@@ -80,7 +80,8 @@ def patches() -> Iterator[Patch]:
     yield from conversion_patches(_to_named)
     yield (torch.UntypedStorage, "byteswap", _byteswap_storage)
     yield (torch.UntypedStorage, "resize_", _resize_storage)
-    yield (torch.nn.Module, "_apply", _keeping_parameters(apply_of_modules()))
+    yield compatible_data_patch()
+    yield (torch.nn.Module, "_apply", _keeping_lazy(apply_of_modules()))
     real_init = DeviceContext.__init__
 
     def init(self: Any, device: Any) -> None:
@@ -147,82 +148,33 @@ _real_resize: Any = torch.UntypedStorage.resize_
 _real_byteswap: Any = torch.UntypedStorage.byteswap
 
 
-def _keeping_parameters(real: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `Module._apply` so that `module.to("cuda")` keeps the parameter objects, as for CUDA.
-
-    For CUDA, PyTorch exchanges the memory of each parameter. For other backends, it makes new parameters, and an optimizer would
-    still hold the old ones. So this wrapper enables PyTorch's alternative, which swaps the contents of the tensor objects, unless
-    the script has chosen new parameters.
-    """
-    future = torch.__future__
+def _keeping_lazy(real: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `Module._apply` so that it keeps lazy parameters (without a shape) lazy."""
 
     @functools.wraps(real)
     def apply(module: torch.nn.Module, fn: Any, recurse: bool = True) -> Any:
-        if isinstance(module, torch.jit.ScriptModule):
-            return convert_script_module(module, fn)
-        if future.get_swap_module_params_on_conversion() or future.get_overwrite_module_params_on_conversion():
-            return _keeping_lazy(real, module, fn, recurse)
-        future.set_swap_module_params_on_conversion(True)
-        try:
-            return _keeping_lazy(real, module, fn, recurse)
-        except RuntimeError as e:
-            if "Couldn't swap" not in str(
-                e
-            ):  # otherwise a graph holds the tensor, and PyTorch must make a new parameter
-                raise
-        finally:
-            future.set_swap_module_params_on_conversion(False)
-        return _keeping_lazy(real, module, fn, recurse)
+        waiting = [
+            (of, name, type(t), t.requires_grad)
+            for of in own_tensors(module)
+            for name, t in of.items()
+            if isinstance(t, UninitializedTensorMixin)
+        ]
+
+        def convert(t: torch.Tensor) -> torch.Tensor:
+            """Call `fn`. It cannot copy a tensor without a shape on the device, so it gets an empty one in its place."""
+            if isinstance(t, UninitializedTensorMixin):
+                t = torch.empty(0, dtype=t.dtype, device=t.device)
+            converted: torch.Tensor = fn(t)
+            return converted
+
+        result = real(module, convert if waiting else fn, recurse)
+        for of, name, kind, requires_grad in waiting:
+            t = of[name]
+            if t is not None and not isinstance(t, UninitializedTensorMixin):
+                of[name] = kind(requires_grad=requires_grad, device=t.device, dtype=t.dtype)
+        return result
 
     return apply
-
-
-def _keeping_lazy(real: Callable[..., Any], module: torch.nn.Module, fn: Any, recurse: bool) -> Any:
-    """Call `Module._apply`, and keep lazy parameters (without a shape) lazy."""
-    waiting = [
-        (of, name, type(t), t.requires_grad)
-        for of in own_tensors(module)
-        for name, t in of.items()
-        if isinstance(t, UninitializedTensorMixin)
-    ]
-
-    def convert(t: torch.Tensor) -> torch.Tensor:
-        """Call `fn`. It cannot copy a tensor without a shape on the device, so it gets an empty one in its place."""
-        if isinstance(t, UninitializedTensorMixin):
-            t = torch.empty(0, dtype=t.dtype, device=t.device)
-        converted: torch.Tensor = fn(t)
-        return converted
-
-    result = real(module, convert if waiting else fn, recurse)
-    for of, name, kind, requires_grad in waiting:
-        t = of[name]
-        if t is not None and not isinstance(t, UninitializedTensorMixin):
-            of[name] = kind(requires_grad=requires_grad, device=t.device, dtype=t.dtype)
-    return result
-
-
-def _set_data(t: torch.Tensor, value: torch.Tensor) -> None:
-    """`t.data = value`. It also works between host and device, as with CUDA; PyTorch refuses that for other backends.
-
-    Raises:
-        RuntimeError: a graph holds `t`, or PyTorch refuses the assignment.
-    """
-    kinds = {raw_device(t).type, raw_device(value).type} if isinstance(value, torch.Tensor) else ()
-    if kinds != {NAME, "cpu"} or t.layout is not torch.strided or value.layout is not torch.strided:
-        tensor_data.__set__(t, value)
-        return
-    new = make_subclass(type(t), value.detach(), t.requires_grad)
-    vars(new).update(vars(t))
-    grad = t.grad
-    try:
-        torch.utils.swap_tensors(t, new)
-    except RuntimeError as e:
-        raise RuntimeError(
-            f"data of another device cannot be assigned to a tensor while a graph or another object holds the tensor ({e}); "
-            "move the tensor before its first use, or make a new tensor"
-        ) from e
-    if grad is not None and grad.shape == value.shape and grad.dtype == value.dtype:
-        t.grad = grad.to(value.device)  # PyTorch refuses a gradient on another device than its tensor
 
 
 def _set_grad(t: torch.Tensor, value: torch.Tensor | None) -> None:
@@ -297,7 +249,7 @@ def _tensor_patches() -> Iterator[Patch]:
 
     yield (tensor, "device", property(device))
     yield (tensor, "is_cuda", property(is_cuda))
-    yield (tensor, "data", property(tensor_data.__get__, _set_data))
+    yield (tensor, "data", property(tensor_data.__get__, set_data))
     grad = _Replaced(tensor_grad, _set_grad)
     get_default_nowrap_functions().add(grad.__get__)  # as PyTorch's own getter: `t.grad is t.grad` for subclasses
     yield (tensor, "grad", grad)

@@ -1,4 +1,4 @@
-"""Patches for TorchScript: saved modules name the device "cuda", and modules move between devices.
+"""Patches for TorchScript: saved modules name the device "cuda".
 
 PyTorch's C++ code writes and reads the files, and does not see the facade. So the device names in a file are exchanged after it
 is written and before it is read. A file that this process writes can be read without Wooly.
@@ -12,7 +12,7 @@ import os
 import pickletools
 import re
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ import torch
 
 from wooly.devices import NAME
 from wooly.facade.names import CUDA, to_wooly
-from wooly.torch_private import own_tensors
 
 Patch = tuple[Any, str, Any]
 
@@ -100,20 +99,3 @@ def _renamed(name: str, data: bytes, old: str, new: str) -> bytes | None:
             parts += [data[end:at], op.code.encode(), len(text).to_bytes(4, "little"), text]
             end = at + 5 + len(value)
     return b"".join([*parts, data[end:]]) if parts else None
-
-
-def convert_script_module(module: Any, convert: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """`Module._apply` for a module of TorchScript, whose tensors are in C++: replace each tensor by its converted copy."""
-    for child in module.children():
-        convert_script_module(child, convert)
-    for tensors in own_tensors(module):
-        for name, t in tensors.items():
-            with torch.no_grad():
-                made = convert(t)
-            if made is t:
-                continue
-            made = made.detach().requires_grad_(t.requires_grad)
-            if t.grad is not None:
-                made.grad = convert(t.grad)
-            tensors[name] = made
-    return module

@@ -209,8 +209,22 @@ def patches() -> Iterator[tuple[Any, str, Any]]:
     for name, kernel in (("flash", _FLASH), ("efficient", _EFFICIENT), ("cudnn", _CUDNN)):
         if hasattr(owner, f"can_use_{name}_attention"):
             yield owner, f"can_use_{name}_attention", _can_use(getattr(owner, f"can_use_{name}_attention"), kernel)
+    yield torch, "_fused_sdp_choice", _with_choice_of_nested(attention_choice)
     if hasattr(owner, "is_flash_attention_available"):
         yield owner, "is_flash_attention_available", lambda: True
+
+
+def _with_choice_of_nested(real: Callable[..., int]) -> Callable[..., int]:
+    """Wrap `torch._fused_sdp_choice`, so that it names CUDA's kernel for nested tensors. They do not call this function."""
+
+    def choice(query: Tensor, *args: Any, **kwargs: Any) -> int:
+        if not (query.is_nested and query.layout is torch.strided and query.is_cuda):
+            return real(query, *args, **kwargs)
+        if may_use_flash() and query.dtype in _HALVES:
+            return _FLASH
+        return _EFFICIENT if may_use_efficient() and query.dtype in (torch.float32, *_HALVES) else _MATH
+
+    return choice
 
 
 def _can_use(real: Callable[..., bool], kernel: int) -> Callable[..., bool]:
@@ -283,6 +297,7 @@ def attention(
         if len(_choices) > _CHOICES_LIMIT:
             _choices.clear()
         inputs = (query, key, value, attn_mask)
+        _check(query, key, value, attn_mask, is_causal)
         stand_ins: list[Any] = [None if t is None else _like(t, grad and t.requires_grad) for t in inputs]
         # Ask PyTorch for its choice with host tensors of the same kind. A wrong call raises PyTorch's own error here.
         choice = _choices[signature] = attention_choice(
@@ -292,6 +307,8 @@ def attention(
             scale=scale,
             enable_gqa=enable_gqa,
         )
+    if choice == _FLASH and needs and query.dtype is torch.float64 and math:
+        choice = _MATH  # as on CUDA, whose fused kernels have no float64; only this one has second derivatives
     if choice == _ERROR:
         raise RuntimeError(
             "No viable backend for scaled_dot_product_attention was found. This is likely due to turning off both the math "

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from wooly.devices import Devices
-from wooly.kernels.schema import Kernel
+from wooly.kernels.schema import Kernel, passing_undefined
 from wooly.rng import DeviceGenerator, Generator, replayed_pair
 from wooly.storage import dense_strides
 from wooly.torch_private import alert_not_deterministic, raw_device, without_autocast
@@ -34,7 +34,11 @@ _WORDS = 2
 
 
 class _Call(NamedTuple):
-    """A call of attention: tensors `[batch, heads, length, width]`, and a bias `[batch, heads, length, length of keys]`."""
+    """A call of attention: tensors `[batch, heads, length, width]`, and a bias `[batch, heads, length, length of keys]`.
+
+    Attributes:
+        aligned: whether the bias says that the last query sees all keys. Then the first ones may see none.
+    """
 
     query: Tensor
     key: Tensor
@@ -43,12 +47,27 @@ class _Call(NamedTuple):
     dropout: float
     causal: bool
     scale: float | None
+    aligned: bool = False
+
+    @classmethod
+    def flash(
+        cls, query: Tensor, key: Tensor, value: Tensor, dropout: float, causal: bool, scale: float | None
+    ) -> _Call:
+        """A call of flash attention, in which the last causal query sees all keys. In other calls, the first sees the first."""
+        length, keys = query.size(2), key.size(2)
+        if not causal or length == keys:
+            return cls(query, key, value, None, dropout, causal, scale)
+        seen = torch.ones(length, keys, dtype=torch.bool, device=query.device).tril(keys - length)
+        bias = torch.where(seen, torch.zeros((), dtype=query.dtype), -math.inf)
+        return cls(query, key, value, bias.expand(1, 1, length, keys), dropout, False, scale, aligned=True)
 
     @property
     def is_for_library(self) -> bool:
         """Whether the CPU's fused operator can compute the call."""
         q, k, v = self.query, self.key, self.value
-        return not self.dropout and 0 not in (*q.shape, *k.shape) and k.shape == v.shape and q.size(3) == k.size(3)
+        same_widths = k.shape == v.shape and q.size(3) == k.size(3)
+        blind = self.bias is not None and q.size(2) > k.size(2) and self.aligned
+        return not self.dropout and 0 not in (*q.shape, *k.shape) and same_widths and not blind
 
     @property
     def factor(self) -> float:
@@ -143,7 +162,7 @@ class FusedAttention:
             "_scaled_dot_product_cudnn_attention_backward": self.cudnn_backward,
             "_fill_mem_eff_dropout_mask_": self.fill_mask,
         }
-        return {name: without_autocast(kernel) for name, kernel in own.items()}
+        return {name: without_autocast(passing_undefined(name, kernel)) for name, kernel in own.items()}
 
     # -- random numbers --------------------------------------------------------------------------------------------------------
 
@@ -223,7 +242,7 @@ class FusedAttention:
         return_debug_mask: bool = False, *, scale: float | None = None,
     ) -> tuple[Any, ...]:  # fmt: skip
         """`aten._scaled_dot_product_flash_attention`. Dropped weights are negative in the debug mask."""
-        call = _Call(query, key, value, None, dropout_p, is_causal, scale)
+        call = _Call.flash(query, key, value, dropout_p, is_causal, scale)
         out, logs, words, debug_mask = self.forward(call)
         mask = debug_mask() if return_debug_mask else query.new_empty(0)
         return out, logs, None, None, query.size(2), key.size(2), words, words[0], mask
@@ -235,7 +254,7 @@ class FusedAttention:
     ) -> tuple[Tensor, ...]:  # fmt: skip
         """`aten._scaled_dot_product_flash_attention_backward`."""
         _warn_not_deterministic("Flash Attention")
-        call = _Call(query, key, value, None, dropout_p, is_causal, scale)
+        call = _Call.flash(query, key, value, dropout_p, is_causal, scale)
         return self.backward(call, grad_out, out, logsumexp, philox_seed)[:3]
 
     def efficient(
@@ -343,7 +362,7 @@ class NestedAttention:
             "_scaled_dot_product_efficient_attention": self.efficient,
             "_scaled_dot_product_efficient_attention_backward": self.efficient_backward,
         }
-        return {name: without_autocast(kernel) for name, kernel in own.items()}
+        return {name: without_autocast(passing_undefined(name, kernel)) for name, kernel in own.items()}
 
     def _call(
         self, tensors: tuple[Tensor, Tensor, Tensor], dropout: float, causal: bool, scale: float | None

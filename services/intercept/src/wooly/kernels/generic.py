@@ -28,7 +28,7 @@ from wooly.kernels.inference import Inferences
 from wooly.kernels.outs import RESIZE_SILENTLY, RESIZED_ON_HOST, ResizeOutError
 from wooly.kernels.plan import CallPlan, PlanBuilder, PlannedCall
 from wooly.kernels.promotion import without_default_dtype
-from wooly.kernels.schema import Call, Kernel, OpFacts, tensors_of
+from wooly.kernels.schema import PASSING_UNDEFINED, Call, Kernel, OpFacts, tensors_of
 from wooly.link import sync_debug
 from wooly.recorder import Forms, Recorder, origin
 from wooly.rng import Generator, replayed_pair, sequence_of
@@ -133,6 +133,7 @@ class Generic:
         finish = self._finish
         n_scalar = len(scalar_at)
         gaps = widening.gaps_of(op)
+        passes_undefined = facts.name in PASSING_UNDEFINED
 
         def run(*args: Any, drawn_from: Generator | None = None, **kwargs: Any) -> Any:
             key: list[Any] = [head]
@@ -177,6 +178,8 @@ class Generic:
                     native.module.disarm()
                 if facts.each_alone and not (_on_one_device(buffers) and _lists_on_device(args)):
                     return redispatch_cpu(op)(*args, **kwargs)
+                if passes_undefined and args[0] is None:
+                    return (None,) * facts.n_returns
                 if gaps:
                     call = Call(args, kwargs)
                     narrow = widening.gap_of(gaps, call)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from wooly.kernels.schema import passing_undefined
 from wooly.torch_private import jagged_attention
 
 _Window = tuple[int | None, int | None]
@@ -256,7 +257,7 @@ def flash_attention_backward(
 
 #: Kernels by the operator's name. Some releases of PyTorch do not have all of the operators.
 KERNELS: dict[str, Callable[..., Any]] = {
-    name: kernel
+    name: passing_undefined(name, kernel)
     for name, kernel in (
         ("_flash_attention_forward", flash_attention),
         ("_flash_attention_forward_no_dropout_inplace", flash_attention_into),

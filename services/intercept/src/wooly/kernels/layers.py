@@ -25,6 +25,9 @@ from wooly.torch_private import (
 aten = torch.ops.aten
 
 
+_STRIDED = torch.strided
+
+
 def linear(record: Kernel) -> Kernel:
     """`aten.linear` under autograd: one instruction without gradients, PyTorch's decomposition with gradients."""
     decompose = aten.linear.default.decompose
@@ -34,7 +37,7 @@ def linear(record: Kernel) -> Kernel:
             x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
         ):
             return decompose(x, weight, bias)
-        if is_traced(x) or is_traced(weight):
+        if is_traced(x) or is_traced(weight) or weight.layout is not _STRIDED:
             return decompose(x, weight, bias)
         if weight.requires_grad and not _folds(x):
             return decompose(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,6 +21,8 @@ _WRITES_UNSAID = {
     "aten.batch_norm_update_stats.default": ("running_mean", "running_var"),
     "aten.mkldnn_rnn_layer_backward.default": ("workspace",),
 }
+#: Operators that PyTorch calls with an undefined gradient, the first argument. All their results are undefined then.
+PASSING_UNDEFINED = frozenset({"aten._scaled_dot_product_flash_attention_for_cpu_backward.default"})
 #: Types of arguments whose numbers become params. PyTorch accepts a Python number in place of a tensor. The kernel then gets the
 #: number.
 _NUMBERS = frozenset({"number", "Optional[number]", "List[number]", "Tensor", "Optional[Tensor]"})
@@ -121,6 +124,22 @@ class OpFacts:
         """Whether this call draws random numbers. Attention without dropout draws none."""
         i = self._dropout
         return self.random and (i is None or (i < len(call.args) and call.args[i] != 0))
+
+
+def passing_undefined(name: str, kernel: Kernel) -> Kernel:
+    """The kernel of a backward, so that an undefined gradient, which it sees as None, gives undefined results.
+
+    Autograd calls the backward of attention also without a gradient. The kernels of other operators come back unchanged.
+    """
+    if not name.endswith("_backward"):
+        return kernel
+    results = len(schema_of(getattr(torch.ops.aten, name).default).returns)
+
+    @functools.wraps(kernel)
+    def run(grad: Tensor | None, *args: Any, **kwargs: Any) -> Any:
+        return (None,) * results if grad is None else kernel(grad, *args, **kwargs)
+
+    return run
 
 
 def unsupported(name: str, why: str) -> NotImplementedError:

@@ -7,6 +7,8 @@ of instructions into which the operator decomposes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from wooly.torch_private import (
     OpOverload,
     TreeSpec,
     dispatch_modes,
+    for_each_of_batch,
     in_transform,
     schema_of,
     tree_flatten,
@@ -133,11 +136,33 @@ class _WholeCall(torch.autograd.Function):
         if torch.is_grad_enabled():
             found = _differentiable(whole, args, kwargs, grads, [leaves[i] for i in wanted])
         else:
-            found = whole.differentiated(args, kwargs, ctx.places, ctx.ranks, grads, ctx.drawn)
+            call = partial(whole.differentiated, args, kwargs, ctx.places, ctx.ranks, drawn=ctx.drawn)
+            # `torch.vmap` over gradients, or `is_grads_batched=True`.
+            found = _Gradients.apply(call, *grads) if in_transform() else for_each_of_batch(call, grads)  # type: ignore[no-untyped-call]
         results: list[Any] = [None] * len(leaves)
         for i, g in zip(wanted, found, strict=True):
             results[i] = g
         return (None, None, *results)
+
+
+class _Gradients(torch.autograd.Function):
+    """The gradients of one call for gradients of its results, of which `vmap` may have made batches: one instruction for each."""
+
+    @staticmethod
+    def forward(call: Callable[..., list[Tensor]], *grads: Tensor | None) -> tuple[Tensor, ...]:
+        return tuple(call(grads))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Keep nothing: these gradients cannot be differentiated."""
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, call: Any, *grads: Tensor | None) -> Any:
+        found = []
+        for i in range(info.batch_size):
+            of_one = [g if g is None or d is None else g.select(d, i) for g, d in zip(grads, in_dims[1:], strict=True)]
+            found.append(_Gradients.apply(call, *of_one))  # type: ignore[no-untyped-call]
+        return tuple([torch.stack(parts) for parts in zip(*found, strict=True)]), (0,) * len(found[0])
 
 
 def _differentiable(whole: Whole, args: Any, kwargs: Any, grads: Any, inputs: list[Tensor]) -> Any:

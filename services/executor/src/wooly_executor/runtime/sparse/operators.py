@@ -26,7 +26,7 @@ from wooly_executor.runtime.buffers import TORCH_DTYPE
 from wooly_executor.runtime.guards.law import require, require_no_overlap
 from wooly_executor.runtime.sparse.laws import LAWS
 from wooly_executor.runtime.sparse.library import LIBRARY
-from wooly_executor.runtime.sparse.tensors import made
+from wooly_executor.runtime.sparse.tensors import in_order, made
 from wooly_executor.runtime.torch_private import OpOverload, schema_of
 
 _LAYOUTS: dict[str, torch.layout] = {layout.value: getattr(torch, layout.value) for layout in Layout} | {
@@ -36,7 +36,7 @@ _LAYOUTS: dict[str, torch.layout] = {layout.value: getattr(torch, layout.value) 
 #: check their arguments. The library's other kernels do not all check for batches.
 _OF_BATCHES = frozenset(
     (
-        *("aten._to_dense.default", "aten._to_sparse.default", "aten._to_sparse.sparse_dim"),
+        *("aten._to_dense.default", "aten._to_sparse.default", "aten._to_sparse.sparse_dim", "aten.mul.Tensor"),
         *(f"aten._to_sparse_{layout}.default" for layout in ("csr", "csc", "bsr", "bsc")),
     )
 )
@@ -137,6 +137,8 @@ def sparse(call: str, tensors: list[Tensor], numbers: list[Any]) -> tuple[Tensor
         return None, None, None, None
     require(isinstance(found, Tensor) and found.layout is not torch.strided, "the result is not a sparse tensor")
     compressed, plain, own = components(found)
+    if compressed is not None and compressed.dim() == 1:
+        plain, own = in_order(compressed, plain, own)
     layout = next(k for k, v in _LAYOUTS.items() if v is found.layout)
     coalesced = layout == Layout.COO and found.is_coalesced()
     facts = SparseFacts(Layout(layout), tuple(found.shape), found.dense_dim(), coalesced)

@@ -116,6 +116,22 @@ def _compressed(a: Sparse, compressed: Tensor, plain: Tensor, values: Tensor, ba
     return _MAKE[a.layout](compressed, plain, values, a.size, check_invariants=False)
 
 
+def in_order(compressed: Tensor, plain: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Plain indices and values of a compressed matrix in the order of the indices.
+
+    The library's products of two sparse matrices leave the elements of a row in any order, and its other kernels need the order.
+    """
+    counts = compressed.diff()
+    rows = torch.repeat_interleave(torch.arange(len(counts), device=plain.device), counts, output_size=len(plain))
+    if not len(plain):
+        return plain, values
+    place = rows * (plain.max() + 1) + plain
+    if bool((place[1:] > place[:-1]).all()):
+        return plain, values
+    order = place.argsort()
+    return plain[order], values[order]
+
+
 def check_compressed(compressed: Tensor, plain: Tensor, rows: int, columns: int) -> None:
     """Check compressed and plain indices.
 

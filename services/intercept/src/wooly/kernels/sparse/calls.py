@@ -23,11 +23,11 @@ from wooly.dtypes import DTYPES, TORCH_DTYPES
 from wooly.errors import RemoteOperationError
 from wooly.kernels.generic import Generic
 from wooly.kernels.sparse.arguments import Encoded, components, encode, is_sparse
+from wooly.kernels.sparse.broadcasting import broadcast_to
 from wooly.kernels.sparse.containers import is_container_operator
 from wooly.kernels.sparse.trial import Found, attempt, signature
 from wooly.torch_private import (
     OpOverload,
-    coo_components,
     overload_name,
     raw_device,
     redispatch_sparse_host,
@@ -39,6 +39,9 @@ aten = torch.ops.aten
 HOST_KEYS = {"SparsePrivateUse1": "SparseCPU", "SparseCsrPrivateUse1": "SparseCsrCPU"}
 #: Operators whose result has the indices of an argument, and the position of that argument.
 _SAME_INDICES = {"sparse_mask": 1}
+#: Products of a matrix. CUDA's take float16 and bfloat16 and add in float32; those of the CPU do not take them for all layouts.
+_PRODUCTS = frozenset(("mm", "addmm", "mv", "addmv", "_sparse_sparse_matmul"))
+_SHORT = (torch.float16, torch.bfloat16)
 #: In-place operators on the values of compressed tensors.
 _FILLING = ("fill_", "normal_")
 #: Operators whose text announces the layouts of their results, so that nothing waits for the executor.
@@ -76,6 +79,10 @@ class SparseCalls:
     def kernel(self, op: OpOverload, key: str) -> Callable[..., Any]:
         """Make the kernel of an operator for a dispatch key (of `HOST_KEYS`)."""
         packet = op.overloadpacket.__name__
+        if packet == "_sparse_broadcast_to":
+            return broadcast_to
+        if str(op) == "aten.triangular_solve.X":
+            return _solve_triangular
         if is_container_operator(packet):
             return redispatch_sparse_host(op, HOST_KEYS[key])
 
@@ -88,6 +95,8 @@ class SparseCalls:
             return _scaled(packet, run)
         if str(op) == "aten.sparse_mask.default":
             return _masked(run)
+        if packet.removesuffix("_") in _PRODUCTS:
+            return _widened(op, run)
         return run
 
     def __call__(self, op: OpOverload, *args: Any, **kwargs: Any) -> Any:
@@ -118,8 +127,8 @@ class SparseCalls:
             results = self._record["dense"](call.call.text(), results_text(found.dense), call.tensors, call.numbers)
             return results[0] if len(schema_of(op).returns) == 1 else tuple(results)
         pattern = _SAME_INDICES.get(op.overloadpacket.__name__)
-        if pattern is not None and args[pattern].layout is torch.sparse_coo:
-            return self._of_pattern(op, args[pattern], args[0].dtype, call)
+        if pattern is not None and (args[pattern].layout is torch.sparse_coo or not is_sparse(args[0])):
+            return self._of_pattern(args[pattern], args[0].dtype, call)
         return self._dynamic(call)
 
     def _try(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
@@ -135,13 +144,12 @@ class SparseCalls:
             self._trials[key] = found
         return found
 
-    def _of_pattern(self, op: OpOverload, pattern: Tensor, dtype: torch.dtype, call: Encoded) -> Tensor:
+    def _of_pattern(self, pattern: Tensor, dtype: torch.dtype, call: Encoded) -> Tensor:
         """Call an operator whose result has the indices of `pattern`: nothing waits."""
-        indices, values = coo_components(pattern)
-        layout = torch.empty(values.shape, dtype=dtype, device="meta")
+        layout = torch.empty(components(pattern)[1].shape, dtype=dtype, device="meta")
         announced = DenseResult(tuple(layout.shape), layout.stride(), DTYPES[dtype].label)
         (own,) = self._record["values"](call.call.text(), results_text([announced]), call.tensors, call.numbers)
-        return _coo(indices.clone(), own, tuple(pattern.shape), pattern.is_coalesced())
+        return _with_values(pattern, own)
 
     def _dynamic(self, call: Encoded) -> Any:
         """Call an operator whose result has a number of elements that only the executor knows, and wait for it.
@@ -230,6 +238,8 @@ def _summed(packet: str, record: Callable[..., Any]) -> Callable[..., Any]:
     add = getattr(torch, packet)
 
     def run(a: Any, b: Any, **kwargs: Any) -> Any:
+        if packet == "add" and isinstance(a, Tensor) and a.is_cpu and a.dim() and not is_sparse(a):
+            raise RuntimeError("add: expected 'self' to be a CUDA tensor, but got a CPU tensor")  # CUDA's error
         if a is b and is_sparse(a) and a.layout is not torch.sparse_coo:
             values = components(a)[1]
             return _with_values(a, add(values, values, **kwargs))
@@ -238,6 +248,43 @@ def _summed(packet: str, record: Callable[..., Any]) -> Callable[..., Any]:
         return record(a.float(), b.float(), **kwargs).half()
 
     return run
+
+
+def _widened(op: OpOverload, record: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel of a product, which computes short floating-point numbers in float32 and rounds the result once."""
+    functional = getattr(aten, op.overloadpacket.__name__.removesuffix("_")).default
+
+    def wide(a: Any) -> Any:
+        return _with_values(a, components(a)[1].float()) if is_sparse(a) else a.float() if isinstance(a, Tensor) else a
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        dtypes = {a.dtype for a in (*args, *kwargs.values()) if isinstance(a, Tensor)}
+        if len(dtypes) != 1 or not dtypes.issubset(_SHORT):
+            return record(*args, **kwargs)
+        target = _written(op, args, kwargs)
+        given = {name: a for name, a in kwargs.items() if name != "out"}
+        result = functional(*[wide(a) for a in args], **given).to(*dtypes)
+        return result if target is None else target.copy_(result)
+
+    return run
+
+
+def _solve_triangular(
+    b: Tensor,
+    a: Tensor,
+    upper: bool = True,
+    transpose: bool = False,
+    unitriangular: bool = False,
+    *,
+    X: Tensor,  # ATen's names
+    M: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """`aten.triangular_solve` with a sparse matrix, which is made dense. The CPU's kernel for sparse ones may end the process."""
+    if not components(a)[1].numel():
+        X.fill_(torch.nan)
+    else:
+        X.copy_(aten.triangular_solve.default(b, a.to_dense(), upper, transpose, unitriangular)[0])
+    return X, M
 
 
 def _masked(record: Callable[..., Any]) -> Callable[..., Any]:
@@ -254,6 +301,8 @@ def _scaled(packet: str, otherwise: Callable[..., Any]) -> Callable[..., Any]:
     scale = getattr(torch.Tensor, packet)
 
     def run(a: Any, b: Any, **kwargs: Any) -> Any:
+        if packet == "mul" and is_sparse(b) and isinstance(a, Tensor) and not is_sparse(a) and not a.dim():
+            a, b = b, a
         if not is_sparse(a) or (isinstance(b, Tensor) and (b.dim() or is_sparse(b))):
             return otherwise(a, b, **kwargs)
         if packet.endswith("_"):

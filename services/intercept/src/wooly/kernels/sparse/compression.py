@@ -18,7 +18,12 @@ def rows_to_compressed(rows: Tensor, size: int, *, out_int32: bool = False) -> T
     Args:
         rows: the sorted row indices, one dimension.
         size: the number of rows.
+
+    Raises:
+        RuntimeError: the indices have several dimensions.
     """
+    if rows.dim() > 1:
+        raise RuntimeError(f"Input is supposed to be a vector, but got {rows.dim()} dimensional tensor.")
     bounds = torch.arange(size + 1, dtype=rows.dtype, device=rows.device)
     found: Tensor = aten.searchsorted.Tensor(rows.contiguous(), bounds, out_int32=out_int32)
     return found

@@ -16,7 +16,7 @@ _CONTAINER = frozenset(
         *("_indices", "_values", "indices", "values", "_nnz", "is_coalesced", "_coalesced_", "sparse_dim", "dense_dim"),
         *("_dimI", "_dimV", "crow_indices", "col_indices", "ccol_indices", "row_indices", "is_pinned"),
         *("clone", "copy_", "copy_sparse_to_sparse_", "sparse_resize_", "sparse_resize_and_clear_"),
-        *("resize_as_sparse_", "select", "select_copy"),
+        *("resize_", "resize_as_sparse_", "select", "select_copy"),
     )
 )
 #: Functions of the values. Those of COO tensors coalesce first.

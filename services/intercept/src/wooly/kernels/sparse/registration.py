@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from wooly.devices import Devices
 from wooly.kernels.sparse.calls import HOST_KEYS, SparseCalls
+from wooly.kernels.sparse.factories import register_factories
 from wooly.torch_private import all_aten_overloads, operators_with_kernel
 
 #: Operators that make a sparse tensor of dense ones, or check its components. Their arguments are dense.
@@ -16,7 +18,7 @@ _FROM_DENSE = frozenset(
 )
 
 
-def register_sparse(calls: SparseCalls) -> list[torch.library.Library]:
+def register_sparse(calls: SparseCalls, devices: Devices) -> list[torch.library.Library]:
     """Register a kernel for each operator that has one for sparse host tensors, and a fallback for the others.
 
     The registrations live as long as the returned libraries.
@@ -30,6 +32,7 @@ def register_sparse(calls: SparseCalls) -> list[torch.library.Library]:
                 library.impl(name, calls.kernel(op, key), key)
         if op.overloadpacket.__name__ in _FROM_DENSE and not name.endswith("out"):
             library.impl(name, calls.kernel(op, "SparsePrivateUse1"), "PrivateUse1", allow_override=True)
+    register_factories(library, devices)
     for key in HOST_KEYS:
         rest.fallback(calls, key)
     return [library, rest]

@@ -33,6 +33,8 @@ class Found(NamedTuple):
     dtype: torch.dtype | None
 
 
+#: Operators that fail for a tensor without sparse elements.
+_NOT_OF_NOTHING = frozenset(("_sparse_csr_sum", "_sparse_csr_prod"))
 #: Operators on a sparse and a dense matrix whose result is dense, as functions of dense matrices. For calls that are too large.
 _LARGE_DENSE = frozenset(("mm", "addmm", "mv", "addmv", "add", "_to_dense", "bmm"))
 
@@ -76,7 +78,7 @@ def attempt(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Fo
         meta = tree_map(_on_meta, (args, kwargs))
         result = op(*meta[0], **meta[1])
     else:
-        own = tree_map(_on_host, (args, kwargs))
+        own = tree_map(_with_element if op.overloadpacket.__name__ in _NOT_OF_NOTHING else _on_host, (args, kwargs))
         result = op(*own[0], **own[1])
     flat = list(result) if isinstance(result, (list, tuple)) else [result]
     if any(is_sparse(t) for t in flat):
@@ -113,6 +115,20 @@ def _on_host(a: Any) -> Any:
     compressed = torch.zeros(indices[0].shape, dtype=indices[0].dtype)
     plain = torch.zeros((*indices[1].shape[:-1], 0), dtype=indices[1].dtype)
     return torch.sparse_compressed_tensor(compressed, plain, none, a.shape, layout=a.layout, check_invariants=False)
+
+
+def _with_element(a: Any) -> Any:
+    """`_on_host`, with an element in each compressed matrix that has room for one."""
+    t = _on_host(a)
+    if not is_sparse(t) or t.layout is torch.sparse_coo or t.dim() != 2 or not t.numel():
+        return t
+    (compressed, plain), values = components(t)
+    one = torch.ones((1, *values.shape[1:]), dtype=values.dtype)
+    return torch.sparse_compressed_tensor(
+        *(torch.ones_like(compressed).index_fill_(0, torch.tensor(0), 0), plain.new_zeros(1), one, t.shape),
+        layout=t.layout,
+        check_invariants=False,
+    )
 
 
 def elements(size: tuple[int, ...]) -> int:
