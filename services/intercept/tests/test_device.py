@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from wooly import api, device, storage
+from wooly import api, device, storage, torch_private
 from wooly.errors import RemoteOperationError
+from wooly.facade import tensors
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64,
@@ -740,6 +741,21 @@ def test_trial_of_random_operator_keeps_host_generator(cuda):
     torch.manual_seed(5)
     torch.zeros(3, 1, 1, device=cuda).cauchy_()
     assert torch.equal(torch.rand(3), expected)
+
+
+def test_module_keeps_parameter_objects_also_where_pytorch_cannot_exchange_their_memory(cuda, monkeypatch):
+    def missing():
+        raise NotImplementedError("a tensor cannot move in place")
+
+    monkeypatch.setattr(torch_private, "_change_backend", missing)
+    monkeypatch.setattr(torch.nn.Module, "_apply", tensors._swapping(torch_private.apply_of_modules()))
+    model = torch.nn.Linear(3, 2)
+    weight = model.weight
+    expected = weight.detach().clone()
+    assert model.to(cuda).weight is weight and weight.device.type == "cuda"
+    assert torch.equal(model.cpu().weight, expected) and not torch.__future__.get_swap_module_params_on_conversion()
+    with pytest.raises(NotImplementedError, match="cannot move in place"):
+        model.weight.data = model.weight.data.to(cuda)
 
 
 def test_module_to_device_keeps_parameter_objects(cuda):

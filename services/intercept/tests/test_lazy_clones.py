@@ -159,7 +159,9 @@ def test_compiled_function_writes_to_one_of_two(cuda):
         assert step(clone).item() == 8 and t.tolist() == [2] * 4
 
 
-@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events at the end of each cycle")  # torch 2.11's first profile
+@pytest.mark.filterwarnings(
+    "ignore:Warning. Profiler clears events at the end of each cycle"
+)  # torch 2.11's first profile
 def test_profiler_and_lazy_clones_do_not_disturb_each_other(cuda):
     t = torch.ones(4, device=cuda)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]):

@@ -564,6 +564,15 @@ def _change_backend() -> Callable[[torch.Tensor, torch.device], None]:
     )
 
 
+def moves_data_in_place() -> bool:
+    """Whether this build of PyTorch can exchange the memory of tensors on different devices; see `set_data`."""
+    try:
+        _change_backend()
+    except NotImplementedError:
+        return False
+    return True
+
+
 def _as_host(t: torch.Tensor) -> torch.Tensor:
     """An alias of a device tensor for which PyTorch calls the CPU's kernels. Only its properties may be used."""
     alias: torch.Tensor = make_subclass(torch.Tensor, t, device_for_backend_keys=_HOST)
@@ -582,7 +591,7 @@ def have_compatible_data(t: torch.Tensor, value: torch.Tensor) -> bool:
         return False
     if _compatible_data(t, value):
         return True
-    if not _moves_in_place(t, value) or isinstance(t, UninitializedTensorMixin):
+    if not _moves_in_place(t, value) or isinstance(t, UninitializedTensorMixin) or not moves_data_in_place():
         return False
     return _compatible_data(_as_host(t), _as_host(value))
 

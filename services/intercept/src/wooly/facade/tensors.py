@@ -24,6 +24,7 @@ from wooly.torch_private import (
     lazy_clone_patches,
     make_wrapper_subclass,
     methods_of_lazy_tensors,
+    moves_data_in_place,
     own_tensors,
     printing_patches,
     raw_device,
@@ -81,7 +82,8 @@ def patches() -> Iterator[Patch]:
     yield (torch.UntypedStorage, "byteswap", _byteswap_storage)
     yield (torch.UntypedStorage, "resize_", _resize_storage)
     yield compatible_data_patch()
-    yield (torch.nn.Module, "_apply", _keeping_lazy(apply_of_modules()))
+    convert = apply_of_modules() if moves_data_in_place() else _swapping(apply_of_modules())
+    yield (torch.nn.Module, "_apply", _keeping_lazy(convert))
     real_init = DeviceContext.__init__
 
     def init(self: Any, device: Any) -> None:
@@ -146,6 +148,25 @@ def _resize_storage(storage: torch.UntypedStorage, size: int) -> torch.UntypedSt
 
 _real_resize: Any = torch.UntypedStorage.resize_
 _real_byteswap: Any = torch.UntypedStorage.byteswap
+
+
+def _swapping(real: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `Module._apply` for a PyTorch that cannot exchange the memory of parameters. It swaps the contents of Python objects
+    instead, so that an optimizer keeps its parameters. PyTorch raises an error if a graph holds a parameter.
+    """
+    future = torch.__future__
+
+    @functools.wraps(real)
+    def apply(module: torch.nn.Module, fn: Any, recurse: bool = True) -> Any:
+        if future.get_swap_module_params_on_conversion() or future.get_overwrite_module_params_on_conversion():
+            return real(module, fn, recurse)
+        future.set_swap_module_params_on_conversion(True)
+        try:
+            return real(module, fn, recurse)
+        finally:
+            future.set_swap_module_params_on_conversion(False)
+
+    return apply
 
 
 def _keeping_lazy(real: Callable[..., Any]) -> Callable[..., Any]:

@@ -116,9 +116,7 @@ def _events(watch: Watch) -> Iterator[DeviceEvent]:
             yield _event(watch, record, found, point, number, _line(frame.points[record.instruction]))
 
 
-def _event(
-    watch: Watch, record: Record, meaning: _Meaning, point: LaunchPoint, number: int, where: str
-) -> DeviceEvent:
+def _event(watch: Watch, record: Record, meaning: _Meaning, point: LaunchPoint, number: int, where: str) -> DeviceEvent:
     # The clocks are aligned to within half a round trip. Nothing runs before it was launched.
     begin = max(record.begin_ns + watch.shift_ns, point.at_ns)
     return DeviceEvent(
