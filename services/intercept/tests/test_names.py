@@ -127,7 +127,9 @@ def test_memory_fraction_limits_process(cuda, no_garbage):
 
 def test_sync_debug_mode_warns_or_raises_when_operation_waits(cuda):
     x = torch.arange(4.0, device=cuda)
-    waits = [lambda: x.sum().item(), lambda: (x + 1).cpu(), lambda: x.nonzero(), lambda: bool((x == 0).any())]
+    read = x.sum()
+    assert read.item() == 6.0
+    waits = [lambda: x.sum().item(), lambda: (x + 1).cpu(), lambda: x.nonzero(), lambda: bool((x == 0).any()), read.item]
     try:
         torch.cuda.set_sync_debug_mode("error")
         assert torch.cuda.get_sync_debug_mode() == 2

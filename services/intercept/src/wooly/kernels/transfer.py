@@ -22,7 +22,7 @@ from wooly.early_reads import MAX_EARLY_BYTES, EarlyRead
 from wooly.kernels.forms import Number, host_scalar, view_of
 from wooly.kernels.overlap import refuse_overlap, refuse_partial_overlap
 from wooly.kernels.resolving import plain
-from wooly.link import MIRROR_ITEM_LIMIT, Link, ViewKey
+from wooly.link import MIRROR_ITEM_LIMIT, Link, ViewKey, sync_debug
 from wooly.recorder import Forms, Recorder, origin
 from wooly.storage import (
     DEVICE_MASK,
@@ -576,12 +576,15 @@ class Transfer:
                 buffer = recorder.lazy_clones.holder(buffer)
             key = _view_key(t, at)
             link = recorder.require_link()
-            if link.is_early(buffer):
+            early = link.is_early(buffer)
+            if early:
                 recorder.flush()  # the device has work while the script uses the value, and programs of a loop stay equal
                 recorder.note_early_read_used(origin())
                 link.finish_early(buffer)
             kept = link.mirror(buffer, key)
             if kept is not None:
+                if sync_debug.mode and not early:  # no wait here, but one on CUDA
+                    sync_debug.note()
                 return kept
             if not is_dense(t):
                 dense = torch.empty(t.shape, dtype=t.dtype, device=raw_device(t))
