@@ -129,7 +129,13 @@ def test_sync_debug_mode_warns_or_raises_when_operation_waits(cuda):
     x = torch.arange(4.0, device=cuda)
     read = x.sum()
     assert read.item() == 6.0
-    waits = [lambda: x.sum().item(), lambda: (x + 1).cpu(), lambda: x.nonzero(), lambda: bool((x == 0).any()), read.item]
+    waits = [
+        lambda: x.sum().item(),
+        lambda: (x + 1).cpu(),
+        lambda: x.nonzero(),
+        lambda: bool((x == 0).any()),
+        read.item,
+    ]
     try:
         torch.cuda.set_sync_debug_mode("error")
         assert torch.cuda.get_sync_debug_mode() == 2
