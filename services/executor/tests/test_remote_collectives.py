@@ -10,13 +10,13 @@ import torch
 from wooly_bus.channel import ChannelClosedError
 from wooly_bus.channel.token import SignedPass, peer_ticket
 from wooly_bus.keys import Key
-from wooly_executor.collectives import remote
+from wooly_executor.collectives import remote, service
 from wooly_executor.collectives.peers import Introduction, Peer
 from wooly_executor.errors import CollectiveError
 from wooly_executor.host_account import HostLimits
 from wooly_executor.memory.swap import Policy
 from wooly_executor.vram import SwapSettings
-from wooly_wis.collectives import Reduction, What
+from wooly_wis.collectives import Reduction, What, share_of
 from wooly_wis.dtypes import DType
 from wooly_wis.frames import Kind, pack_json
 from wooly_wis.messages import DirectSession
@@ -27,28 +27,42 @@ TOKEN = "shared by standalone executors"
 
 
 class Ranks:
-    """Ranks 0, 2, … are at the first device, ranks 1, 3, … at the second one. With one device, all are there."""
+    """Ranks are at the devices in turn. With one device, all are there.
 
-    def __init__(self, devices, size, *, timeout_ms=60_000, tell=True):
+    Args:
+        devices: the devices.
+        size: number of ranks.
+        timeout_ms: timeout of the group.
+        tell: the executors learn where the others are.
+        least: the collectives are divided among all devices, into shares of at least this size, in bytes.
+    """
+
+    def __init__(self, devices, size, *, timeout_ms=60_000, tell=True, least=None):
         self.size, self.timeout_ms, self.sequence = size, timeout_ms, 0
         self.devices = [devices[rank % len(devices)] for rank in range(size)]
         for device in devices:
             device.loop.admission.open_for_token(TOKEN)
         self.clients = [device.open(f"rank{rank}", tenant="default") for rank, device in enumerate(self.devices)]
-        self.home = self.clients[0].welcome["device"]["instance"]
+        self.instances = [client.welcome["device"]["instance"] for client in self.clients[: len(devices)]]
+        self.home = self.instances[0]
         for rank, client in enumerate(self.clients):
-            if tell and self.devices[rank] is not self.devices[0]:
-                client.channel.send(Kind.GROUP, pack_json(self.introduction(rank)))
+            for k in range(len(devices) if least else 1) if tell else ():
+                if rank % len(devices) != k:
+                    client.channel.send(Kind.GROUP, pack_json(self.introduction(rank, k)))
+            if least:
+                carriers = [other % len(devices) for other in range(size)]
+                said = {"group": GROUP.hex(), "carriers": carriers, "least": least}
+                client.channel.send(Kind.GROUP, pack_json(said))
 
-    def introduction(self, rank, **changes):
+    def introduction(self, rank, k=0, **changes):
         peer = {
-            "executor_id": "home",
-            "endpoints": [str(self.devices[0].endpoint)],
+            "executor_id": f"executor{k}" if k else "home",
+            "endpoints": [str(self.devices[k].endpoint)],
             "session_id": f"rank{rank}+0",
             "token": TOKEN,
             "session": DirectSession().model_dump(mode="json"),
         } | changes
-        return {"group": GROUP.hex(), "instance": self.home, "peer": peer}
+        return {"group": share_of(GROUP, k).hex(), "instance": self.instances[k], "peer": peer}
 
     def send(self, rank, what, **how):
         single = what in (What.EXCHANGE, What.LEAVE)
@@ -124,6 +138,16 @@ def everyone(ranks):
 def test_collectives_of_two_executors_have_the_bits_of_one(make_device):
     a, b, single = [make_device() for _ in range(3)]
     apart, together = Ranks([a, b], 4), Ranks([single], 4)
+    for what, how, same in everyone(apart):
+        assert run(apart, what, how, 5, **same) == run(together, what, how, 5, **same), what
+
+
+@pytest.mark.parametrize("executors", [2, 3])
+@pytest.mark.parametrize("least", [1, 1 << 20], ids=["divided", "too small to be divided"])
+def test_divided_collectives_have_the_bits_of_one_executor(make_device, executors, least):
+    apart, together = Ranks([make_device() for _ in range(executors)], 4, least=least), Ranks([make_device()], 4)
+    apart.all(What.BARRIER, lambda _: {})  # all executors learn who is in the group
+    together.all(What.BARRIER, lambda _: {})
     for what, how, same in everyone(apart):
         assert run(apart, what, how, 5, **same) == run(together, what, how, 5, **same), what
 
@@ -344,6 +368,178 @@ def test_waiting_rank_may_leave_the_device(make_device):
     ranks.send(0, What.ALL_REDUCE, **part)
     found = torch.frombuffer(bytearray(ranks.clients[1].read(1, 4 * count)), dtype=torch.float32)
     assert bool((found == 3.0).all())
+
+
+# -- divided groups ----------------------------------------------------------------------------------------------------
+
+
+def divided(make_device, count=3, elements=4, **how):
+    """Ranks on as many executors, each with `elements` ones in buffer 1. The executors know all ranks."""
+    devices = [make_device(**how) for _ in range(count)]
+    ranks = Ranks(devices, count, least=1)
+    ranks.all(What.BARRIER, lambda _: {})
+    for client in ranks.clients:
+        client.run(client_body(4 * elements), [1])
+        client.write(1, torch.ones(elements).numpy().tobytes())
+        client.sync()
+    ranks.sequence += 1
+    return devices, ranks
+
+
+def summed(elements=4, **how):
+    both = [(1, 0, elements)]
+    return {"reads": both, "writes": both, "reduction": Reduction.SUM} | how
+
+
+def test_large_divided_collectives_are_computed_by_all_executors(make_device):
+    count = 1 << 20
+    devices, ranks = divided(make_device, elements=count)
+    for k in range(3):
+        ranks.sequence = 2 + 2 * k  # other numbers of the group go to one executor
+        for rank in range(3):
+            ranks.send(rank, What.ALL_REDUCE, **summed(count))
+    found = [torch.frombuffer(bytearray(c.read(1, 4 * count)), dtype=torch.float32) for c in ranks.clients]
+    assert all(bool((f == 27.0).all()) for f in found)
+    for k, device in enumerate(devices):
+        device.check()
+        held = device.held()
+        assert held.keys() == {f"rank{k}", *[f"rank{other}+0" for other in range(3) if other != k]}
+
+
+@pytest.mark.parametrize("lost", [0, 2])
+def test_rank_of_a_divided_group_that_dies_ends_the_others_everywhere(make_device, lost):
+    devices, ranks = divided(make_device)
+    waiting = [rank for rank in range(3) if rank != lost]
+    for rank in waiting:
+        ranks.send(rank, What.ALL_REDUCE, **summed())
+    for rank in waiting:
+        wait_for(has_arrived(devices[rank], 2))
+    devices[lost].call(lambda: devices[lost].loop.sessions.close(f"rank{lost}", "its client was killed"))
+    for rank in waiting:
+        text = failure(ranks.clients[rank])
+        assert f"rank {lost} has ended: its client was killed" in text or "cannot be used any more" in text
+        ranks.clients[rank].make(9, 2.0)
+        assert ranks.clients[rank].floats(9, 1) == [2.0]
+
+
+def test_ranks_of_a_divided_group_that_can_go_on_elsewhere_lose_their_sessions_together(make_device):
+    devices, ranks = divided(make_device)
+    for rank in (0, 1):
+        ranks.send(rank, What.ALL_REDUCE, **summed(recovers=True))
+    wait_for(has_arrived(devices[0], 2))
+    wait_for(has_arrived(devices[1], 2))
+    devices[2].call(lambda: devices[2].loop.sessions.close("rank2", "its client was killed", passing=True))
+    for rank in (0, 1):
+        with pytest.raises(ChannelClosedError) as caught:
+            ranks.clients[rank].sync()
+        assert caught.value.passing
+
+
+def test_ranks_of_which_some_ask_for_a_small_collective_are_told_both_lines_soon(make_device, monkeypatch):
+    """Only a part of the ranks divides the collective, so ranks are missing at all executors but the first one."""
+    monkeypatch.setattr(service, "GRACE_S", 0.2)
+    devices = [make_device() for _ in range(3)]
+    ranks = Ranks(devices, 3, least=256)
+    for client in ranks.clients:
+        client.run(client_body(4096), [1])
+    ranks.all(What.BARRIER, lambda _: {})
+    ranks.sequence += 1
+    ranks.send(0, What.ALL_REDUCE, **summed(1))
+    for rank in (1, 2):
+        ranks.send(rank, What.ALL_REDUCE, **summed(1024))
+    for client in ranks.clients:
+        text = failure(client)
+        assert "different sizes: 1 and" in text and "of the part that one executor carries" in text
+        assert "train.py:1" in text and ("train.py:2" in text or "train.py:3" in text)
+
+
+def test_ranks_of_a_divided_group_with_different_roots_are_told_both_lines_soon(make_device, monkeypatch):
+    monkeypatch.setattr(service, "GRACE_S", 0.2)
+    _, ranks = divided(make_device)
+    for client in ranks.clients:
+        client.make(2, *[0.0] * 3)
+    for rank, root in enumerate((1, 2, 1)):
+        writes = [(2, 4 * k, 1) for k in range(3)] if rank == root else []
+        ranks.send(rank, What.GATHER, reads=[(1, 0, 1)], writes=writes, root=root)
+    for client in ranks.clients:
+        text = failure(client)
+        assert "different root" in text and "train.py:2" in text
+
+
+def test_unusable_operand_fails_all_shares_and_the_divided_group_goes_on(make_device):
+    _, ranks = divided(make_device)
+    for rank in range(3):
+        ranks.send(rank, What.ALL_REDUCE, **summed(**({"reads": [(77, 0, 4)]} if rank == 1 else {})))
+    for client in ranks.clients:
+        assert "rank 1, all_reduce at train.py:2: buffer 77 does not exist" in failure(client)
+    for client in ranks.clients:
+        client.run(client_body(16), [2])
+        client.write(2, torch.ones(4).numpy().tobytes())
+    ranks.sequence += 1
+    for rank in range(3):
+        ranks.send(rank, What.ALL_REDUCE, **summed(reads=[(2, 0, 4)], writes=[(2, 0, 4)]))
+    assert [client.floats(2, 4) for client in ranks.clients] == [[3.0] * 4] * 3
+
+
+def test_rank_that_does_not_come_to_a_divided_collective_is_named(make_device):
+    _, ranks = divided(make_device)
+    ranks.timeout_ms = 100
+    for rank in (1, 2):
+        ranks.send(rank, What.ALL_REDUCE, **summed())
+    for rank in (1, 2):
+        assert "rank 0 did not come to all_reduce (number 2 of the group) at train.py" in failure(ranks.clients[rank])
+
+
+def test_end_of_a_divided_group_forgets_it_everywhere(make_device):
+    devices, ranks = divided(make_device)
+    for rank, client in enumerate(ranks.clients):
+        ranks.send(rank, What.LEAVE)
+        client.sync()
+    for device in devices:
+        assert device.call(lambda device=device: len(device.loop.collectives.groups)) == 0
+        guests = device.call(lambda device=device: list(device.loop.collectives.remote._guests.values()))
+        assert not any(guest.groups or guest.divisions for guest in guests)
+
+
+def test_waiting_rank_of_a_divided_group_may_leave_the_device(make_device):
+    count = 1 << 18
+    (a, b), ranks = divided(make_device, 2, count, memory=3 << 20, swap=SwapSettings(Policy(idle_ns=0), 1 << 30))
+    ranks.send(1, What.ALL_REDUCE, **summed(count))
+    wait_for(has_arrived(a, 1))
+    other = b.open("other")
+    other.run(client_body(5 << 19), [1], reply=True)
+    wait_for(lambda: b.residence()["rank1"] != "here")
+    ranks.send(0, What.ALL_REDUCE, **summed(count))
+    for client in ranks.clients:
+        found = torch.frombuffer(bytearray(client.read(1, 4 * count)), dtype=torch.float32)
+        assert bool((found == 2.0).all())
+    for device in (a, b):
+        device.check()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"carriers": [0], "least": 1},
+        {"carriers": [0, 0], "least": 1},
+        {"carriers": [0, 1], "least": 0},
+        {"carriers": [0, 99], "least": 1},
+        {"carriers": [0, 1], "least": 1},  # nobody has said who carries the other share
+        {"carriers": "01", "least": 1},
+        {"carriers": [0, 1], "least": 1, "more": 1},
+    ],
+)
+def test_malformed_division_is_refused(device, said):
+    client = device.open("rank0")
+    client.channel.send(Kind.GROUP, pack_json({"group": GROUP.hex()} | said))
+    assert "GROUP frame" in failure(client)
+
+
+def test_frame_of_another_size_than_the_division_fails_only_its_sender(make_device):
+    _, ranks = divided(make_device, 2)
+    ranks.size = 3
+    ranks.send(0, What.ALL_REDUCE, **summed())
+    assert "the group has 2 ranks, but the frame says 3" in failure(ranks.clients[0])
 
 
 # -- hostile and silent peers ------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ group's ranks.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import struct
 from dataclasses import dataclass
@@ -30,8 +31,10 @@ MAX_ORIGIN = 512
 _MAX_TIMEOUT_MS = 10 * 366 * 86_400_000
 _HEAD = struct.Struct(f"<{GROUP_BYTES}sQQIIIBBBBdIII")
 _RANGE = struct.Struct("<QQQI")
+#: Maximum number of executors among which the collectives of a group are divided.
+MAX_SHARES = 16
 #: Flags of a frame.
-_FAULTY, _RECOVERS = 1, 2
+_FAULTY, _RECOVERS, _SHARE = 1, 2, 4
 
 
 class What(IntEnum):
@@ -114,6 +117,7 @@ class Collective:
         fault: why this rank cannot take part, so that the collective fails for all ranks; empty: it takes part. Executors say so
             for their ranks.
         recovers: the rank's session can go on in another executor, together with those of the other ranks.
+        share: the group is a share of another one (`share_of`), so not each of its numbers comes here.
     """
 
     group: bytes
@@ -131,6 +135,7 @@ class Collective:
     origin: str = ""
     fault: str = ""
     recovers: bool = False
+    share: bool = False
 
     @property
     def name(self) -> str:
@@ -155,7 +160,7 @@ def pack_collective(c: Collective) -> bytes:
 
 
 def _flags(c: Collective) -> int:
-    return (_FAULTY if c.fault else 0) | (_RECOVERS if c.recovers else 0)
+    return (_FAULTY if c.fault else 0) | (_RECOVERS if c.recovers else 0) | (_SHARE if c.share else 0)
 
 
 def group_of(payload: bytes | memoryview) -> bytes:
@@ -166,6 +171,18 @@ def group_of(payload: bytes | memoryview) -> bytes:
 def with_group(payload: bytes | memoryview, group: bytes) -> bytes:
     """The payload of a COLLECTIVE frame that `pack_collective` has made, with another group's id."""
     return group + bytes(payload[GROUP_BYTES:])
+
+
+def share_of(group: bytes, index: int) -> bytes:
+    """The id of the group in which an executor carries its share of another group's collectives.
+
+    Args:
+        group: id of the whole group.
+        index: number of the executor among those that carry the group. The first one carries it under its own id.
+    """
+    if not index:
+        return group
+    return hashlib.sha256(group + index.to_bytes(2, "little")).digest()[:GROUP_BYTES]
 
 
 def unpack_collective(payload: bytes | memoryview) -> Collective:
@@ -185,7 +202,7 @@ def unpack_collective(payload: bytes | memoryview) -> Collective:
             f"COLLECTIVE frame has {n_read + n_write} ranges and {n_origin} bytes of origin; the limits are {MAX_RANGES} and "
             f"{MAX_ORIGIN}"
         )
-    if _HEAD.size + (n_read + n_write) * _RANGE.size + n_origin != len(payload) or flags > _FAULTY + _RECOVERS:
+    if _HEAD.size + (n_read + n_write) * _RANGE.size + n_origin != len(payload) or flags > _FAULTY + _RECOVERS + _SHARE:
         raise DecodeError("COLLECTIVE frame's counts do not match its length, or it has unknown flags")
     if what not in _WHATS or reduction not in _REDUCTIONS or code not in BY_CODE:
         raise DecodeError(
@@ -200,6 +217,7 @@ def unpack_collective(payload: bytes | memoryview) -> Collective:
         *(group, sequence, rank, size, timeout_ms, What(what), BY_CODE[code]),
         *(tuple(ranges[:n_read]), tuple(ranges[n_read:]), Reduction(reduction), root, factor, origin, fault),
         recovers=bool(flags & _RECOVERS),
+        share=bool(flags & _SHARE),
     )
     _check(found)
     return found

@@ -37,6 +37,7 @@ class Arrival:
         call: what the rank asks for.
         group: its group.
         since: when the frame came, in seconds.
+        deadline: when the rank stops to wait for others, in seconds.
         meetings: what it takes part in.
         error: why it failed; empty if it did not.
         settled: nothing is left to wait for.
@@ -46,6 +47,7 @@ class Arrival:
     call: Collective
     group: Group
     since: float
+    deadline: float
     meetings: list[Meeting] = field(default_factory=list)
     error: str = ""
     settled: bool = False
@@ -54,11 +56,6 @@ class Arrival:
     def lost(self) -> bool:
         """Whether the rank's session must go on elsewhere, with those of the other ranks, instead of getting an error."""
         return bool(self.error) and self.group.lost and self.call.recovers
-
-    @property
-    def deadline(self) -> float:
-        """When the rank stops to wait for others, in seconds."""
-        return self.since + self.call.timeout_ms / 1e3
 
 
 @dataclass(eq=False, slots=True)
@@ -101,7 +98,7 @@ class Group:
         size: number of ranks.
         members: session of each rank that has come.
         gone: ranks that have left or died, and why.
-        sequence: number of the last collective of all ranks; None: the first frame tells it.
+        sequence: number of the last collective of all ranks here; None: the first frame tells it.
         meeting: the collective for which ranks wait.
         channels: transfers that lack one end, by the ranks from and to.
         error: why the group has ended; empty: it has not.
@@ -123,8 +120,12 @@ class Group:
 
     @property
     def following(self) -> int:
-        """Number of the next collective of all ranks."""
+        """Number of the next collective of all ranks; the least number, if the group is a share of another one."""
         return (self.sequence or 0) + 1
+
+    def expects(self, call: Collective) -> bool:
+        """Whether a collective of all ranks may come next by its number."""
+        return call.sequence == self.following or (call.share and call.sequence > self.following)
 
 
 class Groups:
@@ -146,20 +147,20 @@ class Groups:
         """
         if call.what is What.LEAVE and call.recovers and (tenant, call.group) not in self._groups:
             # Its other frames were before the checkpoint from which the ranks go on.
-            return Arrival(session, call, Group(tenant, call.group, call.size), now, settled=True)
+            return Arrival(session, call, Group(tenant, call.group, call.size), now, now, settled=True)
         group = self._group_for(tenant, session, call)
         if call.what is What.LEAVE:
-            arrival = Arrival(session, call, group, now, settled=True)
+            arrival = Arrival(session, call, group, now, now, settled=True)
             self._leave(session, group, call.rank, "has left the group")
             return arrival
         if call.what is not What.EXCHANGE and group.sequence is None:
             group.sequence = call.sequence - 1
-        if call.what is not What.EXCHANGE and not group.error and call.sequence != group.following:
+        if call.what is not What.EXCHANGE and not group.error and not group.expects(call):
             raise CollectiveError(
                 f"rank {call.rank} sends number {call.sequence} of its group's collectives, but the next one has number "
                 f"{group.following}"
             )
-        arrival = Arrival(session, call, group, now)
+        arrival = Arrival(session, call, group, now, now + call.timeout_ms / 1e3)
         if group.error:
             arrival.error, arrival.settled = group.error, True
             return arrival
@@ -257,7 +258,7 @@ class Groups:
         meeting.error = meeting.error or group.error or error
         if meeting is group.meeting:
             group.meeting = None
-            group.sequence = group.following
+            group.sequence = meeting.arrivals[0].call.sequence
         found = []
         for arrival in meeting.arrivals:
             arrival.error = arrival.error or meeting.error
@@ -318,8 +319,8 @@ class Groups:
             missing = sorted(set(range(group.size)) - there if arrival.call.sequence else _others(late[0], arrival))
             self._end(
                 group,
-                f"{_ranks(missing)} did not come to {describe(arrival.call)} within {arrival.call.timeout_ms / 1e3:g} s (the "
-                f"group's timeout); {_ranks(sorted(there))} waited there",
+                f"{_ranks(missing)} did not come to {describe(arrival.call)} within {arrival.deadline - arrival.since:g} s "
+                f"({_limit(arrival)}); {_ranks(sorted(there))} waited there",
             )
         return [arrival for arrival in before if arrival.settled]
 
@@ -374,6 +375,11 @@ def _others(meeting: Meeting, arrival: Arrival) -> set[int]:
     return set(range(call.size)) - {a.call.rank for a in meeting.arrivals}
 
 
+def _limit(arrival: Arrival) -> str:
+    timeout = arrival.deadline - arrival.since >= arrival.call.timeout_ms / 1e3
+    return "the group's timeout" if timeout else "another executor's share of it has failed"
+
+
 def describe(call: Collective) -> str:
     """A collective in words."""
     number = f" (number {call.sequence} of the group)" if call.sequence else ""
@@ -406,11 +412,11 @@ def difference(first: Arrival, other: Arrival) -> str:
     if first.call.rank > other.call.rank:
         first, other = other, first
     a, b = first.call, other.call
-    for name in ("what", "reduction", "dtype", "root", "factor"):
+    for name in ("what", "reduction", "dtype", "root", "factor", "sequence"):
         mine, theirs = getattr(a, name), getattr(b, name)
         if mine != theirs:
             words = [getattr(v, "label", getattr(v, "name", str(v))).lower() for v in (mine, theirs)]
-            word = "collective" if name == "what" else name
+            word = {"what": "collective", "sequence": "numbers"}.get(name, name)
             return _differ(first, other, f"different {word}: {words[0]} and {words[1]}")
     what = a.what
     found: Iterable[tuple[int, int]] = ()
@@ -432,7 +438,10 @@ def difference(first: Arrival, other: Arrival) -> str:
     elif what in (What.BROADCAST, What.GATHER, What.SCATTER):
         found = _rooted(a, b)
     wrong = next(((m, n) for m, n in found if m != n), None)
-    return "" if wrong is None else _differ(first, other, f"different sizes: {wrong[0]} and {wrong[1]} elements")
+    if wrong is None:
+        return ""
+    where = " of the part that one executor carries" if a.share else ""
+    return _differ(first, other, f"different sizes: {wrong[0]} and {wrong[1]} elements{where}")
 
 
 def own_difference(call: Collective) -> str:

@@ -23,7 +23,7 @@ from wooly_bus.channel.tls import client_context
 from wooly_bus.supervision import start_thread
 from wooly_bus.web import is_loopback
 from wooly_wis.codec import digest, encode_program
-from wooly_wis.collectives import SHARED_MEMORY, Collective, Range, pack_collective
+from wooly_wis.collectives import MAX_RANKS, MAX_SHARES, SHARED_MEMORY, Collective, Range, pack_collective
 from wooly_wis.dtypes import DType
 from wooly_wis.errors import DecodeError
 from wooly_wis.frames import PROTOCOL, READ_HEAD, WRITE_HEAD, Kind, pack_json, pack_run, unpack_json
@@ -92,6 +92,22 @@ class Introduction(BaseModel):
     instance: Annotated[str, StringConstraints(max_length=64)]
     ticket: Annotated[str, StringConstraints(max_length=16384)] = ""
     peer: dict[str, Any] | None = None
+
+
+class DividedGroup(BaseModel):
+    """The content of a GROUP frame: the collectives of a group are divided among its executors.
+
+    Attributes:
+        group: id of the group, in hex.
+        carriers: for each rank, the number of its executor. Another frame has said who carries the share of each other executor.
+        least: minimum bytes of a share.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    group: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
+    carriers: Annotated[tuple[Annotated[int, Field(ge=0, lt=MAX_SHARES)], ...], Field(min_length=2, max_length=MAX_RANKS)]
+    least: Annotated[int, Field(ge=1, lt=1 << 40)]
 
 
 @dataclass(eq=False, slots=True)

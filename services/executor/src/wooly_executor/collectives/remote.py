@@ -1,8 +1,8 @@
-"""Collectives of sessions here in groups that another executor carries. The device loop's thread owns this module.
+"""What other executors carry of the collectives of sessions here. The device loop's thread owns this module.
 
-The executor that has the group's first rank carries the collectives of the whole group. For a rank here, its operands are copied
-to host memory, and a connection (`peers`) takes them there and brings the results back. Meanwhile the frame waits. If the session
-has nothing else to do, its memory may leave the device.
+A group with ranks on several executors is carried by the executor of its first rank, or divided among all of them (`shares`). For
+a rank here, the operands of what others carry are copied to host memory, and connections (`peers`) take them there and bring the
+results back, all at once. Meanwhile the frame waits. If the session has nothing else to do, its memory may leave the device.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from pydantic import ValidationError
 from torch import Tensor
 from wooly_bus.channel import ProtocolError
 from wooly_bus.channel.token import SharedPass, SignedPass
-from wooly_wis.collectives import Collective, Range, What
+from wooly_wis.collectives import Collective, Range, What, share_of
 from wooly_wis.frames import unpack_json
 
 from wooly_executor.collectives.groups import describe
-from wooly_executor.collectives.peers import Errand, Introduction, Peer, PeerLink, laid_out
+from wooly_executor.collectives.peers import DividedGroup, Errand, Introduction, Peer, PeerLink, laid_out
+from wooly_executor.collectives.shares import Division, divide
 from wooly_executor.collectives.work import Part, WorkJob, steps
 from wooly_executor.errors import CollectiveError
 from wooly_executor.flow import Readiness, Signal
@@ -53,13 +54,14 @@ class Stage(Enum):
 
 @dataclass(eq=False, slots=True)
 class Visit:
-    """One rank's part in a collective that another executor carries.
+    """One rank's part in what another executor carries of a collective.
 
     Attributes:
-        call: the rank's frame.
+        call: the rank's frame, or its share.
         link: the connection to the other executor.
         data: host memory with what the rank reads.
         results: host memory for what it writes.
+        since: when it began, in seconds.
         deadline: when the other executor should have answered, in seconds.
         error: why it failed; empty if it did not.
         broken: it failed because the other executor cannot be used any more.
@@ -69,6 +71,7 @@ class Visit:
     link: PeerLink
     data: Tensor
     results: Tensor
+    since: float
     deadline: float
     stage: Stage = Stage.READING
     error: str = ""
@@ -77,11 +80,19 @@ class Visit:
 
 @dataclass(eq=False, slots=True)
 class _Guest:
-    """A session whose groups other executors carry. `links` are by process and session there, `groups` by id."""
+    """A session in whose groups other executors work.
+
+    Attributes:
+        links: by process and session there.
+        groups: by the id of a group or a share that another executor carries.
+        divisions: by the id of a group that is divided.
+        visits: what other executors carry of the collective in progress.
+    """
 
     links: dict[tuple[str, str], PeerLink] = field(default_factory=dict)
     groups: dict[bytes, PeerLink] = field(default_factory=dict)
-    visit: Visit | None = None
+    divisions: dict[bytes, Division] = field(default_factory=dict)
+    visits: list[Visit] = field(default_factory=list)
 
 
 #: The memory of a range of a session, to read or to write.
@@ -123,7 +134,7 @@ class RemoteCollectives:
     # -- groups ------------------------------------------------------------------------------------------------------
 
     def introduce(self, session: Session, payload: bytes | memoryview, *, direct: bool) -> None:
-        """Process a GROUP frame: from now on, another executor carries the collectives of a group.
+        """Process a GROUP frame: from now on, another executor carries a group, or a group is divided.
 
         Args:
             session: a rank's session.
@@ -134,19 +145,24 @@ class RemoteCollectives:
             CollectiveError: the content is not valid, or the router has not signed it.
             DecodeError: it is no JSON.
         """
+        told = unpack_json(payload)
         try:
-            said = Introduction.model_validate(unpack_json(payload))
+            said = (DividedGroup if "carriers" in told else Introduction).model_validate(told)
         except ValidationError as e:
             wrong = e.errors()[0]
             raise CollectiveError(
                 f"the GROUP frame's {'.'.join([str(part) for part in wrong['loc']])} is not valid: {wrong['msg']}"
             ) from e
         guest = self._guests.setdefault(session.id, _Guest())
-        if len(guest.groups) >= GROUPS_OF_SESSION:
+        if len(guest.groups) >= GROUPS_OF_SESSION or len(guest.divisions) >= GROUPS_OF_SESSION:
             raise CollectiveError(
                 f"the session has {GROUPS_OF_SESSION} groups that other executors carry, which is the limit; end groups with "
                 "torch.distributed.destroy_process_group"
             )
+        group = bytes.fromhex(said.group)
+        if isinstance(said, DividedGroup):
+            self._divide(guest, group, said)
+            return
         link = None
         if not said.ticket and said.peer is None:
             link = next((known for (instance, _), known in guest.links.items() if instance == said.instance), None)
@@ -156,7 +172,18 @@ class RemoteCollectives:
             link = guest.links.get(key)
             if link is None:
                 link = guest.links[key] = PeerLink(peer, said.instance, self._tls_ca)
-        guest.groups[bytes.fromhex(said.group)] = link
+        guest.groups[group] = link
+
+    @staticmethod
+    def _divide(guest: _Guest, group: bytes, said: DividedGroup) -> None:
+        division = Division(said.carriers, said.least)
+        why = division.problem()
+        here = [k for k in range(division.count) if share_of(group, k) not in guest.groups]
+        if not why and len(here) != 1:
+            why = f"this executor must carry exactly one share, and another one each of the others, but not {here}"
+        if why:
+            raise CollectiveError(f"the GROUP frame's division is not valid: {why}")
+        guest.divisions[group] = division
 
     @staticmethod
     def _told(session: Session, said: Introduction, *, direct: bool) -> dict[str, Any]:
@@ -171,59 +198,116 @@ class RemoteCollectives:
             "this executor connects to another one only with a ticket that its router has signed, or if it is standalone"
         )
 
-    def carries(self, session: Session, group: bytes) -> bool:
-        """Whether another executor carries the collectives of a group of a session."""
+    def divide(self, session: Session, call: Collective) -> tuple[Collective | None, list[Collective]]:
+        """Tell what this executor carries of a session's collective (None: nothing), and what others carry.
+
+        Raises:
+            CollectiveError: the frame does not fit how the group is divided.
+        """
         guest = self._guests.get(session.id)
-        return guest is not None and (guest.visit is not None or group in guest.groups)
+        if guest is None:
+            return call, []
+        division = guest.divisions.get(call.group)
+        if division is None:
+            return (None, [call]) if call.group in guest.groups else (call, [])
+        if len(division.carriers) != call.size:
+            raise CollectiveError(f"the group has {len(division.carriers)} ranks, but the frame says {call.size}")
+        here, others = None, []
+        for share in divide(call, division).values():
+            if share.group in guest.groups:
+                others.append(share)
+            else:
+                here = share
+        return here, others
 
     # -- one collective ----------------------------------------------------------------------------------------------
 
-    def reach(self, session: Session, call: Collective, unusable: Callable[[], str]) -> Signal:
-        """Go on with a session's collective: see `Collectives.reach`.
+    def begin(self, session: Session, call: Collective, others: Sequence[Collective], fault: str) -> str:
+        """Begin what others carry of a session's collective. The session's memory is on the device.
 
         Args:
             session: the session.
-            call: its frame.
-            unusable: tells why an operand cannot be used; empty: all can. It is called when the session's memory is here.
+            call: its collective, whole.
+            others: what others carry of it.
+            fault: why the rank cannot take part; empty: it can.
+
+        Returns:
+            Why the rank cannot take part.
         """
+        size = call.dtype.itemsize
+        in_place = call.what is What.ALL_REDUCE  # its ranges are equal, and the data is away before the results come
+        needs = [(laid_out(c.reads, size)[1], 0 if in_place else laid_out(c.writes, size)[1]) for c in others]
+        need = sum([reads + writes for reads, writes in needs])
+        if not fault and need > self._most:
+            fault = (
+                f"rank {call.rank}, {describe(call)}: it needs {need} bytes of host memory of the rank's executor, because "
+                f"another executor carries it; at most {self._most} are allowed (WOOLY_EXECUTOR_SESSION_HOST)"
+            )
+        if fault:
+            needs, need = [(0, 0)] * len(others), 0
         guest = self._guests[session.id]
-        visit = guest.visit
-        if visit is None:
-            if not self._vram.present(session):
+        now = self._clock()
+        deadline = now + call.timeout_ms / 1e3 + MARGIN_S
+        session.holdings.parked, session.peer_bytes = 0, need
+        for share, (reads, writes) in zip(others, needs, strict=True):
+            link = guest.groups[share.group]
+            data = _host_memory(link, reads)
+            results = data if in_place else _host_memory(link, writes)
+            guest.visits.append(Visit(replace(share, fault=fault), link, data, results, now, deadline))
+        if fault:
+            for visit in guest.visits:
+                self._send(session, visit)
+        else:
+            self._copy(session, guest.visits, self._read_parts, self._was_read)
+        return fault
+
+    def go_on(self, session: Session) -> Signal:
+        """Go on with what others carry of a session's collective: see `Collectives.reach`."""
+        visits = self._guests[session.id].visits
+        back = [v for v in visits if v.stage is Stage.BACK]
+        if back and not isinstance(session.holdings.job, WorkJob):
+            if not self._vram.present(session) or not self._room(session, back):
                 return Signal.MEMORY_AWAITED
             session.holdings.parked = 0
-            visit = guest.visit = self._begin(session, guest.groups[call.group], call, unusable())
-            if not visit.call.fault:
-                self._copy(session, visit, self._read_parts(session, visit), self._was_read)
-        if visit.stage is Stage.BACK:
-            if not self._vram.present(session) or not self._room(session, visit.call):
-                return Signal.MEMORY_AWAITED
-            session.holdings.parked = 0
-            visit.stage = Stage.WRITING
-            self._copy(session, visit, self._written_parts(session, visit), self._was_written)
-        if visit.stage is Stage.DONE:
+            for visit in back:
+                visit.stage = Stage.WRITING
+            self._copy(session, back, self._written_parts, self._was_written)
+        if all(v.stage is Stage.DONE for v in visits):
             session.holdings.parked = 0
             return Signal.MEMORY_READY
-        if visit.stage is Stage.AWAY:
-            session.holdings.parked = session.holdings.parked or self._vram.clock()
         return Signal.PEERS_AWAITED
 
-    def finish(self, session: Session) -> tuple[Collective, str] | None:
-        """The session's collective, which is done, and its error; None: the session has none."""
+    def waits(self, session: Session) -> bool:
+        """Whether other executors have all that they carry of a session's collective and is not done."""
         guest = self._guests.get(session.id)
-        if guest is None or guest.visit is None:
-            return None
-        visit, guest.visit = guest.visit, None
-        session.peer_bytes = 0
-        if visit.call.what is What.LEAVE:
-            guest.groups.pop(visit.call.group, None)
-        return visit.call, visit.error
+        return guest is None or all(v.stage in (Stage.AWAY, Stage.DONE) for v in guest.visits)
+
+    def error(self, session: Session) -> str:
+        """Why what another executor carries has failed; empty: nothing has failed yet."""
+        guest = self._guests.get(session.id)
+        return "" if guest is None else next((v.error for v in guest.visits if v.error), "")
+
+    def hurry(self, session: Session, until: float) -> None:
+        """Wait for other executors until this time at most, in seconds."""
+        for visit in self._guests[session.id].visits if session.id in self._guests else ():
+            visit.deadline = min(visit.deadline, until)
+
+    def finish(self, session: Session, call: Collective) -> None:
+        """The session's collective is done."""
+        guest = self._guests.get(session.id)
+        if guest is None:
+            return
+        guest.visits, session.peer_bytes = [], 0
+        if call.what is What.LEAVE:
+            division = guest.divisions.pop(call.group, None)
+            for k in range(1 if division is None else division.count):
+                guest.groups.pop(share_of(call.group, k), None)
 
     def lost(self, session: Session) -> str:
         """Why a session must go on elsewhere, together with the other ranks of its group; empty: it need not."""
         guest = self._guests.get(session.id)
-        visit = None if guest is None else guest.visit
-        return visit.error if visit is not None and visit.broken and visit.call.recovers else ""
+        broken = [] if guest is None else [v for v in guest.visits if v.broken and v.call.recovers]
+        return broken[0].error if broken else ""
 
     def closed(self, session: Session, why: str, *, passing: bool) -> None:
         """A session has ended: so do its sessions at other executors. `passing`: it may go on elsewhere."""
@@ -242,42 +326,21 @@ class RemoteCollectives:
         now = self._clock()
         for visit in self._away():
             if now > visit.deadline:
-                seconds = visit.call.timeout_ms / 1e3 + MARGIN_S
+                waited = visit.deadline - visit.since
                 visit.deadline = float("inf")
                 visit.link.abort(
-                    f"it has not answered within {seconds:g} s. Rank {visit.call.rank} waits for it in "
+                    f"it has not answered within {waited:.3g} s. Rank {visit.call.rank} waits for it in "
                     f"{describe(visit.call)}"
                 )
 
     def _away(self) -> list[Visit]:
-        visits = [g.visit for g in self._guests.values() if g.visit is not None]
-        return [v for v in visits if v.stage is Stage.AWAY]
+        return [v for g in self._guests.values() for v in g.visits if v.stage is Stage.AWAY]
 
     # -- parts -------------------------------------------------------------------------------------------------------
 
-    def _begin(self, session: Session, link: PeerLink, call: Collective, fault: str) -> Visit:
-        size = call.dtype.itemsize
-        (_, reads), (_, writes) = laid_out(call.reads, size), laid_out(call.writes, size)
-        in_place = call.what is What.ALL_REDUCE  # its ranges are equal, and the data is away before the results come
-        if in_place:
-            writes = 0
-        if not fault and reads + writes > self._most:
-            fault = (
-                f"rank {call.rank}, {describe(call)}: it needs {reads + writes} bytes of host memory of the rank's executor, "
-                f"because another executor carries it; at most {self._most} are allowed (WOOLY_EXECUTOR_SESSION_HOST)"
-            )
-        if fault:
-            call, reads, writes = replace(call, fault=fault), 0, 0
-        data = _host_memory(link, reads)
-        results = data if in_place else _host_memory(link, writes)
-        session.peer_bytes = reads + writes
-        visit = Visit(call, link, data, results, self._clock() + call.timeout_ms / 1e3 + MARGIN_S)
-        if fault:
-            self._send(session, visit)
-        return visit
-
-    def _room(self, session: Session, call: Collective) -> bool:
-        guarded = [w.buffer for w in call.writes if w.buffer in session.holdings.guarded]
+    def _room(self, session: Session, visits: Sequence[Visit]) -> bool:
+        writes = [w.buffer for v in visits for w in v.call.writes if w.elements]
+        guarded = [buffer for buffer in dict.fromkeys(writes) if buffer in session.holdings.guarded]
         need = self._vram.ledger.cost_of_writing(session.holdings.account, guarded) if guarded else 0
         return self._vram.room_for(session, need)
 
@@ -300,20 +363,26 @@ class RemoteCollectives:
         return parts
 
     def _copy(
-        self, session: Session, visit: Visit, parts: list[Part], then: Callable[[Session, Visit, str], None]
+        self,
+        session: Session,
+        visits: Sequence[Visit],
+        parts_of: Callable[[Session, Visit], list[Part]],
+        then: Callable[[Session, Visit, str], None],
     ) -> None:
         """Copy between device and host: little memory now, more in the mover's thread."""
+        parts = [part for visit in visits for part in parts_of(session, visit)]
         if sum([part.nbytes for part in parts]) <= COPIED_HERE:
             begun = time.perf_counter_ns()
             for _ in steps(parts, _MOVED, self._piece):
                 pass
             took = time.perf_counter_ns() - begun
             self._bill([session], took, took)
-            then(session, visit, "")
+            for visit in visits:
+                then(session, visit, "")
             return
 
         def done(job: Job, error: Exception | None) -> None:
-            self._call(lambda: self._copied(session, visit, job, error, then))
+            self._call(lambda: self._copied(session, visits, job, error, then))
 
         job = WorkJob(self._vram.priority(session), done, parts=parts, call=_MOVED, piece=self._piece)
         session.holdings.job = job
@@ -322,7 +391,7 @@ class RemoteCollectives:
     def _copied(
         self,
         session: Session,
-        visit: Visit,
+        visits: Sequence[Visit],
         job: Job,
         error: Exception | None,
         then: Callable[[Session, Visit, str], None],
@@ -335,7 +404,8 @@ class RemoteCollectives:
             self._vram.release(session)
             return
         self._bill([session], job.took_ns, job.core_ns)
-        then(session, visit, f"{type(error).__name__}: {error}" if error is not None else "")
+        for visit in visits:
+            then(session, visit, f"{type(error).__name__}: {error}" if error is not None else "")
         self._post.add(session, Signal.PEERS_CAME)
 
     def _was_read(self, session: Session, visit: Visit, error: str) -> None:

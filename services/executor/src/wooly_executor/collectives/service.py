@@ -2,8 +2,8 @@
 
 A COLLECTIVE frame waits until the frames of all ranks are there (`groups`) and the memory of all ranks is on the device. Then the
 operands are checked, and the work is done (`work`): small work at once, large work by the mover. Meanwhile the fold lets runs of
-the session go on that do not use the frame's buffers. Each rank is billed for an equal share. Groups whose first rank is at
-another executor are carried there (`remote`).
+the session go on that do not use the frame's buffers. Each rank is billed for an equal share. Of groups with ranks on several
+executors, other executors carry all or a share (`remote`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,25 @@ log = logging.getLogger("wooly.executor")
 DONE_HERE = 512 << 10
 #: Minimum seconds between two searches for ranks that have waited too long.
 _CHECK_S = 0.05
+#: Seconds for which a rank waits for the other shares of a collective after one has failed. Usually all of them fail.
+GRACE_S = 5.0
+
+
+@dataclass(eq=False, slots=True)
+class _UnderWay:
+    """A session's collective that has begun.
+
+    Attributes:
+        call: the frame, whole.
+        arrival: what this executor carries of it; None: nothing.
+        shared: other executors carry something of it.
+        error: the first failure; empty: there is none.
+    """
+
+    call: Collective
+    arrival: Arrival | None
+    shared: bool
+    error: str = ""
 
 
 class Collectives:
@@ -87,8 +107,7 @@ class Collectives:
             tls_ca,
             clock,
         )
-        self._arrivals: dict[str, Arrival] = {}
-        self._refused: dict[str, tuple[Collective, CollectiveError]] = {}
+        self._under_way: dict[str, _UnderWay] = {}
         self._deadline: float | None = None
         #: Sessions that have room for copies of the shared buffers that they write.
         self._with_room: set[str] = set()
@@ -107,45 +126,81 @@ class Collectives:
         Raises:
             DecodeError: the frame is malformed.
         """
-        arrival = self._arrivals.get(session.id)
-        if arrival is None:
-            if session.id in self._refused:
-                return Signal.MEMORY_READY
-            call = unpack_collective(frame.payload)
-            if self.remote.carries(session, call.group):
-                return self._reach_remote(session, call)
-            before = list(self._arrivals.values())
-            try:
-                arrival = self.groups.arrive(session.tenant, session.id, call, self._clock())
-            except CollectiveError as e:
-                self._refused[session.id] = call, e
-                return Signal.MEMORY_READY
-            self._arrivals[session.id] = arrival
-            self._wake([a for a in before if a.settled])
+        now = self._under_way.get(session.id)
+        if now is None:
+            now = self._start(session, unpack_collective(frame.payload))
+            if now is None:
+                return Signal.MEMORY_AWAITED
+        found = []
+        if now.arrival is not None:
+            found.append(self._go_on(session, now.arrival))
+        if now.shared:
+            found.append(self.remote.go_on(session))
+        error = self._error(session, now)
+        if error and (why := self._loss(session, now)):
+            return self._lost(session, why)
+        pending = [signal for signal in found if signal is not Signal.MEMORY_READY]
+        if not pending:
+            session.holdings.parked = 0
+            return Signal.MEMORY_READY
+        if error and not now.error:
+            self._hurry(session, now)
+        now.error = now.error or error
+        arrival = now.arrival
+        working = arrival is not None and any(m.complete and not m.done for m in arrival.meetings)
+        if not working and self.remote.waits(session):
+            session.holdings.parked = session.holdings.parked or self._vram.clock()
+        self._note_deadline()
+        session.holdings.travelling = _buffers(now.call)
+        return Signal.MEMORY_AWAITED if Signal.MEMORY_AWAITED in pending else Signal.PEERS_AWAITED
+
+    def _start(self, session: Session, call: Collective) -> _UnderWay | None:
+        """Begin a session's collective. None: its memory must be on the device first."""
+        try:
+            here, others = self.remote.divide(session, call)
+            if others:
+                if not self._vram.present(session):
+                    return None
+                why = self._unusable_ranges(session, call, call.reads, call.writes)
+                why = self.remote.begin(session, call, others, why)
+                here = here if here is None else replace(here, fault=why)
+            now = _UnderWay(call, None, bool(others))
+            if here is not None:
+                before = [u.arrival for u in self._under_way.values() if u.arrival is not None]
+                now.arrival = self.groups.arrive(session.tenant, session.id, here, self._clock())
+                self._wake([a for a in before if a.settled])
+        except CollectiveError as e:
+            now = _UnderWay(call, None, False, str(e))
+        self._under_way[session.id] = now
+        return now
+
+    def _go_on(self, session: Session, arrival: Arrival) -> Signal:
+        """Go on with what this executor carries of a session's collective: see `reach`."""
         if not arrival.settled and any(m.complete for m in arrival.meetings):
             session.holdings.parked = 0
             if not self._vram.present(session) or not self._writable(session, arrival.call):
                 return Signal.MEMORY_AWAITED
             self._with_room.add(session.id)
         self._advance(arrival)
-        if arrival.lost and arrival.settled:
-            return self._lost(session, arrival.error)
-        if arrival.settled:
-            session.holdings.parked = 0
-            return Signal.MEMORY_READY
-        if not any(m.complete and not m.done for m in arrival.meetings):
-            session.holdings.parked = session.holdings.parked or self._vram.clock()
-        self._note_deadline()
-        session.holdings.travelling = _buffers(arrival.call)
-        return Signal.PEERS_AWAITED
+        return Signal.MEMORY_READY if arrival.settled else Signal.PEERS_AWAITED
 
-    def _reach_remote(self, session: Session, call: Collective) -> Signal:
-        signal = self.remote.reach(session, call, lambda: self._unusable_ranges(session, call, call.reads, call.writes))
-        self._note_deadline()
-        session.holdings.travelling = _buffers(call)
-        if signal is Signal.MEMORY_READY and (why := self.remote.lost(session)):
-            return self._lost(session, why)
-        return signal
+    def _error(self, session: Session, now: _UnderWay) -> str:
+        """Why a session's collective, or a share of it, has failed; empty: nothing has failed yet."""
+        here = now.arrival.error if now.arrival is not None and now.arrival.settled else ""
+        return now.error or here or (self.remote.error(session) if now.shared else "")
+
+    def _loss(self, session: Session, now: _UnderWay) -> str:
+        """Why a session must go on elsewhere together with the other ranks; empty: it need not."""
+        if now.arrival is not None and now.arrival.settled and now.arrival.lost:
+            return now.arrival.error
+        return self.remote.lost(session) if now.shared else ""
+
+    def _hurry(self, session: Session, now: _UnderWay) -> None:
+        """A share has failed: wait for the others only a little while, because ranks may be missing there for ever."""
+        until = self._clock() + GRACE_S
+        if now.arrival is not None:
+            now.arrival.deadline = min(now.arrival.deadline, until)
+        self.remote.hurry(session, until)
 
     def _lost(self, session: Session, why: str) -> Signal:
         """Let a session end, so that it goes on elsewhere together with the other ranks of its group."""
@@ -366,34 +421,26 @@ class Collectives:
             CollectiveError: the collective failed. The buffers that this rank should have written are poisoned.
             DecodeError: the frame is malformed.
         """
-        arrival = self._arrivals.pop(session.id, None)
+        now = self._under_way.pop(session.id, None)
         self._with_room.discard(session.id)
         session.holdings.travelling = frozenset()
-        call, refused = self._refused.pop(session.id, (None, None))
-        error: CollectiveError | None = refused
-        visited = self.remote.finish(session)
-        if visited is not None:
-            call, error = visited[0], CollectiveError(visited[1]) if visited[1] else None
-        if arrival is not None:
-            call = arrival.call
-            error = CollectiveError(arrival.error) if arrival.error else None
-        if call is None:
+        if now is None:
             unpack_collective(frame.payload)
             return
-        if error is not None:
-            self._runs.poison(
-                session, [w.buffer for w in call.writes if w.elements and w.buffer != SHARED_MEMORY], str(error)
-            )
-            raise error
+        error = self._error(session, now)
+        self.remote.finish(session, now.call)
+        if error:
+            written = [w.buffer for w in now.call.writes if w.elements and w.buffer != SHARED_MEMORY]
+            self._runs.poison(session, written, error)
+            raise CollectiveError(error)
 
     def closed(self, session: Session, why: str, *, passing: bool = False) -> None:
         """A session has ended. Ranks that wait for it fail; if it may go on in another executor (`passing`), those that can go on
         with it there end instead.
         """
         self._losing.discard(session.id)
-        self._arrivals.pop(session.id, None)
+        self._under_way.pop(session.id, None)
         self._with_room.discard(session.id)
-        self._refused.pop(session.id, None)
         self.remote.closed(session, why, passing=passing)
         self._wake(self.groups.leave(session.id, why, passing=passing))
         self._note_deadline()
