@@ -7,7 +7,16 @@ from hypothesis import strategies as st
 from wooly_executor.collectives.groups import Arrival, Group, difference, own_difference
 from wooly_executor.collectives.shares import Division, divide
 from wooly_executor.collectives.work import parts_of, steps
-from wooly_wis.collectives import MAX_SHARES, REDUCING, Collective, Range, Reduction, What, pack_collective, unpack_collective
+from wooly_wis.collectives import (
+    MAX_SHARES,
+    REDUCING,
+    Collective,
+    Range,
+    Reduction,
+    What,
+    pack_collective,
+    unpack_collective,
+)
 from wooly_wis.dtypes import DType
 
 GROUP = b"sixteen bytes id"

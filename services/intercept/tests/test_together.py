@@ -66,7 +66,7 @@ def ranks():
     both(found, lambda rank: rank.together.enter())
     for rank in found:
         with rank.lock:
-            assert rank.together.form(GROUP, 0) == 2
+            assert rank.together.form(GROUP, [0, 1]) == 2
     yield found
     for rank in found:
         rank.together.end("the test is over")
@@ -106,7 +106,7 @@ def test_rank_at_another_executor_is_introduced_once(ranks):
     first, second = ranks
     assert first.sent == [] and json.loads(second.sent[0]) == ["executor 0", GROUP.hex()]
     with second.lock:
-        second.together.form(bytes(16), 0)
+        second.together.form(bytes(16), [0, 1])
     assert second.tickets == 1 and json.loads(second.sent[1]) == {"group": "00" * 16, "instance": "executor 0"}
 
 

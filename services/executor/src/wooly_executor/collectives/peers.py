@@ -106,7 +106,9 @@ class DividedGroup(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     group: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
-    carriers: Annotated[tuple[Annotated[int, Field(ge=0, lt=MAX_SHARES)], ...], Field(min_length=2, max_length=MAX_RANKS)]
+    carriers: Annotated[
+        tuple[Annotated[int, Field(ge=0, lt=MAX_SHARES)], ...], Field(min_length=2, max_length=MAX_RANKS)
+    ]
     least: Annotated[int, Field(ge=1, lt=1 << 40)]
 
 

@@ -179,8 +179,8 @@ class RemoteCollectives:
         division = Division(said.carriers, said.least)
         why = division.problem()
         here = [k for k in range(division.count) if share_of(group, k) not in guest.groups]
-        if not why and len(here) != 1:
-            why = f"this executor must carry exactly one share, and another one each of the others, but not {here}"
+        if not why and len(here) > 1:
+            why = f"no frame before it has said who carries the shares {here}, but this executor carries one at most"
         if why:
             raise CollectiveError(f"the GROUP frame's division is not valid: {why}")
         guest.divisions[group] = division

@@ -128,7 +128,11 @@ def _share(
         return tuple([f(r) for f, r in zip(each, ranges, strict=True)])
 
     return replace(
-        call, group=share_of(call.group, index), reads=cut(call.reads, reads), writes=cut(call.writes, writes), share=True
+        call,
+        group=share_of(call.group, index),
+        reads=cut(call.reads, reads),
+        writes=cut(call.writes, writes),
+        share=True,
     )
 
 

@@ -19,7 +19,7 @@ from wooly.distributed.carrier import Carrier
 from wooly.distributed.clients import ClientCarrier
 from wooly.distributed.frames import FrameCarrier
 from wooly.distributed.group import DeviceGroup
-from wooly.distributed.peers import introduction, known_introduction, place
+from wooly.distributed.peers import introduction, introductions, place
 from wooly.distributed.together import Together
 from wooly.link import Link
 from wooly.recorder import Lock, origin
@@ -72,8 +72,8 @@ class Meeting:
         self._devices, self._session = devices, session
         #: The ranks of the open session's program, after its first group was made.
         self._together: Together | None = None
-        #: By link: processes of executors that its session has led to each other.
-        self._ways: weakref.WeakKeyDictionary[Link, set[tuple[str, str]]] = weakref.WeakKeyDictionary()
+        #: By link, and by the process of its session's executor: processes to which it has been led.
+        self._ways: weakref.WeakKeyDictionary[Link, dict[str, set[str]]] = weakref.WeakKeyDictionary()
 
     def meet(self, store: Any, rank: int, size: int, timeout_s: float) -> tuple[FrameCarrier, int]:
         """Tell the other ranks where this rank's session is, and let their executors work together.
@@ -108,7 +108,7 @@ class Meeting:
             together = self._together = known or _enter(store, rank, size, link, recorder.lock, opened, index)
             with recorder.lock:
                 link.recovery.together = together
-                executors = together.form(name, said[0][0])
+                executors = together.form(name, [number for number, _ in said])
             carrier = FrameCarrier(devices, link, name, rank, size, timeout_s, together, whole=known is None)
             carrier.form()
             return carrier, executors
@@ -119,15 +119,14 @@ class Meeting:
         places = {place["instance"]: place["where"] for place in found}
         if "" in places:
             raise DistBackendError(f"the executor {places['']} has no collectives; update it")
-        first = found[0]
-        if first["instance"] != found[rank]["instance"]:
-            ways = self._ways.setdefault(link, set())
-            if (way := (found[rank]["instance"], first["instance"])) in ways and opened.controlled:
-                payload = known_introduction(first, name)
-            else:
-                payload = introduction(opened, index, first, name)
-                ways.add(way)
-            with recorder.lock:
+        led: set[str] = set()
+        if opened is not None and opened.controlled:  # only a controller's ticket leads to an executor for all groups
+            led = self._ways.setdefault(link, {}).setdefault(found[rank]["instance"], led)
+        payloads = list(
+            introductions(found, rank, name, led, lambda there, group: introduction(opened, index, there, group))
+        )
+        with recorder.lock:
+            for payload in payloads:
                 link.introduce(payload, origin())
         carrier = FrameCarrier(devices, link, name, rank, size, timeout_s)
         carrier.form()

@@ -1,18 +1,24 @@
 """What a process tells about the executors of its session, so that executors can work together.
 
-A rank tells the other ranks where its session is (`place`). A process whose executor is another one than that of the first rank
-gets the router's ticket for it, and passes the ticket to its own executor (`introduction`).
+A rank tells the other ranks where its session is (`place`). If the ranks of a group are at several executors, all of these carry
+its collectives. Each process gets the router's ticket for each of the other executors, and passes the tickets to its own one
+(`introductions`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch.distributed import DistBackendError
+from wooly_wis.collectives import MAX_SHARES, share_of
 from wooly_wis.frames import pack_json
 from wooly_wis.messages.sessions import PEER_MARK
 
 from wooly.link import Link
+
+#: Minimum bytes of a share of a collective that is divided among executors.
+LEAST_SHARE = 256 << 10
 
 
 def place(opened: Any, index: int, link: Link) -> dict[str, Any]:
@@ -27,6 +33,7 @@ def place(opened: Any, index: int, link: Link) -> dict[str, Any]:
         What JSON can hold. It contains the token of a standalone executor, but no token of a controller.
     """
     found: dict[str, Any] = {"instance": link.device.get("instance", ""), "where": link.where}
+    found["shares"] = bool(link.device.get("group_shares"))
     if opened is None:
         return found
     part = opened.parts[index]
@@ -41,6 +48,36 @@ def place(opened: Any, index: int, link: Link) -> dict[str, Any]:
     return found
 
 
+def introductions(
+    places: Sequence[dict[str, Any]],
+    rank: int,
+    group: bytes,
+    known: set[str],
+    introduce: Callable[[dict[str, Any], bytes], bytes],
+) -> Iterator[bytes]:
+    """The contents of the GROUP frames by which a rank's executor learns who carries a group.
+
+    Args:
+        places: where the sessions of the group's ranks are, by rank.
+        rank: this rank.
+        group: id of the group.
+        known: processes of executors to which a frame has led this rank's executor before; those of this call are added.
+        introduce: see `introduction`, with the place and the id as its arguments.
+    """
+    first = {place["instance"]: place for place in reversed(places)}
+    order = list(dict.fromkeys([place["instance"] for place in places]))
+    divided = len(order) > 1 and all(place.get("shares") for place in places)
+    for k, instance in enumerate(order[: MAX_SHARES if divided else 1]):
+        if instance == places[rank]["instance"]:
+            continue
+        share = share_of(group, k)
+        yield known_introduction(first[instance], share) if instance in known else introduce(first[instance], share)
+        known.add(instance)
+    if divided:
+        carriers = [order.index(place["instance"]) % MAX_SHARES for place in places]
+        yield pack_json({"group": group.hex(), "carriers": carriers, "least": LEAST_SHARE})
+
+
 def known_introduction(there: dict[str, Any], group: bytes) -> bytes:
     """The content of the GROUP frame for another group at an executor to which `introduction` has led before."""
     return pack_json({"group": group.hex(), "instance": there["instance"]})
@@ -52,8 +89,8 @@ def introduction(opened: Any, index: int, there: dict[str, Any], group: bytes) -
     Args:
         opened: the session; see `place`.
         index: index of the device in the session.
-        there: place of the device whose executor carries the collectives.
-        group: id of the group.
+        there: place of a device at the other executor.
+        group: id of the group, or of the share, that the other executor carries.
 
     Raises:
         DistBackendError: the sessions have no controller, and their executors are not standalone, or only one of them is.

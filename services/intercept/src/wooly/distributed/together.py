@@ -13,7 +13,7 @@ import contextlib
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from wooly_bus.channel import ChannelClosedError
@@ -22,7 +22,7 @@ from wooly_wis.collectives import GROUP_BYTES, group_of, with_group
 from wooly_wis.frames import Kind
 
 from wooly.distributed.agreement import Agreement, KeyStore, Turn
-from wooly.distributed.peers import known_introduction
+from wooly.distributed.peers import introductions
 from wooly.errors import WoolyError
 
 if TYPE_CHECKING:
@@ -53,7 +53,8 @@ class Together:
         link: the session's link.
         lock: the lock of its recorder.
         place: returns where the session is now.
-        introduction: returns the content of the GROUP frame by which the executor learns that a place's executor carries a group.
+        introduction: returns the content of the GROUP frame by which the executor learns that a place's executor carries a group,
+            or its share.
         clock: returns monotonic seconds.
 
     Attributes:
@@ -79,8 +80,8 @@ class Together:
         self._clock = clock
         self.epoch = 0
         self.over = ""
-        #: By group: the rank whose executor carries it; and the names of groups that this rank has left.
-        self._groups: dict[bytes, int] = {}
+        #: By group, also for those that this rank has left: its ranks, by their numbers in the program.
+        self._groups: dict[bytes, Sequence[int]] = {}
         self._places: list[dict[str, Any]] = []
         #: Processes of other executors with which this session's executor works in this epoch.
         self._introduced: set[str] = set()
@@ -109,19 +110,19 @@ class Together:
         self._meet(lambda: self.link.lost is not None)
         start_thread(self._watch, "wooly-ranks")
 
-    def form(self, name: bytes, first: int) -> int:
+    def form(self, name: bytes, members: Sequence[int]) -> int:
         """Make a group.
 
         Args:
             name: its random id.
-            first: the rank whose executor carries it.
+            members: its ranks, by their numbers in the program.
 
         Returns:
             The number of executors of the program.
 
         The recorder's lock is held.
         """
-        self._groups[name] = first
+        self._groups[name] = members
         for payload in self._introductions({name}):
             self.link.send(Kind.GROUP, payload)
         return len({place["instance"] for place in self._places})
@@ -303,14 +304,11 @@ class Together:
         raise AssertionError
 
     def _introductions(self, names: set[bytes]) -> Iterator[bytes]:
-        mine = self._places[self.rank]["instance"]
         for name in sorted(names):
-            first = self._places[self._groups[name]]
-            if first["instance"] in self._introduced:
-                yield known_introduction(first, self.wire(name))
-            elif first["instance"] != mine:
-                yield self._introduction(first, self.wire(name))
-                self._introduced.add(first["instance"])
+            members = self._groups[name]
+            places = [self._places[rank] for rank in members]
+            own = members.index(self.rank)
+            yield from introductions(places, own, self.wire(name), self._introduced, self._introduction)
 
     # -- the other ranks ---------------------------------------------------------------------------------------------
 
