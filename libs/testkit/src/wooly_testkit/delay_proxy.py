@@ -25,18 +25,38 @@ def _dial(target: str) -> socket.socket:
     return socket.create_connection((host, int(port)))
 
 
-def _read(source: socket.socket, line: queue.Queue[tuple[float, bytes]], delay_s: float, bytes_per_s: float) -> None:
-    data, free = b".", 0.0
+class _Pace:
+    """The throughput of one direction, which all connections share.
+
+    Args:
+        bytes_per_s: the throughput; 0: not limited.
+    """
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self.limited = bytes_per_s > 0
+        self._bytes_per_s, self._free, self._lock = bytes_per_s, 0.0, threading.Lock()
+
+    def passed(self, nbytes: int, now: float) -> float:
+        """When bytes that come now have passed, in seconds."""
+        if not self.limited:
+            return now
+        with self._lock:
+            self._free = max(self._free, now) + nbytes / self._bytes_per_s
+            return self._free
+
+
+def _read(source: socket.socket, line: queue.Queue[tuple[float, bytes]], delay_s: float, pace: _Pace) -> None:
+    data = b"."
     while data:
         try:
-            data = source.recv(_SLOW_CHUNK if bytes_per_s else _CHUNK)
+            data = source.recv(_SLOW_CHUNK if pace.limited else _CHUNK)
         except OSError:
             data = b""
         now = time.monotonic()
-        free = max(free, now) + (len(data) / bytes_per_s if bytes_per_s else 0.0)
-        line.put((free + delay_s, data))
-        if free - now > _AHEAD_S:  # the sender notices that the link is full
-            time.sleep(free - now)
+        passed = pace.passed(len(data), now)
+        line.put((passed + delay_s, data))
+        if passed - now > _AHEAD_S:  # the sender notices that the link is full
+            time.sleep(passed - now)
 
 
 def _write(sink: socket.socket, line: queue.Queue[tuple[float, bytes]]) -> None:
@@ -61,8 +81,9 @@ def delay_proxy(target: str, one_way_s: float, bytes_per_s: float = 0.0) -> Iter
     Args:
         target: endpoint of the executor.
         one_way_s: delay in each direction, in seconds.
-        bytes_per_s: throughput in each direction; 0: not limited.
+        bytes_per_s: throughput in each direction, of all connections together; 0: not limited.
     """
+    paces = _Pace(bytes_per_s), _Pace(bytes_per_s)
     listener = socket.create_server(("127.0.0.1", 0))
     sockets: list[socket.socket] = [listener]
 
@@ -77,9 +98,9 @@ def delay_proxy(target: str, one_way_s: float, bytes_per_s: float = 0.0) -> Iter
                 sockets.append(sock)
                 if sock.family == socket.AF_INET:
                     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            for source, sink in ((near, far), (far, near)):
+            for source, sink, pace in ((near, far, paces[0]), (far, near, paces[1])):
                 line: queue.Queue[tuple[float, bytes]] = queue.Queue()
-                threading.Thread(target=_read, args=(source, line, one_way_s, bytes_per_s), daemon=True).start()
+                threading.Thread(target=_read, args=(source, line, one_way_s, pace), daemon=True).start()
                 threading.Thread(target=_write, args=(sink, line), daemon=True).start()
 
     threading.Thread(target=accept, daemon=True).start()

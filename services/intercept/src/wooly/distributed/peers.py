@@ -18,7 +18,7 @@ from wooly_wis.messages.sessions import PEER_MARK
 from wooly.link import Link
 
 #: Minimum bytes of a share of a collective that is divided among executors.
-LEAST_SHARE = 256 << 10
+LEAST_SHARE = 1 << 20
 
 
 def place(opened: Any, index: int, link: Link) -> dict[str, Any]:
