@@ -52,8 +52,9 @@ def expect(torchrun, undisturbed):
 
 
 LOSSES = {
-    # the first rank's executor carries the collectives
-    "second": {"LOSE_RANK": "1"},
+    # both executors carry the collectives; the first rank's executor carries them alone
+    "second": {"LOSE_RANK": "1", "LEAST_SHARE": "1"},
+    "second of one carrier": {"LOSE_RANK": "1"},
     "first": {"LOSE_RANK": "0"},
     "frames": {"LOSE_RANK": "1", "WOOLYAI_CHECKPOINT_S": "1000"},
     "link": {"LOSE_RANK": "0", "CUT": "1"},
@@ -123,7 +124,8 @@ def test_ten_random_kills_of_executors_change_no_bit(cluster, torchrun, expect, 
 
         def work(found=found, over=over):
             try:
-                found.append(torchrun("ranks.py", 60, ranks=ranks, SLOW="1", WOOLYAI_CHECKPOINT_S="0.5"))
+                how = {"SLOW": "1", "WOOLYAI_CHECKPOINT_S": "0.5", "LEAST_SHARE": "1" if ranks == 4 else "1048576"}
+                found.append(torchrun("ranks.py", 60, ranks=ranks, **how))
             finally:
                 over.set()
 

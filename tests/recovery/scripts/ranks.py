@@ -1,6 +1,7 @@
 """Trains a small network with DistributedDataParallel and Adam. Each rank prints a digest of its losses and of the weights.
 
 ranks.py STEPS     LOSE_RANK: the rank whose executor is lost at the steps in LOSE
+                   LEAST_SHARE: least bytes of a share of a collective that is divided among executors
 """
 
 import hashlib
@@ -17,6 +18,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+if "LEAST_SHARE" in os.environ:
+    from wooly.distributed import peers
+
+    peers.LEAST_SHARE = int(os.environ["LEAST_SHARE"])
 warnings.simplefilter("ignore")
 steps = int(sys.argv[1])
 local_rank = int(os.environ["LOCAL_RANK"])
