@@ -8,7 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from wooly import device, native, storage
-from wooly.recorder import describe_origin
+from wooly.origins import describe_origin
 from wooly.settings import Settings
 
 pytestmark = pytest.mark.skipif(native.module is None, reason=native.reason)

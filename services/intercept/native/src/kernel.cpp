@@ -135,7 +135,7 @@ struct {
   PyObject* origin = nullptr;
 } last_origin;
 
-// The innermost Python line that is not in a library (`wooly.recorder.origin`). Returns a borrowed reference.
+// The innermost Python line that is not in a library (`wooly.origins.origin`). Returns a borrowed reference.
 PyObject* find_origin() {
   PyFrameObject* frame = PyEval_GetFrame();
   if (frame == nullptr) {

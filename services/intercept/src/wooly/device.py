@@ -21,6 +21,7 @@ from wooly.determinism import Determinism
 from wooly.devices import NAME, Devices
 from wooly.errors import ForkedProcessError, NotConnectedError
 from wooly.flags import Flags
+from wooly.interned_forms import Forms
 from wooly.kernels import (
     attention,
     backend,
@@ -45,7 +46,8 @@ from wooly.kernels.sparse.calls import SparseCalls
 from wooly.kernels.sparse.registration import register_sparse
 from wooly.kernels.transfer import Transfer
 from wooly.kernels.whole import WHOLE, Whole
-from wooly.recorder import Forms, Recorder, is_library, set_library_roots
+from wooly.origins import is_library, set_library_roots
+from wooly.recorder import Recorder
 from wooly.rng import DeviceGenerator, Generator
 from wooly.room import make_room
 from wooly.torch_private import (

@@ -14,7 +14,7 @@ import torch
 
 from wooly.distributed.errors import RemoteCollectiveError
 from wooly.errors import IpcError, RemoteNotImplementedError, RemoteOperationError
-from wooly.recorder import Origin, describe_origin
+from wooly.origins import Origin, describe_origin
 
 #: Errors of operations by the executor's code.
 _ERRORS: dict[str, type[RemoteOperationError]] = {

@@ -13,7 +13,7 @@ from wooly_wis.collectives import GROUP_BYTES, Collective, Range, What, pack_col
 
 from wooly.devices import Devices
 from wooly.distributed.peers import introduction, place
-from wooly.recorder import describe_origin, origin
+from wooly.origins import describe_origin, origin
 
 #: Size, in bytes, of a piece. The executors hold the piece in host memory, on the session's account.
 PIECE = 64 << 20

@@ -16,7 +16,8 @@ from wooly_wis.program import Form, Operand, Role, View
 from wooly.storage import ID_MASK, Keeper, Layout
 
 if TYPE_CHECKING:
-    from wooly.recorder import Origin, Recorder
+    from wooly.origins import Origin
+    from wooly.recorder import Recorder
 
 #: An entry of `Heap.dead` has the storage's bytes above its id.
 _BYTES_SHIFT = ID_MASK.bit_length()

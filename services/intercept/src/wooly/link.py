@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from wooly_bus.channel import ChannelClient, ChannelError
@@ -39,8 +38,10 @@ from wooly.connection import Connection
 from wooly.continuation import Continuation
 from wooly.errors import ExecutorLostError, ForkedProcessError, WoolyError
 from wooly.failures import Failures
-from wooly.recorder import Origin, origin
+from wooly.observers import FrameObserver, SessionLog
+from wooly.origins import Origin, origin
 from wooly.recovery import ERROR, KEPT, KeptFrame, Pending, Recovery, stateful_operator
+from wooly.sync_debug import sync_debug
 from wooly.waits import LARGE, Waits
 
 if TYPE_CHECKING:
@@ -93,73 +94,6 @@ class SharedStorage(NamedTuple):
 
     storage: Any
     received: bool
-
-
-class SyncDebug:
-    """What happens when an operation waits for the device, as `torch.cuda.set_sync_debug_mode` says.
-
-    Attributes:
-        mode: 0: nothing; 1: a warning; 2: an error.
-    """
-
-    mode = 0
-
-    def note(self) -> None:
-        """An operation is about to wait.
-
-        Raises:
-            RuntimeError: it must not.
-        """
-        if self.mode == 1:
-            warnings.warn("called a synchronizing CUDA operation", UserWarning, stacklevel=2)
-        elif self.mode:
-            raise RuntimeError("called a synchronizing CUDA operation")
-
-
-sync_debug = SyncDebug()
-
-
-class FrameObserver(Protocol):
-    """Is told about the frames of a link that make the device work."""
-
-    def will_run(self) -> None:
-        """A program is about to be sent. The observer may ask the executor."""
-
-    def ran(self, seq: int, words: list[int], origins: list[Origin]) -> None:
-        """A program was sent as frame `seq`."""
-
-    def copied(self, seq: int, nbytes: int, *, to_device: bool) -> None:
-        """Bytes were sent to the device, or asked for, with frame `seq`."""
-
-
-class SessionLog(Protocol):
-    """Records what a link sends (`wooly.recording`).
-
-    Attributes:
-        frames: number of runs, writes and reads so far.
-        data: whether it keeps contents. If not, the upload of one element is not recorded as a param.
-    """
-
-    frames: int
-    data: bool
-
-    def defined(self, program: bytes) -> None:
-        """A program will be defined."""
-
-    def source(self, raw: bytes) -> None:
-        """The source of foreign kernels was sent."""
-
-    def ran(self, payload: bytes, origins: list[Origin]) -> Callable[[bytes], None]:
-        """A run was sent. Returns what is told its answer, if it has one."""
-
-    def wrote(self, buffer: int, offset: int, data: memoryview) -> None:
-        """A write was sent."""
-
-    def asked(self, buffer: int, offset: int, nbytes: int) -> Callable[[bytes], None]:
-        """A read was sent. Returns what is told its answer."""
-
-    def failed(self, after: int) -> None:
-        """An answer took the session's error, after so many frames."""
 
 
 class Link:

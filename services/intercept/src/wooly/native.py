@@ -19,7 +19,8 @@ from wooly.errors import WoolyError
 
 if TYPE_CHECKING:
     from wooly.link import Link
-    from wooly.recorder import Capture, Origin
+    from wooly.origins import Origin
+    from wooly.recorder import Capture
     from wooly.storage import Heap
 
 #: Name of the setting as an environment variable.

@@ -14,20 +14,19 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
-from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
-from wooly_wis.codec import digest, encode_form, join_program
-from wooly_wis.dtypes import DType
+from wooly_wis.codec import digest, join_program
 from wooly_wis.limits import MAX_FREES
-from wooly_wis.program import Form, Operand, ParamKind, Role, View
+from wooly_wis.program import Form, Operand, Role
 
-from wooly import native
 from wooly.early_reads import WORD_BYTES, EarlyRead, EarlyReads
 from wooly.errors import ForkedProcessError, NotConnectedError, WoolyError
+from wooly.interned_forms import Forms, InternedForm
 from wooly.lazy_clones import LazyClones
 from wooly.native import ProgramFields
-from wooly.python_private import frame_at, unlock_after_fork
+from wooly.origins import Origin, origin
+from wooly.python_private import unlock_after_fork
 from wooly.rng import Generator
 from wooly.storage import ID_MASK, NO_LIMIT, Heap
 
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
 
 #: Size limit, in instructions, of the first program after a wait. The device is idle then, so a short program starts it sooner.
 FIRST_PROGRAM_LIMIT = 12
-_PARAM_FORMAT = {ParamKind.F64: "d", ParamKind.I64: "q", ParamKind.C128: "dd", ParamKind.BOOL: "q"}
 
 
 #: Maximum number of end forms (`Recorder.close_if_due`), and of programs that an end form does not close. A full set is cleared.
@@ -45,32 +43,6 @@ MAX_END_FORMS = 1024
 PROGRAMS_WITHOUT_END_FORM = 8
 #: Maximum number of frames that wait until the open program is sent. At this number the program is closed.
 MAX_DEFERRED = 32
-
-
-#: Origin of one recorded instruction: code object and bytecode offset of the Python line.
-Origin = tuple[CodeType, int]
-
-
-class InternedForm(NamedTuple):
-    """An interned form.
-
-    Attributes:
-        raw: canonical bytes.
-        arity: number of operands.
-        param_format: `struct` format of the params.
-        name: opcode, or name of the library operator or kernel.
-        writes: positions of the operands that the instruction writes.
-        random: whether the last two params are seed and offset of the device's generator.
-        nbytes: bytes that an `alloc` allocates; 0 for other opcodes.
-    """
-
-    raw: bytes
-    arity: int
-    param_format: str
-    name: str
-    writes: tuple[int, ...]
-    random: bool
-    nbytes: int
 
 
 class SentProgram(NamedTuple):
@@ -166,116 +138,9 @@ class Mark:
 #: the same order.
 PROGRAMS_KEPT = 1024
 
-#: Whether a code object belongs to a library, by `id`, because some code objects of Dynamo have no hash. `_codes_seen` keeps the
-#: code objects alive, so their ids are not reused.
-_library_code: dict[int, bool] = {}
-_codes_seen: list[CodeType] = []
-_GENERATED = ("<frozen", "<eval_with_key>")
-_library_roots: tuple[str, ...] = _GENERATED
-
-
-def set_library_roots(roots: tuple[str, ...]) -> None:
-    """Set the folders of libraries (torch, Wooly). Code in them is never reported as the origin of an operation."""
-    global _library_roots
-    _library_roots = (*_GENERATED, *roots)
-    _library_code.clear()
-    _codes_seen.clear()
-    if native.module is not None:
-        native.module.forget_origins()
-
-
-def add_library_root(root: str) -> None:
-    """Add a folder to those of `set_library_roots`."""
-    if root not in _library_roots:
-        set_library_roots((*_library_roots, root))
-
-
-def is_library(code: CodeType) -> bool:
-    """Whether a code object belongs to a library."""
-    _codes_seen.append(code)
-    known = _library_code[id(code)] = code.co_filename.startswith(_library_roots)
-    return known
-
-
-def origin(depth: int = 2) -> Origin:
-    """The innermost Python line on the stack that is not in a library."""
-    frame: FrameType | None = frame_at(depth)
-    first = frame
-    known = _library_code
-    while frame is not None:
-        code = frame.f_code
-        library = known.get(id(code))
-        if library is None:
-            library = is_library(code)
-        if not library:
-            return code, frame.f_lasti
-        frame = frame.f_back
-    assert first is not None
-    return first.f_code, first.f_lasti
-
-
-def line_of(where: Origin) -> int:
-    """Number of the line of an origin."""
-    code, last = where
-    for start, end, number in code.co_lines():
-        if start <= last < end and number is not None:
-            return number
-    return code.co_firstlineno
-
-
-def describe_origin(where: Origin) -> str:
-    """``file:line`` of an origin."""
-    code, _ = where
-    return f"{code.co_filename}:{line_of(where)} in {code.co_name}"
-
 
 def _refuse_forked(*args: object, **kwargs: object) -> NoReturn:
     raise ForkedProcessError
-
-
-class Forms:
-    """All forms that this process has recorded, each with a number. All devices share them, and any thread may use them.
-
-    Attributes:
-        known: the forms, by number.
-    """
-
-    def __init__(self) -> None:
-        self.known: list[InternedForm] = []
-        self._ids: dict[bytes, int] = {}
-        self._alloc_ids: dict[int, int] = {}
-        self._lock = threading.Lock()
-
-    def intern(self, form: Form) -> int:
-        """The number of `form`. Equal forms have the same number."""
-        raw = encode_form(form)
-        with self._lock:
-            known = self._ids.get(raw)
-            if known is None:
-                fmt = "".join(_PARAM_FORMAT[k] for k in form.params)
-                name = form.attr("name") or form.attr("entry")
-                writes = tuple([i for i, o in enumerate(form.operands) if o.role is not Role.IN])
-                random = form.attr("rng") is not None
-                view = form.operands[0].view if form.opcode == "alloc" else None
-                self.known.append(
-                    InternedForm(
-                        raw, len(form.operands), fmt, str(name or form.opcode), writes, random, view.end if view else 0
-                    )
-                )
-                known = self._ids[raw] = len(self.known) - 1
-            return known
-
-    def forked(self) -> None:
-        """Replace the lock in a forked process, because a thread of the parent may have held it."""
-        self._lock = threading.Lock()
-
-    def alloc(self, nbytes: int) -> int:
-        """The number of the form `alloc` for `nbytes` bytes."""
-        known = self._alloc_ids.get(nbytes)
-        if known is None:
-            view = View(DType.U8, (nbytes,), (1,), 0)
-            known = self._alloc_ids[nbytes] = self.intern(Form("alloc", (Operand(Role.OUT, view),)))
-        return known
 
 
 class Recorder(ProgramFields):

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from wooly.recorder import Origin, describe_origin, origin
+from wooly.origins import Origin, describe_origin, origin
 
 #: Number of lines whose waits are counted apart. The waits of further lines are counted together.
 MOST_LINES = 4096

@@ -20,7 +20,8 @@ from wooly.distributed.together import Together
 from wooly.dtypes import DTYPES
 from wooly.errors import WoolyError
 from wooly.link import Link
-from wooly.recorder import Origin, Recorder, describe_origin, origin
+from wooly.origins import Origin, describe_origin, origin
+from wooly.recorder import Recorder
 from wooly.recovery import Recovery
 from wooly.storage import DEVICE_MASK, ID_SHIFT, OFFSET_MASK, address_of
 from wooly.torch_private import raw_device

@@ -22,7 +22,8 @@ from wooly.distributed.group import DeviceGroup
 from wooly.distributed.peers import introduction, introductions, place
 from wooly.distributed.together import Together
 from wooly.link import Link
-from wooly.recorder import Lock, origin
+from wooly.origins import origin
+from wooly.recorder import Lock
 from wooly.torch_private import PrefixStore, distributed_patches, make_gloo
 
 Patch = tuple[Any, str, Any]

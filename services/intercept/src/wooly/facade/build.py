@@ -15,9 +15,9 @@ from typing import Any, NoReturn
 import torch
 
 from wooly.facade.memory import Memory
-from wooly.link import sync_debug
 from wooly.python_private import frame_at
 from wooly.storage import pinned
+from wooly.sync_debug import sync_debug
 from wooly.torch_private import CAPTURE_CHECK_CODE, PREFERABLE, compiled_version_patches
 
 Patch = tuple[Any, str, Any]

@@ -19,7 +19,9 @@ from wooly_wis.verifier import nodes_of
 
 from wooly.errors import NotConnectedError
 from wooly.graphs.program import temporary_ids
-from wooly.recorder import InternedForm, Origin, Recorder, Taken, Work, describe_origin
+from wooly.interned_forms import InternedForm
+from wooly.origins import Origin, describe_origin
+from wooly.recorder import Recorder, Taken, Work
 from wooly.rng import CapturedDraws, captured_draws
 from wooly.storage import Keeper, Lease
 

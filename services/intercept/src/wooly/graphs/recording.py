@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from wooly.recorder import Recorder, Work, origin
+from wooly.origins import origin
+from wooly.recorder import Recorder, Work
 
 #: Maximum number of instructions of a recorded program.
 MAX_INSTRUCTIONS = 32768

@@ -21,6 +21,7 @@ from wooly.devices import NAME, Devices, mixed_devices
 from wooly.dtypes import TORCH_DTYPES
 from wooly.errors import RemoteOperationError
 from wooly.flags import Flags
+from wooly.interned_forms import Forms
 from wooly.kernels import widening
 from wooly.kernels.alerts import ALERTS
 from wooly.kernels.forms import is_python_number
@@ -29,10 +30,11 @@ from wooly.kernels.outs import RESIZE_SILENTLY, RESIZED_ON_HOST, ResizeOutError
 from wooly.kernels.plan import CallPlan, PlanBuilder, PlannedCall
 from wooly.kernels.promotion import without_default_dtype
 from wooly.kernels.schema import PASSING_UNDEFINED, Call, Kernel, OpFacts, tensors_of
-from wooly.link import sync_debug
-from wooly.recorder import Forms, Recorder, origin
+from wooly.origins import origin
+from wooly.recorder import Recorder
 from wooly.rng import Generator, replayed_pair, sequence_of
 from wooly.storage import DEVICE_MASK, ID_SHIFT, PLACE_MASK, Layout
+from wooly.sync_debug import sync_debug
 from wooly.torch_private import OpOverload, raw_device, redispatch_cpu, tree_map, warn_of_resize
 
 _NUMBERS = (float, int, bool, complex)

@@ -17,7 +17,9 @@ from wooly_wis.foreign import Argument, Launch, Source, encode_source
 from wooly_wis.program import Form, Operand, ParamKind, ParamRef, Role, View
 
 from wooly.devices import NAME, Devices
-from wooly.recorder import Forms, Recorder, origin
+from wooly.interned_forms import Forms
+from wooly.origins import origin
+from wooly.recorder import Recorder
 from wooly.storage import DEVICE_MASK, ID_SHIFT, OFFSET_MASK, PLACE_MASK, address_of
 from wooly.torch_private import raw_device
 

@@ -18,13 +18,14 @@ from wooly_wis.releases import lacks
 
 from wooly.determinism import Determinism
 from wooly.dtypes import DTYPES
+from wooly.interned_forms import Forms
 from wooly.kernels.alerts import alert
 from wooly.kernels.forms import form_of, view_of
 from wooly.kernels.inference import Inferences, NoMetaKernelError, infer, infer_differentiated
 from wooly.kernels.overlap import may_overlap, refuse_overlaps, refuse_writes_on_host
 from wooly.kernels.schema import Call, OpFacts, unsupported
 from wooly.kernels.trials import Trials, raise_kernel_errors
-from wooly.recorder import Forms, Recorder
+from wooly.recorder import Recorder
 from wooly.storage import Layout
 from wooly.torch_private import deterministic_off
 

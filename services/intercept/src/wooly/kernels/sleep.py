@@ -6,7 +6,7 @@ from wooly_wis.limits import MAX_SLEEP_NS
 from wooly_wis.program import Form
 
 from wooly.devices import Devices
-from wooly.recorder import origin
+from wooly.origins import origin
 
 #: Maximum time of one call, in ns.
 LONGEST_NS = 60_000_000_000

@@ -19,11 +19,13 @@ from wooly.contents import upload
 from wooly.determinism import Determinism, Mode
 from wooly.devices import NAME, Devices
 from wooly.early_reads import MAX_EARLY_BYTES, EarlyRead
+from wooly.interned_forms import Forms
 from wooly.kernels.forms import Number, host_scalar, view_of
 from wooly.kernels.overlap import refuse_overlap, refuse_partial_overlap
 from wooly.kernels.resolving import plain
-from wooly.link import MIRROR_ITEM_LIMIT, Link, ViewKey, sync_debug
-from wooly.recorder import Forms, Recorder, origin
+from wooly.link import MIRROR_ITEM_LIMIT, Link, ViewKey
+from wooly.origins import origin
+from wooly.recorder import Recorder
 from wooly.storage import (
     DEVICE_MASK,
     ID_SHIFT,
@@ -35,6 +37,7 @@ from wooly.storage import (
     reinterpret_bytes,
     span,
 )
+from wooly.sync_debug import sync_debug
 from wooly.torch_private import neg_view, raw_device, raw_storage_device, redispatch_cpu, swap_memory
 
 aten = torch.ops.aten

@@ -10,8 +10,9 @@ from wooly_wis.codec import decode_form
 from wooly_wis.frames import WHOLE_FRAME, Record
 from wooly_wis.program import Form, Role, View
 
+from wooly.interned_forms import InternedForm
 from wooly.profiling.watch import BytesCopied, LaunchPoint, ProgramRun, Watch
-from wooly.recorder import InternedForm, Recorder
+from wooly.recorder import Recorder
 
 #: A kind of work, as in PyTorch's trace files.
 Category = Literal["kernel", "gpu_memcpy"]

@@ -15,7 +15,8 @@ from typing import NamedTuple
 from wooly_wis.frames import PROFILE_BEGIN, PROFILE_END, PROFILE_TAKE, Record
 
 from wooly.link import Link
-from wooly.recorder import Origin, Recorder
+from wooly.origins import Origin
+from wooly.recorder import Recorder
 from wooly.storage import Heap
 
 #: Number of round trips that align the clocks, at the start and at the end.

@@ -17,7 +17,7 @@ from wooly_bus.contents import chunk_digest
 from wooly_wis.codec import DIGEST_SIZE, digest
 from wooly_wis.frames import PROTOCOL
 
-from wooly.recorder import Origin, line_of, origin
+from wooly.origins import Origin, line_of, origin
 from wooly.recording import bundle
 from wooly.recording.bundle import BundleError, BundleWriter, Line, Part
 
@@ -28,7 +28,7 @@ _CODE, _OFFSET = itemgetter(0), itemgetter(1)
 
 
 class Recording:
-    """The log of a link (`wooly.link.SessionLog`) that becomes a bundle.
+    """The log of a link (`wooly.observers.SessionLog`) that becomes a bundle.
 
     If the file cannot be written any more, the recording ends and the script goes on.
 

@@ -20,7 +20,8 @@ from wooly_wis.releases import mismatch
 from wooly.dtypes import TORCH_DTYPES
 from wooly.errors import ExecutorLostError, WoolyError
 from wooly.link import Link
-from wooly.recorder import PROGRAMS_KEPT, Origin
+from wooly.origins import Origin
+from wooly.recorder import PROGRAMS_KEPT
 from wooly.recording.bundle import (
     ERROR,
     AnyFrame,

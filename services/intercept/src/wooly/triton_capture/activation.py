@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from wooly.recorder import add_library_root
+from wooly.origins import add_library_root
 
 if TYPE_CHECKING:
     from wooly.kernels.launch import Launches
