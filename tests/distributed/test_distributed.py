@@ -24,7 +24,7 @@ def test_collectives_of_two_ranks_have_the_bits_of_gloo(program):
 def test_trainings_of_two_ranks_have_the_weights_of_one_process(program):
     status, out, errors = program("training.py").results()[0]
     assert status == 0 and "Time stats" not in errors, errors
-    assert all(part in out for part in ("DDP agrees", "FSDP2 agrees", "tensor parallel agrees"))
+    assert all(part in out for part in ("DDP agrees", "FSDP2 agrees", "tensor parallel agrees", "attention agrees"))
 
 
 def test_rank_that_is_killed_ends_the_others_with_the_reason(program):
@@ -37,6 +37,12 @@ def test_rank_that_is_killed_ends_the_others_with_the_reason(program):
         text, _ = rank.communicate(timeout=100)
         assert rank.returncode == 7 and "rank 1 has ended" in text and "all_reduce" in text and "waiting.py" in text
     print(f"the others ended after {time.monotonic() - begun:.2f} s")
+
+
+@pytest.mark.parametrize("how", ["", "destroy"])
+def test_rank_that_ends_first_still_does_its_part(program, how):
+    """Its script ends without a wait, or leaves the group and ends without Python's exit functions."""
+    assert "[3.0, 3.0, 3.0, 3.0]" in program("leaving.py", how).output()[0]
 
 
 def test_ranks_that_call_different_collectives_are_told_where(program):

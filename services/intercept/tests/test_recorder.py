@@ -6,6 +6,7 @@ import pytest
 import torch
 from wooly import device
 from wooly import recorder as recorder_module
+from wooly.origins import origin
 from wooly.recorder import FIRST_PROGRAM_LIMIT
 
 
@@ -129,3 +130,8 @@ def test_integer_that_is_no_param_is_refused_at_the_call(cuda):
     with pytest.raises(OverflowError, match="larger than 9223372036854775807"):
         x + 2**63
     assert (y + (2**63 - 1)).tolist() == [-(2**63) + 5, -(2**63) + 5]
+
+
+def test_origin_of_an_operation_of_a_thread_that_runs_no_other_python():
+    """Such as a thread of torch.distributed.rpc. The stack is not as deep as the kernel expects."""
+    assert origin(10_000)[0].co_name.startswith("test_origin_of_an_operation")

@@ -131,6 +131,19 @@ assert torch.equal(rows.redistribute(mesh, [Replicate()]).to_local().cpu(), tabl
 assert torch.equal((rows * 2).sum().full_tensor().cpu(), 2 * table.sum())
 if rank == 0:
     print("tensor parallel agrees", flush=True)
+
+generator = torch.Generator().manual_seed(4)
+heads = [torch.randn(2, 2 * size, 5, 8, generator=generator) for _ in range(3)]
+ours = [distribute_tensor(t.to(local_rank), mesh, [Shard(1)]).detach().requires_grad_() for t in heads]
+theirs = [t.clone().requires_grad_() for t in heads]
+results = [nn.functional.scaled_dot_product_attention(*tensors, is_causal=True) for tensors in (ours, theirs)]
+for result in results:
+    result.square().sum().backward()
+assert torch.allclose(results[0].full_tensor().cpu(), results[1], atol=1e-5)
+for mine, other in zip(ours, theirs, strict=True):
+    assert torch.allclose(mine.grad.full_tensor().cpu(), other.grad, atol=1e-5)
+if rank == 0:
+    print("attention agrees", flush=True)
 if "all" in sys.argv:
     further_wrappers()
 dist.destroy_process_group()

@@ -434,6 +434,7 @@ def disable() -> None:
         with recorder.lock:
             if link.shares:  # the other processes see the last work, too
                 recorder.settle()
+            link.await_collectives()
             link.close()
             for each in [recorder, *[r for r in attached.device.devices.recorders if r.lock is recorder.lock]]:
                 if each.link is link:  # otherwise another thread has opened the next session

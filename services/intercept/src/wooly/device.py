@@ -344,7 +344,7 @@ class BackendModule(ModuleType):
         return self._device.devices.look() > 0
 
     def is_initialized(self) -> bool:
-        return self._device.recorder.link is not None
+        return self._device.devices.is_used()
 
     def _recorder(self, device: Any = None) -> Recorder:
         devices = self._device.devices

@@ -35,6 +35,8 @@ class Devices:
         count: number of devices that the process sees.
         hops: copies data between the devices of the session without this process (`wooly.hops`); None: it cannot.
         offered: until the first use, the number of devices of which CUDA_VISIBLE_DEVICES chooses; None: it does not choose.
+        grouped: number of operations after which a process group was made, in a process that had not used a device before; None:
+            no group was made first, or the process has chosen a device since.
     """
 
     def __init__(self, recorders: Iterable[Recorder]) -> None:
@@ -42,6 +44,7 @@ class Devices:
         self.count = 1
         self.offered: int | None = None
         self.hops: Any = None
+        self.grouped: int | None = None
         self._thread = _Thread()
 
     @property
@@ -53,12 +56,23 @@ class Devices:
     @current.setter
     def current(self, index: int) -> None:
         self._thread.current = self.check(index)
+        self.grouped = None
 
     def look(self) -> int:
         """The number of devices. Until the first use it follows CUDA_VISIBLE_DEVICES, as in CUDA."""
         if self.offered is not None:
             self.count = visible(self.offered)
         return self.count
+
+    @property
+    def operations(self) -> int:
+        """Number of operations of all devices so far."""
+        return sum([recorder.operations for recorder in self.recorders])
+
+    def is_used(self) -> bool:
+        """Whether the script has used a device. A process group alone uses none, as in CUDA: `DeviceMesh` then chooses one."""
+        is_open = any(recorder.link is not None for recorder in self.recorders)
+        return is_open and self.operations != self.grouped
 
     def require_any(self) -> None:
         """Check that there is a device.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -59,6 +60,10 @@ MIRROR_ITEM_LIMIT = 1 << 20
 
 #: Maximum time, in seconds, that closing a session waits until the executor has closed it, if no controller does that.
 CLOSE_S = 1.0
+#: Maximum time, in seconds, that a session waits for its collectives before it ends.
+COLLECTIVES_S = 30.0
+#: Time, in seconds, between two looks whether they are done.
+_POLL_S = 0.002
 #: Maximum number of reads that `Link.fetch` has started and that are not answered.
 MAX_STARTED_READS = 64
 
@@ -171,6 +176,7 @@ class Link:
         self.shares = False
         self.shared: dict[int, SharedStorage] = {}
         self._kept: KeptFrame | None = None
+        self._last_collective = 0
         asked: dict[str, Any] = {"protocol": PROTOCOL, "jit": jit} | ({"trace": trace} if trace else {})
         if opens is not None:
             asked["session"] = opens.model_dump()
@@ -382,6 +388,17 @@ class Link:
         self._prune()
         seq = self.send(Kind.COLLECTIVE, payload, once=once)
         self._failures.sent(seq, name, [where])
+        self._last_collective = seq
+
+    def await_collectives(self) -> None:
+        """Wait until the executor has done the collectives so far, for `COLLECTIVES_S` at most: other ranks need this one's part.
+
+        A session that ends earlier takes it back, although its script has no use for the results.
+        """
+        deadline = self.waits.clock() + COLLECTIVES_S
+        with contextlib.suppress(WoolyError):  # the executor is lost, or a recovery has failed
+            while not self.passed(self._last_collective) and self.waits.clock() < deadline:
+                time.sleep(_POLL_S)
 
     def ipc(self, what: int, buffer: int = 0, nbytes: int = 0, name: bytes = b"") -> dict[str, Any]:
         """Share a buffer with other processes: export, import or release it (`wooly_wis.frames`). Waits for all work so far.

@@ -43,7 +43,10 @@ def is_library(code: CodeType) -> bool:
 
 def origin(depth: int = 2) -> Origin:
     """The innermost Python line on the stack that is not in a library."""
-    frame: FrameType | None = frame_at(depth)
+    try:
+        frame: FrameType | None = frame_at(depth)
+    except ValueError:  # the caller was called by a thread of PyTorch that runs no other Python
+        frame = frame_at(0)
     first = frame
     known = _library_code
     while frame is not None:

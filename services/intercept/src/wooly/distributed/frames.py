@@ -143,9 +143,11 @@ class FrameCarrier:
                 recorder.sync()
 
     def leave(self) -> None:
-        """Leave the group, if the session is still open."""
+        """Leave the group, if the session is still open. Wait until its collectives are done, as NCCL does."""
         with contextlib.suppress(WoolyError):
             self.carry(Work(What.LEAVE))
+            with self._recorders()[0].lock:
+                self._link.await_collectives()
 
     def _recorder_of(self, t: Tensor) -> Recorder:
         """The recorder of a tensor's device.

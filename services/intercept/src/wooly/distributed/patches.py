@@ -77,6 +77,15 @@ class Meeting:
         self._ways: weakref.WeakKeyDictionary[Link, dict[str, set[str]]] = weakref.WeakKeyDictionary()
 
     def meet(self, store: Any, rank: int, size: int, timeout_s: float) -> tuple[FrameCarrier, int]:
+        """See `_meet`. The script has used no device by that."""
+        devices = self._devices
+        used = devices.is_used()
+        found = self._meet(store, rank, size, timeout_s)
+        if not used:
+            devices.grouped = devices.operations
+        return found
+
+    def _meet(self, store: Any, rank: int, size: int, timeout_s: float) -> tuple[FrameCarrier, int]:
         """Tell the other ranks where this rank's session is, and let their executors work together.
 
         If all ranks can, their sessions go on elsewhere together. Otherwise each ends with its executor.

@@ -19,6 +19,7 @@ from wooly.torch_private import (
     SDPBackend,
     attention_choice,
     attention_order,
+    is_wrapper,
     may_use_cudnn,
     may_use_efficient,
     may_use_flash,
@@ -268,11 +269,13 @@ def attention(
 
     If the script has switched kernels off, other than all but the decomposition, CUDA's choice among the rest.
     """
+    wraps = query.__class__ is not Tensor and is_wrapper(query)
     grad = torch.is_grad_enabled()
     needs = grad and (query.requires_grad or key.requires_grad or value.requires_grad)
     mask_needs = attn_mask is not None and grad and attn_mask.requires_grad
     flash, math, others = may_use_flash(), may_use_math(), may_use_efficient() or may_use_cudnn()
-    as_library = math and (flash or not others)
+    # Tensors that wrap others, such as DTensor, know CUDA's kernels only.
+    as_library = math and (flash or not others) and not wraps
     signature = (
         *[(t.dtype, t.shape, t.stride()) for t in (query, key, value)],
         None if attn_mask is None else (attn_mask.dtype, attn_mask.shape, attn_mask.stride()),
@@ -285,7 +288,7 @@ def attention(
         flash,
         math,
     )
-    traced = is_traced(query)
+    traced = is_traced(query) and not wraps
     choice = None if traced else _choices.get(signature)
     if traced:
         # Shapes may be symbolic, so PyTorch's choice is not available. Choose a kernel that is always correct.
