@@ -76,6 +76,15 @@ def test_collectives_and_trainings_of_three_ranks_agree(program):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_wrappers_hooks_pipelines_and_sharded_tensors_agree_with_gloo(program, url, other_url, ranks):
+    expected = program("wrappers.py", "cpu", ranks=ranks).output()
+    assert program("wrappers.py", "cuda", ranks=ranks).output() == expected
+    if ranks == 2:
+        assert program("wrappers.py", "cuda", at=[url, other_url]).output() == expected
+
+
+@pytest.mark.slow
 def test_collectives_through_the_clients_agree(program):
     assert all(
         "all collectives agree" in out for out in program("collectives.py", WOOLYAI_COLLECTIVES="clients").output()
