@@ -481,6 +481,21 @@ def test_unusable_operand_fails_all_shares_and_the_divided_group_goes_on(make_de
     assert [client.floats(2, 4) for client in ranks.clients] == [[3.0] * 4] * 3
 
 
+def test_number_that_is_used_again_fails_only_its_sender_and_the_divided_group_goes_on(make_device):
+    devices, ranks = divided(make_device)
+    for rank in range(3):
+        ranks.send(rank, What.ALL_REDUCE, **summed())
+    ranks.send(0, What.ALL_REDUCE, **summed())
+    assert "rank 0 sends number 2 of its group's collectives" in failure(ranks.clients[0])
+    ranks.sequence += 1
+    for rank in range(3):
+        ranks.send(rank, What.BARRIER)
+    for client in ranks.clients:
+        client.sync()
+    for device in devices:
+        device.check()
+
+
 def test_rank_that_does_not_come_to_a_divided_collective_is_named(make_device):
     _, ranks = divided(make_device)
     ranks.timeout_ms = 100

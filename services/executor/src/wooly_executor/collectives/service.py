@@ -156,6 +156,7 @@ class Collectives:
 
     def _start(self, session: Session, call: Collective) -> _UnderWay | None:
         """Begin a session's collective. None: its memory must be on the device first."""
+        now = _UnderWay(call, None, False)
         try:
             here, others = self.remote.divide(session, call)
             if others:
@@ -163,14 +164,14 @@ class Collectives:
                     return None
                 why = self._unusable_ranges(session, call, call.reads, call.writes)
                 why = self.remote.begin(session, call, others, why)
-                here = here if here is None else replace(here, fault=why)
-            now = _UnderWay(call, None, bool(others))
+                here, now.shared = here if here is None else replace(here, fault=why), True
             if here is not None:
                 before = [u.arrival for u in self._under_way.values() if u.arrival is not None]
                 now.arrival = self.groups.arrive(session.tenant, session.id, here, self._clock())
                 self._wake([a for a in before if a.settled])
         except CollectiveError as e:
-            now = _UnderWay(call, None, False, str(e))
+            now.error = str(e)
+            self._hurry(session, now)
         self._under_way[session.id] = now
         return now
 
