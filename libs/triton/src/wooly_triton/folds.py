@@ -287,9 +287,10 @@ class Folds(Writer):
         for x, y, name in sums:
             self._out(f"*({vector} *){cell(x, y)} = {name};")
         if t.elem == "f16":
-            here, y = self._fresh(), self._fresh()
-            self._out(f"for (int {here} = 0; {here} < {rows}; {here}++) for (int {y} = 0; {y} < {columns}; {y}++) {{")
-            each = f"{result.array}[({z} * {m} + {i} + {here}) * {n} + {j} + {y}]"
+            row, column = self._fresh(), self._fresh()
+            self._out(f"for (int {row} = 0; {row} < {rows}; {row}++)")
+            self._out(f"for (int {column} = 0; {column} < {columns}; {column}++) {{")
+            each = f"{result.array}[({z} * {m} + {i} + {row}) * {n} + {j} + {column}]"
             self._out(f"{each} = {rounded(t.elem, each)}; }}")
         self._out("} }")
 
