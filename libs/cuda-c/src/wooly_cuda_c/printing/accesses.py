@@ -71,6 +71,32 @@ class Helpers:
             f"  *({word} {kind.text} *)(p.base + p.at) = v;\n  return v;\n",
         )
 
+    def near(self, name: str, how: str, space: str, kind: Type) -> None:
+        """A macro like a load or store, for an address that is known to be within bounds.
+
+        It is no function, because PoCL then forgets that the loop over the threads has independent iterations.
+        """
+        place = self._place(space, kind)
+        if how == "load":
+            self._near(name, "p, place", f"({place})")
+        else:
+            self._near(name, "p, v, place", f"({place} = (v))")
+
+    def near_update(self, name: str, space: str, kind: Scalar, by: Scalar, new: str) -> None:
+        """A macro like an `update` that returns the new value, for an address that is known to be within bounds."""
+        place, made = self._place(space, kind), name.replace("w_", "w_made_", 1)
+        self._texts.setdefault(made, f"W_FN {kind.text} {made}({kind.text} old, {by.text} v) {{ return {new}; }}\n")
+        self._near(name, "p, v, place", f"({place} = {made}({place}, (v)))")
+
+    def _near(self, name: str, params: str, text: str) -> None:
+        name = name.replace("w_", "w_near_", 1)
+        self._texts.setdefault(name, f"#define {name}({params}) {text}\n")
+
+    def _place(self, space: str, kind: Type) -> str:
+        word, name = self._dialect.spaces[space], f"w_address_{space}"
+        self._texts.setdefault(name, f"W_FN {word} w_u8 *{name}(w_{space}p p) {{ return p.base + p.at; }}\n")
+        return f"*({word} {kind.text} *){name}(p)"
+
     def update(self, space: str, kind: Scalar, op: str, by: Scalar, new: str, before: bool) -> str:
         """A function that updates a number in memory. It returns the new value, or the old one if `before` is true.
 
