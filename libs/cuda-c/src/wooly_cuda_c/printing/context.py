@@ -74,7 +74,7 @@ class FunctionContext(ABC):
         self.pending_error: CudaSourceError | None = None
         #: Whether the function is printed for the whole block.
         self._group = self.dialect.flat and (
-            id(self._function) in facts.barriers or (whole.together and self._function.kernel)
+            id(self._function) in facts.barriers or (whole.whole and self._function.kernel)
         )
         self._hoisted: list[str] = []
         #: Statements around the current one.

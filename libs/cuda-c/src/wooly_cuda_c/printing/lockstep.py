@@ -34,6 +34,7 @@ _MARK: Final = re.compile(f"[{TRUE}{FALSE}][0-9]+{THEN}|{END}|/\\*c[0-9]+\\*/")
 _ACCESS: Final = re.compile(r"w_(load|store|update)_(\w+)\(w_status, w_shared, w_t/\*c([0-9]+)\*/, ")
 #: What a region without checks must not contain: calls that may report a violation, loops, and jumps out of the region.
 _FORBIDDEN: Final = re.compile(r"w_status|\b(for|while|do|switch|return)\b")
+_NUMBER: Final = re.compile(r"-?[0-9]{1,9}")
 _FLAT: Final = ("", "", "")
 
 
@@ -107,7 +108,8 @@ def combined(op: str, kind: Scalar, a: Value, b: Value, block: Sequence[int]) ->
             len(s) > 8 for s in grows.slopes
         ):  # of the product of several numbers, the growth may not fit into 64 bits
             return None, "", ""
-        slopes = tuple([s and f"(w_i64)({s}) * (w_i64)({still.text})" for s in grows.slopes])
+        by = a.const if grows is y else b.const
+        slopes = tuple([_times(s, f"(w_i64)({still.text})", by) for s in grows.slopes])
     else:
         return None, "", ""
     return Linear(text, slopes, checks), "", ""  # type: ignore[arg-type]
@@ -116,7 +118,16 @@ def combined(op: str, kind: Scalar, a: Value, b: Value, block: Sequence[int]) ->
 def _sum(a: str, b: str, op: str) -> str:
     if not b:
         return a
+    if _NUMBER.fullmatch(b) and (not a or _NUMBER.fullmatch(a)):
+        return str(int(a or 0) + (int(b) if op == "+" else -int(b)))
     return f"{a} {op} ({b})" if a else b if op == "+" else f"-({b})"
+
+
+def _times(a: str, b: str, known: float | int | None) -> str:
+    """Return a growth times a number in C, whose value may be known."""
+    if a and known is not None and _NUMBER.fullmatch(a):
+        return str(int(a) * int(known))
+    return a and f"(w_i64)({a}) * {b}"
 
 
 def converted(value: Value, kind: Scalar, block: Sequence[int]) -> Linear | None:
@@ -133,7 +144,7 @@ def moved(pointer: Value, by: Value, text: str, size: int, back: bool, block: Se
     p, i = pointer.linear, linear_of(by)
     if p is None or i is None or len(p.text) + len(i.text) > MAX_TEXT:
         return None
-    scaled = [s and f"(w_i64)({s}) * {size}" for s in i.slopes]
+    scaled = [_times(s, str(size), size) for s in i.slopes]
     slopes = tuple([_sum(s, t, "-" if back else "+") for s, t in zip(p.slopes, scaled, strict=True)])
     checks = tuple(dict.fromkeys((*p.checks, *exact(i, block))))
     return Linear(text.format(p.text, i.text), slopes, checks)  # type: ignore[arg-type]

@@ -125,7 +125,12 @@ def translate(
                 found = translation.run(entry, arguments, template)
                 if translation.barriers or not translation.alone:
                     return found
-        return Translation(parse(text), block, shared, dialect).run(entry, arguments, template)
+        translation = Translation(parse(text), block, shared, dialect)
+        found = translation.run(entry, arguments, template)
+        if found.shared and dialect.flat and not translation.grouped:
+            # To clear shared memory, the threads would have to meet at a barrier, which only a text for the block does right.
+            found = Translation(parse(text), block, shared, dialect, whole=True).run(entry, arguments, template)
+        return found
     except RecursionError:
         raise CudaSourceError("the source is nested too deeply", 1) from None
 
@@ -134,7 +139,14 @@ class Translation:
     """The translation of one kernel."""
 
     def __init__(
-        self, unit: Unit, block: tuple[int, int, int], shared: int, dialect: Dialect, *, together: bool = False
+        self,
+        unit: Unit,
+        block: tuple[int, int, int],
+        shared: int,
+        dialect: Dialect,
+        *,
+        together: bool = False,
+        whole: bool = False,
     ) -> None:
         self.unit = unit
         #: Whether kernels are also printed for threads in lockstep (`lockstep`), for the whole block.
@@ -150,7 +162,9 @@ class Translation:
         self.helpers = Helpers(dialect, self.threads)
         #: Whether one thread of the device does the work of all threads of a block.
         self.barriers = any(_has_barrier(f.body) for found in unit.functions.values() for f in found)
-        self.grouped = together or (dialect.flat and self.barriers)
+        self.grouped = together or whole or (dialect.flat and self.barriers)
+        #: Whether kernels are printed for the whole block, also without barriers.
+        self.whole = together or whole
         self.context = CONTEXT.format(local=dialect.spaces["l"])
         self._dynamic = shared
         self._static = 0
