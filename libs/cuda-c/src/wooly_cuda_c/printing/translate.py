@@ -101,6 +101,7 @@ def translate(
     template: str = "",
     shared: int = 0,
     dialect: Dialect = OPENCL,
+    together: bool = True,
 ) -> Translated:
     """Translate a kernel to checked C.
 
@@ -112,12 +113,13 @@ def translate(
         template: template arguments, as in the source between the brackets.
         shared: bytes of ``extern __shared__`` arrays.
         dialect: the dialect of C.
+        together: whether threads may run in lockstep, on devices that run them in turn.
 
     Raises:
         CudaSourceError: the source has an error, or an unsupported or forbidden construct; the message names the line.
     """
     try:
-        if dialect.flat and block[0] * block[1] * block[2] >= FEW:
+        if together and dialect.flat and block[0] * block[1] * block[2] >= FEW:
             # For threads in lockstep, more is printed, and variables are in the memory of the block. This has limits, and a loop
             # that each thread has on its own is faster with variables in registers.
             with contextlib.suppress(CudaSourceError):
