@@ -198,3 +198,25 @@ def test_kernel_with_shared_memory_and_without_barrier_checks_each_thread(launch
         f"__global__ void f({PARAMS}) {{ {body} }}", [*arrays, 300, 0], (5, 1, 1), LINE, together, shared=256
     ) == (0, "")
     assert np.array_equal(arrays[1][300:], np.full(700, 7, np.float32)) and (arrays[1][:300] != 7).all()
+
+
+@pytest.mark.parametrize("how", ["", "_up", "_down", "_xor"])
+def test_exchange_over_one_distance_equals_exchange_over_a_distance_per_thread(launch, how):
+    whole = f"z[t] = __shfl{how}_sync(~0u, t * 3, m); z[200 + t] = __shfl{how}_sync(~0u, t * 3, m + t * 0);"
+    part = (
+        f"if (t / 32 == 2) {{ z[t] = __shfl{how}_sync(~0u, t, m); z[200 + t] = __shfl{how}_sync(~0u, t, m + t * 0); }}"
+    )
+    lane = np.arange(128) % 32
+    for body, factor, threads in ((whole, 3, slice(0, 128)), (part, 1, slice(64, 96))):
+        text = f"__global__ void f({PARAMS}) {{ int t = threadIdx.x; {body} }}"
+        for m in (0, 1, 5, 16, 31, 32, 40):
+            _, (x, y, z) = memory()
+            z[:] = -1
+            assert launch(text, [x, y, z, 0, m], (1, 1, 1), (128, 1, 1), True) == (0, "")
+            assert np.array_equal(z[:128], z[200:328])
+            if m < 32:
+                other = {"": lane * 0 + m, "_up": lane - m, "_down": lane + m, "_xor": lane ^ m}[how]
+                other = np.where((other >= 0) & (other < 32), other, lane)
+                expected = (np.arange(128) - lane + other) * factor
+                assert np.array_equal(z[:128][threads], expected[threads])
+                assert (np.delete(z[:128], np.arange(128)[threads]) == -1).all()

@@ -204,6 +204,26 @@ class Helpers:
         )
         return name
 
+    def moved(self, kind: Scalar, how: str) -> str:
+        """A function that gives each lane of a warp another lane's value, for a distance that is the same in all lanes."""
+        loop = '_Pragma("clang loop vectorize(assume_safety)")\n  '
+        near = {
+            "": f"  {loop}for (w_u32 k = 0u; k < 32u; k++) to[k] = of[by];\n",
+            "_down": f"  {loop}for (w_u32 k = 0u; k < 32u - by; k++) to[k] = of[k + by];\n"
+            "  for (w_u32 k = 32u - by; k < 32u; k++) to[k] = of[k];\n",
+            "_up": "  for (w_u32 k = 0u; k < by; k++) to[k] = of[k];\n"
+            f"  {loop}for (w_u32 k = by; k < 32u; k++) to[k] = of[k - by];\n",
+            "_xor": "  for (w_u32 k = 0u; k < 32u; k++) to[k] = of[k ^ by];\n",
+        }[how]
+        name, word, lane = f"w_moved{how}_{kind.name}", self._dialect.spaces["l"], self.lane(how)
+        far = f"for (w_u32 k = 0u; k < 32u; k++) to[k] = of[{lane}(k, by, 32u)];"
+        self._texts.setdefault(
+            name,
+            f"W_FN void {name}({word} {kind.text} *to, const {word} {kind.text} *of, w_u32 by) {{\n"
+            f"  if (by >= 32u) {{ {far} return; }}\n{near}}}\n",
+        )
+        return name
+
     def shuffle(self, kind: Scalar, how: str) -> str:
         """A function that returns the value of another thread of the warp, on devices with subgroups."""
         lane = self.lane(how)

@@ -60,6 +60,8 @@ class FunctionContext(ABC):
         #: Printed names of the mask of active threads, and of the first active thread.
         self._mask = "w_active" if instance.masked else ""
         self._first = "w_first" if instance.masked else "0u"
+        #: Printed number of the thread after the last active one.
+        self._past = "w_past" if instance.masked else f"{whole.threads}u"
         #: Line of a return that only some threads executed; 0 if there is none.
         self._left = 0
         self._loops: list[Loop | Switch] = []
@@ -196,7 +198,8 @@ class FunctionContext(ABC):
             self._jumps += 1
             self._label = f"w_next_{self._jumps}"
             self._region_at = len(self._lines)
-            self.line(f"for (w_t = 0u; w_t < {self.whole.threads}u; w_t++) {{")
+            begin = self._first if self._mask else "0u"
+            self.line(f"for (w_t = {begin}; w_t < {self._past}; w_t++) {{")
             if self._left:
                 self.line("  if (w_left[w_t]) continue;")
             if self._mask:
@@ -402,10 +405,10 @@ class FunctionContext(ABC):
 
     @property
     def active(self) -> str:
-        """The arguments for a function of the whole block that only some threads call: the mask of these threads, and the first
-        one.
+        """The arguments for a function of the whole block that only some threads call: the mask of these threads, the first
+        one, and the number after the last one.
         """
-        return f"{self._mask}, {self._first}"
+        return f"{self._mask}, {self._first}, {self._past}"
 
     def at(self, pointer: Value, line: int) -> Value:
         """Return the object that a pointer points to."""

@@ -89,7 +89,7 @@ class FunctionPrinter(Statements, Declarations, Expressions):
                 self._hoisted.append(f"  for (w_t = 0u; w_t < {self.whole.threads}u; w_t++) w_left[w_t] = 0;")
                 self._hoisted.append("  w_t = 0u;")
             if instance.masked:
-                params += [f"{self.dialect.spaces['l']} w_b1 *w_active", "w_u32 w_first"]
+                params += [f"{self.dialect.spaces['l']} w_b1 *w_active", "w_u32 w_first", "w_u32 w_past"]
                 self._hoisted.append("  w_t = w_first;")
         elif not isinstance(kind, Void):
             tail = [f"  {kind.text} none = {self._zero(kind)};", "  return none;"]

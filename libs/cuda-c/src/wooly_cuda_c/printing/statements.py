@@ -165,26 +165,28 @@ class Statements(FunctionContext):
 
     def _masked_if(self, condition: Value, node: If) -> None:
         """Print an `if` whose threads differ and exchange values in a branch: a mask marks the threads of each branch."""
-        outer = self._mask, self._first
+        outer = self._mask, self._first, self._past
         asked = self.kept("w_b1", condition.text, 1)
         for branch, sign in ((node.then, ""), (node.other, "!")):
             if branch is None:
                 continue
             self.boundary()
-            mask, first, threads = self._fresh("mask"), self._fresh("first"), self.whole.threads
+            mask, first, past = self._fresh("mask"), self._fresh("first"), self._fresh("past")
+            threads = self.whole.threads
             self._kept("w_b1", 1, mask)
-            self._hoisted.append(f"  w_u32 {first};")
+            self._hoisted.append(f"  w_u32 {first}, {past};")
             self.line(f"for (w_u32 k = 0u; k < {threads}u; k++) {mask}[k] = 0;")
             self._thread_line(f"{mask}[w_t] = {sign}{asked}[w_t];")
             self.boundary()
             self.line(f"for ({first} = 0u; {first} < {threads}u && !{mask}[{first}]; {first}++) ;")
+            self.line(f"for ({past} = {threads}u; {past} > {first} && !{mask}[{past} - 1u]; {past}--) ;")
             self.line(f"if ({first} < {threads}u) {{")
-            self._mask, self._first = mask, first
+            self._mask, self._first, self._past = mask, first, past
             self.line(f"  w_t = {first};")
             with self._under(True, node.line, True):
                 self._nested(branch)
             self.boundary()
-            self._mask, self._first = outer
+            self._mask, self._first, self._past = outer
             self.line("}")
             self.line(f"w_t = {self._first};")
 
