@@ -62,3 +62,9 @@ def test_parameters_of_a_kernel_returns_their_kinds():
 def test_parameters_of_unknown_or_unnamed_template_kernel_raises(entry, template, says):
     with pytest.raises(CudaSourceError, match=says):
         signatures.parameters(TEXT, entry, template)
+
+
+def test_for_cpu_after_a_crash_of_the_compiler_returns_the_simpler_text():
+    usual, careful = for_cpu(REQUEST), for_cpu(replace(REQUEST, careful=True))
+    assert "_together" in usual.text and "_together" not in careful.text
+    assert (usual.parameters, usual.places) == (careful.parameters, careful.places)

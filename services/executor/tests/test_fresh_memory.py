@@ -13,6 +13,7 @@ from wooly_executor.errors import OperationError
 from wooly_executor.memory.book import Scope
 from wooly_executor.programs import ProgramStore
 from wooly_executor.runtime.buffers import Buffer, bytes_of
+from wooly_executor.runtime.device import ALONE_UP_TO, SPLIT_FROM, TorchDevice
 from wooly_executor.runtime.fresh_memory import on_zeros, writes_all
 from wooly_executor.runtime.gpu_fresh_memory import on_zeros as on_zeroed_pool
 from wooly_executor.runtime.opencl import OpenClRuntime
@@ -310,3 +311,10 @@ def test_gpu_on_zeros_endless_growth_raises():
     pool = FakePool(100)
     with pytest.raises(OperationError, match="cannot run on zeroed memory"):
         on_zeroed_pool(pool.take, pool)(None)
+
+
+@pytest.mark.parametrize("nbytes", [1, SPLIT_FROM - 1, SPLIT_FROM, ALONE_UP_TO - 3, ALONE_UP_TO, ALONE_UP_TO + 1])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_new_memory_of_each_size_is_zero(junk, nbytes, dtype):
+    made = TorchDevice(torch.device("cpu")).zeroed(nbytes, dtype)
+    assert made.nbytes == -(-nbytes // dtype.itemsize) * dtype.itemsize and not made.any()

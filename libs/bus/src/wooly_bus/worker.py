@@ -71,7 +71,8 @@ class WorkerProcess:
         """Send a request, and return the answer.
 
         Args:
-            request: the request, as JSON.
+            request: the request, as JSON. If it has `after_crash`, and the worker crashes, a new worker gets the request with
+                the values of `after_crash` in it.
             target: the target of the work, for messages.
             what: the subject of the work, for messages.
 
@@ -95,6 +96,9 @@ class WorkerProcess:
         except (EOFError, BrokenPipeError):
             code = process.wait()
             self.close()
+            changes = request.get("after_crash")
+            if changes:
+                return self.ask({**request, **changes, "after_crash": None}, target, what)
             raise self._failed(f"{self.noun} {target} crashed (exit {code}) on {what}") from None
         except TimeoutError:
             self.close()

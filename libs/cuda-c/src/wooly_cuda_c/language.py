@@ -41,6 +41,7 @@ def translated(request: Request, dialect: Dialect) -> tuple[Translated, tuple[Pa
             template=template,
             shared=int(shared),
             dialect=dialect,
+            together=not request.careful,
         )
     except CudaSourceError as e:
         raise ForeignError(f"CUDA C, {e}") from e

@@ -10,6 +10,7 @@ from wooly_wis.languages import ForeignError
 from wooly_triton.ops import C_TYPE, ELEMENTWISE, is_float, rounded
 from wooly_triton.text import Block, Op, Type
 from wooly_triton.values import Index, Value, flat, literal, splat
+from wooly_triton.vectors import BITS, VECTOR_BITS, combined, lanes_of, vector_type
 from wooly_triton.writer import ARITY, MAX_SINGLE_WEIGHT, Writer, check_kinds
 
 #: Number of partial results of a reduction along the last dimension.
@@ -82,10 +83,10 @@ class Folds(Writer):
         if axis == len(shape) - 1:
             results = [self._room(Type(e, kept or None)) for e in elems]
             index = self._loops(kept)
-            self._along_last(op, values, block, index)
+            found = self._along_last(op, values, block, index)
             ends = [f"{r.array}[{flat(kept, index)}]" if kept else str(r.uniform) for r in results]
-            for k, end in enumerate(ends):
-                self._out(f"{end} = s{k}[0];")
+            for end, value in zip(ends, found, strict=True):
+                self._out(f"{end} = {value};")
             self._out("}")
             self._close(len(index))
         else:
@@ -114,12 +115,15 @@ class Folds(Writer):
     def _c_of(value: Value) -> str:
         return C_TYPE[value.type.elem]
 
-    def _along_last(self, op: Op, values: list[Value], block: Block, index: Index) -> None:
-        """Open a scope in which ``s0[0]``, ``s1[0]``, … are the results along the last dimension."""
+    def _along_last(self, op: Op, values: list[Value], block: Block, index: Index) -> list[str]:
+        """Open a scope, and return the C text of the results along the last dimension."""
         n = values[0].shape[-1]
         lanes = LANES
         while n % lanes:
             lanes //= 2
+        wide = lanes_of(block, [v.type.elem for v in values], lanes)
+        if wide:
+            return self._in_vectors(values, block, index, lanes, wide)
         lane, r = self._fresh(), self._fresh()
         each = f"for (int {lane} = 0; {lane} < "
         self._out("{")
@@ -147,6 +151,57 @@ class Folds(Writer):
             fold(lambda k, v, by=half: f"s{k}[{lane} + {by}]")  # type: ignore[misc]
             self._out("}")
             half //= 2
+        return [f"s{k}[0]" for k in range(len(values))]
+
+    def _in_vectors(self, values: list[Value], block: Block, index: Index, lanes: int, wide: int) -> list[str]:
+        """As `_along_last`, with the `lanes` partial results in vectors of `wide` lanes."""
+        n, r, lane = values[0].shape[-1], self._fresh(), self._fresh()
+        starts = range(0, lanes, wide)
+        self._out("{")
+        chunks = ["" if v.array is not None else self._fresh() for v in values]
+        for v, chunk in zip(values, chunks, strict=True):
+            if chunk:
+                self._out(f"{C_TYPE[v.type.elem]} {chunk}[{lanes}] __attribute__((aligned(64)));")
+
+        def read(at: str) -> list[list[str]]:
+            """Read the elements from position `at` on, and return the vectors of each value."""
+            names: list[list[str]] = []
+            for v, chunk in zip(values, chunks, strict=True):
+                place = chunk or f"{v.array} + {flat(v.shape, (*index, at))}"
+                if chunk:
+                    each = v.at((*index, f"({at} + {lane})"))
+                    self._out(f"for (int {lane} = 0; {lane} < {lanes}; {lane}++) {{ {chunk}[{lane}] = {each}; }}")
+                names.append([self._fresh() for _ in starts])
+                vector = vector_type(v.type.elem, wide)
+                for name, start in zip(names[-1], starts, strict=True):
+                    self._out(f"{vector} {name} = *(const {vector} *)({place} + {start});")
+            return names
+
+        sums = read("0")
+        if n > lanes:
+            self._out(f"for (int {r} = {lanes}; {r} < {n}; {r} += {lanes}) {{")
+            more = read(r)
+            for k in range(len(starts)):
+                args = [x[k] for x in (*sums, *more)]
+                new = combined(block, args, wide, self._out, self._fresh)
+                kept = [self._fresh() for _ in new]  # a region may return its arguments
+                for v, name, text in zip(values, kept, new, strict=True):
+                    self._out(f"const {vector_type(v.type.elem, wide)} {name} = {text};")
+                for x, name in zip(sums, kept, strict=True):
+                    self._out(f"{x[k]} = {name};")
+            self._out("}")
+        while len(sums[0]) > 1:
+            half = len(sums[0]) // 2
+            rows = [
+                combined(block, [x[k + h] for h in (0, half) for x in sums], wide, self._out, self._fresh)
+                for k in range(half)
+            ]
+            sums = [[row[k] for row in rows] for k in range(len(values))]
+        ends = [x[0] for x in sums]
+        while wide > 1:
+            wide //= 2
+            ends = combined(block, [f"{x}.{part}" for part in ("lo", "hi") for x in ends], wide, self._out, self._fresh)
+        return ends
 
     def _tt_scan(self, op: Op) -> None:
         values, axis, block = self._folded(op)
@@ -191,12 +246,62 @@ class Folds(Writer):
             result = c  # its old value has no other reader
         else:
             result = self._materialise(c)
+        lanes = VECTOR_BITS // BITS.get(t.elem, 32)
+        self._out("{\n#pragma OPENCL FP_CONTRACT ON")
+        if is_float(t.elem) and n % lanes == 0 and {C_TYPE[v.type.elem] for v in (a, b)} == {C_TYPE[t.elem]}:
+            self._tiles(t, a, b, result, lanes)
+        else:
+            self._cells(t, a, b, result)
+        self._out("}")
+        self._set(op, result)
+
+    def _tiles(self, t: Type, a: Value, b: Value, result: Value, lanes: int) -> None:
+        """Write a product of matrices in tiles of a few rows and vectors, which stay in registers."""
+        assert t.shape is not None
+        (m, n), k = t.shape[-2:], a.shape[-1]
+        of, vector = C_TYPE[t.elem], vector_type("f64" if t.elem == "f64" else "f32", lanes)
+        rows = next(r for r in (4, 2, 1) if m % r == 0)
+        columns = lanes * (2 if n % (2 * lanes) == 0 else 1)
+        i, j, l, z = [self._fresh() for _ in range(4)]  # noqa: E741
+        starts = range(0, columns, lanes)
+        sums = [(x, y, self._fresh()) for x in range(rows) for y in starts]
+
+        def cell(x: int, y: int) -> str:
+            return f"({result.array} + ({z} * {m} + {i} + {x}) * {n} + {j} + {y})"
+
+        self._out(f"for (int {z} = 0; {z} < {t.numel // (m * n)}; {z}++)")
+        self._out(f"for (int {j} = 0; {j} < {n}; {j} += {columns}) {{ if (W_END) return;")
+        self._out(f"for (int {i} = 0; {i} < {m}; {i} += {rows}) {{")
+        for x, y, name in sums:
+            self._out(f"{vector} {name} = *(const {vector} *){cell(x, y)};")
+        self._out(f"for (int {l} = 0; {l} < {k}; {l}++) {{")
+        right = [self._fresh() for _ in starts]
+        for y, name in zip(starts, right, strict=True):
+            self._out(f"const {vector} {name} = *(const {vector} *)({b.array} + ({z} * {k} + {l}) * {n} + {j} + {y});")
+        left = [self._fresh() for _ in range(rows)]
+        for x, name in enumerate(left):
+            self._out(f"const {of} {name} = {a.array}[({z} * {m} + {i} + {x}) * {k} + {l}];")
+        for x, y, name in sums:
+            self._out(f"{name} += {left[x]} * {right[y // lanes]};")
+        self._out("}")
+        for x, y, name in sums:
+            self._out(f"*({vector} *){cell(x, y)} = {name};")
+        if t.elem == "f16":
+            row, column = self._fresh(), self._fresh()
+            self._out(f"for (int {row} = 0; {row} < {rows}; {row}++)")
+            self._out(f"for (int {column} = 0; {column} < {columns}; {column}++) {{")
+            each = f"{result.array}[({z} * {m} + {i} + {row}) * {n} + {j} + {column}]"
+            self._out(f"{each} = {rounded(t.elem, each)}; }}")
+        self._out("} }")
+
+    def _cells(self, t: Type, a: Value, b: Value, result: Value) -> None:
+        """Write a product of matrices with partial results in an array."""
+        assert t.shape is not None
+        (m, n), k = t.shape[-2:], a.shape[-1]
         of = C_TYPE[t.elem]
         jn = 32 if n % 32 == 0 else n if n <= 32 else next(w for w in (16, 8, 4, 2, 1) if n % w == 0)
         im = 4 if m % 4 == 0 else 2 if m % 2 == 0 else 1
         i, j, l, x, y, z = [self._fresh() for _ in range(6)]  # noqa: E741
-        self._out("{")
-        self._out("#pragma OPENCL FP_CONTRACT ON")
         self._out(f"for (int {z} = 0; {z} < {t.numel // (m * n)}; {z}++)")
         self._out(
             f"for (int {j} = 0; {j} < {n}; {j} += {jn}) {{ if (W_END) return; "
@@ -212,8 +317,7 @@ class Folds(Writer):
         else:
             step = f"t[{x}][{y}] = (int)((uint)t[{x}][{y}] + (uint)({left}) * (uint)({right}));"
         self._out(f"for (int {l} = 0; {l} < {k}; {l}++) {row} {step}")
-        self._out(f"{row} {cell} = {rounded(t.elem, f't[{x}][{y}]')}; }} }} }}")
-        self._set(op, result)
+        self._out(f"{row} {cell} = {rounded(t.elem, f't[{x}][{y}]')}; }} }}")
 
     def _tt_histogram(self, op: Op) -> None:
         v, *more = self._operands(op, 1, 2)

@@ -10,7 +10,7 @@ from wooly_wis.languages import ForeignError
 
 from wooly_triton.ops import C_TYPE, ELEMENTWISE, SMALL, is_float
 from wooly_triton.text import Op, Type
-from wooly_triton.values import Index, Late, Value, all_set, flat, literal, scalar, splat
+from wooly_triton.values import Index, Late, Value, flat, literal, scalar, set_first, splat
 from wooly_triton.writer import MAX_SINGLE_WEIGHT, MAX_WEIGHT, Writer, size_of, sum_of
 
 #: C types of elements in memory, if they differ from the types in registers.
@@ -102,21 +102,30 @@ class Memory(Writer):
         def plain(i: Index) -> str:
             return f"{name}[{flat(p.shape, i)}] = {_from_memory(t.elem, f'r[{i[row]}]')};"
 
-        def dense(i: Index) -> str:
+        def otherwise(i: Index) -> str:
+            return other.at(i) if other is not None else zero
+
+        def chosen(i: Index) -> str:
             # The whole row is in bounds. Masked elements are read too, so that the loop has no branches.
-            otherwise = other.at(i) if other is not None else zero
-            value = "t" if mask is None else f"({mask.at(i)} ? t : {otherwise})"
+            assert mask is not None
+            value = f"({mask.at(i)} ? t : {otherwise(i)})"
             return f"const {C_TYPE[t.elem]} t = {_from_memory(t.elem, f'r[{i[row]}]')}; {name}[{flat(p.shape, i)}] = {value};"
 
         def checked(i: Index) -> str:
             return (
-                f"{C_TYPE[t.elem]} t = {other.at(i) if other is not None else zero}; "
+                f"{C_TYPE[t.elem]} t = {otherwise(i)}; "
                 f"if ({mask.at(i) if mask is not None else 1}) {{ const long o = {p.at(i)}; const int ok = (ulong)o < {count}; "
                 f"bad |= !ok; t = ok ? {_from_memory(t.elem, f'{base}[o]')} : {zero}; }} {name}[{flat(p.shape, i)}] = t;"
             )
 
+        def unset(i: Index) -> str:
+            return f"{name}[{flat(p.shape, i)}] = {otherwise(i)};"
+
+        def masked(loop: str, i: Index) -> str:
+            return f"{loop} {{ {chosen(i)} }}"
+
         begin, bad = f"const global {memory} *r = {base} + o0;", f"W_BAD(1, {place});"
-        self._rows(p, row, begin, count, plain if mask is None else dense, checked, bad, whole=(mask, plain))
+        self._rows(p, row, begin, count, plain, checked, bad, mask, masked, unset)
         value = self._of_array(t, name)
         late.text = value.at
         return value
@@ -130,49 +139,62 @@ class Memory(Writer):
         row: int,
         begin: str,
         count: str,
-        dense: Callable[[Index], str],
+        plain: Callable[[Index], str],
         checked: Callable[[Index], str],
         bad: str,
-        mask: Value | None = None,
-        whole: tuple[Value | None, Callable[[Index], str]] | None = None,
+        mask: Value | None,
+        masked: Callable[[str, Index], str],
+        unset: Callable[[Index], str] | None = None,
     ) -> None:
-        """Access a tensor of pointers row by row. A row that is contiguous and in bounds needs no check per element.
+        """Access a tensor of pointers row by row. Set elements that are contiguous and in bounds need no check per element.
 
-        `mask` is the mask of a store. `whole` is the mask of a load, and the access for rows in which the whole mask is set.
+        Args:
+            p: the pointers.
+            row: dimension along which a row runs.
+            begin: C text that declares `r`, a pointer to the first element of the row.
+            count: C text for the number of elements of the buffer.
+            plain: accesses an element through `r`.
+            checked: accesses an element if its mask is set and it is in bounds; else sets `bad`.
+            bad: C text that reports a violation.
+            mask: the mask; None: all elements are set.
+            masked: accesses a row that is in bounds, for masks that may set any elements. Arguments: loop and index.
+            unset: what happens to elements that the mask does not set.
         """
         outer = [d for d in range(len(p.shape)) if d != row]
         index = [self._fresh() for _ in p.shape]
         for d in outer:
             self._out(f"for (int {index[d]} = 0; {index[d]} < {p.shape[d]}; {index[d]}++) {{")
-        size, step = p.shape[row], p.steps[row]
+        size, step, k = p.shape[row], p.steps[row], index[row]
 
         def at(k: str) -> Index:
             return tuple([k if d == row else index[d] for d in range(len(index))])
 
-        loop = f"for (int {index[row]} = 0; {index[row]} < {size}; {index[row]}++)"
-        self._out(f"{{ const long o0 = {p.at(at('0'))}, o1 = {p.at(at(str(size - 1)))};")
+        loop = f"for (int {k} = 0; {k} < {size}; {k}++)"
+        leading = set_first(mask, at, row, size) if mask is not None else None
+        first = f"for (int {k} = 0; {k} < set; {k}++)" if leading is not None else loop
+        self._out("{")
         if step == 0 and size > 1:
-            self._out("const int run = 0;")
-        else:
+            self._out("const int run = 0; const long o0 = 0;")
+        elif leading is None:
+            self._out(f"const long o0 = {p.at(at('0'))}, o1 = {p.at(at(str(size - 1)))};")
             self._out(f"int run = o0 >= 0 && o1 >= o0 && o1 - o0 == {size - 1} && (ulong)o1 < {count};")
-            if step != 1 and size > 2:
-                self._out(f"if (run) {loop} run &= {p.at(at(index[row]))} == o0 + {index[row]};")
-        body = dense(at(index[row]))
+        else:
+            self._out(f"const int set = {leading}, last = set > 0 ? set - 1 : 0;")
+            self._out(f"const long o0 = set > 0 ? {p.at(at('0'))} : 0, o1 = set > 0 ? {p.at(at('last'))} : 0;")
+            self._out("int run = set >= 0 && o0 >= 0 && o1 >= o0 && o1 - o0 == last")
+            self._out(f"&& (set == 0 || (ulong)o1 < {count});")
+        if step not in (0, 1) and size > 2:
+            self._out(f"if (run) {first} run &= {p.at(at(k))} == o0 + {k};")
+        body = plain(at(k))
         if mask is None:
-            full = (
-                all_set(whole[0], lambda n: at(str(n)), row, size)
-                if whole is not None and whole[0] is not None
-                else None
-            )
-            if whole is not None and full is not None:
-                self._out(f"if (run && {full}) {{ {begin} {loop} {{ {whole[1](at(index[row]))} }} }} else")
             self._out(f"if (run) {{ {begin} {loop} {{ {body} }} }}")
-        else:  # a store; most rows are written completely
-            some, every = mask.at(at(index[row])), all_set(mask, lambda n: at(str(n)), row, size)
-            asked = f"int all = 1; {loop} all &= {some};" if every is None else f"const int all = {every};"
-            self._out(f"if (run) {{ {begin} {asked}")
-            self._out(f"if (all) {loop} {{ {body} }} else {loop} {{ if ({some}) {{ {body} }} }} }}")
-        self._out(f"else {{ int bad = 0; {loop} {{ {checked(at(index[row]))} }} if (bad) {bad} }} }}")
+        elif leading is None:
+            self._out(f"if (run) {{ {begin} {masked(loop, at(k))} }}")
+        else:
+            rest = f"for (int {k} = set; {k} < {size}; {k}++) {{ {unset(at(k))} }}" if unset is not None else ""
+            self._out(f"if (run && set == {size}) {{ {begin} {loop} {{ {body} }} }}")
+            self._out(f"else if (run) {{ {begin} {first} {{ {body} }} {rest} }}")
+        self._out(f"else {{ int bad = 0; {loop} {{ {checked(at(k))} }} if (bad) {bad} }} }}")
         self._close(len(outer))
 
     def _tt_store(self, op: Op) -> None:
@@ -206,15 +228,20 @@ class Memory(Writer):
         def gate(i: Index) -> str:
             return f"if ({mask.at(i)}) " if mask is not None else ""
 
-        def dense(i: Index) -> str:
+        def plain(i: Index) -> str:
             return f"r[{i[row]}] = {_to_memory(elem, v.at(i))};"
+
+        def masked(loop: str, i: Index) -> str:  # most rows are written completely
+            assert mask is not None
+            some, body = mask.at(i), plain(i)
+            return f"int all = 1; {loop} all &= {some}; if (all) {loop} {{ {body} }} else {loop} {{ if ({some}) {{ {body} }} }}"
 
         def checked(i: Index) -> str:
             write = f"{base}[o] = {_to_memory(elem, v.at(i))}"
             return f"{gate(i)}{{ const long o = {p.at(i)}; if ((ulong)o < {count}) {write}; else bad = 1; }}"
 
         begin, bad = f"global {memory} *r = {base} + o0;", f"W_BAD(2, {place});"
-        self._rows(p, row, begin, count, dense, checked, bad, mask)
+        self._rows(p, row, begin, count, plain, checked, bad, mask, masked)
         self._close(fused)
 
     def _through(self, p: Value, v: Value, mask: Value | None, row: int) -> int:
@@ -226,43 +253,54 @@ class Memory(Writer):
         if p.type.numel != size or any(self._row(x.pointer) != row for x in v.late):
             return 0
 
-        def at(pointer: Value, k: str) -> str:
-            return pointer.at(tuple([k if d == row else "0" for d in range(len(p.shape))]))
+        def at(k: str) -> Index:
+            return tuple([k if d == row else "0" for d in range(len(p.shape))])
 
         k = self._fresh()
-        loop = f"for (int {k} = 0; {k} < {size}; {k}++)"
-        index = tuple([k if d == row else "0" for d in range(len(p.shape))])
-        self._out("{ int run = 1;")
+        loop, first = [f"for (int {k} = 0; {k} < {n}; {k}++)" for n in (size, "set")]
+        index = at(k)
+        leading = set_first(mask, at, row, size) if mask is not None else str(size)
+        self._out(f"{{ const int set = {size if leading is None else leading}, last = set > 0 ? set - 1 : 0;")
+        self._out("int run = set > 0;")
         names: list[str] = []
         for x in (p, *[x.pointer for x in v.late]):
             base, memory, count = self._bound(x, v.late[0].op)
             o0, o1, name = self._fresh(), self._fresh(), self._fresh()
             names.append(name)
-            self._out(f"const long {o0} = {at(x, '0')}, {o1} = {at(x, str(size - 1))};")
-            dense = f"{o0} >= 0 && {o1} >= {o0} && {o1} - {o0} == {size - 1} && (ulong){o1} < {count}"
+            self._out(f"const long {o0} = {x.at(at('0'))}, {o1} = {x.at(at('last'))};")
+            dense = f"{o0} >= 0 && {o1} >= {o0} && {o1} - {o0} == last && (ulong){o1} < {count}"
             self._out(f"run = run && {dense};")
             if x.steps[row] != 1:
-                self._out(f"if (run) {loop} run &= {at(x, k)} == {o0} + {k};")
+                self._out(f"if (run) {first} run &= {x.at(index)} == {o0} + {k};")
             const = "" if x is p else "const "
             self._out(f"{const}global {memory} *{name} = {base} + (run ? {o0} : 0);")
-        to, bytes_ = names[0], size_of(p.type.elem) * size
+        to, bytes_ = names[0], size_of(p.type.elem)
         for name, late in zip(names[1:], v.late, strict=True):
-            there = size_of(late.pointer.type.elem) * size
+            there = size_of(late.pointer.type.elem)
             same = f"(ulong){name} == (ulong){to} || " if there == bytes_ else ""
             self._out(
-                f"run = run && ({same}(ulong){name} + {there} <= (ulong){to} || (ulong){to} + {bytes_} <= (ulong){name});"
+                f"run = run && ({same}(ulong){name} + {there} * (ulong)set <= (ulong){to} || "
+                f"(ulong){to} + {bytes_} * (ulong)set <= (ulong){name});"
             )
-        masks = [m for m in (mask, *[x.mask for x in v.late]) if m is not None]
-        for m in {id(m): m for m in masks}.values():
-            whole = all_set(m, lambda n: tuple([str(n) if d == row else "0" for d in range(len(p.shape))]), row, size)
-            self._out(f"run = run && {whole};" if whole is not None else f"if (run) {loop} run &= {m.at(index)};")
+        masks = {id(x.mask): x.mask for x in v.late if x.mask is not None and (x.mask is not mask or leading is None)}
+        if leading is None:
+            assert mask is not None
+            masks[id(mask)] = mask
+        for m in masks.values():  # each element that is stored is loaded
+            found = set_first(m, at, row, size)
+            self._out(
+                f"run = run && {found} >= set;" if found is not None else f"if (run) {first} run &= {m.at(index)};"
+            )
         for name, late in zip(names[1:], v.late, strict=True):
             late.text = functools.partial(_read_in_place, name, late.pointer.type.elem, row)
-        self._out(
-            f"if (run) {{\n#pragma clang loop vectorize(assume_safety)\n{loop} "
-            f"{to}[{k}] = {_to_memory(p.type.elem, v.at(index))};"
+        safe, body = (
+            "\n#pragma clang loop vectorize(assume_safety)\n",
+            f"{to}[{k}] = {_to_memory(p.type.elem, v.at(index))};",
         )
-        self._out("} else {")
+        self._out(f"if (run && set == {size}) {{{safe}{loop} {body}")
+        if leading is not None and mask is not None:
+            self._out(f"}} else if (run) {{{safe}{first} {body}")
+        self._out("} else if (set) {")
         for late in v.late:
             late.text = None
         return 2

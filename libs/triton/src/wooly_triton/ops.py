@@ -135,9 +135,9 @@ def _as_unsigned(elem: str, text: str) -> str:
     return f"(({unsigned(elem)})({text}){f' & {(1 << bits) - 1}' if bits < 32 else ''})"
 
 
-_INTEGER_ORDER = {"eq": "==", "ne": "!=", "slt": "<", "sle": "<=", "sgt": ">", "sge": ">="}
-_UNSIGNED_ORDER = {"ult": "<", "ule": "<=", "ugt": ">", "uge": ">="}
-_FLOAT_ORDER = {
+INTEGER_ORDER = {"eq": "==", "ne": "!=", "slt": "<", "sle": "<=", "sgt": ">", "sge": ">="}
+UNSIGNED_ORDER = {"ult": "<", "ule": "<=", "ugt": ">", "uge": ">="}
+FLOAT_ORDER = {
     "oeq": "({0} == {1})",
     "ogt": "({0} > {1})",
     "oge": "({0} >= {1})",
@@ -159,20 +159,20 @@ _FLOAT_ORDER = {
 
 def _cmpi(words: Sequence[str], ins: Sequence[str], out: str, a: Exprs) -> str:
     order = words[0] if words else ""
-    if order in _INTEGER_ORDER:
+    if order in INTEGER_ORDER:
         if ins[0] == "i1" and order not in ("eq", "ne"):
-            return f"(-({a[0]}) {_INTEGER_ORDER[order]} -({a[1]}))"
-        return f"({a[0]} {_INTEGER_ORDER[order]} {a[1]})"
-    if order in _UNSIGNED_ORDER:
-        return f"({_as_unsigned(ins[0], a[0])} {_UNSIGNED_ORDER[order]} {_as_unsigned(ins[0], a[1])})"
+            return f"(-({a[0]}) {INTEGER_ORDER[order]} -({a[1]}))"
+        return f"({a[0]} {INTEGER_ORDER[order]} {a[1]})"
+    if order in UNSIGNED_ORDER:
+        return f"({_as_unsigned(ins[0], a[0])} {UNSIGNED_ORDER[order]} {_as_unsigned(ins[0], a[1])})"
     raise ForeignError(f"the comparison {order[:20]!r} of integers is not supported")
 
 
 def _cmpf(words: Sequence[str], ins: Sequence[str], out: str, a: Exprs) -> str:
     order = words[0] if words else ""
-    if order not in _FLOAT_ORDER:
+    if order not in FLOAT_ORDER:
         raise ForeignError(f"the comparison {order[:20]!r} of floating point is not supported")
-    return _FLOAT_ORDER[order].format(f"({a[0]})", f"({a[1]})")
+    return FLOAT_ORDER[order].format(f"({a[0]})", f"({a[1]})")
 
 
 def _f(sign: str) -> Write:

@@ -32,6 +32,15 @@ static inline long w_rems_i64(long a, long b) { long d = (b == 0 || b == -1) ? 1
 static inline long w_divu_i64(ulong a, ulong b) { return b == 0 ? 0 : (long)(a / (b == 0 ? 1 : b)); }
 static inline long w_remu_i64(ulong a, ulong b) { return b == 0 ? 0 : (long)(a % (b == 0 ? 1 : b)); }
 
+static inline int w_below(long first, long last, long end, int size) {
+  const ulong n = (ulong)end - (ulong)first;
+  return last < first ? -1 : end <= first ? 0 : n < (ulong)size ? (int)n : size;
+}
+static inline int w_up_to(long first, long last, long end, int size) {
+  const ulong n = (ulong)end - (ulong)first;
+  return last < first ? -1 : end < first ? 0 : n < (ulong)size ? (int)n + 1 : size;
+}
+
 static inline int w_f32_to_i32(float x) {
   float c = x >= 2147483648.0f || !(x >= -2147483648.0f) ? 0.0f : x;
   int n = (int)c;

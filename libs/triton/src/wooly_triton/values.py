@@ -18,9 +18,9 @@ Index = tuple[str, ...]
 Steps = tuple[int | None, ...]
 
 
-#: Returns C text that is true if a whole row of a mask is set. Arguments: index by position in the row, dimension, size of the
-#: row.
-Every = Callable[[Callable[[int], Index], int, int], str | None]
+#: Returns C text for the number of elements that a mask sets in a row, if these are the first ones; the number is -1 if they are
+#: not. None if no text is known. Arguments: index by position in the row, dimension, size of the row.
+Leading = Callable[[Callable[[str], Index], int, int], str | None]
 
 
 @dataclass(eq=False, slots=True)
@@ -61,7 +61,7 @@ class Value:
         buffer: of a pointer: number of the buffer.
         local: whether `at` reads arrays only at the same index, and only arrays of the same shape.
         late: loads in it that are not written yet.
-        every: of a mask that is a range: see `Every`.
+        leading: of a mask whose set elements are the first ones of a row: see `Leading`.
     """
 
     type: Type
@@ -73,7 +73,7 @@ class Value:
     buffer: int | None = None
     local: bool = False
     late: tuple[Late, ...] = ()
-    every: Every | None = None
+    leading: Leading | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -81,11 +81,11 @@ class Value:
         return self.type.shape or ()
 
 
-def all_set(mask: Value, at: Callable[[int], Index], row: int, size: int) -> str | None:
-    """Return C text without a loop that is true if a whole row of the mask is set; None if such a text is not known."""
+def set_first(mask: Value, at: Callable[[str], Index], row: int, size: int) -> str | None:
+    """Return C text for the number of leading elements of a row that a mask sets, if it sets no others; see `Leading`."""
     if mask.uniform is not None:
-        return mask.uniform
-    return mask.every(at, row, size) if mask.every is not None else None
+        return f"(({mask.uniform}) ? {size} : 0)"
+    return mask.leading(at, row, size) if mask.leading is not None else None
 
 
 def flat(shape: Sequence[int], index: Index) -> str:

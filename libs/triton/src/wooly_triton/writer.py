@@ -12,7 +12,7 @@ from wooly_triton.calls import inlined
 from wooly_triton.ops import BITS, C_TYPE, ELEMENTWISE, REFUSED, STRUCTURAL, Elementwise, is_float
 from wooly_triton.returns import without_early_returns
 from wooly_triton.text import Block, Op, Type, read
-from wooly_triton.values import Every, Index, Late, Names, Steps, Value, all_set, flat, scalar, splat
+from wooly_triton.values import Index, Late, Leading, Names, Steps, Value, flat, scalar, set_first, splat
 
 #: Maximum bytes of a program's tensors, because they are on the stack of the thread that runs the program.
 MAX_TENSOR_BYTES: Final = 4 << 20
@@ -286,8 +286,8 @@ class Writer:
 
         weight = 1 + sum(v.weight for v in operands)
         local = all(v.local for v in operands)
-        every = _every(op, row, operands)
-        value = Value(out, at, weight, _steps(op.name, operands), local=local, late=late, every=every)
+        leading = _leading(op, operands)
+        value = Value(out, at, weight, _steps(op.name, operands), local=local, late=late, leading=leading)
         heavy = row.heavy or (op.name == "arith.select" and is_float(out.elem))
         most = MAX_SINGLE_WEIGHT if self._single(op) else 0 if heavy else MAX_WEIGHT
         self._set(op, value if weight <= most else self._materialise(value))
@@ -383,15 +383,13 @@ def sum_of(a: int | None, b: int | None) -> int | None:
     return a + b if a is not None and b is not None and a + b in (0, 1) else None
 
 
-def _every(op: Op, row: Elementwise, operands: Sequence[Value]) -> Every | None:
-    """Return the test of a whole row for a mask: for comparisons of a growing with a constant value, and for `and` of two
-    masks.
-    """
+def _leading(op: Op, operands: Sequence[Value]) -> Leading | None:
+    """Return the count of elements that a mask sets: for comparisons of a growing with a constant value, and `and` of masks."""
     if op.name == "arith.andi" and all(v.type.elem == "i1" for v in operands):
 
-        def both(at: Callable[[int], Index], d: int, size: int) -> str | None:
-            found = [all_set(v, at, d, size) for v in operands]
-            return None if None in found else f"({found[0]} && {found[1]})"
+        def both(at: Callable[[str], Index], d: int, size: int) -> str | None:
+            found = [set_first(v, at, d, size) for v in operands]
+            return None if None in found else f"min({found[0]}, {found[1]})"  # -1 if one of them is not known
 
         return both
     if op.name != "arith.cmpi" or op.words[:1] not in (["slt"], ["sle"], ["sgt"], ["sge"]):
@@ -399,15 +397,15 @@ def _every(op: Op, row: Elementwise, operands: Sequence[Value]) -> Every | None:
     if any(v.type.elem not in ("i32", "i64") for v in operands):
         return None
     grows, still = operands if op.words[0] in ("slt", "sle") else reversed(operands)
-    ins = [v.type.elem for v in operands]
+    less = "<" if op.words[0] in ("slt", "sgt") else "<="
+    until = "w_below" if less == "<" else "w_up_to"
 
-    def below(at: Callable[[int], Index], d: int, size: int) -> str | None:
+    def below(at: Callable[[str], Index], d: int, size: int) -> str | None:
         step = grows.steps[d] if grows.steps else 0
         if (still.steps and still.steps[d] != 0) or step not in (0, 1):
             return None
-        last = at(size - 1)
-        text = row.write(op.words, ins, "i1", [v.at(last) for v in operands])
-        return text if step == 0 else f"({grows.at(last)} >= {grows.at(at(0))} && {text})"
+        first, last, end = grows.at(at("0")), grows.at(at(str(size - 1))), still.at(at("0"))
+        return f"({first} {less} {end} ? {size} : 0)" if step == 0 else f"{until}({first}, {last}, {end}, {size})"
 
     return below
 

@@ -56,6 +56,7 @@ class Request:
         args: per argument: ``*f32`` for a buffer of f32 elements, or the dtype of a scalar.
         block: threads of a block, along each dimension.
         options: hints and requirements for the compiler.
+        careful: whether a compiler crashed on the usual translation, so that a simpler one is needed.
     """
 
     text: str
@@ -63,6 +64,7 @@ class Request:
     args: tuple[str, ...]
     block: tuple[int, int, int]
     options: dict[str, int | bool | str]
+    careful: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -148,6 +148,7 @@ class CompilerActor:
             "options": request.options,
             "target": request.target,
             "name": name,
+            "after_crash": {"careful": True},
         }
         return await self._answer(self._kernel_workers, name, asked, f"kernel {request.entry}", request.rejected)
 

@@ -590,3 +590,141 @@ def test_missing_operation_is_named():
     scaled_kernel[(1,)](a, a, out)
     with pytest.raises(RemoteOperationError, match=r"tt\.dot_scaled .* is not supported: microscaled formats"):
         torch.cuda.synchronize()
+
+
+# -- vectors and leading masks -------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _plus(a, b):
+    return a + b
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def rows_kernel(x_ptr, out_ptr, at_ptr, M: tl.constexpr, N: tl.constexpr):
+    m = tl.arange(0, M)
+    x = tl.load(x_ptr + m[:, None] * N + tl.arange(0, N)[None, :])
+    tl.store(out_ptr + m, tl.sum(x, axis=1))
+    tl.store(out_ptr + M + m, tl.max(x, axis=1))
+    tl.store(out_ptr + 2 * M + m, tl.min(x, axis=1))
+    tl.store(out_ptr + 3 * M + m, tl.reduce(x * 2, 1, _plus))
+    tl.store(out_ptr + 4 * M + m, tl.reduce(x, 1, _larger))
+    tl.store(at_ptr + m, tl.argmax(x, axis=1))
+    tl.store(at_ptr + M + m, tl.argmin(x, axis=1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int32, torch.int64, torch.int16])
+@pytest.mark.parametrize("n", [4, 8, 16, 128])
+def test_reductions_of_each_length_equal_torch(dtype, n):
+    x = torch.randint(-50, 50, (4, n)).to(dtype)
+    out, at = torch.zeros(5, 4, dtype=dtype, device="cuda"), torch.zeros(2, 4, dtype=torch.int32, device="cuda")
+    rows_kernel[(1,)](*on(x), out, at, M=4, N=n)
+    expected = [x.sum(1), x.amax(1), x.amin(1), (x * 2).sum(1), x.amax(1)]
+    assert torch.equal(out.cpu(), torch.stack(expected).to(dtype))
+    assert torch.equal(at.cpu(), torch.stack([x.argmax(1), x.argmin(1)]).int())
+
+
+def test_sums_of_integers_wrap():
+    x = torch.full((4, 64), 1 << 30, dtype=torch.int32)
+    out, at = torch.zeros(5, 4, dtype=torch.int32, device="cuda"), torch.zeros(2, 4, dtype=torch.int32, device="cuda")
+    rows_kernel[(1,)](*on(x), out, at, M=4, N=64)
+    assert out[0].tolist() == [0] * 4 and at[0].tolist() == [0] * 4
+
+
+@pytest.mark.parametrize("place", [0, 7, 15, 16, 100, 127])
+def test_extremes_of_rows_with_nan(place):
+    x = torch.randn(4, 128)
+    x[:, place] = float("nan")
+    out, at = torch.zeros(5, 4, device="cuda"), torch.zeros(2, 4, dtype=torch.int32, device="cuda")
+    rows_kernel[(1,)](*on(x), out, at, M=4, N=128)
+    numbers = x.nan_to_num(nan=float("-inf")), x.nan_to_num(nan=float("inf"))
+    assert torch.equal(out[1].cpu(), numbers[0].amax(1)) and torch.equal(out[2].cpu(), numbers[1].amin(1))
+    assert out[0].isnan().all() and out[4].isnan().all()
+
+
+@triton.jit
+def masked_kernel(x_ptr, out_ptr, first, n, other, BLOCK: tl.constexpr, KIND: tl.constexpr):
+    at = first + tl.arange(0, BLOCK)
+    if KIND == 0:
+        mask = at < n
+    elif KIND == 1:
+        mask = at <= n
+    elif KIND == 2:
+        mask = n > at
+    elif KIND == 3:
+        mask = (at < n) & (first >= 0)
+    elif KIND == 4:
+        mask = (at < n) & (at >= 3)
+    else:
+        mask = at % 3 < n % 3
+    x = tl.load(x_ptr + at, mask=mask, other=other)
+    tl.store(out_ptr + at, x * 2, mask=mask)
+    tl.store(out_ptr + 256 + at, x + tl.sum(x, axis=0), mask=mask)
+
+
+@pytest.mark.parametrize("kind", range(6))
+def test_masks_of_leading_elements_and_others_select_the_same_elements(kind):
+    size = 256
+    for first, n, other in (
+        (0, 64, 1.0),
+        (0, 40, 1.0),
+        (0, 0, 1.0),
+        (0, -5, 1.0),
+        (192, 256, 2.0),
+        (192, 250, 2.0),
+        (100, 101, 0.5),
+    ):
+        x = torch.arange(size, dtype=torch.float32)
+        out = torch.full((512,), -1.0)
+        (a, b) = on(x, out)
+        masked_kernel[(1,)](a, b, first, n, other, BLOCK=64, KIND=kind)
+        at = torch.arange(first, first + 64)
+        masks = [at < n, at <= n, at < n, (at < n) & (first >= 0), (at < n) & (at >= 3), at % 3 < n % 3]
+        mask = masks[kind] if n >= 0 or kind != 5 else at % 3 < -((-n) % 3)
+        if at[mask].numel() and at[mask].max() >= size:
+            continue
+        loaded = torch.full((64,), other)
+        loaded[mask] = x[at[mask]]
+        want = out.clone()
+        want[at[mask]] = loaded[mask] * 2
+        want[256 + at[mask]] = (loaded + loaded.sum())[mask]
+        torch.testing.assert_close(b.cpu(), want)
+
+
+def test_masked_access_whose_set_elements_are_out_of_bounds_fails():
+    x, out = on(torch.ones(100), torch.zeros(512))
+    masked_kernel[(1,)](x, out, 64, 100, 0.0, BLOCK=64, KIND=0)  # the elements from 100 on are masked off
+    torch.cuda.synchronize()
+    masked_kernel[(1,)](x, out, 64, 101, 0.0, BLOCK=64, KIND=0)
+    with pytest.raises(RemoteOperationError, match="reads beyond the buffer"):
+        torch.cuda.synchronize()
+
+
+def test_mask_of_an_index_that_wraps_is_no_leading_mask():
+    x, out = on(torch.ones(64), torch.zeros(512))
+    masked_kernel[(1,)](x, out, (1 << 31) - 32, 0, 0.0, BLOCK=64, KIND=0)  # the last 32 indices are negative
+    with pytest.raises(RemoteOperationError, match="beyond the buffer"):
+        torch.cuda.synchronize()
+
+
+@triton.jit
+def dot_kernel(a_ptr, b_ptr, out_ptr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
+    m, n, k = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)
+    a = tl.load(a_ptr + m[:, None] * K + k[None, :])
+    b = tl.load(b_ptr + k[:, None] * N + n[None, :])
+    tl.store(out_ptr + m[:, None] * N + n[None, :], tl.dot(a, b, out_dtype=out_ptr.dtype.element_ty))
+
+
+@pytest.mark.parametrize("shape", [(16, 16, 16), (32, 64, 16), (16, 32, 128)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
+def test_products_of_each_shape_equal_torch(shape, dtype):
+    m, n, k = shape
+    a, b = torch.randint(-3, 4, (m, k)).to(dtype), torch.randint(-3, 4, (k, n)).to(dtype)
+    out = torch.zeros(m, n, dtype=dtype, device="cuda")
+    dot_kernel[(1,)](*on(a, b), out, M=m, N=n, K=k)
+    assert torch.equal(out.cpu(), (a.double() @ b.double()).to(dtype))

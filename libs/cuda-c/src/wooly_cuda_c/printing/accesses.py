@@ -71,6 +71,32 @@ class Helpers:
             f"  *({word} {kind.text} *)(p.base + p.at) = v;\n  return v;\n",
         )
 
+    def near(self, name: str, how: str, space: str, kind: Type) -> None:
+        """A macro like a load or store, for an address that is known to be within bounds.
+
+        It is no function, because PoCL then forgets that the loop over the threads has independent iterations.
+        """
+        place = self._place(space, kind)
+        if how == "load":
+            self._near(name, "p, place", f"({place})")
+        else:
+            self._near(name, "p, v, place", f"({place} = (v))")
+
+    def near_update(self, name: str, space: str, kind: Scalar, by: Scalar, new: str) -> None:
+        """A macro like an `update` that returns the new value, for an address that is known to be within bounds."""
+        place, made = self._place(space, kind), name.replace("w_", "w_made_", 1)
+        self._texts.setdefault(made, f"W_FN {kind.text} {made}({kind.text} old, {by.text} v) {{ return {new}; }}\n")
+        self._near(name, "p, v, place", f"({place} = {made}({place}, (v)))")
+
+    def _near(self, name: str, params: str, text: str) -> None:
+        name = name.replace("w_", "w_near_", 1)
+        self._texts.setdefault(name, f"#define {name}({params}) {text}\n")
+
+    def _place(self, space: str, kind: Type) -> str:
+        word, name = self._dialect.spaces[space], f"w_address_{space}"
+        self._texts.setdefault(name, f"W_FN {word} w_u8 *{name}(w_{space}p p) {{ return p.base + p.at; }}\n")
+        return f"*({word} {kind.text} *){name}(p)"
+
     def update(self, space: str, kind: Scalar, op: str, by: Scalar, new: str, before: bool) -> str:
         """A function that updates a number in memory. It returns the new value, or the old one if `before` is true.
 
@@ -175,6 +201,26 @@ class Helpers:
             name,
             f"W_FN w_u32 {name}(w_u32 lane, w_u32 by, w_u32 width) {{\n"
             f"  if (width == 0u || width > 32u || (width & (width - 1u))) width = 32u;\n  return ({other}) & 31u;\n}}\n",
+        )
+        return name
+
+    def moved(self, kind: Scalar, how: str) -> str:
+        """A function that gives each lane of a warp another lane's value, for a distance that is the same in all lanes."""
+        loop = '_Pragma("clang loop vectorize(assume_safety)")\n  '
+        near = {
+            "": f"  {loop}for (w_u32 k = 0u; k < 32u; k++) to[k] = of[by];\n",
+            "_down": f"  {loop}for (w_u32 k = 0u; k < 32u - by; k++) to[k] = of[k + by];\n"
+            "  for (w_u32 k = 32u - by; k < 32u; k++) to[k] = of[k];\n",
+            "_up": "  for (w_u32 k = 0u; k < by; k++) to[k] = of[k];\n"
+            f"  {loop}for (w_u32 k = by; k < 32u; k++) to[k] = of[k - by];\n",
+            "_xor": "  for (w_u32 k = 0u; k < 32u; k++) to[k] = of[k ^ by];\n",
+        }[how]
+        name, word, lane = f"w_moved{how}_{kind.name}", self._dialect.spaces["l"], self.lane(how)
+        far = f"for (w_u32 k = 0u; k < 32u; k++) to[k] = of[{lane}(k, by, 32u)];"
+        self._texts.setdefault(
+            name,
+            f"W_FN void {name}({word} {kind.text} *to, const {word} {kind.text} *of, w_u32 by) {{\n"
+            f"  if (by >= 32u) {{ {far} return; }}\n{near}}}\n",
         )
         return name
 

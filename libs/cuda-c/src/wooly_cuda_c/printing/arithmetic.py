@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Final
 
 from wooly_cuda_c.printing.types import (
@@ -81,6 +82,17 @@ def has_side_effects(node: object) -> bool:
     return False
 
 
+def contains(node: object, kinds: tuple[type[Node], ...]) -> bool:
+    """Whether a part of the tree is, or contains, a node of some kinds."""
+    if isinstance(node, kinds):
+        return True
+    if isinstance(node, Node):
+        return any(contains(getattr(node, f), kinds) for c in type(node).__mro__ for f in getattr(c, "__slots__", ()))
+    if isinstance(node, list | tuple):
+        return any(contains(x, kinds) for x in node)
+    return False
+
+
 def joined_root(a: str, b: str) -> str:
     """Return the root of a pointer that may have either of two roots."""
     if not a or a == b:
@@ -108,8 +120,11 @@ def field_of(kind: Type, name: str, line: int) -> tuple[int, Type, str]:
     raise CudaSourceError(f"{kind} has no field {name}", line)
 
 
-def may_change(node: object, name: str) -> bool:
-    """Whether a loop's body may change its variable: by assignment, or by passing it to a function or reference."""
+def may_change(node: object, name: str, functions: Container[str] | None = None) -> bool:
+    """Whether a statement may change a variable: by assignment, or by passing it to a function or reference.
+
+    `functions`: names of functions that may take references; None: all functions.
+    """
     if isinstance(node, Assign) and isinstance(node.to, Name) and node.to.name == name:
         return True
     if (
@@ -119,12 +134,18 @@ def may_change(node: object, name: str) -> bool:
         and node.on.name == name
     ):
         return True
-    if isinstance(node, Call) and any(isinstance(a, Name) and a.name == name for a in node.args):
-        return True
+    if isinstance(node, Call):
+        mine = functions is None or node.name.name in functions
+        if mine and any(isinstance(a, Name) and a.name == name for a in node.args):
+            return True
     if isinstance(node, Declare) and isinstance(node.type, ReferenceTo):
         return True
     if isinstance(node, Node):
-        return any(may_change(getattr(node, f), name) for c in type(node).__mro__ for f in getattr(c, "__slots__", ()))
+        return any(
+            may_change(getattr(node, f), name, functions)
+            for c in type(node).__mro__
+            for f in getattr(c, "__slots__", ())
+        )
     if isinstance(node, list | tuple):
-        return any(may_change(x, name) for x in node)
+        return any(may_change(x, name, functions) for x in node)
     return False

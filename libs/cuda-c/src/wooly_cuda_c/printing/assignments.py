@@ -53,7 +53,12 @@ class Assignments(FunctionContext):
         store = self.helpers.store(to.space, to.type)
         place = self.whole.place(line, to.root)
         self.whole.record_write(to.root)
-        return Value(f"{store}({PASS}, {to.text}, {value.text}, {place})", to.type, None, "", "", value.varying)
+        covered = self.covered(to)
+        if covered:
+            self.helpers.near(store, "store", to.space, to.type)
+        return Value(
+            f"{store}({PASS}{covered}, {to.text}, {value.text}, {place})", to.type, None, "", "", value.varying
+        )
 
     def _learn_pointer(self, to: Value, value: Value, line: int) -> None:
         variable, kind = to.variable, to.type
@@ -93,6 +98,14 @@ class Assignments(FunctionContext):
         update = self.helpers.update(to.space, kind, WORDS[op], value.type, new.text, before)
         place = self.whole.place(line, to.root)
         self.whole.record_write(to.root)
+        covered = "" if before else self.covered(to)
+        if covered:
+            self.helpers.near_update(update, to.space, kind, value.type, new.text)
         return Value(
-            f"{update}({PASS}, {to.text}, {value.text}, {place})", kind, None, "", "", varying or to.space == "p"
+            f"{update}({PASS}{covered}, {to.text}, {value.text}, {place})",
+            kind,
+            None,
+            "",
+            "",
+            varying or to.space == "p",
         )

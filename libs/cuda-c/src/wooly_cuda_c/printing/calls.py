@@ -358,6 +358,16 @@ def _shuffled(
     if not printer.grouped:
         return Value(value.text, kind, None, "", "", True)  # a placeholder: the function is printed again
     values = printer.kept(kind.text, value.text, kind.size)
+    threads = printer.whole.threads
+    if width == "32u" and not by.varying and threads % 32 == 0:
+        printer.boundary()
+        distance, room = printer.block_value("w_u32", by.text), printer.room(kind)
+        moved = printer.helpers.moved(kind, how)
+        first, past = printer.active.split(", ")[1:]
+        printer.line(
+            f"for (w_u32 k = {first} & ~31u; k < {past}; k += 32u) {moved}({room} + k, {values} + k, {distance});"
+        )
+        return Value(f"{room}[w_t]", kind, None, "", "", True)
     source = printer.kept("w_u32", f"(w_t & ~31u) | {printer.helpers.lane(how)}(w_t & 31u, {by.text}, {width})", 4)
     printer.boundary()
     # If the source thread does not exist, the thread gets its own value.

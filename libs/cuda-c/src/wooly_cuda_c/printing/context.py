@@ -11,10 +11,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from wooly_cuda_c.printing.arithmetic import held_size
+from wooly_cuda_c.printing import lockstep
+from wooly_cuda_c.printing.arithmetic import POINTER, held_size, may_change
 from wooly_cuda_c.printing.scope import Bound
 from wooly_cuda_c.printing.types import VOID, Scalar, Type
-from wooly_cuda_c.printing.values import Facts, Value, Variable
+from wooly_cuda_c.printing.values import Facts, Linear, Value, Variable
 from wooly_cuda_c.syntax.errors import CudaSourceError
 from wooly_cuda_c.syntax.tree import (
     Braces,
@@ -59,6 +60,8 @@ class FunctionContext(ABC):
         #: Printed names of the mask of active threads, and of the first active thread.
         self._mask = "w_active" if instance.masked else ""
         self._first = "w_first" if instance.masked else "0u"
+        #: Printed number of the thread after the last active one.
+        self._past = "w_past" if instance.masked else f"{whole.threads}u"
         #: Line of a return that only some threads executed; 0 if there is none.
         self._left = 0
         self._loops: list[Loop | Switch] = []
@@ -72,13 +75,32 @@ class FunctionContext(ABC):
         #: The error to raise if this pass learns nothing new.
         self.pending_error: CudaSourceError | None = None
         #: Whether the function is printed for the whole block.
-        self._group = self.dialect.flat and id(self._function) in facts.barriers
+        self._group = self.dialect.flat and (
+            id(self._function) in facts.barriers or (whole.whole and self._function.kernel)
+        )
         self._hoisted: list[str] = []
         #: Statements around the current one.
         self._around: list[Node] = []
         #: Number of statements around the current one that each thread executes on its own.
         self._nest = 0
         self._region = False
+        #: Line at which the current loop over threads begins.
+        self._region_at = 0
+        #: Conditions for all threads at once, by their numbers in the text's marks (`lockstep`).
+        self._assumptions: list[tuple[str, ...]] = []
+        #: Whether some parts are also printed for threads in lockstep.
+        self._together = self._group and whole.together
+        self._fixed: dict[str, bool] = {}
+        #: Arrays of pointers, which each have their bounds.
+        self._kept_pointers: list[str] = []
+        #: What is known of the first values of variables, by their keys.
+        self._first_values: dict[int, Linear | None] = {}
+        #: Whether some iterations of the last loop were printed for threads in lockstep.
+        self._went_together = False
+        #: Number of enclosing statements that were also printed for threads in lockstep.
+        self._resting = 0
+        #: Statements that are being printed for each thread on its own.
+        self._alone: set[int] = set()
         self._jumps = 0
         self._label = ""
         self._continues: dict[int, str] = {}
@@ -175,7 +197,9 @@ class FunctionContext(ABC):
             self._region = True
             self._jumps += 1
             self._label = f"w_next_{self._jumps}"
-            self.line(f"for (w_t = 0u; w_t < {self.whole.threads}u; w_t++) {{")
+            self._region_at = len(self._lines)
+            begin = self._first if self._mask else "0u"
+            self.line(f"for (w_t = {begin}; w_t < {self._past}; w_t++) {{")
             if self._left:
                 self.line("  if (w_left[w_t]) continue;")
             if self._mask:
@@ -194,13 +218,96 @@ class FunctionContext(ABC):
             self._region = False
             self.line(f"  {self._label}: ;")
             self.line("}")
+            if self._together:
+                region, self._lines = self._lines[self._region_at :], self._lines[: self._region_at]
+                self._lines += self._versions(region)
             self.line(f"w_t = {self._first};")
+
+    def _versions(self, region: list[str]) -> list[str]:
+        """Return a loop over the threads, and before it, for the case that all its assumptions hold, the loop without checks."""
+        slow = [lockstep.plain(x) for x in region]
+        body = [
+            x
+            for x in region[1:-1]
+            if not x.lstrip().startswith(("if (w_left[w_t])", f"if (!{self._mask or '-'}[w_t])"))
+        ]
+        if self._mask:
+            return slow
+        text, used = lockstep.unchecked("\n".join(body))
+        conditions = [f"({x})" for k in sorted(used) for x in self._assumptions[k]]
+        if self._left:
+            conditions.append("!w_gone")
+        indent = "  " * self._indent
+        if not text or any(
+            f"{name}[w_t] =" in text for name in self._kept_pointers
+        ):  # LLVM 14 fails on vectors of them
+            return slow
+        fast = [
+            indent + x
+            for x in self._thread_loops(
+                text.replace(f"{self._label}:", f"{self._label}_together:").replace(
+                    f"goto {self._label};", f"goto {self._label}_together;"
+                )
+            )
+        ]
+        if not conditions:
+            return fast
+        return [
+            f"{indent}if ({' && '.join(dict.fromkeys(conditions))}) {{",
+            *fast,
+            f"{indent}}} else {{",
+            *slow,
+            f"{indent}}}",
+        ]
+
+    def _thread_loops(self, body: str) -> list[str]:
+        """Return loops over the threads of a block that compilers may vectorize: threads are independent between barriers."""
+        block, pragma = self.whole.block, '_Pragma("clang loop vectorize(assume_safety)")'
+        if sum(n > 1 for n in block) <= 1:
+            return [pragma, f"for (w_t = 0u; w_t < {self.whole.threads}u; w_t++) {{", body, "}"]
+        for k in range(3):
+            body = body.replace(self.whole.where("tid", k), f"w_{'xyz'[k]}")
+        x, y, z = block
+        return [
+            f"for (w_u32 w_z = 0u; w_z < {z}u; w_z++) for (w_u32 w_y = 0u; w_y < {y}u; w_y++) {{",
+            pragma,
+            f"for (w_u32 w_x = 0u; w_x < {x}u; w_x++) {{ w_t = (w_z * {y}u + w_y) * {x}u + w_x;",
+            body,
+            "} }",
+        ]
+
+    def fixed(self, name: str) -> bool:
+        """Whether no statement of the function changes a variable after its declaration."""
+        if name not in self._fixed:
+            self._fixed[name] = not may_change(self._function.body, name, self.whole.unit.functions)
+        return self._fixed[name]
+
+    def covered(self, to: Value) -> str:
+        """Return a mark for an access to an object in memory, if conditions for all threads at once are known; else nothing."""
+        size = to.type.size
+        if not self._together or to.linear is None or size & (size - 1):
+            return ""
+        return lockstep.COVERED.format(self._assumption(lockstep.within(to.linear, self.whole.block)))
+
+    def assumed(self, condition: Value, sign: bool = True) -> str:
+        """Return a condition's text, with marks if it is known when it is true, or false, in all threads."""
+        known = condition.always if sign else condition.never
+        if not self._together or not known:
+            return condition.text
+        mark = lockstep.TRUE if sign else lockstep.FALSE
+        return f"{mark}{self._assumption((known,))}{lockstep.THEN}{condition.text}{lockstep.END}"
+
+    def _assumption(self, conditions: tuple[str, ...]) -> int:
+        self._assumptions.append(conditions)
+        return len(self._assumptions) - 1
 
     def _kept(self, kind: str, size: int, name: str, n: int = 1) -> str:
         """Reserve memory for `n` objects per thread, for the whole function. It is in the block's memory, because threads take
         turns.
         """
         at, word = self.lasting, self.dialect.spaces["l"]
+        if size == POINTER and kind.endswith("p"):
+            self._kept_pointers.append(name)
         self.lasting += -(-size * n * self.whole.threads // 16) * 16
         self._hoisted.append(f"  {word} {kind} *{name} = ({word} {kind} *)(w_shared + W_{self._instance.name} + {at});")
         return f"{name}[w_t]"
@@ -298,10 +405,10 @@ class FunctionContext(ABC):
 
     @property
     def active(self) -> str:
-        """The arguments for a function of the whole block that only some threads call: the mask of these threads, and the first
-        one.
+        """The arguments for a function of the whole block that only some threads call: the mask of these threads, the first
+        one, and the number after the last one.
         """
-        return f"{self._mask}, {self._first}"
+        return f"{self._mask}, {self._first}, {self._past}"
 
     def at(self, pointer: Value, line: int) -> Value:
         """Return the object that a pointer points to."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from wooly_cuda_c.printing import lockstep
 from wooly_cuda_c.printing.accesses import PASS
 from wooly_cuda_c.printing.context import FunctionContext
 from wooly_cuda_c.printing.scope import literal
@@ -41,17 +42,22 @@ class Conversions(FunctionContext):
             if value.const is not None and isinstance(value.type, Scalar):
                 text = literal(value.type, value.const)
                 return Value(text, value.type, value.const)
-            return Value(value.text, value.type, value.const, "", "", value.varying, value.root)
-        if isinstance(value.type, Array):
             return Value(
-                value.text, Pointer(value.type.of, value.space, value.readonly), None, "", "", value.varying, value.root
-            )
+                value.text, value.type, value.const, "", "", value.varying, value.root,
+                linear=value.linear, always=value.always, never=value.never,
+            )  # fmt: skip
+        if isinstance(value.type, Array):
+            pointer = Pointer(value.type.of, value.space, value.readonly)
+            return Value(value.text, pointer, None, "", "", value.varying, value.root, linear=value.linear)
         if isinstance(value.type, Void):
             raise CudaSourceError("a void pointer cannot be read, because its type is not known: cast it", line)
         load = self.helpers.load(value.space, value.type)
         place = self.whole.place(line, value.root)
         varying = value.varying or value.space == "p"
-        return Value(f"{load}({PASS}, {value.text}, {place})", value.type, None, "", "", varying)
+        covered = self.covered(value)
+        if covered:
+            self.helpers.near(load, "load", value.space, value.type)
+        return Value(f"{load}({PASS}{covered}, {value.text}, {place})", value.type, None, "", "", varying)
 
     def _truth(self, node: Node) -> Value:
         return self.as_truth(self.value(node), node.line)
@@ -108,7 +114,7 @@ class Conversions(FunctionContext):
                 text = f"(({kind.text}){text})"
         else:
             text = f"(({kind.text})({value.text}))"
-        return Value(text, kind, None, "", "", value.varying)
+        return Value(text, kind, None, "", "", value.varying, linear=lockstep.converted(value, kind, self.whole.block))
 
     def _pointer(self, value: Value, kind: Pointer, line: int) -> Value:
         source = value.type
@@ -125,7 +131,8 @@ class Conversions(FunctionContext):
             raise CudaSourceError("a pointer to const cannot become a pointer to non-const", line)
         if source.to != kind.to and not isinstance(kind.to, Void):
             raise CudaSourceError(f"{source} cannot become {kind} without a cast", line)
-        return Value(value.text, Pointer(kind.to, source.space, kind.const), None, "", "", value.varying, value.root)
+        pointer = Pointer(kind.to, source.space, kind.const)
+        return Value(value.text, pointer, None, "", "", value.varying, value.root, linear=value.linear)
 
     def memory(self, value: Value, line: int) -> Value:
         """Give an object an address in memory; a variable gets one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from wooly_cuda_c.printing import lockstep
 from wooly_cuda_c.printing.arithmetic import POINTER, held_size, is_readonly
 from wooly_cuda_c.printing.context import FunctionContext
 from wooly_cuda_c.printing.types import (
@@ -71,6 +72,10 @@ class Declarations(FunctionContext):
             raise CudaSourceError(f"{node.name}: a constant needs a value", node.line)
         if held.const is None:
             self.bound.numbers.pop(node.name, None)
+        if value is not None:
+            self._first_values[key] = lockstep.linear_of(value)
+        if self._together and value is not None and self.fixed(node.name):
+            held.linear, held.always, held.never = value.linear, value.always, value.never
         self.private += kind.size
         if lasting:
             zero = self._zero(kind)

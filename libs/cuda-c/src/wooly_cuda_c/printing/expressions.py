@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from wooly_cuda_c.printing import builtins
+from wooly_cuda_c.printing import builtins, lockstep
 from wooly_cuda_c.printing.arithmetic import field_of
 from wooly_cuda_c.printing.assignments import Assignments
 from wooly_cuda_c.printing.calls import call
@@ -47,7 +47,7 @@ class Expressions(Operators, Assignments, Conversions):
                 return Value(
                     held.text, held.type, held.const, held.place, held.space,
                     held.varying or variable.key in self._facts.varying, held.root, held.readonly,
-                    held.variable or variable,
+                    held.variable or variable, held.linear, held.always, held.never,
                 )  # fmt: skip
         number = self.bound.numbers.get(node.name)
         if number is not None:
@@ -129,7 +129,8 @@ class Expressions(Operators, Assignments, Conversions):
             if known is not None:
                 return Value(literal(U32, known), U32, known)
             varying = node.on.name == "threadIdx" and self.whole.block[k] != 1
-            return Value(f"((w_u32){word})", U32, None, "", "", varying)
+            linear = lockstep.position(k) if varying else lockstep.uniform(f"((w_u32){word})")
+            return Value(f"((w_u32){word})", U32, None, "", "", varying, linear=linear)
         on = self.expression(node.on)
         if node.arrow:
             on = self._at(self.loaded(on, node.line), None, node.line)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from wooly_cuda_c.printing import lockstep
 from wooly_cuda_c.printing.arithmetic import POINTER, held_size, may_change
 from wooly_cuda_c.printing.declarations import Declarations
 from wooly_cuda_c.printing.expressions import Expressions
@@ -63,6 +64,8 @@ class FunctionPrinter(Statements, Declarations, Expressions):
             else:
                 space = "l" if held_text != name else "p"
                 held = Value(held_text, kind, None, "var", space, varying, self._facts.roots.get(key, value.root))
+                if self._group and function.kernel and held_text == name:
+                    held.linear = lockstep.uniform(name)
                 self.private += kind.size
             variable = Variable(key, held, reference)
             held.variable = variable
@@ -82,10 +85,11 @@ class FunctionPrinter(Statements, Declarations, Expressions):
             result = "void"
             if self._left:
                 self._kept("w_u8", 1, "w_left")
+                self._hoisted.append("  w_b1 w_gone = 0;")
                 self._hoisted.append(f"  for (w_t = 0u; w_t < {self.whole.threads}u; w_t++) w_left[w_t] = 0;")
                 self._hoisted.append("  w_t = 0u;")
             if instance.masked:
-                params += [f"{self.dialect.spaces['l']} w_b1 *w_active", "w_u32 w_first"]
+                params += [f"{self.dialect.spaces['l']} w_b1 *w_active", "w_u32 w_first", "w_u32 w_past"]
                 self._hoisted.append("  w_t = w_first;")
         elif not isinstance(kind, Void):
             tail = [f"  {kind.text} none = {self._zero(kind)};", "  return none;"]

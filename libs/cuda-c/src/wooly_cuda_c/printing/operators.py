@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from wooly_cuda_c.printing import lockstep
 from wooly_cuda_c.printing.arithmetic import COMPARISONS, joined_root, operation
 from wooly_cuda_c.printing.context import FunctionContext
 from wooly_cuda_c.printing.scope import folded_binary, folded_unary, literal
@@ -37,14 +38,15 @@ class Operators(FunctionContext):
             return self._at(self.value(node.on), None, line)
         if node.op == "&":
             value = self.memory(self.expression(node.on), line)
-            return Value(
-                value.text, Pointer(value.type, value.space, value.readonly), None, "", "", value.varying, value.root
-            )
+            pointer = Pointer(value.type, value.space, value.readonly)
+            return Value(value.text, pointer, None, "", "", value.varying, value.root, linear=value.linear)
         value = self.value(node.on)
         if node.op == "!":
             truth = self.as_truth(value, line)
             const = None if truth.const is None else int(not truth.const)
-            return Value(f"(!{truth.text})", B1, const, "", "", truth.varying)
+            found = Value(f"(!{truth.text})", B1, const, "", "", truth.varying)
+            found.always, found.never = truth.never, truth.always
+            return found
         if not isinstance(value.type, Scalar) or (node.op == "~" and value.type.real):
             raise CudaSourceError(f"{node.op} of {value.type} is not supported", line)
         if value.type.half:
@@ -75,7 +77,14 @@ class Operators(FunctionContext):
             if folded is None and a.const is not None and bool(a.const) == (node.op == "||"):
                 folded = B1, a.const
             const = None if folded is None else folded[1]
-            return Value(f"({a.text} {node.op} {b.text})", B1, const, "", "", a.varying or b.varying)
+            found = Value(f"({a.text} {node.op} {b.text})", B1, const, "", "", a.varying or b.varying)
+            all_, any_ = (a.always, b.always), (a.never, b.never)
+            if node.op == "||":
+                all_, any_ = any_, all_
+            both = f"({all_[0]}) && ({all_[1]})" if all(all_) else ""
+            one = " || ".join([f"({x})" for x in any_ if x])
+            found.always, found.never = (both, one) if node.op == "&&" else (one, both)
+            return found
         return self.operate(node.op, self.value(node.left), self.value(node.right), line)
 
     def operate(self, op: str, a: Value, b: Value, line: int) -> Value:
@@ -100,9 +109,11 @@ class Operators(FunctionContext):
             return Value(literal(*known), known[0], known[1])
         x = self._number(a, kind) if a.type != kind else a
         y = self._number(b, kind) if b.type != kind and op not in ("<<", ">>") else b
+        linear, always, never = lockstep.combined(op, kind, x, y, self.whole.block)
         if op in COMPARISONS:
-            return Value(f"({x.text} {op} {y.text})", B1, None, "", "", varying)
-        return Value(operation(op, kind, x.text, y.text, y.const), kind, None, "", "", varying)
+            return Value(f"({x.text} {op} {y.text})", B1, None, "", "", varying, always=always, never=never)
+        text = operation(op, kind, x.text, y.text, y.const)
+        return Value(text, kind, None, "", "", varying, linear=linear)
 
     def _pointers(self, op: str, a: Value, b: Value, line: int) -> Value:
         varying = a.varying or b.varying
@@ -134,11 +145,13 @@ class Operators(FunctionContext):
         if isinstance(kind.to, Void):
             raise CudaSourceError("arithmetic on a void pointer is not supported: cast it", line)
         # Widen a signed number with its sign, an unsigned one without.
-        wide = f"(w_u64)(w_i64)({by.text})" if by.type.signed else f"(w_u64)({by.text})"
+        wide = "(w_u64)(w_i64)({1})" if by.type.signed else "(w_u64)({1})"
         sign = "(w_u64)0 - " if back else ""
         space = "g" if kind.space == "?" else kind.space
-        text = f"w_by_{space}({pointer.text}, {sign}{wide} * {kind.to.size}u)"
-        return Value(text, kind, None, "", "", pointer.varying or by.varying, pointer.root)
+        text = f"w_by_{space}({{0}}, {sign}{wide} * {kind.to.size}u)"
+        linear = lockstep.moved(pointer, by, text, kind.to.size, back, self.whole.block)
+        varying = pointer.varying or by.varying
+        return Value(text.format(pointer.text, by.text), kind, None, "", "", varying, pointer.root, linear=linear)
 
     def _at(self, pointer: Value, index: Value | None, line: int) -> Value:
         """Return the object that a pointer points to."""
@@ -152,8 +165,9 @@ class Operators(FunctionContext):
             raise CudaSourceError("a void pointer cannot be read, because its type is not known: cast it", line)
         space = "g" if kind.space == "?" else kind.space
         return Value(
-            pointer.text, kind.to, None, "mem", space, pointer.varying, pointer.root or "a null pointer", kind.const
-        )
+            pointer.text, kind.to, None, "mem", space, pointer.varying, pointer.root or "a null pointer", kind.const,
+            linear=pointer.linear,
+        )  # fmt: skip
 
     def _conditional(self, node: Conditional) -> Value:
         condition = self._truth(node.condition)
@@ -176,4 +190,5 @@ class Operators(FunctionContext):
             kind = a.type
         x, y = self.converted(a, kind, node.line), self.converted(b, kind, node.line)
         root = joined_root(a.root, b.root)
-        return Value(f"({condition.text} ? {x.text} : {y.text})", kind, None, "", "", varying, root)
+        asked = self.assumed(condition)
+        return Value(f"({asked} ? {x.text} : {y.text})", kind, None, "", "", varying, root)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from wooly_cuda_c.printing import lockstep
 from wooly_cuda_c.printing.arithmetic import (
     MAX_UNCHECKED_NODES,
     MAX_UNCHECKED_TURNS,
+    contains,
     has_side_effects,
     joined_root,
     may_change,
@@ -18,7 +20,7 @@ from wooly_cuda_c.printing.types import (
     promoted,
     wrapped,
 )
-from wooly_cuda_c.printing.values import Value
+from wooly_cuda_c.printing.values import Linear, Value, Variable
 from wooly_cuda_c.syntax.errors import CudaSourceError
 from wooly_cuda_c.syntax.tree import (
     Alias,
@@ -63,6 +65,14 @@ class Statements(FunctionContext):
 
     def _statement(self, node: Node) -> None:
         self._count()
+        if self._may_go_together(node):
+            self._around.append(node)
+            if isinstance(node, If):
+                self._if_together(node)
+            elif isinstance(node, Loop):
+                self._loop_together(node)
+            self._around.pop()
+            return
         compound = isinstance(node, If | Loop | Switch) or (isinstance(node, Block) and node.scope)
         mine = self._group and compound and (self._nest > 0 or id(node) not in self._facts.barriers)
         if mine:
@@ -141,7 +151,8 @@ class Statements(FunctionContext):
             if chosen is not None:
                 self._nested_of("{", chosen, "}")
             return
-        head = f"if ({condition.text}) {{"
+        leaves = node.other is None and _leaves(node.then)
+        head = f"if ({self.assumed(condition, not leaves)}) {{"
         if self._whole_block(node):
             if condition.varying:
                 self._masked_if(condition, node)
@@ -154,26 +165,28 @@ class Statements(FunctionContext):
 
     def _masked_if(self, condition: Value, node: If) -> None:
         """Print an `if` whose threads differ and exchange values in a branch: a mask marks the threads of each branch."""
-        outer = self._mask, self._first
+        outer = self._mask, self._first, self._past
         asked = self.kept("w_b1", condition.text, 1)
         for branch, sign in ((node.then, ""), (node.other, "!")):
             if branch is None:
                 continue
             self.boundary()
-            mask, first, threads = self._fresh("mask"), self._fresh("first"), self.whole.threads
+            mask, first, past = self._fresh("mask"), self._fresh("first"), self._fresh("past")
+            threads = self.whole.threads
             self._kept("w_b1", 1, mask)
-            self._hoisted.append(f"  w_u32 {first};")
+            self._hoisted.append(f"  w_u32 {first}, {past};")
             self.line(f"for (w_u32 k = 0u; k < {threads}u; k++) {mask}[k] = 0;")
             self._thread_line(f"{mask}[w_t] = {sign}{asked}[w_t];")
             self.boundary()
             self.line(f"for ({first} = 0u; {first} < {threads}u && !{mask}[{first}]; {first}++) ;")
+            self.line(f"for ({past} = {threads}u; {past} > {first} && !{mask}[{past} - 1u]; {past}--) ;")
             self.line(f"if ({first} < {threads}u) {{")
-            self._mask, self._first = mask, first
+            self._mask, self._first, self._past = mask, first, past
             self.line(f"  w_t = {first};")
             with self._under(True, node.line, True):
                 self._nested(branch)
             self.boundary()
-            self._mask, self._first = outer
+            self._mask, self._first, self._past = outer
             self.line("}")
             self.line(f"w_t = {self._first};")
 
@@ -191,6 +204,9 @@ class Statements(FunctionContext):
         self._scopes.append({})
         if node.init is not None:
             self._statement(node.init)
+        variable = self._scopes[-1].get(node.init.name) if isinstance(node.init, Declare) else None
+        if variable is not None and self._same_in_body(node, variable):
+            variable.value.linear = lockstep.uniform(variable.value.text.replace("[w_t]", f"[{self._first}]"))
         self.boundary()
         self._jumps += 1
         self._continues[id(node)] = label = f"w_turn_{self._jumps}"
@@ -205,6 +221,8 @@ class Statements(FunctionContext):
                 self._ask(known, node)
             self._nested(node.body)
             self.boundary()
+            if variable is not None:
+                variable.value.linear = None
             self.line(f"{label}: ;")
             if node.first:
                 self._ask(None if node.condition is None else self._truth(node.condition), node)
@@ -219,6 +237,21 @@ class Statements(FunctionContext):
         self.free += before
         self._scopes.pop()
 
+    def _same_in_body(self, node: Loop, variable: Variable) -> bool:
+        """Whether a loop's variable has one value in all threads, which the loop's body does not change."""
+        assert isinstance(node.init, Declare)
+        return (
+            self._together
+            and not self._mask
+            and not node.first
+            and variable.value.place == "var"
+            and isinstance(variable.value.type, Scalar)
+            and not variable.value.type.real
+            and variable.key not in self._facts.varying
+            and not may_change(node.body, node.init.name, self.whole.unit.functions)
+            and not may_change(node.condition, node.init.name, self.whole.unit.functions)
+        )
+
     def _ask(self, condition: Value | None, node: Loop) -> None:
         asked = "w_go(w_status)"
         if condition is not None and node.condition is not None:
@@ -226,7 +259,115 @@ class Statements(FunctionContext):
         self.boundary()
         self.line(f"if (!({asked})) break;")
 
+    def _may_go_together(self, node: Node) -> bool:
+        """Whether a loop's iterations, or a branch with loops, may be printed for threads in lockstep."""
+        if (
+            not self._together
+            or self._nest
+            or self._mask
+            or id(node) in self._facts.barriers
+            or id(node) in self._alone
+        ):
+            return False
+        if isinstance(node, If):
+            return node.other is None and not node.constexpr and contains(node.then, (Loop,)) and not _jumps(node.then)
+        return isinstance(node, Loop) and not node.first and isinstance(node.init, Declare) and not _jumps(node.body)
+
+    def _if_together(self, node: If) -> None:
+        """Print a branch for threads in lockstep, for the case that all threads take it, and else for each thread."""
+        always = self._truth(node.condition).always
+        if always:
+            self.boundary()
+            self.line(f"if ({always}) {{")
+            self._nested(node.then)
+            self.boundary()
+            self.line("} else {")
+        self._alone.add(id(node))
+        self._resting += bool(always)
+        self._statement(node)
+        self._resting -= bool(always)
+        self._alone.discard(id(node))
+        if always:
+            self.boundary()
+            self.line("}")
+
+    def _loop_together(self, node: Loop) -> None:
+        """Print a loop's iterations in which all threads take part for threads in lockstep, with the loops over threads inside.
+
+        Then print the other iterations, which each thread has on its own.
+        """
+        assert isinstance(node.init, Declare)
+        self._scopes.append({})
+        self._statement(node.init)
+        if self._iterations_together(node, self._scopes[-1][node.init.name]):
+            rest = self.whole.rests.setdefault(id(node), Loop(node.line, None, node.condition, node.step, node.body))
+            self._resting += self._went_together
+            self._statement(rest)
+            self._resting -= self._went_together
+            self.boundary()
+        self._scopes.pop()
+
+    def _iterations_together(self, node: Loop, variable: Variable) -> bool:
+        """Print the iterations in which all threads take part. Return whether threads may have others."""
+        kept, kind = variable.value, variable.value.type
+        self._went_together = False
+        first, step = self._first_values.get(variable.key), self._step(node, variable)
+        if first is None or step is None or node.condition is None or not isinstance(kind, Scalar):
+            return True
+        by, sign = step
+        grown = self._fresh("grown")
+        wide = "w_u64" if kind.size == 8 else "w_u32"
+        text = f"(({kind.text})(({wide})({first.text}) {sign} ({wide}){grown}))"
+        here = lockstep.at(text, [self.whole.where("tid", k) for k in range(3)])
+        linear = Linear(text, first.slopes, first.checks)
+        variable.value = Value(here, kind, None, "", "", kept.varying, linear=linear)
+        condition = self._truth(node.condition)
+        same = not (condition.varying or self._left or has_side_effects(node.condition))
+        asked = condition.text if same else condition.always
+        if asked:
+            self._hoisted.append(f"  w_u64 {grown};")
+            self.boundary()
+            before, self.free = self.free, 0
+            self.line(f"for ({grown} = 0; ({asked}) && w_go(w_status); {grown} += (w_u64)({by})) {{")
+            self._nested(node.body)
+            self.boundary()
+            self.line("}")
+            self.free += before
+        variable.value = kept
+        self._went_together = bool(asked)
+        if asked and not same:
+            self._thread_line(f"{kept.text} = {here};")
+        return not same
+
+    def _step(self, node: Loop, variable: Variable) -> tuple[str, str] | None:
+        """Return by how much a loop's variable changes, and the sign, if it is the same in all threads and iterations."""
+        step, init, kind = node.step, node.init, variable.value.type
+        assert isinstance(init, Declare)
+        by = "1"
+        if isinstance(step, Unary) and step.op in ("++", "p++", "--", "p--"):
+            to, sign = step.on, step.op[-1]
+        elif isinstance(step, Assign) and step.op in ("+", "-"):
+            to, sign = step.to, step.op
+            value = self.value(step.value)
+            known = lockstep.linear_of(value)
+            if known is None or known.slopes != ("", "", "") or not isinstance(value.type, Scalar):
+                return None
+            by = f"(w_i64)({known.text})" if value.type.signed else known.text
+        else:
+            return None
+        functions = self.whole.unit.functions
+        fine = (
+            isinstance(to, Name)
+            and to.name == init.name
+            and isinstance(kind, Scalar)
+            and kind.name in ("i32", "u32", "i64", "u64")
+            and not may_change(node.body, init.name, functions)
+            and not may_change(node.condition, init.name, functions)
+        )
+        return (by, sign) if fine else None
+
     def _loop(self, node: Loop) -> None:
+        self.whole.alone = self.whole.alone or not self._resting
         self._scopes.append({})
         self._thread_line("{")
         self._indent += 1
@@ -419,7 +560,19 @@ class Statements(FunctionContext):
         if not self._group:
             self._thread_line("return;")
         elif self._control:
-            self._thread_line(f"{{ w_left[w_t] = 1; goto {self._label}; }}")
+            self._thread_line(f"{{ w_left[w_t] = 1; w_gone = 1; goto {self._label}; }}")
         else:
             self.boundary()
             self.line("return;")
+
+
+def _jumps(node: object) -> bool:
+    """Whether a statement returns, or leaves or continues a loop."""
+    return contains(node, (Return, Leave))
+
+
+def _leaves(node: Node) -> bool:
+    """Whether a statement only returns or leaves a loop."""
+    while isinstance(node, Block) and len(node.body) == 1:
+        node = node.body[0]
+    return isinstance(node, Return | Leave)

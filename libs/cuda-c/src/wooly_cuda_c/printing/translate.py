@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from wooly_cuda_c.printing import lockstep
 from wooly_cuda_c.printing.accesses import CONTEXT, PASS, TRAP, Helpers
 from wooly_cuda_c.printing.builtins import BARRIERS, WARP
 from wooly_cuda_c.printing.dialects import OPENCL, Dialect
@@ -16,7 +18,7 @@ from wooly_cuda_c.printing.types import Array, Pointer, Scalar, Struct, Type, Ve
 from wooly_cuda_c.printing.values import Facts, Value
 from wooly_cuda_c.syntax.errors import CudaSourceError
 from wooly_cuda_c.syntax.parser import parse, parse_arguments
-from wooly_cuda_c.syntax.tree import ArrayOf, Braces, Call, Declare, Function, Node, Number, ReferenceTo, Unit
+from wooly_cuda_c.syntax.tree import ArrayOf, Braces, Call, Declare, Function, Loop, Node, Number, ReferenceTo, Unit
 
 #: Maximum number of nodes of a kernel after its functions are inlined.
 MAX_WEIGHT: Final = 200_000
@@ -24,6 +26,8 @@ MAX_WEIGHT: Final = 200_000
 MAX_WORK: Final = 4_000_000
 #: Maximum number of printed functions; each set of template arguments is another function.
 MAX_FUNCTIONS: Final = 512
+#: Threads of a block from which they also run in lockstep: what a vector holds.
+FEW: Final = 8
 #: Maximum depth of nested calls.
 MAX_CALLS: Final = 48
 #: Maximum bytes of the variables of all threads of a block together.
@@ -97,6 +101,7 @@ def translate(
     template: str = "",
     shared: int = 0,
     dialect: Dialect = OPENCL,
+    together: bool = True,
 ) -> Translated:
     """Translate a kernel to checked C.
 
@@ -108,12 +113,26 @@ def translate(
         template: template arguments, as in the source between the brackets.
         shared: bytes of ``extern __shared__`` arrays.
         dialect: the dialect of C.
+        together: whether threads may run in lockstep, on devices that run them in turn.
 
     Raises:
         CudaSourceError: the source has an error, or an unsupported or forbidden construct; the message names the line.
     """
     try:
-        return Translation(parse(text), block, shared, dialect).run(entry, arguments, template)
+        if together and dialect.flat and block[0] * block[1] * block[2] >= FEW:
+            # For threads in lockstep, more is printed, and variables are in the memory of the block. This has limits, and a loop
+            # that each thread has on its own is faster with variables in registers.
+            with contextlib.suppress(CudaSourceError):
+                translation = Translation(parse(text), block, shared, dialect, together=True)
+                found = translation.run(entry, arguments, template)
+                if translation.barriers or not translation.alone:
+                    return found
+        translation = Translation(parse(text), block, shared, dialect)
+        found = translation.run(entry, arguments, template)
+        if found.shared and dialect.flat and not translation.grouped:
+            # To clear shared memory, the threads would have to meet at a barrier, which only a text for the block does right.
+            found = Translation(parse(text), block, shared, dialect, whole=True).run(entry, arguments, template)
+        return found
     except RecursionError:
         raise CudaSourceError("the source is nested too deeply", 1) from None
 
@@ -121,15 +140,33 @@ def translate(
 class Translation:
     """The translation of one kernel."""
 
-    def __init__(self, unit: Unit, block: tuple[int, int, int], shared: int, dialect: Dialect) -> None:
+    def __init__(
+        self,
+        unit: Unit,
+        block: tuple[int, int, int],
+        shared: int,
+        dialect: Dialect,
+        *,
+        together: bool = False,
+        whole: bool = False,
+    ) -> None:
         self.unit = unit
+        #: Whether kernels are also printed for threads in lockstep (`lockstep`), for the whole block.
+        self.together = together
+        #: Whether a loop is printed only for each thread on its own.
+        self.alone = False
+        #: Per loop, a loop of the iterations that its threads do not have in lockstep.
+        self.rests: dict[int, Loop] = {}
         self.dialect = dialect
         self.block = block
         self.threads = block[0] * block[1] * block[2]
         self.types = Types(unit)
         self.helpers = Helpers(dialect, self.threads)
         #: Whether one thread of the device does the work of all threads of a block.
-        self.grouped = dialect.flat and any(_has_barrier(f.body) for found in unit.functions.values() for f in found)
+        self.barriers = any(_has_barrier(f.body) for found in unit.functions.values() for f in found)
+        self.grouped = together or whole or (dialect.flat and self.barriers)
+        #: Whether kernels are printed for the whole block, also without barriers.
+        self.whole = together or whole
         self.context = CONTEXT.format(local=dialect.spaces["l"])
         self._dynamic = shared
         self._static = 0
@@ -218,14 +255,17 @@ class Translation:
                     f"the kernel has {self._static} bytes of shared memory, at most {MAX_SHARED} are allowed", line
                 )
             text = f"w_mk_l(w_shared + {at}, {kind.size})"
-            self._arrays[key] = Value(text, kind, None, "mem", "l", False, f"the shared array {name}")
+            self._arrays[key] = Value(
+                text, kind, None, "mem", "l", False, f"the shared array {name}", linear=lockstep.uniform(text)
+            )
         return replace(self._arrays[key])
 
     def dynamic_shared(self, kind: Type, name: str) -> Value:
         """Return the shared array whose size the launch gives. All such arrays have the same memory."""
         n = self._dynamic // kind.size
         text = f"w_mk_l(w_shared + W_DYNAMIC, {n * kind.size})"
-        return Value(text, Array(kind, max(n, 1)), None, "mem", "l", False, f"the shared array {name}")
+        root, linear = f"the shared array {name}", lockstep.uniform(text)
+        return Value(text, Array(kind, max(n, 1)), None, "mem", "l", False, root, linear=linear)
 
     def instance(
         self, function: Function, bound: Bound, arguments: Sequence[Value], cause: int, masked: bool, line: int
@@ -456,7 +496,7 @@ class Translation:
         )
         count = f"  w_u32 w_t = {thread};"
         # If one thread does the work of all threads, the others return at once.
-        stop = f"  if (!w_go(w_status){' || w_t != 0u' if alone else ''}) return;"
+        stop = f"  if ({'w_t != 0u || ' if alone else ''}!w_go(w_status)) return;"
         kernel = [head + " {", memory, count, stop, *clear, *body, call, "}"]
         text = "".join(
             [

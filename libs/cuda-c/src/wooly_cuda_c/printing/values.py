@@ -7,6 +7,21 @@ from dataclasses import dataclass, field
 from wooly_cuda_c.printing.types import Type
 
 
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """How a value depends on its thread's position in the block: evenly, in each dimension. See `lockstep`.
+
+    Attributes:
+        text: text that computes it, with marks for the position; it reads nothing that changes while threads run it.
+        slopes: growth along x, y and z, a `w_i64`; empty: no growth.
+        checks: conditions under which no number that it is made of has wrapped.
+    """
+
+    text: str
+    slopes: tuple[str, str, str]
+    checks: tuple[str, ...]
+
+
 @dataclass(slots=True)
 class Value:
     """An expression.
@@ -21,6 +36,8 @@ class Value:
         root: description of the memory that a pointer belongs to.
         readonly: whether it must not be assigned to.
         variable: the variable that it is, or is a part of.
+        linear: how it depends on the thread's position, if this is known; of an object in memory: its address.
+        always, never: conditions under which it is true in all threads, or in no thread; empty: not known.
     """
 
     text: str
@@ -32,6 +49,9 @@ class Value:
     root: str = ""
     readonly: bool = False
     variable: Variable | None = None
+    linear: Linear | None = None
+    always: str = ""
+    never: str = ""
 
 
 @dataclass(slots=True)

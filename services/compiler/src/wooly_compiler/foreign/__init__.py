@@ -46,7 +46,8 @@ def build(asked: dict[str, Any]) -> bytes:
     target = str(asked["target"])
     block = tuple([int(n) for n in asked["block"]])
     options = {str(name): value for name, value in asked["options"]}
-    request = Request(str(asked["text"]), str(asked["entry"]), tuple(asked["args"]), block, options)  # type: ignore[arg-type]
+    careful = bool(asked.get("careful"))
+    request = Request(str(asked["text"]), str(asked["entry"]), tuple(asked["args"]), block, options, careful)  # type: ignore[arg-type]
     if _GPU.fullmatch(target):
         from wooly_compiler.foreign import gpu
 

@@ -24,6 +24,15 @@ from wooly_executor.runtime.unpivoted import unpivoted
 #: Blocks of this many bytes and more come from the system each time, which zeroes their pages when they are used first. Smaller
 #: blocks often come from the heap, which has its pages already.
 MAPPED_FROM = 32 << 20
+#: Number of elements from which torch fills memory on all cores. On a busy machine, it then waits for its other threads: the mean
+#: time for 256 KB was 400 us, the median 4 us.
+SPLIT_FROM = 32768
+#: Bytes up to which the calling thread alone zeroes memory, in about 14 us. More bytes are zeroed faster on all cores.
+ALONE_UP_TO = 1 << 20
+#: Holds the interpreter's lock, because another thread could keep it for longer than this takes.
+_memset = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)(
+    ("memset", ctypes.CDLL(None))
+)
 
 
 class TorchDevice:
@@ -49,9 +58,14 @@ class TorchDevice:
     def zeroed(self, nbytes: int, dtype: torch.dtype = torch.uint8) -> Tensor:
         """Return new memory that is zero, so that it shows no bytes of other sessions."""
         numel = -(-nbytes // dtype.itemsize)
-        if self.host and nbytes >= MAPPED_FROM:
-            with contextlib.suppress(OSError):  # torch reports what is wrong
-                return _mapped(numel, dtype)
+        if self.host and numel >= SPLIT_FROM:
+            if nbytes <= ALONE_UP_TO:
+                made = torch.empty(numel, dtype=dtype)
+                _memset(made.data_ptr(), 0, made.nbytes)
+                return made
+            if nbytes >= MAPPED_FROM:
+                with contextlib.suppress(OSError):  # torch reports what is wrong
+                    return _mapped(numel, dtype)
         return torch.zeros(numel, dtype=dtype, device=self.named)
 
     def empty(self, numel: int, dtype: torch.dtype = torch.uint8) -> Tensor:

@@ -302,6 +302,7 @@ def _request(kernel: ForeignKernel, target: str, name: str) -> dict[str, Any]:
         "options": key.options,
         "target": target,
         "name": name,
+        "after_crash": {"careful": True},
     }
 
 

@@ -1,0 +1,48 @@
+"""Worker processes that crash."""
+
+import pytest
+from wooly_bus.worker import Limits, WorkerError, WorkerProcess
+
+MODULE = """
+import os, sys
+from wooly_bus.worker import serve
+
+def answer(request):
+    if request["value"] not in request["fine"]:
+        os._exit(3)
+    return request["value"].encode()
+
+serve(int(sys.argv[1]), answer)
+"""
+
+
+@pytest.fixture
+def worker(tmp_path, monkeypatch):
+    (tmp_path / "crashing_worker.py").write_text(MODULE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    found = WorkerProcess(Limits(seconds=60), "crashing_worker")
+    yield found
+    found.close()
+
+
+def request(value, fine, **more):
+    return {"value": value, "fine": fine, **more}
+
+
+def test_request_with_changes_after_a_crash_is_sent_to_a_new_worker(worker):
+    asked = request("usual", ["careful"], after_crash={"value": "careful"})
+    assert worker.ask(asked, "a target", "a kernel") == b"careful"
+    assert worker.ask(request("usual", ["usual"], after_crash={"value": "careful"}), "a target", "a kernel") == b"usual"
+
+
+def test_request_that_crashes_also_with_its_changes_fails(worker):
+    asked = request("usual", ["other"], after_crash={"value": "careful"})
+    with pytest.raises(WorkerError, match=r"the compiler for a target crashed \(exit 3\) on a kernel") as failed:
+        worker.ask(asked, "a target", "a kernel")
+    assert failed.value.retryable
+    assert worker.ask(request("other", ["other"]), "a target", "a kernel") == b"other"
+
+
+def test_request_without_changes_fails_after_a_crash(worker):
+    with pytest.raises(WorkerError, match="crashed"):
+        worker.ask(request("usual", []), "a target", "a kernel")
