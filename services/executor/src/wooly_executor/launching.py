@@ -17,7 +17,7 @@ from wooly_executor.collector import Collector
 from wooly_executor.core_speed import FASTEST, FULL, CoreSpeed
 from wooly_executor.cores import WorkerClock
 from wooly_executor.decoding import Decoders, Decoding
-from wooly_executor.dispatch import Dispatch
+from wooly_executor.dispatch import Dispatch, Piece
 from wooly_executor.errors import ContextLostError
 from wooly_executor.estimates import Cut, turns
 from wooly_executor.flow import Signal, note
@@ -92,34 +92,62 @@ class Launcher:
 
     def launch(self) -> None:
         """Carry out the core's decision. Frames that arrived meanwhile are handled before the core decides again."""
-        dispatch, runtime = self._dispatch, self._runtime
+        dispatch, intake = self._dispatch, self._intake
         launch = dispatch.launch
-        work, gpu_ns, core_ns, stopped, now = dispatch.take(), 0, 0, None, 0
+        pieces, gpu_ns, core_ns, stopped = dispatch.take(), 0, 0, None
         if launch is not None:
             self._activity.priority = launch.priority
-        if work is not None:
-            session, frame, first, end = work
-            used = session.used
-            workers, beyond = self._workers_ns(), runtime.extra_core_ns
-            used.launches()
-            gpu_ns, last = self._run_piece(session, frame, first, end)
-            self._answers.flush()  # before the bill: the client may wait
-            core_ns = gpu_ns + self._workers_ns() - workers + runtime.extra_core_ns - beyond
-            now = time.perf_counter_ns()
-            self._busy.add(gpu_ns, now)
-            used.launched(gpu_ns, core_ns, self._vram.clock(), self._pace_of(session, frame, last, core_ns))
-            if self._pace is not None:
-                self._pace.worked(gpu_ns)
-            running = frame.running
-            if running is not None and running.prepared.later:
-                self._combine(session, running.prepared.later)
-            if last < end:
-                stopped = session, frame, last
+        last = len(pieces) - 1
+        for at, piece in enumerate(pieces):
+            if at == last:
+                dispatch.going = ""
+            took_ns, took_core_ns, end, now = self._run(piece)
+            gpu_ns += took_ns
+            core_ns += took_core_ns
+            if now - intake.polled_ns > dispatch.patience_ns():
+                intake.poll()
+            if end < piece.end or (at < last and self._stops(piece.session)):
+                stopped = at, end
+                break
         if self._collector is not None:
             self._collector.worked()
-        if (now or time.perf_counter_ns()) - self._intake.polled_ns > dispatch.patience_ns():
-            self._intake.poll()
+        if dispatch.going:  # stopped between two frames: the session may be preempted, as after the last one
+            dispatch.going = ""
+            self._vram.run_ended()
         dispatch.done(gpu_ns, stopped, core_ns)
+
+    def _stops(self, session: Session) -> bool:
+        """Whether a launch stops between two frames of a session: somebody else waits, or the session has ended."""
+        return (
+            self._dispatch.others_wait()
+            or session.conn is None
+            or not self._calls.empty()
+            or self._vram.due
+            or self._vram.preempting
+        )
+
+    def _run(self, piece: Piece) -> tuple[int, int, int, int]:
+        """Run a piece of a launch, and bill it.
+
+        Returns:
+            Its device time and core time in ns, the first kernel that did not run, and the time by `time.perf_counter_ns`.
+        """
+        session, frame, first, end = piece
+        runtime, used = self._runtime, session.used
+        workers, beyond = self._workers_ns(), runtime.extra_core_ns
+        used.launches()
+        gpu_ns, last = self._run_piece(session, frame, first, end)
+        self._answers.flush()  # before the bill: the client may wait
+        core_ns = gpu_ns + self._workers_ns() - workers + runtime.extra_core_ns - beyond
+        now = time.perf_counter_ns()
+        self._busy.add(gpu_ns, now)
+        used.launched(gpu_ns, core_ns, self._vram.clock(), self._pace_of(session, frame, last, core_ns))
+        if self._pace is not None:
+            self._pace.worked(gpu_ns)
+        running = frame.running
+        if running is not None and running.prepared.later:
+            self._combine(session, running.prepared.later)
+        return gpu_ns, core_ns, last, now
 
     def _combine(self, session: Session, later: list[Combination]) -> None:
         """Let a decoder combine the steps of a program. The session whose run is the first of many pays for it."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
@@ -58,6 +60,8 @@ from wooly_executor.runtime.segments import (
 from wooly_executor.runtime.synchronising import waits
 from wooly_executor.runtime.torch_private import schema_of
 
+#: Maximum number of views that are remembered.
+VIEWS_KEPT = 1 << 16
 _COPY = torch.ops.aten.copy_.default
 _FILL = torch.ops.aten.fill_.Scalar
 
@@ -117,7 +121,7 @@ class _Preparation:
 
     def finish(self) -> PreparedProgram:
         out, facts = self.out, self.out.facts
-        self._first_use = self._first_uses()
+        self._first_use, self._uses = self._first_uses()
         freed: list[int] = []
         place, places = 0, []
         for i, act in enumerate(out.acts):
@@ -160,17 +164,19 @@ class _Preparation:
         counts = self.out.pieces
         return [0, *accumulate([counts.get(i, 1) for i in range(len(self.out.program.body))])]
 
-    def _first_uses(self) -> dict[int, tuple[int, int]]:
-        """Return, for each slot that the program allocates, act and operand of its first use after the alloc."""
+    def _first_uses(self) -> tuple[dict[int, tuple[int, int]], Counter[int]]:
+        """Return, for each slot, act and operand of its first use after the alloc, and the number of its uses."""
         first: dict[int, tuple[int, int]] = {}
+        uses: Counter[int] = Counter()
         for i, act in enumerate(self.out.acts):
             if not i & 63:
                 pause()
             if act.form.opcode == "alloc":
                 continue
+            uses.update(act.slots if act.form.opcode != "free" else ())
             for k, slot in enumerate(act.slots):
                 first.setdefault(slot, (i, k))
-        return first
+        return first, uses
 
     # -- operands ----------------------------------------------------------------------------------------------------
 
@@ -229,7 +235,7 @@ class _Preparation:
                         buffer.base, buffer.view = base, view
                 f.registers[register] = base
 
-            self._step(from_buffer, Gather(register))
+            self._step(from_buffer, Gather(register, slot, view))
         return register
 
     def _make_base(self, slot: int, nbytes: int, dtype: torch.dtype, dirty: bool) -> None:
@@ -413,8 +419,16 @@ class _Preparation:
         self._make_base(slot, nbytes, dtype, dirty)
 
     def _free(self, slots: Sequence[int]) -> None:
-        registers = [r for slot in slots for r in self._registers_of.pop(slot, ())]
+        alloc, names = self.out.facts.slot_alloc, {slot: self._registers_of.pop(slot, []) for slot in slots}
+        registers = [r for of_slot in names.values() for r in of_slot]
         based = [slot for slot in slots if slot in self._based]
+        held = tuple(
+            [
+                ((*map(register_name, of_slot), *([memory_name(slot)] if slot in self._based else ())), nbytes)
+                for slot, of_slot in names.items()
+                if (nbytes := alloc[slot])
+            ]
+        )
         if not registers and not based:
             return
 
@@ -424,7 +438,7 @@ class _Preparation:
             def free_one(f: Frame) -> None:
                 f.registers[register] = None
 
-            self._step(free_one, Free((register,), ()))
+            self._step(free_one, Free((register,), (), held))
             return
 
         def free(f: Frame) -> None:
@@ -434,7 +448,7 @@ class _Preparation:
             for slot in based:
                 f.bases[slot] = None
 
-        self._step(free, Free(tuple(registers), tuple(based)))
+        self._step(free, Free(tuple(registers), tuple(based), held))
 
     def _compute(self, form: Form, slots: tuple[int, ...], anew: tuple[int, LibraryCall] | None) -> None:
         out, library = anew or (None, library_call(form))
@@ -551,6 +565,8 @@ class _Preparation:
     ) -> None:
         facts, device = self.out.facts, self._device
         targets: list[tuple[int, View, bool]] = []
+        #: Results that the program frees without a use: their layout does not matter.
+        unread: list[bool] = []
         for slot, view in outs:
             nbytes = facts.slot_alloc[slot]
             fresh = nbytes is not None and slot not in self._adopted and slot not in self._based
@@ -560,7 +576,8 @@ class _Preparation:
             else:
                 register = self._operand(slot, view)
             targets.append((register, view, fresh))
-        trusted = [False] * len(targets)
+            unread.append(fresh and facts.slot_freed[slot] and self._uses[slot] == 1)
+        trusted = list(unread)
         if invoke is not None:
             returned = [r for r in schema_of(invoke.call.op).returns if r.alias_info is None]
             if not all(fresh for _, _, fresh in targets) or (
@@ -569,7 +586,6 @@ class _Preparation:
                 invoke = None
             else:
                 invoke.results = tuple([register for register, _, _ in targets])
-                invoke.nbytes = sum([view.end for _, view, _ in targets])
                 invoke.trusted = trusted
         if single and len(targets) == 1 and all(fresh for _, _, fresh in targets):
             ((register, view, _),) = targets
@@ -607,7 +623,9 @@ class _Preparation:
                     f"the operator returned {len(flat)} results, but the program announced {len(targets)}"
                 )
             for k, (t, (register, view, fresh)) in enumerate(zip(flat, targets, strict=True)):
-                if t is None:
+                if unread[k]:
+                    f.registers[register] = t
+                elif t is None:
                     # The result is announced, but undefined here (for example a workspace that inference does not need): it is
                     # never read.
                     f.registers[register] = as_view(device.zeroed(view.end, TORCH_DTYPE[view.dtype]), view)
@@ -630,4 +648,10 @@ def _review(register: int, source: str, view: View, dtype: DType) -> Review | No
 def _required_view(view: View | None) -> View:
     if view is None:
         raise OperationError("an operand has no view, but the instruction needs its shape; give the operand a view")
+    return _interned(view)
+
+
+@functools.lru_cache(VIEWS_KEPT)
+def _interned(view: View) -> View:
+    """Return the first view that is equal to `view`. A run compares views by identity (see `bindings.gathering`)."""
     return view

@@ -15,7 +15,15 @@ from wooly_wis.verifier import ProgramFacts
 
 from wooly_executor.runtime.core_use import CoreUse
 from wooly_executor.runtime.frame import Step
-from wooly_executor.runtime.segments import CompiledSteps, Gather, Trace, compile_steps, memory_name, register_name
+from wooly_executor.runtime.segments import (
+    CompiledSteps,
+    Gather,
+    Trace,
+    compile_steps,
+    gathered,
+    memory_name,
+    register_name,
+)
 from wooly_executor.runtime.torch_private import interpret_plainly
 
 #: Number of runs of a stretch across its edges before the stretch is compiled into fewer steps.
@@ -239,10 +247,11 @@ class PreparedProgram:
         alone = self.uncapturable if graphs else ()
         found = compile_steps(self.traces, self.steps, self._needed(), stops, alone=alone)
         if found is None and graphs:
-            filling = [isinstance(trace, Gather) for trace in self.traces]
-            others = [k for k, fills in enumerate(filling) if not fills]
-            gathers = [step for step, fills in zip(self.steps, filling, strict=True) if fills]
-            found = CompiledSteps(gathers, [self.steps[k] for k in others], others)
+            gathers = [
+                (trace, step) for trace, step in zip(self.traces, self.steps, strict=True) if isinstance(trace, Gather)
+            ]
+            others = [k for k, trace in enumerate(self.traces) if not isinstance(trace, Gather)]
+            found = CompiledSteps(gathered(gathers), [self.steps[k] for k in others], others)
         return found
 
     def _use_hot(self, found: CompiledSteps | None) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ import torch
 from wooly_wis.pauses import pause
 from wooly_wis.program import Attr, OperandRef, ParamKind, ParamRef, View
 
+from wooly_executor.runtime.bindings import gathering, picker
 from wooly_executor.runtime.calls import Fill, LibraryCall, constant_tree, filler, refers
 from wooly_executor.runtime.fresh_memory import on_zeros
 from wooly_executor.runtime.torch_private import OpOverload, interpret, schema_of
@@ -26,7 +28,8 @@ WORTH = 3
 #: Maximum number of library calls in a segment. While the interpreter reads the text of a segment, it holds Python's lock, for
 #: about 17 us per call, so the device's thread waits.
 MOST_CALLS = 48
-#: Maximum memory that one segment may allocate, in bytes. The interpreter keeps it until the segment ends.
+#: Maximum memory that one segment may keep longer than its steps would, in bytes. The interpreter drops its own values after
+#: their last use, but values from outside are held until the segment ends, also if the program frees them within.
 BYTES = 32 << 20
 
 _NUMBER = re.compile(r"-?\d+(\.\d+)?(e-\d+)?")
@@ -34,9 +37,11 @@ _FAILED = re.compile(r"^ *%(\w+) : .*\n *~+ <--- HERE", re.MULTILINE)
 
 
 class Gather(NamedTuple):
-    """Fills a register from an existing buffer."""
+    """Fills a register from the existing buffer of a slot."""
 
     register: int
+    slot: int
+    view: View
 
 
 class Review(NamedTuple):
@@ -66,10 +71,17 @@ class Write(NamedTuple):
 
 
 class Free(NamedTuple):
-    """Frees registers and the memory of slots."""
+    """Frees registers and the memory of slots.
+
+    Attributes:
+        registers: the registers.
+        slots: the slots whose memory a step allocated.
+        held: for each freed slot, its names (registers, and its memory) and its bytes.
+    """
 
     registers: tuple[int, ...]
     slots: tuple[int, ...]
+    held: tuple[tuple[tuple[str, ...], int], ...] = ()
 
 
 @dataclass(slots=True)
@@ -84,7 +96,6 @@ class Invoke:
         typed: params that become 0-dimensional tensors.
         device: where these tensors are; None: on the host.
         results: the register of each new result.
-        nbytes: size of these results.
         trusted: for each result, whether it had the announced layout in the last check.
         zeros: the operator needs zeroed memory (see `fresh_memory`).
     """
@@ -96,7 +107,6 @@ class Invoke:
     typed: dict[int, torch.dtype]
     device: torch.device | None = None
     results: tuple[int, ...] = ()
-    nbytes: int = 0
     trusted: list[bool] = field(default_factory=list)
     zeros: bool = False
 
@@ -140,8 +150,8 @@ class Segment:
 
     def __init__(self) -> None:
         self.steps: list[int] = []
-        self.calls = 0
-        self.nbytes = 0
+        #: Number of its calls; bytes that it keeps longer than its steps would.
+        self.calls = self.nbytes = 0
         self._lines: list[str] = []
         self._constants: dict[tuple[str, str], str] = {}
         self._names = 0
@@ -149,7 +159,9 @@ class Segment:
         self._operators: list[tuple[int, OpOverload | None]] = []
         self._inside: dict[str, None] = {}
         self._outside: dict[str, None] = {}
+        #: Arguments that have other values in each run, and those whose value is fixed, but cannot be written in the text.
         self._given: list[tuple[str, str, Fill]] = []
+        self._fixed_given: dict[tuple[str, str], tuple[str, Any]] = {}
         self._freed: set[str] = set()
         self._zeros = False
 
@@ -173,16 +185,15 @@ class Segment:
     def _add(self, step: Trace, at: int) -> None:
         if isinstance(step, Free):
             self._freed.update([*map(register_name, step.registers), *map(memory_name, step.slots)])
+            self.nbytes += sum([nbytes for names, nbytes in step.held if not self._inside.keys() >= {*names}])
         elif isinstance(step, Make):
             size, dtype, none = self._ints([-(-step.nbytes // step.dtype.itemsize)]), step.dtype, self._none()
-            device = step.device
-            where = none if device is None else self._give("Device", lambda r, p: device)
-            values = [size, self._give("int", lambda r, p: dtype), none, where, none]
+            where = none if step.device is None else self._give_fixed("Device", step.device)
+            values = [size, self._give_fixed("int", dtype), none, where, none]
             if step.zeroed:
                 self._define([memory_name(step.slot)], "zeros", values, at, None)
             else:
                 self._define([memory_name(step.slot)], "empty", [*values, none], at, None)
-            self.nbytes += step.nbytes
         elif isinstance(step, Review):
             view = step.view
             values = [self._value(step.source), self._ints(view.sizes), self._ints(view.strides)]
@@ -190,6 +201,8 @@ class Segment:
             self._define([register_name(step.register)], "as_strided", values, at, None)
         elif isinstance(step, Write):
             values = [self._value(register_name(r)) for r in step.registers] + [self._number(v) for v in step.values]
+            # all arguments: the interpreter has other operators with the first arguments of `copy_`
+            values += [self._number(a.default_value) for a in schema_of(step.op).arguments[len(values) :]]
             self._define([self._fresh()], step.op.overloadpacket.__name__, values, at, step.op)
         elif isinstance(step, Invoke):
             self._invoke(step, at)
@@ -215,7 +228,6 @@ class Segment:
         else:
             raise SeparateStepError
         self.calls += 1
-        self.nbytes += step.nbytes
         self._zeros = self._zeros or step.zeros
 
     def _define(
@@ -252,6 +264,10 @@ class Segment:
         self._given.append((name, kind, fill))
         return "%" + name
 
+    def _give_fixed(self, kind: str, value: Any) -> str:
+        known = self._fixed_given.setdefault((kind, repr(value)), (self._fresh(), value))
+        return "%" + known[0]
+
     def _constant(self, kind: str, text: str) -> str:
         name = self._constants.get((kind, text))
         if name is None:
@@ -271,14 +287,14 @@ class Segment:
         text = repr(value)
         if math.isfinite(value) and _NUMBER.fullmatch(text):
             return self._constant("float", text)
-        return self._give("float", lambda r, p: value)
+        return self._give_fixed("float", value)
 
     def _ints(self, values: Sequence[Any]) -> str:
         if not all(type(v) is int for v in values):
             raise SeparateStepError
         if values:
             return self._constant("int[]", "[" + ", ".join([str(v) for v in values]) + "]")
-        return self._give("int[]", lambda r, p: [])
+        return self._give_fixed("int[]", [])
 
     def _argument(self, value: Attr, kind: str, step: Invoke) -> str:
         if kind.startswith("Optional["):
@@ -304,7 +320,7 @@ class Segment:
         if kind == "List[int]":
             return self._ints(value if isinstance(value, list) else [value])
         if kind == "int" and isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
-            return self._give("int", lambda r, p: value)
+            return self._give_fixed("int", value)
         if kind == "float":
             return self._number(float(value))
         if kind == "bool":
@@ -312,7 +328,7 @@ class Segment:
         if kind in ("int", "number", "Tensor"):  # an operator may take a number for a tensor, without rounding
             return self._number(value)
         if kind in ("Device", "str"):
-            return self._give(kind, lambda r, p: value)
+            return self._give_fixed(kind, value)
         raise SeparateStepError
 
     def _param(self, value: ParamRef, kind: str, step: Invoke) -> str:
@@ -335,8 +351,9 @@ class Segment:
             needed: tells whether a name is used after the segment.
         """
         outs = [n for n in self._inside if n not in self._freed and n[0] in "rb" and needed(n)]
-        outside = sorted(self._outside, key=lambda n: n[0] != "r")  # registers, then memory
+        outs, outside = [sorted(names, key=lambda n: n[0] != "r") for names in (outs, self._outside)]  # registers first
         head = [f"%{n} : Tensor" for n in outside] + [f"%{n} : {kind}" for n, kind, _ in self._given]
+        head += [f"%{n} : {kind}" for (kind, _), (n, _) in self._fixed_given.items()]
         constants = [
             f"  %{name} : {kind} = prim::Constant{f'[value={text}]' if text else ''}()"
             for (kind, text), name in self._constants.items()
@@ -354,30 +371,42 @@ class Segment:
         return self._step(function, outside, outs), []
 
     def _step(self, function: Callable[..., Any], outside: list[str], outs: list[str]) -> Callable[[Any], None]:
-        registers = [int(n[1:]) for n in outside if n[0] == "r"]
-        memory = [int(n[1:]) for n in outside if n[0] == "b"]
+        registers, memory = picker(_numbers(outside, "r")), picker(_numbers(outside, "b"))
+        takes_memory = outside and outside[-1][0] == "b"
         fills = [fill for _, _, fill in self._given]
-        into = [(n[0] == "r", int(n[1:])) for n in outs]
-        gone = [(n[0] == "r", int(n[1:])) for n in self._freed if n not in self._inside]
+        fixed = tuple([value for _, value in self._fixed_given.values()])
+        made, made_memory = _numbers(outs, "r"), _numbers(outs, "b")
+        gone = [n for n in self._freed if n not in self._inside]
+        gone_registers, gone_memory = _numbers(gone, "r"), _numbers(gone, "b")
         owner = self._owner
 
         def run(f: Any) -> None:
-            r, b, p = f.registers, f.bases, f.params
-            given = [r[i] for i in registers]
-            if memory:
-                given += [b[i] for i in memory]
-            if fills:
-                given += [fill(r, p) for fill in fills]
+            r = f.registers
             try:
-                found = function(*given)
+                if fills or takes_memory:
+                    p = f.params
+                    found = function(*registers(r), *memory(f.bases), *[fill(r, p) for fill in fills], *fixed)
+                else:
+                    found = function(*registers(r), *fixed)
             except Exception as e:  # later releases of PyTorch also raise TypeError
                 raise _failure(str(e), owner) from e
-            for (is_register, i), t in zip(into, found, strict=True):
-                (r if is_register else b)[i] = t
-            for is_register, i in gone:
-                (r if is_register else b)[i] = None
+            for i, t in zip(made, found):  # noqa: B905 - the memory comes after the registers
+                r[i] = t
+            for i in gone_registers:
+                r[i] = None
+            if made_memory or gone_memory:
+                b = f.bases
+                for i, t in zip(made_memory, found[len(made) :], strict=True):
+                    b[i] = t
+                for i in gone_memory:
+                    b[i] = None
 
         return on_zeros(run) if self._zeros else run
+
+
+def _numbers(names: Iterable[str], letter: str) -> list[int]:
+    """Return the numbers of the names of one kind."""
+    return [int(n[1:]) for n in names if n[0] == letter]
 
 
 def _default(argument: Any) -> Attr:
@@ -461,13 +490,13 @@ def _compiled(
     """
     segments: list[Segment | int] = []
     stopped = False
-    gathers: list[Callable[[Any], None]] = []
+    gathers: list[tuple[Gather, Callable[[Any], None]]] = []
     for at in within:
         pause()
         trace, step = traces[at], steps[at]
         stopped = stopped or at in stops
         if isinstance(trace, Gather):
-            gathers.append(step)
+            gathers.append((trace, step))
             continue
         if trace is not None and at not in apart:
             last = segments[-1] if segments else None
@@ -499,4 +528,18 @@ def _compiled(
                 begins.append(at)
     if wrong:
         return wrong
-    return CompiledSteps(gathers, out, begins) if len(out) + len(gathers) < len(within) else None
+    if len(out) + len(gathers) == len(within):
+        return None
+    return CompiledSteps(gathered(gathers), out, begins)
+
+
+def gathered(gathers: Sequence[tuple[Gather, Callable[[Any], None]]]) -> list[Callable[[Any], None]]:
+    """Combine steps that fill registers from buffers, where each buffer keeps the tensor of its view from run to run."""
+    times = Counter([gather.slot for gather, _ in gathers])
+    alike = [gather.view.offset == 0 and times[gather.slot] == 1 for gather, _ in gathers]
+    together = [both for both, yes in zip(gathers, alike, strict=True) if yes]
+    found = [step for (_, step), yes in zip(gathers, alike, strict=True) if not yes]
+    if together:
+        registers, slots, views = zip(*[gather for gather, _ in together], strict=True)
+        found.append(gathering(registers, slots, views, [step for _, step in together]))
+    return found

@@ -1,0 +1,212 @@
+"""A forward pass of a Llama-shaped model on an executor: one program per layer, sent as an eager script sends it.
+
+Its tensors are so small that the arithmetic costs nothing, so what is left is the cost of the executor's device thread.
+"""
+
+from __future__ import annotations
+
+import statistics
+import struct
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from wooly import api
+from wooly_executor.runtime import gpu_attention
+from wooly_executor.runtime.gpu import GpuRuntime
+from wooly_wis.codec import decode_program, digest, encode_program
+from wooly_wis.dtypes import DType
+from wooly_wis.frames import Kind, pack_run
+from wooly_wis.program import Form, Instruction, Operand, ParamKind, Program, Role, View
+from wooly_wis.verifier import Verifier
+
+from services.executor.tests.fake_gpu import FakeDriver, gpu_runtime
+from tests.costs.operations import Device
+
+#: Layers, tokens, hidden size, heads, key-value heads, size of the MLP.
+LAYERS, TOKENS, HIDDEN, HEADS, KV_HEADS, MLP = 16, 12, 64, 4, 2, 128
+WIDTH = HIDDEN // HEADS
+#: Forward passes before the steady state: the steps are combined after 16 runs of the program, graphs captured after some more.
+#: A multiple of the runs after which runs are sampled.
+STEADY = 32
+
+
+def weights(device: str) -> dict[str, Tensor]:
+    """The weights of a layer, and the tables of its positions."""
+    shapes = {
+        "q": (HIDDEN, HIDDEN), "k": (KV_HEADS * WIDTH, HIDDEN), "v": (KV_HEADS * WIDTH, HIDDEN), "o": (HIDDEN, HIDDEN),
+        "gate": (MLP, HIDDEN), "up": (MLP, HIDDEN), "down": (HIDDEN, MLP),
+        "norm": (HIDDEN,), "norm2": (HIDDEN,), "cos": (1, TOKENS, WIDTH), "sin": (1, TOKENS, WIDTH),
+    }  # fmt: skip
+    return {name: torch.ones(shape, dtype=torch.bfloat16, device=device) for name, shape in shapes.items()}
+
+
+def _norm(x: Tensor, weight: Tensor) -> Tensor:
+    wide = x.to(torch.float32)
+    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def _rotated(t: Tensor) -> Tensor:
+    return torch.cat((-t[..., WIDTH // 2 :], t[..., : WIDTH // 2]), dim=-1)
+
+
+def layer(x: Tensor, w: dict[str, Tensor]) -> Tensor:
+    """A decoder layer as Hugging Face's Llama computes it. `x` is (1, TOKENS, HIDDEN)."""
+    y = _norm(x, w["norm"])
+    q, k, v = [
+        functional.linear(y, w[name]).view(1, TOKENS, heads, WIDTH).transpose(1, 2)
+        for name, heads in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS))
+    ]
+    cos, sin = w["cos"].unsqueeze(1), w["sin"].unsqueeze(1)
+    q, k = q * cos + _rotated(q) * sin, k * cos + _rotated(k) * sin
+    mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    x = x + functional.linear(mixed.transpose(1, 2).reshape(1, TOKENS, HIDDEN), w["o"])
+    y = _norm(x, w["norm2"])
+    return x + functional.linear(
+        functional.silu(functional.linear(y, w["gate"])) * functional.linear(y, w["up"]), w["down"]
+    )
+
+
+def recorded_layer(folder: Path) -> bytes:
+    """The definition of the program of a layer. A client must be attached."""
+    w, x = weights("cuda"), torch.ones(1, TOKENS, HIDDEN, dtype=torch.bfloat16, device="cuda")
+    recorder = api._attached.device.devices.recorders[0]
+    recorder.flush()
+    found = folder / "layer"
+    found.mkdir()
+    recorder.programs_dir = found
+    with torch.no_grad():
+        y = layer(x, w)
+    recorder.flush()
+    recorder.programs_dir = None
+    assert x.shape == y.shape  # both are alive until here, so the program does not free them
+    (path,) = found.iterdir()
+    return path.read_bytes()
+
+
+def calls_of(raw: bytes) -> int:
+    """The number of instructions of a program that compute."""
+    program = decode_program(raw)
+    return sum(program.forms[i.form].opcode not in ("alloc", "free") for i in program.body)
+
+
+class Forward:
+    """Forward passes on a device: each layer is one run of the same program, on weights of its own.
+
+    As in an eager script, the output of a layer is the input of the next one, and is freed by the run after.
+    """
+
+    def __init__(self, device: Device, raw: bytes) -> None:
+        self.device = device
+        program = decode_program(raw)
+        facts = Verifier().verify(program)
+        self._name, self._session = digest(raw), device.loop.sessions.all()[0]
+        kinds = program.param_kinds
+        self._params = struct.pack(
+            "<" + "".join(["d" if k is ParamKind.F64 else "q" for k in kinds]), *[1 for _ in kinds]
+        )
+        slots = range(len(facts.slot_bytes))
+        given = [s for s in slots if facts.slot_alloc[s] is None]
+        (self._input,) = [s for s in given if facts.slot_bytes[s] == TOKENS * HIDDEN * 2]
+        (self._output,) = [s for s in slots if facts.slot_alloc[s] is not None and not facts.slot_freed[s]]
+        self._slots, self._next = len(slots), 1 << 20
+        self._programs = self._session.counters.programs
+        device.channel.send(Kind.DEFINE, raw)
+        first = self._made(facts.slot_bytes[self._input])
+        self._weights = [{s: self._made(facts.slot_bytes[s]) for s in given if s != self._input} for _ in range(LAYERS)]
+        self._hidden = [first, *[self._new() for _ in range(LAYERS)]]
+        self._old = 0
+        for _ in range(STEADY):
+            self.run()
+
+    def _new(self) -> int:
+        self._next += 1
+        return self._next
+
+    def _made(self, nbytes: int) -> int:
+        """Allocate a buffer. Returns its id."""
+        form = Form("alloc", (Operand(Role.OUT, View(DType.U8, (nbytes,), (1,), 0)),))
+        raw = encode_program(Program((form,), (Instruction(0, (0,)),)))
+        buffer = self._new()
+        self.device.channel.send(Kind.DEFINE, raw)
+        self.device.channel.send(Kind.RUN, pack_run(digest(raw), [buffer], b"", []))
+        self._finish(1)
+        return buffer
+
+    def run(self) -> None:
+        """Run one forward pass, and do not wait for it."""
+        send = self.device.channel.send
+        for k in range(LAYERS):
+            bound = self._weights[k] | {self._input: self._hidden[k], self._output: self._hidden[k + 1]}
+            bindings = [bound[s] if s in bound else self._new() for s in range(self._slots)]
+            send(Kind.RUN, pack_run(self._name, bindings, self._params, [self._old] if self._old else []))
+            self._old = self._hidden[k + 1]
+        self._finish(LAYERS)
+
+    def _finish(self, programs: int) -> None:
+        """Do turns of the loop until so many more programs have run."""
+        self._programs += programs
+        while self._session.counters.programs < self._programs:
+            self.device.turn()
+            assert self._session.failure is None, self._session.failure
+
+
+class _UnwatchedDriver(FakeDriver):
+    """A fake GPU that does not look for accesses without an order."""
+
+    def attach(self) -> None:
+        self.torch_cuda.set_stream(self.stream)
+
+    @contextmanager
+    def copy_context(self) -> Iterator[None]:
+        with super(FakeDriver, self).copy_context():
+            yield
+
+
+class _Operators:
+    """The fused attention of an H100's library, computed by the CPU's."""
+
+    class _fused_sdp_choice:
+        @staticmethod
+        def default(*args: Any, **kwargs: Any) -> int:
+            return gpu_attention.CUDNN_CHOSEN
+
+    class _scaled_dot_product_cudnn_attention:
+        @staticmethod
+        def default(
+            q: Tensor, k: Tensor, v: Tensor, bias: None, logs: bool, p: float, causal: bool, mask: bool, scale: float
+        ) -> tuple[Tensor, Tensor]:
+            found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(q, k, v, p, causal, scale=scale)
+            return found[0], found[1].unsqueeze(-1)
+
+
+def fake_gpu(*, graphs: bool) -> GpuRuntime:
+    """The GPU runtime on a fake GPU, whose library is the CPU's, with the operators that it would choose on an H100."""
+    gpu_attention._chip = lambda device: gpu_attention.Chip("nvidia", 9, 0)  # type: ignore[assignment]
+    gpu_attention.aten = _Operators
+    found = gpu_runtime(_UnwatchedDriver())
+    found.profiles = False
+    if not graphs:
+        found.leave_out_graphs()
+    return found
+
+
+def forward(folder: Path, raw: bytes, runtime: Any) -> tuple[Device, Callable[[], Any]]:
+    """A device with this runtime, and a forward pass on it in its steady state."""
+    device = Device(folder, {}, runtime)
+    return device, Forward(device, raw).run
+
+
+def cpu_ns(work: Callable[[], Any], repeat: int = 20) -> int:
+    """The median CPU time of a piece of work in this thread, in ns."""
+    found = []
+    for _ in range(repeat):
+        begun = time.thread_time_ns()
+        work()
+        found.append(time.thread_time_ns() - begun)
+    return int(statistics.median(found))
