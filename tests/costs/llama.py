@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import statistics
 import struct
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from wooly import api
-from wooly_executor.runtime import gpu_attention
+from wooly_executor.runtime import gpu_attention, replays, stretches
 from wooly_executor.runtime.gpu import GpuRuntime
 from wooly_wis.codec import decode_program, digest, encode_program
 from wooly_wis.dtypes import DType
@@ -26,6 +28,7 @@ from wooly_wis.program import Form, Instruction, Operand, ParamKind, Program, Ro
 from wooly_wis.verifier import Verifier
 
 from services.executor.tests.fake_gpu import FakeDriver, gpu_runtime
+from tests.costs.counting import count
 from tests.costs.operations import Device
 
 #: Layers, tokens, hidden size, heads, key-value heads, size of the MLP.
@@ -122,6 +125,7 @@ class Forward:
         self._hidden = [first, *[self._new() for _ in range(LAYERS)]]
         self._old = 0
         for _ in range(STEADY):
+            self.send()
             self.run()
 
     def _new(self) -> int:
@@ -138,14 +142,17 @@ class Forward:
         self._finish(1)
         return buffer
 
-    def run(self) -> None:
-        """Run one forward pass, and do not wait for it."""
+    def send(self) -> None:
+        """Send one forward pass."""
         send = self.device.channel.send
         for k in range(LAYERS):
             bound = self._weights[k] | {self._input: self._hidden[k], self._output: self._hidden[k + 1]}
             bindings = [bound[s] if s in bound else self._new() for s in range(self._slots)]
             send(Kind.RUN, pack_run(self._name, bindings, self._params, [self._old] if self._old else []))
             self._old = self._hidden[k + 1]
+
+    def run(self) -> None:
+        """Run the forward pass that was sent."""
         self._finish(LAYERS)
 
     def _finish(self, programs: int) -> None:
@@ -189,6 +196,8 @@ def fake_gpu(*, graphs: bool) -> GpuRuntime:
     """The GPU runtime on a fake GPU, whose library is the CPU's, with the operators that it would choose on an H100."""
     gpu_attention._chip = lambda device: gpu_attention.Chip("nvidia", 9, 0)  # type: ignore[assignment]
     gpu_attention.aten = _Operators
+    # as a model whose weights and hidden states are large tensors: only norms and positions are small ones
+    stretches.SMALL, replays.COPIED, stretches.COPIED = 600, 1024, 1024
     found = gpu_runtime(_UnwatchedDriver())
     found.profiles = False
     if not graphs:
@@ -196,17 +205,23 @@ def fake_gpu(*, graphs: bool) -> GpuRuntime:
     return found
 
 
-def forward(folder: Path, raw: bytes, runtime: Any) -> tuple[Device, Callable[[], Any]]:
-    """A device with this runtime, and a forward pass on it in its steady state."""
-    device = Device(folder, {}, runtime)
-    return device, Forward(device, raw).run
+def forward(folder: Path, raw: bytes, runtime: Any) -> Forward:
+    """Forward passes on a device with this runtime, in their steady state."""
+    place = Path(tempfile.mkdtemp(dir=folder))  # each device has a socket of its own
+    return Forward(Device(place, {}, runtime), raw)
 
 
-def cpu_ns(work: Callable[[], Any], repeat: int = 20) -> int:
-    """The median CPU time of a piece of work in this thread, in ns."""
+def counted(passes: Forward) -> Counter[str]:
+    """The bytecode instructions of a forward pass in the device's thread, by function."""
+    return count(passes.run, before=passes.send)
+
+
+def cpu_ns(passes: Forward, repeat: int = 41) -> int:
+    """The median CPU time of a forward pass in the device's thread, in ns."""
     found = []
     for _ in range(repeat):
+        passes.send()
         begun = time.thread_time_ns()
-        work()
+        passes.run()
         found.append(time.thread_time_ns() - begun)
     return int(statistics.median(found))

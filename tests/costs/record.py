@@ -27,6 +27,9 @@ OPERATIONS = {
         "executor: program of 1 operation",
         "executor: program of 1 operation and read",
         "executor: program of 33 operations",
+        "executor: 16 layers of a Llama",
+        "executor on a GPU: 16 layers of a Llama",
+        "executor on a GPU with graphs: 16 layers of a Llama",
         "dispatch: 16 launches",
         "placement: 16 tasks",
     ),
@@ -64,13 +67,16 @@ def measure(native: str) -> Costs:
 
 
 def _all(native: str) -> Iterator[Counter[str]]:
-    from tests.costs import operations
+    from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
+
+    from tests.costs import llama, operations
     from tests.costs.counting import count
 
     with tempfile.TemporaryDirectory(prefix="wooly-costs-") as name:
         folder = Path(name)
         with operations.client():
             programs = {str(n): operations.recorded(n, folder) for n in (1, 33)}  # first: each is written once
+            layer = llama.recorded_layer(folder)
             for work in (operations.eager_add, operations.perceptron, operations.add_and_read):
                 yield count(work())
             if native != "off":
@@ -80,6 +86,10 @@ def _all(native: str) -> Iterator[Counter[str]]:
         yield count(operations.running_and_reading(device, "1"))
         yield count(operations.running(device, "33"))
         device.close()
+        for runtime in (TorchCpuRuntime(), llama.fake_gpu(graphs=False), llama.fake_gpu(graphs=True)):
+            passes = llama.forward(folder, layer, runtime)
+            yield llama.counted(passes)
+            passes.device.close()
     yield count(operations.dispatch_decisions())
     yield count(operations.placement_decisions())
 

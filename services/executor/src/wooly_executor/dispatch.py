@@ -20,7 +20,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain
-from typing import NamedTuple
 
 from wooly_dispatch.core import ALONE, should_stop, step
 from wooly_dispatch.decisions import Decision, LaunchDecision, RefuseDecision, SwapInDecision
@@ -62,13 +61,8 @@ TOGETHER = 64
 _PATIENCE_ALONE_NS = CONFIG.piece_ns * ALONE
 
 
-class Piece(NamedTuple):
-    """A part of a launch: kernels `first` to `end` - 1 of a frame."""
-
-    session: Session
-    frame: Frame
-    first: int
-    end: int
+#: A part of a launch: the session, the frame, its first kernel, and the kernel after its last one.
+Piece = tuple[Session, Frame, int, int]
 
 
 class _Batch:
@@ -158,9 +152,12 @@ class Dispatch:
 
     def commit(self) -> None:
         """Tell the core about the queued frames."""
-        while self.pending:
-            flow = next(iter(self.pending))
-            batch = _Batch(self.pending.pop(flow))
+        pending = self.pending
+        if not pending:
+            return
+        self.pending = {}
+        for flow, frames in pending.items():
+            batch = _Batch(frames)
             number = self._numbers[flow] = self._numbers[flow] + 1
             self._flows[flow].append(batch)
             self._feed(ProgramSubmittedEvent(self._clock(), flow, number, batch.kernels()))
@@ -178,14 +175,26 @@ class Dispatch:
         if flow is None:
             return self._pieces
         self._batch = batch = flow[0]
+        if len(batch.frames) > 1:
+            return self._take_several(launch, batch, flow)
+        session, frame = batch.frames[0]
+        first = frame.next
+        frame.next = end = first + launch.last - launch.first
+        if end == len(frame.cut.kernels):
+            flow.popleft()
+        self._pieces = pieces = [(session, frame, first, end)]
+        return pieces
+
+    def _take_several(self, launch: LaunchDecision, batch: _Batch, flow: deque[_Batch]) -> list[Piece]:
+        """See `take`. The batch has several frames."""
         frames, left, at = batch.frames, launch.last - launch.first, batch.at
         while left:
             session, frame = frames[at]
-            first, end = frame.next, min(frame.next + left, len(frame.cut.kernels))
-            self._pieces.append(Piece(session, frame, first, end))
-            frame.next = end
+            first, size = frame.next, len(frame.cut.kernels)
+            frame.next = end = min(first + left, size)
+            self._pieces.append((session, frame, first, end))
             left -= end - first
-            at += end == len(frame.cut.kernels)
+            at += end == size
             if left and self.others_wait():
                 self._untaken, left = left, 0
         batch.at = at
@@ -195,15 +204,16 @@ class Dispatch:
             self.going = launch.session
         return self._pieces
 
-    def done(self, gpu_ns: int, stopped: tuple[int, int] | None = None, core_ns: int = 0) -> None:
+    def done(self, gpu_ns: int, stopped: tuple[Piece, int] | None = None, core_ns: int = 0) -> None:
         """Report the end of the launch in flight.
 
         Args:
             gpu_ns: its device time.
-            stopped: if the launch was stopped early, the index of the last piece that ran, and its first kernel that did not run.
+            stopped: if the launch was stopped early, the last piece that ran, and its first kernel that did not run.
             core_ns: its core time.
         """
-        self.commit()  # before the core decides the next launch
+        if self.pending:
+            self.commit()  # before the core decides the next launch
         launch, undone = self._flying, self._untaken
         assert launch is not None
         self.going = ""
@@ -211,20 +221,18 @@ class Dispatch:
             undone += self._put_back(launch.session, *stopped)
         # counted from the end: the journal may have begun within the frames, so the core may count from a later kernel
         last = launch.last - undone if undone else -1
-        self._pieces, self._batch = [], None
         self._feed(LaunchDoneEvent(self._clock(), launch.launch, gpu_ns, core_ns, last))
 
-    def _put_back(self, name: str, at: int, end: int) -> int:
+    def _put_back(self, name: str, stopped: Piece, end: int) -> int:
         """Return what did not run to the head of its queue. Returns its number of kernels."""
         pieces, batch = self._pieces, self._batch
         assert batch is not None
-        undone = pieces[at].end - end
-        pieces[at].frame.next = end
-        for piece in pieces[at + 1 :]:
-            undone += piece.end - piece.first
-            piece.frame.next = piece.first
-        first = next(k for k, (_, frame) in enumerate(batch.frames) if frame.next < len(frame.cut.kernels))
-        batch.at = first
+        undone = stopped[3] - end
+        stopped[1].next = end
+        for _, frame, first, behind in pieces[pieces.index(stopped) + 1 :]:
+            undone += behind - first
+            frame.next = first
+        batch.at = next(k for k, (_, frame) in enumerate(batch.frames) if frame.next < len(frame.cut.kernels))
         flow = self._flows.get(name)
         if flow is not None and (not flow or flow[0] is not batch):
             flow.appendleft(batch)
@@ -237,8 +245,10 @@ class Dispatch:
     def others_wait(self) -> bool:
         """Whether a session waits for its turn, beside that of the launch in flight."""
         state, launch = self.state, self._flying
-        own = state.sessions.get(launch.session) if launch is not None else None
-        return state.waiting > (own is not None and own.lane >= 0)
+        if state.waiting != 1 or launch is None:
+            return state.waiting > 1
+        own = state.sessions.get(launch.session)
+        return own is None or own.lane < 0
 
     def patience_ns(self) -> int:
         """Maximum time, in ns, between two polls for new frames: half of the window of the class in flight.

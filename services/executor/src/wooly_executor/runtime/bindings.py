@@ -6,7 +6,9 @@ A program has hundreds of slots, so the usual case is done without a loop in Pyt
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import repeat
 from typing import Any
 
 from wooly_wis.program import View
@@ -66,9 +68,7 @@ def gathering(registers: Sequence[int], slots: Sequence[int], views: Sequence[Vi
     def gather(f: Frame) -> None:
         buffers = [*map(f.buffers.__getitem__, bound(f.bindings))]
         if all(map(operator.is_, map(_view, buffers), views)):
-            r = f.registers
-            for k, t in zip(registers, map(_base, buffers)):  # noqa: B905 - as many as slots
-                r[k] = t
+            scatter(f.registers, registers, map(_base, buffers))
         else:
             for step in steps:
                 step(f)
@@ -76,8 +76,16 @@ def gathering(registers: Sequence[int], slots: Sequence[int], views: Sequence[Vi
     return gather
 
 
+def scatter(into: list[Any], at: Sequence[int], values: Iterable[Any]) -> None:
+    """Set elements of a list, without a loop in Python."""
+    deque(map(operator.setitem, repeat(into), at, values), 0)
+
+
 def picker(indices: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
     """Return a function that returns these elements of a sequence, as C code if there are several."""
     if len(indices) > 1:
         return operator.itemgetter(*indices)
-    return lambda held: [held[i] for i in indices]
+    if not indices:
+        return lambda held: ()
+    (index,) = indices
+    return lambda held: (held[index],)

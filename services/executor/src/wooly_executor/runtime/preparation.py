@@ -368,6 +368,7 @@ class _Preparation:
         entry, kinds = launch_of(form).entry, [a if isinstance(a, int) else None for a in launch_of(form).args]
         uses = tuple([None if k is None else writable[k] for k in kinds])
         step, begins = len(self.out.steps), self._foreign.begins
+        self.out.foreign = True
 
         def run(f: Frame) -> None:
             r = f.registers
@@ -613,8 +614,16 @@ class _Preparation:
             self._step(adopt, invoke)
             return
 
+        read = [k for k, yes in enumerate(unread) if not yes]
+        one = read[0] if len(read) == 1 and targets[read[0]][2] else None
+
         def adopt_all(f: Frame) -> None:
             result = call(f)
+            if one is not None and trusted[one] and type(result) is tuple and len(result) == len(targets):
+                t, (register, view, _) = result[one], targets[one]
+                if t is not None and fits(t, view):
+                    f.registers[register] = t
+                    return
             flat = list(result) if isinstance(result, (list, tuple)) else [result]
             if len(flat) > len(targets):
                 flat = [t for t in flat if t is not None]

@@ -184,6 +184,7 @@ class PreparedProgram:
         device_times: device time of each part of a span as last measured, in ns, on a GPU (see `flights`).
         uncapturable: steps that a graph cannot contain, because they change from run to run or need the host.
         history: recent values of params, for `graphs`, on a GPU.
+        foreign: whether it launches foreign kernels.
         words: acts that call the library on a GPU, with the status words for operands that are out of range.
         status: the status words of kernels and of these acts, on a GPU.
         kernel_permille: last measured share of kernels in the device time, in 1/1000, on a GPU.
@@ -221,6 +222,7 @@ class PreparedProgram:
     device_times: dict[Span, list[int]] = field(default_factory=dict)
     uncapturable: set[int] = field(default_factory=set)
     history: Any = None
+    foreign: bool = False
     words: list[tuple[int, Any]] = field(default_factory=list)
     status: Any = None
     kernel_permille: int = 0

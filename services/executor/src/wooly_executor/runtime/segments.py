@@ -12,13 +12,14 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
 from wooly_wis.pauses import pause
 from wooly_wis.program import Attr, OperandRef, ParamKind, ParamRef, View
 
-from wooly_executor.runtime.bindings import gathering, picker
+from wooly_executor.runtime.bindings import gathering, picker, scatter
 from wooly_executor.runtime.calls import Fill, LibraryCall, constant_tree, filler, refers
 from wooly_executor.runtime.fresh_memory import on_zeros
 from wooly_executor.runtime.torch_private import OpOverload, interpret, schema_of
@@ -31,6 +32,9 @@ MOST_CALLS = 48
 #: Maximum memory that one segment may keep longer than its steps would, in bytes. The interpreter drops its own values after
 #: their last use, but values from outside are held until the segment ends, also if the program frees them within.
 BYTES = 32 << 20
+
+#: Minimum number of buffers that are read into registers together. For fewer buffers, this saves no time.
+GATHERED = 4
 
 _NUMBER = re.compile(r"-?\d+(\.\d+)?(e-\d+)?")
 _FAILED = re.compile(r"^ *%(\w+) : .*\n *~+ <--- HERE", re.MULTILINE)
@@ -390,10 +394,9 @@ class Segment:
                     found = function(*registers(r), *fixed)
             except Exception as e:  # later releases of PyTorch also raise TypeError
                 raise _failure(str(e), owner) from e
-            for i, t in zip(made, found):  # noqa: B905 - the memory comes after the registers
-                r[i] = t
-            for i in gone_registers:
-                r[i] = None
+            scatter(r, made, found)  # the memory comes after the registers
+            if gone_registers:
+                scatter(r, gone_registers, repeat(None))
             if made_memory or gone_memory:
                 b = f.bases
                 for i, t in zip(made_memory, found[len(made) :], strict=True):
@@ -537,9 +540,9 @@ def gathered(gathers: Sequence[tuple[Gather, Callable[[Any], None]]]) -> list[Ca
     """Combine steps that fill registers from buffers, where each buffer keeps the tensor of its view from run to run."""
     times = Counter([gather.slot for gather, _ in gathers])
     alike = [gather.view.offset == 0 and times[gather.slot] == 1 for gather, _ in gathers]
+    if sum(alike) < GATHERED:
+        return [step for _, step in gathers]
     together = [both for both, yes in zip(gathers, alike, strict=True) if yes]
     found = [step for (_, step), yes in zip(gathers, alike, strict=True) if not yes]
-    if together:
-        registers, slots, views = zip(*[gather for gather, _ in together], strict=True)
-        found.append(gathering(registers, slots, views, [step for _, step in together]))
-    return found
+    registers, slots, views = zip(*[gather for gather, _ in together], strict=True)
+    return [*found, gathering(registers, slots, views, [step for _, step in together])]
