@@ -247,7 +247,7 @@ class PreparedProgram:
     def _heated(self, *, graphs: bool) -> CompiledSteps | None:
         stops = {bisect_left(self.where, edge) for edge in self.edges}
         alone = self.uncapturable if graphs else ()
-        found = compile_steps(self.traces, self.steps, self._needed(), stops, alone=alone)
+        found = compile_steps(self.traces, self.steps, self._needed(), stops, alone=alone, on_gpu=graphs)
         if found is None and graphs:
             gathers = [
                 (trace, step) for trace, step in zip(self.traces, self.steps, strict=True) if isinstance(trace, Gather)

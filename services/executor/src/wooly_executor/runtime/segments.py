@@ -29,9 +29,10 @@ WORTH = 3
 #: Maximum number of library calls in a segment. While the interpreter reads the text of a segment, it holds Python's lock, for
 #: about 17 us per call, so the device's thread waits.
 MOST_CALLS = 48
-#: Maximum memory that one segment may keep longer than its steps would, in bytes. The interpreter drops its own values after
-#: their last use, but values from outside are held until the segment ends, also if the program frees them within.
-BYTES = 32 << 20
+#: Maximum memory that one segment may keep longer than its steps would, in bytes, on the host and on a GPU. The interpreter drops
+#: its own values after their last use, but values from outside are held until the segment ends, also if the program frees them
+#: within. On a GPU, this comes from the memory that sessions may not use (`torch_gpu.APART`).
+BYTES, BYTES_ON_GPU = 32 << 20, 192 << 20
 
 #: Minimum number of buffers that are read into registers together. For fewer buffers, this saves no time.
 GATHERED = 4
@@ -455,6 +456,8 @@ def compile_steps(
     stops: Collection[int] = (),
     within: range | None = None,
     alone: Collection[int] = (),
+    *,
+    on_gpu: bool = False,
 ) -> CompiledSteps | None:
     """Combine stretches of traced steps into segments.
 
@@ -465,13 +468,14 @@ def compile_steps(
         stops: steps that are not combined with earlier steps.
         within: the steps to use; None: all.
         alone: steps that are not combined.
+        on_gpu: whether the steps compute on a GPU.
 
     Returns:
         The steps with segments; None if segments save nothing.
     """
-    apart = set(alone)
+    apart, most = set(alone), BYTES_ON_GPU if on_gpu else BYTES
     for _ in range(8):
-        found = _compiled(traces, steps, needed_after, apart, stops, within or range(len(steps)))
+        found = _compiled(traces, steps, needed_after, apart, stops, within or range(len(steps)), most)
         if not isinstance(found, set):
             return found
         apart |= found
@@ -485,8 +489,9 @@ def _compiled(
     apart: set[int],
     stops: Collection[int],
     within: range,
+    most: int,
 ) -> CompiledSteps | set[int] | None:
-    """Do the same as `compile_steps`, with the steps in `apart` outside of all segments.
+    """Do the same as `compile_steps`, with the steps in `apart` outside of all segments, and at most `most` bytes held in each.
 
     Returns:
         The steps with segments; None if segments save nothing. A set: add these steps to `apart`, and try again.
@@ -503,7 +508,7 @@ def _compiled(
             continue
         if trace is not None and at not in apart:
             last = segments[-1] if segments else None
-            if not isinstance(last, Segment) or last.nbytes > BYTES or last.calls >= MOST_CALLS or stopped:
+            if not isinstance(last, Segment) or last.nbytes > most or last.calls >= MOST_CALLS or stopped:
                 segments.append(last := Segment())
                 stopped = False
             try:
