@@ -1,11 +1,15 @@
 """A forward pass of a Llama-shaped model on an executor: one program per layer, sent as an eager script sends it.
 
-Its tensors are so small that the arithmetic costs nothing, so what is left is the cost of the executor's device thread.
+Its tensors are so small that the arithmetic costs nothing, so what is left is the cost of the executor's device thread. The GPU
+is the tests' fake one, with the operators that the runtime chooses on an H100: nothing here was measured on a GPU.
+
+Run: .venv/bin/python -m tests.costs.llama [--json]
 """
 
 from __future__ import annotations
 
-import statistics
+import argparse
+import json
 import struct
 import tempfile
 import time
@@ -21,6 +25,7 @@ from torch.nn import functional
 from wooly import api
 from wooly_executor.runtime import gpu_attention, replays, stretches
 from wooly_executor.runtime.gpu import GpuRuntime
+from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
 from wooly_wis.codec import decode_program, digest, encode_program
 from wooly_wis.dtypes import DType
 from wooly_wis.frames import Kind, pack_run
@@ -29,7 +34,7 @@ from wooly_wis.verifier import Verifier
 
 from services.executor.tests.fake_gpu import FakeDriver, gpu_runtime
 from tests.costs.counting import count
-from tests.costs.operations import Device
+from tests.costs.operations import Device, client
 
 #: Layers, tokens, hidden size, heads, key-value heads, size of the MLP.
 LAYERS, TOKENS, HIDDEN, HEADS, KV_HEADS, MLP = 16, 12, 64, 4, 2, 128
@@ -216,12 +221,130 @@ def counted(passes: Forward) -> Counter[str]:
     return count(passes.run, before=passes.send)
 
 
-def cpu_ns(passes: Forward, repeat: int = 41) -> int:
-    """The median CPU time of a forward pass in the device's thread, in ns."""
+def cpu_ns(passes: Forward, repeat: int = 101) -> int:
+    """The least CPU time of a forward pass in the device's thread, in ns."""
     found = []
     for _ in range(repeat):
         passes.send()
         begun = time.thread_time_ns()
         passes.run()
         found.append(time.thread_time_ns() - begun)
-    return int(statistics.median(found))
+    return min(found)
+
+
+# -- the table -------------------------------------------------------------------------------------------------------
+
+#: What the instructions are spent on, by beginnings of module names; the first one that fits counts.
+GROUPS = {
+    "frames: reading, decoding": ("wooly_bus", "wooly_wis", "wooly_executor.intake", "wooly_executor.frames"),
+    "fold: order and answers of a session": (
+        *("wooly_executor.flow", "wooly_executor.interpreter", "wooly_executor.processing", "wooly_executor.answers"),
+        *("wooly_executor.post", "wooly_executor.session:", "wooly_executor.device_loop"),
+    ),
+    "dispatch: decisions and launches": (
+        *("wooly_dispatch", "wooly_executor.dispatch", "wooly_executor.launching", "dataclasses"),
+    ),
+    "bills: times, prices, usage": (
+        *("wooly_executor.pricing", "wooly_executor.usage", "wooly_executor.counters", "wooly_executor.estimates"),
+        *("wooly_executor.busy_time", "wooly_executor.runtime.core_use", "wooly_executor.collector"),
+    ),
+    "memory: bindings, accounts": (
+        *("wooly_executor.memory", "wooly_executor.vram", "wooly_executor.runs", "wooly_executor.session_programs"),
+        *("wooly_executor.programs", "wooly_executor.tiers", "wooly_executor.runtime.bindings: BindingCheck"),
+    ),
+    "flights: marks and times of a GPU": (
+        *("wooly_executor.runtime.gpu:", "wooly_executor.runtime.flights", "wooly_executor.runtime.torch_gpu"),
+    ),
+    "steps: registers, library calls, replays": ("wooly_executor.runtime",),
+}
+
+
+def grouped(functions: Counter[str]) -> dict[str, int]:
+    """Return the instructions of each group of `GROUPS`."""
+    found = dict.fromkeys([*GROUPS, "other"], 0)
+    for name, instructions in functions.items():
+        group = next((g for g, begins in GROUPS.items() if name.startswith(begins)), "other")
+        found[group] += instructions
+    return found
+
+
+def eager_ns() -> int:
+    """CPU time of a forward pass in plain PyTorch, in ns."""
+    own, x, found = [weights("cpu") for _ in range(LAYERS)], torch.ones(1, TOKENS, HIDDEN, dtype=torch.bfloat16), []
+    with torch.inference_mode():
+        for _ in range(41):
+            begun, held = time.thread_time_ns(), x
+            for w in own:
+                held = layer(held, w)
+            found.append(time.thread_time_ns() - begun)
+    return min(found)
+
+
+def finding_ns(passes: Forward, runtime: GpuRuntime) -> int:
+    """CPU time until the graph of a program is found, in ns."""
+    found: list[int] = []
+    steps = runtime.graphs.steps
+
+    def timed(*given: Any) -> Any:
+        begun = time.perf_counter_ns()
+        todo = steps(*given)
+        found.append(time.perf_counter_ns() - begun)
+        return todo
+
+    runtime.graphs.steps = timed  # type: ignore[method-assign]
+    for _ in range(20):
+        passes.send()
+        passes.run()
+    runtime.graphs.steps = steps  # type: ignore[method-assign]
+    return min(found)
+
+
+def measured(folder: Path) -> dict[str, Any]:
+    """Measure all ways to run the forward pass."""
+    torch.set_num_threads(1)
+    with client():
+        raw = recorded_layer(folder)
+    calls = calls_of(raw) * LAYERS
+    ways: dict[str, Any] = {
+        "CPU": TorchCpuRuntime(),
+        "fake GPU": fake_gpu(graphs=False),
+        "fake GPU, graphs": fake_gpu(graphs=True),
+    }
+    found: dict[str, Any] = {"calls": calls, "programs": LAYERS, "eager us per call": eager_ns() / 1e3 / calls}
+    for name, runtime in ways.items():
+        passes = forward(folder, raw, runtime)
+        functions = counted(passes)
+        of = found[name] = {"instructions per call": functions.total() / calls}
+        of |= {group: n / LAYERS for group, n in grouped(functions).items()}
+        of["us per call"] = cpu_ns(passes) / 1e3 / calls
+        if isinstance(runtime, GpuRuntime):
+            before = runtime.graphs.replayed
+            passes.send()
+            passes.run()
+            of["replays per program"] = (runtime.graphs.replayed - before) / LAYERS
+            of["us to find a graph"] = finding_ns(passes, runtime) / 1e3 if of["replays per program"] else 0.0
+        passes.device.close()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="print one line of JSON")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="wooly-costs-") as name:
+        found = measured(Path(name))
+    if args.json:
+        print(json.dumps(found))
+        return
+    ways = [name for name, of in found.items() if isinstance(of, dict)]
+    print(
+        f"{found['programs']} programs, {found['calls']} library calls; eager {found['eager us per call']:.2f} us per call"
+    )
+    print(f"{'':44}" + "".join([f"{name:>18}" for name in ways]))
+    for figure in dict.fromkeys([figure for name in ways for figure in found[name]]):
+        values = [found[name].get(figure) for name in ways]
+        print(f"{figure:44}" + "".join([f"{'' if value is None else f'{value:,.1f}':>18}" for value in values]))
+
+
+if __name__ == "__main__":
+    main()
