@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from wooly_wis.dtypes import DType
+from wooly_wis.flags import followed
 from wooly_wis.foreign import OPCODE, launch_of
 from wooly_wis.optable import result_operands
 from wooly_wis.pauses import pause
@@ -42,7 +43,15 @@ from wooly_executor.runtime.frame import Frame, Step
 from wooly_executor.runtime.fresh_memory import writes_all
 from wooly_executor.runtime.gpu_ranges import word_of
 from wooly_executor.runtime.guards import guarded, looks_at_values
-from wooly_executor.runtime.invocation import calling, deterministic, differentiated, flagged, seeded, with_size_check
+from wooly_executor.runtime.invocation import (
+    calling,
+    deterministic,
+    differentiated,
+    flagged,
+    flags_of,
+    seeded,
+    with_size_check,
+)
 from wooly_executor.runtime.parts import on_part, part_of
 from wooly_executor.runtime.prepared import Act, Launch, PreparedProgram
 from wooly_executor.runtime.segments import (
@@ -512,8 +521,6 @@ class _Preparation:
         schema = schema_of(library.op)
         if form.attr("rng") is not None or form.attr("deterministic"):
             return None
-        if form.attr("flags") is not None and not self._device.host:
-            return None
         if asks_grad_mode(library.op) or library.instead is not None:
             return None
         if library.op.namespace != "aten":
@@ -527,7 +534,10 @@ class _Preparation:
         zeros = not writes_all(library.op)
         if zeros and not self._device.host:
             return None
-        return Invoke(library, registers, self._first_param, form.params, typed, self._device.named, zeros=zeros)
+        flags = flags_of(form, self._device) if followed(str(library.op)) else None
+        return Invoke(
+            library, registers, self._first_param, form.params, typed, self._device.named, zeros=zeros, flags=flags
+        )
 
     def _read(self, view: Callable[[Tensor], Tensor], source: int, slot: int) -> int:
         """Add a step that reads a register through a view. Returns the new register."""

@@ -22,6 +22,7 @@ from wooly_wis.program import Attr, OperandRef, ParamKind, ParamRef, View
 from wooly_executor.runtime.bindings import gathering, picker, scatter
 from wooly_executor.runtime.calls import Fill, LibraryCall, constant_tree, filler, refers
 from wooly_executor.runtime.fresh_memory import on_zeros
+from wooly_executor.runtime.invocation import with_flags
 from wooly_executor.runtime.torch_private import OpOverload, interpret, schema_of
 
 #: Minimum number of library calls in a segment. For fewer calls, the interpreter saves no time.
@@ -103,6 +104,7 @@ class Invoke:
         results: the register of each new result.
         trusted: for each result, whether it had the announced layout in the last check.
         zeros: the operator needs zeroed memory (see `fresh_memory`).
+        flags: the settings of CUDA's libraries that it asks for; None: it follows none of them.
     """
 
     call: LibraryCall
@@ -114,6 +116,7 @@ class Invoke:
     results: tuple[int, ...] = ()
     trusted: list[bool] = field(default_factory=list)
     zeros: bool = False
+    flags: tuple[str, ...] | None = None
 
 
 def has_fixed_layout(step: Invoke) -> bool:
@@ -169,6 +172,13 @@ class Segment:
         self._fixed_given: dict[tuple[str, str], tuple[str, Any]] = {}
         self._freed: set[str] = set()
         self._zeros = False
+        self._flags: tuple[str, ...] | None = None
+
+    def clashes(self, step: Trace) -> bool:
+        """Whether the step asks for other settings of CUDA's libraries than the steps before it."""
+        if not isinstance(step, Invoke) or step.flags is None or self._flags is None:
+            return False
+        return step.flags != self._flags
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
@@ -232,6 +242,8 @@ class Segment:
             self._define(names, name, values, at, op)
         else:
             raise SeparateStepError
+        if step.flags is not None:
+            self._flags = step.flags
         self.calls += 1
         self._zeros = self._zeros or step.zeros
 
@@ -405,7 +417,8 @@ class Segment:
                 for i in gone_memory:
                     b[i] = None
 
-        return on_zeros(run) if self._zeros else run
+        done = with_flags(run, self._flags) if self._flags else run
+        return on_zeros(done) if self._zeros else done
 
 
 def _numbers(names: Iterable[str], letter: str) -> list[int]:
@@ -508,7 +521,13 @@ def _compiled(
             continue
         if trace is not None and at not in apart:
             last = segments[-1] if segments else None
-            if not isinstance(last, Segment) or last.nbytes > most or last.calls >= MOST_CALLS or stopped:
+            if (
+                not isinstance(last, Segment)
+                or last.nbytes > most
+                or last.calls >= MOST_CALLS
+                or stopped
+                or last.clashes(trace)
+            ):
                 segments.append(last := Segment())
                 stopped = False
             try:
