@@ -39,17 +39,19 @@ from tests.costs.operations import Device, client
 #: Layers, tokens, hidden size, heads, key-value heads, size of the MLP.
 LAYERS, TOKENS, HIDDEN, HEADS, KV_HEADS, MLP = 16, 12, 64, 4, 2, 128
 WIDTH = HIDDEN // HEADS
+#: Of a decode step: rows of the batch, and tokens of the cache.
+ROWS, CACHED = 3, 24
 #: Forward passes before the steady state: the steps are combined after 16 runs of the program, graphs captured after some more.
 #: A multiple of the runs after which runs are sampled.
 STEADY = 32
 
 
-def weights(device: str) -> dict[str, Tensor]:
+def weights(device: str, tokens: int = TOKENS) -> dict[str, Tensor]:
     """The weights of a layer, and the tables of its positions."""
     shapes = {
         "q": (HIDDEN, HIDDEN), "k": (KV_HEADS * WIDTH, HIDDEN), "v": (KV_HEADS * WIDTH, HIDDEN), "o": (HIDDEN, HIDDEN),
         "gate": (MLP, HIDDEN), "up": (MLP, HIDDEN), "down": (HIDDEN, MLP),
-        "norm": (HIDDEN,), "norm2": (HIDDEN,), "cos": (1, TOKENS, WIDTH), "sin": (1, TOKENS, WIDTH),
+        "norm": (HIDDEN,), "norm2": (HIDDEN,), "cos": (1, tokens, WIDTH), "sin": (1, tokens, WIDTH),
     }  # fmt: skip
     return {name: torch.ones(shape, dtype=torch.bfloat16, device=device) for name, shape in shapes.items()}
 
@@ -63,33 +65,53 @@ def _rotated(t: Tensor) -> Tensor:
     return torch.cat((-t[..., WIDTH // 2 :], t[..., : WIDTH // 2]), dim=-1)
 
 
-def layer(x: Tensor, w: dict[str, Tensor]) -> Tensor:
-    """A decoder layer as Hugging Face's Llama computes it. `x` is (1, TOKENS, HIDDEN)."""
+def layer(x: Tensor, w: dict[str, Tensor], cache: dict[str, Tensor] | None = None) -> Tensor:
+    """A decoder layer as Hugging Face's Llama computes it.
+
+    Args:
+        x: (rows, tokens, HIDDEN).
+        w: its weights.
+        cache: keys and values of earlier tokens, the position of the new one, and the mask; None: there are no earlier tokens.
+    """
+    rows, tokens, _ = x.shape
     y = _norm(x, w["norm"])
     q, k, v = [
-        functional.linear(y, w[name]).view(1, TOKENS, heads, WIDTH).transpose(1, 2)
+        functional.linear(y, w[name]).view(rows, tokens, heads, WIDTH).transpose(1, 2)
         for name, heads in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS))
     ]
     cos, sin = w["cos"].unsqueeze(1), w["sin"].unsqueeze(1)
     q, k = q * cos + _rotated(q) * sin, k * cos + _rotated(k) * sin
-    mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    x = x + functional.linear(mixed.transpose(1, 2).reshape(1, TOKENS, HIDDEN), w["o"])
+    if cache is None:
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    else:
+        k, v = [cache[name].index_copy_(2, cache["at"], t) for name, t in (("keys", k), ("values", v))]
+        mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=cache["mask"], enable_gqa=True)
+    x = x + functional.linear(mixed.transpose(1, 2).reshape(rows, tokens, HIDDEN), w["o"])
     y = _norm(x, w["norm2"])
     return x + functional.linear(
         functional.silu(functional.linear(y, w["gate"])) * functional.linear(y, w["up"]), w["down"]
     )
 
 
-def recorded_layer(folder: Path) -> bytes:
-    """The definition of the program of a layer. A client must be attached."""
-    w, x = weights("cuda"), torch.ones(1, TOKENS, HIDDEN, dtype=torch.bfloat16, device="cuda")
+def recorded_layer(folder: Path, *, decoding: bool = False) -> bytes:
+    """The definition of the program of a layer. A client must be attached.
+
+    `decoding`: a step of decoding with a cache of fixed size, in place of a prompt.
+    """
+    w, cache = weights("cuda", 1 if decoding else TOKENS), None
+    x = torch.ones(ROWS if decoding else 1, 1 if decoding else TOKENS, HIDDEN, dtype=torch.bfloat16, device="cuda")
+    if decoding:
+        shape = ROWS, KV_HEADS, CACHED, WIDTH
+        cache = {name: torch.zeros(shape, dtype=torch.bfloat16, device="cuda") for name in ("keys", "values")}
+        cache |= {"at": torch.zeros(1, dtype=torch.long, device="cuda")}
+        cache |= {"mask": torch.ones(ROWS, 1, 1, CACHED, dtype=torch.bool, device="cuda")}
     recorder = api._attached.device.devices.recorders[0]
     recorder.flush()
-    found = folder / "layer"
+    found = folder / ("step" if decoding else "layer")
     found.mkdir()
     recorder.programs_dir = found
     with torch.no_grad():
-        y = layer(x, w)
+        y = layer(x, w, cache)
     recorder.flush()
     recorder.programs_dir = None
     assert x.shape == y.shape  # both are alive until here, so the program does not free them
@@ -120,8 +142,8 @@ class Forward:
         )
         slots = range(len(facts.slot_bytes))
         given = [s for s in slots if facts.slot_alloc[s] is None]
-        (self._input,) = [s for s in given if facts.slot_bytes[s] == TOKENS * HIDDEN * 2]
         (self._output,) = [s for s in slots if facts.slot_alloc[s] is not None and not facts.slot_freed[s]]
+        (self._input,) = [s for s in given if facts.slot_bytes[s] == facts.slot_bytes[self._output]]
         self._slots, self._next = len(slots), 1 << 20
         self._programs = self._session.counters.programs
         device.channel.send(Kind.DEFINE, raw)
@@ -195,6 +217,15 @@ class _Operators:
         ) -> tuple[Tensor, Tensor]:
             found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(q, k, v, p, causal, scale=scale)
             return found[0], found[1].unsqueeze(-1)
+
+    class _scaled_dot_product_efficient_attention:
+        @staticmethod
+        def default(
+            q: Tensor, k: Tensor, v: Tensor, bias: Tensor, logs: bool, p: float, causal: bool, scale: float
+        ) -> tuple[Tensor, ...]:
+            by_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+            found = by_cpu(q, k, v, p, causal, attn_mask=bias, scale=scale)
+            return found[0], found[1], q, q
 
 
 def fake_gpu(*, graphs: bool) -> GpuRuntime:
@@ -303,18 +334,21 @@ def measured(folder: Path) -> dict[str, Any]:
     """Measure all ways to run the forward pass."""
     torch.set_num_threads(1)
     with client():
-        raw = recorded_layer(folder)
-    calls = calls_of(raw) * LAYERS
-    ways: dict[str, Any] = {
-        "CPU": TorchCpuRuntime(),
-        "fake GPU": fake_gpu(graphs=False),
-        "fake GPU, graphs": fake_gpu(graphs=True),
+        prompt, step = recorded_layer(folder), recorded_layer(folder, decoding=True)
+    calls = calls_of(prompt) * LAYERS
+    ways: dict[str, tuple[Any, bytes]] = {
+        "CPU": (TorchCpuRuntime(), prompt),
+        "fake GPU": (fake_gpu(graphs=False), prompt),
+        "with graphs": (fake_gpu(graphs=True), prompt),
+        "decode": (fake_gpu(graphs=False), step),
+        "decode, graphs": (fake_gpu(graphs=True), step),
     }
     found: dict[str, Any] = {"calls": calls, "programs": LAYERS, "eager us per call": eager_ns() / 1e3 / calls}
-    for name, runtime in ways.items():
+    for name, (runtime, raw) in ways.items():
+        calls = calls_of(raw) * LAYERS
         passes = forward(folder, raw, runtime)
         functions = counted(passes)
-        of = found[name] = {"instructions per call": functions.total() / calls}
+        of = found[name] = {"library calls": calls, "instructions per call": functions.total() / calls}
         of |= {group: n / LAYERS for group, n in grouped(functions).items()}
         of["us per call"] = cpu_ns(passes) / 1e3 / calls
         if isinstance(runtime, GpuRuntime):
@@ -340,7 +374,7 @@ def main() -> None:
     print(
         f"{found['programs']} programs, {found['calls']} library calls; eager {found['eager us per call']:.2f} us per call"
     )
-    print(f"{'':44}" + "".join([f"{name:>18}" for name in ways]))
+    print(f"{'':44}" + "".join([f"{name:>16}" for name in ways]))
     for figure in dict.fromkeys([figure for name in ways for figure in found[name]]):
         values = [found[name].get(figure) for name in ways]
         print(f"{figure:44}" + "".join([f"{'' if value is None else f'{value:,.1f}':>18}" for value in values]))

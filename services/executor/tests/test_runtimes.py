@@ -23,7 +23,7 @@ from wooly_testkit.effort import examples
 from wooly_testkit.reference import ReferenceRuntime
 from wooly_wis.dtypes import DType
 from wooly_wis.messages import DeviceFacts
-from wooly_wis.program import OperandRef, ParamKind, ParamRef
+from wooly_wis.program import OperandRef, ParamKind, ParamRef, View
 
 REFS = tuple(OperandRef(i) for i in range(4))
 RUNTIMES = (TorchCpuRuntime, ReferenceRuntime)
@@ -382,11 +382,42 @@ def test_segment_ends_when_it_holds_too_much_memory_that_its_steps_would_free(wi
         assert len(prepared.hot) == 2 * 3 + parts  # each large tensor: its memory, a view of it, random numbers
 
 
+def test_result_whose_strides_differ_only_in_dimensions_of_size_1_is_not_copied(wis, monkeypatch):
+    """As in a decode step: half of each head of one token, whose rows lie apart, and their number is 1."""
+    copied = []
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda *args: copied.append(args))
+    half = View(DType.F32, (3, 4, 1, 8), (64, 16, 64, 1), 32)
+    v = wis.at(DType.F32, 3, 4, 1, 8)
+    body = wis.body()
+    for name in "abcd":
+        body.alloc(name, 4 * 96)
+    body.call("aten.neg.default", ("in", "x", half), ("out", "a", v))
+    for of, to in ("ab", "bc", "cd"):
+        body.call("aten.exp.default", ("in", of, v), ("out", to, v))
+    for name in "bc":
+        body.free(name)
+    runtime = TorchCpuRuntime(hot=3)
+    with torch.inference_mode():
+        prepared, ids = ProgramStore(runtime).define(body.raw).prepared, {name: i for i, name in enumerate(body.names)}
+        x = torch.linspace(-1, 0, 192)
+        assert x.as_strided((3, 4, 1, 8), half.strides, 8).neg().stride() != v.strides
+        for _ in range(5):
+            buffers = {ids["x"]: Buffer(4 * 192, x)}
+            assert runtime.run(prepared, buffers, list(ids.values()), []).failed_at is None
+            for name, want in (
+                ("a", -x.as_strided(v.sizes, half.strides, 8)),
+                ("d", (-x.as_strided(v.sizes, half.strides, 8)).exp().exp().exp()),
+            ):
+                base = buffers[ids[name]].base
+                assert base.stride() == v.strides and base.storage_offset() == 0 and torch.equal(base, want)
+        assert not copied and len(prepared.hot) == 1
+
+
 @pytest.mark.parametrize("used", [False, True])
 def test_result_that_is_freed_without_a_use_is_not_adopted(wis, monkeypatch, used):
-    adopted = []
+    seen = []
     monkeypatch.setattr(
-        preparation, "adoptable", lambda t, *rest: adopted.append(tuple(t.shape)) or adoption.adoptable(t, *rest)
+        preparation, "adopted", lambda t, *rest: seen.append(tuple(t.shape)) or adoption.adopted(t, *rest)
     )
     x, v, i = wis.at(DType.F32, 4, 3), wis.at(DType.F32, 3), wis.at(DType.I64, 3)
     body = wis.body().alloc("v", 12).alloc("i", 24)
@@ -403,7 +434,7 @@ def test_result_that_is_freed_without_a_use_is_not_adopted(wis, monkeypatch, use
             assert runtime.run(prepared, buffers, list(ids.values()), []).failed_at is None
             assert as_view(buffers[ids["v"]].base, v).tolist() == [9, 10, 11]
             assert not used or as_view(buffers[ids["y"]].base, i).tolist() == [-3] * 3
-    assert adopted == [(3,)] * (3 if used else 1)  # each result once: its layout is trusted afterwards
+    assert seen == [(3,)] * (3 if used else 1)  # each result once: its layout is trusted afterwards
 
 
 @pytest.mark.parametrize(

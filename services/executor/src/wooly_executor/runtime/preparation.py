@@ -22,7 +22,7 @@ from wooly_wis.verifier import ProgramFacts
 from wooly_executor.bounds import WHOLE, Pieces
 from wooly_executor.bounds.division import Piece
 from wooly_executor.errors import OperationError, PoisonedError
-from wooly_executor.runtime.adoption import adopt_dynamic, adoptable, fits, put
+from wooly_executor.runtime.adoption import Layout, adopt_dynamic, adopted, fits, put
 from wooly_executor.runtime.buffers import TORCH_DTYPE, WIS_DTYPE, as_view
 from wooly_executor.runtime.calls import (
     LibraryCall,
@@ -588,7 +588,7 @@ class _Preparation:
                 register = self._operand(slot, view)
             targets.append((register, view, fresh))
             unread.append(fresh and facts.slot_freed[slot] and self._uses[slot] == 1)
-        trusted = list(unread)
+        trusted = [Layout.SAME if yes else Layout.UNKNOWN for yes in unread]
         if invoke is not None:
             returned = [r for r in schema_of(invoke.call.op).returns if r.alias_info is None]
             if not all(fresh for _, _, fresh in targets) or (
@@ -597,7 +597,9 @@ class _Preparation:
                 invoke = None
             else:
                 invoke.results = tuple([register for register, _, _ in targets])
+                invoke.views = tuple([view for _, view, _ in targets])
                 invoke.trusted = trusted
+        same = Layout.SAME
         if single and len(targets) == 1 and all(fresh for _, _, fresh in targets):
             ((register, view, _),) = targets
             if invoke is not None and has_fixed_layout(invoke):
@@ -605,9 +607,9 @@ class _Preparation:
                 def adopt_fixed(f: Frame) -> None:
                     t = call(f)
                     if not trusted[0]:
-                        checked = adoptable(t, view, f, device)
-                        trusted[0] = checked is t
-                        t = checked
+                        t, trusted[0] = adopted(t, view, f, device)
+                    elif trusted[0] is not same:
+                        t = as_view(t, view)
                     f.registers[register] = t
 
                 self._step(adopt_fixed, invoke)
@@ -615,10 +617,8 @@ class _Preparation:
 
             def adopt(f: Frame) -> None:
                 t = call(f)
-                if not trusted[0] or not fits(t, view):
-                    checked = adoptable(t, view, f, device)
-                    trusted[0] = checked is t
-                    t = checked
+                if trusted[0] is not same or not fits(t, view):
+                    t, trusted[0] = adopted(t, view, f, device)
                 f.registers[register] = t
 
             self._step(adopt, invoke)
@@ -629,7 +629,7 @@ class _Preparation:
 
         def adopt_all(f: Frame) -> None:
             result = call(f)
-            if one is not None and trusted[one] and type(result) is tuple and len(result) == len(targets):
+            if one is not None and trusted[one] is same and type(result) is tuple and len(result) == len(targets):
                 t, (register, view, _) = result[one], targets[one]
                 if t is not None and fits(t, view):
                     f.registers[register] = t
@@ -648,14 +648,13 @@ class _Preparation:
                     # The result is announced, but undefined here (for example a workspace that inference does not need): it is
                     # never read.
                     f.registers[register] = as_view(device.zeroed(view.end, TORCH_DTYPE[view.dtype]), view)
-                    trusted[k] = False
+                    trusted[k] = Layout.UNKNOWN
                 elif not fresh:
                     put(t, f.registers[register], device)
-                elif trusted[k] and fits(t, view):
+                elif trusted[k] is same and fits(t, view):
                     f.registers[register] = t
                 else:
-                    f.registers[register] = checked = adoptable(t, view, f, device)
-                    trusted[k] = checked is t
+                    f.registers[register], trusted[k] = adopted(t, view, f, device)
 
         self._step(adopt_all, invoke)
 

@@ -19,6 +19,7 @@ import torch
 from wooly_wis.pauses import pause
 from wooly_wis.program import Attr, OperandRef, ParamKind, ParamRef, View
 
+from wooly_executor.runtime.adoption import Layout
 from wooly_executor.runtime.bindings import gathering, picker, scatter
 from wooly_executor.runtime.calls import Fill, LibraryCall, constant_tree, filler, refers
 from wooly_executor.runtime.fresh_memory import on_zeros
@@ -102,7 +103,8 @@ class Invoke:
         typed: params that become 0-dimensional tensors.
         device: where these tensors are; None: on the host.
         results: the register of each new result.
-        trusted: for each result, whether it had the announced layout in the last check.
+        views: the announced layout of each new result.
+        trusted: for each result, what the last check found about its layout.
         zeros: the operator needs zeroed memory (see `fresh_memory`).
         flags: the settings of CUDA's libraries that it asks for; None: it follows none of them.
     """
@@ -114,7 +116,8 @@ class Invoke:
     typed: dict[int, torch.dtype]
     device: torch.device | None = None
     results: tuple[int, ...] = ()
-    trusted: list[bool] = field(default_factory=list)
+    views: tuple[View, ...] = ()
+    trusted: list[Layout] = field(default_factory=list)
     zeros: bool = False
     flags: tuple[str, ...] | None = None
 
@@ -228,9 +231,14 @@ class Segment:
         op, schema = step.call.op, schema_of(step.call.op)
         if not all(step.trusted) or torch.Tag.dynamic_output_shape in op.tags:
             raise SeparateStepError
+        if Layout.SAME_PLACES in step.trusted and not has_fixed_layout(step):
+            raise SeparateStepError
         given = {a.name: v for a, v in zip(schema.arguments, step.call.args, strict=False)} | dict(step.call.kwargs)
         values = [self._argument(given.get(a.name, _default(a)), str(a.type), step) for a in schema.arguments]
-        results, name = [register_name(r) for r in step.results], op.overloadpacket.__name__
+        name, restrided = op.overloadpacket.__name__, [k is Layout.SAME_PLACES for k in step.trusted]
+        results = [
+            self._fresh() if other else register_name(r) for r, other in zip(step.results, restrided, strict=False)
+        ]
         kinds = [str(r.type) for r in schema.returns]
         if kinds == ["List[Tensor]"] and results:
             parts = self._fresh()
@@ -242,6 +250,11 @@ class Segment:
             self._define(names, name, values, at, op)
         else:
             raise SeparateStepError
+        for k, other in enumerate(restrided):
+            if other:
+                view = step.views[k]
+                laid = [self._value(results[k]), self._ints(view.sizes), self._ints(view.strides), self._number(0)]
+                self._define([register_name(step.results[k])], "as_strided", laid, at, None)
         if step.flags is not None:
             self._flags = step.flags
         self.calls += 1
