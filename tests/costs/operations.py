@@ -231,6 +231,7 @@ class Device:
         """End the loop."""
         self.channel.close()
         self.loop.stop()
+        self.loop.begin = lambda: None  # type: ignore[method-assign] # it has begun, and has its threads
         self.loop.run()
         for module in _TIMED:
             module.time = time

@@ -14,6 +14,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 #: The accepted figures of this release of Python.
@@ -50,15 +51,26 @@ def measured(native: str) -> Costs:
     Args:
         native: WOOLYAI_NATIVE of the process.
     """
+    found: Costs = elsewhere("tests.costs.record", "--measure", native, native=native)
+    return found
+
+
+def elsewhere(module: str, *arguments: str, native: str) -> Any:
+    """Run a module in a process of its own. Returns its last line of output, which is JSON.
+
+    Args:
+        module: the module.
+        arguments: its arguments.
+        native: WOOLYAI_NATIVE of the process.
+    """
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("WOOLYAI_", "WOOLY_", "COV_", "PYTEST_"))}
     environment |= {"WOOLYAI_NATIVE": native, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.costs.record", "--measure", native],
+        [sys.executable, "-m", module, *arguments],
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert not done.returncode, done.stderr
-    found: Costs = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def measure(native: str) -> Costs:

@@ -186,6 +186,8 @@ class Stretch:
     def changed_to(self, key: Key, lent: set[int]) -> bool:
         """Whether this key differs from that of an earlier run only in addresses that are lent."""
         fixed = self.fixed
+        if lent.isdisjoint(key[:fixed]):
+            return False
         for last in self.last.values():
             if len(last) == len(key) and last[fixed:] == key[fixed:]:
                 differing = [now for then, now in zip(last[:fixed], key, strict=False) if then != now]
