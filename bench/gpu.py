@@ -5,7 +5,8 @@ twice on the same card: by processes that use PyTorch's own CUDA, and by clients
 through a nats-server. First one process works alone, then two at the same time, then a request of priority P0 beside training of
 priority P4. The weights are given by a formula, so both sides compute the same numbers, and their logits and losses are compared.
 
-Needs an NVIDIA GPU; `--fake` runs the same code on the CPU with a tiny model, for the shape of the table only.
+Needs an NVIDIA GPU; `--fake` runs the same code on the CPU with a tiny model, for the shape of the table only. The section
+`thread` needs no GPU: what the executor's device thread costs per library call, with the GPU runtime on the tests' fake GPU.
 
 Run: .venv/bin/python bench/gpu.py [--json] [--fake] [--seconds N] [--size NAME] [--only SECTION,...]
 """
@@ -25,7 +26,18 @@ from pathlib import Path
 
 from figures import row, show
 
-SECTIONS = ("ceilings", "prefill", "compiled", "decode", "replay", "train", "train_compiled", "two", "priority")
+SECTIONS = (
+    "thread",
+    "ceilings",
+    "prefill",
+    "compiled",
+    "decode",
+    "replay",
+    "train",
+    "train_compiled",
+    "two",
+    "priority",
+)
 TOKEN, EXECUTOR = "bench", "bench"
 #: Number of warm-up runs of each kind of work. Afterwards, programs have their final form and their graphs.
 WARM = {"prefill": 12, "compiled": 40, "decode": 3, "replay": 3, "train": 16, "train_compiled": 40}
@@ -530,6 +542,12 @@ def main():
     options.two = ["prefill", "decode"] if options.fake else options.two.split(",")
     options.sections = options.only.split(",") if options.only else SECTIONS
     sides = {}
+    if "thread" in options.sections:
+        argv, root = [sys.executable, "-m", "tests.costs.llama"], Path(__file__).parents[1]
+        done = subprocess.run(argv, cwd=root, capture_output=True, text=True)
+        print(done.stdout or done.stderr[-3000:], file=sys.stderr, flush=True)
+    if set(options.sections) == {"thread"}:
+        return
     if "ceilings" in options.sections and not options.fake:
         done = subprocess.run([sys.executable, __file__, "--worker", "ceilings"], capture_output=True, text=True)
         print(done.stdout or done.stderr[-500:], file=sys.stderr, flush=True)

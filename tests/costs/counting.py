@@ -33,7 +33,7 @@ def name_of(code: CodeType) -> str:
     return f"{found[2].removesuffix('/__init__').replace('/', '.')}: {code.co_qualname}"
 
 
-def count(work: Callable[[], Any], repeat: int = 25) -> Counter[str]:
+def count(work: Callable[[], Any], repeat: int = 25, before: Callable[[], Any] = lambda: None) -> Counter[str]:
     """Return the instructions by function of the usual run: the one whose total is most frequent.
 
     A few runs do more than the others: every sixteenth run of a program looks at its measured times.
@@ -41,12 +41,14 @@ def count(work: Callable[[], Any], repeat: int = 25) -> Counter[str]:
     Args:
         work: what to count, in its steady state. It runs in this thread; what other threads do is not counted.
         repeat: number of runs.
+        before: is done before each run and not counted.
     """
     runs = []
     enabled = gc.isenabled()
     gc.disable()  # finalizers would run at random places
     try:
         for _ in range(repeat):
+            before()
             named: Counter[str] = Counter()
             for code, instructions in _counted(work).items():
                 if name := name_of(code):

@@ -26,6 +26,7 @@ from wooly_executor.collector import Collector
 from wooly_executor.core_speed import CoreSpeed
 from wooly_executor.device_loop import DeviceLoop
 from wooly_executor.runtime import execution
+from wooly_executor.runtime.protocol import Runtime
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
 from wooly_router.core.placement import DeviceRequest, Gpu, Pool
 from wooly_router.core.queue import claims_of
@@ -72,8 +73,8 @@ class _SteadyTime:
 _TIMED = (execution, intake, launching)
 
 
-def _loop() -> DeviceLoop:
-    loop = DeviceLoop(TorchCpuRuntime(), memory=GIB, pace=_SteadyPace(), collector=Collector())
+def _loop(runtime: Runtime | None = None) -> DeviceLoop:
+    loop = DeviceLoop(runtime or TorchCpuRuntime(), memory=GIB, pace=_SteadyPace(), collector=Collector())
     loop.server.busy = BusyWait(0)
     return loop
 
@@ -170,12 +171,13 @@ class Device:
     Args:
         folder: folder for the socket.
         programs: definitions of programs on one buffer of 16 bytes, by name.
+        runtime: the runtime; None: the CPU's.
     """
 
-    def __init__(self, folder: Path, programs: dict[str, bytes]) -> None:
+    def __init__(self, folder: Path, programs: dict[str, bytes], runtime: Runtime | None = None) -> None:
         for module in _TIMED:
             module.time = _SteadyTime
-        self.loop = loop = _loop()
+        self.loop = loop = _loop(runtime)
         endpoint = loop.listen(Endpoint.parse(f"unix://{folder}/y.sock"))
         loop.begin()
         loop.sessions.open("device", SharedPass(TOKEN), None)
@@ -229,6 +231,7 @@ class Device:
         """End the loop."""
         self.channel.close()
         self.loop.stop()
+        self.loop.begin = lambda: None  # type: ignore[method-assign] # it has begun, and has its threads
         self.loop.run()
         for module in _TIMED:
             module.time = time

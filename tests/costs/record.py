@@ -14,6 +14,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 #: The accepted figures of this release of Python.
@@ -27,6 +28,9 @@ OPERATIONS = {
         "executor: program of 1 operation",
         "executor: program of 1 operation and read",
         "executor: program of 33 operations",
+        "executor: 16 layers of a Llama",
+        "executor on a GPU: 16 layers of a Llama",
+        "executor on a GPU with graphs: 16 layers of a Llama",
         "dispatch: 16 launches",
         "placement: 16 tasks",
     ),
@@ -47,15 +51,26 @@ def measured(native: str) -> Costs:
     Args:
         native: WOOLYAI_NATIVE of the process.
     """
+    found: Costs = elsewhere("tests.costs.record", "--measure", native, native=native)
+    return found
+
+
+def elsewhere(module: str, *arguments: str, native: str) -> Any:
+    """Run a module in a process of its own. Returns its last line of output, which is JSON.
+
+    Args:
+        module: the module.
+        arguments: its arguments.
+        native: WOOLYAI_NATIVE of the process.
+    """
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("WOOLYAI_", "WOOLY_", "COV_", "PYTEST_"))}
     environment |= {"WOOLYAI_NATIVE": native, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.costs.record", "--measure", native],
+        [sys.executable, "-m", module, *arguments],
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert not done.returncode, done.stderr
-    found: Costs = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def measure(native: str) -> Costs:
@@ -64,13 +79,16 @@ def measure(native: str) -> Costs:
 
 
 def _all(native: str) -> Iterator[Counter[str]]:
-    from tests.costs import operations
+    from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
+
+    from tests.costs import llama, operations
     from tests.costs.counting import count
 
     with tempfile.TemporaryDirectory(prefix="wooly-costs-") as name:
         folder = Path(name)
         with operations.client():
             programs = {str(n): operations.recorded(n, folder) for n in (1, 33)}  # first: each is written once
+            layer = llama.recorded_layer(folder)
             for work in (operations.eager_add, operations.perceptron, operations.add_and_read):
                 yield count(work())
             if native != "off":
@@ -80,6 +98,10 @@ def _all(native: str) -> Iterator[Counter[str]]:
         yield count(operations.running_and_reading(device, "1"))
         yield count(operations.running(device, "33"))
         device.close()
+        for runtime in (TorchCpuRuntime(), llama.fake_gpu(graphs=False), llama.fake_gpu(graphs=True)):
+            passes = llama.forward(folder, layer, runtime)
+            yield llama.counted(passes)
+            passes.device.close()
     yield count(operations.dispatch_decisions())
     yield count(operations.placement_decisions())
 

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from tests.costs.record import ACCEPTED, OPERATIONS, Costs, measured, total
+from tests.costs.record import ACCEPTED, OPERATIONS, Costs, elsewhere, measured, total
 
 #: Change of a count, in percent, that needs to be accepted. Releases of one minor version of Python may differ by less.
 TOLERANCE = 1.0
@@ -42,6 +42,11 @@ def test_operation_costs_what_was_accepted(native: str, name: str) -> None:
     if not found:
         pytest.skip("wooly-native is not there, so native calls cannot be counted: make native")
     compare(name, json.loads(ACCEPTED.read_text())[name], found[name])
+
+
+def test_each_program_of_a_llama_is_one_replay_on_a_gpu_with_graphs() -> None:
+    """Attention, products and index checks are in the graph, and each of the layers has one."""
+    assert elsewhere("tests.costs.llama", "--replays", native="off") == {"prefill": 1.0, "decode": 1.0}
 
 
 def test_growth_of_a_function_is_reported_with_its_name_and_the_cure() -> None:

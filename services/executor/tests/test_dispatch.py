@@ -240,6 +240,57 @@ def test_dispatch_session_closed_during_a_program_leaves_nothing(paced, runtime,
     assert sum(ns for label, ns in runtime.ran if label == going.label) < 20 * STEP_NS
 
 
+class Gate(list):
+    """A list of pieces that holds the device when it has `size` of them."""
+
+    def __init__(self, runtime, size):
+        super().__init__()
+        self.runtime, self.size, self.reached = runtime, size, threading.Event()
+
+    def append(self, piece):
+        super().append(piece)
+        if len(self) == self.size:
+            self.runtime.arrived.clear()
+            self.runtime.going.clear()
+            self.reached.set()
+
+
+def launches_of(device):
+    entries = device.call(lambda: list(device.entries))
+    return [d for _, decisions in entries for d in decisions if isinstance(d, LaunchDecision)]
+
+
+def test_dispatch_frames_that_arrive_together_are_one_launch(paced, runtime, adds):
+    (only,) = opened(paced, adds, only=2)
+    before = len(launches_of(paced))
+    occupy(runtime, only)
+    for _ in range(10):
+        only.start(only.program, [only.label])
+    runtime.release()
+    only.sync()
+    assert only.floats(only.label, 4) == [2.0**12] * 4
+    assert [ns for _, ns in runtime.ran] == [STEP_NS] * 11
+    assert [d.last - d.first for d in launches_of(paced)[before:]] == [1, 10]
+
+
+@pytest.mark.parametrize("priority", [0, 4])
+def test_dispatch_launch_of_several_frames_stops_between_them_when_another_session_comes(
+    paced, runtime, adds, priority
+):
+    going, other = opened(paced, adds, going=4, other=priority)
+    occupy(runtime, going)
+    for _ in range(9):
+        going.start(going.program, [going.label])
+    runtime.ran = gate = Gate(runtime, 4)
+    runtime.release()
+    assert gate.reached.wait(WAIT_S) and runtime.arrived.wait(WAIT_S)  # in the middle of the launch
+    other.start(other.program, [other.label])
+    runtime.release()
+    going.sync(), other.sync()
+    assert going.floats(going.label, 4) == [2.0**11] * 4 and other.floats(other.label, 4) == [4.0] * 4
+    assert [label for label, _ in runtime.ran] == [*[going.label] * 5, other.label, *[going.label] * 5]
+
+
 def test_dispatch_suspended_session_keeps_its_frames(paced, runtime, adds):
     a, b = opened(paced, adds, a=2, b=2)
     paced.steer("a", suspended=True)

@@ -53,9 +53,8 @@ def extern(name, *operands, **attrs):
 
 
 def product(*flags):
-    return Form(
-        "mm", tuple(Operand(r, M) for r in (Role.IN, Role.IN, Role.OUT)), (), (("args", REFS[:2]), ("flags", flags))
-    )
+    attrs = (("args", REFS[:2]), *([("flags", flags)] if flags else []))
+    return Form("mm", tuple(Operand(r, M) for r in (Role.IN, Role.IN, Role.OUT)), (), attrs)
 
 
 def convolution(*flags):
@@ -97,6 +96,31 @@ def test_flags_hold_during_the_call_on_a_gpu_and_have_no_effect_on_a_cpu(form, o
     assert on_gpu[operator] == [expected(flags)] != [before] and on_cpu[operator] == [before]
     assert [seen for name, seen in on_gpu.items() if name != operator and seen != [before] * len(seen)] == []
     assert settings() == before and torch.equal(ours.flatten(), theirs.flatten())
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_calls_with_equal_flags_are_combined_and_others_are_not(on_gpu):
+    """As in a script that sets TF32 for a part of its model."""
+    asked = [("matmul_tf32",)] * 4 + [()] * 4
+    alloc = Form("alloc", (Operand(Role.OUT, View(DType.U8, (64,), (1,))),))
+    forms = (alloc, product("matmul_tf32"), product())
+    body, made = [], [0, *range(3, 10)]  # slots are numbered by their first use; 1 and 2 are the inputs
+    for k, flags in enumerate(asked):
+        body += [Instruction(0, (made[k],)), Instruction(1 if flags else 2, (made[k - 1] if k else 1, 2, made[k]))]
+    side = Side(gpu_runtime(FakeDriver(), hot=2) if on_gpu else TorchCpuRuntime(hot=2))
+    ready, before = side.ready(Program(forms, tuple(body))), settings()
+    ones = {k: torch.eye(4) + k for k in (1, 2)}
+    first = None
+    for _ in range(4):
+        spy = Spy()
+        with spy:
+            buffers, outcome, *_ = side.run(ready.prepared, ones)
+        assert outcome.failed_at is None and settings() == before
+        found = buffers[9].base.view(torch.float32)
+        first = found if first is None else first
+        assert torch.equal(found, first)
+        assert spy.seen["aten.mm.default"] == [expected(flags if on_gpu else ()) for flags in asked]
+    assert len(ready.prepared.hot) == (2 if on_gpu else 1)
 
 
 def test_flags_hold_during_the_backward_of_a_layer():

@@ -226,3 +226,87 @@ def test_planned_call_in_capture_needs_an_earlier_call(monkeypatch):
     subject.planned("forward", (q, q, q), False, lambda: "made")
     monkeypatch.setattr(subject, "_in_capture", lambda: True)
     assert subject.planned("forward", (q, q, q), False, lambda: "again") == "again"
+
+
+def fake_operators(called, chosen):
+    """CUDA's fused operators, computed by the CPU's. `called`: their names, in order. `chosen`: torch's own choice."""
+
+    def by(name, more):
+        def call(q, k, v, *rest, scale):
+            called.append(name)
+            mask = rest[0] if name == "efficient" else None
+            out, logs = _FORWARD(q, k, v, 0.0, rest[-2] if name == "flash" else rest[3], attn_mask=mask, scale=scale)
+            return out, more(logs), None, None
+
+        return type(name, (), {"default": staticmethod(call)})
+
+    class Operators:
+        _scaled_dot_product_flash_attention = by("flash", lambda logs: logs)
+        _scaled_dot_product_cudnn_attention = by("cudnn", lambda logs: logs.unsqueeze(-1))
+        _scaled_dot_product_efficient_attention = by("efficient", lambda logs: logs)
+        _fused_sdp_choice = type("", (), {"default": staticmethod(lambda *args, **named: called.append("?") or chosen)})
+
+    return Operators
+
+
+@pytest.mark.parametrize(("name", "chosen"), [("cudnn", subject.CUDNN_CHOSEN), ("flash", 1)])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_attention_of_one_instruction_decides_once(monkeypatch, name, chosen, is_causal):
+    called = []
+    monkeypatch.setattr(subject, "_chip", lambda device: H100)
+    monkeypatch.setattr(subject, "aten", fake_operators(called, chosen))
+    for memory in ("_planned", "_unplannable"):
+        monkeypatch.setattr(subject, memory, set())
+    monkeypatch.setattr(subject, "_cudnn_is_chosen", {})
+    mine = subject.Attention()
+    for _ in range(3):
+        q, k, v = (torch.randn(2, 4, 8, 16).to(BF16) for _ in range(3))
+        for scale in (None, 0.5):
+            out, logs = mine(q, k, v, 0.0, is_causal, scale=scale)
+            want, wanted_logs = _FORWARD(q, k, v, 0.0, is_causal, scale=scale)
+            assert torch.equal(out, want) and torch.equal(logs, wanted_logs)
+    assert called == ["?", *[name] * 6]
+
+
+def test_attention_of_one_instruction_copies_tensors_at_odd_addresses(monkeypatch):
+    """Memory of another origin than torch's allocator, and pieces of the instruction, are computed as by `attention`."""
+    called, given = [], []
+    monkeypatch.setattr(subject, "_chip", lambda device: H100)
+    monkeypatch.setattr(subject, "aten", fake_operators(called, 1))
+    monkeypatch.setattr(subject, "_cudnn_is_chosen", {})
+    monkeypatch.setattr(subject, "attention", lambda *args, **named: given.append(args) or attention(*args, **named))
+    mine = subject.Attention()
+    even = [torch.randn(2, 4, 8, 16).to(BF16) for _ in range(3)]
+    odd = torch.empty(even[0].numel() + 1, dtype=BF16)[1:].view(even[0].shape).copy_(even[0])
+    mine(*even)
+    mine(*even)
+    assert len(given) == 1
+    out, _ = mine(odd, *even[1:])
+    assert len(given) == 2 and torch.equal(out, mine(*even)[0])
+    part = [t[:1] for t in even]
+    assert torch.equal(mine(*part)[0], out[:1])
+
+
+@pytest.mark.parametrize("shared", [1, 2, 4])
+def test_masked_attention_of_one_instruction_decides_once(monkeypatch, shared):
+    """As in a decode step: one row per head, and a mask that changes from run to run."""
+    called, given = [], []
+    monkeypatch.setattr(subject, "_chip", lambda device: H100)
+    monkeypatch.setattr(subject, "aten", fake_operators(called, 1))
+    monkeypatch.setattr(subject, "attention", lambda *args, **named: given.append(args) or attention(*args, **named))
+    mine = subject.Attention()
+    for _ in range(3):
+        q, (k, v) = torch.randn(2, 4, 1, 16).to(BF16), (torch.randn(2, shared, 8, 16).to(BF16) for _ in "kv")
+        for mask in (torch.rand(2, 1, 1, 8) > 0.5, torch.randn(2, 1, 1, 8).to(BF16), torch.randn(1, 8)):
+            seen = mask
+            if mask.dtype is torch.bool:
+                mask[..., 0] = True
+                seen = torch.zeros(mask.shape, dtype=BF16).masked_fill(~mask, -math.inf)
+            if mask.dtype is F32:  # the operands are widened, so nothing is remembered
+                mine(q, k, v, attn_mask=mask)
+                continue
+            out, logs = mine(q, k, v, attn_mask=mask)
+            want, wanted_logs = _FORWARD(q, k, v, attn_mask=seen)
+            torch.testing.assert_close(out, want, atol=1e-2, rtol=1e-2)
+            torch.testing.assert_close(logs, wanted_logs)
+    assert called == ["efficient"] * 9 and len(given) == 6

@@ -657,7 +657,7 @@ def test_graphs_full_pool_captures_no_more(gpu, driver):
 
 
 def test_graphs_unused_graph_makes_room(gpu, driver, monkeypatch):
-    monkeypatch.setattr("wooly_executor.runtime.graphs.VARIANTS", 1)
+    monkeypatch.setattr("wooly_executor.runtime.graphs.VARIANTS_ALL", 1)
     program, params, contents, _ = layers()
     prepared = gpu.ready(program).prepared
     first, second = ({k: Buffer(v.nbytes, v.clone()) for k, v in contents.items()} for _ in range(2))
@@ -745,6 +745,44 @@ def test_graphs_rare_runs_at_other_addresses_move_no_input(gpu, driver):
             step(gpu, prepared, params, dict(inputs))
     (stretch,) = [s for found in prepared.stretches.values() for s in found]
     assert driver.captures == 1 and driver.replays > 150 and not stretch.moving
+
+
+def test_graphs_layers_of_a_model_each_get_a_graph_and_no_weight_is_copied(gpu, cpu, driver):
+    """Each layer is a run of the same program on its own weights, large and small ones, and on the result of the layer before."""
+    count, n, wide = 20, 64, 288
+    t = Tape()
+    x, w, scale = t.input(F32, n, wide), t.input(F32, wide, wide), t.input(F32, wide)
+    a = t.op("mm", x, w)
+    b = t.op("mul", a, scale)
+    c = t.op("tanh", b)
+    out = t.op("add", c, x, 0.5)
+    for inner in (a, b, c):
+        t.free(inner)
+    program, slots = t.program()
+    weights = [(torch.randn(wide, wide) / 16, torch.randn(wide)) for _ in range(count)]
+    first = torch.randn(n, wide)
+
+    def forward(side, prepared, inputs):
+        held = first if side is cpu else inputs[0]
+        for own in inputs[1]:
+            made = step(
+                side, prepared, t.params, {slots[x.slot]: held, slots[w.slot]: own[0], slots[scale.slot]: own[1]}
+            )
+            held = made[slots[out.slot]]
+        return held.base.clone()
+
+    def buffers():
+        return Buffer(first.nbytes, first.clone()), [tuple(Buffer(v.nbytes, v.clone()) for v in own) for own in weights]
+
+    there, here = buffers(), buffers()
+    prepared = gpu.ready(program).prepared
+    want = forward(cpu, cpu.ready(program).prepared, (None, here[1]))
+    for _ in range(16):
+        before = driver.replays
+        assert torch.equal(forward(gpu, prepared, there), want)
+    assert driver.captures == count and driver.replays - before == count
+    (stretch,) = [s for found in prepared.stretches.values() for s in found]
+    assert {slot for slot, _ in stretch.moving} <= {slots[x.slot]}
 
 
 def test_graphs_written_or_large_inputs_at_new_addresses_are_not_replayed(gpu, driver):

@@ -18,7 +18,13 @@ from wooly_bus import contracts
 from wooly_bus.channel import Endpoint
 from wooly_bus.errors import BusError, RefusedError
 from wooly_bus.rpc import ControlClient
-from wooly_dispatch.events import LaunchDoneEvent, PolicyChangedEvent, SessionOpenedEvent, SessionSuspendedEvent
+from wooly_dispatch.events import (
+    LaunchDoneEvent,
+    PolicyChangedEvent,
+    ProgramSubmittedEvent,
+    SessionOpenedEvent,
+    SessionSuspendedEvent,
+)
 from wooly_dispatch.invariants import Auditor
 from wooly_dispatch.journal import Batch, Replayer
 from wooly_executor import journal
@@ -173,8 +179,9 @@ def test_journal_with_nats_killed_arrives_complete(server, executor, wis):
         with contextlib.suppress(nats.errors.Error, OSError):
             found = replayed(server.batches())
             (entries,) = found.values()  # still one journal
-            done = [e for e, _ in entries if isinstance(e, LaunchDoneEvent)]
-            return len(done) >= 61 and entries
+            # runs that were sent together are one program with a kernel for each of them
+            runs = sum([len(e.kernels) for e, _ in entries if isinstance(e, ProgramSubmittedEvent)])
+            return runs >= 61 and isinstance(entries[-1][0], LaunchDoneEvent) and entries
 
     events = [event for event, _ in until(arrived)]
     opened = next(event for event in events if isinstance(event, SessionOpenedEvent))

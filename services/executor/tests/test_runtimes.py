@@ -5,6 +5,7 @@ import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -12,16 +13,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from wooly_executor.programs import ProgramStore
+from wooly_executor.runtime import adoption, preparation, segments
 from wooly_executor.runtime import prepared as prepared_programs
-from wooly_executor.runtime import segments
-from wooly_executor.runtime.buffers import TORCH_DTYPE, WIS_DTYPE, as_view, bytes_of
+from wooly_executor.runtime.bindings import BindingCheck
+from wooly_executor.runtime.buffers import TORCH_DTYPE, WIS_DTYPE, Buffer, as_view, bytes_of
 from wooly_executor.runtime.invocation import deterministic
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
 from wooly_testkit.effort import examples
 from wooly_testkit.reference import ReferenceRuntime
 from wooly_wis.dtypes import DType
 from wooly_wis.messages import DeviceFacts
-from wooly_wis.program import OperandRef, ParamKind, ParamRef
+from wooly_wis.program import OperandRef, ParamKind, ParamRef, View
 
 REFS = tuple(OperandRef(i) for i in range(4))
 RUNTIMES = (TorchCpuRuntime, ReferenceRuntime)
@@ -326,6 +328,131 @@ def test_long_program_has_several_segments(wis, monkeypatch):
             assert runtime.run(prepared, buffers, list(ids.values()), []).failed_at is None
             assert as_view(buffers[ids["y11"]].base, v).tolist() == [2.0] * 4
         assert len(prepared.hot) == 3
+
+
+def test_conversions_between_dtypes_are_in_the_segment_of_their_neighbours(wis):
+    """As in the norms of a model in bfloat16: a copy to another dtype, some operators, and a copy back."""
+    half, wide = wis.at(DType.BF16, 4), wis.at(DType.F32, 4)
+    body = wis.body()
+    body.alloc("a", 16).copy("x", half, "a", wide)
+    for k, name in enumerate("bcd"):
+        body.alloc(name, 16).call("aten.exp.default", ("in", "abc"[k], wide), ("out", name, wide)).free("abc"[k])
+    body.alloc("y", 8).copy("d", wide, "y", half).free("d")
+    runtime = TorchCpuRuntime(hot=3)
+    with torch.inference_mode():
+        prepared, ids = ProgramStore(runtime).define(body.raw).prepared, {name: i for i, name in enumerate(body.names)}
+        for _ in range(4):
+            buffers = {ids["x"]: runtime.allocate(8)}
+            x = as_view(buffers[ids["x"]].base, half).copy_(torch.linspace(-1, 0.5, 4))
+            assert runtime.run(prepared, buffers, list(ids.values()), []).failed_at is None
+            assert torch.equal(as_view(buffers[ids["y"]].base, half), x.float().exp().exp().exp().to(torch.bfloat16))
+        assert len(prepared.hot) == 1
+
+
+@pytest.mark.parametrize(("most", "parts"), [(255, 3), (511, 2), (512, 1)])
+def test_segment_ends_when_it_holds_too_much_memory_that_its_steps_would_free(wis, monkeypatch, most, parts):
+    """Only values from outside count: the interpreter drops its own ones after their last use."""
+    monkeypatch.setattr(segments, "BYTES", most)
+    large, v = wis.at(DType.F32, 64), wis.at(DType.F32)
+    body = wis.body()
+    for name in "ab":  # random numbers are never in a segment
+        body.alloc(name, 256).call(
+            "aten.bernoulli_.float", ("inout", name, large), args=(REFS[0], 0.0), params=[ParamKind.I64] * 2,
+            rng=(ParamRef(0), ParamRef(1)),
+        )  # fmt: skip
+
+    def total(of, into):
+        body.alloc(into, 4).call(
+            "aten.sum.dim_IntList", ("in", of, large), ("out", into, v), args=(REFS[0], (-1,), False)
+        ).free(of)
+
+    total("a", "y0")
+    for k in range(1, 12):
+        body.alloc(f"y{k}", 4).call("aten.neg.default", ("in", f"y{k - 1}", v), ("out", f"y{k}", v)).free(f"y{k - 1}")
+        if k == 3:
+            total("b", "s")
+            body.call("aten.add_.Tensor", ("inout", "y3", v), ("in", "s", v)).free("s")
+    runtime = TorchCpuRuntime(hot=2)
+    with torch.inference_mode():
+        prepared, ids = ProgramStore(runtime).define(body.raw).prepared, {name: i for i, name in enumerate(body.names)}
+        for _ in range(3):
+            buffers = {}
+            assert runtime.run(prepared, buffers, list(ids.values()), [1, 2, 3, 4]).failed_at is None
+            assert as_view(buffers[ids["y11"]].base, v).item() == 0
+        assert len(prepared.hot) == 2 * 3 + parts  # each large tensor: its memory, a view of it, random numbers
+
+
+def test_result_whose_strides_differ_only_in_dimensions_of_size_1_is_not_copied(wis, monkeypatch):
+    """As in a decode step: half of each head of one token, whose rows lie apart, and their number is 1."""
+    copied = []
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda *args: copied.append(args))
+    half = View(DType.F32, (3, 4, 1, 8), (64, 16, 64, 1), 32)
+    v = wis.at(DType.F32, 3, 4, 1, 8)
+    body = wis.body()
+    for name in "abcd":
+        body.alloc(name, 4 * 96)
+    body.call("aten.neg.default", ("in", "x", half), ("out", "a", v))
+    for of, to in ("ab", "bc", "cd"):
+        body.call("aten.exp.default", ("in", of, v), ("out", to, v))
+    for name in "bc":
+        body.free(name)
+    runtime = TorchCpuRuntime(hot=3)
+    with torch.inference_mode():
+        prepared, ids = ProgramStore(runtime).define(body.raw).prepared, {name: i for i, name in enumerate(body.names)}
+        x = torch.linspace(-1, 0, 192)
+        assert x.as_strided((3, 4, 1, 8), half.strides, 8).neg().stride() != v.strides
+        for _ in range(5):
+            buffers = {ids["x"]: Buffer(4 * 192, x)}
+            assert runtime.run(prepared, buffers, list(ids.values()), []).failed_at is None
+            for name, want in (
+                ("a", -x.as_strided(v.sizes, half.strides, 8)),
+                ("d", (-x.as_strided(v.sizes, half.strides, 8)).exp().exp().exp()),
+            ):
+                base = buffers[ids[name]].base
+                assert base.stride() == v.strides and base.storage_offset() == 0 and torch.equal(base, want)
+        assert not copied and len(prepared.hot) == 1
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_result_that_is_freed_without_a_use_is_not_adopted(wis, monkeypatch, used):
+    seen = []
+    monkeypatch.setattr(
+        preparation, "adopted", lambda t, *rest: seen.append(tuple(t.shape)) or adoption.adopted(t, *rest)
+    )
+    x, v, i = wis.at(DType.F32, 4, 3), wis.at(DType.F32, 3), wis.at(DType.I64, 3)
+    body = wis.body().alloc("v", 12).alloc("i", 24)
+    body.call("aten.max.dim", ("in", "x", x), ("out", "v", v), ("out", "i", i), args=(REFS[0], 0))
+    if used:
+        body.alloc("y", 24).call("aten.neg.default", ("in", "i", i), ("out", "y", i))
+    body.free("i")
+    runtime = TorchCpuRuntime(hot=1000)
+    with torch.inference_mode():
+        prepared, ids = ProgramStore(runtime).define(body.raw).prepared, {name: i for i, name in enumerate(body.names)}
+        for _ in range(3):
+            buffers = {ids["x"]: runtime.allocate(48)}
+            as_view(buffers[ids["x"]].base, x).copy_(torch.arange(12.0).view(4, 3))
+            assert runtime.run(prepared, buffers, list(ids.values()), []).failed_at is None
+            assert as_view(buffers[ids["v"]].base, v).tolist() == [9, 10, 11]
+            assert not used or as_view(buffers[ids["y"]].base, i).tolist() == [-3] * 3
+    assert seen == [(3,)] * (3 if used else 1)  # each result once: its layout is trusted afterwards
+
+
+@pytest.mark.parametrize(
+    ("bindings", "fits"),
+    [
+        ((1, 2, 7), True),
+        ((2, 1, 7), False),  # buffer 1 is too small for the slot
+        ((1, 9, 7), False),  # buffer 9 does not exist
+        ((1, 2, 2), False),  # one buffer is bound to two slots
+        ((1, 2, 3), False),  # buffer 3 exists already
+        ((1, 2), False),
+        ((1, 2, 7, 8), False),
+    ],
+)
+def test_binding_check_accepts_existing_buffers_of_enough_bytes_and_new_ones(bindings, fits):
+    facts = SimpleNamespace(slot_alloc=(None, None, 8), slot_bytes=(4, 16, 8))
+    buffers = {1: Buffer(4, None), 2: Buffer(16, None), 3: Buffer(8, None)}
+    assert BindingCheck(facts, ()).satisfied(buffers, bindings) is fits
 
 
 @pytest.mark.parametrize("hot", [1, 1000])

@@ -86,12 +86,15 @@ def _decide(state: DispatchState, decisions: list[Decision]) -> None:
             return
         floor = False
         low = state.lanes[FLOOR]
-        if state.floor_credit >= max(low.due, MIN_PIECE_NS * 1000) and session.lane in (2, 3):
+        credit = state.floor_credit
+        if credit >= MIN_PIECE_NS * 1000 and credit >= low.due and session.lane in (2, 3):
             waiting = _top(state, low, decisions)
             if waiting is not None:
                 low.due = _cut(state, waiting)[2] * 1000
                 if low.due <= state.floor_credit:
                     session, floor = waiting, True
+        elif len(state.flights) >= state.config.max_flights:
+            return
         last, raw, estimate = _cut(state, session)
         if state.flights:
             if state.in_flight_ns + estimate > state.windows[session.lane]:

@@ -53,6 +53,8 @@ class Kind(IntEnum):
 
 RUN_HEAD = struct.Struct(f"<{DIGEST_SIZE}sIIII")
 _RUN_HEAD_SIZE = RUN_HEAD.size
+#: A RUN frame of at most this size, in bytes, exceeds no limit.
+_RUN_UNCHECKED = _RUN_HEAD_SIZE + 8 * min(MAX_REFERENCES, 2 * MAX_PARAMS, MAX_FREES)
 WRITE_HEAD = struct.Struct("<QQ")
 READ_HEAD = struct.Struct("<QQQ")
 #: Behind READ_HEAD, if the client wants a large answer in memory that it shares with the executor: offset in that memory.
@@ -132,22 +134,27 @@ def unpack_run(payload: bytes | memoryview) -> Run:
     Raises:
         DecodeError: the counts do not match the payload's length or exceed a limit, or a flag is unknown.
     """
-    a = _RUN_HEAD_SIZE
-    if len(payload) < a:
+    a, size = _RUN_HEAD_SIZE, len(payload)
+    if size < a:
         raise DecodeError("RUN frame is shorter than its header")
     digest, n_bind, n_param, n_free, flags = RUN_HEAD.unpack_from(payload)
+    b = a + 8 * n_bind
+    c = b + 8 * n_param
+    if c + 8 * n_free != size or flags & ~REPLY or size > _RUN_UNCHECKED:
+        _check_counts(n_bind, n_param, n_free)
+        if c + 8 * n_free != size or flags & ~REPLY:
+            raise DecodeError("RUN frame's counts do not match its length, or a flag is unknown")
+    words = memoryview(payload)
+    frees = words[c:].cast("Q").tolist() if n_free else []
+    return Run(digest, words[a:b].cast("Q").tolist(), bytes(words[b:c]), frees, bool(flags & REPLY))
+
+
+def _check_counts(n_bind: int, n_param: int, n_free: int) -> None:
     if n_bind > MAX_REFERENCES or n_param > 2 * MAX_PARAMS or n_free > MAX_FREES:
         raise DecodeError(
             f"RUN frame has {n_bind} bindings, {n_param} words of params and {n_free} buffers to free; "
             f"the limits are {MAX_REFERENCES}, {2 * MAX_PARAMS} and {MAX_FREES}"
         )
-    b = a + 8 * n_bind
-    c = b + 8 * n_param
-    if c + 8 * n_free != len(payload) or flags & ~REPLY:
-        raise DecodeError("RUN frame's counts do not match its length, or a flag is unknown")
-    words = memoryview(payload)
-    frees = words[c:].cast("Q").tolist() if n_free else []
-    return Run(digest, words[a:b].cast("Q").tolist(), bytes(words[b:c]), frees, bool(flags & REPLY))
 
 
 def wants_reply(payload: bytes | memoryview) -> bool:

@@ -170,7 +170,7 @@ class DeviceLoop:
             pace,
         )
         activity = self.decoders.activity
-        self.intake = Intake(server, self.sessions, interpreter, self._answers, post, activity)
+        self.intake = Intake(server, self.sessions, interpreter, self._answers, post, activity, dispatch)
         self.launcher = Launcher(
             runtime,
             dispatch,

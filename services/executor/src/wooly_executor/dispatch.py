@@ -1,8 +1,13 @@
 """Connects sessions to the dispatch core: submits their frames as programs, and returns the launches that the core decides.
 
-    dispatch.submit(session, frame)                 the core may decide a launch, which is then in `dispatch.launch`
-    dispatch.take()                                 the session, the frame and the kernels of that launch
+    dispatch.submit(session, frame)                 queues a frame
+    dispatch.commit()                               the core may decide a launch, which is then in `dispatch.launch`
+    dispatch.take()                                 the pieces of that launch: frames, and their kernels
     dispatch.done(gpu_ns)                           the launch has ended; the core decides the next one
+
+Frames of a session that arrive together are one program for the core, and a launch may contain several of them: a decision costs
+the host as much as dozens of small operators. A launch ends with its first frame if another session waits, and the launcher can
+stop it between two frames, as within one. So sessions take turns as if each frame was a program.
 
 The device loop's thread owns this module. Other threads only take from `entries`, the future journal.
 """
@@ -14,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 
 from wooly_dispatch.core import ALONE, should_stop, step
 from wooly_dispatch.decisions import Decision, LaunchDecision, RefuseDecision, SwapInDecision
@@ -36,6 +42,7 @@ from wooly_dispatch.events import (
     SwappedOutEvent,
 )
 from wooly_dispatch.state import DispatchState
+from wooly_dispatch.windows import PROTECTED
 
 from wooly_executor.errors import SteeringError, UnknownSessionError
 from wooly_executor.frames import Frame
@@ -48,8 +55,30 @@ Entries = deque[tuple[Event, list[Decision]]]
 #: decision. `undeclared_permille` bounds P0 and P1 sessions that declare no rate (`policing`, WOOLY_EXECUTOR_UNDECLARED_PERCENT).
 CONFIG = Config(max_flights=1, stoppable=True, piece_ns=4_000_000, undeclared_permille=200)
 _ARRIVALS = "arrivals"
+#: Maximum number of frames that are one program for the core. It bounds what a launch that is stopped returns to the queue.
+TOGETHER = 64
 #: Time, in ns, between two polls for new frames while one session is open.
 _PATIENCE_ALONE_NS = CONFIG.piece_ns * ALONE
+
+
+#: A part of a launch: the session, the frame, its first kernel, and the kernel after its last one.
+Piece = tuple[Session, Frame, int, int]
+
+
+class _Batch:
+    """Frames that are one program for the core. `at` is the index of the first frame with kernels that were not launched."""
+
+    __slots__ = ("at", "frames")
+
+    def __init__(self, frames: list[tuple[Session, Frame]]) -> None:
+        self.frames, self.at = frames, 0
+
+    def kernels(self) -> tuple[int, ...]:
+        """The estimated times of the kernels that were not launched."""
+        if len(self.frames) == 1:
+            frame = self.frames[0][1]
+            return frame.cut.kernels[frame.next :] if frame.next else frame.cut.kernels
+        return tuple(chain.from_iterable([frame.cut.kernels[frame.next :] for _, frame in self.frames[self.at :]]))
 
 
 class Dispatch:
@@ -62,6 +91,8 @@ class Dispatch:
 
     Attributes:
         launch: the launch that the core decided next.
+        pending: frames that are queued and not committed.
+        going: the session of which the launch in flight has frames that have not begun; empty: there are no such frames.
         wanted: sessions whose turn has come and whose memory must be brought to the device.
         entries: queue of events and decisions for the journal; None: no journal.
     """
@@ -80,8 +111,13 @@ class Dispatch:
         self.wanted: deque[str] = deque()
         self.fifo = self._fifo = fifo
         self._clock = clock
+        self.pending: dict[str, list[tuple[Session, Frame]]] = {}
+        self.going = ""
         self._flying: LaunchDecision | None = None
-        self._flows: dict[str, deque[tuple[Session, Frame]]] = {}
+        self._pieces: list[Piece] = []
+        self._untaken = 0  # kernels of the launch in flight that were not taken
+        self._batch: _Batch | None = None
+        self._flows: dict[str, deque[_Batch]] = {}
         self._numbers: dict[str, int] = {}
         self._begin()
 
@@ -108,52 +144,111 @@ class Dispatch:
     def submit(self, session: Session, frame: Frame) -> None:
         """Queue a frame for the device. `frame.cut` has the estimated times."""
         flow = _ARRIVALS if self._fifo else session.id
-        number = self._numbers[flow] = self._numbers[flow] + 1
-        self._flows[flow].append((session, frame))
-        self._feed(ProgramSubmittedEvent(self._clock(), flow, number, frame.cut.kernels))
+        together = self.pending.setdefault(flow, [])
+        together.append((session, frame))
+        # each program of P0 and P1 is charged to a bucket, so it is decided by itself which class it has
+        if len(together) >= TOGETHER or self._fifo or self.state.sessions[flow].policy.priority < PROTECTED:
+            self.commit()
 
-    def take(self) -> tuple[Session, Frame, int, int] | None:
-        """Take the frame and the kernels that `launch` says to run now. The launch is in flight from then on.
+    def commit(self) -> None:
+        """Tell the core about the queued frames."""
+        pending = self.pending
+        if not pending:
+            return
+        self.pending = {}
+        for flow, frames in pending.items():
+            batch = _Batch(frames)
+            number = self._numbers[flow] = self._numbers[flow] + 1
+            self._flows[flow].append(batch)
+            self._feed(ProgramSubmittedEvent(self._clock(), flow, number, batch.kernels()))
+
+    def take(self) -> list[Piece]:
+        """Take the frames and the kernels that `launch` says to run now. The launch is in flight from then on.
 
         Returns:
-            Session, frame, first kernel, and the kernel after the last. None if the session has ended; then report 0 ns.
+            The pieces, in order. There are none if the session has ended; then report 0 ns.
         """
         launch = self.launch
         assert launch is not None
-        self.launch, self._flying = None, launch
+        self.launch, self._flying, self._pieces, self._untaken = None, launch, [], 0
         flow = self._flows.get(launch.session)
         if flow is None:
-            return None
-        session, frame = flow[0]
+            return self._pieces
+        self._batch = batch = flow[0]
+        if len(batch.frames) > 1:
+            return self._take_several(launch, batch, flow)
+        session, frame = batch.frames[0]
         first = frame.next
-        frame.next = last = first + launch.last - launch.first
-        if last == len(frame.cut.kernels):
+        frame.next = end = first + launch.last - launch.first
+        if end == len(frame.cut.kernels):
             flow.popleft()
-        return session, frame, first, last
+        self._pieces = pieces = [(session, frame, first, end)]
+        return pieces
 
-    def done(self, gpu_ns: int, stopped: tuple[Session, Frame, int] | None = None, core_ns: int = 0) -> None:
+    def _take_several(self, launch: LaunchDecision, batch: _Batch, flow: deque[_Batch]) -> list[Piece]:
+        """See `take`. The batch has several frames."""
+        frames, left, at = batch.frames, launch.last - launch.first, batch.at
+        while left:
+            session, frame = frames[at]
+            first, size = frame.next, len(frame.cut.kernels)
+            frame.next = end = min(first + left, size)
+            self._pieces.append((session, frame, first, end))
+            left -= end - first
+            at += end == size
+            if left and self.others_wait():
+                self._untaken, left = left, 0
+        batch.at = at
+        if at == len(frames):
+            flow.popleft()
+        if len(self._pieces) > 1:
+            self.going = launch.session
+        return self._pieces
+
+    def done(self, gpu_ns: int, stopped: tuple[Piece, int] | None = None, core_ns: int = 0) -> None:
         """Report the end of the launch in flight.
 
         Args:
             gpu_ns: its device time.
-            stopped: session, frame and first kernel that did not run, if the launch was stopped early.
+            stopped: if the launch was stopped early, the last piece that ran, and its first kernel that did not run.
             core_ns: its core time.
         """
-        launch, last = self._flying, -1
+        if self.pending:
+            self.commit()  # before the core decides the next launch
+        launch, undone = self._flying, self._untaken
         assert launch is not None
+        self.going = ""
         if stopped is not None:
-            session, frame, end = stopped
-            # the journal may have begun within the frame, so the core's numbers may start at a later kernel
-            last = launch.last - (frame.next - end)
-            frame.next = end
-            flow = self._flows.get(launch.session)
-            if flow is not None and (not flow or flow[0][1] is not frame):
-                flow.appendleft((session, frame))
+            undone += self._put_back(launch.session, *stopped)
+        # counted from the end: the journal may have begun within the frames, so the core may count from a later kernel
+        last = launch.last - undone if undone else -1
         self._feed(LaunchDoneEvent(self._clock(), launch.launch, gpu_ns, core_ns, last))
+
+    def _put_back(self, name: str, stopped: Piece, end: int) -> int:
+        """Return what did not run to the head of its queue. Returns its number of kernels."""
+        pieces, batch = self._pieces, self._batch
+        assert batch is not None
+        undone = stopped[3] - end
+        stopped[1].next = end
+        for _, frame, first, behind in pieces[pieces.index(stopped) + 1 :]:
+            undone += behind - first
+            frame.next = first
+        batch.at = next(k for k, (_, frame) in enumerate(batch.frames) if frame.next < len(frame.cut.kernels))
+        flow = self._flows.get(name)
+        if flow is not None and (not flow or flow[0] is not batch):
+            flow.appendleft(batch)
+        return undone
 
     def should_stop(self) -> bool:
         """Whether the launch in flight must stop for a higher class: see the core's `should_stop`."""
         return should_stop(self.state)
+
+    def others_wait(self) -> bool:
+        """Whether a session waits for its turn, beside that of the launch in flight."""
+        state, launch = self.state, self._flying
+        if state.waiting != 1 or launch is None:
+            return state.waiting > 1
+        own = state.sessions.get(launch.session)
+        return own is None or own.lane < 0
 
     def patience_ns(self) -> int:
         """Maximum time, in ns, between two polls for new frames: half of the window of the class in flight.
@@ -181,6 +276,7 @@ class Dispatch:
     def closed(self, session: Session) -> None:
         """Tell the core that a session has ended. Its queued frames will not run."""
         if not self._fifo:
+            self.pending.pop(session.id, None)
             del self._flows[session.id], self._numbers[session.id]
             self._feed(SessionClosedEvent(self._clock(), session.id))
 
@@ -234,6 +330,7 @@ class Dispatch:
         elif before[2] and not exclusive:
             self._feed(ExclusiveEndedEvent(now))
         if policy != before[0]:
+            self.commit()
             self._feed(PolicyChangedEvent(now, session_id, policy))
         if suspended != before[1]:
             self._feed((SessionSuspendedEvent if suspended else SessionResumedEvent)(now, session_id))
@@ -252,6 +349,7 @@ class Dispatch:
         The reset forgets what the core owed to sessions. Call it between launches.
         """
         assert not self.state.flights or self.launch is not None, "a launch is in flight"
+        self.commit()
         old, flows = self.state, self._flows
         self.state, self.launch = DispatchState(), None
         self._flows, self._numbers = {}, {}
@@ -270,9 +368,9 @@ class Dispatch:
                 self._feed(ExclusiveBegunEvent(self._clock(), flow))
         for flow, queued in flows.items():
             self._flows[flow] = queued
-            for number, (_, frame) in enumerate(queued, 1):
+            for number, batch in enumerate(queued, 1):
                 self._numbers[flow] = number
-                self._feed(ProgramSubmittedEvent(self._clock(), flow, number, frame.cut.kernels[frame.next :]))
+                self._feed(ProgramSubmittedEvent(self._clock(), flow, number, batch.kernels()))
         return entries
 
     def end_journal(self) -> None:

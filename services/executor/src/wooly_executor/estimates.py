@@ -93,11 +93,11 @@ class Estimate:
         if cut.edges is not self.cut.edges:
             return False
         at = self.runs % KEPT
-        for samples, ns in zip(self._samples[first:], times, strict=False):
-            if len(samples) < KEPT:
-                samples.append(ns)
-            else:
+        for samples, ns in zip(self._samples[first:] if first else self._samples, times, strict=False):
+            if len(samples) == KEPT:
                 samples[at] = ns
+            else:
+                samples.append(ns)
         if first + len(times) < len(cut.edges):
             return False
         self.runs += 1

@@ -12,6 +12,7 @@ from wooly_bus.channel import ChannelServer, Connected, Event, FrameReceived
 
 from wooly_executor.answers import Answers
 from wooly_executor.decoding import DeviceActivity
+from wooly_executor.dispatch import Dispatch
 from wooly_executor.frames import Frame
 from wooly_executor.interpreter import Interpreter
 from wooly_executor.post import Post
@@ -32,6 +33,7 @@ class Intake:
         answers: queued answers; they are sent after the events.
         post: events that the device's thread posts to itself.
         activity: tells decoders what the device's thread does.
+        dispatch: orders the runs.
 
     Attributes:
         polled_ns: time of the last poll, by `time.perf_counter_ns`.
@@ -45,7 +47,9 @@ class Intake:
         answers: Answers,
         post: Post,
         activity: DeviceActivity,
+        dispatch: Dispatch,
     ) -> None:
+        self._dispatch = dispatch
         self._server, self._sessions, self._interpreter = server, sessions, interpreter
         self._answers, self._post, self._activity = answers, post, activity
         self.polled_ns = self._reviewed_ns = 0
@@ -92,13 +96,15 @@ class Intake:
             self._sessions.review()
 
     def settle(self) -> None:
-        """Handle posted events and send queued answers until there are no more of either."""
+        """Handle posted events and send queued answers until there are no more of either. Commit the frames that were queued."""
         post, go_on = self._post, self._interpreter.go_on
         self._answers.flush()
         while post:
             while post:
                 go_on(*post.take())
             self._answers.flush()
+        if self._dispatch.pending:
+            self._dispatch.commit()
 
     def _handle(self, event: Event) -> None:
         conn = event.conn

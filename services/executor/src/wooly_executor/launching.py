@@ -84,7 +84,8 @@ class Launcher:
         self._interpreter, self._answers, self._intake, self._calls = interpreter, answers, intake, calls
         self._decoders, self._activity = decoders, decoders.activity
         self._pace, self._collector = pace, collector
-        runtime.defers = runtime.device.host  # graphs of a GPU are captured from combined steps, in this thread
+        self._on_host = runtime.device.host
+        runtime.defers = self._on_host  # graphs of a GPU are captured from combined steps, in this thread
         self._busy = busy
         self.occupied: tuple[str, int] | None = None
         self.prices = PriceBook()
@@ -92,34 +93,55 @@ class Launcher:
 
     def launch(self) -> None:
         """Carry out the core's decision. Frames that arrived meanwhile are handled before the core decides again."""
-        dispatch, runtime = self._dispatch, self._runtime
+        dispatch, intake, runtime = self._dispatch, self._intake, self._runtime
         launch = dispatch.launch
-        work, gpu_ns, core_ns, stopped, now = dispatch.take(), 0, 0, None, 0
+        pieces, gpu_ns, core_ns, stopped, left = dispatch.take(), 0, 0, None, 0
         if launch is not None:
             self._activity.priority = launch.priority
-        if work is not None:
-            session, frame, first, end = work
-            used = session.used
-            workers, beyond = self._workers_ns(), runtime.extra_core_ns
+            left = len(pieces)
+        for piece in pieces:
+            session, frame, first, end = piece
+            left -= 1
+            if not left:
+                dispatch.going = ""
+            workers, beyond, used = self._workers_ns() if self._on_host else 0, runtime.extra_core_ns, session.used
             used.launches()
-            gpu_ns, last = self._run_piece(session, frame, first, end)
+            took, last = self._run_piece(session, frame, first, end)
             self._answers.flush()  # before the bill: the client may wait
-            core_ns = gpu_ns + self._workers_ns() - workers + runtime.extra_core_ns - beyond
+            core_took = took + runtime.extra_core_ns - beyond
+            if self._on_host:
+                core_took += self._workers_ns() - workers
             now = time.perf_counter_ns()
-            self._busy.add(gpu_ns, now)
-            used.launched(gpu_ns, core_ns, self._vram.clock(), self._pace_of(session, frame, last, core_ns))
+            self._busy.add(took, now)
+            used.launched(took, core_took, self._vram.clock(), self._pace_of(session, frame, last, core_took))
             if self._pace is not None:
-                self._pace.worked(gpu_ns)
+                self._pace.worked(took)
             running = frame.running
             if running is not None and running.prepared.later:
                 self._combine(session, running.prepared.later)
-            if last < end:
-                stopped = session, frame, last
+            gpu_ns += took
+            core_ns += core_took
+            if now - intake.polled_ns > dispatch.patience_ns():
+                intake.poll()
+            if last < end or (left and self._stops(session)):
+                stopped = piece, last
+                break
         if self._collector is not None:
             self._collector.worked()
-        if (now or time.perf_counter_ns()) - self._intake.polled_ns > dispatch.patience_ns():
-            self._intake.poll()
+        if left:  # stopped between two frames: the session may be preempted, as after the last one
+            dispatch.going = ""
+            self._vram.run_ended()
         dispatch.done(gpu_ns, stopped, core_ns)
+
+    def _stops(self, session: Session) -> bool:
+        """Whether a launch stops between two frames of a session: somebody else waits, or the session has ended."""
+        return (
+            self._dispatch.others_wait()
+            or session.conn is None
+            or not self._calls.empty()
+            or self._vram.due
+            or self._vram.preempting
+        )
 
     def _combine(self, session: Session, later: list[Combination]) -> None:
         """Let a decoder combine the steps of a program. The session whose run is the first of many pays for it."""
@@ -147,9 +169,9 @@ class Launcher:
         self._calls.call(take)
 
     def _workers_ns(self) -> int:
-        """CPU time of the library's threads. They are cores of the device only if the device is the CPU."""
+        """CPU time of the library's threads, which are cores of the device if the device is the CPU."""
         workers = self.workers
-        return workers.read() if workers.any and self._runtime.device.host else 0
+        return workers.read() if workers.any else 0
 
     def running_s(self, session_id: str) -> float:
         """Seconds for which a session has occupied the device without a poll; 0: the session does not run. Any thread may call
@@ -171,7 +193,9 @@ class Launcher:
         took = core_ns * self._pace.ppm // FULL
         running.paced_ns += took
         mean = self.prices.of(session.tenant, running.ready.digest, running.prepared)
-        price = mean.price(running.paced_ns, running.core_ns, sum(kernels[:last]), sum(kernels))
+        whole = sum(kernels)
+        part = whole if last == len(kernels) else sum(kernels[:last])
+        price = mean.price(running.paced_ns, running.core_ns, part, whole)
         piece = max(price - running.priced_ns, 0)
         running.priced_ns += piece
         if last == len(kernels) and running.execution.outcome.failed_at is None:

@@ -32,6 +32,7 @@ from wooly_executor.errors import (
 )
 from wooly_executor.estimates import Cut, Estimate, instruction_ns
 from wooly_executor.memory.pool import room_of
+from wooly_executor.runtime.bindings import BindingCheck
 from wooly_executor.runtime.extensions import unchecked_operators
 from wooly_executor.runtime.foreign import ForeignKernel
 from wooly_executor.runtime.protocol import Runtime
@@ -77,6 +78,7 @@ class ReadyProgram:
         kernels: its foreign kernels; a run begins only after they are compiled.
         unchecked: a launch asks to run its kernel without checks.
         opaque_operators: extension operators that cannot be checked.
+        bindings: checks the buffers of a run.
     """
 
     digest: bytes
@@ -99,6 +101,7 @@ class ReadyProgram:
     kernels: tuple[ForeignKernel, ...]
     unchecked: bool
     opaque_operators: frozenset[str]
+    bindings: BindingCheck
 
     def unpack_params(self, words: bytes) -> list[Any]:
         """Python values of a run's param words.
@@ -320,6 +323,7 @@ class ProgramStore:
             tuple(dict.fromkeys(kernels)),
             unchecked,
             opaque_operators,
+            BindingCheck(facts, survey.dynamic),
         )
 
     def _checked(self, raw: bytes) -> tuple[Program, list[_Known], ProgramFacts]:

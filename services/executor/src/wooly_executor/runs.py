@@ -150,6 +150,22 @@ class Runs:
             raise
 
     def _check_bindings(self, session: Session, ready: ReadyProgram, bindings: list[int]) -> None:
+        buffers = session.buffers
+        if not ready.bindings.satisfied(buffers, bindings):
+            self._check_each_binding(session, ready, bindings)
+        if len(buffers) + len(ready.kept) + len(ready.dynamic) > BUFFERS_KEPT:
+            raise OutOfMemoryError(
+                f"the session has {len(buffers)} buffers, and with this run more than the limit of {BUFFERS_KEPT}"
+            )
+        if session.held_bytes + ready.peak_bytes > session.quota:
+            raise self._out_of_memory(session, ready.peak_bytes, session.held_bytes)
+
+    def _check_each_binding(self, session: Session, ready: ReadyProgram, bindings: list[int]) -> None:
+        """Find the first wrong binding. The run may have poisoned buffers.
+
+        Raises:
+            BindingError: there is one.
+        """
         facts, buffers = ready.facts, session.buffers
         if len(bindings) != len(facts.slot_bytes):
             raise BindingError(f"the run has {len(bindings)} bindings, the program has {len(facts.slot_bytes)} slots")
@@ -158,7 +174,7 @@ class Runs:
         get, made = buffers.get, facts.slot_alloc
         if ready.dynamic:
             made = tuple([0 if slot in ready.dynamic else size for slot, size in enumerate(made)])
-        for buffer, need, size in zip(bindings, facts.slot_bytes, made, strict=True):  # hundreds of slots in each run
+        for buffer, need, size in zip(bindings, facts.slot_bytes, made, strict=True):
             known = get(buffer)
             if size is not None:
                 if known is not None:
@@ -169,12 +185,6 @@ class Runs:
                 raise BindingError(f"buffer {buffer} does not exist")
             elif known.nbytes < need and not known.poison:
                 raise BindingError(f"buffer {buffer} has {known.nbytes} bytes, the program accesses {need} bytes")
-        if len(buffers) + len(ready.kept) + len(ready.dynamic) > BUFFERS_KEPT:
-            raise OutOfMemoryError(
-                f"the session has {len(buffers)} buffers, and with this run more than the limit of {BUFFERS_KEPT}"
-            )
-        if session.held_bytes + ready.peak_bytes > session.quota:
-            raise self._out_of_memory(session, ready.peak_bytes, session.held_bytes)
 
     def require_room_for_buffer(self, session: Session, nbytes: int) -> None:
         """Check that the session may have one more buffer.

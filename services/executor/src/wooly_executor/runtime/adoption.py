@@ -5,6 +5,7 @@ A result is copied only if it does not have the layout that the program announce
 
 from __future__ import annotations
 
+import enum
 from typing import Any
 
 import torch
@@ -15,10 +16,33 @@ from wooly_executor.errors import OperationError
 from wooly_executor.runtime.buffers import TORCH_DTYPE, WIS_DTYPE, Buffer, as_view
 from wooly_executor.runtime.device import TorchDevice
 from wooly_executor.runtime.frame import Frame
+from wooly_executor.runtime.torch_private import shares_storage
+
+
+class Layout(enum.IntEnum):
+    """What is known about the layout of a result."""
+
+    #: Nothing, or that it must be copied into the announced layout.
+    UNKNOWN = 0
+    #: It is the announced one.
+    SAME = 1
+    #: Its elements are where they were announced. Only strides of dimensions of size 1 differ, which no address depends on.
+    SAME_PLACES = 2
+
+
+def adopted(t: Any, view: View, f: Frame, device: TorchDevice) -> tuple[Tensor, Layout]:
+    """Return a tensor that can become the buffer that `view` describes, and what the layout of `t` was.
+
+    The tensor is `t`, or another tensor on its memory, or a copy.
+    """
+    found = adoptable(t, view, f, device)
+    if found is t:
+        return found, Layout.SAME
+    return found, Layout.SAME_PLACES if shares_storage(found, t) else Layout.UNKNOWN
 
 
 def adoptable(t: Any, view: View, f: Frame, device: TorchDevice) -> Tensor:
-    """Return `t` if it can become the buffer that `view` describes, else a copy that can."""
+    """Return `t` if it can become the buffer that `view` describes, else another tensor on its memory or a copy that can."""
     if not isinstance(t, Tensor):
         raise OperationError(f"the operator returned a {type(t).__name__} , but the program announced a tensor")
     if tuple(t.shape) != view.sizes:
@@ -29,17 +53,23 @@ def adoptable(t: Any, view: View, f: Frame, device: TorchDevice) -> Tensor:
     if (
         t.dtype is dtype
         and t.device == device.device
-        and t.stride() == view.strides
+        and (t.stride() == view.strides or same_places(t, view))
         and t.storage_offset() == 0
         and not t.is_conj()
         and not t.is_neg()
         and not any((isinstance(r, Tensor) and r.is_set_to(t)) or _shares(r, t) for r in f.registers)
     ):
-        fits: Tensor = t
+        fits: Tensor = t if t.stride() == view.strides else as_view(t, view)
         return fits
     own = as_view(device.empty(t.numel(), dtype) if view.fills(view.end) else device.zeroed(view.end, dtype), view)
     own.copy_(t)
     return own
+
+
+def same_places(t: Tensor, view: View) -> bool:
+    """Whether the strides of `t`, which has the shape of `view`, differ from its strides only in dimensions of size 1."""
+    strides = zip(t.stride(), view.strides, view.sizes, strict=True)
+    return t.numel() > 0 and all(mine == other or size == 1 for mine, other, size in strides)
 
 
 def put(t: Tensor, target: Tensor, device: TorchDevice) -> None:

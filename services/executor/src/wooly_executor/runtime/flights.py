@@ -65,6 +65,8 @@ class Flights:
         No time becomes negative. If the session owes less than nothing, the rest reduces its later launches.
         """
         charged = list(times)
+        if not owner.owed_ns:
+            return charged
         owed, owner.owed_ns = owner.owed_ns, 0
         for k in reversed(range(len(charged))):
             paid = max(charged[k] + owed, 0)

@@ -242,45 +242,50 @@ class GpuExecution(StepExecution):
         prepared, runtime = self._prepared, self._runtime
         if self.ended:
             return [0] * len(edges)
-        profiled = self._profiled and runtime.begin_profile()
-        try:
-            times = self._advance(edges, 0 if profiled else ahead_ns)
-        finally:
-            records = runtime.end_profile() if profiled else None
-        if records is not None and self.outcome.failed_at is None:
-            prepared.core_use.profiled(self._took_ns, records, runtime.own_kernels, runtime.cores)
+        if not self._profiled:
+            times = self._advance(edges, ahead_ns)
+        else:
+            profiled = runtime.begin_profile()
+            try:
+                times = self._advance(edges, 0 if profiled else ahead_ns)
+            finally:
+                records = runtime.end_profile() if profiled else None
+            if records is not None and self.outcome.failed_at is None:
+                prepared.core_use.profiled(self._took_ns, records, runtime.own_kernels, runtime.cores)
         ns = sum(times)
         runtime.extra_core_ns += prepared.core_use.core_ns(ns, prepared.kernel_permille) - ns
         return times
 
     def _advance(self, edges: Sequence[int], ahead_ns: int) -> list[int]:
-        driver, prepared, runtime = self._driver, self._prepared, self._runtime
+        driver, prepared, runtime, kernels = self._driver, self._prepared, self._runtime, self._runtime.kernels
         flights, owner = runtime.flights, self._frame.buffers
         span = Span(self._steps is prepared.hot, self._at, tuple(edges))
         flights.make_way(ahead_ns)
-        runtime.sample = [] if self._sampled else None
-        kernels = runtime.kernels
-        kernels.begin()
+        if self._sampled:
+            runtime.sample = []
+        if prepared.foreign:
+            kernels.begin()
         marks = [driver.record()]
         for edge in edges:
             if not self.ended:
                 self._run_to(edge)
                 marks.append(driver.record())
         status: StatusWords | None = prepared.status
-        launched = kernels.fetch()
+        launched = kernels.fetch() if prepared.foreign else None
         if status is not None:
             status.fetch()
         if status is not None or launched:
             marks.append(driver.record())
         inside, runtime.sample = runtime.sample, None
-        if ahead_ns and isinstance(owner, Buffers) and status is None and not launched and inside is None:
+        if ahead_ns and status is None and not launched and inside is None and isinstance(owner, Buffers):
             known = flights.known(prepared, span)
             if known is not None and self.outcome.failed_at is None:
                 times = flights.charge(owner, known)
                 flights.add(Flight(prepared, span, marks, sum(known), owner))
-                self._kernels_ns += sum(times) * prepared.kernel_permille // 1000
+                if prepared.kernel_permille:
+                    self._kernels_ns += sum(times) * prepared.kernel_permille // 1000
                 self._leave()
-                return times + [0] * (len(edges) - len(times))
+                return times if len(times) == len(edges) else times + [0] * (len(edges) - len(times))
         flights.land()
         found = [kernels.wait()] if launched else []
         times = flights.measured(prepared, span, marks) if self.outcome.failed_at is None else driver.elapsed_ns(marks)

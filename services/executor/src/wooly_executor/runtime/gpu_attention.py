@@ -209,8 +209,94 @@ def attention_backward(
     return grad_query, _summed(grad_key, key.shape[1]), _summed(grad_value, key.shape[1])
 
 
-#: Both functions write every element of their results, so they need no zeroed memory (see `fresh_memory`).
-attention.writes_all = attention_backward.writes_all = True  # type: ignore[attr-defined]
+class Attention:
+    """`attention` for one instruction. Its operands have the same views in each run, so how to compute it is decided once."""
+
+    __slots__ = ("_known", "_of")
+
+    #: See `fresh_memory`: every element of the results is written.
+    writes_all = True
+
+    def __init__(self) -> None:
+        self._known: Direct | None = None
+        self._of: tuple[Any, ...] = ()
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        attn_mask: Tensor | None = None,
+        scale: float | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """See `attention`."""
+        # the pieces of an instruction have other shapes, and memory of other origin may have another alignment
+        of = (query.shape, key.shape, dropout_p, is_causal, None if attn_mask is None else attn_mask.shape)
+        if (
+            self._known is not None
+            and of == self._of
+            and not (query.data_ptr() | key.data_ptr() | value.data_ptr()) % UNIT
+        ):
+            return self._known(query, key, value, attn_mask, _factor(query, scale))
+        found = attention(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)
+        self._known, self._of = _direct(query, key, value, is_causal, attn_mask), of
+        return found
+
+
+#: Computes attention of query, key, value and mask, with a factor.
+Direct = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], tuple[Tensor, Tensor]]
+
+
+def _direct(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, mask: Tensor | None) -> Direct | None:
+    """Return a function that computes attention of tensors of these layouts, at aligned addresses, as `attention` has done it.
+
+    None if the tensors must be changed before. Only this thread may call the function: cuDNN's plans belong to a thread.
+    """
+    tensors = query, key, value
+    way = _way(tensors, 0.0, is_causal, mask)
+    if way is Way.MATMUL or any(_aligned(t) is not t for t in tensors):
+        return None
+    if way is Way.EFFICIENT:
+        if mask is not None and mask.dtype is torch.float32 and query.dtype is not torch.float32:
+            return None  # the operands must be widened
+        by_efficient, heads = aten._scaled_dot_product_efficient_attention.default, query.shape[1]
+        shared, length = key.shape[1] != heads, query.shape[2]
+
+        def efficient(
+            q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, factor: float
+        ) -> tuple[Tensor, Tensor]:
+            if shared:
+                k, v = _shared(k, heads), _shared(v, heads)
+            bias = _bias(attn_mask, q, k)
+            made = by_efficient(q, k, v, bias, True, 0.0, is_causal, scale=factor)
+            return made[0], made[1][..., :length]
+
+        return efficient
+    if way is Way.CUDNN:
+        rows, by_cudnn = query.shape[:3], aten._scaled_dot_product_cudnn_attention.default
+        if _plan_of("forward", tensors, is_causal) in _planned:
+
+            def cudnn(q: Tensor, k: Tensor, v: Tensor, _: Tensor | None, factor: float) -> tuple[Tensor, Tensor]:
+                made = by_cudnn(q, k, v, None, True, 0.0, is_causal, False, scale=factor)
+                return made[0], made[1].view(rows)
+
+            return cudnn
+        if _without_cudnn(query, key, None, is_causal) is not Way.FLASH:
+            return None
+    by_flash = aten._scaled_dot_product_flash_attention.default
+
+    def flash(q: Tensor, k: Tensor, v: Tensor, _: Tensor | None, factor: float) -> tuple[Tensor, Tensor]:
+        made = by_flash(q, k, v, 0.0, is_causal, False, scale=factor)
+        return made[0], made[1]
+
+    return flash
+
+
+#: The function writes every element of its results, so it needs no zeroed memory (see `fresh_memory`).
+attention_backward.writes_all = True  # type: ignore[attr-defined]
 
 
 def _way(tensors: tuple[Tensor, ...], dropout_p: float, is_causal: bool, mask: Tensor | None) -> Way:
@@ -261,8 +347,7 @@ def planned(which: str, tensors: tuple[Tensor, ...], is_causal: bool, call: Call
     Raises:
         RuntimeError: there is no plan, and a capture is in progress.
     """
-    layouts = tuple([(tuple(t.shape), t.stride()) for t in tensors])
-    key = which, threading.get_ident(), tensors[0].device, tensors[0].dtype, is_causal, layouts
+    key = _plan_of(which, tensors, is_causal)
     if key in _planned:
         return call()
     if key in _unplannable:
@@ -280,6 +365,12 @@ def planned(which: str, tensors: tuple[Tensor, ...], is_causal: bool, call: Call
         _planned.clear()
     _planned.add(key)
     return made
+
+
+def _plan_of(which: str, tensors: tuple[Tensor, ...], is_causal: bool) -> tuple[Any, ...]:
+    """Return everything on which a plan of cuDNN depends."""
+    layouts = tuple([(tuple(t.shape), t.stride()) for t in tensors])
+    return which, threading.get_ident(), tensors[0].device, tensors[0].dtype, is_causal, layouts
 
 
 def _in_capture() -> bool:

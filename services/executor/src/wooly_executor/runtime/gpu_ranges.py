@@ -57,13 +57,17 @@ def in_range(op: OpOverload, do: Callable[..., Any]) -> Callable[..., Any] | Non
     rule, why = found
     word = Word(why)
     names = [a.name for a in schema_of(op).arguments]
+    at, defaults = {name: k for k, name in enumerate(names)}, arguments_of(op, (), {})
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        changed = rule(arguments_of(op, args, kwargs), word)
-        return do(
-            *[changed.get(name, a) for name, a in zip(names, args, strict=False)],
-            **{name: changed.get(name, a) for name, a in kwargs.items()},
-        )
+        changed = rule({**defaults, **dict(zip(names, args)), **kwargs}, word)  # noqa: B905 - the last ones have defaults
+        values = list(args)
+        for name, value in changed.items():
+            if at[name] < len(values):
+                values[at[name]] = value
+            elif name in kwargs:
+                kwargs[name] = value
+        return do(*values, **kwargs)
 
     run.word = word  # type: ignore[attr-defined]
     return run

@@ -10,7 +10,6 @@ pool other graphs use the same memory for their own values.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,19 +25,18 @@ from wooly_executor.runtime.frame import Frame, Step
 from wooly_executor.runtime.prepared import PreparedProgram
 from wooly_executor.runtime.replays import Captured, Inputs, changed, held_in_place, tensors_by_name
 from wooly_executor.runtime.segments import SegmentError
-from wooly_executor.runtime.stretches import FREE_OF_WORK, Key, Stretch, split
+from wooly_executor.runtime.stretches import COUNTED, FREE_OF_WORK, Key, Stretch, split
 
 #: Number of runs with the same key before a stretch is captured for it.
 STEADY = 3
-#: Maximum number of graphs per stretch: sessions that share a program have different buffers, and a loop may alternate between
-#: sets of buffers. A graph that was not used in the last IDLE runs of its stretch makes room for another one.
-VARIANTS, IDLE = 8, 64
-#: Maximum number of graphs that lend their memory, per key and per stretch. Where a loop keeps a result until it makes the next
-#: one, the second graph of a key has other memory. Where each result is the input of the next run, lent memory gives each run
-#: another key; the other graphs of the stretch copy their results, so that the keys recur.
+#: Maximum number of graphs per stretch whose keys differ only in addresses that graphs lend, because a loop may alternate between
+#: sets of buffers; and in all, because each layer of a model, and each session, runs the same program on its own weights. A graph
+#: that was not used in the last IDLE runs of its stretch makes room for another one.
+VARIANTS, VARIANTS_ALL, IDLE = 8, 256, 1024
+#: Maximum number of graphs that lend their memory, per key and per such family of keys. Where a loop keeps a result until it
+#: makes the next one, the second graph of a key has other memory. Where each result is the input of the next run, lent memory
+#: gives each run another key; the other graphs of the family copy their results, so that the keys recur.
 LENDING, LENDING_ALL = 2, 6
-#: Maximum number of keys per stretch whose runs are counted.
-COUNTED = 32
 #: Number of recent values that are known per param. A param is changing when its score exceeds CHANGING: a new value adds 2, a
 #: known one subtracts 1.
 VALUES, CHANGING = 8, 12
@@ -124,6 +122,10 @@ class Graphs:
             stretches = prepared.stretches[where] = split(prepared, *where, self._room // STRETCH_SHARE)
         if not stretches:
             return enumerate(steps, begin)
+        first = stretches[0]
+        if first.whole and len(steps) == first.end:
+            captured = None if first.never else self._find(prepared, frame, steps, first)
+            return enumerate(steps, begin) if captured is None else ((begin, captured),)
         return self._with_replays(prepared, frame, begin, steps, stretches)
 
     def _with_replays(
@@ -144,7 +146,7 @@ class Graphs:
             if captured is None:
                 yield from enumerate(inside, stretch.begin)
             else:
-                yield stretch.begin, functools.partial(self._replay, captured)
+                yield stretch.begin, captured
             at = stretch.end
         yield from enumerate(steps[at - begin :], at)
 
@@ -162,9 +164,9 @@ class Graphs:
         if graphs is not None:
             for captured in graphs:
                 if captured.free():
-                    stretch.last = key
                     captured.used = stretch.runs
                     stretch.captured.move_to_end(key)
+                    self.replayed += 1
                     return captured
         return self._capture_if_steady(prepared, frame, steps, stretch, key)
 
@@ -186,7 +188,7 @@ class Graphs:
             if stretch.changed_to(key, self._lent):
                 times = STEADY  # an earlier stretch became a graph, whose results have the same address in every run
         times = (times or 0) + 1
-        stretch.last = key
+        stretch.missed(key)
         stretch.seen[short] = times
         stretch.seen.move_to_end(short)
         if len(stretch.seen) > COUNTED:
@@ -197,7 +199,7 @@ class Graphs:
             return None
         if not self._has_room(stretch, key):
             return None
-        lending = sum([bool(c.lent) for graphs in stretch.captured.values() for c in graphs])
+        lending = sum([bool(c.lent) for graphs in self._family(stretch, key) for c in graphs])
         lend = stretch.holds and known < LENDING and lending < LENDING_ALL
         captured = self._capture(prepared, frame, steps, stretch, lend=lend)
         if captured is None:
@@ -206,6 +208,7 @@ class Graphs:
         stretch.captured.move_to_end(key)
         del stretch.seen[short]
         captured.used = stretch.runs
+        self.replayed += 1
         return captured
 
     def _has_room(self, stretch: Stretch, key: Key) -> bool:
@@ -213,7 +216,9 @@ class Graphs:
         oldest = next(iter(stretch.captured), key)
         if oldest != key and stretch.runs - max([c.used for c in stretch.captured[oldest]]) > IDLE:
             del stretch.captured[oldest]
-        elif sum([len(graphs) for graphs in stretch.captured.values()]) >= VARIANTS:
+        elif sum([len(graphs) for graphs in stretch.captured.values()]) >= VARIANTS_ALL:
+            return False
+        if sum([len(graphs) for graphs in self._family(stretch, key)]) >= VARIANTS:
             return False
         if self._destroyed:
             while self._destroyed:
@@ -224,6 +229,11 @@ class Graphs:
             self._bytes = self._driver.graph_bytes()
         fits = self._bytes + self._input_bytes + stretch.nbytes <= self._room
         return fits and self.count < GRAPHS and self._failures < FAILURES
+
+    def _family(self, stretch: Stretch, key: Key) -> list[list[Captured]]:
+        """Return the graphs of a stretch whose keys differ from `key` only in addresses that graphs lend."""
+        wanted = stretch.family(key, self._lent)
+        return [graphs for other, graphs in stretch.captured.items() if stretch.family(other, self._lent) == wanted]
 
     def _capture(
         self,
@@ -267,6 +277,8 @@ class Graphs:
         finally:
             frame.registers[:], frame.bases[:] = registers, bases
         held = held_in_place(prepared, left.items(), made) if lend else frozenset[int]()
+        if stretch.whole:  # the run ends, and drops its registers
+            left = {name: place for name, place in left.items() if place is not None}
         captured = Captured(graph, inputs, made, left, held)
         self.count += 1
         self._bytes = self._driver.graph_bytes()
@@ -278,7 +290,7 @@ class Graphs:
     def _private_inputs(self, stretch: Stretch, frame: Frame) -> Inputs:
         """Give a run private memory in place of the inputs that are copied before each replay."""
         inputs = Inputs(self._device.empty)
-        for slot in stretch.moving:
+        for slot, _ in stretch.moving:
             names = stretch.names[slot]
             tensors = {k: t for k in names if (t := frame.registers[k] if k >= 0 else frame.bases[~k]) is not None}
             for name, own in inputs.add(tensors, stretch.small[slot]).items():
@@ -305,10 +317,6 @@ class Graphs:
             self._refused.add(name)
         prepared.uncapturable.add(step)
         _fold_again(prepared)
-
-    def _replay(self, captured: Captured, frame: Frame) -> None:
-        self.replayed += 1
-        captured.replay(frame)
 
 
 def _no_memory(e: BaseException) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
@@ -106,10 +106,19 @@ def flagged(call: Callable[[Frame], Any], form: Form, device: TorchDevice) -> Ca
 
     The libraries of a CPU do not have these settings. There, `call` is returned as it is.
     """
+    flags = flags_of(form, device)
+    return with_flags(call, flags) if flags else call
+
+
+def flags_of(form: Form, device: TorchDevice) -> tuple[str, ...]:
+    """Return the settings of CUDA's libraries that a form asks for; on a CPU, there are none."""
     flags = form.attr("flags")
-    if not isinstance(flags, tuple) or device.host:
-        return call
-    switches = [SWITCHES[str(flag)] for flag in flags]
+    return () if not isinstance(flags, tuple) or device.host else tuple([str(flag) for flag in flags])
+
+
+def with_flags(call: Callable[[Frame], Any], flags: Iterable[str]) -> Callable[[Frame], Any]:
+    """Return `call` with settings of CUDA's libraries."""
+    switches = [SWITCHES[flag] for flag in flags]
 
     def run(f: Frame) -> Any:
         before: list[tuple[Any, ...]] = []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from wooly_wis.dtypes import DType
+from wooly_wis.flags import followed
 from wooly_wis.foreign import OPCODE, launch_of
 from wooly_wis.optable import result_operands
 from wooly_wis.pauses import pause
@@ -19,7 +22,7 @@ from wooly_wis.verifier import ProgramFacts
 from wooly_executor.bounds import WHOLE, Pieces
 from wooly_executor.bounds.division import Piece
 from wooly_executor.errors import OperationError, PoisonedError
-from wooly_executor.runtime.adoption import adopt_dynamic, adoptable, fits, put
+from wooly_executor.runtime.adoption import Layout, adopt_dynamic, adopted, fits, put
 from wooly_executor.runtime.buffers import TORCH_DTYPE, WIS_DTYPE, as_view
 from wooly_executor.runtime.calls import (
     LibraryCall,
@@ -40,7 +43,15 @@ from wooly_executor.runtime.frame import Frame, Step
 from wooly_executor.runtime.fresh_memory import writes_all
 from wooly_executor.runtime.gpu_ranges import word_of
 from wooly_executor.runtime.guards import guarded, looks_at_values
-from wooly_executor.runtime.invocation import calling, deterministic, differentiated, flagged, seeded, with_size_check
+from wooly_executor.runtime.invocation import (
+    calling,
+    deterministic,
+    differentiated,
+    flagged,
+    flags_of,
+    seeded,
+    with_size_check,
+)
 from wooly_executor.runtime.parts import on_part, part_of
 from wooly_executor.runtime.prepared import Act, Launch, PreparedProgram
 from wooly_executor.runtime.segments import (
@@ -58,6 +69,8 @@ from wooly_executor.runtime.segments import (
 from wooly_executor.runtime.synchronising import waits
 from wooly_executor.runtime.torch_private import schema_of
 
+#: Maximum number of views that are remembered.
+VIEWS_KEPT = 1 << 16
 _COPY = torch.ops.aten.copy_.default
 _FILL = torch.ops.aten.fill_.Scalar
 
@@ -117,7 +130,7 @@ class _Preparation:
 
     def finish(self) -> PreparedProgram:
         out, facts = self.out, self.out.facts
-        self._first_use = self._first_uses()
+        self._first_use, self._uses = self._first_uses()
         freed: list[int] = []
         place, places = 0, []
         for i, act in enumerate(out.acts):
@@ -160,17 +173,19 @@ class _Preparation:
         counts = self.out.pieces
         return [0, *accumulate([counts.get(i, 1) for i in range(len(self.out.program.body))])]
 
-    def _first_uses(self) -> dict[int, tuple[int, int]]:
-        """Return, for each slot that the program allocates, act and operand of its first use after the alloc."""
+    def _first_uses(self) -> tuple[dict[int, tuple[int, int]], Counter[int]]:
+        """Return, for each slot, act and operand of its first use after the alloc, and the number of its uses."""
         first: dict[int, tuple[int, int]] = {}
+        uses: Counter[int] = Counter()
         for i, act in enumerate(self.out.acts):
             if not i & 63:
                 pause()
             if act.form.opcode == "alloc":
                 continue
+            uses.update(act.slots if act.form.opcode != "free" else ())
             for k, slot in enumerate(act.slots):
                 first.setdefault(slot, (i, k))
-        return first
+        return first, uses
 
     # -- operands ----------------------------------------------------------------------------------------------------
 
@@ -229,7 +244,7 @@ class _Preparation:
                         buffer.base, buffer.view = base, view
                 f.registers[register] = base
 
-            self._step(from_buffer, Gather(register))
+            self._step(from_buffer, Gather(register, slot, view))
         return register
 
     def _make_base(self, slot: int, nbytes: int, dtype: torch.dtype, dirty: bool) -> None:
@@ -362,6 +377,7 @@ class _Preparation:
         entry, kinds = launch_of(form).entry, [a if isinstance(a, int) else None for a in launch_of(form).args]
         uses = tuple([None if k is None else writable[k] for k in kinds])
         step, begins = len(self.out.steps), self._foreign.begins
+        self.out.foreign = True
 
         def run(f: Frame) -> None:
             r = f.registers
@@ -413,8 +429,16 @@ class _Preparation:
         self._make_base(slot, nbytes, dtype, dirty)
 
     def _free(self, slots: Sequence[int]) -> None:
-        registers = [r for slot in slots for r in self._registers_of.pop(slot, ())]
+        alloc, names = self.out.facts.slot_alloc, {slot: self._registers_of.pop(slot, []) for slot in slots}
+        registers = [r for of_slot in names.values() for r in of_slot]
         based = [slot for slot in slots if slot in self._based]
+        held = tuple(
+            [
+                ((*map(register_name, of_slot), *([memory_name(slot)] if slot in self._based else ())), nbytes)
+                for slot, of_slot in names.items()
+                if (nbytes := alloc[slot])
+            ]
+        )
         if not registers and not based:
             return
 
@@ -424,7 +448,7 @@ class _Preparation:
             def free_one(f: Frame) -> None:
                 f.registers[register] = None
 
-            self._step(free_one, Free((register,), ()))
+            self._step(free_one, Free((register,), (), held))
             return
 
         def free(f: Frame) -> None:
@@ -434,7 +458,7 @@ class _Preparation:
             for slot in based:
                 f.bases[slot] = None
 
-        self._step(free, Free(tuple(registers), tuple(based)))
+        self._step(free, Free(tuple(registers), tuple(based), held))
 
     def _compute(self, form: Form, slots: tuple[int, ...], anew: tuple[int, LibraryCall] | None) -> None:
         out, library = anew or (None, library_call(form))
@@ -497,8 +521,6 @@ class _Preparation:
         schema = schema_of(library.op)
         if form.attr("rng") is not None or form.attr("deterministic"):
             return None
-        if form.attr("flags") is not None and not self._device.host:
-            return None
         if asks_grad_mode(library.op) or library.instead is not None:
             return None
         if library.op.namespace != "aten":
@@ -512,7 +534,10 @@ class _Preparation:
         zeros = not writes_all(library.op)
         if zeros and not self._device.host:
             return None
-        return Invoke(library, registers, self._first_param, form.params, typed, self._device.named, zeros=zeros)
+        flags = flags_of(form, self._device) if followed(str(library.op)) else None
+        return Invoke(
+            library, registers, self._first_param, form.params, typed, self._device.named, zeros=zeros, flags=flags
+        )
 
     def _read(self, view: Callable[[Tensor], Tensor], source: int, slot: int) -> int:
         """Add a step that reads a register through a view. Returns the new register."""
@@ -551,6 +576,8 @@ class _Preparation:
     ) -> None:
         facts, device = self.out.facts, self._device
         targets: list[tuple[int, View, bool]] = []
+        #: Results that the program frees without a use: their layout does not matter.
+        unread: list[bool] = []
         for slot, view in outs:
             nbytes = facts.slot_alloc[slot]
             fresh = nbytes is not None and slot not in self._adopted and slot not in self._based
@@ -560,7 +587,8 @@ class _Preparation:
             else:
                 register = self._operand(slot, view)
             targets.append((register, view, fresh))
-        trusted = [False] * len(targets)
+            unread.append(fresh and facts.slot_freed[slot] and self._uses[slot] == 1)
+        trusted = [Layout.SAME if yes else Layout.UNKNOWN for yes in unread]
         if invoke is not None:
             returned = [r for r in schema_of(invoke.call.op).returns if r.alias_info is None]
             if not all(fresh for _, _, fresh in targets) or (
@@ -569,8 +597,9 @@ class _Preparation:
                 invoke = None
             else:
                 invoke.results = tuple([register for register, _, _ in targets])
-                invoke.nbytes = sum([view.end for _, view, _ in targets])
+                invoke.views = tuple([view for _, view, _ in targets])
                 invoke.trusted = trusted
+        same = Layout.SAME
         if single and len(targets) == 1 and all(fresh for _, _, fresh in targets):
             ((register, view, _),) = targets
             if invoke is not None and has_fixed_layout(invoke):
@@ -578,9 +607,9 @@ class _Preparation:
                 def adopt_fixed(f: Frame) -> None:
                     t = call(f)
                     if not trusted[0]:
-                        checked = adoptable(t, view, f, device)
-                        trusted[0] = checked is t
-                        t = checked
+                        t, trusted[0] = adopted(t, view, f, device)
+                    elif trusted[0] is not same:
+                        t = as_view(t, view)
                     f.registers[register] = t
 
                 self._step(adopt_fixed, invoke)
@@ -588,17 +617,23 @@ class _Preparation:
 
             def adopt(f: Frame) -> None:
                 t = call(f)
-                if not trusted[0] or not fits(t, view):
-                    checked = adoptable(t, view, f, device)
-                    trusted[0] = checked is t
-                    t = checked
+                if trusted[0] is not same or not fits(t, view):
+                    t, trusted[0] = adopted(t, view, f, device)
                 f.registers[register] = t
 
             self._step(adopt, invoke)
             return
 
+        read = [k for k, yes in enumerate(unread) if not yes]
+        one = read[0] if len(read) == 1 and targets[read[0]][2] else None
+
         def adopt_all(f: Frame) -> None:
             result = call(f)
+            if one is not None and trusted[one] is same and type(result) is tuple and len(result) == len(targets):
+                t, (register, view, _) = result[one], targets[one]
+                if t is not None and fits(t, view):
+                    f.registers[register] = t
+                    return
             flat = list(result) if isinstance(result, (list, tuple)) else [result]
             if len(flat) > len(targets):
                 flat = [t for t in flat if t is not None]
@@ -607,18 +642,19 @@ class _Preparation:
                     f"the operator returned {len(flat)} results, but the program announced {len(targets)}"
                 )
             for k, (t, (register, view, fresh)) in enumerate(zip(flat, targets, strict=True)):
-                if t is None:
+                if unread[k]:
+                    f.registers[register] = t
+                elif t is None:
                     # The result is announced, but undefined here (for example a workspace that inference does not need): it is
                     # never read.
                     f.registers[register] = as_view(device.zeroed(view.end, TORCH_DTYPE[view.dtype]), view)
-                    trusted[k] = False
+                    trusted[k] = Layout.UNKNOWN
                 elif not fresh:
                     put(t, f.registers[register], device)
-                elif trusted[k] and fits(t, view):
+                elif trusted[k] is same and fits(t, view):
                     f.registers[register] = t
                 else:
-                    f.registers[register] = checked = adoptable(t, view, f, device)
-                    trusted[k] = checked is t
+                    f.registers[register], trusted[k] = adopted(t, view, f, device)
 
         self._step(adopt_all, invoke)
 
@@ -630,4 +666,10 @@ def _review(register: int, source: str, view: View, dtype: DType) -> Review | No
 def _required_view(view: View | None) -> View:
     if view is None:
         raise OperationError("an operand has no view, but the instruction needs its shape; give the operand a view")
+    return _interned(view)
+
+
+@functools.lru_cache(VIEWS_KEPT)
+def _interned(view: View) -> View:
+    """Return the first view that is equal to `view`. A run compares views by identity (see `bindings.gathering`)."""
     return view

@@ -15,7 +15,15 @@ from wooly_wis.verifier import ProgramFacts
 
 from wooly_executor.runtime.core_use import CoreUse
 from wooly_executor.runtime.frame import Step
-from wooly_executor.runtime.segments import CompiledSteps, Gather, Trace, compile_steps, memory_name, register_name
+from wooly_executor.runtime.segments import (
+    CompiledSteps,
+    Gather,
+    Trace,
+    compile_steps,
+    gathered,
+    memory_name,
+    register_name,
+)
 from wooly_executor.runtime.torch_private import interpret_plainly
 
 #: Number of runs of a stretch across its edges before the stretch is compiled into fewer steps.
@@ -176,6 +184,7 @@ class PreparedProgram:
         device_times: device time of each part of a span as last measured, in ns, on a GPU (see `flights`).
         uncapturable: steps that a graph cannot contain, because they change from run to run or need the host.
         history: recent values of params, for `graphs`, on a GPU.
+        foreign: whether it launches foreign kernels.
         words: acts that call the library on a GPU, with the status words for operands that are out of range.
         status: the status words of kernels and of these acts, on a GPU.
         kernel_permille: last measured share of kernels in the device time, in 1/1000, on a GPU.
@@ -213,6 +222,7 @@ class PreparedProgram:
     device_times: dict[Span, list[int]] = field(default_factory=dict)
     uncapturable: set[int] = field(default_factory=set)
     history: Any = None
+    foreign: bool = False
     words: list[tuple[int, Any]] = field(default_factory=list)
     status: Any = None
     kernel_permille: int = 0
@@ -237,12 +247,13 @@ class PreparedProgram:
     def _heated(self, *, graphs: bool) -> CompiledSteps | None:
         stops = {bisect_left(self.where, edge) for edge in self.edges}
         alone = self.uncapturable if graphs else ()
-        found = compile_steps(self.traces, self.steps, self._needed(), stops, alone=alone)
+        found = compile_steps(self.traces, self.steps, self._needed(), stops, alone=alone, on_gpu=graphs)
         if found is None and graphs:
-            filling = [isinstance(trace, Gather) for trace in self.traces]
-            others = [k for k, fills in enumerate(filling) if not fills]
-            gathers = [step for step, fills in zip(self.steps, filling, strict=True) if fills]
-            found = CompiledSteps(gathers, [self.steps[k] for k in others], others)
+            gathers = [
+                (trace, step) for trace, step in zip(self.traces, self.steps, strict=True) if isinstance(trace, Gather)
+            ]
+            others = [k for k, trace in enumerate(self.traces) if not isinstance(trace, Gather)]
+            found = CompiledSteps(gathered(gathers), [self.steps[k] for k in others], others)
         return found
 
     def _use_hot(self, found: CompiledSteps | None) -> None:

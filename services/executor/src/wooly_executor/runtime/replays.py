@@ -188,9 +188,12 @@ class Captured:
 
     def free(self) -> bool:
         """Whether nobody else uses the memory of results that stayed in place."""
-        return all(uses_of(address) == _OWN for _, address in self._counted)
+        for _, address in self._counted:  # noqa: SIM110 - in each run
+            if uses_of(address) != _OWN:
+                return False
+        return True
 
-    def replay(self, frame: Frame) -> None:
+    def __call__(self, frame: Frame) -> None:
         """Enqueue the work, and set registers and memory to the state that the steps would leave."""
         registers, bases = frame.registers, frame.bases
         self._inputs.fill(frame)
@@ -203,17 +206,22 @@ class Captured:
                 copy_each(fresh, sources)
                 for k, t in zip(ks, fresh, strict=True):
                     memory[k] = t
+        # all tensors before the first change, because they may be views of what is changed
         found: list[tuple[int, Tensor | None]] = [
             (name, place.on(registers[place.of] if place.of >= 0 else bases[~place.of])) for name, place in self._moved
         ]
-        found += [(name, memory[k] if place is None else place.on(memory[k])) for name, k, place in self._set]
-        for name in self._cleared:
-            found.append((name, None))
+        for name, k, place in self._set:
+            found.append((name, memory[k] if place is None else place.on(memory[k])))
         for name, tensor in found:
             if name >= 0:
                 registers[name] = tensor
             else:
                 bases[~name] = tensor
+        for name in self._cleared:
+            if name >= 0:
+                registers[name] = None
+            else:
+                bases[~name] = None
 
 
 def tensors_by_name(frame: Frame) -> dict[int, Tensor]:

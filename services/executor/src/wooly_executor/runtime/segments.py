@@ -9,16 +9,21 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
 from wooly_wis.pauses import pause
 from wooly_wis.program import Attr, OperandRef, ParamKind, ParamRef, View
 
+from wooly_executor.runtime.adoption import Layout
+from wooly_executor.runtime.bindings import gathering, picker, scatter
 from wooly_executor.runtime.calls import Fill, LibraryCall, constant_tree, filler, refers
 from wooly_executor.runtime.fresh_memory import on_zeros
+from wooly_executor.runtime.invocation import with_flags
 from wooly_executor.runtime.torch_private import OpOverload, interpret, schema_of
 
 #: Minimum number of library calls in a segment. For fewer calls, the interpreter saves no time.
@@ -26,17 +31,24 @@ WORTH = 3
 #: Maximum number of library calls in a segment. While the interpreter reads the text of a segment, it holds Python's lock, for
 #: about 17 us per call, so the device's thread waits.
 MOST_CALLS = 48
-#: Maximum memory that one segment may allocate, in bytes. The interpreter keeps it until the segment ends.
-BYTES = 32 << 20
+#: Maximum memory that one segment may keep longer than its steps would, in bytes, on the host and on a GPU. The interpreter drops
+#: its own values after their last use, but values from outside are held until the segment ends, also if the program frees them
+#: within. On a GPU, this comes from the memory that sessions may not use (`torch_gpu.APART`).
+BYTES, BYTES_ON_GPU = 32 << 20, 192 << 20
+
+#: Minimum number of buffers that are read into registers together. For fewer buffers, this saves no time.
+GATHERED = 4
 
 _NUMBER = re.compile(r"-?\d+(\.\d+)?(e-\d+)?")
 _FAILED = re.compile(r"^ *%(\w+) : .*\n *~+ <--- HERE", re.MULTILINE)
 
 
 class Gather(NamedTuple):
-    """Fills a register from an existing buffer."""
+    """Fills a register from the existing buffer of a slot."""
 
     register: int
+    slot: int
+    view: View
 
 
 class Review(NamedTuple):
@@ -66,10 +78,17 @@ class Write(NamedTuple):
 
 
 class Free(NamedTuple):
-    """Frees registers and the memory of slots."""
+    """Frees registers and the memory of slots.
+
+    Attributes:
+        registers: the registers.
+        slots: the slots whose memory a step allocated.
+        held: for each freed slot, its names (registers, and its memory) and its bytes.
+    """
 
     registers: tuple[int, ...]
     slots: tuple[int, ...]
+    held: tuple[tuple[tuple[str, ...], int], ...] = ()
 
 
 @dataclass(slots=True)
@@ -84,9 +103,10 @@ class Invoke:
         typed: params that become 0-dimensional tensors.
         device: where these tensors are; None: on the host.
         results: the register of each new result.
-        nbytes: size of these results.
-        trusted: for each result, whether it had the announced layout in the last check.
+        views: the announced layout of each new result.
+        trusted: for each result, what the last check found about its layout.
         zeros: the operator needs zeroed memory (see `fresh_memory`).
+        flags: the settings of CUDA's libraries that it asks for; None: it follows none of them.
     """
 
     call: LibraryCall
@@ -96,9 +116,10 @@ class Invoke:
     typed: dict[int, torch.dtype]
     device: torch.device | None = None
     results: tuple[int, ...] = ()
-    nbytes: int = 0
-    trusted: list[bool] = field(default_factory=list)
+    views: tuple[View, ...] = ()
+    trusted: list[Layout] = field(default_factory=list)
     zeros: bool = False
+    flags: tuple[str, ...] | None = None
 
 
 def has_fixed_layout(step: Invoke) -> bool:
@@ -140,8 +161,8 @@ class Segment:
 
     def __init__(self) -> None:
         self.steps: list[int] = []
-        self.calls = 0
-        self.nbytes = 0
+        #: Number of its calls; bytes that it keeps longer than its steps would.
+        self.calls = self.nbytes = 0
         self._lines: list[str] = []
         self._constants: dict[tuple[str, str], str] = {}
         self._names = 0
@@ -149,9 +170,18 @@ class Segment:
         self._operators: list[tuple[int, OpOverload | None]] = []
         self._inside: dict[str, None] = {}
         self._outside: dict[str, None] = {}
+        #: Arguments that have other values in each run, and those whose value is fixed, but cannot be written in the text.
         self._given: list[tuple[str, str, Fill]] = []
+        self._fixed_given: dict[tuple[str, str], tuple[str, Any]] = {}
         self._freed: set[str] = set()
         self._zeros = False
+        self._flags: tuple[str, ...] | None = None
+
+    def clashes(self, step: Trace) -> bool:
+        """Whether the step asks for other settings of CUDA's libraries than the steps before it."""
+        if not isinstance(step, Invoke) or step.flags is None or self._flags is None:
+            return False
+        return step.flags != self._flags
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
@@ -173,16 +203,15 @@ class Segment:
     def _add(self, step: Trace, at: int) -> None:
         if isinstance(step, Free):
             self._freed.update([*map(register_name, step.registers), *map(memory_name, step.slots)])
+            self.nbytes += sum([nbytes for names, nbytes in step.held if not self._inside.keys() >= {*names}])
         elif isinstance(step, Make):
             size, dtype, none = self._ints([-(-step.nbytes // step.dtype.itemsize)]), step.dtype, self._none()
-            device = step.device
-            where = none if device is None else self._give("Device", lambda r, p: device)
-            values = [size, self._give("int", lambda r, p: dtype), none, where, none]
+            where = none if step.device is None else self._give_fixed("Device", step.device)
+            values = [size, self._give_fixed("int", dtype), none, where, none]
             if step.zeroed:
                 self._define([memory_name(step.slot)], "zeros", values, at, None)
             else:
                 self._define([memory_name(step.slot)], "empty", [*values, none], at, None)
-            self.nbytes += step.nbytes
         elif isinstance(step, Review):
             view = step.view
             values = [self._value(step.source), self._ints(view.sizes), self._ints(view.strides)]
@@ -190,6 +219,8 @@ class Segment:
             self._define([register_name(step.register)], "as_strided", values, at, None)
         elif isinstance(step, Write):
             values = [self._value(register_name(r)) for r in step.registers] + [self._number(v) for v in step.values]
+            # all arguments: the interpreter has other operators with the first arguments of `copy_`
+            values += [self._number(a.default_value) for a in schema_of(step.op).arguments[len(values) :]]
             self._define([self._fresh()], step.op.overloadpacket.__name__, values, at, step.op)
         elif isinstance(step, Invoke):
             self._invoke(step, at)
@@ -200,9 +231,14 @@ class Segment:
         op, schema = step.call.op, schema_of(step.call.op)
         if not all(step.trusted) or torch.Tag.dynamic_output_shape in op.tags:
             raise SeparateStepError
+        if Layout.SAME_PLACES in step.trusted and not has_fixed_layout(step):
+            raise SeparateStepError
         given = {a.name: v for a, v in zip(schema.arguments, step.call.args, strict=False)} | dict(step.call.kwargs)
         values = [self._argument(given.get(a.name, _default(a)), str(a.type), step) for a in schema.arguments]
-        results, name = [register_name(r) for r in step.results], op.overloadpacket.__name__
+        name, restrided = op.overloadpacket.__name__, [k is Layout.SAME_PLACES for k in step.trusted]
+        results = [
+            self._fresh() if other else register_name(r) for r, other in zip(step.results, restrided, strict=False)
+        ]
         kinds = [str(r.type) for r in schema.returns]
         if kinds == ["List[Tensor]"] and results:
             parts = self._fresh()
@@ -214,8 +250,14 @@ class Segment:
             self._define(names, name, values, at, op)
         else:
             raise SeparateStepError
+        for k, other in enumerate(restrided):
+            if other:
+                view = step.views[k]
+                laid = [self._value(results[k]), self._ints(view.sizes), self._ints(view.strides), self._number(0)]
+                self._define([register_name(step.results[k])], "as_strided", laid, at, None)
+        if step.flags is not None:
+            self._flags = step.flags
         self.calls += 1
-        self.nbytes += step.nbytes
         self._zeros = self._zeros or step.zeros
 
     def _define(
@@ -252,6 +294,10 @@ class Segment:
         self._given.append((name, kind, fill))
         return "%" + name
 
+    def _give_fixed(self, kind: str, value: Any) -> str:
+        known = self._fixed_given.setdefault((kind, repr(value)), (self._fresh(), value))
+        return "%" + known[0]
+
     def _constant(self, kind: str, text: str) -> str:
         name = self._constants.get((kind, text))
         if name is None:
@@ -271,14 +317,14 @@ class Segment:
         text = repr(value)
         if math.isfinite(value) and _NUMBER.fullmatch(text):
             return self._constant("float", text)
-        return self._give("float", lambda r, p: value)
+        return self._give_fixed("float", value)
 
     def _ints(self, values: Sequence[Any]) -> str:
         if not all(type(v) is int for v in values):
             raise SeparateStepError
         if values:
             return self._constant("int[]", "[" + ", ".join([str(v) for v in values]) + "]")
-        return self._give("int[]", lambda r, p: [])
+        return self._give_fixed("int[]", [])
 
     def _argument(self, value: Attr, kind: str, step: Invoke) -> str:
         if kind.startswith("Optional["):
@@ -304,7 +350,7 @@ class Segment:
         if kind == "List[int]":
             return self._ints(value if isinstance(value, list) else [value])
         if kind == "int" and isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
-            return self._give("int", lambda r, p: value)
+            return self._give_fixed("int", value)
         if kind == "float":
             return self._number(float(value))
         if kind == "bool":
@@ -312,7 +358,7 @@ class Segment:
         if kind in ("int", "number", "Tensor"):  # an operator may take a number for a tensor, without rounding
             return self._number(value)
         if kind in ("Device", "str"):
-            return self._give(kind, lambda r, p: value)
+            return self._give_fixed(kind, value)
         raise SeparateStepError
 
     def _param(self, value: ParamRef, kind: str, step: Invoke) -> str:
@@ -335,8 +381,9 @@ class Segment:
             needed: tells whether a name is used after the segment.
         """
         outs = [n for n in self._inside if n not in self._freed and n[0] in "rb" and needed(n)]
-        outside = sorted(self._outside, key=lambda n: n[0] != "r")  # registers, then memory
+        outs, outside = [sorted(names, key=lambda n: n[0] != "r") for names in (outs, self._outside)]  # registers first
         head = [f"%{n} : Tensor" for n in outside] + [f"%{n} : {kind}" for n, kind, _ in self._given]
+        head += [f"%{n} : {kind}" for (kind, _), (n, _) in self._fixed_given.items()]
         constants = [
             f"  %{name} : {kind} = prim::Constant{f'[value={text}]' if text else ''}()"
             for (kind, text), name in self._constants.items()
@@ -354,30 +401,42 @@ class Segment:
         return self._step(function, outside, outs), []
 
     def _step(self, function: Callable[..., Any], outside: list[str], outs: list[str]) -> Callable[[Any], None]:
-        registers = [int(n[1:]) for n in outside if n[0] == "r"]
-        memory = [int(n[1:]) for n in outside if n[0] == "b"]
+        registers, memory = picker(_numbers(outside, "r")), picker(_numbers(outside, "b"))
+        takes_memory = outside and outside[-1][0] == "b"
         fills = [fill for _, _, fill in self._given]
-        into = [(n[0] == "r", int(n[1:])) for n in outs]
-        gone = [(n[0] == "r", int(n[1:])) for n in self._freed if n not in self._inside]
+        fixed = tuple([value for _, value in self._fixed_given.values()])
+        made, made_memory = _numbers(outs, "r"), _numbers(outs, "b")
+        gone = [n for n in self._freed if n not in self._inside]
+        gone_registers, gone_memory = _numbers(gone, "r"), _numbers(gone, "b")
         owner = self._owner
 
         def run(f: Any) -> None:
-            r, b, p = f.registers, f.bases, f.params
-            given = [r[i] for i in registers]
-            if memory:
-                given += [b[i] for i in memory]
-            if fills:
-                given += [fill(r, p) for fill in fills]
+            r = f.registers
             try:
-                found = function(*given)
+                if fills or takes_memory:
+                    p = f.params
+                    found = function(*registers(r), *memory(f.bases), *[fill(r, p) for fill in fills], *fixed)
+                else:
+                    found = function(*registers(r), *fixed)
             except Exception as e:  # later releases of PyTorch also raise TypeError
                 raise _failure(str(e), owner) from e
-            for (is_register, i), t in zip(into, found, strict=True):
-                (r if is_register else b)[i] = t
-            for is_register, i in gone:
-                (r if is_register else b)[i] = None
+            scatter(r, made, found)  # the memory comes after the registers
+            if gone_registers:
+                scatter(r, gone_registers, repeat(None))
+            if made_memory or gone_memory:
+                b = f.bases
+                for i, t in zip(made_memory, found[len(made) :], strict=True):
+                    b[i] = t
+                for i in gone_memory:
+                    b[i] = None
 
-        return on_zeros(run) if self._zeros else run
+        done = with_flags(run, self._flags) if self._flags else run
+        return on_zeros(done) if self._zeros else done
+
+
+def _numbers(names: Iterable[str], letter: str) -> list[int]:
+    """Return the numbers of the names of one kind."""
+    return [int(n[1:]) for n in names if n[0] == letter]
 
 
 def _default(argument: Any) -> Attr:
@@ -423,6 +482,8 @@ def compile_steps(
     stops: Collection[int] = (),
     within: range | None = None,
     alone: Collection[int] = (),
+    *,
+    on_gpu: bool = False,
 ) -> CompiledSteps | None:
     """Combine stretches of traced steps into segments.
 
@@ -433,13 +494,14 @@ def compile_steps(
         stops: steps that are not combined with earlier steps.
         within: the steps to use; None: all.
         alone: steps that are not combined.
+        on_gpu: whether the steps compute on a GPU.
 
     Returns:
         The steps with segments; None if segments save nothing.
     """
-    apart = set(alone)
+    apart, most = set(alone), BYTES_ON_GPU if on_gpu else BYTES
     for _ in range(8):
-        found = _compiled(traces, steps, needed_after, apart, stops, within or range(len(steps)))
+        found = _compiled(traces, steps, needed_after, apart, stops, within or range(len(steps)), most)
         if not isinstance(found, set):
             return found
         apart |= found
@@ -453,25 +515,32 @@ def _compiled(
     apart: set[int],
     stops: Collection[int],
     within: range,
+    most: int,
 ) -> CompiledSteps | set[int] | None:
-    """Do the same as `compile_steps`, with the steps in `apart` outside of all segments.
+    """Do the same as `compile_steps`, with the steps in `apart` outside of all segments, and at most `most` bytes held in each.
 
     Returns:
         The steps with segments; None if segments save nothing. A set: add these steps to `apart`, and try again.
     """
     segments: list[Segment | int] = []
     stopped = False
-    gathers: list[Callable[[Any], None]] = []
+    gathers: list[tuple[Gather, Callable[[Any], None]]] = []
     for at in within:
         pause()
         trace, step = traces[at], steps[at]
         stopped = stopped or at in stops
         if isinstance(trace, Gather):
-            gathers.append(step)
+            gathers.append((trace, step))
             continue
         if trace is not None and at not in apart:
             last = segments[-1] if segments else None
-            if not isinstance(last, Segment) or last.nbytes > BYTES or last.calls >= MOST_CALLS or stopped:
+            if (
+                not isinstance(last, Segment)
+                or last.nbytes > most
+                or last.calls >= MOST_CALLS
+                or stopped
+                or last.clashes(trace)
+            ):
                 segments.append(last := Segment())
                 stopped = False
             try:
@@ -499,4 +568,18 @@ def _compiled(
                 begins.append(at)
     if wrong:
         return wrong
-    return CompiledSteps(gathers, out, begins) if len(out) + len(gathers) < len(within) else None
+    if len(out) + len(gathers) == len(within):
+        return None
+    return CompiledSteps(gathered(gathers), out, begins)
+
+
+def gathered(gathers: Sequence[tuple[Gather, Callable[[Any], None]]]) -> list[Callable[[Any], None]]:
+    """Combine steps that fill registers from buffers, where each buffer keeps the tensor of its view from run to run."""
+    times = Counter([gather.slot for gather, _ in gathers])
+    alike = [gather.view.offset == 0 and times[gather.slot] == 1 for gather, _ in gathers]
+    if sum(alike) < GATHERED:
+        return [step for _, step in gathers]
+    together = [both for both, yes in zip(gathers, alike, strict=True) if yes]
+    found = [step for (_, step), yes in zip(gathers, alike, strict=True) if not yes]
+    registers, slots, views = zip(*[gather for gather, _ in together], strict=True)
+    return [*found, gathering(registers, slots, views, [step for _, step in together])]

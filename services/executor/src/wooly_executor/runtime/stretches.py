@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from wooly_wis.program import ParamKind
 from wooly_wis.verifier import ProgramFacts
 
+from wooly_executor.runtime.bindings import picker
 from wooly_executor.runtime.frame import Frame
 from wooly_executor.runtime.prepared import PreparedProgram
 from wooly_executor.runtime.replays import COPIED, Captured
@@ -25,6 +27,8 @@ WORTH = 4
 SMALL = 256 << 10
 #: Alignment in bytes of memory from torch's allocators. Kernels choose their loads by the alignment.
 ALIGNED = 64
+#: Maximum number of keys per stretch that are remembered.
+COUNTED = 512
 #: Number of new keys, in which an input has another address than in the run before, that make the input a moving one. Inputs
 #: with at least MOVED of them become moving ones at the same time. Keys are counted if at most RECENT runs lie between them: now
 #: and then, a run without graphs has other addresses.
@@ -34,6 +38,10 @@ MOVES, MOVED, RECENT = 4, 2, 8
 FREE_OF_WORK = (Gather, Free, Review)
 
 Key = tuple[Any, ...]
+#: Takes some elements of a list.
+Taking = Callable[[list[Any]], Sequence[Any]]
+#: Returns the address of a tensor. A key is made in each run, so no Python runs per address.
+_address = torch.Tensor.data_ptr
 
 
 @dataclass(slots=True)
@@ -53,11 +61,16 @@ class Stretch:
         runs: number of runs.
         seen: number of runs per key, by its hash and the number of its graphs; the last one was used last.
         captured: graphs by key; the last one was used last.
-        entered: the slots in use when the stretch begins, each with one of its names. Fixed ones come first.
+        entered: the slots in use when the stretch begins, each with one of its names. Fixed ones come first, and registers before
+            the memory of slots.
         fixed: number of slots whose addresses are in the key. The other slots are moving: they are copied before a replay.
         moves: for small slots, the number of recent changes of address, and the run of the last one.
         full: whether a capture has failed because there was no memory.
-        last: key of the last run.
+        last: the last keys of runs without a graph, by the addresses of their large slots. Each layer of a model runs the same
+            program on weights of its own, so the run before is that of another layer.
+        moving: the slots that are copied before a replay, each with one of its names.
+        take: returns the tensors of the fixed slots, from the registers and from the memory of slots.
+        whole: whether the program has nothing but this stretch.
     """
 
     begin: int
@@ -76,79 +89,111 @@ class Stretch:
     fixed: int = 0
     moves: dict[int, tuple[int, int]] = field(default_factory=dict)
     full: bool = False
-    last: Key = ()
+    last: OrderedDict[Key, Key] = field(default_factory=OrderedDict)
+    moving: list[tuple[int, int]] = field(default_factory=list)
+    take: tuple[Taking, Taking] = (tuple, tuple)
+    whole: bool = False
 
     @property
     def params(self) -> tuple[int, ...]:
         """The run's params that the stretch uses."""
         return self.floats + self.others
 
-    @property
-    def moving(self) -> list[int]:
-        """The slots that are copied before a replay."""
-        return [slot for slot, _ in (self.entered or ())[self.fixed :]]
-
     def key(self, frame: Frame) -> Key:
         """Return everything that a graph depends on: addresses, alignments, and the type and value of each param.
 
         All names of a slot show the same storage, in layouts that do not change. So one address per slot is enough.
         """
-        entered = self.entered
-        if entered is None:
-            entered = self._enter(frame)
-        registers, bases, params, fixed = frame.registers, frame.bases, frame.params, self.fixed
+        if self.entered is None:
+            self._enter(frame)
+        registers, bases, params = frame.registers, frame.bases, frame.params
+        in_registers, in_bases = self.take
         try:
-            places = [(registers[k] if k >= 0 else bases[~k]).data_ptr() for _, k in entered]
-        except AttributeError:  # another slot is empty than in the runs before
+            places: Key = (*map(_address, in_registers(registers)), *map(_address, in_bases(bases)))
+            if self.moving:
+                found = [registers[k] if k >= 0 else bases[~k] for _, k in self.moving]
+                places += tuple([t.data_ptr() % ALIGNED for t in found])
+        except (AttributeError, TypeError):  # another slot is empty than in the runs before
             self.entered = None
             self.reset()
             return self.key(frame)
-        if fixed < len(places):
-            places[fixed:] = [place % ALIGNED for place in places[fixed:]]
+        if not self.others and not self.floats:
+            return places
         others = [params[k] for k in self.others]
         # equal floats may differ in bits: 0.0 and -0.0
         return (*places, array("d", [params[k] for k in self.floats]).tobytes(), *others, *map(type, others))
 
-    def _enter(self, frame: Frame) -> list[tuple[int, int]]:
+    def _enter(self, frame: Frame) -> None:
         registers, bases = frame.registers, frame.bases
-        self.entered = []
+        entered = []
         for slot, names in self.names.items():
             held = [k for k in names if (registers[k] if k >= 0 else bases[~k]) is not None]
             if held:
-                self.entered.append((slot, held[0]))
-        self.fixed = len(self.entered)
-        return self.entered
+                entered.append((slot, held[0]))
+        self._order(entered, [])
+
+    def _order(self, fixed: list[tuple[int, int]], moving: list[tuple[int, int]]) -> None:
+        """Set the slots whose addresses are in the key, and the moving ones."""
+        fixed, self.moving = [sorted(entries, key=lambda entry: entry[1] < 0) for entries in (fixed, moving)]
+        self.entered, self.fixed = [*fixed, *self.moving], len(fixed)
+        self.take = picker([k for _, k in fixed if k >= 0]), picker([~k for _, k in fixed if k < 0])
 
     def moved(self, key: Key) -> bool:
         """Note the addresses of a new key. Returns whether slots become moving ones, so that keys change."""
-        if not self.last:
+        before = self.last.get(self._large(key))
+        if before is None:
             return False
         entered, moves = self.entered or [], self.moves
-        for (slot, _), before, now in zip(entered[: self.fixed], self.last, key, strict=False):
-            if before != now and slot in self.small:
+        for (slot, _), then, now in zip(entered[: self.fixed], before, key, strict=False):
+            if then != now and slot in self.small:
                 times, run = moves.get(slot, (0, self.runs))
                 moves[slot] = (times + 1 if self.runs - run <= RECENT else 1), self.runs
         if not any(times >= MOVES for times, _ in moves.values()):
             return False
         now_moving = {slot for slot, (times, _) in moves.items() if times >= MOVED}
         stay = [entry for entry in entered[: self.fixed] if entry[0] not in now_moving]
-        self.entered = [*stay, *[entry for entry in entered if entry not in stay]]
-        self.fixed = len(stay)
+        self._order(stay, [entry for entry in entered if entry not in stay])
         self.reset()
         return True
+
+    def missed(self, key: Key) -> None:
+        """Remember the key of a run without a graph."""
+        large = self._large(key)
+        self.last[large] = key
+        self.last.move_to_end(large)
+        if len(self.last) > COUNTED:
+            self.last.popitem(last=False)
+
+    def _large(self, key: Key) -> Key:
+        """Return the addresses of the slots that cannot become moving ones."""
+        entered = self.entered or []
+        return tuple(
+            [now for (slot, _), now in zip(entered[: self.fixed], key, strict=False) if slot not in self.small]
+        )
 
     def reset(self) -> None:
         """Forget all keys and graphs, because keys have another form from now on."""
         self.seen.clear()
         self.captured.clear()
-        self.moves, self.last = {}, ()
+        self.last.clear()
+        self.moves = {}
 
-    def changed_to(self, key: Key, known: set[int]) -> bool:
-        """Whether this key differs from that of the last run only in addresses that are in `known`."""
-        last, fixed = self.last, self.fixed
-        if len(last) != len(key) or last[fixed:] != key[fixed:]:
+    def family(self, key: Key, lent: set[int]) -> Key:
+        """Return what a key has in common with the keys of runs on the same weights: all but the addresses in `lent`."""
+        fixed = self.fixed
+        return (*[0 if place in lent else place for place in key[:fixed]], *key[fixed:])
+
+    def changed_to(self, key: Key, lent: set[int]) -> bool:
+        """Whether this key differs from that of an earlier run only in addresses that are lent."""
+        fixed = self.fixed
+        if lent.isdisjoint(key[:fixed]):
             return False
-        return all(now in known for before, now in zip(last[:fixed], key, strict=False) if before != now)
+        for last in self.last.values():
+            if len(last) == len(key) and last[fixed:] == key[fixed:]:
+                differing = [now for then, now in zip(last[:fixed], key, strict=False) if then != now]
+                if lent.issuperset(differing):
+                    return True
+        return False
 
 
 def split(prepared: PreparedProgram, begin: int, end: int, most: int) -> list[Stretch]:
@@ -180,6 +225,7 @@ def split(prepared: PreparedProgram, begin: int, end: int, most: int) -> list[St
                 {slot: spans[slot] for slot in near if slot not in slots and 0 < spans.get(slot, 0) <= SMALL},
                 any(facts.slot_freed[slot] or (facts.slot_alloc[slot] or 0) > COPIED for slot in results),
                 nbytes,
+                whole=(first, last) == (0, len(prepared.hot)),
             )
         )
 

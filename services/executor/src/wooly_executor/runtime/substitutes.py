@@ -12,11 +12,10 @@ from wooly_wis.program import Form
 
 from wooly_executor.runtime import gpu_bags, gpu_lstm, gpu_norms
 from wooly_executor.runtime.gpu_absent import ABSENT, on_host
-from wooly_executor.runtime.gpu_attention import attention, attention_backward
+from wooly_executor.runtime.gpu_attention import Attention, attention_backward
 from wooly_executor.runtime.torch_private import OpOverload
 
 _DONE_BY: dict[str, Callable[..., Any]] = {
-    "aten._scaled_dot_product_flash_attention_for_cpu.default": attention,
     "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": attention_backward,
     "aten.mkldnn_rnn_layer.default": gpu_lstm.layer,
     "aten.mkldnn_rnn_layer_backward.default": gpu_lstm.layer_backward,
@@ -28,6 +27,8 @@ _DONE_BY: dict[str, Callable[..., Any]] = {
     "aten._embedding_bag_dense_backward.default": gpu_bags.dense_backward,
     "aten._embedding_bag_per_sample_weights_backward.default": gpu_bags.weights_backward,
 }
+#: Each instruction has an `Attention` of its own.
+_ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu.default"
 #: Substitutes that are needed for half precision only.
 _HALVES_DONE_BY: dict[str, Callable[..., Any]] = {
     "aten.native_layer_norm.default": gpu_norms.layer_norm,
@@ -52,4 +53,4 @@ def substitute(op: OpOverload, form: Form | None = None) -> Callable[..., Any] |
     if name in _HALVES_DONE_BY and form is not None:
         halves = any(o.view is not None and o.view.dtype in _HALVES for o in form.operands)
         return _HALVES_DONE_BY[name] if halves else None
-    return _DONE_BY.get(name)
+    return Attention() if name == _ATTENTION and name not in _DONE_BY else _DONE_BY.get(name)

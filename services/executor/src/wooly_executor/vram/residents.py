@@ -75,6 +75,7 @@ class Residents:
             and holdings.job is None
             and session.finish_upload is None
             and (launch is None or launch.session != session.id)
+            and self._dispatch.going != session.id
             and (holdings.idle_since is not None or bool(flow.inbox.frames) or flow.aside is not None)
         )
 

@@ -251,6 +251,11 @@ class Vram:
             self.ledger.unreserve(session.holdings.account, frame.reserved)
             frame.need = frame.reserved = 0
 
+    @property
+    def preempting(self) -> bool:
+        """Whether a request may get its memory when some session is between two programs."""
+        return self._waiting.preempting
+
     def run_ended(self) -> None:
         """Note that a run has ended, before the core decides the next launch: its session may be preempted now."""
         if self._waiting.preempting:
