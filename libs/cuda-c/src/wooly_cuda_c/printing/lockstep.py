@@ -3,8 +3,9 @@
 If all accesses of a piece of code are to addresses that grow evenly, then the first and last threads tell whether all of them are
 within bounds. The loop over the threads then needs no checks, and compilers can vectorize it. The same holds for comparisons.
 
-A number of 32 bits may wrap on its way to an address, so the conditions here also compare the exact growth with the difference
-of the computed numbers at the corners of the block.
+A number may wrap on its way to an address, so that it grows evenly at the corners of the block and is anything between them. So
+the conditions here also say that each growth is less than `LARGEST`, and that the computed numbers at the corners differ by the
+exact growth. Growths are computed modulo 2^64, as `w_u64`: what wraps on the way to a growth is found by its size.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ POSITION: Final = ("\x10", "\x11", "\x12")
 TRUE, FALSE, THEN, END = "\x01", "\x03", "\x04", "\x02"
 #: Marks an access that is within bounds under an assumption.
 COVERED: Final = "/*c{}*/"
+#: Maximum growth from a thread to the next one. With 1,024 threads along three dimensions, numbers grow by less than 2^48 in all.
+LARGEST: Final = 1 << 36
 #: Maximum length of a text that is repeated per corner.
 MAX_TEXT: Final = 2000
 _NOT: Final = {"<": ">=", ">=": "<", ">": "<=", "<=": ">", "==": "!=", "!=": "=="}
@@ -73,11 +76,30 @@ def exact(value: Linear, block: Sequence[int]) -> tuple[str, ...]:
     if value.slopes == _FLAT:
         return value.checks
     first, *others = corners(block, value)
-    found = list(value.checks)
+    found = [*value.checks, *_slow(value, block)]
     for corner in others:
-        grown = " + ".join([f"(w_i64)({s}) * {k}" for s, k in zip(value.slopes, corner, strict=True) if s and k])
-        found.append(f"(w_i64){at(value.text, corner)} - (w_i64){at(value.text, first)} == {grown}")
+        grown = " + ".join([f"(w_u64)({s}) * {k}u" for s, k in zip(value.slopes, corner, strict=True) if s and k])
+        ends = [f"(w_u64)(w_i64){at(value.text, where)}" for where in (corner, first)]
+        found.append(f"{ends[0]} - {ends[1]} == {grown}")
     return tuple(dict.fromkeys(found))
+
+
+def _slow(value: Linear, block: Sequence[int]) -> Iterator[str]:
+    """Yield the conditions under which a number grows by at most `LARGEST` from a thread to the next one."""
+    for slope, n in zip(value.slopes, block, strict=True):
+        if n > 1 and slope and not (_NUMBER.fullmatch(slope) and abs(int(slope)) <= LARGEST):
+            yield f"(w_u64)({slope}) + (w_u64){LARGEST} <= (w_u64){2 * LARGEST}"
+
+
+def _ordered(kind: Scalar, value: Linear, block: Sequence[int]) -> Iterator[str]:
+    """Yield the conditions under which a number of 64 bits does not wrap between the corners, so that its order is theirs.
+
+    Numbers of 32 bits need none: `exact` compares them in 64 bits.
+    """
+    if kind.size < 8 or value.slopes == _FLAT:
+        return
+    for text in [f"(w_u64){at(value.text, corner)}" for corner in corners(block, value)]:
+        yield f"{text} + (w_u64){1 << 62} < (w_u64){1 << 63}u" if kind.signed else f"{text} < (w_u64){1 << 63}u"
 
 
 def combined(op: str, kind: Scalar, a: Value, b: Value, block: Sequence[int]) -> tuple[Linear | None, str, str]:
@@ -89,7 +111,7 @@ def combined(op: str, kind: Scalar, a: Value, b: Value, block: Sequence[int]) ->
     if op in COMPARISONS:
         if op in ("==", "!=") and not flat:
             return None, "", ""
-        checks = (*exact(x, block), *exact(y, block))
+        checks = (*exact(x, block), *exact(y, block), *_ordered(kind, x, block), *_ordered(kind, y, block))
         every = list(corners(block, x, y))
         always, never = [
             " && ".join([*checks, *[f"{at(x.text, c)} {sign} {at(y.text, c)}" for c in every]])
@@ -104,12 +126,8 @@ def combined(op: str, kind: Scalar, a: Value, b: Value, block: Sequence[int]) ->
         slopes = tuple([_sum(s, t, op) for s, t in zip(x.slopes, y.slopes, strict=True)])
     elif op == "*" and _FLAT in (x.slopes, y.slopes):
         grows, still = (x, y) if y.slopes == _FLAT else (y, x)
-        if any(
-            len(s) > 8 for s in grows.slopes
-        ):  # of the product of several numbers, the growth may not fit into 64 bits
-            return None, "", ""
         by = a.const if grows is y else b.const
-        slopes = tuple([_times(s, f"(w_i64)({still.text})", by) for s in grows.slopes])
+        slopes = tuple([_times(s, f"(w_u64)(w_i64)({still.text})", by) for s in grows.slopes])
     else:
         return None, "", ""
     return Linear(text, slopes, checks), "", ""  # type: ignore[arg-type]
@@ -127,7 +145,7 @@ def _times(a: str, b: str, known: float | int | None) -> str:
     """Return a growth times a number in C, whose value may be known."""
     if a and known is not None and _NUMBER.fullmatch(a):
         return str(int(a) * int(known))
-    return a and f"(w_i64)({a}) * {b}"
+    return a and f"(w_u64)({a}) * {b}"
 
 
 def converted(value: Value, kind: Scalar, block: Sequence[int]) -> Linear | None:
@@ -153,9 +171,10 @@ def moved(pointer: Value, by: Value, text: str, size: int, back: bool, block: Se
 def within(pointer: Linear, block: Sequence[int]) -> tuple[str, ...]:
     """Return the conditions under which all threads access memory within bounds.
 
-    Addresses grow by less than 2^46 bytes in all, so that between corners within bounds all are within bounds.
+    Addresses grow by less than 2^48 bytes in all, so that between corners within bounds all are within bounds.
     """
-    return (*pointer.checks, *[f"({t}).at < ({t}).n" for t in [at(pointer.text, c) for c in corners(block, pointer)]])
+    bounds = [f"({t}).at < ({t}).n" for t in [at(pointer.text, c) for c in corners(block, pointer)]]
+    return (*pointer.checks, *_slow(pointer, block), *bounds)
 
 
 def unchecked(text: str) -> tuple[str, set[int]]:

@@ -13,7 +13,7 @@ class Linear:
 
     Attributes:
         text: text that computes it, with marks for the position; it reads nothing that changes while threads run it.
-        slopes: growth along x, y and z, a `w_i64`; empty: no growth.
+        slopes: growth along x, y and z, modulo 2^64; empty: no growth.
         checks: conditions under which no number that it is made of has wrapped.
     """
 
