@@ -153,6 +153,56 @@ def test_access_by_one_thread_out_of_bounds_is_reported(launch):
             assert (whole[1][:GUARD] == 7).all() and (whole[1][-GUARD:] == 7).all()
 
 
+def inverse(n, bits):
+    """The number that n times is 1 more than a multiple of a power of two, as a signed number."""
+    found = pow(n, -1, 1 << bits)
+    return found - (1 << 64) if found >= 1 << 63 else found
+
+
+@pytest.mark.parametrize(
+    ("index", "block", "stride"),
+    [
+        ("threadIdx.x * (unsigned long long)s", LINE, inverse(63, 62)),
+        ("threadIdx.x * s", LINE, inverse(63, 62)),
+        ("500 - threadIdx.x * s", LINE, inverse(63, 62)),
+        ("threadIdx.x * (s / 2) * 2", LINE, 2 * inverse(63, 61)),
+        ("(unsigned)(threadIdx.x * s)", LINE, inverse(63, 64)),
+        ("(int)(threadIdx.x * s)", LINE, inverse(63, 64)),
+        ("threadIdx.x + threadIdx.y * s", PLANE, inverse(7, 62)),
+        ("threadIdx.x * s + threadIdx.y", PLANE, inverse(15, 62)),
+    ],
+)
+@pytest.mark.parametrize("access", ["y[{}] = 1.f;", "y[0] = y[{}];", "y[{}] += 1.f;", "float* q = y + ({}); *q = 1.f;"])
+def test_stride_that_wraps_between_the_corners_of_a_block_is_reported(launch, index, block, stride, access):
+    """The first and the last thread are within bounds, the threads between them are not."""
+    text = f'extern "C" __global__ void f(float* y, long long s) {{ {access.format(index)} }}'
+    reports = []
+    for together in (True, False):
+        y = np.zeros(2 * GUARD + SIZE, np.float32)
+        reports.append(launch(text, (y[GUARD:-GUARD], stride), (1, 1, 1), block, together)[0])
+        assert not y[:GUARD].any() and not y[-GUARD:].any()
+    assert reports[0] == reports[1] != 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "first", "end"),
+    [("unsigned long long", -100, -50), ("long long", (1 << 63) - 100, (1 << 63) - 50), ("unsigned", -100, -50)],
+)
+def test_comparison_of_numbers_that_wrap_between_the_corners_of_a_block_is_that_of_each_thread(
+    launch, kind, first, end
+):
+    text = (
+        f'extern "C" __global__ void f(int* y, long long a, long long b) {{ {kind} i = ({kind})a + ({kind})(threadIdx.x * 2);'
+        f" y[threadIdx.x] = i < ({kind})b ? 1 : 2; }}"
+    )
+    found = []
+    for together in (True, False):
+        y = np.zeros(64, np.int32)
+        assert launch(text, (y, first, end), (1, 1, 1), LINE, together)[0] == 0
+        found.append(y.tolist())
+    assert found[0] == found[1] and len(set(found[0])) == 2
+
+
 def test_loops_over_threads_of_even_accesses_have_no_checks():
     text = translate(
         f"__global__ void f({PARAMS}) {{ {BODIES['loop with strides of the grid'][0]} }}",
