@@ -219,6 +219,7 @@ class Dispatch:
         self.going = ""
         if stopped is not None:
             undone += self._put_back(launch.session, *stopped)
+        self._pieces, self._batch = [], None  # a session that has ended must not stay
         # counted from the end: the journal may have begun within the frames, so the core may count from a later kernel
         last = launch.last - undone if undone else -1
         self._feed(LaunchDoneEvent(self._clock(), launch.launch, gpu_ns, core_ns, last))

@@ -175,6 +175,9 @@ class RecordingLink:
     def end(self, error: WoolyError) -> None:
         """Do nothing: there is no connection."""
 
+    def await_collectives(self) -> None:
+        """Do nothing: there is no connection."""
+
     def close(self) -> None:
         """Do nothing: there is no connection."""
 
