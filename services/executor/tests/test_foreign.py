@@ -287,12 +287,12 @@ def test_foreign_kernel_on_several_cores_is_billed_for_all_cores(make_device, ru
     assert one.gpu_ns * 0.99 <= one.core_ns <= one.gpu_ns * 1.01 + 20e6
     cores = runtime._open()[1].threads  # PoCL determines the number of cores when this process first uses it
     for client in clients[1:]:
-        launch(client, 1 << 19, 2)
+        launch(client, 1 << 19, 10)
     # A session that has been idle for `IDLE_NS` has a record of its memory.
     found = [t for t in device.call(device.loop.take_usage) if t.gpu_ns]
     busy = device.call(lambda: device.loop.busy.total_ns) - busy
     assert sorted(t.session_id for t in found) == ["b", "c"] and sum(t.gpu_ns for t in found) == busy
-    assert sum(t.core_ns for t in found) == pytest.approx(busy * cores, rel=0.01)
+    assert busy * cores * 0.99 <= sum(t.core_ns for t in found) <= busy * cores * 1.01 + 20e6
 
 
 def test_foreign_waiting_for_compile_does_not_block_other_sessions(make_device, make_runtime, tmp_path, wis):
