@@ -123,6 +123,7 @@ def _through(
         *verdict.scripts(load.runs, faults, references.of),
         *verdict.jobs(load.jobs, load.expected),
         *verdict.ledger(reported, *evidence.ledger(installation.databases["metering"])),
+        verdict.quarantine(evidence.quarantined(installation.databases["metering"])),
         *verdict.streams(streams, queues),
     ]
     return rows, faults

@@ -82,3 +82,12 @@ def ledger(url: str) -> tuple[Records, frozenset[str]]:
     engine.dispose()
     booked = {(r[0], int(r[1]), int(r[2])): (str(r[3]), int(r[4]), int(r[5])) for r in rows if not r[6]}
     return booked, frozenset([str(r[3]) for r in rows if r[6]])
+
+
+def quarantined(url: str) -> tuple[str, ...]:
+    """Return what metering put into quarantine, and why."""
+    engine = create_engine(url)
+    with engine.connect() as connection:
+        rows = connection.execute(text("SELECT source, batch, item, reason FROM quarantine ORDER BY id")).all()
+    engine.dispose()
+    return tuple([f"{source} {batch} {item}: {reason}" for source, batch, item, reason in rows])

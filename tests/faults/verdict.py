@@ -145,6 +145,11 @@ def ledger(reported: Records, booked: Records, by_journal: Collection[str]) -> l
     ]
 
 
+def quarantine(found: Sequence[str]) -> Row:
+    """Report what metering put into quarantine. A record that is not booked should be there, with its reason."""
+    return Row("records in quarantine", str(len(found)), None, tuple(found))
+
+
 def processes(ends: Mapping[str, Sequence[tuple[float, int]]], left: Sequence[str]) -> list[Row]:
     """Report processes that ended without a fault, and processes that were left behind."""
     told = tuple(f"{name} at {at:.0f} s with status {code}" for name, found in ends.items() for at, code in found)
