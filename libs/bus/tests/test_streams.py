@@ -8,6 +8,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+from wooly_bus import stream_reader
 from wooly_bus.app import ServiceApp
 from wooly_bus.artifacts import ArtifactStore
 from wooly_bus.blobs import BlobStore
@@ -36,6 +37,37 @@ async def test_streams_too_many_replicas_are_refused_with_remedy(nats_server, mo
         monkeypatch.setenv("WOOLY_NATS_REPLICAS", "1")
         await ensure_stream(js, COPIES)
         assert (await js.stream_info("COPIES")).config.num_replicas == 1
+
+
+@pytest.mark.parametrize("lost", [range(1), range(3), range(2, 4), range(5, 6)], ids=str)
+async def test_stream_is_read_whole_although_messages_are_lost_on_their_way(nats_server, monkeypatch, lost):
+    """As if the connection had broken between the server and the reader. The last message is found without another one."""
+    monkeypatch.setattr(stream_reader, "LOOK_S", 0.2)
+    real, seen = stream_reader._fetch, []
+
+    async def fetch(subscription, poll_s):
+        messages = await real(subscription, poll_s)
+        seen.extend(messages)
+        begin = len(seen) - len(messages)
+        return [m for k, m in enumerate(messages, begin) if k not in lost]
+
+    monkeypatch.setattr(stream_reader, "_fetch", fetch)
+    monkeypatch.setattr(stream_reader, "BATCH", 2)
+    app = ServiceApp("test", nats_server)
+    async with app.running():
+        js = app.jetstream()
+        await ensure_stream(js, COPIES)
+        for k in range(6):
+            await js.publish("copies.x", str(k).encode())
+        found = []
+        async with contextlib.aclosing(stream_reader.read_stream(js, COPIES, poll_s=0.1)) as reading:
+            async with asyncio.timeout(30):
+                async for kept in reading:
+                    if kept is not None:
+                        found.append(kept.data)
+                    if len(found) == 6:
+                        break
+        assert found == [str(k).encode() for k in range(6)]
 
 
 def free_ports(n):

@@ -1,4 +1,8 @@
-"""Reads a JetStream stream in order from a sequence number, without end. It continues after NATS was unreachable."""
+"""Reads a JetStream stream in order from a sequence number, without end. It continues after NATS was unreachable.
+
+Messages on their way to a connection that breaks count as delivered and do not come again. So the consumer's own numbers are
+compared: if one is missing, another consumer begins behind the last message that has come.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +25,8 @@ log = logging.getLogger("wooly.bus")
 BATCH = 64
 #: Seconds between two attempts to read a stream that cannot be read.
 RETRY_S = 1.0
+#: Seconds without messages after which to ask whether some were delivered that have not come.
+LOOK_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +77,28 @@ async def read_stream(
                 mem_storage=True,
             )
             subscription = await js.pull_subscribe(event.pattern, stream=stream, config=config)
-            last_error = ""
+            last_error, delivered, idle_s = "", 0, 0.0
             try:
                 while True:
                     messages = await _fetch(subscription, poll_s)
+                    idle_s = 0.0 if messages else idle_s + poll_s
+                    if idle_s > LOOK_S:
+                        idle_s = 0.0
+                        if await _delivered(subscription) != delivered:
+                            break
                     for message in messages:
+                        if message.metadata.sequence.consumer != delivered + 1:
+                            break
+                        delivered += 1
                         kept = _kept(event, message)
                         first = kept.sequence + 1
                         yield kept
-                    if not messages:
-                        yield None
+                    else:
+                        if not messages:
+                            yield None
+                        continue
+                    break
+                log.info("messages of stream %s were lost on their way; they are read again", stream)
             finally:
                 await _leave(subscription)
         except (nats.errors.Error, JetStreamError, OSError) as e:
@@ -97,6 +115,11 @@ async def _fetch(subscription: JetStreamContext.PullSubscription, poll_s: float)
         return await subscription.fetch(BATCH, timeout=poll_s)
     except (TimeoutError, nats.errors.TimeoutError):
         return []
+
+
+async def _delivered(subscription: JetStreamContext.PullSubscription) -> int:
+    info = await subscription.consumer_info()
+    return 0 if info.delivered is None else info.delivered.consumer_seq
 
 
 async def _leave(subscription: JetStreamContext.PullSubscription) -> None:
