@@ -43,22 +43,31 @@ def network():
     return nn.Sequential(*layers).to("cuda")
 
 
-def training(seconds, told=lambda step: None):
-    """Train for some seconds. Returns the time of each step, in seconds."""
+def step_of(model):
+    """A function that does one training step of a model, and returns its time in seconds."""
     import torch
 
-    model = network()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
     x = torch.randn(32, 1024, device="cuda")
-    times, until = [], time.monotonic() + seconds
-    while time.monotonic() < until:
+
+    def step():
         begun = time.perf_counter()
         loss = (model(x) - x).square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         loss.item()
-        times.append(time.perf_counter() - begun)
+        return time.perf_counter() - begun
+
+    return step
+
+
+def training(seconds, told=lambda step: None):
+    """Train for some seconds. Returns the time of each step, in seconds."""
+    step = step_of(network())
+    times, until = [], time.monotonic() + seconds
+    while time.monotonic() < until:
+        times.append(step())
         told(len(times))
     return times[10:]
 
@@ -84,21 +93,13 @@ def child_ranks(seconds, lost=""):
     rank = int(os.environ["RANK"])
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
-    model = nn.parallel.DistributedDataParallel(network(), device_ids=[rank])
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
-    x = torch.randn(32, 1024, device="cuda")
+    train = step_of(nn.parallel.DistributedDataParallel(network(), device_ids=[rank]))
     steps = max(60, int(float(seconds) / 0.1))  # the same in all ranks
     times = []
     for step in range(steps):
         if lost and rank and step == steps // 2:
             os.kill(int(Path(os.environ["PIDS"], api._attached.parts[0].executor_id).read_text()), signal.SIGKILL)
-        begun = time.perf_counter()
-        loss = (model(x) - x).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        loss.item()
-        times.append(time.perf_counter() - begun)
+        times.append(train())
     dist.destroy_process_group()
     return None if rank else (statistics.median(times[10:]), max(times[10:]))
 

@@ -184,6 +184,38 @@ def test_stride_that_wraps_between_the_corners_of_a_block_is_reported(launch, in
     assert reports[0] == reports[1] != 0
 
 
+#: Bodies whose first and last accesses may look even, with the number that they get.
+HOSTILE = {
+    "address of a parameter": ("int* q = &n; *q = (int)threadIdx.x * 100000000; y[n] = 1.f;", 0),
+    "reference to a parameter": ("int& q = n; q = (int)threadIdx.x * 100000000; y[n] = 1.f;", 0),
+    "address of a variable": (
+        "int i = threadIdx.x; int* q = &i; *q = n + (int)threadIdx.x * 100000000; y[i] = 1.f;",
+        0,
+    ),
+    "pointer that moves in a loop": (
+        "for (int i = threadIdx.x; i < 1000000000; i += 64) { y += 100000000; y[i] = 1.f; }",
+        0,
+    ),
+    "variable that one thread changes": ("int i = threadIdx.x; if (threadIdx.x == 7) i = 2000000000; y[i] = 1.f;", 0),
+    "shadowed variable": ("int i = threadIdx.x; { int i = threadIdx.x * 200000000; y[i] = 1.f; } y[i] = 1.f;", 0),
+    "changed variable": ("int i = threadIdx.x; i *= n; i += 3; y[i] = 1.f;", 40000000),
+    "below the buffer": ("y[(int)threadIdx.x - n] = 1.f;", 40),
+    "shift": ("y[threadIdx.x << n] = 1.f;", 26),
+    "narrow number": ("short i = (short)(threadIdx.x * n); y[i] = 1.f;", 1000),
+    "product of wide numbers": ("long long a = n; y[threadIdx.x * a * a * a] = 1.f;", 3000000),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_uneven_access_out_of_bounds_is_reported(launch, name):
+    body, n = HOSTILE[name]
+    for together in (True, False):
+        y = np.zeros(2 * GUARD + SIZE, np.float32)
+        text = f'extern "C" __global__ void f(float* y, int n) {{ {body} }}'
+        assert launch(text, (y[GUARD:-GUARD], n), (1, 1, 1), LINE, together)[0] == 2
+        assert not y[:GUARD].any() and not y[-GUARD:].any()
+
+
 @pytest.mark.parametrize(
     ("kind", "first", "end"),
     [("unsigned long long", -100, -50), ("long long", (1 << 63) - 100, (1 << 63) - 50), ("unsigned", -100, -50)],

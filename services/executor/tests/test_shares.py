@@ -64,7 +64,7 @@ def _laid(buffer, sizes):
 
 
 def memory(calls):
-    """The bytes of each rank: what it reads, and what it writes."""
+    """Random inputs and zeroed outputs of each rank."""
     generator = torch.Generator().manual_seed(1)
     sizes = [[sum(r.elements for r in ranges) for ranges in (c.reads, c.writes)] for c in calls]
     return [(torch.randn(reads, generator=generator), torch.zeros(writes)) for reads, writes in sizes]

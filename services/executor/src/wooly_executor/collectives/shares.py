@@ -1,10 +1,12 @@
 """Divides the collectives of a group among the executors that have its ranks. Pure: no clock, no I/O, no buffers.
 
-Each executor carries a *share* of a collective, as a collective of its own in a group of its own (`share_of`). A share has all
-ranks, and the frames of all ranks are divided alike, by what they have in common. What belongs to a rank goes to its executor:
-the part that it gets (`reduce_scatter`, `all_to_all`, `scatter`, `gather`, receives) or gives to all (`all_gather`). What belongs
-to no rank (`all_reduce`, `reduce`, `broadcast`) is cut into equal slices. So each byte travels between executors as often as it
-must, and no executor carries more than the others.
+Each executor carries a *share* of a collective. A share is a smaller collective of all ranks, in a group of its own (`share_of`).
+The executor of a rank carries the part that this rank gets (`reduce_scatter`, `all_to_all`, `scatter`, `gather`, receives) or
+gives to all others (`all_gather`). Parts that all ranks get (`all_reduce`, `reduce`, `broadcast`) are cut into one slice per
+executor. So no byte passes an executor that neither has it nor needs it, except in the slices.
+
+Each executor divides the frames of its own ranks. It looks only at what is equal in the frames of all ranks, such as the kind and
+the size, so all executors divide a collective in the same way.
 
 Small collectives are not divided: their first executor carries them, in one exchange of messages. It takes part in every divided
 collective, if only with empty ranges, because there the ranks' frames are compared.

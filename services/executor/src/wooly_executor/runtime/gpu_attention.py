@@ -209,6 +209,10 @@ def attention_backward(
     return grad_query, _summed(grad_key, key.shape[1]), _summed(grad_value, key.shape[1])
 
 
+#: The function writes every element of its results, so it needs no zeroed memory (see `fresh_memory`).
+attention_backward.writes_all = True  # type: ignore[attr-defined]
+
+
 class Attention:
     """`attention` for one instruction. Its operands have the same views in each run, so how to compute it is decided once."""
 
@@ -293,10 +297,6 @@ def _direct(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, mask: Te
         return made[0], made[1]
 
     return flash
-
-
-#: The function writes every element of its results, so it needs no zeroed memory (see `fresh_memory`).
-attention_backward.writes_all = True  # type: ignore[attr-defined]
 
 
 def _way(tensors: tuple[Tensor, ...], dropout_p: float, is_causal: bool, mask: Tensor | None) -> Way:

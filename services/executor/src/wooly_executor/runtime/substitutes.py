@@ -53,4 +53,4 @@ def substitute(op: OpOverload, form: Form | None = None) -> Callable[..., Any] |
     if name in _HALVES_DONE_BY and form is not None:
         halves = any(o.view is not None and o.view.dtype in _HALVES for o in form.operands)
         return _HALVES_DONE_BY[name] if halves else None
-    return Attention() if name == _ATTENTION and name not in _DONE_BY else _DONE_BY.get(name)
+    return Attention() if name == _ATTENTION else _DONE_BY.get(name)
