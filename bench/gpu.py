@@ -37,10 +37,13 @@ SECTIONS = (
     "train_compiled",
     "two",
     "priority",
+    "swap",
 )
 TOKEN, EXECUTOR = "bench", "bench"
 #: Number of warm-up runs of each kind of work. Afterwards, programs have their final form and their graphs.
-WARM = {"prefill": 12, "compiled": 40, "decode": 3, "replay": 3, "train": 16, "train_compiled": 40}
+WARM = {"prefill": 12, "compiled": 40, "decode": 3, "replay": 3, "train": 16, "train_compiled": 40, "resident": 1}
+#: Tensors of each of two sessions that take turns on a device that has room for one, and their bytes; with `--fake`, a 64th.
+BLOCKS, BLOCK = 24, 1 << 28
 #: Shapes: hidden size, layers, heads, key-value heads, size of the MLP, vocabulary; then tokens of a prompt and of an answer,
 #: then rows and tokens of a training batch.
 SIZES = {
@@ -215,7 +218,22 @@ def train_compiled(size, device):
     return train(size, device, compile_it=True)
 
 
+def resident(size, device):
+    """Memory that a session has, and one read from it: after a pause, the session must come back for it."""
+    import torch
+
+    block = BLOCK >> 6 if size == "tiny" else BLOCK
+    held = [torch.full((block // 4,), float(k), device=device) for k in range(BLOCKS)]
+
+    def run():
+        total = sum(one[-1] for one in held)
+        return total.item(), total
+
+    return run, BLOCKS * block
+
+
 WORK = {
+    "resident": resident,
     "prefill": prefill,
     "compiled": compiled,
     "decode": decode,
@@ -350,7 +368,7 @@ class Native:
 class Ours:
     """A nats-server, an executor on the device, and its clients, which see no GPU."""
 
-    def __init__(self, options, url, directory):
+    def __init__(self, options, url, directory, **settings):
         from wooly_bus.rpc import ControlClient
 
         environment = {k: v for k, v in os.environ.items() if not k.startswith("WOOLY_EXECUTOR_")} | {
@@ -359,6 +377,7 @@ class Ours:
             "WOOLY_EXECUTOR_STATE_DIR": str(directory),
             "WOOLY_EXECUTOR_RUNTIME": "torch_cpu" if options.fake else "cuda",
             "WOOLY_EXECUTOR_GRAPHS": str(options.graphs),
+            **{f"WOOLY_EXECUTOR_{name}": str(value) for name, value in settings.items()},
         }
         self.log = Path(directory) / "executor.log"
         with self.log.open("wb") as log:
@@ -485,6 +504,24 @@ def measure(side, options):
     return found
 
 
+def swapped(options, url, directory):
+    """Two sessions on a device with room for one and a half of them, in turn: each read first swaps the other one out.
+
+    Returns the bytes that move per second, out and in together, and the seconds of a read.
+    """
+    each = BLOCKS * (BLOCK >> 6 if options.fake else BLOCK)
+    ours = Ours(options, url, directory, MEMORY=each * 3 // 2, RESERVE=0, SWAP_IDLE_S=0)
+    try:
+        with ours.workers(2, 2) as both:
+            # the first of a turn's reads swaps; the first turns find no used host memory
+            reads = [together([(both[turn % 2], "resident")], 1e-6)[0]["times"][0] for turn in range(10)]
+        took = statistics.median(reads[4:])
+        return {"swap": {"read s": took, "GB/s": 2 * each / took / 1e9, "all s": reads}}
+    finally:
+        print(ours.log.read_text()[-2000:], file=sys.stderr, flush=True)
+        ours.close()
+
+
 def alone(side, one, work, seconds):
     """The figures of one process that works alone."""
     together([(one, work)], 0)
@@ -548,9 +585,11 @@ def main():
         print(done.stdout or done.stderr[-3000:], file=sys.stderr, flush=True)
     if set(options.sections) == {"thread"}:
         return
+    limits = {}
     if "ceilings" in options.sections and not options.fake:
         done = subprocess.run([sys.executable, __file__, "--worker", "ceilings"], capture_output=True, text=True)
         print(done.stdout or done.stderr[-500:], file=sys.stderr, flush=True)
+        limits = json.loads(done.stdout or "{}")
     if "native" in options.sides:
         sides["native"] = measure(Native(options), options)
         print(json.dumps(sides["native"]), file=sys.stderr, flush=True)
@@ -567,12 +606,17 @@ def main():
                 if options.log:
                     options.log.write_text(log)
                 ours.close()
+            if "swap" in options.sections:
+                with attempt(sides["ours"], "swap"):
+                    sides["ours"] |= swapped(options, url, directory)
         print(json.dumps(sides["ours"]), file=sys.stderr, flush=True)
     if len(sides) == 2:
-        show(rows_of(sides, options), options.json, title=f"Llama of size {options.size}", baseline="eager CUDA")
+        show(
+            rows_of(sides, limits, options), options.json, title=f"Llama of size {options.size}", baseline="eager CUDA"
+        )
 
 
-def rows_of(sides, options):
+def rows_of(sides, limits, options):
     """The table."""
     native, ours, rows = sides["native"], sides["ours"], []
     compared = (
@@ -599,6 +643,12 @@ def rows_of(sides, options):
         rows.append(row("P0 answer beside P4, p99", "ms", one["p99"], other["p99"], None))
         rows.append(row("P0 beside, of alone", "", one["alone"] / one["beside"], None, 0.95, higher_is_better=True))
         rows.append(row("P4 tokens beside P0", "tokens/s", one["train beside"], other["train beside"], None))
+    if "GB/s" in ours.get("swap", {}):
+        copied = limits.get("host to device GB/s")
+        how = {"higher_is_better": True, "digits": 2}
+        rows.append(
+            row("one session out, another in, against a copy", "GB/s", ours["swap"]["GB/s"], copied, 0.8, **how)
+        )
     return rows
 
 
