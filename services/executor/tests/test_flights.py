@@ -34,7 +34,9 @@ def test_flights_sessions_pay_what_was_measured(launches):
     for who, known, measured in launches:
         times = flights.charge(owners[who], [known // 2, known - known // 2])
         assert all(t >= 0 for t in times)
-        flights.add(Flight(prepared, Span(True, 0, (1, 2)), [0, measured // 3, measured], known, owners[who]))
+        flights.add(
+            Flight(prepared, Span(True, 0, (1, 2)), [0, measured // 3, measured], [0, 1, 2], known, owners[who])
+        )
         paid[who] += sum(times)
         took[who] += measured
         flights.make_way(5_000_000)
@@ -47,8 +49,16 @@ def test_flights_sessions_pay_what_was_measured(launches):
 def test_flights_keep_limited_number_of_device_times():
     flights, prepared = Flights(Clock()), SimpleNamespace(device_times={})
     for k in range(3 * KNOWN):
-        flights.measured(prepared, Span(True, 0, (k,)), [0, 7])
-        assert flights.known(prepared, Span(True, 0, (k,))) == [7] and len(prepared.device_times) <= KNOWN
+        flights.measured(prepared, Span(True, 0, (k,)), [0, 7], [0, 7])
+        assert flights.known(prepared, Span(True, 0, (k,))).ns == [7] and len(prepared.device_times) <= KNOWN
+
+
+def test_flights_tell_whether_device_waited_for_host():
+    flights, prepared, us = Flights(Clock()), SimpleNamespace(device_times={}), 1000
+    # device: 100 us, 300 us, 300 us; host: 100 us, 100 us, 290 us
+    marks, enqueued = [0, 100 * us, 400 * us, 700 * us], [5 * us, 105 * us, 205 * us, 495 * us]
+    found = flights.measured(prepared, Span(True, 0, (1, 2, 3)), marks, enqueued)
+    assert found.ns == [100 * us, 300 * us, 300 * us] and found.host_bound == [True, False, True]
 
 
 @pytest.fixture

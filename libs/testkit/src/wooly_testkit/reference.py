@@ -60,6 +60,8 @@ class LiteralProgram:
 class LiteralExecution:
     """A run, instruction by instruction. After a failure, it continues to the end in order to poison and free buffers."""
 
+    host_bound: Sequence[bool] = ()
+
     def __init__(
         self,
         runtime: ReferenceRuntime,

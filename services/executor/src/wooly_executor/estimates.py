@@ -62,10 +62,10 @@ class Estimate:
         form_ns: `instruction_ns` of each form.
         pieces: number of pieces of instructions that are split, by instruction. Each piece is a position of its own, and at first
             a kernel of its own.
-        rates: gives the minimum distances of two edges.
+        rates: gives the minimum distances of two edges, and the device's part of a launch.
     """
 
-    __slots__ = ("_edge_ns", "_positions", "_samples", "_segment_ns", "cut", "runs")
+    __slots__ = ("_edge_ns", "_hosted", "_own", "_positions", "_samples", "_segment_ns", "cut", "runs")
 
     def __init__(
         self,
@@ -82,16 +82,28 @@ class Estimate:
                 for i, whole in enumerate(self._positions)
                 for ns in ([max(whole // pieces[i], self._edge_ns + 1)] * pieces[i] if i in pieces else [whole])
             ]
+        # Where the host is slower than the device, as with small operators on a GPU, measured times are the host's. Edges that
+        # followed from them would be many times closer than the device needs.
+        self._own = self._positions
+        if rates.own_ns is not None:
+            beyond = max(rates.launch_ns - rates.own_ns, 0)
+            self._own = [max(ns - beyond, 0) for ns in self._positions]
         self._samples: list[list[int]] = []
+        #: For each kernel, how many more of its measurements were the host's than the device's.
+        self._hosted: list[int] = []
         self.runs = 0
         self.cut = self._cut(self._edge_ns)
 
-    def observe(self, cut: Cut, first: int, times: Sequence[int]) -> bool:
+    def observe(self, cut: Cut, first: int, times: Sequence[int], host_bound: Sequence[bool] = ()) -> bool:
         """Add the measured times of kernels, from kernel `first` on, of a run that was submitted as `cut`. Returns True if the
         edges moved.
+
+        `host_bound`: for each of them, whether the device waited for the host; empty: it never did.
         """
         if cut.edges is not self.cut.edges:
             return False
+        for k, waited in enumerate(host_bound, first):
+            self._hosted[k] += 1 if waited else -1
         at = self.runs % KEPT
         for samples, ns in zip(self._samples[first:] if first else self._samples, times, strict=False):
             if len(samples) == KEPT:
@@ -111,17 +123,17 @@ class Estimate:
         """Distribute the measured times over the positions, and compute the edges again."""
         before, begin = self.cut, 0
         edges = before.edges
-        for end, samples in zip(edges, self._samples, strict=True):
-            within = self._positions[begin:end]
-            whole = sum(within)
-            if samples and whole:
+        for end, samples, hosted in zip(edges, self._samples, self._hosted, strict=True):
+            if samples:
                 measured = sorted(samples)[len(samples) // 2]
-                self._positions[begin:end] = [ns * measured // whole for ns in within]
+                _scale(self._positions, begin, end, measured)
+                if self._own is not self._positions:
+                    _scale(self._own, begin, end, measured, least=hosted > 0)
             begin = end
-        taken = self._samples
+        taken = self._samples, self._hosted
         cut = self._cut(longest)
         if cut.edges == edges:
-            self._samples, self.cut = taken, before
+            (self._samples, self._hosted), self.cut = taken, before
             self._revise()
             return False
         self.cut = cut
@@ -141,22 +153,31 @@ class Estimate:
     def _cut(self, longest: int) -> Cut:
         """Combine consecutive positions into kernels of at most `longest` ns. A longer position becomes a kernel of its own."""
         # two neighbouring kernels together always exceed it
-        longest = max(longest, min(2 * sum(self._positions) // EDGES, LONGEST_NS))
+        longest = max(longest, min(2 * sum(self._own) // EDGES, LONGEST_NS))
         edges: list[int] = []
         kernels: list[int] = []
-        held = 0
-        for i, ns in enumerate(self._positions):
+        held = expected = 0
+        for i, (own, ns) in enumerate(zip(self._own, self._positions, strict=True)):
             if not i & 511:
                 pause()
-            if held and held + ns > longest:
+            if held and held + own > longest:
                 edges.append(i)
-                kernels.append(max(held, LEAST_NS))
-                held = 0
-            held += ns
+                kernels.append(max(expected, LEAST_NS))
+                held = expected = 0
+            held += own
+            expected += ns
         edges.append(len(self._positions))
-        kernels.append(max(held, LEAST_NS))
-        self._samples = [[] for _ in edges]
+        kernels.append(max(expected, LEAST_NS))
+        self._samples, self._hosted = [[] for _ in edges], [0] * len(edges)
         return Cut(tuple(edges), tuple(kernels))
+
+
+def _scale(positions: list[int], begin: int, end: int, measured: int, *, least: bool = False) -> None:
+    """Distribute a measured time over some positions, in proportion to their times. `least`: only if they have more."""
+    within = positions[begin:end]
+    whole = sum(within)
+    if whole and not (least and measured >= whole):
+        positions[begin:end] = [ns * measured // whole for ns in within]
 
 
 @functools.lru_cache(maxsize=4096)

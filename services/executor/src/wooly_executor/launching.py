@@ -234,7 +234,7 @@ class Launcher:
                     return gpu_ns + beside_ns, last
                 last = first + len(times)
                 if running.execution.outcome.failed_at is None and not running.measured:
-                    running.ready.observe(frame.cut, first, times)
+                    running.ready.observe(frame.cut, first, times, running.execution.host_bound[first:last])
                     if running.trial is not None and last == len(frame.cut.kernels):
                         running.trial.ran(running.prepared, running.gpu_ns)
         except ContextLostError:

@@ -26,6 +26,8 @@ from wooly_executor.swap_space import Copy, Pages
 log = logging.getLogger("wooly.executor")
 #: Size of a chunk, in bytes, after which the mover chooses the most urgent job again.
 PIECE = 8 << 20
+#: On a GPU, the mover waits for the device only after so many bytes, unless enqueuing them took so many ns.
+TURN, TURN_NS = 64 << 20, 1_000_000
 #: Priority of jobs for which no session waits.
 LEAST_URGENT = 5
 
@@ -214,13 +216,30 @@ class Mover:
                 self._step(entry)
                 del entry  # its job has memory of the device, which a session may free while this thread waits
 
+    def _enqueue(self, steps: Iterator[int]) -> int:
+        """Do the next step of a job, on a GPU several. Returns their bytes.
+
+        Raises:
+            StopIteration: there are no more steps.
+        """
+        n = next(steps)
+        if self._device.host:
+            return n
+        until = time.perf_counter_ns() + TURN_NS
+        while n < TURN and time.perf_counter_ns() < until:
+            more = next(steps, None)
+            if more is None:
+                break
+            n += more
+        return n
+
     def _step(self, entry: _Begun) -> None:
         job = entry.job
         error: Exception | None = None
         if not job.cancelled:
             try:
                 with self._device.copy_context():
-                    n = next(entry.steps)
+                    n = self._enqueue(entry.steps)
             except StopIteration:
                 pass
             except Exception as e:

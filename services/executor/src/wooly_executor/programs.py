@@ -10,7 +10,7 @@ import struct
 import threading
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -126,9 +126,9 @@ class ReadyProgram:
                 values.append(value)
         return values
 
-    def observe(self, cut: Cut, first: int, times: list[int]) -> None:
+    def observe(self, cut: Cut, first: int, times: list[int], host_bound: Sequence[bool] = ()) -> None:
         """Add the measured times of kernels, from kernel `first` on: see `Estimate.observe`."""
-        if self.estimate.observe(cut, first, times):
+        if self.estimate.observe(cut, first, times, host_bound):
             self.prepared.edges = self.estimate.cut.edges
 
 

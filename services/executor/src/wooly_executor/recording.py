@@ -64,6 +64,8 @@ class MeasuredExecution:
         recording: gets the records.
     """
 
+    host_bound: Sequence[bool] = ()
+
     def __init__(self, execution: Execution, prepared: PreparedProgram, seq: int, recording: Recording) -> None:
         self._execution, self._prepared, self._seq, self._recording = execution, prepared, seq, recording
         self.outcome: Outcome = execution.outcome

@@ -6,6 +6,7 @@ A result is copied only if it does not have the layout that the program announce
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from wooly_executor.errors import OperationError
 from wooly_executor.runtime.buffers import TORCH_DTYPE, WIS_DTYPE, Buffer, as_view
 from wooly_executor.runtime.device import TorchDevice
 from wooly_executor.runtime.frame import Frame
-from wooly_executor.runtime.torch_private import shares_storage
+from wooly_executor.runtime.torch_private import address_of_storage, shares_storage, uses_of
 
 
 class Layout(enum.IntEnum):
@@ -57,7 +58,10 @@ def adoptable(t: Any, view: View, f: Frame, device: TorchDevice) -> Tensor:
         and t.storage_offset() == 0
         and not t.is_conj()
         and not t.is_neg()
-        and not any((isinstance(r, Tensor) and r.is_set_to(t)) or _shares(r, t) for r in f.registers)
+        and (
+            _is_alone(t, f.registers)
+            or not any((isinstance(r, Tensor) and r.is_set_to(t)) or _shares(r, t) for r in f.registers)
+        )
     ):
         fits: Tensor = t if t.stride() == view.strides else as_view(t, view)
         return fits
@@ -80,6 +84,17 @@ def put(t: Tensor, target: Tensor, device: TorchDevice) -> None:
 def fits(t: Tensor, view: View) -> bool:
     """Whether `t` has the layout of `view`. Its layout may depend on numbers and contents that change from run to run."""
     return t.shape == view.sizes and t.stride() == view.strides and t.storage_offset() == 0
+
+
+def fits_places(t: Tensor, view: View) -> bool:
+    """Whether the elements of `t` are where `view` has them, though strides may differ in dimensions of size 1."""
+    return t.shape == view.sizes and t.storage_offset() == 0 and same_places(t, view)
+
+
+def _is_alone(t: Tensor, registers: Sequence[Any]) -> bool:
+    """Whether no other tensor uses the memory of `t`, and no register has `t` itself."""
+    # used by `t`, and by the storage's Python object
+    return uses_of(address_of_storage(t.untyped_storage())) <= 2 and id(t) not in map(id, registers)
 
 
 def _shares(r: Any, t: Tensor) -> bool:

@@ -26,7 +26,18 @@ _NO_KERNEL = re.compile(r"\"\w+\" not implemented for '")
 class StepExecution:
     """One run of a prepared program. Times are CPU times of the computing thread."""
 
-    __slots__ = ("_at", "_begins", "_frame", "_graphs", "_places", "_prepared", "_steps", "ended", "outcome")
+    __slots__ = (
+        "_at",
+        "_begins",
+        "_frame",
+        "_graphs",
+        "_places",
+        "_prepared",
+        "_steps",
+        "ended",
+        "host_bound",
+        "outcome",
+    )
 
     def __init__(
         self,
@@ -44,6 +55,7 @@ class StepExecution:
         self._begins: Sequence[int] = range(len(prepared.steps))
         self._at = 0
         self.ended = False
+        self.host_bound: Sequence[bool] = ()
         if prepared.hot and not single:
             try:
                 for step in prepared.gathers:

@@ -10,14 +10,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from wooly_executor.runtime.buffers import Buffers
 from wooly_executor.runtime.driver import Driver
-from wooly_executor.runtime.prepared import PreparedProgram, Span
+from wooly_executor.runtime.prepared import DeviceTimes, PreparedProgram, Span
 
 #: Maximum number of parts of a program whose device times are kept.
 KNOWN = 64
+#: A part is bound by the host if the device took at most this many percent of the host's time to enqueue it, plus so many ns.
+HOST_BOUND_PERCENT, HOST_BOUND_NS = 120, 10_000
 
 
 @dataclass(slots=True)
@@ -28,6 +31,7 @@ class Flight:
         prepared: its program.
         span: its part of the program.
         marks: a mark on the stream before it, and one at each of its edges.
+        enqueued: when the host enqueued each mark, in ns.
         expected: its device time as it was known before, in ns.
         owner: the session's buffers.
     """
@@ -35,6 +39,7 @@ class Flight:
     prepared: PreparedProgram
     span: Span
     marks: list[Any]
+    enqueued: list[int]
     expected: int
     owner: Buffers
 
@@ -54,10 +59,9 @@ class Flights:
     def __len__(self) -> int:
         return len(self._flying)
 
-    def known(self, prepared: PreparedProgram, span: Span) -> list[int] | None:
-        """Return the device time of each part of a span as it was last measured, in ns; None: it was not measured yet."""
-        found: list[int] | None = prepared.device_times.get(span)
-        return found
+    def known(self, prepared: PreparedProgram, span: Span) -> DeviceTimes | None:
+        """Return the device time of each part of a span as it was last measured; None: it was not measured yet."""
+        return prepared.device_times.get(span)
 
     def charge(self, owner: Buffers, times: Sequence[int]) -> list[int]:
         """Add what a session owes to the times of its launch, and return the times to charge.
@@ -102,11 +106,19 @@ class Flights:
     def _land_oldest(self) -> None:
         flight = self._flying.popleft()
         self._ns -= flight.expected
-        flight.owner.owed_ns += sum(self.measured(flight.prepared, flight.span, flight.marks)) - flight.expected
+        found = self.measured(flight.prepared, flight.span, flight.marks, flight.enqueued)
+        flight.owner.owed_ns += sum(found.ns) - flight.expected
 
-    def measured(self, prepared: PreparedProgram, span: Span, marks: Sequence[Any]) -> list[int]:
+    def measured(
+        self, prepared: PreparedProgram, span: Span, marks: Sequence[Any], enqueued: Sequence[int]
+    ) -> DeviceTimes:
         """Wait for the last mark of a launch. Returns the device time between each mark and the one before it."""
-        times = self._driver.elapsed_ns(marks)
+        ns = self._driver.elapsed_ns(marks)
+        host = [b - a for a, b in pairwise(enqueued)]
+        bound = [
+            took <= by_host * HOST_BOUND_PERCENT // 100 + HOST_BOUND_NS for took, by_host in zip(ns, host, strict=True)
+        ]
+        times = DeviceTimes(ns, bound)
         known = prepared.device_times
         if len(known) >= KNOWN and span not in known:
             known.clear()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -55,6 +56,8 @@ FUNCTIONS_KEPT = 8192
 SAMPLED = 16
 #: Minimum distance of two edges of a program, in ns. A graph lies between two edges, and each edge costs a mark.
 EDGE_NS = 500_000
+#: What a GPU needs for an operator that does almost nothing, in ns. Measured times are those of the host, which is slower.
+OWN_NS = 2_500
 #: Maximum size in bytes of a transfer that goes through pinned memory of torch's cache.
 STAGED = 64 << 20
 #: Minimum size in bytes of host memory that is page-locked separately. Smaller memory comes from torch's cache.
@@ -228,6 +231,7 @@ class GpuExecution(StepExecution):
         self._driver = runtime.driver
         self._kernels_ns = self._took_ns = 0
         super().__init__(prepared, buffers, bindings, params, single=single)
+        self.host_bound: list[bool] = []
         self._profiled = runtime.profiles and prepared.core_use.due()
         self._sampled = prepared.by_kernel is not None and not prepared.runs % SAMPLED
         if runtime.with_graphs and not self._sampled:
@@ -258,37 +262,44 @@ class GpuExecution(StepExecution):
 
     def _advance(self, edges: Sequence[int], ahead_ns: int) -> list[int]:
         driver, prepared, runtime, kernels = self._driver, self._prepared, self._runtime, self._runtime.kernels
-        flights, owner = runtime.flights, self._frame.buffers
+        flights, owner, clock = runtime.flights, self._frame.buffers, time.perf_counter_ns
         span = Span(self._steps is prepared.hot, self._at, tuple(edges))
         flights.make_way(ahead_ns)
         if self._sampled:
             runtime.sample = []
         if prepared.foreign:
             kernels.begin()
-        marks = [driver.record()]
+        marks, enqueued = [driver.record()], [clock()]
         for edge in edges:
             if not self.ended:
                 self._run_to(edge)
                 marks.append(driver.record())
+                enqueued.append(clock())
         status: StatusWords | None = prepared.status
         launched = kernels.fetch() if prepared.foreign else None
         if status is not None:
             status.fetch()
         if status is not None or launched:
             marks.append(driver.record())
+            enqueued.append(clock())
         inside, runtime.sample = runtime.sample, None
         if ahead_ns and status is None and not launched and inside is None and isinstance(owner, Buffers):
             known = flights.known(prepared, span)
             if known is not None and self.outcome.failed_at is None:
-                times = flights.charge(owner, known)
-                flights.add(Flight(prepared, span, marks, sum(known), owner))
+                times = flights.charge(owner, known.ns)
+                flights.add(Flight(prepared, span, marks, enqueued, sum(known.ns), owner))
+                self.host_bound += known.host_bound
                 if prepared.kernel_permille:
                     self._kernels_ns += sum(times) * prepared.kernel_permille // 1000
                 self._leave()
                 return times if len(times) == len(edges) else times + [0] * (len(edges) - len(times))
         flights.land()
         found = [kernels.wait()] if launched else []
-        times = flights.measured(prepared, span, marks) if self.outcome.failed_at is None else driver.elapsed_ns(marks)
+        if self.outcome.failed_at is None:
+            times, bound = flights.measured(prepared, span, marks, enqueued)
+            self.host_bound += bound[: len(edges)]
+        else:
+            times = driver.elapsed_ns(marks)
         if status is not None or launched:
             times[-2:] = [times[-2] + times[-1]]
         if status is not None:
@@ -558,4 +569,5 @@ class GpuRuntime(TorchRuntime):
                 launch_ns=least(lambda: torch.add(small, small), 100),
                 edge_ns=EDGE_NS,
                 segment_ns=EDGE_NS,
+                own_ns=OWN_NS,
             )

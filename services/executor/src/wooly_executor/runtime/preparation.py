@@ -22,7 +22,7 @@ from wooly_wis.verifier import ProgramFacts
 from wooly_executor.bounds import WHOLE, Pieces
 from wooly_executor.bounds.division import Piece
 from wooly_executor.errors import OperationError, PoisonedError
-from wooly_executor.runtime.adoption import Layout, adopt_dynamic, adopted, fits, put
+from wooly_executor.runtime.adoption import Layout, adopt_dynamic, adopted, fits, fits_places, put
 from wooly_executor.runtime.buffers import TORCH_DTYPE, WIS_DTYPE, as_view
 from wooly_executor.runtime.calls import (
     LibraryCall,
@@ -653,6 +653,8 @@ class _Preparation:
                     put(t, f.registers[register], device)
                 elif trusted[k] is same and fits(t, view):
                     f.registers[register] = t
+                elif trusted[k] is Layout.SAME_PLACES and fits_places(t, view):
+                    f.registers[register] = as_view(t, view)
                 else:
                     f.registers[register], trusted[k] = adopted(t, view, f, device)
 

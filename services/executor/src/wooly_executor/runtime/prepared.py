@@ -35,6 +35,18 @@ STRETCHES, STRETCHES_SEEN = 6, 64
 MEASURED_EVERY, SPANS = 8, 64
 
 
+class DeviceTimes(NamedTuple):
+    """What a GPU took for the parts of a span.
+
+    Attributes:
+        ns: the time of each part, in ns.
+        host_bound: whether the device waited for the host meanwhile, so that the part's own time is shorter.
+    """
+
+    ns: list[int]
+    host_bound: list[bool]
+
+
 class Span(NamedTuple):
     """Part of a run that contains several edges.
 
@@ -181,7 +193,8 @@ class PreparedProgram:
         whole: compiled stretches of hot steps by begin and end, or the number of their runs.
         spans: the last measured times of spans.
         stretches: state of `graphs` per pair of edges, on a GPU.
-        device_times: device time of each part of a span as last measured, in ns, on a GPU (see `flights`).
+        survey: what `stretches` knows of its slots and params, on a GPU; None: nothing yet.
+        device_times: device time of each part of a span as last measured, on a GPU (see `flights`).
         uncapturable: steps that a graph cannot contain, because they change from run to run or need the host.
         history: recent values of params, for `graphs`, on a GPU.
         foreign: whether it launches foreign kernels.
@@ -219,7 +232,8 @@ class PreparedProgram:
     whole: dict[tuple[int, int], Stretch | int] = field(default_factory=dict)
     spans: dict[Span, Stretch] = field(default_factory=dict)
     stretches: dict[tuple[int, int], Any] = field(default_factory=dict)
-    device_times: dict[Span, list[int]] = field(default_factory=dict)
+    survey: Any = None
+    device_times: dict[Span, DeviceTimes] = field(default_factory=dict)
     uncapturable: set[int] = field(default_factory=set)
     history: Any = None
     foreign: bool = False

@@ -62,6 +62,8 @@ class Rates:
         launch_ns: time of an instruction that does almost nothing, in ns.
         edge_ns: minimum distance of two edges of a program, in ns: each edge costs a reading of the device's clock.
         segment_ns: the same after the first runs, when the runtime combines the steps between two edges.
+        own_ns: the part of `launch_ns` that the device itself needs, where the host is slower. It decides where edges are. None:
+            all of it.
     """
 
     bytes_per_us: int
@@ -69,12 +71,20 @@ class Rates:
     launch_ns: int
     edge_ns: int = 50_000
     segment_ns: int = 250_000
+    own_ns: int | None = None
 
 
 class Execution(Protocol):
     """One run of a program. It may stop between positions. If the object is dropped, the rest of the program does not run."""
 
     outcome: Outcome
+
+    @property
+    def host_bound(self) -> Sequence[bool]:
+        """For each part between two edges that has run: whether the device waited for the host, so that the device itself needs
+        less than the part's time. Empty: it never waits.
+        """
+        ...
 
     def advance(self, edges: Sequence[int], ahead_ns: int = 0) -> list[int]:
         """Run to the first of `edges`, then to the next, and so on to the last.

@@ -9,7 +9,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from wooly_wis.program import ParamKind
@@ -196,6 +196,28 @@ class Stretch:
         return False
 
 
+class Survey(NamedTuple):
+    """What the stretches of a program have in common. A long program has many, so this is found out once.
+
+    Attributes:
+        spans: see `_spans`.
+        floats: see `_floats`.
+        names: the registers of each slot.
+    """
+
+    spans: dict[int, int]
+    floats: set[int]
+    names: dict[int, list[int]]
+
+    @classmethod
+    def of(cls, prepared: PreparedProgram) -> Survey:
+        """Look at all of a program's steps."""
+        names: dict[int, list[int]] = {}
+        for name, slot in enumerate(prepared.slot_of):
+            names.setdefault(slot, []).append(name)
+        return cls(_spans(prepared), _floats(prepared), names)
+
+
 def split(prepared: PreparedProgram, begin: int, end: int, most: int) -> list[Stretch]:
     """Return the stretches of the hot steps from `begin` to `end` that are worth a capture.
 
@@ -203,10 +225,9 @@ def split(prepared: PreparedProgram, begin: int, end: int, most: int) -> list[St
     """
     facts, found = prepared.facts, []
     bounds = [*prepared.begins, len(prepared.steps)]
-    spans, floats = _spans(prepared), _floats(prepared)
-    names: dict[int, list[int]] = {}
-    for name, slot in enumerate(prepared.slot_of):
-        names.setdefault(slot, []).append(name)
+    if prepared.survey is None:
+        prepared.survey = Survey.of(prepared)
+    spans, floats, names = prepared.survey
     first, work, nbytes, acts, near, slots = begin, 0, 0, dict[int, None](), dict[int, None](), set[int]()
 
     def close(last: int) -> None:
