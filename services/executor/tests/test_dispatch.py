@@ -26,7 +26,7 @@ class PacedExecution:
     def __init__(self, runtime, inner, prepared, label):
         self.runtime, self.inner, self.label = runtime, inner, label
         self.at, self.size = 0, len(prepared.program.body)
-        self.outcome, self.host_bound = inner.outcome, ()
+        self.outcome, self.host_bound, self.unchecked = inner.outcome, (), False
 
     def advance(self, edges, ahead_ns=0):
         self.runtime.arrived.set()

@@ -1,6 +1,9 @@
 """Launches in flight on a GPU: what is charged for them, and when the host waits."""
 
+import functools
 import itertools
+import random
+import struct
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +18,8 @@ from wooly_testkit.tape import Tape
 from wooly_wis.codec import encode_program
 from wooly_wis.dtypes import DType
 
-from services.executor.tests.fake_gpu import gpu_runtime
+from services.executor.tests.conftest import RemoteError, known_times
+from services.executor.tests.fake_gpu import FakeDriver, gpu_runtime
 
 TIMES = st.integers(0, 10_000_000)
 
@@ -112,3 +116,120 @@ def test_flights_all_work_is_done_at_return_unless_caller_allows_otherwise(gpu, 
     for _ in range(4):
         run(0)
         assert not len(gpu.flights)
+
+
+# -- violations that are found when a launch has landed ----------------------------------------------------------------
+
+F32, I64 = DType.F32, DType.I64
+
+
+def tape(write):
+    t = Tape()
+    write(t)
+    program, slots = t.program()
+    return encode_program(program), slots
+
+
+def look(t):
+    """A lookup that makes a buffer."""
+    t.extern("aten.index_select.default", t.input(F32, 4, 2), 0, t.input(I64, 2), results=[(F32, (2, 2))])
+
+
+def look_into(t):
+    """A lookup whose rows are added to a buffer that exists, after another instruction has written it."""
+    w, i, y = t.input(F32, 4, 2), t.input(I64, 2), t.input(F32, 2, 2)
+    t.op("add", y, y, into=y)
+    (rows,) = t.extern("aten.index_select.default", w, 0, i, results=[(F32, (2, 2))])
+    t.op("add", y, rows, into=y)
+    t.free(rows)
+
+
+def step(t):
+    t.op("tanh", t.input(F32, 2, 2))
+
+
+def in_place(t):
+    y = t.input(F32, 2, 2)
+    t.op("add", y, y, into=y)
+
+
+def both(t):
+    """An instruction that uses nothing of earlier runs, then one that does, then a lookup."""
+    w, i, y = t.input(F32, 4, 2), t.input(I64, 2), t.input(F32, 2, 2)
+    t.op("tanh", w)
+    z = t.op("tanh", y)
+    (rows,) = t.extern("aten.index_select.default", w, 0, i, results=[(F32, (2, 2))])
+    t.op("add", z, rows)
+    t.free(z, rows)
+
+
+PROGRAMS = [tape(write) for write in (look, look_into, step, in_place, both)]
+
+
+def history(seed):
+    """Random runs and reads of a session; every fourth index is out of range. Ids of buffers are never used again."""
+    draw = random.Random(seed)
+    ids, live, ops = itertools.count(100), [], []
+    for _ in range(60):
+        which = draw.randrange(len(PROGRAMS)) if live else 0
+        y = draw.choice(live) if live else 0
+        kind = draw.randrange(10)
+        if kind == 0 and live:
+            ops.append(("read", y))
+        elif kind == 1:
+            ops.append(("sync",))
+        else:
+            index = 3 if not draw.randrange(4) else 2
+            given = [[1, index], [1, index, y], [y], [y], [1, index, y]][which]
+            made = [next(ids) for _ in range([1, 1, 1, 0, 4][which])]
+            frees = [y] if live and which in (2, 4) and draw.randrange(2) else []
+            ops.append(("run", which, given, made, frees))
+            live = [b for b in live if b not in frees] + {0: made, 2: made, 4: made[::3]}.get(which, [])
+    return [*ops, *[("read", b) for b in live]]
+
+
+def told(client, ops):
+    """What the client of a session is told."""
+    names = [client.define(raw) for raw, _ in PROGRAMS]
+    client.make(1, *range(8))
+    for buffer, index in ((2, (0, 3)), (3, (1, 4))):
+        client.make(buffer, 0.0, 0.0, 0.0, 0.0)
+        client.write(buffer, struct.pack("<2q", *index))
+    client.sync()
+    found = []
+    for op, *how in ops:
+        try:
+            if op == "run":
+                which, given, made, frees = how
+                client.start(names[which], bound(which, given, made), frees=frees)
+            elif op == "read":
+                found.append(client.floats(how[0], 4))
+            else:
+                client.sync()
+        except RemoteError as e:
+            found.append((e.code, e.message, e.instruction))
+    return found
+
+
+def bound(which, given, made):
+    """The buffer of each slot: inputs come first in the tape, and results in the order in which they are made."""
+    slots = PROGRAMS[which][1]
+    tensors = sorted(slots)
+    ids = iter([*given, *made])
+    at = {slots[name]: next(ids) for name in tensors}
+    return [at[k] for k in range(len(at))]
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_flights_violations_are_told_as_if_host_had_waited(make_device, seed):
+    answers = []
+    for known in (lambda prepared, span: None, functools.partial(known_times, None)):
+        runtime = gpu_runtime(FakeDriver(), hot=3)
+        runtime.flights.known = known
+        device = make_device(runtime=runtime)
+        client = device.open("s")
+        answers.append(told(client, history(seed)))
+        client.close()
+    waited, in_flight = answers
+    assert in_flight == waited
+    assert any(isinstance(answer, tuple) for answer in waited)

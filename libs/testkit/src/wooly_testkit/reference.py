@@ -61,6 +61,7 @@ class LiteralExecution:
     """A run, instruction by instruction. After a failure, it continues to the end in order to poison and free buffers."""
 
     host_bound: Sequence[bool] = ()
+    unchecked = False
 
     def __init__(
         self,

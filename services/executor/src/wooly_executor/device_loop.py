@@ -116,7 +116,14 @@ class DeviceLoop:
         self.dispatch = dispatch = dispatch or Dispatch()
         self.memory = memory or int(runtime.facts()["total_memory"])
         self.vram = vram = Vram(
-            self.memory, dispatch, swap or SwapSettings(), self._calls.call, post, device=runtime.device, pinned=pinned
+            self.memory,
+            dispatch,
+            swap or SwapSettings(),
+            self._calls.call,
+            post,
+            device=runtime.device,
+            settle=runtime.settle,
+            pinned=pinned,
         )
         self.store = ProgramStore(runtime, limits.programs, None if tiers is None else tiers.forget)
         self.decoders = Decoders(limits.decode_s)

@@ -224,6 +224,7 @@ class Interpreter:
         room for a copy.
         """
         frame = _next(session)
+        self._processing.check(session)
         if frame.kind == _READ:
             return _MEMORY_READY if self._vram.present(session) else Signal.MEMORY_AWAITED
         if frame.kind == Kind.COLLECTIVE:

@@ -97,6 +97,8 @@ class Processing:
         try:
             if error is not None:
                 raise error
+            if frame.kind != _RUN:
+                self._runs.check(session)
             self._do(session, conn, frame)
             if session.used.repeating and frame.kind not in _REPEATED:
                 session.used.repeating = False
@@ -129,6 +131,10 @@ class Processing:
         if session.flow.aside is None:
             conn.ack(session.done_early)
             session.done_early = 0
+
+    def check(self, session: Session) -> None:
+        """See `Runs.check`."""
+        self._runs.check(session)
 
     def _do(self, session: Session, conn: Connection, frame: Frame) -> None:
         kind, answers = frame.kind, self._answers
@@ -216,8 +222,10 @@ class Processing:
         if frame.refused:  # the client got a failure as the answer and does not know these results
             for slot in running.ready.dynamic:
                 self._runs.free(session, [running.run.bindings[slot]])
-        elif running.run.reply and not self._answers.failure(session, conn):
-            self._answers.say(conn, {"outputs": outcome.outputs, "values": _json_values(outcome.values)})
+        elif running.run.reply:
+            self._runs.check(session)
+            if not self._answers.failure(session, conn):
+                self._answers.say(conn, {"outputs": outcome.outputs, "values": _json_values(outcome.values)})
 
     def _keep(self, session: Session, frame: Frame) -> None:
         """Register the decoded definition, so that later frames may name it."""

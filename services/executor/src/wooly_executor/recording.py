@@ -65,6 +65,7 @@ class MeasuredExecution:
     """
 
     host_bound: Sequence[bool] = ()
+    unchecked = False
 
     def __init__(self, execution: Execution, prepared: PreparedProgram, seq: int, recording: Recording) -> None:
         self._execution, self._prepared, self._seq, self._recording = execution, prepared, seq, recording

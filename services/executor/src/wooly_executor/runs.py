@@ -49,10 +49,28 @@ class Runs:
         try:
             return self._begin(session, run, seq)
         except Exception as e:
+            self.check(session)
             if isinstance(e, ExecutorError):
                 self._poison(session, run, str(e))
             self.free(session, run.frees)
             raise
+
+    def check(self, session: Session) -> None:
+        """Wait until it is known whether the session's finished runs have failed. Everything but a run needs to know it."""
+        if session.unchecked is not None:
+            self._runtime.settle()
+            self._checked(session)
+
+    def _checked(self, session: Session) -> None:
+        """Report the failure of the last run, whose work has landed."""
+        running, session.unchecked = session.unchecked, None
+        if running is None:
+            return
+        if running.execution.unchecked:
+            self._runtime.settle()
+        outcome = running.execution.outcome
+        if outcome.failed_at is not None:
+            session.fail(outcome.code, outcome.error, running.seq, outcome.failed_at)
 
     def finish(self, session: Session, running: Running) -> Outcome:
         """Finish a program that has ended, and free the buffers in the run's free list.
@@ -109,6 +127,10 @@ class Runs:
     def _finish(self, session: Session, running: Running) -> Outcome:
         run, ready, before, outcome = running.run, running.ready, running.before, running.execution.outcome
         vram, account, counters = self._vram, session.holdings.account, session.counters
+        if session.unchecked is not None:
+            self._checked(session)
+        if running.execution.unchecked:
+            session.unchecked = running
         session.running = False
         session.held_bytes += ready.facts.kept_bytes - running.freed
         dropped = ready.prepared.dropped
@@ -278,6 +300,7 @@ class Runs:
         return self._runtime.device.copied(known.base, offset, nbytes)
 
     def _located(self, session: Session, buffer: int, offset: int, nbytes: int, *, writing: bool) -> Buffer:
+        self.check(session)
         known = session.buffers.get(buffer)
         if known is None:
             raise BindingError(f"buffer {buffer} does not exist")

@@ -19,7 +19,7 @@ from wooly_executor.checkpoints.state import SessionCuts
 from wooly_executor.counters import Counters, Work
 from wooly_executor.decoding import Decoding
 from wooly_executor.flow import Flow
-from wooly_executor.frames import Failure, Frame
+from wooly_executor.frames import Failure, Frame, Running
 from wooly_executor.holdings import Holdings
 from wooly_executor.host_account import BUFFER_BYTES, FRAME_BYTES, PIECE_BYTES, HostUse
 from wooly_executor.recording import Recording
@@ -80,6 +80,7 @@ class Session:
         work: how its programs ran.
         counters: what it has done.
         failure: the first failure since the last answer.
+        unchecked: the last run, if it has ended but may still turn out to have failed.
         spans: its spans, after its client's hello; None: it is not traced.
         recording: the records of its work; None: its client does not profile.
         cuts: its cuts; None: its client has asked for none.
@@ -112,6 +113,7 @@ class Session:
     work: Work = field(default_factory=Work)
     counters: Counters = field(default_factory=Counters)
     failure: Failure | None = None
+    unchecked: Running | None = None
     spans: SessionSpans | None = None
     recording: Recording | None = None
     cuts: SessionCuts | None = None

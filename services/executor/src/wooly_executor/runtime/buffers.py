@@ -60,13 +60,16 @@ class Buffers(dict[int, Buffer]):
     Attributes:
         owed_ns: device time of launches in flight that has turned out longer (or, if negative, shorter) than what the session was
             charged. Its next launch is charged for it.
+        lost_late: buffers that were poisoned since the session's last run began, because an earlier run failed when its launch
+            landed, with the error. Some may not exist any more.
     """
 
-    __slots__ = ("owed_ns",)
+    __slots__ = ("lost_late", "owed_ns")
 
     def __init__(self) -> None:
         super().__init__()
         self.owed_ns = 0
+        self.lost_late: dict[int, str] = {}
 
 
 def as_view(base: Tensor, view: View) -> Tensor:

@@ -37,6 +37,7 @@ class StepExecution:
         "ended",
         "host_bound",
         "outcome",
+        "unchecked",
     )
 
     def __init__(
@@ -56,6 +57,7 @@ class StepExecution:
         self._at = 0
         self.ended = False
         self.host_bound: Sequence[bool] = ()
+        self.unchecked = False
         if prepared.hot and not single:
             try:
                 for step in prepared.gathers:
@@ -158,8 +160,21 @@ class StepExecution:
     def _fail(self, prepared: PreparedProgram, frame: Frame, first: int, step: int, cause: Exception) -> None:
         """Report the failure of a step, and poison everything that the program should have written from the step `first` on."""
         outcome, buffers, bindings = frame.outcome, frame.buffers, frame.bindings
-        outcome.failed_at = prepared.acts[prepared.owner[step]].at if step >= 0 else 0
         at = prepared.owner[first] if first >= 0 else 0
+        self._say(prepared.acts[prepared.owner[step]].at if step >= 0 else 0, cause)
+        lost = self._poison(at)
+        for slot, register, view, nbytes in prepared.kept:
+            base = frame.registers[register] if slot not in lost else None
+            poison = "" if base is not None else outcome.error
+            buffers[bindings[slot]] = Buffer(nbytes, base, view if base is not None else None, poison)
+        for slot, nbytes in prepared.made:
+            base = frame.bases[slot] if slot not in lost else None
+            buffers[bindings[slot]] = Buffer(nbytes, base, None, "" if base is not None else outcome.error)
+
+    def _say(self, failed_at: int, cause: Exception) -> None:
+        """Set the outcome: why the run has failed, and at which instruction."""
+        outcome = self._frame.outcome
+        outcome.failed_at, outcome.code = failed_at, OperationError.code
         if isinstance(cause, (PoisonedError, RuntimeError, OperationError, SegmentError)):
             outcome.error = str(cause)
             if isinstance(cause, PoisonedError):
@@ -175,15 +190,32 @@ class StepExecution:
             outcome.error = (
                 f"CUDA out of memory. {asked}The executor's host has no memory left for the workspace of an operator."
             )
-        lost = {slot for writes in prepared.writes[at:] for slot in writes}
+
+    def _poison(self, act: int) -> set[int]:
+        """Poison the buffers that exist and that the program should have written from an act on. Returns all slots that it should
+        have written from there on.
+        """
+        prepared, buffers, bindings, error = (
+            self._prepared,
+            self._frame.buffers,
+            self._frame.bindings,
+            self.outcome.error,
+        )
+        lost = {slot for writes in prepared.writes[act:] for slot in writes}
         for slot in lost:
             buffer = buffers.get(bindings[slot])
-            if buffer is not None and prepared.facts.slot_alloc[slot] is None:
-                buffer.base, buffer.view, buffer.poison = None, None, outcome.error
-        for slot, register, view, nbytes in prepared.kept:
-            base = frame.registers[register] if slot not in lost else None
-            poison = "" if base is not None else outcome.error
-            buffers[bindings[slot]] = Buffer(nbytes, base, view if base is not None else None, poison)
-        for slot, nbytes in prepared.made:
-            base = frame.bases[slot] if slot not in lost else None
-            buffers[bindings[slot]] = Buffer(nbytes, base, None, "" if base is not None else outcome.error)
+            if buffer is not None:
+                buffer.base, buffer.view, buffer.poison = None, None, error
+        return lost
+
+    def _end_failed(self, act: int, cause: Exception) -> None:
+        """End the run, because an act has failed that was thought to be done. Nothing happens if an earlier act has failed."""
+        prepared, frame = self._prepared, self._frame
+        failed_at = self.outcome.failed_at
+        if failed_at is not None and failed_at <= prepared.acts[act].at:
+            return
+        step = bisect_left(prepared.owner, act)
+        self._fail(prepared, frame, step, step, cause)
+        for slot in prepared.dropped:
+            frame.buffers.pop(frame.bindings[slot], None)
+        self.ended = True

@@ -3,12 +3,14 @@
 A launch whose device time is known from earlier runs returns before the GPU has done it: the session is charged the known time.
 When the launch has landed, the difference to its measured time is added to what the session's next launch is charged. So the
 host prepares the next launch while the GPU works, and each session pays what was measured.
+
+A launch that may report a violation is checked when it lands. Until then, at most one more launch of its session is enqueued.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -34,6 +36,7 @@ class Flight:
         enqueued: when the host enqueued each mark, in ns.
         expected: its device time as it was known before, in ns.
         owner: the session's buffers.
+        check: is called when it has landed; None: there is nothing to check.
     """
 
     prepared: PreparedProgram
@@ -42,6 +45,7 @@ class Flight:
     enqueued: list[int]
     expected: int
     owner: Buffers
+    check: Callable[[], None] | None = None
 
 
 class Flights:
@@ -103,11 +107,28 @@ class Flights:
         while self._flying:
             self._land_oldest()
 
+    def check_earlier(self, owner: Buffers, than: Flight) -> None:
+        """Wait until all launches of a session before a certain one, which is in flight, are checked.
+
+        Raises:
+            ContextLostError: the context is lost.
+        """
+        unchecked = 0
+        for k, flight in enumerate(self._flying, 1):
+            if flight is than:
+                break
+            if flight.check is not None and flight.owner is owner:
+                unchecked = k
+        for _ in range(unchecked):
+            self._land_oldest()
+
     def _land_oldest(self) -> None:
         flight = self._flying.popleft()
         self._ns -= flight.expected
         found = self.measured(flight.prepared, flight.span, flight.marks, flight.enqueued)
         flight.owner.owed_ns += sum(found.ns) - flight.expected
+        if flight.check is not None:
+            flight.check()
 
     def measured(
         self, prepared: PreparedProgram, span: Span, marks: Sequence[Any], enqueued: Sequence[int]

@@ -6,6 +6,7 @@ it knows the time of each part, whether a kernel reported a violation, and wheth
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import tempfile
@@ -25,7 +26,7 @@ from wooly_wis.verifier import ProgramFacts
 
 from wooly_executor.artifacts import ArtifactCache
 from wooly_executor.cores import occupied
-from wooly_executor.errors import ContextLostError, OperationError, OutOfMemoryError
+from wooly_executor.errors import ContextLostError, OperationError, OutOfMemoryError, PoisonedError
 from wooly_executor.runtime.buffers import Buffer, Buffers
 from wooly_executor.runtime.builds import WorkerBuilder
 from wooly_executor.runtime.calls import LibraryCall, function_of
@@ -181,14 +182,22 @@ class StatusWords:
         device: the device of the words.
         driver: the driver of the GPU.
         acts: the acts, each with a function from the word's value to an exception.
+        counts: whether each report adds to its word, so that the words of a run are known by their difference to those of the run
+            before. Otherwise the next run must not begin before the words of this one are read.
     """
 
     def __init__(
-        self, device: GpuDevice, driver: Driver, acts: Sequence[tuple[int, Callable[[int], Exception]]]
+        self,
+        device: GpuDevice,
+        driver: Driver,
+        acts: Sequence[tuple[int, Callable[[int], Exception]]],
+        *,
+        counts: bool = False,
     ) -> None:
-        self._acts = list(acts)
+        self._acts, self._driver, self.counts = list(acts), driver, counts
         self._words = device.copy_target(4 * len(acts)).zero_().view(torch.int32)
-        self._host = driver.pinned(4 * len(acts)).view(torch.int32)
+        self._before = [0] * len(acts)
+        self._hosts: list[Tensor] = []
 
     def address(self, k: int) -> int:
         """Return the device address of word `k`."""
@@ -198,16 +207,27 @@ class StatusWords:
         """Return word `k` as a tensor."""
         return self._words[k]
 
-    def fetch(self) -> None:
-        """Enqueue a copy of the words to the host."""
-        self._host.copy_(self._words, non_blocking=True)
+    def fetch(self) -> Tensor:
+        """Enqueue a copy of the words to the host. Returns where they will be."""
+        host = self._hosts.pop() if self._hosts else self._driver.pinned(4 * len(self._acts)).view(torch.int32)
+        host.copy_(self._words, non_blocking=True)
+        return host
 
-    def complaint(self) -> tuple[int, Exception] | None:
-        """Return the first act that reported a violation, and the exception; None if no act did. Sets the words to 0 again."""
-        found = [(*self._acts[k], value) for k, value in enumerate(self._host.tolist()) if value]
-        if not found:
+    def complaint(self, host: Tensor) -> tuple[int, Exception] | None:
+        """Return the first act that reported a violation since the words that were read before, and the exception; None if no act
+        did. Words must be read in the order in which they were fetched.
+        """
+        words, before = host.tolist(), self._before
+        self._hosts.append(host)
+        if words == before:
             return None
-        self._words.zero_()
+        found = [
+            (*self._acts[k], word - was) for k, (word, was) in enumerate(zip(words, before, strict=True)) if word != was
+        ]
+        if self.counts:
+            self._before = words
+        else:
+            self._words.zero_()
         act, said, value = min(found, key=lambda f: f[0])
         return act, said(value)
 
@@ -215,7 +235,7 @@ class StatusWords:
 class GpuExecution(StepExecution):
     """A run on a GPU. Times are measured with the stream's events."""
 
-    __slots__ = ("_driver", "_kernels_ns", "_profiled", "_runtime", "_sampled", "_took_ns")
+    __slots__ = ("_driver", "_kernels_ns", "_profiled", "_runtime", "_sampled", "_took_ns", "_unlanded")
 
     def __init__(
         self,
@@ -229,7 +249,9 @@ class GpuExecution(StepExecution):
     ) -> None:
         self._runtime = runtime
         self._driver = runtime.driver
-        self._kernels_ns = self._took_ns = 0
+        self._kernels_ns = self._took_ns = self._unlanded = 0
+        if isinstance(buffers, Buffers):
+            buffers.lost_late.clear()
         super().__init__(prepared, buffers, bindings, params, single=single)
         self.host_bound: list[bool] = []
         self._profiled = runtime.profiles and prepared.core_use.due()
@@ -240,8 +262,8 @@ class GpuExecution(StepExecution):
     def advance(self, edges: Sequence[int], ahead_ns: int = 0) -> list[int]:
         """See `Execution.advance`.
 
-        The host waits for work whose device time is not known from earlier runs, and for work that may report a violation. A run
-        that is profiled is alone on the device.
+        The host waits for work whose device time is not known from earlier runs. Work that may report a violation is checked when
+        the session's next launch is enqueued. A run that is profiled is alone on the device.
         """
         prepared, runtime = self._prepared, self._runtime
         if self.ended:
@@ -263,31 +285,38 @@ class GpuExecution(StepExecution):
     def _advance(self, edges: Sequence[int], ahead_ns: int) -> list[int]:
         driver, prepared, runtime, kernels = self._driver, self._prepared, self._runtime, self._runtime.kernels
         flights, owner, clock = runtime.flights, self._frame.buffers, time.perf_counter_ns
-        span = Span(self._steps is prepared.hot, self._at, tuple(edges))
+        session = owner if isinstance(owner, Buffers) else None
         flights.make_way(ahead_ns)
+        span = Span(self._steps is prepared.hot, self._at, tuple(edges))
         if self._sampled:
             runtime.sample = []
         if prepared.foreign:
             kernels.begin()
         marks, enqueued = [driver.record()], [clock()]
-        for edge in edges:
-            if not self.ended:
-                self._run_to(edge)
+        for k, edge in enumerate(edges):
+            if self.ended:
+                break
+            if k:
                 marks.append(driver.record())
                 enqueued.append(clock())
+            self._run_to(edge)
         status: StatusWords | None = prepared.status
         launched = kernels.fetch() if prepared.foreign else None
-        if status is not None:
-            status.fetch()
-        if status is not None or launched:
-            marks.append(driver.record())
-            enqueued.append(clock())
+        words = status.fetch() if status is not None else None
+        marks.append(driver.record())
+        enqueued.append(clock())
         inside, runtime.sample = runtime.sample, None
-        if ahead_ns and status is None and not launched and inside is None and isinstance(owner, Buffers):
+        if ahead_ns and not launched and inside is None and session is not None and (status is None or status.counts):
             known = flights.known(prepared, span)
             if known is not None and self.outcome.failed_at is None:
-                times = flights.charge(owner, known.ns)
-                flights.add(Flight(prepared, span, marks, enqueued, sum(known.ns), owner))
+                times = flights.charge(session, known.ns)
+                flight = Flight(prepared, span, marks, enqueued, sum(known.ns), session)
+                if words is not None:
+                    self._unlanded, self.unchecked = self._unlanded + 1, True
+                    flight.check = functools.partial(self._landed, words)
+                flights.add(flight)
+                flights.check_earlier(session, flight)
+                self._heed(session)
                 self.host_bound += known.host_bound
                 if prepared.kernel_permille:
                     self._kernels_ns += sum(times) * prepared.kernel_permille // 1000
@@ -297,25 +326,58 @@ class GpuExecution(StepExecution):
         found = [kernels.wait()] if launched else []
         if self.outcome.failed_at is None:
             times, bound = flights.measured(prepared, span, marks, enqueued)
-            self.host_bound += bound[: len(edges)]
+            self.host_bound += bound
         else:
             times = driver.elapsed_ns(marks)
-        if status is not None or launched:
-            times[-2:] = [times[-2] + times[-1]]
-        if status is not None:
-            said = status.complaint()
+        if status is not None and words is not None:
+            said = status.complaint(words)
             found.append((prepared.owner.index(said[0]), said[1]) if said is not None else None)
         complaints = sorted([c for c in found if c is not None], key=lambda c: c[0])
         if complaints and self.outcome.failed_at is None:
             step, why = complaints[0]
             self._fail(prepared, self._frame, step, step, why)
             self.ended = True
+        if session is not None:
+            self._heed(session)
         self._leave()
         self._took_ns = sum(times)
         self._share(self._took_ns, inside)
-        if isinstance(owner, Buffers):
-            times = flights.charge(owner, times)
+        if session is not None:
+            times = flights.charge(session, times)
         return times + [0] * (len(edges) - len(times))
+
+    def _landed(self, words: Tensor) -> None:
+        """Check a launch of this run that has landed."""
+        prepared, owner = self._prepared, self._frame.buffers
+        status: StatusWords = prepared.status
+        self._unlanded -= 1
+        self.unchecked = self._unlanded > 0
+        said = status.complaint(words)
+        if said is None:
+            return
+        act, why = said
+        if not self.ended or self._frame.registers:
+            self._end_failed(act, why)
+            return
+        # The run has ended, and its session may have begun another one.
+        self._say(prepared.acts[act].at, why)
+        lost = self._poison(act)
+        if isinstance(owner, Buffers):
+            owner.lost_late.update([(self._frame.bindings[slot], self.outcome.error) for slot in lost])
+
+    def _heed(self, session: Buffers) -> None:
+        """Fail where this run has used a buffer that an earlier run, as is known only now, did not write."""
+        if not session.lost_late:
+            return
+        lost, bindings, made = session.lost_late, self._frame.bindings, self._prepared.facts.slot_alloc
+        for k, act in enumerate(self._prepared.acts):
+            if act.form.opcode != "free":
+                for slot in act.slots:
+                    if made[slot] is None and bindings[slot] in lost:
+                        self._end_failed(k, PoisonedError(lost[bindings[slot]]))
+                        lost.clear()
+                        return
+        lost.clear()
 
     def _leave(self) -> None:
         """Drop the tensors of a run that has ended. A graph can lend its memory again when nobody uses it."""
@@ -343,11 +405,12 @@ class GpuExecution(StepExecution):
     def _fail(self, prepared: PreparedProgram, frame: Frame, first: int, step: int, cause: Exception) -> None:
         if isinstance(cause, ContextLostError):
             raise cause
-        if isinstance(cause, (torch.OutOfMemoryError, MemoryError)):
-            self.outcome.code = OutOfMemoryError.code
-        elif isinstance(cause, RuntimeError):
+        no_memory = isinstance(cause, torch.OutOfMemoryError)
+        if isinstance(cause, RuntimeError) and not no_memory:
             self._driver.check()
         super()._fail(prepared, frame, first, step, cause)
+        if no_memory:
+            self.outcome.code = OutOfMemoryError.code
 
 
 class GpuRuntime(TorchRuntime):
@@ -508,7 +571,7 @@ class GpuRuntime(TorchRuntime):
         said = [*asked, *[(act, lambda _, why=word.why: why) for act, word in calls]]
         # calls with gradients write words, too, which needs normal tensors
         with self.device.copy_context(), torch.inference_mode(False):
-            status = StatusWords(self.gpu, self.driver, said)
+            status = StatusWords(self.gpu, self.driver, said, counts=not asked)
             for k, (_, word) in enumerate(calls, len(asked)):
                 word.memory = status.word(k)
         prepared.status = status

@@ -42,6 +42,9 @@ LENDING, LENDING_ALL = 2, 6
 VALUES, CHANGING = 8, 12
 #: Limits per device: number of graphs, and number of failed captures, because torch keeps memory for each of them.
 GRAPHS, FAILURES = 512, 256
+#: If there is no room for another graph, those make room that were not used in the last replays of the device: RECENT for each
+#: graph that there is, and at least RECENT_ALL. A working set of graphs stays, however large it is.
+RECENT, RECENT_ALL = 4, 1024
 #: A stretch may allocate at most 1/STRETCH_SHARE of the memory for all graphs.
 STRETCH_SHARE = 4
 
@@ -94,6 +97,8 @@ class Graphs:
         self._lent: set[int] = set()
         #: Operators that a graph cannot contain, as failed captures have shown.
         self._refused: set[str] = set()
+        #: The stretches that have had graphs.
+        self._stretches: dict[int, weakref.ref[Stretch]] = {}
         #: For each destroyed graph, its bytes for inputs and the memory that it lent. Other threads destroy programs and graphs.
         self._destroyed: deque[tuple[int, list[int]]] = deque()
         self.replayed = self.count = 0
@@ -164,7 +169,7 @@ class Graphs:
         if graphs is not None:
             for captured in graphs:
                 if captured.free():
-                    captured.used = stretch.runs
+                    captured.used, captured.replay = stretch.runs, self.replayed
                     stretch.captured.move_to_end(key)
                     self.replayed += 1
                     return captured
@@ -207,7 +212,8 @@ class Graphs:
         stretch.captured.setdefault(key, []).append(captured)
         stretch.captured.move_to_end(key)
         del stretch.seen[short]
-        captured.used = stretch.runs
+        captured.used, captured.replay = stretch.runs, self.replayed
+        self._stretches[id(stretch)] = weakref.ref(stretch)
         self.replayed += 1
         return captured
 
@@ -220,6 +226,17 @@ class Graphs:
             return False
         if sum([len(graphs) for graphs in self._family(stretch, key)]) >= VARIANTS:
             return False
+        self._count_destroyed()
+        if not self._fits(stretch):
+            self._forget_unused()
+            self._count_destroyed()
+        return self._fits(stretch) and self._failures < FAILURES
+
+    def _fits(self, stretch: Stretch) -> bool:
+        """Whether there is room for a graph of a stretch."""
+        return self.count < GRAPHS and self._bytes + self._input_bytes + stretch.nbytes <= self._room
+
+    def _count_destroyed(self) -> None:
         if self._destroyed:
             while self._destroyed:
                 nbytes, lent = self._destroyed.popleft()
@@ -227,8 +244,18 @@ class Graphs:
                 self._lent.difference_update(lent)
                 self.count -= 1
             self._bytes = self._driver.graph_bytes()
-        fits = self._bytes + self._input_bytes + stretch.nbytes <= self._room
-        return fits and self.count < GRAPHS and self._failures < FAILURES
+
+    def _forget_unused(self) -> None:
+        """Destroy the graphs of all programs that were not used for long."""
+        since = self.replayed - max(RECENT * self.count, RECENT_ALL)
+        for known, reference in list(self._stretches.items()):
+            stretch = reference()
+            if stretch is None:
+                del self._stretches[known]
+                continue
+            for key, graphs in list(stretch.captured.items()):
+                if all([captured.replay < since for captured in graphs]):
+                    del stretch.captured[key]
 
     def _family(self, stretch: Stretch, key: Key) -> list[list[Captured]]:
         """Return the graphs of a stretch whose keys differ from `key` only in addresses that graphs lend."""

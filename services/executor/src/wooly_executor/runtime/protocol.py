@@ -86,6 +86,11 @@ class Execution(Protocol):
         """
         ...
 
+    @property
+    def unchecked(self) -> bool:
+        """Whether the run has ended, but may still fail when its work, which is in flight, has landed: see `Runtime.settle`."""
+        ...
+
     def advance(self, edges: Sequence[int], ahead_ns: int = 0) -> list[int]:
         """Run to the first of `edges`, then to the next, and so on to the last.
 

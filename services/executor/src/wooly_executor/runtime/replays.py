@@ -135,6 +135,7 @@ class Captured:
 
     Attributes:
         used: number of the last run of the stretch that used the graph.
+        replay: number of its last replay among all replays of the device.
         lent: the addresses of the memory that runs use in place.
     """
 
@@ -149,13 +150,14 @@ class Captured:
         "_set",
         "graph",
         "lent",
+        "replay",
         "used",
     )
 
     def __init__(
         self, graph: Graph, inputs: Inputs, made: list[Tensor], left: dict[int, Place | None], held: frozenset[int]
     ) -> None:
-        self.graph, self._inputs, self.used = graph, inputs, 0
+        self.graph, self._inputs, self.used, self.replay = graph, inputs, 0, 0
         self._cleared = [name for name, place in left.items() if place is None]
         self._moved = [(name, place) for name, place in left.items() if place is not None and place.old]
         new = [(name, place) for name, place in left.items() if place is not None and not place.old]

@@ -44,7 +44,7 @@ Taking = Callable[[list[Any]], Sequence[Any]]
 _address = torch.Tensor.data_ptr
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class Stretch:
     """State of steps between two edges that a graph can contain.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from torch import Tensor
@@ -53,10 +53,13 @@ class Victims:
         residents: the sessions.
         swapping: swaps victims out.
         swap_space: knows the free budgets.
+        settle: waits until the device has done all work of finished runs.
     """
 
-    def __init__(self, residents: Residents, swapping: Swapping, swap_space: SwapSpace) -> None:
-        self._here, self._swapping, self._swap_space = residents, swapping, swap_space
+    def __init__(
+        self, residents: Residents, swapping: Swapping, swap_space: SwapSpace, settle: Callable[[], None]
+    ) -> None:
+        self._here, self._swapping, self._swap_space, self._settle = residents, swapping, swap_space, settle
         self._ledger, self._contents = residents.ledger, residents.contents
         self._choices = 0
 
@@ -134,6 +137,7 @@ class Victims:
             self._named(plan.victims),
             self._named(rest),
         )
+        self._settle()  # a run in flight may still fail, and what it did not write has no bytes
         sessions, urgency = self._here.sessions, self._here.priority(requester)
         left: dict[str, list[tuple[tuple[str, int], Tensor, Place, int]]] = {name: [] for name in plan.victims}
         for move in plan.moves:

@@ -59,6 +59,7 @@ class Vram:
         post: queue of events of sessions.
         clock: returns monotonic ns.
         device: the device.
+        settle: waits until the device has done all work of finished runs.
         pinned: where pinned weights are saved; None: nowhere.
     """
 
@@ -71,6 +72,7 @@ class Vram:
         post: Post,
         clock: Callable[[], int] = time.monotonic_ns,
         device: TorchDevice = HOST,
+        settle: Callable[[], None] = lambda: None,
         pinned: PinnedFiles | None = None,
     ) -> None:
         given = settings.policy
@@ -92,7 +94,7 @@ class Vram:
         self._sessions = self._residents.sessions
         self.ipc = IpcBuffers(self.ledger, self.contents, clock, self._require_room_to_stay)
         self._swapping = Swapping(self._residents, self.swap_space, pages, self.mover, dispatch, call, self.ipc)
-        self._victims = Victims(self._residents, self._swapping, self.swap_space)
+        self._victims = Victims(self._residents, self._swapping, self.swap_space, settle)
         patience = max(policy.idle_ns, settings.patience_ns)
         self._waiting = Waiting(self._residents, self._victims, self._swapping, dispatch, patience, post)
         self._dispatch = dispatch
