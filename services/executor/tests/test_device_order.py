@@ -20,8 +20,9 @@ from wooly_executor.swap_space import Copy, Pages
 from wooly_executor.vram import SwapSettings
 from wooly_wis.dtypes import DType
 
+from services.executor.tests.conftest import known_times
 from services.executor.tests.device_order import RaceError
-from services.executor.tests.fake_gpu import LAUNCH_NS, FakeDriver, gpu_runtime
+from services.executor.tests.fake_gpu import FakeDriver, gpu_runtime
 from services.executor.tests.test_gpu_runtime import Side, gathering
 
 HERE = Path(__file__).parent
@@ -199,7 +200,7 @@ class NoWait(FakeDriver):
 )
 def test_order_of_memory_that_is_swapped_in(make_device, wis, tmp_path, monkeypatch, kind, says):
     """Two sessions swap each other out, and free memory while their programs may still use it."""
-    monkeypatch.setattr(Flights, "known", lambda self, prepared, span: [LAUNCH_NS] * len(span.edges))
+    monkeypatch.setattr(Flights, "known", known_times)
     driver = kind()
     swap = SwapSettings(Policy(0, 1 << 20, 0), 64 << 20, 0, tmp_path, 30_000_000_000)
     device = make_device(runtime=gpu_runtime(driver), memory=10 << 20, swap=swap)

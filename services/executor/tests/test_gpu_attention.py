@@ -5,10 +5,16 @@ import math
 import pytest
 import torch
 from wooly_executor.errors import OperationError
+from wooly_executor.programs import ProgramStore
 from wooly_executor.runtime import gpu_attention as subject
 from wooly_executor.runtime.gpu_attention import Chip, Way, attention, attention_backward, choose
 from wooly_executor.runtime.substitutes import substitute
 from wooly_executor.runtime.torch_private import deterministic_switches, set_deterministic
+from wooly_testkit.tape import Tape
+from wooly_wis.codec import encode_program
+from wooly_wis.dtypes import DType
+
+from services.executor.tests.fake_gpu import FakeDriver, gpu_runtime
 
 aten = torch.ops.aten
 _FORWARD = aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -234,7 +240,7 @@ def fake_operators(called, chosen):
     def by(name, more):
         def call(q, k, v, *rest, scale):
             called.append(name)
-            mask = rest[0] if name == "efficient" else None
+            mask = None if name == "flash" else rest[0]
             out, logs = _FORWARD(q, k, v, 0.0, rest[-2] if name == "flash" else rest[3], attn_mask=mask, scale=scale)
             return out, more(logs), None, None
 
@@ -310,3 +316,43 @@ def test_masked_attention_of_one_instruction_decides_once(monkeypatch, shared):
             torch.testing.assert_close(out, want, atol=1e-2, rtol=1e-2)
             torch.testing.assert_close(logs, wanted_logs)
     assert called == ["efficient"] * 9 and len(given) == 6
+
+
+@pytest.mark.parametrize("logs_read", [False, True])
+def test_masked_attention_is_cudnns_if_torch_chooses_it_and_nobody_reads_logarithms(monkeypatch, logs_read):
+    called = []
+    monkeypatch.setattr(subject, "_chip", lambda device: H100)
+    monkeypatch.setattr(subject, "aten", fake_operators(called, subject.CUDNN_CHOSEN))
+    for memory in ("_planned", "_unplannable"):
+        monkeypatch.setattr(subject, memory, set())
+    monkeypatch.setattr(subject, "_cudnn_is_chosen", {})
+    mine = subject.Attention()
+    mine.logs_read = logs_read
+    for _ in range(3):
+        q, k, v = (torch.randn(2, 4, n, 16).to(BF16) for n in (1, 8, 8))
+        mask = torch.rand(2, 1, 1, 8) > 0.5
+        mask[..., 0] = True
+        out, logs = mine(q, k, v, attn_mask=mask)
+        seen = torch.zeros(mask.shape, dtype=BF16).masked_fill(~mask, -math.inf)
+        want, wanted_logs = _FORWARD(q, k, v, attn_mask=seen)
+        torch.testing.assert_close(out, want, atol=1e-2, rtol=1e-2)
+        assert logs is None or (logs_read and torch.allclose(logs, wanted_logs))
+    # a mask in another dtype than the operands is not cuDNN's
+    mine(q, k, v, attn_mask=torch.randn(1, 8))
+    assert called == (["efficient"] * 4 if logs_read else ["?", *["cudnn"] * 3, "efficient"])
+
+
+@pytest.mark.parametrize("freed", [False, True])
+def test_attention_knows_whether_program_reads_logarithms(monkeypatch, freed):
+    made = []
+    real = subject.Attention
+    monkeypatch.setattr("wooly_executor.runtime.substitutes.Attention", lambda: made.append(real()) or made[-1])
+    t = Tape()
+    q, k, v = (t.input(DType.F32, 1, 2, 4, 8) for _ in range(3))
+    name = "aten._scaled_dot_product_flash_attention_for_cpu.default"
+    _, logs = t.extern(name, q, k, v, 0.0, False, results=[(DType.F32, (1, 2, 4, 8)), (DType.F32, (1, 2, 4))])
+    if freed:
+        t.free(logs)
+    program, _ = t.program()
+    ProgramStore(gpu_runtime(FakeDriver())).define(encode_program(program))
+    assert [one.logs_read for one in made] == [not freed]

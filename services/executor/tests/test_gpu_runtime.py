@@ -671,6 +671,19 @@ def test_graphs_unused_graph_makes_room(gpu, driver, monkeypatch):
     assert driver.captures == 2
 
 
+def test_graphs_of_other_programs_make_room_if_they_were_not_used_for_long(gpu, driver, monkeypatch):
+    monkeypatch.setattr("wooly_executor.runtime.graphs.GRAPHS", 1)
+    monkeypatch.setattr("wooly_executor.runtime.graphs.RECENT_ALL", 8)
+    first, second = (layers(n) for n in (5, 6))
+    prepared = {n: gpu.ready(program).prepared for n, (program, *_) in ((5, first), (6, second))}
+    for n, (_, params, contents, _) in ((5, first), (6, second)):
+        loop(gpu, prepared[n], contents, params, 30)
+    assert driver.captures == 1  # the graph of the first program was in use shortly before
+    gpu.runtime.graphs.replayed += 8  # other programs of the device replay
+    loop(gpu, prepared[6], second[2], second[1], 10)
+    assert driver.captures == 2 and gpu.runtime.graphs.count == 1
+
+
 def rows(n=6, wide=4, layers=5):
     """A program that reads `x` and `w`, and leaves one result of the size of `x`. Returns it, its params and slots."""
     t = Tape()
@@ -848,6 +861,25 @@ def test_graphs_lent_result_is_not_overwritten_while_it_is_used(gpu, cpu, driver
         del kept[: len(kept) - keep], mine
     assert driver.replays > 15 and driver.captures == min(keep + 1, 3)
     assert len(set(places[-10:])) == keep + 1 if keep < 2 else len(set(places[-10:])) > 2
+
+
+def test_graphs_that_lend_results_share_a_pool(gpu, cpu, driver):
+    """Their own values share memory, so many layers of a large model fit."""
+    weights, last = Buffer(4 * 160 * 160, torch.randn(160, 160) / 12), {}
+    programs = [rows(*LARGE, layers) for layers in (5, 6, 7)]
+    sides = {side: [side.ready(program).prepared for program, *_ in programs] for side in (gpu, cpu)}
+    x = torch.randn(*LARGE)
+    for _ in range(60):
+        for side, prepared in sides.items():
+            held = Buffer(4 * 128 * 160, x.clone())
+            for own, (_, params, taken, w, made) in zip(prepared, programs, strict=True):
+                held = step(side, own, params, {taken: held, w: weights})[made]
+            last[side] = held.base
+        assert torch.equal(last[gpu], last[cpu])
+        last.clear()
+        del held
+    assert driver.replays > 90 and driver.captures >= 3
+    assert sum(map(bool, driver.graphs_of.values())) == 1
 
 
 def test_graphs_lent_result_of_other_session_is_not_overwritten(gpu, cpu, driver):

@@ -43,8 +43,8 @@ class Way(enum.Enum):
     """How attention is computed."""
 
     FLASH = "flash"
-    #: As torch chooses it, but never with a mask: cuDNN's gradients are then NaN for some lengths (issue 196678 of PyTorch, since
-    #: 2.11), and a decoder with masks ended its process on an H100 during a capture (`decode_by_cudnn` in tests/gpu/captured.py).
+    #: As torch chooses it. With a mask only if nobody reads the logarithms: cuDNN has other ones for a fully masked row than the
+    #: CPU, and its gradients are NaN for some lengths (issue 196678 of PyTorch, since 2.11).
     CUDNN = "cudnn"
     EFFICIENT = "efficient"
     MATMUL = "matmul"
@@ -110,9 +110,13 @@ def attention(
     *,
     attn_mask: Tensor | None = None,
     scale: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return the result of attention, and the logarithm of the sum of exponentials of each row (0 for a fully masked row)."""
-    way = _way((query, key, value), dropout_p, is_causal, attn_mask)
+    logs_read: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the result of attention, and the logarithm of the sum of exponentials of each row (0 for a fully masked row).
+
+    Without `logs_read`, the logarithms may be missing.
+    """
+    way = _way((query, key, value), dropout_p, is_causal, attn_mask, logs_read=logs_read)
     if way is Way.MATMUL:
         return attention_by_matmul(query, key, value, is_causal, attn_mask, scale)
     factor = _factor(query, scale)
@@ -120,12 +124,17 @@ def attention(
     if way is Way.CUDNN:
         q, k, v = [_aligned(t) for t in (query, key, value)]
         by_cudnn = aten._scaled_dot_product_cudnn_attention.default
+        added = None if attn_mask is None else _added(attn_mask, query.dtype)
+        planned_for, with_logs = (q, k, v) if added is None else (q, k, v, added), added is None
         made = planned(
-            "forward", (q, k, v), is_causal, lambda: by_cudnn(q, k, v, None, True, 0.0, is_causal, False, scale=factor)
+            "forward",
+            planned_for,
+            is_causal,
+            lambda: by_cudnn(q, k, v, added, with_logs, 0.0, is_causal, False, scale=factor),
         )
         if made is not None:
-            return made[0][..., :width], made[1].view(query.shape[:3])
-        way = _without_cudnn(query, key, None, is_causal)
+            return made[0][..., :width], made[1].view(query.shape[:3]) if with_logs else None
+        way = _without_cudnn(query, key, None if attn_mask is None else attn_mask.dtype, is_causal)
     if way is Way.FLASH:
         q, k, v = [_aligned(t) for t in (query, key, value)]
         found = aten._scaled_dot_product_flash_attention.default(q, k, v, 0.0, is_causal, False, scale=factor)
@@ -214,15 +223,20 @@ attention_backward.writes_all = True  # type: ignore[attr-defined]
 
 
 class Attention:
-    """`attention` for one instruction. Its operands have the same views in each run, so how to compute it is decided once."""
+    """`attention` for one instruction. Its operands have the same views in each run, so how to compute it is decided once.
 
-    __slots__ = ("_known", "_of")
+    Attributes:
+        logs_read: whether the program reads the logarithms.
+    """
+
+    __slots__ = ("_known", "_of", "logs_read")
 
     #: See `fresh_memory`: every element of the results is written.
     writes_all = True
 
     def __init__(self) -> None:
         self._known: Direct | None = None
+        self.logs_read = True
         self._of: tuple[Any, ...] = ()
 
     def __call__(
@@ -235,7 +249,7 @@ class Attention:
         *,
         attn_mask: Tensor | None = None,
         scale: float | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """See `attention`."""
         # the pieces of an instruction have other shapes, and memory of other origin may have another alignment
         of = (query.shape, key.shape, dropout_p, is_causal, None if attn_mask is None else attn_mask.shape)
@@ -245,22 +259,31 @@ class Attention:
             and not (query.data_ptr() | key.data_ptr() | value.data_ptr()) % UNIT
         ):
             return self._known(query, key, value, attn_mask, _factor(query, scale))
-        found = attention(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)
-        self._known, self._of = _direct(query, key, value, is_causal, attn_mask), of
+        logs_read = self.logs_read
+        found = attention(
+            query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale, logs_read=logs_read
+        )
+        self._known, self._of = _direct(query, key, value, is_causal, attn_mask, logs_read=logs_read), of
         return found
 
 
 #: Computes attention of query, key, value and mask, with a factor.
-Direct = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], tuple[Tensor, Tensor]]
+Direct = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], tuple[Tensor, Tensor | None]]
 
 
-def _direct(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, mask: Tensor | None) -> Direct | None:
+def _direct(
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, mask: Tensor | None, *, logs_read: bool
+) -> Direct | None:
     """Return a function that computes attention of tensors of these layouts, at aligned addresses, as `attention` has done it.
 
     None if the tensors must be changed before. Only this thread may call the function: cuDNN's plans belong to a thread.
     """
     tensors = query, key, value
-    way = _way(tensors, 0.0, is_causal, mask)
+    way = _way(tensors, 0.0, is_causal, mask, logs_read=logs_read)
+    if way is Way.CUDNN and mask is not None:
+        added = _added(mask, query.dtype)
+        if _plan_of("forward", (*tensors, added), is_causal) not in _planned:
+            way = _without_cudnn(query, key, mask.dtype, is_causal)
     if way is Way.MATMUL or any(_aligned(t) is not t for t in tensors):
         return None
     if way is Way.EFFICIENT:
@@ -281,6 +304,14 @@ def _direct(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, mask: Te
         return efficient
     if way is Way.CUDNN:
         rows, by_cudnn = query.shape[:3], aten._scaled_dot_product_cudnn_attention.default
+        if mask is not None:
+
+            def masked(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, factor: float) -> tuple[Tensor, None]:
+                assert attn_mask is not None
+                bias = _added(attn_mask, q.dtype)
+                return by_cudnn(q, k, v, bias, False, 0.0, is_causal, False, scale=factor)[0], None
+
+            return masked
         if _plan_of("forward", tensors, is_causal) in _planned:
 
             def cudnn(q: Tensor, k: Tensor, v: Tensor, _: Tensor | None, factor: float) -> tuple[Tensor, Tensor]:
@@ -299,7 +330,9 @@ def _direct(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, mask: Te
     return flash
 
 
-def _way(tensors: tuple[Tensor, ...], dropout_p: float, is_causal: bool, mask: Tensor | None) -> Way:
+def _way(
+    tensors: tuple[Tensor, ...], dropout_p: float, is_causal: bool, mask: Tensor | None, *, logs_read: bool = True
+) -> Way:
     """Return how to compute attention of tensors, which begin with query and key.
 
     Raises:
@@ -312,18 +345,23 @@ def _way(tensors: tuple[Tensor, ...], dropout_p: float, is_causal: bool, mask: T
         raise OperationError(f"attention needs tensors of one dtype, but they have {[t.dtype for t in tensors]}")
     found = None if mask is None else mask.dtype
     way = _without_cudnn(query, key, found, is_causal)
-    if query.dtype not in _HALVES or way is Way.MATMUL or found is not None:  # masks: see `Way`
+    if query.dtype not in _HALVES or way is Way.MATMUL:
         return way
+    masked = tensors[:3]
+    if mask is not None:
+        if logs_read or found not in (torch.bool, query.dtype) or any(_aligned(t) is not t for t in tensors):
+            return way
+        masked = (*masked, mask)
     if deterministic_switches()[0]:  # cuDNN's gradients are not deterministic
         return way
-    layouts = tuple([(tuple(t.shape), t.stride()) for t in tensors[:3]])
-    known = _cudnn_is_chosen.get((query.dtype, is_causal, layouts))
+    layouts = tuple([(tuple(t.shape), t.stride()) for t in masked])
+    known = _cudnn_is_chosen.get((query.dtype, found, is_causal, layouts))
     if known is None:
         if len(_cudnn_is_chosen) >= CHOICES:
             _cudnn_is_chosen.clear()
         gqa = key.shape[1] != query.shape[1]
-        chosen = aten._fused_sdp_choice.default(query, key, tensors[2], None, 0.0, is_causal, enable_gqa=gqa)
-        known = _cudnn_is_chosen[query.dtype, is_causal, layouts] = chosen == CUDNN_CHOSEN
+        chosen = aten._fused_sdp_choice.default(query, key, tensors[2], mask, 0.0, is_causal, enable_gqa=gqa)
+        known = _cudnn_is_chosen[query.dtype, found, is_causal, layouts] = chosen == CUDNN_CHOSEN
     return Way.CUDNN if known else way
 
 
@@ -384,6 +422,17 @@ _unplannable: set[tuple[Any, ...]] = set()
 _cudnn_is_chosen: dict[tuple[Any, ...], bool] = {}
 
 
+@functools.cache
+def _ends(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """What is added to the score of an element that a row sees, and of one that it does not see."""
+    return torch.zeros((), dtype=dtype, device=device), torch.full((), -math.inf, dtype=dtype, device=device)
+
+
+def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a mask of truth values as numbers that are added to the scores, in one launch; another mask as it is."""
+    return torch.where(mask, *_ends(dtype, mask.device)) if mask.dtype is torch.bool else mask
+
+
 def _deterministic_if_asked(call: Callable[..., Any]) -> Callable[..., Any]:
     """Return `call` with deterministic sums if the instruction asks for deterministic algorithms.
 
@@ -428,8 +477,7 @@ def _bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
     """Return the mask as numbers that are added to the scores, in a layout that the memory-efficient operator can read."""
     if mask is None:
         return None
-    if mask.dtype is torch.bool:
-        mask = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill_(~mask, -math.inf)
+    mask = _added(mask, query.dtype)
     columns = key.shape[2]
     mask = mask.view((1,) * (4 - mask.dim()) + tuple(mask.shape))
     mask = mask.expand(*mask.shape[:3], columns)

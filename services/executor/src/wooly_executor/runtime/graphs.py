@@ -2,10 +2,10 @@
 
 A stretch is never longer than the part that the dispatch core launches at a time (see `stretches`). A graph contains the
 addresses and params of its run, so it can be replayed only for runs with the same addresses and params. Small inputs whose
-addresses change from run to run are copied to memory of the graph first. Small results are copied out of the graph's memory at
-once, so that graphs that share a memory pool may follow each other in any order. Large results, and values that the program frees
-itself, stay in the graph's memory until the next replay (see `replays`). Such a graph has a pool of its own, because in a shared
-pool other graphs use the same memory for their own values.
+addresses change from run to run are copied to memory of the graph first. All graphs share a memory pool for their own values, so
+results must leave it before another graph runs. Small results are copied after a replay. Large results, and values that the
+program frees itself, are copied by the graph to memory that it lends until its next replay (see `replays`). A graph whose results
+have other sizes than announced has a pool of its own, and lends the pool's memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,15 @@ from wooly_executor.runtime.device import TorchDevice
 from wooly_executor.runtime.driver import Driver
 from wooly_executor.runtime.frame import Frame, Step
 from wooly_executor.runtime.prepared import PreparedProgram
-from wooly_executor.runtime.replays import Captured, Inputs, changed, held_in_place, tensors_by_name
+from wooly_executor.runtime.replays import (
+    Captured,
+    Inputs,
+    MisfitError,
+    Outside,
+    changed,
+    held_in_place,
+    tensors_by_name,
+)
 from wooly_executor.runtime.segments import SegmentError
 from wooly_executor.runtime.stretches import COUNTED, FREE_OF_WORK, Key, Stretch, split
 
@@ -99,7 +107,7 @@ class Graphs:
         self._refused: set[str] = set()
         #: The stretches that have had graphs.
         self._stretches: dict[int, weakref.ref[Stretch]] = {}
-        #: For each destroyed graph, its bytes for inputs and the memory that it lent. Other threads destroy programs and graphs.
+        #: For each destroyed graph, its bytes outside of pools and the memory that it lent. Other threads destroy graphs.
         self._destroyed: deque[tuple[int, list[int]]] = deque()
         self.replayed = self.count = 0
 
@@ -205,7 +213,7 @@ class Graphs:
         if not self._has_room(stretch, key):
             return None
         lending = sum([bool(c.lent) for graphs in self._family(stretch, key) for c in graphs])
-        lend = stretch.holds and known < LENDING and lending < LENDING_ALL
+        lend = bool(stretch.lends) and known < LENDING and lending < LENDING_ALL
         captured = self._capture(prepared, frame, steps, stretch, lend=lend)
         if captured is None:
             return None
@@ -254,7 +262,7 @@ class Graphs:
                 del self._stretches[known]
                 continue
             for key, graphs in list(stretch.captured.items()):
-                if all([captured.replay < since for captured in graphs]):
+                if max([captured.replay for captured in graphs]) < since:
                     del stretch.captured[key]
 
     def _family(self, stretch: Stretch, key: Key) -> list[list[Captured]]:
@@ -273,25 +281,35 @@ class Graphs:
     ) -> Captured | None:
         """Return the graph of a stretch. `lend`: results may stay in its memory, which no other graph uses then."""
         registers, bases = list(frame.registers), list(frame.bases)
-        at = -1
+        at, outside = -1, None
 
         def body() -> None:
             nonlocal at
             for at, step in enumerate(steps, stretch.begin):  # noqa: B007 - the failing step's index is used below
                 step(frame)
             at = -1
+            if outside is not None:
+                outside.take(frame, stretch.names, before)
 
         try:
             inputs = self._private_inputs(stretch, frame)
             tensors = tensors_by_name(frame)
             names = [name for of_slot in stretch.names.values() for name in of_slot]
             before = {name: tensors[name] for name in names if name in tensors} | tensors
-            graph = self._driver.capture(body, apart=lend)
+            if lend and stretch.outside:
+                outside = Outside(self._device.empty, stretch.lends)
+            graph = self._driver.capture(body, apart=lend and outside is None)
             if graph is None:  # a later run tries again
                 return None
             made, left = changed(before, tensors_by_name(frame))
+            held = held_in_place(prepared, left.items(), made) if lend else frozenset[int]()
+            if outside is not None and not all(map(outside.has, [made[k] for k in held])):
+                raise MisfitError
         except ContextLostError:
             raise
+        except MisfitError:
+            stretch.outside = False
+            return None
         except Exception as e:  # a graph cannot contain this work; if it is an error, the steps raise it again
             self._driver.check()
             self._failures += 1
@@ -303,15 +321,15 @@ class Graphs:
             return None
         finally:
             frame.registers[:], frame.bases[:] = registers, bases
-        held = held_in_place(prepared, left.items(), made) if lend else frozenset[int]()
         if stretch.whole:  # the run ends, and drops its registers
             left = {name: place for name, place in left.items() if place is not None}
         captured = Captured(graph, inputs, made, left, held)
         self.count += 1
         self._bytes = self._driver.graph_bytes()
-        self._input_bytes += inputs.nbytes
+        own = inputs.nbytes + (outside.nbytes if outside is not None else 0)
+        self._input_bytes += own
         self._lent.update(captured.lent)
-        weakref.finalize(captured, self._destroyed.append, (inputs.nbytes, captured.lent)).atexit = False
+        weakref.finalize(captured, self._destroyed.append, (own, captured.lent)).atexit = False
         return captured
 
     def _private_inputs(self, stretch: Stretch, frame: Frame) -> Inputs:

@@ -41,6 +41,7 @@ from wooly_executor.runtime.device import HOST, TorchDevice
 from wooly_executor.runtime.foreign import Foreign, arguments_of
 from wooly_executor.runtime.frame import Frame, Step
 from wooly_executor.runtime.fresh_memory import writes_all
+from wooly_executor.runtime.gpu_attention import Attention
 from wooly_executor.runtime.gpu_ranges import word_of
 from wooly_executor.runtime.guards import guarded, looks_at_values
 from wooly_executor.runtime.invocation import (
@@ -512,6 +513,8 @@ class _Preparation:
             self._dynamic(call, [slots[k] for k in results])
         else:
             outs = [(slots[k], _required_view(form.operands[k].view)) for k in results]
+            if isinstance(library.instead, Attention):
+                library.instead.logs_read = not self._is_unread(slots[results[1]])
             self._results(fresh_results(library.op, call), outs, returns_one_tensor(library.op), invoke)
         if waiting:
             self._mark_uncapturable()
@@ -567,6 +570,11 @@ class _Preparation:
 
         self._step(run)
 
+    def _is_unread(self, slot: int) -> bool:
+        """Whether the program makes a slot and frees it without a use."""
+        facts = self.out.facts
+        return facts.slot_alloc[slot] is not None and facts.slot_freed[slot] and self._uses[slot] == 1
+
     def _results(
         self,
         call: Callable[[Frame], Any],
@@ -587,7 +595,7 @@ class _Preparation:
             else:
                 register = self._operand(slot, view)
             targets.append((register, view, fresh))
-            unread.append(fresh and facts.slot_freed[slot] and self._uses[slot] == 1)
+            unread.append(fresh and self._is_unread(slot))
         trusted = [Layout.SAME if yes else Layout.UNKNOWN for yes in unread]
         if invoke is not None:
             returned = [r for r in schema_of(invoke.call.op).returns if r.alias_info is None]

@@ -226,6 +226,51 @@ class Captured:
                 bases[~name] = None
 
 
+class Outside:
+    """Memory outside of a graph's pool for results that are used in place, so that graphs can share a pool for all else.
+
+    Args:
+        empty: allocates memory, of a number of bytes.
+        sizes: bytes of each slot with such a result.
+    """
+
+    def __init__(self, empty: Callable[[int], Tensor], sizes: dict[int, int]) -> None:
+        self._of = {slot: empty(size) for slot, size in sizes.items() if size}
+        self.nbytes = sum(sizes.values())
+        self._addresses = {memory.untyped_storage().data_ptr() for memory in self._of.values()}
+
+    def take(self, frame: Frame, names: dict[int, tuple[int, ...]], before: dict[int, Tensor]) -> None:
+        """Enqueue copies of the results to this memory, and put them in the place of the results, at the end of a capture.
+
+        Raises:
+            MisfitError: a result has another size than announced, or shares its memory.
+        """
+        registers, bases = frame.registers, frame.bases
+        known = {t.untyped_storage().data_ptr() for t in before.values()}
+        for slot, memory in self._of.items():
+            held = {k: t for k in names[slot] if (t := registers[k] if k >= 0 else bases[~k]) is not None}
+            storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held.values()}
+            if not held or not known.isdisjoint(storages):
+                continue
+            if list(storages.values()) != [len(memory)]:
+                raise MisfitError
+            memory.copy_(bytes_of(next(iter(held.values())), 0, len(memory)))
+            for name, t in held.items():
+                own = place_of(t, name, False).on(memory)
+                if name >= 0:
+                    registers[name] = own
+                else:
+                    bases[~name] = own
+
+    def has(self, memory: Tensor) -> bool:
+        """Whether this is a part of it."""
+        return memory.untyped_storage().data_ptr() in self._addresses
+
+
+class MisfitError(Exception):
+    """A result that outlives a graph does not fit into the memory that was allocated for it."""
+
+
 def tensors_by_name(frame: Frame) -> dict[int, Tensor]:
     """Return the tensors of all registers, and the memory of slots under ~slot."""
     found: dict[int, Tensor] = {k: t for k, t in enumerate(frame.registers) if t is not None}

@@ -55,7 +55,7 @@ class Stretch:
         others: its other params.
         names: the registers (or ~slots) whose memory the stretch may use, by slot.
         small: the bytes of each slot that the stretch reads and does not write, if they are at most SMALL.
-        holds: whether results stay in the memory of the graph after the stretch.
+        lends: bytes of each slot whose memory is used in place after a replay, until the next one.
         nbytes: bytes that the stretch allocates.
         never: the stretch cannot be captured.
         runs: number of runs.
@@ -66,6 +66,7 @@ class Stretch:
         fixed: number of slots whose addresses are in the key. The other slots are moving: they are copied before a replay.
         moves: for small slots, the number of recent changes of address, and the run of the last one.
         full: whether a capture has failed because there was no memory.
+        outside: whether what it lends has the sizes that the program announced, so that it can be allocated before a capture.
         last: the last keys of runs without a graph, by the addresses of their large slots. Each layer of a model runs the same
             program on weights of its own, so the run before is that of another layer.
         moving: the slots that are copied before a replay, each with one of its names.
@@ -79,7 +80,7 @@ class Stretch:
     others: tuple[int, ...]
     names: dict[int, tuple[int, ...]]
     small: dict[int, int]
-    holds: bool
+    lends: dict[int, int]
     nbytes: int
     never: bool = False
     runs: int = 0
@@ -89,6 +90,7 @@ class Stretch:
     fixed: int = 0
     moves: dict[int, tuple[int, int]] = field(default_factory=dict)
     full: bool = False
+    outside: bool = True
     last: OrderedDict[Key, Key] = field(default_factory=OrderedDict)
     moving: list[tuple[int, int]] = field(default_factory=list)
     take: tuple[Taking, Taking] = (tuple, tuple)
@@ -244,7 +246,11 @@ def split(prepared: PreparedProgram, begin: int, end: int, most: int) -> list[St
                 tuple([k for k in params if k not in floats]),
                 {slot: (*names.get(slot, ()), ~slot) for slot in sorted(near)},
                 {slot: spans[slot] for slot in near if slot not in slots and 0 < spans.get(slot, 0) <= SMALL},
-                any(facts.slot_freed[slot] or (facts.slot_alloc[slot] or 0) > COPIED for slot in results),
+                {
+                    slot: size
+                    for slot in results
+                    if (size := facts.slot_alloc[slot] or 0) > COPIED or facts.slot_freed[slot]
+                },
                 nbytes,
                 whole=(first, last) == (0, len(prepared.hot)),
             )
