@@ -397,7 +397,7 @@ def driver():
 
 def known_times(flights, prepared, span):
     """In place of `Flights.known`: all launches may be in flight, also those that were never measured."""
-    return DeviceTimes([LAUNCH_NS] * len(span.edges), [False] * len(span.edges))
+    return DeviceTimes([LAUNCH_NS] * len(span.edges), [0] * (len(span.edges) + 1))
 
 
 def default_runtime():

@@ -1,5 +1,6 @@
 """Tests of the device loop with the dispatch core: order of sessions, interruption of programs, completeness of the journal."""
 
+import itertools
 import threading
 import time
 
@@ -420,6 +421,24 @@ def test_estimate_wrong_at_first_moves_its_edges_until_it_settles(adds):
     for _ in range(100):
         assert not found.observe(found.cut, 0, [10_000] * 5)
     assert found.cut.kernels == (10_000,) * 5
+
+
+def test_estimate_edges_follow_the_device_and_not_a_slow_host(adds):
+    rates = Rates(1, 1, launch_ns=30_000, edge_ns=100_000, segment_ns=100_000, own_ns=3_000)
+    found = Estimate(adds(20).program, [30_000], rates=rates)
+    # 20 instructions of 3 us on the device: one part, although the host needs 600 us for them
+    assert found.cut == ((20,), (600_000,))
+    for _ in range(estimates.SETTLED):
+        found.observe(found.cut, 0, [900_000], [True])
+    assert found.cut == ((20,), (900_000,))
+    slow = Estimate(adds(20).program, [30_000], rates=rates)
+    assert slow.observe(slow.cut, 0, [900_000], [False])  # the device itself needs 45 us for each
+    assert slow.cut.edges == tuple(range(2, 21, 2))
+    for _ in range(estimates.SETTLED):
+        parts = [15_000 * (end - begin) for begin, end in itertools.pairwise((0, *slow.cut.edges))]
+        slow.observe(slow.cut, 0, parts, [True] * len(parts))
+    # the host is the limit with 15 us for each, so the device needs at most so much
+    assert slow.cut.edges == (6, 12, 18, 20)
 
 
 @given(

@@ -62,7 +62,7 @@ def test_flights_tell_whether_device_waited_for_host():
     # device: 100 us, 300 us, 300 us; host: 100 us, 100 us, 290 us
     marks, enqueued = [0, 100 * us, 400 * us, 700 * us], [5 * us, 105 * us, 205 * us, 495 * us]
     found = flights.measured(prepared, Span(True, 0, (1, 2, 3)), marks, enqueued)
-    assert found.ns == [100 * us, 300 * us, 300 * us] and found.host_bound == [True, False, True]
+    assert found.ns == [100 * us, 300 * us, 300 * us] and found.host_bound() == [True, False, True]
 
 
 @pytest.fixture

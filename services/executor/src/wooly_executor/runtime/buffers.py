@@ -60,15 +60,16 @@ class Buffers(dict[int, Buffer]):
     Attributes:
         owed_ns: device time of launches in flight that has turned out longer (or, if negative, shorter) than what the session was
             charged. Its next launch is charged for it.
+        unchecked: number of launches in flight that may have reported a violation.
         lost_late: buffers that were poisoned since the session's last run began, because an earlier run failed when its launch
             landed, with the error. Some may not exist any more.
     """
 
-    __slots__ = ("lost_late", "owed_ns")
+    __slots__ = ("lost_late", "owed_ns", "unchecked")
 
     def __init__(self) -> None:
         super().__init__()
-        self.owed_ns = 0
+        self.owed_ns = self.unchecked = 0
         self.lost_late: dict[int, str] = {}
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 from wooly_executor.runtime.buffers import Buffers
@@ -21,8 +20,6 @@ from wooly_executor.runtime.prepared import DeviceTimes, PreparedProgram, Span
 
 #: Maximum number of parts of a program whose device times are kept.
 KNOWN = 64
-#: A part is bound by the host if the device took at most this many percent of the host's time to enqueue it, plus so many ns.
-HOST_BOUND_PERCENT, HOST_BOUND_NS = 120, 10_000
 
 
 @dataclass(slots=True)
@@ -88,6 +85,8 @@ class Flights:
         """Add a launch."""
         self._flying.append(flight)
         self._ns += flight.expected
+        if flight.check is not None:
+            flight.owner.unchecked += 1
 
     def make_way(self, longest_ns: int) -> None:
         """Wait until at most `longest_ns` of work, or a single launch, is in flight. Then the host may prepare more.
@@ -107,19 +106,13 @@ class Flights:
         while self._flying:
             self._land_oldest()
 
-    def check_earlier(self, owner: Buffers, than: Flight) -> None:
-        """Wait until all launches of a session before a certain one, which is in flight, are checked.
+    def check(self, owner: Buffers, but: int) -> None:
+        """Wait until at most so many launches of a session are unchecked.
 
         Raises:
             ContextLostError: the context is lost.
         """
-        unchecked = 0
-        for k, flight in enumerate(self._flying, 1):
-            if flight is than:
-                break
-            if flight.check is not None and flight.owner is owner:
-                unchecked = k
-        for _ in range(unchecked):
+        while owner.unchecked > but:
             self._land_oldest()
 
     def _land_oldest(self) -> None:
@@ -128,18 +121,14 @@ class Flights:
         found = self.measured(flight.prepared, flight.span, flight.marks, flight.enqueued)
         flight.owner.owed_ns += sum(found.ns) - flight.expected
         if flight.check is not None:
+            flight.owner.unchecked -= 1
             flight.check()
 
     def measured(
         self, prepared: PreparedProgram, span: Span, marks: Sequence[Any], enqueued: Sequence[int]
     ) -> DeviceTimes:
         """Wait for the last mark of a launch. Returns the device time between each mark and the one before it."""
-        ns = self._driver.elapsed_ns(marks)
-        host = [b - a for a, b in pairwise(enqueued)]
-        bound = [
-            took <= by_host * HOST_BOUND_PERCENT // 100 + HOST_BOUND_NS for took, by_host in zip(ns, host, strict=True)
-        ]
-        times = DeviceTimes(ns, bound)
+        times = DeviceTimes(self._driver.elapsed_ns(marks), enqueued)
         known = prepared.device_times
         if len(known) >= KNOWN and span not in known:
             known.clear()

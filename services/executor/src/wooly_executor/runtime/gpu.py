@@ -59,6 +59,8 @@ SAMPLED = 16
 EDGE_NS = 500_000
 #: What a GPU needs for an operator that does almost nothing, in ns. Measured times are those of the host, which is slower.
 OWN_NS = 2_500
+#: Number of runs of a program for which it is noted where the device waits for the host. Afterwards, edges do not move any more.
+WATCHED = 256
 #: Maximum size in bytes of a transfer that goes through pinned memory of torch's cache.
 STAGED = 64 << 20
 #: Minimum size in bytes of host memory that is page-locked separately. Smaller memory comes from torch's cache.
@@ -315,9 +317,11 @@ class GpuExecution(StepExecution):
                     self._unlanded, self.unchecked = self._unlanded + 1, True
                     flight.check = functools.partial(self._landed, words)
                 flights.add(flight)
-                flights.check_earlier(session, flight)
-                self._heed(session)
-                self.host_bound += known.host_bound
+                flights.check(session, but=int(words is not None))
+                if session.lost_late:
+                    self._heed(session)
+                if prepared.runs <= WATCHED:
+                    self.host_bound += known.host_bound()
                 if prepared.kernel_permille:
                     self._kernels_ns += sum(times) * prepared.kernel_permille // 1000
                 self._leave()
@@ -325,8 +329,8 @@ class GpuExecution(StepExecution):
         flights.land()
         found = [kernels.wait()] if launched else []
         if self.outcome.failed_at is None:
-            times, bound = flights.measured(prepared, span, marks, enqueued)
-            self.host_bound += bound
+            measured = flights.measured(prepared, span, marks, enqueued)
+            times, self.host_bound = measured.ns, [*self.host_bound, *measured.host_bound()]
         else:
             times = driver.elapsed_ns(marks)
         if status is not None and words is not None:
@@ -337,7 +341,7 @@ class GpuExecution(StepExecution):
             step, why = complaints[0]
             self._fail(prepared, self._frame, step, step, why)
             self.ended = True
-        if session is not None:
+        if session is not None and session.lost_late:
             self._heed(session)
         self._leave()
         self._took_ns = sum(times)
@@ -367,8 +371,6 @@ class GpuExecution(StepExecution):
 
     def _heed(self, session: Buffers) -> None:
         """Fail where this run has used a buffer that an earlier run, as is known only now, did not write."""
-        if not session.lost_late:
-            return
         lost, bindings, made = session.lost_late, self._frame.bindings, self._prepared.facts.slot_alloc
         for k, act in enumerate(self._prepared.acts):
             if act.form.opcode != "free":

@@ -6,6 +6,7 @@ import functools
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from wooly_wis.dtypes import DType
@@ -35,16 +36,25 @@ STRETCHES, STRETCHES_SEEN = 6, 64
 MEASURED_EVERY, SPANS = 8, 64
 
 
+#: A part is bound by the host if the device took at most this many percent of the host's time to enqueue it, plus so many ns.
+HOST_BOUND_PERCENT, HOST_BOUND_NS = 120, 10_000
+
+
 class DeviceTimes(NamedTuple):
     """What a GPU took for the parts of a span.
 
     Attributes:
         ns: the time of each part, in ns.
-        host_bound: whether the device waited for the host meanwhile, so that the part's own time is shorter.
+        enqueued: when the host began to enqueue each part, and when it had enqueued the last one, in ns.
     """
 
     ns: list[int]
-    host_bound: list[bool]
+    enqueued: Sequence[int]
+
+    def host_bound(self) -> list[bool]:
+        """Whether the device waited for the host meanwhile, for each part. Then the part's own time is shorter."""
+        host = zip(self.ns, pairwise(self.enqueued), strict=True)
+        return [ns <= (end - begin) * HOST_BOUND_PERCENT // 100 + HOST_BOUND_NS for ns, (begin, end) in host]
 
 
 class Span(NamedTuple):
