@@ -1,5 +1,6 @@
 """Native kernels record what the kernels in Python record: the same programs, params, bindings and frees, byte for byte."""
 
+import copy
 import gc
 import threading
 
@@ -8,6 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from wooly import device, native, storage
+from wooly.early_reads import EarlyReads
 from wooly.origins import describe_origin
 from wooly.settings import Settings
 
@@ -53,6 +55,7 @@ class Recorded:
         recorder._sent.clear()
         recorder._end_forms.clear()
         recorder._kept_whole.clear()
+        recorder.early_reads, recorder._early = EarlyReads(recorder._writes_of), None
         recorder._without_end_form, recorder._closed_at_end_form = 0, None
         recorder.generator.manual_seed(0)
         recorder.set_limit(recorder.limit)
@@ -308,6 +311,86 @@ def test_error_of_hook_leaves_backward(cuda):
     assert x.grad.tolist() == [2, 2, 2]
 
 
+def test_copies_and_new_tensors_equal(recorded):
+    def work():
+        x = torch.arange(24.0, device="cuda").view(4, 6)
+        half = x.to(torch.bfloat16)
+        made = torch.empty_like(half, dtype=torch.float32)
+        made.copy_(half)
+        made[1:3].copy_(x[0])  # broadcast
+        made[0].copy_(made[3])  # in one buffer
+        turned = x.t().to(torch.float64, memory_format=torch.preserve_format)
+        channels = torch.empty(1, 2, 2, 2, device="cuda", memory_format=torch.channels_last)
+        channels.copy_(x[:2, :4].reshape(1, 2, 2, 2))
+        empty = torch.empty(0, 3, device="cuda")
+        number = torch.empty((), device="cuda").copy_(x[2, 2])[None]
+        return [bits(t) for t in (half, made, turned, channels, empty, number, made.to(torch.bool))]
+
+    assert_equal_recordings(recorded, work, calls=14)
+
+
+def test_linear_of_parameters_without_gradients_equal(recorded):
+    torch.manual_seed(0)
+    host = torch.nn.Linear(6, 5)
+
+    def work():
+        layer, x = copy.deepcopy(host).to("cuda"), torch.arange(48.0, device="cuda").view(2, 4, 6)
+        with torch.no_grad():
+            folded, split = layer(x), layer(x.transpose(0, 1))  # the second one is no matrix in memory
+        return [bits(t) for t in (folded, split)]
+
+    assert_equal_recordings(recorded, work, calls=2)
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_attention_equal_with_and_without_switches(recorded, gradients):
+    def work():
+        made = torch.arange(2 * 4 * 3 * 8.0, device="cuda").view(2, 4, 3, 8) / 100
+        mask = torch.ones(3, 3, device="cuda").tril().log()
+        q, k = made.clone().requires_grad_(gradients), made[:, :2].clone().requires_grad_(gradients)
+        attend = torch.nn.functional.scaled_dot_product_attention
+        found = [attend(q, k, k, is_causal=True, enable_gqa=True), attend(q, q, q, attn_mask=mask, scale=0.5)]
+        found.append(attend(q, q, q, attn_mask=mask > -1))
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            found.append(attend(q, k, k, is_causal=True, enable_gqa=True))
+        if gradients:
+            sum([t.sum() for t in found]).backward()
+            found += [q.grad, k.grad]
+        return [bits(t) for t in found]
+
+    assert_equal_recordings(recorded, work, calls=5)
+
+
+def test_copy_over_part_of_itself_is_refused_after_same_copy_between_tensors(cuda):
+    x, y = torch.arange(6.0, device="cuda"), torch.arange(6.0, device="cuda")
+    for _ in range(3):
+        x[:4].copy_(y[1:5])
+        with pytest.raises(RuntimeError, match="single memory location"):
+            x[:4].copy_(x[1:5])
+    assert x.tolist() == [1, 2, 3, 4, 4, 5]
+
+
+def test_known_factory_fills_memory_while_algorithms_are_deterministic(cuda):
+    for _ in range(3):
+        assert torch.empty(3, device="cuda").tolist() == [0, 0, 0]
+    torch.use_deterministic_algorithms(True)
+    try:
+        for _ in range(3):
+            assert torch.empty(3, device="cuda").isnan().all()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.empty(3, device="cuda").tolist() == [0, 0, 0]
+
+
+def test_known_factory_follows_default_dtype(cuda):
+    for dtype in (torch.float32, torch.float64, torch.float32):
+        torch.set_default_dtype(dtype)
+        try:
+            assert [torch.empty(3, device="cuda").dtype for _ in range(3)] == [dtype] * 3
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
 def test_setting_on_without_module_is_refused(monkeypatch):
     from wooly.errors import WoolyError
 
@@ -344,6 +427,14 @@ OPERATIONS = (
     lambda p, a, b, k: p.append(p[a].new_full((4, 4), float(p[b][0, 0].item() > k))),
     lambda p, a, b, k: p.append(p[a].clone()),
     lambda p, a, b, k: p.append(torch.zeros_like(p[a])),
+    lambda p, a, b, k: p.append(torch.empty_like(p[a], dtype=torch.bfloat16).copy_(p[b]).float()),
+    lambda p, a, b, k: p[a].copy_(p[b][k % 4]) if p[a].is_contiguous() and a != b else None,
+    lambda p, a, b, k: p[a][:2].copy_(p[a][2:]) if p[a].is_contiguous() else None,
+    lambda p, a, b, k: (
+        p.append(torch.nn.functional.scaled_dot_product_attention(*[p[b].view(1, 1, 4, 4)] * 3)[0, 0])
+        if p[b].is_contiguous()
+        else None
+    ),
 )
 SEQUENCES = st.lists(st.tuples(st.integers(0, len(OPERATIONS) - 1), *[st.integers(0, 7)] * 3), min_size=1, max_size=40)
 

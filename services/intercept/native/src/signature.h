@@ -48,6 +48,7 @@ struct Facts {
   std::vector<int64_t> returned; // per result, the argument that is returned; -1: a new tensor
   bool writes = false;          // whether the operator writes an argument
   bool list_return = false;     // whether the result is a list of tensors
+  bool factory = false;         // whether calls have no tensors
   size_t keyword_from = 0;      // position of the first keyword-only argument
 };
 
@@ -252,7 +253,7 @@ inline bool sign(const Facts& facts, const c10::FunctionSchema& schema, const to
       return false;
     }
   }
-  return !s.buffers.empty();
+  return facts.factory || !s.buffers.empty();
 }
 
 } // namespace wooly

@@ -42,6 +42,7 @@ from wooly.kernels.generic import Generic
 from wooly.kernels.launch import Launches
 from wooly.kernels.nested import dense_kernels, register_nested
 from wooly.kernels.quantised.registration import register_quantised
+from wooly.kernels.schema import OpFacts
 from wooly.kernels.sparse.calls import SparseCalls
 from wooly.kernels.sparse.registration import register_sparse
 from wooly.kernels.transfer import Transfer
@@ -166,11 +167,15 @@ class RegisteredDevice:
     def _register_native(self, module: Any) -> None:
         """Put native kernels before the kernels in Python, which handle what the native ones do not know."""
         module.set_up(storage.heaps, is_library)
-        for op in self._generic_ops:
-            facts = self.generic.facts[op]
+        factories = [(aten.empty.memory_format, key) for key in ("PrivateUse1", "CUDA")]
+        factories += [(aten.empty_strided.default, key) for key in ("PrivateUse1", "CUDA")]
+        generic = [(op, "PrivateUse1") for op in (*self._generic_ops, aten.copy_.default)]
+        for op, key in generic + factories:
+            facts = self.generic.facts.get(op) or OpFacts(op)
             module.register_kernel(
                 op.name().partition(".")[0],
                 op.name().partition(".")[2],
+                key,
                 facts.name,
                 facts.scalar,
                 facts.scalar_kw,
@@ -179,6 +184,7 @@ class RegisteredDevice:
                 facts.list_return,
             )
         module.register_linear()
+        module.register_attention()
         for op in self._view_ops:
             module.register_view(op.name().partition(".")[0], op.name().partition(".")[2])
 
