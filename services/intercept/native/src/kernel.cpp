@@ -32,8 +32,8 @@ std::atomic<bool> enabled{true};
 uint64_t epoch = 0; // grows when all plans are forgotten
 size_t n_plans = 0;
 
-// Counters for tests and benchmarks: calls that were recorded here, and calls that Python handled.
-std::atomic<unsigned long long> n_native{0}, n_python{0};
+// Counters for tests and benchmarks: calls that were recorded here, and calls that Python handled. Under the interpreter lock.
+unsigned long long n_native = 0, n_python = 0;
 
 // What Python has taught one kernel, by signature.
 class Known {
@@ -79,6 +79,10 @@ thread_local std::vector<Pending> pending;
 // the same operator.
 void call_python(const c10::SafeKernelFunction& python, const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack,
                  Pending call) {
+  {
+    Gil gil;
+    ++n_python;
+  }
   pending.push_back(call);
   struct Pop {
     ~Pop() { pending.pop_back(); }
@@ -102,10 +106,8 @@ class Kernel final : public c10::OperatorKernel {
     Signature s;
     bool teach = false;
     if (sign(facts_, op.schema(), *stack, s) && try_record(op, s, stack, teach)) {
-      n_native.fetch_add(1, std::memory_order_relaxed);
       return;
     }
-    n_python.fetch_add(1, std::memory_order_relaxed);
     call_python(python_, op, keys, stack, {&facts_, &s, &known_, teach});
   }
 
@@ -149,6 +151,7 @@ class Kernel final : public c10::OperatorKernel {
     } catch (const PythonFailure&) {
       raise_python_error();
     }
+    ++n_native;
     finish(op, results, stack);
     return true;
   }
@@ -461,7 +464,7 @@ PyObject* switch_to(PyObject*, PyObject* on) {
   Py_RETURN_NONE;
 }
 
-PyObject* counts(PyObject*, PyObject*) { return Py_BuildValue("KK", n_native.load(), n_python.load()); }
+PyObject* counts(PyObject*, PyObject*) { return Py_BuildValue("KK", n_native, n_python); }
 
 PyObject* disarm(PyObject*, PyObject*) {
   if (!pending.empty()) {

@@ -280,6 +280,8 @@ def _tensor_patches() -> Iterator[Patch]:
 
     @functools.wraps(real_to)
     def to(t: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if not kwargs and args and args[0].__class__ is torch.dtype and len(args) == 1:  # the usual call in a model
+            return real_to(t, args[0])
         if args and isinstance(args[0], (str, torch.device, int)):
             args = (to_wooly(args[0]), *args[1:])
         elif "device" in kwargs:
