@@ -329,6 +329,27 @@ def test_copies_and_new_tensors_equal(recorded):
     assert_equal_recordings(recorded, work, calls=14)
 
 
+def test_ranges_equal(recorded):
+    def work():
+        made = [
+            torch.arange(*given, device="cuda")
+            for given in ((5,), (3, 9), (0, 10, 3), (7, 7), (0,), (0.5, 3), (9, 2, -3))
+        ]
+        made += [torch.arange(4, device="cuda", dtype=dtype) for dtype in (torch.int64, torch.int32, torch.bfloat16)]
+        return [(t.dtype, bits(t)) for t in made]
+
+    assert_equal_recordings(recorded, work, calls=12)
+
+
+def test_wrong_ranges_raise_after_right_ones(cuda):
+    for _ in range(3):
+        assert torch.arange(2, 5, device="cuda").tolist() == [2, 3, 4]
+        with pytest.raises(RuntimeError, match="inconsistent with step sign"):
+            torch.arange(5, 2, device="cuda")
+        with pytest.raises(RuntimeError, match="must be nonzero"):
+            torch.arange(2, 5, 0, device="cuda")
+
+
 def test_linear_of_parameters_without_gradients_equal(recorded):
     torch.manual_seed(0)
     host = torch.nn.Linear(6, 5)

@@ -302,6 +302,53 @@ class AttentionKernel final : public c10::OperatorKernel {
   Known& known_ = *new Known();
 };
 
+// `aten.arange` of integers (`wooly.kernels.transfer.Transfer.arange`): a new tensor, and the operator that fills it.
+class ArangeKernel final : public c10::OperatorKernel {
+ public:
+  explicit ArangeKernel(c10::SafeKernelFunction python) : python_(std::move(python)) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+    constexpr size_t kOptions = 4; // dtype, layout, device, pinned: the last arguments
+    const size_t n = op.schema().arguments().size();
+    const c10::IValue* args = stack->data() + (stack->size() - n);
+    const c10::IValue* options = args + (n - kOptions);
+    int64_t start = 0, end = 0, step = 1; // the arguments before: end; start, end; start, end, step
+    if (!enabled.load(std::memory_order_relaxed) || !integers(args, n - kOptions, start, end, step) ||
+        !(options[0].isNone() || options[0].toInt() == static_cast<int64_t>(at::kLong))) {
+      python_.callBoxed(op, keys, stack);
+      return;
+    }
+    static const auto empty = operator_of("aten::empty", "memory_format");
+    static const auto fill = operator_of("aten::arange", "start_out");
+    const auto here = c10::DispatchKeySet(c10::DispatchKey::PrivateUse1);
+    Stack made{c10::IValue(std::vector<int64_t>{(end - start + step - 1) / step}),
+               static_cast<int64_t>(at::kLong), options[1], options[2], options[3], c10::IValue()};
+    empty.redispatchBoxed(here, &made);
+    Stack filled{start, end, step, std::move(made.front())};
+    fill.redispatchBoxed(here, &filled);
+    torch::jit::drop(*stack, n);
+    stack->push_back(std::move(filled.front()));
+  }
+
+ private:
+  // Above this number, the size would not be exact in PyTorch's arithmetic.
+  static constexpr int64_t kMost = 1LL << 52;
+
+  static bool integers(const c10::IValue* args, size_t n, int64_t& start, int64_t& end, int64_t& step) {
+    for (size_t i = 0; i < n; ++i) {
+      if (!args[i].isInt() || args[i].toInt() > kMost || args[i].toInt() < -kMost) {
+        return false;
+      }
+    }
+    start = n > 1 ? args[0].toInt() : 0;
+    end = args[n > 1].toInt();
+    step = n > 2 ? args[2].toInt() : 1;
+    return step > 0 && end >= start;
+  }
+
+  c10::SafeKernelFunction python_;
+};
+
 // PyTorch's guard for backends in Python asks Python for its type, several times per operation of a backward, and the type is in
 // each of its answers. It has no state, so its answers are asked for once.
 class Guard final : public c10::impl::DeviceGuardImplInterface {
@@ -425,6 +472,18 @@ PyObject* register_attention(PyObject*, PyObject*) {
     facts.scalar.assign(op.schema().arguments().size(), 0);
     facts.keyword_from = facts.scalar.size();
     put(op, key, std::make_unique<AttentionKernel>(std::move(facts), op.getComputedKernelForDispatchKey(key)));
+  }
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* register_arange(PyObject*, PyObject*) {
+  HANDLE_TH_ERRORS
+  for (const char* overload : {"", "start", "start_step"}) {
+    auto op = operator_of("aten::arange", overload);
+    for (auto key : {c10::DispatchKey::PrivateUse1, c10::DispatchKey::CUDA}) {
+      put(op, key, std::make_unique<ArangeKernel>(op.getComputedKernelForDispatchKey(key)));
+    }
   }
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
@@ -601,6 +660,7 @@ PyMethodDef methods[] = {
     {"register_kernel", register_kernel, METH_VARARGS, "Put a native kernel before the kernel in Python of an operator."},
     {"register_view", register_view, METH_VARARGS, "Let an operator on metadata run its CPU kernel."},
     {"register_linear", register_linear, METH_NOARGS, "Put a native kernel before the kernel in Python of aten.linear."},
+    {"register_arange", register_arange, METH_NOARGS, "Put native kernels before those in Python of aten.arange."},
     {"register_attention", register_attention, METH_NOARGS, "Put native kernels before those in Python of attention."},
     {"set_up", set_up, METH_VARARGS, "Set the heaps, and the function that says whether code belongs to a library."},
     {"learn", learn, METH_VARARGS, "Teach the kernel that called Python the plan of its call."},

@@ -185,6 +185,7 @@ class RegisteredDevice:
             )
         module.register_linear()
         module.register_attention()
+        module.register_arange()
         for op in self._view_ops:
             module.register_view(op.name().partition(".")[0], op.name().partition(".")[2])
 

@@ -257,7 +257,8 @@ class Transfer:
             if len(self._aranges) > 65536:
                 self._aranges.clear()
             self._aranges[key] = like
-        return record(start, end, step, out=self.empty(list(like.shape), dtype=like.dtype, device=device))  # type: ignore[no-any-return]
+        steps = () if step.__class__ is int and step == 1 else (step,)  # PyTorch passes no default to a kernel
+        return record(start, end, *steps, out=self.empty(list(like.shape), dtype=like.dtype, device=device))  # type: ignore[no-any-return]
 
     def _check(self, layout: torch.layout | None, pin_memory: bool | None) -> None:
         if layout not in (None, torch.strided):
