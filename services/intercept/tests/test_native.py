@@ -3,6 +3,7 @@
 import copy
 import gc
 import threading
+import types
 
 import pytest
 import torch
@@ -10,8 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from wooly import device, native, storage
 from wooly.early_reads import EarlyReads
-from wooly.origins import describe_origin
+from wooly.kernels.launch import ForeignKernel, Launches, Pointer
+from wooly.origins import describe_origin, find_origin
 from wooly.settings import Settings
+from wooly_wis.dtypes import DType
+from wooly_wis.foreign import Source
 
 pytestmark = pytest.mark.skipif(native.module is None, reason=native.reason)
 
@@ -410,6 +414,65 @@ def test_known_factory_follows_default_dtype(cuda):
             assert [torch.empty(3, device="cuda").dtype for _ in range(3)] == [dtype] * 3
         finally:
             torch.set_default_dtype(torch.float32)
+
+
+def test_calls_are_native_while_no_freed_id_can_be_used_again(cuda):
+    x = torch.ones(5, 7, device="cuda")
+    for _ in range(3):
+        x + x
+    heap = storage.heaps[0]
+    kept, heap._reusable[:] = [*heap._reusable], []
+    first, before = heap._next, native.module.counts()[0]
+    try:
+        made = [x + x for _ in range(4)]
+    finally:
+        heap._reusable.extend(kept)
+    assert native.module.counts()[0] == before + 4
+    assert [storage.address_of(t) >> storage.ID_SHIFT for t in made] == [(first + k) << 3 for k in range(1, 5)]
+    assert heap._next == first + 4
+
+
+def test_origins_equal_those_of_python(cuda):
+    def inner():
+        return [(native.module.origin(depth), find_origin(depth)) for depth in (1, 2, 3)]
+
+    def outer():
+        return inner()
+
+    library = types.FunctionType(
+        outer.__code__.replace(co_filename=f"{torch.__path__[0]}/made.py"), {}, closure=outer.__closure__
+    )
+    for pairs in (outer(), library()):
+        for mine, theirs in pairs:
+            assert mine[0] is theirs[0] and abs(mine[1] - theirs[1]) <= 40  # the calls stand in one line
+    assert native.module.origin(10_000)[0].co_name == find_origin(10_000)[0].co_name
+
+
+def test_arguments_of_launches_equal_those_of_python(cuda):
+    pointer, kinds = Pointer(DType.F32), (DType.I32, DType.U64, DType.F32)
+    kernel = ForeignKernel(Source("ttir", "text"), "f", (pointer, pointer, *kinds, pointer))
+    x = torch.zeros(40, device="cuda")
+    for args in (
+        (x, x[3:], 1, 2, 3.5, None),
+        (x[:0], x.view(4, 10).t(), True, (1 << 64) - 1, 0.0, x[8:]),
+        (None, None, -1, 0, 1.0, None),
+        (torch.nn.Parameter(x), x, 1, 1 << 63, 2, x.view(torch.int32)),
+    ):
+        found = [], [], []
+        expected = [], [], []
+        assert native.module.collect_launch(kernel.kinds, args, *found)
+        Launches._collect(kernel, args, *expected)
+        assert found == expected
+    for wrong in (
+        (torch.zeros(3), x, 1, 2, 3.0, x),
+        (x, x, 1, 2, 3.0, 7),
+        (x, x, 1, 2.0, 3.0, x),
+        (x, x, 1),
+        (x.conj(), 1) * 3,
+    ):
+        found = [], [], []
+        assert not native.module.collect_launch(kernel.kinds, wrong, *found)
+        assert found == ([], [], [])
 
 
 def test_setting_on_without_module_is_refused(monkeypatch):

@@ -13,6 +13,8 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
+#include <torch/csrc/autograd/python_variable.h>
+
 #include "recording.h"
 
 namespace wooly {
@@ -491,14 +493,13 @@ PyObject* register_arange(PyObject*, PyObject*) {
 
 // Also puts the guard in place.
 PyObject* set_up(PyObject*, PyObject* args) {
-  PyObject *known_heaps, *asks;
-  if (!PyArg_ParseTuple(args, "O!O", &PyTuple_Type, &known_heaps, &asks)) {
+  PyObject* known_heaps;
+  if (!PyArg_ParseTuple(args, "O!", &PyTuple_Type, &known_heaps)) {
     return nullptr;
   }
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(known_heaps) && i < kMaxDevices; ++i) {
     heaps[i] = reinterpret_cast<HeapFields*>(Py_NewRef(PyTuple_GET_ITEM(known_heaps, i)));
   }
-  Py_XSETREF(is_library, Py_NewRef(asks));
   auto& registered = c10::impl::device_guard_impl_registry[static_cast<size_t>(c10::kPrivateUse1)];
   registered.store(new Guard(registered.load())); // as long as the process
   Py_RETURN_NONE;
@@ -508,6 +509,87 @@ PyObject* forget(PyObject*, PyObject*) {
   ++epoch;
   n_plans = 0;
   Py_RETURN_NONE;
+}
+
+PyObject* ask_for_libraries(PyObject*, PyObject* asks) {
+  Py_XSETREF(is_library, Py_NewRef(asks));
+  Py_RETURN_NONE;
+}
+
+PyObject* origin(PyObject*, PyObject* const* args, Py_ssize_t n) {
+  const long depth = n > 0 ? PyLong_AsLong(args[0]) : 2;
+  if (depth == -1 && PyErr_Occurred()) {
+    return nullptr;
+  }
+  try {
+    return Py_XNewRef(find_origin(static_cast<int>(depth) - 1));
+  } catch (const PythonFailure&) {
+    return nullptr;
+  }
+}
+
+// Kinds of the parameters of a foreign kernel (`wooly.kernels.launch.ForeignKernel.kinds`).
+enum Parameter : char { kPointer, kUnsigned64, kOther };
+
+// Add the arguments of a launch to its key, its buffers and its params, as `Launches.launch` does. Returns False, and adds
+// nothing, if only Python may handle the launch.
+PyObject* collect_launch(PyObject*, PyObject* args) {
+  PyObject *kinds, *given, *key, *buffers, *params;
+  if (!PyArg_ParseTuple(args, "O!O!O!O!O!", &PyBytes_Type, &kinds, &PyTuple_Type, &given, &PyList_Type, &key, &PyList_Type,
+                        &buffers, &PyList_Type, &params)) {
+    return nullptr;
+  }
+  const Py_ssize_t n = PyTuple_GET_SIZE(given);
+  const char* kind = PyBytes_AS_STRING(kinds);
+  if (PyBytes_GET_SIZE(kinds) != n) {
+    Py_RETURN_FALSE;
+  }
+  c10::SmallVector<std::pair<uint64_t, size_t>, 16> places; // address, bytes of the storage
+  for (Py_ssize_t i = 0; i < n; ++i) {
+    PyObject* a = PyTuple_GET_ITEM(given, i);
+    if (kind[i] == kUnsigned64 && !PyLong_CheckExact(a)) {
+      Py_RETURN_FALSE;
+    }
+    if (kind[i] != kPointer || a == Py_None) {
+      continue;
+    }
+    if (!THPVariable_Check(a)) {
+      Py_RETURN_FALSE;
+    }
+    const at::TensorImpl* t = THPVariable_Unpack(a).unsafeGetTensorImpl();
+    if (!is_plain(t)) {
+      Py_RETURN_FALSE;
+    }
+    const auto address = address_of(t);
+    const uint64_t device = (1ULL << kDeviceBits) - 1;
+    if (!(address >> kIdShift) || (!places.empty() && ((address ^ places[0].first) >> kIdShift & device) != 0)) {
+      Py_RETURN_FALSE;
+    }
+    places.emplace_back(address, t->unsafe_storage().nbytes());
+  }
+  try {
+    size_t at = 0;
+    for (Py_ssize_t i = 0; i < n; ++i) {
+      PyObject* a = PyTuple_GET_ITEM(given, i);
+      if (kind[i] == kOther) {
+        append(params, a);
+      } else if (kind[i] == kUnsigned64) {
+        const auto value = PyLong_AsUnsignedLongLong(a);
+        must(!PyErr_Occurred());
+        append(params, Ref(made(PyLong_FromLongLong(static_cast<long long>(value)))));
+      } else if (a == Py_None) {
+        append(key, a);
+      } else {
+        const auto [address, nbytes] = places[at++];
+        append(buffers, Ref(made(PyLong_FromUnsignedLongLong(address >> kIdShift))));
+        append(key, Ref(made(PyLong_FromUnsignedLongLong(address & kPlaceMask))));
+        append(key, Ref(made(PyLong_FromSize_t(nbytes))));
+      }
+    }
+  } catch (const PythonFailure&) {
+    return nullptr;
+  }
+  Py_RETURN_TRUE;
 }
 
 PyObject* forget_origins(PyObject*, PyObject*) {
@@ -662,7 +744,11 @@ PyMethodDef methods[] = {
     {"register_linear", register_linear, METH_NOARGS, "Put a native kernel before the kernel in Python of aten.linear."},
     {"register_arange", register_arange, METH_NOARGS, "Put native kernels before those in Python of aten.arange."},
     {"register_attention", register_attention, METH_NOARGS, "Put native kernels before those in Python of attention."},
-    {"set_up", set_up, METH_VARARGS, "Set the heaps, and the function that says whether code belongs to a library."},
+    {"set_up", set_up, METH_VARARGS, "Set the heaps."},
+    {"ask_for_libraries", ask_for_libraries, METH_O, "Set the function that says whether code belongs to a library."},
+    {"origin", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(origin)), METH_FASTCALL,
+     "The innermost Python line on the stack that is not in a library."},
+    {"collect_launch", collect_launch, METH_VARARGS, "Add the arguments of a launch to its key, buffers and params."},
     {"learn", learn, METH_VARARGS, "Teach the kernel that called Python the plan of its call."},
     {"learn_fused", learn_fused, METH_O, "Teach the kernel of attention that its call has the library's fused kernel."},
     {"disarm", disarm, METH_NOARGS, "The call of the kernel that called Python must not be taught."},

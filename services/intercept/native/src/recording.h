@@ -126,13 +126,24 @@ inline struct LastOrigin {
   PyObject* origin = nullptr;
 } last_origin;
 
-// The innermost Python line that is not in a library (`wooly.origins.origin`). Returns a borrowed reference.
-inline PyObject* find_origin() {
+// The innermost Python line that is not in a library (`wooly.origins.origin`), outside of the `skipped` innermost frames. If all
+// are in libraries, the innermost one of those; if there are not so many frames, of all. Returns a borrowed reference, or null if
+// no Python runs.
+inline PyObject* find_origin(int skipped = 0) {
   PyFrameObject* frame = PyEval_GetFrame();
   if (frame == nullptr) {
     return nullptr;
   }
   Ref holder;
+  for (Ref outer; skipped > 0; --skipped) {
+    outer = Ref(reinterpret_cast<PyObject*>(PyFrame_GetBack(frame)));
+    if (outer.object == nullptr) {
+      return find_origin();
+    }
+    holder = std::move(outer);
+    frame = reinterpret_cast<PyFrameObject*>(holder.object);
+  }
+  Ref kept(Py_XNewRef(holder.object)); // `first` stays alive
   PyFrameObject* first = frame;
   PyFrameObject* found = nullptr;
   while (frame != nullptr) {
@@ -308,7 +319,20 @@ inline bool is_usual(const Plan& plan, const HeapFields* heap, const Signature& 
       ++n;
     }
   }
-  return heap->held_bytes + nbytes <= heap->granted && PyList_GET_SIZE(heap->reusable) >= n;
+  return heap->held_bytes + nbytes <= heap->granted && PyList_GET_SIZE(heap->reusable) + kMaxStorages - heap->next >= n;
+}
+
+// `Heap.reserve_id`, where `is_usual` has found that there is an id.
+inline Ref reserve_id(HeapFields* heap) {
+  const Py_ssize_t n = PyList_GET_SIZE(heap->reusable);
+  if (n == 0) {
+    Ref fresh(made(PyLong_FromLongLong((heap->next + 1) << kDeviceBits | heap->index)));
+    heap->next += 1;
+    return fresh;
+  }
+  Ref buffer(Py_NewRef(PyList_GET_ITEM(heap->reusable, n - 1)));
+  must(PyList_SetSlice(heap->reusable, n - 1, n, nullptr) == 0);
+  return buffer;
 }
 
 // Record one call. The caller holds the interpreter lock and the recorder's lock.
@@ -336,10 +360,8 @@ inline void record(const Plan& plan, HeapFields* heap, const Signature& s, PyObj
       results.emplace_back();
       continue;
     }
-    Py_ssize_t n = PyList_GET_SIZE(heap->reusable);
-    buffers.emplace_back(Py_NewRef(PyList_GET_ITEM(heap->reusable, n - 1)));
+    buffers.push_back(reserve_id(heap));
     PyObject* buffer = buffers.back();
-    must(PyList_SetSlice(heap->reusable, n - 1, n, nullptr) == 0);
     results.push_back(make_tensor(heap, *out, PyLong_AsUnsignedLongLong(buffer)));
     append(program->words, out->alloc_form);
     append(program->words, slot_of(program, buffer));

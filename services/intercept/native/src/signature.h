@@ -67,12 +67,17 @@ inline bool is_plain_host(const at::TensorImpl* t) {
   return rest == c10::DispatchKeySet(c10::DispatchKey::CPU) && t->has_storage() && t->dim() == 0;
 }
 
+// As `wooly.storage.address_of`. Without a buffer id, it is no storage of this device.
+inline uint64_t address_of(const at::TensorImpl* t) {
+  auto begin = reinterpret_cast<uint64_t>(t->unsafe_storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get());
+  return begin + static_cast<uint64_t>(t->storage_offset()) * t->dtype().itemsize();
+}
+
 inline bool add_device_tensor(const at::TensorImpl* t, Signature& s) {
-  auto address = reinterpret_cast<uint64_t>(t->unsafe_storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get());
+  const auto address = address_of(t);
   if (!(address >> kIdShift)) {
     return false; // not a storage of this device
   }
-  address += static_cast<uint64_t>(t->storage_offset()) * t->dtype().itemsize();
   auto sizes = t->sizes();
   auto strides = t->strides();
   s.key.push_back(kTensor | static_cast<int64_t>(t->dtype().toScalarType()) << 8 | static_cast<int64_t>(sizes.size()) << 16);

@@ -47,7 +47,7 @@ from wooly.kernels.sparse.calls import SparseCalls
 from wooly.kernels.sparse.registration import register_sparse
 from wooly.kernels.transfer import Transfer
 from wooly.kernels.whole import WHOLE, Whole
-from wooly.origins import is_library, set_library_roots
+from wooly.origins import set_library_roots
 from wooly.recorder import Recorder
 from wooly.rng import DeviceGenerator, Generator
 from wooly.room import make_room
@@ -166,7 +166,7 @@ class RegisteredDevice:
 
     def _register_native(self, module: Any) -> None:
         """Put native kernels before the kernels in Python, which handle what the native ones do not know."""
-        module.set_up(storage.heaps, is_library)
+        module.set_up(storage.heaps)
         factories = [(aten.empty.memory_format, key) for key in ("PrivateUse1", "CUDA")]
         factories += [(aten.empty_strided.default, key) for key in ("PrivateUse1", "CUDA")]
         generic = [(op, "PrivateUse1") for op in (*self._generic_ops, aten.copy_.default)]
