@@ -4,6 +4,7 @@ import copy
 import gc
 import threading
 import types
+import warnings
 
 import pytest
 import torch
@@ -345,6 +346,61 @@ def test_ranges_equal(recorded):
     assert_equal_recordings(recorded, work, calls=12)
 
 
+def test_indexing_equal(recorded):
+    def work():
+        x = torch.arange(24.0, device="cuda").view(4, 6)
+        rows, columns = torch.tensor([3, 0, 3]).to("cuda"), torch.tensor([1, 5, 2]).to("cuda")
+        found = [x[rows], x[:, columns], x[rows, columns], x[rows, None], x[torch.tensor([1, 2])], x[x > 7]]
+        x[rows, columns] = -1.0
+        x[rows] = x[:3] * 2
+        x.index_put_((rows, columns), torch.ones(3, device="cuda"), accumulate=True)
+        x.masked_fill_(x > 20, 0.5).masked_fill_(x < 0, torch.tensor(2.0))
+        x.masked_fill_(x == 4, x[0, 0])
+        x.index_fill_(1, columns, 3)
+        wide = torch.zeros(1, 6, device="cuda").expand(4, 6)
+        with pytest.warns(UserWarning, match="expanded tensors is deprecated"):
+            wide.masked_fill_(x > 3, 1.0)
+        return [bits(t) for t in (*found, x, wide)]
+
+    assert_equal_recordings(recorded, work, calls=14)
+
+
+def test_layers_of_images_equal(recorded):
+    torch.manual_seed(0)
+    layers = torch.nn.Conv2d(2, 3, 3), torch.nn.BatchNorm2d(3), torch.nn.Conv2d(3, 2, 1, bias=False)
+    host, image = torch.nn.Sequential(*layers), torch.randn(2, 2, 6, 6)
+
+    def work():
+        model, x = copy.deepcopy(host).to("cuda"), image.to("cuda")
+        model(x).sum().backward()
+        with torch.no_grad():
+            found = [model(x), model.eval()(x), model(x[:, :, :5])]
+        return [bits(t[None]) for t in (*found, *[p.grad for p in model.parameters()], *model.buffers())]
+
+    assert_equal_recordings(recorded, work, calls=8)
+
+
+def test_traced_convolution_is_right_after_native_calls(cuda):
+    layer, x = torch.nn.Conv2d(2, 3, 3).to("cuda"), torch.ones(1, 2, 5, 5, device="cuda")
+    with torch.no_grad():
+        expected = [layer(x) for _ in range(3)][-1]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            traced = torch.jit.trace(layer, x)
+        assert torch.equal(traced(x), expected) and torch.equal(traced(x), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.bool])
+def test_numbers_in_host_tensors_equal(recorded, dtype):
+    def work():
+        x = torch.arange(6.0, device="cuda").to(torch.bfloat16)
+        for value in (0.1, 3, -7.3):
+            x = torch.where(x > torch.tensor(value, dtype=dtype), x * torch.tensor(value, dtype=dtype), x)
+        return bits(x)
+
+    assert_equal_recordings(recorded, work, calls=9)
+
+
 def test_wrong_ranges_raise_after_right_ones(cuda):
     for _ in range(3):
         assert torch.arange(2, 5, device="cuda").tolist() == [2, 3, 4]
@@ -376,6 +432,8 @@ def test_attention_equal_with_and_without_switches(recorded, gradients):
         attend = torch.nn.functional.scaled_dot_product_attention
         found = [attend(q, k, k, is_causal=True, enable_gqa=True), attend(q, q, q, attn_mask=mask, scale=0.5)]
         found.append(attend(q, q, q, attn_mask=mask > -1))
+        half = made.to(torch.bfloat16)
+        found.append(attend(half, half, half, attn_mask=mask > -1))
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
             found.append(attend(q, k, k, is_causal=True, enable_gqa=True))
         if gradients:

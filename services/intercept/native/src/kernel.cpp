@@ -4,16 +4,20 @@
 // captured graph, an observer of memory, another thread that holds the recorder's lock, no room for the result.
 #define PY_SSIZE_T_CLEAN
 #include <atomic>
+#include <limits>
 #include <memory>
 #include <unordered_map>
 
 #include <ATen/Context.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/jit/frontend/tracer.h>
 
 #include "recording.h"
 
@@ -101,7 +105,8 @@ class Kernel final : public c10::OperatorKernel {
   Kernel(Facts facts, c10::SafeKernelFunction python) : facts_(std::move(facts)), python_(std::move(python)) {}
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
-    if (!enabled.load(std::memory_order_relaxed)) {
+    // Some kernels in Python make of a traced call what a tracer can record.
+    if (!enabled.load(std::memory_order_relaxed) || torch::jit::tracer::isTracing()) {
       python_.callBoxed(op, keys, stack);
       return;
     }
@@ -273,6 +278,13 @@ class AttentionKernel final : public c10::OperatorKernel {
     if (s.key.empty() || teach) {
       call_python(python_, op, keys, stack, {&facts_, &s, &known_, teach});
       return;
+    }
+    at::Tensor numbers; // freed after the second result, as in Python
+    c10::IValue& mask = torch::jit::peek(*stack, 3, kArguments);
+    if (mask.isTensor() && mask.toTensor().scalar_type() == at::kBool) {
+      const auto dtype = torch::jit::peek(*stack, 0, kArguments).toTensor().scalar_type();
+      numbers = at::where(mask.toTensor(), at::zeros({}, dtype), -std::numeric_limits<double>::infinity());
+      mask = numbers;
     }
     static const auto fused = operator_of("aten::_scaled_dot_product_flash_attention_for_cpu", "");
     Stack call;

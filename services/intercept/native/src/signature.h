@@ -11,6 +11,8 @@
 #include <ATen/core/function_schema.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/core/stack.h>
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
 #include <c10/util/SmallVector.h>
 
 #include "fields.h"
@@ -98,6 +100,12 @@ inline bool add_host_number(const at::TensorImpl* t, Signature& s) {
       break;
     case at::kFloat:
       p.kind = Param::kFloat, p.real = *static_cast<const float*>(at);
+      break;
+    case at::kBFloat16:
+      p.kind = Param::kFloat, p.real = static_cast<float>(*static_cast<const c10::BFloat16*>(at));
+      break;
+    case at::kHalf:
+      p.kind = Param::kFloat, p.real = static_cast<float>(*static_cast<const c10::Half*>(at));
       break;
     case at::kLong:
       p.kind = Param::kInt, p.integer = *static_cast<const int64_t*>(at);
@@ -204,6 +212,18 @@ inline bool add_argument(const c10::IValue& a, bool becomes_param, Signature& s)
     s.key.push_back(kTensors | static_cast<int64_t>(list.size()) << 8);
     for (const c10::IValue& x : list) {
       if (!add_tensor(x.toTensor(), s)) {
+        return false;
+      }
+    }
+    return true;
+  }
+  if (a.isOptionalTensorList()) {
+    auto list = a.toListRef();
+    s.key.push_back(kTensors | static_cast<int64_t>(list.size()) << 8);
+    for (const c10::IValue& x : list) {
+      if (x.isNone()) {
+        s.key.push_back(kNone);
+      } else if (!add_tensor(x.toTensor(), s)) {
         return false;
       }
     }

@@ -76,6 +76,8 @@ _FACTORIES = (
     aten.kaiser_window.periodic,
     aten.kaiser_window.beta,
 )
+#: Operators of which calls can be native although their kernel in Python is not the generic one alone.
+_TEACHABLE = indexing.INDEXED | {"convolution", "native_batch_norm"}
 #: Operators on metadata. Their CPU kernels do not access the tensor's memory, so they work for device tensors, too.
 _METADATA = ("is_set_to", "_sparse_broadcast_to")
 
@@ -261,7 +263,9 @@ class RegisteredDevice:
             kernel = indexing.with_host_target(kernel, op)
         if bare in indexing.INDEXED:
             kernel = indexing.with_host_indices(kernel, op)
-        if kernel is generic and name != "_convolution":  # `_register_whole` replaces its kernel
+        # What those kernels look at is part of a native signature, so Python teaches only calls that it records as they are.
+        teachable = kernel is generic or bare in _TEACHABLE or name in indexing.ON_EXPANDED or name in indexing.FILLING
+        if teachable and name != "_convolution":  # `_register_whole` replaces its kernel
             self._generic_ops.append(op)
         return kernel
 

@@ -320,10 +320,10 @@ def attention(
             "No viable backend for scaled_dot_product_attention was found. This is likely due to turning off both the math "
             "kernel and the fused kernels."
         )
+    if _learn_fused is not None and choice == _FLASH and as_library and not traced:
+        _learn_fused(_ATTENTION)
     if attn_mask is not None and attn_mask.dtype is torch.bool:
         attn_mask = torch.where(attn_mask, torch.zeros((), dtype=query.dtype), -torch.inf)
-    elif _learn_fused is not None and choice == _FLASH and as_library and not traced:
-        _learn_fused(_ATTENTION)
     if choice == _MATH:
         return _math(  # type: ignore[no-any-return]
             query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
