@@ -80,11 +80,42 @@ def quartiles(found):
     return middle, [round(low, 2), round(high, 2)]
 
 
-def bench_native(repeat):
-    """Client CPU time per operation with native kernels and in Python, in turn: eager adds; forward and backward of an MLP.
+def prompts_of_deep_llama():
+    """A prompt of a Llama in bfloat16 on the device and here: 16 layers that are so small that computing costs little."""
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    An operation of the MLP is one that the dispatcher gives to the device, views included. The baseline is local PyTorch, which
-    also computes. The spread is the quartiles.
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=16,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+    )
+    local = LlamaForCausalLM(config).to(torch.bfloat16).eval()
+
+    def runner(device):
+        model, ids = copy.deepcopy(local).to(device), torch.arange(4).unsqueeze(0).to(device)
+
+        def run():
+            with torch.no_grad():
+                return model(ids, use_cache=False, logits_to_keep=1).logits
+
+        return run
+
+    ours, theirs = runner("cuda"), runner("cpu")
+    assert torch.equal(ours().cpu(), theirs()), "the logits differ from the CPU's"
+    return ours, theirs
+
+
+def bench_native(repeat):
+    """Client CPU time per operation with native kernels and in Python, in turn: eager adds; forward and backward of an MLP; the
+    prompt of a Llama.
+
+    An operation of the MLP or the Llama is one that the dispatcher gives to the device, views included. The baseline is local
+    PyTorch, which also computes. The spread is the quartiles.
     """
 
     def perceptron(device):
@@ -108,11 +139,17 @@ def bench_native(repeat):
             self.n += 1
             return func(*args, **(kwargs or {}))
 
-    work = {"chain": (chain("cuda"), chain("cpu")), "MLP": (perceptron("cuda"), perceptron("cpu"))}
-    work["MLP"][0]()
-    with Count() as counted:
-        work["MLP"][0]()
-    operations = {"chain": 1000, "MLP": counted.n}
+    work = {
+        "chain": (chain("cuda"), chain("cpu")),
+        "MLP": (perceptron("cuda"), perceptron("cpu")),
+        "Llama": prompts_of_deep_llama(),
+    }
+    operations = {"chain": 1000}
+    for name in ("MLP", "Llama"):
+        work[name][0]()
+        with Count() as counted:
+            work[name][0]()
+        operations[name] = counted.n
     ways = ("native", "Python") if native.module is not None else ("Python",)
     for name, (ours, local) in work.items():
         found = {way: [] for way in (*ways, "local")}
@@ -131,11 +168,13 @@ def bench_native(repeat):
         native.switch("auto")
         base, _ = quartiles(found["local"])
         for way in ways:
-            goal = {"chain": (3.5, 9), "MLP": (4, 12)}[name][way == "Python"]
+            goal = {"chain": (3.5, 9), "MLP": (4, 12), "Llama": (7, 15)}[name][way == "Python"]
             value, spread = quartiles(found[way])
-            label = (
-                "client CPU per eager op" if name == "chain" else "client CPU per op, forward and backward of an MLP"
-            )
+            label = {
+                "chain": "client CPU per eager op",
+                "MLP": "client CPU per op, forward and backward of an MLP",
+                "Llama": "client CPU per op, prompt of a Llama of 16 layers",
+            }[name]
             yield row(f"{label}, {way}", "us", value, base, goal, spread=spread, against="value")
 
 

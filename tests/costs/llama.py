@@ -14,7 +14,7 @@ import struct
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from wooly import api
+from wooly.settings import Settings
 from wooly_executor.runtime import gpu_attention, replays, stretches
 from wooly_executor.runtime.gpu import GpuRuntime
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
@@ -91,6 +92,26 @@ def layer(x: Tensor, w: dict[str, Tensor], cache: dict[str, Tensor] | None = Non
     return x + functional.linear(
         functional.silu(functional.linear(y, w["gate"])) * functional.linear(y, w["up"]), w["down"]
     )
+
+
+def layers_of_client() -> Callable[[], Any]:
+    """A prompt on the client's device, eager: all layers, and the programs that are sent for them. A client must be attached."""
+    w = {name: t.requires_grad_() for name, t in weights("cuda").items()}  # as parameters
+    x = torch.ones(1, TOKENS, HIDDEN, dtype=torch.bfloat16, device="cuda")
+    recorder = api._attached.device.devices.recorders[0]
+    recorder.set_limit(Settings().flush_instructions)
+
+    def work() -> None:
+        held = x
+        with torch.no_grad():
+            for _ in range(LAYERS):
+                held = layer(held, w)
+        recorder.flush()
+
+    for _ in range(64):
+        work()
+        torch.cuda.synchronize()
+    return work
 
 
 def recorded_layer(folder: Path, *, decoding: bool = False) -> bytes:

@@ -25,6 +25,7 @@ OPERATIONS = {
         "client: one addition",
         "client: forward and backward of two layers",
         "client: addition in place and read",
+        "client: 16 layers of a Llama",
         "executor: program of 1 operation",
         "executor: program of 1 operation and read",
         "executor: program of 33 operations",
@@ -38,6 +39,7 @@ OPERATIONS = {
         "native client: one addition",
         "native client: forward and backward of two layers",
         "native client: addition in place and read",
+        "native client: 16 layers of a Llama",
     ),
 }
 #: Printed by the measuring process if there are no native kernels.
@@ -89,7 +91,7 @@ def _all(native: str) -> Iterator[Counter[str]]:
         with operations.client():
             programs = {str(n): operations.recorded(n, folder) for n in (1, 33)}  # first: each is written once
             layer = llama.recorded_layer(folder)
-            for work in (operations.eager_add, operations.perceptron, operations.add_and_read):
+            for work in (operations.eager_add, operations.perceptron, operations.add_and_read, llama.layers_of_client):
                 yield count(work())
             if native != "off":
                 return

@@ -1,15 +1,22 @@
 """Native kernels record what the kernels in Python record: the same programs, params, bindings and frees, byte for byte."""
 
+import copy
 import gc
 import threading
+import types
+import warnings
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from wooly import device, native, storage
-from wooly.origins import describe_origin
+from wooly.early_reads import EarlyReads
+from wooly.kernels.launch import ForeignKernel, Launches, Pointer
+from wooly.origins import describe_origin, find_origin
 from wooly.settings import Settings
+from wooly_wis.dtypes import DType
+from wooly_wis.foreign import Source
 
 pytestmark = pytest.mark.skipif(native.module is None, reason=native.reason)
 
@@ -53,6 +60,7 @@ class Recorded:
         recorder._sent.clear()
         recorder._end_forms.clear()
         recorder._kept_whole.clear()
+        recorder.early_reads, recorder._early = EarlyReads(recorder._writes_of), None
         recorder._without_end_form, recorder._closed_at_end_form = 0, None
         recorder.generator.manual_seed(0)
         recorder.set_limit(recorder.limit)
@@ -308,6 +316,223 @@ def test_error_of_hook_leaves_backward(cuda):
     assert x.grad.tolist() == [2, 2, 2]
 
 
+def test_copies_and_new_tensors_equal(recorded):
+    def work():
+        x = torch.arange(24.0, device="cuda").view(4, 6)
+        half = x.to(torch.bfloat16)
+        made = torch.empty_like(half, dtype=torch.float32)
+        made.copy_(half)
+        made[1:3].copy_(x[0])  # broadcast
+        made[0].copy_(made[3])  # in one buffer
+        turned = x.t().to(torch.float64, memory_format=torch.preserve_format)
+        channels = torch.empty(1, 2, 2, 2, device="cuda", memory_format=torch.channels_last)
+        channels.copy_(x[:2, :4].reshape(1, 2, 2, 2))
+        empty = torch.empty(0, 3, device="cuda")
+        number = torch.empty((), device="cuda").copy_(x[2, 2])[None]
+        return [bits(t) for t in (half, made, turned, channels, empty, number, made.to(torch.bool))]
+
+    assert_equal_recordings(recorded, work, calls=14)
+
+
+def test_ranges_equal(recorded):
+    def work():
+        made = [
+            torch.arange(*given, device="cuda")
+            for given in ((5,), (3, 9), (0, 10, 3), (7, 7), (0,), (0.5, 3), (9, 2, -3))
+        ]
+        made += [torch.arange(4, device="cuda", dtype=dtype) for dtype in (torch.int64, torch.int32, torch.bfloat16)]
+        return [(t.dtype, bits(t)) for t in made]
+
+    assert_equal_recordings(recorded, work, calls=12)
+
+
+def test_indexing_equal(recorded):
+    def work():
+        x = torch.arange(24.0, device="cuda").view(4, 6)
+        rows, columns = torch.tensor([3, 0, 3]).to("cuda"), torch.tensor([1, 5, 2]).to("cuda")
+        found = [x[rows], x[:, columns], x[rows, columns], x[rows, None], x[torch.tensor([1, 2])], x[x > 7]]
+        x[rows, columns] = -1.0
+        x[rows] = x[:3] * 2
+        x.index_put_((rows, columns), torch.ones(3, device="cuda"), accumulate=True)
+        x.masked_fill_(x > 20, 0.5).masked_fill_(x < 0, torch.tensor(2.0))
+        x.masked_fill_(x == 4, x[0, 0])
+        x.index_fill_(1, columns, 3)
+        wide = torch.zeros(1, 6, device="cuda").expand(4, 6)
+        with pytest.warns(UserWarning, match="expanded tensors is deprecated"):
+            wide.masked_fill_(x > 3, 1.0)
+        return [bits(t) for t in (*found, x, wide)]
+
+    assert_equal_recordings(recorded, work, calls=14)
+
+
+def test_layers_of_images_equal(recorded):
+    torch.manual_seed(0)
+    layers = torch.nn.Conv2d(2, 3, 3), torch.nn.BatchNorm2d(3), torch.nn.Conv2d(3, 2, 1, bias=False)
+    host, image = torch.nn.Sequential(*layers), torch.randn(2, 2, 6, 6)
+
+    def work():
+        model, x = copy.deepcopy(host).to("cuda"), image.to("cuda")
+        model(x).sum().backward()
+        with torch.no_grad():
+            found = [model(x), model.eval()(x), model(x[:, :, :5])]
+        return [bits(t[None]) for t in (*found, *[p.grad for p in model.parameters()], *model.buffers())]
+
+    assert_equal_recordings(recorded, work, calls=8)
+
+
+def test_traced_convolution_is_right_after_native_calls(cuda):
+    layer, x = torch.nn.Conv2d(2, 3, 3).to("cuda"), torch.ones(1, 2, 5, 5, device="cuda")
+    with torch.no_grad():
+        expected = [layer(x) for _ in range(3)][-1]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            traced = torch.jit.trace(layer, x)
+        assert torch.equal(traced(x), expected) and torch.equal(traced(x), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.bool])
+def test_numbers_in_host_tensors_equal(recorded, dtype):
+    def work():
+        x = torch.arange(6.0, device="cuda").to(torch.bfloat16)
+        for value in (0.1, 3, -7.3):
+            x = torch.where(x > torch.tensor(value, dtype=dtype), x * torch.tensor(value, dtype=dtype), x)
+        return bits(x)
+
+    assert_equal_recordings(recorded, work, calls=9)
+
+
+def test_wrong_ranges_raise_after_right_ones(cuda):
+    for _ in range(3):
+        assert torch.arange(2, 5, device="cuda").tolist() == [2, 3, 4]
+        with pytest.raises(RuntimeError, match="inconsistent with step sign"):
+            torch.arange(5, 2, device="cuda")
+        with pytest.raises(RuntimeError, match="must be nonzero"):
+            torch.arange(2, 5, 0, device="cuda")
+
+
+def test_linear_of_parameters_without_gradients_equal(recorded):
+    torch.manual_seed(0)
+    host = torch.nn.Linear(6, 5)
+
+    def work():
+        layer, x = copy.deepcopy(host).to("cuda"), torch.arange(48.0, device="cuda").view(2, 4, 6)
+        with torch.no_grad():
+            folded, split = layer(x), layer(x.transpose(0, 1))  # the second one is no matrix in memory
+        return [bits(t) for t in (folded, split)]
+
+    assert_equal_recordings(recorded, work, calls=2)
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_attention_equal_with_and_without_switches(recorded, gradients):
+    def work():
+        made = torch.arange(2 * 4 * 3 * 8.0, device="cuda").view(2, 4, 3, 8) / 100
+        mask = torch.ones(3, 3, device="cuda").tril().log()
+        q, k = made.clone().requires_grad_(gradients), made[:, :2].clone().requires_grad_(gradients)
+        attend = torch.nn.functional.scaled_dot_product_attention
+        found = [attend(q, k, k, is_causal=True, enable_gqa=True), attend(q, q, q, attn_mask=mask, scale=0.5)]
+        found.append(attend(q, q, q, attn_mask=mask > -1))
+        half = made.to(torch.bfloat16)
+        found.append(attend(half, half, half, attn_mask=mask > -1))
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            found.append(attend(q, k, k, is_causal=True, enable_gqa=True))
+        if gradients:
+            sum([t.sum() for t in found]).backward()
+            found += [q.grad, k.grad]
+        return [bits(t) for t in found]
+
+    assert_equal_recordings(recorded, work, calls=5)
+
+
+def test_copy_over_part_of_itself_is_refused_after_same_copy_between_tensors(cuda):
+    x, y = torch.arange(6.0, device="cuda"), torch.arange(6.0, device="cuda")
+    for _ in range(3):
+        x[:4].copy_(y[1:5])
+        with pytest.raises(RuntimeError, match="single memory location"):
+            x[:4].copy_(x[1:5])
+    assert x.tolist() == [1, 2, 3, 4, 4, 5]
+
+
+def test_known_factory_fills_memory_while_algorithms_are_deterministic(cuda):
+    for _ in range(3):
+        assert torch.empty(3, device="cuda").tolist() == [0, 0, 0]
+    torch.use_deterministic_algorithms(True)
+    try:
+        for _ in range(3):
+            assert torch.empty(3, device="cuda").isnan().all()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.empty(3, device="cuda").tolist() == [0, 0, 0]
+
+
+def test_known_factory_follows_default_dtype(cuda):
+    for dtype in (torch.float32, torch.float64, torch.float32):
+        torch.set_default_dtype(dtype)
+        try:
+            assert [torch.empty(3, device="cuda").dtype for _ in range(3)] == [dtype] * 3
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
+def test_calls_are_native_while_no_freed_id_can_be_used_again(cuda):
+    x = torch.ones(5, 7, device="cuda")
+    for _ in range(3):
+        x + x
+    heap = storage.heaps[0]
+    kept, heap._reusable[:] = [*heap._reusable], []
+    first, before = heap._next, native.module.counts()[0]
+    try:
+        made = [x + x for _ in range(4)]
+    finally:
+        heap._reusable.extend(kept)
+    assert native.module.counts()[0] == before + 4
+    assert [storage.address_of(t) >> storage.ID_SHIFT for t in made] == [(first + k) << 3 for k in range(1, 5)]
+    assert heap._next == first + 4
+
+
+def test_origins_equal_those_of_python(cuda):
+    def inner():
+        return [(native.module.origin(depth), find_origin(depth)) for depth in (1, 2, 3)]
+
+    def outer():
+        return inner()
+
+    library = types.FunctionType(
+        outer.__code__.replace(co_filename=f"{torch.__path__[0]}/made.py"), {}, closure=outer.__closure__
+    )
+    for pairs in (outer(), library()):
+        for mine, theirs in pairs:
+            assert mine[0] is theirs[0] and abs(mine[1] - theirs[1]) <= 40  # the calls stand in one line
+    assert native.module.origin(10_000)[0].co_name == find_origin(10_000)[0].co_name
+
+
+def test_arguments_of_launches_equal_those_of_python(cuda):
+    pointer, kinds = Pointer(DType.F32), (DType.I32, DType.U64, DType.F32)
+    kernel = ForeignKernel(Source("ttir", "text"), "f", (pointer, pointer, *kinds, pointer))
+    x = torch.zeros(40, device="cuda")
+    for args in (
+        (x, x[3:], 1, 2, 3.5, None),
+        (x[:0], x.view(4, 10).t(), True, (1 << 64) - 1, 0.0, x[8:]),
+        (None, None, -1, 0, 1.0, None),
+        (torch.nn.Parameter(x), x, 1, 1 << 63, 2, x.view(torch.int32)),
+    ):
+        found = [], [], []
+        expected = [], [], []
+        assert native.module.collect_launch(kernel.kinds, args, *found)
+        Launches._collect(kernel, args, *expected)
+        assert found == expected
+    for wrong in (
+        (torch.zeros(3), x, 1, 2, 3.0, x),
+        (x, x, 1, 2, 3.0, 7),
+        (x, x, 1, 2.0, 3.0, x),
+        (x, x, 1),
+        (x.conj(), 1) * 3,
+    ):
+        found = [], [], []
+        assert not native.module.collect_launch(kernel.kinds, wrong, *found)
+        assert found == ([], [], [])
+
+
 def test_setting_on_without_module_is_refused(monkeypatch):
     from wooly.errors import WoolyError
 
@@ -344,6 +569,14 @@ OPERATIONS = (
     lambda p, a, b, k: p.append(p[a].new_full((4, 4), float(p[b][0, 0].item() > k))),
     lambda p, a, b, k: p.append(p[a].clone()),
     lambda p, a, b, k: p.append(torch.zeros_like(p[a])),
+    lambda p, a, b, k: p.append(torch.empty_like(p[a], dtype=torch.bfloat16).copy_(p[b]).float()),
+    lambda p, a, b, k: p[a].copy_(p[b][k % 4]) if p[a].is_contiguous() and a != b else None,
+    lambda p, a, b, k: p[a][:2].copy_(p[a][2:]) if p[a].is_contiguous() else None,
+    lambda p, a, b, k: (
+        p.append(torch.nn.functional.scaled_dot_product_attention(*[p[b].view(1, 1, 4, 4)] * 3)[0, 0])
+        if p[b].is_contiguous()
+        else None
+    ),
 )
 SEQUENCES = st.lists(st.tuples(st.integers(0, len(OPERATIONS) - 1), *[st.integers(0, 7)] * 3), min_size=1, max_size=40)
 

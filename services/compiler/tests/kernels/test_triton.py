@@ -325,7 +325,8 @@ def test_launches_with_other_numbers_share_one_program(device):
         torch.cuda.synchronize()
         return out
 
-    step(1999)
+    for _ in range(2):  # while Triton compiles the kernel, the timer may cut the first program
+        step(1999)
     before = len(recorder._sent)
     outs = [step(n) for n in (1001, 333, 7)]
     assert len(recorder._sent) == before

@@ -54,6 +54,7 @@ void deallocate(PyObject* self) {
 
 PyMemberDef heap_members[] = {
     NUMBER(HeapFields, index),
+    {"_next", T_LONGLONG, offsetof(HeapFields, next), 0, nullptr},
     NUMBER(HeapFields, live),
     NUMBER(HeapFields, live_bytes),
     NUMBER(HeapFields, peak_bytes),

@@ -14,13 +14,15 @@ constexpr unsigned long long kIdMask = (1ULL << kIdBits) - 1;
 // Bits of a buffer id that contain the device.
 constexpr int kDeviceBits = 3;
 constexpr int kMaxDevices = 1 << kDeviceBits;
+// Maximum number of storages of a device that live at a time (`wooly.storage.MAX_STORAGES`).
+constexpr long long kMaxStorages = (1LL << (kIdBits - kDeviceBits)) - 1;
 // Bits of an address that are part of a signature: byte offset and device (`wooly.storage.PLACE_MASK`).
 constexpr unsigned long long kPlaceMask = (1ULL << (kIdShift + kDeviceBits)) - 1;
 
 // The base of `wooly.storage.Heap`.
 struct HeapFields {
   PyObject_HEAD
-  long long index, live, live_bytes, peak_bytes, peak_live, held_bytes, granted;
+  long long index, next, live, live_bytes, peak_bytes, peak_live, held_bytes, granted;
   char observed;
   PyObject* dead;      // list
   PyObject* kept;      // dict

@@ -4,20 +4,22 @@
 // captured graph, an observer of memory, another thread that holds the recorder's lock, no room for the result.
 #define PY_SSIZE_T_CLEAN
 #include <atomic>
+#include <limits>
 #include <memory>
 #include <unordered_map>
 
+#include <ATen/Context.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
-#include <c10/core/StorageImpl.h>
-#include <c10/core/TensorImpl.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <torch/csrc/Dtype.h>
-#include <torch/csrc/Exceptions.h>
 
-#include "fields.h"
-#include "signature.h"
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/jit/frontend/tracer.h>
+
+#include "recording.h"
 
 namespace wooly {
 namespace {
@@ -26,383 +28,24 @@ using torch::jit::Stack;
 
 // Maximum number of plans of all kernels; at this number all are forgotten (`wooly.kernels.generic._MAX_PLANS`).
 constexpr size_t kMaxPlans = 65536;
-// Largest storage whose size fits into an entry of `dead` that a pointer can hold.
-constexpr long long kMaxBytes = 1LL << (64 - kIdBits);
-
-struct Gil {
-  PyGILState_STATE state = PyGILState_Ensure();
-  ~Gil() { PyGILState_Release(state); }
-};
-
-// A reference to a Python object. Copies and ends only with the interpreter lock.
-struct Ref {
-  PyObject* object = nullptr;
-  Ref() = default;
-  explicit Ref(PyObject* owned) : object(owned) {}
-  Ref(Ref&& other) noexcept : object(other.object) { other.object = nullptr; }
-  Ref& operator=(Ref&& other) noexcept {
-    std::swap(object, other.object);
-    return *this;
-  }
-  ~Ref() { Py_XDECREF(object); }
-  operator PyObject*() const { return object; }
-};
-
-// Thrown with Python's error set.
-struct PythonFailure {};
-
-void must(bool fine) {
-  if (!fine) {
-    throw PythonFailure();
-  }
-}
-
-PyObject* made(PyObject* object) {
-  must(object != nullptr);
-  return object;
-}
-
-[[noreturn]] void raise_python_error() {
-  python_error error;
-  error.persist();
-  throw std::move(error);
-}
-
-// -- storages -------------------------------------------------------------------------------------------------------------
-
-HeapFields* heaps[kMaxDevices] = {};
-
-// The deleter of a storage. Its context is the storage's entry of `dead`. It may run in any thread, and while an error is set.
-void free_storage(void* context) {
-  if (!Py_IsInitialized()) {
-    return;
-  }
-  Gil gil;
-  auto entry = reinterpret_cast<unsigned long long>(context);
-  HeapFields* heap = heaps[entry & (kMaxDevices - 1)];
-  PyObject *type, *value, *trace;
-  PyErr_Fetch(&type, &value, &trace);
-  Ref freed(PyLong_FromUnsignedLongLong(entry));
-  if (heap->observed) {
-    Ref(PyObject_CallOneArg(heap->tell_free, freed));
-  } else {
-    heap->live -= 1;
-    heap->live_bytes -= static_cast<long long>(entry >> kIdBits);
-    PyList_Append(heap->dead, freed);
-  }
-  if (PyErr_Occurred()) {
-    PyErr_WriteUnraisable(nullptr);
-  }
-  PyErr_Restore(type, value, trace);
-}
-
-struct Layout {
-  Ref alloc_form;
-  long long nbytes = 0;
-  at::ScalarType dtype = at::kFloat;
-  std::vector<int64_t> sizes, strides;
-};
-
-// Make a tensor on a new storage, as `wooly.storage.Layout.new` does. `id` is the buffer id.
-at::Tensor make_tensor(HeapFields* heap, const Layout& layout, unsigned long long id) {
-  heap->held_bytes += layout.nbytes;
-  heap->live += 1;
-  heap->live_bytes += layout.nbytes;
-  if (heap->live_bytes > heap->peak_bytes) {
-    heap->peak_bytes = heap->live_bytes;
-    heap->peak_live = heap->live;
-  }
-  auto entry = static_cast<unsigned long long>(layout.nbytes) << kIdBits | id;
-  c10::DataPtr data(reinterpret_cast<void*>(id << kIdShift), reinterpret_cast<void*>(entry), &free_storage,
-                    c10::Device(c10::kPrivateUse1, static_cast<c10::DeviceIndex>(heap->index)));
-  auto storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), layout.nbytes, std::move(data),
-                                                       /*allocator=*/nullptr, /*resizable=*/false);
-  auto tensor = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(std::move(storage)), c10::DispatchKey::PrivateUse1,
-                                                         c10::scalarTypeToTypeMeta(layout.dtype));
-  if (layout.sizes.size() != 1 || layout.sizes[0] != 0) {
-    tensor.unsafeGetTensorImpl()->set_sizes_and_strides(layout.sizes, layout.strides);
-  }
-  return tensor;
-}
-
-// -- origins --------------------------------------------------------------------------------------------------------------
-
-PyObject* is_library = nullptr; // asks Python whether a code object belongs to a library
-std::unordered_map<PyObject*, bool> library_code;
-struct {
-  PyObject* code = nullptr;
-  int at = -1;
-  PyObject* origin = nullptr;
-} last_origin;
-
-// The innermost Python line that is not in a library (`wooly.origins.origin`). Returns a borrowed reference.
-PyObject* find_origin() {
-  PyFrameObject* frame = PyEval_GetFrame();
-  if (frame == nullptr) {
-    return nullptr;
-  }
-  Ref holder;
-  PyFrameObject* first = frame;
-  PyFrameObject* found = nullptr;
-  while (frame != nullptr) {
-    Ref code(reinterpret_cast<PyObject*>(PyFrame_GetCode(frame)));
-    auto known = library_code.find(code);
-    bool library;
-    if (known == library_code.end()) {
-      Ref answer(made(PyObject_CallOneArg(is_library, code)));
-      library = answer.object == Py_True;
-      Py_INCREF(code.object); // stays alive, so that its address is not used again
-      library_code.emplace(code.object, library);
-    } else {
-      library = known->second;
-    }
-    if (!library) {
-      found = frame;
-      break;
-    }
-    holder = Ref(reinterpret_cast<PyObject*>(PyFrame_GetBack(frame)));
-    frame = reinterpret_cast<PyFrameObject*>(holder.object);
-  }
-  if (found == nullptr) {
-    found = first;
-  }
-  Ref code(reinterpret_cast<PyObject*>(PyFrame_GetCode(found)));
-  int at = PyFrame_GetLasti(found);
-  if (last_origin.code != code.object || last_origin.at != at) {
-    Ref number(made(PyLong_FromLong(at)));
-    PyObject* origin = made(PyTuple_Pack(2, code.object, number.object));
-    Py_XSETREF(last_origin.origin, origin);
-    last_origin.code = code.object; // alive as long as the tuple
-    last_origin.at = at;
-  }
-  return last_origin.origin;
-}
-
-// -- recording ------------------------------------------------------------------------------------------------------------
-
-struct Plan {
-  ProgramFields* program = nullptr;
-  Ref form;
-  std::vector<std::unique_ptr<Layout>> outs; // null: the operator returns an undefined tensor
-  std::vector<size_t> written;               // positions of the buffers that the call writes
-};
 
 struct Learned {
   std::vector<int64_t> key;
   std::unique_ptr<Plan> plan; // null: only Python may handle calls with this signature
 };
 
-// A call that the kernel in Python handles now, and that Python may teach.
-struct Pending {
-  const Facts* facts;
-  const Signature* signature;
-  std::unordered_map<uint64_t, Learned>* plans;
-  bool armed;
-};
-
-thread_local std::vector<Pending> pending;
 std::atomic<bool> enabled{true};
 uint64_t epoch = 0; // grows when all plans are forgotten
 size_t n_plans = 0;
-PyObject *str_mirrors, *str_forget, *str_close_if_due, *str_drop_incomplete, *str_acquire, *str_release;
 
-// Counters for tests and benchmarks: calls that were recorded here, and calls that Python handled.
-std::atomic<unsigned long long> n_native{0}, n_python{0};
+// Counters for tests and benchmarks: calls that were recorded here, and calls that Python handled. Under the interpreter lock.
+unsigned long long n_native = 0, n_python = 0;
 
-void append(PyObject* list, PyObject* item) { must(PyList_Append(list, item) == 0); }
-
-PyObject* param_object(const Param& p) {
-  switch (p.kind) {
-    case Param::kFloat:
-      return PyFloat_FromDouble(p.real);
-    case Param::kInt:
-      return PyLong_FromLongLong(p.integer);
-    default:
-      return PyBool_FromLong(p.integer != 0);
-  }
-}
-
-// The host copies of a link (an OrderedDict), or null if there is none.
-PyObject* mirrors_of(ProgramFields* program) {
-  static PyObject* of = nullptr; // the link that was asked last
-  static PyObject* mirrors = nullptr;
-  if (of != program->link) {
-    PyObject* found = made(PyObject_GetAttr(program->link, str_mirrors));
-    Py_XDECREF(mirrors);
-    Py_XDECREF(of);
-    mirrors = found;
-    of = Py_NewRef(program->link);
-  }
-  return PyDict_GET_SIZE(mirrors) ? mirrors : nullptr;
-}
-
-void forget_mirror(ProgramFields* program, PyObject* buffer) {
-  if (mirrors_of(program) != nullptr) {
-    Ref(made(PyObject_CallMethodOneArg(program->link, str_forget, buffer)));
-  }
-}
-
-// The slot of a buffer in the open program. Returns a borrowed reference.
-PyObject* slot_of(ProgramFields* program, PyObject* buffer) {
-  PyObject* slot = PyDict_GetItemWithError(program->slot_of, buffer);
-  if (slot != nullptr) {
-    return slot;
-  }
-  must(!PyErr_Occurred());
-  Ref added(made(PyLong_FromSsize_t(PyList_GET_SIZE(program->bind))));
-  must(PyDict_SetItem(program->slot_of, buffer, added) == 0);
-  append(program->bind, buffer);
-  return added; // the dict holds it
-}
-
-// `Recorder.release_dead`, for a heap without kept buffers and a recorder without a capture.
-void release_dead(ProgramFields* program, HeapFields* heap) {
-  for (Py_ssize_t n; (n = PyList_GET_SIZE(heap->dead)) > 0;) {
-    auto entry = PyLong_AsUnsignedLongLong(PyList_GET_ITEM(heap->dead, n - 1));
-    must(!PyErr_Occurred() && PyList_SetSlice(heap->dead, n - 1, n, nullptr) == 0);
-    Ref buffer(made(PyLong_FromUnsignedLongLong(entry & kIdMask)));
-    Ref slot(Py_XNewRef(PyDict_GetItemWithError(program->slot_of, buffer)));
-    if (slot.object == nullptr) {
-      must(!PyErr_Occurred());
-      append(program->frees, buffer);
-    } else {
-      must(PyDict_DelItem(program->slot_of, buffer) == 0);
-      append(program->words, program->free_form);
-      append(program->words, slot);
-      append(program->origins, PyList_GET_ITEM(program->origins, PyList_GET_SIZE(program->origins) - 1));
-      append(program->freed, buffer);
-    }
-    forget_mirror(program, buffer);
-  }
-}
-
-void close_if_due(ProgramFields* program, PyObject* form) {
-  long long count = PyList_GET_SIZE(program->origins);
-  if (count < program->room) {
-    return;
-  }
-  if (count < program->open_limit) {
-    int is_end = PySet_Contains(program->end_forms, form);
-    must(is_end >= 0);
-    if (!is_end) { // most calls: what Python does with them
-      Py_SETREF(program->closed_at_end_form, Py_NewRef(Py_None));
-      return;
-    }
-  }
-  Ref(made(PyObject_CallMethodOneArg(reinterpret_cast<PyObject*>(program), str_close_if_due, form)));
-}
-
-// Holds a recorder's lock, if no other thread holds it.
-struct Lock {
-  PyObject* lock;
-  bool held;
-  explicit Lock(PyObject* lock) : lock(lock) {
-    PyObject* args[] = {lock, Py_False};
-    Ref got(PyObject_VectorcallMethod(str_acquire, args, 2 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr));
-    held = got.object == Py_True;
-  }
-  ~Lock() {
-    if (held) {
-      PyObject *type, *value, *trace;
-      PyErr_Fetch(&type, &value, &trace);
-      Ref(PyObject_CallMethodNoArgs(lock, str_release));
-      PyErr_Restore(type, value, trace);
-    }
-  }
-};
-
-// Whether a call with this plan can be recorded here now. Changes nothing.
-bool is_usual(const Plan& plan, const HeapFields* heap) {
-  const ProgramFields* program = plan.program;
-  if (program->replaced || heap->observed || program->link == Py_None) {
-    return false;
-  }
-  if (PyList_GET_SIZE(heap->dead)) {
-    // An instruction that an exception left incomplete has a slot, and no origin.
-    const bool incomplete = PyDict_GET_SIZE(program->slot_of) && !PyList_GET_SIZE(program->origins);
-    if (program->capture != Py_None || PyDict_GET_SIZE(heap->kept) || incomplete) {
-      return false;
-    }
-  }
-  long long nbytes = 0;
-  Py_ssize_t n = 0;
-  for (const auto& out : plan.outs) {
-    if (out != nullptr) {
-      nbytes += out->nbytes;
-      ++n;
-    }
-  }
-  return heap->held_bytes + nbytes <= heap->granted && PyList_GET_SIZE(heap->reusable) >= n;
-}
-
-// Record one call. The caller holds the interpreter lock and the recorder's lock.
-void record(const Plan& plan, HeapFields* heap, const Signature& s, PyObject* origin, std::vector<at::Tensor>& results) {
-  ProgramFields* program = plan.program;
-  if (PyList_GET_SIZE(heap->dead)) {
-    release_dead(program, heap);
-  }
-  program->operations += 1;
-  for (const Param& p : s.params) {
-    Ref value(made(param_object(p)));
-    append(program->params, value);
-  }
-  c10::SmallVector<Ref, 8> buffers;
-  for (int64_t id : s.buffers) {
-    buffers.emplace_back(made(PyLong_FromLongLong(id)));
-  }
-  for (size_t at : plan.written) {
-    forget_mirror(program, buffers[at]);
-  }
-  for (const auto& out : plan.outs) {
-    if (out == nullptr) {
-      results.emplace_back();
-      continue;
-    }
-    Py_ssize_t n = PyList_GET_SIZE(heap->reusable);
-    buffers.emplace_back(Py_NewRef(PyList_GET_ITEM(heap->reusable, n - 1)));
-    PyObject* buffer = buffers.back();
-    must(PyList_SetSlice(heap->reusable, n - 1, n, nullptr) == 0);
-    results.push_back(make_tensor(heap, *out, PyLong_AsUnsignedLongLong(buffer)));
-    append(program->words, out->alloc_form);
-    append(program->words, slot_of(program, buffer));
-    append(program->origins, origin);
-  }
-  append(program->words, plan.form);
-  for (const Ref& buffer : buffers) {
-    append(program->words, slot_of(program, buffer));
-  }
-  append(program->origins, origin);
-  close_if_due(program, plan.form);
-}
-
-class Kernel final : public c10::OperatorKernel {
+// What Python has taught one kernel, by signature.
+class Known {
  public:
-  Kernel(Facts facts, c10::SafeKernelFunction python) : facts_(std::move(facts)), python_(std::move(python)) {}
-
-  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
-    if (!enabled.load(std::memory_order_relaxed)) {
-      python_.callBoxed(op, keys, stack);
-      return;
-    }
-    Signature s;
-    bool teach = false;
-    if (sign(facts_, op.schema(), *stack, s) && try_record(op, s, stack, teach)) {
-      n_native.fetch_add(1, std::memory_order_relaxed);
-      return;
-    }
-    n_python.fetch_add(1, std::memory_order_relaxed);
-    // Without `teach` too, so that Python does not teach an outer call of the same operator.
-    pending.push_back({&facts_, &s, &plans_, teach});
-    struct Pop {
-      ~Pop() { pending.pop_back(); }
-    } pop;
-    python_.callBoxed(op, keys, stack);
-  }
-
- private:
-  // Returns false if the kernel in Python must handle the call; `teach`: and may teach it.
-  bool try_record(const c10::OperatorHandle& op, const Signature& s, Stack* stack, bool& teach) {
-    Gil gil;
+  // Returns null if the signature is not known. The caller holds the interpreter lock.
+  const Learned* find(const Signature& s) {
     if (epoch_ != epoch) {
       plans_.clear();
       epoch_ = epoch;
@@ -410,15 +53,86 @@ class Kernel final : public c10::OperatorKernel {
     auto found = plans_.find(s.hash());
     if (found == plans_.end() || found->second.key.size() != s.key.size() ||
         !std::equal(s.key.begin(), s.key.end(), found->second.key.begin())) {
+      return nullptr;
+    }
+    return &found->second;
+  }
+
+  Learned& add(const Signature& s) {
+    Learned& learned = plans_[s.hash()];
+    learned.key.assign(s.key.begin(), s.key.end());
+    learned.plan = nullptr;
+    ++n_plans;
+    return learned;
+  }
+
+ private:
+  std::unordered_map<uint64_t, Learned> plans_;
+  uint64_t epoch_ = 0;
+};
+
+// A call that the kernel in Python handles now, and that Python may teach.
+struct Pending {
+  const Facts* facts;
+  const Signature* signature;
+  Known* known;
+  bool armed;
+};
+
+thread_local std::vector<Pending> pending;
+
+// Let the kernel in Python handle a call. Without `teach` too, the call is noted, so that Python does not teach an outer call of
+// the same operator.
+void call_python(const c10::SafeKernelFunction& python, const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack,
+                 Pending call) {
+  {
+    Gil gil;
+    ++n_python;
+  }
+  pending.push_back(call);
+  struct Pop {
+    ~Pop() { pending.pop_back(); }
+  } pop;
+  python.callBoxed(op, keys, stack);
+}
+
+c10::OperatorHandle operator_of(const char* name, const char* overload) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, overload);
+}
+
+class Kernel final : public c10::OperatorKernel {
+ public:
+  Kernel(Facts facts, c10::SafeKernelFunction python) : facts_(std::move(facts)), python_(std::move(python)) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+    // Some kernels in Python make of a traced call what a tracer can record.
+    if (!enabled.load(std::memory_order_relaxed) || torch::jit::tracer::isTracing()) {
+      python_.callBoxed(op, keys, stack);
+      return;
+    }
+    Signature s;
+    bool teach = false;
+    if (sign(facts_, op.schema(), *stack, s) && try_record(op, s, stack, teach)) {
+      return;
+    }
+    call_python(python_, op, keys, stack, {&facts_, &s, &known_, teach});
+  }
+
+ private:
+  // Returns false if the kernel in Python must handle the call; `teach`: and may teach it.
+  bool try_record(const c10::OperatorHandle& op, const Signature& s, Stack* stack, bool& teach) {
+    Gil gil;
+    const Learned* learned = known_.find(s);
+    if (learned == nullptr) {
       teach = true;
       return false;
     }
-    if (found->second.plan == nullptr) {
+    if (learned->plan == nullptr) {
       return false;
     }
-    const Plan& plan = *found->second.plan;
+    const Plan& plan = *learned->plan;
     auto* heap = reinterpret_cast<HeapFields*>(plan.program->heap);
-    if (!is_usual(plan, heap)) {
+    if (!is_usual(plan, heap, s)) {
       return false;
     }
     std::vector<at::Tensor> results;
@@ -444,6 +158,7 @@ class Kernel final : public c10::OperatorKernel {
     } catch (const PythonFailure&) {
       raise_python_error();
     }
+    ++n_native;
     finish(op, results, stack);
     return true;
   }
@@ -473,9 +188,7 @@ class Kernel final : public c10::OperatorKernel {
 
   Facts facts_;
   c10::SafeKernelFunction python_;
-  // Never freed: PyTorch ends its kernels after Python has ended.
-  std::unordered_map<uint64_t, Learned>& plans_ = *new std::unordered_map<uint64_t, Learned>();
-  uint64_t epoch_ = 0;
+  Known& known_ = *new Known(); // never freed: PyTorch ends its kernels after Python has ended
 };
 
 // The kernel of an operator that changes only metadata: the CPU's kernel, which does not access memory.
@@ -516,7 +229,11 @@ class LinearKernel final : public c10::OperatorKernel {
       plain = t.defined() && is_plain(t.unsafeGetTensorImpl()) && !t.is_complex();
       gradients = gradients || (plain && t.requires_grad());
     }
-    if (!plain || (gradients && !c10::GradMode::is_enabled())) {
+    if (plain && gradients && !c10::GradMode::is_enabled()) {
+      // ATen's choice of the product depends on whether the weight requires gradients also without gradients.
+      gradients = torch::jit::peek(*stack, 1, 3).toTensor().requires_grad() && !folds(torch::jit::peek(*stack, 0, 3).toTensor());
+    }
+    if (!plain) {
       python_.callBoxed(op, keys, stack);
     } else if (gradients) {
       op.callBoxedForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd, *stack);
@@ -526,6 +243,123 @@ class LinearKernel final : public c10::OperatorKernel {
   }
 
  private:
+  // Whether a tensor can be viewed as a matrix with the last dimension as columns. `aten.matmul` checks the same.
+  static bool folds(const at::Tensor& t) {
+    auto sizes = t.sizes(), strides = t.strides();
+    for (size_t i = 0; i + 2 < sizes.size(); ++i) {
+      if (strides[i] != strides[i + 1] * sizes[i + 1]) {
+        return false;
+      }
+    }
+    return true;
+  }
+
+  c10::SafeKernelFunction python_;
+};
+
+// `aten.scaled_dot_product_attention` (`wooly.kernels.attention`): calls for which Python has chosen the fused kernel of the
+// executor's library.
+class AttentionKernel final : public c10::OperatorKernel {
+ public:
+  AttentionKernel(Facts facts, c10::SafeKernelFunction python) : facts_(std::move(facts)), python_(std::move(python)) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+    if (!enabled.load(std::memory_order_relaxed)) {
+      python_.callBoxed(op, keys, stack);
+      return;
+    }
+    Signature s;
+    bool teach = false;
+    if (!c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::Python) && sign(facts_, op.schema(), *stack, s)) {
+      add_circumstances(*stack, s);
+      Gil gil;
+      teach = known_.find(s) == nullptr;
+    }
+    if (s.key.empty() || teach) {
+      call_python(python_, op, keys, stack, {&facts_, &s, &known_, teach});
+      return;
+    }
+    at::Tensor numbers; // freed after the second result, as in Python
+    c10::IValue& mask = torch::jit::peek(*stack, 3, kArguments);
+    if (mask.isTensor() && mask.toTensor().scalar_type() == at::kBool) {
+      const auto dtype = torch::jit::peek(*stack, 0, kArguments).toTensor().scalar_type();
+      numbers = at::where(mask.toTensor(), at::zeros({}, dtype), -std::numeric_limits<double>::infinity());
+      mask = numbers;
+    }
+    static const auto fused = operator_of("aten::_scaled_dot_product_flash_attention_for_cpu", "");
+    Stack call;
+    for (size_t at : {0, 1, 2, 4, 5, 3, 6}) { // query, key, value, dropout, causal; mask, scale
+      call.push_back(std::move(torch::jit::peek(*stack, at, kArguments)));
+    }
+    torch::jit::drop(*stack, kArguments);
+    fused.callBoxed(call);
+    stack->push_back(std::move(call.front()));
+  }
+
+ private:
+  static constexpr size_t kArguments = 8;
+
+  // What the choice depends on beside the arguments: gradients, and the switches of `torch.nn.attention.sdpa_kernel`.
+  static void add_circumstances(const Stack& stack, Signature& s) {
+    const auto& context = at::globalContext();
+    int64_t found = context.userEnabledFlashSDP() | context.userEnabledMathSDP() << 1 |
+                    context.userEnabledMemEfficientSDP() << 2 | context.userEnabledCuDNNSDP() << 3;
+    for (size_t i = 0; i < 4 && c10::GradMode::is_enabled(); ++i) {
+      const c10::IValue& a = torch::jit::peek(stack, i, kArguments);
+      found |= static_cast<int64_t>(a.isTensor() && a.toTensor().requires_grad()) << (4 + i);
+    }
+    s.key.push_back(found);
+  }
+
+  Facts facts_;
+  c10::SafeKernelFunction python_;
+  Known& known_ = *new Known();
+};
+
+// `aten.arange` of integers (`wooly.kernels.transfer.Transfer.arange`): a new tensor, and the operator that fills it.
+class ArangeKernel final : public c10::OperatorKernel {
+ public:
+  explicit ArangeKernel(c10::SafeKernelFunction python) : python_(std::move(python)) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+    constexpr size_t kOptions = 4; // dtype, layout, device, pinned: the last arguments
+    const size_t n = op.schema().arguments().size();
+    const c10::IValue* args = stack->data() + (stack->size() - n);
+    const c10::IValue* options = args + (n - kOptions);
+    int64_t start = 0, end = 0, step = 1; // the arguments before: end; start, end; start, end, step
+    if (!enabled.load(std::memory_order_relaxed) || !integers(args, n - kOptions, start, end, step) ||
+        !(options[0].isNone() || options[0].toInt() == static_cast<int64_t>(at::kLong))) {
+      python_.callBoxed(op, keys, stack);
+      return;
+    }
+    static const auto empty = operator_of("aten::empty", "memory_format");
+    static const auto fill = operator_of("aten::arange", "start_out");
+    const auto here = c10::DispatchKeySet(c10::DispatchKey::PrivateUse1);
+    Stack made{c10::IValue(std::vector<int64_t>{(end - start + step - 1) / step}),
+               static_cast<int64_t>(at::kLong), options[1], options[2], options[3], c10::IValue()};
+    empty.redispatchBoxed(here, &made);
+    Stack filled{start, end, step, std::move(made.front())};
+    fill.redispatchBoxed(here, &filled);
+    torch::jit::drop(*stack, n);
+    stack->push_back(std::move(filled.front()));
+  }
+
+ private:
+  // Above this number, the size would not be exact in PyTorch's arithmetic.
+  static constexpr int64_t kMost = 1LL << 52;
+
+  static bool integers(const c10::IValue* args, size_t n, int64_t& start, int64_t& end, int64_t& step) {
+    for (size_t i = 0; i < n; ++i) {
+      if (!args[i].isInt() || args[i].toInt() > kMost || args[i].toInt() < -kMost) {
+        return false;
+      }
+    }
+    start = n > 1 ? args[0].toInt() : 0;
+    end = args[n > 1].toInt();
+    step = n > 2 ? args[2].toInt() : 1;
+    return step > 0 && end >= start;
+  }
+
   c10::SafeKernelFunction python_;
 };
 
@@ -582,16 +416,12 @@ void put(const c10::OperatorHandle& op, c10::DispatchKey key, std::unique_ptr<Fu
       c10::KernelFunction::makeFromBoxedFunctor(std::move(functor)), std::nullopt, nullptr, "wooly_native")));
 }
 
-c10::OperatorHandle operator_of(const char* name, const char* overload) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, overload);
-}
-
 PyObject* register_kernel(PyObject*, PyObject* args) {
-  const char *name, *overload, *shown;
+  const char *name, *overload, *shown, *place;
   PyObject *scalar, *keywords, *returned;
   int writes, list_return;
-  if (!PyArg_ParseTuple(args, "sssO!O!O!pp", &name, &overload, &shown, &PyTuple_Type, &scalar, &PyFrozenSet_Type, &keywords,
-                        &PyTuple_Type, &returned, &writes, &list_return)) {
+  if (!PyArg_ParseTuple(args, "ssssO!O!O!pp", &name, &overload, &place, &shown, &PyTuple_Type, &scalar, &PyFrozenSet_Type,
+                        &keywords, &PyTuple_Type, &returned, &writes, &list_return)) {
     return nullptr;
   }
   HANDLE_TH_ERRORS
@@ -616,7 +446,10 @@ PyObject* register_kernel(PyObject*, PyObject* args) {
     auto at = argument == Py_None ? std::nullopt : schema.argumentIndexWithName(PyUnicode_AsUTF8(argument));
     facts.returned.push_back(at.has_value() ? *at : -1);
   }
-  const auto key = c10::DispatchKey::PrivateUse1;
+  facts.factory = std::none_of(declared.begin(), declared.end(), [](const c10::Argument& a) {
+    return a.type()->isSubtypeOf(*c10::TensorType::get());
+  });
+  const auto key = c10::parseDispatchKey(place);
   put(op, key, std::make_unique<Kernel>(std::move(facts), op.getComputedKernelForDispatchKey(key)));
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
@@ -644,16 +477,41 @@ PyObject* register_linear(PyObject*, PyObject*) {
   END_HANDLE_TH_ERRORS
 }
 
+PyObject* register_attention(PyObject*, PyObject*) {
+  HANDLE_TH_ERRORS
+  auto op = operator_of("aten::scaled_dot_product_attention", "");
+  for (auto key : {c10::DispatchKey::AutogradPrivateUse1, c10::DispatchKey::PrivateUse1}) {
+    Facts facts;
+    facts.name = "aten.scaled_dot_product_attention.default";
+    facts.scalar.assign(op.schema().arguments().size(), 0);
+    facts.keyword_from = facts.scalar.size();
+    put(op, key, std::make_unique<AttentionKernel>(std::move(facts), op.getComputedKernelForDispatchKey(key)));
+  }
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* register_arange(PyObject*, PyObject*) {
+  HANDLE_TH_ERRORS
+  for (const char* overload : {"", "start", "start_step"}) {
+    auto op = operator_of("aten::arange", overload);
+    for (auto key : {c10::DispatchKey::PrivateUse1, c10::DispatchKey::CUDA}) {
+      put(op, key, std::make_unique<ArangeKernel>(op.getComputedKernelForDispatchKey(key)));
+    }
+  }
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
 // Also puts the guard in place.
 PyObject* set_up(PyObject*, PyObject* args) {
-  PyObject *known_heaps, *asks;
-  if (!PyArg_ParseTuple(args, "O!O", &PyTuple_Type, &known_heaps, &asks)) {
+  PyObject* known_heaps;
+  if (!PyArg_ParseTuple(args, "O!", &PyTuple_Type, &known_heaps)) {
     return nullptr;
   }
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(known_heaps) && i < kMaxDevices; ++i) {
     heaps[i] = reinterpret_cast<HeapFields*>(Py_NewRef(PyTuple_GET_ITEM(known_heaps, i)));
   }
-  Py_XSETREF(is_library, Py_NewRef(asks));
   auto& registered = c10::impl::device_guard_impl_registry[static_cast<size_t>(c10::kPrivateUse1)];
   registered.store(new Guard(registered.load())); // as long as the process
   Py_RETURN_NONE;
@@ -663,6 +521,87 @@ PyObject* forget(PyObject*, PyObject*) {
   ++epoch;
   n_plans = 0;
   Py_RETURN_NONE;
+}
+
+PyObject* ask_for_libraries(PyObject*, PyObject* asks) {
+  Py_XSETREF(is_library, Py_NewRef(asks));
+  Py_RETURN_NONE;
+}
+
+PyObject* origin(PyObject*, PyObject* const* args, Py_ssize_t n) {
+  const long depth = n > 0 ? PyLong_AsLong(args[0]) : 2;
+  if (depth == -1 && PyErr_Occurred()) {
+    return nullptr;
+  }
+  try {
+    return Py_XNewRef(find_origin(static_cast<int>(depth) - 1));
+  } catch (const PythonFailure&) {
+    return nullptr;
+  }
+}
+
+// Kinds of the parameters of a foreign kernel (`wooly.kernels.launch.ForeignKernel.kinds`).
+enum Parameter : char { kPointer, kUnsigned64, kOther };
+
+// Add the arguments of a launch to its key, its buffers and its params, as `Launches.launch` does. Returns False, and adds
+// nothing, if only Python may handle the launch.
+PyObject* collect_launch(PyObject*, PyObject* args) {
+  PyObject *kinds, *given, *key, *buffers, *params;
+  if (!PyArg_ParseTuple(args, "O!O!O!O!O!", &PyBytes_Type, &kinds, &PyTuple_Type, &given, &PyList_Type, &key, &PyList_Type,
+                        &buffers, &PyList_Type, &params)) {
+    return nullptr;
+  }
+  const Py_ssize_t n = PyTuple_GET_SIZE(given);
+  const char* kind = PyBytes_AS_STRING(kinds);
+  if (PyBytes_GET_SIZE(kinds) != n) {
+    Py_RETURN_FALSE;
+  }
+  c10::SmallVector<std::pair<uint64_t, size_t>, 16> places; // address, bytes of the storage
+  for (Py_ssize_t i = 0; i < n; ++i) {
+    PyObject* a = PyTuple_GET_ITEM(given, i);
+    if (kind[i] == kUnsigned64 && !PyLong_CheckExact(a)) {
+      Py_RETURN_FALSE;
+    }
+    if (kind[i] != kPointer || a == Py_None) {
+      continue;
+    }
+    if (!THPVariable_Check(a)) {
+      Py_RETURN_FALSE;
+    }
+    const at::TensorImpl* t = THPVariable_Unpack(a).unsafeGetTensorImpl();
+    if (!is_plain(t)) {
+      Py_RETURN_FALSE;
+    }
+    const auto address = address_of(t);
+    const uint64_t device = (1ULL << kDeviceBits) - 1;
+    if (!(address >> kIdShift) || (!places.empty() && ((address ^ places[0].first) >> kIdShift & device) != 0)) {
+      Py_RETURN_FALSE;
+    }
+    places.emplace_back(address, t->unsafe_storage().nbytes());
+  }
+  try {
+    size_t at = 0;
+    for (Py_ssize_t i = 0; i < n; ++i) {
+      PyObject* a = PyTuple_GET_ITEM(given, i);
+      if (kind[i] == kOther) {
+        append(params, a);
+      } else if (kind[i] == kUnsigned64) {
+        const auto value = PyLong_AsUnsignedLongLong(a);
+        must(!PyErr_Occurred());
+        append(params, Ref(made(PyLong_FromLongLong(static_cast<long long>(value)))));
+      } else if (a == Py_None) {
+        append(key, a);
+      } else {
+        const auto [address, nbytes] = places[at++];
+        append(buffers, Ref(made(PyLong_FromUnsignedLongLong(address >> kIdShift))));
+        append(key, Ref(made(PyLong_FromUnsignedLongLong(address & kPlaceMask))));
+        append(key, Ref(made(PyLong_FromSize_t(nbytes))));
+      }
+    }
+  } catch (const PythonFailure&) {
+    return nullptr;
+  }
+  Py_RETURN_TRUE;
 }
 
 PyObject* forget_origins(PyObject*, PyObject*) {
@@ -678,7 +617,7 @@ PyObject* switch_to(PyObject*, PyObject* on) {
   Py_RETURN_NONE;
 }
 
-PyObject* counts(PyObject*, PyObject*) { return Py_BuildValue("KK", n_native.load(), n_python.load()); }
+PyObject* counts(PyObject*, PyObject*) { return Py_BuildValue("KK", n_native, n_python); }
 
 PyObject* disarm(PyObject*, PyObject*) {
   if (!pending.empty()) {
@@ -730,7 +669,7 @@ std::vector<int64_t> numbers_of(PyObject* tuple) {
 std::unique_ptr<Plan> plan_of(PyObject* program, PyObject* form, PyObject* outs, PyObject* written) {
   auto plan = std::make_unique<Plan>();
   plan->program = reinterpret_cast<ProgramFields*>(Py_NewRef(program)); // recorders live as long as the process
-  plan->form = Ref(Py_NewRef(form));
+  plan->form = Ref(form == Py_None ? nullptr : Py_NewRef(form));
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(outs); ++i) {
     PyObject* out = PyTuple_GET_ITEM(outs, i);
     if (out == Py_None) {
@@ -759,32 +698,52 @@ std::unique_ptr<Plan> plan_of(PyObject* program, PyObject* form, PyObject* outs,
   return plan;
 }
 
+// Whether Python may teach the call that it handles now, and this is a call of the operator `name`. It may teach it once.
+bool is_taught(const char* name) {
+  if (pending.empty() || !pending.back().armed || pending.back().facts->name != name) {
+    return false;
+  }
+  pending.back().armed = false;
+  if (n_plans >= kMaxPlans) {
+    ++epoch;
+    n_plans = 0;
+    return false;
+  }
+  return true;
+}
+
+PyObject* learn_fused(PyObject*, PyObject* name) {
+  const char* shown = PyUnicode_AsUTF8(name);
+  if (shown == nullptr) {
+    return nullptr;
+  }
+  if (is_taught(shown)) {
+    pending.back().known->add(*pending.back().signature);
+  }
+  Py_RETURN_NONE;
+}
+
 PyObject* learn(PyObject*, PyObject* args) {
   const char* name;
   PyObject *program, *form, *outs, *written, *buffers, *params;
-  if (!PyArg_ParseTuple(args, "sO!O!O!O!O!O!", &name, &ProgramType, &program, &PyLong_Type, &form, &PyTuple_Type, &outs,
-                        &PyTuple_Type, &written, &PyList_Type, &buffers, &PyList_Type, &params)) {
+  int copies = 0;
+  if (!PyArg_ParseTuple(args, "sO!OO!O!O!O!|p", &name, &ProgramType, &program, &form, &PyTuple_Type, &outs, &PyTuple_Type,
+                        &written, &PyList_Type, &buffers, &PyList_Type, &params, &copies)) {
     return nullptr;
   }
-  if (pending.empty() || !pending.back().armed || pending.back().facts->name != name) {
+  if (!is_taught(name)) {
     Py_RETURN_NONE;
   }
-  Pending& call = pending.back();
-  call.armed = false;
+  const Pending& call = pending.back();
   try {
-    if (n_plans >= kMaxPlans) {
-      ++epoch;
-      n_plans = 0;
-      Py_RETURN_NONE;
-    }
     const Signature& s = *call.signature;
-    Learned& learned = (*call.plans)[s.hash()];
-    learned.key.assign(s.key.begin(), s.key.end());
-    learned.plan = nullptr;
+    Learned& learned = call.known->add(s);
     if (same_buffers(s, buffers) && same_params(s, params)) {
       learned.plan = plan_of(program, form, outs, written);
     }
-    ++n_plans;
+    if (learned.plan != nullptr) {
+      learned.plan->copies = copies;
+    }
   } catch (const PythonFailure&) {
     return nullptr;
   }
@@ -795,8 +754,15 @@ PyMethodDef methods[] = {
     {"register_kernel", register_kernel, METH_VARARGS, "Put a native kernel before the kernel in Python of an operator."},
     {"register_view", register_view, METH_VARARGS, "Let an operator on metadata run its CPU kernel."},
     {"register_linear", register_linear, METH_NOARGS, "Put a native kernel before the kernel in Python of aten.linear."},
-    {"set_up", set_up, METH_VARARGS, "Set the heaps, and the function that says whether code belongs to a library."},
+    {"register_arange", register_arange, METH_NOARGS, "Put native kernels before those in Python of aten.arange."},
+    {"register_attention", register_attention, METH_NOARGS, "Put native kernels before those in Python of attention."},
+    {"set_up", set_up, METH_VARARGS, "Set the heaps."},
+    {"ask_for_libraries", ask_for_libraries, METH_O, "Set the function that says whether code belongs to a library."},
+    {"origin", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(origin)), METH_FASTCALL,
+     "The innermost Python line on the stack that is not in a library."},
+    {"collect_launch", collect_launch, METH_VARARGS, "Add the arguments of a launch to its key, buffers and params."},
     {"learn", learn, METH_VARARGS, "Teach the kernel that called Python the plan of its call."},
+    {"learn_fused", learn_fused, METH_O, "Teach the kernel of attention that its call has the library's fused kernel."},
     {"disarm", disarm, METH_NOARGS, "The call of the kernel that called Python must not be taught."},
     {"forget", forget, METH_NOARGS, "Forget all plans."},
     {"forget_origins", forget_origins, METH_NOARGS, "Forget which code belongs to a library."},

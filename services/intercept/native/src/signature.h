@@ -11,6 +11,8 @@
 #include <ATen/core/function_schema.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/core/stack.h>
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
 #include <c10/util/SmallVector.h>
 
 #include "fields.h"
@@ -48,6 +50,7 @@ struct Facts {
   std::vector<int64_t> returned; // per result, the argument that is returned; -1: a new tensor
   bool writes = false;          // whether the operator writes an argument
   bool list_return = false;     // whether the result is a list of tensors
+  bool factory = false;         // whether calls have no tensors
   size_t keyword_from = 0;      // position of the first keyword-only argument
 };
 
@@ -66,12 +69,17 @@ inline bool is_plain_host(const at::TensorImpl* t) {
   return rest == c10::DispatchKeySet(c10::DispatchKey::CPU) && t->has_storage() && t->dim() == 0;
 }
 
+// As `wooly.storage.address_of`. Without a buffer id, it is no storage of this device.
+inline uint64_t address_of(const at::TensorImpl* t) {
+  auto begin = reinterpret_cast<uint64_t>(t->unsafe_storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get());
+  return begin + static_cast<uint64_t>(t->storage_offset()) * t->dtype().itemsize();
+}
+
 inline bool add_device_tensor(const at::TensorImpl* t, Signature& s) {
-  auto address = reinterpret_cast<uint64_t>(t->unsafe_storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get());
+  const auto address = address_of(t);
   if (!(address >> kIdShift)) {
     return false; // not a storage of this device
   }
-  address += static_cast<uint64_t>(t->storage_offset()) * t->dtype().itemsize();
   auto sizes = t->sizes();
   auto strides = t->strides();
   s.key.push_back(kTensor | static_cast<int64_t>(t->dtype().toScalarType()) << 8 | static_cast<int64_t>(sizes.size()) << 16);
@@ -92,6 +100,12 @@ inline bool add_host_number(const at::TensorImpl* t, Signature& s) {
       break;
     case at::kFloat:
       p.kind = Param::kFloat, p.real = *static_cast<const float*>(at);
+      break;
+    case at::kBFloat16:
+      p.kind = Param::kFloat, p.real = static_cast<float>(*static_cast<const c10::BFloat16*>(at));
+      break;
+    case at::kHalf:
+      p.kind = Param::kFloat, p.real = static_cast<float>(*static_cast<const c10::Half*>(at));
       break;
     case at::kLong:
       p.kind = Param::kInt, p.integer = *static_cast<const int64_t*>(at);
@@ -203,6 +217,18 @@ inline bool add_argument(const c10::IValue& a, bool becomes_param, Signature& s)
     }
     return true;
   }
+  if (a.isOptionalTensorList()) {
+    auto list = a.toListRef();
+    s.key.push_back(kTensors | static_cast<int64_t>(list.size()) << 8);
+    for (const c10::IValue& x : list) {
+      if (x.isNone()) {
+        s.key.push_back(kNone);
+      } else if (!add_tensor(x.toTensor(), s)) {
+        return false;
+      }
+    }
+    return true;
+  }
   if (a.isString()) {
     add_text(a.toStringRef(), s);
     return true;
@@ -252,7 +278,7 @@ inline bool sign(const Facts& facts, const c10::FunctionSchema& schema, const to
       return false;
     }
   }
-  return !s.buffers.empty();
+  return facts.factory || !s.buffers.empty();
 }
 
 } // namespace wooly

@@ -42,11 +42,12 @@ from wooly.kernels.generic import Generic
 from wooly.kernels.launch import Launches
 from wooly.kernels.nested import dense_kernels, register_nested
 from wooly.kernels.quantised.registration import register_quantised
+from wooly.kernels.schema import OpFacts
 from wooly.kernels.sparse.calls import SparseCalls
 from wooly.kernels.sparse.registration import register_sparse
 from wooly.kernels.transfer import Transfer
 from wooly.kernels.whole import WHOLE, Whole
-from wooly.origins import is_library, set_library_roots
+from wooly.origins import set_library_roots
 from wooly.recorder import Recorder
 from wooly.rng import DeviceGenerator, Generator
 from wooly.room import make_room
@@ -75,6 +76,8 @@ _FACTORIES = (
     aten.kaiser_window.periodic,
     aten.kaiser_window.beta,
 )
+#: Operators of which calls can be native although their kernel in Python is not the generic one alone.
+_TEACHABLE = indexing.INDEXED | {"convolution", "native_batch_norm"}
 #: Operators on metadata. Their CPU kernels do not access the tensor's memory, so they work for device tensors, too.
 _METADATA = ("is_set_to", "_sparse_broadcast_to")
 
@@ -165,12 +168,16 @@ class RegisteredDevice:
 
     def _register_native(self, module: Any) -> None:
         """Put native kernels before the kernels in Python, which handle what the native ones do not know."""
-        module.set_up(storage.heaps, is_library)
-        for op in self._generic_ops:
-            facts = self.generic.facts[op]
+        module.set_up(storage.heaps)
+        factories = [(aten.empty.memory_format, key) for key in ("PrivateUse1", "CUDA")]
+        factories += [(aten.empty_strided.default, key) for key in ("PrivateUse1", "CUDA")]
+        generic = [(op, "PrivateUse1") for op in (*self._generic_ops, aten.copy_.default)]
+        for op, key in generic + factories:
+            facts = self.generic.facts.get(op) or OpFacts(op)
             module.register_kernel(
                 op.name().partition(".")[0],
                 op.name().partition(".")[2],
+                key,
                 facts.name,
                 facts.scalar,
                 facts.scalar_kw,
@@ -179,6 +186,8 @@ class RegisteredDevice:
                 facts.list_return,
             )
         module.register_linear()
+        module.register_attention()
+        module.register_arange()
         for op in self._view_ops:
             module.register_view(op.name().partition(".")[0], op.name().partition(".")[2])
 
@@ -254,7 +263,9 @@ class RegisteredDevice:
             kernel = indexing.with_host_target(kernel, op)
         if bare in indexing.INDEXED:
             kernel = indexing.with_host_indices(kernel, op)
-        if kernel is generic and name != "_convolution":  # `_register_whole` replaces its kernel
+        # What those kernels look at is part of a native signature, so Python teaches only calls that it records as they are.
+        teachable = kernel is generic or bare in _TEACHABLE or name in indexing.ON_EXPANDED or name in indexing.FILLING
+        if teachable and name != "_convolution":  # `_register_whole` replaces its kernel
             self._generic_ops.append(op)
         return kernel
 

@@ -26,8 +26,8 @@ _ERRORS: dict[str, type[RemoteOperationError]] = {
 _FAILURES_KEPT = 64
 #: Number of acknowledged runs whose origins are kept.
 RUNS_REMEMBERED = 1024
-#: Number of runs above `RUNS_REMEMBERED` after which acknowledgements must be read.
-_POLL_EVERY = 64
+#: Number of runs that are not answered from which acknowledgements must be read.
+RUNS_INFLIGHT = RUNS_REMEMBERED + 64
 
 
 class Failures:
@@ -49,11 +49,6 @@ class Failures:
     def sent(self, seq: int, words: list[int] | str, origins: list[Origin]) -> None:
         """A run was sent."""
         self.inflight.append((seq, words, origins))
-
-    @property
-    def many(self) -> bool:
-        """Whether so many runs are not answered that acknowledgements must be read."""
-        return len(self.inflight) > RUNS_REMEMBERED + _POLL_EVERY
 
     def prune(self, acked: int) -> None:
         """Forget the origins of old runs up to the frame `acked`."""

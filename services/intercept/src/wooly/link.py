@@ -38,7 +38,7 @@ from wooly_wis.frames import (
 from wooly.connection import Connection
 from wooly.continuation import Continuation
 from wooly.errors import ExecutorLostError, ForkedProcessError, WoolyError
-from wooly.failures import Failures
+from wooly.failures import RUNS_INFLIGHT, Failures
 from wooly.observers import FrameObserver, SessionLog
 from wooly.origins import Origin, origin
 from wooly.recovery import ERROR, KEPT, KeptFrame, Pending, Recovery, stateful_operator
@@ -101,6 +101,19 @@ class SharedStorage(NamedTuple):
     received: bool
 
 
+#: Number of forks that led from the first process to this one. A process asks its number at less cost than its id.
+_forks = 0
+
+
+def _count_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows, which cannot fork
+    os.register_at_fork(after_in_child=_count_fork)
+
+
 class Link:
     """The client end of a session's data channel.
 
@@ -144,7 +157,7 @@ class Link:
         """
         self.connection = Connection(channel, where)
         self._opened_here = opens is not None
-        self._pid = os.getpid()
+        self._pid, self._forks = os.getpid(), _forks
         self._mirrors: OrderedDict[int, dict[ViewKey, torch.Tensor]] = OrderedDict()
         self._mirror_bytes = 0
         self.lost: WoolyError | None = None
@@ -219,7 +232,7 @@ class Link:
         """
         if self.lost is not None:
             raise self.lost
-        if os.getpid() != self._pid:
+        if self._forks != _forks:
             raise ForkedProcessError
         for b in buffers:
             self.bytes_sent += len(b)
@@ -345,7 +358,8 @@ class Link:
                 self.observer.will_run()
             if self.recovery is not None:
                 self.continuation.cut_if_due(self.recovery)
-            self._prune()
+            if len(self._failures.inflight) > RUNS_INFLIGHT:
+                self._prune()
         except BaseException:
             self.interrupted = self.lost is None
             raise
@@ -363,11 +377,10 @@ class Link:
         return seq
 
     def _prune(self) -> None:
-        """Forget the origins of old runs, if there are too many."""
-        if self._failures.many:
-            # A program that never waits for an answer reads acknowledgements only here.
-            self.poll()
-            self._failures.prune(self.connection.acked)
+        """Forget the origins of old runs, of which there are too many."""
+        # A program that never waits for an answer reads acknowledgements only here.
+        self.poll()
+        self._failures.prune(self.connection.acked)
 
     def collective(self, payload: bytes, name: str, where: Origin, *, once: bool = False) -> None:
         """Send this rank's part in a collective.
@@ -385,7 +398,8 @@ class Link:
             raise WoolyError("`wooly record` cannot record the collectives of torch.distributed")
         if self.recovery is not None:
             self.continuation.cut_if_due(self.recovery)
-        self._prune()
+        if len(self._failures.inflight) > RUNS_INFLIGHT:
+            self._prune()
         seq = self.send(Kind.COLLECTIVE, payload, once=once)
         self._failures.sent(seq, name, [where])
         self._last_collective = seq

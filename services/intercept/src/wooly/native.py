@@ -55,7 +55,7 @@ class HeapFields:
     """Fields of `storage.Heap`."""
 
     __slots__ = (
-        *("_reusable", "dead", "granted", "held_bytes", "index", "kept", "live", "live_bytes"),
+        *("_next", "_reusable", "dead", "granted", "held_bytes", "index", "kept", "live", "live_bytes"),
         *("observed", "peak_bytes", "peak_live", "tell_free"),
     )
     index: int
@@ -69,6 +69,7 @@ class HeapFields:
     dead: list[int]
     kept: dict[int, int]
     tell_free: Callable[[Any], None]
+    _next: int
     _reusable: list[int]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import CodeType, FrameType
 
 from wooly import native
@@ -41,8 +42,12 @@ def is_library(code: CodeType) -> bool:
     return known
 
 
-def origin(depth: int = 2) -> Origin:
-    """The innermost Python line on the stack that is not in a library."""
+def find_origin(depth: int = 2) -> Origin:
+    """The innermost Python line on the stack that is not in a library.
+
+    Args:
+        depth: number of innermost frames, this function's included, that are not asked.
+    """
     try:
         frame: FrameType | None = frame_at(depth)
     except ValueError:  # the caller was called by a thread of PyTorch that runs no other Python
@@ -59,6 +64,13 @@ def origin(depth: int = 2) -> Origin:
         frame = frame.f_back
     assert first is not None
     return first.f_code, first.f_lasti
+
+
+#: `find_origin`, in C++ if it can be.
+origin: Callable[..., Origin] = find_origin
+if native.module is not None:
+    native.module.ask_for_libraries(is_library)
+    origin = native.module.origin
 
 
 def line_of(where: Origin) -> int:

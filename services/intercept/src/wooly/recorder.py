@@ -309,7 +309,7 @@ class Recorder(ProgramFields):
         - A program that has more than half of `limit` instructions is closed after the next instruction whose form is an end
           form.
         - A program that reaches `limit` without an end form is closed there. The rarest form in its second half becomes an end
-          form.
+          form, unless the program was sent before.
         - After the timer has cut a program, the next `PROGRAMS_WITHOUT_END_FORM` programs add no end forms. The position of a
           timer cut depends on the speed of the machine, so these programs do not repeat, and end forms for them would make the
           programs of the loop shorter.
@@ -327,7 +327,7 @@ class Recorder(ProgramFields):
             if self._open_limit == self.limit and form not in self._end_forms:
                 if self._without_end_form:
                     self._without_end_form -= 1
-                else:
+                elif array("I", self.words).tobytes() not in self._sent:  # equal programs need no end form
                     self._add_end_form()
             self.flush()
         elif form in self._end_forms:
@@ -398,11 +398,12 @@ class Recorder(ProgramFields):
 
     def _set_open_limit(self, most: int) -> None:
         """Set the maximum number of instructions of the open program. A prediction (`_close_early`) may make it shorter."""
-        self._limit_without_early = most
-        room = most if most < self.limit else max(most // 2, 1)
+        self._limit_without_early = self._open_limit = most
+        self.room = most if most < self.limit else most // 2 or 1
         early = self._early
-        self._open_limit = most if early is None else min(most, early.count)
-        self.room = min(room, self._open_limit)
+        if early is not None:
+            self._open_limit = min(most, early.count)
+            self.room = min(self.room, self._open_limit)
 
     def release_dead(self) -> None:
         """Record frees for the storages that the heap lists as freed.
@@ -474,11 +475,13 @@ class Recorder(ProgramFields):
             if self._deferred:
                 self._send_deferred(self.require_link())
             return 0
-        try:
-            link = self.require_link()
-        except NotConnectedError:
-            self._reset_program()
-            raise
+        link = self.link
+        if link is None:
+            try:
+                link = self.require_link()
+            except NotConnectedError:
+                self._reset_program()
+                raise
         mark, send_later = self._mark, self._deferred
         cut, self._closed_at_end_form = self._closed_at_end_form, None
         if cut is not None and cut[1] + len(self.origins) <= self.limit:
@@ -486,8 +489,10 @@ class Recorder(ProgramFields):
                 self._kept_whole.clear()
             self._kept_whole.add(cut[0])
         assert not (reply and send_later), "the deferred frames would be answered before the run"
-        rest = self._frees[MAX_FREES:]  # sent with the next program
-        del self._frees[MAX_FREES:]
+        rest: list[int] = []
+        if len(self._frees) > MAX_FREES:
+            rest = self._frees[MAX_FREES:]  # sent with the next program
+            del self._frees[MAX_FREES:]
         link.interrupted = False
         key, bind = array("I", self.words).tobytes(), self.bind
         try:
@@ -506,11 +511,13 @@ class Recorder(ProgramFields):
             raise
         self._early = self.early_reads.sent(key, bind)
         self._reset_program()
-        self._frees = rest
-        if not rest:
+        if rest:
+            self._frees = rest
+        else:
             self.heap.settle()
-        self._deferred = send_later
-        self._send_deferred(link)
+        if send_later:
+            self._deferred = send_later
+            self._send_deferred(link)
         if mark is not None:
             mark.link, mark.position = link, link.position
         return seq
@@ -709,9 +716,9 @@ class Recorder(ProgramFields):
             self.flush()
 
     def _reset_program(self) -> None:
-        if self._frees or self._freed:
-            self.heap.recycle(self._frees)
-            self.heap.recycle(self._freed)
+        freed = self._frees + self._freed
+        if freed:
+            self.heap.recycle(freed)
         self.words = []
         self.bind = []
         self.slot_of = {}

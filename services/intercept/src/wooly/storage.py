@@ -124,7 +124,6 @@ class Heap(HeapFields):
     """
 
     __slots__ = (
-        "_next",
         "_owners",
         "fraction",
         "freed",

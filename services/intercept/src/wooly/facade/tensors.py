@@ -276,10 +276,12 @@ def _tensor_patches() -> Iterator[Patch]:
     yield (tensor, "grad", grad)
     # A subclass that wraps a device tensor passes the tensor's device. A wrapper on CUDA itself would abort in autograd.
     yield (tensor, "_make_wrapper_subclass", staticmethod(_wrapper_subclass))
-    real_to, real_type = tensor.to, tensor.type
+    real_to, real_type, dtype = tensor.to, tensor.type, torch.dtype
 
     @functools.wraps(real_to)
     def to(t: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if len(args) == 1 and args[0].__class__ is dtype and not kwargs:  # the usual call in a model
+            return real_to(t, args[0])
         if args and isinstance(args[0], (str, torch.device, int)):
             args = (to_wooly(args[0]), *args[1:])
         elif "device" in kwargs:

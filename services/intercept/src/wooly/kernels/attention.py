@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from wooly import native
 from wooly.kernels.whole import is_traced
 from wooly.torch_private import (
     SDPBackend,
@@ -38,6 +39,8 @@ _BACKENDS: Any = SDPBackend
 _ERROR, _MATH, _FLASH = int(_BACKENDS.ERROR), int(_BACKENDS.MATH), int(_BACKENDS.FLASH_ATTENTION)
 _EFFICIENT, _CUDNN = int(_BACKENDS.EFFICIENT_ATTENTION), int(_BACKENDS.CUDNN_ATTENTION)
 
+_ATTENTION = "aten.scaled_dot_product_attention.default"
+_learn_fused = None if native.module is None else native.module.learn_fused
 #: Largest head of flash attention and of cuDNN's attention, in elements.
 _FLASH_WIDTH, _CUDNN_WIDTH = 256, 128
 _HALVES = (torch.float16, torch.bfloat16)
@@ -317,6 +320,8 @@ def attention(
             "No viable backend for scaled_dot_product_attention was found. This is likely due to turning off both the math "
             "kernel and the fused kernels."
         )
+    if _learn_fused is not None and choice == _FLASH and as_library and not traced:
+        _learn_fused(_ATTENTION)
     if attn_mask is not None and attn_mask.dtype is torch.bool:
         attn_mask = torch.where(attn_mask, torch.zeros((), dtype=query.dtype), -torch.inf)
     if choice == _MATH:

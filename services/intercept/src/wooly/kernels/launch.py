@@ -16,6 +16,7 @@ from wooly_wis.dtypes import DType
 from wooly_wis.foreign import Argument, Launch, Source, encode_source
 from wooly_wis.program import Form, Operand, ParamKind, ParamRef, Role, View
 
+from wooly import native
 from wooly.devices import NAME, Devices
 from wooly.interned_forms import Forms
 from wooly.origins import origin
@@ -23,6 +24,7 @@ from wooly.recorder import Recorder
 from wooly.storage import DEVICE_MASK, ID_SHIFT, OFFSET_MASK, PLACE_MASK, address_of
 from wooly.torch_private import raw_device
 
+_collect = None if native.module is None else native.module.collect_launch
 #: Maximum number of cached forms; a full cache is cleared.
 _MAX_FORMS = 65536
 
@@ -47,6 +49,7 @@ class ForeignKernel:
         options: compile options, sorted by name.
         raw: the encoded source.
         name: digest of the encoded source.
+        kinds: per parameter, 0 for a pointer, 1 for an unsigned number of 64 bits, 2 for another scalar.
     """
 
     source: Source
@@ -56,10 +59,12 @@ class ForeignKernel:
     options: tuple[tuple[str, int | bool | str], ...] = ()
     raw: bytes = field(init=False)
     name: bytes = field(init=False)
+    kinds: bytes = field(init=False)
 
     def __post_init__(self) -> None:
         self.raw = encode_source(self.source)
         self.name = digest(self.raw)
+        self.kinds = bytes([0 if isinstance(p, Pointer) else 1 if p is DType.U64 else 2 for p in self.parameters])
 
 
 class Launches:
@@ -88,6 +93,30 @@ class Launches:
         key: list[Any] = [kernel]
         buffers: list[int] = []
         params: list[Any] = list(grid)
+        if _collect is None or not _collect(kernel.kinds, tuple(args), key, buffers, params):
+            self._collect(kernel, args, key, buffers, params)
+        recorder = self._devices.recorders[buffers[0] & DEVICE_MASK if buffers else self._devices.current]
+        with recorder.lock:
+            try:
+                if recorder.heap.dead:
+                    recorder.release_dead()
+                known = self._known.get(tuple(key))
+                if known is None:
+                    known = self._form(kernel, tuple(key), args)
+                self._record(recorder, kernel, known, buffers, params)
+            except BaseException:
+                recorder.drop_incomplete()
+                raise
+
+    @staticmethod
+    def _collect(
+        kernel: ForeignKernel, args: Sequence[Any], key: list[Any], buffers: list[int], params: list[Any]
+    ) -> None:
+        """Add the arguments of a launch to its key, its buffers and its params.
+
+        Raises:
+            ValueError: see `launch`.
+        """
         for parameter, a in zip(kernel.parameters, args, strict=True):
             if parameter.__class__ is Pointer:
                 if a is None:
@@ -102,21 +131,8 @@ class Launches:
                 params.append(a - (1 << 64) if a >> 63 else a)
             else:
                 params.append(a)
-        index = buffers[0] & DEVICE_MASK if buffers else self._devices.current
-        if any(b & DEVICE_MASK != index for b in buffers):
+        if any(b & DEVICE_MASK != buffers[0] & DEVICE_MASK for b in buffers):
             raise ValueError(f"kernel {kernel.entry}: its tensors are on different devices; move them to one device")
-        recorder = self._devices.recorders[index]
-        with recorder.lock:
-            try:
-                if recorder.heap.dead:
-                    recorder.release_dead()
-                known = self._known.get(tuple(key))
-                if known is None:
-                    known = self._form(kernel, tuple(key), args)
-                self._record(recorder, kernel, known, buffers, params)
-            except BaseException:
-                recorder.drop_incomplete()
-                raise
 
     def _record(
         self, recorder: Recorder, kernel: ForeignKernel, form: int, buffers: list[int], params: list[Any]

@@ -15,6 +15,7 @@ from wooly_wis.codec import MAX_DIMS
 from wooly_wis.frames import ANSWER_COPIED
 from wooly_wis.program import Form, Operand, ParamKind, ParamRef, Role
 
+from wooly import native
 from wooly.contents import upload
 from wooly.determinism import Determinism, Mode
 from wooly.devices import NAME, Devices
@@ -111,10 +112,19 @@ _FILLS = (
 _Memory = tuple[Tensor, memoryview]
 #: Cached data to make a tensor: layout, form of the alloc, recorder of the device.
 _New = tuple[Layout, int, Recorder]
+#: Names of operators with native kernels.
+_EMPTY, _EMPTY_STRIDED, _COPY = "aten.empty.memory_format", "aten.empty_strided.default", "aten.copy_.default"
+_learn = None if native.module is None else native.module.learn
 #: Maximum number of bytes that a copy between devices keeps in the client's memory.
 _HOP = 16 << 20
 #: Largest storage of PyTorch, in bytes.
 _MAX_BYTES = (1 << 63) - 1
+
+
+def _teach_new(name: str, new: _New) -> None:
+    """Teach the native kernel of a factory the plan of the call that runs now."""
+    layout, alloc, recorder = new
+    native.module.learn(name, recorder, None, ((layout, alloc),), (), [], [])
 
 
 def _fetch_kept(kept: Tensor, buffer: int, into: memoryview, dst: Tensor, link: Link) -> None:
@@ -146,6 +156,7 @@ class Transfer:
         self.reads = 0
         self._new: Callable[[_New], Tensor] = self._new_zeroed
         self._fills_memory = False
+        self._teach = None if native.module is None else _teach_new
         determinism.watch(self._switch)
         for recorder in devices.recorders:
             recorder.read_early = self.read_early
@@ -153,6 +164,7 @@ class Transfer:
     def forget_devices(self) -> None:
         """Clear the cache at the start of a session, because a device argument may mean another device than before."""
         self._layouts.clear()
+        native.forget()
 
     def _recorder_at(self, address: int) -> Recorder:
         return self._devices.recorders[address >> ID_SHIFT & DEVICE_MASK]
@@ -183,6 +195,8 @@ class Transfer:
             if memory_format not in (None, torch.contiguous_format, torch.preserve_format):
                 strides = torch.empty(sizes, dtype=dtype, device="meta", memory_format=memory_format).stride()
             known = self._remember(key, device, Layout(dtype, sizes, strides))
+        elif self._teach is not None:
+            self._teach(_EMPTY, known)
         return self._new(known)
 
     def zeros(self, size: list[int], **options: Any) -> Tensor:
@@ -207,6 +221,8 @@ class Transfer:
         if known is None:
             self._check(layout, pin_memory)
             known = self._remember(key, device, Layout(dtype, tuple(size), tuple(stride)))
+        elif self._teach is not None:
+            self._teach(_EMPTY_STRIDED, known)
         return self._new(known)
 
     def arange(
@@ -241,7 +257,8 @@ class Transfer:
             if len(self._aranges) > 65536:
                 self._aranges.clear()
             self._aranges[key] = like
-        return record(start, end, step, out=self.empty(list(like.shape), dtype=like.dtype, device=device))  # type: ignore[no-any-return]
+        steps = () if step.__class__ is int and step == 1 else (step,)  # PyTorch passes no default to a kernel
+        return record(start, end, *steps, out=self.empty(list(like.shape), dtype=like.dtype, device=device))  # type: ignore[no-any-return]
 
     def _check(self, layout: torch.layout | None, pin_memory: bool | None) -> None:
         if layout not in (None, torch.strided):
@@ -266,6 +283,8 @@ class Transfer:
     def _switch(self, mode: Mode) -> None:
         self._fills_memory = mode.fills
         self._new = self._new_filled if mode.fills else self._new_zeroed
+        self._teach = None if native.module is None or mode.fills else _teach_new
+        native.forget()
 
     def _new_filled(self, entry: _New) -> Tensor:
         """A new tensor in which undefined memory is visible, as `torch.utils.deterministic` asks."""
@@ -277,17 +296,14 @@ class Transfer:
     def _new_zeroed(self, entry: _New) -> Tensor:
         layout, alloc, recorder = entry
         with recorder.lock:
-            t, buffer = layout.new(recorder.heap)
-            recorder.emit(alloc, [buffer], origin())
-            self._limit(recorder, alloc)
+            heap = recorder.heap
+            if heap.dead:
+                recorder.release_dead()
+            t, buffer = layout.new(heap)
+            recorder.emit_new(alloc, buffer, origin())
+            if len(recorder.origins) >= recorder.room:
+                recorder.close_if_due(alloc)
         return t
-
-    @staticmethod
-    def _limit(recorder: Recorder, form: int) -> None:
-        if recorder.heap.dead:
-            recorder.release_dead()
-        if len(recorder.origins) >= recorder.room:
-            recorder.close_if_due(form)
 
     # -- copies ------------------------------------------------------------------------------------------------------
 
@@ -307,7 +323,10 @@ class Transfer:
         ours, theirs = to.type == NAME, at.type == NAME
         if ours and theirs:
             if to == at:
-                self._copy(dst, plain(src))
+                form = self._copy(dst, plain(src))
+                if _learn is not None:
+                    buffers = [address_of(dst) >> ID_SHIFT, address_of(src) >> ID_SHIFT]
+                    _learn(_COPY, self._devices.recorders[to.index], form, (), (0,), buffers, [], True)
             else:
                 self._hop(dst, plain(src))
         elif ours:
@@ -328,7 +347,8 @@ class Transfer:
             dst.resize_(src.shape)
         return self.copy_(dst, src)
 
-    def _copy(self, dst: Tensor, src: Tensor) -> None:
+    def _copy(self, dst: Tensor, src: Tensor) -> int:
+        """Record the copy of a tensor of the same device. Returns the number of its form."""
         if src.shape != dst.shape:
             src = src.expand(dst.shape)
         at, to = address_of(src), address_of(dst)
@@ -350,6 +370,8 @@ class Transfer:
                     self._copies.clear()
                 operands = (Operand(Role.IN, view_of(src)), Operand(Role.OUT, view_of(dst)))
                 form = self._copies[key] = self._forms.intern(Form("copy", operands))
+            if recorder.heap.dead:
+                recorder.release_dead()
             recorder.operations += 1
             source, buffer = at >> ID_SHIFT, to >> ID_SHIFT
             if source == buffer:
@@ -358,7 +380,9 @@ class Transfer:
             if link is not None and link.mirroring:
                 link.forget(buffer)
             recorder.emit(form, [source, buffer], origin())
-            self._limit(recorder, form)
+            if len(recorder.origins) >= recorder.room:
+                recorder.close_if_due(form)
+        return form
 
     def lazy_clone(self, src: Tensor) -> Tensor:
         """`aten._lazy_clone`: a tensor with a storage of its own, which reads the memory of `src` until one of both is written.
@@ -498,9 +522,12 @@ class Transfer:
             form = self._fills[key] = self._forms.intern(
                 Form("fill", (Operand(Role.OUT, view_of(dst)),), (kind,), (("value", ParamRef(0)),))
             )
+        if recorder.heap.dead:
+            recorder.release_dead()
         recorder.params.append(value)
         recorder.emit(form, [at >> ID_SHIFT], origin())
-        self._limit(recorder, form)
+        if len(recorder.origins) >= recorder.room:
+            recorder.close_if_due(form)
         return True
 
     def _fetch(self, dst: Tensor, src: Tensor) -> bool:

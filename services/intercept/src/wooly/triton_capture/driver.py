@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,7 +50,7 @@ class Launcher:
         self._types = list(source.signature.items())
         self._metadata = metadata
         self._kernel: ForeignKernel | None = None
-        self._given: tuple[int, ...] = ()
+        self._pick: Callable[[tuple[Any, ...]], tuple[Any, ...]]
 
     def __call__(
         self,
@@ -69,13 +70,14 @@ class Launcher:
         kernel = self._kernel
         if kernel is None:
             kernel = self._prepare(function)
-        self._launches.launch(kernel, (x, y, z), [args[k] for k in self._given])
+        self._launches.launch(kernel, (x, y, z), self._pick(args))
         if leave is not None:
             leave(launch_metadata)
 
     def _prepare(self, text: str) -> ForeignKernel:
         given = [(k, name, t) for k, (name, t) in enumerate(self._types) if t != "constexpr"]
-        self._given = tuple([k for k, _, _ in given])
+        at = [k for k, _, _ in given]
+        self._pick = itemgetter(*at) if len(at) > 1 else lambda args: tuple([args[k] for k in at])
         name = self._metadata.name
         writes = written(text, name)
         parameters = tuple([_parameter(name, argument, t, k in writes) for k, (_, argument, t) in enumerate(given)])
