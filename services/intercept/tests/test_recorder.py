@@ -7,7 +7,9 @@ import torch
 from wooly import device
 from wooly import recorder as recorder_module
 from wooly.origins import origin
-from wooly.recorder import FIRST_PROGRAM_LIMIT
+from wooly.recorder import ATTENTION, FIRST_PROGRAM_LIMIT
+from wooly_wis.codec import decode_program
+from wooly_wis.program import Role
 
 
 @pytest.fixture
@@ -135,3 +137,35 @@ def test_integer_that_is_no_param_is_refused_at_the_call(cuda):
 def test_origin_of_an_operation_of_a_thread_that_runs_no_other_python():
     """Such as a thread of torch.distributed.rpc. The stack is not as deep as the kernel expects."""
     assert origin(10_000)[0].co_name.startswith("test_origin_of_an_operation")
+
+
+@pytest.mark.parametrize("more", [0, 1, 5, 23])
+def test_flush_without_gradients_program_with_attention_frees_its_logarithms(cuda, sent, tmp_path, more):
+    recorder = device.current().devices.recorders[0]
+    x = torch.randn(1, 2, 4, 8).to(cuda)
+    mask = torch.ones(4, 4, dtype=torch.bool, device=cuda)
+    with torch.no_grad():
+        torch.nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+    recorder.flush()
+    recorder._end_forms.update(f for f, known in enumerate(recorder.forms.known) if known.name == ATTENTION)
+    recorder.programs_dir = tmp_path
+    try:
+        with torch.no_grad():
+            for _ in range(60):
+                x = torch.nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+                for _ in range(more):
+                    x = x * 0.5
+        recorder.sync()
+    finally:
+        recorder.programs_dir = None
+    found = 0
+    for path in tmp_path.iterdir():
+        program = decode_program(path.read_bytes())
+        freed = {i.slots[0] for i in program.body if program.forms[i.form].opcode == "free"}
+        for instruction in program.body:
+            form = program.forms[instruction.form]
+            if form.attr("name") == ATTENTION:
+                results = [s for s, o in zip(instruction.slots, form.operands, strict=True) if o.role is Role.OUT]
+                assert len(results) == 2 and results[1] in freed
+                found += 1
+    assert found

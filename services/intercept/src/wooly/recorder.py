@@ -39,6 +39,8 @@ FIRST_PROGRAM_LIMIT = 12
 
 #: Maximum number of end forms (`Recorder.close_if_due`), and of programs that an end form does not close. A full set is cleared.
 MAX_END_FORMS = 1024
+#: The operator whose results are more than what its caller gets.
+ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu.default"
 #: Number of programs after a timer cut for which `Recorder.close_if_due` adds no end form.
 PROGRAMS_WITHOUT_END_FORM = 8
 #: Maximum number of frames that wait until the open program is sent. At this number the program is closed.
@@ -315,6 +317,8 @@ class Recorder(ProgramFields):
           programs of the loop shorter.
         - If a sync soon follows a close at an end form, and both parts would have fitted into one program, the recorder does not
           close that program at an end form the next time.
+        - No program is closed right after attention, but after the next instruction. Without gradients, its logarithms die when
+          the call returns. A GPU uses another kernel, with other bits, if the program does not free them unread.
 
         Args:
             form: form of the last instruction.
@@ -322,6 +326,9 @@ class Recorder(ProgramFields):
         count, self._closed_at_end_form = len(self.origins), None
         early = self._early
         if early is not None and self._close_early(early, count):
+            return
+        if self._forms[form].name == ATTENTION:
+            self.room = count + 1
             return
         if count >= self._open_limit:
             if self._open_limit == self.limit and form not in self._end_forms:
@@ -390,7 +397,7 @@ class Recorder(ProgramFields):
             forms.append(words[at])
             at += 1 + known[words[at]].arity
         times = Counter(forms)
-        late = [form for form in forms[len(forms) // 2 :] if known[form].name not in ("alloc", "free")]
+        late = [form for form in forms[len(forms) // 2 :] if known[form].name not in ("alloc", "free", ATTENTION)]
         if late:
             if len(self._end_forms) >= MAX_END_FORMS:
                 self._end_forms.clear()
