@@ -560,7 +560,7 @@ def main():
     parser.add_argument("--size", choices=SIZES, default=None, help="shape of the model (1b)")
     parser.add_argument("--only", default="", help=f"comma-separated: {', '.join(SECTIONS)}")
     parser.add_argument("--sides", default="native,ours")
-    parser.add_argument("--graphs", type=int, choices=(0, 1), default=0, help="1: the executor replays graphs")
+    parser.add_argument("--graphs", type=int, choices=(0, 1), default=1, help="0: the executor replays no graphs")
     parser.add_argument("--log", type=Path, help="keep the executor's log in this file")
     parser.add_argument(
         "--profiles", type=Path, help="record the executor's Python stacks in this folder (needs py-spy)"
