@@ -401,18 +401,23 @@ class _Unit:
         """Return a function that sets argument `at` of a kernel to a buffer, given as (address, bytes), and the next one to its
         size.
         """
-        address, size = ctypes.c_void_p(), ctypes.c_uint64()
-        set_handle, set_size = self._argument(entry, at, address), self._argument(entry, at + 1, size)
-        status = self._status()[0]
+        handle, size = ctypes.c_void_p(), ctypes.c_uint64()
+        set_handle, set_size = self._argument(entry, at, handle), self._argument(entry, at + 1, size)
+        status, window = self._status()[0], self._window
         held: Any = None  # the kernel does not keep the buffer
+        last = -1
 
         def put(value: tuple[int, int]) -> None:
-            nonlocal held
-            buffer = self._window(*value) if value[1] else status
-            address.value, size.value = buffer.int_ptr, value[1]
+            nonlocal held, last
+            address, nbytes = value
+            buffer = window(address, nbytes) if nbytes else status
+            handle.value = buffer.int_ptr
             set_handle()
-            set_size()
             held = buffer
+            if nbytes != last:
+                last, size.value = -1, nbytes
+                set_size()
+                last = nbytes
 
         return put
 
