@@ -479,10 +479,17 @@ class _ByWork:
         on_all: launches on all cores.
         here: launches in the device thread.
         spread: called with the core time of a launch, in ns, beyond its device time.
+        clock: returns monotonic ns.
     """
 
-    def __init__(self, on_all: Launch, here: Launch, spread: Callable[[int], None]) -> None:
-        self._on_all, self._here, self._spread = on_all, here, spread
+    def __init__(
+        self,
+        on_all: Launch,
+        here: Launch,
+        spread: Callable[[int], None],
+        clock: Callable[[], int] = time.perf_counter_ns,
+    ) -> None:
+        self._on_all, self._here, self._spread, self._clock = on_all, here, spread, clock
         self._ns_per_block = math.inf
         self._until_trial = 0
         #: Times of launches on all cores, in ns, by the number of binary digits of their number of blocks.
@@ -507,9 +514,9 @@ class _ByWork:
         if here:
             taken, core_ns = self._here(values, grid)
         else:
-            begun = time.perf_counter_ns()
+            begun = self._clock()
             taken, core_ns = self._on_all(values, grid)
-            waited = time.perf_counter_ns() - begun
+            waited = self._clock() - begun
             self._waited[size] = self._waited.get(size, waited) * 0.75 + waited * 0.25
         self._spread(core_ns - taken if taken else 0)
         if not core_ns:  # not measured
