@@ -3,14 +3,17 @@
 `engine`: tokens per second of vLLM's engine in one process, against Transformers' `generate` on this machine's CPU (vLLM's wheel
 has no CPU platform). `one`: the same of a server, against `transformers serve` on this machine's CPU, with equal requests by HTTP
 (it answers one request after the other: its continuous batching gives no answer on a CPU); and the time of a request for one
-token. `two`: two equal servers against one. `weights`: memory of the weights of several servers, against one. `wake`: the first
-token after hibernation. `beside_server` and `beside_training`: the time per token of a P0 server beside P4 work, against alone.
+token. `two`: two equal servers against one, and against two that have an executor each: the second row is what sharing a device
+costs, the first row also contains what this machine's cores cost. `weights`: memory of the weights of several servers, against
+one. `wake`: the first token after hibernation. `beside_server` and `beside_training`: the time per token of a P0 server beside P4
+work, against alone, and against a P0 server beside the same load that does not use its executor.
 
 Run: make bench-serving BENCH_SERVING="--only one --json" (--help lists the options)
 """
 
 import argparse
 import contextlib
+import functools
 import itertools
 import json
 import signal
@@ -55,11 +58,13 @@ for _ in range(40):
 print(statistics.median(found[20:]))
 """
 TRAINING = """
+import sys
 import torch
 from torch import nn
-model = nn.Sequential(nn.Linear(1024, 1024), nn.GELU(), nn.Linear(1024, 1024)).to("cuda")
+device = sys.argv[1]
+model = nn.Sequential(nn.Linear(1024, 1024), nn.GELU(), nn.Linear(1024, 1024)).to(device)
 optimizer = torch.optim.Adam(model.parameters())
-x = torch.randn(64, 1024, device="cuda")
+x = torch.randn(64, 1024, device=device)
 print("training", flush=True)
 while True:
     optimizer.zero_grad()
@@ -167,11 +172,12 @@ def percentile(values, part):
     return sorted(values)[min(len(values) - 1, int(part * len(values)))]
 
 
-def gaps_of(name, beside, alone):
-    """Rows of the times per token beside other work, against alone."""
+def gaps_of(name, beside, alone, elsewhere):
+    """Rows of the times per token beside other work, against alone, and against other work that is not on the device."""
     for part, goal in ((0.5, None), (0.99, 1.10)):
-        ours, base = (1e3 * percentile(x, part) for x in (beside, alone))
+        ours, base, machine = (1e3 * percentile(x, part) for x in (beside, alone, elsewhere))
         yield row(f"{name}, time per token, p{100 * part:.0f}", "ms", ours, base, goal)
+        yield row(f"{name}, against the same load elsewhere, p{100 * part:.0f}", "ms", ours, machine, goal)
 
 
 class Bench:
@@ -181,19 +187,32 @@ class Bench:
         self.model, self._folder, self._cleanup = folder / "model", folder, cleanup
         self.seconds, self.count = chosen.seconds, chosen.servers
         random_llama.save(self.model, chosen.size)
-        self.stack = Stack(chosen.state or folder / "stack")
-        self.stack.env["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # starts sooner
-        cleanup.callback(self.stack.wooly, "down")
-        self.stack.wooly("up")
+        state = chosen.state or folder / "stack"
+        self.stack = self._started(Stack(state))
+        self._apart_state = state.with_name(f"{state.name}-apart")
         self._earlier = {t["task_id"] for t in self.stack.sessions()}  # of a run that was killed
         self._servers = {}
 
+    def _started(self, stack):
+        stack.env["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # starts sooner
+        self._cleanup.callback(stack.wooly, "down")
+        stack.wooly("up")
+        return stack
+
+    @functools.cached_property
+    def apart(self):
+        """A second stack, whose executor is another process."""
+        return self._started(Stack(self._apart_state))
+
     def servers(self, *names):
-        """The servers of these names, warm. Those that do not run are started together. The names p0 and p4 are classes."""
+        """The servers of these names, warm. Those that do not run are started together. The names p0 and p4 are classes; the names
+        apart and p4 apart have another executor.
+        """
         new = [name for name in names if name not in self._servers]
         for name in new:
-            env = {"WOOLYAI_PRIORITY": name[1]} if name in ("p0", "p4") else {}
-            self._servers[name] = Server(self.stack, self.model, self._folder, **env)
+            env = {"WOOLYAI_PRIORITY": name[1]} if name.startswith("p") else {}
+            stack = self.apart if name.endswith("apart") else self.stack
+            self._servers[name] = Server(stack, self.model, self._folder, **env)
             self._cleanup.callback(self._servers[name].close)
         for name in new:
             self._servers[name].wait()
@@ -205,7 +224,8 @@ class Bench:
         """Stop the other servers, and wait for the end of their sessions."""
         for name in [name for name in self._servers if name not in kept]:
             self._servers.pop(name).close()
-        while len(self.sessions()) > len(self._servers):
+        here = [name for name in self._servers if not name.endswith("apart")]
+        while len(self.sessions()) > len(here):
             time.sleep(0.2)
 
     def sessions(self):
@@ -233,8 +253,11 @@ class Bench:
         yield row("one server, a request for one token (median)", "ms", asked, local_asked, None)
 
     def two(self):
-        servers = self.servers("first", "second")
-        both, _, _ = load(servers, self.seconds)
+        servers = self.servers("first", "second", "apart")
+        both, _, _ = load(servers[:2], self.seconds)
+        apart, _, _ = load([servers[0], servers[2]], self.seconds)
+        name = f"two servers on one executor, {CLIENTS} clients each, against two executors"
+        yield row(name, "tokens/s", both, apart, 0.95, higher_is_better=True)
         for clients, goal in ((CLIENTS, 0.95), (2 * CLIENTS, None)):
             alone, _, _ = load(servers[:1], self.seconds, clients)
             name = f"two servers, {CLIENTS} clients each, against one with {clients}"
@@ -253,38 +276,49 @@ class Bench:
 
     def beside_server(self):
         self.drop_all_but()
-        first, other = self.servers("p0", "p4")
-        other.yield_cores()
+        first, other, apart = self.servers("p0", "p4", "p4 apart")
         _, _, alone = load([first], self.seconds, 1)
-        over = threading.Event()
 
-        def keep_busy():
-            while not over.is_set():
-                token_times(other, 1)
+        def beside(busy_one):
+            """The gaps of the P0 server while another server has requests."""
+            busy_one.yield_cores()
+            over = threading.Event()
 
-        busy = [threading.Thread(target=keep_busy) for _ in range(CLIENTS)]
-        for thread in busy:
-            thread.start()
-        _, _, beside = load([first], self.seconds, 1)
-        over.set()
-        for thread in busy:
-            thread.join()
-        yield from gaps_of("P0 beside a P4 server", beside, alone)
+            def keep_busy():
+                while not over.is_set():
+                    token_times(busy_one, 1)
+
+            busy = [threading.Thread(target=keep_busy) for _ in range(CLIENTS)]
+            for thread in busy:
+                thread.start()
+            _, _, gaps = load([first], self.seconds, 1)
+            over.set()
+            for thread in busy:
+                thread.join()
+            return gaps
+
+        yield from gaps_of("P0 beside a P4 server", beside(other), alone, beside(apart))
 
     def beside_training(self):
         self.drop_all_but("p0")
         (first,) = self.servers("p0")
         _, _, alone = load([first], self.seconds, 1)
-        command = [*NICE, sys.executable, "-m", "wooly", "run", "-q", sys.executable, "-c", TRAINING]
-        env = self.stack.env | {"WOOLYAI_PRIORITY": "4"}
-        with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as training:
-            try:
-                assert training.stdout.readline() == "training\n"
-                _, _, beside = load([first], self.seconds, 1)
-                assert training.poll() is None, "the training ended"
-            finally:
-                training.terminate()
-        yield from gaps_of("P0 beside a P4 training", beside, alone)
+
+        def beside(*command):
+            """The gaps of the P0 server beside a training."""
+            env = self.stack.env | {"WOOLYAI_PRIORITY": "4"}
+            with subprocess.Popen([*NICE, *command], env=env, stdout=subprocess.PIPE, text=True) as training:
+                try:
+                    assert training.stdout.readline() == "training\n"
+                    _, _, gaps = load([first], self.seconds, 1)
+                    assert training.poll() is None, "the training ended"
+                finally:
+                    training.terminate()
+            return gaps
+
+        script = (sys.executable, "-c", TRAINING)
+        shared = beside(sys.executable, "-m", "wooly", "run", "-q", *script, "cuda")
+        yield from gaps_of("P0 beside a P4 training", shared, alone, beside(*script, "cpu"))
 
     def wake(self):
         self.drop_all_but("first")
