@@ -205,13 +205,16 @@ class Bench:
         return self._started(Stack(self._apart_state))
 
     def servers(self, *names):
-        """The servers of these names, warm. Those that do not run are started together. The names p0 and p4 are classes; the names
-        apart and p4 apart have another executor.
+        """The servers of these names, warm. Those that do not run are started together.
+
+        The names p0 and p4 are classes. Names that end with "apart" have another executor.
         """
         new = [name for name in names if name not in self._servers]
-        for name in new:
+        stacks = [
+            self.apart if name.endswith("apart") else self.stack for name in new
+        ]  # a stack takes ports when it starts
+        for name, stack in zip(new, stacks, strict=True):
             env = {"WOOLYAI_PRIORITY": name[1]} if name.startswith("p") else {}
-            stack = self.apart if name.endswith("apart") else self.stack
             self._servers[name] = Server(stack, self.model, self._folder, **env)
             self._cleanup.callback(self._servers[name].close)
         for name in new:
