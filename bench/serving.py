@@ -6,7 +6,7 @@ has no CPU platform). `one`: the same of a server, against `transformers serve` 
 token. `two`: two equal servers against one, and against two that have an executor each: the second row is what sharing a device
 costs, the first row also contains what this machine's cores cost. `weights`: memory of the weights of several servers, against
 one. `wake`: the first token after hibernation. `beside_server` and `beside_training`: the time per token of a P0 server beside P4
-work, against alone, and against a P0 server beside the same load that does not use its executor.
+work, against alone, and against a P0 server beside the same work on another executor.
 
 Run: make bench-serving BENCH_SERVING="--only one --json" (--help lists the options)
 """
@@ -16,6 +16,7 @@ import contextlib
 import functools
 import itertools
 import json
+import os
 import signal
 import socket
 import statistics
@@ -40,6 +41,8 @@ CLIENTS = 4
 NICE = ("nice", "-n", "19")
 #: Duration, in seconds, of the load before a measurement. The executor compiles plans meanwhile.
 WARM_S = 6
+#: Number of short measurements of each case, in turns.
+TURNS = 4
 PROMPT = 64
 NEW_TOKENS = 32
 #: The engine in one process, for the same prompts together; prints tokens per second.
@@ -58,13 +61,11 @@ for _ in range(40):
 print(statistics.median(found[20:]))
 """
 TRAINING = """
-import sys
 import torch
 from torch import nn
-device = sys.argv[1]
-model = nn.Sequential(nn.Linear(1024, 1024), nn.GELU(), nn.Linear(1024, 1024)).to(device)
+model = nn.Sequential(nn.Linear(1024, 1024), nn.GELU(), nn.Linear(1024, 1024)).to("cuda")
 optimizer = torch.optim.Adam(model.parameters())
-x = torch.randn(64, 1024, device=device)
+x = torch.randn(64, 1024, device="cuda")
 print("training", flush=True)
 while True:
     optimizer.zero_grad()
@@ -172,12 +173,12 @@ def percentile(values, part):
     return sorted(values)[min(len(values) - 1, int(part * len(values)))]
 
 
-def gaps_of(name, beside, alone, elsewhere):
-    """Rows of the times per token beside other work, against alone, and against other work that is not on the device."""
+def gaps_of(name, alone, beside, elsewhere):
+    """Rows of the times per token beside other work, against alone, and against the same work on another executor."""
     for part, goal in ((0.5, None), (0.99, 1.10)):
         ours, base, machine = (1e3 * percentile(x, part) for x in (beside, alone, elsewhere))
         yield row(f"{name}, time per token, p{100 * part:.0f}", "ms", ours, base, goal)
-        yield row(f"{name}, against the same load elsewhere, p{100 * part:.0f}", "ms", ours, machine, goal)
+        yield row(f"{name}, against the same work on another executor, p{100 * part:.0f}", "ms", ours, machine, goal)
 
 
 class Bench:
@@ -256,15 +257,37 @@ class Bench:
         yield row("one server, a request for one token (median)", "ms", asked, local_asked, None)
 
     def two(self):
-        servers = self.servers("first", "second", "apart")
-        both, _, _ = load(servers[:2], self.seconds)
-        apart, _, _ = load([servers[0], servers[2]], self.seconds)
-        name = f"two servers on one executor, {CLIENTS} clients each, against two executors"
-        yield row(name, "tokens/s", both, apart, 0.95, higher_is_better=True)
-        for clients, goal in ((CLIENTS, 0.95), (2 * CLIENTS, None)):
-            alone, _, _ = load(servers[:1], self.seconds, clients)
-            name = f"two servers, {CLIENTS} clients each, against one with {clients}"
-            yield row(name, "tokens/s", both, alone, goal, higher_is_better=True)
+        first, second, apart = self.servers("first", "second", "apart")
+        cases = ([first, second], CLIENTS), ([first, apart], CLIENTS), ([first], CLIENTS), ([first], 2 * CLIENTS)
+        rates = self.in_turns(*[functools.partial(self.rate, servers, clients) for servers, clients in cases])
+        both, *others = [statistics.mean(found) for found in rates]
+        names = "two executors", f"one server with {CLIENTS}", f"one server with {2 * CLIENTS}"
+        for name, other, goal in zip(names, others, (0.95, 0.95, None), strict=True):
+            name = f"two servers on one executor, {CLIENTS} clients each, against {name}"
+            yield row(name, "tokens/s", both, other, goal, higher_is_better=True)
+
+    @staticmethod
+    def rate(servers, clients, seconds):
+        """Tokens per second of servers together, with some clients each."""
+        return load(servers, seconds, clients)[0]
+
+    def in_turns(self, *cases):
+        """What each of the cases finds in `TURNS` short measurements, in turns: the speed of a machine changes."""
+        found = [[] for _ in cases]
+        for _ in range(TURNS):
+            for results, case in zip(found, cases, strict=True):
+                results.append(case(seconds=self.seconds / TURNS))
+        return found
+
+    def gaps_beside(self, server, *loads):
+        """The times per token of a server without other load, and under each of the loads (context managers)."""
+
+        def case(other, seconds):
+            with other():
+                return load([server], seconds, 1)[2]
+
+        cases = [functools.partial(case, other) for other in (contextlib.nullcontext, *loads)]
+        return [[gap for gaps in found for gap in gaps] for found in self.in_turns(*cases)]
 
     def weights(self):
         self.servers("first")
@@ -279,49 +302,64 @@ class Bench:
 
     def beside_server(self):
         self.drop_all_but()
-        first, other, apart = self.servers("p0", "p4", "p4 apart")
-        _, _, alone = load([first], self.seconds, 1)
+        first, *others = self.servers("p0", "p4", "p4 apart")
 
-        def beside(busy_one):
-            """The gaps of the P0 server while another server has requests."""
-            busy_one.yield_cores()
+        @contextlib.contextmanager
+        def asked(server):
+            server.yield_cores()
             over = threading.Event()
 
             def keep_busy():
                 while not over.is_set():
-                    token_times(busy_one, 1)
+                    token_times(server, 1)
 
             busy = [threading.Thread(target=keep_busy) for _ in range(CLIENTS)]
             for thread in busy:
                 thread.start()
-            _, _, gaps = load([first], self.seconds, 1)
-            over.set()
-            for thread in busy:
-                thread.join()
-            return gaps
+            try:
+                yield
+            finally:
+                over.set()
+                for thread in busy:
+                    thread.join()
 
-        yield from gaps_of("P0 beside a P4 server", beside(other), alone, beside(apart))
+        loads = [functools.partial(asked, server) for server in others]
+        yield from gaps_of("P0 beside a P4 server", *self.gaps_beside(first, *loads))
 
     def beside_training(self):
         self.drop_all_but("p0")
         (first,) = self.servers("p0")
-        _, _, alone = load([first], self.seconds, 1)
 
-        def beside(*command):
-            """The gaps of the P0 server beside a training."""
-            env = self.stack.env | {"WOOLYAI_PRIORITY": "4"}
-            with subprocess.Popen([*NICE, *command], env=env, stdout=subprocess.PIPE, text=True) as training:
-                try:
-                    assert training.stdout.readline() == "training\n"
-                    _, _, gaps = load([first], self.seconds, 1)
-                    assert training.poll() is None, "the training ended"
-                finally:
-                    training.terminate()
-            return gaps
+        @contextlib.contextmanager
+        def training(stack):
+            """A training that computes within the block. It is stopped before, so that its start does not count."""
+            process = started[stack]
+            assert process.poll() is None, "the training ended"
+            os.killpg(process.pid, signal.SIGCONT)
+            try:
+                yield
+            finally:
+                os.killpg(process.pid, signal.SIGSTOP)
 
-        script = (sys.executable, "-c", TRAINING)
-        shared = beside(sys.executable, "-m", "wooly", "run", "-q", *script, "cuda")
-        yield from gaps_of("P0 beside a P4 training", shared, alone, beside(*script, "cpu"))
+        started, stacks = {}, (self.stack, self.apart)
+        with contextlib.ExitStack() as ends:
+            for stack in stacks:
+                command = [*NICE, sys.executable, "-m", "wooly", "run", "-q", sys.executable, "-c", TRAINING]
+                process = started[stack] = subprocess.Popen(
+                    command,
+                    env=stack.env | {"WOOLYAI_PRIORITY": "4"},
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    start_new_session=True,
+                )
+                ends.enter_context(process)
+                ends.callback(os.killpg, process.pid, signal.SIGKILL)
+                assert process.stdout.readline() == "training\n"
+            time.sleep(WARM_S)  # plans are compiled
+            for process in started.values():
+                os.killpg(process.pid, signal.SIGSTOP)
+            loads = [functools.partial(training, stack) for stack in stacks]
+            yield from gaps_of("P0 beside a P4 training", *self.gaps_beside(first, *loads))
 
     def wake(self):
         self.drop_all_but("first")
@@ -345,7 +383,7 @@ def main():
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--only", default=",".join(PARTS), help=f"parts, of {', '.join(PARTS)}")
     parser.add_argument("--size", choices=random_llama.SIZES, default="tiny")
-    parser.add_argument("--seconds", type=float, default=8, help="duration of each measurement")
+    parser.add_argument("--seconds", type=float, default=12, help="duration of each measurement")
     parser.add_argument("--state", type=Path, help="folder of the stack, which keeps compiled kernels for the next run")
     parser.add_argument("--servers", type=int, default=3, help="number of servers of the part weights")
     chosen = parser.parse_args()
