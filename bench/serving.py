@@ -3,16 +3,20 @@
 `engine`: tokens per second of vLLM's engine in one process, against Transformers' `generate` on this machine's CPU (vLLM's wheel
 has no CPU platform). `one`: the same of a server, against `transformers serve` on this machine's CPU, with equal requests by HTTP
 (it answers one request after the other: its continuous batching gives no answer on a CPU); and the time of a request for one
-token. `two`: two equal servers against one. `weights`: memory of the weights of several servers, against one. `wake`: the first
-token after hibernation. `beside_server` and `beside_training`: the time per token of a P0 server beside P4 work, against alone.
+token. `two`: two equal servers against one, and against two that have an executor each: the second row is what sharing a device
+costs, the first row also contains what this machine's cores cost. `weights`: memory of the weights of several servers, against
+one. `wake`: the first token after hibernation. `beside_server` and `beside_training`: the time per token of a P0 server beside P4
+work, against alone, and against a P0 server beside the same work on another executor.
 
 Run: make bench-serving BENCH_SERVING="--only one --json" (--help lists the options)
 """
 
 import argparse
 import contextlib
+import functools
 import itertools
 import json
+import os
 import signal
 import socket
 import statistics
@@ -37,6 +41,8 @@ CLIENTS = 4
 NICE = ("nice", "-n", "19")
 #: Duration, in seconds, of the load before a measurement. The executor compiles plans meanwhile.
 WARM_S = 6
+#: Number of short measurements of each case, in turns.
+TURNS = 4
 PROMPT = 64
 NEW_TOKENS = 32
 #: The engine in one process, for the same prompts together; prints tokens per second.
@@ -167,11 +173,12 @@ def percentile(values, part):
     return sorted(values)[min(len(values) - 1, int(part * len(values)))]
 
 
-def gaps_of(name, beside, alone):
-    """Rows of the times per token beside other work, against alone."""
+def gaps_of(name, alone, beside, elsewhere):
+    """Rows of the times per token beside other work, against alone, and against the same work on another executor."""
     for part, goal in ((0.5, None), (0.99, 1.10)):
-        ours, base = (1e3 * percentile(x, part) for x in (beside, alone))
+        ours, base, machine = (1e3 * percentile(x, part) for x in (beside, alone, elsewhere))
         yield row(f"{name}, time per token, p{100 * part:.0f}", "ms", ours, base, goal)
+        yield row(f"{name}, against the same work on another executor, p{100 * part:.0f}", "ms", ours, machine, goal)
 
 
 class Bench:
@@ -181,19 +188,35 @@ class Bench:
         self.model, self._folder, self._cleanup = folder / "model", folder, cleanup
         self.seconds, self.count = chosen.seconds, chosen.servers
         random_llama.save(self.model, chosen.size)
-        self.stack = Stack(chosen.state or folder / "stack")
-        self.stack.env["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # starts sooner
-        cleanup.callback(self.stack.wooly, "down")
-        self.stack.wooly("up")
+        state = chosen.state or folder / "stack"
+        self.stack = self._started(Stack(state))
+        self._apart_state = state.with_name(f"{state.name}-apart")
         self._earlier = {t["task_id"] for t in self.stack.sessions()}  # of a run that was killed
         self._servers = {}
 
+    def _started(self, stack):
+        stack.env["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # starts sooner
+        self._cleanup.callback(stack.wooly, "down")
+        stack.wooly("up")
+        return stack
+
+    @functools.cached_property
+    def apart(self):
+        """A second stack, whose executor is another process."""
+        return self._started(Stack(self._apart_state))
+
     def servers(self, *names):
-        """The servers of these names, warm. Those that do not run are started together. The names p0 and p4 are classes."""
+        """The servers of these names, warm. Those that do not run are started together.
+
+        The names p0 and p4 are classes. Names that end with "apart" have another executor.
+        """
         new = [name for name in names if name not in self._servers]
-        for name in new:
-            env = {"WOOLYAI_PRIORITY": name[1]} if name in ("p0", "p4") else {}
-            self._servers[name] = Server(self.stack, self.model, self._folder, **env)
+        stacks = [
+            self.apart if name.endswith("apart") else self.stack for name in new
+        ]  # a stack takes ports when it starts
+        for name, stack in zip(new, stacks, strict=True):
+            env = {"WOOLYAI_PRIORITY": name[1]} if name.startswith("p") else {}
+            self._servers[name] = Server(stack, self.model, self._folder, **env)
             self._cleanup.callback(self._servers[name].close)
         for name in new:
             self._servers[name].wait()
@@ -205,7 +228,8 @@ class Bench:
         """Stop the other servers, and wait for the end of their sessions."""
         for name in [name for name in self._servers if name not in kept]:
             self._servers.pop(name).close()
-        while len(self.sessions()) > len(self._servers):
+        here = [name for name in self._servers if not name.endswith("apart")]
+        while len(self.sessions()) > len(here):
             time.sleep(0.2)
 
     def sessions(self):
@@ -233,12 +257,37 @@ class Bench:
         yield row("one server, a request for one token (median)", "ms", asked, local_asked, None)
 
     def two(self):
-        servers = self.servers("first", "second")
-        both, _, _ = load(servers, self.seconds)
-        for clients, goal in ((CLIENTS, 0.95), (2 * CLIENTS, None)):
-            alone, _, _ = load(servers[:1], self.seconds, clients)
-            name = f"two servers, {CLIENTS} clients each, against one with {clients}"
-            yield row(name, "tokens/s", both, alone, goal, higher_is_better=True)
+        first, second, apart = self.servers("first", "second", "apart")
+        cases = ([first, second], CLIENTS), ([first, apart], CLIENTS), ([first], CLIENTS), ([first], 2 * CLIENTS)
+        rates = self.in_turns(*[functools.partial(self.rate, servers, clients) for servers, clients in cases])
+        both, *others = [statistics.mean(found) for found in rates]
+        names = "two executors", f"one server with {CLIENTS}", f"one server with {2 * CLIENTS}"
+        for name, other, goal in zip(names, others, (0.95, 0.95, None), strict=True):
+            name = f"two servers on one executor, {CLIENTS} clients each, against {name}"
+            yield row(name, "tokens/s", both, other, goal, higher_is_better=True)
+
+    @staticmethod
+    def rate(servers, clients, seconds):
+        """Tokens per second of servers together, with some clients each."""
+        return load(servers, seconds, clients)[0]
+
+    def in_turns(self, *cases):
+        """What each of the cases finds in `TURNS` short measurements, in turns: the speed of a machine changes."""
+        found = [[] for _ in cases]
+        for _ in range(TURNS):
+            for results, case in zip(found, cases, strict=True):
+                results.append(case(seconds=self.seconds / TURNS))
+        return found
+
+    def gaps_beside(self, server, *loads):
+        """The times per token of a server without other load, and under each of the loads (context managers)."""
+
+        def case(other, seconds):
+            with other():
+                return load([server], seconds, 1)[2]
+
+        cases = [functools.partial(case, other) for other in (contextlib.nullcontext, *loads)]
+        return [[gap for gaps in found for gap in gaps] for found in self.in_turns(*cases)]
 
     def weights(self):
         self.servers("first")
@@ -253,38 +302,64 @@ class Bench:
 
     def beside_server(self):
         self.drop_all_but()
-        first, other = self.servers("p0", "p4")
-        other.yield_cores()
-        _, _, alone = load([first], self.seconds, 1)
-        over = threading.Event()
+        first, *others = self.servers("p0", "p4", "p4 apart")
 
-        def keep_busy():
-            while not over.is_set():
-                token_times(other, 1)
+        @contextlib.contextmanager
+        def asked(server):
+            server.yield_cores()
+            over = threading.Event()
 
-        busy = [threading.Thread(target=keep_busy) for _ in range(CLIENTS)]
-        for thread in busy:
-            thread.start()
-        _, _, beside = load([first], self.seconds, 1)
-        over.set()
-        for thread in busy:
-            thread.join()
-        yield from gaps_of("P0 beside a P4 server", beside, alone)
+            def keep_busy():
+                while not over.is_set():
+                    token_times(server, 1)
+
+            busy = [threading.Thread(target=keep_busy) for _ in range(CLIENTS)]
+            for thread in busy:
+                thread.start()
+            try:
+                yield
+            finally:
+                over.set()
+                for thread in busy:
+                    thread.join()
+
+        loads = [functools.partial(asked, server) for server in others]
+        yield from gaps_of("P0 beside a P4 server", *self.gaps_beside(first, *loads))
 
     def beside_training(self):
         self.drop_all_but("p0")
         (first,) = self.servers("p0")
-        _, _, alone = load([first], self.seconds, 1)
-        command = [*NICE, sys.executable, "-m", "wooly", "run", "-q", sys.executable, "-c", TRAINING]
-        env = self.stack.env | {"WOOLYAI_PRIORITY": "4"}
-        with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as training:
+
+        @contextlib.contextmanager
+        def training(stack):
+            """A training that computes within the block. It is stopped before, so that its start does not count."""
+            process = started[stack]
+            assert process.poll() is None, "the training ended"
+            os.killpg(process.pid, signal.SIGCONT)
             try:
-                assert training.stdout.readline() == "training\n"
-                _, _, beside = load([first], self.seconds, 1)
-                assert training.poll() is None, "the training ended"
+                yield
             finally:
-                training.terminate()
-        yield from gaps_of("P0 beside a P4 training", beside, alone)
+                os.killpg(process.pid, signal.SIGSTOP)
+
+        started, stacks = {}, (self.stack, self.apart)
+        with contextlib.ExitStack() as ends:
+            for stack in stacks:
+                command = [*NICE, sys.executable, "-m", "wooly", "run", "-q", sys.executable, "-c", TRAINING]
+                process = started[stack] = subprocess.Popen(
+                    command,
+                    env=stack.env | {"WOOLYAI_PRIORITY": "4"},
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    start_new_session=True,
+                )
+                ends.enter_context(process)
+                ends.callback(os.killpg, process.pid, signal.SIGKILL)
+                assert process.stdout.readline() == "training\n"
+            time.sleep(WARM_S)  # plans are compiled
+            for process in started.values():
+                os.killpg(process.pid, signal.SIGSTOP)
+            loads = [functools.partial(training, stack) for stack in stacks]
+            yield from gaps_of("P0 beside a P4 training", *self.gaps_beside(first, *loads))
 
     def wake(self):
         self.drop_all_but("first")
@@ -308,7 +383,7 @@ def main():
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--only", default=",".join(PARTS), help=f"parts, of {', '.join(PARTS)}")
     parser.add_argument("--size", choices=random_llama.SIZES, default="tiny")
-    parser.add_argument("--seconds", type=float, default=8, help="duration of each measurement")
+    parser.add_argument("--seconds", type=float, default=12, help="duration of each measurement")
     parser.add_argument("--state", type=Path, help="folder of the stack, which keeps compiled kernels for the next run")
     parser.add_argument("--servers", type=int, default=3, help="number of servers of the part weights")
     chosen = parser.parse_args()

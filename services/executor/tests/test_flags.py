@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from wooly_executor.runtime.calls import library_call
 from wooly_executor.runtime.device import TorchDevice
 from wooly_executor.runtime.invocation import flagged
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
@@ -153,7 +154,7 @@ def test_setting_is_restored_after_an_error(flag):
 
     form = product(flag)
     with pytest.raises(ValueError):
-        flagged(fail, form, GPU)(None)
+        flagged(fail, form, library_call(form), GPU)(None)
     assert settings() == before
 
 
@@ -164,7 +165,8 @@ def test_setting_that_was_changed_is_restored_if_the_next_one_fails(monkeypatch)
 
     monkeypatch.setitem(SWITCHES, "fp16_accumulation", SWITCHES["fp16_accumulation"]._replace(write=refuse))
     before = settings()
-    call = flagged(lambda frame: None, product("cudnn_deterministic", "fp16_accumulation"), GPU)
+    form = product("cudnn_deterministic", "fp16_accumulation")
+    call = flagged(lambda frame: None, form, library_call(form), GPU)
     with pytest.raises(RuntimeError, match="no"):
         call(None)
     assert settings() == before

@@ -261,6 +261,31 @@ def test_foreign_launch_that_looks_longer_on_all_cores_is_tried_in_the_device_th
     assert "here" not in places
 
 
+def test_foreign_launch_runs_in_the_device_thread_while_launches_on_all_cores_wait_longer():
+    """Other processes use the cores, so a launch on all cores waits for them."""
+    places, now, waits_ns = [], 0, 2_000_000
+
+    def on_all(values, grid):
+        nonlocal now
+        places.append("all")
+        now += waits_ns
+        return 10, 2 * ALONE_NS
+
+    def here(values, grid):
+        places.append("here")
+        return 0, 2 * ALONE_NS
+
+    launch = _ByWork(on_all, here, lambda _: None, lambda: now)
+    for _ in range(TRIED_EVERY + 4):
+        launch.run([], (2, 1, 1))
+    # The trial is at the other place, on all cores.
+    assert places == ["all", "all", *["here"] * TRIED_EVERY, "all", "here"]
+    waits_ns = 0
+    for _ in range(20 * TRIED_EVERY):
+        launch.run([], (2, 1, 1))
+    assert places[-TRIED_EVERY:].count("here") <= 1
+
+
 def test_foreign_kernel_on_several_cores_is_billed_for_all_cores(make_device, runtime, wis):
     device = make_device(runtime=runtime)
     raw, name = source(SCALE)

@@ -66,6 +66,8 @@ class ForeignKernel:
         self._building = False
         #: The uses of arguments that fit to the code.
         self._fitting: set[tuple[bool | None, ...]] = set()
+        #: The last grid that was checked.
+        self._grid: tuple[int, int, int] | None = None
 
     def then(self, go_on: Callable[[], Any]) -> bool:
         """Return whether the kernel is being compiled. If so, another thread calls `go_on` at the end of the compilation."""
@@ -116,12 +118,14 @@ class ForeignKernel:
         if uses not in self._fitting:
             self._check(entry, uses, self.code)
             self._fitting.add(uses)
-        if 0 in grid:
-            return 0
-        try:
-            check_grid(list(grid))
-        except RuleError as e:
-            raise OperationError(f"kernel {entry}: {e}") from e
+        if grid != self._grid:
+            if 0 in grid:
+                return 0
+            try:
+                check_grid(list(grid))
+            except RuleError as e:
+                raise OperationError(f"kernel {entry}: {e}") from e
+            self._grid = grid
         try:
             return self._loaded(values, grid)
         except OperationError as e:

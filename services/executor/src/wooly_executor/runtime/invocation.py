@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
+from wooly_wis.flags import followed
 from wooly_wis.program import Form, OperandRef
 
+from wooly_executor.bounds.elementwise import ELEMENTWISE, PASSES, base_of
+from wooly_executor.bounds.estimate import work_of_call
+from wooly_executor.bounds.indexing import INDEXING
 from wooly_executor.errors import OperationError
 from wooly_executor.runtime.calls import (
     Gradients,
@@ -23,7 +28,20 @@ from wooly_executor.runtime.calls import (
 from wooly_executor.runtime.device import TorchDevice
 from wooly_executor.runtime.fast_bindings import FAST
 from wooly_executor.runtime.frame import Frame
-from wooly_executor.runtime.torch_private import SWITCHES, deterministic_switches, set_deterministic
+from wooly_executor.runtime.torch_private import (
+    SWITCHES,
+    deterministic_switches,
+    limit_products,
+    set_deterministic,
+)
+
+#: The setting of a small product on a CPU: MKL computes it on the calling core.
+ONE_CORE = "one_core"
+#: Work, in float32 operations, up to which a product is small. One core takes 20 to 60 us for so much. MKL spreads even products
+#: that take 3 us, and each time the device thread waits until the other threads are awake and have a core.
+SMALL_PRODUCT = 1 << 21
+#: Operators that use MKL, among those that pass over their operands.
+_BLAS = frozenset(("dot", "vdot"))
 
 
 def differentiated(
@@ -101,23 +119,55 @@ def deterministic(call: Callable[[Frame], Any]) -> Callable[[Frame], Any]:
     return run
 
 
-def flagged(call: Callable[[Frame], Any], form: Form, device: TorchDevice) -> Callable[[Frame], Any]:
-    """Return `call` with the settings of CUDA's libraries that the form's flags ask for.
-
-    The libraries of a CPU do not have these settings. There, `call` is returned as it is.
-    """
-    flags = flags_of(form, device)
+def flagged(
+    call: Callable[[Frame], Any], form: Form, library: LibraryCall, device: TorchDevice
+) -> Callable[[Frame], Any]:
+    """Return `call` with the settings of the device's libraries that the form asks for (see `settings_of`)."""
+    flags = settings_of(form, library, device)
     return with_flags(call, flags) if flags else call
 
 
-def flags_of(form: Form, device: TorchDevice) -> tuple[str, ...]:
-    """Return the settings of CUDA's libraries that a form asks for; on a CPU, there are none."""
-    flags = form.attr("flags")
-    return () if not isinstance(flags, tuple) or device.host else tuple([str(flag) for flag in flags])
+def settings_of(form: Form, library: LibraryCall, device: TorchDevice) -> tuple[str, ...] | None:
+    """Return the settings of the device's libraries for a call; None: the call depends on no setting.
+
+    On a GPU, these are the flags of the form. On a CPU, MKL's products depend on the number of cores: a few of their bits do, and
+    the time that a small product takes. The choice depends on the form alone, so each run of it has the same bits.
+    """
+    if not device.host:
+        flags = form.attr("flags")
+        if isinstance(flags, tuple):
+            return tuple([str(flag) for flag in flags])
+        return () if followed(str(library.op)) else None
+    if library.op.namespace != "aten":
+        return ()
+    name = base_of(library.op.overloadpacket.__name__)[0]
+    if name not in _BLAS and (name in ELEMENTWISE or name in INDEXING or name in PASSES):
+        return None
+    if limit_products is None or torch.get_num_threads() == 1:
+        return ()
+    work = work_of_call(library, form)
+    return (ONE_CORE,) if max(work.flops, work.elements) <= SMALL_PRODUCT else ()
+
+
+def _on_one_core(call: Callable[[Frame], Any]) -> Callable[[Frame], Any]:
+    """Return `call` with MKL's products on the calling core."""
+    limit = limit_products
+    assert limit is not None
+
+    def run(f: Frame) -> Any:
+        limit(1)
+        try:
+            return call(f)
+        finally:
+            limit(0)
+
+    return run
 
 
 def with_flags(call: Callable[[Frame], Any], flags: Iterable[str]) -> Callable[[Frame], Any]:
-    """Return `call` with settings of CUDA's libraries."""
+    """Return `call` with settings of the device's libraries."""
+    if flags == (ONE_CORE,):
+        return _on_one_core(call)
     switches = [SWITCHES[flag] for flag in flags]
 
     def run(f: Frame) -> Any:

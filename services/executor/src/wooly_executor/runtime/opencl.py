@@ -60,14 +60,18 @@ _SCALAR = {
     DType.F32: np.float32,
     DType.F64: np.float64,
 }
+_HALVES = (DType.F16, DType.BF16)
 #: Index of the unit that foreign kernels are compiled for: all cores.
 _FOREIGN_UNIT = 1
-#: Core time, in ns, up to which a launch of a foreign kernel runs in the device thread. A launch on all cores costs 40 us more.
+#: Core time, in ns, up to which a launch of a foreign kernel runs in the device thread. A launch on all cores takes 40 us more,
+#: or longer if other processes use the cores.
 ALONE_NS = 80_000
-#: Estimated core time, in ns, up to which one of `TRIED_EVERY` launches on all cores runs in the device thread instead, where the
-#: measured core time is exact. On all cores it includes the waiting for cores that other processes use.
+#: Estimated core time, in ns, up to which a launch runs where launches were faster lately. One of `TRIED_EVERY` runs at the other
+#: place, so that both times stay known. In the device thread, the measured core time is also exact.
 TRIED_UP_TO_NS = 8 * ALONE_NS
 TRIED_EVERY = 64
+#: One of so many launches in the device thread is measured. To read the clock of a thread twice takes as long as a small kernel.
+MEASURED_EVERY = 8
 #: The place in a binary of PoCL's where the device is named: after 8 bytes that are equal for all devices.
 _NAMED = slice(8, 16)
 #: The device time of a launch that other threads took, and its core time, in ns.
@@ -290,22 +294,20 @@ class _Unit:
             entry.set_scalar_arg_dtypes(types)
         except (cl.Error, ValueError, KeyError) as e:
             raise OperationError(f"the driver refuses its code: {str(e)[:500]}") from e
-        halves = [p.dtype if p.dtype in (DType.F16, DType.BF16) else None for p in parameters]
-        status, word = self._status()
-        floats = [k for k, t in enumerate(types) if t in (np.float32, np.float64)]
-        launch = self._launch_here(entry, block, floats) if self._alone else self._launch_on_all(entry, block)
+        _, word = self._status()
+        if self._alone:
+            launch = self._launch_here(entry, block, parameters)
+        else:
+            launch = self._launch_on_all(entry, block, parameters)
+        watch = _watch()
 
         def run(values: Sequence[Value], grid: tuple[int, int, int]) -> Taken:
-            arguments: list[Any] = [status]
-            for value, half in zip(values, halves, strict=True):
-                if isinstance(value, tuple):
-                    address, nbytes = value
-                    arguments += [self._window(address, nbytes) if nbytes else status, nbytes]
-                else:
-                    arguments.append(value if half is None else half_bits(value, half))
             word[:] = 0
-            with _watch().over(word, limit_s()):
-                taken = launch(arguments, grid)
+            watch.begin(word, limit_s())
+            try:
+                taken = launch(values, grid)
+            finally:
+                watch.end()
             if word[0]:
                 raise OperationError(f"stopped because it took more than {limit_s():g} s (WOOLY_EXECUTOR_KERNEL_S)")
             if word[1]:
@@ -335,8 +337,18 @@ class _Unit:
         program = cl.Program(self._context, "kernel void one(global int *x) { *x = 1; }").build(cache_dir=False)
         return bytes(program.get_info(cl.program_info.BINARIES)[0])
 
-    def _launch_on_all(self, entry: Any, block: tuple[int, ...]) -> Callable[[list[Any], tuple[int, int, int]], Taken]:
-        def launch(arguments: list[Any], grid: tuple[int, int, int]) -> Taken:
+    def _launch_on_all(self, entry: Any, block: tuple[int, ...], parameters: Sequence[Parameter]) -> Launch:
+        halves = [p.dtype if p.dtype in _HALVES else None for p in parameters]
+        status, _ = self._status()
+
+        def launch(values: Sequence[Value], grid: tuple[int, int, int]) -> Taken:
+            arguments: list[Any] = [status]
+            for value, half in zip(values, halves, strict=True):
+                if isinstance(value, tuple):
+                    address, nbytes = value
+                    arguments += [self._window(address, nbytes) if nbytes else status, nbytes]
+                else:
+                    arguments.append(value if half is None else half_bits(value, half))
             total = tuple([n * b for n, b in zip(grid, block, strict=True)])
             event = entry(self._queue, total, block, *arguments)
             self._queue.finish()
@@ -345,33 +357,90 @@ class _Unit:
 
         return launch
 
-    def _launch_here(
-        self, entry: Any, block: tuple[int, ...], floats: Sequence[int]
-    ) -> Callable[[list[Any], tuple[int, int, int]], Taken]:
+    def _launch_here(self, entry: Any, block: tuple[int, ...], parameters: Sequence[Parameter]) -> Launch:
         """Launch in the calling thread, without the interpreter's lock, which pyopencl would keep.
 
-        Otherwise no other thread could tell the kernel to end. `floats`: positions of arguments that are floating-point numbers.
+        Otherwise no other thread could tell the kernel to end. Only arguments that changed are set again: a launch has many of
+        those of the last launch. To set one takes 1 us.
         """
-        driver, queue, kernel = _driver(self._cl._cl.__file__), self._queue, entry.int_ptr
+        driver, queue = _driver(self._cl._cl.__file__), self._queue
         local = (ctypes.c_size_t * 3)(*block)
-        #: The arguments that the kernel has, as a launch of a graph often has those of the last replay.
-        given: list[Any] = []
+        total = (ctypes.c_size_t * 3)()
+        x, y, z = block
+        set_each, at = [], 1
+        for p in parameters:
+            set_each.append(self._set_buffer(entry, at) if p.buffer else self._set_number(entry, at, p))
+            at += 2 if p.buffer else 1
+        entry.set_arg(0, self._status()[0])
+        #: The arguments that the kernel has. None is not equal to any.
+        given: list[Value | None] = [None] * len(parameters)
+        measured = 0
 
-        def launch(arguments: list[Any], grid: tuple[int, int, int]) -> Taken:
-            nonlocal given
-            if given != arguments or any(arguments[k] == 0 for k in floats):  # 0.0 and -0.0 are equal
-                given = []
-                entry.set_args(*arguments)
-                given = arguments
-            total = (ctypes.c_size_t * 3)(*[n * b for n, b in zip(grid, block, strict=True)])
-            begun = time.thread_time_ns()
-            failed = driver.clEnqueueNDRangeKernel(queue.int_ptr, kernel, 3, None, total, local, 0, None, None)
+        def launch(values: Sequence[Value], grid: tuple[int, int, int]) -> Taken:
+            nonlocal measured
+            for k, value in enumerate(values):
+                if value != given[k] or value == 0:  # 0.0 and -0.0 are equal
+                    given[k] = None
+                    set_each[k](value)
+                    given[k] = value
+            total[0], total[1], total[2] = grid[0] * x, grid[1] * y, grid[2] * z
+            measured -= 1
+            begun = time.thread_time_ns() if measured < 0 else 0
+            failed = driver.clEnqueueNDRangeKernel(queue.int_ptr, entry.int_ptr, 3, None, total, local, 0, None, None)
             failed = failed or driver.clFinish(queue.int_ptr)
             if failed:
                 raise OperationError(f"PoCL does not launch it (OpenCL's error {failed})")
+            if not begun:
+                return 0, 0
+            measured = MEASURED_EVERY - 1
             return 0, time.thread_time_ns() - begun
 
         return launch
+
+    def _set_buffer(self, entry: Any, at: int) -> Callable[[Any], None]:
+        """Return a function that sets argument `at` of a kernel to a buffer, given as (address, bytes), and the next one to its
+        size.
+        """
+        handle, size = ctypes.c_void_p(), ctypes.c_uint64()
+        set_handle, set_size = self._argument(entry, at, handle), self._argument(entry, at + 1, size)
+        status, window = self._status()[0], self._window
+        held: Any = None  # the kernel does not keep the buffer
+        last = -1
+
+        def put(value: tuple[int, int]) -> None:
+            nonlocal held, last
+            address, nbytes = value
+            buffer = window(address, nbytes) if nbytes else status
+            handle.value = buffer.int_ptr
+            set_handle()
+            held = buffer
+            if nbytes != last:
+                last, size.value = -1, nbytes
+                set_size()
+                last = nbytes
+
+        return put
+
+    def _argument(self, entry: Any, at: int, cell: Any) -> Callable[[], None]:
+        """Return a function that sets argument `at` of a kernel to the content of a cell of ctypes."""
+        put, size, place = _set_argument(self._cl._cl.__file__), ctypes.sizeof(cell), ctypes.byref(cell)
+
+        def set_it() -> None:
+            if failed := put(entry.int_ptr, at, size, place):
+                raise OperationError(f"PoCL does not take argument {at} (OpenCL's error {failed})")
+
+        return set_it
+
+    def _set_number(self, entry: Any, at: int, parameter: Parameter) -> Callable[[Any], None]:
+        """Return a function that sets argument `at` of a kernel to a number."""
+        cell = np.ctypeslib.as_ctypes_type(_scalar(parameter))()
+        set_cell, half = self._argument(entry, at, cell), parameter.dtype if parameter.dtype in _HALVES else None
+
+        def put(value: Any) -> None:
+            cell.value = value if half is None else int(half_bits(value, half))
+            set_cell()
+
+        return put
 
     def _status(self) -> tuple[Any, Any]:
         """Return the words through which a running kernel is told to end and reports violations.
@@ -404,18 +473,27 @@ class _Unit:
 
 
 class _ByWork:
-    """Launches a foreign kernel on all cores, or in the device thread if the launch is expected to be short.
+    """Launches a foreign kernel on all cores, or in the device thread if the launch is expected to be shorter there.
 
     Args:
         on_all: launches on all cores.
         here: launches in the device thread.
         spread: called with the core time of a launch, in ns, beyond its device time.
+        clock: returns monotonic ns.
     """
 
-    def __init__(self, on_all: Launch, here: Launch, spread: Callable[[int], None]) -> None:
-        self._on_all, self._here, self._spread = on_all, here, spread
+    def __init__(
+        self,
+        on_all: Launch,
+        here: Launch,
+        spread: Callable[[int], None],
+        clock: Callable[[], int] = time.perf_counter_ns,
+    ) -> None:
+        self._on_all, self._here, self._spread, self._clock = on_all, here, spread, clock
         self._ns_per_block = math.inf
         self._until_trial = 0
+        #: Times of launches on all cores, in ns, by the number of binary digits of their number of blocks.
+        self._waited: dict[int, float] = {}
 
     def run(self, values: Sequence[Value], grid: tuple[int, int, int]) -> int:
         """See `ForeignKernel.run`.
@@ -424,18 +502,27 @@ class _ByWork:
         longer launch slowly and a shorter one at once: a launch on all cores looks longer than it is while its threads wake up.
         """
         blocks = grid[0] * grid[1] * grid[2]
-        expected = blocks * self._ns_per_block
-        launch = self._here if blocks == 1 or expected <= ALONE_NS else self._on_all
-        if launch is self._on_all and expected <= TRIED_UP_TO_NS:
+        expected, size = blocks * self._ns_per_block, blocks.bit_length()
+        here = blocks == 1 or expected <= ALONE_NS
+        if here:
+            self._until_trial = TRIED_EVERY
+        elif expected <= TRIED_UP_TO_NS:
+            here = expected <= self._waited.get(size, 0)
             self._until_trial -= 1
             if self._until_trial < 0:
-                launch = self._here
-        if launch is self._here:
-            self._until_trial = TRIED_EVERY
-        taken, core_ns = launch(values, grid)
+                here, self._until_trial = not here, TRIED_EVERY
+        if here:
+            taken, core_ns = self._here(values, grid)
+        else:
+            begun = self._clock()
+            taken, core_ns = self._on_all(values, grid)
+            waited = self._clock() - begun
+            self._waited[size] = self._waited.get(size, waited) * 0.75 + waited * 0.25
+        self._spread(core_ns - taken if taken else 0)
+        if not core_ns:  # not measured
+            return taken
         found, known = core_ns / blocks, self._ns_per_block
         self._ns_per_block = found if found < known else known + (found - known) / 8
-        self._spread(core_ns - taken if taken else 0)
         return taken
 
 
@@ -459,6 +546,14 @@ def _driver(extension: str) -> Any:
         pointer,
     ]
     found.clFinish.argtypes = [pointer]
+    return found
+
+
+@functools.cache
+def _set_argument(extension: str) -> Any:
+    """OpenCL's function that sets a kernel's argument. It keeps the interpreter's lock: to get it back could take longer."""
+    found = ctypes.PyDLL(extension).clSetKernelArg
+    found.argtypes = [ctypes.c_void_p, ctypes.c_uint32, ctypes.c_size_t, ctypes.c_void_p]
     return found
 
 

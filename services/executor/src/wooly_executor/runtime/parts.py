@@ -43,11 +43,11 @@ def part_of(
         return fill
     library = guarded(device.library(library_call(form), form), form)
     if form.operands[result].role is not Role.OUT:
-        return flagged(calling(form, library, parts, first_param, device), form, device)
+        return flagged(calling(form, library, parts, first_param, device), form, library, device)
     into = _into(library, result) if TABLE[form.opcode].family in (Family.POINTWISE, Family.REDUCTION) else None
     if into is not None:
         return calling(form, into, parts, first_param, device)
-    call = flagged(calling(form, library, parts, first_param, device), form, device)
+    call = flagged(calling(form, library, parts, first_param, device), form, library, device)
 
     def kept(f: Frame) -> None:
         t = call(f)

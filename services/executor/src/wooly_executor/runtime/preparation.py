@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from wooly_wis.dtypes import DType
-from wooly_wis.flags import followed
 from wooly_wis.foreign import OPCODE, launch_of
 from wooly_wis.optable import result_operands
 from wooly_wis.pauses import pause
@@ -49,8 +48,8 @@ from wooly_executor.runtime.invocation import (
     deterministic,
     differentiated,
     flagged,
-    flags_of,
     seeded,
+    settings_of,
     with_size_check,
 )
 from wooly_executor.runtime.parts import on_part, part_of
@@ -371,7 +370,8 @@ class _Preparation:
 
     def _foreign_launch(self, form: Form, slots: tuple[int, ...]) -> None:
         """Add a step that launches a foreign kernel on the memory that its operands show."""
-        registers = [self._operand(s, _required_view(o.view)) for s, o in zip(slots, form.operands, strict=True)]
+        views = [_required_view(o.view) for o in form.operands]
+        registers = [(self._operand(s, v), v.numel * v.dtype.itemsize) for s, v in zip(slots, views, strict=True)]
         kernel, arguments = self._foreign.known(form), arguments_of(form)
         writable = [o.role is not Role.IN for o in form.operands]
         first, last = self._first_param, self._first_param + len(form.params)
@@ -382,7 +382,7 @@ class _Preparation:
 
         def run(f: Frame) -> None:
             r = f.registers
-            values, grid = arguments([(r[k].data_ptr(), r[k].nbytes) for k in registers], f.params[first:last])
+            values, grid = arguments([(r[k].data_ptr(), nbytes) for k, nbytes in registers], f.params[first:last])
             begins(step)
             taken = kernel.run(entry, uses, values, grid)
             f.elsewhere_ns += taken
@@ -483,7 +483,8 @@ class _Preparation:
         operands = list(registers.values())
         if gradients is not None:  # each operand gets its own register, even if two operands are the same tensor
             registers = {k: self._new_register(slots[k]) for k in registers}
-        call = flagged(calling(form, library, registers, self._first_param, self._device), form, self._device)
+        called = calling(form, library, registers, self._first_param, self._device)
+        call = flagged(called, form, library, self._device)
         if form.attr("deterministic"):
             call = deterministic(call)
         invoke = self._traced(form, library, registers) if gradients is None else None
@@ -504,7 +505,8 @@ class _Preparation:
             waiting = True
             outs = [(slots[k], _required_view(form.operands[k].view)) for k in results]
             # The flags must hold during the backward pass, too, which is not a part of `call`.
-            call = flagged(differentiated(call, operands, list(registers.values()), gradients), form, self._device)
+            both = differentiated(call, operands, list(registers.values()), gradients)
+            call = flagged(both, form, library, self._device)
             self._results(self._device.on_zeros(call), outs, single=False)
         elif not results:
             self._step(call, invoke)  # the result of an in-place operator is its argument
@@ -537,7 +539,7 @@ class _Preparation:
         zeros = not writes_all(library.op)
         if zeros and not self._device.host:
             return None
-        flags = flags_of(form, self._device) if followed(str(library.op)) else None
+        flags = settings_of(form, library, self._device)
         return Invoke(
             library, registers, self._first_param, form.params, typed, self._device.named, zeros=zeros, flags=flags
         )

@@ -26,8 +26,10 @@ from wooly_executor.runtime.fresh_memory import on_zeros
 from wooly_executor.runtime.invocation import with_flags
 from wooly_executor.runtime.torch_private import OpOverload, interpret, schema_of
 
-#: Minimum number of library calls in a segment. For fewer calls, the interpreter saves no time.
-WORTH = 3
+#: Minimum weight of the steps in a segment. A library call counts 2; new memory, a view, a copy or a fill counts 1. To call the
+#: interpreter takes 4 us, and it saves 1 to 2 us per step.
+WORTH = 6
+CALL, OTHER = 2, 1
 #: Maximum number of library calls in a segment. While the interpreter reads the text of a segment, it holds Python's lock, for
 #: about 17 us per call, so the device's thread waits.
 MOST_CALLS = 48
@@ -39,6 +41,11 @@ BYTES, BYTES_ON_GPU = 32 << 20, 192 << 20
 #: Minimum number of buffers that are read into registers together. For fewer buffers, this saves no time.
 GATHERED = 4
 
+#: Kinds of lists of tensors: the kind of their elements, and their type as the interpreter writes it.
+_LISTS = {
+    "List[Tensor]": ("Tensor", "Tensor[]"),
+    "List[Optional[Tensor]]": ("Optional[Tensor]", "Tensor?[]"),
+}
 _NUMBER = re.compile(r"-?\d+(\.\d+)?(e-\d+)?")
 _FAILED = re.compile(r"^ *%(\w+) : .*\n *~+ <--- HERE", re.MULTILINE)
 
@@ -161,8 +168,8 @@ class Segment:
 
     def __init__(self) -> None:
         self.steps: list[int] = []
-        #: Number of its calls; bytes that it keeps longer than its steps would.
-        self.calls = self.nbytes = 0
+        #: Number of its calls; weight of its steps; bytes that it keeps longer than its steps would.
+        self.calls = self.weight = self.nbytes = 0
         self._lines: list[str] = []
         self._constants: dict[tuple[str, str], str] = {}
         self._names = 0
@@ -199,6 +206,8 @@ class Segment:
             del self._lines[lines:], self._operators[operators:], self._given[given:]
             raise
         self.steps.append(at)
+        if not isinstance(step, Free):
+            self.weight += CALL if isinstance(step, Invoke) else OTHER
 
     def _add(self, step: Trace, at: int) -> None:
         if isinstance(step, Free):
@@ -331,10 +340,11 @@ class Segment:
             if value is None:
                 return self._none()
             kind = kind.removeprefix("Optional[").removesuffix("]")
-        if kind == "List[Tensor]" and isinstance(value, tuple):
-            parts = [self._argument(v, "Tensor", step) for v in value]
+        if kind in _LISTS and isinstance(value, tuple):
+            of, written = _LISTS[kind]
+            parts = [self._argument(v, of, step) for v in value]
             name = self._fresh()
-            self._line([name], f"prim::ListConstruct({', '.join(parts)})", "Tensor[]")
+            self._line([name], f"prim::ListConstruct({', '.join(parts)})", written)
             return "%" + name
         if isinstance(value, OperandRef):
             if kind != "Tensor":
@@ -554,7 +564,7 @@ def _compiled(
     begins: list[int] = []
     wrong: set[int] = set()
     for segment in segments:
-        if isinstance(segment, Segment) and segment.calls >= WORTH:
+        if isinstance(segment, Segment) and segment.weight >= WORTH:
             pause()
             after = segment.steps[-1] + 1
             run, others = segment.compile(lambda name, after=after: needed_after(name, after))  # type: ignore[misc]

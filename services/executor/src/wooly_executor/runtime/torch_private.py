@@ -180,6 +180,25 @@ zero_fill = _allocator_switch("FLAGS_caffe2_cpu_allocator_do_zero_fill")
 junk_fill = _allocator_switch("FLAGS_caffe2_cpu_allocator_do_junk_fill")
 
 
+def _limit_of_products() -> Callable[[int], int] | None:
+    """Return MKL's function that sets the number of cores for products of the calling thread; None: this build has no MKL.
+
+    The function keeps the interpreter's lock, because it takes less than the time to get the lock back.
+    """
+    ending = {"win32": "torch_cpu.dll", "darwin": "libtorch_cpu.dylib"}.get(sys.platform, "libtorch_cpu.so")
+    try:
+        found = ctypes.PyDLL(str(Path(torch.__file__).parent / "lib" / ending)).MKL_Set_Num_Threads_Local
+    except (OSError, AttributeError):
+        return None
+    found.argtypes, found.restype = [ctypes.c_int], ctypes.c_int
+    call: Callable[[int], int] = found
+    return call
+
+
+#: `limit_products(n)`: products of the calling thread use at most `n` cores from now on; 0: as many as other operators.
+limit_products = _limit_of_products()
+
+
 def interpret_plainly() -> None:
     """From now on, run graphs of torch's interpreter in this thread without optimising them."""
     torch._C._set_graph_executor_optimize(False)

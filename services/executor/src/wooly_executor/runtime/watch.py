@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 from wooly_bus.supervision import start_thread
@@ -25,16 +23,15 @@ class Watch:
         self._wake = threading.Event()
         start_thread(self._look, "kernel-watch")
 
-    @contextlib.contextmanager
-    def over(self, word: Any, seconds: float) -> Iterator[None]:
-        """Set the first element of `word` if the block takes longer than `seconds`."""
+    def begin(self, word: Any, seconds: float) -> None:
+        """Set the first element of `word` if `end` is not called within `seconds`."""
         self._running = (time.monotonic() + seconds, word)
         if self._asleep:
             self._wake.set()
-        try:
-            yield
-        finally:
-            self._running = None
+
+    def end(self) -> None:
+        """The launch is over."""
+        self._running = None
 
     def _look(self) -> None:
         while True:
