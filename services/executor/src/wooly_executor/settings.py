@@ -94,7 +94,8 @@ class ExecutorSettings(BaseSettings):
     )
     graphs: bool = Field(
         default=True,
-        description="1: a GPU replays steady parts of programs as graphs, for which it keeps an eighth of its memory; 0: it does not",
+        description="1: a GPU replays steady parts of programs as graphs, for which it keeps an eighth of its memory; 0: it "
+        "does not",
     )
     libraries: str | None = Field(
         default=None,
