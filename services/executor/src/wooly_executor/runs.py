@@ -129,7 +129,7 @@ class Runs:
         vram, account, counters = self._vram, session.holdings.account, session.counters
         if session.unchecked is not None:
             self._checked(session)
-        if running.execution.unchecked:
+        if running.execution.unchecked and outcome.failed_at is None:
             session.unchecked = running
         session.running = False
         session.held_bytes += ready.facts.kept_bytes - running.freed

@@ -363,6 +363,8 @@ class GpuExecution(StepExecution):
         if not self.ended or self._frame.registers:
             self._end_failed(act, why)
             return
+        if self.outcome.failed_at is not None and self.outcome.failed_at <= prepared.acts[act].at:
+            return
         # The run has ended, and its session may have begun another one.
         self._say(prepared.acts[act].at, why)
         lost = self._poison(act)
