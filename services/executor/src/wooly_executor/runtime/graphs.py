@@ -245,6 +245,7 @@ class Graphs:
         return self.count < GRAPHS and self._bytes + self._input_bytes + stretch.nbytes <= self._room
 
     def _count_destroyed(self) -> None:
+        """Take the graphs that were destroyed since the last time off the counts."""
         if self._destroyed:
             while self._destroyed:
                 nbytes, lent = self._destroyed.popleft()
@@ -279,7 +280,7 @@ class Graphs:
         *,
         lend: bool,
     ) -> Captured | None:
-        """Return the graph of a stretch. `lend`: results may stay in its memory, which no other graph uses then."""
+        """Return the graph of a stretch. `lend`: large results are used in place until its next replay."""
         registers, bases = list(frame.registers), list(frame.bases)
         at, outside = -1, None
 

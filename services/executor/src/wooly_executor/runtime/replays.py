@@ -1,7 +1,8 @@
 """The graph of a stretch: what is copied before a replay, and where the results are afterwards.
 
-A small result that outlives the stretch is copied out of the graph's memory after the replay. A larger one stays there: the run
-or the buffer gets the memory itself. The next replay needs this memory again, so it waits until nobody else uses it.
+A small result that outlives the stretch is copied out of the graph's memory after the replay. A larger one is lent: the graph
+itself copies it to memory outside of its pool (`Outside`), and the run or the buffer gets this memory. The next replay needs it
+again, so it waits until nobody else uses it.
 """
 
 from __future__ import annotations

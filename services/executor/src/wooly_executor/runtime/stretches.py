@@ -66,7 +66,8 @@ class Stretch:
         fixed: number of slots whose addresses are in the key. The other slots are moving: they are copied before a replay.
         moves: for small slots, the number of recent changes of address, and the run of the last one.
         full: whether a capture has failed because there was no memory.
-        outside: whether what it lends has the sizes that the program announced, so that it can be allocated before a capture.
+        outside: whether the program announced the true sizes of what the stretch lends. Then this memory is allocated before a
+            capture, outside of the graph's pool.
         last: the last keys of runs without a graph, by the addresses of their large slots. Each layer of a model runs the same
             program on weights of its own, so the run before is that of another layer.
         moving: the slots that are copied before a replay, each with one of its names.

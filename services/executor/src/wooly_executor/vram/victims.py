@@ -137,7 +137,7 @@ class Victims:
             self._named(plan.victims),
             self._named(rest),
         )
-        self._settle()  # a run in flight may still fail, and what it did not write has no bytes
+        self._settle()  # if a run in flight fails, its results have no bytes that could be moved
         sessions, urgency = self._here.sessions, self._here.priority(requester)
         left: dict[str, list[tuple[tuple[str, int], Tensor, Place, int]]] = {name: [] for name in plan.victims}
         for move in plan.moves:
