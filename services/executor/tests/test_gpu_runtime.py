@@ -15,7 +15,7 @@ from wooly_executor.memory.swap import Policy
 from wooly_executor.programs import ProgramStore
 from wooly_executor.runtime.buffers import TORCH_DTYPE, Buffer
 from wooly_executor.runtime.captures import InvalidCaptureError
-from wooly_executor.runtime.graphs import IDLE, History
+from wooly_executor.runtime.graphs import IDLE, STEADY, History
 from wooly_executor.runtime.protocol import PlanRuntime
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
 from wooly_executor.vram import SwapSettings
@@ -916,7 +916,8 @@ def test_graphs_next_program_uses_lent_result_at_same_address(gpu, cpu, driver):
         captured.append(driver.captures)
         last.clear()
         del between
-    assert captured[-1] == 2 and 1 not in captured  # the second program is captured in the same round
+    # The second program is captured in the same round, or up to `STEADY` rounds later if an earlier result had the lent address.
+    assert captured[-1] == 2 and captured.count(1) <= STEADY
     assert driver.replays > 30
 
 
